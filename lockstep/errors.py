@@ -1,0 +1,69 @@
+"""The error tree.
+
+Every error of Lockstep derives from `LockstepError`, so one `except` catches them all, and also
+from the standard type that fits, so that code which does not know Lockstep still does the right
+thing. A message says what was expected, what was found, where, and what to do next.
+
+    LockstepError
+      ConfigError        (ValueError)    a setting is unknown, mistyped or contradicts another
+      DataError          (ValueError)    a user's file is malformed: names the file and the line
+      TokenError         (ValueError)    an invariant of the token forest does not hold
+      AlignmentError     (ValueError)    per-token arrays that must be parallel are not
+      RendererError      (ValueError)    a dialogue cannot be written, or a tokenizer cannot write it
+      CheckpointError    (ValueError)    weights are missing, misshapen, torn or of another model
+      EngineError        (RuntimeError)  the engine cannot do, or did not do, what was asked
+      CapabilityError    (EngineError)   the engine lacks something that the request needs
+      RunError           (RuntimeError)  a run directory is in use, unfinished or not a run
+      MissingExtraError  (ImportError)   an optional package is needed: names the extra
+"""
+
+
+class LockstepError(Exception):
+    """Base of every error that Lockstep raises on purpose."""
+
+
+class ConfigError(LockstepError, ValueError):
+    """A setting is unknown, has the wrong type or contradicts another one."""
+
+
+class DataError(LockstepError, ValueError):
+    """A file given by the user is malformed. The message starts with `path:line`."""
+
+
+class TokenError(LockstepError, ValueError):
+    """An invariant of the token forest does not hold. Names the segment and the token index."""
+
+
+class AlignmentError(LockstepError, ValueError):
+    """Arrays that must be parallel, one entry per token, are not."""
+
+
+class RendererError(LockstepError, ValueError):
+    """A dialogue cannot be written as tokens, or the tokenizer lacks what the format needs."""
+
+
+class CheckpointError(LockstepError, ValueError):
+    """Weights or a checkpoint cannot be loaded: missing, misshapen, torn or of another model."""
+
+
+class EngineError(LockstepError, RuntimeError):
+    """The inference engine failed or answered something that cannot be."""
+
+
+class CapabilityError(EngineError):
+    """The engine lacks a capability that the request or the config needs."""
+
+
+class RunError(LockstepError, RuntimeError):
+    """A run directory is in use by another process, not a run, or cannot be resumed."""
+
+
+class MissingExtraError(LockstepError, ImportError):
+    """An optional package is not installed. The message names the extra to install."""
+
+    @classmethod
+    def of(cls, package: str, *, extra: str, needed_for: str) -> "MissingExtraError":
+        return cls(
+            f"{needed_for} needs the package {package!r}, which is not installed. "
+            f"Install it with: pip install 'lockstep-rl[{extra}]'"
+        )

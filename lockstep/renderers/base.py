@@ -1,0 +1,56 @@
+"""The border between words and ids.
+
+Above this room there are messages, below it there are ids. An id that the model sampled never comes
+back across: `parse` reads it, and nothing ever encodes what was read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
+
+from lockstep.renderers.tokenizer import Tokenizer
+from lockstep.types import Message, ToolSchema
+
+
+@runtime_checkable
+class Renderer(Protocol):
+    """Writes one dialogue as ids, piece by piece, and reads the model's pieces.
+
+    For every dialogue, `render(m[:k]) + sampled_1 + extend(sampled_1, reply_1) + sampled_2 + ...` is
+    what the engine sees. `lockstep.testing.check_renderer` runs an implementation through this.
+    """
+
+    name: str
+    tokenizer: Tokenizer
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """Ids that end a turn. The engine stops after the first; it is sampled and trained."""
+        ...
+
+    def render(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> list[int]:
+        """The first prompt, up to and including what precedes the model's first sampled id."""
+        ...
+
+    def extend(self, sampled_ids: Sequence[int], messages: Sequence[Message]) -> list[int]:
+        """What follows a sampled turn: its close if it was cut off, `messages`, the next opening.
+
+        Never contains `sampled_ids`: they stand already. `messages` are those since the turn (tool
+        replies, a user's next words), never an assistant's. A turn that ended by its own stop id
+        needs no close; one that hit its length limit gets one, as observed ids.
+        """
+        ...
+
+    def parse(self, sampled_ids: Sequence[int]) -> Message:
+        """Reads one sampled turn. Never raises: what is malformed is said in `parse_error`, and
+        all text that the model wrote is kept."""
+        ...
+
+    def render_reply(self, message: Message) -> list[int]:
+        """An assistant message as the ids that a model would sample for it, stop id included.
+
+        For supervised data; `parse` reads it back equal. Continues what `render` or `extend` ended
+        with.
+        """
+        ...

@@ -1,0 +1,638 @@
+"""The nouns that cross room borders. No torch here: this file is imported by the command line.
+
+A dialogue is `Message`s. A `Renderer` turns them into ids. A `Request` carries ids to an engine, a
+`Delta` brings ids back. A `Trajectory` is the forest of `Segment`s that one episode produced, and a
+`Sample` is one row of it that can be trained.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from lockstep.errors import AlignmentError, DataError, TokenError
+
+Role = Literal["system", "developer", "user", "assistant", "tool"]
+ROLES: tuple[Role, ...] = ("system", "developer", "user", "assistant", "tool")
+
+Int32Array = npt.NDArray[np.int32]
+Float32Array = npt.NDArray[np.float32]
+
+MAX_LOGPROB = 1e-6
+"""A log-prob above this is an error: somebody passed probabilities, or shifted the row. Rounding
+leaves values a few 1e-7 above 0, which the engine's boundary counts and clamps."""
+
+FORCED_LOGPROB = -0.01
+"""A token whose rollout log-prob lies above this was as good as forced (probability over 0.99):
+protocol tokens mostly. Mismatch metrics are given with and without them."""
+
+
+def frozen_ids(ids: Sequence[int] | npt.NDArray[Any], *, where: str) -> Int32Array:
+    """`ids` as a read-only int32 array: [T], each >= 0. `where` names them in the error."""
+    array = np.array(ids, dtype=np.int64).reshape(-1)
+    if array.size and (array.min() < 0 or array.max() > np.iinfo(np.int32).max):
+        bad = int(np.flatnonzero((array < 0) | (array > np.iinfo(np.int32).max))[0])
+        raise TokenError(f"{where}: token {bad} has the id {int(array[bad])}; ids are 0..2^31-1.")
+    out = array.astype(np.int32)
+    out.setflags(write=False)
+    return out
+
+
+# ---------------------------------------------------------------------------------------------
+# Dialogue
+# ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolCall:
+    """One call that the model made."""
+
+    name: str
+    """The function's name, without a namespace."""
+    arguments: str
+    """The argument text exactly as the model wrote it: JSON if all went well."""
+    id: str = ""
+    """Set where the protocol has ids (OpenAI); harmony and ChatML have none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """One turn of a dialogue, in words. Environments see messages and never a token.
+
+    >>> Message.from_dict({"role": "user", "content": "hi"}).to_dict()
+    {'role': 'user', 'content': 'hi'}
+    """
+
+    role: Role
+    content: str = ""
+    thinking: str = ""
+    """Reasoning that the model wrote before its answer (harmony's analysis channel)."""
+    tool_calls: tuple[ToolCall, ...] = ()
+    """Assistant only."""
+    name: str = ""
+    """For role "tool": the function that answers."""
+    tool_call_id: str = ""
+    parse_error: str = ""
+    """Why the sampled ids are not a well-formed turn; empty if they are. Set by `Renderer.parse`."""
+
+    def __post_init__(self) -> None:
+        if self.role not in ROLES:
+            raise DataError(f"message role {self.role!r} is not one of {', '.join(ROLES)}.")
+        if self.tool_calls and self.role != "assistant":
+            raise DataError(f"a {self.role} message has tool_calls; only an assistant's can.")
+        if self.role == "tool" and not self.name:
+            raise DataError("a tool message needs `name`: the function that answers.")
+
+    @classmethod
+    def from_dict(cls, source: Mapping[str, Any]) -> Message:
+        """Reads the OpenAI chat form, and ours: a call nested under "function" or flat.
+
+        Raises DataError for an unknown key: a message is never silently cut down.
+        """
+        known = {
+            "role", "content", "thinking", "reasoning_content", "tool_calls", "name",
+            "tool_call_id", "parse_error",
+        }  # fmt: skip
+        unknown = sorted(set(source) - known)
+        if unknown:
+            raise DataError(
+                f"message has unknown keys {unknown}; known are {sorted(known)}."
+            )
+        content = source.get("content") or ""
+        if not isinstance(content, str):
+            raise DataError(
+                f"message content must be text, found {type(content).__name__}. "
+                "Content parts (images, audio) are not supported."
+            )
+        calls: list[ToolCall] = []
+        for call in source.get("tool_calls") or ():
+            body = call.get("function", call)
+            arguments = body.get("arguments", "{}")
+            if not isinstance(arguments, str):
+                arguments = json.dumps(arguments)
+            calls.append(ToolCall(name=body["name"], arguments=arguments, id=call.get("id") or ""))
+        return cls(
+            role=source.get("role", "?"),
+            content=content,
+            thinking=source.get("thinking") or source.get("reasoning_content") or "",
+            tool_calls=tuple(calls),
+            name=source.get("name") or "",
+            tool_call_id=source.get("tool_call_id") or "",
+            parse_error=source.get("parse_error") or "",
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON form; empty fields are left out. `from_dict` reads it back equal."""
+        out: dict[str, Any] = {"role": self.role, "content": self.content}
+        for key in ("thinking", "name", "tool_call_id", "parse_error"):
+            if value := getattr(self, key):
+                out[key] = value
+        if self.tool_calls:
+            out["tool_calls"] = [
+                {"name": c.name, "arguments": c.arguments, **({"id": c.id} if c.id else {})}
+                for c in self.tool_calls
+            ]
+        return out
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolSchema:
+    """What the model is told about a tool."""
+
+    name: str
+    description: str
+    parameters: Mapping[str, Any]
+    """JSON schema of the arguments: an object."""
+
+
+# ---------------------------------------------------------------------------------------------
+# Engine traffic
+# ---------------------------------------------------------------------------------------------
+
+Distribution = Literal["model", "tempered", "sampled"]
+FinishReason = Literal["stop", "length", "abort", "weight_update"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How one request draws its tokens."""
+
+    max_tokens: int
+    """Tokens to sample at most; the stop token counts."""
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 is off."""
+    stop_ids: tuple[int, ...] = ()
+    """Sampling ends with the first of these. It is kept: the model chose it, so it is trained."""
+    stop_strings: tuple[str, ...] = ()
+    """Matched on the bytes of the sampled tokens, across their borders. Nothing is trimmed."""
+    distribution: Distribution = "tempered"
+    """Whose log-prob is recorded: softmax(logits) ("model"), softmax(logits / temperature)
+    ("tempered"), or that after top-k and top-p, renormalised ("sampled"). Greedy requests record
+    the model's."""
+
+    def __post_init__(self) -> None:
+        from lockstep.errors import ConfigError
+
+        for ok, text in (
+            (self.max_tokens >= 1, f"max_tokens={self.max_tokens} must be at least 1"),
+            (self.temperature >= 0, f"temperature={self.temperature} must be at least 0"),
+            (0 < self.top_p <= 1, f"top_p={self.top_p} must lie in (0, 1]"),
+            (self.top_k >= 0, f"top_k={self.top_k} must be at least 0 (0 is off)"),
+            ("" not in self.stop_strings, "an empty stop string would stop at once"),
+        ):
+            if not ok:
+                raise ConfigError(f"sampling: {text}.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Request:
+    """One generation: ids in.
+
+    `id` is idempotent: an engine that is given the same id twice answers once. `seed` decides every
+    draw together with the position, never with the batch, so a request repeats alone or in company.
+    """
+
+    id: str
+    prompt_ids: Int32Array
+    sampling: SamplingParams
+    seed: int = 0
+    priority: int = 0
+    """Lower runs first."""
+    affinity: str = ""
+    """Requests that share a prefix carry the same value: a pool sends them to one replica."""
+    adapter: str = ""
+    stream: bool = False
+    """One delta per token, instead of one at the end."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Delta:
+    """What an engine sends back: the next sampled ids of one request.
+
+    len(token_ids) == len(logprobs). The last delta of a request, and only that, has a
+    `finish_reason`; "weight_update" is the end of a segment, and more deltas follow it.
+    """
+
+    token_ids: Int32Array
+    logprobs: Float32Array
+    """[T] float32, natural log, of `token_ids` under `SamplingParams.distribution`."""
+    policy_version: int
+    finish_reason: FinishReason | None = None
+    stop: int | str | None = None
+    """The stop id or string that ended the request."""
+    num_cached_tokens: int = 0
+    """Prompt tokens whose keys and values were reused. On the first delta."""
+    num_prefilled_tokens: int = 0
+    """Prompt tokens that were computed. On the first delta."""
+    routed_experts: npt.NDArray[Any] | None = None
+    """[T, layers, active] expert indices of the positions that this delta processed, if captured."""
+
+
+# ---------------------------------------------------------------------------------------------
+# The token forest
+# ---------------------------------------------------------------------------------------------
+
+Status = Literal["running", "finished", "truncated", "failed"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Segment:
+    """A run of ids that was either wholly sampled or wholly observed. Immutable; only the delta.
+
+    Made by `Trajectory.observe` and `Trajectory.record`, which check the invariants.
+    """
+
+    parent: int | None
+    """Index in `Trajectory.segments`, always smaller than this segment's own."""
+    token_ids: Int32Array
+    is_sampled: bool
+    turn: int
+    """How many sampled turns end before this segment on its path: the turn it belongs to."""
+    logprobs: Float32Array | None = None
+    """[T] float32 of a sampled segment; None of an observed one. There is no filler value."""
+    policy_version: int | None = None
+    finish_reason: FinishReason | None = None
+    stop: int | str | None = None
+    sampling: SamplingParams | None = None
+    messages: tuple[Message, ...] = ()
+    """The view that people, tools and reports read. Never encoded again."""
+    reason: str = ""
+    """Why this is another child of a parent that has one: "retry", "compaction", ..."""
+    reward: float | None = None
+    """Reward given to this segment alone, beside the leaf's."""
+    fingerprint: str = ""
+    """Of the numerics that computed `logprobs`."""
+    routed_experts: npt.NDArray[Any] | None = None
+    boundary_routes: npt.NDArray[Any] | None = None
+    """[layers, active]: the routes of the parent's last id, which this segment's request computed."""
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnSpec:
+    """What a per-token column is, so that it can be packed, sharded and stored by index alone."""
+
+    dtype: str
+    fill: float | int
+    """The value where there is nothing to say: observed tokens and padding."""
+    trailing_shape: tuple[int, ...] = ()
+
+
+COLUMNS: dict[str, ColumnSpec] = {
+    "rollout_logprobs": ColumnSpec("float32", float("nan")),
+    "averaged_logprobs": ColumnSpec("float32", float("nan")),
+    "old_logprobs": ColumnSpec("float32", float("nan")),
+    "reference_logprobs": ColumnSpec("float32", float("nan")),
+    "advantages": ColumnSpec("float32", 0.0),
+    "returns": ColumnSpec("float32", 0.0),
+    "values": ColumnSpec("float32", float("nan")),
+    "policy_version": ColumnSpec("int32", -1),
+    "turn": ColumnSpec("int32", -1),
+    "weights": ColumnSpec("float32", 0.0),
+}
+"""Every column by name. A log-prob that does not exist is NaN, so that using it shows."""
+
+
+@dataclass(slots=True, eq=False)
+class Sample:
+    """One training row: what the model saw from root to leaf, and which of it is trained.
+
+    Example, a two-turn episode with prompt P, sampled A and B, tool reply O:
+    `token_ids = P + A + O + B`, `loss_mask = [False]*len(P) + [True]*len(A) + [False]*len(O) +
+    [True]*len(B)`. Every column has one entry per token, at the token's own index: the shift to
+    "position t predicts token t+1" happens in `train/packing.py` and nowhere else.
+    """
+
+    id: str
+    """`trajectory/leaf`, for messages and reports."""
+    token_ids: Int32Array
+    """[T] int32."""
+    loss_mask: npt.NDArray[np.bool_]
+    """[T] bool: trained in this row. False where another row trains the shared segment."""
+    columns: dict[str, npt.NDArray[Any]] = field(default_factory=dict)
+    """name -> [T, *trailing_shape]; see COLUMNS."""
+    group: int = 0
+    """Index of the row's group in its batch."""
+
+    def __post_init__(self) -> None:
+        size = len(self.token_ids)
+        if len(self.loss_mask) != size:
+            raise AlignmentError(
+                f"sample {self.id}: {size} ids but a loss_mask of {len(self.loss_mask)}."
+            )
+        if size and self.loss_mask[0]:
+            raise AlignmentError(
+                f"sample {self.id}: token 0 is marked as trained, but nothing predicts it."
+            )
+        for name, column in self.columns.items():
+            self._check(name, column)
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_trained(self) -> int:
+        return int(self.loss_mask.sum())
+
+    def set(self, name: str, column: npt.NDArray[Any]) -> None:
+        """Adds or replaces a column; raises AlignmentError if it is not one entry per token."""
+        self._check(name, column)
+        self.columns[name] = column
+
+    def _check(self, name: str, column: npt.NDArray[Any]) -> None:
+        spec = COLUMNS.get(name)
+        if spec is None:
+            raise AlignmentError(f"sample {self.id}: unknown column {name!r}; known: {list(COLUMNS)}")
+        shape = (len(self.token_ids), *spec.trailing_shape)
+        if column.shape != shape or column.dtype != np.dtype(spec.dtype):
+            raise AlignmentError(
+                f"sample {self.id}: column {name!r} must be {spec.dtype} {list(shape)}, "
+                f"found {column.dtype} {list(column.shape)}."
+            )
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Trajectory:
+    """The forest of segments that one episode produced, with a reward per leaf.
+
+    A path from a root to a leaf concatenates to exactly what the engine saw. It only grows.
+
+    >>> t = Trajectory(id="demo")
+    >>> p = t.observe([1, 2])
+    >>> a = t.record([3, 4], logprobs=[-0.5, -0.1], parent=p, prompt_ids=[1, 2])
+    >>> t.row(a).token_ids.tolist(), t.row(a).loss_mask.tolist()
+    ([1, 2, 3, 4], [False, False, True, True])
+    """
+
+    id: str
+    task_id: str = ""
+    segments: list[Segment] = field(default_factory=list)
+    rewards: dict[int, float] = field(default_factory=dict)
+    """leaf -> reward."""
+    reward_parts: dict[str, float] = field(default_factory=dict)
+    """Raw named parts, before weights, of the episode's score."""
+    status: Status = "running"
+    """finished: the environment ended it. truncated: a budget did. failed: never trained."""
+    error: str = ""
+    """Why it failed or was truncated."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Counters of the episode: tool errors, timeouts, tokens encoded, ..."""
+
+    # -- growing ------------------------------------------------------------------------------
+
+    def observe(
+        self,
+        token_ids: Sequence[int] | npt.NDArray[Any],
+        *,
+        parent: int | None = None,
+        messages: Sequence[Message] = (),
+        reason: str = "",
+    ) -> int:
+        """Adds ids that the model did not choose (prompt, tool reply). Returns the index."""
+        return self._add(
+            Segment(
+                parent=parent,
+                token_ids=frozen_ids(token_ids, where=self._next(parent)),
+                is_sampled=False,
+                turn=self._turn_after(parent),
+                messages=tuple(messages),
+                reason=reason,
+            )
+        )
+
+    def record(
+        self,
+        token_ids: Sequence[int] | npt.NDArray[Any],
+        *,
+        logprobs: Sequence[float] | npt.NDArray[Any],
+        parent: int,
+        prompt_ids: Sequence[int] | npt.NDArray[Any],
+        policy_version: int = 0,
+        finish_reason: FinishReason = "stop",
+        stop: int | str | None = None,
+        sampling: SamplingParams | None = None,
+        messages: Sequence[Message] = (),
+        reason: str = "",
+        fingerprint: str = "",
+        routed_experts: npt.NDArray[Any] | None = None,
+        boundary_routes: npt.NDArray[Any] | None = None,
+    ) -> int:
+        """Adds ids that the model sampled after `prompt_ids`. Returns the index.
+
+        Raises TokenError if the prompt was not the path to `parent`, the log-probs are not one
+        finite non-positive number per id, or the stop id is not the last one: any of these means
+        that the row would not be what the model did.
+        """
+        where = self._next(parent)
+        ids = frozen_ids(token_ids, where=where)
+        self._check_prompt(where, parent, prompt_ids)
+        values = np.array(logprobs, dtype=np.float32).reshape(-1)
+        if len(values) != len(ids):
+            raise TokenError(f"{where}: {len(ids)} sampled ids but {len(values)} log-probs.")
+        bad = np.flatnonzero(~np.isfinite(values) | (values > MAX_LOGPROB))
+        if bad.size:
+            at = int(bad[0])
+            raise TokenError(
+                f"{where}: token {at} (id {int(ids[at])}) has the log-prob {values[at]:g}; expected "
+                f"a finite number <= {MAX_LOGPROB:g}. Probabilities, or a shifted row?"
+            )
+        if isinstance(stop, int):
+            early = np.flatnonzero(ids == stop)
+            if not early.size or early[0] != len(ids) - 1:
+                found = f"token {int(early[0])} of {len(ids)}" if early.size else "missing"
+                raise TokenError(
+                    f"{where}: the stop id {stop} must be the last sampled id, and is {found}."
+                )
+        np.minimum(values, 0.0, out=values)
+        values.setflags(write=False)
+        return self._add(
+            Segment(
+                parent=parent,
+                token_ids=ids,
+                is_sampled=True,
+                turn=self._turn_after(parent),
+                logprobs=values,
+                policy_version=policy_version,
+                finish_reason=finish_reason,
+                stop=stop,
+                sampling=sampling,
+                messages=tuple(messages),
+                reason=reason,
+                fingerprint=fingerprint,
+                routed_experts=routed_experts,
+                boundary_routes=boundary_routes,
+            )
+        )
+
+    def set_segment_reward(self, index: int, reward: float) -> None:
+        """Gives a sampled segment a reward of its own, beside its leaf's."""
+        if not self.segments[index].is_sampled:
+            raise TokenError(
+                f"trajectory {self.id}, segment {index}: only a sampled segment can have a reward."
+            )
+        self.segments[index] = replace(self.segments[index], reward=float(reward))
+
+    # -- reading ------------------------------------------------------------------------------
+
+    def path(self, leaf: int) -> list[int]:
+        """Indices of the segments from the root to `leaf`, both included."""
+        out: list[int] = []
+        at: int | None = leaf
+        while at is not None:
+            out.append(at)
+            at = self.segments[at].parent
+        return out[::-1]
+
+    def path_ids(self, leaf: int | None) -> Int32Array:
+        """What the engine saw at the end of `leaf`; empty for None."""
+        if leaf is None:
+            return np.empty(0, np.int32)
+        return np.concatenate([self.segments[i].token_ids for i in self.path(leaf)])
+
+    def leaves(self) -> list[int]:
+        """Segments without children, in order of creation."""
+        parents = {s.parent for s in self.segments}
+        return [i for i in range(len(self.segments)) if i not in parents]
+
+    def messages(self, leaf: int) -> list[Message]:
+        return [m for i in self.path(leaf) for m in self.segments[i].messages]
+
+    @property
+    def reward(self) -> float:
+        """Mean over the rewarded leaves; NaN before the first reward."""
+        return float(np.mean(list(self.rewards.values()))) if self.rewards else float("nan")
+
+    @property
+    def num_sampled_tokens(self) -> int:
+        return sum(len(s) for s in self.segments if s.is_sampled)
+
+    @property
+    def num_turns(self) -> int:
+        return sum(s.is_sampled and s.finish_reason != "weight_update" for s in self.segments)
+
+    def row(self, leaf: int, *, owned: set[int] | None = None) -> Sample:
+        """The path to `leaf` as a training row.
+
+        `owned`: segments that this row trains; None trains every sampled one. The final tokens of
+        the last turn are part of the row because they are part of the path.
+        """
+        path = self.path(leaf)
+        segments = [self.segments[i] for i in path]
+        is_trained = [s.is_sampled and (owned is None or i in owned) for i, s in zip(path, segments)]
+        nan = float("nan")
+
+        def column(dtype: str, values: list[Any]) -> npt.NDArray[Any]:
+            return np.concatenate(
+                [
+                    np.asarray(v, dtype) if np.ndim(v) else np.full(len(s), v, dtype)
+                    for s, v in zip(segments, values)
+                ]
+            )
+
+        return Sample(
+            id=f"{self.id}/{leaf}",
+            token_ids=np.concatenate([s.token_ids for s in segments]),
+            loss_mask=column("bool", is_trained),
+            columns={
+                "rollout_logprobs": column(
+                    "float32", [nan if s.logprobs is None else s.logprobs for s in segments]
+                ),
+                "policy_version": column(
+                    "int32", [-1 if s.policy_version is None else s.policy_version for s in segments]
+                ),
+                "turn": column("int32", [s.turn if s.is_sampled else -1 for s in segments]),
+            },
+        )
+
+    def rows(self) -> Iterator[tuple[int, set[int], Sample]]:
+        """(leaf, owned segments, row) for every rewarded leaf with something to train.
+
+        A sampled segment is owned by the first rewarded leaf below it, so that each sampled token is
+        trained in exactly one row.
+        """
+        taken: set[int] = set()
+        for leaf in self.leaves():
+            if leaf not in self.rewards:
+                continue
+            owned = {i for i in self.path(leaf) if self.segments[i].is_sampled} - taken
+            taken |= owned
+            if owned:
+                yield leaf, owned, self.row(leaf, owned=owned)
+
+    # -- invariants ---------------------------------------------------------------------------
+
+    def _next(self, parent: int | None) -> str:
+        return f"trajectory {self.id}, segment {len(self.segments)} (parent {parent})"
+
+    def _turn_after(self, parent: int | None) -> int:
+        if parent is None:
+            return 0
+        above = self.segments[parent]
+        ends_turn = above.is_sampled and above.finish_reason != "weight_update"
+        return above.turn + ends_turn
+
+    def _check_prompt(
+        self, where: str, parent: int, prompt_ids: Sequence[int] | npt.NDArray[Any]
+    ) -> None:
+        expected, sent = self.path_ids(parent), np.asarray(prompt_ids)
+        if len(expected) != len(sent):
+            raise TokenError(
+                f"{where}: the prompt sent to the engine has {len(sent)} ids, its path has "
+                f"{len(expected)}. A turn was rendered anew or cut."
+            )
+        differs = np.flatnonzero(expected != sent)
+        if differs.size:
+            at = int(differs[0])
+            raise TokenError(
+                f"{where}: the prompt sent to the engine differs from its path at token {at}: "
+                f"{int(sent[at])} was sent, {int(expected[at])} is recorded."
+            )
+
+    def _add(self, segment: Segment) -> int:
+        where = self._next(segment.parent)
+        if segment.parent is not None and not 0 <= segment.parent < len(self.segments):
+            raise TokenError(f"{where}: there are only {len(self.segments)} segments.")
+        if segment.is_sampled and segment.parent is None:
+            raise TokenError(f"{where}: a sampled segment needs a prompt before it.")
+        if not len(segment):
+            raise TokenError(f"{where}: it has no ids.")
+        self.segments.append(segment)
+        return len(self.segments) - 1
+
+
+# ---------------------------------------------------------------------------------------------
+# Tasks, groups, batches
+# ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """One problem to solve. `payload` is JSON-able and belongs to the environment."""
+
+    id: str
+    payload: Mapping[str, Any] = field(default_factory=dict)
+    source: str = ""
+    """Which mixture component it came from; "" for one source."""
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Group:
+    """Several trajectories of the same task: the unit of a group baseline."""
+
+    task: Task
+    trajectories: list[Trajectory]
+
+    @property
+    def rewards(self) -> list[float]:
+        """Of the trajectories that did not fail."""
+        return [t.reward for t in self.trajectories if t.status != "failed"]
