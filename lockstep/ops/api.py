@@ -1,0 +1,101 @@
+"""The only functions a model may call. Sampler and trainer run the same decoder over these.
+
+Each backend is a module with these functions and signatures; `use_backend` chooses one for the
+process. A model that computed anything by another way would be equal to itself by luck alone.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import torch
+
+from lockstep.errors import ConfigError
+from lockstep.ops import plain
+from lockstep.ops.context import PackedContext, PagedContext
+
+Tensor = torch.Tensor
+
+BACKENDS: dict[str, ModuleType] = {"plain": plain}
+_active: ModuleType = plain
+
+
+def use_backend(name: str) -> None:
+    """Makes `name` the backend of this process. Raises ConfigError with the known names."""
+    global _active
+    if name not in BACKENDS:
+        raise ConfigError(f"ops backend {name!r} is unknown; known: {', '.join(BACKENDS)}.")
+    _active = BACKENDS[name]
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [..., K] @ weight [N, K]^T + bias [N] -> [..., N]."""
+    return _active.linear(x, weight, bias)
+
+
+def expert_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, tokens_per_expert: list[int]
+) -> Tensor:
+    """x [R, K], rows sorted by expert, weight [E, N, K], bias [E, N] -> [R, N].
+
+    tokens_per_expert: [E], sums to R: the first rows belong to expert 0, and so on.
+    """
+    return _active.expert_linear(x, weight, bias, tokens_per_expert)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / rms(x) over the last dim, times weight; computed in float32, returned in x's dtype."""
+    return _active.rms_norm(x, weight, eps)
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up of gate_up [..., 2F] = [gate, up] -> [..., F]."""
+    return _active.swiglu(gate_up)
+
+
+def swiglu_clamped(gate_up: Tensor, *, alpha: float, limit: float) -> Tensor:
+    """gpt-oss' activation: (clamp(up) + 1) * g * sigmoid(alpha * g), g = min(gate, limit)."""
+    return _active.swiglu_clamped(gate_up, alpha=alpha, limit=limit)
+
+
+def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotates x [T, H, D] by position; cos and sin [T, 1, D] float32, sin's first half negated."""
+    return _active.rope(x, cos, sin)
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    sinks: Tensor | None,
+    window: int | None,
+    scale: float,
+    layer: int,
+    context: PackedContext | PagedContext,
+) -> Tensor:
+    """Causal attention of q [T, H, D] over k, v [T, G, D] and, paged, over what is cached.
+
+    sinks: [H] logits that take part in the softmax and have no value (gpt-oss).
+    window: a position sees itself and the window - 1 before it; None sees all before it.
+    Differentiable over a PackedContext, sinks included. Returns [T, H, D].
+    """
+    return _active.attention(
+        q, k, v, sinks=sinks, window=window, scale=scale, layer=layer, context=context
+    )
+
+
+def log_probs(
+    hidden: Tensor, weight: Tensor, ids: Tensor, *, temperature: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """(log-prob of ids, entropy), each [T] float32 nats, of softmax(hidden @ weight^T / t).
+
+    hidden [T, D], weight [V, D], ids [T]. Both outputs are differentiable. The logits are formed in
+    chunks of rows; no more than one chunk of [rows, V] lives at a time.
+    """
+    return _active.log_probs(hidden, weight, ids, temperature=temperature)
+
+
+def log_softmax(logits: Tensor, *, temperature: float = 1.0) -> Tensor:
+    """[..., V] float32 log-probabilities: the sampler's side of `log_probs`, same arithmetic."""
+    return _active.log_softmax(logits, temperature=temperature)

@@ -1,0 +1,91 @@
+"""Where attention finds its keys: the two ways in which one decoder is called.
+
+The trainer packs whole rows one after another (`PackedContext`). The engine runs the new tokens of
+many sequences over a paged cache (`PagedContext`). Both are plain records of index tensors, built
+once per forward and read by every layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+Tensor = torch.Tensor
+
+MAX_PADDING = 1.25  # rows of one padded block differ in length by at most this factor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedBlock:
+    """Rows of similar length, as one padded block of attention."""
+
+    token_index: Tensor
+    """[B, L] int64: the token at each place; places past a row's end repeat its last token."""
+    length: int
+    """L."""
+    num_rows: int
+    """B."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedContext:
+    """Rows packed without padding: row r is tokens offsets[r]:offsets[r+1], and sees only itself."""
+
+    blocks: tuple[PackedBlock, ...]
+    place_index: Tensor | None
+    """[T] int64: where each token's output stands in the blocks laid end to end; None if the blocks
+    are the packed order already (rows of one length)."""
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], *, device: torch.device | str = "cpu") -> PackedContext:
+        """From the rows' lengths, in packed order. Each at least 1."""
+        lens = torch.tensor(lengths, dtype=torch.int64)
+        starts = torch.cumsum(lens, 0) - lens
+        order = torch.argsort(lens, descending=True, stable=True)
+        blocks: list[PackedBlock] = []
+        place = torch.empty(int(lens.sum()), dtype=torch.int64)
+        base = at = 0
+        while at < len(order):
+            longest = int(lens[order[at]])
+            end = at + int((lens[order[at:]] * MAX_PADDING >= longest).sum())
+            rows = order[at:end]
+            steps = torch.arange(longest)
+            index = starts[rows, None] + torch.minimum(steps, lens[rows, None] - 1)
+            inside = steps < lens[rows, None]
+            place[index[inside]] = (base + torch.arange(index.numel()).view_as(index))[inside]
+            blocks.append(PackedBlock(index.to(device), longest, len(rows)))
+            base, at = base + index.numel(), end
+        is_identity = base == len(place) and bool((place == torch.arange(base)).all())
+        return cls(tuple(blocks), None if is_identity else place.to(device))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PagedBlock:
+    """Sequences that run the same number of new tokens in this step (padded to the longest)."""
+
+    token_index: Tensor | None
+    """[B, Q] int64 into the step's T tokens; None where it is arange(T) with Q = 1."""
+    positions: Tensor
+    """[B, Q] int64: each query's position in its sequence. Keys at or before it are seen."""
+    pages: Tensor
+    """[B, P] int64: the sequence's pages in order; unused places hold any valid page."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PagedContext:
+    """One engine step: where the T new tokens' keys go, and which pages each query reads."""
+
+    keys: Tensor
+    """[layers, pages, G, page_size, D] in the compute dtype, written in place."""
+    values: Tensor
+    """Like `keys`."""
+    write_pages: Tensor
+    """[T] int64: the page each new token's key and value are written to."""
+    write_offsets: Tensor
+    """[T] int64: the place within that page."""
+    blocks: tuple[PagedBlock, ...]
+    place_index: Tensor | None
+    """[T] int64: where each token's output stands in the blocks laid end to end ([B * Q] each);
+    None if they are in order already."""
