@@ -218,13 +218,18 @@ def _sink_attention(
     """q, k, v [B, H, L, D] of equal heads; mask [L, keys] additive, or None for causal."""
     if q.device.type == "cpu":
         return _FlashWithSinks.apply(q, k, v, sinks, mask, scale)
-    scores = (q @ k.transpose(-1, -2)).float() * scale
+    scores = _widen(q @ k.transpose(-1, -2)) * scale
     if mask is None:
         causal = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
         scores = scores.masked_fill(~causal, float("-inf"))
     else:
         scores = scores + mask
-    return (_softmax_with_sinks(scores, sinks) @ v.float()).to(q.dtype)
+    return (_softmax_with_sinks(scores, sinks) @ v.to(scores.dtype)).to(q.dtype)
+
+
+def _widen(x: Tensor) -> Tensor:
+    """bfloat16 and float16 as float32: a softmax in fewer bits loses the small probabilities."""
+    return x.float() if x.dtype.itemsize < 4 else x
 
 
 def _softmax_with_sinks(scores: Tensor, sinks: Tensor | None) -> Tensor:
@@ -256,7 +261,7 @@ def _paged_attention(
         B, Q = q.shape[:2]
         k, v = _read_pages(keys, block.pages), _read_pages(values, block.pages)  # [B, G, P*S, D]
         q = q.view(B, Q, G, H // G, D).permute(0, 2, 3, 1, 4).reshape(B, G, -1, D)
-        scores = torch.matmul(q, k.transpose(-1, -2)).float().mul_(scale)  # [B, G, H/G * Q, P*S]
+        scores = _widen(torch.matmul(q, k.transpose(-1, -2))).mul_(scale)  # [B, G, H/G * Q, P*S]
         scores = scores.view(B, H, Q, -1)
         at_key = torch.arange(scores.shape[-1], device=q.device)
         at_query = block.positions[:, :, None]
