@@ -17,7 +17,7 @@ from lockstep.types import Message, ToolSchema
 class Renderer(Protocol):
     """Writes one dialogue as ids, piece by piece, and reads the model's pieces.
 
-    For every dialogue, `render(m[:k]) + sampled_1 + extend(sampled_1, reply_1) + sampled_2 + ...` is
+    For every dialogue, `render(m) + sampled_1 + extend(sampled_1, reply_1) + sampled_2 + ...` is
     what the engine sees. `lockstep.testing.check_renderer` runs an implementation through this.
     """
 

@@ -1,0 +1,67 @@
+"""How dialogues become tokens: the settings of each renderer. No torch at import."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lockstep.errors import ConfigError
+
+_THINKING = ("keep", "drop")
+_EFFORTS = ("low", "medium", "high")
+
+
+def _check_choice(where: str, found: str, choices: tuple[str, ...]) -> None:
+    if found not in choices:
+        raise ConfigError(f"{where}={found!r}: expected one of {', '.join(choices)}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HarmonyConfig:
+    """The format of gpt-oss."""
+
+    system_message: bool = True
+    """Open with the system message: identity, dates, reasoning effort and channels."""
+    identity: str = "You are ChatGPT, a large language model trained by OpenAI."
+    """First line of the system message; empty leaves it out."""
+    knowledge_cutoff: str = "2024-06"
+    """In the system message; empty leaves it out."""
+    current_date: str = ""
+    """In the system message, as 2025-08-05; empty leaves it out, so that prompts repeat."""
+    reasoning_effort: str = "medium"
+    """In the system message: low, medium or high."""
+    developer_heading: bool = True
+    """Put "# Instructions" over the instructions, as gpt-oss expects; off writes them as they are."""
+    tools_in_prompt: bool = True
+    """Declare the tools to the model. Off for a tiny model that was trained on one fixed tool."""
+    thinking: str = "keep"
+    """What `render` does with the thinking in a history that it is given. keep: all of it. drop:
+    without the analysis before the first final answer, if the last assistant message is a final
+    answer, as openai-harmony does by default. A dialogue that is being extended keeps all."""
+    stop_at_end: bool = False
+    """Also stop at <|end|>, which closes each message of a turn: one message per turn, no analysis
+    before the answer. For models that answer in one message."""
+
+    def __post_init__(self) -> None:
+        _check_choice("renderer.thinking", self.thinking, _THINKING)
+        _check_choice("renderer.reasoning_effort", self.reasoning_effort, _EFFORTS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatMLConfig:
+    """The format of Qwen3."""
+
+    tools_in_prompt: bool = True
+    """Declare the tools to the model. Off for a tiny model that was trained on one fixed tool."""
+    enable_thinking: bool = True
+    """Off opens every turn with an empty thinking block, so that the model answers at once."""
+    thinking: str = "keep"
+    """What `render` does with the thinking in a history that it is given. keep: all of it. drop:
+    only that after the last user message, as the Qwen3 template does. A dialogue that is being
+    extended keeps all: what the model saw is never rewritten."""
+
+    def __post_init__(self) -> None:
+        _check_choice("renderer.thinking", self.thinking, _THINKING)
+
+
+RendererConfig = HarmonyConfig | ChatMLConfig
+"""The renderers that are shipped; `registry.make_renderer` makes one."""

@@ -1,0 +1,532 @@
+"""Harmony, the format of gpt-oss, written piece by piece.
+
+    <|start|>user<|message|>Who is it?<|end|>
+    <|start|>assistant                                                   <- render ends here
+        <|channel|>analysis<|message|>I search.<|end|><|start|>assistant
+        <|channel|>commentary to=functions.find <|constrain|>json<|message|>{"q": 1}<|call|>  <- sampled
+    <|start|>functions.find to=assistant<|channel|>commentary<|message|>Bela<|end|>
+    <|start|>assistant                                                   <- extend ends here
+        <|channel|>final<|message|>Bela.<|return|>                       <- sampled
+
+A turn is one or more messages. Those before the last end with <|end|>; the last ends with <|call|>,
+which hands over to a tool, or with <|return|>.
+
+Source: openai/harmony, docs/format.md and src/encoding.rs at 14648ba; tests/parity/
+test_harmony_parity.py compares with the package openai-harmony and lists every difference.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from lockstep.errors import RendererError
+from lockstep.renderers.config import HarmonyConfig
+from lockstep.renderers.pieces import Piece, encode_pieces
+from lockstep.renderers.tokenizer import Tokenizer
+from lockstep.types import Message, ToolCall, ToolSchema
+
+_NAMESPACE = "functions."
+_CHANNELS = ("analysis", "commentary", "final")
+
+
+class HarmonyRenderer:
+    """Messages to gpt-oss tokens and back.
+
+    >>> from lockstep.testing.tokenizers import byte_tokenizer
+    >>> tokenizer = byte_tokenizer()
+    >>> config = HarmonyConfig(system_message=False, developer_heading=False, tools_in_prompt=False)
+    >>> renderer = HarmonyRenderer(tokenizer, config)
+    >>> tokenizer.decode(renderer.render([Message(role="user", content="hi")]))
+    '<|start|>user<|message|>hi<|end|><|start|>assistant'
+    >>> call = Message(role="assistant", tool_calls=(ToolCall(name="find", arguments="{}"),))
+    >>> sampled = renderer.render_reply(call)
+    >>> tokenizer.decode(sampled)
+    '<|channel|>commentary to=functions.find <|constrain|>json<|message|>{}<|call|>'
+    >>> renderer.parse(sampled) == call
+    True
+    >>> reply = [Message(role="tool", name="find", content="Bela")]
+    >>> text = tokenizer.decode(renderer.extend(sampled, reply))
+    >>> print(text.replace("<|end|>", "<|end|>" + chr(10)))
+    <|start|>functions.find to=assistant<|channel|>commentary<|message|>Bela<|end|>
+    <|start|>assistant
+    """
+
+    name = "harmony"
+
+    def __init__(self, tokenizer: Tokenizer, config: HarmonyConfig | None = None) -> None:
+        """Raises RendererError, naming all of them, if control tokens are missing."""
+        self.tokenizer = tokenizer
+        self.config = config or HarmonyConfig()
+        ids = tokenizer.require(
+            ["<|start|>", "<|message|>", "<|channel|>", "<|constrain|>"]
+            + ["<|end|>", "<|call|>", "<|return|>"]
+        )
+        self._start, self._message, self._channel, self._constrain = list(ids.values())[:4]
+        self._end, self._call, self._return = list(ids.values())[4:]
+        self._closers = frozenset((self._end, self._call, self._return))
+        self._opening: list[Piece] = [self._start, "assistant"]
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """<|call|> and <|return|>; <|end|> too with `stop_at_end`."""
+        end = (self._end,) if self.config.stop_at_end else ()
+        return (self._call, self._return, *end)
+
+    # -- messages to ids ----------------------------------------------------------------------
+
+    def render(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> list[int]:
+        """The first prompt, as openai-harmony renders a conversation for completion.
+
+        Leading system or developer text becomes the developer message, which also declares the
+        tools; the system message of harmony comes from the config alone.
+        """
+        declared = tools if self.config.tools_in_prompt else ()
+        pieces: list[Piece] = []
+        if self.config.system_message:
+            system_text = _system_text(self.config, has_tools=bool(declared))
+            pieces += self._block("system", system_text)
+        rest = list(messages)
+        instructions: str | None = None
+        if rest and rest[0].role in ("system", "developer"):
+            instructions = rest.pop(0).content
+        if instructions is not None or declared:
+            pieces += self._block("developer", self._developer_text(instructions, declared))
+        for message in _without_dropped_thinking(rest, self.config.thinking):
+            pieces += self._pieces(message)
+        return encode_pieces(self.tokenizer, [*pieces, *self._opening])
+
+    def extend(self, sampled_ids: Sequence[int], messages: Sequence[Message]) -> list[int]:
+        """The close of a turn that was cut off, `messages`, and the next <|start|>assistant.
+
+        How a cut-off turn is closed: inside a message by <|end|>, even inside a call, since <|call|>
+        would say that a call was made; inside a header by <|message|><|end|>, an empty message; after
+        a message's <|end|> by nothing. What was sampled stays as it is, half characters included.
+        """
+        pieces = self._close(sampled_ids)
+        for message in messages:
+            if message.role == "assistant":
+                raise RendererError(
+                    "extend was given an assistant message; expected what came after the sampled "
+                    "turn (tool, user, developer). Assistant turns enter a dialogue as sampled ids."
+                )
+            pieces += self._pieces(message)
+        return encode_pieces(self.tokenizer, [*pieces, *self._opening])
+
+    def render_reply(self, message: Message) -> list[int]:
+        """The ids that gpt-oss samples for `message`: the recipient stands behind the channel.
+
+        Raises RendererError for what one sampled turn cannot hold: several calls.
+        """
+        if message.role != "assistant":
+            raise RendererError(f"render_reply writes assistant messages, not a {message.role}'s.")
+        if len(message.tool_calls) > 1:
+            raise RendererError(
+                f"{len(message.tool_calls)} calls in one message: a harmony turn ends with its first "
+                "<|call|>. Write one message per call, each followed by its tool's reply."
+            )
+        blocks: list[list[Piece]] = []
+        if message.thinking:
+            blocks.append(self._reply_block("analysis", message.thinking))
+        if message.tool_calls:
+            if message.content:
+                blocks.append(self._reply_block("commentary", message.content))
+            call = message.tool_calls[0]
+            blocks.append(
+                [self._channel, f"commentary to={_NAMESPACE}{call.name} ", self._constrain, "json"]
+                + [self._message, call.arguments, self._call]
+            )
+        else:
+            blocks.append([*self._reply_block("final", message.content)[:-1], self._return])
+        if len(blocks) > 1 and self.config.stop_at_end:
+            raise RendererError(
+                "renderer.stop_at_end ends a turn with its first <|end|>, and this message needs "
+                f"{len(blocks)}. Leave out its thinking and the text before the call, or turn it off."
+            )
+        pieces: list[Piece] = list(blocks[0])
+        for block in blocks[1:]:
+            pieces += [*self._opening, *block]
+        return encode_pieces(self.tokenizer, pieces)
+
+    def _block(
+        self, author: str, text: str, *, channel: str = "", constrain: bool = False, call: bool = False
+    ) -> list[Piece]:
+        """One whole message. `author` includes the recipient: "assistant to=functions.find"."""
+        header: list[Piece] = [self._start, author]
+        if channel:
+            header += [self._channel, channel]
+        if constrain:
+            header += [" ", self._constrain, "json"]
+        return [*header, self._message, text, self._call if call else self._end]
+
+    def _reply_block(self, channel: str, text: str) -> list[Piece]:
+        return [self._channel, channel, self._message, text, self._end]
+
+    def _pieces(self, message: Message) -> list[Piece]:
+        """One message of a dialogue that is given, not sampled."""
+        author = f":{message.name}" if message.name else ""
+        match message.role:
+            case "tool":
+                author = f"{_NAMESPACE}{message.name} to=assistant"
+                return self._block(author, message.content, channel="commentary")
+            case "system" | "developer":
+                return self._block(f"developer{author}", self._developer_text(message.content, ()))
+            case "user":
+                return self._block(f"user{author}", message.content)
+            case "assistant":
+                return self._history_pieces(message)
+
+    def _history_pieces(self, message: Message) -> list[Piece]:
+        """An assistant message given in a history, which openai-harmony writes with the recipient
+        before the channel."""
+        pieces: list[Piece] = []
+        if message.thinking:
+            pieces += self._block("assistant", message.thinking, channel="analysis")
+        if message.content or not message.tool_calls:
+            channel = "commentary" if message.tool_calls else "final"
+            pieces += self._block("assistant", message.content, channel=channel)
+        for call in message.tool_calls:
+            author = f"assistant to={_NAMESPACE}{call.name}"
+            pieces += self._block(
+                author, call.arguments, channel="commentary", constrain=True, call=True
+            )
+        return pieces
+
+    def _developer_text(self, instructions: str | None, tools: Sequence[ToolSchema]) -> str:
+        sections: list[str] = []
+        if instructions is not None:
+            heading = ["# Instructions"] if self.config.developer_heading else []
+            sections += [*heading, instructions]
+        if tools:
+            sections.append(tools_text(tools))
+        return "\n\n".join(sections)
+
+    def _close(self, sampled_ids: Sequence[int]) -> list[Piece]:
+        """What ends a turn that did not end itself."""
+        if len(sampled_ids) and int(sampled_ids[-1]) in self._closers:
+            return []
+        for id_ in reversed(sampled_ids):
+            if id_ == self._message:
+                return [self._end]
+            if int(id_) in self._closers:
+                break
+        return [self._message, self._end]
+
+    # -- ids to a message ---------------------------------------------------------------------
+
+    def parse(self, sampled_ids: Sequence[int]) -> Message:
+        """Reads one turn: analysis becomes `thinking`, final and commentary `content`, a call to
+        functions.NAME a tool call.
+
+        Accepted: the recipient before or after the channel, any spaces in a header, a content type
+        with or without <|constrain|>. A call counts only if <|call|> ended it. A message that is
+        malformed is kept whole in `content`, control tokens by name, and `parse_error` says why.
+        """
+        turn = _Turn()
+        sampled = self._split([int(id_) for id_ in sampled_ids])
+        for at, part in enumerate(sampled):
+            self._read(part, turn, is_first=at == 0, is_last=at == len(sampled) - 1)
+        if not sampled:
+            turn.fail("the turn is empty")
+        return Message(
+            role="assistant",
+            content="\n".join(turn.content),
+            thinking="\n".join(turn.thinking),
+            tool_calls=tuple(turn.calls),
+            parse_error=turn.error,
+        )
+
+    def _split(self, ids: list[int]) -> list[_Part]:
+        parts: list[_Part] = []
+        begin, body = 0, None
+        for at, id_ in enumerate(ids):
+            if body is None and id_ == self._message:
+                body = at + 1
+            if id_ in self._closers:
+                parts.append(_Part(ids[begin : at + 1], body and body - begin, id_))
+                begin, body = at + 1, None
+        if begin < len(ids):
+            parts.append(_Part(ids[begin:], body and body - begin, None))
+        return parts
+
+    def _read(self, part: _Part, turn: _Turn, *, is_first: bool, is_last: bool) -> None:
+        """Adds one message of a turn to `turn`."""
+        show = self.tokenizer.decode
+        if part.body is None:
+            turn.fail("a message has no <|message|>", show(part.ids))
+            return
+        header = self._read_header(part.ids[: part.body - 1], is_first=is_first)
+        if isinstance(header, str):
+            turn.fail(header, show(part.ids))
+            return
+        body = part.ids[part.body : len(part.ids) - (part.end is not None)]
+        stray = next((id_ for id_ in body if id_ in self.tokenizer.control_ids), None)
+        if stray is not None:
+            name = self.tokenizer.control_name(stray)
+            turn.fail(f"the control token {name} stands inside a message", show(part.ids))
+            return
+        text = show(body)
+        if header.recipient:
+            if part.end != self._call:
+                how = "was cut off" if part.end is None else f"ends with {show([part.end])}"
+                turn.fail(f"a call {how}, expected <|call|>", show(part.ids))
+                return
+            turn.calls.append(ToolCall(name=header.recipient, arguments=text))
+        else:
+            (turn.thinking if header.channel == "analysis" else turn.content).append(text)
+            if part.end is None:
+                turn.fail("the turn was cut off")
+            elif part.end == self._call:
+                turn.fail("<|call|> ends a message that calls nothing")
+            elif header.channel == "analysis" and (is_last or part.end == self._return):
+                turn.fail("the turn ends after its analysis, without an answer or a call")
+            elif is_last and part.end not in self.stop_ids:
+                turn.fail("the turn ends with <|end|>, expected <|return|> or <|call|>")
+        if not is_last and part.end in self.stop_ids:
+            turn.fail(f"tokens follow {show([part.end])}, which ends a turn")
+
+    def _read_header(self, ids: list[int], *, is_first: bool) -> _Header | str:
+        """What a header says, or why it is none.
+
+        [<|start|>] author [to=R] <|channel|> channel [to=R] [type] [<|constrain|> type]; the first
+        message's <|start|>assistant belongs to the prompt.
+        """
+        fields: dict[int, list[int]] = {self._start: []}
+        order = (self._start, self._channel, self._constrain)
+        key = self._start
+        if not is_first:
+            if not ids or ids[0] != self._start:
+                return "a message does not begin with <|start|>"
+            ids = ids[1:]
+        for id_ in ids:
+            if id_ in order[1:] and id_ not in fields and order.index(id_) > order.index(key):
+                key = id_
+                fields[key] = []
+            elif id_ in self.tokenizer.control_ids:
+                return f"{self.tokenizer.control_name(id_)} is out of place in a header"
+            else:
+                fields[key].append(id_)
+        words = {key: self.tokenizer.decode(part).split() for key, part in fields.items()}
+        author = words[self._start]
+        if not is_first and (not author or author.pop(0) != "assistant"):
+            return "a message is not by the assistant"
+        channel = words.get(self._channel) or [""]
+        name = channel.pop(0)
+        if name not in _CHANNELS:
+            return f"channel {name!r} is not one of {', '.join(_CHANNELS)}"
+        recipients = [word for word in author + channel if word.startswith("to=")]
+        others = [word for word in author + channel if not word.startswith("to=")]
+        others += words.get(self._constrain) or []
+        if len(others) > 1 or len(recipients) > 1:
+            return f"the header has more than it should: {' '.join(recipients + others)!r}"
+        recipient = recipients[0].removeprefix("to=") if recipients else ""
+        if recipients and not (recipient.startswith(_NAMESPACE) and recipient != _NAMESPACE):
+            return f"the recipient {recipient!r} is not a function: expected {_NAMESPACE}NAME"
+        if recipient and name == "final":
+            return "a call stands in the final channel"
+        return _Header(channel=name, recipient=recipient.removeprefix(_NAMESPACE))
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """One message inside a sampled turn."""
+
+    ids: list[int]
+    body: int | None
+    """Where the text begins, after <|message|>; None without one."""
+    end: int | None
+    """The id that closed it; None if the turn was cut off."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Header:
+    channel: str
+    recipient: str
+    """The function's name, empty if the message is not a call."""
+
+
+@dataclass(slots=True)
+class _Turn:
+    content: list[str] = field(default_factory=list[str])
+    thinking: list[str] = field(default_factory=list[str])
+    calls: list[ToolCall] = field(default_factory=list[ToolCall])
+    error: str = ""
+
+    def fail(self, reason: str, text: str = "") -> None:
+        """Keeps the first reason, and all text."""
+        self.error = self.error or reason
+        if text:
+            self.content.append(text)
+
+
+def _without_dropped_thinking(
+    messages: Sequence[Message], policy: Literal["keep", "drop"] | str
+) -> Iterable[Message]:
+    """With "drop": the messages before the first final answer lose their thinking, provided that
+    the last assistant message is a final answer. That answer's own thinking goes as well."""
+    answers = [not m.tool_calls for m in messages if m.role == "assistant"]
+    if policy == "keep" or not answers or not answers[-1]:
+        yield from messages
+        return
+    dropping = True
+    for message in messages:
+        if dropping and message.role == "assistant":
+            dropping = bool(message.tool_calls)
+            yield Message(
+                role="assistant",
+                content=message.content,
+                tool_calls=message.tool_calls,
+                name=message.name,
+            )
+        else:
+            yield message
+
+
+# -- the words of the first prompt ------------------------------------------------------------
+
+
+def _system_text(config: HarmonyConfig, *, has_tools: bool) -> str:
+    top = [config.identity] if config.identity else []
+    if config.knowledge_cutoff:
+        top.append(f"Knowledge cutoff: {config.knowledge_cutoff}")
+    if config.current_date:
+        top.append(f"Current date: {config.current_date}")
+    channels = f"# Valid channels: {', '.join(_CHANNELS)}. "
+    channels += "Channel must be included for every message."
+    if has_tools:
+        channels += "\nCalls to these tools must go to the commentary channel: 'functions'."
+    sections = ["\n".join(top), f"Reasoning: {config.reasoning_effort}", channels]
+    return "\n\n".join(section for section in sections if section)
+
+
+def tools_text(tools: Sequence[ToolSchema]) -> str:
+    """The tools as gpt-oss is told about them: a TypeScript namespace.
+
+    >>> city = {"type": "object", "properties": {"city": {"type": "string"}}}
+    >>> print(tools_text([ToolSchema(name="weather", description="Of today.", parameters=city)]))
+    # Tools
+    <BLANKLINE>
+    ## functions
+    <BLANKLINE>
+    namespace functions {
+    <BLANKLINE>
+    // Of today.
+    type weather = (_: {
+    city?: string,
+    }) => any;
+    <BLANKLINE>
+    } // namespace functions
+    """
+    lines: list[str] = []
+    for tool in tools:
+        lines += [f"// {line.removesuffix(chr(13))}" for line in _lines(tool.description)]
+        argument = f"_: {_type_text(tool.parameters, '')}" if tool.parameters else ""
+        lines.append(f"type {tool.name} = ({argument}) => any;\n")
+    body = "\n".join(["## functions\n", "namespace functions {\n", *lines])
+    return f"# Tools\n\n{body}\n}} // namespace functions"
+
+
+def _lines(text: str) -> list[str]:
+    lines = text.split("\n")
+    return lines[:-1] if lines[-1] == "" else lines
+
+
+def _type_text(schema: Mapping[str, Any], indent: str) -> str:
+    """A JSON schema as a TypeScript type, with descriptions and defaults as comments."""
+    if variants := _variants(schema):
+        return "".join(
+            f"\n{indent} | {_variant_text(v, indent, _notes(v, quoted=True))}" for v in variants
+        )
+    kind = schema.get("type")
+    if isinstance(kind, list):
+        names = [str(name) for name in kind]  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+        return " | ".join("number" if name == "integer" else name for name in names) or "any"
+    match kind:
+        case "object":
+            return _object_text(schema, indent)
+        case "string":
+            values = [v for v in schema.get("enum") or () if isinstance(v, str)]
+            return " | ".join(f'"{value}"' for value in values) or "string"
+        case "number" | "integer":
+            return "number"
+        case "boolean":
+            return "boolean"
+        case "array":
+            return f"{_type_text(schema['items'], indent)}[]" if "items" in schema else "Array<any>"
+        case _:
+            return "any"
+
+
+def _object_text(schema: Mapping[str, Any], indent: str) -> str:
+    out = f"{indent}// {schema['description']}\n" if "description" in schema else ""
+    out += "{\n"
+    required = schema.get("required") or ()
+    for name, value in (schema.get("properties") or {}).items():
+        key = name if name in required else f"{name}?"
+        out += _property_text(key, value, indent)
+    return f"{out}{indent}}}"
+
+
+def _property_text(key: str, schema: Mapping[str, Any], indent: str) -> str:
+    comments: list[str] = []
+    if "title" in schema:
+        comments += [schema["title"], ""]
+    variants = _variants(schema)
+    description = schema.get("description")
+    is_above = description is not None and not (
+        variants and variants[0].get("description") == description
+    )
+    if is_above and not variants:
+        comments.append(str(description))
+    if examples := schema.get("examples"):
+        comments.append("Examples:")
+        comments += [f'- "{example}"' for example in examples if isinstance(example, str)]
+    if is_above and variants:
+        comments.append(str(description))
+    default = _default_note(schema)
+    if variants:
+        comments += default
+    out = "".join(f"{indent}// {c}\n" if c else f"{indent}//\n" for c in comments)
+    if not variants:
+        note = f" // {default[0]}" if default else ""
+        return f"{out}{indent}{key}: {_nullable_text(schema, indent + '    ')},{note}\n"
+    out += f"{indent}{key}:\n"
+    for at, variant in enumerate(variants):
+        own = variant.get("description")
+        repeats = own == description or (at == 0 and is_above)
+        notes = [*([own] if own and not repeats else []), *_default_note(variant)]
+        out += f"{indent} | {_variant_text(variant, indent, notes)}\n"
+    return f"{out}{indent},\n"
+
+
+def _variants(schema: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    return schema.get("oneOf") or ()
+
+
+def _variant_text(schema: Mapping[str, Any], indent: str, notes: Sequence[str]) -> str:
+    comment = f" // {' '.join(notes)}" if notes else ""
+    return _nullable_text(schema, indent + "   ") + comment
+
+
+def _nullable_text(schema: Mapping[str, Any], indent: str) -> str:
+    text = _type_text(schema, indent)
+    return f"{text} | null" if schema.get("nullable") is True and "null" not in text else text
+
+
+def _notes(schema: Mapping[str, Any], *, quoted: bool) -> list[str]:
+    description = [schema["description"]] if "description" in schema else []
+    return [*description, *_default_note(schema, quoted=quoted)]
+
+
+def _default_note(schema: Mapping[str, Any], *, quoted: bool = False) -> list[str]:
+    """ "default: 5"; a text is in quotation marks, except that of an enum in a property."""
+    if "default" not in schema:
+        return []
+    default = schema["default"]
+    if isinstance(default, str) and schema.get("enum") and not quoted:
+        return [f"default: {default}"]
+    if isinstance(default, str):
+        return [f'default: "{default}"']
+    return [f"default: {json.dumps(default, ensure_ascii=False, separators=(',', ':'))}"]

@@ -1,0 +1,323 @@
+"""Text to ids and back, with a wall between what people write and what controls the model.
+
+A tokenizer as it is shipped turns the text `<|im_start|>` into the control token of that name, so a
+user or a web page could open a turn of its own. Here `encode` has no control tokens at all: it sees
+ordinary text only. A control token is reached by its name, `control_id`, and by nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer as FastTokenizer
+
+from lockstep.errors import MissingExtraError, RendererError
+
+_PROBE = "Hello, world!\n\t  {\"key\": [1, 2]} <|x|> \u00e9\u4e2d\u0416\U0001f600\n\n end "
+"""Round-trips byte for byte through every byte-level tokenizer; anything else is refused."""
+
+
+class Tokenizer:
+    """A byte-level BPE vocabulary: every token is a run of bytes, or a control token.
+
+    Make one with `from_file`, `from_json` or `from_tiktoken`.
+
+    >>> from lockstep.testing.tokenizers import byte_tokenizer
+    >>> tokenizer = byte_tokenizer()
+    >>> tokenizer.encode("<|end|>") == [tokenizer.control_id("<|end|>")]
+    False
+    >>> tokenizer.decode([*tokenizer.encode("hi"), tokenizer.control_id("<|end|>")])
+    'hi<|end|>'
+    """
+
+    def __init__(
+        self,
+        encode: Callable[[str], list[int]],
+        *,
+        text_tokens: Mapping[int, bytes],
+        control_tokens: Mapping[str, int],
+        where: str = "tokenizer",
+        fast: FastTokenizer | None = None,
+    ) -> None:
+        """encode: ordinary text to ids, never a control id. text_tokens: id -> its bytes.
+
+        control_tokens: name -> id. fast: what `encode` stands on, if it is that; `with_dropout`
+        needs it. Raises RendererError if a probe text does not come back byte for byte.
+        """
+        self._encode = encode
+        self._control_tokens = dict(control_tokens)
+        self._fast = fast
+        self.where = where
+        """Where it came from, for messages."""
+        self.num_encoded = 0
+        """Tokens that `encode` has produced so far: what tokenisation has cost."""
+        self.vocab_size: int = 1 + max((*text_tokens, *control_tokens.values()), default=-1)
+        """One more than the largest id. The model's own may be larger: it is often padded."""
+        self.control_ids: frozenset[int] = frozenset(control_tokens.values())
+        """Every control and added token, the special ones and those that are not."""
+        self._token_bytes = [b""] * self.vocab_size
+        for id_, piece in text_tokens.items():
+            self._token_bytes[id_] = piece
+        for name, id_ in control_tokens.items():
+            self._token_bytes[id_] = name.encode()
+        self._known = frozenset(text_tokens) | self.control_ids
+        probe_ids = encode(_PROBE)
+        if self.decode_bytes(probe_ids) != _PROBE.encode():
+            raise RendererError(
+                f"{where}: encoding {_PROBE!r} and decoding it gave {self.decode(probe_ids)!r}. "
+                "The tokenizer changes text (lower-casing, stripping, a prefix space), or is not "
+                "byte-level; token-exact rendering needs a byte-level BPE that keeps every byte."
+            )
+
+    # -- loading ------------------------------------------------------------------------------
+
+    @classmethod
+    def from_file(cls, path: str | Path) -> Tokenizer:
+        """Reads a Hugging Face `tokenizer.json`, or the directory that holds it.
+
+        Added tokens that only a `tokenizer_config.json` beside it declares count as well.
+        """
+        path = Path(path)
+        file = path / "tokenizer.json" if path.is_dir() else path
+        if not file.is_file():
+            raise RendererError(f"no tokenizer at {file}: expected a tokenizer.json.")
+        extra: dict[str, int] = {}
+        config_file = file.with_name("tokenizer_config.json")
+        if config_file.is_file():
+            declared = _read_json(config_file).get("added_tokens_decoder") or {}
+            extra = {token["content"]: int(id_) for id_, token in declared.items()}
+        return cls._from_spec(_read_json(file), where=str(file), extra=extra)
+
+    @classmethod
+    def from_json(cls, text: str, *, where: str = "tokenizer") -> Tokenizer:
+        """Reads the text of a `tokenizer.json`: `tokenizers.Tokenizer.to_str()` gives it."""
+        return cls._from_spec(json.loads(text), where=where, extra={})
+
+    @classmethod
+    def from_tiktoken(
+        cls, ranks_path: str | Path, *, pattern: str, special_tokens: Mapping[str, int]
+    ) -> Tokenizer:
+        """Reads a `.tiktoken` file: a base64 token and its rank per line, the rank being the id.
+
+        pattern: the regular expression that splits text first. special_tokens: name -> id.
+        Raises MissingExtraError without the package tiktoken.
+        """
+        try:
+            import tiktoken
+            from tiktoken.load import load_tiktoken_bpe
+        except ImportError as error:
+            raise MissingExtraError.of(
+                "tiktoken", extra="parity", needed_for="reading a .tiktoken file"
+            ) from error
+        if not Path(ranks_path).is_file():
+            raise RendererError(f"no tokenizer at {ranks_path}: expected a .tiktoken file.")
+        ranks = load_tiktoken_bpe(str(ranks_path))
+        encoding = tiktoken.Encoding(
+            Path(ranks_path).stem,
+            pat_str=pattern,
+            mergeable_ranks=ranks,
+            special_tokens=dict(special_tokens),
+        )
+        return cls(
+            encoding.encode_ordinary,
+            text_tokens={id_: piece for piece, id_ in ranks.items()},
+            control_tokens=special_tokens,
+            where=str(ranks_path),
+        )
+
+    @classmethod
+    def _from_spec(cls, spec: dict[str, Any], *, where: str, extra: dict[str, int]) -> Tokenizer:
+        model: dict[str, Any] = spec["model"]
+        if model.get("type", "BPE") != "BPE" or not _is_byte_level(spec):
+            raise RendererError(
+                f"{where}: a {model.get('type')} tokenizer with the decoder "
+                f"{(spec.get('decoder') or {}).get('type')}; expected byte-level BPE (gpt-oss, "
+                "Qwen, Llama 3), the kind whose tokens are exact runs of bytes."
+            )
+        control = {token["content"]: int(token["id"]) for token in spec.get("added_tokens") or ()}
+        control.update(extra)
+        control_ids = frozenset(control.values())
+        # A control token that is also an entry of the model's vocabulary (trainers put it there)
+        # could be reached by merges or by a whole-word look-up: it goes, with the merges to it.
+        vocab = {piece: id_ for piece, id_ in model["vocab"].items() if id_ not in control_ids}
+        merges = model["merges"]
+        if len(vocab) != len(model["vocab"]):
+            merges = [m for m in merges if all(p in vocab for p in _merge_parts(m))]
+        plain = {
+            "version": spec.get("version", "1.0"),
+            "truncation": None,
+            "padding": None,
+            "added_tokens": [],
+            "normalizer": spec.get("normalizer"),
+            "pre_tokenizer": spec.get("pre_tokenizer"),
+            "post_processor": None,  # it would add control tokens around the text
+            "decoder": spec.get("decoder"),
+            "model": {**model, "vocab": vocab, "merges": merges, "dropout": None},
+        }
+        try:
+            text_tokens = {id_: _piece_bytes(piece) for piece, id_ in vocab.items()}
+        except KeyError as error:
+            raise RendererError(
+                f"{where}: the vocabulary has a token with the character {error}, which stands "
+                "for no byte; expected byte-level BPE."
+            ) from error
+        fast = FastTokenizer.from_str(json.dumps(plain))
+        return cls(
+            lambda text: fast.encode(text, add_special_tokens=False).ids,
+            text_tokens=text_tokens,
+            control_tokens=control,
+            where=where,
+            fast=fast,
+        )
+
+    # -- text to ids --------------------------------------------------------------------------
+
+    def encode(self, text: str) -> list[int]:
+        """`text` as ids. Whatever it spells, no id is a control token."""
+        ids = self._encode(text) if text else []
+        self.num_encoded += len(ids)
+        return ids
+
+    def control_id(self, name: str) -> int:
+        """The id of the control or added token `name`; RendererError if there is none."""
+        return self.require((name,))[name]
+
+    def require(self, names: Iterable[str]) -> dict[str, int]:
+        """name -> id for all `names`; one RendererError that lists every missing one."""
+        names = list(names)
+        missing = [name for name in names if name not in self._control_tokens]
+        if missing:
+            shown = sorted(self._control_tokens)
+            more = f" and {len(shown) - 20} more" if len(shown) > 20 else ""
+            raise RendererError(
+                f"{self.where} lacks the control tokens {', '.join(missing)}. It has "
+                f"{', '.join(shown[:20]) or 'none'}{more}. Choose the renderer that this model was "
+                "trained with, or add the tokens to the tokenizer and train their embeddings."
+            )
+        return {name: self._control_tokens[name] for name in names}
+
+    def control_name(self, id_: int) -> str:
+        """The name of a control id: `<|end|>`. KeyError for any other id."""
+        if id_ not in self.control_ids:
+            raise KeyError(id_)
+        return self._token_bytes[id_].decode()
+
+    # -- ids to text --------------------------------------------------------------------------
+
+    def token_bytes(self, id_: int) -> bytes:
+        """The bytes of one token; a control token's are its name's, an unused id has none."""
+        return self._token_bytes[id_] if 0 <= id_ < self.vocab_size else b""
+
+    def all_token_bytes(self) -> list[bytes]:
+        """[vocab_size] bytes per id: what matching stop strings across tokens needs."""
+        return list(self._token_bytes)
+
+    def decode_bytes(self, ids: Iterable[int]) -> bytes:
+        """The exact bytes of `ids`, without guessing at half characters."""
+        return b"".join(self.token_bytes(int(id_)) for id_ in ids)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text for people: control tokens by name, half characters as U+FFFD, an id that the
+        tokenizer does not know as `<|unused:ID|>`. Never encode this again."""
+        parts = [
+            self._token_bytes[id_] if id_ in self._known else f"<|unused:{id_}|>".encode()
+            for id_ in map(int, ids)
+        ]
+        return b"".join(parts).decode("utf-8", errors="replace")
+
+    # -- other spellings ----------------------------------------------------------------------
+
+    def with_dropout(self, prob: float, *, seed: int = 0) -> Tokenizer:
+        """A copy whose `encode` skips each merge with `prob` (BPE dropout, Provilkov et al. 2020).
+
+        Training on it teaches a model that one text has many spellings. Repeats with `seed`, unlike
+        the dropout of the tokenizers library, which draws from a generator that cannot be seeded.
+        """
+        if self._fast is None:
+            raise RendererError(f"{self.where}: BPE dropout needs a tokenizer.json.")
+        if not 0 <= prob <= 1:
+            raise RendererError(f"dropout={prob} must lie in [0, 1].")
+        fast = self._fast
+        model: dict[str, Any] = json.loads(fast.to_str())["model"]
+        vocab: dict[str, int] = model["vocab"]
+        ranks = {tuple(_merge_parts(m)[:2]): rank for rank, m in enumerate(model["merges"])}
+        generator = random.Random(seed)
+
+        def encode(text: str) -> list[int]:
+            if fast.normalizer is not None:
+                text = fast.normalizer.normalize_str(text)
+            ids: list[int] = []
+            for word, _ in fast.pre_tokenizer.pre_tokenize_str(text):
+                ids += [vocab[piece] for piece in _merge(list(word), ranks, prob, generator)]
+            return ids
+
+        return Tokenizer(
+            encode,
+            text_tokens={id_: _piece_bytes(piece) for piece, id_ in vocab.items()},
+            control_tokens=self._control_tokens,
+            where=self.where,
+            fast=fast,
+        )
+
+
+def _merge(
+    pieces: list[str],
+    ranks: Mapping[tuple[str, ...], int],
+    prob: float,
+    generator: random.Random,
+) -> list[str]:
+    """Byte-pair merging of one word, where every candidate is skipped with `prob` at each step."""
+    while len(pieces) > 1:
+        best: tuple[int, int] | None = None
+        for at in range(len(pieces) - 1):
+            rank = ranks.get((pieces[at], pieces[at + 1]))
+            if rank is None or (prob and generator.random() < prob):
+                continue
+            if best is None or rank < best[0]:
+                best = (rank, at)
+        if best is None:
+            break
+        at = best[1]
+        pieces[at : at + 2] = [pieces[at] + pieces[at + 1]]
+    return pieces
+
+
+def _merge_parts(merge: str | Sequence[str]) -> list[str]:
+    """Left, right and product of a merge, which files write as "a b" or as ["a", "b"]."""
+    left, right = merge.split(" ") if isinstance(merge, str) else merge
+    return [left, right, left + right]
+
+
+def _is_byte_level(spec: Mapping[str, Any]) -> bool:
+    decoder = spec.get("decoder") or {}
+    return "ByteLevel" in [decoder.get("type"), *(d.get("type") for d in decoder.get("decoders", ()))]
+
+
+def _byte_of_character() -> dict[str, int]:
+    """The printable characters that byte-level BPE files write in place of bytes.
+
+    Source: GPT-2's encoder: printable Latin-1 stands for itself, the other 68 bytes for the
+    characters from U+0100 on.
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    table = {chr(byte): byte for byte in printable}
+    others = [byte for byte in range(256) if byte not in table.values()]
+    return table | {chr(0x100 + at): byte for at, byte in enumerate(others)}
+
+
+_BYTE_OF_CHARACTER = _byte_of_character()
+
+
+def _piece_bytes(piece: str) -> bytes:
+    return bytes([_BYTE_OF_CHARACTER[character] for character in piece])
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise RendererError(f"{file} is not JSON: {error}.") from error
