@@ -1,0 +1,360 @@
+"""A tree of frozen dataclasses and the dotted overrides, files and help that go with it. No torch.
+
+A configurable thing is a frozen, keyword-only dataclass with a docstring under each field. A choice
+between kinds is the type of the value: a field annotated with a union of dataclasses, or with a base
+class whose subclasses are the kinds. On the command line and in a file a kind is its tag, made of
+the class name (`EmbeddedConfig` is `embedded`, `PPOClip` is `ppo_clip`):
+
+    engine=embedded engine.max_num_sequences=32        {"type": "embedded", "max_num_sequences": 32}
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import difflib
+import inspect
+import json
+import re
+import textwrap
+import types
+import typing
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from typing import Any, TypeVar, cast
+
+from lockstep.errors import ConfigError
+
+T = TypeVar("T")
+
+
+def resolve(config: T, overrides: Sequence[str]) -> T:
+    """`config` with `path.to.field=value` overrides applied, left to right.
+
+    >>> @dataclasses.dataclass(frozen=True, kw_only=True)
+    ... class Run:
+    ...     steps: int = 10
+    >>> resolve(Run(), ["steps=30"])
+    Run(steps=30)
+
+    Raises ConfigError for an unknown key (with the nearest known one), a value of another type, and
+    whatever a dataclass' own checks refuse.
+    """
+    tree = to_dict(config)
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        if not equals:
+            raise ConfigError(f"{override!r} is not of the form key=value.")
+        _assign(type(config), tree, key.strip().split("."), text, path=key.strip())
+    return from_dict(type(config), tree)
+
+
+def from_dict(cls: type[T], tree: Mapping[str, Any], *, path: str = "") -> T:
+    """The dataclass `cls` from its JSON form, with every key and type checked."""
+    hints, fields = _hints(cls), _field_names(cls)
+    values: dict[str, Any] = {}
+    for key, value in tree.items():
+        if key == "type":
+            continue
+        where = f"{path}.{key}" if path else key
+        if key not in fields:
+            raise _unknown(where, key, fields)
+        values[key] = _value(hints[key], value, where)
+    missing = [
+        f.name
+        for f in dataclasses.fields(cast(Any, cls))
+        if f.name not in values
+        and f.default is dataclasses.MISSING
+        and f.default_factory is dataclasses.MISSING
+    ]
+    if missing:
+        raise ConfigError(f"{path or cls.__name__}: the settings {missing} have no value.")
+    try:
+        return cls(**values)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}" if path else str(error)) from None
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """The JSON form; a value of a choice carries its tag under "type"."""
+    out: dict[str, Any] = {}
+    hints = _hints(type(config))
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            nested = to_dict(value)
+            if choices(hints[field.name]):
+                nested = {"type": tag(type(value)), **nested}
+            out[field.name] = nested
+        else:
+            out[field.name] = _plain(value)
+    return out
+
+
+def dumps(config: Any) -> str:
+    """The text of a config.json."""
+    return json.dumps(to_dict(config), indent=2) + "\n"
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"a": {"b": 1}} -> {"a.b": 1}."""
+    out: dict[str, Any] = {}
+    for key, value in tree.items():
+        path = f"{prefix}.{key}" if prefix else key
+        if isinstance(value, Mapping):
+            out.update(flatten(cast(Mapping[str, Any], value), path))
+        else:
+            out[path] = value
+    return out
+
+
+def differences(
+    before: Mapping[str, Any], after: Mapping[str, Any]
+) -> dict[str, tuple[Any, Any]]:
+    """path -> (before, after) of every setting that differs between two JSON forms."""
+    left, right = flatten(before), flatten(after)
+    paths = list(dict.fromkeys([*left, *right]))
+    return {
+        p: (left.get(p), right.get(p)) for p in paths if left.get(p) != right.get(p)
+    }
+
+
+def tag(cls: type) -> str:
+    """The name of a kind: `EmbeddedConfig` -> embedded, `PPOClip` -> ppo_clip."""
+    name = cls.__name__.removesuffix("Config")
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
+
+
+def choices(annotation: Any) -> dict[str, type]:
+    """tag -> class of a choice; empty if the annotation leaves none."""
+    members = _union(annotation)
+    classes = [m for m in members if dataclasses.is_dataclass(m)]
+    if len(classes) > 1:
+        return {tag(cast(type, c)): cast(type, c) for c in classes}
+    if len(classes) == 1:
+        kinds = _subclasses(cast(type, classes[0]))
+        return {tag(c): c for c in kinds}
+    return {}
+
+
+def describe(config: Any, prefix: str = "") -> Iterable[tuple[str, str, str, str]]:
+    """(path, type, value, docstring) of every setting below `config`, for --help."""
+    hints, docs = _hints(type(config)), field_docs(type(config))
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        path = f"{prefix}{field.name}"
+        if dataclasses.is_dataclass(value):
+            kinds = choices(hints[field.name])
+            if kinds:
+                yield path, " | ".join(kinds), tag(type(value)), docs.get(field.name, "")
+            yield from describe(value, f"{path}.")
+        else:
+            yield path, _name(hints[field.name]), _show(value), docs.get(field.name, "")
+
+
+@cache
+def field_docs(cls: type) -> dict[str, str]:
+    """field -> the docstring that stands under it, base classes included."""
+    docs: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        if not dataclasses.is_dataclass(base):
+            continue
+        body = cast(ast.ClassDef, ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]).body
+        for field, doc in zip(body, body[1:], strict=False):
+            if (
+                isinstance(field, ast.AnnAssign)
+                and isinstance(field.target, ast.Name)
+                and isinstance(doc, ast.Expr)
+                and isinstance(doc.value, ast.Constant)
+                and isinstance(doc.value.value, str)
+            ):
+                docs[field.target.id] = " ".join(doc.value.value.split())
+    return docs
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """' Did you mean x?' or a list of what is known, to end an error message with."""
+    names = list(known)
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+    return f" Did you mean {near[0]!r}?" if near else f" Known: {', '.join(names)}."
+
+
+# -- mechanism ----------------------------------------------------------------------------------
+
+
+def _assign(cls: type, tree: dict[str, Any], keys: list[str], text: str, *, path: str) -> None:
+    key, rest = keys[0], keys[1:]
+    fields, hints = _field_names(cls), _hints(cls)
+    if key not in fields:
+        raise _unknown(path, key, fields)
+    annotation = hints[key]
+    kinds = choices(annotation)
+    nested = _dataclass_of(annotation, tree.get(key))
+    if rest:
+        if nested is None:
+            raise ConfigError(f"{path}: {key} is a {_name(annotation)} and has no settings below.")
+        if not isinstance(tree.get(key), dict):
+            tree[key] = {"type": tag(nested)} if kinds else {}
+        _assign(nested, tree[key], rest, text, path=path)
+    elif kinds:
+        if text not in kinds:
+            if text == "none" and type(None) in _union(annotation):
+                tree[key] = None
+                return
+            raise ConfigError(f"{path}={text}: no such kind.{did_you_mean(text, kinds)}")
+        current = tree.get(key)
+        if not (isinstance(current, dict) and cast(Any, current).get("type") == text):
+            tree[key] = {"type": text}
+    elif nested is not None:
+        raise ConfigError(
+            f"{path} has settings below it; give one of them: "
+            f"{', '.join(f'{path}.{f}' for f in _field_names(nested))}."
+        )
+    else:
+        tree[key] = _parse(annotation, text, path)
+
+
+def _parse(annotation: Any, text: str, path: str) -> Any:
+    """The JSON value that `text` spells, by the field's type."""
+    members = _union(annotation)
+    if type(None) in members and text.lower() in ("none", "null"):
+        return None
+    for member in members:
+        origin = typing.get_origin(member) or member
+        if origin is bool and text.lower() in ("true", "false", "1", "0", "yes", "no"):
+            return text.lower() in ("true", "1", "yes")
+        if origin is int and re.fullmatch(r"[+-]?\d[\d_]*", text):
+            return int(text)
+        if origin is float:
+            try:
+                return float(text)
+            except ValueError:
+                continue
+        if origin in (tuple, list):
+            inner = typing.get_args(member) or (str,)
+            parts = [p.strip() for p in text.strip("[]() ").split(",") if p.strip()]
+            kinds = [inner[0]] * len(parts) if len(inner) < 2 or inner[1] is ... else list(inner)
+            if len(kinds) != len(parts):
+                raise ConfigError(f"{path}: expected {len(kinds)} values, found {text!r}.")
+            return [_parse(k, p, path) for k, p in zip(kinds, parts, strict=True)]
+        if origin in (dict, Mapping):
+            try:
+                return json.loads(text)
+            except json.JSONDecodeError as error:
+                raise ConfigError(f"{path}: expected a JSON object ({error}).") from None
+        if origin is str or origin is typing.Literal:
+            return text
+    raise ConfigError(f"{path}: expected {_name(annotation)}, found {text!r}.")
+
+
+def _value(annotation: Any, value: Any, path: str) -> Any:
+    """A JSON value as the annotated type; ConfigError if it is another."""
+    members = _union(annotation)
+    if value is None and type(None) in members:
+        return None
+    if isinstance(value, Mapping):
+        value = cast(Mapping[str, Any], value)
+        kinds = choices(annotation)
+        if kinds:
+            name = value.get("type", "")
+            if name not in kinds:
+                raise ConfigError(f"{path}.type={name}: no such kind.{did_you_mean(name, kinds)}")
+            return from_dict(kinds[name], value, path=path)
+        nested = _dataclass_of(annotation, value)
+        if nested is not None:
+            return from_dict(nested, value, path=path)
+        if any((typing.get_origin(m) or m) in (dict, Mapping) for m in members):
+            inner = next((typing.get_args(m)[1] for m in members if typing.get_args(m)), Any)
+            return {k: _value(inner, v, f"{path}.{k}") for k, v in value.items()}
+    for member in members:
+        origin, inner = typing.get_origin(member) or member, typing.get_args(member)
+        if origin is Any:
+            return value
+        if origin is typing.Literal:
+            if value in inner:
+                return value
+            known = [str(i) for i in inner]
+            raise ConfigError(f"{path}={value}: not one of them.{did_you_mean(str(value), known)}")
+        if origin in (tuple, list) and isinstance(value, list | tuple):
+            items = list(cast(Sequence[Any], value))
+            if inner and inner[-1] is not ... and origin is tuple and len(inner) != len(items):
+                raise ConfigError(f"{path}: expected {len(inner)} values, found {items}.")
+            kinds = [inner[0] if inner else Any] * len(items)
+            if inner and inner[-1] is not ... and origin is tuple:
+                kinds = list(inner)
+            made = [
+                _value(k, v, f"{path}[{i}]") for i, (k, v) in enumerate(zip(kinds, items, strict=True))
+            ]
+            return tuple(made) if origin is tuple else made
+        if origin is float and isinstance(value, int | float) and not isinstance(value, bool):
+            return float(value)
+        if origin in (bool, int, str) and type(value) is origin:
+            return value
+    raise ConfigError(
+        f"{path}: expected {_name(annotation)}, found {value!r} ({type(value).__name__})."
+    )
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple | list):
+        return [_plain(v) for v in cast(Sequence[Any], value)]
+    if isinstance(value, Mapping):
+        return {k: _plain(v) for k, v in cast(Mapping[str, Any], value).items()}
+    return value
+
+
+def _show(value: Any) -> str:
+    if isinstance(value, tuple | list):
+        return ",".join(_show(v) for v in cast(Sequence[Any], value))
+    if isinstance(value, bool):
+        return str(value).lower()
+    return "none" if value is None else str(value)
+
+
+def _unknown(path: str, key: str, known: Sequence[str]) -> ConfigError:
+    return ConfigError(f"unknown setting {path!r}.{did_you_mean(key, known)}")
+
+
+def _field_names(cls: type) -> list[str]:
+    return [f.name for f in dataclasses.fields(cast(Any, cls))]
+
+
+@cache
+def _hints(cls: type) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
+
+
+def _union(annotation: Any) -> tuple[Any, ...]:
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        return typing.get_args(annotation)
+    return (annotation,)
+
+
+def _dataclass_of(annotation: Any, value: Any) -> type | None:
+    """The dataclass that a nested value of this annotation is of, by its tag if there is a choice."""
+    kinds = choices(annotation)
+    if kinds:
+        name = cast(Any, value).get("type") if isinstance(value, Mapping) else None
+        return kinds.get(name, next(iter(kinds.values())))
+    found = [m for m in _union(annotation) if dataclasses.is_dataclass(m)]
+    return cast(type, found[0]) if found else None
+
+
+def _subclasses(cls: type) -> list[type]:
+    out: list[type] = []
+    for sub in cls.__subclasses__():
+        out += [sub, *_subclasses(sub)] if dataclasses.is_dataclass(sub) else _subclasses(sub)
+    return out
+
+
+def _name(annotation: Any) -> str:
+    members = _union(annotation)
+    if len(members) > 1:
+        return " | ".join(_name(m) for m in members)
+    if annotation is type(None):
+        return "none"
+    if typing.get_origin(annotation) is typing.Literal:
+        return " | ".join(str(a) for a in typing.get_args(annotation))
+    inner = typing.get_args(annotation)
+    name = getattr(annotation, "__name__", str(annotation))
+    return f"{name}[{', '.join(_name(i) for i in inner if i is not ...)}]" if inner else name

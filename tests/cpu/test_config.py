@@ -1,0 +1,145 @@
+"""The config tree: overrides, kinds, files, and errors that say what to type instead."""
+
+import dataclasses
+from typing import Literal
+
+import pytest
+
+from lockstep import config as C
+from lockstep.errors import ConfigError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EmbeddedConfig:
+    pages: int = 8
+    """Pages
+    of memory."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RemoteConfig:
+    url: str = "http://localhost"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Task:
+    size: int = 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EasyTask(Task):
+    hint: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HardTask(Task):
+    pass
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+    steps: int = 10
+    """How many steps."""
+    rate: float = 0.1
+    dry: bool = False
+    bounds: tuple[float, float] = (0.2, 0.3)
+    names: tuple[str, ...] = ()
+    weights: dict[str, float] = dataclasses.field(default_factory=dict)
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    limit: float | None = None
+    engine: EmbeddedConfig | RemoteConfig = EmbeddedConfig()
+    task: Task = EasyTask()
+
+    def __post_init__(self):
+        if self.steps < 1:
+            raise ConfigError(f"steps={self.steps} must be at least 1.")
+
+
+@pytest.mark.parametrize(
+    ("override", "path", "value"),
+    [
+        ("steps=30", "steps", 30),
+        ("rate=1e-3", "rate", 1e-3),
+        ("rate=2", "rate", 2.0),
+        ("dry=true", "dry", True),
+        ("bounds=0.1,0.4", "bounds", (0.1, 0.4)),
+        ("names=a,b,c", "names", ("a", "b", "c")),
+        ('weights={"a": 2}', "weights", {"a": 2.0}),
+        ("dtype=bfloat16", "dtype", "bfloat16"),
+        ("limit=0.5", "limit", 0.5),
+        ("limit=none", "limit", None),
+    ],
+)
+def test_an_override_is_read_by_the_fields_type(override, path, value):
+    assert getattr(C.resolve(Run(), [override]), path) == value
+
+
+def test_a_kind_is_chosen_by_its_tag_and_its_settings_follow():
+    run = C.resolve(Run(), ["engine=remote", "engine.url=http://x", "task=hard_task", "task.size=3"])
+    assert run.engine == RemoteConfig(url="http://x")
+    assert run.task == HardTask(size=3)
+
+
+def test_choosing_the_kind_that_stands_keeps_its_settings():
+    run = C.resolve(Run(), ["engine.pages=3", "engine=embedded"])
+    assert run.engine == EmbeddedConfig(pages=3)
+
+
+def test_the_file_form_reads_back_equal():
+    run = C.resolve(Run(), ["engine=remote", "names=a", "task.hint=look", "bounds=0,1"])
+    assert C.from_dict(Run, C.to_dict(run)) == run
+    assert C.to_dict(run)["engine"] == {"type": "remote", "url": "http://localhost"}
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("stepz=3", r"unknown setting 'stepz'. Did you mean 'steps'"),
+        ("engine.pagse=3", r"unknown setting 'engine.pagse'. Did you mean 'pages'"),
+        ("steps=ten", r"steps: expected int, found 'ten'"),
+        ("steps=1.5", r"steps: expected int, found '1.5'"),
+        ("steps=0", r"steps=0 must be at least 1"),
+        ("dry=maybe", r"dry: expected bool"),
+        ("bounds=1", r"bounds: expected 2 values"),
+        ("dtype=float31", r"dtype=float31: not one of them. Did you mean 'float32'"),
+        ("engine=vlm", r"engine=vlm: no such kind. Known: embedded, remote"),
+        ("rate.x=1", r"rate is a float and has no settings below"),
+        ("task.hnt=1", r"Did you mean 'hint'"),
+        ("steps", r"'steps' is not of the form key=value"),
+        ("weights={", r"expected a JSON object"),
+    ],
+)
+def test_a_bad_override_is_an_answer(override, message):
+    with pytest.raises(ConfigError, match=message):
+        C.resolve(Run(), [override])
+
+
+def test_a_bad_file_names_the_path():
+    tree = C.to_dict(Run())
+    tree["engine"]["pages"] = "many"
+    with pytest.raises(ConfigError, match=r"engine\.pages: expected int, found 'many' \(str\)"):
+        C.from_dict(Run, tree)
+    with pytest.raises(ConfigError, match=r"engine\.type=: no such kind"):
+        C.from_dict(Run, {"engine": {"pages": 3}})
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("EmbeddedConfig", "embedded"), ("PPOClip", "ppo_clip"), ("GRPO", "grpo"),
+     ("DocSearchConfig", "doc_search"), ("ChatMLConfig", "chat_ml")],
+)  # fmt: skip
+def test_a_tag_is_the_class_name_in_words(name, expected):
+    assert C.tag(type(name, (), {})) == expected
+
+
+def test_help_gives_path_type_value_and_docstring():
+    rows = {row[0]: row[1:] for row in C.describe(Run())}
+    assert rows["steps"] == ("int", "10", "How many steps.")
+    assert rows["engine.pages"] == ("int", "8", "Pages of memory.")
+    assert rows["engine"][:2] == ("embedded | remote", "embedded")
+    assert rows["bounds"][1] == "0.2,0.3"
+
+
+def test_differences_name_what_changed():
+    before, after = C.to_dict(Run()), C.to_dict(C.resolve(Run(), ["steps=3", "engine.pages=9"]))
+    assert C.differences(before, after) == {"steps": (10, 3), "engine.pages": (8, 9)}
