@@ -1,0 +1,63 @@
+# One obvious command each. Everything installs into .venv; nothing outside the checkout is touched.
+PYTHON ?= python3
+VENV ?= .venv
+BIN = $(VENV)/bin
+PIP = $(BIN)/python -m pip --disable-pip-version-check -q
+# Two cores and a busy machine: spinning OpenMP threads cost ten times what they win.
+export OMP_WAIT_POLICY ?= passive
+export OMP_NUM_THREADS ?= 1
+export TOKENIZERS_PARALLELISM ?= false
+
+# Where there is no GPU, the CPU build of torch: the default build pulls gigabytes of CUDA.
+HAS_GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | head -n 1)
+TORCH_VERSION = >=2.11,<2.14
+ifeq ($(HAS_GPU),)
+TORCH = $(PIP) install --retries 1 --extra-index-url https://download.pytorch.org/whl/cpu "torch==2.13.0"
+else
+TORCH = $(PIP) install "torch$(TORCH_VERSION)"
+endif
+
+.PHONY: install install-dev quickstart test check bench proof models clean
+
+install: $(VENV)/.installed
+
+install-dev: $(VENV)/.installed-dev
+
+$(VENV)/.torch:
+	$(PYTHON) -m venv $(VENV)
+	$(TORCH)
+	touch $@
+
+$(VENV)/.installed: pyproject.toml $(VENV)/.torch
+	$(PIP) install -e .
+	touch $@
+
+$(VENV)/.installed-dev: pyproject.toml $(VENV)/.installed
+	$(PIP) install -e ".[dev,parity]"
+	touch $@
+
+quickstart: install
+	$(BIN)/lockstep train quickstart
+
+test: install-dev
+	$(BIN)/python -m pytest
+
+check: install-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+	$(BIN)/python -m pytest
+
+bench: install-dev
+	$(BIN)/python benchmarks/run_all.py
+
+proof: install-dev
+	LOCKSTEP_PROOF=1 $(BIN)/python -m pytest
+	$(BIN)/python docs/proof/run.py
+
+models: install
+	$(BIN)/lockstep sft tiny-gpt-oss out=lockstep/models/shipped/tiny-gpt-oss
+	$(BIN)/lockstep sft tiny-qwen3 out=lockstep/models/shipped/tiny-qwen3
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
