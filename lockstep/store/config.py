@@ -1,0 +1,66 @@
+"""What a run keeps, and where its metrics go besides its own directory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from lockstep.errors import ConfigError
+
+LOGGERS = ("tensorboard", "wandb", "trackio")
+"""Metric sinks beside the run directory's own `metrics.jsonl`; each is an extra of the package."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeepAll:
+    """Every trajectory of every step is kept."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeepLast:
+    """Only the most recent steps keep their trajectories."""
+
+    steps: int = 20
+    """Steps whose trajectories stay on disk; older parts are deleted as the run goes on."""
+
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise ConfigError(f"record.keep.steps={self.steps} must be at least 1.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeepSample:
+    """A share of the groups of each step is kept, chosen by the task's id: a rerun keeps the same.
+
+    A group is kept whole or not at all, so that its baseline can be computed from the record.
+    """
+
+    fraction: float = 0.1
+    """Share of the groups to keep, above 0 and at most 1."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.fraction <= 1:
+            raise ConfigError(
+                f"record.keep.fraction={self.fraction} must be above 0 and at most 1."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordConfig:
+    """What is recorded of a run."""
+
+    keep: KeepAll | KeepLast | KeepSample = field(default_factory=KeepAll)
+    """Which trajectories stay on disk: all, those of the last steps, or a sample of the groups."""
+    loggers: tuple[str, ...] = ()
+    """Where metrics go besides metrics.jsonl: tensorboard, wandb, trackio."""
+    project: str = "lockstep"
+    """Project name shown by wandb and trackio."""
+
+    def __post_init__(self) -> None:
+        unknown = [name for name in self.loggers if name not in LOGGERS]
+        if unknown:
+            raise ConfigError(
+                f"record.loggers has {', '.join(map(repr, unknown))}; known are "
+                f"{', '.join(LOGGERS)}. metrics.jsonl is always written and is not listed."
+            )
+        if len(set(self.loggers)) != len(self.loggers):
+            raise ConfigError(f"record.loggers={self.loggers} names a logger twice.")

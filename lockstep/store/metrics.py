@@ -1,0 +1,93 @@
+"""`metrics.jsonl`: one row of numbers per step, on disk before the next step starts."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from lockstep.errors import DataError, RunError
+from lockstep.store.files import decode_number, encode_number
+
+
+class JsonlLogger:
+    """Appends rows to a file; each is on disk when `log` returns, so a kill loses at most one.
+
+    A torn last line, left by a kill within a write, is cut off when the file is opened and given
+    back as `torn_line`: the caller keeps it if it wants to.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self.torn_line = _cut_torn_line(self.path)
+        self._last_step = max((row["step"] for row in read_rows(self.path)), default=None)
+        self._file = open(self.path, "ab")  # noqa: SIM115 - closed by close()
+
+    def log(self, row: Mapping[str, Any]) -> None:
+        """Appends `row`: `step` (int) and numbers by metric name.
+
+        Raises RunError if the step lies before one that is recorded: two histories in one file
+        cannot be told apart afterwards. Raises DataError for a value that is not a number.
+        """
+        values = {name: encode_number(value) for name, value in row.items()}
+        for name, value in values.items():
+            if not isinstance(value, int | float) and not isinstance(decode_number(value), float):
+                raise DataError(
+                    f"{self.path}: metric {name!r} must be a number, found {type(value).__name__} "
+                    f"{value!r}."
+                )
+        step = values.get("step")
+        if not isinstance(step, int) or isinstance(step, bool):
+            raise DataError(f"{self.path}: a row needs an integer `step`, found {step!r}.")
+        if self._last_step is not None and step < self._last_step:
+            raise RunError(
+                f"{self.path}: step {step} cannot follow step {self._last_step}. To continue from "
+                "an earlier checkpoint, move the later rows aside with RunDirectory.rewind."
+            )
+        line = json.dumps(values, allow_nan=False) + "\n"
+        self._file.write(line.encode())
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._last_step = step
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_rows(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
+    """The rows of a metrics file, in order. A torn last line (a run in mid-write) is left out.
+
+    Raises DataError, naming the line, for damage anywhere else.
+    """
+    path = Path(path)
+    if not path.exists():
+        return
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.endswith(b"\n"):
+                return
+            try:
+                row = json.loads(line)
+                if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+                    raise ValueError("expected an object with an integer `step`")
+            except ValueError as error:
+                raise DataError(
+                    f"{path}:{number}: not a metrics row ({error}). Every line is one JSON object; "
+                    "restore the file, or delete this line to read the rest."
+                ) from None
+            yield {name: decode_number(value) for name, value in row.items()}
+
+
+def _cut_torn_line(path: Path) -> bytes:
+    """Removes what stands after the last newline and returns it."""
+    if not path.exists():
+        return b""
+    content = path.read_bytes()
+    end = content.rfind(b"\n") + 1
+    if end < len(content):
+        with open(path, "r+b") as file:
+            file.truncate(end)
+            os.fsync(file.fileno())
+    return content[end:]

@@ -1,0 +1,501 @@
+"""The run directory: what a run leaves behind, and how it is written, resumed and read.
+
+config.json         the resolved config; `lockstep train DIR/config.json` runs it again
+environment.json    versions, host, threads and command of every start
+metrics.jsonl       a row per step
+trajectories/       step-000012.parquet, one part per step; step-000012-NAME.parquet of evaluations
+checkpoints/        step-000030/ (written by the trainer)
+set-aside/          rows and parts that a resume from an earlier checkpoint replaced
+lock                who writes here
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import cached_property
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from lockstep.errors import RunError
+from lockstep.store.config import KeepLast, KeepSample, RecordConfig
+from lockstep.store.files import sync_directory, write_atomically, write_json
+from lockstep.store.lock import RunLock
+from lockstep.store.metrics import JsonlLogger, read_rows
+from lockstep.store.trajectories import (
+    TrajectoryRecord,
+    TrajectorySummary,
+    read_part,
+    read_row,
+    read_summaries,
+    to_groups,
+    write_part,
+)
+from lockstep.types import Group, Sample
+
+FORMAT_VERSION = 1
+"""Of the directory as a whole; in environment.json. Parts have a schema version of their own."""
+
+TRAIN = "train"
+"""The split whose parts have no name of their own in the file name."""
+
+_OWN_NAMES = ("config.json", "metrics.jsonl", "trajectories", "checkpoints")
+_PART = re.compile(r"step-(\d{6,})(?:-([A-Za-z0-9_.-]+))?\.parquet")
+_CHECKPOINT = re.compile(r"step-(\d{6,})")
+_SPLIT = re.compile(r"[A-Za-z0-9_.-]+")
+_PACKAGES = (
+    "lockstep-rl", "torch", "numpy", "tokenizers", "safetensors", "huggingface_hub", "pyarrow",
+    "transformers", "rich",
+)  # fmt: skip
+
+
+def default_run_path(name: str, *, root: str | os.PathLike[str] = "runs") -> Path:
+    """`runs/NAME-YYYYmmdd-HHMMSS`, with a counter behind it if two runs start in one second."""
+    name = re.sub(r"[^A-Za-z0-9_.-]+", "-", name).strip("-.") or "run"
+    stem = f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
+    path, counter = Path(root) / stem, 2
+    while path.exists():
+        path, counter = Path(root) / f"{stem}-{counter}", counter + 1
+    return path
+
+
+def describe_environment(facts: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """What decided a run besides its config: versions, host, processor, threads, command.
+
+    facts: what only the caller knows (fingerprint, architecture, thread count of torch); JSON-able.
+    """
+    versions = {}
+    for package in _PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    threads = {
+        name: os.environ[name]
+        for name in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "MKL_NUM_THREADS")
+        if name in os.environ
+    }
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return {
+        "started_at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "host": platform.node(),
+        "pid": os.getpid(),
+        "platform": platform.platform(),
+        "python": platform.python_version(),
+        "cpu": _cpu_name(),
+        "num_cpus": os.cpu_count(),
+        "num_usable_cpus": usable,
+        "threads": threads,
+        "working_directory": os.getcwd(),
+        "argv": list(sys.argv),
+        "git_commit": _git_commit(),
+        "versions": versions,
+        **(facts or {}),
+    }
+
+
+# ---------------------------------------------------------------------------------------------
+# Writing
+# ---------------------------------------------------------------------------------------------
+
+
+class RunDirectory:
+    """The writer of one run. Made by `create` or `open`, which take the lock; `close` frees it.
+
+    >>> with RunDirectory.create(path, {"recipe": "quickstart"}) as run:      # doctest: +SKIP
+    ...     run.write_trajectories(0, groups, samples=rows)
+    ...     run.log({"step": 0, "reward/mean": 0.27})
+    """
+
+    def __init__(
+        self, path: Path, lock: RunLock, metrics: JsonlLogger, record: RecordConfig
+    ) -> None:
+        self.path = path
+        self.metrics = metrics
+        self._lock = lock
+        self._record = record
+
+    @classmethod
+    def create(
+        cls,
+        path: str | os.PathLike[str],
+        config: Mapping[str, Any],
+        *,
+        record: RecordConfig | None = None,
+        facts: Mapping[str, Any] | None = None,
+    ) -> RunDirectory:
+        """Starts a run in an empty or missing directory.
+
+        config: the resolved config as JSON. facts: added to environment.json.
+        Raises RunError if a run stands there already.
+        """
+        path = Path(path)
+        path.mkdir(parents=True, exist_ok=True)
+        lock = RunLock(path / "lock")
+        lock.acquire()
+        try:
+            standing = [name for name in _OWN_NAMES if _holds_something(path / name)]
+            if standing:
+                raise RunError(
+                    f"{path} holds a run already (it has {', '.join(standing)}). Continue it with "
+                    "resume=true, or choose another directory with out=DIR."
+                )
+            (path / "trajectories").mkdir(exist_ok=True)
+            (path / "checkpoints").mkdir(exist_ok=True)
+            write_json(
+                path / "environment.json",
+                {
+                    "format_version": FORMAT_VERSION,
+                    **describe_environment(facts),
+                    "resumes": [],
+                },
+            )
+            # Last, because a directory with a config.json is a run.
+            write_json(path / "config.json", dict(config))
+            metrics = JsonlLogger(path / "metrics.jsonl")
+        except BaseException:
+            lock.release()
+            raise
+        return cls(path, lock, metrics, record or RecordConfig())
+
+    @classmethod
+    def open(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        record: RecordConfig | None = None,
+        facts: Mapping[str, Any] | None = None,
+    ) -> RunDirectory:
+        """Continues a run. What a kill left half written is moved aside; call `rewind` next.
+
+        Raises RunError if `path` is not a run, or another process writes to it.
+        """
+        path = Path(path)
+        _check_is_run(path)
+        lock = RunLock(path / "lock")
+        lock.acquire()
+        try:
+            metrics = JsonlLogger(path / "metrics.jsonl")
+            run = cls(path, lock, metrics, record or RecordConfig())
+            run._add_resume(describe_environment(facts))
+            if metrics.torn_line:
+                place = run._set_aside_place()
+                write_atomically(
+                    place / "torn-line.txt", lambda file: file.write(metrics.torn_line)
+                )
+            for partial in (path / "trajectories").glob("*.partial"):
+                partial.unlink()
+        except BaseException:
+            lock.release()
+            raise
+        return run
+
+    def log(self, row: Mapping[str, Any]) -> None:
+        """Appends a metrics row; on disk when this returns. See `JsonlLogger.log`."""
+        self.metrics.log(row)
+
+    def write_trajectories(
+        self,
+        step: int,
+        groups: Sequence[Group],
+        *,
+        samples: Iterable[Sample] = (),
+        split: str = TRAIN,
+    ) -> None:
+        """Stores the step's trajectories as `record.keep` says, and deletes what it lets go.
+
+        samples: the training rows, for the trainer's log-probs and advantages; see `write_part`.
+        split: "train", or the name of an evaluation.
+        """
+        if not _SPLIT.fullmatch(split):
+            raise RunError(f"split {split!r} must consist of letters, digits and _ . -")
+        keep = self._record.keep
+        if isinstance(keep, KeepSample):
+            groups = [g for g in groups if _is_in_sample(step, g.task.id, keep.fraction)]
+            kept = {t.id for g in groups for t in g.trajectories}
+            samples = [s for s in samples if s.id.rpartition("/")[0] in kept]
+            if not groups:
+                return
+        write_part(_part_path(self.path, step, split), groups, step=step, samples=samples)
+        if isinstance(keep, KeepLast):
+            for part_step, _, part in _parts(self.path):
+                if part_step <= step - keep.steps:
+                    part.unlink()
+
+    def rewind(self, last_step: int) -> Path | None:
+        """Moves rows and parts later than `last_step` into set-aside/; nothing is deleted.
+
+        last_step: the last step whose update is in the checkpoint that the run continues from; -1
+        for the very start. Returns the place they went to, or None if there was nothing later.
+        """
+        path = self.path / "metrics.jsonl"
+        lines = path.read_bytes().splitlines(keepends=True)
+        later = [line for line in lines if json.loads(line)["step"] > last_step]
+        parts = [part for step, _, part in _parts(self.path) if step > last_step]
+        if not later and not parts:
+            return None
+        place = self._set_aside_place()
+        if later:
+            earlier = b"".join(line for line in lines if json.loads(line)["step"] <= last_step)
+            # The copy comes first: a kill between the two leaves the rows twice, never lost.
+            write_atomically(place / "metrics.jsonl", lambda file: file.write(b"".join(later)))
+            self.metrics.close()
+            write_atomically(path, lambda file: file.write(earlier))
+            self.metrics = JsonlLogger(path)
+        if parts:
+            (place / "trajectories").mkdir()
+            for part in parts:
+                os.replace(part, place / "trajectories" / part.name)
+            sync_directory(place / "trajectories")
+            sync_directory(self.path / "trajectories")
+        return place
+
+    def add_facts(self, facts: Mapping[str, Any]) -> None:
+        """Adds what is known only after the start (fingerprint, thread count) to environment.json.
+
+        They belong to the latest start: the run's own, or the last resume.
+        """
+        environment = _read_json(self.path / "environment.json")
+        (environment["resumes"][-1] if environment["resumes"] else environment).update(facts)
+        write_json(self.path / "environment.json", environment)
+
+    def close(self) -> None:
+        """Closes the files and frees the lock. May be called twice."""
+        self.metrics.close()
+        self._lock.release()
+
+    def __enter__(self) -> RunDirectory:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _add_resume(self, start: Mapping[str, Any]) -> None:
+        environment = _read_json(self.path / "environment.json")
+        environment["resumes"].append(dict(start))
+        write_json(self.path / "environment.json", environment)
+
+    def _set_aside_place(self) -> Path:
+        place = default_run_path("resume", root=self.path / "set-aside")
+        place.mkdir(parents=True)
+        return place
+
+
+# ---------------------------------------------------------------------------------------------
+# Reading
+# ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A place to continue from."""
+
+    step: int
+    path: Path
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run as it stands on disk, read only and on demand; the run may still be going."""
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        return self.path.resolve().name
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        return _read_json(self.path / "config.json")
+
+    @cached_property
+    def environment(self) -> dict[str, Any]:
+        """Of the first start; `resumes` lists the later ones."""
+        return _read_json(self.path / "environment.json")
+
+    @cached_property
+    def metrics(self) -> list[dict[str, Any]]:
+        """The rows of metrics.jsonl, in order."""
+        return list(read_rows(self.path / "metrics.jsonl"))
+
+    def column(self, name: str) -> tuple[list[int], list[float]]:
+        """(steps, values) of one metric, where it was measured."""
+        rows = [(row["step"], row[name]) for row in self.metrics if name in row]
+        return [step for step, _ in rows], [value for _, value in rows]
+
+    def steps(self, *, split: str = TRAIN) -> list[int]:
+        """Steps whose trajectories are stored."""
+        return [step for step, part_split, _ in _parts(self.path) if part_split == split]
+
+    def splits(self) -> list[str]:
+        """What trajectories are stored of: "train" and the names of evaluations."""
+        return sorted({split for _, split, _ in _parts(self.path)})
+
+    def trajectories(
+        self, step: int | None = None, *, split: str = TRAIN
+    ) -> Iterator[TrajectoryRecord]:
+        """Stored trajectories of one step, or of all in order; read as they are asked for.
+
+        Raises RunError if the step's are not stored.
+        """
+        for path in self._selected(step, split):
+            yield from read_part(path)
+
+    def groups(self, step: int, *, split: str = TRAIN) -> list[Group]:
+        """The groups of one step, as they were sampled."""
+        return to_groups(self.trajectories(step, split=split))
+
+    def summaries(
+        self, step: int | None = None, *, split: str = TRAIN
+    ) -> Iterator[tuple[TrajectorySummary, TrajectoryAddress]]:
+        """What can be said of the trajectories without their tokens, and where each one is."""
+        for path in self._selected(step, split):
+            for index, summary in enumerate(read_summaries(path)):
+                yield summary, TrajectoryAddress(path, index)
+
+    def read(self, address: TrajectoryAddress) -> TrajectoryRecord:
+        """One trajectory, found by `summaries`."""
+        return read_row(address.path, address.index)
+
+    def find(self, trajectory_id: str) -> TrajectoryRecord:
+        """The trajectory of that id, latest step first. Raises RunError if none is stored."""
+        for _, _, path in reversed(_parts(self.path)):
+            for index, summary in enumerate(read_summaries(path)):
+                if summary.id == trajectory_id:
+                    return read_row(path, index)
+        raise RunError(
+            f"{self.path} holds no trajectory {trajectory_id!r}. It may have been let go by "
+            "record.keep; `lockstep report` lists what is stored."
+        )
+
+    def checkpoints(self) -> list[Checkpoint]:
+        """In order of step. Whether one is whole is the trainer's to check when it loads it."""
+        place = self.path / "checkpoints"
+        found = [
+            Checkpoint(int(match[1]), entry)
+            for entry in (place.iterdir() if place.is_dir() else ())
+            if entry.is_dir() and (match := _CHECKPOINT.fullmatch(entry.name))
+        ]
+        return sorted(found, key=lambda checkpoint: checkpoint.step)
+
+    def _selected(self, step: int | None, split: str) -> list[Path]:
+        parts = [(s, path) for s, part_split, path in _parts(self.path) if part_split == split]
+        if step is None:
+            return [path for _, path in parts]
+        if chosen := [path for s, path in parts if s == step]:
+            return chosen
+        stored = f"{parts[0][0]}..{parts[-1][0]}" if parts else "none"
+        raise RunError(
+            f"{self.path} holds no {split} trajectories of step {step} (stored: {stored}). "
+            "record.keep decides which steps are kept."
+        )
+
+
+@dataclass(frozen=True)
+class TrajectoryAddress:
+    """Where one stored trajectory is: a part and a row in it."""
+
+    path: Path
+    index: int
+
+
+def load_run(path: str | os.PathLike[str]) -> Run:
+    """Opens a run for reading; needs no lock. Raises RunError if `path` is not a run directory."""
+    path = Path(path)
+    _check_is_run(path)
+    return Run(path)
+
+
+def _check_is_run(path: Path) -> None:
+    if (path / "config.json").is_file() and (path / "environment.json").is_file():
+        version = _read_json(path / "environment.json").get("format_version", 0)
+        if version > FORMAT_VERSION:
+            raise RunError(
+                f"{path} was written in format {version}; this version of Lockstep reads up to "
+                f"{FORMAT_VERSION}. Use the version that wrote it."
+            )
+        return
+    nearby = [p.parent.name for p in sorted(path.glob("*/config.json"))]
+    hint = f" Did you mean one of the runs in it: {', '.join(nearby[-3:])}?" if nearby else ""
+    found = "has no config.json" if path.is_dir() else "does not exist"
+    raise RunError(f"{path} is not a run directory: it {found}.{hint}")
+
+
+def _holds_something(path: Path) -> bool:
+    """Not so for what a start that was killed early leaves: empty directories."""
+    return any(path.iterdir()) if path.is_dir() else path.exists()
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise RunError(f"{path} cannot be read: {error}.") from error
+    if not isinstance(value, dict):
+        raise RunError(f"{path} must hold a JSON object, found {type(value).__name__}.")
+    return value
+
+
+def _part_path(path: Path, step: int, split: str) -> Path:
+    suffix = "" if split == TRAIN else f"-{split}"
+    return path / "trajectories" / f"step-{step:06d}{suffix}.parquet"
+
+
+def _parts(path: Path) -> list[tuple[int, str, Path]]:
+    """(step, split, file), by step."""
+    place = path / "trajectories"
+    found = [
+        (int(match[1]), match[2] or TRAIN, entry)
+        for entry in (place.iterdir() if place.is_dir() else ())
+        if (match := _PART.fullmatch(entry.name))
+    ]
+    return sorted(found)
+
+
+def _is_in_sample(step: int, task_id: str, fraction: float) -> bool:
+    digest = hashlib.blake2b(f"{step}/{task_id}".encode(errors="replace"), digest_size=8).digest()
+    return int.from_bytes(digest, "big") < fraction * 2**64
+
+
+def _cpu_name() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text(errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _git_commit() -> str:
+    """Of the working directory, with "+changes" if tracked files differ; "" outside of git."""
+    if shutil.which("git") is None:
+        return ""
+    try:
+        commit, changes = (
+            subprocess.run(
+                ["git", *arguments], capture_output=True, text=True, timeout=5, check=True
+            ).stdout.strip()
+            for arguments in (
+                ("rev-parse", "HEAD"),
+                ("status", "--porcelain", "--untracked-files=no"),
+            )
+        )
+    except (subprocess.SubprocessError, OSError):
+        return ""
+    return f"{commit}+changes" if changes else commit

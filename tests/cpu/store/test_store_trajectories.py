@@ -1,0 +1,171 @@
+"""What is written comes back equal, part by part and only as far as it is asked for."""
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from conftest import PROOF
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from store_samples import (
+    assert_same,
+    failed_trajectory,
+    groups,
+    rows_with_trainer_values,
+    trajectory,
+)
+
+from lockstep.errors import AlignmentError, DataError
+from lockstep.store.trajectories import (
+    read_part,
+    read_row,
+    read_summaries,
+    to_groups,
+    write_part,
+)
+from lockstep.types import Group, Message, Task, Trajectory
+
+
+def test_every_field_of_a_forest_survives_the_round_trip(tmp_path):
+    written = groups()
+    written[0].trajectories.append(failed_trajectory())
+    write_part(tmp_path / "p.parquet", written, step=7)
+    records = list(read_part(tmp_path / "p.parquet"))
+    assert_same(written, to_groups(records))
+    assert {r.step for r in records} == {7}
+    assert all(value is None for r in records for value in r.trainer_logprobs)
+
+
+@st.composite
+def forests(draw):
+    """Random forests: random parents, ids, log-probs, texts and versions."""
+    out = Trajectory(id=draw(st.text(st.characters(codec="utf-8"), max_size=8)))
+    out.observe([draw(st.integers(0, 2**31 - 1))])
+    for _ in range(draw(st.integers(0, 6))):
+        parent = draw(st.integers(0, len(out.segments) - 1))
+        ids = draw(st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=5))
+        if draw(st.booleans()):
+            logprobs = draw(
+                st.lists(st.floats(-(2.0**99), 0, width=32), min_size=len(ids), max_size=len(ids))
+            )
+            leaf = out.record(
+                ids,
+                logprobs=logprobs,
+                parent=parent,
+                prompt_ids=out.path_ids(parent),
+                policy_version=draw(st.integers(0, 2**40)),
+                finish_reason=draw(st.sampled_from(["stop", "length", "abort", "weight_update"])),
+            )
+            out.rewards[leaf] = draw(st.floats(allow_nan=False))
+        else:
+            text = draw(st.text(max_size=20))
+            out.observe(ids, parent=parent, messages=[Message(role="user", content=text)])
+    return out
+
+
+@settings(max_examples=300 if PROOF else 15, deadline=None)
+@given(st.lists(st.lists(forests(), max_size=3), max_size=3))
+def test_any_forest_survives_the_round_trip(tmp_path_factory, forest_lists):
+    written = []
+    for index, forest_list in enumerate(forest_lists):
+        for position, forest in enumerate(forest_list):
+            forest.id = f"{index}/{position}/{forest.id}"
+        if forest_list:
+            written.append(Group(task=Task(id=str(index)), trajectories=forest_list))
+    path = tmp_path_factory.mktemp("part") / "p.parquet"
+    write_part(path, written, step=0)
+    assert_same(written, to_groups(read_part(path)))
+
+
+def test_the_trainers_logprobs_stand_beside_the_segments_that_it_trained(tmp_path):
+    written = groups(1, 1)
+    rows = rows_with_trainer_values(written, gap=0.5)
+    assert len(rows) == 2, "the shared call stands in two rows and is trained in the first"
+    rows[1].columns["old_logprobs"][:] -= 0.25
+    write_part(tmp_path / "p.parquet", written, step=0, samples=rows)
+    (record,) = read_part(tmp_path / "p.parquet")
+    t = record.trajectory
+    assert [v is None for v in record.trainer_logprobs] == [True, False, True, False, False]
+    for index, gap in ((1, 0.5), (3, 0.5), (4, 0.25)):
+        expected = t.segments[index].logprobs + np.float32(gap)
+        np.testing.assert_allclose(record.trainer_logprobs[index], expected, atol=1e-6)
+        assert record.trainer_logprobs[index].dtype == np.float32
+    assert record.advantages[4].tolist() == [np.float32(t.rewards[4])] * 2
+    (summary,) = read_summaries(tmp_path / "p.parquet")
+    assert summary.max_abs_logprob_diff == pytest.approx(0.5)
+    assert (summary.num_turns, summary.num_tokens, summary.num_sampled_tokens) == (3, 12, 8)
+    assert summary.reward == pytest.approx(t.reward)
+
+
+def test_a_trajectory_that_was_not_trained_has_no_difference(tmp_path):
+    write_part(tmp_path / "p.parquet", groups(1, 1), step=0)
+    assert read_summaries(tmp_path / "p.parquet")[0].max_abs_logprob_diff is None
+
+
+def test_one_trajectory_is_read_from_the_middle_of_a_part(tmp_path):
+    written = [
+        Group(task=Task(id="a"), trajectories=[trajectory(str(i), seed=i) for i in range(70)])
+    ]
+    write_part(tmp_path / "p.parquet", written, step=0)
+    for index in (0, 31, 32, 69):
+        record = read_row(tmp_path / "p.parquet", index)
+        assert_same(written[0].trajectories[index], record.trajectory)
+
+
+def test_a_row_of_another_step_is_refused(tmp_path):
+    written = groups(1, 1)
+    (row, *_) = rows_with_trainer_values(groups(2, 1)[1:])
+    with pytest.raises(AlignmentError, match=r"training row '1-0/\d' belongs to no trajectory"):
+        write_part(tmp_path / "p.parquet", written, step=0, samples=[row])
+
+
+def test_a_row_of_another_length_is_refused(tmp_path):
+    written = groups(1, 1)
+    (row, *_) = rows_with_trainer_values(written)
+    row.token_ids = row.token_ids[:-1]
+    with pytest.raises(AlignmentError, match="has 9 tokens, its path has 10"):
+        write_part(tmp_path / "p.parquet", written, step=0, samples=[row])
+
+
+def test_two_trajectories_of_one_id_are_refused(tmp_path):
+    written = [Group(task=Task(id="a"), trajectories=[trajectory("x"), trajectory("x", seed=1)])]
+    with pytest.raises(DataError, match="have the id 'x'"):
+        write_part(tmp_path / "p.parquet", written, step=0)
+
+
+def test_a_torn_part_is_named(tmp_path):
+    path = tmp_path / "p.parquet"
+    write_part(path, groups(1, 1), step=0)
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(DataError, match=r"p\.parquet: not a readable trajectory part"):
+        list(read_part(path))
+
+
+def test_a_part_of_a_later_schema_is_refused(tmp_path):
+    path = tmp_path / "p.parquet"
+    write_part(path, groups(1, 1), step=0)
+    table = pq.read_table(path)
+    pq.write_table(table.replace_schema_metadata({"lockstep.trajectories": "99"}), path)
+    with pytest.raises(DataError, match="schema version is 99; this version of Lockstep reads up"):
+        list(read_part(path))
+    pq.write_table(pa.table({"a": [1]}), path)
+    with pytest.raises(DataError, match="schema version is none"):
+        read_summaries(path)
+
+
+def test_only_deltas_are_stored(tmp_path):
+    """128 turns cost about 16 times what 8 turns cost, not 256 times."""
+
+    def size(num_turns: int) -> int:
+        t = Trajectory(id="long")
+        at = t.observe(range(50))
+        for turn in range(num_turns):
+            at = t.record(
+                np.arange(50) + 50 * turn, logprobs=-np.random.default_rng(turn).random(50),
+                parent=at, prompt_ids=t.path_ids(at),
+            )  # fmt: skip
+        path = tmp_path / f"{num_turns}.parquet"
+        write_part(path, [Group(task=Task(id="a"), trajectories=[t])], step=0)
+        return path.stat().st_size
+
+    assert size(128) < 16 * size(8)
