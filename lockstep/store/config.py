@@ -11,12 +11,12 @@ LOGGERS = ("tensorboard", "wandb", "trackio")
 
 
 @dataclass(frozen=True, kw_only=True)
-class KeepAll:
+class AllConfig:
     """Every trajectory of every step is kept."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class KeepLast:
+class LastConfig:
     """Only the most recent steps keep their trajectories."""
 
     steps: int = 20
@@ -28,7 +28,7 @@ class KeepLast:
 
 
 @dataclass(frozen=True, kw_only=True)
-class KeepSample:
+class SampleConfig:
     """A share of the groups of each step is kept, chosen by the task's id: a rerun keeps the same.
 
     A group is kept whole or not at all, so that its baseline can be computed from the record.
@@ -48,7 +48,7 @@ class KeepSample:
 class RecordConfig:
     """What is recorded of a run."""
 
-    keep: KeepAll | KeepLast | KeepSample = field(default_factory=KeepAll)
+    keep: AllConfig | LastConfig | SampleConfig = field(default_factory=AllConfig)
     """Which trajectories stay on disk: all, those of the last steps, or a sample of the groups."""
     loggers: tuple[str, ...] = ()
     """Where metrics go besides metrics.jsonl: tensorboard, wandb, trackio."""

@@ -29,7 +29,7 @@ from types import TracebackType
 from typing import Any
 
 from lockstep.errors import RunError
-from lockstep.store.config import KeepLast, KeepSample, RecordConfig
+from lockstep.store.config import LastConfig, RecordConfig, SampleConfig
 from lockstep.store.files import sync_directory, write_atomically, write_json
 from lockstep.store.lock import RunLock
 from lockstep.store.metrics import JsonlLogger, read_rows
@@ -221,14 +221,14 @@ class RunDirectory:
         if not _SPLIT.fullmatch(split):
             raise RunError(f"split {split!r} must consist of letters, digits and _ . -")
         keep = self._record.keep
-        if isinstance(keep, KeepSample):
+        if isinstance(keep, SampleConfig):
             groups = [g for g in groups if _is_in_sample(step, g.task.id, keep.fraction)]
             kept = {t.id for g in groups for t in g.trajectories}
             samples = [s for s in samples if s.id.rpartition("/")[0] in kept]
             if not groups:
                 return
         write_part(_part_path(self.path, step, split), groups, step=step, samples=samples)
-        if isinstance(keep, KeepLast):
+        if isinstance(keep, LastConfig):
             for part_step, _, part in _parts(self.path):
                 if part_step <= step - keep.steps:
                     part.unlink()

@@ -11,6 +11,7 @@ import dataclasses
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -281,8 +282,7 @@ def _segments_column(
         "finish_reason": [s.finish_reason for s in segments],
         "stop_json": [None if s.stop is None else json.dumps(s.stop) for s in segments],
         "sampling_json": [
-            None if s.sampling is None else json.dumps(dataclasses.asdict(s.sampling))
-            for s in segments
+            None if s.sampling is None else _sampling_json(s.sampling) for s in segments
         ],
         "messages_json": [json.dumps([m.to_dict() for m in s.messages]) for s in segments],
         "reason": [_text(s.reason) for s in segments],
@@ -318,6 +318,11 @@ def _numbers(arrays: Sequence[npt.NDArray[Any] | None], dtype: pa.DataType) -> p
 
 def _named_numbers(numbers: dict[str, float]) -> list[dict[str, Any]]:
     return [{"name": _text(name), "value": float(value)} for name, value in numbers.items()]
+
+
+@lru_cache(maxsize=64)  # a step's segments share a handful
+def _sampling_json(sampling: SamplingParams) -> str:
+    return json.dumps(dataclasses.asdict(sampling))
 
 
 def _text(text: str) -> str:

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 from store_samples import assert_same, groups, rows_with_trainer_values
 
+from lockstep.config import resolve
 from lockstep.errors import ConfigError, DataError, RunError
-from lockstep.store.config import KeepLast, KeepSample, RecordConfig
+from lockstep.store.config import LastConfig, RecordConfig, SampleConfig
 from lockstep.store.metrics import JsonlLogger, read_rows
 from lockstep.store.run import RunDirectory, default_run_path, load_run
 
@@ -200,14 +201,14 @@ def test_a_run_of_a_later_format_is_refused(tmp_path):
 
 
 def test_keep_last_deletes_older_parts(tmp_path):
-    record = RecordConfig(keep=KeepLast(steps=2))
+    record = RecordConfig(keep=LastConfig(steps=2))
     with RunDirectory.create(tmp_path, CONFIG, record=record) as writer:
         write_steps(writer, range(5))
     assert load_run(tmp_path).steps() == [3, 4]
 
 
 def test_keep_sample_keeps_whole_groups_and_the_same_ones_again(tmp_path):
-    record = RecordConfig(keep=KeepSample(fraction=0.5))
+    record = RecordConfig(keep=SampleConfig(fraction=0.5))
     kept = []
     for name in ("a", "b"):
         with RunDirectory.create(tmp_path / name, CONFIG, record=record) as writer:
@@ -225,9 +226,9 @@ def test_bad_record_settings_are_refused():
     with pytest.raises(ConfigError, match="names a logger twice"):
         RecordConfig(loggers=("wandb", "wandb"))
     with pytest.raises(ConfigError, match="must be at least 1"):
-        KeepLast(steps=0)
+        LastConfig(steps=0)
     with pytest.raises(ConfigError, match="above 0 and at most 1"):
-        KeepSample(fraction=1.5)
+        SampleConfig(fraction=1.5)
 
 
 def test_a_split_name_cannot_leave_the_directory(tmp_path):
@@ -264,3 +265,8 @@ def test_a_step_of_64_trajectories_is_recorded_in_a_few_milliseconds(tmp_path):
         writer.log({"step": 1})
         seconds = time.process_time() - start
     assert seconds < 0.1, "measured 0.01 s; ten times that for a busy machine"
+
+
+def test_keep_is_chosen_by_its_tag():
+    config = resolve(RecordConfig(), ["keep=last", "keep.steps=3", "loggers=wandb,trackio"])
+    assert config == RecordConfig(keep=LastConfig(steps=3), loggers=("wandb", "trackio"))
