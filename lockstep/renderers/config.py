@@ -30,7 +30,7 @@ class HarmonyConfig:
     reasoning_effort: str = "medium"
     """In the system message: low, medium or high."""
     developer_heading: bool = True
-    """Put "# Instructions" over the instructions, as gpt-oss expects; off writes them as they are."""
+    """Put "# Instructions" over the instructions, as gpt-oss expects; off writes only the text."""
     tools_in_prompt: bool = True
     """Declare the tools to the model. Off for a tiny model that was trained on one fixed tool."""
     thinking: str = "keep"
@@ -54,6 +54,9 @@ class ChatMLConfig:
     """Declare the tools to the model. Off for a tiny model that was trained on one fixed tool."""
     enable_thinking: bool = True
     """Off opens every turn with an empty thinking block, so that the model answers at once."""
+    has_empty_thinking: bool = True
+    """In supervised replies: write an empty thinking block where a message has no thinking, as the
+    Qwen3 template does. Off for models that never think."""
     thinking: str = "keep"
     """What `render` does with the thinking in a history that it is given. keep: all of it. drop:
     only that after the last user message, as the Qwen3 template does. A dialogue that is being

@@ -1,12 +1,12 @@
 """Harmony, the format of gpt-oss, written piece by piece.
 
     <|start|>user<|message|>Who is it?<|end|>
-    <|start|>assistant                                                   <- render ends here
+    <|start|>assistant                                        <- render ends, sampling begins here
         <|channel|>analysis<|message|>I search.<|end|><|start|>assistant
-        <|channel|>commentary to=functions.find <|constrain|>json<|message|>{"q": 1}<|call|>  <- sampled
+        <|channel|>commentary to=functions.find <|constrain|>json<|message|>{"q": 1}<|call|>
     <|start|>functions.find to=assistant<|channel|>commentary<|message|>Bela<|end|>
-    <|start|>assistant                                                   <- extend ends here
-        <|channel|>final<|message|>Bela.<|return|>                       <- sampled
+    <|start|>assistant                                        <- extend ends, sampling begins here
+        <|channel|>final<|message|>Bela.<|return|>
 
 A turn is one or more messages. Those before the last end with <|end|>; the last ends with <|call|>,
 which hands over to a tool, or with <|return|>.
@@ -17,15 +17,14 @@ test_harmony_parity.py compares with the package openai-harmony and lists every 
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
 
 from lockstep.errors import RendererError
 from lockstep.renderers.config import HarmonyConfig
 from lockstep.renderers.pieces import Piece, encode_pieces
 from lockstep.renderers.tokenizer import Tokenizer
+from lockstep.renderers.typescript import tools_text
 from lockstep.types import Message, ToolCall, ToolSchema
 
 _NAMESPACE = "functions."
@@ -61,8 +60,10 @@ class HarmonyRenderer:
         self.tokenizer = tokenizer
         self.config = config or HarmonyConfig()
         ids = tokenizer.require(
-            ["<|start|>", "<|message|>", "<|channel|>", "<|constrain|>"]
-            + ["<|end|>", "<|call|>", "<|return|>"]
+            (
+                *("<|start|>", "<|message|>", "<|channel|>", "<|constrain|>"),
+                *("<|end|>", "<|call|>", "<|return|>"),
+            )
         )
         self._start, self._message, self._channel, self._constrain = list(ids.values())[:4]
         self._end, self._call, self._return = list(ids.values())[4:]
@@ -101,9 +102,10 @@ class HarmonyRenderer:
     def extend(self, sampled_ids: Sequence[int], messages: Sequence[Message]) -> list[int]:
         """The close of a turn that was cut off, `messages`, and the next <|start|>assistant.
 
-        How a cut-off turn is closed: inside a message by <|end|>, even inside a call, since <|call|>
-        would say that a call was made; inside a header by <|message|><|end|>, an empty message; after
-        a message's <|end|> by nothing. What was sampled stays as it is, half characters included.
+        How a cut-off turn is closed: inside a message by <|end|>, even inside a call, since
+        <|call|> would say that a call was made; inside a header by <|message|><|end|>, an empty
+        message; after a message's <|end|> by nothing. What was sampled stays as it is, half
+        characters included.
         """
         pieces = self._close(sampled_ids)
         for message in messages:
@@ -124,8 +126,8 @@ class HarmonyRenderer:
             raise RendererError(f"render_reply writes assistant messages, not a {message.role}'s.")
         if len(message.tool_calls) > 1:
             raise RendererError(
-                f"{len(message.tool_calls)} calls in one message: a harmony turn ends with its first "
-                "<|call|>. Write one message per call, each followed by its tool's reply."
+                f"{len(message.tool_calls)} calls in one message: a harmony turn ends with its "
+                "first <|call|>. Write one message per call, each followed by its tool's reply."
             )
         blocks: list[list[Piece]] = []
         if message.thinking:
@@ -135,15 +137,18 @@ class HarmonyRenderer:
                 blocks.append(self._reply_block("commentary", message.content))
             call = message.tool_calls[0]
             blocks.append(
-                [self._channel, f"commentary to={_NAMESPACE}{call.name} ", self._constrain, "json"]
-                + [self._message, call.arguments, self._call]
+                [
+                    *(self._channel, f"commentary to={_NAMESPACE}{call.name} "),
+                    *(self._constrain, "json", self._message, call.arguments, self._call),
+                ]
             )
         else:
             blocks.append([*self._reply_block("final", message.content)[:-1], self._return])
         if len(blocks) > 1 and self.config.stop_at_end:
             raise RendererError(
                 "renderer.stop_at_end ends a turn with its first <|end|>, and this message needs "
-                f"{len(blocks)}. Leave out its thinking and the text before the call, or turn it off."
+                f"{len(blocks)}. Leave out its thinking and the text before the call, or turn it "
+                "off."
             )
         pieces: list[Piece] = list(blocks[0])
         for block in blocks[1:]:
@@ -151,15 +156,15 @@ class HarmonyRenderer:
         return encode_pieces(self.tokenizer, pieces)
 
     def _block(
-        self, author: str, text: str, *, channel: str = "", constrain: bool = False, call: bool = False
+        self, author: str, text: str, *, channel: str = "", is_call: bool = False
     ) -> list[Piece]:
         """One whole message. `author` includes the recipient: "assistant to=functions.find"."""
         header: list[Piece] = [self._start, author]
         if channel:
             header += [self._channel, channel]
-        if constrain:
+        if is_call:
             header += [" ", self._constrain, "json"]
-        return [*header, self._message, text, self._call if call else self._end]
+        return [*header, self._message, text, self._call if is_call else self._end]
 
     def _reply_block(self, channel: str, text: str) -> list[Piece]:
         return [self._channel, channel, self._message, text, self._end]
@@ -189,9 +194,7 @@ class HarmonyRenderer:
             pieces += self._block("assistant", message.content, channel=channel)
         for call in message.tool_calls:
             author = f"assistant to={_NAMESPACE}{call.name}"
-            pieces += self._block(
-                author, call.arguments, channel="commentary", constrain=True, call=True
-            )
+            pieces += self._block(author, call.arguments, channel="commentary", is_call=True)
         return pieces
 
     def _developer_text(self, instructions: str | None, tools: Sequence[ToolSchema]) -> str:
@@ -243,12 +246,12 @@ class HarmonyRenderer:
         begin, body = 0, None
         for at, id_ in enumerate(ids):
             if body is None and id_ == self._message:
-                body = at + 1
+                body = at + 1 - begin
             if id_ in self._closers:
-                parts.append(_Part(ids[begin : at + 1], body and body - begin, id_))
+                parts.append(_Part(ids[begin : at + 1], body, id_))
                 begin, body = at + 1, None
         if begin < len(ids):
-            parts.append(_Part(ids[begin:], body and body - begin, None))
+            parts.append(_Part(ids[begin:], body, None))
         return parts
 
     def _read(self, part: _Part, turn: _Turn, *, is_first: bool, is_last: bool) -> None:
@@ -361,9 +364,7 @@ class _Turn:
             self.content.append(text)
 
 
-def _without_dropped_thinking(
-    messages: Sequence[Message], policy: Literal["keep", "drop"] | str
-) -> Iterable[Message]:
+def _without_dropped_thinking(messages: Sequence[Message], policy: str) -> Iterable[Message]:
     """With "drop": the messages before the first final answer lose their thinking, provided that
     the last assistant message is a final answer. That answer's own thinking goes as well."""
     answers = [not m.tool_calls for m in messages if m.role == "assistant"]
@@ -384,9 +385,6 @@ def _without_dropped_thinking(
             yield message
 
 
-# -- the words of the first prompt ------------------------------------------------------------
-
-
 def _system_text(config: HarmonyConfig, *, has_tools: bool) -> str:
     top = [config.identity] if config.identity else []
     if config.knowledge_cutoff:
@@ -399,134 +397,3 @@ def _system_text(config: HarmonyConfig, *, has_tools: bool) -> str:
         channels += "\nCalls to these tools must go to the commentary channel: 'functions'."
     sections = ["\n".join(top), f"Reasoning: {config.reasoning_effort}", channels]
     return "\n\n".join(section for section in sections if section)
-
-
-def tools_text(tools: Sequence[ToolSchema]) -> str:
-    """The tools as gpt-oss is told about them: a TypeScript namespace.
-
-    >>> city = {"type": "object", "properties": {"city": {"type": "string"}}}
-    >>> print(tools_text([ToolSchema(name="weather", description="Of today.", parameters=city)]))
-    # Tools
-    <BLANKLINE>
-    ## functions
-    <BLANKLINE>
-    namespace functions {
-    <BLANKLINE>
-    // Of today.
-    type weather = (_: {
-    city?: string,
-    }) => any;
-    <BLANKLINE>
-    } // namespace functions
-    """
-    lines: list[str] = []
-    for tool in tools:
-        lines += [f"// {line.removesuffix(chr(13))}" for line in _lines(tool.description)]
-        argument = f"_: {_type_text(tool.parameters, '')}" if tool.parameters else ""
-        lines.append(f"type {tool.name} = ({argument}) => any;\n")
-    body = "\n".join(["## functions\n", "namespace functions {\n", *lines])
-    return f"# Tools\n\n{body}\n}} // namespace functions"
-
-
-def _lines(text: str) -> list[str]:
-    lines = text.split("\n")
-    return lines[:-1] if lines[-1] == "" else lines
-
-
-def _type_text(schema: Mapping[str, Any], indent: str) -> str:
-    """A JSON schema as a TypeScript type, with descriptions and defaults as comments."""
-    if variants := _variants(schema):
-        return "".join(
-            f"\n{indent} | {_variant_text(v, indent, _notes(v, quoted=True))}" for v in variants
-        )
-    kind = schema.get("type")
-    if isinstance(kind, list):
-        names = [str(name) for name in kind]  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
-        return " | ".join("number" if name == "integer" else name for name in names) or "any"
-    match kind:
-        case "object":
-            return _object_text(schema, indent)
-        case "string":
-            values = [v for v in schema.get("enum") or () if isinstance(v, str)]
-            return " | ".join(f'"{value}"' for value in values) or "string"
-        case "number" | "integer":
-            return "number"
-        case "boolean":
-            return "boolean"
-        case "array":
-            return f"{_type_text(schema['items'], indent)}[]" if "items" in schema else "Array<any>"
-        case _:
-            return "any"
-
-
-def _object_text(schema: Mapping[str, Any], indent: str) -> str:
-    out = f"{indent}// {schema['description']}\n" if "description" in schema else ""
-    out += "{\n"
-    required = schema.get("required") or ()
-    for name, value in (schema.get("properties") or {}).items():
-        key = name if name in required else f"{name}?"
-        out += _property_text(key, value, indent)
-    return f"{out}{indent}}}"
-
-
-def _property_text(key: str, schema: Mapping[str, Any], indent: str) -> str:
-    comments: list[str] = []
-    if "title" in schema:
-        comments += [schema["title"], ""]
-    variants = _variants(schema)
-    description = schema.get("description")
-    is_above = description is not None and not (
-        variants and variants[0].get("description") == description
-    )
-    if is_above and not variants:
-        comments.append(str(description))
-    if examples := schema.get("examples"):
-        comments.append("Examples:")
-        comments += [f'- "{example}"' for example in examples if isinstance(example, str)]
-    if is_above and variants:
-        comments.append(str(description))
-    default = _default_note(schema)
-    if variants:
-        comments += default
-    out = "".join(f"{indent}// {c}\n" if c else f"{indent}//\n" for c in comments)
-    if not variants:
-        note = f" // {default[0]}" if default else ""
-        return f"{out}{indent}{key}: {_nullable_text(schema, indent + '    ')},{note}\n"
-    out += f"{indent}{key}:\n"
-    for at, variant in enumerate(variants):
-        own = variant.get("description")
-        repeats = own == description or (at == 0 and is_above)
-        notes = [*([own] if own and not repeats else []), *_default_note(variant)]
-        out += f"{indent} | {_variant_text(variant, indent, notes)}\n"
-    return f"{out}{indent},\n"
-
-
-def _variants(schema: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    return schema.get("oneOf") or ()
-
-
-def _variant_text(schema: Mapping[str, Any], indent: str, notes: Sequence[str]) -> str:
-    comment = f" // {' '.join(notes)}" if notes else ""
-    return _nullable_text(schema, indent + "   ") + comment
-
-
-def _nullable_text(schema: Mapping[str, Any], indent: str) -> str:
-    text = _type_text(schema, indent)
-    return f"{text} | null" if schema.get("nullable") is True and "null" not in text else text
-
-
-def _notes(schema: Mapping[str, Any], *, quoted: bool) -> list[str]:
-    description = [schema["description"]] if "description" in schema else []
-    return [*description, *_default_note(schema, quoted=quoted)]
-
-
-def _default_note(schema: Mapping[str, Any], *, quoted: bool = False) -> list[str]:
-    """ "default: 5"; a text is in quotation marks, except that of an enum in a property."""
-    if "default" not in schema:
-        return []
-    default = schema["default"]
-    if isinstance(default, str) and schema.get("enum") and not quoted:
-        return [f"default: {default}"]
-    if isinstance(default, str):
-        return [f'default: "{default}"']
-    return [f"default: {json.dumps(default, ensure_ascii=False, separators=(',', ':'))}"]

@@ -5,6 +5,10 @@ user or a web page could open a turn of its own. Here `encode` has no control to
 ordinary text only. A control token is reached by its name, `control_id`, and by nothing else.
 """
 
+# The tokenizers library ships no types:
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
+
 from __future__ import annotations
 
 import json
@@ -17,7 +21,7 @@ from tokenizers import Tokenizer as FastTokenizer
 
 from lockstep.errors import MissingExtraError, RendererError
 
-_PROBE = "Hello, world!\n\t  {\"key\": [1, 2]} <|x|> \u00e9\u4e2d\u0416\U0001f600\n\n end "
+_PROBE = 'Hello, world!\n\t  {"key": [1, 2]} <|x|> \u00e9\u4e2d\u0416\U0001f600\n\n end '
 """Round-trips byte for byte through every byte-level tokenizer; anything else is refused."""
 
 
@@ -177,7 +181,14 @@ class Tokenizer:
     # -- text to ids --------------------------------------------------------------------------
 
     def encode(self, text: str) -> list[int]:
-        """`text` as ids. Whatever it spells, no id is a control token."""
+        """`text` as ids. Whatever it spells, no id is a control token.
+
+        Halves of surrogate pairs, which JSON can spell and UTF-8 cannot hold, become U+FFFD.
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         ids = self._encode(text) if text else []
         self.num_encoded += len(ids)
         return ids
@@ -241,7 +252,7 @@ class Tokenizer:
             raise RendererError(f"{self.where}: BPE dropout needs a tokenizer.json.")
         if not 0 <= prob <= 1:
             raise RendererError(f"dropout={prob} must lie in [0, 1].")
-        fast = self._fast
+        fast: Any = self._fast
         model: dict[str, Any] = json.loads(fast.to_str())["model"]
         vocab: dict[str, int] = model["vocab"]
         ranks = {tuple(_merge_parts(m)[:2]): rank for rank, m in enumerate(model["merges"])}
@@ -293,8 +304,9 @@ def _merge_parts(merge: str | Sequence[str]) -> list[str]:
 
 
 def _is_byte_level(spec: Mapping[str, Any]) -> bool:
-    decoder = spec.get("decoder") or {}
-    return "ByteLevel" in [decoder.get("type"), *(d.get("type") for d in decoder.get("decoders", ()))]
+    decoder: dict[str, Any] = spec.get("decoder") or {}
+    steps: Sequence[dict[str, Any]] = decoder.get("decoders") or (decoder,)
+    return any(step.get("type") == "ByteLevel" for step in steps)
 
 
 def _byte_of_character() -> dict[str, int]:

@@ -1,0 +1,351 @@
+"""ChatML as Qwen3 writes it, piece by piece.
+
+    <|im_start|>user
+    Who is it?<|im_end|>
+    <|im_start|>assistant                                      <- render ends after this line break
+    <think>
+    I search.
+    </think>
+
+    <tool_call>
+    {"name": "find", "arguments": {"q": 1}}
+    </tool_call><|im_end|>                                     <- sampled
+    <|im_start|>user                                           <- extend begins with the line break
+    <tool_response>
+    Bela
+    </tool_response><|im_end|>
+    <|im_start|>assistant                                      <- extend ends after this line break
+
+Source: the chat template of Qwen3 (tokenizer_config.json); tests/parity/
+test_qwen3_template_parity.py compares with it and lists every difference.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any, cast
+
+from lockstep.errors import RendererError
+from lockstep.renderers.config import ChatMLConfig
+from lockstep.renderers.pieces import Piece, encode_pieces
+from lockstep.renderers.tokenizer import Tokenizer
+from lockstep.types import Message, ToolCall, ToolSchema
+
+
+class ChatMLRenderer:
+    """Messages to Qwen3 tokens and back.
+
+    >>> from lockstep.testing.tokenizers import byte_tokenizer
+    >>> tokenizer = byte_tokenizer()
+    >>> renderer = ChatMLRenderer(tokenizer, ChatMLConfig(has_empty_thinking=False))
+    >>> print(tokenizer.decode(renderer.render([Message(role="user", content="hi")])), end="")
+    <|im_start|>user
+    hi<|im_end|>
+    <|im_start|>assistant
+    >>> call = ToolCall(name="find", arguments='{"q": 1}')
+    >>> message = Message(role="assistant", tool_calls=(call,))
+    >>> sampled = renderer.render_reply(message)
+    >>> print(tokenizer.decode(sampled))
+    <tool_call>
+    {"name": "find", "arguments": {"q": 1}}
+    </tool_call><|im_end|>
+    >>> renderer.parse(sampled) == message
+    True
+    """
+
+    name = "chatml"
+
+    def __init__(self, tokenizer: Tokenizer, config: ChatMLConfig | None = None) -> None:
+        """Raises RendererError, naming all of them, if control tokens are missing."""
+        self.tokenizer = tokenizer
+        self.config = config or ChatMLConfig()
+        ids = tokenizer.require(
+            (
+                *("<|im_start|>", "<|im_end|>", "<think>", "</think>"),
+                *("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"),
+            )
+        )
+        self._start, self._end, self._think, self._think_end = list(ids.values())[:4]
+        self._call, self._call_end, self._reply, self._reply_end = list(ids.values())[4:]
+        self._opening: list[Piece] = [self._start, "assistant\n"]
+        if not self.config.enable_thinking:
+            self._opening += self._thinking_pieces("")
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        return (self._end,)
+
+    # -- messages to ids ----------------------------------------------------------------------
+
+    def render(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> list[int]:
+        """The first prompt, as the Qwen3 template renders it with a generation prompt.
+
+        A developer message is written as a system message: ChatML has no developer.
+        """
+        declared = tools if self.config.tools_in_prompt else ()
+        rest = list(messages)
+        pieces: list[Piece] = []
+        system: list[Piece] = []
+        if rest and rest[0].role in ("system", "developer"):
+            system = [rest.pop(0).content, *(["\n\n"] if declared else [])]
+        if declared:
+            system += self._tools_pieces(declared)
+        if system:
+            pieces += [self._start, "system\n", *system, self._end, "\n"]
+        pieces += self._dialogue_pieces(rest)
+        return encode_pieces(self.tokenizer, [*pieces, *self._opening])
+
+    def extend(self, sampled_ids: Sequence[int], messages: Sequence[Message]) -> list[int]:
+        """The line break behind <|im_end|>, `messages`, and the next opening.
+
+        A turn that was cut off gets its <|im_end|> first, and a closed thinking block if it was
+        thinking. An open <tool_call> stays open: closing it would say that a call was made.
+        """
+        if any(message.role == "assistant" for message in messages):
+            raise RendererError(
+                "extend was given an assistant message; expected what came after the sampled turn "
+                "(tool, user, system). Assistant turns enter a dialogue as sampled ids."
+            )
+        pieces = [*self._close(sampled_ids), "\n", *self._dialogue_pieces(messages)]
+        return encode_pieces(self.tokenizer, [*pieces, *self._opening])
+
+    def render_reply(self, message: Message) -> list[int]:
+        """The ids that Qwen3 samples for `message`, up to <|im_end|>.
+
+        Raises RendererError for thinking where the opening has already closed it.
+        """
+        if message.role != "assistant":
+            raise RendererError(f"render_reply writes assistant messages, not a {message.role}'s.")
+        pieces: list[Piece] = []
+        if message.thinking and not self.config.enable_thinking:
+            raise RendererError(
+                "the message has thinking, but renderer.enable_thinking=False opens each turn with "
+                "an empty thinking block. Leave the thinking out, or turn it on."
+            )
+        if message.thinking or (self.config.enable_thinking and self.config.has_empty_thinking):
+            pieces += self._thinking_pieces(message.thinking)
+        pieces += [message.content, *self._call_pieces(message)]
+        return encode_pieces(self.tokenizer, [*pieces, self._end])
+
+    def _dialogue_pieces(self, messages: Sequence[Message]) -> list[Piece]:
+        """Whole messages, each with the line break behind it. Tool replies in a row share one
+        user turn."""
+        pieces: list[Piece] = []
+        last_query = _last_query_index(messages)
+        for at, message in enumerate(messages):
+            match message.role:
+                case "tool":
+                    if at == 0 or messages[at - 1].role != "tool":
+                        pieces += [self._start, "user"]
+                    pieces += ["\n", self._reply, f"\n{message.content}\n", self._reply_end]
+                    if at + 1 == len(messages) or messages[at + 1].role != "tool":
+                        pieces += [self._end, "\n"]
+                case "user":
+                    pieces += [self._start, f"user\n{message.content}", self._end, "\n"]
+                case "system" | "developer":
+                    pieces += [self._start, f"system\n{message.content}", self._end, "\n"]
+                case "assistant":
+                    is_last = at + 1 == len(messages)
+                    body = self._history_pieces(message, at > last_query, is_last)
+                    pieces += [self._start, "assistant\n", *body, self._end, "\n"]
+        return pieces
+
+    def _history_pieces(self, message: Message, is_after_query: bool, is_last: bool) -> list[Piece]:
+        """An assistant message given in a history. The template strips line breaks around the
+        thinking and before the content, and closes an empty block in the very last message."""
+        if self.config.thinking == "keep":
+            has_block = bool(message.thinking)
+        else:
+            has_block = is_after_query and (is_last or bool(message.thinking))
+        if not has_block:
+            return [message.content, *self._call_pieces(message)]
+        thinking = self._thinking_pieces(message.thinking.strip("\n"))
+        return [*thinking, message.content.lstrip("\n"), *self._call_pieces(message)]
+
+    def _thinking_pieces(self, thinking: str) -> list[Piece]:
+        return [self._think, f"\n{thinking}\n", self._think_end, "\n\n"]
+
+    def _call_pieces(self, message: Message) -> list[Piece]:
+        pieces: list[Piece] = []
+        for at, call in enumerate(message.tool_calls):
+            name = json.dumps(call.name, ensure_ascii=False)
+            text = f'\n{{"name": {name}, "arguments": {call.arguments}}}\n'
+            separator = "\n" if at or message.content else ""
+            pieces += [separator, self._call, text, self._call_end]
+        return pieces
+
+    def _tools_pieces(self, tools: Sequence[ToolSchema]) -> list[Piece]:
+        """The template's words. Where they show the call tags, they are the control tokens."""
+        lines = "".join(f"\n{_tool_json(tool)}" for tool in tools)
+        return [
+            "# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
+            "You are provided with function signatures within <tools></tools> XML tags:\n"
+            f"<tools>{lines}\n</tools>\n\nFor each function call, return a json object with "
+            "function name and arguments within ",
+            self._call,
+            self._call_end,
+            " XML tags:\n",
+            self._call,
+            '\n{"name": <function-name>, "arguments": <args-json-object>}\n',
+            self._call_end,
+        ]
+
+    def _close(self, sampled_ids: Sequence[int]) -> list[Piece]:
+        """What ends a turn that did not end itself."""
+        if len(sampled_ids) and sampled_ids[-1] == self._end:
+            return []
+        for id_ in reversed(sampled_ids):
+            if id_ == self._think_end:
+                break
+            if id_ == self._think:
+                return ["\n", self._think_end, "\n\n", self._end]
+        return [self._end]
+
+    # -- ids to a message ---------------------------------------------------------------------
+
+    def parse(self, sampled_ids: Sequence[int]) -> Message:
+        """Reads one turn: [<think> ... </think>] text and <tool_call> ... </tool_call> <|im_end|>.
+
+        Tags count only as control tokens; spelled out as text they are text. A call must be a JSON
+        object of "name" and "arguments", whose text is kept as it was written. What is malformed
+        stays in `content`, control tokens by name, and `parse_error` says why.
+        """
+        parts = self._split(sampled_ids)
+        error = ""
+        thinking = ""
+        texts: list[str] = []
+        calls: list[ToolCall] = []
+        if parts and parts[-1] == self._end:
+            parts.pop()
+        else:
+            error = "the turn was cut off" if parts else "the turn is empty"
+        at = 0
+        if parts and parts[0] == self._think:
+            closed = self._block_end(parts, 0, self._think_end)
+            text, at = self._text_of(parts, 1, closed), closed + 1
+            thinking = text.removeprefix("\n")
+            if closed < len(parts):
+                thinking = thinking.removesuffix("\n")
+                if at < len(parts) and isinstance(parts[at], str):
+                    parts[at] = str(parts[at]).removeprefix("\n\n")
+            error = error or ("" if closed < len(parts) else "the thinking is not closed")
+        while at < len(parts):
+            part = parts[at]
+            if isinstance(part, str):
+                has_call_next = at + 1 < len(parts) and parts[at + 1] == self._call
+                text = part.removesuffix("\n") if has_call_next else part
+                if text.strip() or not calls:
+                    texts.append(text)
+                at += 1
+                continue
+            closed = self._block_end(parts, at, self._call_end) if part == self._call else at
+            block = self._text_of(parts, at + 1, closed)
+            found = (
+                _read_call(block)
+                if part == self._call and closed < len(parts)
+                else f"{self.tokenizer.control_name(part)} is out of place"
+                if part != self._call
+                else "a call is not closed"
+            )
+            if isinstance(found, ToolCall):
+                calls.append(found)
+            else:
+                texts.append(self._text_of(parts, at, closed + 1))
+                error = error or found
+            at = closed + 1
+        return Message(
+            role="assistant",
+            content="\n".join(text for text in texts if text),
+            thinking=thinking,
+            tool_calls=tuple(calls),
+            parse_error=error,
+        )
+
+    def _split(self, ids: Sequence[int]) -> list[Piece]:
+        """Runs of text, and control ids."""
+        parts: list[Piece] = []
+        run: list[int] = []
+        for id_ in map(int, ids):
+            if id_ not in self.tokenizer.control_ids:
+                run.append(id_)
+                continue
+            if run:
+                parts.append(self.tokenizer.decode(run))
+                run = []
+            parts.append(id_)
+        return [*parts, self.tokenizer.decode(run)] if run else parts
+
+    def _block_end(self, parts: Sequence[Piece], at: int, closer: int) -> int:
+        """Index of the `closer` of the block that opens at `at`; len(parts) without one.
+
+        A block holds text only: any other control token in it leaves it open.
+        """
+        for index in range(at + 1, len(parts)):
+            if parts[index] == closer:
+                return index
+            if not isinstance(parts[index], str):
+                break
+        return len(parts)
+
+    def _text_of(self, parts: Sequence[Piece], begin: int, end: int) -> str:
+        return "".join(
+            part if isinstance(part, str) else self.tokenizer.control_name(part)
+            for part in parts[begin:end]
+        )
+
+
+def _last_query_index(messages: Sequence[Message]) -> int:
+    """Index of the user's last own words; the template takes wrapped tool replies for none."""
+    for at in range(len(messages) - 1, -1, -1):
+        text = messages[at].content
+        is_reply = text.startswith("<tool_response>") and text.endswith("</tool_response>")
+        if messages[at].role == "user" and not is_reply:
+            return at
+    return len(messages) - 1
+
+
+def _tool_json(tool: ToolSchema) -> str:
+    function = {
+        "name": tool.name,
+        "description": tool.description,
+        "parameters": dict(tool.parameters),
+    }
+    return json.dumps({"type": "function", "function": function}, ensure_ascii=False)
+
+
+def _read_call(text: str) -> ToolCall | str:
+    """The call that the text of a <tool_call> block makes, or why it makes none."""
+    try:
+        call: Any = json.loads(text)
+    except (ValueError, RecursionError):
+        return "a call is not JSON"
+    fields = cast("dict[str, Any]", call) if isinstance(call, dict) else {}
+    if set(fields) != {"name", "arguments"}:
+        return 'a call is not an object of "name" and "arguments"'
+    name = fields["name"]
+    if not isinstance(name, str) or not name or not name.isprintable():
+        return "a call's name is not a printable text"
+    return ToolCall(name=name, arguments=_value_text(text, "arguments"))
+
+
+def _value_text(text: str, key: str) -> str:
+    """The text of the value of `key` in the JSON object `text`, as it was written."""
+    decoder = json.JSONDecoder()
+    found = ""
+    at = text.index("{") + 1
+    while True:
+        at = _skip(text, at, " \t\r\n,")
+        if text[at] == "}":
+            return found
+        name, at = decoder.raw_decode(text, at)
+        begin = _skip(text, at, " \t\r\n:")
+        _, at = decoder.raw_decode(text, begin)
+        if name == key:
+            found = text[begin:at]
+
+
+def _skip(text: str, at: int, characters: str) -> int:
+    while text[at] in characters:
+        at += 1
+    return at

@@ -1,0 +1,144 @@
+"""Tools as gpt-oss is told about them: JSON schemas as TypeScript types.
+
+Source: openai/harmony, src/encoding.rs at 14648ba, whose every odd line break is part of what the
+model was trained on. Guard: tests/parity/test_harmony_parity.py.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+from lockstep.types import ToolSchema
+
+
+def tools_text(tools: Sequence[ToolSchema]) -> str:
+    """The tools as gpt-oss is told about them: a TypeScript namespace.
+
+    >>> city = {"type": "object", "properties": {"city": {"type": "string"}}}
+    >>> print(tools_text([ToolSchema(name="weather", description="Of today.", parameters=city)]))
+    # Tools
+    <BLANKLINE>
+    ## functions
+    <BLANKLINE>
+    namespace functions {
+    <BLANKLINE>
+    // Of today.
+    type weather = (_: {
+    city?: string,
+    }) => any;
+    <BLANKLINE>
+    } // namespace functions
+    """
+    lines: list[str] = []
+    for tool in tools:
+        lines += [f"// {line.removesuffix(chr(13))}" for line in _lines(tool.description)]
+        argument = f"_: {_type_text(tool.parameters, '')}" if tool.parameters else ""
+        lines.append(f"type {tool.name} = ({argument}) => any;\n")
+    body = "\n".join(["## functions\n", "namespace functions {\n", *lines])
+    return f"# Tools\n\n{body}\n}} // namespace functions"
+
+
+def _lines(text: str) -> list[str]:
+    lines = text.split("\n")
+    return lines[:-1] if lines[-1] == "" else lines
+
+
+def _type_text(schema: Mapping[str, Any], indent: str) -> str:
+    """A JSON schema as a TypeScript type, with descriptions and defaults as comments."""
+    if variants := _variants(schema):
+        return "".join(
+            f"\n{indent} | {_variant_text(v, indent, _notes(v, quoted=True))}" for v in variants
+        )
+    kind = schema.get("type")
+    if isinstance(kind, list):
+        names = cast("list[str]", kind)
+        return " | ".join("number" if name == "integer" else name for name in names) or "any"
+    match kind:
+        case "object":
+            return _object_text(schema, indent)
+        case "string":
+            values = [v for v in schema.get("enum") or () if isinstance(v, str)]
+            return " | ".join(f'"{value}"' for value in values) or "string"
+        case "number" | "integer":
+            return "number"
+        case "boolean":
+            return "boolean"
+        case "array":
+            return f"{_type_text(schema['items'], indent)}[]" if "items" in schema else "Array<any>"
+        case _:
+            return "any"
+
+
+def _object_text(schema: Mapping[str, Any], indent: str) -> str:
+    out = f"{indent}// {schema['description']}\n" if "description" in schema else ""
+    out += "{\n"
+    required: Sequence[str] = schema.get("required") or ()
+    properties: Mapping[str, Mapping[str, Any]] = schema.get("properties") or {}
+    for name, value in properties.items():
+        out += _property_text(name if name in required else f"{name}?", value, indent)
+    return f"{out}{indent}}}"
+
+
+def _property_text(key: str, schema: Mapping[str, Any], indent: str) -> str:
+    comments: list[str] = []
+    if "title" in schema:
+        comments += [schema["title"], ""]
+    variants = _variants(schema)
+    description = schema.get("description")
+    is_above = description is not None and not (
+        variants and variants[0].get("description") == description
+    )
+    if is_above and not variants:
+        comments.append(str(description))
+    if examples := schema.get("examples"):
+        comments.append("Examples:")
+        comments += [f'- "{example}"' for example in examples if isinstance(example, str)]
+    if is_above and variants:
+        comments.append(str(description))
+    default = _default_note(schema)
+    if variants:
+        comments += default
+    out = "".join(f"{indent}// {c}\n" if c else f"{indent}//\n" for c in comments)
+    if not variants:
+        note = f" // {default[0]}" if default else ""
+        return f"{out}{indent}{key}: {_nullable_text(schema, indent + '    ')},{note}\n"
+    out += f"{indent}{key}:\n"
+    for at, variant in enumerate(variants):
+        own = variant.get("description")
+        repeats = own == description or (at == 0 and is_above)
+        notes = [*([own] if own and not repeats else []), *_default_note(variant)]
+        out += f"{indent} | {_variant_text(variant, indent, notes)}\n"
+    return f"{out}{indent},\n"
+
+
+def _variants(schema: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    return schema.get("oneOf") or ()
+
+
+def _variant_text(schema: Mapping[str, Any], indent: str, notes: Sequence[str]) -> str:
+    comment = f" // {' '.join(notes)}" if notes else ""
+    return _nullable_text(schema, indent + "   ") + comment
+
+
+def _nullable_text(schema: Mapping[str, Any], indent: str) -> str:
+    text = _type_text(schema, indent)
+    return f"{text} | null" if schema.get("nullable") is True and "null" not in text else text
+
+
+def _notes(schema: Mapping[str, Any], *, quoted: bool) -> list[str]:
+    description = [schema["description"]] if "description" in schema else []
+    return [*description, *_default_note(schema, quoted=quoted)]
+
+
+def _default_note(schema: Mapping[str, Any], *, quoted: bool = False) -> list[str]:
+    """ "default: 5"; a text is in quotation marks, except that of an enum in a property."""
+    if "default" not in schema:
+        return []
+    default = schema["default"]
+    if isinstance(default, str) and schema.get("enum") and not quoted:
+        return [f"default: {default}"]
+    if isinstance(default, str):
+        return [f'default: "{default}"']
+    return [f"default: {json.dumps(default, ensure_ascii=False, separators=(',', ':'))}"]

