@@ -1,0 +1,455 @@
+"""The command line: verbs only. Each verb imports what it needs when it runs, so that help is fast."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+EXIT_CODES = """\
+exit codes: 0 done; 1 the run failed; 2 a setting, a file or a checkpoint is wrong (nothing was
+started); 3 stopped by an alarm that was asked to stop it; 130 interrupted (continue with resume=true)."""
+
+OK, FAILED, BAD_INPUT, STOPPED, INTERRUPTED = 0, 1, 2, 3, 130
+
+RESERVED = ("out", "from", "resume")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of the command `lockstep`. Returns the exit code."""
+    from lockstep.errors import (
+        CheckpointError,
+        ConfigError,
+        DataError,
+        LockstepError,
+        MissingExtraError,
+        RendererError,
+        RunError,
+    )
+
+    parser = _parser()
+    options = _options(parser, argv)
+    if options.verb is None:
+        parser.print_help()
+        return BAD_INPUT
+    try:
+        return options.run(options)
+    except (ConfigError, DataError, CheckpointError, RendererError, MissingExtraError, RunError) as e:
+        _complain(e, options)
+        return BAD_INPUT
+    except LockstepError as error:
+        _complain(error, options)
+        return FAILED
+    except KeyboardInterrupt:
+        print("interrupted.", file=sys.stderr)
+        return INTERRUPTED
+
+
+def _complain(error: Exception, options: argparse.Namespace) -> None:
+    if getattr(options, "json", False):
+        print(json.dumps({"error": type(error).__name__, "message": str(error)}))
+    text = textwrap.fill(f"{type(error).__name__}: {error}", 100, break_long_words=False)
+    print(text, file=sys.stderr)
+
+
+# -- the verbs ----------------------------------------------------------------------------------
+
+
+def _train(options: argparse.Namespace) -> int:
+    from lockstep.config import resolve
+
+    _load_plugins(options.plugin)
+    settings, reserved = _split(options.settings)
+    if options.help:
+        return _show_settings(options, settings)
+    config, run, start = _training_config(options.target, settings, reserved)
+    config = resolve(config, settings)
+    if options.dry_run:
+        return _dry_run(config, options)
+    from lockstep.build import check_config
+
+    check_config(config)
+    from lockstep.loop import train
+
+    outcome = train(
+        config, out=reserved.get("out") or run, resume=run is not None, start=start,
+        view="json" if options.json else "live",
+    )  # fmt: skip
+    return _finish(outcome, options)
+
+
+def _finish(outcome: Any, options: argparse.Namespace) -> int:
+    """The last line of a run is its directory; with --json an object whose `run` key holds it."""
+    if options.json:
+        print(json.dumps({"run": str(outcome.path), **outcome.summary}))
+    else:
+        print(outcome.path)
+    return {"done": OK, "interrupted": INTERRUPTED, "stopped": STOPPED}[outcome.status]
+
+
+def _sft(options: argparse.Namespace) -> int:
+    from lockstep.config import resolve
+    from lockstep.recipes import find_supervised_recipe
+
+    _load_plugins(options.plugin)
+    settings, reserved = _split(options.settings)
+    _refuse(reserved, "sft", allowed=("out",))
+    if options.help:
+        if not options.target:
+            _HELP["sft"].print_help()
+            return OK
+        return _print_settings(resolve(find_supervised_recipe(options.target), settings), options)
+    config = resolve(find_supervised_recipe(options.target or "sft"), settings)
+    if options.dry_run:
+        return _print_config(config)
+    from lockstep.supervised import train_supervised
+
+    outcome = train_supervised(
+        config, out=reserved.get("out"), view="json" if options.json else "live"
+    )
+    return _finish(outcome, options)
+
+
+def _eval(options: argparse.Namespace) -> int:
+    from lockstep.config import from_dict, resolve
+    from lockstep.run_config import Config
+    from lockstep.store.run import load_run
+
+    _load_plugins(options.plugin)
+    settings, reserved = _split(options.settings)
+    _refuse(reserved, "eval")
+    path, step = _run_at(options.target)
+    config = resolve(from_dict(Config, load_run(path).config), settings)
+    from lockstep.build import check_config
+
+    check_config(config)
+    from lockstep.loop import evaluate_run
+
+    metrics, name = evaluate_run(config, path, step=step)
+    if options.json:
+        print(json.dumps({"run": str(path), "checkpoint": name, "metrics": metrics}))
+    else:
+        print(f"{path} at {name}")
+        for key, value in metrics.items():
+            print(f"  {key:<40} {value:8.4f}")
+    return OK
+
+
+def _report(options: argparse.Namespace) -> int:
+    from lockstep.build import token_texts
+    from lockstep.report.report import write_report
+    from lockstep.store.run import load_run
+
+    runs = [load_run(path) for path in options.runs]
+    out = Path(options.out or (Path(options.runs[0]) / "report.html" if len(runs) == 1 else
+                               "report.html"))  # fmt: skip
+    write_report(runs, out, decode_token=token_texts(runs[0].config))
+    print(json.dumps({"report": str(out)}) if options.json else out)
+    return OK
+
+
+def _export(options: argparse.Namespace) -> int:
+    from lockstep.build import export_checkpoint
+
+    path, step = _run_at(options.target)
+    name = export_checkpoint(path, Path(options.hf), step=step)
+    if options.json:
+        print(json.dumps({"run": str(path), "checkpoint": name, "hf": options.hf}))
+    else:
+        print(f"{path} at {name} -> {options.hf}")
+    return OK
+
+
+def _recipes(options: argparse.Namespace) -> int:
+    from lockstep.recipes import RECIPES, SUPERVISED_RECIPES
+
+    _load_plugins(options.plugin)
+    rows = [(name, "train", recipe) for name, recipe in RECIPES.items()]
+    rows += [(name, "sft", recipe) for name, recipe in SUPERVISED_RECIPES.items()]
+    described = [(verb, name, " ".join((r.__doc__ or "").split())) for name, verb, r in rows]
+    if options.json:
+        print(json.dumps([{"verb": v, "name": n, "about": d} for v, n, d in described]))
+        return OK
+    for verb, name, text in described:
+        print(f"lockstep {verb} {name}")
+        print(textwrap.indent(textwrap.fill(text, 92), "    "))
+    return OK
+
+
+# -- what a run starts from -----------------------------------------------------------------------
+
+
+def _training_config(
+    target: str | None, settings: list[str], reserved: dict[str, str]
+) -> tuple[Any, Path | None, tuple[Path, int | None] | None]:
+    """(config, run to continue or None, (run, step) to fork from or None)."""
+    from lockstep.config import differences, from_dict, resolve, to_dict
+    from lockstep.errors import ConfigError
+    from lockstep.recipes import find_recipe
+    from lockstep.run_config import Config
+    from lockstep.store.run import load_run
+
+    is_resume = _truth(reserved.get("resume", "false"))
+    fork = _run_at(reserved["from"]) if "from" in reserved else None
+    if is_resume and fork:
+        raise ConfigError("resume=true continues a run and from=RUN@STEP starts one: choose one.")
+    if fork and target is None:
+        config = from_dict(Config, load_run(fork[0]).config)
+    elif target is None:
+        raise ConfigError(
+            "which recipe? For example: lockstep train quickstart. `lockstep recipes` lists them."
+        )
+    elif (path := _config_file(target)) is not None:
+        try:
+            config = from_dict(Config, json.loads(path.read_text()))
+        except ValueError as error:
+            if isinstance(error, ConfigError):
+                raise ConfigError(f"{path}: {error}") from None
+            raise ConfigError(f"{path} is not JSON: {error}.") from None
+    else:
+        config = find_recipe(target)
+    if not is_resume:
+        return config, None, fork
+    where = reserved.get("out") or (str(path.parent) if (path := _config_file(target)) else "")
+    if not where:
+        raise ConfigError(
+            "resume=true needs the run: lockstep train RUN resume=true, or out=RUN with the recipe."
+        )
+    stored = load_run(where).config
+    changed = differences(stored, to_dict(resolve(config, settings)))
+    if changed:
+        listed = ", ".join(f"{k}: {a} -> {b}" for k, (a, b) in changed.items())
+        raise ConfigError(
+            f"resume=true continues {where} as it was, and these settings differ: {listed}. To go "
+            f"on with other settings start a new run from its checkpoint: from={where}@STEP."
+        )
+    return from_dict(Config, stored), Path(where), None
+
+
+def _config_file(target: str | None) -> Path | None:
+    """The config.json that a target means: a file, or a run directory that holds one."""
+    if target is None:
+        return None
+    path = Path(target)
+    if path.is_dir():
+        path = path / "config.json"
+    return path if path.suffix == ".json" and path.is_file() else None
+
+
+def _run_at(text: str) -> tuple[Path, int | None]:
+    """`RUN@STEP` or `RUN`: the step is None for the checkpoint that the verb prefers."""
+    from lockstep.errors import ConfigError
+
+    path, at, step = text.rpartition("@")
+    if not at:
+        return Path(text), None
+    if not step.isdigit():
+        raise ConfigError(f"{text!r}: expected RUN@STEP with a whole number for STEP.")
+    return Path(path), int(step)
+
+
+def _split(settings: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """(settings of the config, the command's own: out, from, resume)."""
+    own = {k: v for k, eq, v in (s.partition("=") for s in settings) if eq and k in RESERVED}
+    return [s for s in settings if s.partition("=")[0] not in own], own
+
+
+def _refuse(reserved: dict[str, str], verb: str, allowed: Sequence[str] = ()) -> None:
+    from lockstep.errors import ConfigError
+
+    if extra := [k for k in reserved if k not in allowed]:
+        raise ConfigError(f"lockstep {verb} takes no {extra[0]}=.")
+
+
+def _truth(text: str) -> bool:
+    from lockstep.errors import ConfigError
+
+    if text.lower() not in ("true", "false", "1", "0"):
+        raise ConfigError(f"resume={text}: expected true or false.")
+    return text.lower() in ("true", "1")
+
+
+def _load_plugins(modules: Sequence[str]) -> None:
+    """Imports a user's modules, whose dataclasses and recipes are then known by their tags."""
+    import importlib
+
+    from lockstep.errors import ConfigError
+
+    sys.path.insert(0, "")  # a module beside the user is importable, as with `python -m`
+    for module in modules:
+        try:
+            importlib.import_module(module)
+        except ModuleNotFoundError as error:
+            if error.name and not module.startswith(error.name):
+                raise
+            raise ConfigError(f"--plugin {module}: there is no such module here.") from None
+
+
+# -- showing settings -----------------------------------------------------------------------------
+
+
+def _dry_run(config: Any, options: argparse.Namespace) -> int:
+    from lockstep.build import check_config, plan
+
+    check_config(config)
+    if options.json:
+        from lockstep.config import to_dict
+
+        print(json.dumps({"config": to_dict(config), "plan": plan(config)}))
+        return OK
+    _print_config(config)
+    print(*plan(config), sep="\n")
+    return OK
+
+
+def _print_config(config: Any) -> int:
+    from lockstep.config import dumps
+
+    print(dumps(config), end="")
+    return OK
+
+
+def _show_settings(options: argparse.Namespace, settings: list[str]) -> int:
+    from lockstep.config import resolve
+    from lockstep.recipes import find_recipe
+
+    if not options.target:
+        _HELP["train"].print_help()
+        return OK
+    return _print_settings(resolve(find_recipe(options.target), settings), options)
+
+
+def _print_settings(config: Any, options: argparse.Namespace) -> int:
+    from lockstep.config import describe
+
+    rows = list(describe(config))
+    if options.json:
+        keys = ("path", "type", "value", "about")
+        print(json.dumps([dict(zip(keys, row, strict=True)) for row in rows]))
+        return OK
+    for path, kind, value, doc in rows:
+        print(f"{path}={value}  ({kind})")
+        if doc:
+            print(textwrap.indent(textwrap.fill(doc, 92), "    "))
+    return OK
+
+
+# -- the parser -----------------------------------------------------------------------------------
+
+_HELP: dict[str, argparse.ArgumentParser] = {}
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="lockstep",
+        description="Train tool-using language-model agents, with sampler and trainer in lockstep.",
+        epilog=f"start here: lockstep train quickstart\n\n{EXIT_CODES}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=_version())
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB")
+
+    def verb(name: str, run: Any, about: str, example: str, *, own_help: bool = False):
+        made = verbs.add_parser(
+            name,
+            help=about,
+            description=about,
+            epilog=f"example: {example}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            add_help=not own_help,
+        )
+        made.set_defaults(run=run)
+        made.add_argument("--json", action="store_true", help="print JSON, no progress")
+        if own_help:
+            made.add_argument("-h", "--help", action="store_true",
+                              help="this text; with a recipe, every setting of it")  # fmt: skip
+            made.add_argument("--dry-run", action="store_true",
+                              help="print the resolved config and plan, start nothing")  # fmt: skip
+        made.add_argument("--plugin", action="append", default=[], metavar="MODULE",
+                          help="a Python module with recipes or kinds of your own")  # fmt: skip
+        _HELP[name] = made
+        return made
+
+    train = verb(
+        "train",
+        _train,
+        "Train an agent by reinforcement learning.",
+        "lockstep train quickstart steps=30 seed=1 model=tiny-qwen3",
+        own_help=True,
+    )
+    train.add_argument("target", nargs="?", metavar="RECIPE|config.json|RUN")
+    train.add_argument(
+        "settings",
+        nargs="*",
+        metavar="key=value",
+        help="settings of the recipe, and: out=DIR, resume=true, from=RUN@STEP",
+    )
+    sft = verb(
+        "sft",
+        _sft,
+        "Train on written dialogues (supervised).",
+        "lockstep sft model=tiny-qwen3 data.path=dialogues.jsonl sft.steps=200",
+        own_help=True,
+    )
+    sft.add_argument("target", nargs="?", metavar="RECIPE")
+    sft.add_argument("settings", nargs="*", metavar="key=value")
+    evaluate = verb(
+        "eval",
+        _eval,
+        "Play held-out tasks with a run's best checkpoint (or RUN@STEP).",
+        "lockstep eval runs/quickstart-20260101-120000 evaluation.num_tasks=512",
+    )
+    evaluate.add_argument("target", metavar="RUN[@STEP]")
+    evaluate.add_argument("settings", nargs="*", metavar="key=value")
+    report = verb(
+        "report",
+        _report,
+        "Write one HTML file about one run, or several side by side.",
+        "lockstep report runs/a runs/b --out both.html",
+    )
+    report.add_argument("runs", nargs="+", metavar="RUN")
+    report.add_argument("--out", metavar="FILE", help="default: RUN/report.html, or report.html")
+    export = verb(
+        "export",
+        _export,
+        "Write a run's checkpoint as a Hugging Face model.",
+        "lockstep export runs/quickstart-20260101-120000 --hf my-model",
+    )
+    export.add_argument("target", metavar="RUN[@STEP]")
+    export.add_argument("--hf", required=True, metavar="DIR", help="directory to write")
+    verb("recipes", _recipes, "List the recipes.", "lockstep recipes")
+    return parser
+
+
+def _options(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parsed arguments, where flags and settings may stand in any order.
+
+    `lockstep train from=RUN@3` has no target: a first word with an = in it is a setting.
+    """
+    options, rest = parser.parse_known_args(argv)
+    takes_settings = hasattr(options, "settings")
+    if unknown := [word for word in rest if word.startswith("-") or not takes_settings]:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    if takes_settings:
+        options.settings += rest
+        if options.target and "=" in options.target and not Path(options.target).exists():
+            options.settings.insert(0, options.target)
+            options.target = None
+    return options
+
+
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return f"lockstep {version('lockstep-rl')}"
+    except PackageNotFoundError:
+        return "lockstep (not installed)"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

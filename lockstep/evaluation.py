@@ -1,0 +1,126 @@
+"""How good the policy is on tasks that it is not trained on: mean@k and pass@k with intervals."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from lockstep.agent.config import AgentConfig
+from lockstep.agent.loop import collect
+from lockstep.agent.task_config import TaskConfig
+from lockstep.engines.base import Engine
+from lockstep.renderers.base import Renderer
+from lockstep.types import Group, Task
+
+Z95 = 1.959964  # two-sided 95 % of a normal distribution
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """A mean over tasks with its 95 % interval, clustered by task."""
+
+    mean: float
+    low: float
+    high: float
+    num_tasks: int
+
+    @classmethod
+    def of(cls, per_task: Sequence[float]) -> Estimate:
+        """per_task: one value per task. The interval is mean +- 1.96 standard errors over tasks, so
+        that k samples of one task count as one observation of it; one task has no interval."""
+        values = np.asarray(per_task, np.float64)
+        mean = float(values.mean())
+        if len(values) < 2:
+            return cls(mean=mean, low=math.nan, high=math.nan, num_tasks=len(values))
+        margin = Z95 * float(values.std(ddof=1)) / math.sqrt(len(values))
+        return cls(mean=mean, low=mean - margin, high=mean + margin, num_tasks=len(values))
+
+    def to_metrics(self, name: str) -> dict[str, float]:
+        out = {name: self.mean}
+        if math.isfinite(self.low):
+            out |= {f"{name}/low": self.low, f"{name}/high": self.high}
+        return out
+
+
+def mean_at_k(groups: Sequence[Sequence[float]]) -> Estimate:
+    """Mean reward over tasks, each task's k samples averaged first."""
+    return Estimate.of([float(np.mean(rewards)) for rewards in groups])
+
+
+def pass_at_k(groups: Sequence[Sequence[float]], k: int, *, success_reward: float) -> Estimate:
+    """Chance that at least one of k samples reaches `success_reward`.
+
+    The unbiased estimator 1 - C(n - c, k) / C(n, k) over n >= k samples with c successes.
+    Source: Chen et al. 2021 (arXiv 2107.03374), eq. 1.
+    """
+    chances: list[float] = []
+    for rewards in groups:
+        n, c = len(rewards), sum(r >= success_reward for r in rewards)
+        if n < k:
+            raise ValueError(f"pass@{k} needs at least {k} samples per task, found {n}.")
+        chances.append(1.0 - math.comb(n - c, k) / math.comb(n, k))
+    return Estimate.of(chances)
+
+
+async def evaluate(
+    engine: Engine,
+    renderer: Renderer,
+    task: TaskConfig,
+    agent: AgentConfig,
+    tasks: Sequence[Task],
+    *,
+    num_samples: int,
+    temperature: float | None = None,
+    max_tokens: int,
+    seed: int,
+    success_reward: float,
+    name: str,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> tuple[dict[str, float], list[Group]]:
+    """Plays `tasks` num_samples times each and returns (metrics `eval/NAME...`, the episodes).
+
+    A failed episode counts with reward 0 and is counted under eval/NAME/failed: leaving it out
+    would reward a policy for crashing its tools.
+    """
+    groups = await collect(
+        engine,
+        renderer,
+        lambda t: task.environment(t, agent),
+        tasks,
+        group_size=num_samples,
+        agent=agent,
+        temperature=temperature,
+        max_tokens=max_tokens,
+        seed=seed,
+        score_group=task.group_scorer(),
+        on_progress=on_progress,
+    )
+    trajectories = [t for g in groups for t in g.trajectories]
+
+    def reward(trajectory) -> float:
+        return 0.0 if trajectory.status == "failed" else trajectory.reward
+
+    rewards = [[reward(t) for t in g.trajectories] for g in groups]
+    prefix = f"eval/{name}"
+    metrics = mean_at_k(rewards).to_metrics(f"{prefix}/mean@{num_samples}")
+    metrics |= pass_at_k(rewards, num_samples, success_reward=success_reward).to_metrics(
+        f"{prefix}/pass@{num_samples}"
+    )
+    metrics[f"{prefix}/failed"] = sum(t.status == "failed" for t in trajectories) / len(trajectories)
+    parts: dict[str, list[float]] = defaultdict(list)
+    labels: dict[str, list[float]] = defaultdict(list)
+    for group, values in zip(groups, rewards, strict=True):
+        if label := task.label(group.task):
+            labels[label] += values
+        for trajectory in group.trajectories:
+            for part, value in trajectory.reward_parts.items():
+                parts[part].append(value)
+                if label:
+                    parts[f"{part}/{label}"].append(value)
+    metrics |= {f"{prefix}/reward/{k}": float(np.mean(v)) for k, v in sorted(labels.items())}
+    metrics |= {f"{prefix}/{k}": float(np.mean(v)) for k, v in sorted(parts.items())}
+    return metrics, groups

@@ -1,0 +1,54 @@
+"""Where a model's files are: shipped with the package, in a directory, or on the Hugging Face hub."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from lockstep.config import did_you_mean
+from lockstep.errors import CheckpointError, ConfigError
+
+SHIPPED_ROOT = Path(__file__).parent / "shipped"
+"""One directory per model that comes with the package; `lockstep sft NAME` rebuilds it."""
+
+HUB_FILES = ("*.json", "*.safetensors", "*.jinja")
+
+
+def shipped_models() -> list[str]:
+    return sorted(p.name for p in SHIPPED_ROOT.iterdir() if (p / "config.json").is_file())
+
+
+def locate_model(name: str) -> Path:
+    """The checkpoint directory that `name` means; a hub name is downloaded first.
+
+    Raises ConfigError for a name that is none of the three, CheckpointError if the hub has no answer.
+    """
+    if not name:
+        raise ConfigError(
+            "model is empty; expected a shipped model "
+            f"({', '.join(shipped_models())}), a checkpoint directory, or ORGANISATION/NAME."
+        )
+    if name in shipped_models():
+        return SHIPPED_ROOT / name
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ConfigError(f"model={name} is a directory without a config.json.")
+        return path
+    if name.count("/") == 1 and not name.startswith((".", "/", "~")):
+        return _from_hub(name)
+    raise ConfigError(
+        f"model={name!r} is neither a shipped model nor a directory."
+        f"{did_you_mean(name, shipped_models())}"
+    )
+
+
+def _from_hub(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=list(HUB_FILES)))
+    except Exception as error:  # the hub's client raises a dozen kinds; each means the same here
+        raise CheckpointError(
+            f"model={name}: no such directory, and the Hugging Face hub gave no answer "
+            f"({type(error).__name__}: {error})."
+        ) from error
