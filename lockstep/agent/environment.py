@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from lockstep.types import Message, Task, ToolSchema
@@ -58,5 +58,9 @@ class Environment:
 
 EnvironmentFactory = Callable[[Task], Environment]
 
-GroupScorer = Callable[[Sequence[Environment]], "Sequence[Score]"]
-"""Scores the episodes of one group against each other, in place of each `Environment.score`."""
+GroupScorer = Callable[[Sequence[Environment]], "Sequence[Score] | Awaitable[Sequence[Score]]"]
+"""Scores the episodes of one group against each other, in place of each `Environment.score`.
+
+Called once per group when its last episode has ended, before the environments close, with those
+that did not fail; returns one score for each, in the same order. May be a coroutine function.
+"""

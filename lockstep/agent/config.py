@@ -1,0 +1,56 @@
+"""Settings of the rooms where the agent acts: budgets, sampling, tool limits."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from lockstep.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentConfig:
+    """How an episode is played: what it may cost, and how its tokens are drawn."""
+
+    max_turns: int = 8
+    """Turns that the model may take in one episode."""
+    max_turn_tokens: int = 1024
+    """Tokens that the model may sample in one turn; the stop token counts."""
+    max_seconds: float = 600.0
+    """Wall time of one episode. A reply that is late by then is aborted, and the episode is scored
+    as it stands. No single call of the environment may take longer either."""
+    continue_cut_turns: bool = False
+    """Whether an episode goes on after a turn that hit max_turn_tokens (the renderer closes the
+    turn with observed ids). Otherwise such a turn is the last one."""
+    temperature: float = 1.0
+    """Of the draw; 0 is greedy. Log-probs are recorded under the distribution that was drawn from
+    before top_k and top_p."""
+    top_p: float = 1.0
+    """Draw from the smallest set of tokens with this much probability; 1 is off."""
+    top_k: int = 0
+    """Draw from this many most probable tokens; 0 is off."""
+    max_in_flight: int = 256
+    """Episodes that run at the same time; 0 is all of a batch."""
+    tool_timeout_seconds: float = 30.0
+    """After this a tool call is given up, and the model reads that it took too long."""
+    tool_output_chars: int = 8192
+    """Characters of a tool's output that the model reads; the rest is cut, with a notice."""
+
+    def __post_init__(self) -> None:
+        for ok, name, expected in (
+            (self.max_turns >= 1, "max_turns", "at least 1"),
+            (self.max_turn_tokens >= 1, "max_turn_tokens", "at least 1"),
+            (0 < self.max_seconds < math.inf, "max_seconds", "a finite number above 0"),
+            (0 <= self.temperature < math.inf, "temperature", "a finite number, at least 0"),
+            (0 < self.top_p <= 1, "top_p", "in (0, 1]; 1 is off"),
+            (self.top_k >= 0, "top_k", "at least 0; 0 is off"),
+            (self.max_in_flight >= 0, "max_in_flight", "at least 0; 0 is all of a batch"),
+            (
+                0 < self.tool_timeout_seconds < math.inf,
+                "tool_timeout_seconds",
+                "a finite number above 0",
+            ),
+            (self.tool_output_chars >= 64, "tool_output_chars", "at least 64, to hold the notice"),
+        ):
+            if not ok:
+                raise ConfigError(f"agent.{name}={getattr(self, name)} must be {expected}.")

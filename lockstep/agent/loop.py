@@ -1,0 +1,624 @@
+"""Plays episodes: token in, token out.
+
+The first prompt is rendered once. From then on the engine is sent exactly the ids that stand in
+the trajectory, and only what the environment adds is ever encoded, so the work of tokenisation is
+linear in the length of an episode and no sampled id is decoded and encoded again.
+
+Nothing that an environment, a tool, a renderer or the engine does ends the run: it ends one
+episode, whose trajectory is then "failed", says why, and is never trained.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+import time
+import traceback
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from lockstep.agent.config import AgentConfig
+from lockstep.agent.environment import (
+    Environment,
+    EnvironmentFactory,
+    GroupScorer,
+    Score,
+)
+from lockstep.agent.tasks import derive_seed
+from lockstep.engines.base import Engine
+from lockstep.errors import EngineError
+from lockstep.renderers.base import Renderer
+from lockstep.types import (
+    Delta,
+    FinishReason,
+    Group,
+    Int32Array,
+    Message,
+    Request,
+    SamplingParams,
+    Task,
+    Trajectory,
+)
+
+ABORT_GRACE_SECONDS = 10.0
+"""How long an engine may take to hand over the tokens of a request that was aborted."""
+
+CLOSE_SECONDS = 10.0
+"""How long an environment may take to close."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """What one episode may cost. Checked before an observation is added, so that no row ends in a
+    tool result that the model never answered, or in half of one."""
+
+    max_tokens: int
+    """Of the whole path: prompt, sampled and observed. The engine's own limit holds as well."""
+    max_turns: int = 8
+    max_turn_tokens: int = 1024
+    max_seconds: float = 600.0
+    continue_cut_turns: bool = False
+    """See `AgentConfig`."""
+
+    @classmethod
+    def of(cls, config: AgentConfig, *, max_tokens: int) -> Budget:
+        return cls(
+            max_tokens=max_tokens,
+            max_turns=config.max_turns,
+            max_turn_tokens=config.max_turn_tokens,
+            max_seconds=config.max_seconds,
+            continue_cut_turns=config.continue_cut_turns,
+        )
+
+
+def sampling_of(config: AgentConfig) -> SamplingParams:
+    """The template of every turn's sampling parameters, from the settings."""
+    return SamplingParams(
+        max_tokens=config.max_turn_tokens,
+        temperature=config.temperature,
+        top_p=config.top_p,
+        top_k=config.top_k,
+    )
+
+
+# ---------------------------------------------------------------------------------------------
+# One episode
+# ---------------------------------------------------------------------------------------------
+
+
+async def run_episode(
+    engine: Engine,
+    renderer: Renderer,
+    environment: Environment,
+    task: Task,
+    *,
+    trajectory_id: str,
+    seed: int,
+    sampling: SamplingParams,
+    budget: Budget,
+    fingerprint: str = "",
+) -> Trajectory:
+    """Plays one episode to its end, scores it and closes the environment.
+
+    seed: of the episode; turn t draws with `derive_seed(seed, t)`. sampling: a template, whose
+    `max_tokens` the budget lowers and whose `stop_ids` the renderer's precede.
+    Never raises for what the environment, the renderer or the engine did: `status` is then "failed"
+    and `error` says what happened. Cancelling closes the environment and aborts the request.
+    """
+    episode = _Episode(
+        engine,
+        renderer,
+        Trajectory(id=trajectory_id, task_id=task.id),
+        seed=seed,
+        sampling=sampling,
+        budget=budget,
+        fingerprint=fingerprint,
+    )
+    try:
+        await episode.play(environment)
+        await episode.score()
+    finally:
+        await episode.close()
+    return episode.trajectory
+
+
+class _Episode:
+    """One episode in the making: `play`, then `score` (or `set_score`), then `close`."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        renderer: Renderer,
+        trajectory: Trajectory,
+        *,
+        seed: int,
+        sampling: SamplingParams,
+        budget: Budget,
+        fingerprint: str = "",
+    ) -> None:
+        self.engine, self.renderer, self.trajectory = engine, renderer, trajectory
+        self.environment: Environment | None = None
+        self.seed, self.budget, self.fingerprint = seed, budget, fingerprint
+        stop_ids = tuple(dict.fromkeys((*renderer.stop_ids, *sampling.stop_ids)))
+        self.sampling = replace(sampling, stop_ids=stop_ids)
+        self.max_tokens = min(budget.max_tokens, engine.capabilities.max_tokens)
+        self.stage = ""
+        """What is under way, for the reason of a failure."""
+
+    async def play(self, environment: Environment) -> None:
+        """Turns, until the environment or a budget ends them. Leaves the status at "finished",
+        "truncated" or "failed"."""
+        self.environment = environment
+        started = time.monotonic()
+        try:
+            await self._play(environment, started)
+        except Exception as error:
+            self.fail(self.stage, error)
+        self.trajectory.metrics["seconds"] = time.monotonic() - started
+
+    async def _play(self, environment: Environment, started: float) -> None:
+        trajectory, budget = self.trajectory, self.budget
+        self.stage = "environment.reset"
+        messages = await _within(environment.reset(), budget.max_seconds)
+        self.stage = "renderer.render"
+        path_ids = np.asarray(self.renderer.render(messages, environment.tools), np.int32)
+        self.count("tokens/encoded", len(path_ids))
+        if len(path_ids) >= self.max_tokens:
+            self.fail(
+                f"the prompt has {len(path_ids)} tokens and the episode may have "
+                f"{self.max_tokens}: no room for a reply. Raise max_tokens or shorten the task"
+            )
+            return
+        leaf = trajectory.observe(path_ids, messages=messages)
+        pending = _Pending(np.empty(0, np.int32), ())
+
+        for turn in range(budget.max_turns):
+            self.stage = "engine.generate"
+            deadline = started + budget.max_seconds
+            reply = await self._sample(leaf, path_ids, pending, turn, deadline=deadline)
+            if reply is None:
+                trajectory.status, trajectory.error = "truncated", self._out_of_time
+                return
+            leaf = reply.leaf
+            path_ids = np.concatenate([path_ids, pending.ids, reply.ids])
+            self.count("turns", 1)
+            self.count("parse_errors", bool(reply.message.parse_error))
+            self.stage = "environment.step"
+            observation = await _within(environment.step(reply.message), budget.max_seconds)
+            for name, value in observation.metrics.items():
+                self.count(name, value)
+            if observation.done:
+                trajectory.status = "finished"
+                return
+            trajectory.error = self._exhausted(reply, len(path_ids), turn, deadline)
+            if not trajectory.error:
+                self.stage = "renderer.extend"
+                observed_ids = self.renderer.extend(reply.ids.tolist(), observation.messages)
+                self.count("tokens/encoded", len(observed_ids))
+                pending = _Pending(np.asarray(observed_ids, np.int32), observation.messages)
+                needed = len(path_ids) + len(pending.ids)
+                if needed >= self.max_tokens:
+                    trajectory.error = (
+                        f"max_tokens: the next turn would begin at token {needed} of "
+                        f"{self.max_tokens}"
+                    )
+            if trajectory.error:
+                trajectory.status = "truncated"
+                return
+
+    @property
+    def _out_of_time(self) -> str:
+        return f"max_seconds: {self.budget.max_seconds:g} s are over"
+
+    def _exhausted(self, reply: _Reply, num_tokens: int, turn: int, deadline: float) -> str:
+        """The budget that ends the episode after `reply`, or ""."""
+        if reply.finish_reason == "abort" or time.monotonic() >= deadline:
+            return self._out_of_time
+        if num_tokens >= self.max_tokens:
+            return f"max_tokens: all {self.max_tokens} are used"
+        if reply.finish_reason == "length" and not self.budget.continue_cut_turns:
+            return f"max_turn_tokens: turn {turn} was cut at {len(reply.ids)} tokens"
+        if turn + 1 >= self.budget.max_turns:
+            return f"max_turns: {self.budget.max_turns} turns are over"
+        return ""
+
+    async def _sample(
+        self,
+        parent: int,
+        path_ids: Int32Array,
+        pending: _Pending,
+        turn: int,
+        *,
+        deadline: float,
+    ) -> _Reply | None:
+        """One turn of the model: asked for, then recorded after what it answers.
+
+        The observation is recorded with its answer, so that no path ends in one that was never
+        answered. One segment, or one per policy version that drew it. None if the deadline came
+        before the first token of a later turn.
+        """
+        prompt_ids = np.concatenate([path_ids, pending.ids])
+        limit = min(
+            self.sampling.max_tokens,
+            self.budget.max_turn_tokens,
+            self.max_tokens - len(prompt_ids),
+        )
+        sampling = self.sampling
+        if limit != sampling.max_tokens:
+            sampling = replace(sampling, max_tokens=limit)
+        request = Request(
+            # With the version: the same episode under other weights is another request.
+            id=f"{self.trajectory.id}/{turn}-{self.seed:x}-v{self.engine.version}",
+            prompt_ids=prompt_ids,
+            sampling=sampling,
+            seed=derive_seed(self.seed, turn),
+            affinity=self.trajectory.id,
+        )
+        try:
+            pieces, finish_reason = await self._generate(request, deadline)
+        except Exception:
+            if len(pending.ids):  # what the engine failed on is worth seeing
+                self.trajectory.observe(pending.ids, parent=parent, messages=pending.messages)
+            raise
+        if not pieces:
+            if finish_reason == "abort" and turn > 0:
+                return None
+            raise EngineError(f"request {request.id}: no token was sampled ({finish_reason}).")
+        ids = np.concatenate([piece.ids for piece in pieces])
+        self.stage = "renderer.parse"
+        message = self.renderer.parse(ids.tolist())
+        self.stage = "the sampled reply"
+        leaf, context_ids = parent, prompt_ids
+        if len(pending.ids):
+            leaf = self.trajectory.observe(pending.ids, parent=parent, messages=pending.messages)
+        for piece in pieces:
+            leaf = self.trajectory.record(
+                piece.ids,
+                logprobs=piece.logprobs,
+                parent=leaf,
+                prompt_ids=context_ids,
+                policy_version=piece.policy_version,
+                finish_reason=piece.finish_reason,
+                stop=piece.stop,
+                sampling=sampling,
+                messages=(message,) if piece is pieces[-1] else (),
+                fingerprint=self.fingerprint,
+            )
+            context_ids = np.concatenate([context_ids, piece.ids])
+        return _Reply(leaf, ids, message, finish_reason)
+
+    async def _generate(
+        self, request: Request, deadline: float
+    ) -> tuple[list[_Piece], FinishReason]:
+        """The engine's reply: what each policy version sampled, and why it ended. It is aborted at
+        the deadline, and the iterator is closed whatever happens.
+
+        Raises EngineError for a reply that cannot be, or if not even the abort is answered.
+        """
+        deltas = self.engine.generate(request)
+        loop = asyncio.get_running_loop()
+        remaining = max(0.0, deadline - time.monotonic())
+        aborts: list[asyncio.Task[None]] = []
+        timer = loop.call_later(
+            remaining, lambda: aborts.append(loop.create_task(self._abort(request.id)))
+        )
+        pieces: list[_Piece] = []
+        part: list[Delta] = []
+        last: Delta | None = None
+        clock = asyncio.timeout(remaining + ABORT_GRACE_SECONDS)
+        try:
+            async with clock:
+                async for delta in deltas:
+                    _check_delta(last, delta, request)
+                    self.count("tokens/cached", delta.num_cached_tokens)
+                    self.count("tokens/prefilled", delta.num_prefilled_tokens)
+                    last = delta
+                    part.append(delta)
+                    if delta.finish_reason is not None:
+                        pieces.append(_Piece(part))
+                        part = []
+        except TimeoutError as error:
+            if not clock.expired():
+                raise
+            raise EngineError(
+                f"request {request.id}: no end {ABORT_GRACE_SECONDS:g} s after it was aborted at "
+                f"max_seconds."
+            ) from error
+        finally:
+            timer.cancel()
+            close = getattr(deltas, "aclose", None)
+            if close is not None:
+                await close()
+        if last is None or last.finish_reason is None or last.finish_reason == "weight_update":
+            raise EngineError(f"request {request.id}: the reply ended without a finish reason.")
+        if last.finish_reason == "abort" and time.monotonic() < deadline:
+            raise EngineError(f"request {request.id}: the engine aborted it.")
+        # A version may have sampled nothing: the weights changed right before the first token, or
+        # after the last one, whose piece then is the one that ended.
+        sampled = [piece for piece in pieces if len(piece.ids)]
+        if sampled:
+            sampled[-1].finish_reason, sampled[-1].stop = last.finish_reason, last.stop
+        return sampled, last.finish_reason
+
+    async def _abort(self, request_id: str) -> None:
+        # A failing abort shows as a request that does not end, which fails the episode by the
+        # timeout above; raising here, in a task of its own, would show nowhere.
+        try:
+            await self.engine.abort(request_id)
+        except Exception:
+            self.count("abort_errors", 1)
+
+    # -- the end ------------------------------------------------------------------------------
+
+    async def score(self) -> None:
+        """Asks the environment what the episode was worth, unless it failed."""
+        if self.trajectory.status == "failed" or self.environment is None:
+            return
+        try:
+            score = await _within(self.environment.score(), self.budget.max_seconds)
+        except Exception as error:
+            self.fail("environment.score", error)
+        else:
+            self.set_score(score)
+
+    def set_score(self, score: Score) -> None:
+        """Puts rewards on the leaf and on turns. A score that cannot be trained on fails the
+        episode."""
+        trajectory = self.trajectory
+        if problem := _score_problem(score, trajectory):
+            self.fail(f"environment.score: {problem}")
+            return
+        last = len(trajectory.segments) - 1
+        trajectory.rewards[last] = float(score.reward)
+        trajectory.reward_parts.update({name: float(v) for name, v in score.parts.items()})
+        ends = {s.turn: i for i, s in enumerate(trajectory.segments) if s.is_sampled}
+        for turn, reward in score.turn_rewards.items():
+            trajectory.set_segment_reward(ends[turn], reward)
+
+    async def close(self) -> None:
+        """Closes the environment, once. What it raises is counted: the episode is over already."""
+        environment, self.environment = self.environment, None
+        if environment is None:
+            return
+        try:
+            await _within(environment.close(), CLOSE_SECONDS)
+        except Exception as error:
+            self.count("close_errors", 1)
+            if not self.trajectory.error:
+                self.trajectory.error = f"environment.close: {_described(error)}"
+
+    # -- notes --------------------------------------------------------------------------------
+
+    def count(self, name: str, amount: float) -> None:
+        metrics = self.trajectory.metrics
+        metrics[name] = metrics.get(name, 0.0) + float(amount)
+
+    def fail(self, reason: str, error: BaseException | None = None) -> None:
+        """Marks the episode as failed: stored, reported, never trained."""
+        if error is not None:
+            reason = f"{reason}: {_described(error)}"
+        self.trajectory.status, self.trajectory.error = "failed", reason
+        self.trajectory.rewards.clear()
+        self.trajectory.reward_parts.clear()
+
+
+@dataclass(slots=True)
+class _Reply:
+    """One turn of the model."""
+
+    leaf: int
+    """The segment that ends it."""
+    ids: Int32Array
+    """All of the turn, over every segment of it."""
+    message: Message
+    finish_reason: str
+
+
+@dataclass(slots=True)
+class _Pending:
+    """What the environment answered and the model has not read yet."""
+
+    ids: Int32Array
+    messages: Sequence[Message]
+
+
+class _Piece:
+    """What one policy version sampled of a turn."""
+
+    def __init__(self, deltas: Sequence[Delta]) -> None:
+        self.ids = np.concatenate([delta.token_ids for delta in deltas]).astype(np.int32)
+        self.logprobs = np.concatenate([delta.logprobs for delta in deltas])
+        self.policy_version = deltas[-1].policy_version
+        self.finish_reason: FinishReason = deltas[-1].finish_reason or "stop"
+        self.stop = deltas[-1].stop
+
+
+def _check_delta(before: Delta | None, delta: Delta, request: Request) -> None:
+    if before is None or before.finish_reason == "weight_update":
+        return
+    if before.finish_reason is not None:
+        raise EngineError(f"request {request.id}: a delta came after the last one.")
+    if before.policy_version != delta.policy_version:
+        raise EngineError(
+            f"request {request.id}: the policy went from version {before.policy_version} to "
+            f"{delta.policy_version} without the finish reason weight_update."
+        )
+
+
+def _score_problem(score: Score, trajectory: Trajectory) -> str:
+    if not isinstance(score, Score):
+        return f"returned {type(score).__name__}; expected lockstep.agent.environment.Score"
+    numbers = {"reward": score.reward, **score.parts}
+    numbers |= {f"turn_rewards[{turn}]": value for turn, value in score.turn_rewards.items()}
+    for name, value in numbers.items():
+        if not isinstance(value, int | float | np.number) or not math.isfinite(value):
+            return f"{name} is {value!r}; expected a finite number"
+    turns = {s.turn for s in trajectory.segments if s.is_sampled}
+    for turn in score.turn_rewards:
+        if turn not in turns:
+            return f"turn_rewards has turn {turn}; the episode has turns 0 to {max(turns)}"
+    return ""
+
+
+async def _within(awaitable: Awaitable[T], seconds: float) -> T:
+    """Its result; TimeoutError with a text after `seconds`."""
+    clock = asyncio.timeout(seconds)
+    try:
+        async with clock:
+            return await awaitable
+    except TimeoutError as error:
+        if clock.expired():
+            raise TimeoutError(f"took longer than {seconds:g} s") from error
+        raise
+
+
+def _described(error: BaseException) -> str:
+    """`Type: text (file:line)`: the place is where it was raised."""
+    text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{text} ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else text
+
+
+# ---------------------------------------------------------------------------------------------
+# Many episodes
+# ---------------------------------------------------------------------------------------------
+
+
+async def collect(
+    engine: Engine,
+    renderer: Renderer,
+    make_environment: EnvironmentFactory,
+    tasks: Sequence[Task],
+    *,
+    group_size: int,
+    agent: AgentConfig,
+    max_tokens: int,
+    seed: int,
+    step: int = 0,
+    split: str = "train",
+    temperature: float | None = None,
+    score_group: GroupScorer | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
+    on_trajectory: Callable[[Trajectory], None] | None = None,
+    fingerprint: str = "",
+) -> list[Group]:
+    """Plays `group_size` episodes of every task over one engine; groups in the order of `tasks`.
+
+    Ids are `split/step/task/sample`; the draws of an episode depend on (seed, split, step, task id,
+    sample index) and on nothing else, so that a step repeats alone or in company. A task that
+    stands twice in `tasks` goes on counting its samples.
+    max_tokens: of a whole path. temperature: in place of the agent's, for evaluations.
+    on_progress: (episodes complete, all). on_trajectory: each episode when it is complete.
+    A failed episode stays in its group with status "failed"; cancelling closes every environment.
+    """
+    sampling = sampling_of(agent)
+    if temperature is not None:
+        sampling = replace(sampling, temperature=temperature)
+    budget = Budget.of(agent, max_tokens=max_tokens)
+    seen: dict[str, int] = {}
+    groups: list[_GroupRun] = []
+    for task in tasks:
+        first_sample = seen.get(task.id, 0)
+        seen[task.id] = first_sample + group_size
+        episodes = [
+            _Episode(
+                engine,
+                renderer,
+                Trajectory(id=f"{split}/{step}/{task.id}/{sample}", task_id=task.id),
+                seed=derive_seed(seed, split, step, task.id, sample),
+                sampling=sampling,
+                budget=budget,
+                fingerprint=fingerprint,
+            )
+            for sample in range(first_sample, first_sample + group_size)
+        ]
+        groups.append(_GroupRun(task, episodes))
+    total = len(groups) * group_size
+    num_complete = 0
+
+    def completed(trajectory: Trajectory) -> None:
+        nonlocal num_complete
+        num_complete += 1
+        if on_trajectory is not None:
+            on_trajectory(trajectory)
+        if on_progress is not None:
+            on_progress(num_complete, total)
+
+    # One shared iterator, many workers: a group's episodes start together and end early.
+    waiting = iter([(group, episode) for group in groups for episode in group.episodes])
+
+    async def work() -> None:
+        for group, episode in waiting:
+            await group.run(episode, make_environment, score_group, completed)
+
+    try:
+        async with asyncio.TaskGroup() as workers:
+            for _ in range(min(total, agent.max_in_flight or total)):
+                workers.create_task(work())
+    except BaseExceptionGroup as errors:
+        # Episodes do not raise, so this is a bug, or a callback: the first one says it all.
+        raise errors.exceptions[0] from None
+    finally:
+        await asyncio.gather(*(e.close() for group in groups for e in group.episodes))
+    return [
+        Group(task=group.task, trajectories=[e.trajectory for e in group.episodes])
+        for group in groups
+    ]
+
+
+@dataclass(slots=True)
+class _GroupRun:
+    """The episodes of one task."""
+
+    task: Task
+    episodes: list[_Episode]
+    num_played: int = 0
+
+    async def run(
+        self,
+        episode: _Episode,
+        make_environment: EnvironmentFactory,
+        score_group: GroupScorer | None,
+        completed: Callable[[Trajectory], None],
+    ) -> None:
+        try:
+            environment = make_environment(self.task)
+        except Exception as error:
+            episode.fail("the environment could not be made", error)
+        else:
+            await episode.play(environment)
+        self.num_played += 1
+        if score_group is None:
+            await episode.score()
+            finished = [episode]
+        else:
+            finished = self.episodes if self.num_played == len(self.episodes) else []
+            if finished:
+                await self._score_together(score_group)
+        for done in finished:
+            await done.close()
+            completed(done.trajectory)
+
+    async def _score_together(self, score_group: GroupScorer) -> None:
+        alive = [e for e in self.episodes if e.trajectory.status != "failed" and e.environment]
+        if not alive:
+            return
+        try:
+            scores: Any = score_group([e.environment for e in alive if e.environment])
+            if inspect.isawaitable(scores):
+                scores = await _within(scores, alive[0].budget.max_seconds)
+            if len(scores) != len(alive):
+                raise ValueError(f"{len(scores)} scores for {len(alive)} environments")
+        except Exception as error:
+            for episode in alive:
+                episode.fail("score_group", error)
+        else:
+            for episode, score in zip(alive, scores, strict=True):
+                episode.set_score(score)

@@ -1,0 +1,346 @@
+"""Where tasks come from: an endless or finite, seeded, exactly resumable stream.
+
+Order is a pure function of (seed, position), so a state is a few integers: no random state is
+stored, and a stream that is resumed, at an epoch's border or anywhere else, goes on as if it had
+never stopped.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lockstep.errors import CheckpointError, ConfigError, DataError
+from lockstep.types import Message, Task
+
+MAX_CONSECUTIVE_DROPS = 100_000
+"""A filter that drops this many tasks in a row would keep a run waiting forever."""
+
+
+def derive_seed(*parts: int | str) -> int:
+    """A number in [0, 2^63) that depends on all parts and on nothing else.
+
+    The same on every machine and in every process, unlike `hash`. ("a", 1) and ("a1",) differ.
+    """
+    text = json.dumps(parts, separators=(",", ":")).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
+
+
+class TaskSource:
+    """An iterator of tasks that can be stopped and resumed.
+
+    Subclasses give `__next__`, `state_dict` and `load_state_dict`. `StopIteration` is the end of a
+    finite source.
+    """
+
+    def __iter__(self) -> Iterator[Task]:
+        return self
+
+    def __next__(self) -> Task:
+        raise NotImplementedError
+
+    def take(self, count: int) -> list[Task]:
+        """The next `count` tasks; fewer at the end of a finite source."""
+        return [task for _, task in zip(range(count), self, strict=False)]
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON-able; `load_state_dict` of an equal source goes on with the very next task."""
+        raise NotImplementedError
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Raises CheckpointError if the state is another source's: tasks would be lost."""
+        raise NotImplementedError
+
+
+def _check_state(state: Mapping[str, Any], expected: Mapping[str, Any], what: str) -> None:
+    for key, value in expected.items():
+        if state.get(key) != value:
+            raise CheckpointError(
+                f"{what}: the saved state has {key}={state.get(key)!r}, this source has {value!r}. "
+                "The data or the seed changed since the checkpoint; restore them, or start a run "
+                "with `from=` instead of resuming."
+            )
+
+
+class ListSource(TaskSource):
+    """Tasks held in memory, walked through epoch by epoch.
+
+    epochs: passes over the tasks; None is without end. shuffle: a permutation of its own per epoch,
+    drawn from (seed, epoch). keep: tasks for which it is False are left out.
+    """
+
+    def __init__(
+        self,
+        tasks: Sequence[Task],
+        *,
+        seed: int = 0,
+        shuffle: bool = True,
+        epochs: int | None = None,
+        keep: Callable[[Task], bool] | None = None,
+        name: str = "tasks",
+    ) -> None:
+        if epochs is not None and epochs < 1:
+            raise ConfigError(f"{name}: epochs={epochs} must be at least 1, or None for no end.")
+        self.tasks = [task for task in tasks if keep is None or keep(task)]
+        if not self.tasks:
+            raise DataError(f"{name}: no task is left of {len(tasks)}.")
+        self.name = name
+        self._seed, self._shuffle, self._epochs = seed, shuffle, epochs
+        self._epoch, self._index = 0, 0
+        self._order = self._order_of(0)
+        ids = "\n".join(task.id for task in self.tasks)
+        self._digest = hashlib.blake2b(ids.encode(), digest_size=8).hexdigest()
+
+    def __len__(self) -> int:
+        """Tasks in one epoch."""
+        return len(self.tasks)
+
+    @property
+    def epoch(self) -> int:
+        """Of the next task, from 0."""
+        return self._epoch + (self._index == len(self.tasks))
+
+    def __next__(self) -> Task:
+        if self._index == len(self.tasks):
+            if self._epochs is not None and self._epoch + 1 >= self._epochs:
+                raise StopIteration
+            self._epoch, self._index = self._epoch + 1, 0
+            self._order = self._order_of(self._epoch)
+        task = self.tasks[self._order[self._index]]
+        self._index += 1
+        return task
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**self._identity(), "epoch": self._epoch, "index": self._index}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        _check_state(state, self._identity(), self.name)
+        self._epoch, self._index = int(state["epoch"]), int(state["index"])
+        self._order = self._order_of(self._epoch)
+
+    def _identity(self) -> dict[str, Any]:
+        return {"seed": self._seed, "shuffle": self._shuffle, "digest": self._digest}
+
+    def _order_of(self, epoch: int) -> list[int]:
+        order = list(range(len(self.tasks)))
+        if self._shuffle:
+            random.Random(derive_seed("epoch", self._seed, epoch)).shuffle(order)
+        return order
+
+
+class GeneratedSource(TaskSource):
+    """Tasks made on demand: `make(seed, index)` must depend on nothing else.
+
+    `split` keeps streams apart: "train" and "eval" of the same seed never make the same task seeds.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[int, int], Task],
+        *,
+        seed: int = 0,
+        split: str = "train",
+        limit: int | None = None,
+    ) -> None:
+        """make: (task seed, index in the stream) -> task. limit: tasks in all; None is no end."""
+        self._make, self._seed, self._split, self._limit = make, seed, split, limit
+        self._index = 0
+
+    def __next__(self) -> Task:
+        if self._limit is not None and self._index >= self._limit:
+            raise StopIteration
+        task = self._make(derive_seed("task", self._split, self._seed, self._index), self._index)
+        self._index += 1
+        return task
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seed": self._seed, "split": self._split, "index": self._index}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        _check_state(state, {"seed": self._seed, "split": self._split}, "generated tasks")
+        self._index = int(state["index"])
+
+
+class FilteredSource(TaskSource):
+    """Another source without the tasks for which `keep` is False."""
+
+    def __init__(self, source: TaskSource, keep: Callable[[Task], bool]) -> None:
+        self._source, self._keep = source, keep
+        self.num_dropped = 0
+
+    def __next__(self) -> Task:
+        for _ in range(MAX_CONSECUTIVE_DROPS):
+            task = next(self._source)
+            if self._keep(task):
+                return task
+            self.num_dropped += 1
+        raise DataError(f"the task filter dropped {MAX_CONSECUTIVE_DROPS} tasks in a row.")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"source": self._source.state_dict(), "num_dropped": self.num_dropped}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._source.load_state_dict(state["source"])
+        self.num_dropped = int(state["num_dropped"])
+
+
+class MixtureSource(TaskSource):
+    """Several sources drawn from by weight. Each task's `source` names the one that it came from.
+
+    A component that ends is left out and the others keep their proportions; the mixture ends with
+    the last one.
+    """
+
+    def __init__(
+        self, sources: Mapping[str, TaskSource], *, weights: Mapping[str, float], seed: int = 0
+    ) -> None:
+        if not sources or set(sources) != set(weights):
+            raise ConfigError(
+                f"mixture: sources {sorted(sources)} and weights {sorted(weights)} must name the "
+                "same components, at least one."
+            )
+        for name, weight in weights.items():
+            if not 0 < weight < float("inf"):
+                raise ConfigError(f"mixture: the weight of {name!r} is {weight}; expected above 0.")
+        self._sources, self._weights, self._seed = dict(sources), dict(weights), seed
+        self._drawn = 0
+        self._ended: set[str] = set()
+
+    def __next__(self) -> Task:
+        while len(self._ended) < len(self._sources):
+            names = [name for name in self._sources if name not in self._ended]
+            draw = random.Random(derive_seed("mixture", self._seed, self._drawn))
+            name = draw.choices(names, [self._weights[n] for n in names])[0]
+            try:
+                task = next(self._sources[name])
+            except StopIteration:
+                self._ended.add(name)
+                continue
+            self._drawn += 1
+            return Task(id=task.id, payload=task.payload, source=name)
+        raise StopIteration
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "seed": self._seed,
+            "weights": self._weights,
+            "drawn": self._drawn,
+            "ended": sorted(self._ended),
+            "sources": {name: source.state_dict() for name, source in self._sources.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        _check_state(state, {"seed": self._seed, "weights": self._weights}, "mixture")
+        for name, source in self._sources.items():
+            source.load_state_dict(state["sources"][name])
+        self._drawn, self._ended = int(state["drawn"]), set(state["ended"])
+
+
+# ---------------------------------------------------------------------------------------------
+# The user's own tasks
+# ---------------------------------------------------------------------------------------------
+
+
+def read_jsonl(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(line number from 1, object) of every line that is not blank.
+
+    Raises DataError, `path:line` first, for what is not one JSON object in UTF-8.
+    """
+    path = Path(path)
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror or error}.") from error
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"),
+                                parse_constant=_refuse_constant)  # fmt: skip
+        except UnicodeDecodeError as error:
+            raise DataError(f"{path}:{number}: not UTF-8: {error.reason}.") from error
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{path}:{number}: not a JSON object: {error}.") from error
+        if not isinstance(record, dict):
+            raise DataError(
+                f"{path}:{number}: expected a JSON object, found {type(record).__name__}."
+            )
+        yield number, record
+
+
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"{name} is not JSON")
+
+
+def read_tasks(path: str | Path) -> list[Task]:
+    """The user's tasks, one per line: `{"id": ..., "messages": [...]}` or `{"question": ...}`.
+
+    All other keys belong to the environment, which finds the whole line in `Task.payload`.
+    `id` may be left out (the line number is taken). Raises DataError with `path:line`.
+    """
+    path = Path(path)
+    tasks: list[Task] = []
+    seen: dict[str, int] = {}
+    for number, record in read_jsonl(path):
+        where = f"{path}:{number}"
+        task_id = record.get("id", f"{path.stem}-{number}")
+        if isinstance(task_id, int):
+            task_id = str(task_id)
+        if not isinstance(task_id, str) or not task_id:
+            raise DataError(f"{where}: id must be text or a whole number, found {task_id!r}.")
+        if task_id in seen:
+            raise DataError(f"{where}: the id {task_id!r} stands on line {seen[task_id]} too.")
+        seen[task_id] = number
+        if "messages" in record:
+            _check_messages(record["messages"], where)
+        elif not isinstance(record.get("question"), str) or not record["question"].strip():
+            raise DataError(
+                f"{where}: expected `messages` (a list) or `question` (text); found the keys "
+                f"{sorted(record)}."
+            )
+        tasks.append(Task(id=task_id, payload={k: v for k, v in record.items() if k != "id"}))
+    if not tasks:
+        raise DataError(f"{path}: has no task: expected one JSON object per line.")
+    return tasks
+
+
+def _check_messages(messages: Any, where: str) -> None:
+    if not isinstance(messages, list) or not messages:
+        raise DataError(f"{where}: messages must be a list with at least one message.")
+    for index, message in enumerate(messages):
+        if not isinstance(message, dict):
+            raise DataError(
+                f"{where}: message {index} must be an object, found {type(message).__name__}."
+            )
+        try:
+            Message.from_dict(message)
+        except DataError as error:
+            raise DataError(f"{where}: message {index}: {error}") from error
+        except (KeyError, TypeError, AttributeError) as error:
+            raise DataError(f"{where}: message {index} is malformed: {error!r}.") from error
+
+
+class JsonlSource(ListSource):
+    """`read_tasks` of a file, as a source: the user's own data."""
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        seed: int = 0,
+        shuffle: bool = True,
+        epochs: int | None = None,
+        keep: Callable[[Task], bool] | None = None,
+    ) -> None:
+        super().__init__(
+            read_tasks(path),
+            seed=seed,
+            shuffle=shuffle,
+            epochs=epochs,
+            keep=keep,
+            name=str(path),
+        )

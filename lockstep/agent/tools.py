@@ -1,0 +1,483 @@
+"""Typed Python functions as tools: what the model is told of them, and how its calls are run.
+
+A call never breaks the run. A tool that raises, hangs, returns megabytes or was called wrongly
+becomes text that the model reads, and a counter that people read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections.abc
+import contextvars
+import inspect
+import json
+import re
+import threading
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from lockstep.agent.environment import Environment, Observation
+from lockstep.errors import ConfigError
+from lockstep.types import Message, ToolCall, ToolSchema
+
+MAX_NAME_CHARS = 64
+"""Of an unknown tool's name, when the model made one up and the reply is addressed to it."""
+
+_SCALARS: dict[Any, str] = {str: "string", bool: "boolean", int: "integer", float: "number"}
+
+
+# ---------------------------------------------------------------------------------------------
+# From a function to a schema
+# ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Tool(ToolSchema):
+    """A schema together with the function behind it. Made by `tool`."""
+
+    function: Callable[..., Any]
+    """Called with keyword arguments. A plain function runs in a thread of its own, a coroutine
+    function on the event loop."""
+    is_instant: bool = False
+    """Call the plain function on the event loop, without a thread and without a time limit: for
+    functions that only compute, in well under a millisecond."""
+
+
+@typing.overload
+def tool(function: Callable[..., Any], /) -> Tool: ...
+@typing.overload
+def tool(
+    *, name: str = "", description: str = "", is_instant: bool = False
+) -> Callable[[Callable[..., Any]], Tool]: ...
+def tool(
+    function: Callable[..., Any] | None = None,
+    /,
+    *,
+    name: str = "",
+    description: str = "",
+    is_instant: bool = False,
+) -> Any:
+    """Makes a typed function a tool; also a decorator, with or without arguments.
+
+    The schema comes from the signature: str, int, float, bool, None, list[T], dict[str, T],
+    Literal, unions, Optional, defaults, and `Annotated[T, "what it is"]`. The docstring's text
+    before "Args:" is the description, its "Args:" section describes parameters.
+
+    >>> @tool
+    ... def add(a: int, b: int = 1) -> int:
+    ...     "Adds two numbers."
+    ...     return a + b
+    >>> add.parameters["properties"]["b"]
+    {'type': 'integer', 'default': 1}
+
+    Raises ConfigError for a parameter without a type, or of one that JSON cannot carry.
+    """
+    if function is None:
+        return lambda f: tool(f, name=name, description=description, is_instant=is_instant)  # type: ignore[call-overload]
+    return Tool(
+        name=name or getattr(function, "__name__", type(function).__name__),
+        description=description or _split_docstring(function)[0],
+        parameters=_parameters_schema(function),
+        function=function,
+        is_instant=is_instant,
+    )
+
+
+def _parameters_schema(function: Callable[..., Any]) -> dict[str, Any]:
+    target = function if inspect.isroutine(function) else type(function).__call__
+    where = f"tool {getattr(function, '__qualname__', type(function).__name__)}"
+    try:
+        hints = typing.get_type_hints(target, include_extras=True)
+    except NameError as error:
+        raise ConfigError(
+            f"{where}: a type in its signature cannot be resolved: {error}."
+        ) from error
+    described = _split_docstring(function)[1]
+    properties: dict[str, Any] = {}
+    required: list[str] = []
+    for name, parameter in inspect.signature(function).parameters.items():
+        at = f"{where}, parameter {name!r}"
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            raise ConfigError(f"{at}: *args and **kwargs have no schema; name every parameter.")
+        if parameter.kind is parameter.POSITIONAL_ONLY:
+            raise ConfigError(f"{at}: tools are called by keyword; remove the '/'.")
+        if name not in hints:
+            raise ConfigError(f"{at}: has no type. Write one, for example `{name}: str`.")
+        schema = _type_schema(hints[name], at)
+        if name in described and "description" not in schema:
+            schema["description"] = described[name]
+        if parameter.default is parameter.empty:
+            required.append(name)
+        elif parameter.default is not None:
+            try:
+                json.dumps(parameter.default, allow_nan=False)
+            except (TypeError, ValueError) as error:
+                raise ConfigError(f"{at}: its default is not JSON: {error}.") from error
+            schema["default"] = parameter.default
+        properties[name] = schema
+    return {"type": "object", "properties": properties, "required": required}
+
+
+def _type_schema(hint: Any, where: str) -> dict[str, Any]:
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Annotated:
+        schema = _type_schema(args[0], where)
+        texts = [text for text in args[1:] if isinstance(text, str)]
+        return {**schema, "description": texts[0]} if texts else schema
+    if hint is Any:
+        return {}
+    if hint in (None, type(None)):
+        return {"type": "null"}
+    if isinstance(hint, type) and hint in _SCALARS:
+        return {"type": _SCALARS[hint]}
+    if origin is Literal:
+        kinds = {type(value) for value in args}
+        if len(kinds) > 1 or not kinds <= set(_SCALARS):
+            raise ConfigError(f"{where}: the values of {hint} must be of one plain type.")
+        return {"type": _SCALARS[kinds.pop()], "enum": list(args)}
+    if origin in (typing.Union, types.UnionType):
+        options = [_type_schema(arg, where) for arg in args]
+        if all(set(option) == {"type"} and isinstance(option["type"], str) for option in options):
+            return {"type": [option["type"] for option in options]}
+        return {"oneOf": options}  # harmony reads oneOf, not anyOf
+    if hint in (list, dict) and origin is None:
+        return {"type": "array" if hint is list else "object"}
+    if origin in (list, collections.abc.Sequence):
+        return {"type": "array", "items": _type_schema(args[0], where)}
+    if origin in (dict, collections.abc.Mapping):
+        if args[0] is not str:
+            raise ConfigError(f"{where}: JSON objects have text keys; found {hint}.")
+        return {"type": "object", "additionalProperties": _type_schema(args[1], where)}
+    raise ConfigError(
+        f"{where}: the type {hint} has no JSON schema here. Use str, int, float, bool, None, "
+        "list[T], dict[str, T], Literal[...], unions of these, or Annotated[T, 'text']."
+    )
+
+
+def _split_docstring(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
+    """(text before "Args:", parameter -> text), of a docstring in the Google style."""
+    text = inspect.getdoc(function) or ""
+    if not inspect.isroutine(function) and function.__doc__ == type(function).__doc__:
+        text = inspect.getdoc(type(function).__call__) or text
+    head, *rest = re.split(r"^(?:Args|Arguments|Parameters):[ ]*$", text, maxsplit=1, flags=re.M)
+    described: dict[str, str] = {}
+    if rest:
+        section = re.split(r"^\S", rest[0], maxsplit=1, flags=re.M)[0]
+        for name, words in re.findall(
+            r"^[ ]+(\w+)(?: *\([^)]*\))?: *(.*(?:\n(?![ ]+\w+(?: *\([^)]*\))?:).*\S.*)*)",
+            section,
+            flags=re.M,
+        ):
+            described[name] = " ".join(words.split())
+    head = re.split(r"^(?:Returns|Raises|Yields):[ ]*$", head, maxsplit=1, flags=re.M)[0]
+    return head.strip(), described
+
+
+# ---------------------------------------------------------------------------------------------
+# From a call to arguments
+# ---------------------------------------------------------------------------------------------
+
+
+def parse_arguments(text: str, schema: ToolSchema) -> dict[str, Any]:
+    """The arguments that the model wrote, checked against the schema of the tool.
+
+    Raises ValueError whose text is written for the model. A whole number is accepted where a float
+    is expected, and nothing else is converted: "3" is not 3.
+    """
+    try:
+        arguments = json.loads(text or "{}", parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"arguments are not valid JSON: {error}") from None
+    if not isinstance(arguments, dict):
+        raise ValueError(f"arguments must be a JSON object, found {_json_type(arguments)}")
+    properties = schema.parameters.get("properties", {})
+    unknown = [name for name in arguments if name not in properties]
+    if unknown:
+        raise ValueError(
+            f"unknown argument {unknown[0]!r}; {schema.name} takes: {', '.join(properties) or '-'}"
+        )
+    missing = [name for name in schema.parameters.get("required", ()) if name not in arguments]
+    if missing:
+        raise ValueError(f"missing argument {missing[0]!r}")
+    for name, value in arguments.items():
+        if problem := _mismatch(value, properties[name], name):
+            raise ValueError(problem)
+    return arguments
+
+
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _json_type(value: Any) -> str:
+    if value is None:
+        return "null"
+    for kind, name in ((bool, "boolean"), (int, "integer"), (float, "number"), (str, "string")):
+        if isinstance(value, kind):
+            return name
+    return "array" if isinstance(value, list) else "object"
+
+
+def _mismatch(value: Any, schema: Mapping[str, Any], where: str) -> str:
+    """What is wrong with `value`, or ""."""
+    if "oneOf" in schema:
+        problems = [_mismatch(value, option, where) for option in schema["oneOf"]]
+        return "" if "" in problems else problems[0]
+    expected = schema.get("type")
+    if expected is not None:
+        allowed = [expected] if isinstance(expected, str) else expected
+        found = _json_type(value)
+        if found not in allowed and not (found == "integer" and "number" in allowed):
+            return f"{where} must be {' or '.join(allowed)}, found {found}"
+    if "enum" in schema and value not in schema["enum"]:
+        return f"{where} must be one of {json.dumps(schema['enum'])}, found {json.dumps(value)}"
+    if isinstance(value, list) and "items" in schema:
+        for index, item in enumerate(value):
+            if problem := _mismatch(item, schema["items"], f"{where}[{index}]"):
+                return problem
+    if isinstance(value, dict) and "additionalProperties" in schema:
+        for key, item in value.items():
+            if problem := _mismatch(item, schema["additionalProperties"], f"{where}.{key}"):
+                return problem
+    return ""
+
+
+# ---------------------------------------------------------------------------------------------
+# Running calls
+# ---------------------------------------------------------------------------------------------
+
+Outcome = Literal["ok", "errors", "timeouts", "invalid_arguments", "unknown"]
+"""How a call went; all but "ok" are the names of counters."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolLimits:
+    """What one call may cost."""
+
+    timeout_seconds: float = 30.0
+    """A call that takes longer is given up. Its thread, if it has one, is a daemon and is left
+    behind: Python cannot stop it, and the run does not wait for it."""
+    output_chars: int = 8192
+    """Of the output that the model reads; more is cut, with a notice."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolResult:
+    """What one call came to."""
+
+    text: str
+    """For the model."""
+    outcome: Outcome
+    is_truncated: bool = False
+
+
+class ToolRunner:
+    """Runs calls against a set of tools, within limits. Never raises for what a tool does.
+
+    Counters of `run`: tool/calls, tool/errors, tool/timeouts, tool/truncated,
+    tool/invalid_arguments, tool/unknown.
+    """
+
+    def __init__(self, tools: Sequence[Tool], limits: ToolLimits | None = None) -> None:
+        self.tools = {entry.name: entry for entry in tools}
+        self.limits = limits or ToolLimits()
+        if len(self.tools) != len(tools):
+            raise ConfigError(f"two tools share a name: {[entry.name for entry in tools]}.")
+
+    async def run(self, calls: Sequence[ToolCall]) -> tuple[list[Message], dict[str, float]]:
+        """Runs the calls one after the other. Returns one tool message per call, and counters."""
+        replies: list[Message] = []
+        counters: dict[str, float] = {}
+        for call in calls:
+            result = await self.call(call)
+            names = ["calls", *([result.outcome] if result.outcome != "ok" else [])]
+            for name in [*names, *(["truncated"] if result.is_truncated else [])]:
+                counters[f"tool/{name}"] = counters.get(f"tool/{name}", 0.0) + 1.0
+            name = call.name[:MAX_NAME_CHARS] or "unknown"
+            replies.append(
+                Message(role="tool", name=name, content=result.text, tool_call_id=call.id)
+            )
+        return replies, counters
+
+    async def call(self, call: ToolCall) -> ToolResult:
+        """Runs one call."""
+        entry = self.tools.get(call.name)
+        if entry is None:
+            known = ", ".join(self.tools) or "there are none"
+            return self._result(f"error: unknown tool {call.name!r}; tools: {known}", "unknown")
+        try:
+            arguments = parse_arguments(call.arguments, entry)
+        except ValueError as error:
+            return self._result(f"error: {error}", "invalid_arguments")
+        try:
+            text = await self._invoke(entry, arguments)
+        except TimeoutError:
+            return self._result(
+                f"error: {entry.name} took longer than {self.limits.timeout_seconds:g} s",
+                "timeouts",
+            )
+        except _ToolFailed as error:
+            return self._result(f"error: {error}", "errors")
+        return self._result(text, "ok")
+
+    def _result(self, text: str, outcome: Outcome) -> ToolResult:
+        limit, length = self.limits.output_chars, len(text)
+        if length > limit:
+            notice = f"\n[cut: {length} characters in all]"
+            text = text[: max(0, limit - len(notice))] + notice
+        # A lone surrogate cannot be encoded as UTF-8, and so not as tokens either.
+        text = text.encode("utf-8", "replace").decode("utf-8")
+        return ToolResult(text=text, outcome=outcome, is_truncated=length > limit)
+
+    async def _invoke(self, entry: Tool, arguments: dict[str, Any]) -> str:
+        """The tool's output as text. Raises TimeoutError, or _ToolFailed for what it raised."""
+        if entry.is_instant:
+            return _guarded(lambda: entry.function(**arguments))
+        loop = asyncio.get_running_loop()
+        pending: asyncio.Future[str]
+        if inspect.iscoroutinefunction(entry.function) or inspect.iscoroutinefunction(
+            getattr(entry.function, "__call__", None)  # noqa: B004 - an object with async __call__
+        ):
+            pending = loop.create_task(_guarded_async(entry.function, arguments))
+        else:
+            pending = _run_in_daemon_thread(loop, lambda: entry.function(**arguments))
+        try:
+            # `wait` and not `timeout`: a coroutine that swallows its cancellation must not hold us.
+            done, _ = await asyncio.wait({pending}, timeout=self.limits.timeout_seconds)
+        finally:
+            if not pending.done():
+                pending.cancel()
+        if not done:
+            pending.add_done_callback(lambda late: late.cancelled() or late.exception())
+            raise TimeoutError
+        if pending.cancelled():
+            raise _ToolFailed("the tool cancelled itself")
+        return pending.result()
+
+
+class _ToolFailed(Exception):
+    """What a tool raised, as text for the model."""
+
+
+def _as_text(output: Any) -> str:
+    if output is None:
+        return ""
+    if isinstance(output, str):
+        return output
+    if isinstance(output, bytes):
+        return output.decode("utf-8", "replace")
+    try:
+        return json.dumps(output, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError):
+        return str(output)
+
+
+def _failure(error: BaseException) -> _ToolFailed:
+    return _ToolFailed(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
+
+
+def _guarded(call: Callable[[], Any]) -> str:
+    try:
+        return _as_text(call())
+    except (Exception, SystemExit) as error:
+        # SystemExit too: a tool that calls sys.exit() must not end the training run.
+        raise _failure(error) from error
+
+
+async def _guarded_async(function: Callable[..., Any], arguments: dict[str, Any]) -> str:
+    try:
+        return _as_text(await function(**arguments))
+    except (Exception, SystemExit) as error:
+        raise _failure(error) from error
+
+
+def _run_in_daemon_thread(
+    loop: asyncio.AbstractEventLoop, call: Callable[[], Any]
+) -> asyncio.Future[str]:
+    """Runs `call` in a thread of its own. Not a pool: hanging calls would use a pool up, and the
+    interpreter waits at exit for a pool's threads, but not for daemons."""
+    future: asyncio.Future[str] = loop.create_future()
+    context = contextvars.copy_context()
+
+    def deliver(result: str | None, error: BaseException | None) -> None:
+        if future.done():  # given up before the call came back
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(result or "")
+
+    def work() -> None:
+        result: str | None = None
+        failure: BaseException | None = None
+        try:
+            result = context.run(_guarded, call)
+        except _ToolFailed as error:
+            failure = error
+        except BaseException as error:  # KeyboardInterrupt raised by the tool itself
+            failure = _failure(error)
+        try:
+            loop.call_soon_threadsafe(deliver, result, failure)
+        except RuntimeError:  # the loop is closed: the run ended while the tool hung
+            return
+
+    threading.Thread(target=work, name="lockstep-tool", daemon=True).start()
+    return future
+
+
+# ---------------------------------------------------------------------------------------------
+# An environment made of tools
+# ---------------------------------------------------------------------------------------------
+
+
+class ToolEnvironment(Environment):
+    """An episode in which the model calls tools until it answers without a call.
+
+    Subclasses give `tools`, `reset` and `score`; the answer is in `answer` by then. A turn that
+    cannot be read is answered with the reason, so that the model can try again.
+
+    >>> @tool
+    ... def add(a: int, b: int) -> int:
+    ...     "Adds two numbers."
+    ...     return a + b
+    >>> class Sums(ToolEnvironment):
+    ...     tools = (add,)
+    ...     async def reset(self):
+    ...         return [Message(role="user", content="What is 2 + 3?")]
+    ...     async def score(self):
+    ...         return Score(reward=float(self.answer == "5"))
+    """
+
+    tools: Sequence[Tool] = ()
+    limits: ToolLimits = ToolLimits()
+    answer: str | None = None
+    """The text of the turn that called no tool; None if the episode ended before it."""
+
+    async def step(self, message: Message) -> Observation:
+        if message.parse_error:
+            return Observation(messages=(unreadable(message),))
+        if not message.tool_calls:
+            self.answer = message.content
+            return Observation(done=True)
+        replies, counters = await self.runner.run(message.tool_calls)
+        return Observation(messages=replies, metrics=counters)
+
+    @property
+    def runner(self) -> ToolRunner:
+        """Of this episode; made on first use, so that `__init__` or `reset` can set `tools`."""
+        runner = self.__dict__.get("_runner")
+        if runner is None:
+            runner = self.__dict__["_runner"] = ToolRunner(self.tools, self.limits)
+        return runner
+
+
+def unreadable(message: Message) -> Message:
+    """What the model is told after a turn that could not be read."""
+    return Message(
+        role="user",
+        content=f"Your last message could not be read ({message.parse_error}). "
+        "Call a tool or give your answer.",
+    )

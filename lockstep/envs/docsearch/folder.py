@@ -1,0 +1,342 @@
+"""A user's folder of documents, cut into chunks, indexed by their words, with questions about them.
+
+Everything is read and checked at once: a document that is not text, a malformed question or a gold
+passage that no document has is a DataError before any model is loaded.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import re
+import unicodedata
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lockstep.agent.tasks import read_jsonl
+from lockstep.errors import DataError
+
+SUFFIXES = (".md", ".markdown", ".txt")
+
+_WORD = re.compile(r"\w+")
+_PARAGRAPH = re.compile(r"\S.*?(?=\n[ \t]*\n|\Z)", re.S)
+_SENTENCE_END = re.compile(r"[.!?:;]['\")\]]*\s+|\n")
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A passage of a document."""
+
+    id: str
+    """FILE#NUMBER: the path below the folder, with slashes, and the chunk's number from 0."""
+    text: str
+    document: str
+    span: tuple[int, int]
+    """Where `text` stands in the document, in characters."""
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """One question with what counts as an answer and as having found it."""
+
+    id: str
+    question: str
+    answers: tuple[str, ...]
+    gold: tuple[frozenset[str], ...]
+    """Per gold passage, the ids of the chunks of which any one is enough."""
+    label: str = ""
+
+
+# ---------------------------------------------------------------------------------------------
+# Chunks
+# ---------------------------------------------------------------------------------------------
+
+
+def cut(
+    text: str, *, document: str, chunk_chars: tuple[int, int], overlap_chars: int
+) -> list[Chunk]:
+    """Cuts a document into chunks at paragraphs, or at sentences where a paragraph is too long.
+
+    Paragraphs are joined up to the larger of `chunk_chars`; a heading begins another chunk once the
+    smaller one is reached. Every chunk but the first begins with up to `overlap_chars` of the one
+    before, from a word's start, so that a passage across a border is whole in one of them.
+    """
+    smallest, largest = chunk_chars
+    spans: list[tuple[int, int]] = []
+    begin = end = 0
+    for first, last in _pieces(text, largest):
+        is_full = last - begin > largest or (text[first] == "#" and end - begin >= smallest)
+        if end > begin and is_full:
+            spans.append((begin, end))
+            begin = first
+        elif end == begin:
+            begin = first
+        end = last
+    if end > begin:
+        spans.append((begin, end))
+    chunks: list[Chunk] = []
+    for number, (first, last) in enumerate(spans):
+        if number and overlap_chars:
+            first = _word_start(text, max(spans[number - 1][0], first - overlap_chars), first)
+        chunks.append(
+            Chunk(
+                id=f"{document}#{number}",
+                text=text[first:last],
+                document=document,
+                span=(first, last),
+            )
+        )
+    return chunks
+
+
+def _pieces(text: str, largest: int) -> list[tuple[int, int]]:
+    """Spans of paragraphs, and of parts of those that are longer than `largest`."""
+    pieces: list[tuple[int, int]] = []
+    for paragraph in _PARAGRAPH.finditer(text):
+        first, last = paragraph.start(), paragraph.start() + len(paragraph.group().rstrip())
+        while last - first > largest:
+            ends = [m.end() for m in _SENTENCE_END.finditer(text, first, first + largest)]
+            at = ends[-1] if ends else text.rfind(" ", first + 1, first + largest) + 1
+            if at <= first:  # one word without end
+                at = first + largest
+            pieces.append((first, first + len(text[first:at].rstrip())))
+            first = at + len(text[at:last]) - len(text[at:last].lstrip())
+        if last > first:
+            pieces.append((first, last))
+    return pieces
+
+
+def _word_start(text: str, earliest: int, latest: int) -> int:
+    """The first place in [earliest, latest] where a word begins."""
+    for at in range(earliest, latest):
+        if not text[at].isspace() and (at == 0 or text[at - 1].isspace()):
+            return at
+    return latest
+
+
+def read_documents(folder: str | Path) -> dict[str, str]:
+    """path below the folder -> text, of every text and markdown file, in order of the path.
+
+    Raises DataError if there is none, or one is not UTF-8.
+    """
+    root = Path(folder)
+    if not root.is_dir():
+        raise DataError(f"{root}: not a folder; docs= names the folder of documents.")
+    texts: dict[str, str] = {}
+    paths = {path.relative_to(root).as_posix(): path for path in root.rglob("*")}
+    for name, path in sorted(paths.items()):
+        if path.suffix.lower() not in SUFFIXES or not path.is_file():
+            continue
+        raw = path.read_bytes()
+        try:
+            text = raw.decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            line = raw.count(b"\n", 0, error.start) + 1
+            raise DataError(f"{path}:{line}: not UTF-8: {error.reason}.") from error
+        if text.strip():
+            texts[name] = text.replace("\r\n", "\n")
+    if not texts:
+        raise DataError(
+            f"{root}: holds no document: expected {', '.join(SUFFIXES)} files with text."
+        )
+    return texts
+
+
+# ---------------------------------------------------------------------------------------------
+# Search
+# ---------------------------------------------------------------------------------------------
+
+
+def words_of(text: str) -> list[str]:
+    """Lower-case words, compatibility forms unified: what a search compares."""
+    return _WORD.findall(unicodedata.normalize("NFKC", text).lower())
+
+
+class KeywordIndex:
+    """Chunks by their words, ranked by BM25.
+
+    Source: Robertson and Zaragoza 2009, "The Probabilistic Relevance Framework: BM25 and Beyond",
+    eq. 3.15, with the never-negative idf of Lucene; k1 = 1.2, b = 0.75.
+    """
+
+    K1, B = 1.2, 0.75
+
+    def __init__(self, chunks: Sequence[Chunk]) -> None:
+        self.chunks = tuple(chunks)
+        counts = [Counter(words_of(chunk.text)) for chunk in self.chunks]
+        lengths = [sum(count.values()) for count in counts]
+        mean_length = sum(lengths) / max(1, len(lengths)) or 1.0
+        postings: dict[str, list[tuple[int, int]]] = {}
+        for at, count in enumerate(counts):
+            for word, times in count.items():
+                postings.setdefault(word, []).append((at, times))
+        norms = [self.K1 * (1 - self.B + self.B * length / mean_length) for length in lengths]
+        self._weights: dict[str, list[tuple[int, float]]] = {}
+        """word -> (chunk, its share of the score), in order of the chunks."""
+        for word, places in postings.items():
+            idf = math.log(1 + (len(counts) - len(places) + 0.5) / (len(places) + 0.5))
+            self._weights[word] = [
+                (at, idf * times * (self.K1 + 1) / (times + norms[at])) for at, times in places
+            ]
+
+    def search(self, keywords: Sequence[str], *, num_results: int) -> list[Chunk]:
+        """The best chunks, best first; equal scores in order of the chunks. A keyword may be
+        several words; each word counts once. Chunks with none of them are left out."""
+        scores: dict[int, float] = {}
+        for word in sorted({word for keyword in keywords for word in words_of(keyword)}):
+            for at, weight in self._weights.get(word, ()):
+                scores[at] = scores.get(at, 0.0) + weight
+        best = heapq.nsmallest(num_results, scores.items(), key=lambda pair: (-pair[1], pair[0]))
+        return [self.chunks[at] for at, _ in best]
+
+
+# ---------------------------------------------------------------------------------------------
+# Questions
+# ---------------------------------------------------------------------------------------------
+
+
+class Library:
+    """A folder's chunks with their index, and a place to look passages up."""
+
+    def __init__(
+        self,
+        documents: Mapping[str, str],
+        *,
+        chunk_chars: tuple[int, int] = (200, 600),
+        overlap_chars: int = 80,
+    ) -> None:
+        self.documents = dict(documents)
+        self.chunks = [
+            chunk
+            for name, text in self.documents.items()
+            for chunk in cut(
+                text, document=name, chunk_chars=chunk_chars, overlap_chars=overlap_chars
+            )
+        ]
+        self.index = KeywordIndex(self.chunks)
+        self._by_id = {chunk.id: chunk for chunk in self.chunks}
+        self._of_document: dict[str, list[Chunk]] = {}
+        for chunk in self.chunks:
+            self._of_document.setdefault(chunk.document, []).append(chunk)
+
+    def read_questions(self, path: str | Path) -> list[Question]:
+        """Questions from JSONL. Raises DataError, `path:line` first, for a line that is malformed
+        or whose gold passage does not exist."""
+        questions: list[Question] = []
+        lines: dict[str, int] = {}
+        for number, record in read_jsonl(path):
+            question = self._question(record, where=f"{path}:{number}", number=number)
+            if question.id in lines:
+                raise DataError(
+                    f"{path}:{number}: the id {question.id!r} stands on line "
+                    f"{lines[question.id]} too."
+                )
+            lines[question.id] = number
+            questions.append(question)
+        if not questions:
+            raise DataError(f"{path}: has no question: expected one JSON object per line.")
+        return questions
+
+    def _question(self, record: Mapping[str, Any], *, where: str, number: int) -> Question:
+        known = ("id", "question", "answer", "answers", "gold", "label")
+        unknown = sorted(set(record) - set(known))
+        if unknown:
+            raise DataError(f"{where}: unknown keys {unknown}; known are {', '.join(known)}.")
+        question = _text(record, "question", where)
+        if ("answer" in record) == ("answers" in record):
+            raise DataError(f"{where}: give either `answer` (text) or `answers` (a list of texts).")
+        answers = [_text(record, "answer", where)] if "answer" in record else record["answers"]
+        if (
+            not isinstance(answers, list)
+            or not answers
+            or not all(isinstance(answer, str) and normalise(answer) for answer in answers)
+        ):
+            raise DataError(
+                f"{where}: answers must be texts with at least one word, found {answers!r}."
+            )
+        entries = record.get("gold")
+        if isinstance(entries, str | dict):
+            entries = [entries]
+        if not isinstance(entries, list) or not entries:
+            raise DataError(
+                f"{where}: `gold` is missing: name the passages that hold the answer, as "
+                '"FILE#CHUNK" or {"document": FILE, "quote": TEXT}.'
+            )
+        question_id = record.get("id", f"question-{number}")
+        if not isinstance(question_id, str | int) or isinstance(question_id, bool):
+            raise DataError(f"{where}: id must be text or a whole number, found {question_id!r}.")
+        return Question(
+            id=str(question_id),
+            question=question,
+            answers=tuple(answers),
+            gold=tuple(self._gold(entry, where) for entry in entries),
+            label=_text(record, "label", where) if "label" in record else "",
+        )
+
+    def _gold(self, entry: Any, where: str) -> frozenset[str]:
+        if isinstance(entry, str):
+            if entry in self._by_id:
+                return frozenset((entry,))
+            document = self._document(entry.rpartition("#")[0], where, entry)
+            raise DataError(
+                f"{where}: there is no chunk {entry!r}; {document} has the chunks #0 to "
+                f"#{len(self._of_document[document]) - 1}. Chunk numbers change with "
+                "chunk_chars; a quote does not."
+            )
+        if not isinstance(entry, dict) or set(entry) != {"document", "quote"}:
+            raise DataError(
+                f'{where}: a gold passage is "FILE#CHUNK" or {{"document": FILE, "quote": TEXT}}, '
+                f"found {entry!r}."
+            )
+        document = self._document(_text(entry, "document", where), where, entry["document"])
+        quote = _text(entry, "quote", where)
+        # White space as it comes: a quote may be wrapped differently than its document.
+        pattern = r"\s+".join(re.escape(word) for word in quote.split())
+        found: set[str] = set()
+        for match in re.finditer(pattern, self.documents[document]):
+            found |= self._holding(document, match.span())
+        if not found:
+            raise DataError(f"{where}: {document} does not contain the quote {quote[:80]!r}.")
+        return frozenset(found)
+
+    def _document(self, name: str, where: str, entry: Any) -> str:
+        if name not in self.documents:
+            some = ", ".join(list(self.documents)[:3])
+            raise DataError(
+                f"{where}: gold {entry!r} is in no document of this folder ({some}, ...; "
+                f"{len(self.documents)} in all)."
+            )
+        return name
+
+    def _holding(self, document: str, span: tuple[int, int]) -> set[str]:
+        """The chunks that hold all of a passage; if it crosses a border, those with the most."""
+        covered = {
+            chunk.id: min(span[1], chunk.span[1]) - max(span[0], chunk.span[0])
+            for chunk in self._of_document[document]
+        }
+        most = max(covered.values())
+        return {id_ for id_, chars in covered.items() if chars == most}
+
+
+def _text(record: Mapping[str, Any], key: str, where: str) -> str:
+    value = record.get(key)
+    if not isinstance(value, str) or not value.strip():
+        raise DataError(f"{where}: expected `{key}` to be text, found {value!r}.")
+    return value
+
+
+def normalise(answer: str) -> str:
+    """An answer as it is compared: lower-case words without punctuation and English articles."""
+    return " ".join(word for word in words_of(answer) if word not in ("a", "an", "the"))
+
+
+def is_correct(answer: str, accepted: Sequence[str], *, accept_contained: bool) -> bool:
+    """Whether `answer` equals an accepted one after `normalise`, or contains it as whole words."""
+    found = normalise(answer)
+    for expected in map(normalise, accepted):
+        if found == expected or (accept_contained and f" {expected} " in f" {found} "):
+            return True
+    return False

@@ -1,0 +1,105 @@
+"""Worlds of 30 one-sentence facts, made anew for every episode.
+
+Six people, each with a friend, a boss, a city, a pet and a job. Nothing can be learnt by heart: the
+only way to an answer is to search and to copy.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+NAMES = (
+    "Bela", "Mira", "Otto", "Lena", "Hugo", "Nina", "Ivan", "Sara", "Emil", "Rosa",
+    "Karl", "Tina", "Paul", "Vera", "Jan", "Olga", "Finn", "Anna", "Leon", "Ruth",
+)  # fmt: skip
+LINKS = ("friend", "boss")
+"""Relations whose value is another person of the world: the first hop of a two-hop question."""
+VALUES: dict[str, tuple[str, ...]] = {
+    "city": (
+        "Oslo", "Rome", "Paris", "Lima", "Cairo", "Delhi", "Tokyo", "Quito", "Berlin", "Vienna",
+    ),
+    "pet": ("dog", "cat", "parrot", "horse", "snake", "rabbit", "turtle", "goat"),
+    "job": ("baker", "pilot", "nurse", "lawyer", "farmer", "painter", "sailor", "tailor"),
+}  # fmt: skip
+"""Relations that questions ask for, with their values."""
+
+PEOPLE_PER_WORLD = 6
+NO_RESULTS = "no results"
+
+ENTITY_WORDS = frozenset((*NAMES, *(value for values in VALUES.values() for value in values)))
+"""The words that a model has to copy, and that supervised data weighs more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """One chunk: "The city of Bela is Oslo."""
+
+    name: str
+    relation: str
+    value: str
+
+    @property
+    def text(self) -> str:
+        return f"The {self.relation} of {self.name} is {self.value}."
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """Facts and one question about them."""
+
+    facts: tuple[Fact, ...]
+    """In the order in which ties of a search are broken: random."""
+    question: str
+    path: tuple[Fact, ...]
+    """The facts that lead to the answer: one, or two of which the first names the second's
+    person. The last one's value is the answer."""
+
+    @classmethod
+    def generate(cls, rng: random.Random, *, two_hop_share: float = 0.5) -> World:
+        """Draws a world. Depends on `rng` and `two_hop_share` alone."""
+        names = rng.sample(NAMES, PEOPLE_PER_WORLD)
+        facts: dict[tuple[str, str], Fact] = {}
+        for name in names:
+            others = [other for other in names if other != name]
+            for link in LINKS:
+                facts[name, link] = Fact(name, link, rng.choice(others))
+            for relation, values in VALUES.items():
+                facts[name, relation] = Fact(name, relation, rng.choice(values))
+        order = list(facts.values())
+        rng.shuffle(order)
+        name, relation = rng.choice(names), rng.choice(tuple(VALUES))
+        if rng.random() < two_hop_share:
+            first = facts[name, rng.choice(LINKS)]
+            path = (first, facts[first.value, relation])
+            question = f"What is the {relation} of the {first.relation} of {name}?"
+        else:
+            path = (facts[name, relation],)
+            question = f"What is the {relation} of {name}?"
+        return cls(facts=tuple(order), question=question, path=path)
+
+    @property
+    def answer(self) -> str:
+        return self.path[-1].value
+
+    @property
+    def hops(self) -> int:
+        return len(self.path)
+
+    def search(self, keywords: Sequence[str], *, num_results: int = 2) -> list[Fact]:
+        """The first facts among those that match the most keywords; none if none matches.
+
+        A keyword matches a fact if it is its name, relation or value, letter for letter.
+        """
+        overlaps = [
+            sum(keyword in (fact.name, fact.relation, fact.value) for keyword in keywords)
+            for fact in self.facts
+        ]
+        best = max(overlaps)
+        if not best:
+            return []
+        found = [
+            fact for fact, overlap in zip(self.facts, overlaps, strict=True) if overlap == best
+        ]
+        return found[:num_results]

@@ -1,0 +1,190 @@
+"""A scripted engine: replies that you write, through the protocol that real engines speak."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from lockstep.engines.base import Capabilities
+from lockstep.errors import EngineError
+from lockstep.types import Delta, Distribution, Float32Array, Int32Array, Request
+
+Reply = Callable[[Request], Sequence[int]]
+"""The ids that a model would sample after `request.prompt_ids`, its stop id included."""
+
+
+def fake_logprob(token_id: int, position: int) -> float:
+    """The log-prob that FakeEngine gives the token at `position` of its path: below 0, and another
+    one for another id or place, so that a row that is shifted or mixed up shows."""
+    return -(1 + (31 * token_id + 7 * position) % 97) / 50.0
+
+
+class FakeEngine:
+    """An engine without a model. Keeps what it was asked, for tests to look at.
+
+    reply: what to sample, cut after the first stop id or `max_tokens`. tokens_per_step: 0 gives a
+    reply in one step; otherwise each step of `step_seconds` adds this many tokens to every running
+    request, and between steps `load_weights`, `abort` and `pause` take effect.
+
+    >>> async def demo():
+    ...     engine = FakeEngine(lambda request: [7, 2])
+    ...     sampling = SamplingParams(max_tokens=8, stop_ids=(2,))
+    ...     request = Request(id="a", prompt_ids=np.array([1], np.int32), sampling=sampling)
+    ...     return [d.token_ids.tolist() async for d in engine.generate(request)]
+    >>> from lockstep.types import SamplingParams
+    >>> asyncio.run(demo())
+    [[7, 2]]
+    """
+
+    def __init__(
+        self,
+        reply: Reply,
+        *,
+        vocab_size: int = 1 << 20,
+        max_tokens: int = 1 << 20,
+        tokens_per_step: int = 0,
+        step_seconds: float = 0.0,
+        logprob: Callable[[int, int], float] = fake_logprob,
+    ) -> None:
+        """logprob: (id, position on the path) -> what is reported; break it to test checks."""
+        self._reply, self._logprob = reply, logprob
+        self._tokens_per_step, self._step_seconds = tokens_per_step, step_seconds
+        self._capabilities = Capabilities(
+            name="fake",
+            vocab_size=vocab_size,
+            max_tokens=max_tokens,
+            distributions=("model", "tempered", "sampled"),
+            has_seeds=True,
+            has_prefix_cache=True,
+            has_score=True,
+        )
+        self._version = 0
+        self._may_run = asyncio.Event()
+        self._may_run.set()
+        self._aborted: set[str] = set()
+        self._finished: dict[str, list[Delta]] = {}
+        self._running: dict[str, asyncio.Event] = {}
+        self._is_asleep = False
+        self.requests: list[Request] = []
+        """Every request that was sampled for, in order of arrival."""
+        self.max_running = 0
+        """Most requests that ran at the same time."""
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self._capabilities
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    async def generate(self, request: Request) -> AsyncIterator[Delta]:
+        if request.id in self._running:
+            await self._running[request.id].wait()
+        if request.id in self._finished:
+            for delta in self._finished[request.id]:
+                yield delta
+            return
+        self._check(request)
+        self.requests.append(request)
+        ended = self._running[request.id] = asyncio.Event()
+        self.max_running = max(self.max_running, len(self._running))
+        deltas: list[Delta] = []
+        try:
+            async for delta in self._sample(request):
+                deltas.append(delta)
+                if delta.finish_reason not in (None, "weight_update"):
+                    self._finished[request.id] = deltas
+                yield delta
+        finally:
+            del self._running[request.id]
+            ended.set()
+
+    def _check(self, request: Request) -> None:
+        prompt_ids, limits = request.prompt_ids, self._capabilities
+        if self._is_asleep:
+            raise EngineError(f"request {request.id}: the engine sleeps; wake it first.")
+        if len(prompt_ids) >= limits.max_tokens:
+            raise EngineError(
+                f"request {request.id}: a prompt of {len(prompt_ids)} tokens leaves no room; this "
+                f"engine holds {limits.max_tokens}."
+            )
+        if len(prompt_ids) == 0 or int(prompt_ids.max()) >= limits.vocab_size:
+            raise EngineError(
+                f"request {request.id}: the prompt is empty or has an id outside of the vocabulary "
+                f"of {limits.vocab_size}."
+            )
+
+    async def _sample(self, request: Request) -> AsyncIterator[Delta]:
+        sampling, start = request.sampling, len(request.prompt_ids)
+        ids = [int(id_) for id_ in self._reply(request)]
+        room = min(sampling.max_tokens, self._capabilities.max_tokens - start)
+        end = next((at + 1 for at, id_ in enumerate(ids) if id_ in sampling.stop_ids), len(ids))
+        is_stopped = bool(ids) and end <= room and ids[end - 1] in sampling.stop_ids
+        ids = ids[: min(end, room)]
+        step = 1 if request.stream else self._tokens_per_step or max(1, len(ids))
+        sent, done, version = 0, 0, self._version
+
+        def delta(finish: Any, stop: int | None = None) -> Delta:
+            nonlocal sent
+            first, sent = sent, done
+            values = [self._logprob(ids[at], start + at) for at in range(first, done)]
+            return Delta(
+                token_ids=np.array(ids[first:done], np.int32),
+                logprobs=np.array(values, np.float32),
+                policy_version=version,
+                finish_reason=finish,
+                stop=stop,
+                num_prefilled_tokens=0 if first else start,
+            )
+
+        while done < len(ids):
+            await asyncio.sleep(self._step_seconds)
+            await self._may_run.wait()
+            if request.id in self._aborted:
+                yield delta("abort")
+                return
+            if version != self._version:
+                yield delta("weight_update")
+                version = self._version
+            done = min(len(ids), done + step)
+            if request.stream and done < len(ids):
+                yield delta(None)
+        yield delta("stop" if is_stopped else "length", ids[-1] if is_stopped else None)
+
+    async def score(
+        self,
+        token_ids: Int32Array,
+        *,
+        distribution: Distribution = "model",
+        temperature: float = 1.0,
+        priority: int = 0,
+    ) -> Float32Array:
+        """What `generate` would report for the same ids at the same places."""
+        values = [self._logprob(int(id_), at) for at, id_ in enumerate(token_ids)]
+        values[:1] = [float("nan")]
+        return np.array(values, np.float32)
+
+    async def abort(self, request_id: str) -> None:
+        self._aborted.add(request_id)
+
+    async def pause(self) -> None:
+        self._may_run.clear()
+
+    async def resume(self, *, kv: Literal["drop", "keep"] = "drop") -> None:
+        self._may_run.set()
+
+    async def load_weights(self, source: Mapping[str, Any] | str | None, *, version: int) -> None:
+        self._version = version
+
+    async def sleep(self) -> None:
+        self._is_asleep = True
+
+    async def wake(self) -> None:
+        self._is_asleep = False
+
+    async def close(self) -> None:
+        self._finished.clear()
