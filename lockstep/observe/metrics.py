@@ -1,0 +1,153 @@
+"""Every metric by name: what it counts, in which unit, and which way is better.
+
+People build dashboards on these names, so they are stable: a name that is not here is refused by
+`check_row`, which every test of the loop runs. A pattern with `*` is a family whose last part is
+given by the task, the evaluation or the phase of a step.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any, Literal
+
+from lockstep.errors import DataError
+
+Direction = Literal["up", "down", "none"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Metric:
+    """One line of the table."""
+
+    name: str
+    """As in metrics.jsonl; `*` stands for one or more characters."""
+    unit: str
+    """"1" is a bare number; "share" lies in 0..1."""
+    better: Direction
+    """Which way an improvement goes; "none" where it depends or nothing can be said."""
+    meaning: str
+    """One line, for people who did not write the code."""
+
+
+def _metric(name: str, unit: str, better: Direction, meaning: str) -> Metric:
+    return Metric(name=name, unit=unit, better=better, meaning=meaning)
+
+
+_MISMATCH: tuple[tuple[str, str, Direction, str], ...] = (
+    ("k1", "nats", "none", "Mean of rollout minus trainer log-prob; cancels under a shift."),
+    ("k2", "nats", "down", "Half the mean square of the log-prob difference."),
+    ("k3", "nats", "down", "Low-variance estimate of KL(rollout, trainer); never negative."),
+    ("k1_unforced", "nats", "none", "k1 without tokens that were as good as forced."),
+    ("k2_unforced", "nats", "down", "k2 without tokens that were as good as forced."),
+    ("k3_unforced", "nats", "down", "k3 without tokens that were as good as forced."),
+    ("max_abs_diff", "nats", "down", "Largest difference of one token's two log-probs."),
+    ("unequal_tokens", "tokens", "down", "Tokens whose two log-probs differ in any bit."),
+    ("compared_tokens", "tokens", "none", "Sampled tokens that were compared."),
+    ("forced_share", "share", "none", "Tokens with a rollout probability above 0.99."),
+    ("nonfinite_tokens", "tokens", "down", "Tokens without a finite log-prob on either side."),
+    ("ess", "share", "up", "Effective sample size of the importance weights, as a share."),
+    ("log_ppl_abs_diff_max", "nats", "down", "Largest gap of a row's mean log-prob."),
+    ("routing_flips", "tokens", "down", "Tokens routed to other experts by the trainer."),
+)  # fmt: skip
+
+METRICS: tuple[Metric, ...] = (
+    _metric("step", "steps", "none", "Index of the training step, from 0."),
+    _metric("policy_version", "updates", "none", "Updates behind the weights that sampled."),
+    # reward
+    _metric("reward/mean", "reward", "up", "Mean reward of the step's episodes."),
+    _metric("reward/std", "reward", "none", "Standard deviation over the step's episodes."),
+    _metric("reward/min", "reward", "up", "Lowest reward of the step."),
+    _metric("reward/max", "reward", "up", "Highest reward of the step."),
+    _metric("reward/*", "reward", "none", "Mean of one raw part of the reward, before its weight."),
+    _metric("advantage/mean", "1", "none", "Mean advantage over trained tokens."),
+    _metric("advantage/std", "1", "none", "Standard deviation of the advantage."),
+    _metric("advantage/max_abs", "1", "none", "Largest advantage by size."),
+    # episodes
+    _metric("episodes/total", "episodes", "none", "Episodes sampled for the step."),
+    _metric("episodes/failed", "episodes", "down", "Episodes that broke; never trained."),
+    _metric("episodes/truncated", "episodes", "down", "Episodes that a budget ended."),
+    _metric("episodes/turns_mean", "turns", "none", "Turns of the model per episode."),
+    _metric("episodes/without_signal", "groups", "down", "Groups whose rewards are all equal."),
+    _metric("episode/*", "1", "none", "Mean over episodes of a counter of the environment."),
+    _metric("response_length/mean", "tokens", "none", "Sampled tokens per episode."),
+    _metric("response_length/max", "tokens", "none", "Sampled tokens of the longest episode."),
+    _metric("response_length/min", "tokens", "none", "Sampled tokens of the shortest episode."),
+    _metric("perplexity", "1", "none", "exp of minus the mean log-prob of the sampled tokens."),
+    # mismatch
+    *(_metric(f"mismatch/{n}", u, b, m) for n, u, b, m in _MISMATCH),
+    *(_metric(f"mismatch_after/{n}", u, b, f"After the update: {m}") for n, u, b, m in _MISMATCH),
+    _metric("correction/*", "1", "none", "A figure of the off-policy correction."),
+    # training
+    _metric("train/loss", "nats", "none", "The objective that was minimised."),
+    _metric("train/grad_norm", "1", "none", "Norm of the gradient before clipping."),
+    _metric("train/clip_fraction", "share", "none", "Tokens whose ratio the objective clipped."),
+    _metric("train/entropy", "nats", "none", "Mean entropy of the policy at sampled tokens."),
+    _metric("train/lr", "1", "none", "Learning rate of the step."),
+    _metric("train/skipped_updates", "updates", "down", "Updates left out as not finite, so far."),
+    _metric("train/updates", "updates", "none", "Optimizer steps within the training step."),
+    _metric("train/rows", "rows", "none", "Rows that were trained."),
+    _metric("train/micro_batches", "1", "none", "Forward-backward passes of the step."),
+    _metric("train/kl_loss", "nats", "none", "Penalty for leaving the reference policy."),
+    _metric("train/value_loss", "1", "down", "Loss of the critic."),
+    _metric("train/ratio_max", "1", "none", "Largest ratio of trainer to old probability."),
+    # supervised training
+    _metric("sft/loss", "nats", "down", "Mean negative log-prob of the trained tokens."),
+    _metric("sft/accuracy", "share", "up", "Trained tokens that are the model's first choice."),
+    # evaluation
+    _metric("eval/*", "1", "up", "A held-out figure: eval/SPLIT/SAMPLING/STATISTIC."),
+    # tokens and time
+    _metric("tokens/sampled", "tokens", "none", "Tokens that the model sampled."),
+    _metric("tokens/trained", "tokens", "none", "Tokens in the loss."),
+    _metric("tokens/encoded", "tokens", "none", "Tokens that the renderer wrote."),
+    _metric("tokens/prefilled", "tokens", "down", "Prompt tokens that the engine computed."),
+    _metric("tokens/cached", "tokens", "up", "Prompt tokens whose keys and values were reused."),
+    _metric("time/step_seconds", "seconds", "down", "The whole step."),
+    _metric("time/sample_seconds", "seconds", "down", "Sampling the step's episodes."),
+    _metric("time/train_seconds", "seconds", "down", "Measuring, correcting and updating."),
+    _metric("time/elapsed_seconds", "seconds", "none", "Since the run began, resumes included."),
+    _metric("time/*_seconds", "seconds", "down", "One phase of the step."),
+    _metric("memory/*_bytes", "bytes", "down", "Memory in use."),
+    _metric("sinks/failed_rows", "rows", "down", "Rows that an optional logger lost, so far."),
+)  # fmt: skip
+"""In the order in which people read them. An exact name wins over a family."""
+
+_EXACT = {metric.name: metric for metric in METRICS if "*" not in metric.name}
+_FAMILIES = tuple(
+    (re.compile(re.escape(metric.name).replace(r"\*", r".+")), metric)
+    for metric in METRICS
+    if "*" in metric.name
+)
+
+
+@lru_cache(maxsize=4096)
+def find_metric(name: str) -> Metric | None:
+    """The table's line for a name, with the family's `*` filled in; None if it has none.
+
+    >>> find_metric("reward/correctness").unit
+    'reward'
+    """
+    if name in _EXACT:
+        return _EXACT[name]
+    for pattern, metric in _FAMILIES:
+        if pattern.fullmatch(name):
+            return replace(metric, name=name)
+    return None
+
+
+def unknown_names(names: Iterable[str]) -> list[str]:
+    """The names that are not in the table, in order."""
+    return [name for name in names if find_metric(name) is None]
+
+
+def check_row(row: Mapping[str, Any]) -> None:
+    """Raises DataError if a metrics row has a name that is not in the table, or no `step`."""
+    if "step" not in row:
+        raise DataError(f"a metrics row needs `step`; found {', '.join(row) or 'nothing'}.")
+    if unknown := unknown_names(row):
+        raise DataError(
+            f"unknown metric names: {', '.join(unknown)}. Names are stable: use one of "
+            "lockstep.observe.metrics.METRICS, or add a line there that says what it means."
+        )
