@@ -34,8 +34,7 @@ def tools_text(tools: Sequence[ToolSchema]) -> str:
     lines: list[str] = []
     for tool in tools:
         lines += [f"// {line.removesuffix(chr(13))}" for line in _lines(tool.description)]
-        argument = f"_: {_type_text(tool.parameters, '')}" if tool.parameters else ""
-        lines.append(f"type {tool.name} = ({argument}) => any;\n")
+        lines.append(f"type {tool.name} = (_: {_type_text(tool.parameters, '')}) => any;\n")
     body = "\n".join(["## functions\n", "namespace functions {\n", *lines])
     return f"# Tools\n\n{body}\n}} // namespace functions"
 
@@ -84,31 +83,31 @@ def _object_text(schema: Mapping[str, Any], indent: str) -> str:
 def _property_text(key: str, schema: Mapping[str, Any], indent: str) -> str:
     comments: list[str] = []
     if "title" in schema:
-        comments += [schema["title"], ""]
+        comments += [f"// {schema['title']}", "//"]
     variants = _variants(schema)
     description = schema.get("description")
     is_above = description is not None and not (
         variants and variants[0].get("description") == description
     )
     if is_above and not variants:
-        comments.append(str(description))
+        comments.append(f"// {description}")
     if examples := schema.get("examples"):
-        comments.append("Examples:")
-        comments += [f'- "{example}"' for example in examples if isinstance(example, str)]
+        comments.append("// Examples:")
+        comments += [f'// - "{example}"' for example in examples if isinstance(example, str)]
     if is_above and variants:
-        comments.append(str(description))
+        comments.append(f"// {description}")
     default = _default_note(schema)
     if variants:
-        comments += default
-    out = "".join(f"{indent}// {c}\n" if c else f"{indent}//\n" for c in comments)
+        comments += [f"// {note}" for note in default]
+    out = "".join(f"{indent}{comment}\n" for comment in comments)
     if not variants:
         note = f" // {default[0]}" if default else ""
         return f"{out}{indent}{key}: {_nullable_text(schema, indent + '    ')},{note}\n"
     out += f"{indent}{key}:\n"
     for at, variant in enumerate(variants):
         own = variant.get("description")
-        repeats = own == description or (at == 0 and is_above)
-        notes = [*([own] if own and not repeats else []), *_default_note(variant)]
+        is_said = own is None or own == description or (at == 0 and is_above)
+        notes = [*([] if is_said else [own]), *_default_note(variant)]
         out += f"{indent} | {_variant_text(variant, indent, notes)}\n"
     return f"{out}{indent},\n"
 
