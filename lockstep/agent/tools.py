@@ -443,6 +443,7 @@ class ToolEnvironment(Environment):
     ... def add(a: int, b: int) -> int:
     ...     "Adds two numbers."
     ...     return a + b
+    >>> from lockstep.agent.environment import Score
     >>> class Sums(ToolEnvironment):
     ...     tools = (add,)
     ...     async def reset(self):

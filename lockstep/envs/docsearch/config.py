@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -122,14 +121,12 @@ class DocSearchConfig(TaskConfig):
             library_problem,
             world_problem,
         )
-        from lockstep.envs.docsearch.worlds import World
+        from lockstep.envs.docsearch.worlds import world_of
 
         if self.docs:
             problem = library_problem(self._library, self._by_id[task.id], self)
         else:
-            rng = random.Random(task.payload["world_seed"])
-            world = World.generate(rng, two_hop_share=self.two_hop_share)
-            problem = world_problem(world, self)
+            problem = world_problem(world_of(task.payload["world_seed"], self.two_hop_share), self)
         limits = ToolLimits(
             timeout_seconds=agent.tool_timeout_seconds, output_chars=agent.tool_output_chars
         )
@@ -142,9 +139,9 @@ class DocSearchConfig(TaskConfig):
         return f"{task.payload['hops']}-hop"
 
     def _world_task(self, seed: int, index: int) -> Task:
-        from lockstep.envs.docsearch.worlds import World
+        from lockstep.envs.docsearch.worlds import world_of
 
-        world = World.generate(random.Random(seed), two_hop_share=self.two_hop_share)
+        world = world_of(seed, self.two_hop_share)
         return Task(
             id=f"world-{seed:016x}",
             payload={

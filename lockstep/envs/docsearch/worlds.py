@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 NAMES = (
     "Bela", "Mira", "Otto", "Lena", "Hugo", "Nina", "Ivan", "Sara", "Emil", "Rosa",
@@ -103,3 +104,9 @@ class World:
             fact for fact, overlap in zip(self.facts, overlaps, strict=True) if overlap == best
         ]
         return found[:num_results]
+
+
+@lru_cache(maxsize=1024)
+def world_of(seed: int, two_hop_share: float) -> World:
+    """The world of a task seed. Kept, since all episodes of a group play in the same one."""
+    return World.generate(random.Random(seed), two_hop_share=two_hop_share)
