@@ -10,7 +10,10 @@ from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 from lockstep.renderers.tokenizer import Tokenizer
-from lockstep.types import Message, ToolSchema
+from lockstep.types import Int32Array, Message, ToolSchema
+
+TokenIds = Sequence[int] | Int32Array
+"""Ids of one turn: a list, or the array that an engine sent."""
 
 
 @runtime_checkable
@@ -33,7 +36,7 @@ class Renderer(Protocol):
         """The first prompt, up to and including what precedes the model's first sampled id."""
         ...
 
-    def extend(self, sampled_ids: Sequence[int], messages: Sequence[Message]) -> list[int]:
+    def extend(self, sampled_ids: TokenIds, messages: Sequence[Message]) -> list[int]:
         """What follows a sampled turn: its close if it was cut off, `messages`, the next opening.
 
         Never contains `sampled_ids`: they stand already. `messages` are those since the turn (tool
@@ -42,7 +45,7 @@ class Renderer(Protocol):
         """
         ...
 
-    def parse(self, sampled_ids: Sequence[int]) -> Message:
+    def parse(self, sampled_ids: TokenIds) -> Message:
         """Reads one sampled turn. Never raises: what is malformed is said in `parse_error`, and
         all text that the model wrote is kept."""
         ...

@@ -27,6 +27,7 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 from lockstep.errors import RendererError
+from lockstep.renderers.base import TokenIds
 from lockstep.renderers.config import ChatMLConfig
 from lockstep.renderers.pieces import Piece, encode_pieces
 from lockstep.renderers.tokenizer import Tokenizer
@@ -96,7 +97,7 @@ class ChatMLRenderer:
         pieces += self._dialogue_pieces(rest)
         return encode_pieces(self.tokenizer, [*pieces, *self._opening])
 
-    def extend(self, sampled_ids: Sequence[int], messages: Sequence[Message]) -> list[int]:
+    def extend(self, sampled_ids: TokenIds, messages: Sequence[Message]) -> list[int]:
         """The line break behind <|im_end|>, `messages`, and the next opening.
 
         A turn that was cut off gets its <|im_end|> first, and a closed thinking block if it was
@@ -191,7 +192,7 @@ class ChatMLRenderer:
             self._call_end,
         ]
 
-    def _close(self, sampled_ids: Sequence[int]) -> list[Piece]:
+    def _close(self, sampled_ids: TokenIds) -> list[Piece]:
         """What ends a turn that did not end itself."""
         if len(sampled_ids) and sampled_ids[-1] == self._end:
             return []
@@ -204,7 +205,7 @@ class ChatMLRenderer:
 
     # -- ids to a message ---------------------------------------------------------------------
 
-    def parse(self, sampled_ids: Sequence[int]) -> Message:
+    def parse(self, sampled_ids: TokenIds) -> Message:
         """Reads one turn: [<think> ... </think>] text and <tool_call> ... </tool_call> <|im_end|>.
 
         Tags count only as control tokens; spelled out as text they are text. A call must be a JSON
@@ -262,7 +263,7 @@ class ChatMLRenderer:
             parse_error=error,
         )
 
-    def _split(self, ids: Sequence[int]) -> list[Piece]:
+    def _split(self, ids: TokenIds) -> list[Piece]:
         """Runs of text, and control ids."""
         parts: list[Piece] = []
         run: list[int] = []
@@ -318,6 +319,7 @@ def _read_call(text: str) -> ToolCall | str:
     """The call that the text of a <tool_call> block makes, or why it makes none."""
     try:
         call: Any = json.loads(text)
+        arguments = _value_text(text, "arguments") if isinstance(call, dict) else ""
     except (ValueError, RecursionError):
         return "a call is not JSON"
     fields = cast("dict[str, Any]", call) if isinstance(call, dict) else {}
@@ -326,7 +328,7 @@ def _read_call(text: str) -> ToolCall | str:
     name = fields["name"]
     if not isinstance(name, str) or not name or not name.isprintable():
         return "a call's name is not a printable text"
-    return ToolCall(name=name, arguments=_value_text(text, "arguments"))
+    return ToolCall(name=name, arguments=arguments)
 
 
 def _value_text(text: str, key: str) -> str:

@@ -21,6 +21,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from lockstep.errors import RendererError
+from lockstep.renderers.base import TokenIds
 from lockstep.renderers.config import HarmonyConfig
 from lockstep.renderers.pieces import Piece, encode_pieces
 from lockstep.renderers.tokenizer import Tokenizer
@@ -99,7 +100,7 @@ class HarmonyRenderer:
             pieces += self._pieces(message)
         return encode_pieces(self.tokenizer, [*pieces, *self._opening])
 
-    def extend(self, sampled_ids: Sequence[int], messages: Sequence[Message]) -> list[int]:
+    def extend(self, sampled_ids: TokenIds, messages: Sequence[Message]) -> list[int]:
         """The close of a turn that was cut off, `messages`, and the next <|start|>assistant.
 
         How a cut-off turn is closed: inside a message by <|end|>, even inside a call, since
@@ -206,7 +207,7 @@ class HarmonyRenderer:
             sections.append(tools_text(tools))
         return "\n\n".join(sections)
 
-    def _close(self, sampled_ids: Sequence[int]) -> list[Piece]:
+    def _close(self, sampled_ids: TokenIds) -> list[Piece]:
         """What ends a turn that did not end itself."""
         if len(sampled_ids) and int(sampled_ids[-1]) in self._closers:
             return []
@@ -219,7 +220,7 @@ class HarmonyRenderer:
 
     # -- ids to a message ---------------------------------------------------------------------
 
-    def parse(self, sampled_ids: Sequence[int]) -> Message:
+    def parse(self, sampled_ids: TokenIds) -> Message:
         """Reads one turn: analysis becomes `thinking`, final and commentary `content`, a call to
         functions.NAME a tool call.
 

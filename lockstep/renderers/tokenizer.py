@@ -135,10 +135,14 @@ class Tokenizer:
 
     @classmethod
     def _from_spec(cls, spec: dict[str, Any], *, where: str, extra: dict[str, int]) -> Tokenizer:
-        model: dict[str, Any] = spec["model"]
-        if model.get("type", "BPE") != "BPE" or not _is_byte_level(spec):
+        model: dict[str, Any] = spec.get("model") or {}
+        if (
+            not {"vocab", "merges"} <= set(model)
+            or model.get("type", "BPE") != "BPE"
+            or not _is_byte_level(spec)
+        ):
             raise RendererError(
-                f"{where}: a {model.get('type')} tokenizer with the decoder "
+                f"{where}: found the model {model.get('type')} with the decoder "
                 f"{(spec.get('decoder') or {}).get('type')}; expected byte-level BPE (gpt-oss, "
                 "Qwen, Llama 3), the kind whose tokens are exact runs of bytes."
             )
@@ -330,6 +334,9 @@ def _piece_bytes(piece: str) -> bytes:
 
 def _read_json(file: Path) -> dict[str, Any]:
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise RendererError(f"{file} is not JSON: {error}.") from error
+    if not isinstance(content, dict):
+        raise RendererError(f"{file}: expected a JSON object, found {type(content).__name__}.")
+    return content

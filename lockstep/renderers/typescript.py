@@ -105,9 +105,10 @@ def _property_text(key: str, schema: Mapping[str, Any], indent: str) -> str:
         return f"{out}{indent}{key}: {_nullable_text(schema, indent + '    ')},{note}\n"
     out += f"{indent}{key}:\n"
     for at, variant in enumerate(variants):
+        notes = _default_note(variant)
         own = variant.get("description")
-        is_said = own is None or own == description or (at == 0 and is_above)
-        notes = [*([] if is_said else [own]), *_default_note(variant)]
+        if own is not None and own != description and not (at == 0 and is_above):
+            notes.insert(0, str(own))
         out += f"{indent} | {_variant_text(variant, indent, notes)}\n"
     return f"{out}{indent},\n"
 

@@ -15,6 +15,7 @@ from real_tokenizers import harmony_encoding, o200k_harmony
 
 from lockstep.renderers.config import HarmonyConfig
 from lockstep.renderers.harmony import HarmonyRenderer
+from lockstep.testing.renderers import check_renderer
 from lockstep.types import Message, ToolCall, ToolSchema
 
 oh = pytest.importorskip("openai_harmony")
@@ -386,3 +387,7 @@ def test_any_reply_is_read_as_openai_harmony_reads_it(message):
 )
 def test_text_is_encoded_as_tiktoken_encodes_ordinary_text(text):
     assert o200k_harmony().encode(text) == harmony_encoding().encode(text, disallowed_special=())
+
+
+def test_all_invariants_hold_on_the_real_tokenizer():
+    check_renderer(renderer())

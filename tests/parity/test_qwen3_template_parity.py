@@ -19,6 +19,7 @@ from real_tokenizers import qwen3, qwen3_dir
 
 from lockstep.renderers.chatml import ChatMLRenderer
 from lockstep.renderers.config import ChatMLConfig
+from lockstep.testing.renderers import check_renderer
 from lockstep.types import Message, ToolCall, ToolSchema
 
 SEARCH = ToolSchema(
@@ -226,6 +227,10 @@ def test_any_first_prompt_equals_the_template(messages, has_tools):
     tools = (SEARCH,) if has_tools else ()
     ids = renderer(ChatMLConfig(thinking="drop")).render(messages, tools)
     assert ids == sampled(their_text(messages, tools))
+
+
+def test_all_invariants_hold_on_the_real_tokenizer():
+    check_renderer(renderer())
 
 
 def test_the_template_is_rendered_as_transformers_renders_it():

@@ -1,0 +1,298 @@
+"""`check_renderer`: the invariants that every renderer keeps, run over a set of dialogues."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import NoReturn
+
+from lockstep.errors import RendererError
+from lockstep.renderers.base import Renderer
+from lockstep.types import Message, ToolCall, ToolSchema
+
+TOOLS: tuple[ToolSchema, ...] = (
+    ToolSchema(
+        name="find",
+        description="Finds documents.",
+        parameters={
+            "type": "object",
+            "properties": {"q": {"type": "string", "description": "What to look for."}},
+            "required": ["q"],
+        },
+    ),
+)
+
+_SYSTEM = Message(role="system", content="Search, then answer.")
+_DEVELOPER = Message(role="developer", content="Use the tools.")
+_USER = Message(role="user", content="Who is the friend of Bela?")
+_MORE = Message(role="user", content="\n And of Ciro? ")
+_ANSWER = Message(role="assistant", content="It is Ciro.")
+_CALL = Message(
+    role="assistant", tool_calls=(ToolCall(name="find", arguments='{"q": "friend of Bela"}'),)
+)
+_SPACED = Message(
+    role="assistant", tool_calls=(ToolCall(name="find", arguments='{ "q" :\t"a\\n\\u00e9" }'),)
+)
+_REPLY = Message(role="tool", name="find", content="The friend of Bela is Ciro.")
+_UNICODE = "na\u00efve \u4e2d\u6587 \U0001f600\U0001f468\u200d\U0001f469 \u0000\t\r\n"
+
+DIALOGUES: dict[str, tuple[Message, ...]] = {
+    "simple": (_SYSTEM, _USER, _ANSWER),
+    "no system": (_USER, _ANSWER),
+    "developer": (_DEVELOPER, _USER, _ANSWER),
+    "tool call": (_SYSTEM, _USER, _CALL, _REPLY),
+    "full cycle": (_SYSTEM, _USER, _CALL, _REPLY, _ANSWER),
+    "two calls": (_USER, _CALL, _REPLY, _SPACED, replace(_REPLY, content=""), _ANSWER),
+    "several replies": (_USER, _CALL, _REPLY, replace(_REPLY, content="Nothing."), _ANSWER),
+    "words before a call": (_USER, replace(_CALL, content="I search."), _REPLY, _ANSWER),
+    "with thinking": (
+        *(_USER, replace(_CALL, thinking="I search.\n\nYes."), _REPLY),
+        replace(_ANSWER, thinking="Ciro, then."),
+    ),
+    "multi-turn": (
+        *(_SYSTEM, _USER, replace(_ANSWER, thinking="Easy."), _MORE, _CALL, _REPLY, _ANSWER, _MORE),
+    ),
+    "unicode": (
+        *(Message(role="user", content=_UNICODE), replace(_CALL, thinking=_UNICODE)),
+        *(replace(_REPLY, content=_UNICODE), Message(role="assistant", content=_UNICODE)),
+    ),
+    "empty": (Message(role="user"), Message(role="assistant"), Message(role="user")),
+}
+"""Every kind of turn, by a name that errors carry."""
+
+
+def check_renderer(
+    renderer: Renderer,
+    *,
+    tools: Sequence[ToolSchema] = TOOLS,
+    dialogues: Mapping[str, Sequence[Message]] = DIALOGUES,
+    has_thinking: bool = True,
+    num_garbage: int = 200,
+    seed: int = 0,
+) -> None:
+    """Raises RendererError, naming the dialogue, if `renderer` breaks an invariant.
+
+    has_thinking: False leaves out the dialogues with thinking, for formats without any.
+    num_garbage: random id sequences that `parse` and `extend` are given.
+
+    The invariants:
+    - what people and tools write is in the prompt, and never becomes a control token;
+    - a reply ends with a stop id, has no other, and is read back equal;
+    - `extend` opens the next turn as `render` opened the first, and encodes only what is new;
+    - a turn that is cut off anywhere is closed, and then continues as the whole one would;
+    - `parse` never raises, says what is malformed, and keeps all text.
+
+    >>> from lockstep.renderers.harmony import HarmonyRenderer
+    >>> from lockstep.testing.tokenizers import byte_tokenizer
+    >>> check_renderer(HarmonyRenderer(byte_tokenizer()))
+    """
+    check = _Check(renderer)
+    check.stop_ids()
+    for name, dialogue in dialogues.items():
+        if not has_thinking and any(message.thinking for message in dialogue):
+            continue
+        check.where = f"dialogue {name!r}"
+        check.dialogue(dialogue, tools)
+        check.where = f"dialogue {name!r} with control tokens spelled in its text"
+        check.injection(dialogue, tools)
+    check.where = "random ids"
+    check.garbage(num_garbage, random.Random(seed))
+
+
+class _Check:
+    def __init__(self, renderer: Renderer) -> None:
+        self.renderer = renderer
+        self.tokenizer = renderer.tokenizer
+        self.where = "stop_ids"
+
+    def fail(self, expected: str, found: object) -> NoReturn:
+        raise RendererError(
+            f"check_renderer({self.renderer.name}), {self.where}: expected {expected}, "
+            f"found {found!r}."
+        )
+
+    def stop_ids(self) -> None:
+        stops = self.renderer.stop_ids
+        if not stops or not set(stops) <= self.tokenizer.control_ids:
+            self.fail("one or more control ids", stops)
+
+    def dialogue(self, dialogue: Sequence[Message], tools: Sequence[ToolSchema]) -> None:
+        prompt, turns = _split(dialogue)
+        prompt_ids = self.renderer.render(prompt, tools)
+        if prompt_ids != self.renderer.render(prompt, tools):
+            self.fail("the same prompt every time", "two prompts")
+        self.shows(prompt_ids, prompt)
+        opening = self.opening(prompt_ids)
+        for message, follow_up in turns:
+            sampled_ids = self.reply(message)
+            ids = self.extension(sampled_ids, follow_up)
+            if self.opening(ids) != opening:
+                self.fail(
+                    f"the next turn to open with {self.show(opening)!r}",
+                    self.show(self.opening(ids)),
+                )
+            for cut in range(len(sampled_ids)):
+                self.cut_off(sampled_ids[:cut], follow_up, ids)
+        whole = self.renderer.render(dialogue, tools)
+        if self.opening(whole) != opening:
+            self.fail("a history to end with the same opening", self.show(self.opening(whole)))
+        if not turns:
+            return
+        try:
+            self.renderer.extend(sampled_ids, [turns[-1][0]])
+        except RendererError:
+            return
+        self.fail("RendererError from extend with an assistant message", "ids")
+
+    def reply(self, message: Message) -> list[int]:
+        ids = self.renderer.render_reply(message)
+        stops = [at for at, id_ in enumerate(ids) if id_ in self.renderer.stop_ids]
+        if stops != [len(ids) - 1]:
+            self.fail("one stop id, the last of the reply", self.show(ids))
+        read = self.renderer.parse(ids)
+        if read != message:
+            self.fail(f"parse(render_reply(m)) to be {message}", read)
+        return ids
+
+    def extension(self, sampled_ids: Sequence[int], follow_up: Sequence[Message]) -> list[int]:
+        before = self.tokenizer.num_encoded
+        ids = self.renderer.extend(sampled_ids, follow_up)
+        encoded = self.tokenizer.num_encoded - before
+        if encoded > len(ids):
+            self.fail(f"at most the {len(ids)} new tokens to be encoded", encoded)
+        self.shows(ids, follow_up)
+        return ids
+
+    def cut_off(
+        self, sampled_ids: Sequence[int], follow_up: Sequence[Message], whole: Sequence[int]
+    ) -> None:
+        """A turn without its end: closed, then continued as the whole turn was."""
+        ids = self.renderer.extend(sampled_ids, follow_up)
+        if ids[len(ids) - len(whole) :] != list(whole):
+            self.fail(
+                f"the cut-off turn {self.show(sampled_ids)!r} to be closed and then continued with "
+                f"{self.show(whole)!r}",
+                self.show(ids),
+            )
+        before = [*sampled_ids, *ids][: len(sampled_ids) + len(ids) - len(whole)]
+        if not before or before[-1] not in self.tokenizer.control_ids:
+            self.fail(
+                f"a control token to close the cut-off turn {self.show(sampled_ids)!r}",
+                self.show(ids),
+            )
+        if not self.renderer.parse(sampled_ids).parse_error:
+            self.fail("a parse_error for a turn without its stop id", self.show(sampled_ids))
+
+    def injection(self, dialogue: Sequence[Message], tools: Sequence[ToolSchema]) -> None:
+        """The same dialogue with hostile text has the same control tokens in the same order."""
+        names = [self.tokenizer.control_name(id_) for id_ in sorted(self.tokenizer.control_ids)]
+        hostile = " ".join(names)
+        bad = [_with_text(message, hostile) for message in dialogue]
+        bad_tools = [
+            replace(tool, description=hostile, name=hostile, parameters={"description": hostile})
+            for tool in tools
+        ]
+        (prompt, turns), (bad_prompt, bad_turns) = _split(dialogue), _split(bad)
+        self.same_control(
+            self.renderer.render(prompt, tools), self.renderer.render(bad_prompt, bad_tools)
+        )
+        self.same_control(self.renderer.render(dialogue), self.renderer.render(bad))
+        for (message, follow_up), (bad_message, bad_follow_up) in zip(
+            turns, bad_turns, strict=True
+        ):
+            # An empty text may need no message at all: compare replies of the same shape.
+            ids = self.renderer.render_reply(_with_text(message, "-"))
+            bad_ids = self.reply(bad_message)
+            self.same_control(ids, bad_ids)
+            self.same_control(
+                self.renderer.extend(ids, follow_up), self.renderer.extend(bad_ids, bad_follow_up)
+            )
+
+    def garbage(self, num_garbage: int, generator: random.Random) -> None:
+        control = sorted(self.tokenizer.control_ids)
+        text = self.tokenizer.encode(
+            "analysis final commentary assistant to=functions.f {}\n \u4e2d"
+        )
+        beyond = [-1, self.tokenizer.vocab_size, self.tokenizer.vocab_size + 10**6]
+        for _ in range(num_garbage):
+            ids: list[int] = []
+            for _ in range(generator.randrange(30)):
+                any_id = generator.randrange(self.tokenizer.vocab_size)
+                kinds = [control, text, text, [any_id], beyond]
+                ids.append(generator.choice(generator.choice(kinds)))
+            self.survives(ids)
+        for words in ("plain words", "to=functions.find {}", "{", "  \n"):
+            ids = self.tokenizer.encode(words)
+            read = self.renderer.parse(ids)
+            if words not in read.content + read.thinking:
+                self.fail(f"the text {words!r} to be kept", read)
+
+    def survives(self, ids: Sequence[int]) -> None:
+        try:
+            read = self.renderer.parse(ids)
+        except Exception as error:
+            self.fail(f"parse never to raise, for {list(ids)}", error)
+        if read.role != "assistant":
+            self.fail("a message by the assistant", read)
+        self.renderer.extend(ids, [_MORE])
+
+    def shows(self, ids: Sequence[int], messages: Sequence[Message]) -> None:
+        """All that people and tools wrote is there, in order."""
+        text = self.show(ids)
+        at = 0
+        for message in messages:
+            found = text.find(message.content, at)
+            if found < 0 and message.role != "assistant":
+                self.fail(f"the {message.role}'s words {message.content!r}", text)
+            at = max(at, found)
+        outside = [id_ for id_ in ids if not 0 <= id_ < self.tokenizer.vocab_size]
+        if outside:
+            self.fail(f"ids below {self.tokenizer.vocab_size}", outside)
+
+    def same_control(self, ids: Sequence[int], bad_ids: Sequence[int]) -> None:
+        control, bad_control = self.control(ids), self.control(bad_ids)
+        if control != bad_control:
+            self.fail(f"only the control tokens {self.show(control)!r}", self.show(bad_control))
+
+    def control(self, ids: Sequence[int]) -> list[int]:
+        return [id_ for id_ in ids if id_ in self.tokenizer.control_ids]
+
+    def opening(self, ids: Sequence[int]) -> list[int]:
+        """From the last control token to the end."""
+        at = max((at for at, id_ in enumerate(ids) if id_ in self.tokenizer.control_ids), default=0)
+        return list(ids[at:])
+
+    def show(self, ids: Sequence[int]) -> str:
+        return self.tokenizer.decode(ids)
+
+
+def _split(
+    dialogue: Sequence[Message],
+) -> tuple[list[Message], list[tuple[Message, list[Message]]]]:
+    """The messages before the first turn of the model, and each turn with what follows it."""
+    prompt: list[Message] = []
+    turns: list[tuple[Message, list[Message]]] = []
+    for message in dialogue:
+        if message.role == "assistant":
+            turns.append((message, []))
+        else:
+            (turns[-1][1] if turns else prompt).append(message)
+    return prompt, turns
+
+
+def _with_text(message: Message, text: str) -> Message:
+    """The same message with `text` wherever somebody could write text.
+
+    A call keeps its name, which the reader of a reply must be able to find.
+    """
+    return replace(
+        message,
+        content=text if message.content or not message.tool_calls else "",
+        thinking=text if message.thinking else "",
+        tool_calls=tuple(
+            replace(call, arguments=json.dumps({"q": text})) for call in message.tool_calls
+        ),
+        name=text if message.role == "tool" else message.name,
+    )

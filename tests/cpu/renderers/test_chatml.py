@@ -1,0 +1,241 @@
+"""ChatML on a byte tokenizer. Equality with the Qwen3 template: tests/parity."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from conftest import PROOF
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lockstep.errors import ConfigError, RendererError
+from lockstep.renderers.chatml import ChatMLRenderer
+from lockstep.renderers.config import ChatMLConfig
+from lockstep.testing.renderers import check_renderer
+from lockstep.testing.tokenizers import CHATML_TOKENS, byte_tokenizer
+from lockstep.types import Message, ToolCall
+
+TOKENIZER = byte_tokenizer()
+RENDERER = ChatMLRenderer(TOKENIZER)
+CALL = Message(role="assistant", tool_calls=(ToolCall(name="find", arguments='{"q": "x"}'),))
+REPLY = Message(role="tool", name="find", content="Bela")
+USER = Message(role="user", content="Who?")
+
+
+def ids_of(text):
+    """Ids of `text` in which control tokens are spelled."""
+    ids = []
+    while text:
+        name = next((n for n in CHATML_TOKENS if text.startswith(n)), None)
+        ids += [TOKENIZER.control_id(name)] if name else TOKENIZER.encode(text[0])
+        text = text[len(name or text[0]) :]
+    return ids
+
+
+def parsed(text):
+    return RENDERER.parse(ids_of(text))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        ChatMLConfig(),
+        ChatMLConfig(has_empty_thinking=False, tools_in_prompt=False),
+        ChatMLConfig(thinking="drop"),
+    ],
+    ids=["qwen3", "tiny", "drop"],
+)
+def test_all_invariants_hold(config):
+    check_renderer(ChatMLRenderer(TOKENIZER, config))
+
+
+def test_all_invariants_hold_without_thinking():
+    check_renderer(
+        ChatMLRenderer(TOKENIZER, ChatMLConfig(enable_thinking=False)), has_thinking=False
+    )
+
+
+def test_the_line_break_behind_the_turn_and_the_replies_of_one_turn_are_observed_together():
+    sampled = RENDERER.render_reply(CALL)
+    assert TOKENIZER.decode(sampled) == (
+        "<think>\n\n</think>\n\n"
+        '<tool_call>\n{"name": "find", "arguments": {"q": "x"}}\n</tool_call><|im_end|>'
+    )
+    assert TOKENIZER.decode(RENDERER.extend(sampled, [REPLY, REPLY])) == (
+        "\n<|im_start|>user\n<tool_response>\nBela\n</tool_response>"
+        "\n<tool_response>\nBela\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    )
+    array = np.array(sampled, dtype=np.int32)
+    assert RENDERER.extend(array, [REPLY]) == RENDERER.extend(sampled, [REPLY])
+    assert RENDERER.parse(array) == CALL
+
+
+def test_without_thinking_every_turn_opens_with_a_closed_block():
+    renderer = ChatMLRenderer(TOKENIZER, ChatMLConfig(enable_thinking=False))
+    opening = "<|im_start|>assistant\n<think>\n\n</think>\n\n"
+    assert TOKENIZER.decode(renderer.render([USER])).endswith(opening)
+    reply = renderer.render_reply(replace(CALL, content="I look."))
+    assert TOKENIZER.decode(reply).startswith("I look.\n<tool_call>")
+    assert TOKENIZER.decode(renderer.extend(reply, [USER])).endswith(opening)
+    with pytest.raises(RendererError, match="enable_thinking=False opens each turn"):
+        renderer.render_reply(Message(role="assistant", thinking="Hm."))
+
+
+def test_thinking_of_a_given_history_is_kept_or_dropped_as_the_config_says():
+    history = [USER, Message(role="assistant", thinking="Hm.", content="Bela."), USER]
+    for policy, count in (("keep", 1), ("drop", 0)):
+        renderer = ChatMLRenderer(TOKENIZER, ChatMLConfig(thinking=policy))
+        assert TOKENIZER.decode(renderer.render(history)).count("Hm.") == count
+
+
+GOOD = {
+    "Bela.<|im_end|>": Message(role="assistant", content="Bela."),
+    "<|im_end|>": Message(role="assistant"),
+    "<think>\nHm.\n</think>\n\nBela.<|im_end|>": Message(
+        role="assistant", thinking="Hm.", content="Bela."
+    ),
+    "<think>Hm.</think>Bela.<|im_end|>": Message(role="assistant", thinking="Hm.", content="Bela."),
+    "<think>\n\n\n</think>\n\n\nB<|im_end|>": Message(
+        role="assistant", thinking="\n", content="\nB"
+    ),
+    '<tool_call>{"arguments":{"q":1e3} , "name":"f"}</tool_call><|im_end|>': Message(
+        role="assistant", tool_calls=(ToolCall(name="f", arguments='{"q":1e3}'),)
+    ),
+    'I\n\n<tool_call>\n{"name": "f", "arguments": "\\u00e9"}\n</tool_call>\n'
+    '<tool_call>\n{"name": "g", "arguments": [ ]}\n</tool_call><|im_end|>': Message(
+        role="assistant",
+        content="I\n",
+        tool_calls=(ToolCall(name="f", arguments='"\\u00e9"'), ToolCall(name="g", arguments="[ ]")),
+    ),
+}
+
+
+@pytest.mark.parametrize("text", GOOD)
+def test_a_turn_is_read_with_the_arguments_as_the_model_wrote_them(text):
+    assert parsed(text) == GOOD[text]
+
+
+def call(text):
+    return f"<tool_call>{text}</tool_call>"
+
+
+BAD = {
+    # sampled: (error, content, thinking)
+    "": ("the turn is empty", "", ""),
+    "Be": ("cut off", "Be", ""),
+    "<think>\nHm": ("cut off", "", "Hm"),
+    "<think>\nHm<|im_end|>": ("the thinking is not closed", "", "Hm"),
+    "</think>Bela<|im_end|>": ("</think> is out of place", "</think>\nBela", ""),
+    "Be<think>la</think><|im_end|>": (
+        "<think> is out of place",
+        "Be\n<think>\nla\n</think>",
+        "",
+    ),
+    "Be<|im_end|>la<|im_end|>": ("<|im_end|> is out of place", "Be\n<|im_end|>\nla", ""),
+    call("{") + "<|im_end|>": ("not JSON", call("{"), ""),
+    call("[" * 100_000) + "<|im_end|>": ("not JSON", call("[" * 100_000), ""),
+    call("[]") + "<|im_end|>": ('object of "name" and "arguments"', call("[]"), ""),
+    call('{"name": "f"}') + "<|im_end|>": ('"name" and "arguments"', call('{"name": "f"}'), ""),
+    call('{"name": "\\ud800", "arguments": {}}') + "<|im_end|>": (
+        "name is not a printable text",
+        call('{"name": "\\ud800", "arguments": {}}'),
+        "",
+    ),
+    call('{"name": 1, "arguments": {}}') + "<|im_end|>": (
+        "name is not a printable text",
+        call('{"name": 1, "arguments": {}}'),
+        "",
+    ),
+    '<tool_call>{"name": "f"<|im_end|>': ("a call is not closed", '<tool_call>{"name": "f"', ""),
+    "<tool_call>{<tool_response>}</tool_call><|im_end|>": (
+        "a call is not closed",
+        "<tool_call>{<tool_response>}</tool_call>",
+        "",
+    ),
+}
+
+
+@pytest.mark.parametrize("text", BAD, ids=lambda text: text[:40])
+def test_a_malformed_turn_says_why_and_keeps_its_text(text):
+    error, content, thinking = BAD[text]
+    read = parsed(text)
+    assert error in read.parse_error
+    assert (read.content, read.thinking, read.tool_calls) == (content, thinking, ())
+
+
+def test_tags_spelled_in_pieces_are_text():
+    ids = TOKENIZER.encode(call('{"name": "f", "arguments": {}}')) + ids_of("<|im_end|>")
+    read = RENDERER.parse(ids)
+    assert read.content == call('{"name": "f", "arguments": {}}')
+    assert read.tool_calls == () and read.parse_error == ""
+
+
+CLOSES = {
+    "": "<|im_end|>",
+    "Be": "<|im_end|>",
+    "<think>\nHm": "\n</think>\n\n<|im_end|>",
+    "<think>\nHm\n</think>\n\nB": "<|im_end|>",
+    "<tool_call>\n{": "<|im_end|>",
+    "Bela<|im_end|>": "",
+}
+
+
+@pytest.mark.parametrize("text", CLOSES)
+def test_a_turn_that_was_cut_off_is_closed_where_it_stands(text):
+    assert TOKENIZER.decode(RENDERER.extend(ids_of(text), [USER])) == (
+        CLOSES[text] + "\n<|im_start|>user\nWho?<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_messages_in_the_wrong_place_are_refused():
+    with pytest.raises(RendererError, match="extend was given an assistant message"):
+        RENDERER.extend([], [CALL])
+    with pytest.raises(RendererError, match="not a user's"):
+        RENDERER.render_reply(USER)
+
+
+def test_a_tokenizer_without_the_control_tokens_is_refused_with_all_their_names():
+    with pytest.raises(RendererError) as caught:
+        ChatMLRenderer(byte_tokenizer(control_tokens=["<|im_start|>", "<|im_end|>"]))
+    for name in CHATML_TOKENS[2:]:
+        assert name in str(caught.value).partition("It has")[0]
+
+
+def test_an_unknown_thinking_policy_is_refused():
+    with pytest.raises(ConfigError, match=r"renderer\.thinking='some': expected one of keep, drop"):
+        ChatMLConfig(thinking="some")
+
+
+RUNS = st.one_of(
+    st.sampled_from(sorted(TOKENIZER.control_ids)).map(lambda id_: [id_]),
+    st.sampled_from(["\n", "\n\n", "a", '{"name": "f", "arguments": {}}']).map(TOKENIZER.encode),
+    st.lists(st.integers(-2, TOKENIZER.vocab_size + 2), max_size=3),
+)
+ANY_IDS = st.lists(RUNS, max_size=15).map(lambda runs: [id_ for run in runs for id_ in run])
+
+
+@settings(max_examples=10_000 if PROOF else 300, deadline=None)
+@given(ids=ANY_IDS)
+def test_parse_never_raises_and_keeps_every_word(ids):
+    read = RENDERER.parse(ids)
+    calls = [c.name + c.arguments for c in read.tool_calls]
+    kept = "".join([read.content, read.thinking, *calls])
+    for letter in "abcxyz\u4e2d":
+        assert kept.count(letter) >= TOKENIZER.decode(ids).count(letter) - len(
+            read.tool_calls
+        ) * '{"name": "f", "arguments": {}}'.count(letter)
+
+
+@settings(max_examples=3000 if PROOF else 200, deadline=None)
+@given(ids=ANY_IDS)
+def test_extend_always_leaves_the_turn_closed(ids):
+    end, think, think_end = (TOKENIZER.control_id(n) for n in ("<|im_end|>", "<think>", "</think>"))
+    path = ids + RENDERER.extend(ids, [])
+    tail = RENDERER.extend([end], [])
+    assert path[-len(tail) :] == tail
+    closed = path[: -len(tail)]
+    assert closed[-1] == end
+    if think in ids and ids[-1:] != [end]:
+        assert max(i for i, t in enumerate(closed) if t == think) < max(
+            (i for i, t in enumerate(closed) if t == think_end), default=-1
+        )

@@ -1,0 +1,240 @@
+import json
+
+import pytest
+from conftest import PROOF
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as FastTokenizer
+from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+
+from lockstep.errors import RendererError
+from lockstep.renderers.tokenizer import Tokenizer
+from lockstep.testing.tokenizers import CHATML_TOKENS, HARMONY_TOKENS, byte_tokenizer
+
+MERGES = [("<", "|"), ("|", ">"), ("e", "n"), ("en", "d"), ("<|", "end"), ("<|end", "|>")]
+CONTROL = (*HARMONY_TOKENS, *CHATML_TOKENS)
+
+
+def trained(**model):
+    """A tokenizer as the tokenizers library trains it: the specials are in its vocabulary too."""
+    fast = FastTokenizer(models.BPE())
+    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    fast.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=330,
+        special_tokens=list(CONTROL),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    fast.train_from_iterator(["the end of <|end|> and <think> the end"] * 20, trainer)
+    # As Llama 3 does: a beginning-of-text token in front of everything.
+    fast.post_processor = processors.TemplateProcessing(
+        single="<|start|> $A", special_tokens=[("<|start|>", fast.token_to_id("<|start|>"))]
+    )
+    spec = json.loads(fast.to_str())
+    spec["model"] |= model
+    return json.dumps(spec)
+
+
+TOKENIZERS = {
+    "bytes": byte_tokenizer(),
+    "a merge that spells <|end|>": byte_tokenizer(merges=MERGES),
+    "trained": Tokenizer.from_json(trained()),
+    "trained, whole words looked up first": Tokenizer.from_json(trained(ignore_merges=True)),
+}
+HOSTILE = st.lists(
+    st.one_of(st.sampled_from(CONTROL), st.sampled_from(["<|", "|>", " ", "end", "\n"]), st.text()),
+    max_size=6,
+).map("".join)
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+@settings(max_examples=2000 if PROOF else 80, deadline=None)
+@given(text=HOSTILE)
+def test_no_text_becomes_a_control_token_and_all_text_comes_back(kind, text):
+    tokenizer = TOKENIZERS[kind]
+    ids = tokenizer.encode(text)
+    assert not tokenizer.control_ids & set(ids)
+    assert tokenizer.decode_bytes(ids) == text.encode()
+    assert tokenizer.decode(ids) == text
+
+
+def test_the_shipped_form_of_the_same_file_does_turn_text_into_control_tokens():
+    shipped = FastTokenizer.from_str(trained())
+    assert shipped.token_to_id("<|end|>") in shipped.encode("the <|end|>").ids
+
+
+def test_a_post_processor_adds_nothing():
+    tokenizer = TOKENIZERS["trained"]
+    assert tokenizer.encode("") == []
+    assert tokenizer.decode(tokenizer.encode("the end")) == "the end"
+
+
+def test_every_control_and_added_token_has_an_id_by_name():
+    tokenizer = TOKENIZERS["bytes"]
+    ids = [tokenizer.control_id(name) for name in CONTROL]
+    assert tokenizer.control_ids == frozenset(ids)
+    assert [tokenizer.control_name(id_) for id_ in ids] == list(CONTROL)
+    assert tokenizer.vocab_size == 256 + len(CONTROL)
+    with pytest.raises(KeyError):
+        tokenizer.control_name(97)
+
+
+def test_missing_control_tokens_are_named_all_at_once():
+    tokenizer = byte_tokenizer(control_tokens=["<|start|>"])
+    with pytest.raises(
+        RendererError, match=r"byte_tokenizer lacks .* <\|a\|>, <\|b\|>.*has <\|start"
+    ):
+        tokenizer.require(["<|start|>", "<|a|>", "<|b|>"])
+    with pytest.raises(RendererError, match="It has none"):
+        byte_tokenizer(control_tokens=[]).control_id("<|a|>")
+
+
+def test_decode_shows_control_tokens_half_characters_and_unused_ids():
+    tokenizer = TOKENIZERS["bytes"]
+    half = tokenizer.encode("\u4e2d")[:2]
+    ids = [*tokenizer.encode("a"), *half, tokenizer.control_id("<|end|>"), 10**6, -1]
+    assert tokenizer.decode(ids) == "a\ufffd<|end|><|unused:1000000|><|unused:-1|>"
+    assert tokenizer.decode_bytes(ids) == b"a\xe4\xb8<|end|>"
+
+
+def test_token_bytes_join_to_the_text_over_any_borders():
+    tokenizer = TOKENIZERS["a merge that spells <|end|>"]
+    table = tokenizer.all_token_bytes()
+    assert len(table) == tokenizer.vocab_size
+    ids = tokenizer.encode("to the <|end|> \u4e2d")
+    assert b"<|end|>" in [table[id_] for id_ in ids]
+    assert b"".join(table[id_] for id_ in ids) == "to the <|end|> \u4e2d".encode()
+    assert tokenizer.token_bytes(-1) == tokenizer.token_bytes(10**6) == b""
+
+
+def test_encoding_counts_its_tokens():
+    tokenizer = byte_tokenizer()
+    before = tokenizer.num_encoded
+    tokenizer.encode("abc")
+    tokenizer.encode("")
+    assert tokenizer.num_encoded - before == 3
+
+
+def test_half_surrogates_that_json_can_spell_become_replacement_characters():
+    tokenizer = TOKENIZERS["bytes"]
+    text = json.loads('"a\\ud800b \\ud83d\\ude00"')
+    assert tokenizer.decode(tokenizer.encode(text)) == "a\ufffdb \U0001f600"
+
+
+# -- dropout ----------------------------------------------------------------------------------
+
+
+def test_dropout_spells_the_same_text_in_many_ways_and_repeats_with_its_seed():
+    tokenizer = TOKENIZERS["trained"]
+    text = "the end of the end " * 5
+    one, again = tokenizer.with_dropout(0.3, seed=1), tokenizer.with_dropout(0.3, seed=1)
+    spellings = [one.encode(text) for _ in range(5)]
+    assert spellings == [again.encode(text) for _ in range(5)]
+    assert spellings != [tokenizer.with_dropout(0.3, seed=2).encode(text) for _ in range(5)]
+    assert len({tuple(ids) for ids in spellings}) == 5
+    assert {one.decode(ids) for ids in spellings} == {text}
+    assert one.control_ids == tokenizer.control_ids
+    assert len(tokenizer.with_dropout(1.0).encode(text)) == len(text)
+
+
+@settings(max_examples=1000 if PROOF else 60, deadline=None)
+@given(text=HOSTILE)
+def test_dropout_of_zero_encodes_as_the_library_does(text):
+    tokenizer = TOKENIZERS["trained"]
+    assert tokenizer.with_dropout(0.0).encode(text) == tokenizer.encode(text)
+
+
+@settings(max_examples=1000 if PROOF else 60, deadline=None)
+@given(text=HOSTILE, seed=st.integers(0, 99))
+def test_dropout_never_gives_a_control_token(text, seed):
+    tokenizer = TOKENIZERS["a merge that spells <|end|>"].with_dropout(0.2, seed=seed)
+    assert not tokenizer.control_ids & set(tokenizer.encode(text))
+
+
+def test_dropout_out_of_range_is_refused():
+    with pytest.raises(RendererError, match=r"dropout=1.5 must lie in \[0, 1\]"):
+        TOKENIZERS["bytes"].with_dropout(1.5)
+
+
+# -- files ------------------------------------------------------------------------------------
+
+
+def test_a_file_and_its_directory_give_the_same_tokenizer(tmp_path):
+    (tmp_path / "tokenizer.json").write_text(trained())
+    one = Tokenizer.from_file(tmp_path)
+    other = Tokenizer.from_file(tmp_path / "tokenizer.json")
+    assert (
+        one.encode("the end") == other.encode("the end") == TOKENIZERS["trained"].encode("the end")
+    )
+    assert one.where == str(tmp_path / "tokenizer.json")
+
+
+def test_added_tokens_that_only_the_config_declares_are_control_tokens(tmp_path):
+    (tmp_path / "tokenizer.json").write_text(trained())
+    config = {"added_tokens_decoder": {"999": {"content": "<|extra|>"}}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer = Tokenizer.from_file(tmp_path)
+    assert tokenizer.control_id("<|extra|>") == 999
+    assert tokenizer.vocab_size == 1000
+    assert 999 not in tokenizer.encode("<|extra|>")
+    assert tokenizer.decode([998]) == "<|unused:998|>"
+
+
+def changed(**parts):
+    return json.dumps(json.loads(trained()) | parts)
+
+
+WORD_LEVEL = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}
+REFUSED = {
+    "no file": (None, "no tokenizer at .*tokenizer.json"),
+    "no JSON": ("{", "is not JSON"),
+    "a list": ("[]", "expected a JSON object, found list"),
+    "something else": ("{}", "found the model None .* expected byte-level BPE"),
+    "another model": (changed(model=WORD_LEVEL), "found the model WordLevel"),
+    "another decoder": (changed(decoder={"type": "Fuse"}), "with the decoder Fuse"),
+    "lower-casing": (changed(normalizer={"type": "Lowercase"}), "changes text"),
+    "a prefix space": (
+        changed(pre_tokenizer={"type": "ByteLevel", "add_prefix_space": True,
+                               "trim_offsets": False, "use_regex": True}),
+        "changes text",
+    ),
+    "a character that is no byte": (
+        changed(model={"type": "BPE", "vocab": {"\u4e2d": 999}, "merges": []}),
+        "stands for no byte",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_files_that_cannot_be_rendered_exactly_are_refused(what, tmp_path):
+    text, message = REFUSED[what]
+    if text is not None:
+        (tmp_path / "tokenizer.json").write_text(text)
+    with pytest.raises(RendererError, match=message):
+        Tokenizer.from_file(tmp_path)
+
+
+def test_a_tiktoken_file_gives_the_same_guarantees(tmp_path):
+    pytest.importorskip("tiktoken")
+    import base64
+
+    pieces = [bytes([byte]) for byte in range(256)] + [
+        b"<|",
+        b"|>",
+        b"en",
+        b"end",
+        b"<|end",
+        b"<|end|>",
+    ]
+    lines = [f"{base64.b64encode(piece).decode()} {at}" for at, piece in enumerate(pieces)]
+    path = tmp_path / "small.tiktoken"
+    path.write_text("\n".join(lines))
+    tokenizer = Tokenizer.from_tiktoken(path, pattern=r"\s+|\S+", special_tokens={"<|end|>": 300})
+    ids = tokenizer.encode("x <|end|>")
+    assert tokenizer.decode(ids) == "x <|end|>" and ids[-1] == 261 and 300 not in ids
+    assert tokenizer.control_id("<|end|>") == 300
+    with pytest.raises(RendererError, match=r"needs a tokenizer\.json"):
+        tokenizer.with_dropout(0.1)
+    with pytest.raises(RendererError, match="no tokenizer at"):
+        Tokenizer.from_tiktoken(tmp_path / "none", pattern="x", special_tokens={})
