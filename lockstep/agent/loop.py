@@ -45,9 +45,6 @@ from lockstep.types import (
     Trajectory,
 )
 
-ABORT_GRACE_SECONDS = 10.0
-"""How long an engine may take to hand over the tokens of a request that was aborted."""
-
 CLOSE_SECONDS = 10.0
 """How long an environment may take to close."""
 
@@ -66,6 +63,8 @@ class Budget:
     max_seconds: float = 600.0
     continue_cut_turns: bool = False
     """See `AgentConfig`."""
+    abort_grace_seconds: float = 10.0
+    """How long the engine may take to hand over the tokens of a request that was aborted."""
 
     @classmethod
     def of(cls, config: AgentConfig, *, max_tokens: int) -> Budget:
@@ -312,7 +311,7 @@ class _Episode:
         pieces: list[_Piece] = []
         part: list[Delta] = []
         last: Delta | None = None
-        clock = asyncio.timeout(remaining + ABORT_GRACE_SECONDS)
+        clock = asyncio.timeout(remaining + self.budget.abort_grace_seconds)
         try:
             async with clock:
                 async for delta in deltas:
@@ -328,8 +327,8 @@ class _Episode:
             if not clock.expired():
                 raise
             raise EngineError(
-                f"request {request.id}: no end {ABORT_GRACE_SECONDS:g} s after it was aborted at "
-                f"max_seconds."
+                f"request {request.id}: no end {self.budget.abort_grace_seconds:g} s after it was "
+                "aborted at max_seconds."
             ) from error
         finally:
             timer.cancel()
