@@ -22,6 +22,7 @@ from lockstep.errors import DataError
 SUFFIXES = (".md", ".markdown", ".txt")
 
 _WORD = re.compile(r"\w+")
+_ANSWER_WORD = re.compile(r"(?<!\w)[-+]?\d+(?:[.,]\d+)*(?!\w)|\w+")
 _PARAGRAPH = re.compile(r"\S.*?(?=\n[ \t]*\n|\Z)", re.S)
 _SENTENCE_END = re.compile(r"[.!?:;]['\")\]]*\s+|\n")
 
@@ -329,8 +330,17 @@ def _text(record: Mapping[str, Any], key: str, where: str) -> str:
 
 
 def normalise(answer: str) -> str:
-    """An answer as it is compared: lower-case words without punctuation and English articles."""
-    return " ".join(word for word in words_of(answer) if word not in ("a", "an", "the"))
+    """An answer as it is compared: lower-case words and numbers, without punctuation, and without
+    English articles before a word. A number keeps its sign and its point and loses its commas.
+
+    >>> normalise("The 1,702 hens."), normalise("-3.5"), normalise("(A)")
+    ('1702 hens', '-3.5', 'a')
+    """
+    text = unicodedata.normalize("NFKC", answer).lower()
+    words = [re.sub(r"(?<=\d),(?=\d)", "", word) for word in _ANSWER_WORD.findall(text)]
+    last = len(words) - 1  # "the answer is A" ends in no article
+    kept = [w for at, w in enumerate(words) if at == last or w not in ("a", "an", "the")]
+    return " ".join(kept)
 
 
 def is_correct(answer: str, accepted: Sequence[str], *, accept_contained: bool) -> bool:
