@@ -209,8 +209,9 @@ class ChatMLRenderer:
         """Reads one turn: [<think> ... </think>] text and <tool_call> ... </tool_call> <|im_end|>.
 
         Tags count only as control tokens; spelled out as text they are text. A call must be a JSON
-        object of "name" and "arguments", whose text is kept as it was written. What is malformed
-        stays in `content`, control tokens by name, and `parse_error` says why.
+        object of "name" and "arguments", whose text is kept as it was written; one that is complete
+        counts even if the turn was cut off behind it. What is malformed stays in `content`, control
+        tokens by name, and `parse_error` says why.
         """
         parts = self._split(sampled_ids)
         error = ""

@@ -208,7 +208,9 @@ def test_an_unknown_thinking_policy_is_refused():
 
 RUNS = st.one_of(
     st.sampled_from(sorted(TOKENIZER.control_ids)).map(lambda id_: [id_]),
-    st.sampled_from(["\n", "\n\n", "a", '{"name": "f", "arguments": {}}']).map(TOKENIZER.encode),
+    st.sampled_from(["\n", "\n\n", "x", "\u4e2d", '{"name": "f", "arguments": {}}']).map(
+        TOKENIZER.encode
+    ),
     st.lists(st.integers(-2, TOKENIZER.vocab_size + 2), max_size=3),
 )
 ANY_IDS = st.lists(RUNS, max_size=15).map(lambda runs: [id_ for run in runs for id_ in run])
@@ -220,10 +222,8 @@ def test_parse_never_raises_and_keeps_every_word(ids):
     read = RENDERER.parse(ids)
     calls = [c.name + c.arguments for c in read.tool_calls]
     kept = "".join([read.content, read.thinking, *calls])
-    for letter in "abcxyz\u4e2d":
-        assert kept.count(letter) >= TOKENIZER.decode(ids).count(letter) - len(
-            read.tool_calls
-        ) * '{"name": "f", "arguments": {}}'.count(letter)
+    for letter in "xz\u4e2d":  # in no control token's name, and no word of a call
+        assert kept.count(letter) >= TOKENIZER.decode(ids).count(letter)
 
 
 @settings(max_examples=3000 if PROOF else 200, deadline=None)
