@@ -497,30 +497,25 @@ async def collect(
     tasks: Sequence[Task],
     *,
     group_size: int,
-    agent: AgentConfig,
-    max_tokens: int,
-    seed: int,
+    sampling: SamplingParams,
+    budget: Budget,
+    run_seed: int,
     step: int = 0,
     split: str = "train",
-    temperature: float | None = None,
+    max_in_flight: int = 0,
     score_group: GroupScorer | None = None,
-    on_progress: Callable[[int, int], None] | None = None,
-    on_trajectory: Callable[[Trajectory], None] | None = None,
+    on_progress: Callable[[Trajectory], None] | None = None,
     fingerprint: str = "",
 ) -> list[Group]:
     """Plays `group_size` episodes of every task over one engine; groups in the order of `tasks`.
 
-    Ids are `split/step/task/sample`; the draws of an episode depend on (seed, split, step, task id,
-    sample index) and on nothing else, so that a step repeats alone or in company. A task that
+    Ids are `split/step/task/sample`; the draws of an episode depend on (run_seed, split, step, task
+    id, sample index) and on nothing else, so that a step repeats alone or in company. A task that
     stands twice in `tasks` goes on counting its samples.
-    max_tokens: of a whole path. temperature: in place of the agent's, for evaluations.
-    on_progress: (episodes complete, all). on_trajectory: each episode when it is complete.
+    sampling: a template, see `run_episode`. max_in_flight: episodes at the same time; 0 is all.
+    on_progress: called with each trajectory when it is complete, in order of completion.
     A failed episode stays in its group with status "failed"; cancelling closes every environment.
     """
-    sampling = sampling_of(agent)
-    if temperature is not None:
-        sampling = replace(sampling, temperature=temperature)
-    budget = Budget.of(agent, max_tokens=max_tokens)
     seen: dict[str, int] = {}
     groups: list[_GroupRun] = []
     for task in tasks:
@@ -531,7 +526,7 @@ async def collect(
                 engine,
                 renderer,
                 Trajectory(id=f"{split}/{step}/{task.id}/{sample}", task_id=task.id),
-                seed=derive_seed(seed, split, step, task.id, sample),
+                seed=derive_seed(run_seed, split, step, task.id, sample),
                 sampling=sampling,
                 budget=budget,
                 fingerprint=fingerprint,
@@ -539,27 +534,17 @@ async def collect(
             for sample in range(first_sample, first_sample + group_size)
         ]
         groups.append(_GroupRun(task, episodes))
-    total = len(groups) * group_size
-    num_complete = 0
-
-    def completed(trajectory: Trajectory) -> None:
-        nonlocal num_complete
-        num_complete += 1
-        if on_trajectory is not None:
-            on_trajectory(trajectory)
-        if on_progress is not None:
-            on_progress(num_complete, total)
-
     # One shared iterator, many workers: a group's episodes start together and end early.
     waiting = iter([(group, episode) for group in groups for episode in group.episodes])
 
     async def work() -> None:
         for group, episode in waiting:
-            await group.run(episode, make_environment, score_group, completed)
+            await group.run(episode, make_environment, score_group, on_progress)
 
+    total = len(groups) * group_size
     try:
         async with asyncio.TaskGroup() as workers:
-            for _ in range(min(total, agent.max_in_flight or total)):
+            for _ in range(min(total, max_in_flight or total)):
                 workers.create_task(work())
     except BaseExceptionGroup as errors:
         # Episodes do not raise, so this is a bug, or a callback: the first one says it all.
@@ -585,7 +570,7 @@ class _GroupRun:
         episode: _Episode,
         make_environment: EnvironmentFactory,
         score_group: GroupScorer | None,
-        completed: Callable[[Trajectory], None],
+        on_progress: Callable[[Trajectory], None] | None,
     ) -> None:
         try:
             environment = make_environment(self.task)
@@ -603,7 +588,8 @@ class _GroupRun:
                 await self._score_together(score_group)
         for done in finished:
             await done.close()
-            completed(done.trajectory)
+            if on_progress is not None:
+                on_progress(done.trajectory)
 
     async def _score_together(self, score_group: GroupScorer) -> None:
         alive = [e for e in self.episodes if e.trajectory.status != "failed" and e.environment]

@@ -24,7 +24,7 @@ from lockstep.renderers.config import HarmonyConfig
 from lockstep.renderers.harmony import HarmonyRenderer
 from lockstep.testing.engines import FakeEngine, fake_logprob
 from lockstep.testing.tokenizers import byte_tokenizer
-from lockstep.types import Delta, Message, SamplingParams, Task, ToolCall
+from lockstep.types import Delta, Message, SamplingParams, Task, ToolCall, Trajectory
 
 PLAIN = HarmonyConfig(system_message=False, developer_heading=False, tools_in_prompt=False)
 RENDERER = HarmonyRenderer(byte_tokenizer(), PLAIN)
@@ -98,7 +98,10 @@ def play(
     return asyncio.run(main())
 
 
-def gather(engine, factory, tasks, *, group_size=2, max_tokens=100_000, agent=None, **options):
+def gather(engine, factory, tasks, *, group_size=2, max_tokens=100_000, **options):
+    agent = AgentConfig()
+    options = {"sampling": sampling_of(agent), **options}
+    budget = Budget.of(agent, max_tokens=max_tokens)
     return asyncio.run(
         collect(
             engine,
@@ -106,9 +109,8 @@ def gather(engine, factory, tasks, *, group_size=2, max_tokens=100_000, agent=No
             factory,
             tasks,
             group_size=group_size,
-            agent=agent or AgentConfig(),
-            max_tokens=max_tokens,
-            seed=0,
+            budget=budget,
+            run_seed=0,
             **options,
         )
     )
@@ -591,20 +593,20 @@ TASKS = [Task(id=f"task-{i}", payload={"reward": i}) for i in range(5)]
 
 def test_groups_come_back_in_order_with_distinct_ids_and_seeds():
     engine = FakeEngine(calls_then_answers(1))
-    progress: list[tuple[int, int]] = []
+    progress: list[str] = []
     groups = gather(
         engine,
         lambda task: Looks(reward=task.payload["reward"]),
         TASKS,
         group_size=3,
         step=4,
-        on_progress=lambda done, total: progress.append((done, total)),
+        on_progress=lambda trajectory: progress.append(trajectory.id),
     )
     assert [group.task for group in groups] == TASKS
     assert [group.rewards for group in groups] == [[float(i)] * 3 for i in range(5)]
     assert groups[2].trajectories[1].id == "train/4/task-2/1"
     assert len({r.id for r in engine.requests}) == len({r.seed for r in engine.requests}) == 30
-    assert progress == [(i + 1, 15) for i in range(15)]
+    assert len(set(progress)) == len(progress) == 15
 
 
 def requests_of(**options):
@@ -614,7 +616,7 @@ def requests_of(**options):
 
 
 def test_draws_depend_on_what_is_sampled_and_not_on_the_company():
-    alone, engine = requests_of(agent=AgentConfig(max_in_flight=1))
+    alone, engine = requests_of(max_in_flight=1)
     together, _ = requests_of()
     assert alone == together and engine.max_running == 1
     assert not set(alone.values()) & set(requests_of(step=1)[0].values())
@@ -623,7 +625,7 @@ def test_draws_depend_on_what_is_sampled_and_not_on_the_company():
 
 def test_no_more_episodes_run_than_may():
     engine = FakeEngine(calls_then_answers(1), tokens_per_step=10, step_seconds=0.001)
-    gather(engine, lambda task: Looks(), TASKS, group_size=8, agent=AgentConfig(max_in_flight=7))
+    gather(engine, lambda task: Looks(), TASKS, group_size=8, max_in_flight=7)
     assert engine.max_running == 7
 
 
@@ -643,12 +645,6 @@ def test_the_same_episode_under_other_weights_is_another_request():
     gather(engine, lambda task: Looks(), [TASK], group_size=1)
     first, second = engine.requests
     assert first.id != second.id and first.seed == second.seed
-
-
-def test_a_temperature_for_evaluation_replaces_the_agents():
-    engine = FakeEngine(calls_then_answers(0))
-    gather(engine, lambda task: Looks(), [TASK], temperature=0.0)
-    assert {request.sampling.temperature for request in engine.requests} == {0.0}
 
 
 def test_a_failed_episode_does_not_touch_the_others():
@@ -689,7 +685,7 @@ def test_a_group_is_scored_together_after_its_last_episode_and_before_it_closes(
         TASKS,
         group_size=3,
         score_group=rank,
-        on_trajectory=lambda trajectory: complete.append(trajectory.id),
+        on_progress=lambda trajectory: complete.append(trajectory.id),
     )
     assert [group.rewards for group in groups] == [[0, 1, 2], [0, 1, 2], [], [0, 1, 2], [0, 1, 2]]
     assert len(seen) == 4 and len(complete) == len(set(complete)) == 15
@@ -734,8 +730,8 @@ def test_cancelling_closes_every_environment_and_ends_every_request():
         engine = FakeEngine(lambda request: CALL, tokens_per_step=1, step_seconds=0.005)
         job = asyncio.create_task(
             collect(
-                engine, RENDERER, make, TASKS, group_size=4, agent=AgentConfig(max_in_flight=9),
-                max_tokens=10_000, seed=0,
+                engine, RENDERER, make, TASKS, group_size=4, sampling=sampling_of(AgentConfig()),
+                budget=Budget.of(AgentConfig(), max_tokens=10_000), run_seed=0, max_in_flight=9,
             )
         )  # fmt: skip
         await asyncio.sleep(0.05)
@@ -756,7 +752,7 @@ def test_what_a_callback_raises_comes_through_and_everything_is_closed():
         environments.append(Looks())
         return environments[-1]
 
-    def full(done: int, total: int) -> None:
+    def full(trajectory: Trajectory) -> None:
         raise OSError("disk full")
 
     with pytest.raises(OSError, match="disk full"):
