@@ -1,7 +1,7 @@
 """An example of a user's own documents: the handbook of a town that does not exist.
 
     python -m lockstep.envs.docsearch.example town
-    lockstep train docsearch docs=town/docs questions=town/questions.jsonl
+    lockstep train docsearch task.docs=town/docs task.questions=town/questions.jsonl
 
 Over 1,000 chunks and 480 questions, the same ones for the same seed. It is made on demand, so
 that it need not be shipped. Nothing in it is in any model's memory.
@@ -221,7 +221,7 @@ def main(arguments: list[str]) -> int:
         print("usage: python -m lockstep.envs.docsearch.example FOLDER", file=sys.stderr)
         return 2
     docs, questions = write_example(arguments[0])
-    print(f"docs={docs} questions={questions}")
+    print(f"task.docs={docs} task.questions={questions}")
     return 0
 
 

@@ -302,7 +302,7 @@ def test_the_command_writes_the_example_and_names_what_to_pass(tmp_path):
         text=True,
         check=True,
     )
-    assert result.stdout == f"docs={tmp_path}/docs questions={tmp_path}/questions.jsonl\n"
+    assert result.stdout == f"task.docs={tmp_path}/docs task.questions={tmp_path}/questions.jsonl\n"
     assert main([]) == main(["--help"]) == 2
 
 
