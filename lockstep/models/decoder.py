@@ -174,7 +174,8 @@ class Decoder(nn.Module):
         """cos and sin [T, 1, K], from a table that is computed once per device."""
         table = self._rope_table
         if table is None or table[0].device != self.embedding.device:
-            table = self._rope_table = rope_table(self.config, self.embedding.device)
+            with torch.inference_mode(False):  # the engine may be first, the trainer reads it too
+                table = self._rope_table = rope_table(self.config, self.embedding.device)
         return table[0][positions_T], table[1][positions_T]
 
 

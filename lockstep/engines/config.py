@@ -1,0 +1,42 @@
+"""Settings of the engines. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lockstep.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmbeddedConfig:
+    """The engine inside the training process: it runs the trainer's own decoder."""
+
+    max_num_sequences: int = 64
+    """Requests that run at the same time; more wait. A step costs little more with 64 than with 1."""
+    max_step_tokens: int = 2048
+    """Tokens that one step computes at most. Longer prompts are prefilled in chunks of what the
+    sampled tokens leave of it, so that a long prompt never stops the others."""
+    kv_cache_tokens: int = 65536
+    """Tokens whose keys and values are held: those of running requests, and cached prefixes in what
+    is left. Bytes = tokens x 2 x layers x key heads x head width x bytes of the dtype."""
+    page_size: int = 128
+    """Tokens per page of the cache."""
+    prefix_cache: bool = True
+    """Keep the keys and values of finished requests, so that the next turn computes only what is
+    new."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_sequences", "max_step_tokens", "kv_cache_tokens", "page_size"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"engine.{name}={getattr(self, name)} must be at least 1.")
+        if self.max_step_tokens < self.max_num_sequences:
+            raise ConfigError(
+                f"engine.max_step_tokens={self.max_step_tokens} is smaller than "
+                f"engine.max_num_sequences={self.max_num_sequences}: each running request samples "
+                "one token per step. Raise the first or lower the second."
+            )
+        if self.kv_cache_tokens < self.page_size:
+            raise ConfigError(
+                f"engine.kv_cache_tokens={self.kv_cache_tokens} holds not even one page "
+                f"(engine.page_size={self.page_size}). Raise the first or lower the second."
+            )

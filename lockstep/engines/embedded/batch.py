@@ -1,0 +1,339 @@
+"""The running rows of the engine, and the index tensors of one step.
+
+What a sampled token changes is held in arrays over all rows, so that a step has no loop over
+requests; a request is looked at when it comes, ends, or needs another page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from lockstep.engines.embedded.kv_cache import ZERO_PAGE, Lease, PagedCache
+from lockstep.engines.embedded.sampler import Rule, sample, stream_of, uniforms
+from lockstep.ops.context import PagedBlock, PagedContext
+from lockstep.types import Float32Array, Int32Array, Request
+
+Tensor = torch.Tensor
+
+JOIN_PAIRS = 16384
+"""Query-key pairs that one block of attention may waste on padding rather than be split in two:
+about what the calls of another block cost on a CPU."""
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One request on its way through the engine."""
+
+    request: Request
+    order: int
+    """Of arrival."""
+    limit: int
+    """Tokens to sample at most, the context's end considered."""
+    ids: Int32Array
+    """What is to be prefilled: the prompt, and after a preemption what was sampled since."""
+    is_score: bool = False
+    scores: Float32Array | None = None
+    lease: Lease | None = None
+    row: int = -1
+    """In `Rows`, or -1 while it waits or is prefilled."""
+    num_computed: int = 0
+    sampled_ids: Int32Array | None = None
+    """Of a preempted request; of a running one they stand in `Rows`."""
+    sampled_logprobs: Float32Array | None = None
+    segment_start: int = 0
+    """The first sampled token of the running policy version."""
+    num_sent: int = 0
+    """Sampled tokens handed over already."""
+    has_sent: bool = False
+    """A first delta, with the counts of the prompt, was handed over."""
+    num_cached: int = -1
+    """Of the prompt when it was first admitted."""
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Smaller runs first and is preempted last."""
+        return (self.request.priority, self.order)
+
+    @property
+    def num_to_compute(self) -> int:
+        """Positions to prefill: the last id of a scored text predicts nothing."""
+        return len(self.ids) - self.is_score
+
+
+class Rows:
+    """State of the requests that sample a token in every step: one entry per row in each array.
+
+    `positions` is the position of `last_ids`, the token that the next step feeds; the token that is
+    sampled then stands one further.
+    """
+
+    def __init__(self, *, capacity: int, max_context: int, page_size: int) -> None:
+        self.num = 0
+        self.page_size = page_size
+        self.sequences: list[Sequence] = []
+        self.last_ids = np.zeros(capacity, np.int64)
+        self.positions = np.zeros(capacity, np.int64)
+        self.pages = np.full((capacity, -(-max_context // page_size)), ZERO_PAGE, np.int64)
+        self.num_pages = np.zeros(capacity, np.int64)
+        self.page_ends = np.zeros(capacity, np.int64)
+        self.write_pages = np.zeros(capacity, np.int64)
+        self.counts = np.zeros(capacity, np.int64)
+        self.limits = np.zeros(capacity, np.int64)
+        self.streams = np.zeros(capacity, np.uint64)
+        self.top_p = np.ones(capacity, np.float32)
+        self.top_k = np.zeros(capacity, np.int64)
+        self.stop_ids = np.full((capacity, 4), -1, np.int64)
+        self.rule_of = np.zeros(capacity, np.int64)
+        # As long as the longest reply may become; untouched memory is not taken from the system.
+        self.sampled_ids = np.empty((capacity, max_context), np.int32)
+        self.logprobs = np.empty((capacity, max_context), np.float32)
+        self._rules: list[Rule] = []
+        self._groups: list[tuple[Rule, Tensor | None]] | None = None
+        self._range = np.arange(capacity)
+
+    def append(self, sequence: Sequence) -> None:
+        """Takes a request of which all but the last token has been computed, or is in this step."""
+        assert sequence.lease is not None, "a running request holds pages"
+        row, request = self.num, sequence.request
+        sampling, pages = request.sampling, sequence.lease.pages
+        self.last_ids[row] = sequence.ids[-1]
+        self.positions[row] = len(sequence.ids) - 1
+        self.pages[row, : len(pages)] = pages
+        self.num_pages[row] = len(pages)
+        self.page_ends[row] = len(pages) * self.page_size
+        self.write_pages[row] = pages[(len(sequence.ids) - 1) // self.page_size]
+        self.limits[row] = sequence.limit
+        self.streams[row] = stream_of(request.seed)
+        self.top_p[row], self.top_k[row] = sampling.top_p, sampling.top_k
+        if len(sampling.stop_ids) > self.stop_ids.shape[1]:
+            more = len(sampling.stop_ids) - self.stop_ids.shape[1]
+            self.stop_ids = np.pad(self.stop_ids, ((0, 0), (0, more)), constant_values=-1)
+        self.stop_ids[row] = -1
+        self.stop_ids[row, : len(sampling.stop_ids)] = sampling.stop_ids
+        rule = Rule(
+            sampling.temperature,
+            sampling.temperature > 0 and (sampling.top_p < 1 or sampling.top_k > 0),
+            sampling.distribution,
+        )
+        if rule not in self._rules:
+            self._rules.append(rule)
+        self.rule_of[row] = self._rules.index(rule)
+        self.counts[row] = 0
+        if sequence.sampled_ids is not None and sequence.sampled_logprobs is not None:
+            count = len(sequence.sampled_ids)
+            self.sampled_ids[row, :count] = sequence.sampled_ids
+            self.logprobs[row, :count] = sequence.sampled_logprobs
+            self.counts[row] = count
+            sequence.sampled_ids = sequence.sampled_logprobs = None
+        sequence.row = row
+        self.sequences.append(sequence)
+        self.num += 1
+        self._groups = None
+
+    def remove(self, row: int) -> None:
+        """The last row takes the place of this one."""
+        last = self.num - 1
+        self.sequences[row].row = -1
+        if row != last:
+            count = self.counts[last]
+            self.sampled_ids[row, :count] = self.sampled_ids[last, :count]
+            self.logprobs[row, :count] = self.logprobs[last, :count]
+            used = max(self.num_pages[row], self.num_pages[last])
+            self.pages[row, :used] = self.pages[last, :used]
+            for array in (
+                self.last_ids, self.positions, self.num_pages, self.page_ends, self.write_pages,
+                self.counts, self.limits, self.streams, self.top_p, self.top_k, self.stop_ids,
+                self.rule_of,
+            ):  # fmt: skip
+                array[row] = array[last]
+            self.sequences[row] = self.sequences[last]
+            self.sequences[row].row = row
+        self.pages[last, : self.num_pages[last]] = ZERO_PAGE
+        self.sequences.pop()
+        self.num = last
+        self._groups = None
+
+    def add_page(self, row: int, page: int) -> None:
+        """`page` follows the row's last one, and is what is written to next."""
+        self.pages[row, self.num_pages[row]] = page
+        self.num_pages[row] += 1
+        self.page_ends[row] += self.page_size
+        self.write_pages[row] = page
+
+    def full_rows(self) -> list[Sequence]:
+        """Requests whose next token has no page yet."""
+        n = self.num
+        full = self.positions[:n] >= self.page_ends[:n]
+        return [self.sequences[i] for i in np.flatnonzero(full)] if full.any() else []
+
+    def sample(self, logits: Tensor) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+        """Draws one token per row from logits [num, V]: (ids, log-probs)."""
+        n, device = self.num, logits.device
+        uniform = _tensor(uniforms(self.streams[:n], self.positions[:n] + 1), device)
+        if self._groups is None:
+            self._groups = self._group(device)
+        if len(self._groups) == 1:
+            rule = self._groups[0][0]
+            ids, logprobs = sample(
+                logits, uniform, rule, **(self._filters(slice(n), device) if rule.is_filtered else {})
+            )
+        else:
+            ids = torch.empty(n, dtype=torch.int64, device=device)
+            logprobs = torch.empty(n, dtype=torch.float32, device=device)
+            for rule, rows in self._groups:
+                assert rows is not None, "several groups are told apart by their rows"
+                filters = self._filters(rows.cpu().numpy(), device) if rule.is_filtered else {}
+                ids[rows], logprobs[rows] = sample(logits[rows], uniform[rows], rule, **filters)
+        return ids.cpu().numpy(), logprobs.cpu().numpy()
+
+    def _filters(
+        self, rows: slice | npt.NDArray[np.int64], device: torch.device
+    ) -> dict[str, Tensor]:
+        return {
+            "top_p": _tensor(self.top_p[rows], device),
+            "top_k": _tensor(self.top_k[rows], device),
+        }
+
+    def _group(self, device: torch.device) -> list[tuple[Rule, Tensor | None]]:
+        rule_of = self.rule_of[: self.num]
+        if (rule_of == rule_of[0]).all():
+            return [(self._rules[rule_of[0]], None)]
+        return [
+            (self._rules[i], _tensor(np.flatnonzero(rule_of == i), device))
+            for i in np.unique(rule_of)
+        ]
+
+    def record(
+        self, ids: npt.NDArray[np.int64], logprobs: npt.NDArray[np.float32]
+    ) -> npt.NDArray[np.bool_]:
+        """Appends a token to every row. Returns which rows end with it: by a stop id, their limit,
+        or a log-prob that is no number."""
+        n = self.num
+        counts = self.counts[:n]
+        self.sampled_ids[self._range[:n], counts] = ids
+        self.logprobs[self._range[:n], counts] = logprobs
+        counts += 1
+        self.positions[:n] += 1
+        self.last_ids[:n] = ids
+        ended = (self.stop_ids[:n] == ids[:, None]).any(1)
+        ended |= counts >= self.limits[:n]
+        ended |= ~np.isfinite(logprobs)
+        return ended
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Chunk:
+    """Positions [start, stop) of a request's ids, prefilled in this step."""
+
+    sequence: Sequence
+    start: int
+    stop: int
+
+    @property
+    def is_last(self) -> bool:
+        return self.stop == self.sequence.num_to_compute
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Inputs:
+    """What the decoder is called with in one step: rows first, then the chunks one after another."""
+
+    ids: Tensor
+    positions: Tensor
+    context: PagedContext
+
+
+def build_inputs(rows: Rows, chunks: Seq[Chunk], cache: PagedCache) -> Inputs:
+    """The index tensors of a step over the rows as they stand, and `chunks`."""
+    n, size, device = rows.num, rows.page_size, cache.keys.device
+    ids, positions = rows.last_ids[:n], rows.positions[:n]
+    write_pages = rows.write_pages[:n]
+    blocks: list[PagedBlock] = []
+    place_index = None
+    if n:
+        width = int(rows.num_pages[:n].max())
+        token_index = None if not chunks else _tensor(np.arange(n)[:, None], device)
+        blocks.append(
+            PagedBlock(
+                token_index,
+                _tensor(positions[:, None], device),
+                _tensor(rows.pages[:n, :width], device),
+            )
+        )
+    if chunks:
+        lengths = [c.stop - c.start for c in chunks]
+        starts = n + np.cumsum([0, *lengths[:-1]])
+        ids = np.concatenate([ids, *(c.sequence.ids[c.start : c.stop] for c in chunks)])
+        positions = np.concatenate([positions, *(np.arange(c.start, c.stop) for c in chunks)])
+        chunk_pages = [np.array(_lease(c).pages) for c in chunks]
+        written = [p[np.arange(c.start, c.stop) // size] for c, p in zip(chunks, chunk_pages)]
+        write_pages = np.concatenate([write_pages, *written])
+        place = np.arange(len(ids))
+        base = n
+        for group in _group_chunks(chunks, size):
+            length = max(lengths[i] for i in group)
+            steps = np.arange(length)
+            table = np.full(
+                (len(group), max(-(-chunks[i].stop // size) for i in group)), ZERO_PAGE, np.int64
+            )
+            index = np.empty((len(group), length), np.int64)
+            for at, i in enumerate(group):
+                used = chunk_pages[i][: table.shape[1]]
+                table[at, : len(used)] = used
+                index[at] = starts[i] + np.minimum(steps, lengths[i] - 1)
+                place[starts[i] : starts[i] + lengths[i]] = base + np.arange(lengths[i])
+                base += length
+            blocks.append(
+                PagedBlock(
+                    _tensor(index, device),
+                    _tensor(positions[index], device),
+                    _tensor(table, device),
+                )
+            )
+        if base != len(ids) or (place != np.arange(base)).any():
+            place_index = _tensor(place, device)
+    context = PagedContext(
+        cache.keys,
+        cache.values,
+        _tensor(write_pages, device),
+        _tensor(positions % size, device),
+        tuple(blocks),
+        place_index,
+    )
+    return Inputs(
+        _tensor(ids.astype(np.int64, copy=False), device), _tensor(positions, device), context
+    )
+
+
+def _group_chunks(chunks: Seq[Chunk], page_size: int) -> list[list[int]]:
+    """Chunks that share a padded block of attention: longest first, joined while little is wasted."""
+    if len(chunks) == 1:
+        return [[0]]
+    queries = np.array([c.stop - c.start for c in chunks])
+    keys = np.array([-(-c.stop // page_size) * page_size for c in chunks])
+    groups: list[list[int]] = []
+    width = wasted = longest = 0
+    for i in np.argsort(-queries * keys, kind="stable"):
+        more = max(width, keys[i]) * max(longest, queries[i]) - queries[i] * keys[i]
+        if groups and keys[i] <= width and queries[i] <= longest and wasted + more <= JOIN_PAIRS:
+            groups[-1].append(int(i))
+            wasted += more
+        else:
+            groups.append([int(i)])
+            width, longest, wasted = keys[i], queries[i], 0
+    return groups
+
+
+def _lease(chunk: Chunk) -> Lease:
+    assert chunk.sequence.lease is not None, "a request that is prefilled holds pages"
+    return chunk.sequence.lease
+
+
+def _tensor(array: npt.NDArray[np.generic], device: torch.device) -> Tensor:
+    tensor = torch.from_numpy(array)
+    return tensor if device.type == "cpu" else tensor.to(device)

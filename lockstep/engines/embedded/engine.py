@@ -1,0 +1,664 @@
+"""The engine inside the training process: the trainer's own decoder over a paged cache.
+
+A step runs in the event loop, without threads: all running requests sample one token, prompts are
+prefilled beside them, and between steps the coroutines that await replies get their turn, so that
+the next turn of an episode is in the next step. With shared weights a sync is a version number.
+
+Cost of a step: a part that does not depend on the batch, a part per token fed, and attention over
+each request's pages. Per request that comes or ends there is work in Python proportional to its
+length; per sampled token there is none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from lockstep.engines.base import Capabilities
+from lockstep.engines.config import EmbeddedConfig
+from lockstep.engines.embedded.batch import Chunk, Rows, Sequence, build_inputs
+from lockstep.engines.embedded.kv_cache import PagedCache
+from lockstep.engines.embedded.scheduler import Scheduler
+from lockstep.errors import CapabilityError, ConfigError, EngineError
+from lockstep.models.decoder import Decoder
+from lockstep.models.hf_io import load_weights, read_tensors
+from lockstep.ops import api as ops
+from lockstep.types import (
+    Delta,
+    Distribution,
+    FinishReason,
+    Float32Array,
+    Int32Array,
+    Request,
+    SamplingParams,
+)
+
+NUM_REMEMBERED = 4096
+"""Replies kept after their end, so that a repeated id is answered and not sampled again."""
+
+YIELDS_AFTER_REPLY = 3
+"""Turns of the event loop that the coroutines get when a request has ended: enough for an episode
+to parse the reply, call a tool that does not wait, and send its next turn into the next step."""
+
+
+@dataclass(slots=True)
+class EngineStats:
+    """Counters since the start or the last `reset`."""
+
+    steps: int = 0
+    step_seconds: float = 0.0
+    """Time inside steps: what the engine itself costs."""
+    sampled_tokens: int = 0
+    prefilled_tokens: int = 0
+    """Prompt tokens computed, also those computed again after a preemption."""
+    cached_tokens: int = 0
+    """Prompt tokens whose keys and values were found."""
+    scored_tokens: int = 0
+    preemptions: int = 0
+    busy_sequences: int = 0
+    """Sampling requests summed over steps; over `steps` it is the mean batch."""
+    requests: int = 0
+    failed_requests: int = 0
+
+    def reset(self) -> None:
+        """Every counter to 0."""
+        for entry in fields(self):
+            setattr(self, entry.name, entry.default)
+
+
+@dataclass(slots=True, eq=False)
+class _Reply:
+    """What one request was answered so far, for any number of readers."""
+
+    request: Request
+    sequence: Sequence
+    deltas: list[Delta] = field(default_factory=list)
+    error: EngineError | None = None
+    is_done: bool = False
+    num_readers: int = 0
+    waiters: list[asyncio.Future[None]] = field(default_factory=list)
+    text: bytearray = field(default_factory=bytearray)
+    """The sampled bytes, of a request with stop strings."""
+
+    def notify(self) -> None:
+        for waiter in self.waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+        self.waiters.clear()
+
+
+class EmbeddedEngine:
+    """`Engine` over a `Decoder`. Knows ids only.
+
+    token_bytes: the bytes of each id, for stop strings; without it they are refused.
+    The model's parameters may be trained in place between steps: say `load_weights(None, version=v)`
+    after every update, or cached keys and values of older weights would be used.
+
+    >>> engine = EmbeddedEngine(model, EmbeddedConfig())                        # doctest: +SKIP
+    >>> async for delta in engine.generate(request): print(delta.token_ids)     # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        config: EmbeddedConfig,
+        *,
+        token_bytes: Seq[bytes] | None = None,
+        version: int = 0,
+    ) -> None:
+        shape = model.config
+        if token_bytes is not None and len(token_bytes) > shape.vocab_size:
+            raise ConfigError(
+                f"token_bytes has {len(token_bytes)} entries; the model's vocabulary has "
+                f"{shape.vocab_size}. The tokenizer of another model?"
+            )
+        self._shared = self._model = model
+        self._config, self._token_bytes, self._version = config, token_bytes, version
+        num_pages = config.kv_cache_tokens // config.page_size
+        self.max_tokens = min(shape.max_positions, num_pages * config.page_size)
+        self._cache = PagedCache(
+            num_layers=shape.num_layers,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            num_pages=num_pages,
+            page_size=config.page_size,
+            is_caching=config.prefix_cache,
+            dtype=model.embedding.dtype,
+            device=model.embedding.device,
+        )
+        self._rows = Rows(
+            capacity=config.max_num_sequences,
+            max_context=self.max_tokens,
+            page_size=config.page_size,
+        )
+        self._scheduler = Scheduler(
+            rows=self._rows,
+            cache=self._cache,
+            max_sequences=config.max_num_sequences,
+            max_tokens=config.max_step_tokens,
+        )
+        self.stats = EngineStats()
+        self._replies: OrderedDict[str, _Reply] = OrderedDict()
+        self._reply_of: dict[Sequence, _Reply] = {}
+        self._scoring: dict[Sequence, tuple[asyncio.Future[Float32Array], float]] = {}
+        self._watched: dict[Sequence, None] = {}
+        """Requests that are looked at after every token: stop strings, streams."""
+        self._num_arrived = 0
+        self._has_finished = False
+        self._is_paused = self._is_asleep = self._is_closed = False
+        self._driver: asyncio.Task[None] | None = None
+
+    # -- the protocol -------------------------------------------------------------------------
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(
+            name="embedded",
+            vocab_size=self._model.config.vocab_size,
+            max_tokens=self.max_tokens,
+            distributions=("model", "tempered", "sampled"),
+            has_stop_strings=self._token_bytes is not None,
+            has_prefix_cache=self._config.prefix_cache,
+            has_seeds=True,
+            has_score=True,
+            shares_weights=self._model is self._shared,
+        )
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    async def generate(self, request: Request) -> AsyncIterator[Delta]:
+        reply = self._submit(request)
+        reply.num_readers += 1
+        try:
+            at = 0
+            while True:
+                while at < len(reply.deltas):
+                    at += 1
+                    yield reply.deltas[at - 1]
+                if reply.error is not None:
+                    raise reply.error
+                if reply.is_done:
+                    return
+                waiter = asyncio.get_running_loop().create_future()
+                reply.waiters.append(waiter)
+                await waiter
+        finally:
+            reply.num_readers -= 1
+            if not reply.is_done and reply.num_readers == 0:
+                self._end(reply, "abort")
+
+    async def score(
+        self,
+        token_ids: Int32Array,
+        *,
+        distribution: Distribution = "model",
+        temperature: float = 1.0,
+        priority: int = 0,
+    ) -> Float32Array:
+        """As the protocol says. Nothing is taken from the prefix cache, nor left there."""
+        if distribution == "sampled":
+            raise CapabilityError(
+                "score: the distribution after top-p and top-k cannot be scored; expected 'model' "
+                "or 'tempered'."
+            )
+        if distribution == "tempered" and temperature <= 0:
+            raise EngineError(f"score: temperature={temperature} must be above 0.")
+        ids = self._checked_ids("score", np.asarray(token_ids))
+        if len(ids) > self.max_tokens:
+            raise EngineError(
+                f"score: the text has {len(ids)} tokens; the engine holds {self.max_tokens}."
+            )
+        scores = np.full(len(ids), np.nan, np.float32)
+        if len(ids) < 2:
+            return scores
+        request = Request(
+            id="score", prompt_ids=ids, sampling=SamplingParams(max_tokens=1), priority=priority
+        )
+        sequence = self._arrived(request, ids, limit=0)
+        sequence.is_score, sequence.scores = True, scores
+        future = asyncio.get_running_loop().create_future()
+        self._scoring[sequence] = (future, temperature if distribution == "tempered" else 1.0)
+        self._scheduler.add(sequence)
+        self._drive()
+        try:
+            return await future
+        finally:
+            if sequence in self._scoring:  # cancelled
+                del self._scoring[sequence]
+                self._scheduler.remove(sequence)
+
+    async def abort(self, request_id: str) -> None:
+        reply = self._replies.get(request_id)
+        if reply is not None and not reply.is_done:
+            self._end(reply, "abort")
+
+    async def pause(self) -> None:
+        # A step never spans a turn of the event loop: none is running here.
+        self._is_paused = True
+
+    async def resume(self, *, kv: Literal["drop", "keep"] = "drop") -> None:
+        self._check_open()
+        if kv == "drop" and self._is_paused:
+            self._drop_cache()
+        self._is_paused = False
+        self._drive()
+
+    async def load_weights(self, source: Mapping[str, Any] | str | None, *, version: int) -> None:
+        """None takes the shared model's parameters as they are; named tensors (Hugging Face names)
+        or a checkpoint directory become a copy of the engine's own, whole or not at all.
+
+        While paused, requests keep their keys and values until `resume` says what becomes of them.
+        """
+        self._check_open()
+        if source is None:
+            self._model = self._shared
+        else:
+            self._model = self._copy_with(source)
+        for sequence in self._scheduler.sequences():
+            if (reply := self._reply_of.get(sequence)) is not None:
+                self._end_segment(reply)
+        self._version = version
+        if self._is_paused:
+            self._cache.forget()
+        else:
+            self._drop_cache()
+
+    async def sleep(self) -> None:
+        """Requests in flight keep their place and are computed again after `wake`; those that arrive
+        in between are refused."""
+        self._check_open()
+        if not self._is_asleep:
+            self._drop_cache()
+            self._cache.deallocate()
+            self._is_asleep = True
+
+    async def wake(self) -> None:
+        self._check_open()
+        if self._is_asleep:
+            self._cache.allocate()
+            self._is_asleep = False
+            self._drive()
+
+    async def close(self) -> None:
+        """Requests in flight fail; the memory is given back."""
+        if self._is_closed:
+            return
+        self._fail_all(EngineError("the engine was closed while the request was in flight."))
+        self._is_closed = True
+        if not self._is_asleep:
+            self._cache.deallocate()
+
+    # -- arrival ------------------------------------------------------------------------------
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise EngineError("the engine is closed.")
+
+    def _checked_ids(self, where: str, ids: np.ndarray) -> Int32Array:
+        vocab = self._model.config.vocab_size
+        outside = (ids < 0) | (ids >= vocab)
+        if outside.any():
+            at = int(outside.argmax())
+            raise EngineError(
+                f"{where}: token {at} has the id {int(ids[at])}; the vocabulary has the ids "
+                f"0..{vocab - 1}. The tokenizer of another model?"
+            )
+        return ids.astype(np.int32)
+
+    def _submit(self, request: Request) -> _Reply:
+        self._check_open()
+        reply = self._replies.get(request.id)
+        if reply is not None:
+            before = reply.request
+            if (before.seed, before.sampling) != (request.seed, request.sampling) or not (
+                np.array_equal(before.prompt_ids, request.prompt_ids)
+            ):
+                raise EngineError(
+                    f"request {request.id}: the id was used for another prompt, seed or sampling "
+                    "parameters. An id names one generation; make ids unique."
+                )
+            return reply
+        where = f"request {request.id}"
+        if self._is_asleep:
+            raise EngineError(f"{where}: the engine is asleep; call wake() first.")
+        if request.adapter:
+            raise CapabilityError(
+                f"{where}: adapter {request.adapter!r} is asked for; the embedded engine has none."
+            )
+        if request.sampling.stop_strings and self._token_bytes is None:
+            raise CapabilityError(
+                f"{where}: stop strings need the bytes of the tokens; give the engine token_bytes, "
+                "or use stop_ids."
+            )
+        ids = self._checked_ids(where, np.asarray(request.prompt_ids))
+        if not len(ids):
+            raise EngineError(f"{where}: the prompt is empty; at least one id is needed.")
+        if len(ids) >= self.max_tokens:
+            raise EngineError(
+                f"{where}: the prompt has {len(ids)} tokens; the engine holds {self.max_tokens} "
+                "tokens of prompt and reply (the smaller of the model's positions and "
+                "kv_cache_tokens)."
+            )
+        limit = min(request.sampling.max_tokens, self.max_tokens - len(ids))
+        sequence = self._arrived(request, ids, limit=limit)
+        reply = _Reply(request, sequence)
+        self._replies[request.id] = reply
+        self._reply_of[sequence] = reply
+        if request.stream or request.sampling.stop_strings:
+            self._watched[sequence] = None
+        self._forget_old_replies()
+        self.stats.requests += 1
+        self._scheduler.add(sequence)
+        self._drive()
+        return reply
+
+    def _arrived(self, request: Request, ids: Int32Array, *, limit: int) -> Sequence:
+        self._check_open()
+        self._num_arrived += 1
+        return Sequence(request, self._num_arrived, limit, ids)
+
+    def _forget_old_replies(self) -> None:
+        extra = len(self._replies) - NUM_REMEMBERED - len(self._reply_of)
+        if extra > 0:
+            ended = [name for name, reply in self._replies.items() if reply.is_done]
+            for name in ended[: max(extra, NUM_REMEMBERED // 4)]:
+                del self._replies[name]
+
+    # -- the driver ---------------------------------------------------------------------------
+
+    def _drive(self) -> None:
+        """Starts the task that runs steps, unless it runs or there is nothing to do."""
+        if self._is_paused or self._is_asleep or self._is_closed or not self._scheduler.has_work:
+            return
+        loop = asyncio.get_running_loop()
+        driver = self._driver
+        if driver is None or driver.done() or driver.get_loop() is not loop:
+            self._driver = loop.create_task(self._run())
+
+    async def _run(self) -> None:
+        while self._scheduler.has_work and not (
+            self._is_paused or self._is_asleep or self._is_closed
+        ):
+            self._has_finished = False
+            try:
+                self.step()
+            except Exception as error:
+                # A step that breaks leaves no request hanging: each fails with the cause.
+                failure = EngineError(f"the engine's step failed: {type(error).__name__}: {error}")
+                failure.__cause__ = error
+                self._fail_all(failure)
+                return
+            for _ in range(YIELDS_AFTER_REPLY if self._has_finished else 1):
+                await asyncio.sleep(0)
+
+    def step(self) -> None:
+        """One step: every running request samples a token, and prompts are prefilled beside them."""
+        started = time.perf_counter()
+        rows, cache, stats = self._rows, self._cache, self.stats
+        chunks = self._scheduler.plan()
+        num_fed = rows.num
+        if not num_fed and not chunks:
+            raise EngineError(
+                "no request can run although pages are free: a defect of the scheduler."
+            )
+        inputs = build_inputs(rows, chunks, cache)
+        last_places = self._finish_prefill(chunks, num_fed)
+        cache.run_copies()
+        with torch.inference_mode():
+            hidden = self._model(inputs.ids, inputs.positions, inputs.context)
+            broken = self._score_chunks(chunks, hidden, num_fed) if chunks else []
+            if rows.num:
+                if chunks:
+                    places = np.concatenate([np.arange(num_fed), np.array(last_places, np.int64)])
+                    hidden = hidden[torch.from_numpy(places).to(hidden.device)]
+                ids, logprobs = rows.sample(self._model.logits(hidden))
+        for chunk in chunks:
+            self._after_chunk(chunk)
+        if rows.num:
+            self._after_sampling(ids, logprobs)
+        for sequence in broken:
+            self._fail_unfinite(sequence, "its prompt gave hidden states that are not finite")
+        stats.steps += 1
+        scheduler = self._scheduler
+        stats.preemptions += scheduler.num_preemptions
+        stats.cached_tokens += scheduler.num_cached_tokens
+        stats.prefilled_tokens += scheduler.num_single_tokens
+        scheduler.num_preemptions = scheduler.num_cached_tokens = scheduler.num_single_tokens = 0
+        stats.step_seconds += time.perf_counter() - started
+
+    def _finish_prefill(self, chunks: Seq[Chunk], num_fed: int) -> list[int]:
+        """Rows for the requests whose prefill ends in this step, and where their last token stands."""
+        places: list[int] = []
+        at = num_fed
+        for chunk in chunks:
+            at += chunk.stop - chunk.start
+            if chunk.is_last and not chunk.sequence.is_score:
+                self._scheduler.prefilling.remove(chunk.sequence)
+                self._rows.append(chunk.sequence)
+                places.append(at - 1)
+        return places
+
+    def _score_chunks(
+        self, chunks: Seq[Chunk], hidden: torch.Tensor, num_fed: int
+    ) -> list[Sequence]:
+        """Log-probs of what is scored. Returns the requests that are not sampled in this step and
+        whose hidden states are not finite: their keys and values would be NaN from here on."""
+        finite = None
+        broken: list[Sequence] = []
+        at = num_fed
+        for chunk in chunks:
+            sequence, here = chunk.sequence, slice(at, at + chunk.stop - chunk.start)
+            at = here.stop
+            if sequence.is_score or not chunk.is_last:
+                if finite is None:
+                    finite = hidden.float().sum(-1).isfinite().cpu().numpy()
+                if not finite[here].all():
+                    broken.append(sequence)
+                    continue
+            if sequence.is_score and sequence.scores is not None:
+                wanted = slice(chunk.start + 1, chunk.stop + 1)
+                ids = torch.from_numpy(sequence.ids[wanted].astype(np.int64)).to(hidden.device)
+                temperature = self._scoring[sequence][1]
+                values, _ = ops.log_probs(
+                    hidden[here], self._model.head, ids, temperature=temperature
+                )
+                sequence.scores[wanted] = values.cpu().numpy()
+        return broken
+
+    def _after_chunk(self, chunk: Chunk) -> None:
+        sequence, stats = chunk.sequence, self.stats
+        assert sequence.lease is not None, "a request that is prefilled holds pages"
+        sequence.num_computed = chunk.stop
+        if not sequence.is_score:
+            stats.prefilled_tokens += chunk.stop - chunk.start
+            self._cache.commit(sequence.lease, sequence.ids[: chunk.stop])
+            return
+        stats.scored_tokens += chunk.stop - chunk.start
+        if chunk.is_last and sequence in self._scoring:
+            future, _ = self._scoring.pop(sequence)
+            self._scheduler.remove(sequence)
+            self._has_finished = True
+            if not future.done():
+                future.set_result(sequence.scores)
+
+    # -- after a step -------------------------------------------------------------------------
+
+    def _after_sampling(self, ids: np.ndarray, logprobs: np.ndarray) -> None:
+        rows, stats = self._rows, self.stats
+        num = rows.num
+        ended = rows.record(ids, logprobs)
+        stats.sampled_tokens += num
+        stats.busy_sequences += num
+        finished = [rows.sequences[i] for i in np.flatnonzero(ended)] if ended.any() else []
+        for sequence in list(self._watched):
+            if sequence.row < 0:
+                continue
+            if (text := self._matched_string(sequence)) is not None:
+                self._finish_row(sequence, "stop", text)
+            elif sequence.request.stream and sequence not in finished:
+                self._send(self._reply_of[sequence], None, None)
+        for sequence in finished:
+            if sequence.row >= 0:
+                self._finish_row(sequence)
+
+    def _finish_row(
+        self, sequence: Sequence, reason: FinishReason = "length", stop: int | str | None = None
+    ) -> None:
+        rows, row = self._rows, sequence.row
+        at = int(rows.counts[row]) - 1
+        if not np.isfinite(rows.logprobs[row, at]):
+            self._fail_unfinite(
+                sequence,
+                f"sampled token {at} (id {int(rows.sampled_ids[row, at])}) has the log-prob "
+                f"{float(rows.logprobs[row, at])}",
+            )
+            return
+        last = int(rows.sampled_ids[row, at])
+        if stop is None and last in sequence.request.sampling.stop_ids:
+            reason, stop = "stop", last
+        self._end(self._reply_of[sequence], reason, stop)
+
+    def _matched_string(self, sequence: Sequence) -> str | None:
+        """The stop string that the last token completed, wherever in the token it ends."""
+        if not sequence.request.sampling.stop_strings:
+            return None
+        assert self._token_bytes is not None, "stop strings are refused without token_bytes"
+        rows, row = self._rows, sequence.row
+        reply = self._reply_of[sequence]
+        token = int(rows.last_ids[row])
+        added = self._token_bytes[token] if token < len(self._token_bytes) else b""
+        reply.text += added
+        for text in sequence.request.sampling.stop_strings:
+            wanted = text.encode()
+            if wanted in reply.text[-(len(added) + len(wanted) - 1) :]:
+                return text
+        return None
+
+    # -- replies ------------------------------------------------------------------------------
+
+    def _sampled(self, sequence: Sequence) -> tuple[np.ndarray, np.ndarray]:
+        """(ids, log-probs) of all that a request has sampled."""
+        if sequence.row >= 0:
+            rows, count = self._rows, int(self._rows.counts[sequence.row])
+            return rows.sampled_ids[sequence.row, :count], rows.logprobs[sequence.row, :count]
+        if sequence.sampled_ids is None or sequence.sampled_logprobs is None:
+            return np.empty(0, np.int32), np.empty(0, np.float32)
+        return sequence.sampled_ids, sequence.sampled_logprobs
+
+    def _send(
+        self, reply: _Reply, reason: FinishReason | None, stop: int | str | None
+    ) -> None:
+        """Hands over what was sampled since the last delta."""
+        sequence = reply.sequence
+        ids, logprobs = self._sampled(sequence)
+        fresh = slice(sequence.num_sent, None)
+        delta_ids, delta_logprobs = ids[fresh].copy(), logprobs[fresh].copy()
+        delta_ids.setflags(write=False)
+        delta_logprobs.setflags(write=False)
+        sequence.num_sent = len(ids)
+        cached = max(sequence.num_cached, 0)
+        prefilled = len(reply.request.prompt_ids) - cached if sequence.num_cached >= 0 else 0
+        reply.deltas.append(
+            Delta(
+                token_ids=delta_ids,
+                logprobs=delta_logprobs,
+                policy_version=self._version,
+                finish_reason=reason,
+                stop=stop,
+                num_cached_tokens=0 if sequence.has_sent else cached,
+                num_prefilled_tokens=0 if sequence.has_sent else prefilled,
+            )
+        )
+        sequence.has_sent = True
+        reply.notify()
+
+    def _end_segment(self, reply: _Reply) -> None:
+        """The weights change: what was sampled under the old ones is a segment of its own. Nothing is
+        sent if nothing was sampled since the last change."""
+        sequence = reply.sequence
+        count = len(self._sampled(sequence)[0])
+        if count > sequence.segment_start:
+            self._send(reply, "weight_update", None)
+            sequence.segment_start = count
+
+    def _end(self, reply: _Reply, reason: FinishReason, stop: int | str | None = None) -> None:
+        """The last delta, and the request leaves."""
+        self._send(reply, reason, stop)
+        self._leave(reply)
+        if reason == "abort":
+            # Whoever asks again wants an answer, not the news that somebody else gave up.
+            self._replies.pop(reply.request.id, None)
+
+    def _leave(self, reply: _Reply, *, keep: bool = True) -> None:
+        self._scheduler.remove(reply.sequence, keep=keep)
+        del self._reply_of[reply.sequence]
+        self._watched.pop(reply.sequence, None)
+        reply.is_done = True
+        self._has_finished = True
+        reply.notify()
+
+    def _fail(self, reply: _Reply, error: EngineError) -> None:
+        reply.error = error
+        self._leave(reply, keep=False)
+        self._replies.pop(reply.request.id, None)
+        self.stats.failed_requests += 1
+
+    def _fail_unfinite(self, sequence: Sequence, found: str) -> None:
+        """A request whose numbers broke fails alone: its pages are zeroed, the others go on."""
+        cause = (
+            f"{found}. The weights of version {self._version} give values that are not finite: a "
+            "diverged or half-loaded policy?"
+        )
+        if sequence.is_score:
+            future, _ = self._scoring.pop(sequence)
+            self._scheduler.remove(sequence, keep=False)
+            if not future.done():
+                future.set_exception(EngineError(f"score: {cause}"))
+        else:
+            reply = self._reply_of[sequence]
+            self._fail(reply, EngineError(f"request {reply.request.id}: {cause}"))
+        self._cache.forget()
+        self._cache.clear_free_pages()
+
+    def _fail_all(self, error: EngineError) -> None:
+        for reply in list(self._reply_of.values()):
+            self._fail(reply, error)
+        for sequence, (future, _) in list(self._scoring.items()):
+            self._scheduler.remove(sequence, keep=False)
+            if not future.done():
+                future.set_exception(error)
+        self._scoring.clear()
+
+    # -- weights ------------------------------------------------------------------------------
+
+    def _drop_cache(self) -> None:
+        """Every running request waits to be computed again, and no prefix is known."""
+        scheduler = self._scheduler
+        for sequence in [*self._rows.sequences, *scheduler.prefilling]:
+            scheduler.preempt(sequence, keep=False)
+        scheduler.num_preemptions = 0  # these were asked for; the counter tells a lack of pages
+        self._cache.forget()
+
+    def _copy_with(self, source: Mapping[str, Any] | str) -> Decoder:
+        shared = self._shared
+        if isinstance(source, str | Path):
+            tensors, where = read_tensors(source), str(source)
+        else:
+            tensors = {name: (lambda tensor=tensor: tensor) for name, tensor in source.items()}
+            where = "load_weights"
+        with torch.device("meta"):
+            model = Decoder(shared.config)
+        model = model.to(shared.embedding.dtype).to_empty(device=shared.embedding.device)
+        load_weights(model, tensors, where=where)
+        return model.requires_grad_(False)

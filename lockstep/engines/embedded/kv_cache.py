@@ -1,0 +1,299 @@
+"""Keys and values in pages, shared between requests that have a prefix in common.
+
+A page holds `page_size` consecutive positions of one path of tokens. Pages whose content is known
+stand in a trie, one node per page: a request walks it with its prompt, uses full pages in place,
+and goes on in a partly filled last page if nobody else does, or in a copy of it. So reuse is exact
+to the token, although memory is handed out in pages.
+
+Cost: a lookup is O(prompt) plus, in the page where paths part, O(paths that part there); taking
+and freeing a page is O(1); nothing here runs once per sampled token.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+Ids = npt.NDArray[np.int32]
+
+ZERO_PAGE = 0
+"""Never handed out and always zero: fills the unused places of page tables, so that what a masked
+key multiplies is finite whatever other requests computed."""
+
+
+@dataclass(slots=True, eq=False)
+class PageNode:
+    """A page of the trie: the positions that follow its parent's."""
+
+    page: int
+    parent: PageNode | None
+    uid: int
+    epoch: int
+    length: int = 0
+    """Positions of the page that are computed and known."""
+    num_users: int = 0
+    """Leases that hold it, or hold a page below it."""
+    num_probes: int = 0
+    """How many of the index' prefix lengths it is entered under."""
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """The pages that one request holds, in the order of its positions."""
+
+    epoch: int
+    pages: list[int] = field(default_factory=list)
+    nodes: list[PageNode] = field(default_factory=list)
+    """The trie's node of each page as far as they are entered. A node of another page than ours
+    means that somebody else computed the same tokens first; ours then stays private."""
+    num_cached: int = 0
+    """Positions that were found computed."""
+    num_committed: int = 0
+    """Positions entered into the trie."""
+
+
+class PagedCache:
+    """Memory for keys and values, the trie over it, and the least recently used order."""
+
+    def __init__(
+        self,
+        *,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        num_pages: int,
+        page_size: int,
+        is_caching: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.page_size, self.num_pages, self.is_caching = page_size, num_pages, is_caching
+        self._shape = (num_layers, num_pages + 1, num_kv_heads, page_size, head_dim)
+        self._dtype, self._device = dtype, device
+        self._tokens = np.zeros((num_pages + 1, page_size), np.int32)
+        # Prefix lengths under which a page can be found: dense where most prompts part.
+        probes = [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128]
+        while probes[-1] < page_size:
+            probes.append(2 * probes[-1])
+        self._probes = [p for p in probes if p < page_size] + [page_size]
+        self.epoch = 0
+        self._next_uid = 1
+        self._index: dict[tuple[int, bytes], dict[PageNode, None]] = {}
+        self._idle: OrderedDict[PageNode, None] = OrderedDict()
+        self._copies: list[tuple[int, int]] = []
+        self._free: list[int] = []
+        self.keys = self.values = torch.empty(0)
+        self.allocate()
+
+    # -- memory -------------------------------------------------------------------------------
+
+    def allocate(self) -> None:
+        """Takes the memory, all zero: a masked place is multiplied by 0 and must be finite."""
+        self.keys = torch.zeros(self._shape, dtype=self._dtype, device=self._device)
+        self.values = torch.zeros_like(self.keys)
+        self._free = list(range(self.num_pages, 0, -1))
+
+    def deallocate(self) -> None:
+        """Gives the memory back. No lease may be out."""
+        self.forget()
+        assert len(self._free) == self.num_pages, "a lease is out while the cache is put to sleep"
+        self.keys = self.values = torch.empty(0)
+
+    @property
+    def num_available(self) -> int:
+        """Pages that can be handed out: free ones, and cached ones that no request uses."""
+        return len(self._free) + len(self._idle)
+
+    def _take(self) -> int:
+        if self._free:
+            return self._free.pop()
+        # A node is used for as long as one below it is, and is put here after it: the oldest entry
+        # is always a leaf.
+        node, _ = self._idle.popitem(last=False)
+        self._drop_from_index(node)
+        return node.page
+
+    # -- leases -------------------------------------------------------------------------------
+
+    def open(self, ids: Ids, *, reuse: int) -> Lease | None:
+        """Pages for all of `ids`, of whose first `reuse` those that are known are not computed again.
+
+        None if there are not enough pages; nothing has changed then.
+        """
+        lease = Lease(self.epoch)
+        path, partial, length = self._walk(ids, reuse)
+        for node in path:
+            self._use(node)
+        lease.nodes = path
+        lease.pages = [node.page for node in path]
+        lease.num_cached = lease.num_committed = len(path) * self.page_size
+        needed = -(-len(ids) // self.page_size) - len(path)
+        if partial is not None and partial.num_users == 0 and length == partial.length:
+            # It ends where we go on: no one loses anything if we write behind it.
+            self._use(partial)
+            lease.nodes.append(partial)
+            lease.pages.append(partial.page)
+            lease.num_cached = lease.num_committed = lease.num_cached + length
+            partial, needed = None, needed - 1
+        if needed > self.num_available:
+            self._unuse(lease)
+            return None
+        if partial is not None:
+            # The copy reads every source before it writes: it stays right if the source is handed
+            # out again before the step that copies.
+            source, page = partial.page, self._take()
+            self._copies.append((source, page))
+            lease.pages.append(page)
+            lease.num_cached += length
+            needed -= 1
+        lease.pages += [self._take() for _ in range(needed)]
+        return lease
+
+    def grow(self, lease: Lease) -> int | None:
+        """One more page, or None if there is none."""
+        if not self.num_available:
+            return None
+        lease.pages.append(self._take())
+        return lease.pages[-1]
+
+    def commit(self, lease: Lease, ids: Ids) -> None:
+        """Makes the computed positions, whose tokens are `ids`, known to other requests."""
+        if not self.is_caching or lease.epoch != self.epoch or len(ids) <= lease.num_committed:
+            return
+        size = self.page_size
+        for i in range(lease.num_committed // size, -(-len(ids) // size)):
+            part = ids[i * size : (i + 1) * size]
+            parent = lease.nodes[i - 1] if i else None
+            own = lease.nodes[i] if i < len(lease.nodes) else None
+            twin = self._full_page(parent, part) if len(part) == size else None
+            if own is None:
+                if twin is None:
+                    own = PageNode(lease.pages[i], parent, self._next_uid, self.epoch)
+                    self._next_uid += 1
+                    own.num_users = 1
+                    self._extend(own, part)
+                else:
+                    self._use(own := twin)
+                lease.nodes.append(own)
+            elif twin is None:
+                self._extend(own, part)
+            elif twin is not own:
+                self._drop_from_index(own)
+                self._use(twin)
+                lease.nodes[i] = twin
+        lease.num_committed = len(ids)
+
+    def close(self, lease: Lease, ids: Ids, *, keep: bool = True) -> None:
+        """Ends a lease whose computed positions hold `ids`; they stay cached if `keep`."""
+        if keep:
+            self.commit(lease, ids)
+        nodes = lease.nodes
+        self._free += [
+            page
+            for i, page in enumerate(lease.pages)
+            if i >= len(nodes) or nodes[i].page != page
+        ]
+        self._unuse(lease)
+
+    def forget(self) -> None:
+        """Drops every cached prefix. Open leases keep their pages and are not shared any more."""
+        self._free += [node.page for node in self._idle]
+        self._idle.clear()
+        self._index.clear()
+        self.epoch += 1
+
+    def clear_free_pages(self) -> None:
+        """Zeroes what nobody holds: after a request whose values were not finite."""
+        free = torch.tensor(self._free, device=self._device)
+        self.keys.index_fill_(1, free, 0)
+        self.values.index_fill_(1, free, 0)
+
+    def run_copies(self) -> None:
+        """Carries out the copies of the leases opened since the last call, in one go."""
+        if not self._copies:
+            return
+        source, target = torch.tensor(self._copies, device=self._device).unbind(1)
+        self._copies.clear()
+        for cache in (self.keys, self.values):
+            cache.index_copy_(1, target, cache.index_select(1, source))
+
+    def num_known(self, ids: Ids) -> int:
+        """How many of the first positions of `ids` need not be computed."""
+        path, _, length = self._walk(ids, len(ids))
+        return len(path) * self.page_size + length
+
+    # -- the trie -----------------------------------------------------------------------------
+
+    def _walk(self, ids: Ids, limit: int) -> tuple[list[PageNode], PageNode | None, int]:
+        """(full pages, the page that goes on furthest behind them, for how many positions)."""
+        path: list[PageNode] = []
+        if not self.is_caching:
+            return path, None, 0
+        size = self.page_size
+        while True:
+            at = len(path) * size
+            part = ids[at : min(at + size, limit)]
+            parent = path[-1] if path else None
+            if len(part) == size and (node := self._full_page(parent, part)) is not None:
+                path.append(node)
+                continue
+            return path, *self._furthest(parent, part)
+
+    def _key(self, parent: PageNode | None, part: Ids) -> tuple[int, bytes]:
+        return (0 if parent is None else parent.uid, part.tobytes())
+
+    def _full_page(self, parent: PageNode | None, part: Ids) -> PageNode | None:
+        nodes = self._index.get(self._key(parent, part))
+        return next(iter(nodes)) if nodes else None
+
+    def _furthest(self, parent: PageNode | None, part: Ids) -> tuple[PageNode | None, int]:
+        for probe in reversed(self._probes):
+            if probe > len(part):
+                continue
+            nodes = self._index.get(self._key(parent, part[:probe]))
+            if not nodes:
+                continue
+            found = list(nodes)
+            same = self._tokens[[node.page for node in found], : len(part)] == part
+            lengths = np.minimum(
+                np.where(same.all(1), len(part), same.argmin(1)), [n.length for n in found]
+            )
+            best = int(lengths.argmax())
+            return found[best], int(lengths[best])
+        return None, 0
+
+    def _extend(self, node: PageNode, part: Ids) -> None:
+        """The node's page holds `part`, which begins with what it was known to hold."""
+        self._tokens[node.page, node.length : len(part)] = part[node.length :]
+        node.length = len(part)
+        while node.num_probes < len(self._probes) and self._probes[node.num_probes] <= len(part):
+            key = self._key(node.parent, part[: self._probes[node.num_probes]])
+            self._index.setdefault(key, {})[node] = None
+            node.num_probes += 1
+
+    def _drop_from_index(self, node: PageNode) -> None:
+        for probe in self._probes[: node.num_probes]:
+            key = self._key(node.parent, self._tokens[node.page, :probe])
+            nodes = self._index[key]
+            del nodes[node]
+            if not nodes:
+                del self._index[key]
+        node.num_probes = 0
+
+    def _use(self, node: PageNode) -> None:
+        if node.num_users == 0:
+            del self._idle[node]
+        node.num_users += 1
+
+    def _unuse(self, lease: Lease) -> None:
+        for node in reversed(lease.nodes):
+            node.num_users -= 1
+            if node.num_users == 0:
+                if node.epoch == self.epoch:
+                    self._idle[node] = None
+                else:
+                    self._free.append(node.page)

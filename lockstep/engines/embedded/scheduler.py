@@ -1,0 +1,172 @@
+"""Who runs: admission, shared prefixes, chunks of prefill, preemption.
+
+Requests are taken by priority, then in the order of their arrival. A request that runs out of pages
+takes them from the last one in that order, which is computed again later; the first one in the
+order can take all pages, and any request fits in all pages, so somebody always gets on.
+"""
+
+from __future__ import annotations
+
+import heapq
+
+import numpy as np
+
+from lockstep.engines.embedded.batch import Chunk, Rows, Sequence
+from lockstep.engines.embedded.kv_cache import PagedCache
+
+
+class Scheduler:
+    """Waiting, prefilling and running requests over one cache."""
+
+    def __init__(self, *, rows: Rows, cache: PagedCache, max_sequences: int, max_tokens: int) -> None:
+        self.rows, self.cache = rows, cache
+        self.max_sequences, self.max_tokens = max_sequences, max_tokens
+        self._waiting: list[tuple[tuple[int, int], Sequence]] = []
+        self.prefilling: list[Sequence] = []
+        self.num_preemptions = 0
+        self.num_cached_tokens = 0
+        self.num_single_tokens = 0
+        """Prompt tokens fed as rows: all the rest of the prompt was cached."""
+
+    @property
+    def num_running(self) -> int:
+        """Requests that hold pages."""
+        return self.rows.num + len(self.prefilling)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._waiting) or self.num_running > 0
+
+    def sequences(self) -> list[Sequence]:
+        """Every request, running ones first."""
+        return [*self.rows.sequences, *self.prefilling, *(s for _, s in sorted(self._waiting))]
+
+    def add(self, sequence: Sequence) -> None:
+        """Puts a request in its place among the waiting ones."""
+        heapq.heappush(self._waiting, (sequence.rank, sequence))
+
+    def remove(self, sequence: Sequence, *, keep: bool = True) -> None:
+        """Takes a request out, wherever it is; what it computed stays cached if `keep`."""
+        if sequence.lease is None:
+            self._waiting = [entry for entry in self._waiting if entry[1] is not sequence]
+            heapq.heapify(self._waiting)
+            return
+        self._vacate(sequence, keep=keep)
+
+    def preempt(self, sequence: Sequence, *, keep: bool = True) -> None:
+        """Takes a request's pages; it waits and is computed again from what is cached by then."""
+        rows, row = self.rows, sequence.row
+        if row >= 0:
+            count = int(rows.counts[row])
+            sequence.sampled_ids = rows.sampled_ids[row, :count].copy()
+            sequence.sampled_logprobs = rows.logprobs[row, :count].copy()
+        self._vacate(sequence, keep=keep)
+        self.num_preemptions += 1
+        self.add(sequence)
+
+    def _vacate(self, sequence: Sequence, *, keep: bool) -> None:
+        lease, row = sequence.lease, sequence.row
+        assert lease is not None, "only a request with pages can be vacated"
+        if row >= 0:
+            rows = self.rows
+            known = len(sequence.ids)
+            total = int(rows.positions[row]) + 1
+            if total > known:  # ids of the prompt, then what was sampled since it was admitted
+                count = int(rows.counts[row])
+                tail = rows.sampled_ids[row, count - (total - known) : count]
+                sequence.ids = np.concatenate([sequence.ids, tail])
+            computed = total - 1
+            rows.remove(row)
+        else:
+            self.prefilling.remove(sequence)
+            computed = sequence.num_computed
+        self.cache.close(lease, sequence.ids[:computed], keep=keep and not sequence.is_score)
+        sequence.lease = None
+        sequence.num_computed = 0
+
+    # -- one step -----------------------------------------------------------------------------
+
+    def plan(self) -> list[Chunk]:
+        """Makes room, admits, and hands out this step's prefill. The rows are ready to be fed."""
+        self._give_pages()
+        self._admit()
+        budget = self.max_tokens - self.rows.num
+        chunks: list[Chunk] = []
+        for sequence in self.prefilling:
+            if budget <= 0:
+                break
+            stop = min(sequence.num_to_compute, sequence.num_computed + budget)
+            chunks.append(Chunk(sequence, sequence.num_computed, stop))
+            budget -= stop - sequence.num_computed
+        return chunks
+
+    def _give_pages(self) -> None:
+        needy = self.rows.full_rows()
+        for sequence in sorted(needy, key=lambda s: s.rank):
+            while sequence.row >= 0:
+                assert sequence.lease is not None, "a running request holds pages"
+                page = self.cache.grow(sequence.lease)
+                if page is not None:
+                    self.rows.add_page(sequence.row, page)
+                    break
+                self.preempt(self._last_in_order())
+
+    def _last_in_order(self) -> Sequence:
+        return max([*self.rows.sequences, *self.prefilling], key=lambda s: s.rank)
+
+    def _admit(self) -> None:
+        deferred = []
+        pending = sum(s.num_to_compute - s.num_computed for s in self.prefilling)
+        while self._waiting and pending + self.rows.num < self.max_tokens:
+            entry = self._waiting[0]
+            sequence = entry[1]
+            if self._awaits_prefix(sequence):
+                deferred.append(heapq.heappop(self._waiting))
+                continue
+            lease = None
+            if self.num_running < self.max_sequences:
+                reuse = 0 if sequence.is_score else len(sequence.ids) - 1
+                lease = self.cache.open(sequence.ids[: sequence.num_to_compute], reuse=reuse)
+            if lease is None:
+                if not self.num_running:
+                    break
+                victim = self._last_in_order()
+                if victim.request.priority <= sequence.request.priority:
+                    break
+                self.preempt(victim)
+                continue
+            heapq.heappop(self._waiting)
+            sequence.lease = lease
+            sequence.num_computed = lease.num_cached
+            self.num_cached_tokens += lease.num_cached
+            if sequence.num_cached < 0:
+                sequence.num_cached = lease.num_cached
+            remaining = sequence.num_to_compute - lease.num_cached
+            if remaining == 1 and not sequence.is_score:
+                self.num_single_tokens += 1
+                self.rows.append(sequence)  # its one token is fed as a sampled one would be
+            else:
+                self.prefilling.append(sequence)
+                pending += remaining
+        for entry in deferred:
+            heapq.heappush(self._waiting, entry)
+
+    def _awaits_prefix(self, sequence: Sequence) -> bool:
+        """Whether a request under way computes at least half of what this one would have to, so that
+        waiting for it saves more than it costs."""
+        if not self.cache.is_caching or sequence.is_score:
+            return False
+        ids = sequence.ids
+        least = -(-len(ids) // 2)
+        head = ids[:least].tobytes()
+        others = [
+            other.ids
+            for other in self.prefilling
+            if not other.is_score and other.ids[:least].tobytes() == head
+        ]
+        if not others:
+            return False
+        known = self.cache.num_known(ids[:-1])
+        needed = known + -(-(len(ids) - 1 - known) // 2)
+        wanted = ids[:needed].tobytes()
+        return needed > known and any(other[:needed].tobytes() == wanted for other in others)
