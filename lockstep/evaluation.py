@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from lockstep.agent.config import AgentConfig
-from lockstep.agent.loop import collect
+from lockstep.agent.loop import Budget, collect, sampling_of
 from lockstep.agent.task_config import TaskConfig
 from lockstep.engines.base import Engine
 from lockstep.renderers.base import Renderer
@@ -73,31 +73,41 @@ async def evaluate(
     agent: AgentConfig,
     tasks: Sequence[Task],
     *,
-    num_samples: int,
-    temperature: float | None = None,
-    max_tokens: int,
-    seed: int,
-    success_reward: float,
     name: str,
+    num_samples: int,
+    temperature: float,
+    max_tokens: int,
+    run_seed: int,
+    success_reward: float,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> tuple[dict[str, float], list[Group]]:
     """Plays `tasks` num_samples times each and returns (metrics `eval/NAME...`, the episodes).
 
     A failed episode counts with reward 0 and is counted under eval/NAME/failed: leaving it out
-    would reward a policy for crashing its tools.
+    would reward a policy for crashing its tools. The draws depend on (run_seed, name, task, sample),
+    so that two evaluations of one policy are equal and those of two policies are paired.
     """
+    total, done = len(tasks) * num_samples, 0
+
+    def progress(_: object) -> None:
+        nonlocal done
+        done += 1
+        if on_progress is not None:
+            on_progress(done, total)
+
     groups = await collect(
         engine,
         renderer,
-        lambda t: task.environment(t, agent),
+        lambda each: task.environment(each, agent),
         tasks,
         group_size=num_samples,
-        agent=agent,
-        temperature=temperature,
-        max_tokens=max_tokens,
-        seed=seed,
+        sampling=replace(sampling_of(agent), temperature=temperature),
+        budget=Budget.of(agent, max_tokens=max_tokens),
+        run_seed=run_seed,
+        split=name,
+        max_in_flight=agent.max_in_flight,
         score_group=task.group_scorer(),
-        on_progress=on_progress,
+        on_progress=progress,
     )
     trajectories = [t for g in groups for t in g.trajectories]
 

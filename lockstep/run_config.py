@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from lockstep.agent.config import AgentConfig
-from lockstep.agent.task_config import TaskConfig
+from lockstep.agent.task_config import DialogueConfig, TaskConfig
 from lockstep.engines.config import EmbeddedConfig
 from lockstep.errors import ConfigError
-from lockstep.objectives.config import GRPO, BatchBaseline, MeanBaseline, PPOClip, Reinforce
-from lockstep.renderers.config import ChatMLConfig, HarmonyConfig
+from lockstep.objectives.config import GRPO, AdvantageConfig, ObjectiveConfig, PPOClip
+from lockstep.renderers.config import RendererConfig
 from lockstep.store.config import RecordConfig
-from lockstep.train.config import CheckpointConfig, TrainerConfig
+from lockstep.train.config import CheckpointConfig, SFTConfig, TrainerConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,11 +46,8 @@ class EvaluationConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class MismatchConfig:
-    """When the gap between sampler and trainer is looked at, and what it does."""
+    """What the gap between sampler and trainer sets off. It is measured on every step, always."""
 
-    after_every: int = 10
-    """Steps between measurements after the update (mismatch_after/...); 0 is never. The measurement
-    before the update is made on every step and cannot be switched off."""
     warning: float = 0.01
     """max(|k1|, k2, k3) above which a step is marked."""
     critical: float = 0.1
@@ -66,8 +63,8 @@ class MismatchConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
-    """One training run."""
+class ModelChoice:
+    """Which model, and how it is run: what every kind of run has in common."""
 
     name: str = "run"
     """Names the run directory: runs/NAME-TIMESTAMP."""
@@ -75,8 +72,6 @@ class Config:
     """A shipped model, a checkpoint directory in Hugging Face's form, or ORGANISATION/NAME."""
     seed: int = 0
     """Of tasks, sampling and everything else that is drawn."""
-    steps: int = 100
-    """Training steps."""
     max_tokens: int = 512
     """Longest row: prompt, sampled and observed tokens of one episode."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -85,24 +80,41 @@ class Config:
     """CPU threads of torch."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the model runs; auto takes a GPU where there is one."""
+    renderer: RendererConfig | None = None
+    """How dialogues become tokens; none takes what the model was trained with: its renderer.json,
+    or the format of its architecture."""
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    """Optimizer, schedule and micro-batches."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_tokens", "threads"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1.")
+        if not self.name or "/" in self.name:
+            raise ConfigError(f"name={self.name!r} must be usable as part of a directory name.")
+        self.trainer.check_budget(self.max_tokens)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(ModelChoice):
+    """One training run."""
+
+    steps: int = 100
+    """Training steps."""
     groups_per_step: int = 8
     """Tasks per step."""
     group_size: int = 8
     """Episodes per task: what a group baseline compares."""
     task: TaskConfig
     """What the agent is trained on."""
-    renderer: HarmonyConfig | ChatMLConfig | None = None
-    """How dialogues become tokens; none takes the one that the model's architecture was made for."""
     agent: AgentConfig = field(default_factory=AgentConfig)
     """Budgets of an episode and how its tokens are drawn."""
     engine: EmbeddedConfig = field(default_factory=EmbeddedConfig)
     """What samples."""
-    advantage: GRPO | MeanBaseline | BatchBaseline = field(default_factory=GRPO)
+    advantage: AdvantageConfig = field(default_factory=GRPO)
     """How rewards become advantages."""
-    objective: PPOClip | Reinforce = field(default_factory=PPOClip)
+    objective: ObjectiveConfig = field(default_factory=PPOClip)
     """The policy loss."""
-    trainer: TrainerConfig = field(default_factory=TrainerConfig)
-    """Optimizer, schedule and micro-batches."""
     mismatch: MismatchConfig = field(default_factory=MismatchConfig)
     """Alarms on the gap between sampler and trainer."""
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
@@ -113,25 +125,38 @@ class Config:
     """What of the trajectories is kept, and extra loggers."""
 
     def __post_init__(self) -> None:
-        for name in ("steps", "max_tokens", "threads", "groups_per_step", "group_size"):
+        ModelChoice.__post_init__(self)
+        for name in ("steps", "groups_per_step", "group_size"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least 1.")
-        if not self.name or "/" in self.name:
-            raise ConfigError(f"name={self.name!r} must be usable as part of a directory name.")
-        if self.group_size == 1 and self.advantage.needs_group:
-            raise ConfigError(
-                "group_size=1 with a group baseline: an episode compared with itself has the "
-                "advantage 0 and nothing is learned. Choose group_size=2 or more, or "
-                "advantage=batch_baseline."
-            )
-        if self.trainer.max_tokens_per_microbatch < self.max_tokens:
-            raise ConfigError(
-                f"trainer.max_tokens_per_microbatch={self.trainer.max_tokens_per_microbatch} is "
-                f"smaller than max_tokens={self.max_tokens}: the longest row would fit in no "
-                "micro-batch, and a row is never split. Raise the first or lower the second."
-            )
+        self.advantage.check_group_size(self.group_size)
         if self.agent.max_turn_tokens >= self.max_tokens:
             raise ConfigError(
                 f"agent.max_turn_tokens={self.agent.max_turn_tokens} leaves no room for a prompt "
                 f"within max_tokens={self.max_tokens}."
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SupervisedConfig(ModelChoice):
+    """One supervised run: `lockstep sft`."""
+
+    sft: SFTConfig = field(default_factory=SFTConfig)
+    """The file of dialogues, and how it is trained on."""
+    data: DialogueConfig | None = None
+    """Dialogues made by a program, in place of sft.path."""
+    spelling_dropout: float = 0.0
+    """Share of the tokenizer's merges that is left out in replies (BPE dropout): the model learns
+    that one text has many spellings."""
+    create: Literal["", "gpt_oss", "qwen3"] = ""
+    """Begin with a tiny model of this architecture, random weights and a tokenizer made for document
+    search, in place of `model`."""
+
+    def __post_init__(self) -> None:
+        ModelChoice.__post_init__(self)
+        if bool(self.sft.path) == (self.data is not None):
+            raise ConfigError(
+                "give the dialogues once: sft.path=FILE.jsonl, or data=KIND for generated ones."
+            )
+        if not 0 <= self.spelling_dropout < 1:
+            raise ConfigError(f"spelling_dropout={self.spelling_dropout} must lie in [0, 1).")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from lockstep.agent.config import AgentConfig
 from lockstep.agent.environment import Environment, GroupScorer
 from lockstep.agent.tasks import TaskSource
-from lockstep.types import Task
+from lockstep.types import Message, Task
 
 Split = Literal["train", "eval"]
 
@@ -35,3 +36,28 @@ class TaskConfig:
     def group_scorer(self) -> GroupScorer | None:
         """How episodes of one group are scored against each other; None scores each alone."""
         return None
+
+    def label(self, task: Task) -> str:
+        """A kind of task to report apart in evaluations ("2-hop"); "" for none."""
+        return ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DialogueConfig:
+    """Base of what a model is trained on by example, where it is not a file: dialogues made by a
+    program. A subclass is a choice of the setting `data` of `lockstep sft`, by its tag."""
+
+    def stages(self, seed: int) -> Sequence[DialogueStage]:
+        """The stages of the training, in order. Their shares add up to 1."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DialogueStage:
+    """Dialogues for one part of a supervised training."""
+
+    share: float
+    """Of the steps."""
+    dialogues: Sequence[Sequence[Message]]
+    word_weights: Mapping[str, float]
+    """Loss weight of words in replies; others have 1."""

@@ -32,8 +32,10 @@ COMPANIONS = (
     "special_tokens_map.json",
     "generation_config.json",
     "chat_template.jinja",
+    "renderer.json",
 )
-"""Files beside the weights that travel with a checkpoint."""
+"""Files beside the weights that travel with a checkpoint. renderer.json is ours: the settings of the
+renderer that the model was trained with."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,13 @@ def _check_choice(where: str, found: str, choices: tuple[str, ...]) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class HarmonyConfig:
+class RendererConfig:
+    """Base of the renderers' settings. A subclass is a choice of the setting `renderer`, by its tag;
+    `registry.make_renderer` makes the renderer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HarmonyConfig(RendererConfig):
     """The format of gpt-oss."""
 
     system_message: bool = True
@@ -47,7 +53,7 @@ class HarmonyConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChatMLConfig:
+class ChatMLConfig(RendererConfig):
     """The format of Qwen3."""
 
     tools_in_prompt: bool = True
@@ -64,7 +70,3 @@ class ChatMLConfig:
 
     def __post_init__(self) -> None:
         _check_choice("renderer.thinking", self.thinking, _THINKING)
-
-
-RendererConfig = HarmonyConfig | ChatMLConfig
-"""The renderers that are shipped; `registry.make_renderer` makes one."""

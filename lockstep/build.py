@@ -1,0 +1,240 @@
+"""From settings to the parts of a run: what is checked first, and what is loaded then.
+
+`check_config` finds what can be known without a model, in well under two seconds and without torch.
+`build` loads the model and wires engine, trainer and renderer around it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lockstep.config import from_dict
+from lockstep.errors import CheckpointError, ConfigError, DataError, RunError
+from lockstep.models.config import Architecture, ModelConfig
+from lockstep.models.locate import locate_model
+from lockstep.renderers.base import Renderer
+from lockstep.renderers.config import ChatMLConfig, HarmonyConfig, RendererConfig
+from lockstep.renderers.registry import make_renderer
+from lockstep.renderers.tokenizer import Tokenizer
+from lockstep.run_config import Config, ModelChoice
+from lockstep.store.run import Run, load_run
+
+if TYPE_CHECKING:
+    from lockstep.engines.embedded.engine import EmbeddedEngine
+    from lockstep.models.decoder import Decoder
+    from lockstep.train.trainer import Trainer
+
+RENDERER_FILE = "renderer.json"
+
+DEFAULT_RENDERERS: dict[Architecture, type[RendererConfig]] = {
+    "gpt_oss": HarmonyConfig,
+    "qwen3": ChatMLConfig,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Foundation:
+    """What a run stands on, known without torch."""
+
+    directory: Path
+    model: ModelConfig
+    renderer_config: RendererConfig
+    renderer: Renderer
+
+
+@dataclass(slots=True)
+class Parts:
+    """The loaded parts of one run, in one process."""
+
+    foundation: Foundation
+    model: Decoder
+    engine: EmbeddedEngine
+    trainer: Trainer
+
+    @property
+    def renderer(self) -> Renderer:
+        return self.foundation.renderer
+
+
+# -- before anything is loaded --------------------------------------------------------------------
+
+
+def check_config(config: Config) -> Foundation:
+    """Everything that can be wrong and be known without loading a model. Returns what it read.
+
+    Raises ConfigError, CheckpointError, RendererError or DataError, with both values and the fix.
+    """
+    foundation = lay_foundation(config)
+    config.task.check()
+    first = next(config.task.tasks(split="train", seed=config.seed), None)
+    if first is None:
+        raise DataError("the task source has no training task.")
+    next(config.task.tasks(split="eval", seed=config.seed), None)
+    _check_first_prompt(config, foundation, first)
+    return foundation
+
+
+def lay_foundation(config: ModelChoice) -> Foundation:
+    """Model config, tokenizer and renderer of a run, checked against each other."""
+    directory = locate_model(config.model)
+    model = ModelConfig.from_directory(directory)
+    if config.max_tokens > model.max_positions:
+        raise ConfigError(
+            f"max_tokens={config.max_tokens} is more than the {model.max_positions} positions that "
+            f"model={config.model} was made for."
+        )
+    if not (directory / "tokenizer.json").is_file():
+        raise CheckpointError(f"model={config.model}: {directory} has no tokenizer.json.")
+    tokenizer = Tokenizer.from_file(directory)
+    if tokenizer.vocab_size > model.vocab_size:
+        raise CheckpointError(
+            f"model={config.model}: the tokenizer has ids up to {tokenizer.vocab_size - 1}, the "
+            f"model's vocabulary ends at {model.vocab_size - 1}. They belong to different models."
+        )
+    chosen = config.renderer or renderer_of(directory, model)
+    return Foundation(directory, model, chosen, make_renderer(chosen, tokenizer))
+
+
+def renderer_of(directory: Path, model: ModelConfig) -> RendererConfig:
+    """The renderer that a model was trained with: its own file, or its architecture's format."""
+    path = directory / RENDERER_FILE
+    if path.is_file():
+        try:
+            return from_dict(_RendererFile, json.loads(path.read_text())).renderer
+        except ValueError as error:
+            raise ConfigError(f"{path}: {error}") from None
+    return DEFAULT_RENDERERS[model.architecture]()
+
+
+def write_renderer(directory: Path, renderer: RendererConfig) -> None:
+    """Keeps `renderer` beside a checkpoint, for `renderer_of`."""
+    from lockstep.config import dumps
+
+    (directory / RENDERER_FILE).write_text(dumps(_RendererFile(renderer=renderer)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _RendererFile:
+    renderer: RendererConfig
+
+
+def _check_first_prompt(config: Config, foundation: Foundation, task: Any) -> None:
+    """Renders the first task's prompt: a format that cannot write it, or a budget that cannot hold
+    it, fails here and not in every episode."""
+    import asyncio
+
+    async def first_prompt() -> int:
+        environment = config.task.environment(task, config.agent)
+        try:
+            messages = await environment.reset()
+            return len(foundation.renderer.render(messages, environment.tools))
+        finally:
+            await environment.close()
+
+    size = asyncio.run(first_prompt())
+    if size + 1 >= config.max_tokens:
+        raise ConfigError(
+            f"the prompt of task {task.id} has {size} tokens and max_tokens={config.max_tokens}: no "
+            f"row fits. Raise max_tokens (the model allows {foundation.model.max_positions})."
+        )
+
+
+def plan(config: Config) -> list[str]:
+    """What a run will do, in a few lines: printed by --dry-run and at the start."""
+    foundation = lay_foundation(config)
+    model, episodes = foundation.model, config.groups_per_step * config.group_size
+    experts = f", {model.num_experts} experts, {model.num_active_experts} active"
+    return [
+        f"model      {config.model}: {model.architecture}, {model.num_layers} layers of width "
+        f"{model.hidden_size}{experts if model.is_moe else ''}, {config.dtype}",
+        f"sampler    embedded engine over the trainer's own weights; {foundation.renderer.name} "
+        "tokens, token in, token out",
+        f"step       {config.groups_per_step} tasks x {config.group_size} episodes = {episodes} "
+        f"trajectories of at most {config.max_tokens} tokens; {config.steps} steps",
+        "update     one-pass: mismatch is measured inside the training forward, before the "
+        "optimizer moves",
+    ]
+
+
+# -- loading --------------------------------------------------------------------------------------
+
+
+def build(config: Config, foundation: Foundation, *, weights: Path | None = None) -> Parts:
+    """Loads the model (from `weights`, or the config's own) and wires the parts around it."""
+    from lockstep.engines.embedded.engine import EmbeddedEngine
+    from lockstep.train.trainer import Trainer
+
+    model = load_model(config, foundation, weights=weights)
+    engine = EmbeddedEngine(
+        model,
+        config.engine,
+        token_bytes=foundation.renderer.tokenizer.all_token_bytes(),
+    )
+    trainer = Trainer(
+        model,
+        config.trainer,
+        like=foundation.directory,
+        temperature=config.agent.temperature,
+        total_updates=config.steps * config.trainer.updates_per_batch,
+    )
+    return Parts(foundation, model, engine, trainer)
+
+
+def load_model(
+    config: ModelChoice, foundation: Foundation, *, weights: Path | None = None
+) -> Decoder:
+    """The decoder on the config's device and dtype; sets torch's threads and seed."""
+    import torch
+
+    from lockstep.models.hf_io import load_checkpoint
+
+    torch.set_num_threads(config.threads)
+    torch.manual_seed(config.seed)
+    device = config.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device=cuda, and torch sees no GPU. Choose device=cpu or auto.")
+    return load_checkpoint(
+        weights or foundation.directory, dtype=getattr(torch, config.dtype), device=device
+    )
+
+
+# -- checkpoints and texts of a run ---------------------------------------------------------------
+
+
+def checkpoint_of(run: Run, step: int | None) -> Path:
+    """The checkpoint of a run: at `step`, or the best one, or the last. RunError if there is none."""
+    if step is None and (run.path / "checkpoints" / "best").is_dir():
+        return run.path / "checkpoints" / "best"
+    found = {c.step: c.path for c in run.checkpoints()}
+    if not found:
+        raise RunError(f"{run.path} has no checkpoint. Did it end before checkpoint.every steps?")
+    if step is None:
+        return found[max(found)]
+    if step not in found:
+        raise RunError(
+            f"{run.path} has no checkpoint of step {step}; it has {', '.join(map(str, found))}."
+        )
+    return found[step]
+
+
+def export_checkpoint(path: Path, directory: Path, *, step: int | None) -> str:
+    """Copies a run's checkpoint out as a Hugging Face directory. Returns the checkpoint's name."""
+    import shutil
+
+    source = checkpoint_of(load_run(path), step)
+    if directory.exists() and any(directory.iterdir()):
+        raise ConfigError(f"{directory} exists and is not empty; --hf names a new directory.")
+    shutil.copytree(source / "policy", directory, dirs_exist_ok=True)
+    return source.name
+
+
+def token_texts(config: dict[str, Any]) -> Callable[[int], str]:
+    """id -> text for a report of a run with this stored config."""
+    tokenizer = Tokenizer.from_file(locate_model(config["model"]))
+    return lambda token_id: tokenizer.decode([token_id])

@@ -1,0 +1,170 @@
+"""How the shipped tiny models begin: a tokenizer made for the task, and random weights.
+
+The tokenizer is byte-level BPE trained on demonstrations. Protocol strings (the call header, the
+opening of the arguments) come out as single tokens and as many longer spellings, so that decoding a
+sampled turn and encoding it again really gives other ids, as it does for large models whose
+vocabulary holds `<think>` whole and in pieces.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer as FastTokenizer
+
+from lockstep.models.config import Architecture, ModelConfig
+from lockstep.models.decoder import Decoder
+from lockstep.models.hf_io import save_checkpoint
+from lockstep.renderers.config import RendererConfig
+from lockstep.renderers.registry import make_renderer
+from lockstep.renderers.tokenizer import Tokenizer
+from lockstep.types import Message
+
+VOCAB_SIZE = 640  # more than the words of the demonstrations yield: merging runs out before
+
+CONTROL_TOKENS: dict[Architecture, tuple[str, ...]] = {
+    "gpt_oss": (
+        "<|endoftext|>", "<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>",
+        "<|call|>", "<|return|>",
+    ),
+    "qwen3": (
+        "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>", "<think>",
+        "</think>", "<tool_response>", "</tool_response>",
+    ),
+}  # fmt: skip
+END_TOKEN: dict[Architecture, str] = {"gpt_oss": "<|return|>", "qwen3": "<|im_end|>"}
+
+PROTOCOL = (
+    r"commentary to=functions\.\w+ |functions\.\w+ to=assistant"
+    r'|\{"keywords": \["|\n\{"name": "\w+", "arguments": \{"keywords": \["'
+)
+"""Strings that the pre-tokenizer leaves whole, so that merges can join them to one token."""
+
+
+def create_tiny_model(
+    architecture: Architecture,
+    directory: Path,
+    dialogues: Iterable[Sequence[Message]],
+    *,
+    renderer: RendererConfig | None,
+    seed: int,
+) -> None:
+    """Writes config.json, tokenizer.json and random weights: a checkpoint to train from.
+
+    dialogues: what the tokenizer's merges are counted on, as `renderer` writes them. Deterministic.
+    """
+    if renderer is None:
+        raise ValueError("create_tiny_model needs the renderer that its tokenizer is made for.")
+    directory.mkdir(parents=True, exist_ok=True)
+    tokenizer = train_tokenizer(architecture, dialogues, renderer)
+    (directory / "tokenizer.json").write_text(tokenizer.to_str(pretty=False))
+    end = tokenizer.token_to_id(END_TOKEN[architecture])
+    hf = hf_config(architecture, tokenizer.get_vocab_size(), end)
+    (directory / "config.json").write_text(json.dumps(hf, indent=2) + "\n")
+    model = Decoder(ModelConfig.from_hf(hf))
+    model.init_weights(std=hf["initializer_range"], seed=seed)
+    filled = directory.with_name(directory.name + "-filled")
+    save_checkpoint(model, filled, like=directory)
+    for file in filled.iterdir():
+        file.replace(directory / file.name)
+    filled.rmdir()
+
+
+def hf_config(architecture: Architecture, vocab_size: int, eos_token_id: int) -> dict[str, Any]:
+    """The Hugging Face config of the tiny model: two layers of width 64."""
+    common = {
+        "vocab_size": vocab_size,
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 1024,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": True,
+        "initializer_range": 0.05,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "eos_token_id": eos_token_id,
+        "bos_token_id": None,
+        "pad_token_id": 0,
+        "dtype": "float32",
+    }
+    if architecture == "qwen3":
+        return {
+            "architectures": ["Qwen3ForCausalLM"],
+            "model_type": "qwen3",
+            "intermediate_size": 128,
+            "layer_types": ["full_attention", "full_attention"],
+            **common,
+        }
+    return {
+        "architectures": ["GptOssForCausalLM"],
+        "model_type": "gpt_oss",
+        "intermediate_size": 64,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 64,
+        "layer_types": ["full_attention", "sliding_attention"],
+        "attention_bias": True,
+        **common,
+    }
+
+
+def train_tokenizer(
+    architecture: Architecture,
+    dialogues: Iterable[Sequence[Message]],
+    renderer: RendererConfig,
+) -> FastTokenizer:
+    """Byte-level BPE on the text that `renderer` encodes for `dialogues`."""
+    fast = FastTokenizer(models.BPE())
+    split = pre_tokenizers.Split(Regex(f"{PROTOCOL}| ?[A-Za-z]+|[^A-Za-z]+"), "isolated")
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    fast.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
+    fast.decoder = decoders.ByteLevel()
+    control = CONTROL_TOKENS[architecture]
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE - len(control),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    fast.train_from_iterator(_texts(control, dialogues, renderer), trainer)
+    fast.add_special_tokens(list(control))
+    return fast
+
+
+def _texts(
+    control: Sequence[str], dialogues: Iterable[Sequence[Message]], config: RendererConfig
+) -> list[str]:
+    """Every piece of text that the renderer encodes, by a tokenizer of bytes that remembers them."""
+    seen: list[str] = []
+
+    def remember(text: str) -> list[int]:
+        seen.append(text)
+        return list(text.encode())
+
+    recorder = Tokenizer(
+        remember,
+        text_tokens={i: bytes([i]) for i in range(256)},
+        control_tokens={name: 256 + i for i, name in enumerate(control)},
+        where="recorder",
+    )
+    renderer = make_renderer(config, recorder)
+    seen.clear()
+    for dialogue in dialogues:
+        waiting: list[Message] = []
+        reply: list[int] | None = None
+        for message in dialogue:
+            if message.role != "assistant":
+                waiting.append(message)
+                continue
+            if reply is None:
+                renderer.render(waiting)
+            else:
+                renderer.extend(reply, waiting)
+            waiting, reply = [], renderer.render_reply(message)
+    return seen

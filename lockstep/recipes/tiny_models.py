@@ -1,0 +1,52 @@
+"""The shipped models, rebuilt: `lockstep sft tiny-gpt-oss`, `lockstep sft tiny-qwen3`."""
+
+from __future__ import annotations
+
+from lockstep.envs.docsearch.demonstrations import SearchDemonstrationsConfig
+from lockstep.recipes import supervised_recipe
+from lockstep.renderers.config import ChatMLConfig, HarmonyConfig
+from lockstep.run_config import SupervisedConfig
+from lockstep.train.config import SFTConfig, TrainerConfig
+
+TRAINER = TrainerConfig(
+    lr=4e-3, betas=(0.9, 0.98), weight_decay=0.01, warmup_updates=50, schedule="linear",
+    min_lr_share=0.05,
+)  # fmt: skip
+
+
+@supervised_recipe
+def sft() -> SupervisedConfig:
+    """Trains a model on your own dialogues: sft.path=FILE.jsonl model=DIR."""
+    return SupervisedConfig(name="sft", sft=SFTConfig(path="dialogues.jsonl"), max_tokens=4096)
+
+
+@supervised_recipe
+def tiny_gpt_oss() -> SupervisedConfig:
+    """The shipped mixture of experts with attention sinks, from random weights: minutes on a CPU."""
+    return SupervisedConfig(
+        name="tiny-gpt-oss",
+        create="gpt_oss",
+        data=SearchDemonstrationsConfig(),
+        sft=SFTConfig(steps=900, rows_per_step=32, observed_weight=0.05),
+        trainer=TRAINER,
+        renderer=HarmonyConfig(
+            system_message=False, developer_heading=False, tools_in_prompt=False
+        ),
+        spelling_dropout=0.05,
+        max_tokens=512,
+    )
+
+
+@supervised_recipe
+def tiny_qwen3() -> SupervisedConfig:
+    """The shipped dense model, from random weights: minutes on a CPU."""
+    return SupervisedConfig(
+        name="tiny-qwen3",
+        create="qwen3",
+        data=SearchDemonstrationsConfig(),
+        sft=SFTConfig(steps=860, rows_per_step=32, observed_weight=0.05),
+        trainer=TRAINER,
+        renderer=ChatMLConfig(tools_in_prompt=False, has_empty_thinking=False),
+        spelling_dropout=0.05,
+        max_tokens=512,
+    )

@@ -1,0 +1,94 @@
+"""The figures of one step's episodes, beside what the trainer and the clock give."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from lockstep.types import Group, Sample, Trajectory
+
+TOKEN_COUNTERS = ("encoded", "prefilled", "cached")
+
+
+def step_metrics(
+    step: int, groups: Sequence[Group], rows: Sequence[Sample], trainer: Mapping[str, float]
+) -> dict[str, Any]:
+    """One row of metrics.jsonl, without `time/*`. `trainer`: what the update reported.
+
+    Rewards are over the episodes that did not fail; counters are means over all of them.
+    """
+    every = [t for g in groups for t in g.trajectories]
+    scored = [t for t in every if t.status != "failed" and t.rewards]
+    rewards = np.array([t.reward for t in scored], np.float64)
+    lengths = [t.num_sampled_tokens for t in every]
+    row: dict[str, Any] = {"step": step, "policy_version": _version(every)}
+    if len(scored):
+        row |= {
+            "reward/mean": float(rewards.mean()),
+            "reward/std": float(rewards.std()),
+            "reward/min": float(rewards.min()),
+            "reward/max": float(rewards.max()),
+        }
+        row |= {f"reward/{k}": v for k, v in _means([t.reward_parts for t in scored]).items()}
+    counters = _means([t.metrics for t in every])
+    row |= {
+        "episodes/total": len(every),
+        "episodes/failed": sum(t.status == "failed" for t in every),
+        "episodes/truncated": sum(t.status == "truncated" for t in every),
+        "episodes/turns_mean": float(np.mean([t.num_turns for t in every])),
+        "episodes/without_signal": sum(len(set(g.rewards)) <= 1 for g in groups),
+        "response_length/mean": float(np.mean(lengths)),
+        "response_length/min": min(lengths),
+        "response_length/max": max(lengths),
+        "tokens/sampled": sum(lengths),
+    }
+    for name, value in counters.items():
+        if name in (f"tokens/{c}" for c in TOKEN_COUNTERS):
+            row[name] = round(value * len(every))
+        elif name not in ("turns", "seconds"):
+            row[f"episode/{name}"] = value
+    if rows:
+        advantages = np.concatenate([r.columns["advantages"][r.loss_mask] for r in rows])
+        row |= {
+            "advantage/mean": float(advantages.mean()),
+            "advantage/std": float(advantages.std()),
+            "advantage/max_abs": float(np.abs(advantages).max()),
+            "train/rows": len(rows),
+        }
+    return row | dict(trainer)
+
+
+def describe_first_step(groups: Sequence[Group], rows: Sequence[Sample]) -> str:
+    """Shapes, masks and sample values of a first batch, for a person to check at a glance."""
+    if not rows:
+        return "step 0: no episode can be trained."
+    row = max(rows, key=lambda r: r.num_trained)
+    total, trained = sum(len(r) for r in rows), sum(r.num_trained for r in rows)
+    logprobs = row.columns["rollout_logprobs"]
+    runs = np.flatnonzero(np.diff(row.loss_mask.astype(np.int8), prepend=0, append=0))
+    spans = " ".join(f"{a}:{b}" for a, b in zip(runs[::2], runs[1::2], strict=True))
+    first = np.flatnonzero(row.loss_mask)[:6]
+    values = " ".join(f"{row.token_ids[i]}:{logprobs[i]:.3f}" for i in first)
+    return (
+        f"step 0: {len(groups)} groups, {len(rows)} rows, {total} tokens of which {trained} are "
+        f"trained ({trained / total:.0%}); longest row {max(len(r) for r in rows)}. "
+        f"Row {row.id}: {len(row)} ids, sampled at {spans}; id:logprob {values} ..."
+    )
+
+
+def _means(counters: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """name -> mean over all of them; one that lacks a name counts as 0."""
+    sums: dict[str, float] = defaultdict(float)
+    for each in counters:
+        for name, value in each.items():
+            sums[name] += value
+    return {name: value / len(counters) for name, value in sorted(sums.items())}
+
+
+def _version(trajectories: Sequence[Trajectory]) -> int:
+    """The newest policy version that sampled any of them; -1 if nothing was sampled."""
+    versions = [s.policy_version for t in trajectories for s in t.segments if s.is_sampled]
+    return max((v for v in versions if v is not None), default=-1)

@@ -1,0 +1,190 @@
+"""Supervised training: from dialogues to a checkpoint in Hugging Face's form.
+
+A run directory like that of `lockstep train`: config.json, metrics.jsonl, and the model under
+`model/`, ready for `lockstep train model=RUN/model`.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from lockstep.build import Foundation, lay_foundation, load_model, write_renderer
+from lockstep.config import to_dict
+from lockstep.observe.live import RunHeader, open_view
+from lockstep.outcome import Outcome
+from lockstep.renderers.base import Renderer
+from lockstep.renderers.registry import make_renderer
+from lockstep.renderers.tokenizer import Tokenizer
+from lockstep.run_config import SupervisedConfig
+from lockstep.store.run import RunDirectory, default_run_path
+from lockstep.types import Message, Sample, ToolSchema
+
+
+def train_supervised(
+    config: SupervisedConfig,
+    *,
+    out: str | Path | None = None,
+    view: Literal["live", "json"] = "live",
+) -> Outcome:
+    """Trains as `config` says and writes the model to RUN/model.
+
+    Raises DataError `file:line` for malformed dialogues, before the model is loaded.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        if config.create:
+            from lockstep.models.tiny import create_tiny_model
+
+            created = Path(scratch) / "created"
+            dialogues = [d for stage in _stages(config) for d in stage.dialogues]
+            create_tiny_model(
+                config.create, created, dialogues, renderer=config.renderer, seed=config.seed
+            )
+            foundation = lay_foundation(replace(config, model=str(created), create=""))
+        else:
+            foundation = lay_foundation(config)
+        parts = _rows(config, foundation)
+        return _train(config, foundation, parts, out=out, view=view)
+
+
+def _train(
+    config: SupervisedConfig,
+    foundation: Foundation,
+    parts: Sequence[_Part],
+    *,
+    out: str | Path | None,
+    view: Literal["live", "json"],
+) -> Outcome:
+    from lockstep.models.hf_io import save_checkpoint
+    from lockstep.train.sft import run_sft
+    from lockstep.train.trainer import Trainer
+
+    path = Path(out) if out else default_run_path(config.name)
+    shown = open_view(is_json=view == "json")
+    num_steps = sum(part.num_steps for part in parts)
+    facts = {"architecture": foundation.model.architecture}
+    last: dict[str, float] = {}
+    with RunDirectory.create(path, to_dict(config), facts=facts) as run:
+        trainer = Trainer(
+            load_model(config, foundation),
+            config.trainer,
+            like=foundation.directory,
+            total_updates=num_steps,
+        )
+        shown.start(
+            RunHeader(
+                name=path.name,
+                num_steps=num_steps,
+                architecture=foundation.model.family,
+                lines=(f"run        {path}",),
+            )
+        )
+        began = time.perf_counter()
+        first = 0
+        for part in parts:
+            end = first + part.num_steps
+            stage = replace(config.sft, steps=end)
+            for metrics in run_sft(trainer, part.rows, stage, first_step=first):
+                now = time.perf_counter()
+                last = {
+                    **metrics,
+                    "step": int(metrics["step"]),
+                    "time/elapsed_seconds": now - began,
+                }
+                run.log(last)
+                shown.step(last)
+            first = end
+        shown.close()
+        save_checkpoint(trainer.model, path / "model", like=foundation.directory)
+        write_renderer(path / "model", foundation.renderer_config)
+    summary = {k: last[k] for k in ("train/loss", "time/elapsed_seconds") if k in last}
+    return Outcome(path, "done", {"steps": num_steps, "model": str(path / "model"), **summary})
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Steps that draw from one stream of rows."""
+
+    num_steps: int
+    rows: Iterator[Sample]
+
+
+def _stages(config: SupervisedConfig):
+    return [] if config.data is None else config.data.stages(config.seed)
+
+
+def _rows(config: SupervisedConfig, foundation: Foundation) -> list[_Part]:
+    """The rows of each stage; a file is one stage."""
+    from lockstep.train.sft import SFTExample, SFTRows, load_examples, sft_row
+
+    renderer = _spelling(foundation, config)
+
+    def stream(examples, sft, seed):
+        return SFTRows(
+            examples, lambda _: renderer, sft, max_tokens=config.max_tokens, seed=seed
+        )
+
+    if config.data is None:
+        return [_Part(config.sft.steps, stream(load_examples(config.sft.path), config.sft, config.seed))]
+    parts: list[_Part] = []
+    done = 0
+    stages = config.data.stages(config.seed)
+    for number, stage in enumerate(stages):
+        # Written once, with one spelling each: writing them anew in each pass costs more than it
+        # teaches, since the next dialogue spells the same words differently anyway.
+        examples = []
+        for at, dialogue in enumerate(stage.dialogues):
+            where = f"{config.name} stage {number} dialogue {at}"
+            example = SFTExample(
+                where=where,
+                messages=tuple(dialogue),
+                message_weights=(1.0,) * len(dialogue),
+            )
+            row = sft_row(
+                example,
+                renderer,
+                observed_weight=config.sft.observed_weight,
+                word_weights=stage.word_weights,
+            )
+            examples.append(SFTExample(where=where, sample=row))
+        is_last = number == len(stages) - 1
+        steps = config.sft.steps - done if is_last else round(stage.share * config.sft.steps)
+        done += steps
+        sft = replace(config.sft, observed_weight=0.0, word_weights={})
+        parts.append(_Part(steps, stream(examples, sft, config.seed + number)))
+    return parts
+
+
+def _spelling(foundation: Foundation, config: SupervisedConfig) -> Renderer:
+    """The run's renderer, with `spelling_dropout` in what the model is to say."""
+    if not config.spelling_dropout:
+        return foundation.renderer
+    loose = foundation.renderer.tokenizer.with_dropout(config.spelling_dropout, seed=config.seed)
+    return _LooseReplies(
+        foundation.renderer, make_renderer(foundation.renderer_config, loose)
+    )
+
+
+class _LooseReplies:
+    """One renderer for what the model reads, another spelling for what it says."""
+
+    def __init__(self, strict: Renderer, loose: Renderer) -> None:
+        self.name, self.stop_ids = strict.name, strict.stop_ids
+        self.tokenizer: Tokenizer = strict.tokenizer
+        self._strict, self._loose = strict, loose
+
+    def render(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> list[int]:
+        return self._strict.render(messages, tools)
+
+    def extend(self, sampled_ids: Sequence[int], messages: Sequence[Message]) -> list[int]:
+        return self._strict.extend(sampled_ids, messages)
+
+    def parse(self, sampled_ids: Sequence[int]) -> Message:
+        return self._strict.parse(sampled_ids)
+
+    def render_reply(self, message: Message) -> list[int]:
+        return self._loose.render_reply(message)
