@@ -1,0 +1,448 @@
+"""What a report says, as plain data: the page draws exactly this, and `report.json` holds it.
+
+Metrics keep every digit. A value that is not finite is "NaN", "Infinity" or "-Infinity", as in
+metrics.jsonl.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+from lockstep.config import flatten
+from lockstep.observe.alarms import (
+    CRITICAL_LIMIT,
+    WARNING_LIMIT,
+    Alarm,
+    Level,
+    mismatch_alarm,
+    normal_band,
+)
+from lockstep.observe.metrics import find_metric
+from lockstep.report.selection import Budget, select
+from lockstep.store.files import encode_number
+from lockstep.store.run import Run
+
+DOCUMENT_VERSION = 1
+
+NUM_LAST_STEPS = 10
+"""A single step's mean reward is noisy: results are means of the first and last ten."""
+
+_MAX_POINTS = 1000
+_LEVELS: tuple[Level, ...] = ("unmeasured", "ok", "notice", "warning", "critical")
+# Settings in which runs of one experiment may differ: they are repeats of each other.
+_REPEAT_KEYS = frozenset({"seed", "out", "name", "run_name", "resume"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Vocabulary:
+    """How a run's token ids read."""
+
+    decode_token: Callable[[int], str]
+    """Text of one id. Half a character may read as U+FFFD."""
+    control_ids: frozenset[int] = field(default_factory=frozenset)
+    """Ids of the protocol (turn ends, channel marks): shown apart from text."""
+
+
+def build_document(
+    runs: Sequence[Run],
+    *,
+    vocabularies: Sequence[Vocabulary | None],
+    title: str,
+    budget: Budget,
+) -> dict[str, Any]:
+    """The whole report as JSON. `vocabularies`: one per run; None shows ids."""
+    configs = [flatten(run.config) for run in runs]
+    groups = _groups(runs, configs)
+    series = [_series(run) for run in runs]
+    trajectories = select(runs, budget)
+    return {
+        "document_version": DOCUMENT_VERSION,
+        "title": title,
+        "generated_at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "limits": {"warning": WARNING_LIMIT, "critical": CRITICAL_LIMIT},
+        "runs": [
+            {**_identity(run), **part, "group": _group_of(groups, index)}
+            for index, (run, part) in enumerate(zip(runs, series, strict=True))
+        ],
+        "groups": groups,
+        "metrics": _meanings(series),
+        "headlines": _headlines(runs, groups),
+        "results": [_results(run) for run in runs],
+        "config_differences": _differences(configs),
+        "trajectories": trajectories.documents,
+        "num_stored_trajectories": trajectories.num_stored,
+        "num_left_out_for_size": trajectories.num_left_out,
+        "vocabularies": _vocabularies(trajectories.documents, vocabularies),
+    }
+
+
+def write_number(value: Any) -> Any:
+    """A number as strict JSON; None stays None."""
+    return None if value is None else encode_number(value)
+
+
+# ---------------------------------------------------------------------------------------------
+# Runs
+# ---------------------------------------------------------------------------------------------
+
+
+def _identity(run: Run) -> dict[str, Any]:
+    environment, config = run.environment, run.config
+    alarm = worst_alarm(run)
+    band = _band(environment)
+    return {
+        "name": run.name,
+        "recipe": _words(config.get("recipe") or config.get("name")),
+        "model": _words(config.get("model")),
+        "seed": config.get("seed"),
+        "host": environment.get("host", ""),
+        "cpu": environment.get("cpu", ""),
+        "device": environment.get("device", ""),
+        "started_at": environment.get("started_at", ""),
+        "num_resumes": len(environment.get("resumes", ())),
+        "num_steps": len({row["step"] for row in run.metrics}),
+        "seconds": write_number(_seconds(run)),
+        "architecture": environment.get("architecture"),
+        "mismatch_band": band,
+        "alarm": {"level": alarm.level, "value": write_number(alarm.value), "text": alarm.text},
+        "config": config,
+        "environment": environment,
+    }
+
+
+def _words(value: Any) -> str:
+    """A setting in a few words: a choice is its tag, or its path."""
+    if isinstance(value, Mapping):
+        return " ".join(str(value[k]) for k in ("type", "name", "path") if value.get(k))
+    return "" if value is None else str(value)
+
+
+def _band(environment: Mapping[str, Any]) -> list[float] | None:
+    architecture = environment.get("architecture")
+    if architecture not in ("dense", "moe"):
+        return None
+    return list(normal_band(architecture, is_one_process=bool(environment.get("is_one_process"))))
+
+
+def worst_alarm(run: Run) -> Alarm:
+    """The verdict on the step with the largest mismatch."""
+    architecture = "moe" if run.environment.get("architecture") == "moe" else "dense"
+    is_one_process = bool(run.environment.get("is_one_process"))
+    alarms = [
+        mismatch_alarm(row, architecture, is_one_process=is_one_process) for row in run.metrics
+    ]
+    return max(
+        alarms,
+        # NaN compares with nothing: within one level, a value that is not a number is the worst.
+        key=lambda a: (_LEVELS.index(a.level), float("inf") if a.value != a.value else a.value),
+        default=mismatch_alarm({}, architecture),
+    )
+
+
+def _seconds(run: Run) -> float:
+    """What the run took: its own clock if it has one, else the sum of its steps; 0 if unknown."""
+    elapsed = run.column("time/elapsed_seconds")[1]
+    return elapsed[-1] if elapsed else sum(run.column("time/step_seconds")[1])
+
+
+def _series(run: Run) -> dict[str, Any]:
+    """The metrics by column. Rows of one step are joined; very long runs are thinned to means."""
+    rows: dict[int, dict[str, Any]] = {}
+    for row in run.metrics:
+        rows.setdefault(row["step"], {}).update(row)
+    names = list(dict.fromkeys(name for row in rows.values() for name in row if name != "step"))
+    stride = -(-len(rows) // _MAX_POINTS) if rows else 1
+    steps = list(rows)
+    buckets = [steps[start : start + stride] for start in range(0, len(steps), stride)]
+    return {
+        "stride": stride,
+        "steps": [bucket[0] for bucket in buckets],
+        "columns": {
+            name: [
+                write_number(_mean([rows[step][name] for step in bucket if name in rows[step]]))
+                for bucket in buckets
+            ]
+            for name in names
+        },
+    }
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    if len(values) == 1:
+        return values[0]  # an int stays an int, and no digit moves
+    return statistics.fmean(values) if values else None
+
+
+def _meanings(series: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    names = dict.fromkeys(name for part in series for name in part["columns"])
+    known = {name: find_metric(name) for name in names}
+    return {
+        name: {"unit": metric.unit, "better": metric.better, "meaning": metric.meaning}
+        for name, metric in known.items()
+        if metric is not None
+    }
+
+
+# ---------------------------------------------------------------------------------------------
+# Groups of repeats, and how their configs differ
+# ---------------------------------------------------------------------------------------------
+
+
+def _groups(runs: Sequence[Run], configs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Runs whose configs differ only in the seed (and the place) are one group, in order."""
+    members: dict[str, list[int]] = {}
+    for index, config in enumerate(configs):
+        key = repr(sorted((k, v) for k, v in config.items() if k not in _REPEAT_KEYS))
+        members.setdefault(key, []).append(index)
+    varied = [
+        difference["key"]
+        for difference in _differences(configs)
+        if difference["key"] not in _REPEAT_KEYS
+    ]
+    out = []
+    for indices in members.values():
+        first = indices[0]
+        label = (
+            ", ".join(f"{_short(key, varied)}={configs[first].get(key)}" for key in varied[:3])
+            or _words(runs[first].config.get("recipe"))
+            or runs[first].name
+        )
+        if len(varied) > 3:
+            label += f" (+{len(varied) - 3})"
+        out.append(
+            {
+                "label": label,
+                "runs": indices,
+                "seeds": [runs[index].config.get("seed") for index in indices],
+            }
+        )
+    return out
+
+
+def _short(key: str, keys: Sequence[str]) -> str:
+    """The last part of a dotted key, or all of it where another key ends the same."""
+    last = key.rpartition(".")[2]
+    return last if sum(other.rpartition(".")[2] == last for other in keys) == 1 else key
+
+
+def _group_of(groups: Sequence[Mapping[str, Any]], run: int) -> int:
+    return next(index for index, group in enumerate(groups) if run in group["runs"])
+
+
+def _differences(configs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Settings that are not the same in all runs; None where a run has no such setting."""
+    keys = dict.fromkeys(key for config in configs for key in config)
+    return [
+        {"key": key, "values": [config.get(key) for config in configs]}
+        for key in keys
+        if any(config.get(key) != configs[0].get(key) for config in configs)
+    ]
+
+
+# ---------------------------------------------------------------------------------------------
+# Figures
+# ---------------------------------------------------------------------------------------------
+
+
+def evaluation_names(run: Run) -> list[str]:
+    """Held-out means of a run, in order of first appearance: eval/SPLIT/SAMPLING/mean."""
+    names = dict.fromkeys(name for row in run.metrics for name in row)
+    return [name for name in names if name.startswith("eval/") and name.endswith("/mean")]
+
+
+def _results(run: Run) -> list[dict[str, Any]]:
+    """One run's line of the final table: cells of label, value, unit, better, spread."""
+    rewards = run.column("reward/mean")[1]
+    cells = []
+    if rewards:
+        first, last = rewards[:NUM_LAST_STEPS], rewards[-NUM_LAST_STEPS:]
+        cells.append(_cell(f"reward, first {len(first)}", statistics.fmean(first), "reward", "up"))
+        cells.append(
+            _cell(
+                f"reward, last {len(last)}",
+                statistics.fmean(last),
+                "reward",
+                "up",
+                spread=statistics.stdev(last) if len(last) > 1 else None,
+            )
+        )
+    for name in evaluation_names(run):
+        label = name.removeprefix("eval/").removesuffix("/mean").replace("/", " ")
+        cells.append(_cell(label, run.column(name)[1][-1], "reward", "up"))
+    for name, label, choose in (
+        ("mismatch/k3", "k3, median", statistics.median),
+        ("mismatch/k3", "k3, worst", max),
+        ("mismatch/max_abs_diff", "largest difference", max),
+        ("train/skipped_updates", "skipped updates", max),
+    ):
+        if values := run.column(name)[1]:
+            metric = find_metric(name)
+            cells.append(_cell(label, choose(values), metric.unit if metric else "", "down"))
+    if seconds := _seconds(run):
+        cells.append(_cell("time", seconds, "seconds", "down"))
+    for tokens, seconds, label in (
+        ("tokens/sampled", "time/sample_seconds", "sampling"),
+        ("tokens/trained", "time/train_seconds", "training"),
+    ):
+        if rate := _rate(run, tokens, seconds):
+            cells.append(_cell(label, rate, "tokens/s", "up"))
+    return cells
+
+
+def _cell(
+    label: str, value: float, unit: str, better: str, *, spread: float | None = None
+) -> dict[str, Any]:
+    return {
+        "label": label,
+        "value": write_number(value),
+        "spread": write_number(spread),
+        "unit": unit,
+        "better": better,
+    }
+
+
+def _rate(run: Run, tokens: str, seconds: str) -> float | None:
+    """Over the whole run, so that a slow step counts as much as it took."""
+    elapsed = sum(run.column(seconds)[1])
+    return sum(run.column(tokens)[1]) / elapsed if elapsed else None
+
+
+def _headlines(runs: Sequence[Run], groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The few figures that a reader wants first, each with what it means in plain words."""
+    out = []
+    rewards = [_ends(run.column("reward/mean")[1], NUM_LAST_STEPS) for run in runs]
+    out.append(
+        _headline(
+            f"Reward, last {NUM_LAST_STEPS} steps",
+            "Mean reward of the sampled episodes that were trained on, at the end of the run. "
+            "It is measured with exploration on, on tasks drawn fresh for each step.",
+            "reward",
+            "up",
+            rewards,
+            groups,
+        )
+    )
+    for word, title, meaning in (
+        (
+            "sampled",
+            "Held-out, sampled",
+            "Reward on tasks that were never trained on, answered the way training samples.",
+        ),
+        (
+            "greedy",
+            "Held-out, greedy",
+            "The same tasks, always taking the likeliest token. Where this starts high, much of "
+            "the gain in sampled reward is the policy becoming more certain, not learning more.",
+        ),
+    ):
+        name = next((n for run in runs for n in evaluation_names(run) if f"/{word}/" in n), None)
+        if name is not None:
+            values = [_ends(run.column(name)[1], 1) for run in runs]
+            out.append(_headline(title, meaning, "reward", "up", values, groups))
+    worst = [worst_alarm(run) for run in runs]
+    out.append(
+        _headline(
+            "Worst mismatch",
+            "max(|k1|, k2, k3) between the sampler's and the trainer's log-probs, at its worst "
+            f"step. Above {WARNING_LIMIT:g} the update is visibly off-policy; above "
+            f"{CRITICAL_LIMIT:g} runs tend to collapse.",
+            "nats",
+            "down",
+            [(None, alarm.value if alarm.value == alarm.value else None) for alarm in worst],
+            groups,
+            choose=max,
+            levels=[alarm.level for alarm in worst],
+        )
+    )
+    seconds = [(None, _seconds(run) or None) for run in runs]
+    out.append(
+        _headline("Time", "From the first step to the last.", "seconds", "down", seconds, groups)
+    )
+    rates = [(None, _rate(run, "tokens/sampled", "time/sample_seconds")) for run in runs]
+    out.append(
+        _headline(
+            "Sampling speed",
+            "Tokens that the policy sampled per second of sampling.",
+            "tokens/s",
+            "up",
+            rates,
+            groups,
+        )
+    )
+    return [headline for headline in out if any(v["value"] is not None for v in headline["values"])]
+
+
+def _ends(values: Sequence[float], size: int) -> tuple[float | None, float | None]:
+    """(mean of the first `size`, mean of the last); no start if there is one measurement."""
+    if not values:
+        return None, None
+    start = statistics.fmean(values[:size]) if len(values) > size else None
+    return start, statistics.fmean(values[-size:])
+
+
+def _headline(
+    title: str,
+    meaning: str,
+    unit: str,
+    better: str,
+    ends: Sequence[tuple[float | None, float | None]],
+    groups: Sequence[Mapping[str, Any]],
+    *,
+    choose: Callable[[Sequence[float]], float] = statistics.fmean,
+    levels: Sequence[Level] = (),
+) -> dict[str, Any]:
+    """One tile: per group the value over its runs, its range, and where it started."""
+    values = []
+    for group in groups:
+        starts = [s for s, _ in (ends[run] for run in group["runs"]) if s is not None]
+        finals = [v for _, v in (ends[run] for run in group["runs"]) if v is not None]
+        values.append(
+            {
+                "value": write_number(choose(finals)) if finals else None,
+                "low": write_number(min(finals)) if len(finals) > 1 else None,
+                "high": write_number(max(finals)) if len(finals) > 1 else None,
+                "start": write_number(statistics.fmean(starts)) if starts else None,
+                "level": max((levels[run] for run in group["runs"]), key=_LEVELS.index)
+                if levels
+                else None,
+            }
+        )
+    return {
+        "title": title,
+        "meaning": meaning,
+        "unit": unit,
+        "better": better,
+        "values": values,
+    }
+
+
+# ---------------------------------------------------------------------------------------------
+# Tokens
+# ---------------------------------------------------------------------------------------------
+
+
+def _vocabularies(
+    documents: Sequence[Mapping[str, Any]], vocabularies: Sequence[Vocabulary | None]
+) -> list[dict[str, Any] | None]:
+    """Per run, the text of the ids that its shown trajectories use."""
+    used: list[set[int]] = [set() for _ in vocabularies]
+    for document in documents:
+        for segment in document["segments"]:
+            used[document["run"]].update(segment["token_ids"])
+    return [
+        None
+        if vocabulary is None
+        else {
+            # A text that has no UTF-8 is written with its escapes, as a reader would see it.
+            "texts": {
+                str(i): vocabulary.decode_token(i).encode("utf-8", "backslashreplace").decode()
+                for i in sorted(ids)
+            },
+            "control_ids": sorted(ids & vocabulary.control_ids),
+        }
+        for vocabulary, ids in zip(vocabularies, used, strict=True)
+    ]

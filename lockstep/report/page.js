@@ -1,0 +1,139 @@
+// Puts the page together: what ran, the headline figures, results, settings.
+
+function buildTop(top) {
+  const run = report.runs[0];
+  const isSingle = report.runs.length === 1;
+  const facts = isSingle ? runFacts(run) : [];
+  top.append(
+    element("div", { class: "brand" }, element("span", {}, "Lockstep report"), themeButton()),
+    element("h1", {}, report.title),
+    isSingle
+      ? element("dl", { class: "facts" }, facts.map(([name, value]) => element("div", {}, element("dt", {}, name), element("dd", {}, value))))
+      : element("div", { class: "table-frame" }, runTable()));
+}
+
+function runFacts(run) {
+  return [
+    ["recipe", run.recipe], ["model", run.model], ["seed", run.seed], ["steps", run.num_steps],
+    ["duration", isNumber(run.seconds) && run.seconds > 0 ? formatSeconds(run.seconds) : ""],
+    ["started", formatDate(run.started_at)], ["host", [run.host, run.device || run.cpu].filter(Boolean).join(", ")],
+    ["resumed", run.num_resumes ? `${run.num_resumes} times` : ""],
+  ].filter(([, value]) => value !== "" && value !== null && value !== undefined).map(([name, value]) => [name, String(value)]);
+}
+
+function runTable() {
+  const names = ["recipe", "model", "seed", "steps", "duration", "started", "host"];
+  return element("table", { class: "runs" },
+    element("thead", {}, element("tr", {}, element("th", {}, "run"), names.map((name) => element("th", {}, name)))),
+    element("tbody", {}, report.runs.map((run) => {
+      const facts = Object.fromEntries(runFacts(run));
+      return element("tr", {}, element("th", {}, groupDot(run.group), run.name), names.map((name) => element("td", {}, facts[name] ?? "\u2013")));
+    })));
+}
+
+function groupDot(group) {
+  return isComparison ? element("i", { class: "dot", style: { background: colour(group) } }) : null;
+}
+
+function themeButton() {
+  const themes = ["light dark", "light", "dark"];
+  const names = ["auto", "light", "dark"];
+  let at = 0;
+  const button = element("button", { type: "button", class: "theme", onclick: () => {
+    at = (at + 1) % themes.length;
+    document.documentElement.style.colorScheme = themes[at];
+    button.textContent = `Theme: ${names[at]}`;
+  } }, "Theme: auto");
+  return button;
+}
+
+function buildSections(nav) {
+  const names = [["curves", "Curves"], ["results", "Results"], ["settings", "Settings"], ["trajectories", "Trajectories"]];
+  nav.append(...names.filter(([id]) => document.getElementById(id)).map(([id, text]) => element("a", { href: `#${id}` }, text)));
+}
+
+const LEVELS = { ok: "normal", notice: "above normal", warning: "warning", critical: "critical", unmeasured: "not measured" };
+
+function buildHeadlines(section) {
+  if (isComparison) section.append(element("div", { class: "group-key" }, report.groups.map((group, index) =>
+    element("span", {}, groupDot(index), group.label,
+      group.runs.length > 1 ? element("small", {}, ` ${group.runs.length} seeds`) : null))));
+  section.append(element("div", { class: "tiles" }, report.headlines.map((tile) => element("article", { class: "card tile" },
+    element("header", {}, element("h3", {}, tile.title)),
+    tile.values.map((value, index) => element("div", { class: isComparison ? "figure small" : "figure" },
+      groupDot(index),
+      element("b", {}, formatNumber(value.value, tile.unit)),
+      element("span", {}, [
+        isNumber(value.value) ? unitToShow(tile.unit) : "",
+        isNumber(value.start) ? `from ${formatNumber(value.start, tile.unit)}` : "",
+      ].filter(Boolean).join(" ")),
+      value.level ? element("span", { class: `badge ${value.level}` }, LEVELS[value.level]) : null,
+      isNumber(value.low) && formatNumber(value.low, tile.unit) !== formatNumber(value.high, tile.unit) ? element("span", { class: "range" }, `seeds ${formatNumber(value.low, tile.unit)} \u2026 ${formatNumber(value.high, tile.unit)}`) : null)),
+    element("p", {}, tile.meaning)))));
+  const alarms = report.runs.filter((run) => run.alarm.level !== "ok" && run.alarm.level !== "unmeasured");
+  if (alarms.length) section.append(element("ul", { class: "alarms" }, alarms.map((run) =>
+    element("li", { class: run.alarm.level }, element("span", { class: `badge ${run.alarm.level}` }, LEVELS[run.alarm.level]),
+      report.runs.length > 1 ? element("b", {}, `${run.name}: `) : null, run.alarm.text))));
+}
+
+function buildResults(section) {
+  const labels = [...new Set(report.results.flatMap((cells) => cells.map((cell) => cell.label)))];
+  const find = (cells, label) => cells.find((cell) => cell.label === label);
+  const any = (label) => report.results.map((cells) => find(cells, label)).find(Boolean);
+  const arrow = { up: " \u2191", down: " \u2193", none: "" };
+  const unit = (label) => unitToShow(any(label).unit);
+  section.append(sectionTitle("Results", element("span", { class: "hint" }, "\u2191 higher is better, \u2193 lower is better; \u00b1 is the standard deviation between steps.")));
+  if (report.runs.length === 1) { // a table of one line is easier to read as a list
+    section.append(element("dl", { class: "facts card padded" }, report.results[0].map((cell) => element("div", {},
+      element("dt", {}, cell.label + arrow[cell.better]),
+      element("dd", {}, formatNumber(cell.value, cell.unit),
+        isNumber(cell.spread) ? element("small", {}, ` \u00b1 ${formatNumber(cell.spread)}`) : null,
+        unit(cell.label) ? element("small", {}, ` ${unit(cell.label)}`) : null)))));
+    return;
+  }
+  const body = [];
+  for (const [groupIndex, group] of report.groups.entries()) {
+    for (const run of group.runs) {
+      body.push(element("tr", {}, element("th", {}, groupDot(groupIndex), report.runs[run].name), labels.map((label) => {
+        const cell = find(report.results[run], label);
+        return element("td", {}, cell ? formatNumber(cell.value, cell.unit) : "\u2013",
+          cell && isNumber(cell.spread) ? element("small", {}, ` \u00b1 ${formatNumber(cell.spread)}`) : null);
+      })));
+    }
+    if (group.runs.length > 1) body.push(element("tr", { class: "mean" }, element("th", {}, groupDot(groupIndex), `mean of ${group.runs.length} seeds`), labels.map((label) => {
+      const values = group.runs.map((run) => find(report.results[run], label)?.value).filter(isNumber);
+      return element("td", {}, values.length ? formatNumber(mean(values), any(label).unit) : "\u2013");
+    })));
+  }
+  section.append(element("div", { class: "table-frame card" }, element("table", { class: "numbers" },
+      element("thead", {}, element("tr", {}, element("th", {}, "run"), labels.map((label) =>
+        element("th", {}, label + arrow[any(label).better], unit(label) ? element("small", {}, unit(label)) : null)))),
+      element("tbody", {}, body))));
+}
+
+function buildSettings(section) {
+  const differences = report.config_differences;
+  section.append(sectionTitle("Settings"));
+  if (report.runs.length > 1) {
+    section.append(differences.length
+      ? element("div", { class: "table-frame card" }, element("table", { class: "settings" },
+        element("thead", {}, element("tr", {}, element("th", {}, "setting that differs"), report.runs.map((run) => element("th", {}, groupDot(run.group), run.name)))),
+        element("tbody", {}, differences.map((difference) => element("tr", {}, element("th", {}, element("code", {}, difference.key)),
+          difference.values.map((value) => element("td", {}, element("code", {}, formatSetting(value)))))))))
+      : element("p", { class: "hint" }, "All runs have the same settings."));
+  }
+  for (const run of report.runs) {
+    section.append(element("details", { class: "card" }, element("summary", {}, report.runs.length > 1 ? `All settings of ${run.name}` : "All settings"),
+      element("pre", {}, JSON.stringify(run.config, null, 2)),
+      element("h4", {}, "Environment"), element("pre", {}, JSON.stringify(run.environment, null, 2))));
+  }
+}
+
+buildTop(document.getElementById("top"));
+buildHeadlines(document.getElementById("headlines"));
+buildCurves(document.getElementById("curves"));
+buildResults(document.getElementById("results"));
+buildSettings(document.getElementById("settings"));
+buildBrowser(document.getElementById("trajectories"));
+buildSections(document.getElementById("sections"));
+document.getElementById("foot").textContent = `Written ${formatDate(report.generated_at)}. Every figure of this page stands in the .json file beside it.`;

@@ -1,0 +1,172 @@
+"""Which trajectories a report shows: the ones that somebody would look for, and a fair sample."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from lockstep.store.files import encode_number
+from lockstep.store.run import Run, TrajectoryAddress
+from lockstep.store.trajectories import TrajectoryRecord, TrajectorySummary
+from lockstep.types import Float32Array
+
+# Steps whose summaries are looked at. Beyond it every n-th step is, the last included.
+_MAX_STEPS_READ = 400
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """How much a report may hold: a page of a few megabytes opens at once, also on a phone."""
+
+    num_trajectories: int = 200
+    num_tokens: int = 120_000
+    """About 25 bytes each, with two log-probs."""
+
+
+@dataclass
+class Selection:
+    """What was chosen."""
+
+    documents: list[dict[str, Any]] = field(default_factory=list)
+    num_stored: int = 0
+    num_left_out: int = 0
+    """Chosen, and then too long for the budget of tokens."""
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    summary: TrajectorySummary
+    address: TrajectoryAddress
+    split: str
+
+
+def select(runs: Sequence[Run], budget: Budget) -> Selection:
+    """Chooses within the budget, evenly over the runs, and reads only what was chosen.
+
+    By each run: the worst mismatches, the best and worst rewards of its second half, episodes that
+    did not finish, evaluations, and the rest as an even sample over the steps.
+    """
+    out = Selection()
+    num_left, tokens_left = budget.num_trajectories, budget.num_tokens
+    for index, run in enumerate(runs):
+        runs_left = len(runs) - index
+        candidates = _candidates(run)
+        out.num_stored += len(candidates)
+        spent = 0
+        share = tokens_left // runs_left
+        for candidate, reasons in _choose(candidates, num_left // runs_left):
+            size = candidate.summary.num_tokens
+            if spent and spent + size > share:  # one is always shown, however long
+                out.num_left_out += 1
+                continue
+            spent += size
+            num_left -= 1
+            record = run.read(candidate.address)
+            out.documents.append(to_document(record, run=index, split=candidate.split, why=reasons))
+        tokens_left -= spent
+    return out
+
+
+def _candidates(run: Run) -> list[_Candidate]:
+    out = []
+    for split in run.splits():
+        steps = run.steps(split=split)
+        stride = -(-len(steps) // _MAX_STEPS_READ) if steps else 1
+        for step in steps[::-1][::stride][::-1]:
+            for summary, address in run.summaries(step, split=split):
+                out.append(_Candidate(summary, address, split))
+    return out
+
+
+def _choose(candidates: Sequence[_Candidate], number: int) -> list[tuple[_Candidate, list[str]]]:
+    """Up to `number` candidates, each with why it was chosen, the most telling first."""
+    trained = [c for c in candidates if c.split == "train"]
+    middle = np.median([c.summary.step for c in trained]) if trained else 0
+    late = [c for c in trained if c.summary.step >= middle and math.isfinite(c.summary.reward)]
+    measured = [c for c in trained if c.summary.max_abs_logprob_diff is not None]
+    part = max(1, number * 15 // 100)
+    chosen: dict[TrajectoryAddress, tuple[_Candidate, list[str]]] = {}
+
+    def take(label: str, ordered: Sequence[_Candidate], limit: int) -> None:
+        for candidate in ordered[:limit]:
+            if candidate.address in chosen:
+                chosen[candidate.address][1].append(label)
+            elif len(chosen) < number:
+                chosen[candidate.address] = (candidate, [label])
+
+    take(
+        "worst mismatch",
+        sorted(measured, key=lambda c: -(c.summary.max_abs_logprob_diff or 0.0)),
+        part,
+    )
+    take("worst reward", sorted(late, key=lambda c: c.summary.reward), part)
+    take("best reward", sorted(late, key=lambda c: -c.summary.reward), part)
+    unfinished = [c for c in candidates if c.summary.status != "finished"]
+    take("unfinished", _spread(unfinished, part), part)
+    evaluations = [c for c in candidates if c.split != "train"]
+    take("evaluation", _spread(evaluations, part), part)
+    rest = [c for c in trained if c.address not in chosen]
+    sample = _spread(rest, number - len(chosen))
+    take("sample", sample, len(sample))
+    return list(chosen.values())
+
+
+def _spread(candidates: Sequence[_Candidate], number: int) -> list[_Candidate]:
+    """`number` of them at even distances, first and last included."""
+    if len(candidates) <= number:
+        return list(candidates)
+    places = np.linspace(0, len(candidates) - 1, max(number, 0)).round().astype(int)
+    return [candidates[place] for place in places]
+
+
+def to_document(
+    record: TrajectoryRecord, *, run: int, split: str, why: Sequence[str]
+) -> dict[str, Any]:
+    """One trajectory as JSON. Log-probs are the shortest decimals that are the same float32."""
+    trajectory = record.trajectory
+    values = zip(trajectory.segments, record.trainer_logprobs, record.advantages, strict=True)
+    return {
+        "run": run,
+        "split": split,
+        "why": list(why),
+        "step": record.step,
+        "group": record.group,
+        "task_id": record.task.id,
+        "task": dict(record.task.payload),
+        "id": trajectory.id,
+        "status": trajectory.status,
+        "error": trajectory.error,
+        "reward": encode_number(trajectory.reward),
+        "rewards": [[leaf, encode_number(reward)] for leaf, reward in trajectory.rewards.items()],
+        "parts": {name: encode_number(value) for name, value in trajectory.reward_parts.items()},
+        "metrics": {name: encode_number(value) for name, value in trajectory.metrics.items()},
+        "segments": [
+            {
+                "parent": segment.parent,
+                "is_sampled": segment.is_sampled,
+                "turn": segment.turn,
+                "policy_version": segment.policy_version,
+                "finish_reason": segment.finish_reason,
+                "stop": segment.stop,
+                "reason": segment.reason,
+                "reward": None if segment.reward is None else encode_number(segment.reward),
+                "token_ids": segment.token_ids.tolist(),
+                "rollout_logprobs": _shortest(segment.logprobs),
+                "trainer_logprobs": _shortest(trainer),
+                "advantages": _shortest(advantages),
+                "messages": [message.to_dict() for message in segment.messages],
+            }
+            for segment, trainer, advantages in values
+        ],
+    }
+
+
+def _shortest(values: Float32Array | None) -> list[Any] | None:
+    if values is None:
+        return None
+    # str of a float32 is the shortest text that reads back as the same float32.
+    return [encode_number(float(str(value))) for value in values]

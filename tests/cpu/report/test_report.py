@@ -1,0 +1,304 @@
+"""A report is one file that needs nothing, runs nothing foreign, and says what the runs say."""
+
+import base64
+import hashlib
+import json
+import math
+import re
+import shutil
+import statistics
+import subprocess
+from html.parser import HTMLParser
+from importlib.resources import files
+
+import numpy as np
+import pytest
+from synthetic_runs import CONTROL, HOSTILE, decode_token, write_run
+
+from lockstep.errors import RunError
+from lockstep.report.document import Vocabulary
+from lockstep.report.page import write_report
+from lockstep.report.selection import Budget
+from lockstep.store.files import decode_number
+from lockstep.store.run import RunDirectory, load_run
+
+VOCABULARY = Vocabulary(decode_token=decode_token, control_ids=CONTROL)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Two seeds of one experiment, one of another; the first run's texts are hostile."""
+    place = tmp_path_factory.mktemp("runs")
+    return [
+        write_run(place / "slow-0", seed=0, is_hostile=True),
+        write_run(place / "slow-1", seed=1),
+        write_run(place / "fast-0", seed=0, learning_rate=2e-3, noise=0.2),
+    ]
+
+
+@pytest.fixture(scope="module")
+def written(runs, tmp_path_factory):
+    """(html, document) of a report over all three."""
+    out = tmp_path_factory.mktemp("report") / "report.html"
+    assert write_report(runs, out, vocabulary=VOCABULARY) == out
+    return out.read_text(), json.loads(out.with_suffix(".json").read_text())
+
+
+class Page(HTMLParser):
+    """Collects the start tags, and the text of script and style elements."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.raw, self._open = [], [], None
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        self._open = (tag, dict(attrs)) if tag in ("script", "style") else None
+
+    def handle_endtag(self, tag):
+        self._open = None
+
+    def handle_data(self, data):
+        if self._open:
+            self.raw.append((*self._open, data))
+
+
+# -- the file ---------------------------------------------------------------------------------
+
+
+def test_the_page_refers_to_nothing_outside_of_itself(written):
+    html, _ = written
+    page = Page(html)
+    for tag, attributes in page.tags:
+        assert tag not in ("link", "img", "iframe", "object", "embed", "base", "form"), tag
+        assert "src" not in attributes, tag
+        assert attributes.get("href", "#").startswith("#"), tag
+    code = [text for tag, attributes, text in page.raw if "type" not in attributes]
+    assert len(code) == 2
+    for text in code:
+        for word in ("http", "//cdn", "url(", "@import", "fetch(", "XMLHttpRequest", "innerHTML"):
+            assert word not in text, word
+
+
+def test_the_policy_allows_the_pages_own_script_and_style_and_nothing_else(written):
+    page = Page(written[0])
+    (policy,) = (a["content"] for _, a in page.tags if "http-equiv" in a)
+    allowed = re.findall(r"'sha256-([^']+)'", policy)
+    code = [text for _, attributes, text in page.raw if "type" not in attributes]
+    hashes = [base64.b64encode(hashlib.sha256(t.encode()).digest()).decode() for t in code]
+    assert sorted(allowed) == sorted(hashes)
+    assert policy.startswith("default-src 'none'; ") and "unsafe" not in policy
+
+
+def test_hostile_text_stays_text(written):
+    html, document = written
+    assert HOSTILE in json.dumps(document, ensure_ascii=False).replace('\\"', '"')
+    page = Page(html)
+    assert [tag for tag, _ in page.tags].count("script") == 2
+    assert "<img" not in html and "<!-- " not in html and "alert(1)</script" not in html
+    data = [text for _, attributes, text in page.raw if attributes.get("type")]
+    assert json.loads("".join(data)) == document, "the page and the .json file say the same"
+
+
+def test_a_hostile_title_stays_text(runs, tmp_path):
+    title = "</title><script>alert(1)</script> %DATA% %STYLE%"
+    out = write_report(runs[:1], tmp_path / "r.html", title=title)
+    page = Page(out.read_text())
+    assert [tag for tag, _ in page.tags].count("script") == 2
+    assert "%DATA% %STYLE% - Lockstep report</title>" in out.read_text()
+
+
+def test_every_part_of_the_page_is_shipped_and_in_ascii():
+    for name in ("page.html", "style.css", "base.js", "charts.js", "trajectories.js", "page.js"):
+        files("lockstep.report").joinpath(name).read_text("ascii")
+
+
+def test_a_run_without_a_step_can_be_reported(tmp_path):
+    with RunDirectory.create(tmp_path / "open", {"recipe": "x"}):
+        write_report([load_run(tmp_path / "open")], tmp_path / "empty.html")
+    document = json.loads((tmp_path / "empty.json").read_text())
+    assert document["headlines"] == [] and document["trajectories"] == []
+    assert (tmp_path / "empty.html").stat().st_size < 100_000
+
+
+# -- what it says -----------------------------------------------------------------------------
+
+
+def test_the_metrics_are_those_of_the_runs(runs, written):
+    for run, said in zip(runs, written[1]["runs"], strict=True):
+        assert said["steps"] == [row["step"] for row in run.metrics] and said["stride"] == 1
+        for name, values in said["columns"].items():
+            assert values == [row.get(name) for row in run.metrics], name
+        assert set(said["columns"]) == {n for row in run.metrics for n in row} - {"step"}
+        assert said["config"] == run.config and said["environment"] == run.environment
+        assert set(said["columns"]) <= set(written[1]["metrics"]), "each has its meaning"
+
+
+def test_the_trajectories_are_those_of_the_runs(runs, written):
+    for said in written[1]["trajectories"]:
+        stored = [
+            record
+            for record in runs[said["run"]].trajectories(said["step"], split=said["split"])
+            if record.trajectory.id == said["id"]
+        ]
+        (record,) = stored
+        trajectory = record.trajectory
+        assert said["task"] == record.task.payload and said["status"] == trajectory.status
+        assert decode_number(said["reward"]) == trajectory.reward or math.isnan(trajectory.reward)
+        assert dict(said["rewards"]) == trajectory.rewards
+        assert len(said["segments"]) == len(trajectory.segments)
+        for index, (mine, segment) in enumerate(
+            zip(said["segments"], trajectory.segments, strict=True)
+        ):
+            assert mine["token_ids"] == segment.token_ids.tolist()
+            assert mine["parent"] == segment.parent
+            assert mine["messages"] == [m.to_dict() for m in segment.messages]
+            for name, values in (
+                ("rollout_logprobs", segment.logprobs),
+                ("trainer_logprobs", record.trainer_logprobs[index]),
+                ("advantages", record.advantages[index]),
+            ):
+                assert (mine[name] is None) == (values is None)
+                if values is not None:
+                    assert np.array_equal(np.array(mine[name], np.float32), values)
+
+
+def test_ids_have_their_text_and_control_tokens_are_marked(written):
+    document = written[1]
+    for run, vocabulary in enumerate(document["vocabularies"]):
+        used = {
+            i
+            for t in document["trajectories"]
+            if t["run"] == run
+            for segment in t["segments"]
+            for i in segment["token_ids"]
+        }
+        assert vocabulary["texts"] == {str(i): decode_token(i) for i in used}
+        assert vocabulary["control_ids"] == sorted(used & CONTROL)
+
+
+def test_runs_that_differ_in_the_seed_alone_are_one_group(written):
+    document = written[1]
+    assert [group["runs"] for group in document["groups"]] == [[0, 1], [2]]
+    assert [group["label"] for group in document["groups"]] == [
+        "learning_rate=0.001", "learning_rate=0.002",
+    ]  # fmt: skip
+    assert document["groups"][0]["seeds"] == [0, 1]
+    assert document["config_differences"] == [
+        {"key": "seed", "values": [0, 1, 0]},
+        {"key": "optimizer.learning_rate", "values": [1e-3, 1e-3, 2e-3]},
+    ]
+
+
+def test_headlines_and_results_are_computed_from_the_rows(runs, written):
+    document = written[1]
+    reward, sampled, greedy, mismatch, seconds, speed = document["headlines"]
+    lasts = [statistics.fmean(run.column("reward/mean")[1][-10:]) for run in runs]
+    first = reward["values"][0]
+    assert first["value"] == pytest.approx(statistics.fmean(lasts[:2]))
+    assert (first["low"], first["high"]) == (min(lasts[:2]), max(lasts[:2]))
+    assert reward["values"][1]["value"] == lasts[2] and reward["values"][1]["low"] is None
+    evaluated = runs[2].column("eval/heldout/greedy/mean")[1]
+    assert greedy["values"][1] == {
+        "value": evaluated[-1], "low": None, "high": None, "start": evaluated[0], "level": None,
+    }  # fmt: skip
+    assert sampled["title"] == "Held-out, sampled"
+    worst = max(max(abs(r["mismatch/k1"]), r["mismatch/k2"], r["mismatch/k3"])
+                for r in runs[2].metrics)  # fmt: skip
+    assert mismatch["values"][1]["value"] == worst and worst > 0.01
+    assert [v["level"] for v in mismatch["values"]] == ["ok", "warning"]
+    assert seconds["values"][1]["value"] == sum(runs[2].column("time/step_seconds")[1])
+    assert speed["unit"] == "tokens/s"
+    cells = {cell["label"]: cell["value"] for cell in document["results"][2]}
+    assert cells["reward, last 10"] == lasts[2]
+    assert cells["heldout sampled"] == runs[2].column("eval/heldout/sampled/mean")[1][-1]
+    assert cells["k3, worst"] == max(runs[2].column("mismatch/k3")[1])
+
+
+def test_values_that_are_not_finite_are_said_and_not_dropped(tmp_path):
+    with RunDirectory.create(tmp_path / "run", {"recipe": "x"}) as writer:
+        writer.log({"step": 0, "train/loss": math.nan, "train/grad_norm": math.inf})
+        writer.log({"step": 1, "train/loss": 0.5})
+    write_report([load_run(tmp_path / "run")], tmp_path / "r.html")
+    columns = json.loads((tmp_path / "r.json").read_text())["runs"][0]["columns"]
+    assert columns == {"train/loss": ["NaN", 0.5], "train/grad_norm": ["Infinity", None]}
+
+
+def test_a_long_run_is_thinned_to_means(tmp_path):
+    with RunDirectory.create(tmp_path / "run", {"recipe": "x"}) as writer:
+        for step in range(2500):
+            writer.log({"step": step, "reward/mean": step})
+    write_report([load_run(tmp_path / "run")], tmp_path / "r.html")
+    (run,) = json.loads((tmp_path / "r.json").read_text())["runs"]
+    assert run["stride"] == 3 and len(run["steps"]) == 834 and run["num_steps"] == 2500
+    assert run["columns"]["reward/mean"][:2] == [1.0, 4.0]
+
+
+# -- the choice of trajectories ---------------------------------------------------------------
+
+
+def test_the_extremes_are_always_shown(runs, tmp_path):
+    budget = Budget(num_trajectories=20)
+    write_report(runs[2:], tmp_path / "r.html", budget=budget)
+    document = json.loads((tmp_path / "r.json").read_text())
+    assert len(document["trajectories"]) == 20
+    assert document["num_stored_trajectories"] == sum(1 for _ in runs[2].summaries()) + sum(
+        1 for _ in runs[2].summaries(split="heldout-greedy")
+    )
+    shown = {(t["step"], t["id"], t["split"]) for t in document["trajectories"]}
+    assert len(shown) == 20
+    stored = [summary for summary, _ in runs[2].summaries()]
+    worst = max(stored, key=lambda s: s.max_abs_logprob_diff or 0)
+    assert (worst.step, worst.id, "train") in shown
+    rewards = [t["reward"] for t in document["trajectories"] if "best reward" in t["why"]]
+    assert rewards and max(s.reward for s in stored) in rewards
+    assert {w for t in document["trajectories"] for w in t["why"]} >= {
+        "worst mismatch", "best reward", "worst reward", "evaluation", "sample",
+    }  # fmt: skip
+
+
+def test_the_budget_of_tokens_holds_and_says_what_it_left_out(runs, tmp_path):
+    write_report(runs[:1], tmp_path / "r.html", budget=Budget(num_tokens=400))
+    document = json.loads((tmp_path / "r.json").read_text())
+    tokens = [sum(len(s["token_ids"]) for s in t["segments"]) for t in document["trajectories"]]
+    assert 0 < sum(tokens) <= 400 and document["num_left_out_for_size"] > 0
+    write_report(runs[:1], tmp_path / "one.html", budget=Budget(num_tokens=1))
+    assert len(json.loads((tmp_path / "one.json").read_text())["trajectories"]) == 1
+
+
+def test_without_a_vocabulary_ids_are_shown(runs, tmp_path):
+    write_report(runs[:1], tmp_path / "r.html")
+    assert json.loads((tmp_path / "r.json").read_text())["vocabularies"] == [None]
+
+
+def test_wrong_arguments_are_named(runs, tmp_path):
+    with pytest.raises(RunError, match="at least one run"):
+        write_report([], tmp_path / "r.html")
+    with pytest.raises(RunError, match="3 runs, but 1 vocabularies"):
+        write_report(runs, tmp_path / "r.html", vocabulary=[VOCABULARY])
+
+
+# -- in a browser -----------------------------------------------------------------------------
+
+
+def test_a_browser_draws_the_page_without_an_error_and_runs_no_foreign_script(runs, tmp_path):
+    browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
+    if browser is None:
+        pytest.skip("no chromium on this machine to draw the page with")
+    out = write_report(runs, tmp_path / "report.html", vocabulary=VOCABULARY)
+    shown = subprocess.run(
+        [
+            browser, "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic",
+            "--no-first-run", "--disable-background-networking", "--disable-component-update",
+            "--disable-sync", f"--user-data-dir={tmp_path / 'profile'}", "--window-size=1200,900",
+            "--virtual-time-budget=2000", "--enable-logging=stderr", "--dump-dom", out.as_uri(),
+        ],
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert "CONSOLE" not in shown.stderr, shown.stderr
+    body = re.sub(r"<script.*?</script>", "", shown.stdout, flags=re.DOTALL)
+    assert body.count('class="curve"') >= 20, "two groups in ten charts"
+    assert body.count('class="card tile"') == 6
+    assert body.count('role="option"') > 50
+    assert "<img" not in body
