@@ -12,7 +12,7 @@ from lockstep.errors import AlignmentError
 
 Tensor = torch.Tensor
 
-SERIES_BELOW = 1e-3  # there exp(d) - 1 - d by its series: the subtraction would lose what is left
+SERIES_BELOW = 1e-4  # there exp(d) - 1 - d by its series: the subtraction would lose what is left
 
 
 def log_ratio(

@@ -22,7 +22,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lockstep.correction.metrics import MismatchReport
-from lockstep.errors import AlignmentError, CheckpointError
+from lockstep.errors import AlignmentError, CheckpointError, TokenError
 from lockstep.models.config import ModelConfig
 from lockstep.models.decoder import Decoder
 from lockstep.models.hf_io import load_weights, read_tensors, save_checkpoint
@@ -208,7 +208,7 @@ class Trainer:
         if num_updates > 1 and has_rollout:
             before = self.measure(samples).to_metrics()
         parts: list[Metrics] = []
-        for part in split_updates(samples, num_updates):
+        for part in split_updates(samples, num_updates) or [[]]:
             metrics = self.forward_backward(
                 part, loss_fn,
                 aggregate=objective.aggregate, fixed_length=objective.fixed_length,
@@ -261,7 +261,23 @@ class Trainer:
         return self.model.embedding.device
 
     def pack(self, samples: Sequence[Sample]) -> list[PackedBatch]:
-        """The micro-batches of `samples`: always the same for the same samples."""
+        """The micro-batches of `samples`: always the same for the same samples.
+
+        Raises TokenError for a row that the model cannot read, besides what `packing` raises.
+        """
+        vocab_size, max_positions = self.model.config.vocab_size, self.model.config.max_positions
+        for sample in samples:
+            if len(sample) > max_positions:
+                raise TokenError(
+                    f"sample {sample.id} has {len(sample)} tokens, the model's positions end at "
+                    f"{max_positions}. Lower the tokens of an episode."
+                )
+            if len(sample) and int(sample.token_ids.max()) >= vocab_size:
+                at = int(np.argmax(sample.token_ids >= vocab_size))
+                raise TokenError(
+                    f"sample {sample.id}: token {at} has the id {int(sample.token_ids[at])}, the "
+                    f"model's vocabulary ends at {vocab_size - 1}. Another model's tokenizer?"
+                )
         plan = plan_microbatches(samples, self.config.max_tokens_per_microbatch)
         return pack(samples, plan, device=self.device)
 
