@@ -19,6 +19,7 @@ from rich.live import Live
 from rich.text import Text
 
 from lockstep.observe.alarms import Alarm, Architecture, Level, mismatch_alarm
+from lockstep.observe.metrics import held_out_label, is_step_row
 
 _BLOCKS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
 _FULL, _EMPTY = "\u2501", "\u2500"
@@ -107,6 +108,10 @@ class _Progress:
     evaluation: str = ""
 
     def add(self, row: Mapping[str, Any]) -> None:
+        if text := evaluation_text(row):
+            self.evaluation = f"step {row['step']}: {text}"
+        if not is_step_row(row):
+            return
         self.last_step = row["step"]
         self.row = row
         self.alarm = mismatch_alarm(
@@ -118,8 +123,6 @@ class _Progress:
             self.mismatches.append(self.alarm.value)
         if "time/step_seconds" in row:
             self.step_seconds.append(row["time/step_seconds"])
-        if text := evaluation_text(row):
-            self.evaluation = f"step {row['step']}: {text}"
 
     @property
     def num_done(self) -> int:
@@ -141,15 +144,11 @@ class _Progress:
 def evaluation_text(row: Mapping[str, Any]) -> str:
     """The held-out means of a row in one line; empty if it has none.
 
-    >>> evaluation_text({"eval/heldout/greedy/mean": 0.9141, "eval/heldout/greedy/num": 8})
-    'heldout greedy 0.914'
+    >>> evaluation_text({"eval/greedy/mean@1": 0.9141, "eval/greedy/mean@1/low": 0.9})
+    'greedy 0.914'
     """
-    means = {
-        name.removeprefix("eval/").removesuffix("/mean").replace("/", " "): value
-        for name, value in row.items()
-        if name.startswith("eval/") and name.endswith("/mean")
-    }
-    return ", ".join(f"{name} {format_number(value)}" for name, value in means.items())
+    means = [(held_out_label(name), value) for name, value in row.items()]
+    return ", ".join(f"{label} {format_number(value)}" for label, value in means if label)
 
 
 def sparkline(values: Sequence[float], *, is_log: bool = False) -> str:
@@ -252,6 +251,9 @@ class PlainView:
         progress = self._progress
         assert progress is not None, "a view is started before its first step"
         progress.add(row)
+        if not is_step_row(row):
+            self._write(f"eval  {progress.evaluation}")
+            return
         width = len(str(progress.header.num_steps))
         parts = [f"step {row['step']:>{width}}/{progress.header.num_steps}"]
         for label, name in (("reward", "reward/mean"), ("loss", "train/loss")):

@@ -97,7 +97,7 @@ METRICS: tuple[Metric, ...] = (
     _metric("sft/loss", "nats", "down", "Mean negative log-prob of the trained tokens."),
     _metric("sft/accuracy", "share", "up", "Trained tokens that are the model's first choice."),
     # evaluation
-    _metric("eval/*", "1", "up", "A held-out figure: eval/SPLIT/SAMPLING/STATISTIC."),
+    _metric("eval/*", "1", "up", "A held-out figure: eval/NAME/mean@K, .../low, .../high, ..."),
     # tokens and time
     _metric("tokens/sampled", "tokens", "none", "Tokens that the model sampled."),
     _metric("tokens/trained", "tokens", "none", "Tokens in the loss."),
@@ -135,6 +135,27 @@ def find_metric(name: str) -> Metric | None:
         if pattern.fullmatch(name):
             return replace(metric, name=name)
     return None
+
+
+_HELD_OUT = re.compile(r"eval/(.+)/((?:mean|pass)(?:@\d+)?)")
+
+
+def held_out_label(name: str) -> str | None:
+    """How a held-out mean or pass rate reads; None for every other name, its interval's included.
+
+    >>> [held_out_label(f"eval/{n}") for n in ("greedy/mean@1", "sampled/pass@4", "greedy/failed")]
+    ['greedy', 'sampled pass@4', None]
+    """
+    match = _HELD_OUT.fullmatch(name)
+    if match is None:
+        return None
+    split, statistic = match[1].replace("/", " "), match[2]
+    return split if statistic in ("mean", "mean@1") else f"{split} {statistic}"
+
+
+def is_step_row(row: Mapping[str, Any]) -> bool:
+    """Whether a row is of a training step; a row that has only held-out figures stands between."""
+    return any(name != "step" and not name.startswith("eval/") for name in row)
 
 
 def unknown_names(names: Iterable[str]) -> list[str]:

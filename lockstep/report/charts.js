@@ -39,7 +39,6 @@ function chartSpecs() {
   const names = allNames();
   const summaries = new Set(["reward/mean", "reward/std", "reward/min", "reward/max"]);
   const parts = names.filter((name) => name.startsWith("reward/") && !summaries.has(name));
-  const evaluations = names.filter((name) => /^eval\/.*\/(mean|pass@\d+)$/.test(name));
   const mismatchOf = (family) => [
     named(`${family}/k3`, "k3"),
     named(`${family}/k2`, "k2"),
@@ -52,7 +51,7 @@ function chartSpecs() {
     { title: "Mismatch of sampler and trainer", unit: "nats", isWide: true, isLog: true, hasLimits: true,
       series: mismatchOf("mismatch") },
     { title: "Held-out evaluation", unit: "reward", hasPoints: true,
-      series: evaluations.map((name) => named(name, name.slice(5).replace(/\/mean$/, "").replaceAll("/", " "))) },
+      series: Object.entries(report.held_out).map(([name, label]) => named(name, label)) },
     { title: "Loss", unit: "nats", series: [named("train/loss", "loss"), named("sft/loss", "supervised loss")] },
     { title: "Gradient norm", unit: "1", series: [named("train/grad_norm", "before clipping")] },
     { title: "Entropy", unit: "nats", series: [named("train/entropy", "entropy")] },

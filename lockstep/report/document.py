@@ -17,11 +17,12 @@ from lockstep.observe.alarms import (
     CRITICAL_LIMIT,
     WARNING_LIMIT,
     Alarm,
+    Architecture,
     Level,
     mismatch_alarm,
     normal_band,
 )
-from lockstep.observe.metrics import find_metric
+from lockstep.observe.metrics import find_metric, held_out_label, is_step_row
 from lockstep.report.selection import Budget, select
 from lockstep.store.files import encode_number
 from lockstep.store.run import Run
@@ -70,6 +71,7 @@ def build_document(
         ],
         "groups": groups,
         "metrics": _meanings(series),
+        "held_out": {name: held_out_label(name) for run in runs for name in evaluation_names(run)},
         "headlines": _headlines(runs, groups),
         "results": [_results(run) for run in runs],
         "config_differences": _differences(configs),
@@ -104,9 +106,8 @@ def _identity(run: Run) -> dict[str, Any]:
         "device": environment.get("device", ""),
         "started_at": environment.get("started_at", ""),
         "num_resumes": len(environment.get("resumes", ())),
-        "num_steps": len({row["step"] for row in run.metrics}),
+        "num_steps": len({row["step"] for row in run.metrics if is_step_row(row)}),
         "seconds": write_number(_seconds(run)),
-        "architecture": environment.get("architecture"),
         "mismatch_band": band,
         "alarm": {"level": alarm.level, "value": write_number(alarm.value), "text": alarm.text},
         "config": config,
@@ -121,25 +122,29 @@ def _words(value: Any) -> str:
     return "" if value is None else str(value)
 
 
+def _family(environment: Mapping[str, Any]) -> Architecture | None:
+    family = environment.get("family")
+    return family if family in ("dense", "moe") else None
+
+
 def _band(environment: Mapping[str, Any]) -> list[float] | None:
-    architecture = environment.get("architecture")
-    if architecture not in ("dense", "moe"):
+    """The k3 that is normal for the run; None if the run does not say what it is."""
+    family, is_one_process = _family(environment), bool(environment.get("is_one_process"))
+    if family is None and not is_one_process:
         return None
-    return list(normal_band(architecture, is_one_process=bool(environment.get("is_one_process"))))
+    return list(normal_band(family or "dense", is_one_process=is_one_process))
 
 
 def worst_alarm(run: Run) -> Alarm:
     """The verdict on the step with the largest mismatch."""
-    architecture = "moe" if run.environment.get("architecture") == "moe" else "dense"
+    family = _family(run.environment) or "dense"
     is_one_process = bool(run.environment.get("is_one_process"))
-    alarms = [
-        mismatch_alarm(row, architecture, is_one_process=is_one_process) for row in run.metrics
-    ]
+    alarms = [mismatch_alarm(row, family, is_one_process=is_one_process) for row in run.metrics]
     return max(
         alarms,
         # NaN compares with nothing: within one level, a value that is not a number is the worst.
         key=lambda a: (_LEVELS.index(a.level), float("inf") if a.value != a.value else a.value),
-        default=mismatch_alarm({}, architecture),
+        default=mismatch_alarm({}, family),
     )
 
 
@@ -249,9 +254,9 @@ def _differences(configs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def evaluation_names(run: Run) -> list[str]:
-    """Held-out means of a run, in order of first appearance: eval/SPLIT/SAMPLING/mean."""
+    """Held-out means and pass rates of a run, in order of first appearance."""
     names = dict.fromkeys(name for row in run.metrics for name in row)
-    return [name for name in names if name.startswith("eval/") and name.endswith("/mean")]
+    return [name for name in names if held_out_label(name)]
 
 
 def _results(run: Run) -> list[dict[str, Any]]:
@@ -271,7 +276,7 @@ def _results(run: Run) -> list[dict[str, Any]]:
             )
         )
     for name in evaluation_names(run):
-        label = name.removeprefix("eval/").removesuffix("/mean").replace("/", " ")
+        label = f"held-out {held_out_label(name)}"
         cells.append(_cell(label, run.column(name)[1][-1], "reward", "up"))
     for name, label, choose in (
         ("mismatch/k3", "k3, median", statistics.median),
@@ -339,7 +344,9 @@ def _headlines(runs: Sequence[Run], groups: Sequence[Mapping[str, Any]]) -> list
             "the gain in sampled reward is the policy becoming more certain, not learning more.",
         ),
     ):
-        name = next((n for run in runs for n in evaluation_names(run) if f"/{word}/" in n), None)
+        name = next(
+            (n for run in runs for n in evaluation_names(run) if f"/{word}/mean" in n), None
+        )
         if name is not None:
             values = [_ends(run.column(name)[1], 1) for run in runs]
             out.append(_headline(title, meaning, "reward", "up", values, groups))

@@ -33,7 +33,7 @@ PROMISED = [
     "mismatch_after/k3", "train/loss", "train/grad_norm", "train/clip_fraction", "train/entropy",
     "train/lr", "train/skipped_updates", "time/step_seconds", "time/sample_seconds",
     "time/train_seconds", "tokens/sampled", "tokens/trained", "tokens/encoded",
-    "tokens/prefilled", "eval/heldout/greedy/mean",
+    "tokens/prefilled", "eval/greedy/mean@1",
 ]  # fmt: skip
 
 
@@ -220,8 +220,10 @@ def test_plain_lines_say_the_step_in_one_line_and_an_alarm_once():
     view.phase("sampling", 3, 64)
     for step in range(4):
         view.step(full_row(step) | (row_of(k3=0.5) if step >= 2 else {}))
+    view.step({"step": 4, "eval/greedy/mean@1": 0.5, "eval/sampled/pass@4": 0.75})
     view.note("checkpoint at step 3")
     view.close()
+    assert lines.pop(-2) == "eval  step 4: greedy 0.5, sampled pass@4 0.75"
     assert lines[0] == "model tiny"
     assert lines[1] == (
         "step   0/110  reward 0  loss 0.1  kl 3e-09  0.6 s  sample 4000 tok/s  train 5600 tok/s"
@@ -237,12 +239,13 @@ def test_the_panel_shows_progress_curves_speed_alarms_evaluation_and_phase():
     for step in range(30):
         view.step(full_row(step) | (row_of(k3=0.5) if step == 20 else {}))
         view.phase("sampling", 12, 64)
-    view.step(full_row(30) | {"eval/heldout/greedy/mean": 0.91, "eval/heldout/greedy/num": 128})
+    view.step({"step": 30, "eval/greedy/mean@1": 0.1})
+    view.step(full_row(30) | {"eval/greedy/mean@1": 0.91, "eval/greedy/mean@1/low": 128})
     shown = text_of(view)
     view.close()
     for piece in (
         "demo  step 31/110", "0 s gone, 49 s left", "\u2501", "reward   0.3", "kl       3e-09",
-        "sample 4000 tok/s   train 5600 tok/s", "loss 0.1", "eval     step 30: heldout greedy 0.91",
+        "sample 4000 tok/s   train 5600 tok/s", "loss 0.1", "eval     step 30: greedy 0.91",
         "!! step 20: mismatch 0.5 is above 0.1", "> sampling 12/64", "\u2581", "\u2588",
     ):  # fmt: skip
         assert piece in shown.replace("0.0 s gone", "0 s gone"), piece

@@ -128,6 +128,7 @@ def test_a_run_without_a_step_can_be_reported(tmp_path):
 def test_the_metrics_are_those_of_the_runs(runs, written):
     for run, said in zip(runs, written[1]["runs"], strict=True):
         assert said["steps"] == [row["step"] for row in run.metrics] and said["stride"] == 1
+        assert said["num_steps"] == 12, "a row of held-out figures alone is no step"
         for name, values in said["columns"].items():
             assert values == [row.get(name) for row in run.metrics], name
         assert set(said["columns"]) == {n for row in run.metrics for n in row} - {"step"}
@@ -199,20 +200,20 @@ def test_headlines_and_results_are_computed_from_the_rows(runs, written):
     assert first["value"] == pytest.approx(statistics.fmean(lasts[:2]))
     assert (first["low"], first["high"]) == (min(lasts[:2]), max(lasts[:2]))
     assert reward["values"][1]["value"] == lasts[2] and reward["values"][1]["low"] is None
-    evaluated = runs[2].column("eval/heldout/greedy/mean")[1]
+    evaluated = runs[2].column("eval/greedy/mean@1")[1]
     assert greedy["values"][1] == {
         "value": evaluated[-1], "low": None, "high": None, "start": evaluated[0], "level": None,
     }  # fmt: skip
     assert sampled["title"] == "Held-out, sampled"
     worst = max(max(abs(r["mismatch/k1"]), r["mismatch/k2"], r["mismatch/k3"])
-                for r in runs[2].metrics)  # fmt: skip
+                for r in runs[2].metrics if "mismatch/k1" in r)  # fmt: skip
     assert mismatch["values"][1]["value"] == worst and worst > 0.01
     assert [v["level"] for v in mismatch["values"]] == ["ok", "warning"]
     assert seconds["values"][1]["value"] == sum(runs[2].column("time/step_seconds")[1])
     assert speed["unit"] == "tokens/s"
     cells = {cell["label"]: cell["value"] for cell in document["results"][2]}
     assert cells["reward, last 10"] == lasts[2]
-    assert cells["heldout sampled"] == runs[2].column("eval/heldout/sampled/mean")[1][-1]
+    assert cells["held-out sampled"] == runs[2].column("eval/sampled/mean@1")[1][-1]
     assert cells["k3, worst"] == max(runs[2].column("mismatch/k3")[1])
 
 
@@ -244,7 +245,7 @@ def test_the_extremes_are_always_shown(runs, tmp_path):
     document = json.loads((tmp_path / "r.json").read_text())
     assert len(document["trajectories"]) == 20
     assert document["num_stored_trajectories"] == sum(1 for _ in runs[2].summaries()) + sum(
-        1 for _ in runs[2].summaries(split="heldout-greedy")
+        1 for _ in runs[2].summaries(split="greedy")
     )
     shown = {(t["step"], t["id"], t["split"]) for t in document["trajectories"]}
     assert len(shown) == 20
