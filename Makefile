@@ -56,8 +56,12 @@ proof: install-dev
 	$(BIN)/python docs/proof/run.py
 
 models: install
-	$(BIN)/lockstep sft tiny-gpt-oss out=lockstep/models/shipped/tiny-gpt-oss
-	$(BIN)/lockstep sft tiny-qwen3 out=lockstep/models/shipped/tiny-qwen3
+	rm -rf build/models
+	for model in tiny-gpt-oss tiny-qwen3; do \
+	  $(BIN)/lockstep sft $$model out=build/models/$$model && \
+	  rm -rf lockstep/models/shipped/$$model && \
+	  cp -r build/models/$$model/model lockstep/models/shipped/$$model || exit 1; \
+	done
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

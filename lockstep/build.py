@@ -7,7 +7,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ from lockstep.renderers.base import Renderer
 from lockstep.renderers.config import ChatMLConfig, HarmonyConfig, RendererConfig
 from lockstep.renderers.registry import make_renderer
 from lockstep.renderers.tokenizer import Tokenizer
+from lockstep.report.document import Vocabulary
 from lockstep.run_config import Config, ModelChoice
 from lockstep.store.run import Run, load_run
 
@@ -209,32 +211,34 @@ def load_model(
 
 def checkpoint_of(run: Run, step: int | None) -> Path:
     """The checkpoint of a run: at `step`, or the best one, or the last. RunError if there is none."""
-    if step is None and (run.path / "checkpoints" / "best").is_dir():
-        return run.path / "checkpoints" / "best"
-    found = {c.step: c.path for c in run.checkpoints()}
-    if not found:
+    from lockstep.train.checkpoint import CheckpointStore
+
+    store = CheckpointStore(run.path / "checkpoints")
+    if step is not None:
+        return store.at(step)
+    found = store.best() or store.latest()
+    if found is None:
         raise RunError(f"{run.path} has no checkpoint. Did it end before checkpoint.every steps?")
-    if step is None:
-        return found[max(found)]
-    if step not in found:
-        raise RunError(
-            f"{run.path} has no checkpoint of step {step}; it has {', '.join(map(str, found))}."
-        )
-    return found[step]
+    return found
 
 
 def export_checkpoint(path: Path, directory: Path, *, step: int | None) -> str:
     """Copies a run's checkpoint out as a Hugging Face directory. Returns the checkpoint's name."""
-    import shutil
-
-    source = checkpoint_of(load_run(path), step)
+    run = load_run(path)
+    source = checkpoint_of(run, step)
     if directory.exists() and any(directory.iterdir()):
         raise ConfigError(f"{directory} exists and is not empty; --hf names a new directory.")
     shutil.copytree(source / "policy", directory, dirs_exist_ok=True)
+    config = from_dict(Config, run.config)
+    model = ModelConfig.from_directory(directory)
+    write_renderer(directory, config.renderer or renderer_of(directory, model))
     return source.name
 
 
-def token_texts(config: dict[str, Any]) -> Callable[[int], str]:
-    """id -> text for a report of a run with this stored config."""
+def vocabulary_of(config: Mapping[str, Any]) -> Vocabulary:
+    """How the token ids of a run with this stored config read, for its report."""
     tokenizer = Tokenizer.from_file(locate_model(config["model"]))
-    return lambda token_id: tokenizer.decode([token_id])
+    return Vocabulary(
+        decode_token=lambda token_id: tokenizer.decode([token_id]),
+        control_ids=tokenizer.control_ids,
+    )

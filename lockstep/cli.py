@@ -140,14 +140,14 @@ def _eval(options: argparse.Namespace) -> int:
 
 
 def _report(options: argparse.Namespace) -> int:
-    from lockstep.build import token_texts
-    from lockstep.report.report import write_report
+    from lockstep.build import vocabulary_of
+    from lockstep.report.page import write_report
     from lockstep.store.run import load_run
 
     runs = [load_run(path) for path in options.runs]
     out = Path(options.out or (Path(options.runs[0]) / "report.html" if len(runs) == 1 else
                                "report.html"))  # fmt: skip
-    write_report(runs, out, decode_token=token_texts(runs[0].config))
+    write_report(runs, out, vocabulary=[vocabulary_of(run.config) for run in runs])
     print(json.dumps({"report": str(out)}) if options.json else out)
     return OK
 

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from lockstep.agent.loop import Budget, collect, sampling_of
 from lockstep.agent.tasks import TaskSource
-from lockstep.build import Foundation, Parts, build, check_config, checkpoint_of, token_texts
+from lockstep.build import Foundation, Parts, build, check_config, checkpoint_of, vocabulary_of
 from lockstep.config import differences, to_dict
 from lockstep.errors import DataError
 from lockstep.evaluation import evaluate
@@ -118,7 +118,9 @@ class TrainingRun:
     tasks: TaskSource = field(init=False)
     tester: Tester = field(init=False)
     checkpoints: CheckpointStore = field(init=False)
-    last_row: dict[str, Any] = field(default_factory=dict)
+    tested_at: int | None = None
+    """The step that the last evaluation preceded, and what it gave."""
+    test_reward: float | None = None
 
     def __post_init__(self) -> None:
         config = self.config
@@ -134,7 +136,7 @@ class TrainingRun:
         """All steps that are left. Saves at its end, and at each stop that was asked for."""
         config = self.config
         if self.step == 0 and config.evaluation.at_start:
-            await self.test(step=-1)
+            self.log({"step": -1, **await self.test()})
         while self.step < config.steps:
             row = await self.one_step()
             if row is None:
@@ -143,8 +145,8 @@ class TrainingRun:
             if self.is_critical(row) and config.mismatch.stop_on_critical:
                 self.save()
                 return "stopped"
-        if not any(name.startswith("eval/") for name in self.last_row):
-            await self.test(step=self.step - 1)
+        if self.tested_at != self.step:
+            self.log({"step": self.step, **await self.test()})
         self.save()
         return "done"
 
@@ -181,10 +183,11 @@ class TrainingRun:
             await parts.engine.load_weights(None, version=parts.trainer.version)
             every = config.evaluation.every
             if every and self.step % every == 0 and self.step < config.steps:
-                row |= await self.test_now(step)
+                row |= await self.test()
         finally:  # an interrupt here must not lose the step, whose update is made
             self.log(row)
-        if config.checkpoint.every and self.step % config.checkpoint.every == 0:
+        is_due = config.checkpoint.every and self.step % config.checkpoint.every == 0
+        if is_due or self.tested_at == self.step:
             self.save()
         return row
 
@@ -221,21 +224,17 @@ class TrainingRun:
 
     # -- around the verbs -------------------------------------------------------------------------
 
-    async def test_now(self, step: int) -> dict[str, float]:
+    async def test(self) -> dict[str, float]:
+        """An evaluation of the policy as it stands; its episodes are recorded too."""
         metrics, played = await self.tester.test()
         for name, groups in played.items():
-            self.directory.write_trajectories(max(step, 0), groups, split=name)
-        self.checkpoints.offer_best(metrics.get(self.tester.criterion))
+            self.directory.write_trajectories(max(self.step - 1, 0), groups, split=name)
+        self.tested_at, self.test_reward = self.step, metrics[self.tester.criterion]
         return metrics
-
-    async def test(self, *, step: int) -> None:
-        """An evaluation as a row of its own: before the first step (-1) or after the last."""
-        self.log({"step": step, **await self.test_now(step)})
 
     def log(self, row: Mapping[str, Any]) -> None:
         self.directory.log(row)
         self.loggers.log(row)
-        self.last_row = dict(row)
         self.view.step(row)
         alarm = mismatch_alarm(row, self.foundation.model.family, is_one_process=True)
         if alarm.level in ("warning", "critical"):
@@ -252,7 +251,8 @@ class TrainingRun:
             "elapsed_seconds": self.elapsed_seconds,
             "tasks": self.tasks.state_dict(),
         }
-        self.checkpoints.save(self.step, self.parts.trainer, state)
+        metric = self.test_reward if self.tested_at == self.step else None
+        self.checkpoints.save(self.step, self.parts.trainer, state, metric=metric)
 
     def restore_newest(self) -> None:
         newest = self.checkpoints.latest()
@@ -282,12 +282,12 @@ class TrainingRun:
         )
 
     def write_report(self) -> None:
-        from lockstep.report.report import write_report
+        from lockstep.report.page import write_report
 
         write_report(
             [load_run(self.directory.path)],
             self.directory.path / "report.html",
-            decode_token=token_texts(to_dict(self.config)),
+            vocabulary=vocabulary_of(to_dict(self.config)),
         )
 
     def summary(self) -> dict[str, Any]:

@@ -200,6 +200,7 @@ def save_checkpoint(
         for name, tensor in hf_tensors(model)
     }
     save_file(tensors, str(beside / WEIGHTS), metadata={"format": "pt"})
+    (beside / WEIGHTS).chmod(0o644)  # safetensors writes it for its owner alone
     config = json.loads((Path(like) / "config.json").read_text())
     config["dtype"] = str(dtype or model.embedding.dtype).removeprefix("torch.")
     (beside / "config.json").write_text(json.dumps(config, indent=2) + "\n")

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as FastTokenizer
 
@@ -38,6 +39,8 @@ CONTROL_TOKENS: dict[Architecture, tuple[str, ...]] = {
     ),
 }  # fmt: skip
 END_TOKEN: dict[Architecture, str] = {"gpt_oss": "<|return|>", "qwen3": "<|im_end|>"}
+
+SINK_LOGIT = 3.0  # exp(3) = 20 keys' worth: training then leaves the sinks a share that matters
 
 PROTOCOL = (
     r"commentary to=functions\.\w+ |functions\.\w+ to=assistant"
@@ -68,6 +71,10 @@ def create_tiny_model(
     (directory / "config.json").write_text(json.dumps(hf, indent=2) + "\n")
     model = Decoder(ModelConfig.from_hf(hf))
     model.init_weights(std=hf["initializer_range"], seed=seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("sinks"):
+                parameter.fill_(SINK_LOGIT)
     filled = directory.with_name(directory.name + "-filled")
     save_checkpoint(model, filled, like=directory)
     for file in filled.iterdir():

@@ -17,7 +17,7 @@ def quickstart() -> Config:
         name="quickstart",
         model="tiny-gpt-oss",
         task=DocSearchConfig(),
-        steps=110,
+        steps=150,
         max_tokens=256,
         groups_per_step=8,
         group_size=8,
