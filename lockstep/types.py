@@ -292,6 +292,7 @@ COLUMNS: dict[str, ColumnSpec] = {
     "rollout_logprobs": ColumnSpec("float32", float("nan")),
     "averaged_logprobs": ColumnSpec("float32", float("nan")),
     "old_logprobs": ColumnSpec("float32", float("nan")),
+    "logprobs": ColumnSpec("float32", float("nan")),
     "reference_logprobs": ColumnSpec("float32", float("nan")),
     "advantages": ColumnSpec("float32", 0.0),
     "returns": ColumnSpec("float32", 0.0),

@@ -71,7 +71,7 @@ def mismatch_alarm(
             f"mismatch: {nonfinite:g} tokens without a finite log-prob. They are not trained; "
             "`lockstep doctor` names them.",
         )
-    if not has_all:
+    if not has_all or metrics.get("mismatch/compared_tokens") == 0:
         return Alarm("unmeasured", math.nan, "mismatch: not measured in this step.")
     low, high = normal_band(architecture, is_one_process=is_one_process)
     if is_one_process:

@@ -49,7 +49,12 @@ _MISMATCH: tuple[tuple[str, str, Direction, str], ...] = (
     ("forced_share", "share", "none", "Tokens with a rollout probability above 0.99."),
     ("nonfinite_tokens", "tokens", "down", "Tokens without a finite log-prob on either side."),
     ("ess", "share", "up", "Effective sample size of the importance weights, as a share."),
+    ("log_ppl_abs_diff_mean", "nats", "down", "Mean gap of a row's mean log-prob."),
     ("log_ppl_abs_diff_max", "nats", "down", "Largest gap of a row's mean log-prob."),
+    ("log_ratio_min", "nats", "none", "Lowest trainer minus rollout log-prob."),
+    ("log_ratio_max", "nats", "none", "Highest trainer minus rollout log-prob."),
+    ("log_ratio_p*", "nats", "none", "A percentile of trainer minus rollout log-prob."),
+    ("outlier_tokens", "tokens", "down", "Tokens that differ by more than 1e-4."),
     ("routing_flips", "tokens", "down", "Tokens routed to other experts by the trainer."),
 )  # fmt: skip
 
@@ -92,7 +97,9 @@ METRICS: tuple[Metric, ...] = (
     _metric("train/micro_batches", "1", "none", "Forward-backward passes of the step."),
     _metric("train/kl_loss", "nats", "none", "Penalty for leaving the reference policy."),
     _metric("train/value_loss", "1", "down", "Loss of the critic."),
+    _metric("train/ratio_mean", "1", "none", "Mean ratio of trainer to old probability."),
     _metric("train/ratio_max", "1", "none", "Largest ratio of trainer to old probability."),
+    _metric("train/log_ratio_abs_max", "nats", "none", "Largest log of that ratio, by size."),
     # supervised training
     _metric("sft/loss", "nats", "down", "Mean negative log-prob of the trained tokens."),
     _metric("sft/accuracy", "share", "up", "Trained tokens that are the model's first choice."),

@@ -127,7 +127,8 @@ function niceTicks(low, high, count) {
 
 function linearScale(values, size) {
   let low = Math.min(...values), high = Math.max(...values);
-  if (low === high) { const pad = Math.abs(low) * 0.1 || 1; low -= pad; high += pad; }
+  if (low === 0 && high === 0) high = 1;
+  if (low === high) { const pad = Math.abs(low) * 0.1; low -= pad; high += pad; }
   const pad = (high - low) * 0.06;
   // A curve that never goes below zero gets an axis that does not either.
   const bottom = low >= 0 && low - pad < 0 ? 0 : low - pad;

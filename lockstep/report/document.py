@@ -265,7 +265,9 @@ def _results(run: Run) -> list[dict[str, Any]]:
     cells = []
     if rewards:
         first, last = rewards[:NUM_LAST_STEPS], rewards[-NUM_LAST_STEPS:]
-        cells.append(_cell(f"reward, first {len(first)}", statistics.fmean(first), "reward", "up"))
+        if len(rewards) > len(last):
+            label = f"reward, first {len(first)}"
+            cells.append(_cell(label, statistics.fmean(first), "reward", "up"))
         cells.append(
             _cell(
                 f"reward, last {len(last)}",

@@ -153,9 +153,10 @@ def write_part(
 ) -> None:
     """Writes the groups of one step as one part, atomically.
 
-    samples: training rows made by `Trajectory.rows`; their columns `old_logprobs` and `advantages`,
-    where present, are cut back into the segments that the row trains. A row may have been
-    extended with columns, never with tokens: AlignmentError if its length is not its path's.
+    samples: training rows made by `Trajectory.rows`. Their `advantages` and the trainer's log-probs
+    (`logprobs`, or else `old_logprobs` if the trainer computed them) are cut back into the segments
+    that the row trains. A row may have been extended with columns, never with tokens:
+    AlignmentError if its length is not its path's.
     """
     by_id = _trainer_values(groups, samples)
     rows = [
@@ -228,6 +229,7 @@ def _trainer_values(
                 f"training row {sample.id!r} has {len(sample)} tokens, its path has {sum(lengths)}."
             )
         values = out.setdefault(trajectory_id, _TrainerValues())
+        trainer_logprobs = _trainer_logprobs(sample)
         for index, end in zip(path, accumulate(lengths), strict=True):
             segment = trajectory.segments[index]
             tokens = slice(end - len(segment), end)
@@ -236,14 +238,26 @@ def _trainer_values(
                 sample.loss_mask[tokens].any() or index not in values.logprobs
             ):
                 continue
-            for name, target in (
-                ("old_logprobs", values.logprobs),
-                ("advantages", values.advantages),
+            for column, target in (
+                (trainer_logprobs, values.logprobs),
+                (sample.columns.get("advantages"), values.advantages),
             ):
-                column = sample.columns.get(name)
                 if column is not None and not np.isnan(column[tokens]).all():
                     target[index] = column[tokens]
     return out
+
+
+def _trainer_logprobs(sample: Sample) -> Float32Array | None:
+    """What the trainer computed for the row; None where it computed nothing.
+
+    An objective may take the sampler's own numbers as its old policy: the column is then the same
+    array, and comparing it with itself would report a mismatch of 0 that nobody measured.
+    """
+    for name in ("logprobs", "old_logprobs"):
+        column = sample.columns.get(name)
+        if column is not None and column is not sample.columns.get("rollout_logprobs"):
+            return column
+    return None
 
 
 def _max_abs_diff(trajectory: Trajectory, trainer: dict[int, Float32Array]) -> float | None:

@@ -212,6 +212,8 @@ def test_headlines_and_results_are_computed_from_the_rows(runs, written):
     assert seconds["values"][1]["value"] == sum(runs[2].column("time/step_seconds")[1])
     assert speed["unit"] == "tokens/s"
     cells = {cell["label"]: cell["value"] for cell in document["results"][2]}
+    firsts = statistics.fmean(runs[2].column("reward/mean")[1][:10])
+    assert cells["reward, first 10"] == firsts
     assert cells["reward, last 10"] == lasts[2]
     assert cells["held-out sampled"] == runs[2].column("eval/sampled/mean@1")[1][-1]
     assert cells["k3, worst"] == max(runs[2].column("mismatch/k3")[1])

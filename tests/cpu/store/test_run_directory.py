@@ -259,12 +259,13 @@ def test_a_step_of_64_trajectories_is_recorded_in_a_few_milliseconds(tmp_path):
     with RunDirectory.create(tmp_path, CONFIG) as writer:
         written = groups(8, 8)
         rows = rows_with_trainer_values(written)
-        writer.write_trajectories(0, written, samples=rows)
-        start = time.process_time()
-        writer.write_trajectories(1, written, samples=rows)
-        writer.log({"step": 1})
-        seconds = time.process_time() - start
-    assert seconds < 0.1, "measured 0.01 s; ten times that for a busy machine"
+        seconds = []
+        for step in range(6):
+            start = time.process_time()
+            writer.write_trajectories(step, written, samples=rows)
+            writer.log({"step": step})
+            seconds.append(time.process_time() - start)
+    assert min(seconds) < 0.1, "measured 0.01 s; the best of six, for a busy machine"
 
 
 def test_keep_is_chosen_by_its_tag():

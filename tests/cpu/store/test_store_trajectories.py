@@ -169,3 +169,18 @@ def test_only_deltas_are_stored(tmp_path):
         return path.stat().st_size
 
     assert size(128) < 16 * size(8)
+
+
+def test_the_samplers_own_numbers_are_not_taken_for_the_trainers(tmp_path):
+    written = groups(1, 1)
+    rows = rows_with_trainer_values(written)
+    for row in rows:
+        row.set("old_logprobs", row.columns["rollout_logprobs"])
+    write_part(tmp_path / "a.parquet", written, step=0, samples=rows)
+    assert read_summaries(tmp_path / "a.parquet")[0].max_abs_logprob_diff is None
+    for row in rows:
+        row.set("logprobs", row.columns["rollout_logprobs"] - np.float32(0.5))
+    write_part(tmp_path / "b.parquet", written, step=0, samples=rows)
+    assert read_summaries(tmp_path / "b.parquet")[0].max_abs_logprob_diff == pytest.approx(0.5)
+    (record,) = read_part(tmp_path / "b.parquet")
+    assert record.advantages[1] is not None, "advantages do not depend on it"
