@@ -22,7 +22,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lockstep.correction.metrics import MismatchReport
-from lockstep.errors import AlignmentError, CheckpointError, TokenError
+from lockstep.errors import AlignmentError, CheckpointError, ConfigError, TokenError
 from lockstep.models.config import ModelConfig
 from lockstep.models.decoder import Decoder
 from lockstep.models.hf_io import load_weights, read_tensors, save_checkpoint
@@ -72,8 +72,13 @@ class Trainer:
         """like: the checkpoint directory whose config and tokenizer files `save` copies.
 
         temperature: of the distribution under which the rollout's log-probs are recorded.
-        total_updates: of the run, for a schedule that falls. Raises ConfigError if it needs one.
+        total_updates: of the run; a schedule that falls needs it. Raises ConfigError without.
         """
+        if not 0 < temperature < float("inf"):
+            raise ConfigError(
+                f"temperature={temperature} of the trainer must be a finite number above 0. Greedy "
+                "sampling records log-probs at temperature 1, and gives no groups to learn from."
+            )
         self.model = model
         self.config = config
         self.like = Path(like)

@@ -21,6 +21,7 @@ from lockstep.objectives.config import ImportanceSampling, PPOClip, Reinforce
 from lockstep.objectives.losses import TokenLoss, make_loss, reinforce
 from lockstep.train.config import TrainerConfig
 from lockstep.train.optimizer import is_decayed, lr_share
+from lockstep.train.trainer import Trainer
 
 LENGTHS = [9, 31, 14, 22, 40, 12]
 
@@ -113,6 +114,12 @@ def test_the_temperature_is_that_of_the_recorded_distribution(tmp_path):
     expected = expected.gather(1, batch.targets[:, None])[:, 0].numpy()
     (found,) = trainer.forward(rows)
     np.testing.assert_allclose(found[rows[0].loss_mask], expected, atol=1e-5)
+
+
+def test_a_temperature_of_zero_is_refused(tmp_path):
+    model = make_trainer(tmp_path).model
+    with pytest.raises(ConfigError, match=r"temperature=0.0 of the trainer"):
+        Trainer(model, TrainerConfig(), like=tmp_path, temperature=0.0)
 
 
 # -- the loss of a batch --------------------------------------------------------------------------
