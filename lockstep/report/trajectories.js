@@ -258,7 +258,8 @@ function segmentCard(t, at) {
     segment.finish_reason && segment.finish_reason !== "stop" ? `ended by ${segment.finish_reason.replaceAll("_", " ")}` : null,
     segment.reason ? `branch: ${segment.reason}` : null,
     segment.reward === null ? null : `own reward ${formatNumber(segment.reward)}`,
-    segment.is_sampled && t.split === "train" && !segment.trainer_logprobs ? "not trained" : null,
+    segment.is_sampled && t.split === "train" && !segment.advantages ? "not trained" : null,
+    segment.advantages && !segment.trainer_logprobs ? "trainer log-probs not recorded" : null,
   ].filter(Boolean);
   const strip = element("div", { class: "tokens" });
   segment.token_ids.forEach((id, place) => strip.append(tokenNode(t, segment, id, place)));
