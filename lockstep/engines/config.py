@@ -12,7 +12,8 @@ class EmbeddedConfig:
     """The engine inside the training process: it runs the trainer's own decoder."""
 
     max_num_sequences: int = 64
-    """Requests that run at the same time; more wait. A step costs little more with 64 than with 1."""
+    """Requests that run at the same time; more wait. A step with 64 costs little
+    more than one with 1."""
     max_step_tokens: int = 2048
     """Tokens that one step computes at most. Longer prompts are prefilled in chunks of what the
     sampled tokens leave of it, so that a long prompt never stops the others."""

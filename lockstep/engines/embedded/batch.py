@@ -180,7 +180,10 @@ class Rows:
         if len(self._groups) == 1:
             rule = self._groups[0][0]
             ids, logprobs = sample(
-                logits, uniform, rule, **(self._filters(slice(n), device) if rule.is_filtered else {})
+                logits,
+                uniform,
+                rule,
+                **(self._filters(slice(n), device) if rule.is_filtered else {}),
             )
         else:
             ids = torch.empty(n, dtype=torch.int64, device=device)
@@ -241,7 +244,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Inputs:
-    """What the decoder is called with in one step: rows first, then the chunks one after another."""
+    """What the decoder is called with in a step: rows first, then the chunks one after another."""
 
     ids: Tensor
     positions: Tensor
@@ -271,7 +274,9 @@ def build_inputs(rows: Rows, chunks: Seq[Chunk], cache: PagedCache) -> Inputs:
         ids = np.concatenate([ids, *(c.sequence.ids[c.start : c.stop] for c in chunks)])
         positions = np.concatenate([positions, *(np.arange(c.start, c.stop) for c in chunks)])
         chunk_pages = [np.array(_lease(c).pages) for c in chunks]
-        written = [p[np.arange(c.start, c.stop) // size] for c, p in zip(chunks, chunk_pages)]
+        written = [
+            p[np.arange(c.start, c.stop) // size] for c, p in zip(chunks, chunk_pages, strict=True)
+        ]
         write_pages = np.concatenate([write_pages, *written])
         place = np.arange(len(ids))
         base = n
@@ -311,7 +316,7 @@ def build_inputs(rows: Rows, chunks: Seq[Chunk], cache: PagedCache) -> Inputs:
 
 
 def _group_chunks(chunks: Seq[Chunk], page_size: int) -> list[list[int]]:
-    """Chunks that share a padded block of attention: longest first, joined while little is wasted."""
+    """Chunks that share a padded block of attention: longest first, joined if it wastes little."""
     if len(chunks) == 1:
         return [[0]]
     queries = np.array([c.stop - c.start for c in chunks])

@@ -100,8 +100,8 @@ class EmbeddedEngine:
     """`Engine` over a `Decoder`. Knows ids only.
 
     token_bytes: the bytes of each id, for stop strings; without it they are refused.
-    The model's parameters may be trained in place between steps: say `load_weights(None, version=v)`
-    after every update, or cached keys and values of older weights would be used.
+    The model's parameters may be trained in place between steps: call `load_weights(None,
+    version=v)` after every update, or cached keys and values of older weights would be used.
 
     >>> engine = EmbeddedEngine(model, EmbeddedConfig())                        # doctest: +SKIP
     >>> async for delta in engine.generate(request): print(delta.token_ids)     # doctest: +SKIP
@@ -275,8 +275,8 @@ class EmbeddedEngine:
             self._drop_cache()
 
     async def sleep(self) -> None:
-        """Requests in flight keep their place and are computed again after `wake`; those that arrive
-        in between are refused."""
+        """Requests in flight keep their place and are computed again after `wake`; those that
+        arrive in between are refused."""
         self._check_open()
         if not self._is_asleep:
             self._drop_cache()
@@ -403,7 +403,7 @@ class EmbeddedEngine:
                 await asyncio.sleep(0)
 
     def step(self) -> None:
-        """One step: every running request samples a token, and prompts are prefilled beside them."""
+        """Every running request samples a token, and prompts are prefilled beside them."""
         started = time.perf_counter()
         rows, cache, stats = self._rows, self._cache, self.stats
         chunks = self._scheduler.plan()
@@ -424,11 +424,14 @@ class EmbeddedEngine:
                     hidden = hidden[torch.from_numpy(places).to(hidden.device)]
                 ids, logprobs = rows.sample(self._model.logits(hidden))
         for chunk in chunks:
-            self._after_chunk(chunk)
+            if chunk.sequence in broken:
+                self._fail_unfinite(
+                    chunk.sequence, "its prompt gave hidden states that are not finite"
+                )
+            else:
+                self._after_chunk(chunk)
         if rows.num:
             self._after_sampling(ids, logprobs)
-        for sequence in broken:
-            self._fail_unfinite(sequence, "its prompt gave hidden states that are not finite")
         stats.steps += 1
         scheduler = self._scheduler
         stats.preemptions += scheduler.num_preemptions
@@ -438,7 +441,7 @@ class EmbeddedEngine:
         stats.step_seconds += time.perf_counter() - started
 
     def _finish_prefill(self, chunks: Seq[Chunk], num_fed: int) -> list[int]:
-        """Rows for the requests whose prefill ends in this step, and where their last token stands."""
+        """Rows for the requests whose prefill ends in this step; where their last tokens stand."""
         places: list[int] = []
         at = num_fed
         for chunk in chunks:
@@ -556,9 +559,7 @@ class EmbeddedEngine:
             return np.empty(0, np.int32), np.empty(0, np.float32)
         return sequence.sampled_ids, sequence.sampled_logprobs
 
-    def _send(
-        self, reply: _Reply, reason: FinishReason | None, stop: int | str | None
-    ) -> None:
+    def _send(self, reply: _Reply, reason: FinishReason | None, stop: int | str | None) -> None:
         """Hands over what was sampled since the last delta."""
         sequence = reply.sequence
         ids, logprobs = self._sampled(sequence)
@@ -584,8 +585,8 @@ class EmbeddedEngine:
         reply.notify()
 
     def _end_segment(self, reply: _Reply) -> None:
-        """The weights change: what was sampled under the old ones is a segment of its own. Nothing is
-        sent if nothing was sampled since the last change."""
+        """The weights change: what was sampled under the old ones is a segment of its own. Nothing
+        is sent if nothing was sampled since the last change."""
         sequence = reply.sequence
         count = len(self._sampled(sequence)[0])
         if count > sequence.segment_start:

@@ -120,7 +120,7 @@ class PagedCache:
     # -- leases -------------------------------------------------------------------------------
 
     def open(self, ids: Ids, *, reuse: int) -> Lease | None:
-        """Pages for all of `ids`, of whose first `reuse` those that are known are not computed again.
+        """Pages for all of `ids`; what is known of the first `reuse` need not be computed again.
 
         None if there are not enough pages; nothing has changed then.
         """
@@ -193,9 +193,7 @@ class PagedCache:
             self.commit(lease, ids)
         nodes = lease.nodes
         self._free += [
-            page
-            for i, page in enumerate(lease.pages)
-            if i >= len(nodes) or nodes[i].page != page
+            page for i, page in enumerate(lease.pages) if i >= len(nodes) or nodes[i].page != page
         ]
         self._unuse(lease)
 

@@ -24,7 +24,7 @@ _MASK = (1 << 64) - 1
 
 
 def _mix(z: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """The finaliser of splitmix64 (Steele, Lea, Flood 2014): every input bit moves every output bit."""
+    """The finaliser of splitmix64 (Steele, Lea, Flood 2014): each bit in moves every bit out."""
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return z ^ (z >> np.uint64(31))
@@ -101,7 +101,7 @@ def _draw_filtered(
 ) -> tuple[Tensor, Tensor]:
     """(ids [B, 1], probability [B] of what is kept): top-k first, then top-p of what that leaves,
     in the order of Hugging Face and vLLM. Of equal tokens the smaller id goes first."""
-    logp, order = logp.sort(-1, descending=True, stable=True)
+    logp, order = logp.sort(dim=-1, descending=True, stable=True)
     probs = logp.exp()
     rank = torch.arange(probs.shape[1], device=probs.device)
     probs = probs * ((rank < top_k[:, None]) | (top_k[:, None] == 0))

@@ -18,7 +18,9 @@ from lockstep.engines.embedded.kv_cache import PagedCache
 class Scheduler:
     """Waiting, prefilling and running requests over one cache."""
 
-    def __init__(self, *, rows: Rows, cache: PagedCache, max_sequences: int, max_tokens: int) -> None:
+    def __init__(
+        self, *, rows: Rows, cache: PagedCache, max_sequences: int, max_tokens: int
+    ) -> None:
         self.rows, self.cache = rows, cache
         self.max_sequences, self.max_tokens = max_sequences, max_tokens
         self._waiting: list[tuple[tuple[int, int], Sequence]] = []
@@ -152,8 +154,8 @@ class Scheduler:
             heapq.heappush(self._waiting, entry)
 
     def _awaits_prefix(self, sequence: Sequence) -> bool:
-        """Whether a request under way computes at least half of what this one would have to, so that
-        waiting for it saves more than it costs."""
+        """Whether a request under way computes at least half of what this one would have to, so
+        that waiting for it saves more than it costs."""
         if not self.cache.is_caching or sequence.is_score:
             return False
         ids = sequence.ids

@@ -1,0 +1,116 @@
+"""`check_engine` accepts the embedded engine, and names each promise that an engine breaks."""
+
+import asyncio
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from engine_models import VOCAB, make_engine, make_model
+
+from lockstep.engines.embedded.engine import EmbeddedEngine
+from lockstep.errors import EngineError
+from lockstep.models.hf_io import hf_tensors
+from lockstep.testing.check_engine import check_engine
+
+TOKEN_BYTES = [bytes([97 + i % 26]) * (1 + i % 3) for i in range(VOCAB)]
+PROMPT = [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "gpt_oss"])
+def test_the_embedded_engine_keeps_every_promise(kind):
+    engine = make_engine(make_model(kind), token_bytes=TOKEN_BYTES)
+    report = asyncio.run(check_engine(engine, prompt_ids=PROMPT, token_bytes=TOKEN_BYTES))
+    assert len(report.passed) == 16 and not report.skipped
+
+
+def test_checks_that_cannot_run_are_reported_with_their_reason():
+    engine = make_engine(prefix_cache=False)
+    asyncio.run(engine.load_weights(dict(hf_tensors(make_model(seed=3))), version=1))
+    report = asyncio.run(check_engine(engine, prompt_ids=PROMPT))
+    assert set(report.skipped) == {"prefix cache", "stop strings", "weights"}
+    assert "has_prefix_cache" in report.skipped["prefix cache"]
+
+
+class Broken(EmbeddedEngine):
+    """Breaks one promise: `fault` names it."""
+
+    fault = ""
+
+    def __init__(self, *args, **settings):
+        super().__init__(*args, **settings)
+        self.asked = Counter()
+
+    @property
+    def capabilities(self):
+        found = super().capabilities
+        claims = {"has_prefix_cache": True} if self.fault == "prefix cache" else {}
+        return replace(found, **claims)
+
+    async def generate(self, request):
+        changes = {}
+        if self.fault == "seeds":
+            changes = {"seed": request.seed + self.stats.requests}
+        if self.fault == "many replies at once":
+            other = request.prompt_ids.copy()
+            other[0] += self.stats.requests % 3
+            changes = {"prompt_ids": other}
+        if self.fault == "repeated ids":
+            self.asked[request.id] += 1
+            again = self.asked[request.id]
+            changes = {"id": f"{request.id}/{again}", "seed": request.seed + again}
+        if self.fault == "streams":
+            changes = {"stream": False}
+        if self.fault == "bad requests":
+            clipped = np.minimum(request.prompt_ids, VOCAB - 1)
+            changes = {"prompt_ids": clipped}
+        if changes:
+            request = replace(request, **changes)
+        async for delta in super().generate(request):
+            if self.fault == "one reply":
+                delta = replace(delta, logprobs=np.exp(delta.logprobs))
+            if self.fault == "stop ids" and delta.finish_reason == "stop":
+                delta = replace(delta, token_ids=delta.token_ids[:-1], logprobs=delta.logprobs[:-1])
+            if self.fault == "distributions" and request.sampling.distribution == "sampled":
+                delta = replace(delta, logprobs=delta.logprobs - 2)
+            if self.fault == "stop strings" and isinstance(delta.stop, str):
+                delta = replace(delta, stop=None)
+            yield delta
+
+    async def score(self, token_ids, **how):
+        found = await super().score(token_ids, **how)
+        return np.roll(found, 1) if self.fault == "score" else found
+
+    async def abort(self, request_id):
+        if self.fault != "abort":
+            await super().abort(request_id)
+
+    async def pause(self):
+        if self.fault != "pause and resume":
+            await super().pause()
+
+    async def load_weights(self, source, *, version):
+        if self.fault == "weights":
+            self._version = version
+        else:
+            await super().load_weights(source, version=version)
+
+    async def sleep(self):
+        if self.fault != "sleep and wake":
+            await super().sleep()
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "one reply", "many replies at once", "stop ids", "streams", "distributions", "seeds",
+        "repeated ids", "score", "prefix cache", "stop strings", "bad requests", "abort",
+        "pause and resume", "weights", "sleep and wake",
+    ],
+)  # fmt: skip
+def test_each_broken_promise_is_named(fault):
+    whole = make_engine(token_bytes=TOKEN_BYTES, prefix_cache=fault != "prefix cache")
+    engine = Broken(whole._shared, whole._config, token_bytes=TOKEN_BYTES)
+    engine.fault = fault
+    with pytest.raises(EngineError, match=f"check_engine: {fault}: "):
+        asyncio.run(check_engine(engine, prompt_ids=PROMPT, token_bytes=TOKEN_BYTES))
