@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -36,6 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.verb is None:
         parser.print_help()
         return BAD_INPUT
+    # A cluster's scheduler ends a job with SIGTERM: it deserves the same checkpoint as Ctrl-C.
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     try:
         return options.run(options)
     except (ConfigError, DataError, CheckpointError, RendererError, MissingExtraError, RunError) as e:
@@ -52,7 +55,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _complain(error: Exception, options: argparse.Namespace) -> None:
     if getattr(options, "json", False):
         print(json.dumps({"error": type(error).__name__, "message": str(error)}))
-    text = textwrap.fill(f"{type(error).__name__}: {error}", 100, break_long_words=False)
+    text = textwrap.fill(
+        f"{type(error).__name__}: {error}", 100, break_long_words=False, break_on_hyphens=False
+    )
     print(text, file=sys.stderr)
 
 

@@ -50,7 +50,11 @@ def train(
     """
     foundation = check_config(config)
     path = Path(out) if out else default_run_path(config.name)
-    facts: dict[str, Any] = {"architecture": foundation.model.architecture}
+    facts: dict[str, Any] = {
+        "architecture": foundation.model.architecture,
+        "family": foundation.model.family,
+        "is_one_process": True,
+    }
     if start is not None:
         parent = load_run(start[0])
         changed = differences(parent.config, to_dict(config))
@@ -236,9 +240,6 @@ class TrainingRun:
         self.directory.log(row)
         self.loggers.log(row)
         self.view.step(row)
-        alarm = mismatch_alarm(row, self.foundation.model.family, is_one_process=True)
-        if alarm.level in ("warning", "critical"):
-            self.view.note(f"step {row['step']}: {alarm.text}", alarm.level)
 
     def is_critical(self, row: Mapping[str, Any]) -> bool:
         alarm = mismatch_alarm(row, self.foundation.model.family, is_one_process=True)

@@ -66,7 +66,7 @@ def _train(
     path = Path(out) if out else default_run_path(config.name)
     shown = open_view(is_json=view == "json")
     num_steps = sum(part.num_steps for part in parts)
-    facts = {"architecture": foundation.model.architecture}
+    facts = {"architecture": foundation.model.architecture, "family": foundation.model.family}
     last: dict[str, float] = {}
     with RunDirectory.create(path, to_dict(config), facts=facts) as run:
         trainer = Trainer(

@@ -8,7 +8,8 @@ once per forward and read by every layer.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -71,6 +72,11 @@ class PagedBlock:
     """[B, Q] int64: each query's position in its sequence. Keys at or before it are seen."""
     pages: Tensor
     """[B, P] int64: the sequence's pages in order; unused places hold any valid page."""
+    num_keys: int
+    """Places of the P pages that may hold a key which some query of the block sees: the longest
+    sequence, rounded up. At most P * page_size."""
+    memo: dict[Any, Any] = field(default_factory=dict)
+    """What a backend computes once per step and reads in every layer: masks."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -78,13 +84,12 @@ class PagedContext:
     """One engine step: where the T new tokens' keys go, and which pages each query reads."""
 
     keys: Tensor
-    """[layers, pages, G, page_size, D] in the compute dtype, written in place."""
+    """[layers, G, pages, page_size, D] in the compute dtype, written in place. Heads stand first so
+    that the pages of a sequence, gathered, are its keys in order without another copy."""
     values: Tensor
     """Like `keys`."""
-    write_pages: Tensor
-    """[T] int64: the page each new token's key and value are written to."""
-    write_offsets: Tensor
-    """[T] int64: the place within that page."""
+    write_index: Tensor
+    """[T] int64: where each new token's key and value are written: page * page_size + offset."""
     blocks: tuple[PagedBlock, ...]
     place_index: Tensor | None
     """[T] int64: where each token's output stands in the blocks laid end to end ([B * Q] each);

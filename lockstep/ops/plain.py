@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from lockstep.ops import trace
-from lockstep.ops.context import PackedContext, PagedContext
+from lockstep.ops.context import PackedContext, PagedBlock, PagedContext
 
 Tensor = torch.Tensor
 
@@ -250,41 +250,63 @@ def _paged_attention(
     layer: int,
     context: PagedContext,
 ) -> Tensor:
+    """Queries of one key head stand together as rows of one matrix: [G * B, H/G * Q, D]."""
     H, D = q_THD.shape[1:]
-    G = k_TGD.shape[1]
     keys, values = context.keys[layer], context.values[layer]
-    keys[context.write_pages, :, context.write_offsets] = k_TGD
-    values[context.write_pages, :, context.write_offsets] = v_TGD
+    G = keys.shape[0]
+    keys.view(G, -1, D).index_copy_(1, context.write_index, k_TGD.transpose(0, 1))
+    values.view(G, -1, D).index_copy_(1, context.write_index, v_TGD.transpose(0, 1))
     outs = []
     for block in context.blocks:
-        q = q_THD[:, None] if block.token_index is None else q_THD[block.token_index]
-        B, Q = q.shape[:2]
-        k, v = _read_pages(keys, block.pages), _read_pages(values, block.pages)  # [B, G, P*S, D]
-        q = q.view(B, Q, G, H // G, D).permute(0, 2, 3, 1, 4).reshape(B, G, -1, D)
-        scores = _widen(torch.matmul(q, k.transpose(-1, -2))).mul_(scale)  # [B, G, H/G * Q, P*S]
-        scores = scores.view(B, H, Q, -1)
-        at_key = torch.arange(scores.shape[-1], device=q.device)
-        at_query = block.positions[:, :, None]
-        hidden = at_key > at_query
-        if window is not None:
-            hidden |= at_key <= at_query - window
-        scores.masked_fill_(hidden[:, None], float("-inf"))
-        probs = _softmax_with_sinks(scores, sinks_H).to(v.dtype)
-        out = torch.matmul(probs.view(B, G, -1, probs.shape[-1]), v)
-        out = out.view(B, H, Q, D).transpose(1, 2).reshape(-1, H, D)
-        outs.append(out)
+        q = q_THD if block.token_index is None else q_THD[block.token_index.view(-1)]
+        B, Q = block.positions.shape
+        k, v = _read_pages(keys, block), _read_pages(values, block)
+        if Q == 1:
+            q = q.view(B, G, -1, D).transpose(0, 1).reshape(G * B, -1, D)
+        else:
+            q = q.view(B, Q, G, -1, D).permute(2, 0, 3, 1, 4).reshape(G * B, -1, D)
+        mask = _paged_mask(block, window, heads=H, groups=G)
+        if q.dtype == torch.float32:
+            scores = torch.baddbmm(mask, q, k.transpose(1, 2), alpha=scale)
+        else:
+            scores = _widen(torch.bmm(q, k.transpose(1, 2))).mul_(scale).add_(mask)
+        if sinks_H is None:
+            probs = scores.softmax(-1)
+        else:
+            sinks = sinks_H.to(scores.dtype).view(G, 1, -1, 1).expand(G, B, H // G, Q)
+            scores = torch.cat([scores, sinks.reshape(G * B, -1, 1)], -1)
+            probs = scores.softmax(-1)[..., :-1]
+        out = torch.bmm(probs.to(v.dtype), v)
+        if Q == 1:
+            outs.append(out.view(G, B, -1, D).transpose(0, 1).reshape(B, H, D))
+        else:
+            out = out.view(G, B, -1, Q, D).permute(1, 3, 0, 2, 4)
+            outs.append(out.reshape(B * Q, H, D))
     out = outs[0] if len(outs) == 1 else torch.cat(outs)
     return out if context.place_index is None else out[context.place_index]
 
 
-def _read_pages(cache: Tensor, pages: Tensor) -> Tensor:
-    """cache [pages, G, S, D], pages [B, P] -> [B, G, P * S, D]."""
-    B, P = pages.shape
-    read = cache.index_select(0, pages.reshape(-1))
-    if P == 1:
-        return read
-    _, G, S, D = cache.shape
-    return read.view(B, P, G, S, D).transpose(1, 2).reshape(B, G, P * S, D)
+def _read_pages(cache_GPSD: Tensor, block: PagedBlock) -> Tensor:
+    """[G * B, num_keys, D]: the keys of each sequence of the block, in order."""
+    G, _, S, D = cache_GPSD.shape
+    read = cache_GPSD.index_select(1, block.pages.reshape(-1))
+    return read.view(G * len(block.pages), -1, D)[:, : block.num_keys]
+
+
+def _paged_mask(block: PagedBlock, window: int | None, *, heads: int, groups: int) -> Tensor:
+    """[G * B, H/G * Q, num_keys] float32: 0 where a query sees a key, else -inf."""
+    key = ("mask", window)
+    if key not in block.memo:
+        at_query = block.positions[:, :, None]
+        at_key = torch.arange(block.num_keys, device=at_query.device)
+        hidden = at_key > at_query
+        if window is not None:
+            hidden |= at_key <= at_query - window
+        B, Q, L = hidden.shape
+        mask = torch.zeros(hidden.shape, device=hidden.device).masked_fill_(hidden, float("-inf"))
+        mask = mask.view(1, B, 1, Q, L).expand(groups, B, heads // groups, Q, L)
+        block.memo[key] = mask.reshape(groups * B, -1, L)
+    return block.memo[key]
 
 
 # -- log-prob head ----------------------------------------------------------------------------

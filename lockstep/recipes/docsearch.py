@@ -38,7 +38,7 @@ def docsearch() -> Config:
         model="tiny-gpt-oss",
         task=DocSearchConfig(),
         steps=200,
-        max_tokens=2048,
+        max_tokens=1024,
         groups_per_step=8,
         group_size=8,
         agent=AgentConfig(max_turns=6, max_turn_tokens=256),

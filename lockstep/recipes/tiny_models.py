@@ -17,7 +17,7 @@ TRAINER = TrainerConfig(
 @supervised_recipe
 def sft() -> SupervisedConfig:
     """Trains a model on your own dialogues: sft.path=FILE.jsonl model=DIR."""
-    return SupervisedConfig(name="sft", sft=SFTConfig(path="dialogues.jsonl"), max_tokens=4096)
+    return SupervisedConfig(name="sft", sft=SFTConfig(path="dialogues.jsonl"), max_tokens=1024)
 
 
 @supervised_recipe

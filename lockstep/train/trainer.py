@@ -107,24 +107,25 @@ class Trainer:
         under this name; None keeps nothing. The micro-batches are those of `forward_backward` on
         the same samples, so before an update both give the same bits.
         """
-        out = [np.full(len(s), np.nan, np.float32) for s in samples]
         with torch.no_grad():
-            for batch in self.pack(samples):
-                logprobs, _ = self._log_probs(batch)
-                for row, places, values in batch.unpack(logprobs):
-                    out[row][places] = values
+            parts = [(batch, self._log_probs(batch)[0]) for batch in self.pack(samples)]
+        out = _by_row(samples, parts)
         if column is not None:
-            for sample, logprobs in zip(samples, out, strict=True):
-                sample.set(column, logprobs)
+            _keep(samples, out, column)
         return out
 
-    def measure(self, samples: Sequence[Sample]) -> MismatchReport:
-        """The mismatch of `rollout_logprobs` and the policy as it stands. No gradient."""
-        report = MismatchReport.empty(self.device)
+    def measure(self, samples: Sequence[Sample], *, column: str | None = None) -> MismatchReport:
+        """The mismatch of `rollout_logprobs` and the policy as it stands. No gradient.
+
+        `column`: the log-probs that were compared are kept in the samples under this name.
+        """
         with torch.no_grad():
-            for batch in self.pack(samples):
-                logprobs, _ = self._log_probs(batch)
-                report = report.merge(_mismatch(batch, logprobs))
+            parts = [(batch, self._log_probs(batch)[0]) for batch in self.pack(samples)]
+        report = MismatchReport.empty(self.device)
+        for batch, logprobs in parts:
+            report = report.merge(_mismatch(batch, logprobs))
+        if column is not None:
+            _keep(samples, _by_row(samples, parts), column)
         return report
 
     def measure_after(self, samples: Sequence[Sample]) -> Metrics:
@@ -139,6 +140,7 @@ class Trainer:
         aggregate: Aggregate = "token_mean",
         fixed_length: int = 0,
         denominator: float | None = None,
+        column: str | None = "logprobs",
     ) -> Metrics:
         """Adds the gradient of the loss over `samples` to what the next `optim_step` will use.
 
@@ -146,17 +148,22 @@ class Trainer:
         see `ObjectiveConfig.aggregate`. `denominator` replaces the number of trained tokens
         (token_mean) or of rows (the others), for a batch that comes in several calls or a sum of
         loss weights. The mismatch is measured in the same forward where the samples have
-        `rollout_logprobs`. A loss that is not finite is remembered; `optim_step` then skips.
+        `rollout_logprobs`, and the log-probs are kept in the samples as `column`. A loss that is not
+        finite is remembered; `optim_step` then skips.
         """
         batches = self.pack(samples)
         weigh = _token_weights(samples, aggregate, fixed_length, denominator)
         self._calls.append(_Call(samples=samples, weigh=weigh, loss_fn=loss_fn))
         totals = _Totals(self.device)
         losses: list[tuple[PackedBatch, Tensor]] = []
+        logprobs: list[tuple[PackedBatch, Tensor]] = []
         for batch in batches:
             tokens, out = self._backward(batch, loss_fn, weigh(batch))
             losses.append((batch, out.loss.detach()))
+            logprobs.append((batch, tokens.logprobs.detach()))
             totals.add(batch, tokens, out, weigh(batch))
+        if column is not None:
+            _keep(samples, _by_row(samples, logprobs), column)
         metrics = totals.to_metrics()
         if not np.isfinite(metrics["train/loss"]):
             self._bad_loss = self._bad_loss or _name_bad_losses(samples, losses)
@@ -210,13 +217,15 @@ class Trainer:
             self._fill_old_logprobs(samples, objective.old_policy)
         before: Metrics = {}
         has_rollout = all("rollout_logprobs" in s.columns for s in samples)
-        if num_updates > 1 and has_rollout:
-            before = self.measure(samples).to_metrics()
+        is_measured_apart = num_updates > 1 and has_rollout
+        if is_measured_apart:
+            before = self.measure(samples, column="logprobs").to_metrics()
         parts: list[Metrics] = []
         for part in split_updates(samples, num_updates) or [[]]:
             metrics = self.forward_backward(
                 part, loss_fn,
                 aggregate=objective.aggregate, fixed_length=objective.fixed_length,
+                column=None if is_measured_apart else "logprobs",
             )  # fmt: skip
             parts.append(metrics | self.optim_step())
         return _merge_metrics(parts) | before
@@ -369,6 +378,24 @@ class Trainer:
         ]
         if differing:
             raise CheckpointError(f"{policy} holds another model: {'; '.join(differing)}.")
+
+
+def _by_row(
+    samples: Sequence[Sample], parts: Sequence[tuple[PackedBatch, Tensor]]
+) -> list[npt.NDArray[np.float32]]:
+    """[N] values of packed batches as [T] float32 per sample, NaN where nothing is trained."""
+    out = [np.full(len(s), np.nan, np.float32) for s in samples]
+    for batch, values in parts:
+        for row, places, of_row in batch.unpack(values):
+            out[row][places] = of_row
+    return out
+
+
+def _keep(
+    samples: Sequence[Sample], values: Sequence[npt.NDArray[np.float32]], column: str
+) -> None:
+    for sample, of_row in zip(samples, values, strict=True):
+        sample.set(column, of_row)
 
 
 class _Totals:

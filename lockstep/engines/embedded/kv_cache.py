@@ -72,7 +72,7 @@ class PagedCache:
         device: torch.device,
     ) -> None:
         self.page_size, self.num_pages, self.is_caching = page_size, num_pages, is_caching
-        self._shape = (num_layers, num_pages + 1, num_kv_heads, page_size, head_dim)
+        self._shape = (num_layers, num_kv_heads, num_pages + 1, page_size, head_dim)
         self._dtype, self._device = dtype, device
         self._tokens = np.zeros((num_pages + 1, page_size), np.int32)
         # Prefix lengths under which a page can be found: dense where most prompts part.
@@ -207,8 +207,8 @@ class PagedCache:
     def clear_free_pages(self) -> None:
         """Zeroes what nobody holds: after a request whose values were not finite."""
         free = torch.tensor(self._free, device=self._device)
-        self.keys.index_fill_(1, free, 0)
-        self.values.index_fill_(1, free, 0)
+        self.keys.index_fill_(2, free, 0)
+        self.values.index_fill_(2, free, 0)
 
     def run_copies(self) -> None:
         """Carries out the copies of the leases opened since the last call, in one go."""
@@ -217,7 +217,7 @@ class PagedCache:
         source, target = torch.tensor(self._copies, device=self._device).unbind(1)
         self._copies.clear()
         for cache in (self.keys, self.values):
-            cache.index_copy_(1, target, cache.index_select(1, source))
+            cache.index_copy_(2, target, cache.index_select(2, source))
 
     def num_known(self, ids: Ids) -> int:
         """How many of the first positions of `ids` need not be computed."""

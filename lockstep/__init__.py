@@ -1,0 +1,37 @@
+"""Lockstep: reinforcement learning for tool-using language-model agents, token-exact.
+
+    import lockstep
+    from lockstep.recipes import find_recipe
+
+    outcome = lockstep.train(find_recipe("quickstart"))
+    run = lockstep.load(outcome.path)
+
+The pure functions are in `lockstep.renderers`, `lockstep.objectives` and `lockstep.correction`. Names
+are imported on first use: `import lockstep` costs nothing and loads no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lockstep.evaluation import evaluate as evaluate
+    from lockstep.loop import train as train
+    from lockstep.store.run import load_run as load
+    from lockstep.supervised import train_supervised as train_supervised
+
+_PUBLIC = {
+    "train": ("lockstep.loop", "train"),
+    "train_supervised": ("lockstep.supervised", "train_supervised"),
+    "evaluate": ("lockstep.evaluation", "evaluate"),
+    "load": ("lockstep.store.run", "load_run"),
+}
+__all__ = ["evaluate", "load", "train", "train_supervised"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'lockstep' has no attribute {name!r}")
+    module, attribute = _PUBLIC[name]
+    return getattr(importlib.import_module(module), attribute)

@@ -1,0 +1,320 @@
+"""The command line as a user types it: help, bad input, runs, forks, resumes."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lockstep.cli import BAD_INPUT, OK, main
+
+SMALL = [
+    "steps=2", "groups_per_step=2", "group_size=4", "evaluation.num_tasks=4", "checkpoint.every=1",
+]  # fmt: skip
+
+
+def lockstep(*words, capsys=None):
+    code = main([str(w) for w in words])
+    return (code, *capsys.readouterr()) if capsys else code
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    path = tmp_path_factory.mktemp("cli") / "run"
+    assert lockstep("train", "quickstart", *SMALL, f"out={path}") == OK
+    return path
+
+
+def metrics_of(path):
+    return [json.loads(line) for line in (Path(path) / "metrics.jsonl").read_text().splitlines()]
+
+
+def without_time(rows):
+    return [{k: v for k, v in r.items() if not k.startswith("time/")} for r in rows]
+
+
+def test_help_names_every_verb_and_the_exit_codes(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["--help"])
+    text = capsys.readouterr().out
+    assert stop.value.code == 0
+    assert all(v in text for v in ("train", "sft", "eval", "report", "export", "recipes"))
+    assert "exit codes" in text
+
+
+@pytest.mark.parametrize("verb", ["train", "sft", "eval", "report", "export", "recipes"])
+def test_every_verb_has_help_with_an_example(verb, capsys):
+    try:
+        main([verb, "--help"])
+    except SystemExit as stop:
+        assert stop.code == 0
+    assert f"example: lockstep {verb}" in capsys.readouterr().out
+
+
+def test_help_of_a_recipe_lists_every_setting_with_its_text(capsys):
+    assert lockstep("train", "quickstart", "--help", "steps=7") == OK
+    text = capsys.readouterr().out
+    assert "steps=7  (int)" in text
+    assert "trainer.lr=0.001  (float)" in text
+    assert "Peak learning rate" in text
+
+
+def test_help_dry_run_and_errors_load_no_torch(tmp_path):
+    code = (
+        "import sys\nfrom lockstep.cli import main\n"
+        "for words in (['train', 'quickstart', '--help'], ['recipes'], "
+        "['train', 'quickstart', '--dry-run'], ['train', 'quickstart', 'stepz=1']):\n"
+        "    main(words)\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_dry_run_prints_the_config_and_the_plan(capsys):
+    code, out, _ = lockstep("train", "quickstart", "--dry-run", "--json", "seed=3", capsys=capsys)
+    found = json.loads(out)
+    assert code == OK
+    assert found["config"]["seed"] == 3
+    assert any("64 trajectories" in line for line in found["plan"])
+
+
+def test_a_run_leaves_what_the_docs_say(run):
+    names = {p.name for p in run.iterdir()}
+    wanted = {"config.json", "environment.json", "metrics.jsonl", "trajectories", "checkpoints"}
+    assert wanted | {"report.html"} <= names
+    rows = metrics_of(run)
+    assert [r["step"] for r in rows] == [-1, 0, 1, 2]
+    assert "eval/sampled/mean@1" in rows[0]
+    assert "eval/greedy/mean@1" in rows[-1]
+
+
+def test_every_metric_of_a_run_is_in_the_table(run):
+    from lockstep.observe.metrics import check_row
+
+    for row in metrics_of(run):
+        check_row(row)
+
+
+def test_sampler_and_trainer_agree_to_float_noise_and_it_was_measured(run):
+    steps = [r for r in metrics_of(run) if "mismatch/k3" in r]
+    assert len(steps) == 2
+    for row in steps:
+        assert row["mismatch/compared_tokens"] == row["tokens/sampled"] > 50
+        assert row["mismatch/k3"] < 1e-11
+        assert 0 < row["mismatch/max_abs_diff"] < 1e-4
+        assert row["mismatch/nonfinite_tokens"] == 0
+
+
+def test_the_last_line_is_the_run_directory(tmp_path, capsys):
+    code, out, _ = lockstep("train", "quickstart", *SMALL, f"out={tmp_path / 'a'}", capsys=capsys)
+    assert code == OK
+    assert out.splitlines()[-1] == str(tmp_path / "a")
+
+
+def test_json_prints_one_object_with_the_run(tmp_path, capsys):
+    code, out, _ = lockstep(
+        "train", "quickstart", "--json", *SMALL, f"out={tmp_path / 'a'}", capsys=capsys
+    )
+    found = json.loads(out)
+    assert code == OK
+    assert found["run"] == str(tmp_path / "a")
+    assert found["steps"] == 2
+    assert "eval/sampled/mean@1" in found
+
+
+def test_a_config_file_repeats_the_run_bit_for_bit(run, tmp_path):
+    again = tmp_path / "again"
+    assert lockstep("train", run / "config.json", f"out={again}") == OK
+    assert without_time(metrics_of(again)) == without_time(metrics_of(run))
+
+
+def test_a_run_that_was_cut_short_resumes_to_the_same_bits(run, tmp_path):
+    """From the checkpoint of step 1 on, with the later rows and parts moved aside."""
+    import shutil
+
+    copy = tmp_path / "copy"
+    shutil.copytree(run, copy)
+    shutil.rmtree(copy / "checkpoints" / "step-000002")
+    assert lockstep("train", copy, "resume=true") == OK
+    assert without_time(metrics_of(copy)) == without_time(metrics_of(run))
+    assert list((copy / "set-aside").iterdir())
+    for name in ("model.safetensors",):
+        a = copy / "checkpoints" / "step-000002" / "policy" / name
+        assert a.read_bytes() == (run / "checkpoints" / "step-000002" / "policy" / name).read_bytes()
+
+
+def test_a_fork_goes_on_from_a_checkpoint_and_records_what_changed(run, tmp_path, capsys):
+    fork = tmp_path / "fork"
+    code, _, _ = lockstep(
+        "train", f"from={run}@1", "trainer.lr=1e-4", f"out={fork}", capsys=capsys
+    )
+    assert code == OK
+    assert [r["step"] for r in metrics_of(fork)] == [1, 2]
+    facts = json.loads((fork / "environment.json").read_text())
+    assert facts["from"]["changed"] == {"trainer.lr": [0.001, 0.0001]}
+
+
+def test_another_model_trains_with_its_own_format(tmp_path):
+    path = tmp_path / "qwen"
+    assert lockstep("train", "quickstart", *SMALL, "model=tiny-qwen3", f"out={path}") == OK
+    assert metrics_of(path)[1]["mismatch/k3"] < 1e-11
+
+
+def test_eval_plays_the_held_out_tasks_again(run, capsys):
+    code, out, _ = lockstep("eval", f"{run}@2", "--json", capsys=capsys)
+    found = json.loads(out)
+    assert code == OK
+    last = metrics_of(run)[-1]
+    assert found["metrics"]["eval/greedy/mean@1"] == last["eval/greedy/mean@1"]
+    assert found["metrics"]["eval/sampled/mean@1"] == last["eval/sampled/mean@1"]
+
+
+def test_export_writes_a_checkpoint_that_trains_again(run, tmp_path, capsys):
+    out = tmp_path / "hf"
+    assert lockstep("export", f"{run}@2", "--hf", out) == OK
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {p.name for p in out.iterdir()}
+    assert lockstep("train", "quickstart", f"model={out}", "--dry-run") == OK
+    capsys.readouterr()
+    assert lockstep("export", run, "--hf", out) == BAD_INPUT
+    assert "not empty" in " ".join(capsys.readouterr().err.split())
+
+
+def test_report_puts_runs_side_by_side(run, tmp_path, capsys):
+    page = tmp_path / "both.html"
+    assert lockstep("report", run, run, "--out", page) == OK
+    assert page.stat().st_size > 10_000
+
+
+def test_sft_trains_on_a_users_dialogues(tmp_path, capsys):
+    lines = [
+        {"messages": [{"role": "user", "content": f"Say {w}."}, {"role": "assistant", "content": w}]}
+        for w in ("Oslo", "Rome", "Lima", "Paris")
+    ]
+    path = tmp_path / "dialogues.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    code, out, _ = lockstep(
+        "sft", "--json", f"sft.path={path}", "sft.steps=3", "sft.rows_per_step=2",
+        "trainer.lr=1e-3", "model=tiny-gpt-oss", f"out={tmp_path / 'run'}", capsys=capsys,
+    )  # fmt: skip
+    found = json.loads(out)
+    assert code == OK
+    losses = [r["train/loss"] for r in metrics_of(tmp_path / "run")]
+    assert losses[-1] < losses[0]
+    assert lockstep("train", "quickstart", f"model={found['model']}", "--dry-run") == OK
+
+
+BAD = {
+    "a misspelt setting": (["train", "quickstart", "stepz=3"], "Did you mean 'steps'"),
+    "a misspelt recipe": (["train", "quikstart"], "Did you mean 'quickstart'"),
+    "no recipe": (["train"], "which recipe?"),
+    "a wrong type": (["train", "quickstart", "steps=ten"], "steps: expected int, found 'ten'"),
+    "a lone sample": (["train", "quickstart", "group_size=1"], "group_size=2 or more"),
+    "a budget that no row fits": (
+        ["train", "quickstart", "trainer.max_tokens_per_microbatch=100"],
+        "a row is never split",
+    ),
+    "a prompt that does not fit": (
+        ["train", "quickstart", "max_tokens=20", "agent.max_turn_tokens=8"],
+        "no row fits",
+    ),
+    "more tokens than positions": (
+        ["train", "quickstart", "max_tokens=99999", "trainer.max_tokens_per_microbatch=99999"],
+        "positions that model=tiny-gpt-oss",
+    ),
+    "a misspelt model": (["train", "quickstart", "model=tiny-gpt-os"], "'tiny-gpt-oss'"),
+    "another renderer's model": (
+        ["train", "quickstart", "renderer=chat_ml"],
+        "lacks the control tokens <|im_start|>",
+    ),
+    "a missing run": (["eval", "no-such-run"], "no-such-run"),
+    "a step in words": (["train", "from=x@last"], "whole number"),
+    "a missing plugin": (["train", "quickstart", "--plugin", "no_such_module"], "no_such_module"),
+    "sft without data": (["sft"], "dialogues.jsonl does not exist"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_one_paragraph_and_exit_code_2(case, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    words, message = BAD[case]
+    code, _, err = lockstep(*words, capsys=capsys)
+    assert code == BAD_INPUT
+    assert message in " ".join(err.split())
+    assert "Traceback" not in err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_malformed_questions_name_file_and_line(tmp_path, capsys):
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "a.md").write_text("The harbour opens at six.\n")
+    (tmp_path / "q.jsonl").write_text('{"id": "1", "question": "?"\n')
+    code, _, err = lockstep(
+        "train", "docsearch", f"task.docs={tmp_path / 'docs'}",
+        f"task.questions={tmp_path / 'q.jsonl'}", capsys=capsys,
+    )  # fmt: skip
+    assert code == BAD_INPUT
+    assert "q.jsonl:1" in "".join(err.split())
+
+
+def test_a_checkpoint_of_another_architecture_is_refused(tmp_path, capsys):
+    (tmp_path / "config.json").write_text('{"model_type": "mamba"}')
+    code, _, err = lockstep("train", "quickstart", f"model={tmp_path}", capsys=capsys)
+    assert code == BAD_INPUT
+    assert "mamba" in err
+
+
+def test_a_second_run_in_one_directory_is_refused(run, capsys):
+    code, _, err = lockstep("train", "quickstart", *SMALL, f"out={run}", capsys=capsys)
+    assert code == BAD_INPUT
+    assert "resume=true" in " ".join(err.split())
+
+
+def test_resuming_with_other_settings_points_to_from(run, capsys):
+    code, _, err = lockstep("train", run, "resume=true", "trainer.lr=1", capsys=capsys)
+    assert code == BAD_INPUT
+    assert "from=" in err
+    assert "trainer.lr: 0.001 -> 1.0" in " ".join(err.split())
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_an_interrupted_run_is_resumable_and_ends_equal(name, tmp_path):
+    """Interrupted at a moment of the clock's choosing, resumed, compared with a run without."""
+    import signal
+    import time
+
+    words = ["train", "quickstart", "steps=6", *SMALL[1:], "evaluation.at_start=false"]
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    assert lockstep(*words, f"out={whole}") == OK
+    process = subprocess.Popen(
+        [sys.executable, "-m", "lockstep.cli", *words, f"out={cut}"], stdout=subprocess.DEVNULL
+    )
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        if (cut / "metrics.jsonl").is_file() and len(metrics_of(cut)) >= 2:
+            break
+        time.sleep(0.01)
+    process.send_signal(getattr(signal, name))
+    code = process.wait(timeout=60)
+    assert code == 130
+    assert lockstep("train", cut, "resume=true") == OK
+    assert without_time(metrics_of(cut)) == without_time(metrics_of(whole))
+
+
+def test_the_record_holds_the_trainers_own_log_probs(run):
+    """Not a copy of the rollout's: the report's colours would show an agreement nobody measured."""
+    import numpy as np
+
+    from lockstep.store.run import load_run
+
+    compared = unequal = 0
+    for record in load_run(run).trajectories(1):
+        for segment, theirs in zip(record.trajectory.segments, record.trainer_logprobs, strict=True):
+            if segment.is_sampled:
+                assert np.abs(theirs - segment.logprobs).max() < 1e-4
+                compared += len(segment)
+                unequal += int((theirs != segment.logprobs).sum())
+    row = metrics_of(run)[2]
+    assert (compared, unequal) == (row["mismatch/compared_tokens"], row["mismatch/unequal_tokens"])
+    assert unequal > 0
