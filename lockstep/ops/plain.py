@@ -265,11 +265,12 @@ def _paged_attention(
             q = q.view(B, G, -1, D).transpose(0, 1).reshape(G * B, -1, D)
         else:
             q = q.view(B, Q, G, -1, D).permute(2, 0, 3, 1, 4).reshape(G * B, -1, D)
-        mask = _paged_mask(block, window, heads=H, groups=G)
-        if q.dtype == torch.float32:
+        wide = torch.float32 if q.dtype.itemsize < 4 else q.dtype
+        mask = _paged_mask(block, window, heads=H, groups=G, dtype=wide)
+        if q.dtype == wide:
             scores = torch.baddbmm(mask, q, k.transpose(1, 2), alpha=scale)
         else:
-            scores = _widen(torch.bmm(q, k.transpose(1, 2))).mul_(scale).add_(mask)
+            scores = torch.bmm(q, k.transpose(1, 2)).to(wide).mul_(scale).add_(mask)
         if sinks_H is None:
             probs = scores.softmax(-1)
         else:
@@ -288,14 +289,16 @@ def _paged_attention(
 
 def _read_pages(cache_GPSD: Tensor, block: PagedBlock) -> Tensor:
     """[G * B, num_keys, D]: the keys of each sequence of the block, in order."""
-    G, _, S, D = cache_GPSD.shape
     read = cache_GPSD.index_select(1, block.pages.reshape(-1))
-    return read.view(G * len(block.pages), -1, D)[:, : block.num_keys]
+    rows = len(cache_GPSD) * len(block.pages)
+    return read.view(rows, -1, read.shape[-1])[:, : block.num_keys]
 
 
-def _paged_mask(block: PagedBlock, window: int | None, *, heads: int, groups: int) -> Tensor:
-    """[G * B, H/G * Q, num_keys] float32: 0 where a query sees a key, else -inf."""
-    key = ("mask", window)
+def _paged_mask(
+    block: PagedBlock, window: int | None, *, heads: int, groups: int, dtype: torch.dtype
+) -> Tensor:
+    """[G * B, H/G * Q, num_keys]: 0 where a query sees a key, else -inf."""
+    key = ("mask", window, dtype)
     if key not in block.memo:
         at_query = block.positions[:, :, None]
         at_key = torch.arange(block.num_keys, device=at_query.device)
@@ -303,8 +306,9 @@ def _paged_mask(block: PagedBlock, window: int | None, *, heads: int, groups: in
         if window is not None:
             hidden |= at_key <= at_query - window
         B, Q, L = hidden.shape
-        mask = torch.zeros(hidden.shape, device=hidden.device).masked_fill_(hidden, float("-inf"))
-        mask = mask.view(1, B, 1, Q, L).expand(groups, B, heads // groups, Q, L)
+        mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
+        mask = mask.masked_fill_(hidden, float("-inf")).view(1, B, 1, Q, L)
+        mask = mask.expand(groups, B, heads // groups, Q, L)
         block.memo[key] = mask.reshape(groups * B, -1, L)
     return block.memo[key]
 

@@ -24,6 +24,8 @@ JOIN_PAIRS = 16384
 """Query-key pairs that one block of attention may waste on padding rather than be split in two:
 about what the calls of another block cost on a CPU."""
 
+KEY_QUANTUM = 16
+
 
 @dataclass(slots=True, eq=False)
 class Sequence:
@@ -81,7 +83,7 @@ class Rows:
         self.pages = np.full((capacity, -(-max_context // page_size)), ZERO_PAGE, np.int64)
         self.num_pages = np.zeros(capacity, np.int64)
         self.page_ends = np.zeros(capacity, np.int64)
-        self.write_pages = np.zeros(capacity, np.int64)
+        self.write_index = np.zeros(capacity, np.int64)
         self.counts = np.zeros(capacity, np.int64)
         self.limits = np.zeros(capacity, np.int64)
         self.streams = np.zeros(capacity, np.uint64)
@@ -106,7 +108,8 @@ class Rows:
         self.pages[row, : len(pages)] = pages
         self.num_pages[row] = len(pages)
         self.page_ends[row] = len(pages) * self.page_size
-        self.write_pages[row] = pages[(len(sequence.ids) - 1) // self.page_size]
+        page, offset = divmod(len(sequence.ids) - 1, self.page_size)
+        self.write_index[row] = pages[page] * self.page_size + offset
         self.limits[row] = sequence.limit
         self.streams[row] = stream_of(request.seed)
         self.top_p[row], self.top_k[row] = sampling.top_p, sampling.top_k
@@ -146,7 +149,7 @@ class Rows:
             used = max(self.num_pages[row], self.num_pages[last])
             self.pages[row, :used] = self.pages[last, :used]
             for array in (
-                self.last_ids, self.positions, self.num_pages, self.page_ends, self.write_pages,
+                self.last_ids, self.positions, self.num_pages, self.page_ends, self.write_index,
                 self.counts, self.limits, self.streams, self.top_p, self.top_k, self.stop_ids,
                 self.rule_of,
             ):  # fmt: skip
@@ -163,7 +166,7 @@ class Rows:
         self.pages[row, self.num_pages[row]] = page
         self.num_pages[row] += 1
         self.page_ends[row] += self.page_size
-        self.write_pages[row] = page
+        self.write_index[row] = page * self.page_size
 
     def full_rows(self) -> list[Sequence]:
         """Requests whose next token has no page yet."""
@@ -222,6 +225,7 @@ class Rows:
         self.logprobs[self._range[:n], counts] = logprobs
         counts += 1
         self.positions[:n] += 1
+        self.write_index[:n] += 1
         self.last_ids[:n] = ids
         ended = (self.stop_ids[:n] == ids[:, None]).any(1)
         ended |= counts >= self.limits[:n]
@@ -255,7 +259,7 @@ def build_inputs(rows: Rows, chunks: Seq[Chunk], cache: PagedCache) -> Inputs:
     """The index tensors of a step over the rows as they stand, and `chunks`."""
     n, size, device = rows.num, rows.page_size, cache.keys.device
     ids, positions = rows.last_ids[:n], rows.positions[:n]
-    write_pages = rows.write_pages[:n]
+    write_index = rows.write_index[:n]
     blocks: list[PagedBlock] = []
     place_index = None
     if n:
@@ -266,6 +270,7 @@ def build_inputs(rows: Rows, chunks: Seq[Chunk], cache: PagedCache) -> Inputs:
                 token_index,
                 _tensor(positions[:, None], device),
                 _tensor(rows.pages[:n, :width], device),
+                _num_keys(int(positions.max()), width * size),
             )
         )
     if chunks:
@@ -274,10 +279,11 @@ def build_inputs(rows: Rows, chunks: Seq[Chunk], cache: PagedCache) -> Inputs:
         ids = np.concatenate([ids, *(c.sequence.ids[c.start : c.stop] for c in chunks)])
         positions = np.concatenate([positions, *(np.arange(c.start, c.stop) for c in chunks)])
         chunk_pages = [np.array(_lease(c).pages) for c in chunks]
-        written = [
-            p[np.arange(c.start, c.stop) // size] for c, p in zip(chunks, chunk_pages, strict=True)
-        ]
-        write_pages = np.concatenate([write_pages, *written])
+        written = []
+        for chunk, pages in zip(chunks, chunk_pages, strict=True):
+            at = np.arange(chunk.start, chunk.stop)
+            written.append(pages[at // size] * size + at % size)
+        write_index = np.concatenate([write_index, *written])
         place = np.arange(len(ids))
         base = n
         for group in _group_chunks(chunks, size):
@@ -298,6 +304,7 @@ def build_inputs(rows: Rows, chunks: Seq[Chunk], cache: PagedCache) -> Inputs:
                     _tensor(index, device),
                     _tensor(positions[index], device),
                     _tensor(table, device),
+                    _num_keys(max(chunks[i].stop for i in group) - 1, table.shape[1] * size),
                 )
             )
         if base != len(ids) or (place != np.arange(base)).any():
@@ -305,8 +312,7 @@ def build_inputs(rows: Rows, chunks: Seq[Chunk], cache: PagedCache) -> Inputs:
     context = PagedContext(
         cache.keys,
         cache.values,
-        _tensor(write_pages, device),
-        _tensor(positions % size, device),
+        _tensor(write_index, device),
         tuple(blocks),
         place_index,
     )
@@ -332,6 +338,11 @@ def _group_chunks(chunks: Seq[Chunk], page_size: int) -> list[list[int]]:
             groups.append([int(i)])
             width, longest, wasted = keys[i], queries[i], 0
     return groups
+
+
+def _num_keys(last_position: int, num_places: int) -> int:
+    """Keys to look at: rounded up to what fills a vector register in any dtype."""
+    return min(last_position // KEY_QUANTUM * KEY_QUANTUM + KEY_QUANTUM, num_places)
 
 
 def _lease(chunk: Chunk) -> Lease:

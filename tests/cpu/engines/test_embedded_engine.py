@@ -167,7 +167,7 @@ def test_a_lower_priority_value_runs_first_and_takes_the_place_of_a_higher_one()
     assert order[0] == "dddd" and engine.stats.preemptions == 1
 
 
-# The same examples each time: a draw within rounding of a border would fail one run in some hundred.
+# The same examples each time: a draw within rounding of a border fails one run in some hundred.
 @settings(max_examples=60 if PROOF else 8, deadline=None, derandomize=True)
 @given(st.integers(0, 2**32), st.sampled_from(KINDS))
 def test_any_schedule_gives_the_replies_of_running_alone(seed, kind):

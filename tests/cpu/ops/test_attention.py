@@ -105,25 +105,22 @@ def test_paged_attention_equals_packed_attention(window):
     lengths, page, dtype = [9, 23], 8, torch.float64
     q, k, v, sinks = make_inputs(lengths=lengths, dtype=dtype)
     expected = packed(window, lengths)(q, k, v, sinks)
-    cache = torch.zeros(2, 1, 8, 2, page, 8, dtype=dtype)
+    cache = torch.zeros(2, 1, 2, 8, page, 8, dtype=dtype)
     tables = torch.tensor([[1, 4, 0], [2, 7, 3]])
     starts, done, out = [0, 9], [0, 0], torch.zeros_like(expected)
     for chunk in ([4, 10], [1, 1], [4, 12]):
-        tokens, pages, offsets, blocks, place, base = [], [], [], [], [], 0
+        tokens, slots, blocks, base = [], [], [], 0
         for row, size in enumerate(chunk):
             at = torch.arange(done[row], done[row] + size)
             tokens.append(starts[row] + at)
-            pages.append(tables[row, at // page])
-            offsets.append(at % page)
+            slots.append(tables[row, at // page] * page + at % page)
             index = torch.arange(base, base + size)[None]
-            blocks.append(PagedBlock(index, at[None], tables[row : row + 1]))
-            place.append(index[0])
+            longest = done[row] + size
+            blocks.append(PagedBlock(index, at[None], tables[row : row + 1], longest))
             base += size
             done[row] += size
         order = torch.cat(tokens)
-        context = PagedContext(
-            cache[0], cache[1], torch.cat(pages), torch.cat(offsets), tuple(blocks), None
-        )
+        context = PagedContext(cache[0], cache[1], torch.cat(slots), tuple(blocks), None)
         out[order] = ops.attention(
             q[order], k[order], v[order], sinks=sinks, window=window, scale=0.3, layer=0,
             context=context,
