@@ -1,0 +1,199 @@
+"""Every file in examples/ does what it says."""
+
+import asyncio
+import importlib
+import json
+import runpy
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lockstep.agent.config import AgentConfig
+from lockstep.agent.loop import Budget, run_episode
+from lockstep.cli import BAD_INPUT, OK, main
+from lockstep.errors import EngineError, RendererError
+from lockstep.renderers.config import HarmonyConfig
+from lockstep.renderers.harmony import HarmonyRenderer
+from lockstep.testing.check_engine import check_engine
+from lockstep.testing.engines import FakeEngine
+from lockstep.testing.renderers import check_renderer
+from lockstep.testing.tokenizers import byte_tokenizer
+from lockstep.types import Message, SamplingParams, ToolCall
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+NAMES = sorted(path.stem for path in EXAMPLES.glob("*.py"))
+SMALL = ["groups_per_step=2", "group_size=4", "evaluation.num_tasks=2", "checkpoint.every=0"]
+
+
+@pytest.fixture(autouse=True)
+def beside_the_examples(monkeypatch):
+    """As for a user who stands in examples/. Modules stay imported: their kinds are registered."""
+    monkeypatch.chdir(EXAMPLES)
+    monkeypatch.setattr(sys, "path", [str(EXAMPLES), *sys.path])
+
+
+def example(name):
+    return importlib.import_module(name)
+
+
+def rows_of(run):
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    return [row for row in map(json.loads, lines) if "reward/mean" in row]
+
+
+def play(messages):
+    """The trajectory of the environment's first task, with replies that are written."""
+    renderer = HarmonyRenderer(byte_tokenizer(), HarmonyConfig())
+    config = example("my_environment").WarehouseConfig()
+    task = next(config.tasks(split="train", seed=0))
+    replies = iter(messages)
+    return asyncio.run(
+        run_episode(
+            FakeEngine(lambda _: renderer.render_reply(next(replies))),
+            renderer,
+            config.environment(task, AgentConfig()),
+            task,
+            trajectory_id="episode",
+            seed=0,
+            sampling=SamplingParams(max_tokens=256),
+            budget=Budget(max_tokens=8192),
+        )
+    )
+
+
+def call(name, arguments):
+    calls = (ToolCall(name=name, arguments=json.dumps(arguments)),)
+    return Message(role="assistant", tool_calls=calls)
+
+
+def answer(text):
+    return Message(role="assistant", content=text)
+
+
+def test_every_example_has_a_test_here():
+    assert NAMES == ["my_engine", "my_environment", "my_loss", "my_renderer"]
+
+
+def test_the_environment_rewards_the_right_answer():
+    module = example("my_environment")
+    articles = next(module.WarehouseConfig().tasks(split="train", seed=0)).payload["articles"]
+    prices = [module.PRICES[article] for article in articles]
+    replies = [call("price", {"article": article}) for article in articles]
+    replies += [call("add", {"numbers": prices}), answer(str(sum(prices)))]
+    trajectory = play(replies)
+    assert trajectory.status == "finished", trajectory.error
+    assert trajectory.reward == 1.0
+    assert [m.content for m in trajectory.messages(trajectory.leaves()[0]) if m.role == "tool"] == [
+        str(value) for value in (*prices, sum(prices))
+    ]
+
+
+def test_the_environment_counts_calls_that_do_not_work():
+    wrong = [call("price", {"article": "unicorn"}), call("add", {"numbers": "2"})]
+    trajectory = play([*wrong, answer("0")])
+    assert trajectory.status == "finished"
+    assert trajectory.reward_parts == {"correctness": 0.0, "penalty": 0.5}
+    assert trajectory.metrics["tool/errors"] == trajectory.metrics["tool/invalid_arguments"] == 1
+
+
+def test_the_environment_trains_from_the_command_line(tmp_path):
+    run = tmp_path / "run"
+    words = ["train", "warehouse", "--plugin", "my_environment", "steps=2", f"out={run}", *SMALL]
+    assert main(words) == OK
+    rows = rows_of(run)
+    assert [row["step"] for row in rows] == [0, 1]
+    assert all("reward/penalty" in row and row["episodes/failed"] == 0 for row in rows)
+
+
+def test_the_loss_trains_from_the_command_line(tmp_path):
+    run = tmp_path / "run"
+    words = ["train", "quickstart", "--plugin", "my_loss", "objective=gspo", "steps=2"]
+    assert main([*words, f"out={run}", *SMALL]) == OK
+    assert json.loads((run / "config.json").read_text())["objective"]["type"] == "gspo"
+    assert all(np.isfinite(row["train/loss"]) for row in rows_of(run))
+
+
+def test_the_loss_uses_one_ratio_per_row():
+    torch = pytest.importorskip("torch")
+    from lockstep.objectives.losses import TokenBatch, make_loss
+
+    module = example("my_loss")
+    logprobs = torch.tensor([-1.0, -2.0, -3.0], requires_grad=True)
+    tokens = TokenBatch(
+        logprobs=logprobs,
+        entropy=torch.zeros(3),
+        columns={
+            "old_logprobs": torch.tensor([-1.5, -2.5, -3.0]),
+            "advantages": torch.tensor([-1.0, -1.0, 2.0]),
+        },
+        row=torch.tensor([0, 0, 1]),
+        num_rows=2,
+    )
+    out = make_loss(module.GSPO(clip=(0.2, 0.2)))(tokens)
+    expected = torch.tensor([0.5, 0.5, 0.0]).exp() * torch.tensor([1.0, 1.0, -2.0])
+    assert torch.allclose(out.loss, expected)
+    out.loss.sum().backward()
+    # d/dl of 2 tokens x exp(mean) is exp(mean) for each of them: they share one ratio.
+    assert torch.allclose(logprobs.grad, torch.tensor([0.5, 0.5, 0.0]).exp() * torch.tensor(
+        [1.0, 1.0, -2.0]
+    ))  # fmt: skip
+
+
+def test_the_renderer_keeps_every_invariant():
+    module = example("my_renderer")
+    tokenizer = byte_tokenizer(control_tokens=module.CONTROL_TOKENS)
+    check_renderer(module.PlainRenderer(tokenizer), has_thinking=False)
+
+
+def test_a_renderer_that_writes_the_sampled_turn_again_is_found_out():
+    module = example("my_renderer")
+
+    class Rewriting(module.PlainRenderer):
+        def extend(self, sampled_ids, messages):
+            return [*sampled_ids, *super().extend(sampled_ids, messages)]
+
+    tokenizer = byte_tokenizer(control_tokens=module.CONTROL_TOKENS)
+    with pytest.raises(RendererError, match="check_renderer"):
+        check_renderer(Rewriting(tokenizer), has_thinking=False)
+
+
+def test_the_renderer_is_a_choice_of_the_command_line(capsys):
+    words = ["train", "quickstart", "--plugin", "my_renderer", "renderer=plain", "--dry-run"]
+    assert main(words) == BAD_INPUT
+    assert "lacks the control tokens <|system|>" in capsys.readouterr().err.replace("\n", " ")
+
+
+def test_the_engine_keeps_what_it_claims():
+    module = example("my_engine")
+    report = asyncio.run(
+        check_engine(
+            module.BigramEngine(module.random_logits()),
+            prompt_ids=[3, 1, 4],
+            weights={"logits": module.random_logits(seed=1)},
+        )
+    )
+    assert {"score", "seeds", "abort", "weights", "streams"} <= set(report.passed)
+    assert set(report.skipped) == {"prefix cache", "stop strings"}
+
+
+def test_an_engine_that_reports_another_log_prob_is_found_out():
+    module = example("my_engine")
+
+    class Shifted(module.BigramEngine):
+        def _draw(self, previous, position, request):
+            chosen, logprob = super()._draw(previous, position, request)
+            return chosen, logprob - 0.01
+
+    with pytest.raises(EngineError, match="score to agree"):
+        asyncio.run(check_engine(Shifted(module.random_logits()), prompt_ids=[3, 1, 4]))
+
+
+@pytest.mark.parametrize(
+    ("name", "printed"),
+    [("my_renderer", "every invariant holds"), ("my_engine", "kept: one reply")],
+)
+def test_an_example_proves_itself_as_a_program(name, printed, capsys):
+    runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+    assert printed in capsys.readouterr().out
