@@ -13,6 +13,7 @@ thing. A message says what was expected, what was found, where, and what to do n
       CheckpointError    (ValueError)    weights are missing, misshapen, torn or of another model
       EngineError        (RuntimeError)  the engine cannot do, or did not do, what was asked
       CapabilityError    (EngineError)   the engine lacks something that the request needs
+      RolloutError       (RuntimeError)  too many episodes of a step failed to train on the rest
       RunError           (RuntimeError)  a run directory is in use, unfinished or not a run
       MissingExtraError  (ImportError)   an optional package is needed: names the extra
 """
@@ -52,6 +53,10 @@ class EngineError(LockstepError, RuntimeError):
 
 class CapabilityError(EngineError):
     """The engine lacks a capability that the request or the config needs."""
+
+
+class RolloutError(LockstepError, RuntimeError):
+    """Too many episodes of one step failed. Names how many, and the first reasons."""
 
 
 class RunError(LockstepError, RuntimeError):

@@ -20,14 +20,14 @@ from lockstep.agent.loop import Budget, collect, sampling_of
 from lockstep.agent.tasks import TaskSource
 from lockstep.build import Foundation, Parts, build, check_config, checkpoint_of, vocabulary_of
 from lockstep.config import differences, to_dict
-from lockstep.errors import DataError
+from lockstep.errors import DataError, RolloutError
 from lockstep.evaluation import evaluate
 from lockstep.observe.alarms import mismatch_alarm
 from lockstep.observe.live import RunHeader, View, open_view
 from lockstep.observe.loggers import GuardedLoggers, open_loggers
 from lockstep.outcome import Outcome, Status
 from lockstep.run_config import Config
-from lockstep.step_metrics import describe_first_step, step_metrics
+from lockstep.step_metrics import check_failures, describe_first_step, step_metrics
 from lockstep.store.run import RunDirectory, default_run_path, load_run
 from lockstep.train.checkpoint import CheckpointStore
 from lockstep.train.rows import rows_for_training
@@ -162,6 +162,11 @@ class TrainingRun:
         if not groups:
             return None
         sampled = time.perf_counter()
+        try:
+            check_failures(groups, config.max_failed_share, where=f"step {step}")
+        except RolloutError:
+            self.directory.write_trajectories(step, groups)
+            raise
         self.view.phase("training")
         rows = rows_for_training(groups, config.advantage)
         if step == 0:
@@ -174,6 +179,8 @@ class TrainingRun:
         finally:
             self.directory.write_trajectories(step, groups, samples=rows)
         trained = time.perf_counter()
+        if parts.trainer.last_skip:
+            self.view.note(f"step {step}: {parts.trainer.last_skip}", "warning")
         row = step_metrics(step, groups, rows, metrics)
         self.elapsed_seconds += trained - began
         row |= {
@@ -350,6 +357,8 @@ class Tester:
                     f"evaluating ({name})", done, total
                 ),
             )
+            where = f"evaluation ({name})"
+            check_failures(groups, config.max_failed_share, where=where)
             metrics |= found
             played[name] = groups
         return metrics, played

@@ -105,6 +105,9 @@ class Config(ModelChoice):
     """Tasks per step."""
     group_size: int = 8
     """Episodes per task: what a group baseline compares."""
+    max_failed_share: float = 0.5
+    """Share of a step's episodes that may fail (a tool that crashes the environment, an engine that
+    answers nonsense). Above it the run stops and says why; below it the rest is trained on."""
     task: TaskConfig
     """What the agent is trained on."""
     agent: AgentConfig = field(default_factory=AgentConfig)
@@ -129,6 +132,8 @@ class Config(ModelChoice):
         for name in ("steps", "groups_per_step", "group_size"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least 1.")
+        if not 0 <= self.max_failed_share < 1:
+            raise ConfigError(f"max_failed_share={self.max_failed_share} must lie in [0, 1).")
         self.advantage.check_group_size(self.group_size)
         if self.agent.max_turn_tokens >= self.max_tokens:
             raise ConfigError(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from lockstep.errors import RolloutError
 from lockstep.types import Group, Sample, Trajectory
 
 TOKEN_COUNTERS = ("encoded", "prefilled", "cached")
@@ -77,6 +78,20 @@ def describe_first_step(groups: Sequence[Group], rows: Sequence[Sample]) -> str:
         f"trained ({trained / total:.0%}); longest row {max(len(r) for r in rows)}. "
         f"Row {row.id}: {len(row)} ids, sampled at {spans}; id:logprob {values} ..."
     )
+
+
+def check_failures(groups: Sequence[Group], max_share: float, *, where: str) -> None:
+    """Raises RolloutError if more than `max_share` of the episodes failed: what is left would be a
+    biased sample of what the policy does."""
+    every = [t for g in groups for t in g.trajectories]
+    failed = [t for t in every if t.status == "failed"]
+    if len(failed) > max_share * len(every):
+        reasons = Counter(t.error for t in failed).most_common(3)
+        listed = "; ".join(f"{count} x {reason}" for reason, count in reasons)
+        raise RolloutError(
+            f"{where}: {len(failed)} of {len(every)} episodes failed, more than "
+            f"max_failed_share={max_share:g}. {listed}. The first is {failed[0].id}."
+        )
 
 
 def _means(counters: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -40,7 +40,7 @@ CONTROL_TOKENS: dict[Architecture, tuple[str, ...]] = {
 }  # fmt: skip
 END_TOKEN: dict[Architecture, str] = {"gpt_oss": "<|return|>", "qwen3": "<|im_end|>"}
 
-SINK_LOGIT = 3.0  # exp(3) = 20 keys' worth: training then leaves the sinks a share that matters
+SINK_LOGIT = 2.0  # exp(2) = 7 keys' worth: training then leaves the sinks a share that matters
 
 PROTOCOL = (
     r"commentary to=functions\.\w+ |functions\.\w+ to=assistant"

@@ -318,3 +318,28 @@ def test_the_record_holds_the_trainers_own_log_probs(run):
     row = metrics_of(run)[2]
     assert (compared, unequal) == (row["mismatch/compared_tokens"], row["mismatch/unequal_tokens"])
     assert unequal > 0
+
+
+def test_a_run_whose_episodes_fail_stops_and_says_why(tmp_path, capsys, monkeypatch):
+    (tmp_path / "broken_task.py").write_text(
+        "from dataclasses import dataclass\n"
+        "from lockstep.envs.docsearch.config import DocSearchConfig\n"
+        "@dataclass(frozen=True, kw_only=True)\n"
+        "class BrokenConfig(DocSearchConfig):\n"
+        "    def environment(self, task, agent):\n"
+        "        made = super().environment(task, agent)\n"
+        "        async def step(message):\n"
+        "            raise OSError('the index is gone')\n"
+        "        made.step = step\n"
+        "        return made\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    code, _, err = lockstep(
+        "train", "quickstart", *SMALL, "evaluation.at_start=false", "task=broken",
+        "--plugin", "broken_task", f"out={tmp_path / 'run'}", capsys=capsys,
+    )  # fmt: skip
+    assert code == 1
+    text = " ".join(err.split())
+    assert "step 0: 8 of 8 episodes failed" in text
+    assert "the index is gone" in text
+    assert (tmp_path / "run" / "trajectories" / "step-000000.parquet").is_file()
