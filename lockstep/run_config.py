@@ -48,18 +48,8 @@ class EvaluationConfig:
 class MismatchConfig:
     """What the gap between sampler and trainer sets off. It is measured on every step, always."""
 
-    warning: float = 0.01
-    """max(|k1|, k2, k3) above which a step is marked."""
-    critical: float = 0.1
-    """max(|k1|, k2, k3) above which a step is marked as critical."""
     stop_on_critical: bool = False
-    """End the run, with a checkpoint, at the first critical step."""
-
-    def __post_init__(self) -> None:
-        if not 0 < self.warning <= self.critical:
-            raise ConfigError(
-                f"warning={self.warning} must be positive and at most critical={self.critical}."
-            )
+    """End the run, with a checkpoint, at the first step whose max(|k1|, k2, k3) is above 0.1."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,18 +11,21 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from lockstep.build import Foundation, lay_foundation, load_model, write_renderer
 from lockstep.config import to_dict
 from lockstep.observe.live import RunHeader, open_view
-from lockstep.outcome import Outcome
+from lockstep.outcome import Outcome, Status
 from lockstep.renderers.base import Renderer
 from lockstep.renderers.registry import make_renderer
 from lockstep.renderers.tokenizer import Tokenizer
 from lockstep.run_config import SupervisedConfig
 from lockstep.store.run import RunDirectory, default_run_path
 from lockstep.types import Message, Sample, ToolSchema
+
+if TYPE_CHECKING:
+    from lockstep.train.trainer import Trainer
 
 
 def train_supervised(
@@ -40,7 +43,8 @@ def train_supervised(
             from lockstep.models.tiny import create_tiny_model
 
             created = Path(scratch) / "created"
-            dialogues = [d for stage in _stages(config) for d in stage.dialogues]
+            stages = config.data.stages(config.seed) if config.data else ()
+            dialogues = [d for stage in stages for d in stage.dialogues]
             create_tiny_model(
                 config.create, created, dialogues, renderer=config.renderer, seed=config.seed
             )
@@ -60,7 +64,6 @@ def _train(
     view: Literal["live", "json"],
 ) -> Outcome:
     from lockstep.models.hf_io import save_checkpoint
-    from lockstep.train.sft import run_sft
     from lockstep.train.trainer import Trainer
 
     path = Path(out) if out else default_run_path(config.name)
@@ -84,25 +87,33 @@ def _train(
             )
         )
         began = time.perf_counter()
-        first = 0
-        for part in parts:
-            end = first + part.num_steps
-            stage = replace(config.sft, steps=end)
-            for metrics in run_sft(trainer, part.rows, stage, first_step=first):
-                now = time.perf_counter()
-                last = {
-                    **metrics,
-                    "step": int(metrics["step"]),
-                    "time/elapsed_seconds": now - began,
-                }
+        try:
+            for metrics in _steps(trainer, parts, config):
+                elapsed = {"time/elapsed_seconds": time.perf_counter() - began}
+                last = {**metrics, "step": int(metrics["step"]), **elapsed}
                 run.log(last)
                 shown.step(last)
-            first = end
+            status: Status = "done"
+        except KeyboardInterrupt:  # what was learnt so far is a model too
+            status = "interrupted"
         shown.close()
         save_checkpoint(trainer.model, path / "model", like=foundation.directory)
         write_renderer(path / "model", foundation.renderer_config)
     summary = {k: last[k] for k in ("train/loss", "time/elapsed_seconds") if k in last}
-    return Outcome(path, "done", {"steps": num_steps, "model": str(path / "model"), **summary})
+    return Outcome(path, status, {"steps": num_steps, "model": str(path / "model"), **summary})
+
+
+def _steps(
+    trainer: Trainer, parts: Sequence[_Part], config: SupervisedConfig
+) -> Iterator[dict[str, float]]:
+    """The metrics of every step of every stage, as it is done."""
+    from lockstep.train.sft import run_sft
+
+    first = 0
+    for part in parts:
+        end = first + part.num_steps
+        yield from run_sft(trainer, part.rows, replace(config.sft, steps=end), first_step=first)
+        first = end
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,10 +122,6 @@ class _Part:
 
     num_steps: int
     rows: Iterator[Sample]
-
-
-def _stages(config: SupervisedConfig):
-    return [] if config.data is None else config.data.stages(config.seed)
 
 
 def _rows(config: SupervisedConfig, foundation: Foundation) -> list[_Part]:
