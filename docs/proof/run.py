@@ -1,0 +1,195 @@
+"""`make proof`: runs what the README claims, in full, and writes what came out beside this file.
+
+    python docs/proof/run.py                 everything (about 15 minutes on two quiet cores)
+    python docs/proof/run.py quickstart      one part
+
+Each part writes NAME.json: the commands, the host, the date and the figures. Nothing is compared with
+a bound here: the figures are printed, missed ones too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+LOCKSTEP = [sys.executable, "-m", "lockstep.cli"]
+SEEDS = (0, 1, 2)
+MODELS = ("tiny-gpt-oss", "tiny-qwen3")
+
+
+def quickstart() -> dict[str, Any]:
+    """Each shipped model, three seeds: what it learns, how fast, and how far the two sides part."""
+    commands, runs = [], {}
+    with tempfile.TemporaryDirectory() as scratch:
+        for model in MODELS:
+            for seed in SEEDS:
+                words = ["train", "quickstart", f"model={model}", f"seed={seed}"]
+                commands.append("lockstep " + " ".join(words))
+                out = Path(scratch) / f"{model}-{seed}"
+                subprocess.run([*LOCKSTEP, *words, "--json", f"out={out}"], check=True,
+                               stdout=subprocess.DEVNULL)  # fmt: skip
+                runs[f"{model} seed {seed}"] = describe_run(out)
+                print(f"{model} seed {seed}:", json.dumps(runs[f"{model} seed {seed}"]), flush=True)
+    return {"commands": commands, "figures": runs}
+
+
+def describe_run(path: Path) -> dict[str, Any]:
+    rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    steps = [r for r in rows if "reward/mean" in r]
+    tests = [r for r in rows if "eval/sampled/mean@1" in r]
+    rewards = [r["reward/mean"] for r in steps]
+    first, last = tests[0], tests[-1]
+    return {
+        "steps": len(steps),
+        "reward_step_0": round(rewards[0], 3),
+        "reward_first_10": round(mean(rewards[:10]), 3),
+        "reward_last_10": round(mean(rewards[-10:]), 3),
+        "held_out_sampled": [round(t["eval/sampled/mean@1"], 3) for t in (first, last)],
+        "held_out_greedy": [round(t["eval/greedy/mean@1"], 3) for t in (first, last)],
+        "two_hop_correct_sampled": [
+            round(t["eval/sampled/correctness/2-hop"], 3) for t in (first, last)
+        ],
+        "training_seconds": round(steps[-1]["time/elapsed_seconds"], 1),
+        "step_seconds_median": round(median(r["time/step_seconds"] for r in steps), 3),
+        "k3_worst": max(r["mismatch/k3"] for r in steps),
+        "max_abs_diff_worst": max(r["mismatch/max_abs_diff"] for r in steps),
+        "steps_with_outlier_tokens": sum(r["mismatch/outlier_tokens"] > 0 for r in steps),
+        "unequal_tokens": int(sum(r["mismatch/unequal_tokens"] for r in steps)),
+        "compared_tokens": int(sum(r["mismatch/compared_tokens"] for r in steps)),
+        "skipped_updates": int(sum(r["train/skipped_updates"] for r in steps)),
+    }
+
+
+def models() -> dict[str, Any]:
+    """The shipped models: rebuilt from random weights, and what they are."""
+    figures: dict[str, Any] = {}
+    commands = []
+    with tempfile.TemporaryDirectory() as scratch:
+        for model in MODELS:
+            out = Path(scratch) / model
+            words = ["sft", model]
+            commands.append("lockstep " + " ".join(words))
+            began = time.perf_counter()
+            subprocess.run([*LOCKSTEP, *words, "--json", f"out={out}"], check=True,
+                           stdout=subprocess.DEVNULL)  # fmt: skip
+            seconds = time.perf_counter() - began
+            shipped = ROOT / "lockstep" / "models" / "shipped" / model
+            weights = "model.safetensors"
+            figures[model] = {
+                "rebuild_seconds": round(seconds, 1),
+                "rebuilt_equal": (out / "model" / weights).read_bytes()
+                == (shipped / weights).read_bytes(),
+                "bytes": sum(f.stat().st_size for f in shipped.iterdir()),
+                **describe_model(model),
+            }
+            print(model, json.dumps(figures[model]), flush=True)
+    return {"commands": commands, "figures": figures}
+
+
+def describe_model(model: str) -> dict[str, Any]:
+    """Sinks' share of attention, and how often a sampled turn is spelt as the tokenizer would not."""
+    import torch
+
+    from lockstep.build import lay_foundation, load_model
+    from lockstep.config import resolve
+    from lockstep.ops.context import PackedContext
+    from lockstep.ops.trace import tracing
+    from lockstep.recipes import find_recipe
+    from lockstep.store.run import load_run
+
+    config = resolve(find_recipe("quickstart"), [f"model={model}"])
+    foundation = lay_foundation(config)
+    decoder = load_model(config, foundation)
+    tokenizer = foundation.renderer.tokenizer
+    with tempfile.TemporaryDirectory() as scratch:
+        out = Path(scratch) / "run"
+        words = ["train", "quickstart", f"model={model}", "steps=1", "evaluation.num_tasks=1"]
+        subprocess.run([*LOCKSTEP, *words, "--json", f"out={out}"], check=True,
+                       stdout=subprocess.DEVNULL)  # fmt: skip
+        trajectories = [t for g in load_run(out).groups(0) for t in g.trajectories]
+    turns = [s.token_ids.tolist() for t in trajectories for s in t.segments if s.is_sampled]
+
+    def spell_again(ids: list[int]) -> list[int]:
+        out: list[int] = []
+        text: list[int] = []
+        for i in [*ids, None]:
+            if i is not None and i not in tokenizer.control_ids:
+                text.append(i)
+                continue
+            out += tokenizer.encode(tokenizer.decode(text))
+            text = []
+            if i is not None:
+                out.append(i)
+        return out
+
+    rows = [t.path_ids(len(t.segments) - 1) for t in trajectories]
+    ids = torch.tensor([i for row in rows for i in row.tolist()])
+    positions = torch.cat([torch.arange(len(row)) for row in rows])
+    with torch.no_grad(), tracing() as values:
+        decoder(ids, positions, PackedContext.of([len(row) for row in rows]))
+    shares = [float(v) for v in values["sink_share"]]
+    return {
+        "parameters": sum(p.numel() for p in decoder.parameters()),
+        "turns_spelt_otherwise": round(mean(spell_again(t) != t for t in turns), 3),
+        "sinks_share_of_attention": [round(min(shares), 3), round(max(shares), 3)]
+        if shares
+        else None,
+    }
+
+
+def benchmarks() -> dict[str, Any]:
+    """Every benchmark that can run here, in turn with its peer."""
+    command = [sys.executable, str(ROOT / "benchmarks" / "run_all.py"), "--json"]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    print(done.stdout, flush=True)
+    return {
+        "commands": ["python benchmarks/run_all.py --json"],
+        "figures": json.loads(done.stdout.splitlines()[-1]),
+    }
+
+
+PARTS = {"quickstart": quickstart, "models": models, "benchmarks": benchmarks}
+
+
+def main() -> None:
+    for name in sys.argv[1:] or PARTS:
+        print(f"== {name}", flush=True)
+        began = time.perf_counter()
+        result = PARTS[name]()
+        document = {
+            "part": name,
+            "date": datetime.now(UTC).date().isoformat(),
+            "host": {
+                "cpu": cpu_name(),
+                "usable_cores": len(os.sched_getaffinity(0)),
+                "load_average": [round(x, 2) for x in os.getloadavg()],
+                "python": platform.python_version(),
+                "omp_num_threads": os.environ.get("OMP_NUM_THREADS", ""),
+                "omp_wait_policy": os.environ.get("OMP_WAIT_POLICY", ""),
+            },
+            "seconds": round(time.perf_counter() - began, 1),
+            **result,
+        }
+        (HERE / f"{name}.json").write_text(json.dumps(document, indent=2) + "\n")
+
+
+def cpu_name() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if shutil.which("uname") else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()
+
+
+if __name__ == "__main__":
+    main()
