@@ -27,7 +27,7 @@ def tiny_gpt_oss() -> SupervisedConfig:
         name="tiny-gpt-oss",
         create="gpt_oss",
         data=SearchDemonstrationsConfig(),
-        sft=SFTConfig(steps=900, rows_per_step=32, observed_weight=0.05),
+        sft=SFTConfig(steps=1300, rows_per_step=32, observed_weight=0.05),
         trainer=TRAINER,
         renderer=HarmonyConfig(
             system_message=False, developer_heading=False, tools_in_prompt=False
