@@ -67,7 +67,7 @@ class PagedBlock:
     """Sequences that run the same number of new tokens in this step (padded to the longest)."""
 
     token_index: Tensor | None
-    """[B, Q] int64 into the step's T tokens; None where it is arange(T) with Q = 1."""
+    """[B, Q] int64 into the step's T tokens; None where they stand in order from `first_token`."""
     positions: Tensor
     """[B, Q] int64: each query's position in its sequence. Keys at or before it are seen."""
     pages: Tensor
@@ -75,6 +75,7 @@ class PagedBlock:
     num_keys: int
     """Places of the P pages that may hold a key which some query of the block sees: the longest
     sequence, rounded up. At most P * page_size."""
+    first_token: int = 0
     memo: dict[Any, Any] = field(default_factory=dict)
     """What a backend computes once per step and reads in every layer: masks."""
 

@@ -258,8 +258,11 @@ def _paged_attention(
     values.view(G, -1, D).index_copy_(1, context.write_index, v_TGD.transpose(0, 1))
     outs = []
     for block in context.blocks:
-        q = q_THD if block.token_index is None else q_THD[block.token_index.view(-1)]
         B, Q = block.positions.shape
+        if block.token_index is None:
+            q = q_THD[block.first_token : block.first_token + B * Q]
+        else:
+            q = q_THD[block.token_index.view(-1)]
         k, v = _read_pages(keys, block), _read_pages(values, block)
         if Q == 1:
             q = q.view(B, G, -1, D).transpose(0, 1).reshape(G * B, -1, D)

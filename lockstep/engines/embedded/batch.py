@@ -25,6 +25,7 @@ JOIN_PAIRS = 16384
 about what the calls of another block cost on a CPU."""
 
 KEY_QUANTUM = 16
+"""Keys looked at are a multiple of this: what fills a vector register in any dtype."""
 
 
 @dataclass(slots=True, eq=False)
@@ -253,6 +254,8 @@ class Inputs:
     ids: Tensor
     positions: Tensor
     context: PagedContext
+    chunks: list[Chunk]
+    """In the order of their tokens."""
 
 
 def build_inputs(rows: Rows, chunks: Seq[Chunk], cache: PagedCache) -> Inputs:
@@ -260,89 +263,137 @@ def build_inputs(rows: Rows, chunks: Seq[Chunk], cache: PagedCache) -> Inputs:
     n, size, device = rows.num, rows.page_size, cache.keys.device
     ids, positions = rows.last_ids[:n], rows.positions[:n]
     write_index = rows.write_index[:n]
-    blocks: list[PagedBlock] = []
-    place_index = None
+    layout = _Layout(size, device)
     if n:
-        width = int(rows.num_pages[:n].max())
-        token_index = None if not chunks else _tensor(np.arange(n)[:, None], device)
-        blocks.append(
-            PagedBlock(
-                token_index,
-                _tensor(positions[:, None], device),
-                _tensor(rows.pages[:n, :width], device),
-                _num_keys(int(positions.max()), width * size),
-            )
-        )
+        layout.add_rows(positions, rows.pages, rows.num_pages[:n])
+    ordered: list[Chunk] = []
     if chunks:
-        lengths = [c.stop - c.start for c in chunks]
-        starts = n + np.cumsum([0, *lengths[:-1]])
-        ids = np.concatenate([ids, *(c.sequence.ids[c.start : c.stop] for c in chunks)])
-        positions = np.concatenate([positions, *(np.arange(c.start, c.stop) for c in chunks)])
-        chunk_pages = [np.array(_lease(c).pages) for c in chunks]
-        written = []
-        for chunk, pages in zip(chunks, chunk_pages, strict=True):
-            at = np.arange(chunk.start, chunk.stop)
-            written.append(pages[at // size] * size + at % size)
-        write_index = np.concatenate([write_index, *written])
-        place = np.arange(len(ids))
-        base = n
-        for group in _group_chunks(chunks, size):
-            length = max(lengths[i] for i in group)
-            steps = np.arange(length)
-            table = np.full(
-                (len(group), max(-(-chunks[i].stop // size) for i in group)), ZERO_PAGE, np.int64
-            )
-            index = np.empty((len(group), length), np.int64)
-            for at, i in enumerate(group):
-                used = chunk_pages[i][: table.shape[1]]
-                table[at, : len(used)] = used
-                index[at] = starts[i] + np.minimum(steps, lengths[i] - 1)
-                place[starts[i] : starts[i] + lengths[i]] = base + np.arange(lengths[i])
-                base += length
-            blocks.append(
-                PagedBlock(
-                    _tensor(index, device),
-                    _tensor(positions[index], device),
-                    _tensor(table, device),
-                    _num_keys(max(chunks[i].stop for i in group) - 1, table.shape[1] * size),
-                )
-            )
-        if base != len(ids) or (place != np.arange(base)).any():
-            place_index = _tensor(place, device)
+        groups = _group_chunks(chunks, size)
+        ordered = [chunks[i] for group in groups for i in group]
+        starts, stops = np.array([(c.start, c.stop) for c in ordered]).T
+        lengths = stops - starts
+        table = np.full((len(ordered), -(-int(stops.max()) // size)), ZERO_PAGE, np.int64)
+        for row, chunk in enumerate(ordered):
+            pages = _lease(chunk).pages[: table.shape[1]]
+            table[row, : len(pages)] = pages
+        before = np.cumsum(lengths) - lengths
+        chunk_of = np.repeat(np.arange(len(ordered)), lengths)
+        at = np.arange(len(chunk_of)) + (starts - before)[chunk_of]
+        ids = np.concatenate([ids, *(c.sequence.ids[c.start : c.stop] for c in ordered)])
+        positions = np.concatenate([positions, at])
+        written = table[chunk_of, at // size] * size + at % size
+        write_index = np.concatenate([write_index, written])
+        first = 0
+        for group in groups:
+            part = slice(first, first := first + len(group))
+            layout.add_chunks(n + before[part], lengths[part], starts[part], table[part])
     context = PagedContext(
-        cache.keys,
-        cache.values,
-        _tensor(write_index, device),
-        tuple(blocks),
-        place_index,
+        cache.keys, cache.values, _tensor(write_index, device), *layout.finish(len(ids))
     )
     return Inputs(
-        _tensor(ids.astype(np.int64, copy=False), device), _tensor(positions, device), context
+        _tensor(ids.astype(np.int64, copy=False), device),
+        _tensor(positions, device),
+        context,
+        ordered,
     )
+
+
+class _Layout:
+    """Blocks of attention in the making, and where the outputs of each token stand in them."""
+
+    def __init__(self, page_size: int, device: torch.device) -> None:
+        self._page_size, self._device = page_size, device
+        self._blocks: list[PagedBlock] = []
+        self._places: list[npt.NDArray[np.int64]] = []
+        """Per block, the token of each output."""
+        self._is_ordered = True
+        self._num_tokens = 0
+
+    def add_rows(
+        self,
+        positions: npt.NDArray[np.int64],
+        pages: npt.NDArray[np.int64],
+        num_pages: npt.NDArray[np.int64],
+    ) -> None:
+        """One query each. Rows of very different length go to several blocks."""
+        width, n = int(num_pages.max()), len(positions)
+        wasted = (width * n - int(num_pages.sum())) * self._page_size
+        if wasted <= JOIN_PAIRS:
+            self._add(np.arange(n)[:, None], positions[:, None], pages[:n, :width], is_ordered=True)
+            return
+        power = np.ceil(np.log2(num_pages)).astype(np.int64)
+        for value in np.unique(power):
+            rows = np.flatnonzero(power == value)
+            width = int(num_pages[rows].max())
+            self._add(rows[:, None], positions[rows, None], pages[rows, :width], is_ordered=False)
+
+    def add_chunks(
+        self,
+        first_tokens: npt.NDArray[np.int64],
+        lengths: npt.NDArray[np.int64],
+        starts: npt.NDArray[np.int64],
+        table: npt.NDArray[np.int64],
+    ) -> None:
+        """Several queries each, padded to the longest chunk by repeating the last query."""
+        longest = int(lengths.max())
+        steps = np.minimum(np.arange(longest), lengths[:, None] - 1)
+        positions = starts[:, None] + steps
+        width = int(positions.max()) // self._page_size + 1
+        is_even = int(lengths.min()) == longest
+        self._add(first_tokens[:, None] + steps, positions, table[:, :width], is_ordered=is_even)
+
+    def _add(
+        self,
+        tokens: npt.NDArray[np.int64],
+        positions: npt.NDArray[np.int64],
+        pages: npt.NDArray[np.int64],
+        *,
+        is_ordered: bool,
+    ) -> None:
+        last = int(positions.max())
+        num_keys = min(
+            last // KEY_QUANTUM * KEY_QUANTUM + KEY_QUANTUM, pages.shape[1] * self._page_size
+        )
+        self._blocks.append(
+            PagedBlock(
+                None if is_ordered else _tensor(tokens, self._device),
+                _tensor(positions, self._device),
+                _tensor(pages, self._device),
+                num_keys,
+                first_token=int(tokens[0, 0]),
+            )
+        )
+        self._places.append(tokens.reshape(-1))
+        self._is_ordered &= is_ordered
+
+    def finish(self, num_tokens: int) -> tuple[tuple[PagedBlock, ...], Tensor | None]:
+        """(blocks, place_index) as `PagedContext` wants them."""
+        if self._is_ordered:
+            return tuple(self._blocks), None
+        # A padded place repeats its chunk's last token; the first place of a token is the real one.
+        tokens = np.concatenate(self._places)
+        places = np.empty(num_tokens, np.int64)
+        places[tokens[::-1]] = np.arange(len(tokens))[::-1]
+        return tuple(self._blocks), _tensor(places, self._device)
 
 
 def _group_chunks(chunks: Seq[Chunk], page_size: int) -> list[list[int]]:
-    """Chunks that share a padded block of attention: longest first, joined if it wastes little."""
+    """Chunks that share a padded block of attention: similar ones, as long as padding is cheap."""
     if len(chunks) == 1:
         return [[0]]
-    queries = np.array([c.stop - c.start for c in chunks])
-    keys = np.array([-(-c.stop // page_size) * page_size for c in chunks])
+    queries = [c.stop - c.start for c in chunks]
+    keys = [-(-c.stop // page_size) * page_size for c in chunks]
     groups: list[list[int]] = []
-    width = wasted = longest = 0
-    for i in np.argsort(-queries * keys, kind="stable"):
-        more = max(width, keys[i]) * max(longest, queries[i]) - queries[i] * keys[i]
-        if groups and keys[i] <= width and queries[i] <= longest and wasted + more <= JOIN_PAIRS:
-            groups[-1].append(int(i))
-            wasted += more
+    longest = width = used = 0
+    for i in sorted(range(len(chunks)), key=lambda i: (-keys[i], -queries[i])):
+        used += queries[i] * keys[i]
+        longest, width = max(longest, queries[i]), max(width, keys[i])
+        if groups and (len(groups[-1]) + 1) * longest * width - used <= JOIN_PAIRS:
+            groups[-1].append(i)
         else:
-            groups.append([int(i)])
-            width, longest, wasted = keys[i], queries[i], 0
+            groups.append([i])
+            longest, width, used = queries[i], keys[i], queries[i] * keys[i]
     return groups
-
-
-def _num_keys(last_position: int, num_places: int) -> int:
-    """Keys to look at: rounded up to what fills a vector register in any dtype."""
-    return min(last_position // KEY_QUANTUM * KEY_QUANTUM + KEY_QUANTUM, num_places)
 
 
 def _lease(chunk: Chunk) -> Lease:

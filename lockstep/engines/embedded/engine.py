@@ -406,13 +406,14 @@ class EmbeddedEngine:
         """Every running request samples a token, and prompts are prefilled beside them."""
         started = time.perf_counter()
         rows, cache, stats = self._rows, self._cache, self.stats
-        chunks = self._scheduler.plan()
+        planned = self._scheduler.plan()
         num_fed = rows.num
-        if not num_fed and not chunks:
+        if not num_fed and not planned:
             raise EngineError(
                 "no request can run although pages are free: a defect of the scheduler."
             )
-        inputs = build_inputs(rows, chunks, cache)
+        inputs = build_inputs(rows, planned, cache)
+        chunks = inputs.chunks
         last_places = self._finish_prefill(chunks, num_fed)
         cache.run_copies()
         with torch.inference_mode():
