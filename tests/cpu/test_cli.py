@@ -145,6 +145,22 @@ def test_a_run_that_was_cut_short_resumes_to_the_same_bits(run, tmp_path):
         assert a.read_bytes() == (run / "checkpoints" / "step-000002" / "policy" / name).read_bytes()
 
 
+def test_resuming_a_finished_run_changes_nothing(run):
+    before = (run / "metrics.jsonl").read_bytes()
+    assert lockstep("train", run, "resume=true") == OK
+    assert (run / "metrics.jsonl").read_bytes() == before
+
+
+def test_resuming_before_the_first_checkpoint_begins_again(run, tmp_path):
+    import shutil
+
+    copy = tmp_path / "copy"
+    shutil.copytree(run, copy)
+    shutil.rmtree(copy / "checkpoints")
+    assert lockstep("train", copy, "resume=true") == OK
+    assert without_time(metrics_of(copy)) == without_time(metrics_of(run))
+
+
 def test_a_fork_goes_on_from_a_checkpoint_and_records_what_changed(run, tmp_path, capsys):
     fork = tmp_path / "fork"
     code, _, _ = lockstep(

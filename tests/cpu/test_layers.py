@@ -16,7 +16,8 @@ ROWS = [
     ["agent"],
     ["envs", "run_config", "evaluation", "step_metrics", "testing"],
     ["build"],
-    ["loop", "supervised"],
+    ["session", "supervised"],
+    ["loop"],
     ["recipes"],
     ["cli"],
 ]

@@ -1,0 +1,187 @@
+"""One run in progress: its parts, its place, and everything around the verbs of the loop.
+
+What a checkpoint holds, how a run continues, what is logged and shown, and how it is tested.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lockstep.agent.tasks import TaskSource
+from lockstep.build import Foundation, Parts, plan, vocabulary_of
+from lockstep.config import to_dict
+from lockstep.errors import DataError
+from lockstep.evaluation import evaluate
+from lockstep.observe.alarms import mismatch_alarm
+from lockstep.observe.live import RunHeader, View
+from lockstep.observe.loggers import GuardedLoggers
+from lockstep.report.page import write_report
+from lockstep.run_config import Config
+from lockstep.step_metrics import check_failures
+from lockstep.store.run import RunDirectory, load_run
+from lockstep.train.checkpoint import CheckpointStore
+from lockstep.types import Group, Task
+
+
+@dataclass(slots=True)
+class Session:
+    """The parts, the task stream and the counters of one run."""
+
+    config: Config
+    foundation: Foundation
+    parts: Parts
+    directory: RunDirectory
+    view: View
+    loggers: GuardedLoggers
+    step: int = 0
+    """The next step."""
+    elapsed_seconds: float = 0.0
+    """Since the run began, resumes included."""
+    tasks: TaskSource = field(init=False)
+    tester: Tester = field(init=False)
+    checkpoints: CheckpointStore = field(init=False)
+    tested_at: int | None = None
+    """The step that the last evaluation preceded, and what it gave."""
+    test_reward: float | None = None
+
+    def __post_init__(self) -> None:
+        config = self.config
+        self.tasks = config.task.tasks(split="train", seed=config.seed)
+        self.tester = Tester(config, self.parts, self.view)
+        self.checkpoints = CheckpointStore(
+            self.directory.path / "checkpoints",
+            keep_last=config.checkpoint.keep_last,
+            keep_best=config.checkpoint.keep_best,
+        )
+
+    async def test(self) -> dict[str, float]:
+        """An evaluation of the policy as it stands; its episodes are recorded too."""
+        metrics, played = await self.tester.test()
+        for name, groups in played.items():
+            self.directory.write_trajectories(max(self.step - 1, 0), groups, split=name)
+        self.tested_at, self.test_reward = self.step, metrics[self.tester.criterion]
+        return metrics
+
+    def log(self, row: Mapping[str, Any]) -> None:
+        self.directory.log(row)
+        self.loggers.log(row)
+        self.view.step(row)
+
+    def is_critical(self, row: Mapping[str, Any]) -> bool:
+        alarm = mismatch_alarm(row, self.foundation.model.family, is_one_process=True)
+        return alarm.level == "critical"
+
+    def save(self) -> None:
+        """A checkpoint of everything that the next step depends on."""
+        state = {
+            "step": self.step,
+            "elapsed_seconds": self.elapsed_seconds,
+            "tested_at": self.tested_at,
+            "tasks": self.tasks.state_dict(),
+        }
+        metric = self.test_reward if self.tested_at == self.step else None
+        self.checkpoints.save(self.step, self.parts.trainer, state, metric=metric)
+
+    def restore_newest(self) -> None:
+        newest = self.checkpoints.latest()
+        if newest is None:
+            self.directory.rewind(-2)
+            self.view.note("no checkpoint yet: the run begins again.", "warning")
+            return
+        self.restore(newest)
+        is_complete = self.step >= self.config.steps and self.tested_at == self.step
+        if not is_complete:  # the last evaluation's row stands after the last step's
+            self.directory.rewind(self.step - 1)
+
+    def restore(self, checkpoint: Path) -> None:
+        state = self.checkpoints.load(checkpoint, self.parts.trainer)
+        self.step, self.elapsed_seconds = state["step"], state["elapsed_seconds"]
+        self.tested_at = state["tested_at"]
+        self.tasks.load_state_dict(state["tasks"])
+        asyncio.run(self.parts.engine.load_weights(None, version=self.parts.trainer.version))
+
+    def header(self) -> RunHeader:
+        return RunHeader(
+            name=self.directory.path.name,
+            num_steps=self.config.steps,
+            first_step=self.step,
+            architecture=self.foundation.model.family,
+            is_one_process=True,
+            lines=(*plan(self.config), f"run        {self.directory.path}"),
+        )
+
+    def write_report(self) -> None:
+        write_report(
+            [load_run(self.directory.path)],
+            self.directory.path / "report.html",
+            vocabulary=vocabulary_of(to_dict(self.config)),
+        )
+
+    def summary(self) -> dict[str, Any]:
+        """The last figures of metrics.jsonl, for the command's last line."""
+        rows = load_run(self.directory.path).metrics
+        rewards = [r["reward/mean"] for r in rows if "reward/mean" in r]
+        last = rewards[-10:]
+        evaluations = [r for r in rows if any(k.startswith("eval/") for k in r)]
+        out: dict[str, Any] = {"steps": self.step, "elapsed_seconds": self.elapsed_seconds}
+        if last:
+            out |= {"reward_first": rewards[0], "reward_last_10": sum(last) / len(last)}
+        if evaluations:
+            out |= {k: v for k, v in evaluations[-1].items() if k.startswith("eval/")}
+        return out
+
+
+@dataclass(slots=True)
+class Tester:
+    """Plays the same held-out tasks each time: sampled as in training, and greedily."""
+
+    config: Config
+    parts: Parts
+    view: View
+    tasks: list[Task] = field(init=False)
+
+    def __post_init__(self) -> None:
+        config = self.config
+        source = config.task.tasks(split="eval", seed=config.seed)
+        self.tasks = source.take(config.evaluation.num_tasks)
+        if not self.tasks:
+            raise DataError("the task source has no held-out task to evaluate on.")
+
+    @property
+    def criterion(self) -> str:
+        """The metric that the best checkpoint is chosen by."""
+        return f"eval/sampled/mean@{self.config.evaluation.num_samples}"
+
+    async def test(self) -> tuple[dict[str, float], dict[str, list[Group]]]:
+        config = self.config
+        arms = [("sampled", config.evaluation.num_samples, config.agent.temperature)]
+        if config.evaluation.greedy:
+            arms.append(("greedy", 1, 0.0))
+        metrics: dict[str, float] = {}
+        played: dict[str, list[Group]] = {}
+        for name, num_samples, temperature in arms:
+            found, groups = await evaluate(
+                self.parts.engine,
+                self.parts.renderer,
+                config.task,
+                config.agent,
+                self.tasks,
+                name=name,
+                num_samples=num_samples,
+                temperature=temperature,
+                max_tokens=config.max_tokens,
+                run_seed=config.seed,
+                success_reward=config.evaluation.success_reward,
+                on_progress=lambda done, total, name=name: self.view.phase(
+                    f"evaluating ({name})", done, total
+                ),
+            )
+            where = f"evaluation ({name})"
+            check_failures(groups, config.max_failed_share, where=where)
+            metrics |= found
+            played[name] = groups
+        return metrics, played
