@@ -6,8 +6,8 @@
     outcome = lockstep.train(find_recipe("quickstart"))
     run = lockstep.load(outcome.path)
 
-The pure functions are in `lockstep.renderers`, `lockstep.objectives` and `lockstep.correction`. Names
-are imported on first use: `import lockstep` costs nothing and loads no torch.
+The pure functions are in `lockstep.renderers`, `lockstep.objectives` and `lockstep.correction`.
+Names are imported on first use: `import lockstep` costs nothing and loads no torch.
 """
 
 from __future__ import annotations

@@ -140,8 +140,8 @@ def _check_first_prompt(config: Config, foundation: Foundation, task: Any) -> No
     size = asyncio.run(first_prompt())
     if size + 1 >= config.max_tokens:
         raise ConfigError(
-            f"the prompt of task {task.id} has {size} tokens and max_tokens={config.max_tokens}: no "
-            f"row fits. Raise max_tokens (the model allows {foundation.model.max_positions})."
+            f"the prompt of task {task.id} has {size} tokens and max_tokens={config.max_tokens}: "
+            f"no row fits. Raise max_tokens (the model allows {foundation.model.max_positions})."
         )
 
 
@@ -210,7 +210,7 @@ def load_model(
 
 
 def checkpoint_of(run: Run, step: int | None) -> Path:
-    """The checkpoint of a run: at `step`, or the best one, or the last. RunError if there is none."""
+    """The checkpoint of a run: at `step`, else the best, else the last. RunError if it has none."""
     from lockstep.train.checkpoint import CheckpointStore
 
     store = CheckpointStore(run.path / "checkpoints")

@@ -1,4 +1,4 @@
-"""The command line: verbs only. Each verb imports what it needs when it runs, so that help is fast."""
+"""The command line: verbs only. Each imports what it needs when it runs, so that help is fast."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 EXIT_CODES = """\
 exit codes: 0 done; 1 the run failed; 2 a setting, a file or a checkpoint is wrong (nothing was
-started); 3 stopped by an alarm that was asked to stop it; 130 interrupted (continue with resume=true)."""
+started); 3 stopped by an alarm that was asked to; 130 interrupted (go on with resume=true)."""
 
 OK, FAILED, BAD_INPUT, STOPPED, INTERRUPTED = 0, 1, 2, 3, 130
 
@@ -41,7 +41,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     try:
         return options.run(options)
-    except (ConfigError, DataError, CheckpointError, RendererError, MissingExtraError, RunError) as e:
+    except (
+        ConfigError,
+        DataError,
+        CheckpointError,
+        RendererError,
+        MissingExtraError,
+        RunError,
+    ) as e:
         _complain(e, options)
         return BAD_INPUT
     except LockstepError as error:

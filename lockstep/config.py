@@ -1,9 +1,9 @@
 """A tree of frozen dataclasses and the dotted overrides, files and help that go with it. No torch.
 
 A configurable thing is a frozen, keyword-only dataclass with a docstring under each field. A choice
-between kinds is the type of the value: a field annotated with a union of dataclasses, or with a base
-class whose subclasses are the kinds. On the command line and in a file a kind is its tag, made of
-the class name (`EmbeddedConfig` is `embedded`, `PPOClip` is `ppo_clip`):
+between kinds is the type of the value: a field annotated with a union of dataclasses, or with a
+base class whose subclasses are the kinds. On the command line and in a file a kind is its tag, made
+of the class name (`EmbeddedConfig` is `embedded`, `PPOClip` is `ppo_clip`):
 
     engine=embedded engine.max_num_sequences=32        {"type": "embedded", "max_num_sequences": 32}
 """
@@ -21,6 +21,7 @@ import types
 import typing
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
+from itertools import pairwise
 from typing import Any, TypeVar, cast
 
 from lockstep.errors import ConfigError
@@ -108,15 +109,11 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return out
 
 
-def differences(
-    before: Mapping[str, Any], after: Mapping[str, Any]
-) -> dict[str, tuple[Any, Any]]:
+def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """path -> (before, after) of every setting that differs between two JSON forms."""
     left, right = flatten(before), flatten(after)
     paths = list(dict.fromkeys([*left, *right]))
-    return {
-        p: (left.get(p), right.get(p)) for p in paths if left.get(p) != right.get(p)
-    }
+    return {p: (left.get(p), right.get(p)) for p in paths if left.get(p) != right.get(p)}
 
 
 def tag(cls: type) -> str:
@@ -160,7 +157,7 @@ def field_docs(cls: type) -> dict[str, str]:
         if not dataclasses.is_dataclass(base):
             continue
         body = cast(ast.ClassDef, ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]).body
-        for field, doc in zip(body, body[1:], strict=False):
+        for field, doc in pairwise(body):
             if (
                 isinstance(field, ast.AnnAssign)
                 and isinstance(field.target, ast.Name)
@@ -283,7 +280,8 @@ def _value(annotation: Any, value: Any, path: str) -> Any:
             if inner and inner[-1] is not ... and origin is tuple:
                 kinds = list(inner)
             made = [
-                _value(k, v, f"{path}[{i}]") for i, (k, v) in enumerate(zip(kinds, items, strict=True))
+                _value(k, v, f"{path}[{i}]")
+                for i, (k, v) in enumerate(zip(kinds, items, strict=True))
             ]
             return tuple(made) if origin is tuple else made
         if origin is float and isinstance(value, int | float) and not isinstance(value, bool):
@@ -331,7 +329,7 @@ def _union(annotation: Any) -> tuple[Any, ...]:
 
 
 def _dataclass_of(annotation: Any, value: Any) -> type | None:
-    """The dataclass that a nested value of this annotation is of, by its tag if there is a choice."""
+    """The dataclass that a nested value of this annotation is of, by its tag if it is a choice."""
     kinds = choices(annotation)
     if kinds:
         name = cast(Any, value).get("type") if isinstance(value, Mapping) else None

@@ -9,7 +9,7 @@ thing. A message says what was expected, what was found, where, and what to do n
       DataError          (ValueError)    a user's file is malformed: names the file and the line
       TokenError         (ValueError)    an invariant of the token forest does not hold
       AlignmentError     (ValueError)    per-token arrays that must be parallel are not
-      RendererError      (ValueError)    a dialogue cannot be written, or a tokenizer cannot write it
+      RendererError      (ValueError)    a dialogue cannot be written with this tokenizer
       CheckpointError    (ValueError)    weights are missing, misshapen, torn or of another model
       EngineError        (RuntimeError)  the engine cannot do, or did not do, what was asked
       CapabilityError    (EngineError)   the engine lacks something that the request needs

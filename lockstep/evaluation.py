@@ -84,8 +84,8 @@ async def evaluate(
     """Plays `tasks` num_samples times each and returns (metrics `eval/NAME...`, the episodes).
 
     A failed episode counts with reward 0 and is counted under eval/NAME/failed: leaving it out
-    would reward a policy for crashing its tools. The draws depend on (run_seed, name, task, sample),
-    so that two evaluations of one policy are equal and those of two policies are paired.
+    would reward a policy for crashing its tools. The draws depend on (run_seed, name, task,
+    sample), so that two evaluations of one policy are equal and those of two are paired.
     """
     total, done = len(tasks) * num_samples, 0
 
@@ -120,7 +120,9 @@ async def evaluate(
     metrics |= pass_at_k(rewards, num_samples, success_reward=success_reward).to_metrics(
         f"{prefix}/pass@{num_samples}"
     )
-    metrics[f"{prefix}/failed"] = sum(t.status == "failed" for t in trajectories) / len(trajectories)
+    metrics[f"{prefix}/failed"] = sum(t.status == "failed" for t in trajectories) / len(
+        trajectories
+    )
     parts: dict[str, list[float]] = defaultdict(list)
     labels: dict[str, list[float]] = defaultdict(list)
     for group, values in zip(groups, rewards, strict=True):

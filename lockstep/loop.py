@@ -1,10 +1,10 @@
 """The training loop: eight verbs in order, and no mechanism.
 
-    sample, score     agent/loop.py     episodes over the engine, token in, token out
-    record            store/            trajectories and metrics, append-only
-    align             train/rows.py     episodes to rows with advantages; packing lays them out
-    measure, correct, update            train/trainer.py, in one pass over the rows
-    sync              engines/          the engine runs the new weights, by version
+sample, score     agent/loop.py     episodes over the engine, token in, token out
+record            store/            trajectories and metrics, append-only
+align             train/rows.py     episodes to rows with advantages; packing lays them out
+measure, correct, update            train/trainer.py, in one pass over the rows
+sync              engines/          the engine runs the new weights, by version
 """
 
 from __future__ import annotations

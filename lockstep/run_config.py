@@ -144,8 +144,8 @@ class SupervisedConfig(ModelChoice):
     """Share of the tokenizer's merges that is left out in replies (BPE dropout): the model learns
     that one text has many spellings."""
     create: Literal["", "gpt_oss", "qwen3"] = ""
-    """Begin with a tiny model of this architecture, random weights and a tokenizer made for document
-    search, in place of `model`."""
+    """Begin with a tiny model of this architecture, random weights and a tokenizer made for the
+    dialogues, in place of `model`."""
 
     def __post_init__(self) -> None:
         ModelChoice.__post_init__(self)

@@ -131,12 +131,12 @@ def _rows(config: SupervisedConfig, foundation: Foundation) -> list[_Part]:
     renderer = _spelling(foundation, config)
 
     def stream(examples, sft, seed):
-        return SFTRows(
-            examples, lambda _: renderer, sft, max_tokens=config.max_tokens, seed=seed
-        )
+        return SFTRows(examples, lambda _: renderer, sft, max_tokens=config.max_tokens, seed=seed)
 
     if config.data is None:
-        return [_Part(config.sft.steps, stream(load_examples(config.sft.path), config.sft, config.seed))]
+        return [
+            _Part(config.sft.steps, stream(load_examples(config.sft.path), config.sft, config.seed))
+        ]
     parts: list[_Part] = []
     done = 0
     stages = config.data.stages(config.seed)
@@ -171,9 +171,7 @@ def _spelling(foundation: Foundation, config: SupervisedConfig) -> Renderer:
     if not config.spelling_dropout:
         return foundation.renderer
     loose = foundation.renderer.tokenizer.with_dropout(config.spelling_dropout, seed=config.seed)
-    return _LooseReplies(
-        foundation.renderer, make_renderer(foundation.renderer_config, loose)
-    )
+    return _LooseReplies(foundation.renderer, make_renderer(foundation.renderer_config, loose))
 
 
 class _LooseReplies:

@@ -78,7 +78,7 @@ class Message:
     """For role "tool": the function that answers."""
     tool_call_id: str = ""
     parse_error: str = ""
-    """Why the sampled ids are not a well-formed turn; empty if they are. Set by `Renderer.parse`."""
+    """Why the sampled ids are no well-formed turn; empty if they are. Set by `Renderer.parse`."""
 
     def __post_init__(self) -> None:
         if self.role not in ROLES:
@@ -100,9 +100,7 @@ class Message:
         }  # fmt: skip
         unknown = sorted(set(source) - known)
         if unknown:
-            raise DataError(
-                f"message has unknown keys {unknown}; known are {sorted(known)}."
-            )
+            raise DataError(f"message has unknown keys {unknown}; known are {sorted(known)}.")
         content = source.get("content") or ""
         if not isinstance(content, str):
             raise DataError(
@@ -233,7 +231,7 @@ class Delta:
     num_prefilled_tokens: int = 0
     """Prompt tokens that were computed. On the first delta."""
     routed_experts: npt.NDArray[Any] | None = None
-    """[T, layers, active] expert indices of the positions that this delta processed, if captured."""
+    """[T, layers, active] expert indices of the positions that this delta processed."""
 
 
 # ---------------------------------------------------------------------------------------------
@@ -272,7 +270,7 @@ class Segment:
     """Of the numerics that computed `logprobs`."""
     routed_experts: npt.NDArray[Any] | None = None
     boundary_routes: npt.NDArray[Any] | None = None
-    """[layers, active]: the routes of the parent's last id, which this segment's request computed."""
+    """[layers, active]: routes of the parent's last id, which this segment's request computed."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -353,7 +351,9 @@ class Sample:
     def _check(self, name: str, column: npt.NDArray[Any]) -> None:
         spec = COLUMNS.get(name)
         if spec is None:
-            raise AlignmentError(f"sample {self.id}: unknown column {name!r}; known: {list(COLUMNS)}")
+            raise AlignmentError(
+                f"sample {self.id}: unknown column {name!r}; known: {list(COLUMNS)}"
+            )
         shape = (len(self.token_ids), *spec.trailing_shape)
         if column.shape != shape or column.dtype != np.dtype(spec.dtype):
             raise AlignmentError(
@@ -444,8 +444,8 @@ class Trajectory:
         if bad.size:
             at = int(bad[0])
             raise TokenError(
-                f"{where}: token {at} (id {int(ids[at])}) has the log-prob {values[at]:g}; expected "
-                f"a finite number <= {MAX_LOGPROB:g}. Probabilities, or a shifted row?"
+                f"{where}: token {at} (id {int(ids[at])}) has the log-prob {values[at]:g}; "
+                f"expected a finite number <= {MAX_LOGPROB:g}. Probabilities, or a shifted row?"
             )
         if isinstance(stop, int):
             early = np.flatnonzero(ids == stop)
@@ -529,14 +529,17 @@ class Trajectory:
         """
         path = self.path(leaf)
         segments = [self.segments[i] for i in path]
-        is_trained = [s.is_sampled and (owned is None or i in owned) for i, s in zip(path, segments)]
+        is_trained = [
+            s.is_sampled and (owned is None or i in owned)
+            for i, s in zip(path, segments, strict=True)
+        ]
         nan = float("nan")
 
         def column(dtype: str, values: list[Any]) -> npt.NDArray[Any]:
             return np.concatenate(
                 [
                     np.asarray(v, dtype) if np.ndim(v) else np.full(len(s), v, dtype)
-                    for s, v in zip(segments, values)
+                    for s, v in zip(segments, values, strict=True)
                 ]
             )
 
@@ -549,7 +552,8 @@ class Trajectory:
                     "float32", [nan if s.logprobs is None else s.logprobs for s in segments]
                 ),
                 "policy_version": column(
-                    "int32", [-1 if s.policy_version is None else s.policy_version for s in segments]
+                    "int32",
+                    [-1 if s.policy_version is None else s.policy_version for s in segments],
                 ),
                 "turn": column("int32", [s.turn if s.is_sampled else -1 for s in segments]),
             },
@@ -558,8 +562,8 @@ class Trajectory:
     def rows(self) -> Iterator[tuple[int, set[int], Sample]]:
         """(leaf, owned segments, row) for every rewarded leaf with something to train.
 
-        A sampled segment is owned by the first rewarded leaf below it, so that each sampled token is
-        trained in exactly one row.
+        A sampled segment is owned by the first rewarded leaf below it, so that each sampled token
+        is trained in exactly one row.
         """
         taken: set[int] = set()
         for leaf in self.leaves():

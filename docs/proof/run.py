@@ -3,8 +3,8 @@
     python docs/proof/run.py                 everything (about 15 minutes on two quiet cores)
     python docs/proof/run.py quickstart      one part
 
-Each part writes NAME.json: the commands, the host, the date and the figures. Nothing is compared with
-a bound here: the figures are printed, missed ones too.
+Each part writes NAME.json: the commands, the host, the date and the figures. Nothing is compared
+with a bound here: the figures are printed, missed ones too.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def models() -> dict[str, Any]:
 
 
 def describe_model(model: str) -> dict[str, Any]:
-    """Sinks' share of attention, and how often a sampled turn is spelt as the tokenizer would not."""
+    """Sinks' share of attention; share of sampled turns that the tokenizer would spell otherwise."""
     import torch
 
     from lockstep.build import lay_foundation, load_model

@@ -1,4 +1,4 @@
-"""What an agent is trained on, as one setting: where tasks come from, and what they are played in."""
+"""What an agent is trained on, as one setting: where tasks come from, what they are played in."""
 
 from __future__ import annotations
 

@@ -107,9 +107,7 @@ class MismatchReport:
 
     def merge(self, other: MismatchReport) -> MismatchReport:
         """The report of both sets of tokens."""
-        return MismatchReport(
-            self.sums + other.sums, torch.maximum(self.maxima, other.maxima)
-        )
+        return MismatchReport(self.sums + other.sums, torch.maximum(self.maxima, other.maxima))
 
     def to_metrics(self, prefix: str = "mismatch") -> dict[str, float]:
         """Numbers by name; one copy to the host.

@@ -1,4 +1,4 @@
-"""What a decoder is made of, read from a Hugging Face config. No torch: the command line reads it."""
+"""What a decoder is made of, read from a Hugging Face config. No torch: the CLI reads it."""
 
 from __future__ import annotations
 
@@ -99,7 +99,10 @@ def _common(source: Mapping[str, Any], where: str) -> dict[str, Any]:
         )
     rope = dict(source.get("rope_parameters") or {})
     if not rope:  # the spelling before transformers 5
-        rope = {"rope_theta": source.get("rope_theta", 10000.0), **(source.get("rope_scaling") or {})}
+        rope = {
+            "rope_theta": source.get("rope_theta", 10000.0),
+            **(source.get("rope_scaling") or {}),
+        }
     return {
         "vocab_size": source["vocab_size"],
         "hidden_size": hidden,

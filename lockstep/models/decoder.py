@@ -33,9 +33,7 @@ class Attention(nn.Module):
         self.eps = c.rms_norm_eps
         fused = (c.num_heads + 2 * c.num_kv_heads) * c.head_dim
         self.qkv_proj = nn.Linear(c.hidden_size, fused, bias=c.has_attention_bias)
-        self.o_proj = nn.Linear(
-            c.num_heads * c.head_dim, c.hidden_size, bias=c.has_attention_bias
-        )
+        self.o_proj = nn.Linear(c.num_heads * c.head_dim, c.hidden_size, bias=c.has_attention_bias)
         self.q_norm = nn.Parameter(torch.ones(c.head_dim)) if c.has_qk_norm else None
         self.k_norm = nn.Parameter(torch.ones(c.head_dim)) if c.has_qk_norm else None
         self.sinks = nn.Parameter(torch.zeros(c.num_heads)) if c.has_sinks else None

@@ -1,8 +1,8 @@
 """Hugging Face checkpoints in and out: config.json, safetensors, tokenizer files.
 
 The decoder fuses projections that Hugging Face keeps apart. The map below says, for each of our
-parameters, which of theirs it is made of; loading and saving walk it in opposite directions, so that
-what is loaded is saved back with the same bytes.
+parameters, which of theirs it is made of; loading and saving walk it in opposite directions, so
+that what is loaded is saved back with the same bytes.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ COMPANIONS = (
     "chat_template.jinja",
     "renderer.json",
 )
-"""Files beside the weights that travel with a checkpoint. renderer.json is ours: the settings of the
-renderer that the model was trained with."""
+"""Files beside the weights that travel with a checkpoint. renderer.json is ours: the settings of
+the renderer that the model was trained with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,15 +140,15 @@ def read_tensors(directory: str | Path) -> dict[str, Callable[[], Tensor]]:
         try:
             handle = safe_open(str(root / file), framework="pt")
         except Exception as error:
-            raise CheckpointError(f"{root / file} cannot be read ({error}). A torn copy?") from error
+            raise CheckpointError(
+                f"{root / file} cannot be read ({error}). A torn copy?"
+            ) from error
         for name in handle.keys():  # noqa: SIM118  a safetensors handle is not a mapping
             out[name] = lambda handle=handle, name=name: handle.get_tensor(name)
     return out
 
 
-def load_weights(
-    model: Decoder, tensors: dict[str, Callable[[], Tensor]], *, where: str
-) -> None:
+def load_weights(model: Decoder, tensors: dict[str, Callable[[], Tensor]], *, where: str) -> None:
     """Copies Hugging Face tensors into the model's own memory, one at a time."""
     sources = parameter_sources(model.config)
     known = {name for source in sources.values() for name in source.names}

@@ -1,4 +1,4 @@
-"""Where a model's files are: shipped with the package, in a directory, or on the Hugging Face hub."""
+"""Where a model's files are: in the package, in a directory, or on the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ def shipped_models() -> list[str]:
 def locate_model(name: str) -> Path:
     """The checkpoint directory that `name` means; a hub name is downloaded first.
 
-    Raises ConfigError for a name that is none of the three, CheckpointError if the hub has no answer.
+    Raises ConfigError for a name that is none of the three, CheckpointError if the hub has no
+    answer.
     """
     if not name:
         raise ConfigError(

@@ -21,7 +21,9 @@ def reference_attention(
     form, `lengths` in place of the context. Returns [T, H, D]."""
     repeat = q_THD.shape[1] // k_TGD.shape[1]
     outs = []
-    for q, k, v in zip(q_THD.split(lengths), k_TGD.split(lengths), v_TGD.split(lengths)):
+    for q, k, v in zip(
+        q_THD.split(lengths), k_TGD.split(lengths), v_TGD.split(lengths), strict=True
+    ):
         k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
         scores = torch.einsum("qhd,khd->hqk", q, k) * scale
         at = torch.arange(len(q))

@@ -9,7 +9,6 @@ vocabulary holds `<think>` whole and in pieces.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -147,7 +146,7 @@ def train_tokenizer(
 def _texts(
     control: Sequence[str], dialogues: Iterable[Sequence[Message]], config: RendererConfig
 ) -> list[str]:
-    """Every piece of text that the renderer encodes, by a tokenizer of bytes that remembers them."""
+    """Every piece of text that the renderer encodes, by a tokenizer of bytes that keeps them."""
     seen: list[str] = []
 
     def remember(text: str) -> list[int]:

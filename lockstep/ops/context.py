@@ -32,7 +32,7 @@ class PackedBlock:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedContext:
-    """Rows packed without padding: row r is tokens offsets[r]:offsets[r+1], and sees only itself."""
+    """Rows packed one after another without padding. A row sees only itself."""
 
     blocks: tuple[PackedBlock, ...]
     place_index: Tensor | None

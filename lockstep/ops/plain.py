@@ -50,7 +50,7 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 class _ExpertLinear(torch.autograd.Function):
     """One GEMM per expert on the rows that chose it. Backward writes each expert's gradient into
-    its slice: indexing weight[e] under autograd would fill a zero gradient of all experts each time.
+    its slice: indexing weight[e] under autograd would fill a gradient of all experts each time.
     """
 
     @staticmethod
@@ -129,6 +129,7 @@ def _packed_attention(
     repeat = H // k_TGD.shape[1]
     outs = []
     for block in context.blocks:
+
         def lay(x: Tensor, index: Tensor = block.token_index) -> Tensor:
             return x[index].transpose(1, 2)  # [B, heads, L, D]
 
@@ -150,7 +151,9 @@ def _banded_attention(
     """A sliding window at cost O(L x window): queries in chunks of `window`, each over the keys of
     its own chunk and the one before. The first chunk has none before it: plain causal."""
     B, H, L, D = q.shape
-    first = _sink_attention(q[:, :, :window], k[:, :, :window], v[:, :, :window], sinks, None, scale)
+    first = _sink_attention(
+        q[:, :, :window], k[:, :, :window], v[:, :, :window], sinks, None, scale
+    )
     chunks = math.ceil(L / window) - 1
     pad = (chunks + 1) * window - L
     if pad:
@@ -178,7 +181,7 @@ class _FlashWithSinks(torch.autograd.Function):
     With L = logaddexp(lse, sink) the softmax over keys and sink is exp(s - L), so the output is the
     sinkless one times exp(lse - L). Handing the rescaled output and L to the stock backward gives
     exact dQ, dK, dV, since they use only exp(s - L) and dO . O; dsink = -sum exp(sink - L) dO . O.
-    Rescaling by a detached lse instead leaves output, dV and dsink right and dQ, dK wrong by 28-55%.
+    Rescaling by a detached lse leaves output, dV and dsink right and dQ, dK wrong by 28-55 %.
     Guard: tests/cpu/ops/test_attention.py
     """
 
@@ -201,8 +204,10 @@ class _FlashWithSinks(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_out):
         q, k, v, sinks, mask, out, lse = ctx.saved_tensors
-        grad_q, grad_k, grad_v = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad_out, q, k, v, out, lse, 0.0, mask is None, attn_mask=mask, scale=ctx.scale
+        grad_q, grad_k, grad_v = (
+            torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                grad_out, q, k, v, out, lse, 0.0, mask is None, attn_mask=mask, scale=ctx.scale
+            )
         )
         grad_sinks = None
         if sinks is not None:
@@ -325,7 +330,7 @@ def log_softmax(logits: Tensor, *, temperature: float = 1.0) -> Tensor:
 
 
 class _LogProbs(torch.autograd.Function):
-    """Log-prob and entropy without a [T, V] tensor: one chunk of rows at a time, again in backward."""
+    """Log-prob and entropy without a [T, V] tensor: a chunk of rows at a time, again in backward."""
 
     @staticmethod
     def forward(ctx, hidden, weight, ids, temperature, rows):

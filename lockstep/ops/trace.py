@@ -1,8 +1,8 @@
 """Named intermediate values, recorded on demand: what a report or a comparison looks at.
 
-    with tracing() as values:
-        model(...)
-    values["sink_share"]  # one tensor per call, in order
+with tracing() as values:
+    model(...)
+values["sink_share"]  # one tensor per call, in order
 """
 
 from __future__ import annotations

@@ -22,9 +22,7 @@ def quickstart() -> Config:
         groups_per_step=8,
         group_size=8,
         agent=AgentConfig(max_turns=5, max_turn_tokens=48),
-        trainer=TrainerConfig(
-            lr=1e-3, warmup_updates=5, schedule="linear", min_lr_share=0.05
-        ),
+        trainer=TrainerConfig(lr=1e-3, warmup_updates=5, schedule="linear", min_lr_share=0.05),
         evaluation=EvaluationConfig(num_tasks=256),
         checkpoint=CheckpointConfig(every=25),
     )

@@ -22,7 +22,7 @@ def sft() -> SupervisedConfig:
 
 @supervised_recipe
 def tiny_gpt_oss() -> SupervisedConfig:
-    """The shipped mixture of experts with attention sinks, from random weights: minutes on a CPU."""
+    """The shipped mixture of experts with sinks, from random weights: minutes on a CPU."""
     return SupervisedConfig(
         name="tiny-gpt-oss",
         create="gpt_oss",

@@ -17,8 +17,8 @@ def _check_choice(where: str, found: str, choices: tuple[str, ...]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class RendererConfig:
-    """Base of the renderers' settings. A subclass is a choice of the setting `renderer`, by its tag;
-    `registry.make_renderer` makes the renderer."""
+    """Base of the renderers' settings. A subclass is a choice of the setting `renderer`, by its
+    tag; `registry.make_renderer` makes the renderer."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -321,9 +321,7 @@ def _weight(value: Any, where: str) -> float:
     return float(value)
 
 
-def _make_sample(
-    where: str, ids: Sequence[int], weights: npt.NDArray[np.floating[Any]]
-) -> Sample:
+def _make_sample(where: str, ids: Sequence[int], weights: npt.NDArray[np.floating[Any]]) -> Sample:
     """Trains what weighs something; the first token never: nothing predicts it."""
     weights = weights.astype(np.float32)
     weights[0] = 0.0

@@ -148,8 +148,8 @@ class Trainer:
         see `ObjectiveConfig.aggregate`. `denominator` replaces the number of trained tokens
         (token_mean) or of rows (the others), for a batch that comes in several calls or a sum of
         loss weights. The mismatch is measured in the same forward where the samples have
-        `rollout_logprobs`, and the log-probs are kept in the samples as `column`. A loss that is not
-        finite is remembered; `optim_step` then skips.
+        `rollout_logprobs`, and the log-probs are kept in the samples as `column`. A loss that is
+        not finite is remembered; `optim_step` then skips.
         """
         batches = self.pack(samples)
         weigh = _token_weights(samples, aggregate, fixed_length, denominator)
@@ -409,9 +409,7 @@ class _Totals:
         self.mismatch: MismatchReport | None = None
         self.num_tokens = 0
 
-    def add(
-        self, batch: PackedBatch, tokens: TokenBatch, out: TokenLoss, weight_N: Tensor
-    ) -> None:
+    def add(self, batch: PackedBatch, tokens: TokenBatch, out: TokenLoss, weight_N: Tensor) -> None:
         logprobs, loss = tokens.logprobs.detach(), out.loss.detach()
         self.loss = self.loss + (loss.double() * weight_N).sum()
         means = {"entropy": tokens.entropy.detach(), "logprob": logprobs, **out.mean}

@@ -142,7 +142,9 @@ def test_a_run_that_was_cut_short_resumes_to_the_same_bits(run, tmp_path):
     assert list((copy / "set-aside").iterdir())
     for name in ("model.safetensors",):
         a = copy / "checkpoints" / "step-000002" / "policy" / name
-        assert a.read_bytes() == (run / "checkpoints" / "step-000002" / "policy" / name).read_bytes()
+        assert (
+            a.read_bytes() == (run / "checkpoints" / "step-000002" / "policy" / name).read_bytes()
+        )
 
 
 def test_resuming_a_finished_run_changes_nothing(run):
@@ -163,9 +165,7 @@ def test_resuming_before_the_first_checkpoint_begins_again(run, tmp_path):
 
 def test_a_fork_goes_on_from_a_checkpoint_and_records_what_changed(run, tmp_path, capsys):
     fork = tmp_path / "fork"
-    code, _, _ = lockstep(
-        "train", f"from={run}@1", "trainer.lr=1e-4", f"out={fork}", capsys=capsys
-    )
+    code, _, _ = lockstep("train", f"from={run}@1", "trainer.lr=1e-4", f"out={fork}", capsys=capsys)
     assert code == OK
     assert [r["step"] for r in metrics_of(fork)] == [1, 2]
     facts = json.loads((fork / "environment.json").read_text())
@@ -205,7 +205,12 @@ def test_report_puts_runs_side_by_side(run, tmp_path, capsys):
 
 def test_sft_trains_on_a_users_dialogues(tmp_path, capsys):
     lines = [
-        {"messages": [{"role": "user", "content": f"Say {w}."}, {"role": "assistant", "content": w}]}
+        {
+            "messages": [
+                {"role": "user", "content": f"Say {w}."},
+                {"role": "assistant", "content": w},
+            ]
+        }
         for w in ("Oslo", "Rome", "Lima", "Paris")
     ]
     path = tmp_path / "dialogues.jsonl"
@@ -326,7 +331,9 @@ def test_the_record_holds_the_trainers_own_log_probs(run):
 
     compared = unequal = 0
     for record in load_run(run).trajectories(1):
-        for segment, theirs in zip(record.trajectory.segments, record.trainer_logprobs, strict=True):
+        for segment, theirs in zip(
+            record.trajectory.segments, record.trainer_logprobs, strict=True
+        ):
             if segment.is_sampled:
                 assert np.abs(theirs - segment.logprobs).max() < 1e-4
                 compared += len(segment)

@@ -75,7 +75,9 @@ def test_an_override_is_read_by_the_fields_type(override, path, value):
 
 
 def test_a_kind_is_chosen_by_its_tag_and_its_settings_follow():
-    run = C.resolve(Run(), ["engine=remote", "engine.url=http://x", "task=hard_task", "task.size=3"])
+    run = C.resolve(
+        Run(), ["engine=remote", "engine.url=http://x", "task=hard_task", "task.size=3"]
+    )
     assert run.engine == RemoteConfig(url="http://x")
     assert run.task == HardTask(size=3)
 

@@ -62,7 +62,9 @@ def test_a_file_imports_only_from_rows_above_its_own():
             if other in ("", room):
                 continue
             if ROW_OF[other] >= ROW_OF[room]:
-                wrong.append(f"{inside} (row {ROW_OF[room]}) imports {module} (row {ROW_OF[other]})")
+                wrong.append(
+                    f"{inside} (row {ROW_OF[room]}) imports {module} (row {ROW_OF[other]})"
+                )
     assert not wrong, "\n".join(wrong)
 
 

@@ -115,5 +115,5 @@ def test_every_misfit_of_a_checkpoint_is_named(tmp_path):
 
 def test_another_architecture_is_refused_by_name(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba"}))
-    with pytest.raises(CheckpointError, match="mamba.*gpt_oss, qwen3"):
+    with pytest.raises(CheckpointError, match=r"mamba.*gpt_oss, qwen3"):
         load_checkpoint(tmp_path)

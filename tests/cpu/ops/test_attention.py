@@ -59,9 +59,7 @@ def test_the_tempting_shortcut_gets_only_dq_and_dk_wrong():
 
     def shortcut(q, k, v, s):
         context = PackedContext.of([len(q)])
-        plain = ops.attention(
-            q, k, v, sinks=None, window=None, scale=0.3, layer=0, context=context
-        )
+        plain = ops.attention(q, k, v, sinks=None, window=None, scale=0.3, layer=0, context=context)
         keys = k.repeat_interleave(2, 1)
         scores = torch.einsum("qhd,khd->hqk", q, keys) * 0.3
         scores = scores.masked_fill(torch.ones_like(scores).triu(1) > 0, float("-inf"))
