@@ -85,7 +85,7 @@ def to_dict(config: Any) -> dict[str, Any]:
         if dataclasses.is_dataclass(value):
             nested = to_dict(value)
             if choices(hints[field.name]):
-                nested = {"type": tag(type(value)), **nested}
+                nested = {"type": tag(_class(value)), **nested}
             out[field.name] = nested
         else:
             out[field.name] = _plain(value)
@@ -136,14 +136,15 @@ def choices(annotation: Any) -> dict[str, type]:
 
 def describe(config: Any, prefix: str = "") -> Iterable[tuple[str, str, str, str]]:
     """(path, type, value, docstring) of every setting below `config`, for --help."""
-    hints, docs = _hints(type(config)), field_docs(type(config))
+    cls = _class(config)
+    hints, docs = _hints(cls), field_docs(cls)
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         path = f"{prefix}{field.name}"
         if dataclasses.is_dataclass(value):
             kinds = choices(hints[field.name])
             if kinds:
-                yield path, " | ".join(kinds), tag(type(value)), docs.get(field.name, "")
+                yield path, " | ".join(kinds), tag(_class(value)), docs.get(field.name, "")
             yield from describe(value, f"{path}.")
         else:
             yield path, _name(hints[field.name]), _show(value), docs.get(field.name, "")
@@ -228,7 +229,7 @@ def _parse(annotation: Any, text: str, path: str) -> Any:
             except ValueError:
                 continue
         if origin in (tuple, list):
-            inner = typing.get_args(member) or (str,)
+            inner: tuple[Any, ...] = typing.get_args(member) or (str,)
             parts = [p.strip() for p in text.strip("[]() ").split(",") if p.strip()]
             kinds = [inner[0]] * len(parts) if len(inner) < 2 or inner[1] is ... else list(inner)
             if len(kinds) != len(parts):
@@ -256,10 +257,10 @@ def _value(annotation: Any, value: Any, path: str) -> Any:
             name = value.get("type", "")
             if name not in kinds:
                 raise ConfigError(f"{path}.type={name}: no such kind.{did_you_mean(name, kinds)}")
-            return from_dict(kinds[name], value, path=path)
+            return cast(Any, from_dict(kinds[name], value, path=path))
         nested = _dataclass_of(annotation, value)
         if nested is not None:
-            return from_dict(nested, value, path=path)
+            return cast(Any, from_dict(nested, value, path=path))
         if any((typing.get_origin(m) or m) in (dict, Mapping) for m in members):
             inner = next((typing.get_args(m)[1] for m in members if typing.get_args(m)), Any)
             return {k: _value(inner, v, f"{path}.{k}") for k, v in value.items()}
@@ -332,16 +333,20 @@ def _dataclass_of(annotation: Any, value: Any) -> type | None:
     """The dataclass that a nested value of this annotation is of, by its tag if it is a choice."""
     kinds = choices(annotation)
     if kinds:
-        name = cast(Any, value).get("type") if isinstance(value, Mapping) else None
-        return kinds.get(name, next(iter(kinds.values())))
+        named = cast(Mapping[str, Any], value) if isinstance(value, Mapping) else {}
+        return kinds.get(str(named.get("type")), next(iter(kinds.values())))
     found = [m for m in _union(annotation) if dataclasses.is_dataclass(m)]
     return cast(type, found[0]) if found else None
+
+
+def _class(value: Any) -> type:
+    return type(value)
 
 
 def _subclasses(cls: type) -> list[type]:
     out: list[type] = []
     for sub in cls.__subclasses__():
-        out += [sub, *_subclasses(sub)] if dataclasses.is_dataclass(sub) else _subclasses(sub)
+        out += [sub, *_subclasses(sub)]
     return out
 
 

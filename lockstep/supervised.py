@@ -17,7 +17,7 @@ from lockstep.build import Foundation, lay_foundation, load_model, write_rendere
 from lockstep.config import to_dict
 from lockstep.observe.live import RunHeader, open_view
 from lockstep.outcome import Outcome, Status
-from lockstep.renderers.base import Renderer
+from lockstep.renderers.base import Renderer, TokenIds
 from lockstep.renderers.registry import make_renderer
 from lockstep.renderers.tokenizer import Tokenizer
 from lockstep.run_config import SupervisedConfig
@@ -185,10 +185,10 @@ class _LooseReplies:
     def render(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> list[int]:
         return self._strict.render(messages, tools)
 
-    def extend(self, sampled_ids: Sequence[int], messages: Sequence[Message]) -> list[int]:
+    def extend(self, sampled_ids: TokenIds, messages: Sequence[Message]) -> list[int]:
         return self._strict.extend(sampled_ids, messages)
 
-    def parse(self, sampled_ids: Sequence[int]) -> Message:
+    def parse(self, sampled_ids: TokenIds) -> Message:
         return self._strict.parse(sampled_ids)
 
     def render_reply(self, message: Message) -> list[int]:

@@ -318,7 +318,7 @@ class Sample:
     """[T] int32."""
     loss_mask: npt.NDArray[np.bool_]
     """[T] bool: trained in this row. False where another row trains the shared segment."""
-    columns: dict[str, npt.NDArray[Any]] = field(default_factory=dict)
+    columns: dict[str, npt.NDArray[Any]] = field(default_factory=dict[str, npt.NDArray[Any]])
     """name -> [T, *trailing_shape]; see COLUMNS."""
     group: int = 0
     """Index of the row's group in its batch."""
@@ -377,16 +377,16 @@ class Trajectory:
 
     id: str
     task_id: str = ""
-    segments: list[Segment] = field(default_factory=list)
-    rewards: dict[int, float] = field(default_factory=dict)
+    segments: list[Segment] = field(default_factory=list[Segment])
+    rewards: dict[int, float] = field(default_factory=dict[int, float])
     """leaf -> reward."""
-    reward_parts: dict[str, float] = field(default_factory=dict)
+    reward_parts: dict[str, float] = field(default_factory=dict[str, float])
     """Raw named parts, before weights, of the episode's score."""
     status: Status = "running"
     """finished: the environment ended it. truncated: a budget did. failed: never trained."""
     error: str = ""
     """Why it failed or was truncated."""
-    metrics: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict[str, float])
     """Counters of the episode: tool errors, timeouts, tokens encoded, ..."""
 
     # -- growing ------------------------------------------------------------------------------
@@ -625,7 +625,7 @@ class Task:
     """One problem to solve. `payload` is JSON-able and belongs to the environment."""
 
     id: str
-    payload: Mapping[str, Any] = field(default_factory=dict)
+    payload: Mapping[str, Any] = field(default_factory=dict[str, Any])
     source: str = ""
     """Which mixture component it came from; "" for one source."""
 

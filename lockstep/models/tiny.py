@@ -81,7 +81,9 @@ def create_tiny_model(
     filled.rmdir()
 
 
-def hf_config(architecture: Architecture, vocab_size: int, eos_token_id: int) -> dict[str, Any]:
+def hf_config(
+    architecture: Architecture, vocab_size: int, eos_token_id: int | None
+) -> dict[str, Any]:
     """The Hugging Face config of the tiny model: two layers of width 64."""
     common = {
         "vocab_size": vocab_size,
