@@ -79,7 +79,7 @@ def from_dict(cls: type[T], tree: Mapping[str, Any], *, path: str = "") -> T:
 def to_dict(config: Any) -> dict[str, Any]:
     """The JSON form; a value of a choice carries its tag under "type"."""
     out: dict[str, Any] = {}
-    hints = _hints(type(config))
+    hints = _hints(_class(config))
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if dataclasses.is_dataclass(value):
@@ -231,7 +231,8 @@ def _parse(annotation: Any, text: str, path: str) -> Any:
         if origin in (tuple, list):
             inner: tuple[Any, ...] = typing.get_args(member) or (str,)
             parts = [p.strip() for p in text.strip("[]() ").split(",") if p.strip()]
-            kinds = [inner[0]] * len(parts) if len(inner) < 2 or inner[1] is ... else list(inner)
+            is_uniform = len(inner) < 2 or inner[1] is ...
+            kinds = list(inner[:1]) * len(parts) if is_uniform else list(inner)
             if len(kinds) != len(parts):
                 raise ConfigError(f"{path}: expected {len(kinds)} values, found {text!r}.")
             return [_parse(k, p, path) for k, p in zip(kinds, parts, strict=True)]
@@ -333,14 +334,14 @@ def _dataclass_of(annotation: Any, value: Any) -> type | None:
     """The dataclass that a nested value of this annotation is of, by its tag if it is a choice."""
     kinds = choices(annotation)
     if kinds:
-        named = cast(Mapping[str, Any], value) if isinstance(value, Mapping) else {}
-        return kinds.get(str(named.get("type")), next(iter(kinds.values())))
+        name = str(cast(Mapping[str, Any], value).get("type")) if isinstance(value, Mapping) else ""
+        return kinds.get(name, next(iter(kinds.values())))
     found = [m for m in _union(annotation) if dataclasses.is_dataclass(m)]
     return cast(type, found[0]) if found else None
 
 
-def _class(value: Any) -> type:
-    return type(value)
+def _class(value: object) -> type:
+    return value.__class__
 
 
 def _subclasses(cls: type) -> list[type]:
