@@ -68,8 +68,8 @@ def mismatch_alarm(
         return Alarm(
             "critical",
             value,
-            f"mismatch: {nonfinite:g} tokens without a finite log-prob. They are not trained; "
-            "`lockstep doctor` names them.",
+            f"mismatch: {nonfinite:g} tokens without a finite log-prob; nothing is "
+            "trained on them.",
         )
     if not has_all or metrics.get("mismatch/compared_tokens") == 0:
         return Alarm("unmeasured", math.nan, "mismatch: not measured in this step.")
@@ -88,14 +88,15 @@ def mismatch_alarm(
             "critical",
             value,
             f"{shown} is above {CRITICAL_LIMIT:g} ({normal}). Training on it is likely to "
-            "collapse: stop, and run `lockstep doctor`.",
+            "collapse: stop, and look at the trajectories with the largest mismatch in the report.",
         )
     if value > WARNING_LIMIT:
         place = "though inside what is normal" if k3 <= high else "and above what is normal"
         return Alarm(
             "warning",
             value,
-            f"{shown} is above {WARNING_LIMIT:g}, {place} ({normal}). `lockstep doctor` tells why.",
+            f"{shown} is above {WARNING_LIMIT:g}, {place} ({normal}). The "
+            "report's trajectories, sorted by mismatch, show where.",
         )
     if k3 > high:
         return Alarm(

@@ -124,7 +124,8 @@ def test_alarm_levels(row, architecture, is_one_process, level):
 def test_an_alarm_says_the_value_and_what_is_normal():
     assert mismatch_alarm(row_of(k3=0.02), "dense").text == (
         "mismatch 0.02 is above 0.01, and above what is normal "
-        "(normal for dense across engines: k3 1e-05..1e-03). `lockstep doctor` tells why."
+        "(normal for dense across engines: k3 1e-05..1e-03). The report's "
+        "trajectories, sorted by mismatch, show where."
     )
     assert "though inside what is normal" in mismatch_alarm(row_of(k3=0.02), "moe").text
     assert (
