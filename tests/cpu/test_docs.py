@@ -1,0 +1,387 @@
+"""Every snippet of README and docs/ runs, and prints what the page says.
+
+    python tests/cpu/test_docs.py       rewrites the outputs and generated tables in the pages
+
+Blocks of one page run in order, in one directory; its Python blocks share one namespace. Executed
+are ```python blocks and, in ```sh and ```console blocks, the commands `lockstep ...` and
+`python -m lockstep...`. A ```text block that follows one (or the lines after `$ ...` in a console
+block) is what it prints; `...` stands for anything. A comment before a block tells more:
+
+    <!-- run: steps=2 out=runs/a -->     settings that the commands are given besides, to be quick
+    <!-- run: exit 2 -->                 the exit code that the page speaks of
+    <!-- run: no, REASON -->             not executed
+    <!-- file: my_task.py -->            written to this file instead
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import re
+import runpy
+import shlex
+import sys
+import types
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+FENCE = re.compile(
+    r"(?:^<!-- (?P<directive>(?:run|file): .*?) -->\n)?"
+    r"^```(?P<language>\w*)\n(?P<body>.*?)^```$",
+    re.M | re.S,
+)
+TABLE = re.compile(
+    r"<!-- generated: (?P<name>\S+) -->\n(?P<body>.*?)<!-- end -->",
+    re.S,
+)
+TAKES_SETTINGS = ("train", "sft", "eval")
+
+
+# -- reading a page -------------------------------------------------------------------------------
+
+
+@dataclass
+class Block:
+    """One fenced block, and what it must print."""
+
+    language: str
+    body: str
+    line: int
+    """Of its first line of content, from 1."""
+    span: tuple[int, int]
+    """Of its content in the page."""
+    directive: str = ""
+    expected: Block | None = None
+    printed: list[tuple[tuple[int, int], str, str]] = field(default_factory=list)
+    """(place in the page, expected, printed) of what ran."""
+
+
+def read_blocks(text: str) -> list[Block]:
+    blocks: list[Block] = []
+    end = 0
+    for match in FENCE.finditer(text):
+        block = Block(
+            language=match["language"],
+            body=match["body"],
+            line=text.count("\n", 0, match.start("body")) + 1,
+            span=match.span("body"),
+            directive=match["directive"] or "",
+        )
+        follows = blocks and not text[end : match.start()].strip()
+        if block.language == "text" and follows and blocks[-1].language in ("python", "sh"):
+            blocks[-1].expected = block
+        else:
+            blocks.append(block)
+        end = match.end()
+    return blocks
+
+
+def commands(block: Block) -> list[tuple[str, tuple[int, int] | None]]:
+    """(command, place of its output in the page or None) of a shell block."""
+    if block.language == "sh":
+        joined = re.sub(r"\\\n\s*", " ", block.body)
+        lines = [line.removeprefix("$ ") for line in joined.splitlines()]
+        return [(line, None) for line in lines if line.strip()]
+    out: list[tuple[str, tuple[int, int] | None]] = []
+    at = block.span[0]
+    parts = re.split(r"^\$ ", block.body, flags=re.M)
+    assert not parts[0], f"line {block.line}: a console block begins with `$ `"
+    for part in parts[1:]:
+        command, newline, output = part.partition("\n")
+        begin = at + 2 + len(command) + len(newline)
+        out.append((command, (begin, begin + len(output))))
+        at = begin + len(output)
+    return out
+
+
+# -- running it -----------------------------------------------------------------------------------
+
+
+def run_page(page: Path, directory: Path) -> list[Block]:
+    """Runs all blocks in `directory`, which is the current one. Returns them with what they
+    printed."""
+    text = page.read_text(encoding="utf-8")
+    module = types.ModuleType(f"docs_{page.stem}")
+    sys.modules[module.__name__] = module
+    blocks = read_blocks(text)
+    for block in blocks:
+        where = f"{page.name}:{block.line}"
+        kind, _, directive = block.directive.partition(": ")
+        if kind == "file":
+            path = directory / directive
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(block.body, encoding="utf-8")
+        elif directive.startswith("no"):
+            assert directive.startswith("no, "), f"{where}: `run: no` needs a reason"
+        elif block.language == "python":
+            printed = run_python(block, page, module)
+            span = block.expected.span if block.expected else None
+            record(block, span, block.expected.body if block.expected else "", printed)
+        elif block.language in ("sh", "console"):
+            run_shell(block, directive, where, text)
+    return blocks
+
+
+def run_python(block: Block, page: Path, module: types.ModuleType) -> str:
+    out = io.StringIO()
+    code = compile("\n" * (block.line - 1) + block.body, str(page), "exec")
+    with contextlib.redirect_stdout(out):
+        exec(code, module.__dict__)
+    return out.getvalue()
+
+
+def run_shell(block: Block, directive: str, where: str, text: str) -> None:
+    code = 0
+    if match := re.match(r"exit (\d+)\s*", directive):
+        code, directive = int(match[1]), directive[match.end() :]
+    all_printed = ""
+    ran = False
+    for command, span in commands(block):
+        words = shlex.split(command, comments=True)
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+            if words[:1] == ["lockstep"]:
+                found = run_lockstep(words[1:], shlex.split(directive))
+                assert found == code, f"{where}: {command}: exit code {found}\n{out.getvalue()}"
+            elif words[:2] == ["python", "-m"] and words[2].startswith("lockstep"):
+                run_module(words[2], words[3:])
+            else:
+                continue
+        ran = True
+        all_printed += out.getvalue()
+        if span is not None:
+            record(block, span, text[slice(*span)], out.getvalue())
+    if block.expected is not None:
+        assert ran, f"{where}: an output is given, but no command of it runs here"
+        record(block, block.expected.span, block.expected.body, all_printed)
+
+
+def run_lockstep(words: list[str], settings: list[str]) -> int:
+    from lockstep.cli import main
+
+    is_run = words[:1] and words[0] in TAKES_SETTINGS and not {"--help", "--dry-run"} & set(words)
+    try:
+        return main([*words, *(settings if is_run else [])])
+    except SystemExit as stop:  # argparse, after --help
+        return int(stop.code or 0)
+
+
+def run_module(name: str, words: list[str]) -> None:
+    before, sys.argv = sys.argv, [name, *words]
+    try:
+        with contextlib.suppress(SystemExit):
+            runpy.run_module(name, run_name="__main__")
+    finally:
+        sys.argv = before
+
+
+def record(block: Block, span: tuple[int, int] | None, expected: str, printed: str) -> None:
+    if span is not None:
+        block.printed.append((span, expected, printed))
+
+
+def agrees(expected: str, printed: str) -> bool:
+    """Line by line, without blanks at line ends; `...` stands for anything."""
+    lines = [line.rstrip() for line in expected.strip("\n").splitlines()]
+    parts = [re.escape(part) for part in "\n".join(lines).split("...")]
+    found = "\n".join(line.rstrip() for line in printed.strip("\n").splitlines())
+    return re.fullmatch(".*?".join(parts), found, re.S) is not None
+
+
+# -- generated tables -----------------------------------------------------------------------------
+
+
+def metrics_table() -> str:
+    from lockstep.observe.metrics import METRICS
+
+    arrow = {"up": "higher", "down": "lower", "none": ""}
+    rows = ["| name | unit | better | what it is |", "|---|---|---|---|"]
+    rows += [
+        f"| `{metric.name}` | {metric.unit} | {arrow[metric.better]} | {metric.meaning} |"
+        for metric in METRICS
+    ]
+    return "\n".join(rows) + "\n"
+
+
+def columns_table() -> str:
+    from lockstep.types import COLUMNS
+
+    rows = ["| column | dtype | where there is nothing to say |", "|---|---|---|"]
+    rows += [f"| `{name}` | {spec.dtype} | {spec.fill:g} |" for name, spec in COLUMNS.items()]
+    return "\n".join(rows) + "\n"
+
+
+def rooms_table() -> str:
+    from test_layers import ROWS
+
+    rows = ["| row | rooms |", "|---|---|"]
+    rows += [f"| {at} | {' '.join(f'`{room}`' for room in row)} |" for at, row in enumerate(ROWS)]
+    return "\n".join(rows) + "\n"
+
+
+def figures_table() -> str:
+    """What `make proof` measured of the quickstart; a token in place of what it has not."""
+    path = ROOT / "docs" / "proof" / "quickstart.json"
+    runs = json.loads(path.read_text())["figures"] if path.exists() else {}
+    models = ("tiny-gpt-oss", "tiny-qwen3")
+
+    def cell(model: str, name: str, at: int | None = None) -> str:
+        values = [run[name] for key, run in runs.items() if key.startswith(f"{model} seed")]
+        values = [value if at is None else value[at] for value in values]
+        if not values:
+            return f"[[{model}.{name}{'' if at is None else f'.{at}'}]]"
+        low, high = f"{min(values):.3g}", f"{max(values):.3g}"
+        return low if low == high else f"{low} .. {high}"
+
+    def change(name: str) -> list[str]:
+        return [f"{cell(model, name, 0)} -> {cell(model, name, 1)}" for model in models]
+
+    def figure(name: str) -> list[str]:
+        return [cell(model, name) for model in models]
+
+    rows = {
+        "mean reward of step 0": figure("reward_step_0"),
+        "mean reward of the last ten steps": figure("reward_last_10"),
+        "held-out reward, sampled, before -> after": change("held_out_sampled"),
+        "held-out reward, greedy, before -> after": change("held_out_greedy"),
+        "two-hop questions right, sampled, before -> after": change("two_hop_correct_sampled"),
+        "seconds of training": figure("training_seconds"),
+        "worst k3 of a step": figure("k3_worst"),
+        "worst log-prob difference of a token": figure("max_abs_diff_worst"),
+        "steps with a routing flip": figure("steps_with_outlier_tokens"),
+    }
+    lines = ["| seeds 0, 1, 2 | tiny-gpt-oss | tiny-qwen3 |", "|---|---|---|"]
+    lines += [f"| {name} | {' | '.join(cells)} |" for name, cells in rows.items()]
+    return "\n".join(lines) + "\n"
+
+
+TABLES = {
+    "metrics": metrics_table,
+    "columns": columns_table,
+    "rooms": rooms_table,
+    "figures": figures_table,
+}
+
+
+# -- tests ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_every_snippet_runs_and_prints_what_the_page_says(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setenv("COLUMNS", "100")
+    for block in run_page(page, tmp_path):
+        for span, expected, printed in block.printed:
+            line = page.read_text(encoding="utf-8").count("\n", 0, span[0]) + 1
+            assert agrees(expected, printed), (
+                f"{page.name}:{line} says\n{expected}\nand its snippet prints\n{printed}\n"
+                "`python tests/cpu/test_docs.py` writes what it prints into the page."
+            )
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_generated_tables_are_up_to_date(page):
+    for match in TABLE.finditer(page.read_text(encoding="utf-8")):
+        assert match["body"] == TABLES[match["name"]](), (
+            f"{page.name}: the table {match['name']} is out of date; "
+            "`python tests/cpu/test_docs.py` writes it."
+        )
+
+
+def test_every_table_stands_on_a_page():
+    found = [match["name"] for page in PAGES for match in TABLE.finditer(page.read_text("utf-8"))]
+    assert set(found) == set(TABLES)
+
+
+@pytest.mark.parametrize(
+    "page", [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "AGENTS.md"], ids=lambda page: page.stem
+)
+def test_every_link_and_named_file_exists(page):
+    text = page.read_text(encoding="utf-8")
+    links = [link for link in re.findall(r"\]\(([^)#]+)", text) if "://" not in link]
+    missing = [link for link in links if not (page.parent / link).exists()]
+    files = re.findall(r"`((?:lockstep|tests|examples|docs|benchmarks)/[\w./-]+\.\w+)", text)
+    missing += [file for file in files if not (ROOT / file).exists()]
+    missing += [
+        f"{file}::{name}"
+        for file, name in re.findall(r"`(tests/[\w./-]+\.py)::(\w+)", text)
+        if f"def {name}(" not in (ROOT / file).read_text(encoding="utf-8")
+    ]
+    assert not missing, f"{page.name} names what does not exist: {missing}"
+
+
+def test_every_page_is_in_the_index():
+    index = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    missing = [page.name for page in (ROOT / "docs").glob("*.md") if f"({page.name})" not in index]
+    assert missing in ([], ["index.md"])
+
+
+def test_every_dependency_has_its_reason():
+    import tomllib
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    groups = [project["dependencies"], *project["optional-dependencies"].values()]
+    wanted = [requirement for group in groups for requirement in group]
+    names = {re.split(r"[<>=\[ ]", requirement)[0] for requirement in wanted}
+    text = (ROOT / "docs" / "dependencies.md").read_text(encoding="utf-8")
+    explained = set(re.findall(r"^\| `([^`]+)` \|", text, re.M))
+    assert names == explained
+
+
+def test_the_page_of_the_command_line_has_every_verb_and_exit_code():
+    from lockstep import cli
+
+    text = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
+    cli._parser()
+    assert set(cli._HELP) == set(re.findall(r"^\| `lockstep (\w+)", text, re.M))
+    codes = {cli.OK, cli.FAILED, cli.BAD_INPUT, cli.STOPPED, cli.INTERRUPTED}
+    assert codes == set(map(int, re.findall(r"^\| (\d+) \|", text, re.M)))
+
+
+def test_an_output_that_differs_is_found():
+    assert agrees("reward ...\nend", "reward 0.27\nmore\nend\n")
+    assert agrees("a\n", "a  \n\n")
+    assert not agrees("reward 0.3\n", "reward 0.27\n")
+    assert not agrees("a\n", "a\nb\n")
+
+
+# -- writing what is printed into the pages -------------------------------------------------------
+
+
+def rewrite(page: Path, directory: Path) -> None:
+    directory.mkdir()
+    os.chdir(directory)
+    text = page.read_text(encoding="utf-8")
+    changes = [(match.span("body"), TABLES[match["name"]]()) for match in TABLE.finditer(text)]
+    for block in run_page(page, directory):
+        for span, expected, printed in block.printed:
+            if agrees(expected, printed):
+                continue
+            if "..." in expected:  # what matters of it was chosen by hand
+                print(f"{page.name}:{block.line} needs a hand: its snippet prints\n{printed}")
+            else:
+                changes.append((span, printed.strip("\n") + "\n"))
+    for (begin, end), body in sorted(changes, reverse=True):
+        text = text[:begin] + body + text[end:]
+    page.write_text(text, encoding="utf-8")
+    print(f"{page.name}: {len(changes)} written")
+
+
+if __name__ == "__main__":
+    import tempfile
+
+    sys.path.insert(0, str(ROOT))
+    os.environ.update(OMP_NUM_THREADS="1", COLUMNS="100", TOKENIZERS_PARALLELISM="false")
+    wanted = [Path(name).resolve() for name in sys.argv[1:]] or PAGES
+    with tempfile.TemporaryDirectory() as scratch:
+        for each in wanted:
+            rewrite(each, Path(scratch) / each.stem)
+        os.chdir(ROOT)
