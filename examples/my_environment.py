@@ -19,7 +19,7 @@ from lockstep.agent.tasks import GeneratedSource, TaskSource
 from lockstep.agent.tools import ToolEnvironment, ToolLimits, tool
 from lockstep.recipes import recipe
 from lockstep.run_config import Config, EvaluationConfig
-from lockstep.train.config import TrainerConfig
+from lockstep.training.config import TrainerConfig
 from lockstep.types import Message, Task
 
 FAILURES = ("tool/errors", "tool/timeouts", "tool/invalid_arguments", "tool/unknown")

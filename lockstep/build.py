@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep.config import from_dict
+from lockstep.config import from_dict, tag
 from lockstep.errors import CheckpointError, ConfigError, DataError, RunError
 from lockstep.models.config import Architecture, ModelConfig
 from lockstep.models.locate import locate_model
@@ -26,9 +26,9 @@ from lockstep.run_config import Config, ModelChoice
 from lockstep.store.run import Run, load_run
 
 if TYPE_CHECKING:
-    from lockstep.engines.embedded.engine import EmbeddedEngine
+    from lockstep.engines.base import Engine
     from lockstep.models.decoder import Decoder
-    from lockstep.train.trainer import Trainer
+    from lockstep.training.trainer import Trainer
 
 RENDERER_FILE = "renderer.json"
 
@@ -54,7 +54,7 @@ class Parts:
 
     foundation: Foundation
     model: Decoder
-    engine: EmbeddedEngine
+    engine: Engine
     trainer: Trainer
 
     @property
@@ -153,8 +153,8 @@ def plan(config: Config) -> list[str]:
     return [
         f"model      {config.model}: {model.architecture}, {model.num_layers} layers of width "
         f"{model.hidden_size}{experts if model.is_moe else ''}, {config.dtype}",
-        f"sampler    embedded engine over the trainer's own weights; {foundation.renderer.name} "
-        "tokens, token in, token out",
+        f"sampler    {tag(type(config.engine))} engine; {foundation.renderer.name} tokens, token "
+        "in, token out",
         f"step       {config.groups_per_step} tasks x {config.group_size} episodes = {episodes} "
         f"trajectories of at most {config.max_tokens} tokens; {config.steps} steps",
         "update     one-pass: mismatch is measured inside the training forward, before the "
@@ -167,15 +167,12 @@ def plan(config: Config) -> list[str]:
 
 def build(config: Config, foundation: Foundation, *, weights: Path | None = None) -> Parts:
     """Loads the model (from `weights`, or the config's own) and wires the parts around it."""
-    from lockstep.engines.embedded.engine import EmbeddedEngine
-    from lockstep.train.trainer import Trainer
+    from lockstep.engines.registry import check_capabilities, make_engine
+    from lockstep.training.trainer import Trainer
 
     model = load_model(config, foundation, weights=weights)
-    engine = EmbeddedEngine(
-        model,
-        config.engine,
-        token_bytes=foundation.renderer.tokenizer.all_token_bytes(),
-    )
+    engine = make_engine(config.engine, model, foundation.renderer.tokenizer.all_token_bytes())
+    check_capabilities(engine, vocab_size=foundation.model.vocab_size, max_tokens=config.max_tokens)
     trainer = Trainer(
         model,
         config.trainer,
@@ -211,7 +208,7 @@ def load_model(
 
 def checkpoint_of(run: Run, step: int | None) -> Path:
     """The checkpoint of a run: at `step`, else the best, else the last. RunError if it has none."""
-    from lockstep.train.checkpoint import CheckpointStore
+    from lockstep.training.checkpoint import CheckpointStore
 
     store = CheckpointStore(run.path / "checkpoints")
     if step is not None:
@@ -229,9 +226,9 @@ def export_checkpoint(path: Path, directory: Path, *, step: int | None) -> str:
     if directory.exists() and any(directory.iterdir()):
         raise ConfigError(f"{directory} exists and is not empty; --hf names a new directory.")
     shutil.copytree(source / "policy", directory, dirs_exist_ok=True)
-    config = from_dict(Config, run.config)
-    model = ModelConfig.from_directory(directory)
-    write_renderer(directory, config.renderer or renderer_of(directory, model))
+    if run.config["renderer"] is not None:
+        stored = from_dict(_RendererFile, {"renderer": run.config["renderer"]})
+        write_renderer(directory, stored.renderer)
     return source.name
 
 

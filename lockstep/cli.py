@@ -117,6 +117,9 @@ def _sft(options: argparse.Namespace) -> int:
         return _print_settings(resolve(find_supervised_recipe(options.target), settings), options)
     config = resolve(find_supervised_recipe(options.target or "sft"), settings)
     if options.dry_run:
+        from lockstep.supervised import check_supervised
+
+        check_supervised(config)
         return _print_config(config)
     from lockstep.supervised import train_supervised
 
@@ -289,6 +292,7 @@ def _load_plugins(modules: Sequence[str]) -> None:
     """Imports a user's modules, whose dataclasses and recipes are then known by their tags."""
     import importlib
 
+    import lockstep.recipes  # noqa: F401  with them come the kinds of tasks and dialogues
     from lockstep.errors import ConfigError
 
     sys.path.insert(0, "")  # a module beside the user is importable, as with `python -m`
@@ -404,7 +408,7 @@ def _parser() -> argparse.ArgumentParser:
         "sft",
         _sft,
         "Train on written dialogues (supervised).",
-        "lockstep sft model=tiny-qwen3 data.path=dialogues.jsonl sft.steps=200",
+        "lockstep sft model=tiny-qwen3 sft.path=dialogues.jsonl sft.steps=200",
         own_help=True,
     )
     sft.add_argument("target", nargs="?", metavar="RECIPE")

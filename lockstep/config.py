@@ -117,7 +117,10 @@ def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str
 
 
 def tag(cls: type) -> str:
-    """The name of a kind: `EmbeddedConfig` -> embedded, `PPOClip` -> ppo_clip."""
+    """The name of a kind: its own `TAG`, or its class name in words: `EmbeddedConfig` -> embedded,
+    `PPOClip` -> ppo_clip."""
+    if own := cls.__dict__.get("TAG"):
+        return str(own)
     name = cls.__name__.removesuffix("Config")
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
 

@@ -63,7 +63,8 @@ def pass_at_k(groups: Sequence[Sequence[float]], k: int, *, success_reward: floa
         if n < k:
             raise ValueError(f"pass@{k} needs at least {k} samples per task, found {n}.")
         chances.append(1.0 - math.comb(n - c, k) / math.comb(n, k))
-    return Estimate.of(chances)
+    found = Estimate.of(chances)
+    return replace(found, low=max(found.low, 0.0), high=min(found.high, 1.0))
 
 
 async def evaluate(

@@ -2,8 +2,8 @@
 
 sample, score     agent/loop.py     episodes over the engine, token in, token out
 record            store/            trajectories and metrics, append-only
-align             train/rows.py     episodes to rows with advantages; packing lays them out
-measure, correct, update            train/trainer.py, in one pass over the rows
+align             training/rows.py     episodes to rows with advantages; packing lays them out
+measure, correct, update            training/trainer.py, in one pass over the rows
 sync              engines/          the engine runs the new weights, by version
 """
 
@@ -25,7 +25,7 @@ from lockstep.run_config import Config
 from lockstep.session import Session, Tester
 from lockstep.step_metrics import check_failures, describe_first_step, step_metrics
 from lockstep.store.run import RunDirectory, default_run_path, load_run
-from lockstep.train.rows import rows_for_training
+from lockstep.training.rows import rows_for_training
 from lockstep.types import Group
 
 
@@ -50,7 +50,6 @@ def train(
     facts: dict[str, Any] = {
         "architecture": foundation.model.architecture,
         "family": foundation.model.family,
-        "is_one_process": True,
     }
     if start is not None:
         parent = load_run(start[0])
@@ -156,7 +155,7 @@ async def one_step(run: Session) -> dict[str, Any] | None:
     }
     run.step += 1
     try:
-        await parts.engine.load_weights(None, version=parts.trainer.version)
+        await run.sync()
         every = config.evaluation.every
         if every and run.step % every == 0 and run.step < config.steps:
             row |= await run.test()

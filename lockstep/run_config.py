@@ -11,12 +11,12 @@ from typing import Literal
 
 from lockstep.agent.config import AgentConfig
 from lockstep.agent.task_config import DialogueConfig, TaskConfig
-from lockstep.engines.config import EmbeddedConfig
+from lockstep.engines.config import EmbeddedConfig, EngineConfig
 from lockstep.errors import ConfigError
 from lockstep.objectives.config import GRPO, AdvantageConfig, ObjectiveConfig, PPOClip
 from lockstep.renderers.config import RendererConfig
 from lockstep.store.config import RecordConfig
-from lockstep.train.config import CheckpointConfig, SFTConfig, TrainerConfig
+from lockstep.training.config import CheckpointConfig, SFTConfig, TrainerConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +102,7 @@ class Config(ModelChoice):
     """What the agent is trained on."""
     agent: AgentConfig = field(default_factory=AgentConfig)
     """Budgets of an episode and how its tokens are drawn."""
-    engine: EmbeddedConfig = field(default_factory=EmbeddedConfig)
+    engine: EngineConfig = field(default_factory=EmbeddedConfig)
     """What samples."""
     advantage: AdvantageConfig = field(default_factory=GRPO)
     """How rewards become advantages."""
@@ -125,6 +125,7 @@ class Config(ModelChoice):
         if not 0 <= self.max_failed_share < 1:
             raise ConfigError(f"max_failed_share={self.max_failed_share} must lie in [0, 1).")
         self.advantage.check_group_size(self.group_size)
+        self.engine.check_budget(self.max_tokens)
         if self.agent.max_turn_tokens >= self.max_tokens:
             raise ConfigError(
                 f"agent.max_turn_tokens={self.agent.max_turn_tokens} leaves no room for a prompt "

@@ -16,6 +16,7 @@ from lockstep.build import Foundation, Parts, plan, vocabulary_of
 from lockstep.config import to_dict
 from lockstep.errors import DataError
 from lockstep.evaluation import evaluate
+from lockstep.models.hf_io import hf_tensors
 from lockstep.observe.alarms import mismatch_alarm
 from lockstep.observe.live import RunHeader, View
 from lockstep.observe.loggers import GuardedLoggers
@@ -23,7 +24,7 @@ from lockstep.report.page import write_report
 from lockstep.run_config import Config
 from lockstep.step_metrics import check_failures
 from lockstep.store.run import RunDirectory, load_run
-from lockstep.train.checkpoint import CheckpointStore
+from lockstep.training.checkpoint import CheckpointStore
 from lockstep.types import Group, Task
 
 
@@ -52,11 +53,24 @@ class Session:
         config = self.config
         self.tasks = config.task.tasks(split="train", seed=config.seed)
         self.tester = Tester(config, self.parts, self.view)
+        self.directory.add_facts({"is_one_process": self.is_one_process})
         self.checkpoints = CheckpointStore(
             self.directory.path / "checkpoints",
             keep_last=config.checkpoint.keep_last,
             keep_best=config.checkpoint.keep_best,
         )
+
+    async def sync(self) -> None:
+        """The engine runs the trainer's weights from here on: a version number where it shares
+        them, all tensors where it does not."""
+        engine, trainer = self.parts.engine, self.parts.trainer
+        source = None if self.is_one_process else dict(hf_tensors(trainer.model))
+        await engine.load_weights(source, version=trainer.version)
+
+    @property
+    def is_one_process(self) -> bool:
+        """Whether sampler and trainer run the same parameters."""
+        return self.parts.engine.capabilities.shares_weights
 
     async def test(self) -> dict[str, float]:
         """An evaluation of the policy as it stands; its episodes are recorded too."""
@@ -72,7 +86,8 @@ class Session:
         self.view.step(row)
 
     def is_critical(self, row: Mapping[str, Any]) -> bool:
-        alarm = mismatch_alarm(row, self.foundation.model.family, is_one_process=True)
+        family, is_one_process = self.foundation.model.family, self.is_one_process
+        alarm = mismatch_alarm(row, family, is_one_process=is_one_process)
         return alarm.level == "critical"
 
     def save(self) -> None:
@@ -102,7 +117,7 @@ class Session:
         self.step, self.elapsed_seconds = state["step"], state["elapsed_seconds"]
         self.tested_at = state["tested_at"]
         self.tasks.load_state_dict(state["tasks"])
-        asyncio.run(self.parts.engine.load_weights(None, version=self.parts.trainer.version))
+        asyncio.run(self.sync())
 
     def header(self) -> RunHeader:
         return RunHeader(
@@ -110,7 +125,7 @@ class Session:
             num_steps=self.config.steps,
             first_step=self.step,
             architecture=self.foundation.model.family,
-            is_one_process=True,
+            is_one_process=self.is_one_process,
             lines=(*plan(self.config), f"run        {self.directory.path}"),
         )
 
@@ -155,6 +170,18 @@ class Tester:
     def criterion(self) -> str:
         """The metric that the best checkpoint is chosen by."""
         return f"eval/sampled/mean@{self.config.evaluation.num_samples}"
+
+    async def sync(self) -> None:
+        """The engine runs the trainer's weights from here on: a version number where it shares
+        them, all tensors where it does not."""
+        engine, trainer = self.parts.engine, self.parts.trainer
+        source = None if self.is_one_process else dict(hf_tensors(trainer.model))
+        await engine.load_weights(source, version=trainer.version)
+
+    @property
+    def is_one_process(self) -> bool:
+        """Whether sampler and trainer run the same parameters."""
+        return self.parts.engine.capabilities.shares_weights
 
     async def test(self) -> tuple[dict[str, float], dict[str, list[Group]]]:
         config = self.config

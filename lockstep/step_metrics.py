@@ -57,7 +57,7 @@ def step_metrics(
             "advantage/mean": float(advantages.mean()),
             "advantage/std": float(advantages.std()),
             "advantage/max_abs": float(np.abs(advantages).max()),
-            "train/rows": len(rows),
+            "training/rows": len(rows),
         }
     return row | dict(trainer)
 

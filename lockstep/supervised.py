@@ -25,7 +25,7 @@ from lockstep.store.run import RunDirectory, default_run_path
 from lockstep.types import Message, Sample, ToolSchema
 
 if TYPE_CHECKING:
-    from lockstep.train.trainer import Trainer
+    from lockstep.training.trainer import Trainer
 
 
 def train_supervised(
@@ -55,6 +55,15 @@ def train_supervised(
         return _train(config, foundation, parts, out=out, view=view)
 
 
+def check_supervised(config: SupervisedConfig) -> None:
+    """What can be wrong and be known without a model: the dialogues, the model's files, the format.
+
+    Raises DataError `file:line`, ConfigError, CheckpointError or RendererError.
+    """
+    if not config.create:
+        _rows(config, lay_foundation(config))
+
+
 def _train(
     config: SupervisedConfig,
     foundation: Foundation,
@@ -64,7 +73,7 @@ def _train(
     view: Literal["live", "json"],
 ) -> Outcome:
     from lockstep.models.hf_io import save_checkpoint
-    from lockstep.train.trainer import Trainer
+    from lockstep.training.trainer import Trainer
 
     path = Path(out) if out else default_run_path(config.name)
     shown = open_view(is_json=view == "json")
@@ -107,7 +116,7 @@ def _steps(
     trainer: Trainer, parts: Sequence[_Part], config: SupervisedConfig
 ) -> Iterator[dict[str, float]]:
     """The metrics of every step of every stage, as it is done."""
-    from lockstep.train.sft import run_sft
+    from lockstep.training.sft import run_sft
 
     first = 0
     for part in parts:
@@ -126,7 +135,7 @@ class _Part:
 
 def _rows(config: SupervisedConfig, foundation: Foundation) -> list[_Part]:
     """The rows of each stage; a file is one stage."""
-    from lockstep.train.sft import SFTExample, SFTRows, load_examples, sft_row
+    from lockstep.training.sft import SFTExample, SFTRows, load_examples, sft_row
 
     renderer = _spelling(foundation, config)
 

@@ -309,7 +309,7 @@ class Sample:
     Example, a two-turn episode with prompt P, sampled A and B, tool reply O:
     `token_ids = P + A + O + B`, `loss_mask = [False]*len(P) + [True]*len(A) + [False]*len(O) +
     [True]*len(B)`. Every column has one entry per token, at the token's own index: the shift to
-    "position t predicts token t+1" happens in `train/packing.py` and nowhere else.
+    "position t predicts token t+1" happens in `training/packing.py` and nowhere else.
     """
 
     id: str

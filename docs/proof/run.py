@@ -99,7 +99,7 @@ def models() -> dict[str, Any]:
 
 
 def describe_model(model: str) -> dict[str, Any]:
-    """Sinks' share of attention; share of sampled turns that the tokenizer would spell otherwise."""
+    """Sinks' share of attention; share of sampled turns that a tokenizer would spell otherwise."""
     import torch
 
     from lockstep.build import lay_foundation, load_model

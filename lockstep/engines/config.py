@@ -8,7 +8,16 @@ from lockstep.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
-class EmbeddedConfig:
+class EngineConfig:
+    """Base of what samples. A subclass is a choice of the setting `engine`, by its tag;
+    `registry.make_engine` makes the engine."""
+
+    def check_budget(self, max_tokens: int) -> None:
+        """Raises ConfigError if an episode of this many tokens can never run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmbeddedConfig(EngineConfig):
     """The engine inside the training process: it runs the trainer's own decoder."""
 
     max_num_sequences: int = 64
@@ -26,6 +35,11 @@ class EmbeddedConfig:
     """Keep the keys and values of finished requests, so that the next turn computes only what is
     new."""
 
+    resident_rows: bool = True
+    """Hold the keys and values of running requests a second time, each request in one piece, so that
+    decoding reads them in place and need not gather pages. Takes at most as much memory again as
+    kv_cache_tokens; longer batches gather."""
+
     def __post_init__(self) -> None:
         for name in ("max_num_sequences", "max_step_tokens", "kv_cache_tokens", "page_size"):
             if getattr(self, name) < 1:
@@ -40,4 +54,13 @@ class EmbeddedConfig:
             raise ConfigError(
                 f"engine.kv_cache_tokens={self.kv_cache_tokens} holds not even one page "
                 f"(engine.page_size={self.page_size}). Raise the first or lower the second."
+            )
+
+    def check_budget(self, max_tokens: int) -> None:
+        room = self.kv_cache_tokens // self.page_size * self.page_size
+        if room < max_tokens:
+            raise ConfigError(
+                f"engine.kv_cache_tokens={self.kv_cache_tokens} holds {room} tokens in whole "
+                f"pages, fewer than max_tokens={max_tokens}: the longest episode could never run. "
+                "Raise the first or lower the second."
             )

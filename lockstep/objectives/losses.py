@@ -1,8 +1,8 @@
 """Losses on trained tokens: `[T]` tensors in, one loss per token out.
 
 A loss says nothing about how tokens become one number, how a batch is cut into micro-batches or
-spread over ranks: whoever calls it sums and divides (`train/trainer.py`), so that none of that can
-change the result. A loss of your own is a function from `TokenBatch` to `TokenLoss`.
+spread over ranks: whoever calls it sums and divides (`training/trainer.py`), so that none of that
+can change the result. A loss of your own is a function from `TokenBatch` to `TokenLoss`.
 """
 
 from __future__ import annotations

@@ -93,7 +93,7 @@ METRICS: tuple[Metric, ...] = (
     _metric("train/lr", "1", "none", "Learning rate of the step."),
     _metric("train/skipped_updates", "updates", "down", "Updates left out as not finite, so far."),
     _metric("train/updates", "updates", "none", "Optimizer steps within the training step."),
-    _metric("train/rows", "rows", "none", "Rows that were trained."),
+    _metric("training/rows", "rows", "none", "Rows that were trained."),
     _metric("train/micro_batches", "1", "none", "Forward-backward passes of the step."),
     _metric("train/kl_loss", "nats", "none", "Penalty for leaving the reference policy."),
     _metric("train/value_loss", "1", "down", "Loss of the critic."),

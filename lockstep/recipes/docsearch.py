@@ -6,7 +6,7 @@ from lockstep.agent.config import AgentConfig
 from lockstep.envs.docsearch.config import DocSearchConfig
 from lockstep.recipes import recipe
 from lockstep.run_config import Config, EvaluationConfig
-from lockstep.train.config import CheckpointConfig, TrainerConfig
+from lockstep.training.config import CheckpointConfig, TrainerConfig
 
 
 @recipe

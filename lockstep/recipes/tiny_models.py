@@ -6,7 +6,7 @@ from lockstep.envs.docsearch.demonstrations import SearchDemonstrationsConfig
 from lockstep.recipes import supervised_recipe
 from lockstep.renderers.config import ChatMLConfig, HarmonyConfig
 from lockstep.run_config import SupervisedConfig
-from lockstep.train.config import SFTConfig, TrainerConfig
+from lockstep.training.config import SFTConfig, TrainerConfig
 
 TRAINER = TrainerConfig(
     lr=4e-3, betas=(0.9, 0.98), weight_decay=0.01, warmup_updates=50, schedule="linear",

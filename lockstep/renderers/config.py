@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from lockstep.errors import ConfigError
 
@@ -55,6 +56,8 @@ class HarmonyConfig(RendererConfig):
 @dataclass(frozen=True, kw_only=True)
 class ChatMLConfig(RendererConfig):
     """The format of Qwen3."""
+
+    TAG: ClassVar[str] = "chatml"
 
     tools_in_prompt: bool = True
     """Declare the tools to the model. Off for a tiny model that was trained on one fixed tool."""

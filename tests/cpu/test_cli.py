@@ -187,6 +187,30 @@ def test_eval_plays_the_held_out_tasks_again(run, capsys):
     assert found["metrics"]["eval/sampled/mean@1"] == last["eval/sampled/mean@1"]
 
 
+def test_verbs_work_in_a_process_of_their_own(run):
+    """Kinds of tasks are known by import: a process that did nothing before must know them too."""
+    for words in (["eval", f"{run}@2", "--json"], ["report", str(run), "--json"]):
+        command = [sys.executable, "-m", "lockstep.cli", *words]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        assert json.loads(done.stdout)
+
+
+def test_python_has_the_same_verbs(tmp_path):
+    code = (
+        "import sys, lockstep\n"
+        "from lockstep.config import resolve\n"
+        "from lockstep.recipes import find_recipe\n"
+        "config = resolve(find_recipe('quickstart'), sys.argv[2:])\n"
+        "outcome = lockstep.train(config, out=sys.argv[1], view='json')\n"
+        "assert outcome.status == 'done'\n"
+        "assert len(lockstep.load(outcome.path).metrics) == 4\n"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "run"), *SMALL]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def test_export_writes_a_checkpoint_that_trains_again(run, tmp_path, capsys):
     out = tmp_path / "hf"
     assert lockstep("export", f"{run}@2", "--hf", out) == OK
@@ -241,12 +265,17 @@ BAD = {
         "no row fits",
     ),
     "more tokens than positions": (
-        ["train", "quickstart", "max_tokens=99999", "trainer.max_tokens_per_microbatch=99999"],
+        ["train", "quickstart", "max_tokens=9999"],
         "positions that model=tiny-gpt-oss",
     ),
+    "a cache that no episode fits": (
+        ["train", "quickstart", "engine.kv_cache_tokens=128"],
+        "the longest episode could never run",
+    ),
+    "an unknown engine": (["train", "quickstart", "engine=vlm"], "no such kind"),
     "a misspelt model": (["train", "quickstart", "model=tiny-gpt-os"], "'tiny-gpt-oss'"),
     "another renderer's model": (
-        ["train", "quickstart", "renderer=chat_ml"],
+        ["train", "quickstart", "renderer=chatml"],
         "lacks the control tokens <|im_start|>",
     ),
     "a missing run": (["eval", "no-such-run"], "no-such-run"),

@@ -134,6 +134,10 @@ def test_a_tag_is_the_class_name_in_words(name, expected):
     assert C.tag(type(name, (), {})) == expected
 
 
+def test_a_class_can_name_its_own_tag():
+    assert C.tag(type("ChatMLConfig", (), {"TAG": "chatml"})) == "chatml"
+
+
 def test_help_gives_path_type_value_and_docstring():
     rows = {row[0]: row[1:] for row in C.describe(Run())}
     assert rows["steps"] == ("int", "10", "How many steps.")

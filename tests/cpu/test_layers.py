@@ -12,7 +12,7 @@ ROWS = [
     ["types"],
     ["config", "renderers", "ops", "observe", "checks", "store", "outcome"],
     ["models", "correction", "objectives", "report"],
-    ["engines", "train"],
+    ["engines", "training"],
     ["agent"],
     ["envs", "run_config", "evaluation", "step_metrics", "testing"],
     ["build"],

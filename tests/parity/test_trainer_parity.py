@@ -7,8 +7,8 @@ import torch
 from lockstep.models.hf_io import hf_tensors, load_checkpoint
 from lockstep.objectives.config import PPOClip
 from lockstep.objectives.losses import make_loss
-from lockstep.train.config import TrainerConfig
-from lockstep.train.trainer import Trainer
+from lockstep.training.config import TrainerConfig
+from lockstep.training.trainer import Trainer
 from lockstep.types import Sample
 
 transformers = pytest.importorskip("transformers", reason="pip install 'lockstep-rl[transformers]'")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from lockstep.agent.config import AgentConfig
 from lockstep.agent.environment import Environment
@@ -25,6 +25,8 @@ class DocSearchConfig(TaskConfig):
     reward = retrieval_weight * retrieval + correctness_weight * correctness
              - format_penalty_weight * format_penalty
     """
+
+    TAG: ClassVar[str] = "docsearch"
 
     docs: str = ""
     """Folder of .txt, .md and .markdown documents, searched in depth. Empty: small worlds of 30

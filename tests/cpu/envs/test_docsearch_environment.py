@@ -315,7 +315,7 @@ def test_demonstrations_become_ids_and_are_read_back_equal():
 def test_the_settings_survive_a_file_and_have_a_tag():
     config = DocSearchConfig(two_hop_share=0.25, chunk_chars=(100, 300))
     assert from_dict(DocSearchConfig, json.loads(json.dumps(to_dict(config)))) == config
-    assert tag(DocSearchConfig) == "doc_search"
+    assert tag(DocSearchConfig) == "docsearch"
 
 
 @pytest.mark.parametrize(

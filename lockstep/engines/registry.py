@@ -1,0 +1,58 @@
+"""From an engine's config to the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import singledispatch
+from typing import Any
+
+from lockstep.engines.base import Engine
+from lockstep.engines.config import EmbeddedConfig
+from lockstep.errors import CapabilityError, ConfigError
+
+
+@singledispatch
+def make_engine(config: object, model: Any, token_bytes: Sequence[bytes]) -> Engine:
+    """The engine that `config` describes. The type of the config decides.
+
+    model: the trainer's decoder, for an engine in this process; others start from its checkpoint.
+    token_bytes: the bytes of each id, for stop strings. An engine of your own joins with its type:
+
+        @make_engine.register
+        def _(config: MyEngineConfig, model, token_bytes) -> Engine:
+            return MyEngine(config)
+    """
+    raise ConfigError(
+        f"no engine for a {type(config).__name__}; expected EmbeddedConfig, or a type registered "
+        "with make_engine.register (see --plugin)."
+    )
+
+
+@make_engine.register
+def _(config: EmbeddedConfig, model: Any, token_bytes: Sequence[bytes]) -> Engine:
+    from lockstep.engines.embedded.engine import EmbeddedEngine
+
+    return EmbeddedEngine(model, config, token_bytes=token_bytes)
+
+
+def check_capabilities(engine: Engine, *, vocab_size: int, max_tokens: int) -> None:
+    """Raises CapabilityError if the engine cannot do what a run needs, before it samples."""
+    found = engine.capabilities
+    for holds, text in (
+        (
+            "tempered" in found.distributions,
+            f"records log-probs of {', '.join(found.distributions)}; training needs those of the "
+            "distribution that was drawn from (tempered)",
+        ),
+        (
+            found.vocab_size == vocab_size,
+            f"has a vocabulary of {found.vocab_size}, the trainer's model one of {vocab_size}: "
+            "another model",
+        ),
+        (
+            found.max_tokens >= max_tokens,
+            f"takes at most {found.max_tokens} tokens; max_tokens={max_tokens}",
+        ),
+    ):
+        if not holds:
+            raise CapabilityError(f"engine {found.name} {text}.")

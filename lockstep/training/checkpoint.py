@@ -1,0 +1,255 @@
+"""Checkpoints that are whole or not there: written beside, checked when read, the old ones let go.
+
+step-000030/
+    policy/                 Hugging Face form: config.json, model.safetensors, tokenizer files
+    optimizer.safetensors   moments and, for a low-precision policy, float32 masters
+    trainer.json            updates made, skipped, policy version
+    state.json              what the loop gave (TaskSource, unfinished groups, ...), random states
+    manifest.json           every file with its size and digest; written last
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import logging
+import math
+import os
+import random
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from lockstep.errors import CheckpointError
+from lockstep.store.files import sync_directory, write_json
+from lockstep.training.trainer import Trainer
+
+MANIFEST, STATE = "manifest.json", "state.json"
+FORMAT_VERSION = 1
+
+_NAME = re.compile(r"step-(\d{6,})")
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """What a checkpoint consists of."""
+
+    step: int
+    metric: float | None
+    """What `best` is chosen by; None if the step was not evaluated."""
+    files: Mapping[str, tuple[int, str]]
+    """path -> (bytes, sha256)."""
+
+
+class CheckpointStore:
+    """The checkpoints of one run, by step.
+
+    keep_last: newest ones that stay. keep_best: the one with the highest metric stays too. Only
+    whole checkpoints count: a torn one never pushes out a good one.
+    """
+
+    def __init__(self, root: str | Path, *, keep_last: int = 2, keep_best: bool = True) -> None:
+        self.root = Path(root)
+        self.keep_last, self.keep_best = keep_last, keep_best
+
+    def save(
+        self,
+        step: int,
+        trainer: Trainer,
+        state: Mapping[str, Any],
+        *,
+        metric: float | None = None,
+    ) -> Path:
+        """Writes `step-NNNNNN`, replaces one of the same step, and lets old ones go.
+
+        state: JSON-able; `load` gives it back. A kill at any moment leaves the former checkpoints.
+        """
+        self.root.mkdir(parents=True, exist_ok=True)
+        for leftover in self.root.glob(".step-*"):  # of a write that was killed
+            shutil.rmtree(leftover, ignore_errors=True)
+        target = self.root / f"step-{step:06d}"
+        beside = self.root / f".{target.name}.partial"
+        trainer.save(beside)
+        try:
+            write_json(beside / STATE, {"state": dict(state), "random": random_states()})
+        except (TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"the state of step {step} cannot be written as JSON ({error}); expected numbers, "
+                "text, lists and objects, and no NaN."
+            ) from error
+        is_number = metric is not None and math.isfinite(metric)
+        write_json(
+            beside / MANIFEST,
+            {
+                "format_version": FORMAT_VERSION,
+                "step": step,
+                "metric": metric if is_number else None,
+                "files": {name: list(entry) for name, entry in _digest_files(beside).items()},
+            },
+        )
+        for directory in (beside / "policy", beside):
+            sync_directory(directory)
+        if target.exists():
+            os.replace(target, self.root / f".{target.name}.replaced")
+        os.replace(beside, target)
+        sync_directory(self.root)
+        shutil.rmtree(self.root / f".{target.name}.replaced", ignore_errors=True)
+        self._let_go()
+        return target
+
+    def load(
+        self, checkpoint: Path, trainer: Trainer, *, weights_only: bool = False
+    ) -> dict[str, Any]:
+        """Puts the trainer, and Python's, numpy's and torch's random states, where they were.
+
+        weights_only: the policy alone, for a run that starts from it. Returns the state that `save`
+        was given. Raises CheckpointError if the checkpoint is torn or another model's.
+        """
+        verify(checkpoint)
+        trainer.load(checkpoint, weights_only=weights_only)
+        kept = json.loads((checkpoint / STATE).read_text("utf-8"))
+        if not weights_only:
+            restore_random_states(kept["random"])
+        return kept["state"]
+
+    def latest(self) -> Path | None:
+        """The newest whole checkpoint, every byte of it checked; None if there is none.
+
+        Torn ones are passed over with a warning that says what is wrong with them.
+        """
+        for step in sorted(self._named(), reverse=True):
+            path = self._named()[step]
+            try:
+                verify(path)
+            except CheckpointError as error:
+                _log.warning("%s Passed over for the one before.", error)
+                continue
+            return path
+        return None
+
+    def best(self) -> Path | None:
+        """The one with the highest metric, the newer of equals; None if no step has a metric."""
+        rated = [(m.metric, m.step, path) for path, m in self._whole() if m.metric is not None]
+        return max(rated, key=lambda r: r[:2])[2] if rated else None
+
+    def at(self, step: int) -> Path:
+        """The checkpoint of `step`. Raises CheckpointError naming the steps that there are."""
+        named = self._named()
+        if step not in named:
+            known = ", ".join(map(str, sorted(named))) or "none"
+            raise CheckpointError(f"{self.root} has no checkpoint of step {step}; it has {known}.")
+        return named[step]
+
+    def steps(self) -> list[int]:
+        """Of the checkpoints whose files are all there in their sizes, in order."""
+        return sorted(manifest.step for _, manifest in self._whole())
+
+    def _named(self) -> dict[int, Path]:
+        entries = self.root.iterdir() if self.root.is_dir() else ()
+        return {
+            int(match[1]): path
+            for path in entries
+            if path.is_dir() and (match := _NAME.fullmatch(path.name))
+        }
+
+    def _whole(self) -> list[tuple[Path, Manifest]]:
+        out: list[tuple[Path, Manifest]] = []
+        for path in self._named().values():
+            try:
+                out.append((path, verify(path, digests=False)))
+            except CheckpointError:
+                continue
+        return out
+
+    def _let_go(self) -> None:
+        keep = set(self.steps()[-self.keep_last :])
+        best = self.best() if self.keep_best else None
+        for path, manifest in self._whole():
+            if manifest.step not in keep and path != best:
+                # Renamed first: a kill within the deletion must not leave half a checkpoint.
+                doomed = path.with_name(f".{path.name}.deleted")
+                os.replace(path, doomed)
+                shutil.rmtree(doomed, ignore_errors=True)
+
+
+def verify(checkpoint: Path, *, digests: bool = True) -> Manifest:
+    """The manifest, if the checkpoint is what it says; else CheckpointError listing every problem.
+
+    digests: read every byte; False compares names and sizes only.
+    """
+    path = checkpoint / MANIFEST
+    try:
+        source = json.loads(path.read_text("utf-8"))
+        version = source["format_version"]
+        manifest = Manifest(
+            step=source["step"],
+            metric=source["metric"],
+            files={name: (size, digest) for name, (size, digest) in source["files"].items()},
+        )
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{checkpoint} has no {MANIFEST}: not a checkpoint, or one that was never finished."
+        ) from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path} cannot be read ({error!r}). A torn copy?") from error
+    if version > FORMAT_VERSION:
+        raise CheckpointError(
+            f"{checkpoint} was written in format {version}; this version of Lockstep reads up to "
+            f"{FORMAT_VERSION}. Use the version that wrote it."
+        )
+    problems: list[str] = []
+    for name, (size, digest) in manifest.files.items():
+        file = checkpoint / name
+        if not file.is_file():
+            problems.append(f"{name} is missing")
+        elif file.stat().st_size != size:
+            problems.append(f"{name} has {file.stat().st_size} bytes, {size} were written")
+        elif digests and _sha256(file) != digest:
+            problems.append(f"{name} has changed since it was written")
+    if problems:
+        raise CheckpointError(f"{checkpoint} is torn: {'; '.join(problems)}.")
+    return manifest
+
+
+def random_states() -> dict[str, Any]:
+    """Of Python, numpy and torch (CPU), as JSON: for environments that draw from the global ones.
+    Lockstep's own draws come from seeds, never from these."""
+    version, words, gauss = random.getstate()
+    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    return {
+        "python": [version, list(words), gauss],
+        "numpy": [name, np.asarray(keys).tolist(), int(position), int(has_gauss), float(cached)],
+        "torch": base64.b64encode(torch.get_rng_state().numpy().tobytes()).decode(),
+    }
+
+
+def restore_random_states(states: Mapping[str, Any]) -> None:
+    version, words, gauss = states["python"]
+    random.setstate((version, tuple(words), gauss))
+    name, keys, *rest = states["numpy"]
+    np.random.set_state((name, np.array(keys, np.uint32), *rest))
+    raw = bytearray(base64.b64decode(states["torch"]))
+    torch.set_rng_state(torch.frombuffer(raw, dtype=torch.uint8))
+
+
+def _digest_files(directory: Path) -> dict[str, tuple[int, str]]:
+    """relative path -> (bytes, sha256) of every file below, each flushed to the disk."""
+    out: dict[str, tuple[int, str]] = {}
+    for file in sorted(p for p in directory.rglob("*") if p.is_file()):
+        with open(file, "rb") as handle:
+            os.fsync(handle.fileno())
+        out[file.relative_to(directory).as_posix()] = (file.stat().st_size, _sha256(file))
+    return out
+
+
+def _sha256(file: Path) -> str:
+    with open(file, "rb") as handle:
+        return hashlib.file_digest(handle, "sha256").hexdigest()

@@ -1,0 +1,147 @@
+"""Settings of the trainer, its checkpoints and supervised training. No torch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal
+
+from lockstep.errors import ConfigError
+
+Schedule = Literal["constant", "linear", "cosine"]
+LongRows = Literal["error", "drop"]
+
+
+def _check(room: str, *claims: tuple[bool, str, object, str]) -> None:
+    for holds, name, value, expected in claims:
+        if not holds:
+            raise ConfigError(f"{room}.{name}={value} must be {expected}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerConfig:
+    """How weights are updated: AdamW, its schedule, and how a batch is cut up."""
+
+    lr: float = 1e-5
+    """Peak learning rate, after the warm-up."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """AdamW's decay of the gradient's first and second moment."""
+    eps: float = 1e-8
+    """AdamW's addition to the denominator."""
+    weight_decay: float = 0.0
+    """Decoupled: each update shrinks the weights by lr * weight_decay. Norms, biases and attention
+    sinks are never shrunk."""
+    warmup_updates: int = 0
+    """Updates over which the learning rate rises linearly to its peak."""
+    schedule: Schedule = "constant"
+    """What the learning rate does after the warm-up, until the run's last update."""
+    min_lr_share: float = 0.0
+    """Share of the peak that linear and cosine end with."""
+    grad_clip: float = 1.0
+    """Largest global norm of the gradient; a longer one is shortened to it. 0 never clips."""
+    max_tokens_per_microbatch: int = 16384
+    """Tokens of one forward and backward. Rows are packed without padding and never split, so the
+    longest row must fit. Less memory, same result."""
+    updates_per_batch: int = 1
+    """Optimizer steps on each sampled batch, each on its share of the rows."""
+    measure_after_every: int = 10
+    """Every that many steps the mismatch is measured again after the update, on a part of the
+    batch; 0 never does."""
+
+    def __post_init__(self) -> None:
+        low, high = self.betas
+        _check(
+            "trainer",
+            (0 < self.lr < math.inf, "lr", self.lr, "a finite number above 0"),
+            (0 <= low < 1 and 0 <= high < 1, "betas", f"{low},{high}", "two numbers in [0, 1)"),
+            (0 < self.eps < math.inf, "eps", self.eps, "a finite number above 0"),
+            (0 <= self.weight_decay < math.inf, "weight_decay", self.weight_decay, "at least 0"),
+            (self.warmup_updates >= 0, "warmup_updates", self.warmup_updates, "at least 0"),
+            (0 <= self.min_lr_share <= 1, "min_lr_share", self.min_lr_share, "in [0, 1]"),
+            (0 <= self.grad_clip < math.inf, "grad_clip", self.grad_clip, "at least 0; 0 is off"),
+            (
+                self.max_tokens_per_microbatch >= 2,
+                "max_tokens_per_microbatch",
+                self.max_tokens_per_microbatch,
+                "at least 2: a prompt token and one that it predicts",
+            ),
+            (self.updates_per_batch >= 1, "updates_per_batch", self.updates_per_batch, ">= 1"),
+            (
+                self.measure_after_every >= 0,
+                "measure_after_every",
+                self.measure_after_every,
+                "at least 0; 0 is off",
+            ),
+        )
+
+    def check_budget(self, max_row_tokens: int) -> None:
+        """Raises ConfigError if a row of the longest length would fit in no micro-batch."""
+        if max_row_tokens > self.max_tokens_per_microbatch:
+            raise ConfigError(
+                f"trainer.max_tokens_per_microbatch={self.max_tokens_per_microbatch}, but a row "
+                f"may have {max_row_tokens} tokens, and a row is never split. Raise it to at least "
+                f"{max_row_tokens}, or lower the tokens of an episode."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """When the state of a run is written, and what of it is kept."""
+
+    every: int = 10
+    """Steps between checkpoints; one is always written at the end. 0 writes no other."""
+    keep_last: int = 2
+    """Newest checkpoints to keep. Two at least survive a torn write of one."""
+    keep_best: bool = True
+    """Also keep the one with the highest evaluation reward."""
+
+    def __post_init__(self) -> None:
+        _check(
+            "checkpoint",
+            (self.every >= 0, "every", self.every, "at least 0; 0 writes only the last"),
+            (self.keep_last >= 1, "keep_last", self.keep_last, "at least 1"),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SFTConfig:
+    """Supervised training on the user's own dialogues."""
+
+    path: str = ""
+    """A JSONL file: an object per line with `messages` (and `tools`), or `token_ids` and
+    `loss_mask`."""
+    steps: int = 100
+    """Updates."""
+    rows_per_step: int = 32
+    """Rows of one update."""
+    shuffle: bool = True
+    """Draw a fresh order for each pass over the file."""
+    observed_weight: float = 0.0
+    """Loss weight of the tokens that no assistant wrote: prompts and tool replies. 0 leaves them
+    out; a little keeps a model that is trained from scratch from ignoring them."""
+    word_weights: dict[str, float] = field(default_factory=dict)
+    """Loss weight of the tokens that spell these words in an assistant's reply; others have 1."""
+    max_tokens: int = 0
+    """Longest row; 0 is the trainer's max_tokens_per_microbatch."""
+    long_rows: LongRows = "error"
+    """What happens to a longer one: an error that names its line, or it is left out and counted."""
+
+    def __post_init__(self) -> None:
+        _check(
+            "sft",
+            (self.steps >= 1, "steps", self.steps, "at least 1"),
+            (self.rows_per_step >= 1, "rows_per_step", self.rows_per_step, "at least 1"),
+            (
+                0 <= self.observed_weight < math.inf,
+                "observed_weight",
+                self.observed_weight,
+                "a finite number, at least 0",
+            ),
+            (self.max_tokens >= 0, "max_tokens", self.max_tokens, "at least 0"),
+        )
+        for word, weight in self.word_weights.items():
+            _check(
+                "sft",
+                (bool(word), "word_weights", repr(word), "words of at least one character"),
+                (0 <= weight < math.inf, f"word_weights[{word!r}]", weight, "finite, at least 0"),
+            )

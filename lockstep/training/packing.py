@@ -1,0 +1,198 @@
+"""Rows into micro-batches, without padding, and values per token back into rows.
+
+The shift from "position t" to "predicts token t + 1" happens here, in `shift`, and nowhere else.
+
+# T packed tokens of a micro-batch  N trained tokens of it  R rows of it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from lockstep.errors import AlignmentError, ConfigError
+from lockstep.ops.context import PackedContext
+from lockstep.types import Sample
+
+Tensor = torch.Tensor
+Int64Array = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class PackedBatch:
+    """Whole rows one after another, and which of their tokens are trained.
+
+    A row's input ends where its last trained token is predicted: what follows predicts nothing that
+    is trained, and nothing attends to it.
+    """
+
+    rows: tuple[int, ...]
+    """[R]: the row's index among the samples that were packed."""
+    ids: Tensor
+    """[T] int64."""
+    positions: Tensor
+    """[T] int64: each token's place in its own row."""
+    context: PackedContext
+    predictors: Tensor
+    """[N] int64 into T: where a trained token is predicted. Only these reach the log-prob head."""
+    targets: Tensor
+    """[N] int64: the ids of the trained tokens."""
+    row: Tensor
+    """[N] int64 in [0, R): the row of each trained token."""
+    row_tokens: Tensor
+    """[R] int64: trained tokens of each row."""
+    columns: dict[str, Tensor]
+    """name -> [N, ...]: the samples' columns at the trained tokens."""
+    places: tuple[Int64Array, ...]
+    """Per row: the index of its trained tokens in `Sample.token_ids`, for `unpack`."""
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.rows)
+
+    def unpack(self, values: Tensor) -> Iterable[tuple[int, Int64Array, npt.NDArray[Any]]]:
+        """(row, places, values) for each row: [N] values back at the tokens' own indices."""
+        array = values.detach().cpu().numpy()
+        ends = np.cumsum([len(p) for p in self.places])[:-1]
+        yield from zip(self.rows, self.places, np.split(array, ends), strict=True)
+
+
+def shift(loss_mask: npt.NDArray[np.bool_]) -> tuple[Int64Array, Int64Array]:
+    """(predictors, targets) of one row: token `targets[i]` is predicted at `predictors[i]`.
+
+    >>> [x.tolist() for x in shift(np.array([False, False, True, True, False]))]
+    [[1, 2], [2, 3]]
+    """
+    targets = np.flatnonzero(loss_mask)
+    return targets - 1, targets
+
+
+def plan_microbatches(samples: Sequence[Sample], max_tokens: int) -> list[list[int]]:
+    """Which rows go together: every row with something to train, once. Deterministic.
+
+    First fit, longest first: neighbours are of similar length, which is what attention likes.
+    Raises ConfigError naming the row that is longer than `max_tokens`.
+    """
+    lengths = {i: int(s.loss_mask.nonzero()[0][-1]) for i, s in enumerate(samples) if s.num_trained}
+    plan: list[list[int]] = []
+    room: list[int] = []
+    for i in sorted(lengths, key=lambda i: (-lengths[i], i)):
+        if len(samples[i]) > max_tokens:
+            raise ConfigError(
+                f"sample {samples[i].id} has {len(samples[i])} tokens, "
+                f"max_tokens_per_microbatch is {max_tokens}, and a row is never split. Raise it to "
+                f"at least {len(samples[i])}, or lower the tokens of an episode."
+            )
+        at = next((b for b, left in enumerate(room) if left >= lengths[i]), len(room))
+        if at == len(room):
+            plan.append([])
+            room.append(max_tokens)
+        plan[at].append(i)
+        room[at] -= lengths[i]
+    return plan
+
+
+def split_updates(samples: Sequence[Sample], num_updates: int) -> list[list[Sample]]:
+    """The rows of each optimizer step: whole rows, dealt out in turn so that shares are alike.
+
+    A trajectory's rows and a group's go to different updates. Empty shares are left out.
+    """
+    return [part for i in range(num_updates) if (part := list(samples[i::num_updates]))]
+
+
+def pack(
+    samples: Sequence[Sample],
+    plan: Sequence[Sequence[int]],
+    *,
+    device: torch.device | str = "cpu",
+) -> list[PackedBatch]:
+    """The micro-batches of `plan`, columns moved by index without knowing their names.
+
+    Raises AlignmentError if the samples have different columns, or if the trained tokens of the
+    micro-batches are not those of the samples: a row was lost, doubled or cut.
+    """
+    names = set(samples[0].columns) if samples else set()
+    for sample in samples:
+        if set(sample.columns) != names:
+            raise AlignmentError(
+                f"sample {sample.id} has the columns {sorted(sample.columns)}, sample "
+                f"{samples[0].id} has {sorted(names)}: rows of one batch have the same columns."
+            )
+    out = [_pack_rows(samples, rows, sorted(names), device) for rows in plan]
+    expected = sum(sample.num_trained for sample in samples)
+    found = sum(len(batch.targets) for batch in out)
+    if found != expected:
+        packed = sorted(row for batch in out for row in batch.rows)
+        raise AlignmentError(
+            f"{expected} tokens of {len(samples)} samples are marked as trained, but the "
+            f"micro-batches train {found}: rows {packed} were packed."
+        )
+    return out
+
+
+def _pack_rows(
+    samples: Sequence[Sample], rows: Sequence[int], names: Sequence[str], device: torch.device | str
+) -> PackedBatch:
+    chosen = [samples[i] for i in rows]
+    shifted = [shift(s.loss_mask) for s in chosen]
+    places = tuple(targets for _, targets in shifted)
+    lengths = [int(predictors[-1]) + 1 for predictors, _ in shifted]
+    starts = np.cumsum([0, *lengths[:-1]])
+    row_tokens = np.array([len(p) for p in places], np.int64)
+
+    def tensor(array: npt.NDArray[Any]) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(device)
+
+    def at_targets(arrays: Iterable[npt.NDArray[Any]]) -> Tensor:
+        return tensor(np.concatenate([a[p] for a, p in zip(arrays, places, strict=True)]))
+
+    return PackedBatch(
+        rows=tuple(rows),
+        ids=tensor(
+            np.concatenate([s.token_ids[:n] for s, n in zip(chosen, lengths, strict=True)])
+        ).long(),
+        positions=tensor(np.concatenate([np.arange(n) for n in lengths])),
+        context=PackedContext.of(lengths, device=device),
+        predictors=tensor(
+            np.concatenate([p + at for (p, _), at in zip(shifted, starts, strict=True)])
+        ),
+        targets=at_targets(s.token_ids for s in chosen).long(),
+        row=tensor(np.repeat(np.arange(len(rows)), row_tokens)),
+        row_tokens=tensor(row_tokens),
+        columns={name: at_targets(s.columns[name] for s in chosen) for name in names},
+        places=places,
+    )
+
+
+def describe(samples: Sequence[Sample], batches: Sequence[PackedBatch]) -> str:
+    """What a batch looks like, in a few lines: for the log of the first step."""
+    if not batches:
+        return f"{len(samples)} rows, nothing to train"
+    lengths = [len(s) for s in samples]
+    lines = [
+        f"{len(samples)} rows of {min(lengths)}..{max(lengths)} tokens, {sum(lengths)} in all; "
+        f"{sum(s.num_trained for s in samples)} trained, in {len(batches)} micro-batches of "
+        f"{', '.join(str(len(b.ids)) for b in batches[:8])}{' ...' if len(batches) > 8 else ''} "
+        "tokens"
+    ]
+    first = batches[0]
+    sample, places = samples[first.rows[0]], first.places[0]
+    runs = np.flatnonzero(np.diff(sample.loss_mask.astype(np.int8), prepend=0, append=0))
+    lines.append(
+        f"row {sample.id}: trained {', '.join(f'{a}:{b}' for a, b in runs.reshape(-1, 2))} of "
+        f"{len(sample)}"
+    )
+    count = min(4, len(places))
+    lines.append(f"  token_ids[{places[0]}:]: {first.targets[:count].tolist()}")
+    lines += [
+        f"  {name} {list(values.shape)} {str(values.dtype).removeprefix('torch.')}: "
+        f"{[round(v, 4) for v in values[:count].tolist()]}"
+        for name, values in first.columns.items()
+        if values.ndim == 1
+    ]
+    return "\n".join(lines)

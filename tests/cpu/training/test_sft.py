@@ -1,0 +1,258 @@
+"""Supervised training: rows from dialogues and ids, their weights, and what is malformed."""
+
+import json
+
+import numpy as np
+import pytest
+from tiny_training import make_trainer
+
+from lockstep.errors import ConfigError, DataError
+from lockstep.renderers.chatml import ChatMLRenderer
+from lockstep.renderers.config import ChatMLConfig, HarmonyConfig
+from lockstep.renderers.harmony import HarmonyRenderer
+from lockstep.testing.tokenizers import byte_tokenizer
+from lockstep.training.config import SFTConfig
+from lockstep.training.sft import SFTRows, load_examples, run_sft, sft_row, token_weights
+from lockstep.types import Message, ToolCall
+
+DIALOGUE = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Where is Bela?"},
+    {"role": "assistant", "tool_calls": [{"name": "look", "arguments": '{"who": "Bela"}'}]},
+    {"role": "tool", "name": "look", "content": "Bela is in Rome."},
+    {"role": "assistant", "content": "Bela is in Rome."},
+]
+TOOLS = [{"type": "function", "function": {"name": "look", "description": "Looks."}}]
+
+
+def write(tmp_path, *lines):
+    path = tmp_path / "dialogues.jsonl"
+    path.write_text("".join((x if isinstance(x, str) else json.dumps(x)) + "\n" for x in lines))
+    return path
+
+
+def renderers():
+    tokenizer = byte_tokenizer()
+    return ChatMLRenderer(tokenizer, ChatMLConfig()), HarmonyRenderer(tokenizer, HarmonyConfig())
+
+
+@pytest.mark.parametrize("renderer", renderers(), ids=lambda r: type(r).__name__)
+def test_a_dialogue_is_written_as_a_rollout_would_have_seen_it(tmp_path, renderer):
+    (example,) = load_examples(write(tmp_path, {"messages": DIALOGUE, "tools": TOOLS}))
+    row = sft_row(example, renderer)
+    look = ToolCall(name="look", arguments='{"who": "Bela"}')
+    call = Message(role="assistant", tool_calls=(look,))
+    answer = Message(role="assistant", content="Bela is in Rome.")
+    prompt = renderer.render([Message.from_dict(m) for m in DIALOGUE[:2]], example.tools)
+    first, last = renderer.render_reply(call), renderer.render_reply(answer)
+    between = renderer.extend(first, [Message.from_dict(DIALOGUE[3])])
+    assert row.token_ids.tolist() == prompt + first + between + last
+    lengths = [len(prompt), len(first), len(between), len(last)]
+    assert row.loss_mask.tolist() == np.repeat([False, True, False, True], lengths).tolist()
+    assert row.columns["weights"].tolist() == np.repeat([0.0, 1.0, 0.0, 1.0], lengths).tolist()
+    assert row.id.endswith("dialogues.jsonl:1")
+
+
+def test_weights_of_messages_words_and_observed_tokens(tmp_path):
+    renderer = renderers()[0]
+    dialogue = [dict(m) for m in DIALOGUE]
+    dialogue[2]["weight"] = 0.0
+    dialogue[4]["weight"] = 2.0
+    (example,) = load_examples(write(tmp_path, {"messages": dialogue}))
+    row = sft_row(example, renderer, observed_weight=0.25, word_weights={"Rome": 3.0, "Bel": 9.0})
+    weights = row.columns["weights"]
+    last = renderer.render_reply(Message(role="assistant", content="Bela is in Rome."))
+    in_last = weights[-len(last) :]
+    at = next(i for i in range(len(last)) if last[i : i + 4] == list(b"Rome"))
+    expected = np.full(len(last), 2.0)
+    expected[at : at + 4] = 6.0
+    assert in_last.tolist() == expected.tolist()  # "Bel" is no whole word anywhere
+    call = renderer.render_reply(Message.from_dict(DIALOGUE[2]))
+    assert set(weights[: -len(last)].tolist()) == {0.0, 0.25}
+    assert weights[0] == 0.0 and not row.loss_mask[0]
+    assert int((weights == 0.0).sum()) == 1 + len(call)
+
+
+def test_a_word_is_found_however_it_is_cut_into_tokens():
+    merged = byte_tokenizer(merges=[("R", "o"), ("m", "e"), ("Ro", "me")])
+    word = merged.encode("Rome")
+    assert len(word) == 1
+    for ids in (word, list(b"Rome"), [*merged.encode("Ro"), *b"me"]):
+        around = [*b"in ", *ids, *b"."]
+        found = token_weights(merged, around, {"Rome": 3.0, "in Rome": 2.0})
+        assert found.tolist() == [2.0] * 3 + [3.0] * len(ids) + [1.0]
+    assert token_weights(merged, list(b"Romeo aRome"), {"Rome": 3.0}).tolist() == [1.0] * 11
+    assert token_weights(merged, list(b"a b"), {"a": 0.5}).tolist() == [0.5, 1.0, 1.0]
+    control = [*b"a", merged.control_id("<think>"), *b"b"]
+    assert token_weights(merged, control, {"think": 9.0, "a": 2.0}).tolist() == [2.0, 1.0, 1.0]
+
+
+def test_rows_of_ids_are_taken_as_they_are(tmp_path):
+    path = write(
+        tmp_path,
+        {"token_ids": [5, 6, 7, 8], "loss_mask": [0, 0, 1, 1], "weights": [9, 9, 0.5, 1]},
+        "",
+        {"token_ids": [5, 6, 7], "loss_mask": [False, True, False]},
+    )
+    first, second = (sft_row(e, None) for e in load_examples(path))
+    assert first.columns["weights"].tolist() == [0, 0, 0.5, 1] and first.num_trained == 2
+    assert second.id.endswith(":3") and second.loss_mask.tolist() == [False, True, False]
+    with_observed = sft_row(load_examples(path)[1], None, observed_weight=0.1)
+    assert with_observed.columns["weights"].tolist() == pytest.approx([0, 1, 0.1])
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{not json", "not JSON"),
+        ("[1]", "expected an object, found list"),
+        ({"text": "x"}, r"unknown keys \['text'\]"),
+        ({"messages": DIALOGUE, "extra": 1}, r"unknown keys \['extra'\]; known here"),
+        ({"token_ids": [1, 2]}, "with `loss_mask`"),
+        ({"token_ids": [1, 2], "loss_mask": [0]}, "loss_mask must be a list with one entry"),
+        ({"token_ids": [1, "2"], "loss_mask": [0, 1]}, "token_ids must be integers"),
+        ({"token_ids": [1, -2], "loss_mask": [0, 1]}, "token 1 has the id -2"),
+        ({"token_ids": [1, 2], "loss_mask": [0, 2]}, "must hold 0 and 1.*found 2"),
+        ({"token_ids": [1, 2], "loss_mask": [1, 1]}, r"loss_mask\[0\] is set"),
+        ({"token_ids": [1, 2], "loss_mask": [0, 0]}, "nothing in this row would be trained"),
+        (
+            {"token_ids": [1, 2], "loss_mask": [0, 1], "weights": [0, -1]},
+            r"weights\[1\]: expected a finite number, at least 0, found -1",
+        ),
+        ({"messages": "hi"}, "messages must be a list of objects"),
+        ({"messages": []}, "must be an assistant's, there is none"),
+        ({"messages": DIALOGUE[:2]}, "must be an assistant's, the last is a user's"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "message 0: .*'robot'"),
+        ({"messages": [{"role": "user", "text": "x"}]}, r"message 0: .*unknown keys \['text'\]"),
+        (
+            {"messages": [{"role": "assistant", "content": "x", "weight": "a lot"}]},
+            "message 0: weight: expected a finite number",
+        ),
+        ({"messages": DIALOGUE, "tools": ["look"]}, "tool 0 must be an object with name"),
+    ],
+)
+def test_a_malformed_line_is_named_by_path_and_number(tmp_path, line, message):
+    path = write(tmp_path, {"messages": DIALOGUE}, line)
+    with pytest.raises(DataError, match=message) as caught:
+        load_examples(path)
+    assert str(caught.value).startswith(f"{path}:2: ")
+
+
+def test_no_file_and_an_empty_one_are_refused(tmp_path):
+    with pytest.raises(DataError, match="does not exist"):
+        load_examples(tmp_path / "none.jsonl")
+    with pytest.raises(DataError, match="is empty"):
+        load_examples(write(tmp_path, ""))
+
+
+def test_what_a_renderer_cannot_write_is_named_by_its_line(tmp_path):
+    two = [{"name": "f", "arguments": "{}"}] * 2
+    dialogue = [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": two}]
+    (example,) = load_examples(write(tmp_path, {"messages": dialogue}))
+    with pytest.raises(DataError, match=r"dialogues.jsonl:1: 2 calls in one message"):
+        sft_row(example, renderers()[1])
+    with pytest.raises(ConfigError, match="a renderer is needed"):
+        sft_row(example, None)
+
+
+def ids_example_rows(tmp_path, lengths, **config):
+    lines = [
+        {"token_ids": [i] * n, "loss_mask": [0] + [1] * (n - 1)} for i, n in enumerate(lengths)
+    ]
+    return SFTRows(
+        load_examples(write(tmp_path, *lines)), None, SFTConfig(**config), max_tokens=16, seed=3
+    )
+
+
+def test_each_pass_has_an_order_of_its_own_and_can_be_resumed(tmp_path):
+    rows = ids_example_rows(tmp_path, [4] * 8)
+    drawn = [int(next(rows).token_ids[0]) for _ in range(24)]
+    passes = [drawn[:8], drawn[8:16], drawn[16:]]
+    assert all(sorted(p) == list(range(8)) for p in passes)
+    assert passes[0] != passes[1] != passes[2]
+    resumed = ids_example_rows(tmp_path, [4] * 8)
+    for _ in range(10):
+        next(resumed)
+    state = json.loads(json.dumps(resumed.state_dict()))
+    again = ids_example_rows(tmp_path, [4] * 8)
+    again.load_state_dict(state)
+    assert [int(next(again).token_ids[0]) for _ in range(14)] == drawn[10:]
+    in_order = ids_example_rows(tmp_path, [4] * 3, shuffle=False)
+    assert [int(next(in_order).token_ids[0]) for _ in range(6)] == [0, 1, 2] * 2
+
+
+def test_rows_that_are_too_long_are_an_error_or_left_out(tmp_path):
+    with pytest.raises(DataError, match=r":2: 17 tokens, at most 16 fit"):
+        rows = ids_example_rows(tmp_path, [4, 17], shuffle=False)
+        [next(rows) for _ in range(2)]
+    rows = ids_example_rows(tmp_path, [4, 17, 5], shuffle=False, long_rows="drop")
+    assert [len(next(rows)) for _ in range(4)] == [4, 5, 4, 5]
+    assert rows.num_dropped == 2
+    with pytest.raises(DataError, match="every one of the 1 examples is longer than 16"):
+        next(ids_example_rows(tmp_path, [17], long_rows="drop"))
+
+
+def test_a_tokenizer_with_dropout_writes_every_pass_differently_and_repeats(tmp_path):
+    plain = byte_tokenizer(merges=[("h", "e"), ("l", "o"), ("he", "l"), ("hel", "lo")])
+
+    def renderer_of(position):
+        return ChatMLRenderer(plain.with_dropout(0.5, seed=position), ChatMLConfig())
+
+    line = {"messages": [{"role": "user", "content": "hello " * 4},
+                         {"role": "assistant", "content": "hello " * 4}]}  # fmt: skip
+    examples = load_examples(write(tmp_path, line))
+    streams = [SFTRows(examples, renderer_of, SFTConfig(), max_tokens=512) for _ in range(2)]
+    first, second = ([next(s).token_ids.tolist() for _ in range(4)] for s in streams)
+    assert first == second
+    assert len({tuple(ids) for ids in first}) == 4
+    assert len({plain.decode(ids) for ids in first}) == 1
+
+
+def test_training_lowers_the_loss_on_a_small_task(tmp_path):
+    rng = np.random.default_rng(0)
+    lines = []
+    for _ in range(64):
+        word = rng.integers(2, 20, 5).tolist()
+        lines.append({"token_ids": [0, *word, 1, *word], "loss_mask": [0] * 7 + [1] * 5})
+    config = SFTConfig(steps=60, rows_per_step=32, observed_weight=0.05)
+    rows = SFTRows(load_examples(write(tmp_path, *lines)), None, config, max_tokens=64)
+    trainer = make_trainer(
+        tmp_path / "model", lr=2e-2, schedule="cosine", warmup_updates=5, total_updates=60
+    )
+    losses = [m["train/loss"] for m in run_sft(trainer, rows, config)]
+    assert len(losses) == 60
+    assert losses[-1] < 0.3 * losses[0] and losses[0] > 3.0
+
+
+def test_the_loss_is_the_weighted_mean(tmp_path):
+    trainer = make_trainer(tmp_path / "model")
+    path = write(
+        tmp_path,
+        {"token_ids": [5, 6, 7, 8], "loss_mask": [0, 0, 1, 1], "weights": [0, 0, 0.5, 3]},
+        {"token_ids": [9, 6, 7], "loss_mask": [0, 1, 0]},
+    )
+    rows = [sft_row(e, None) for e in load_examples(path)]
+    logprobs = trainer.forward(rows, column=None)
+    total = sum(
+        float(-(r.columns["weights"] * lp)[r.loss_mask].sum())
+        for r, lp in zip(rows, logprobs, strict=True)
+    )
+    config = SFTConfig(steps=1, rows_per_step=2)
+    (metrics,) = run_sft(trainer, iter(rows), config)
+    assert metrics["train/loss"] == pytest.approx(total / 4.5, rel=1e-5)
+    assert metrics["step"] == 0.0 and metrics["tokens/trained"] == 3.0
+    assert not any(name.startswith("mismatch/") for name in metrics)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"steps": 0}, "sft.steps=0"),
+        ({"observed_weight": -1.0}, "sft.observed_weight=-1.0"),
+        ({"word_weights": {"Rome": float("inf")}}, r"sft.word_weights\['Rome'\]=inf"),
+        ({"word_weights": {"": 1.0}}, "at least one character"),
+    ],
+)
+def test_settings_that_say_nothing_are_refused(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        SFTConfig(**settings)

@@ -1,0 +1,92 @@
+"""Tiny decoders and random rows for the trainer's tests."""
+
+import json
+
+import numpy as np
+import torch
+
+from lockstep.models.config import ModelConfig
+from lockstep.models.decoder import Decoder
+from lockstep.training.config import TrainerConfig
+from lockstep.training.trainer import Trainer
+from lockstep.types import Sample
+
+VOCAB = 61
+_COMMON = {
+    "vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128, "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True, "rope_theta": 1e4,
+}  # fmt: skip
+HF_CONFIGS = {
+    "qwen3": {**_COMMON, "model_type": "qwen3", "intermediate_size": 48},
+    "gpt_oss": {
+        **_COMMON, "model_type": "gpt_oss", "intermediate_size": 24, "num_local_experts": 4,
+        "num_experts_per_tok": 2, "sliding_window": 8,
+        "layer_types": ["full_attention", "sliding_attention"],
+    },
+}  # fmt: skip
+KINDS = tuple(HF_CONFIGS)
+
+
+def make_trainer(
+    tmp_path, kind="qwen3", *, seed=0, dtype=None, total_updates=None, hf=(), **config
+):
+    """A trainer over random weights; no parameter, norms and sinks included, is at its start."""
+    source = {**HF_CONFIGS[kind], **dict(hf)}
+    tmp_path.mkdir(parents=True, exist_ok=True)
+    (tmp_path / "config.json").write_text(json.dumps(source))
+    model = Decoder(ModelConfig.from_hf(source))
+    model.init_weights(std=0.3, seed=seed)
+    generator = torch.Generator().manual_seed(seed + 1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(("norm", "bias", "sinks")):
+                parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
+    if dtype is not None:
+        model = model.to(dtype)
+    settings = {"lr": 1e-2, **config}
+    return Trainer(model, TrainerConfig(**settings), like=tmp_path, total_updates=total_updates)
+
+
+def make_rows(lengths, *, seed=0, vocab=VOCAB, advantages=True):
+    """Rows of random ids, two trained runs in each."""
+    rng = np.random.default_rng(seed)
+    out = []
+    for i, length in enumerate(lengths):
+        mask = np.zeros(length, bool)
+        mask[length // 3 : length // 2] = True
+        mask[-max(1, length // 4) :] = True
+        mask[0] = False
+        columns = {
+            "rollout_logprobs": np.where(mask, -rng.exponential(2.0, length), np.nan),
+            "advantages": np.where(mask, rng.normal(), 0.0),
+        }
+        out.append(
+            Sample(
+                id=f"t{i}/0",
+                token_ids=rng.integers(0, vocab, length).astype(np.int32),
+                loss_mask=mask,
+                columns={k: v.astype(np.float32) for k, v in columns.items()},
+            )
+        )
+    return out
+
+
+def set_rollout(trainer, rows):
+    """Gives rows the trainer's own log-probs as the rollout's: the two sides agree."""
+    for row, logprobs in zip(rows, trainer.forward(rows, column=None), strict=True):
+        row.set("rollout_logprobs", logprobs)
+    return rows
+
+
+def snapshot(trainer):
+    """Every weight and optimizer tensor, copied."""
+    weights = {n: p.detach().clone() for n, p in trainer.model.named_parameters()}
+    state = {f"state/{n}": t.clone() for n, t in trainer.optimizer.state_tensors().items()}
+    return weights | state
+
+
+def assert_same_bits(left, right):
+    assert set(left) == set(right)
+    for name in left:
+        assert torch.equal(left[name], right[name]), name
