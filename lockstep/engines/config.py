@@ -36,9 +36,9 @@ class EmbeddedConfig(EngineConfig):
     new."""
 
     resident_rows: bool = True
-    """Hold the keys and values of running requests a second time, each request in one piece, so that
-    decoding reads them in place and need not gather pages. Takes at most as much memory again as
-    kv_cache_tokens; longer batches gather."""
+    """Hold the keys and values of running requests a second time, each request in one piece, so
+    that decoding reads them in place and need not gather pages. Takes at most as much memory again
+    as kv_cache_tokens; longer batches gather."""
 
     def __post_init__(self) -> None:
         for name in ("max_num_sequences", "max_step_tokens", "kv_cache_tokens", "page_size"):

@@ -42,11 +42,11 @@ class Attention(nn.Module):
         H, G = self.num_heads, self.num_kv_heads
         qkv = ops.linear(x_TD, self.qkv_proj.weight, self.qkv_proj.bias)
         qkv = qkv.view(len(x_TD), H + 2 * G, self.head_dim)
+        qk = qkv[:, : H + G]
         if self.q_norm is not None and self.k_norm is not None:
-            q_THK = ops.rope(ops.rms_norm(qkv[:, :H], self.q_norm, self.eps), cos, sin)
-            k_TGK = ops.rope(ops.rms_norm(qkv[:, H : H + G], self.k_norm, self.eps), cos, sin)
-        else:
-            q_THK, k_TGK = ops.rope(qkv[:, : H + G], cos, sin).split([H, G], 1)
+            weight = torch.cat([self.q_norm.expand(H, -1), self.k_norm.expand(G, -1)])
+            qk = ops.rms_norm(qk, weight, self.eps)
+        q_THK, k_TGK = ops.rope(qk, cos, sin).split([H, G], 1)
         out_THK = ops.attention(
             q_THK,
             k_TGK,
@@ -174,7 +174,7 @@ class Decoder(nn.Module):
         if table is None or table[0].device != self.embedding.device:
             with torch.inference_mode(False):  # the engine may be first, the trainer reads it too
                 table = self._rope_table = rope_table(self.config, self.embedding.device)
-        return table[0][positions_T], table[1][positions_T]
+        return table[0].index_select(0, positions_T), table[1].index_select(0, positions_T)
 
 
 def rope_table(config: ModelConfig, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:

@@ -44,7 +44,10 @@ def expert_linear(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / rms(x) over the last dim, times weight; computed in float32, returned in x's dtype."""
+    """x / rms(x) over the last dim, times weight; computed in float32, returned in x's dtype.
+
+    weight: [D], or [heads, D] for x [T, heads, D].
+    """
     return _active.rms_norm(x, weight, eps)
 
 

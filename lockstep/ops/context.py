@@ -63,6 +63,22 @@ class PackedContext:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class ResidentRows:
+    """The keys and values of a block's sequences once more, each sequence in one piece.
+
+    What decode reads in every step is then read in place; gathering pages would copy it each time.
+    """
+
+    keys: Tensor
+    """[layers, R, G, N, D], R >= B: row b belongs to sequence b of the block. Places behind a
+    sequence's end hold anything finite."""
+    values: Tensor
+    """Like `keys`."""
+    write_index: Tensor
+    """[B * G] int64: the place of each sequence's new key, by head, in a layer's R * G * N."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class PagedBlock:
     """Sequences that run the same number of new tokens in this step (padded to the longest)."""
 
@@ -76,6 +92,8 @@ class PagedBlock:
     """Places of the P pages that may hold a key which some query of the block sees: the longest
     sequence, rounded up. At most P * page_size."""
     first_token: int = 0
+    resident: ResidentRows | None = None
+    """Where to read instead of `pages`, and write as well; only with Q = 1 and no token_index."""
     memo: dict[Any, Any] = field(default_factory=dict)
     """What a backend computes once per step and reads in every layer: masks."""
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from lockstep.ops import trace
-from lockstep.ops.context import PackedContext, PagedBlock, PagedContext
+from lockstep.ops.context import PackedContext, PagedBlock, PagedContext, ResidentRows
 
 Tensor = torch.Tensor
 
@@ -24,10 +24,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    if x.dtype == torch.float32:
+    if x.dtype == torch.float32 and weight.dim() == 1:
         return F.rms_norm(x, weight.shape, weight, eps)
     # Hugging Face's order of roundings: normalise in float32, round, then scale.
-    normed = F.rms_norm(x.float(), weight.shape, None, eps)
+    normed = F.rms_norm(x.float(), weight.shape[-1:], None, eps)
     return weight * normed.to(x.dtype)
 
 
@@ -255,7 +255,7 @@ def _paged_attention(
     layer: int,
     context: PagedContext,
 ) -> Tensor:
-    """Queries of one key head stand together as rows of one matrix: [G * B, H/G * Q, D]."""
+    """Queries of one key head stand together as rows of one matrix: [H/G * Q, D]."""
     H, D = q_THD.shape[1:]
     keys, values = context.keys[layer], context.values[layer]
     G = keys.shape[0]
@@ -268,31 +268,62 @@ def _paged_attention(
             q = q_THD[block.first_token : block.first_token + B * Q]
         else:
             q = q_THD[block.token_index.view(-1)]
-        k, v = _read_pages(keys, block), _read_pages(values, block)
-        if Q == 1:
-            q = q.view(B, G, -1, D).transpose(0, 1).reshape(G * B, -1, D)
+        if block.resident is not None:
+            tokens = slice(block.first_token, block.first_token + B)
+            k, v = _resident_rows(block, block.resident, k_TGD[tokens], v_TGD[tokens], layer)
+            out = _paged_softmax(q.reshape(B * G, -1, D), k, v, sinks_H, window, scale, block)
+            outs.append(out.view(B, H, D))
         else:
+            k, v = _read_pages(keys, block), _read_pages(values, block)
             q = q.view(B, Q, G, -1, D).permute(2, 0, 3, 1, 4).reshape(G * B, -1, D)
-        wide = torch.float32 if q.dtype.itemsize < 4 else q.dtype
-        mask = _paged_mask(block, window, heads=H, groups=G, dtype=wide)
-        if q.dtype == wide:
-            scores = torch.baddbmm(mask, q, k.transpose(1, 2), alpha=scale)
-        else:
-            scores = torch.bmm(q, k.transpose(1, 2)).to(wide).mul_(scale).add_(mask)
-        if sinks_H is None:
-            probs = scores.softmax(-1)
-        else:
-            sinks = sinks_H.to(scores.dtype).view(G, 1, -1, 1).expand(G, B, H // G, Q)
-            scores = torch.cat([scores, sinks.reshape(G * B, -1, 1)], -1)
-            probs = scores.softmax(-1)[..., :-1]
-        out = torch.bmm(probs.to(v.dtype), v)
-        if Q == 1:
-            outs.append(out.view(G, B, -1, D).transpose(0, 1).reshape(B, H, D))
-        else:
+            out = _paged_softmax(q, k, v, sinks_H, window, scale, block)
             out = out.view(G, B, -1, Q, D).permute(1, 3, 0, 2, 4)
             outs.append(out.reshape(B * Q, H, D))
     out = outs[0] if len(outs) == 1 else torch.cat(outs)
     return out if context.place_index is None else out[context.place_index]
+
+
+def _paged_softmax(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks_H: Tensor | None,
+    window: int | None,
+    scale: float,
+    block: PagedBlock,
+) -> Tensor:
+    """q [N, H/G * Q, D], k and v [N, num_keys, D] -> like q. N is B * G if the block is resident,
+    else G * B."""
+    wide = torch.float32 if q.dtype.itemsize < 4 else q.dtype
+    B, Q = block.positions.shape
+    G = len(q) // B
+    mask = _paged_mask(block, window, groups=G, repeat=q.shape[1] // Q, dtype=wide)
+    if q.dtype == wide:
+        scores = torch.baddbmm(mask, q, k.transpose(1, 2), alpha=scale)
+    else:
+        scores = torch.bmm(q, k.transpose(1, 2)).to(wide).mul_(scale).add_(mask)
+    if sinks_H is None:
+        probs = scores.softmax(-1)
+    else:
+        sinks = sinks_H.to(wide).view(G, 1, -1, 1)
+        if block.resident is not None:
+            sinks = sinks.transpose(0, 1)
+        shape = (B, G) if block.resident is not None else (G, B)
+        sinks = sinks.expand(*shape, -1, Q).reshape(B * G, -1, 1)
+        probs = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
+    return torch.bmm(probs.to(v.dtype), v)
+
+
+def _resident_rows(
+    block: PagedBlock, rows: ResidentRows, k_BGD: Tensor, v_BGD: Tensor, layer: int
+) -> tuple[Tensor, Tensor]:
+    """Keys and values [B * G, num_keys, D] in place, the new ones written first."""
+    B, G, D = k_BGD.shape
+    out = []
+    for cache, x_BGD in ((rows.keys[layer], k_BGD), (rows.values[layer], v_BGD)):
+        cache.view(-1, D).index_copy_(0, rows.write_index, x_BGD.reshape(-1, D))
+        out.append(cache[:B].view(B * G, -1, D)[:, : block.num_keys])
+    return out[0], out[1]
 
 
 def _read_pages(cache_GPSD: Tensor, block: PagedBlock) -> Tensor:
@@ -303,9 +334,9 @@ def _read_pages(cache_GPSD: Tensor, block: PagedBlock) -> Tensor:
 
 
 def _paged_mask(
-    block: PagedBlock, window: int | None, *, heads: int, groups: int, dtype: torch.dtype
+    block: PagedBlock, window: int | None, *, groups: int, repeat: int, dtype: torch.dtype
 ) -> Tensor:
-    """[G * B, H/G * Q, num_keys]: 0 where a query sees a key, else -inf."""
+    """[N, repeat * Q, num_keys]: 0 where a query sees a key, else -inf. N: `_paged_softmax`'s."""
     key = ("mask", window, dtype)
     if key not in block.memo:
         at_query = block.positions[:, :, None]
@@ -315,8 +346,11 @@ def _paged_mask(
             hidden |= at_key <= at_query - window
         B, Q, L = hidden.shape
         mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
-        mask = mask.masked_fill_(hidden, float("-inf")).view(1, B, 1, Q, L)
-        mask = mask.expand(groups, B, heads // groups, Q, L)
+        mask = mask.masked_fill_(hidden, float("-inf"))
+        if block.resident is not None:
+            mask = mask.view(B, 1, 1, Q, L).expand(B, groups, repeat, Q, L)
+        else:
+            mask = mask.view(1, B, 1, Q, L).expand(groups, B, repeat, Q, L)
         block.memo[key] = mask.reshape(groups * B, -1, L)
     return block.memo[key]
 

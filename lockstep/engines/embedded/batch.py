@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from lockstep.engines.embedded.kv_cache import ZERO_PAGE, Lease, PagedCache
+from lockstep.engines.embedded.kv_cache import ZERO_PAGE, Lease, PagedCache, ResidentCache
 from lockstep.engines.embedded.sampler import Rule, sample, stream_of, uniforms
-from lockstep.ops.context import PagedBlock, PagedContext
+from lockstep.ops.context import PagedBlock, PagedContext, ResidentRows
 from lockstep.types import Float32Array, Int32Array, Request
 
 Tensor = torch.Tensor
@@ -92,6 +92,8 @@ class Rows:
         self.top_k = np.zeros(capacity, np.int64)
         self.stop_ids = np.full((capacity, 4), -1, np.int64)
         self.rule_of = np.zeros(capacity, np.int64)
+        self.is_loaded = np.zeros(capacity, np.bool_)
+        """Whether the row stands in the resident cache."""
         # As long as the longest reply may become; untouched memory is not taken from the system.
         self.sampled_ids = np.empty((capacity, max_context), np.int32)
         self.logprobs = np.empty((capacity, max_context), np.float32)
@@ -128,6 +130,7 @@ class Rows:
             self._rules.append(rule)
         self.rule_of[row] = self._rules.index(rule)
         self.counts[row] = 0
+        self.is_loaded[row] = False
         if sequence.sampled_ids is not None and sequence.sampled_logprobs is not None:
             count = len(sequence.sampled_ids)
             self.sampled_ids[row, :count] = sequence.sampled_ids
@@ -155,6 +158,7 @@ class Rows:
                 self.rule_of,
             ):  # fmt: skip
                 array[row] = array[last]
+            self.is_loaded[row] = False
             self.sequences[row] = self.sequences[last]
             self.sequences[row].row = row
         self.pages[last, : self.num_pages[last]] = ZERO_PAGE
@@ -258,14 +262,18 @@ class Inputs:
     """In the order of their tokens."""
 
 
-def build_inputs(rows: Rows, chunks: Seq[Chunk], cache: PagedCache) -> Inputs:
-    """The index tensors of a step over the rows as they stand, and `chunks`."""
+def build_inputs(
+    rows: Rows, chunks: Seq[Chunk], cache: PagedCache, resident: ResidentCache | None
+) -> Inputs:
+    """The index tensors of a step over the rows as they stand, and `chunks`. Loads the resident
+    cache, so copies between pages must have been made."""
     n, size, device = rows.num, rows.page_size, cache.keys.device
     ids, positions = rows.last_ids[:n], rows.positions[:n]
     write_index = rows.write_index[:n]
     layout = _Layout(size, device)
     if n:
-        layout.add_rows(positions, rows.pages, rows.num_pages[:n])
+        found = None if resident is None else _load_resident(rows, resident, device)
+        layout.add_rows(positions, rows.pages, rows.num_pages[:n], found)
     ordered: list[Chunk] = []
     if chunks:
         groups = _group_chunks(chunks, size)
@@ -314,12 +322,14 @@ class _Layout:
         positions: npt.NDArray[np.int64],
         pages: npt.NDArray[np.int64],
         num_pages: npt.NDArray[np.int64],
+        resident: ResidentRows | None,
     ) -> None:
         """One query each. Rows of very different length go to several blocks."""
         width, n = int(num_pages.max()), len(positions)
         wasted = (width * n - int(num_pages.sum())) * self._page_size
-        if wasted <= JOIN_PAIRS:
-            self._add(np.arange(n)[:, None], positions[:, None], pages[:n, :width], is_ordered=True)
+        if wasted <= JOIN_PAIRS or resident is not None:
+            tokens, queries = np.arange(n)[:, None], positions[:, None]
+            self._add(tokens, queries, pages[:n, :width], is_ordered=True, resident=resident)
             return
         power = np.ceil(np.log2(num_pages)).astype(np.int64)
         for value in np.unique(power):
@@ -349,6 +359,7 @@ class _Layout:
         pages: npt.NDArray[np.int64],
         *,
         is_ordered: bool,
+        resident: ResidentRows | None = None,
     ) -> None:
         last = int(positions.max())
         num_keys = min(
@@ -361,6 +372,7 @@ class _Layout:
                 _tensor(pages, self._device),
                 num_keys,
                 first_token=int(tokens[0, 0]),
+                resident=resident,
             )
         )
         self._places.append(tokens.reshape(-1))
@@ -394,6 +406,30 @@ def _group_chunks(chunks: Seq[Chunk], page_size: int) -> list[list[int]]:
             groups.append([i])
             longest, width, used = queries[i], keys[i], queries[i] * keys[i]
     return groups
+
+
+def _load_resident(
+    rows: Rows, resident: ResidentCache, device: torch.device
+) -> ResidentRows | None:
+    """The resident cache with all rows in it, or None where it would be too large."""
+    n = rows.num
+    is_kept = resident.fit(n, int(rows.num_pages[:n].max()))
+    if is_kept is None:
+        return None
+    if not is_kept:
+        rows.is_loaded[:] = False
+    if not rows.is_loaded[:n].all():
+        missing = np.flatnonzero(~rows.is_loaded[:n])
+        width = int(rows.num_pages[missing].max())
+        resident.load(missing, rows.pages[missing, :width])
+        rows.is_loaded[missing] = True
+    groups = resident.keys.shape[2]
+    heads = np.arange(n * groups).reshape(n, groups) * resident.length
+    return ResidentRows(
+        resident.keys,
+        resident.values,
+        _tensor((heads + rows.positions[:n, None]).reshape(-1), device),
+    )
 
 
 def _lease(chunk: Chunk) -> Lease:

@@ -26,7 +26,7 @@ import torch
 from lockstep.engines.base import Capabilities
 from lockstep.engines.config import EmbeddedConfig
 from lockstep.engines.embedded.batch import Chunk, Rows, Sequence, build_inputs
-from lockstep.engines.embedded.kv_cache import PagedCache
+from lockstep.engines.embedded.kv_cache import PagedCache, ResidentCache
 from lockstep.engines.embedded.scheduler import Scheduler
 from lockstep.errors import CapabilityError, ConfigError, EngineError
 from lockstep.models.decoder import Decoder
@@ -135,6 +135,9 @@ class EmbeddedEngine:
             dtype=model.embedding.dtype,
             device=model.embedding.device,
         )
+        self._resident = None
+        if config.resident_rows:
+            self._resident = ResidentCache(self._cache, max_tokens=config.kv_cache_tokens)
         self._rows = Rows(
             capacity=config.max_num_sequences,
             max_context=self.max_tokens,
@@ -281,6 +284,7 @@ class EmbeddedEngine:
         if not self._is_asleep:
             self._drop_cache()
             self._cache.deallocate()
+            self._drop_resident()
             self._is_asleep = True
 
     async def wake(self) -> None:
@@ -298,6 +302,7 @@ class EmbeddedEngine:
         self._is_closed = True
         if not self._is_asleep:
             self._cache.deallocate()
+            self._drop_resident()
 
     # -- arrival ------------------------------------------------------------------------------
 
@@ -412,10 +417,10 @@ class EmbeddedEngine:
             raise EngineError(
                 "no request can run although pages are free: a defect of the scheduler."
             )
-        inputs = build_inputs(rows, planned, cache)
+        cache.run_copies()
+        inputs = build_inputs(rows, planned, cache, self._resident)
         chunks = inputs.chunks
         last_places = self._finish_prefill(chunks, num_fed)
-        cache.run_copies()
         with torch.inference_mode():
             hidden = self._model(inputs.ids, inputs.positions, inputs.context)
             broken = self._score_chunks(chunks, hidden, num_fed) if chunks else []
@@ -632,6 +637,7 @@ class EmbeddedEngine:
             self._fail(reply, EngineError(f"request {reply.request.id}: {cause}"))
         self._cache.forget()
         self._cache.clear_free_pages()
+        self._drop_resident()
 
     def _fail_all(self, error: EngineError) -> None:
         for reply in list(self._reply_of.values()):
@@ -651,6 +657,10 @@ class EmbeddedEngine:
             scheduler.preempt(sequence, keep=False)
         scheduler.num_preemptions = 0  # these were asked for; the counter tells a lack of pages
         self._cache.forget()
+
+    def _drop_resident(self) -> None:
+        if self._resident is not None:
+            self._resident.drop()
 
     def _copy_with(self, source: Mapping[str, Any] | str) -> Decoder:
         shared = self._shared

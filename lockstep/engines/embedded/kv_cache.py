@@ -56,6 +56,54 @@ class Lease:
     """Positions entered into the trie."""
 
 
+class ResidentCache:
+    """The running rows' keys and values once more, each row in one piece: see `ResidentRows`.
+
+    Derived from the pages and never the only place of anything: a row that is not loaded is copied
+    from its pages before the next step. Not used where it would take more than `max_tokens` places.
+    """
+
+    def __init__(self, cache: PagedCache, *, max_tokens: int) -> None:
+        self._cache, self._max_tokens = cache, max_tokens
+        self.num_rows = self.length = 0
+        self.keys = self.values = torch.empty(0)
+
+    def fit(self, num_rows: int, num_pages: int) -> bool | None:
+        """Makes room for this many rows and pages per row. Returns whether what was loaded still
+        is; None if there may not be so much."""
+        size = self._cache.page_size
+        length = num_pages * size
+        if num_rows <= self.num_rows and length <= self.length:
+            return True
+        num_rows = max(self.num_rows, 1 << (num_rows - 1).bit_length())
+        length = max(self.length, size << (num_pages - 1).bit_length())
+        if num_rows * length > self._max_tokens:
+            self.drop()
+            return None
+        layers, groups, _, _, width = self._cache.keys.shape
+        shape = (layers, num_rows, groups, length, width)
+        self.keys = torch.zeros(shape, dtype=self._cache.keys.dtype, device=self._cache.keys.device)
+        self.values = torch.zeros_like(self.keys)
+        self.num_rows, self.length = num_rows, length
+        return False
+
+    def load(self, rows: npt.NDArray[np.int64], pages: npt.NDArray[np.int64]) -> None:
+        """Copies pages [rows, P] to the rows."""
+        cache = self._cache
+        count, width = pages.shape
+        index = torch.from_numpy(pages.reshape(-1)).to(cache.keys.device)
+        at = torch.from_numpy(rows).to(index.device)
+        for paged, resident in ((cache.keys, self.keys), (cache.values, self.values)):
+            layers, groups, _, size, dim = paged.shape
+            read = paged.index_select(2, index).view(layers, groups, count, width * size, dim)
+            resident[:, :, :, : width * size].index_copy_(1, at, read.transpose(1, 2))
+
+    def drop(self) -> None:
+        """Gives the memory back, with all that was in it."""
+        self.num_rows = self.length = 0
+        self.keys = self.values = torch.empty(0)
+
+
 class PagedCache:
     """Memory for keys and values, the trie over it, and the least recently used order."""
 

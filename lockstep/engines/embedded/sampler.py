@@ -79,13 +79,19 @@ def sample(
         assert top_p is not None and top_k is not None, "a filtering rule needs top_p and top_k"
         ids, kept = _draw_filtered(logp, uniform, top_p, top_k)
     else:
-        ids, kept = _draw(logp.exp(), uniform), None
+        ids, kept = _draw(_probs(logits, rule.temperature), uniform), None
     if rule.distribution == "model" and rule.temperature != 1.0:
         return ids[:, 0], ops.log_softmax(logits).gather(1, ids)[:, 0]
     found = logp.gather(1, ids)[:, 0]
     if rule.distribution == "sampled" and kept is not None:
         found = (found - kept.log()).clamp_(max=0.0)  # the sum of what is kept rounds
     return ids[:, 0], found
+
+
+def _probs(logits: Tensor, temperature: float) -> Tensor:
+    """What exp(log_softmax) is to rounding, for less."""
+    logits = logits.float()
+    return torch.softmax(logits if temperature == 1.0 else logits / temperature, -1)
 
 
 def _draw(probs: Tensor, uniform: Tensor) -> Tensor:

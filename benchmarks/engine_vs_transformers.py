@@ -1,0 +1,185 @@
+"""Tokens per second of the embedded engine against `transformers`' generate.
+
+Same random weights, same prompts, 32 prompts x 128 new tokens at temperature 1, in one process and
+in turn, with one thread and with two. Ours also records the log-prob of every token; generate does
+not. End tokens are off on both sides, so both sample exactly as many tokens.
+
+    python benchmarks/engine_vs_transformers.py [--json] [--rounds N]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import math
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+import numpy as np
+import torch
+import transformers
+
+from lockstep.engines.config import EmbeddedConfig
+from lockstep.engines.embedded.engine import EmbeddedEngine
+from lockstep.models.hf_io import load_checkpoint
+from lockstep.types import Request, SamplingParams
+
+NUM_PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 32, 32, 128
+
+TINY = {
+    "vocab_size": 561, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512,
+    "initializer_range": 0.15, "tie_word_embeddings": True,
+}  # fmt: skip
+LARGER = TINY | {
+    "vocab_size": 16384, "hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "head_dim": 64, "initializer_range": 0.05,
+}  # fmt: skip
+NO_ENDS = {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": None}
+
+
+def make_peer(kind: str, shape: dict[str, Any]) -> transformers.PreTrainedModel:
+    """The Hugging Face model, with the fastest attention that it offers on a CPU."""
+    torch.manual_seed(0)
+    if kind == "gpt_oss":
+        config = transformers.GptOssConfig(
+            **shape, **NO_ENDS, intermediate_size=shape["hidden_size"], num_local_experts=4,
+            num_experts_per_tok=2, sliding_window=64,
+            rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        )  # fmt: skip
+        make, attention = transformers.GptOssForCausalLM, "eager"  # sdpa is refused: sinks
+    else:
+        config = transformers.Qwen3Config(
+            **shape, **NO_ENDS, intermediate_size=2 * shape["hidden_size"]
+        )
+        make, attention = transformers.Qwen3ForCausalLM, "sdpa"
+    return make._from_config(config, attn_implementation=attention).float().eval()
+
+
+def run_peer(model: transformers.PreTrainedModel, prompts: np.ndarray, *, greedy: bool) -> Any:
+    ids = torch.from_numpy(prompts)
+    how = {"do_sample": False} if greedy else {"do_sample": True, "temperature": 1.0, "top_k": 0}
+    with torch.inference_mode():
+        return model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS,
+            min_new_tokens=NEW_TOKENS, use_cache=True, **how,
+        )  # fmt: skip
+
+
+def run_ours(engine: EmbeddedEngine, prompts: np.ndarray, *, greedy: bool, tag: str) -> list[Any]:
+    sampling = SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0 if greedy else 1.0)
+
+    replies: dict[int, Any] = {}
+
+    async def reply(number: int) -> None:
+        request = Request(
+            id=f"{tag}/{number}", prompt_ids=prompts[number].astype(np.int32), sampling=sampling,
+            seed=number,
+        )  # fmt: skip
+        replies[number] = [delta async for delta in engine.generate(request)][-1]
+
+    async def all_of_them() -> None:
+        await asyncio.gather(*(reply(i) for i in range(len(prompts))))
+
+    # Python 3.11 formats the result of the main coroutine while it restores the signal handler
+    # (signal.signal tries it as an enum): nothing large may be returned through asyncio.run.
+    asyncio.run(all_of_them())
+    return [replies[i] for i in range(len(prompts))]
+
+
+def seconds(run: Callable[[], Any]) -> float:
+    started = time.perf_counter()
+    run()
+    return time.perf_counter() - started
+
+
+def compare(name: str, kind: str, shape: dict[str, Any], threads: int, rounds: int) -> dict:
+    """Tokens/s of both sides, each the median of `rounds` runs taken in turn."""
+    torch.set_num_threads(threads)
+    peer = make_peer(kind, shape)
+    with tempfile.TemporaryDirectory() as directory:
+        peer.save_pretrained(directory)
+        model = load_checkpoint(directory)
+    engine = EmbeddedEngine(model, EmbeddedConfig(prefix_cache=False))
+    rng = np.random.default_rng(0)
+
+    def prompts() -> np.ndarray:
+        return rng.integers(0, shape["vocab_size"], (NUM_PROMPTS, PROMPT_TOKENS))
+
+    same = prompts()
+    theirs = run_peer(peer, same[:4], greedy=True)[:, PROMPT_TOKENS:].numpy()
+    ours = [d.token_ids for d in run_ours(engine, same[:4], greedy=True, tag="check")]
+    agree = float((np.stack(ours) == theirs).mean())
+    if agree < 0.9:  # a tie that rounding decides sends the rest of one reply elsewhere
+        raise SystemExit(f"{name}: greedy tokens agree on {agree:.0%} only: not the same model.")
+    run_ours(engine, same, greedy=False, tag="warm")
+    run_peer(peer, same, greedy=False)
+    times: dict[str, list[float]] = {"ours": [], "peer": []}
+    for turn in range(rounds):
+        batch, tag = prompts(), f"turn {turn}"
+        mine = lambda b=batch, t=tag: run_ours(engine, b, greedy=False, tag=t)  # noqa: E731
+        his = lambda b=batch: run_peer(peer, b, greedy=False)  # noqa: E731
+        times["ours"].append(seconds(mine))
+        times["peer"].append(seconds(his))
+    tokens = NUM_PROMPTS * NEW_TOKENS
+    speed = {side: tokens / float(np.median(t)) for side, t in times.items()}
+    return {
+        "model": name, "threads": threads, "ours": round(speed["ours"]),
+        "peer": round(speed["peer"]), "ratio": round(speed["ours"] / speed["peer"], 2),
+        "greedy_agreement": round(agree, 3),
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", action="store_true", help="print the last line only")
+    parser.add_argument("--rounds", type=int, default=5, help="runs of each side per case")
+    options = parser.parse_args()
+    transformers.utils.logging.set_verbosity_error()
+    cases = [
+        ("tiny gpt_oss", "gpt_oss", TINY), ("tiny qwen3", "qwen3", TINY),
+        ("larger gpt_oss", "gpt_oss", LARGER), ("larger qwen3", "qwen3", LARGER),
+    ]  # fmt: skip
+    rows = []
+    for name, kind, shape in cases:
+        rounds = options.rounds if shape is TINY else max(2, options.rounds // 2)
+        for threads in (1, 2):
+            row = compare(name, kind, shape, threads, rounds)
+            rows.append(row)
+            if not options.json:
+                print(
+                    f"{name:15} {threads} thread{'s' * (threads > 1):1}  ours {row['ours']:7,} "
+                    f"tokens/s  transformers {row['peer']:7,}  ratio {row['ratio']:.2f}",
+                    flush=True,
+                )
+    tiny = [row for row in rows if row["model"].startswith("tiny")]
+    mean = {
+        side: math.exp(sum(math.log(row[side]) for row in tiny) / len(tiny))
+        for side in ("ours", "peer")
+    }
+    print(
+        json.dumps(
+            {
+                "name": "engine_vs_transformers",
+                "ours": round(mean["ours"]),
+                "peer": round(mean["peer"]),
+                "unit": "sampled tokens/s",
+                "ratio": round(mean["ours"] / mean["peer"], 2),
+                "better": "higher",
+                "how": f"{NUM_PROMPTS} prompts x {NEW_TOKENS} new tokens, geometric mean over both "
+                f"tiny models with one and two threads, medians of {options.rounds} runs in turn; "
+                f"transformers {transformers.__version__}",
+                "cases": rows,
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()
