@@ -577,7 +577,11 @@ class Trajectory:
     # -- invariants ---------------------------------------------------------------------------
 
     def _next(self, parent: int | None) -> str:
-        return f"trajectory {self.id}, segment {len(self.segments)} (parent {parent})"
+        """Names the segment that is about to be added, once its parent is known to exist."""
+        where = f"trajectory {self.id}, segment {len(self.segments)} (parent {parent})"
+        if parent is not None and not 0 <= parent < len(self.segments):
+            raise TokenError(f"{where}: there are only {len(self.segments)} segments.")
+        return where
 
     def _turn_after(self, parent: int | None) -> int:
         if parent is None:
@@ -605,8 +609,6 @@ class Trajectory:
 
     def _add(self, segment: Segment) -> int:
         where = self._next(segment.parent)
-        if segment.parent is not None and not 0 <= segment.parent < len(self.segments):
-            raise TokenError(f"{where}: there are only {len(self.segments)} segments.")
         if segment.is_sampled and segment.parent is None:
             raise TokenError(f"{where}: a sampled segment needs a prompt before it.")
         if not len(segment):
