@@ -1,0 +1,341 @@
+"""The peer's side of step_vs_trl.py: TRL's GRPOTrainer with tools, on our model, task and batch.
+
+Run by that benchmark in TRL's own virtual environment, with this checkout on PYTHONPATH:
+
+    python benchmarks/peers/trl_grpo.py quickstart model=tiny-qwen3 steps=15
+
+The recipe and the overrides are those of our own run: tasks, batch, sampling and optimizer are read
+from its config. Only the torch-free rooms of lockstep are imported (tasks, world, reward, and the
+renderer to check against). With --paced it prints READY before each step, and waits for a line on
+stdin. The last line printed is a JSON object: what each step cost, its reward, its sampled tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from itertools import islice
+from tempfile import TemporaryDirectory
+from typing import Any
+
+os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import torch
+import transformers
+import trl
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+
+from lockstep.build import lay_foundation
+from lockstep.config import resolve
+from lockstep.envs.docsearch.config import DocSearchConfig
+from lockstep.envs.docsearch.environment import INVALID_CALL
+from lockstep.objectives.config import PPOClip
+from lockstep.recipes import find_recipe
+from lockstep.renderers.base import Renderer
+from lockstep.run_config import Config
+from lockstep.types import Message, Task, ToolCall
+
+# Each format is what our renderer writes for the shipped models, in compact form: no tools in the
+# prompt, no system text. `check_format` compares ids before anything is timed.
+#
+# Arguments that are not JSON reach the tool as text, which fails there; the template then shows our
+# environment's own words for it. Without that TRL would end the episode, and play shorter ones.
+REPLY = "{{ '" + INVALID_CALL + "' if m.content.startswith(\"{'error'\") else m.content }}"
+ARGUMENTS = {
+    "content": "json",
+    "content_args": {"allow_non_json": True},
+    "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+    "repeats": True,
+}
+FORMATS: dict[str, dict[str, Any]] = {
+    "harmony": {
+        "end": "<|return|>",
+        "stop": ("<|return|>", "<|call|>"),
+        "opening": "<|start|>assistant",
+        "chat_template": (
+            "{% for m in messages %}"
+            "{% if m.role in ('developer', 'user') %}"
+            "<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>"
+            "{% elif m.role == 'tool' %}<|start|>functions.{{ m.name }} to=assistant"
+            "<|channel|>commentary<|message|>" + REPLY + "<|end|>"
+            "{% elif m.tool_calls %}<|start|>assistant{% for c in m.tool_calls %}"
+            "<|channel|>commentary to=functions.{{ c.function.name }} <|constrain|>json"
+            "<|message|>{{ c.function.arguments | tojson }}<|call|>{% endfor %}"
+            "{% else %}<|start|>assistant<|channel|>final<|message|>{{ m.content }}<|return|>"
+            "{% endif %}{% endfor %}"
+            "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+        ),
+        "response_template": {
+            "defaults": {"role": "assistant"},
+            "start_anchor": "<|start|>assistant",
+            "fields": {
+                "content": {
+                    "open": "<|channel|>final<|message|>",
+                    "close_pattern": r"<\|return\|>\s*",
+                    "content": "text",
+                },
+                "tool_calls": {
+                    "open_pattern": r"<\|channel\|>commentary to=functions\.(?P<name>\S+?) "
+                    r"<\|constrain\|>json<\|message\|>",
+                    "close_pattern": r"<\|call\|>\s*",
+                    **ARGUMENTS,
+                },
+            },
+        },
+    },
+    "chatml": {
+        "end": "<|im_end|>",
+        "stop": ("<|im_end|>",),
+        "opening": "<|im_start|>assistant\n",
+        "chat_template": (
+            "{% for m in messages %}"
+            "{% if m.role == 'tool' %}<|im_start|>user\n<tool_response>\n" + REPLY + "\n"
+            "</tool_response>"
+            "{% elif m.tool_calls %}<|im_start|>assistant\n{% for c in m.tool_calls %}<tool_call>\n"
+            '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}\n'
+            "</tool_call>{% endfor %}"
+            "{% else %}<|im_start|>{{ 'system' if m.role == 'developer' else m.role }}\n"
+            "{{ m.content }}"
+            "{% endif %}<|im_end|>\n{% endfor %}"
+            "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+        ),
+        "response_template": {
+            "defaults": {"role": "assistant"},
+            "start_anchor": "<|im_start|>assistant\n",
+            "fields": {
+                "tool_calls": {
+                    "open_pattern": r'<tool_call>\n\{"name": "(?P<name>\S+?)", "arguments": ',
+                    "close_pattern": r"\}\n</tool_call>",
+                    **ARGUMENTS,
+                },
+                "content": {"close_pattern": r"<\|im_end\|>\s*", "content": "text"},
+            },
+        },
+    },
+}
+
+
+class SearchWorld:
+    """TRL's environment: our world behind its search tool. Every public method would be a tool."""
+
+    config: Config
+
+    def reset(self, task_id: str, payload: str, **_: Any) -> None:
+        task = Task(id=task_id, payload=json.loads(payload))
+        self.play = self.config.task.environment(task, self.config.agent)
+
+    def get_document_chunks(self, keywords: list[str]) -> str:
+        """Finds the chunks of the documents that match the keywords best.
+
+        Args:
+            keywords: Words that the chunks should contain.
+        """
+        if not isinstance(keywords, list) or not all(isinstance(k, str) for k in keywords):
+            raise TypeError("keywords must be a list of texts")
+        return self.play.tools[0].function(keywords=keywords)
+
+
+class Judge:
+    """TRL's reward function: our environment's own score, from what TRL kept of the episode."""
+
+    __name__ = "docsearch"
+
+    def __init__(self, renderer: Renderer, opening_ids: list[int]) -> None:
+        self.renderer, self.opening_ids = renderer, opening_ids
+
+    async def __call__(
+        self,
+        *,
+        completions: list[list[dict[str, Any]]],
+        completion_ids: list[list[int]],
+        environments: list[SearchWorld],
+        **_: Any,
+    ) -> list[float]:
+        rewards: list[float] = []
+        for messages, ids, world in zip(completions, completion_ids, environments, strict=True):
+            replies = [m["content"] for m in messages if m["role"] == "tool"]
+            world.play.num_calls = len(replies)
+            world.play.num_invalid_calls = sum(r.startswith("{'error'") for r in replies)
+            # The last turn is read by our parser, so that both sides take the same turns for an
+            # answer; a call that TRL's limit left unanswered is made, as our last one is.
+            await world.play.step(self.renderer.parse(self._last_turn(ids)))
+            rewards.append((await world.play.score()).reward)
+        return rewards
+
+    def _last_turn(self, ids: list[int]) -> list[int]:
+        size = len(self.opening_ids)
+        for at in range(len(ids) - size, -1, -1):
+            if ids[at : at + size] == self.opening_ids:
+                return ids[at + size :]
+        return ids
+
+
+class Clock(TrainerCallback):
+    """Wall and processor time of every step: sampling, tools, reward, update."""
+
+    def __init__(self, *, is_paced: bool) -> None:
+        self.steps: list[dict[str, float]] = []
+        self._is_paced = is_paced
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        if self._is_paced:
+            print("READY", flush=True)
+            sys.stdin.readline()
+        self._began = time.perf_counter(), time.process_time()
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        wall, cpu = self._began
+        self.steps.append(
+            {"seconds": time.perf_counter() - wall, "cpu_seconds": time.process_time() - cpu}
+        )
+
+    def on_log(self, *_: Any, logs: dict[str, float] | None = None, **__: Any) -> None:
+        if logs and "reward" in logs:
+            self.steps[-1]["reward"] = float(logs["reward"])
+            self.steps[-1]["tokens_per_episode"] = float(logs["completions/mean_length"])
+            self.steps[-1]["calls_per_episode"] = float(logs["tools/call_frequency"])
+
+
+def check_format(tokenizer: Any, renderer: Renderer) -> None:
+    """Both sides write a dialogue with the same ids, or nothing is compared."""
+    first = [
+        Message(role="developer", content="Search, then answer."),
+        Message(role="user", content="What is the city of Bela?"),
+    ]
+    arguments = '{"keywords": ["Bela", "city"]}'
+    name = "get_document_chunks"
+    call = Message(role="assistant", tool_calls=(ToolCall(name=name, arguments=arguments),))
+    called = renderer.render_reply(call)
+    replies = ("The city of Bela is Oslo.", INVALID_CALL)
+    for text, content in zip(replies, (replies[0], "{'error': 'not JSON'}"), strict=True):
+        ours = renderer.render(first) + called
+        ours += renderer.extend(called, [Message(role="tool", name=name, content=text)])
+        function = {"name": name, "arguments": json.loads(arguments)}
+        theirs = tokenizer.apply_chat_template(
+            [
+                *({"role": m.role, "content": m.content} for m in first),
+                {"role": "assistant", "content": "", "tool_calls": [{"function": function}]},
+                {"role": "tool", "name": name, "content": content},
+            ],
+            add_generation_prompt=True,
+            return_dict=False,
+        )
+        if ours != theirs:
+            raise SystemExit(
+                f"the two sides do not write the same ids:\nours   {tokenizer.decode(ours)!r}\n"
+                f"theirs {tokenizer.decode(theirs)!r}"
+            )
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("recipe")
+    parser.add_argument("overrides", nargs="*")
+    parser.add_argument("--trl", type=json.loads, default={}, help="GRPOConfig fields, as JSON")
+    parser.add_argument("--paced", action="store_true")
+    options = parser.parse_args()
+    config = resolve(find_recipe(options.recipe), options.overrides)
+    if not isinstance(config.task, DocSearchConfig) or not isinstance(config.objective, PPOClip):
+        raise SystemExit("this peer plays document search with objective=ppo_clip alone")
+    foundation = lay_foundation(config)
+    renderer = foundation.renderer
+    form = FORMATS[renderer.name]
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_file=str(foundation.directory / "tokenizer.json"),
+        eos_token=form["end"],
+        pad_token="<|endoftext|>",
+    )
+    tokenizer.chat_template = form["chat_template"]
+    tokenizer.response_template = form["response_template"]
+    check_format(tokenizer, renderer)
+    SearchWorld.config = config
+
+    num_tasks = config.steps * config.groups_per_step
+    tasks = islice(config.task.tasks(split="train", seed=config.seed), num_tasks)
+    rows = [
+        {
+            "prompt": [
+                {"role": "developer", "content": config.task.instructions},
+                {"role": "user", "content": task.payload["question"]},
+            ],
+            "task_id": task.id,
+            "payload": json.dumps(task.payload),
+        }
+        for task in tasks
+    ]
+    longest_prompt = max(
+        len(tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True)["input_ids"])
+        for row in rows
+    )
+    # What these models are fastest with on a CPU: sinks have no sdpa, and grouped or batched
+    # experts cost more than the loop over four small ones.
+    kinds = (
+        {"attn_implementation": "eager", "experts_implementation": "eager"}
+        if foundation.model.is_moe
+        else {"attn_implementation": "sdpa"}
+    )
+    model = AutoModelForCausalLM.from_pretrained(foundation.directory, dtype=torch.float32, **kinds)
+    model.generation_config.eos_token_id = tokenizer.convert_tokens_to_ids(list(form["stop"]))
+    model.generation_config.pad_token_id = tokenizer.pad_token_id
+    trainer, objective = config.trainer, config.objective
+    clock = Clock(is_paced=options.paced)
+    opening_ids = tokenizer.encode(form["opening"], add_special_tokens=False)
+    with TemporaryDirectory() as directory:
+        settings: dict[str, Any] = {
+            "output_dir": directory,
+            "seed": config.seed,
+            "max_steps": config.steps,
+            "per_device_train_batch_size": config.groups_per_step * config.group_size,
+            "steps_per_generation": 1,
+            "num_generations": config.group_size,
+            "shuffle_dataset": False,
+            "max_completion_length": config.max_tokens - longest_prompt,
+            "generation_kwargs": {"max_new_tokens": config.agent.max_turn_tokens},
+            # One generation comes before the first tool call: one turn more than iterations.
+            "max_tool_calling_iterations": config.task.max_calls - 1,
+            "temperature": config.agent.temperature,
+            "top_k": config.agent.top_k,
+            "top_p": config.agent.top_p,
+            "loss_type": "dapo",  # the mean over the tokens of the batch, as ours
+            "epsilon": objective.clip[0],
+            "epsilon_high": objective.clip[1],
+            "beta": 0.0,
+            "scale_rewards": "group",
+            "router_aux_loss_coef": 0.0,
+            "learning_rate": trainer.lr,
+            "lr_scheduler_type": "constant_with_warmup",
+            "warmup_steps": trainer.warmup_updates,
+            "adam_beta1": trainer.betas[0],
+            "adam_beta2": trainer.betas[1],
+            "weight_decay": trainer.weight_decay,
+            "max_grad_norm": trainer.grad_clip,
+            "use_cpu": True,
+            "bf16": False,
+            "gradient_checkpointing": False,
+            "logging_steps": 1,
+            "save_strategy": "no",
+            "report_to": [],
+            "disable_tqdm": True,
+        }
+        GRPOTrainer(
+            model=model,
+            reward_funcs=Judge(renderer, opening_ids),
+            args=GRPOConfig(**(settings | options.trl)),
+            train_dataset=Dataset.from_list(rows),
+            processing_class=tokenizer,
+            environment_factory=SearchWorld,
+            callbacks=[clock],
+        ).train()
+    versions = {"trl": trl.__version__, "transformers": transformers.__version__}
+    print(json.dumps({"steps": clock.steps, "versions": {**versions, "torch": torch.__version__}}))
+
+
+if __name__ == "__main__":
+    main()
