@@ -59,7 +59,7 @@ docs; another one is another peer."""
 
 HOW = (
     "median seconds per step (sample 64 episodes with tools, score, update), one thread each, step "
-    "by step in turn; TRL with transformers generate, its fastest settings for these models"
+    "by step in turn; TRL with transformers generate, the fastest of its settings that were tried"
 )
 
 
