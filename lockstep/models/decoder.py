@@ -20,6 +20,10 @@ Context = PackedContext | PagedContext
 
 GPT_OSS_ALPHA = 1.702  # sigmoid slope of gpt-oss' activation; a constant in its config class too
 
+ALL_EXPERTS_MULTIPLIES = 1 << 19
+"""Multiplications per matrix that may be wasted on experts that a token did not choose: below it,
+sorting tokens by expert costs more than it saves (a few dozen tokens of a tiny model on a CPU)."""
+
 
 class Attention(nn.Module):
     """Queries, keys and values come from one fused projection, rows ordered [q, k, v]."""
@@ -90,17 +94,27 @@ class MoE(nn.Module):
         logits_TE = ops.linear(x_TD, self.router.weight, self.router.bias)
         top_TA, experts_TA = logits_TE.topk(self.num_active, -1)
         weights_TA = top_TA.softmax(-1)
+        E, A = len(self.down_bias), self.num_active
+        if x_TD.numel() * (E - A) * self.down_proj.shape[2] <= ALL_EXPERTS_MULTIPLIES:
+            # Every expert on every token: no sorting, and the pairs that count are the same.
+            counts = [len(x_TD)] * E
+            x_RD = x_TD.expand(E, *x_TD.shape).flatten(0, 1)
+            place_TA = torch.arange(len(x_TD), device=x_TD.device)[:, None] + experts_TA * len(x_TD)
+            out_TAD = self._experts(x_RD, counts)[place_TA]
+            return (out_TAD * weights_TA[..., None]).sum(1)
         experts_R = experts_TA.flatten()
         order_R = experts_R.argsort(stable=True)
-        counts = torch.bincount(experts_R, minlength=len(self.down_bias)).tolist()
-        x_RD = x_TD[order_R // self.num_active]
-        x_RF = ops.expert_linear(x_RD, self.gate_up_proj, self.gate_up_bias, counts)
-        x_RF = ops.swiglu_clamped(x_RF, alpha=GPT_OSS_ALPHA, limit=self.limit)
-        out_RD = ops.expert_linear(x_RF, self.down_proj, self.down_bias, counts)
+        counts = torch.bincount(experts_R, minlength=E).tolist()
+        out_RD = self._experts(x_TD[order_R // A], counts)
         place_R = torch.empty_like(order_R)
         place_R[order_R] = torch.arange(len(order_R), device=order_R.device)
         out_TAD = out_RD[place_R].view(*experts_TA.shape, -1)
         return (out_TAD * weights_TA[..., None]).sum(1)
+
+    def _experts(self, x_RD: Tensor, counts: list[int]) -> Tensor:
+        x_RF = ops.expert_linear(x_RD, self.gate_up_proj, self.gate_up_bias, counts)
+        x_RF = ops.swiglu_clamped(x_RF, alpha=GPT_OSS_ALPHA, limit=self.limit)
+        return ops.expert_linear(x_RF, self.down_proj, self.down_bias, counts)
 
 
 class Block(nn.Module):

@@ -76,6 +76,8 @@ class ResidentRows:
     """Like `keys`."""
     write_index: Tensor
     """[B * G] int64: the place of each sequence's new key, by head, in a layer's R * G * N."""
+    memo: dict[Any, Any] = field(default_factory=dict)
+    """What a backend makes of these tensors and reads again: as long as they are the same ones."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

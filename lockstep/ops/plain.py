@@ -16,6 +16,8 @@ from lockstep.ops.context import PackedContext, PagedBlock, PagedContext, Reside
 
 Tensor = torch.Tensor
 
+MASK_TABLE_LENGTH = 1024  # 4 MiB of float32: longer sequences have their mask made in every step
+
 HEAD_CHUNK_BYTES = 64 << 20  # logits of one chunk; a chunk is recomputed in backward, not kept
 
 
@@ -92,6 +94,12 @@ class _ExpertLinear(torch.autograd.Function):
 def expert_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, tokens_per_expert: list[int]
 ) -> Tensor:
+    rows = tokens_per_expert[0]
+    if rows and not torch.is_grad_enabled() and tokens_per_expert.count(rows) == len(weight):
+        x = x.view(len(weight), rows, -1)
+        if bias is None:
+            return torch.bmm(x, weight.transpose(1, 2)).flatten(0, 1)
+        return torch.baddbmm(bias[:, None], x, weight.transpose(1, 2)).flatten(0, 1)
     return _ExpertLinear.apply(x, weight, bias, tokens_per_expert)
 
 
@@ -319,11 +327,15 @@ def _resident_rows(
 ) -> tuple[Tensor, Tensor]:
     """Keys and values [B * G, num_keys, D] in place, the new ones written first."""
     B, G, D = k_BGD.shape
-    out = []
-    for cache, x_BGD in ((rows.keys[layer], k_BGD), (rows.values[layer], v_BGD)):
-        cache.view(-1, D).index_copy_(0, rows.write_index, x_BGD.reshape(-1, D))
-        out.append(cache[:B].view(B * G, -1, D)[:, : block.num_keys])
-    return out[0], out[1]
+    if (views := rows.memo.get((layer, B, block.num_keys))) is None:
+        views = rows.memo[layer, B, block.num_keys] = [
+            (cache[layer].view(-1, D), cache[layer, :B].view(B * G, -1, D)[:, : block.num_keys])
+            for cache in (rows.keys, rows.values)
+        ]
+    (all_k, k), (all_v, v) = views
+    all_k.index_copy_(0, rows.write_index, k_BGD.reshape(-1, D))
+    all_v.index_copy_(0, rows.write_index, v_BGD.reshape(-1, D))
+    return k, v
 
 
 def _read_pages(cache_GPSD: Tensor, block: PagedBlock) -> Tensor:
@@ -338,6 +350,12 @@ def _paged_mask(
 ) -> Tensor:
     """[N, repeat * Q, num_keys]: 0 where a query sees a key, else -inf. N: `_paged_softmax`'s."""
     key = ("mask", window, dtype)
+    if key not in block.memo and block.resident is not None:
+        table = _mask_table(block.resident, window, dtype)
+        if table is not None:
+            at = block.positions.expand(-1, groups * repeat).reshape(-1)
+            mask = table.index_select(0, at)[:, : block.num_keys]
+            block.memo[key] = mask.view(len(block.positions) * groups, repeat, -1)
     if key not in block.memo:
         at_query = block.positions[:, :, None]
         at_key = torch.arange(block.num_keys, device=at_query.device)
@@ -353,6 +371,22 @@ def _paged_mask(
             mask = mask.view(1, B, 1, Q, L).expand(groups, B, repeat, Q, L)
         block.memo[key] = mask.reshape(groups * B, -1, L)
     return block.memo[key]
+
+
+def _mask_table(rows: ResidentRows, window: int | None, dtype: torch.dtype) -> Tensor | None:
+    """[N, N]: the mask of a query at each position; None where it would be large."""
+    length = rows.keys.shape[3]
+    if length > MASK_TABLE_LENGTH:
+        return None
+    key = ("mask", window, dtype)
+    if key not in rows.memo:
+        at = torch.arange(length, device=rows.keys.device)
+        hidden = at > at[:, None]
+        if window is not None:
+            hidden |= at <= at[:, None] - window
+        table = torch.zeros(hidden.shape, dtype=dtype, device=at.device)
+        rows.memo[key] = table.masked_fill_(hidden, float("-inf"))
+    return rows.memo[key]
 
 
 # -- log-prob head ----------------------------------------------------------------------------

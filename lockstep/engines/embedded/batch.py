@@ -423,12 +423,9 @@ def _load_resident(
         width = int(rows.num_pages[missing].max())
         resident.load(missing, rows.pages[missing, :width])
         rows.is_loaded[missing] = True
-    groups = resident.keys.shape[2]
-    heads = np.arange(n * groups).reshape(n, groups) * resident.length
+    places = resident.first_places[:n] + rows.positions[:n, None]
     return ResidentRows(
-        resident.keys,
-        resident.values,
-        _tensor((heads + rows.positions[:n, None]).reshape(-1), device),
+        resident.keys, resident.values, _tensor(places.reshape(-1), device), resident.memo()
     )
 
 

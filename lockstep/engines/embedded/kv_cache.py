@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -67,6 +68,9 @@ class ResidentCache:
         self._cache, self._max_tokens = cache, max_tokens
         self.num_rows = self.length = 0
         self.keys = self.values = torch.empty(0)
+        self.first_places = np.zeros((0, 0), np.int64)
+        """[num_rows, G]: where each row's keys of each head begin, in a layer."""
+        self._memo: dict[Any, Any] = {}
 
     def fit(self, num_rows: int, num_pages: int) -> bool | None:
         """Makes room for this many rows and pages per row. Returns whether what was loaded still
@@ -85,7 +89,15 @@ class ResidentCache:
         self.keys = torch.zeros(shape, dtype=self._cache.keys.dtype, device=self._cache.keys.device)
         self.values = torch.zeros_like(self.keys)
         self.num_rows, self.length = num_rows, length
+        self.first_places = np.arange(num_rows * groups).reshape(num_rows, groups) * length
+        self._memo = {}
         return False
+
+    def memo(self) -> dict[Any, Any]:
+        """See `ResidentRows.memo`; emptied before it grows with the shapes that came by."""
+        if len(self._memo) > 512:
+            self._memo.clear()
+        return self._memo
 
     def load(self, rows: npt.NDArray[np.int64], pages: npt.NDArray[np.int64]) -> None:
         """Copies pages [rows, P] to the rows."""
@@ -101,6 +113,7 @@ class ResidentCache:
     def drop(self) -> None:
         """Gives the memory back, with all that was in it."""
         self.num_rows = self.length = 0
+        self._memo = {}
         self.keys = self.values = torch.empty(0)
 
 
