@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 Tensor = torch.Tensor
@@ -23,7 +25,8 @@ class PackedBlock:
     """Rows of similar length, as one padded block of attention."""
 
     token_index: Tensor
-    """[B, L] int64: the token at each place; places past a row's end repeat its last token."""
+    """[B, L] int64: the token at each place; places past a row's end repeat its last token. Rows
+    that begin alike name the same tokens."""
     length: int
     """L."""
     num_rows: int
@@ -32,31 +35,45 @@ class PackedBlock:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedContext:
-    """Rows packed one after another without padding. A row sees only itself."""
+    """Rows of packed tokens, without padding. A row sees only its own tokens, which stand anywhere
+    among the T: rows that begin alike share those of their common beginning."""
 
     blocks: tuple[PackedBlock, ...]
     place_index: Tensor | None
-    """[T] int64: where each token's output stands in the blocks laid end to end; None if the blocks
-    are the packed order already (rows of one length)."""
+    """[T] int64: where each token's output stands in the blocks laid end to end (one of its places,
+    where rows share it); None if the blocks are the packed order already (rows of one length)."""
 
     @classmethod
     def of(cls, lengths: Sequence[int], *, device: torch.device | str = "cpu") -> PackedContext:
-        """From the rows' lengths, in packed order. Each at least 1."""
-        lens = torch.tensor(lengths, dtype=torch.int64)
+        """Of rows that stand one after another and share nothing. Lengths in packed order, each at
+        least 1."""
+        ends = np.cumsum(lengths)
+        return cls.of_rows(
+            [np.arange(end - n, end) for end, n in zip(ends, lengths, strict=True)], device=device
+        )
+
+    @classmethod
+    def of_rows(
+        cls, rows: Sequence[npt.NDArray[np.int64]], *, device: torch.device | str = "cpu"
+    ) -> PackedContext:
+        """rows: for each, the indices of its tokens among the T, in the row's order."""
+        lens = torch.tensor([len(row) for row in rows], dtype=torch.int64)
+        flat = torch.from_numpy(np.concatenate(rows))
         starts = torch.cumsum(lens, 0) - lens
         order = torch.argsort(lens, descending=True, stable=True)
         blocks: list[PackedBlock] = []
-        place = torch.empty(int(lens.sum()), dtype=torch.int64)
+        place = torch.empty(int(flat.max()) + 1, dtype=torch.int64)
         base = at = 0
         while at < len(order):
             longest = int(lens[order[at]])
             end = at + int((lens[order[at:]] * MAX_PADDING >= longest).sum())
-            rows = order[at:end]
+            chosen = order[at:end]
             steps = torch.arange(longest)
-            index = starts[rows, None] + torch.minimum(steps, lens[rows, None] - 1)
-            inside = steps < lens[rows, None]
+            last = lens[chosen, None] - 1
+            index = flat[starts[chosen, None] + torch.minimum(steps, last)]
+            inside = steps <= last
             place[index[inside]] = (base + torch.arange(index.numel()).view_as(index))[inside]
-            blocks.append(PackedBlock(index.to(device), longest, len(rows)))
+            blocks.append(PackedBlock(index.to(device), longest, len(chosen)))
             base, at = base + index.numel(), end
         is_identity = base == len(place) and bool((place == torch.arange(base)).all())
         return cls(tuple(blocks), None if is_identity else place.to(device))

@@ -55,6 +55,30 @@ def test_packed_rows_have_the_log_probs_of_each_row_alone(tmp_path, kind):
         assert row.columns["old_logprobs"] is packed
 
 
+def make_alike(beginnings=(20, 8, 0, 31, 12)):
+    """Rows that begin as the first one does, up to a place each, trained tokens included."""
+    rows = make_rows([40, *[25] * len(beginnings)])
+    for row, alike in zip(rows[1:], beginnings, strict=True):
+        ids = row.token_ids.copy()
+        ids[:alike] = rows[0].token_ids[: min(alike, len(ids))]
+        row.token_ids = ids
+    return rows
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_beginnings_that_are_computed_once_change_neither_log_probs_nor_gradient(tmp_path, kind):
+    """Against each row in a micro-batch of its own, where nothing can be shared."""
+    rows = make_alike()
+    whole = make_trainer(tmp_path, kind)
+    apart = make_trainer(tmp_path, kind, max_tokens_per_microbatch=40)
+    (batch,) = whole.pack(rows)
+    assert len(batch.ids) < sum(int(r.loss_mask.nonzero()[0][-1]) for r in rows) - 60
+    assert len(apart.pack(rows)) == len(rows)
+    for a, b in zip(apart.forward(rows), whole.forward(rows), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+    assert relative(gradients(whole, rows), gradients(apart, rows)) < 1e-6
+
+
 @pytest.mark.parametrize("budget", [40, 64, 4096])
 @pytest.mark.parametrize("kind", KINDS)
 def test_any_split_into_microbatches_gives_the_same_log_probs_and_gradient(tmp_path, kind, budget):
