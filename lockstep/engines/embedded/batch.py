@@ -99,7 +99,8 @@ class Rows:
         self.logprobs = np.empty((capacity, max_context), np.float32)
         self._rules: list[Rule] = []
         self._groups: list[tuple[Rule, Tensor | None]] | None = None
-        self._range = np.arange(capacity)
+        self._flat_ids, self._flat_logprobs = self.sampled_ids.ravel(), self.logprobs.ravel()
+        self._row_starts = np.arange(capacity) * max_context
 
     def append(self, sequence: Sequence) -> None:
         """Takes a request of which all but the last token has been computed, or is in this step."""
@@ -226,15 +227,16 @@ class Rows:
         or a log-prob that is no number."""
         n = self.num
         counts = self.counts[:n]
-        self.sampled_ids[self._range[:n], counts] = ids
-        self.logprobs[self._range[:n], counts] = logprobs
+        places = self._row_starts[:n] + counts
+        self._flat_ids[places] = ids
+        self._flat_logprobs[places] = logprobs
         counts += 1
         self.positions[:n] += 1
         self.write_index[:n] += 1
         self.last_ids[:n] = ids
         ended = (self.stop_ids[:n] == ids[:, None]).any(1)
         ended |= counts >= self.limits[:n]
-        ended |= ~np.isfinite(logprobs)
+        ended |= ~(logprobs > -np.inf)
         return ended
 
 
