@@ -1,7 +1,8 @@
 """An engine of your own: a bigram table in numpy, behind the protocol that every engine speaks.
 
 `python my_engine.py` proves it with `check_engine`. A real one differs in `_logprobs` alone: there
-it asks a server or a GPU. An engine knows ids only: no text, no messages, no template.
+it asks a server or a GPU. An engine knows ids only: no text, no messages, no template. Registered
+with `make_engine.register`, it is a choice of the setting `engine`: see lockstep/engines/registry.py.
 """
 
 from __future__ import annotations

@@ -94,13 +94,28 @@ def evaluate_run(config: Config, path: Path, *, step: int | None) -> tuple[dict[
     parts = build(config, foundation, weights=checkpoint / "policy")
     shown = open_view()
     tester = Tester(config, parts, shown)
-    metrics = asyncio.run(tester.test())[0]
+
+    async def play() -> dict[str, float]:
+        try:
+            return (await tester.test())[0]
+        finally:
+            await parts.engine.close()
+
+    metrics = asyncio.run(play())
     shown.close()
     return metrics, checkpoint.name
 
 
 async def run_steps(run: Session) -> Status:
     """All steps that are left. Saves at its end, and at each stop that was asked for."""
+    try:
+        await run.sync()
+        return await _steps(run)
+    finally:
+        await run.parts.engine.close()
+
+
+async def _steps(run: Session) -> Status:
     config = run.config
     if run.step == 0 and run.tested_at is None and config.evaluation.at_start:
         run.log({"step": -1, **await run.test()})

@@ -5,7 +5,6 @@ What a checkpoint holds, how a run continues, what is logged and shown, and how 
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -117,7 +116,6 @@ class Session:
         self.step, self.elapsed_seconds = state["step"], state["elapsed_seconds"]
         self.tested_at = state["tested_at"]
         self.tasks.load_state_dict(state["tasks"])
-        asyncio.run(self.sync())
 
     def header(self) -> RunHeader:
         return RunHeader(
@@ -170,18 +168,6 @@ class Tester:
     def criterion(self) -> str:
         """The metric that the best checkpoint is chosen by."""
         return f"eval/sampled/mean@{self.config.evaluation.num_samples}"
-
-    async def sync(self) -> None:
-        """The engine runs the trainer's weights from here on: a version number where it shares
-        them, all tensors where it does not."""
-        engine, trainer = self.parts.engine, self.parts.trainer
-        source = None if self.is_one_process else dict(hf_tensors(trainer.model))
-        await engine.load_weights(source, version=trainer.version)
-
-    @property
-    def is_one_process(self) -> bool:
-        """Whether sampler and trainer run the same parameters."""
-        return self.parts.engine.capabilities.shares_weights
 
     async def test(self) -> tuple[dict[str, float], dict[str, list[Group]]]:
         config = self.config

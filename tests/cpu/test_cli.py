@@ -395,3 +395,32 @@ def test_a_run_whose_episodes_fail_stops_and_says_why(tmp_path, capsys, monkeypa
     assert "step 0: 8 of 8 episodes failed" in text
     assert "the index is gone" in text
     assert (tmp_path / "run" / "trajectories" / "step-000000.parquet").is_file()
+
+
+def test_an_engine_of_ones_own_is_chosen_by_its_tag_and_gets_every_update(tmp_path, monkeypatch):
+    """One that holds weights of its own: a sync that did not arrive would show as a mismatch."""
+    (tmp_path / "apart_engine.py").write_text(
+        "import copy, dataclasses\n"
+        "from lockstep.engines.config import EmbeddedConfig, EngineConfig\n"
+        "from lockstep.engines.embedded.engine import EmbeddedEngine\n"
+        "from lockstep.engines.registry import make_engine\n"
+        "@dataclasses.dataclass(frozen=True, kw_only=True)\n"
+        "class ApartConfig(EngineConfig):\n"
+        "    pages: int = 64\n"
+        "class ApartEngine(EmbeddedEngine):\n"
+        "    @property\n"
+        "    def capabilities(self):\n"
+        "        return dataclasses.replace(super().capabilities, shares_weights=False)\n"
+        "@make_engine.register\n"
+        "def _(config: ApartConfig, model, token_bytes):\n"
+        "    settings = EmbeddedConfig(kv_cache_tokens=128 * config.pages)\n"
+        "    return ApartEngine(copy.deepcopy(model), settings, token_bytes=token_bytes)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    path = tmp_path / "run"
+    words = ["engine=apart", "engine.pages=80", "--plugin", "apart_engine"]
+    assert lockstep("train", "quickstart", *SMALL, *words, f"out={path}") == OK
+    assert json.loads((path / "environment.json").read_text())["is_one_process"] is False
+    rows = metrics_of(path)
+    assert rows[2]["policy_version"] == 1
+    assert rows[2]["mismatch/k3"] < 1e-11
