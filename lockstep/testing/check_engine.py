@@ -11,7 +11,7 @@ import numpy as np
 
 from lockstep.engines.base import Engine
 from lockstep.errors import EngineError
-from lockstep.types import MAX_LOGPROB, Delta, Request, SamplingParams
+from lockstep.types import MAX_LOGPROB, Delta, Distribution, Request, SamplingParams
 
 MAX_SECONDS = 60.0
 """How long one check may take before the engine counts as hanging."""
@@ -239,7 +239,8 @@ class _Checker:
             self.fail("one id to be answered with the same tokens", f"{first}, {second}, {third}")
 
     async def score(self) -> None:
-        for distribution, temperature in (("model", 1.0), ("tempered", 0.7)):
+        cases: tuple[tuple[Distribution, float], ...] = (("model", 1.0), ("tempered", 0.7))
+        for distribution, temperature in cases:
             sampling = SamplingParams(
                 max_tokens=self.num_tokens, temperature=temperature, distribution=distribution
             )

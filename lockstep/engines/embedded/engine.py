@@ -498,7 +498,7 @@ class EmbeddedEngine:
             future, _ = self._scoring.pop(sequence)
             self._scheduler.remove(sequence)
             self._has_finished = True
-            if not future.done():
+            if not future.done() and sequence.scores is not None:
                 future.set_result(sequence.scores)
 
     # -- after a step -------------------------------------------------------------------------
