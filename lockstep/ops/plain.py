@@ -398,7 +398,7 @@ def log_softmax(logits: Tensor, *, temperature: float = 1.0) -> Tensor:
 
 
 class _LogProbs(torch.autograd.Function):
-    """Log-prob and entropy without a [T, V] tensor: a chunk of rows at a time, again in backward."""
+    """Log-prob and entropy without a [T, V] tensor: rows in chunks, and again in backward."""
 
     @staticmethod
     def forward(ctx, hidden, weight, ids, temperature, rows):
