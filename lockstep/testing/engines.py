@@ -58,7 +58,6 @@ class FakeEngine:
             max_tokens=max_tokens,
             distributions=("model", "tempered", "sampled"),
             has_seeds=True,
-            has_prefix_cache=True,
             has_score=True,
         )
         self._version = 0
