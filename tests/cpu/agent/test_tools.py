@@ -211,7 +211,7 @@ def hangs(seconds: float) -> str:
 
 @tool
 async def hangs_and_will_not_be_cancelled() -> str:
-    end = time.monotonic() + 0.5
+    end = time.monotonic() + 2.0
     while time.monotonic() < end:
         try:
             await asyncio.sleep(0.05)
@@ -242,8 +242,8 @@ def babbles() -> str:
 
 def test_a_tool_that_hangs_is_given_up_in_time():
     began = time.monotonic()
-    (reply,), counters = run([hangs], [call("hangs", seconds=1.0)], timeout_seconds=0.05)
-    assert time.monotonic() - began < 0.5
+    (reply,), counters = run([hangs], [call("hangs", seconds=60.0)], timeout_seconds=0.05)
+    assert time.monotonic() - began < 30  # given up, not waited for
     assert reply.content == "error: hangs took longer than 0.05 s"
     assert counters == {"tool/calls": 1, "tool/timeouts": 1}
 
@@ -256,7 +256,7 @@ def test_a_coroutine_that_swallows_its_cancellation_is_given_up_too():
         return time.monotonic() - began, counters
 
     seconds, counters = asyncio.run(measure())
-    assert seconds < 0.4 and counters["tool/timeouts"] == 1
+    assert seconds < 1.5 and counters["tool/timeouts"] == 1
 
 
 def test_hanging_tools_do_not_keep_others_waiting_and_leave_only_daemons():

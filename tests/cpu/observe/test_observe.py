@@ -5,7 +5,6 @@ import math
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -272,27 +271,6 @@ def test_the_panel_never_wraps(width):
     view.close()
     assert len(rows) == text_of(view, width).count("\n") + 1
     assert all(sum(segment.cell_length for segment in row) <= width for row in rows)
-
-
-def test_drawing_costs_under_a_millisecond_a_step():
-    """A run of 0.6 s a step with 64 episodes each, on a made-up clock: calls and drawing."""
-    now = [0.0]
-    view = LiveView(terminal(), clock=lambda: now[0])
-    view.start(HEADER)
-    for step in range(5):
-        view.step(full_row(step))
-    seconds = []
-    for first in range(5, 105, 20):
-        start = time.process_time()
-        for step in range(first, first + 20):
-            for episode in range(64):
-                now[0] += 0.6 / 65
-                view.phase("sampling", episode, 64)
-            now[0] += 0.6 / 65
-            view.step(full_row(step))
-        seconds.append((time.process_time() - start) / 20)
-    view.close()
-    assert min(seconds) < 1e-3, f"{min(seconds) * 1e3:.2f} ms a step, the best of five times 20"
 
 
 def test_a_sparkline_shows_zero_and_gaps_on_a_log_scale():
