@@ -25,7 +25,7 @@ Float32Array = npt.NDArray[np.float32]
 
 MAX_LOGPROB = 1e-6
 """A log-prob above this is an error: somebody passed probabilities, or shifted the row. Rounding
-leaves values a few 1e-7 above 0, which the engine's boundary counts and clamps."""
+leaves values a few 1e-7 above 0, which `Trajectory.record` counts and clamps."""
 
 FORCED_LOGPROB = -0.01
 """A token whose rollout log-prob lies above this was as good as forced (probability over 0.99):
@@ -454,7 +454,9 @@ class Trajectory:
                 raise TokenError(
                     f"{where}: the stop id {stop} must be the last sampled id, and is {found}."
                 )
-        np.minimum(values, 0.0, out=values)
+        if num_above := int((values > 0).sum()):
+            self.metrics["clamped_logprobs"] = self.metrics.get("clamped_logprobs", 0) + num_above
+            np.minimum(values, 0.0, out=values)
         values.setflags(write=False)
         return self._add(
             Segment(

@@ -120,11 +120,14 @@ def test_ids_that_cannot_be_are_refused(ids, message):
         Trajectory(id="t").observe(ids)
 
 
-def test_rounding_above_zero_is_clamped_and_more_is_an_error():
+def test_rounding_above_zero_is_clamped_and_counted():
     t = Trajectory(id="t")
     prompt = t.observe([1])
     at = t.record([2], logprobs=[5e-7], parent=prompt, prompt_ids=[1])
     assert t.segments[at].logprobs.tolist() == [0.0]
+    assert t.metrics == {"clamped_logprobs": 1}
+    t.record([3], logprobs=[-0.5], parent=at, prompt_ids=[1, 2])
+    assert t.metrics == {"clamped_logprobs": 1}
 
 
 def test_a_reward_belongs_to_a_sampled_segment():
