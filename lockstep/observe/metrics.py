@@ -55,7 +55,6 @@ _MISMATCH: tuple[tuple[str, str, Direction, str], ...] = (
     ("log_ratio_max", "nats", "none", "Highest trainer minus rollout log-prob."),
     ("log_ratio_p*", "nats", "none", "A percentile of trainer minus rollout log-prob."),
     ("outlier_tokens", "tokens", "down", "Tokens that differ by more than 1e-4."),
-    ("routing_flips", "tokens", "down", "Tokens routed to other experts by the trainer."),
 )  # fmt: skip
 
 METRICS: tuple[Metric, ...] = (
@@ -84,7 +83,6 @@ METRICS: tuple[Metric, ...] = (
     # mismatch
     *(_metric(f"mismatch/{n}", u, b, m) for n, u, b, m in _MISMATCH),
     *(_metric(f"mismatch_after/{n}", u, b, f"After the update: {m}") for n, u, b, m in _MISMATCH),
-    _metric("correction/*", "1", "none", "A figure of the off-policy correction."),
     # training
     _metric("train/loss", "nats", "none", "The objective that was minimised."),
     _metric("train/grad_norm", "1", "none", "Norm of the gradient before clipping."),
@@ -92,17 +90,10 @@ METRICS: tuple[Metric, ...] = (
     _metric("train/entropy", "nats", "none", "Mean entropy of the policy at sampled tokens."),
     _metric("train/lr", "1", "none", "Learning rate of the step."),
     _metric("train/skipped_updates", "updates", "down", "Updates left out as not finite, so far."),
-    _metric("train/updates", "updates", "none", "Optimizer steps within the training step."),
     _metric("training/rows", "rows", "none", "Rows that were trained."),
-    _metric("train/micro_batches", "1", "none", "Forward-backward passes of the step."),
-    _metric("train/kl_loss", "nats", "none", "Penalty for leaving the reference policy."),
-    _metric("train/value_loss", "1", "down", "Loss of the critic."),
     _metric("train/ratio_mean", "1", "none", "Mean ratio of trainer to old probability."),
     _metric("train/ratio_max", "1", "none", "Largest ratio of trainer to old probability."),
     _metric("train/log_ratio_abs_max", "nats", "none", "Largest log of that ratio, by size."),
-    # supervised training
-    _metric("sft/loss", "nats", "down", "Mean negative log-prob of the trained tokens."),
-    _metric("sft/accuracy", "share", "up", "Trained tokens that are the model's first choice."),
     # evaluation
     _metric("eval/*", "1", "up", "A held-out figure: eval/NAME/mean@K, .../low, .../high, ..."),
     # tokens and time
@@ -116,7 +107,6 @@ METRICS: tuple[Metric, ...] = (
     _metric("time/train_seconds", "seconds", "down", "Measuring, correcting and updating."),
     _metric("time/elapsed_seconds", "seconds", "none", "Since the run began, resumes included."),
     _metric("time/*_seconds", "seconds", "down", "One phase of the step."),
-    _metric("memory/*_bytes", "bytes", "down", "Memory in use."),
     _metric("sinks/failed_rows", "rows", "down", "Rows that an optional logger lost, so far."),
 )  # fmt: skip
 """In the order in which people read them. An exact name wins over a family."""

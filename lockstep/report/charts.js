@@ -52,7 +52,7 @@ function chartSpecs() {
       series: mismatchOf("mismatch") },
     { title: "Held-out evaluation", unit: "reward", hasPoints: true,
       series: Object.entries(report.held_out).map(([name, label]) => named(name, label)) },
-    { title: "Loss", unit: "nats", series: [named("train/loss", "loss"), named("sft/loss", "supervised loss")] },
+    { title: "Loss", unit: "nats", series: [named("train/loss", "loss")] },
     { title: "Gradient norm", unit: "1", series: [named("train/grad_norm", "before clipping")] },
     { title: "Entropy", unit: "nats", series: [named("train/entropy", "entropy")] },
     { title: "Clip fraction", unit: "share", series: [named("train/clip_fraction", "clipped tokens")] },
