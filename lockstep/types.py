@@ -21,6 +21,7 @@ Role = Literal["system", "developer", "user", "assistant", "tool"]
 ROLES: tuple[Role, ...] = ("system", "developer", "user", "assistant", "tool")
 
 Int32Array = npt.NDArray[np.int32]
+Int64Array = npt.NDArray[np.int64]
 Float32Array = npt.NDArray[np.float32]
 
 MAX_LOGPROB = 1e-6
@@ -41,6 +42,83 @@ def frozen_ids(ids: Sequence[int] | npt.NDArray[Any], *, where: str) -> Int32Arr
     out = array.astype(np.int32)
     out.setflags(write=False)
     return out
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Ragged:
+    """Any number of int32 per token: token t has `values[offsets[t]:offsets[t + 1]]`. Read-only.
+
+    >>> support = Ragged.of([[4, 9], [], [7]])
+    >>> len(support), support[0].tolist(), support.sizes.tolist()
+    (3, [4, 9], [2, 0, 1])
+    >>> [ids.tolist() for ids in support.take([2, 0])]
+    [[7], [4, 9]]
+    """
+
+    values: Int32Array
+    """[M] int32, all tokens' one after another."""
+    offsets: Int64Array
+    """[T + 1] int64 from 0 to M, not decreasing."""
+
+    def __post_init__(self) -> None:
+        offsets = self.offsets
+        if not len(offsets) or offsets[0] or (np.diff(offsets) < 0).any():
+            raise AlignmentError("ragged values: offsets must begin with 0 and not decrease.")
+        if offsets[-1] != len(self.values):
+            raise AlignmentError(
+                f"ragged values: the offsets end at {int(offsets[-1])}, and there are "
+                f"{len(self.values)} values."
+            )
+        self.values.setflags(write=False)
+        offsets.setflags(write=False)
+
+    @classmethod
+    def of(cls, rows: Sequence[Sequence[int] | npt.NDArray[Any]]) -> Ragged:
+        """Of each token's values. Raises TokenError for a value that is no id."""
+        flat = np.concatenate([np.empty(0, np.int64), *(np.asarray(r, np.int64) for r in rows)])
+        return cls.of_sizes(frozen_ids(flat, where="ragged values"), [len(r) for r in rows])
+
+    @classmethod
+    def of_sizes(cls, values: Int32Array, sizes: Sequence[int] | npt.NDArray[Any]) -> Ragged:
+        """Of all values, and how many of them each token has."""
+        offsets = np.zeros(len(sizes) + 1, np.int64)
+        np.cumsum(sizes, out=offsets[1:])
+        return cls(values, offsets)
+
+    @classmethod
+    def empty(cls, num_tokens: int) -> Ragged:
+        """No value for any of them: the fill of a ragged column."""
+        return cls(np.empty(0, np.int32), np.zeros(num_tokens + 1, np.int64))
+
+    @classmethod
+    def concatenate(cls, parts: Sequence[Ragged]) -> Ragged:
+        """The tokens of all parts, in order."""
+        return cls.of_sizes(
+            np.concatenate([np.empty(0, np.int32), *(part.values for part in parts)]),
+            np.concatenate([np.empty(0, np.int64), *(part.sizes for part in parts)]),
+        )
+
+    @property
+    def sizes(self) -> Int64Array:
+        """[T] int64: how many values each token has."""
+        return np.diff(self.offsets)
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, token: int) -> Int32Array:
+        if not 0 <= token < len(self):
+            raise IndexError(f"token {token} of {len(self)}")
+        return self.values[self.offsets[token] : self.offsets[token + 1]]
+
+    def take(self, tokens: Sequence[int] | npt.NDArray[Any]) -> Ragged:
+        """The entries of these tokens, in this order: what `array[tokens]` is to a dense column."""
+        index = np.asarray(tokens, np.int64)
+        sizes = self.sizes[index]
+        ends = np.cumsum(sizes)
+        # Place i of the result is the i-th value counted from its own token's first one.
+        shift = np.repeat(self.offsets[index] - (ends - sizes), sizes)
+        return Ragged.of_sizes(self.values[np.arange(len(shift)) + shift], sizes)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -175,6 +253,9 @@ class SamplingParams:
     """Whose log-prob is recorded: softmax(logits) ("model"), softmax(logits / temperature)
     ("tempered"), or that after top-k and top-p, renormalised ("sampled"). Greedy requests record
     the model's."""
+    record_support: bool = False
+    """Whether `Delta.support` comes back with the tokens of a truncated request. It needs
+    distribution "sampled": the other log-probs are not over the support."""
 
     def __post_init__(self) -> None:
         from lockstep.errors import ConfigError
@@ -185,9 +266,18 @@ class SamplingParams:
             (0 < self.top_p <= 1, f"top_p={self.top_p} must lie in (0, 1]"),
             (self.top_k >= 0, f"top_k={self.top_k} must be at least 0 (0 is off)"),
             ("" not in self.stop_strings, "an empty stop string would stop at once"),
+            (
+                not self.record_support or self.distribution == "sampled",
+                f"record_support=True needs distribution='sampled', found {self.distribution!r}",
+            ),
         ):
             if not ok:
                 raise ConfigError(f"sampling: {text}.")
+
+    @property
+    def is_truncated(self) -> bool:
+        """Whether tokens are drawn from a part of the vocabulary only."""
+        return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -232,6 +322,9 @@ class Delta:
     """Prompt tokens that were computed. On the first delta."""
     routed_experts: npt.NDArray[Any] | None = None
     """[T, layers, active] expert indices of the positions that this delta processed."""
+    support: Ragged | None = None
+    """For each of `token_ids`, the ids that top-k and top-p left to draw from; an empty entry is
+    the whole vocabulary. None unless the request is truncated and asks for it."""
 
 
 # ---------------------------------------------------------------------------------------------
@@ -271,6 +364,9 @@ class Segment:
     routed_experts: npt.NDArray[Any] | None = None
     boundary_routes: npt.NDArray[Any] | None = None
     """[layers, active]: routes of the parent's last id, which this segment's request computed."""
+    support: Ragged | None = None
+    """For each id, the ids that it was drawn from, `logprobs` being normalised over them; an empty
+    entry is the whole vocabulary. None if nothing was cut, or what was kept was not recorded."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -281,9 +377,12 @@ class ColumnSpec:
     """What a per-token column is, so that it can be packed, sharded and stored by index alone."""
 
     dtype: str
-    fill: float | int
-    """The value where there is nothing to say: observed tokens and padding."""
+    fill: float | int | None
+    """The value where there is nothing to say: observed tokens and padding. None of a ragged
+    column, whose entry is then empty."""
     trailing_shape: tuple[int, ...] = ()
+    is_ragged: bool = False
+    """Any number of values per token: a `Ragged`, and not an array."""
 
 
 COLUMNS: dict[str, ColumnSpec] = {
@@ -298,6 +397,7 @@ COLUMNS: dict[str, ColumnSpec] = {
     "policy_version": ColumnSpec("int32", -1),
     "turn": ColumnSpec("int32", -1),
     "weights": ColumnSpec("float32", 0.0),
+    "support": ColumnSpec("int32", None, is_ragged=True),
 }
 """Every column by name. A log-prob that does not exist is NaN, so that using it shows."""
 
@@ -319,9 +419,11 @@ class Sample:
     loss_mask: npt.NDArray[np.bool_]
     """[T] bool: trained in this row. False where another row trains the shared segment."""
     columns: dict[str, npt.NDArray[Any]] = field(default_factory=dict[str, npt.NDArray[Any]])
-    """name -> [T, *trailing_shape]; see COLUMNS."""
+    """name -> [T, *trailing_shape]: the dense ones of COLUMNS."""
     group: int = 0
     """Index of the row's group in its batch."""
+    ragged: dict[str, Ragged] = field(default_factory=dict[str, Ragged])
+    """name -> T entries: the ragged ones of COLUMNS."""
 
     def __post_init__(self) -> None:
         size = len(self.token_ids)
@@ -333,7 +435,7 @@ class Sample:
             raise AlignmentError(
                 f"sample {self.id}: token 0 is marked as trained, but nothing predicts it."
             )
-        for name, column in self.columns.items():
+        for name, column in (*self.columns.items(), *self.ragged.items()):
             self._check(name, column)
 
     def __len__(self) -> int:
@@ -343,17 +445,33 @@ class Sample:
     def num_trained(self) -> int:
         return int(self.loss_mask.sum())
 
-    def set(self, name: str, column: npt.NDArray[Any]) -> None:
+    def set(self, name: str, column: npt.NDArray[Any] | Ragged) -> None:
         """Adds or replaces a column; raises AlignmentError if it is not one entry per token."""
         self._check(name, column)
-        self.columns[name] = column
+        if isinstance(column, Ragged):
+            self.ragged[name] = column
+        else:
+            self.columns[name] = column
 
-    def _check(self, name: str, column: npt.NDArray[Any]) -> None:
+    def _check(self, name: str, column: npt.NDArray[Any] | Ragged) -> None:
         spec = COLUMNS.get(name)
         if spec is None:
             raise AlignmentError(
                 f"sample {self.id}: unknown column {name!r}; known: {list(COLUMNS)}"
             )
+        if isinstance(column, Ragged) or spec.is_ragged:
+            if not isinstance(column, Ragged) or not spec.is_ragged:
+                expected = "a Ragged" if spec.is_ragged else "an array"
+                raise AlignmentError(
+                    f"sample {self.id}: column {name!r} must be {expected}, found "
+                    f"{type(column).__name__}."
+                )
+            if len(column) != len(self.token_ids):
+                raise AlignmentError(
+                    f"sample {self.id}: column {name!r} must have {len(self.token_ids)} entries, "
+                    f"found {len(column)}."
+                )
+            return
         shape = (len(self.token_ids), *spec.trailing_shape)
         if column.shape != shape or column.dtype != np.dtype(spec.dtype):
             raise AlignmentError(
@@ -427,12 +545,14 @@ class Trajectory:
         fingerprint: str = "",
         routed_experts: npt.NDArray[Any] | None = None,
         boundary_routes: npt.NDArray[Any] | None = None,
+        support: Ragged | None = None,
     ) -> int:
         """Adds ids that the model sampled after `prompt_ids`. Returns the index.
 
         Raises TokenError if the prompt was not the path to `parent`, the log-probs are not one
-        finite non-positive number per id, or the stop id is not the last one: any of these means
-        that the row would not be what the model did.
+        finite non-positive number per id, the stop id is not the last one, or an id is not in the
+        support that it was drawn from: any of these means that the row would not be what the model
+        did.
         """
         where = self._next(parent)
         ids = frozen_ids(token_ids, where=where)
@@ -454,6 +574,8 @@ class Trajectory:
                 raise TokenError(
                     f"{where}: the stop id {stop} must be the last sampled id, and is {found}."
                 )
+        if support is not None:
+            _check_support(where, ids, support)
         if num_above := int((values > 0).sum()):
             self.metrics["clamped_logprobs"] = self.metrics.get("clamped_logprobs", 0) + num_above
             np.minimum(values, 0.0, out=values)
@@ -474,6 +596,7 @@ class Trajectory:
                 fingerprint=fingerprint,
                 routed_experts=routed_experts,
                 boundary_routes=boundary_routes,
+                support=support,
             )
         )
 
@@ -549,6 +672,7 @@ class Trajectory:
             id=f"{self.id}/{leaf}",
             token_ids=np.concatenate([s.token_ids for s in segments]),
             loss_mask=column("bool", is_trained),
+            ragged=_support_of(segments),
             columns={
                 "rollout_logprobs": column(
                     "float32", [nan if s.logprobs is None else s.logprobs for s in segments]
@@ -617,6 +741,35 @@ class Trajectory:
             raise TokenError(f"{where}: it has no ids.")
         self.segments.append(segment)
         return len(self.segments) - 1
+
+
+def _check_support(where: str, ids: Int32Array, support: Ragged) -> None:
+    if len(support) != len(ids):
+        raise TokenError(f"{where}: {len(ids)} sampled ids but a support of {len(support)} tokens.")
+    if support.values.size and int(support.values.min()) < 0:
+        raise TokenError(
+            f"{where}: the support has the id {int(support.values.min())}; ids are 0..2^31-1."
+        )
+    sizes = support.sizes
+    is_found = np.zeros(len(ids), np.bool_)
+    token_of = np.repeat(np.arange(len(ids)), sizes)
+    is_found[token_of[support.values == ids[token_of]]] = True
+    missing = np.flatnonzero(~is_found & (sizes > 0))
+    if missing.size:
+        at = int(missing[0])
+        raise TokenError(
+            f"{where}: token {at} (id {int(ids[at])}) is not among the {int(sizes[at])} ids of its "
+            f"support ({', '.join(map(str, support[at][:8].tolist()))}{', ...' * (sizes[at] > 8)}):"
+            " it cannot have been drawn from them. A shifted row?"
+        )
+
+
+def _support_of(segments: Sequence[Segment]) -> dict[str, Ragged]:
+    """The ragged columns of a path: `support` where any of its segments has one."""
+    if all(s.support is None for s in segments):
+        return {}
+    parts = [Ragged.empty(len(s)) if s.support is None else s.support for s in segments]
+    return {"support": Ragged.concatenate(parts)}
 
 
 # ---------------------------------------------------------------------------------------------

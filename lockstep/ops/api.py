@@ -10,9 +10,9 @@ from types import ModuleType
 
 import torch
 
-from lockstep.errors import ConfigError
+from lockstep.errors import AlignmentError, ConfigError
 from lockstep.ops import plain
-from lockstep.ops.context import PackedContext, PagedContext
+from lockstep.ops.context import PackedContext, PagedContext, Support
 
 Tensor = torch.Tensor
 
@@ -89,16 +89,31 @@ def attention(
 
 
 def log_probs(
-    hidden: Tensor, weight: Tensor, ids: Tensor, *, temperature: float = 1.0
+    hidden: Tensor,
+    weight: Tensor,
+    ids: Tensor,
+    *,
+    temperature: float = 1.0,
+    support: Support | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(log-prob of ids, entropy), each [T] float32 nats, of softmax(hidden @ weight^T / t).
 
     hidden [T, D], weight [V, D], ids [T]. Both outputs are differentiable. The logits are formed in
-    chunks of rows; no more than one chunk of [rows, V] lives at a time.
+    chunks of rows; no more than one chunk of [rows, V] lives at a time. support: of T tokens, whose
+    softmax is over its own ids alone; an id outside has log-prob -inf. Raises AlignmentError if it
+    is of another number of tokens.
     """
-    return _active.log_probs(hidden, weight, ids, temperature=temperature)
+    if support is not None and len(support) != len(ids):
+        raise AlignmentError(
+            f"log_probs: {len(ids)} ids, and a support of {len(support)} tokens: one entry each."
+        )
+    return _active.log_probs(hidden, weight, ids, temperature=temperature, support=support)
 
 
-def log_softmax(logits: Tensor, *, temperature: float = 1.0) -> Tensor:
-    """[..., V] float32 log-probabilities: the sampler's side of `log_probs`, same arithmetic."""
-    return _active.log_softmax(logits, temperature=temperature)
+def log_softmax(logits: Tensor, *, temperature: float = 1.0, kept: Tensor | None = None) -> Tensor:
+    """[..., V] float32 log-probabilities: the sampler's side of `log_probs`, same arithmetic.
+
+    kept: [..., V] bool, True at the ids that the softmax is over; -inf elsewhere. NaN for a row
+    without any.
+    """
+    return _active.log_softmax(logits, temperature=temperature, kept=kept)

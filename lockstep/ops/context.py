@@ -15,9 +15,49 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from lockstep.types import Ragged
+
 Tensor = torch.Tensor
 
 MAX_PADDING = 1.25  # rows of one padded block differ in length by at most this factor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Support:
+    """The ids that each of N tokens was drawn from, where top-k or top-p cut the vocabulary.
+
+    The log-prob head normalises over them. A token without an entry has the whole vocabulary.
+    """
+
+    ids: Tensor
+    """[M] int64, all tokens' one after another."""
+    token: Tensor
+    """[M] int64 in [0, N): whose each of them is."""
+    offsets: npt.NDArray[np.int64]
+    """[N + 1], on the host: token i has the ids from offsets[i] to offsets[i + 1]."""
+
+    @classmethod
+    def of(cls, support: Ragged, *, device: torch.device | str = "cpu") -> Support:
+        token = np.repeat(np.arange(len(support)), support.sizes)
+        return cls(
+            torch.from_numpy(support.values.astype(np.int64)).to(device),
+            torch.from_numpy(token).to(device),
+            support.offsets,
+        )
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def mask(self, part: slice, vocab_size: int) -> Tensor:
+        """[rows of the part, V] bool: which ids each token could be."""
+        start, stop, _ = part.indices(len(self))
+        first, last = self.offsets[start], self.offsets[stop]
+        kept = torch.zeros(stop - start, vocab_size, dtype=torch.bool, device=self.ids.device)
+        kept[self.token[first:last] - start, self.ids[first:last]] = True
+        is_whole = np.diff(self.offsets[start : stop + 1]) == 0
+        if is_whole.any():
+            kept[torch.from_numpy(is_whole).to(kept.device)] = True
+        return kept
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -12,7 +12,13 @@ import torch
 import torch.nn.functional as F
 
 from lockstep.ops import trace
-from lockstep.ops.context import PackedContext, PagedBlock, PagedContext, ResidentRows
+from lockstep.ops.context import (
+    PackedContext,
+    PagedBlock,
+    PagedContext,
+    ResidentRows,
+    Support,
+)
 
 Tensor = torch.Tensor
 
@@ -392,33 +398,49 @@ def _mask_table(rows: ResidentRows, window: int | None, dtype: torch.dtype) -> T
 # -- log-prob head ----------------------------------------------------------------------------
 
 
-def log_softmax(logits: Tensor, *, temperature: float = 1.0) -> Tensor:
+def log_softmax(logits: Tensor, *, temperature: float = 1.0, kept: Tensor | None = None) -> Tensor:
     logits = logits.float()
-    return torch.log_softmax(logits if temperature == 1.0 else logits / temperature, -1)
+    if temperature != 1.0:
+        logits = logits / temperature
+    if kept is not None:
+        logits = logits.masked_fill(~kept, float("-inf"))
+    return torch.log_softmax(logits, -1)
+
+
+OUTSIDE = -1e4  # of a support: exp(-1e4) is 0 in float32, and 0 * -1e4 is 0 where 0 * -inf is NaN
 
 
 class _LogProbs(torch.autograd.Function):
-    """Log-prob and entropy without a [T, V] tensor: rows in chunks, and again in backward."""
+    """Log-prob and entropy without a [T, V] tensor: rows in chunks, and again in backward.
+
+    Over a support, the probability of an id outside is 0, and with it its part of the entropy and
+    of every gradient: nothing else changes.
+    """
 
     @staticmethod
-    def forward(ctx, hidden, weight, ids, temperature, rows):
+    def forward(ctx, hidden, weight, ids, temperature, rows, support):
         logprobs = hidden.new_empty(len(ids), dtype=torch.float32)
         entropy = torch.empty_like(logprobs)
         kept = None
         for at in range(0, len(ids), rows):
             part = slice(at, at + rows)
-            logp = log_softmax(F.linear(hidden[part], weight), temperature=temperature)
+            kept_ids = None if support is None else support.mask(part, len(weight))
+            logits = F.linear(hidden[part], weight)
+            logp = log_softmax(logits, temperature=temperature, kept=kept_ids)
             logprobs[part] = logp.gather(1, ids[part, None])[:, 0]
+            if support is not None:
+                logp.clamp_(min=OUTSIDE)
             entropy[part] = -(logp.exp() * logp).sum(-1)
             kept = logp
         # A single chunk is no larger than what one chunk takes in backward anyway: keep it.
         ctx.save_for_backward(hidden, weight, ids, entropy, kept if len(ids) <= rows else None)
-        ctx.temperature, ctx.rows = temperature, rows
+        ctx.temperature, ctx.rows, ctx.support = temperature, rows, support
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx, grad_logprobs, grad_entropy):
         hidden, weight, ids, entropy, kept = ctx.saved_tensors
+        support = ctx.support
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)
         has_entropy_grad = bool((grad_entropy != 0).any())
@@ -426,7 +448,11 @@ class _LogProbs(torch.autograd.Function):
             part = slice(at, at + ctx.rows)
             logp = kept
             if logp is None:
-                logp = log_softmax(F.linear(hidden[part], weight), temperature=ctx.temperature)
+                kept_ids = None if support is None else support.mask(part, len(weight))
+                logits = F.linear(hidden[part], weight)
+                logp = log_softmax(logits, temperature=ctx.temperature, kept=kept_ids)
+                if support is not None:
+                    logp.clamp_(min=OUTSIDE)
             grad = logp.exp()
             if has_entropy_grad:  # dH/dlogit_j = -p_j (log p_j + H)
                 through = logp.add(entropy[part, None]).mul_(grad_entropy[part, None])
@@ -440,11 +466,16 @@ class _LogProbs(torch.autograd.Function):
             grad = grad.to(hidden.dtype)
             torch.mm(grad, weight, out=grad_hidden[part])
             grad_weight.add_(torch.mm(grad.t(), hidden[part]))
-        return grad_hidden, grad_weight.to(weight.dtype), None, None, None
+        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None
 
 
 def log_probs(
-    hidden: Tensor, weight: Tensor, ids: Tensor, *, temperature: float = 1.0
+    hidden: Tensor,
+    weight: Tensor,
+    ids: Tensor,
+    *,
+    temperature: float = 1.0,
+    support: Support | None = None,
 ) -> tuple[Tensor, Tensor]:
     rows = max(1, HEAD_CHUNK_BYTES // (4 * weight.shape[0]))
-    return _LogProbs.apply(hidden, weight, ids, temperature, rows)
+    return _LogProbs.apply(hidden, weight, ids, temperature, rows, support)

@@ -16,11 +16,10 @@ import numpy.typing as npt
 import torch
 
 from lockstep.errors import AlignmentError, ConfigError
-from lockstep.ops.context import PackedContext
-from lockstep.types import Sample
+from lockstep.ops.context import PackedContext, Support
+from lockstep.types import Int64Array, Ragged, Sample
 
 Tensor = torch.Tensor
-Int64Array = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -49,13 +48,21 @@ class PackedBatch:
     row_tokens: Tensor
     """[R] int64: trained tokens of each row."""
     columns: dict[str, Tensor]
-    """name -> [N, ...]: the samples' columns at the trained tokens."""
+    """name -> [N, ...]: the samples' dense columns at the trained tokens."""
+    ragged: dict[str, Ragged]
+    """name -> N entries: the ragged ones, on the host."""
     places: tuple[Int64Array, ...]
     """Per row: the index of its trained tokens in `Sample.token_ids`, for `unpack`."""
 
     @property
     def num_rows(self) -> int:
         return len(self.rows)
+
+    @property
+    def support(self) -> Support | None:
+        """What the N trained tokens were drawn from; None where nothing was cut."""
+        found = self.ragged.get("support")
+        return None if found is None else Support.of(found, device=self.targets.device)
 
     def unpack(self, values: Tensor) -> Iterable[tuple[int, Int64Array, npt.NDArray[Any]]]:
         """(row, places, values) for each row: [N] values back at the tokens' own indices."""
@@ -149,14 +156,14 @@ def pack(
     Raises AlignmentError if the samples have different columns, or if the trained tokens of the
     micro-batches are not those of the samples: a row was lost, doubled or cut.
     """
-    names = set(samples[0].columns) if samples else set()
+    names = _column_names(samples[0]) if samples else []
     for sample in samples:
-        if set(sample.columns) != names:
+        if _column_names(sample) != names:
             raise AlignmentError(
-                f"sample {sample.id} has the columns {sorted(sample.columns)}, sample "
-                f"{samples[0].id} has {sorted(names)}: rows of one batch have the same columns."
+                f"sample {sample.id} has the columns {_column_names(sample)}, sample "
+                f"{samples[0].id} has {names}: rows of one batch have the same columns."
             )
-    out = [_pack_rows(samples, rows, sorted(names), device) for rows in plan]
+    out = [_pack_rows(samples, rows, device) for rows in plan]
     expected = sum(sample.num_trained for sample in samples)
     found = sum(len(batch.targets) for batch in out)
     if found != expected:
@@ -168,8 +175,12 @@ def pack(
     return out
 
 
+def _column_names(sample: Sample) -> list[str]:
+    return sorted([*sample.columns, *sample.ragged])
+
+
 def _pack_rows(
-    samples: Sequence[Sample], rows: Sequence[int], names: Sequence[str], device: torch.device | str
+    samples: Sequence[Sample], rows: Sequence[int], device: torch.device | str
 ) -> PackedBatch:
     chosen = [samples[i] for i in rows]
     shifted = [shift(s.loss_mask) for s in chosen]
@@ -196,7 +207,15 @@ def _pack_rows(
         targets=at_targets(s.token_ids for s in chosen).long(),
         row=tensor(np.repeat(np.arange(len(rows)), row_tokens)),
         row_tokens=tensor(row_tokens),
-        columns={name: at_targets(s.columns[name] for s in chosen) for name in names},
+        columns={
+            name: at_targets(s.columns[name] for s in chosen) for name in sorted(chosen[0].columns)
+        },
+        ragged={
+            name: Ragged.concatenate(
+                [s.ragged[name].take(p) for s, p in zip(chosen, places, strict=True)]
+            )
+            for name in sorted(chosen[0].ragged)
+        },
         places=places,
     )
 

@@ -292,6 +292,12 @@ class Trainer:
                     f"sample {sample.id}: token {at} has the id {int(sample.token_ids[at])}, the "
                     f"model's vocabulary ends at {vocab_size - 1}. Another model's tokenizer?"
                 )
+            support = sample.ragged.get("support")
+            if support is not None and (support.values >= vocab_size).any():
+                raise TokenError(
+                    f"sample {sample.id}: a support has the id {int(support.values.max())}, the "
+                    f"model's vocabulary ends at {vocab_size - 1}. Another model's sampler?"
+                )
         plan = plan_microbatches(samples, self.config.max_tokens_per_microbatch)
         return pack(samples, plan, device=self.device)
 
@@ -303,6 +309,7 @@ class Trainer:
             self.model.head,
             batch.targets,
             temperature=self.temperature,
+            support=batch.support,
         )
 
     def _backward(

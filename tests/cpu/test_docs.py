@@ -214,7 +214,10 @@ def columns_table() -> str:
     from lockstep.types import COLUMNS
 
     rows = ["| column | dtype | where there is nothing to say |", "|---|---|---|"]
-    rows += [f"| `{name}` | {spec.dtype} | {spec.fill:g} |" for name, spec in COLUMNS.items()]
+    for name, spec in COLUMNS.items():
+        dtype = f"{spec.dtype}, any number" if spec.is_ragged else spec.dtype
+        fill = "none" if spec.fill is None else f"{spec.fill:g}"
+        rows.append(f"| `{name}` | {dtype} | {fill} |")
     return "\n".join(rows) + "\n"
 
 

@@ -194,7 +194,8 @@ def test_a_column_that_does_not_fit_is_refused(name, column, message):
 
 def test_a_log_prob_that_does_not_exist_is_never_a_number():
     for name, spec in COLUMNS.items():
-        assert np.isnan(spec.fill) == ("logprobs" in name or name == "values")
+        assert (spec.fill is None) == spec.is_ragged
+        assert spec.is_ragged or np.isnan(spec.fill) == ("logprobs" in name or name == "values")
 
 
 # -- messages and settings ------------------------------------------------------------------------
