@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lockstep.agent.loop import sampling_of, truncation_notice
 from lockstep.config import from_dict, tag
 from lockstep.errors import CheckpointError, ConfigError, DataError, RunError
 from lockstep.models.config import Architecture, ModelConfig
@@ -71,6 +72,10 @@ def check_config(config: Config) -> Foundation:
     Raises ConfigError, CheckpointError, RendererError or DataError, with both values and the fix.
     """
     foundation = lay_foundation(config)
+    if config.fault is not None:
+        config.fault.check(
+            model=foundation.model, name=config.model, engine=config.engine, dtype=config.dtype
+        )
     config.task.check()
     first = next(config.task.tasks(split="train", seed=config.seed), None)
     if first is None:
@@ -145,21 +150,29 @@ def _check_first_prompt(config: Config, foundation: Foundation, task: Any) -> No
         )
 
 
-def plan(config: Config) -> list[str]:
-    """What a run will do, in a few lines: printed by --dry-run and at the start."""
+def plan(config: Config, *, has_support: bool = True) -> list[str]:
+    """What a run will do, in a few lines: printed by --dry-run and at the start.
+
+    has_support: the engine can record what top-p and top-k kept, as far as is known.
+    """
     foundation = lay_foundation(config)
     model, episodes = foundation.model, config.groups_per_step * config.group_size
+    notice = truncation_notice(config.agent, has_support=has_support)
     experts = f", {model.num_experts} experts, {model.num_active_experts} active"
-    return [
+    lines = [
         f"model      {config.model}: {model.architecture}, {model.num_layers} layers of width "
         f"{model.hidden_size}{experts if model.is_moe else ''}, {config.dtype}",
         f"sampler    {tag(type(config.engine))} engine; {foundation.renderer.name} tokens, token "
         "in, token out",
+        *([f"draws      {notice}"] if notice else []),
         f"step       {config.groups_per_step} tasks x {config.group_size} episodes = {episodes} "
         f"trajectories of at most {config.max_tokens} tokens; {config.steps} steps",
         "update     one-pass: mismatch is measured inside the training forward, before the "
         "optimizer moves",
     ]
+    if config.fault is not None:
+        lines.append(f"fault      {config.fault.describe()}")
+    return lines
 
 
 # -- loading --------------------------------------------------------------------------------------
@@ -171,8 +184,14 @@ def build(config: Config, foundation: Foundation, *, weights: Path | None = None
     from lockstep.training.trainer import Trainer
 
     model = load_model(config, foundation, weights=weights)
-    engine = make_engine(config.engine, model, foundation.renderer.tokenizer.all_token_bytes())
-    check_capabilities(engine, vocab_size=foundation.model.vocab_size, max_tokens=config.max_tokens)
+    make = make_engine if config.fault is None else config.fault.make_engine
+    engine = make(config.engine, model, foundation.renderer.tokenizer.all_token_bytes())
+    check_capabilities(
+        engine,
+        vocab_size=foundation.model.vocab_size,
+        max_tokens=config.max_tokens,
+        is_truncated=sampling_of(config.agent).is_truncated,
+    )
     trainer = Trainer(
         model,
         config.trainer,

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import asyncio
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from lockstep.agent.loop import Budget, collect, sampling_of
+from lockstep.agent.loop import Budget, collect, training_sampling
 from lockstep.build import build, check_config, checkpoint_of
 from lockstep.config import differences, to_dict
 from lockstep.errors import RolloutError
@@ -147,7 +148,10 @@ async def one_step(run: Session) -> dict[str, Any] | None:
         run.directory.write_trajectories(step, groups)
         raise
     run.view.phase("training")
-    rows = rows_for_training(groups, config.advantage)
+    rows = sampled_rows = rows_for_training(groups, config.advantage)
+    if config.fault is not None:
+        log_probs = partial(parts.trainer.forward, column=None)
+        rows = config.fault.change_rows(sampled_rows, parts.renderer.tokenizer, log_probs)
     if step == 0:
         run.view.note(describe_first_step(groups, rows))
     try:
@@ -156,7 +160,8 @@ async def one_step(run: Session) -> dict[str, Any] | None:
         if rows and every and step % every == 0:
             metrics |= parts.trainer.measure_after(rows)
     finally:
-        run.directory.write_trajectories(step, groups, samples=rows)
+        # What is kept is what was sampled, whatever a fault has made of it for the trainer.
+        run.directory.write_trajectories(step, groups, samples=sampled_rows)
     trained = time.perf_counter()
     if parts.trainer.last_skip:
         run.view.note(f"step {step}: {parts.trainer.last_skip}", "warning")
@@ -201,7 +206,7 @@ async def sample(run: Session) -> list[Group]:
             lambda task: config.task.environment(task, config.agent),
             tasks,
             group_size=config.group_size,
-            sampling=sampling_of(config.agent),
+            sampling=training_sampling(config.agent, run.parts.engine.capabilities),
             budget=Budget.of(config.agent, max_tokens=config.max_tokens),
             run_seed=config.seed,
             step=run.step,

@@ -13,6 +13,7 @@ from typing import Any
 from lockstep.agent.tasks import TaskSource
 from lockstep.build import Foundation, Parts, plan, vocabulary_of
 from lockstep.config import to_dict
+from lockstep.engines.config import EmbeddedConfig
 from lockstep.errors import DataError
 from lockstep.evaluation import evaluate
 from lockstep.models.hf_io import hf_tensors
@@ -63,13 +64,16 @@ class Session:
         """The engine runs the trainer's weights from here on: a version number where it shares
         them, all tensors where it does not."""
         engine, trainer = self.parts.engine, self.parts.trainer
-        source = None if self.is_one_process else dict(hf_tensors(trainer.model))
+        is_shared = engine.capabilities.shares_weights
+        source = None if is_shared else dict(hf_tensors(trainer.model))
         await engine.load_weights(source, version=trainer.version)
 
     @property
     def is_one_process(self) -> bool:
-        """Whether sampler and trainer run the same parameters."""
-        return self.parts.engine.capabilities.shares_weights
+        """Whether sampler and trainer are one process over one set of ops: what is normal then does
+        not change with a fault that is injected into it."""
+        is_embedded = isinstance(self.config.engine, EmbeddedConfig)
+        return is_embedded or self.parts.engine.capabilities.shares_weights
 
     async def test(self) -> dict[str, float]:
         """An evaluation of the policy as it stands; its episodes are recorded too."""
@@ -124,7 +128,10 @@ class Session:
             first_step=self.step,
             architecture=self.foundation.model.family,
             is_one_process=self.is_one_process,
-            lines=(*plan(self.config), f"run        {self.directory.path}"),
+            lines=(
+                *plan(self.config, has_support=self.parts.engine.capabilities.has_support),
+                f"run        {self.directory.path}",
+            ),
         )
 
     def write_report(self) -> None:

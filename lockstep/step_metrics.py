@@ -7,7 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
+from lockstep.correction.support import support_bias
 from lockstep.errors import RolloutError
 from lockstep.types import Group, Sample, Trajectory
 
@@ -59,7 +61,33 @@ def step_metrics(
             "advantage/max_abs": float(np.abs(advantages).max()),
             "training/rows": len(rows),
         }
-    return row | dict(trainer)
+    return row | _support_bias(groups, rows) | dict(trainer)
+
+
+def _support_bias(groups: Sequence[Group], rows: Sequence[Sample]) -> dict[str, float]:
+    """`mismatch/support_bias`, if top-p or top-k cut what any trained token was drawn from."""
+    trajectories = {t.id: t for g in groups for t in g.trajectories}
+    masks: list[np.ndarray] = []
+    has_truncated = False
+    for row in rows:
+        trajectory_id, _, leaf = row.id.rpartition("/")
+        trajectory = trajectories[trajectory_id]
+        segments = [trajectory.segments[i] for i in trajectory.path(int(leaf))]
+        is_truncated = [s.sampling is not None and s.sampling.is_truncated for s in segments]
+        is_unknown = [s.support is None for s in segments]
+        has_truncated |= any(is_truncated)
+        masks.append(
+            np.repeat(np.logical_and(is_truncated, is_unknown), [len(s) for s in segments])
+            & row.loss_mask
+        )
+    if not has_truncated or not all("logprobs" in row.columns for row in rows):
+        return {}
+    rollout, trainer = (
+        torch.from_numpy(np.concatenate([row.columns[name] for row in rows]))
+        for name in ("rollout_logprobs", "logprobs")
+    )
+    bias = support_bias(rollout, trainer, torch.from_numpy(np.concatenate(masks)))
+    return {"mismatch/support_bias": float(bias) + 0.0}  # + 0.0: -0.0 is shown as 0.0
 
 
 def describe_first_step(groups: Sequence[Group], rows: Sequence[Sample]) -> str:

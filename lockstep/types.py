@@ -33,6 +33,10 @@ FORCED_LOGPROB = -0.01
 protocol tokens mostly. Mismatch metrics are given with and without them."""
 
 
+TOKEN_KINDS = ("text", "control")
+"""What the column `token_kind` counts: tokens that spell text, and control tokens of a protocol."""
+
+
 def frozen_ids(ids: Sequence[int] | npt.NDArray[Any], *, where: str) -> Int32Array:
     """`ids` as a read-only int32 array: [T], each >= 0. `where` names them in the error."""
     array = np.array(ids, dtype=np.int64).reshape(-1)
@@ -110,6 +114,9 @@ class Ragged:
         if not 0 <= token < len(self):
             raise IndexError(f"token {token} of {len(self)}")
         return self.values[self.offsets[token] : self.offsets[token + 1]]
+
+    def __iter__(self) -> Iterator[Int32Array]:
+        return (self[token] for token in range(len(self)))
 
     def take(self, tokens: Sequence[int] | npt.NDArray[Any]) -> Ragged:
         """The entries of these tokens, in this order: what `array[tokens]` is to a dense column."""

@@ -23,12 +23,17 @@ class AgentConfig:
     """Whether an episode goes on after a turn that hit max_turn_tokens (the renderer closes the
     turn with observed ids). Otherwise such a turn is the last one."""
     temperature: float = 1.0
-    """Of the draw; 0 is greedy. Log-probs are recorded under the distribution that was drawn from
-    before top_k and top_p."""
+    """Of the draw; 0 is greedy. Log-probs are recorded under the distribution that was drawn from,
+    top_k and top_p included."""
     top_p: float = 1.0
     """Draw from the smallest set of tokens with this much probability; 1 is off."""
     top_k: int = 0
     """Draw from this many most probable tokens; 0 is off."""
+    record_support: bool = True
+    """With top_p or top_k, keep the ids that they left for every token, so that the trainer
+    renormalises over the same ones. It costs 4 bytes per id: at most 4 * top_k a token, and with
+    top_p alone as much as the model is unsure. Without it, or where the engine cannot, the gradient
+    is biased, and `mismatch/support_bias` says by how much."""
     max_in_flight: int = 256
     """Episodes that run at the same time; 0 is all of a batch."""
     tool_timeout_seconds: float = 30.0

@@ -30,7 +30,7 @@ from lockstep.agent.environment import (
     Score,
 )
 from lockstep.agent.tasks import derive_seed
-from lockstep.engines.base import Engine
+from lockstep.engines.base import Capabilities, Engine
 from lockstep.errors import EngineError
 from lockstep.renderers.base import Renderer
 from lockstep.types import (
@@ -39,6 +39,7 @@ from lockstep.types import (
     Group,
     Int32Array,
     Message,
+    Ragged,
     Request,
     SamplingParams,
     Task,
@@ -78,12 +79,38 @@ class Budget:
 
 
 def sampling_of(config: AgentConfig) -> SamplingParams:
-    """The template of every turn's sampling parameters, from the settings."""
+    """The template of every turn's sampling parameters, from the settings; see
+    `training_sampling` for tokens that will be trained."""
     return SamplingParams(
         max_tokens=config.max_turn_tokens,
         temperature=config.temperature,
         top_p=config.top_p,
         top_k=config.top_k,
+    )
+
+
+def training_sampling(config: AgentConfig, capabilities: Capabilities) -> SamplingParams:
+    """`sampling_of`, with what a trainer needs of tokens that top-p or top-k cut: the log-prob
+    under what was left, and what was left where the engine can say so and the settings want it."""
+    sampling = sampling_of(config)
+    if not sampling.is_truncated:
+        return sampling
+    has_support = config.record_support and capabilities.has_support
+    return replace(sampling, distribution="sampled", record_support=has_support)
+
+
+def truncation_notice(config: AgentConfig, *, has_support: bool) -> str:
+    """What top-p or top-k mean for training, in one line; "" if both are off. has_support: the
+    engine hands back what they kept."""
+    if not sampling_of(config).is_truncated:
+        return ""
+    filters = f"top_p={config.top_p:g}, top_k={config.top_k}"
+    if config.record_support and has_support:
+        return f"{filters}: the trainer renormalises over the tokens that they kept"
+    why = "the engine does not record" if config.record_support else "record_support=false drops"
+    return (
+        f"{filters}: {why} what they kept, so the gradient is biased towards making it more "
+        "probable; mismatch/support_bias says by how much"
     )
 
 
@@ -281,6 +308,7 @@ class _Episode:
             leaf = self.trajectory.record(
                 piece.ids,
                 logprobs=piece.logprobs,
+                support=piece.support,
                 parent=leaf,
                 prompt_ids=context_ids,
                 policy_version=piece.policy_version,
@@ -434,12 +462,20 @@ class _Piece:
     def __init__(self, deltas: Sequence[Delta]) -> None:
         self.ids = np.concatenate([delta.token_ids for delta in deltas]).astype(np.int32)
         self.logprobs = np.concatenate([delta.logprobs for delta in deltas])
+        supports = [delta.support for delta in deltas if delta.support is not None]
+        self.support = Ragged.concatenate(supports) if supports else None
         self.policy_version = deltas[-1].policy_version
         self.finish_reason: FinishReason = deltas[-1].finish_reason or "stop"
         self.stop = deltas[-1].stop
 
 
 def _check_delta(before: Delta | None, delta: Delta, request: Request) -> None:
+    asks = request.sampling.record_support and request.sampling.is_truncated
+    if len(delta.token_ids) and (delta.support is not None) != asks:
+        raise EngineError(
+            f"request {request.id}: {'expected' if asks else 'did not ask for'} the support of its "
+            f"{len(delta.token_ids)} tokens, and found {'one' if delta.support else 'none'}."
+        )
     if before is None or before.finish_reason == "weight_update":
         return
     if before.finish_reason is not None:

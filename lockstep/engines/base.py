@@ -29,6 +29,8 @@ class Capabilities:
     has_routed_experts: bool = False
     has_adapters: bool = False
     has_score: bool = False
+    has_support: bool = False
+    """It hands back what top-p and top-k kept, for requests that ask."""
     shares_weights: bool = False
     """It runs the trainer's own parameters: a sync is a version number."""
 

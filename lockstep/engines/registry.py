@@ -35,14 +35,24 @@ def _(config: EmbeddedConfig, model: Any, token_bytes: Sequence[bytes]) -> Engin
     return EmbeddedEngine(model, config, token_bytes=token_bytes)
 
 
-def check_capabilities(engine: Engine, *, vocab_size: int, max_tokens: int) -> None:
-    """Raises CapabilityError if the engine cannot do what a run needs, before it samples."""
+def check_capabilities(
+    engine: Engine, *, vocab_size: int, max_tokens: int, is_truncated: bool = False
+) -> None:
+    """Raises CapabilityError if the engine cannot do what a run needs, before it samples.
+
+    is_truncated: top-p or top-k is on.
+    """
     found = engine.capabilities
     for holds, text in (
         (
             "tempered" in found.distributions,
             f"records log-probs of {', '.join(found.distributions)}; training needs those of the "
             "distribution that was drawn from (tempered)",
+        ),
+        (
+            "sampled" in found.distributions or not is_truncated,
+            f"records log-probs of {', '.join(found.distributions)}; with top_p or top_k, training "
+            "needs those of what they leave (sampled). Set agent.top_p=1 agent.top_k=0",
         ),
         (
             found.vocab_size == vocab_size,

@@ -83,6 +83,10 @@ METRICS: tuple[Metric, ...] = (
     # mismatch
     *(_metric(f"mismatch/{n}", u, b, m) for n, u, b, m in _MISMATCH),
     *(_metric(f"mismatch_after/{n}", u, b, f"After the update: {m}") for n, u, b, m in _MISMATCH),
+    _metric(
+        "mismatch/support_bias", "nats", "down",
+        "Mean -log of the mass that top-p/top-k kept; 0 where the trainer renormalises.",
+    ),
     # training
     _metric("train/loss", "nats", "none", "The objective that was minimised."),
     _metric("train/grad_norm", "1", "none", "Norm of the gradient before clipping."),

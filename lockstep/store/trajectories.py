@@ -27,6 +27,7 @@ from lockstep.types import (
     Float32Array,
     Group,
     Message,
+    Ragged,
     Sample,
     SamplingParams,
     Segment,
@@ -35,7 +36,7 @@ from lockstep.types import (
     frozen_ids,
 )
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 """Written into every part. A reader refuses a part that is newer than itself."""
 
 # Rows that are read together when one trajectory is looked up.
@@ -68,6 +69,8 @@ _SEGMENT = pa.struct(
         ("fingerprint", pa.string()),
         ("routed_experts", _ARRAY),
         ("boundary_routes", _ARRAY),
+        ("support_ids", _list(pa.int32())),
+        ("support_sizes", _list(pa.int32())),
     ]
 )
 SCHEMA = pa.schema(
@@ -304,6 +307,12 @@ def _segments_column(
         "fingerprint": [_text(s.fingerprint) for s in segments],
         "routed_experts": [_array_to_dict(s.routed_experts) for s in segments],
         "boundary_routes": [_array_to_dict(s.boundary_routes) for s in segments],
+        "support_ids": _numbers(
+            [None if s.support is None else s.support.values for s in segments], pa.int32()
+        ),
+        "support_sizes": _numbers(
+            [None if s.support is None else s.support.sizes for s in segments], pa.int32()
+        ),
     }
     struct = pa.StructArray.from_arrays(
         [
@@ -445,7 +454,14 @@ def _segment(row: dict[str, Any], where: str) -> Segment:
         fingerprint=row["fingerprint"],
         routed_experts=_array_from_dict(row["routed_experts"]),
         boundary_routes=_array_from_dict(row["boundary_routes"]),
+        support=_support(row, where),
     )
+
+
+def _support(row: dict[str, Any], where: str) -> Ragged | None:
+    if row.get("support_sizes") is None:  # parts of version 1 have no support
+        return None
+    return Ragged.of_sizes(frozen_ids(row["support_ids"], where=where), row["support_sizes"])
 
 
 def _sampling(text: str) -> SamplingParams:

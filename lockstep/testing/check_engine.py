@@ -74,6 +74,7 @@ async def check_engine(
     await run("seeds", checker.seeds, seeds)
     await run("repeated ids", checker.repeated_ids)
     await run("distributions", checker.distributions)
+    await run("support", checker.support, needs(has.has_support, "has_support"))
     await run("score", checker.score, needs(has.has_score, "has_score"))
     await run(
         "prefix cache",
@@ -144,6 +145,12 @@ class _Checker:
             ids = np.asarray(delta.token_ids)
             if ((ids < 0) | (ids >= self.engine.capabilities.vocab_size)).any():
                 self.fail("sampled ids of the vocabulary", ids.tolist())
+            asks = request.sampling.record_support and request.sampling.is_truncated
+            if len(ids) and (delta.support is not None) != asks:
+                wanted = "the support of each token" if asks else "no support where none is asked"
+                self.fail(wanted, "none" if asks else "one")
+            if delta.support is not None and len(delta.support) != len(ids):
+                self.fail(f"a support of {len(ids)} tokens", len(delta.support))
             if at + 1 < len(deltas) and delta.finish_reason not in (None, "weight_update"):
                 self.fail("a finish reason on the last delta only", f"one on delta {at}")
         last = deltas[-1]
@@ -219,6 +226,39 @@ class _Checker:
                     "from others)",
                     f"a log-prob that falls by {-gap.min():g}",
                 )
+
+    async def support(self) -> None:
+        base = SamplingParams(
+            max_tokens=self.num_tokens, temperature=0.8, distribution="sampled", record_support=True
+        )
+        await self.collect(self.request(base, seed=5))
+        for top_p, top_k in ((1.0, 4), (0.8, 0), (0.8, 4), (1.0, 1)):
+            sampling = replace(base, top_p=top_p, top_k=top_k)
+            where = f"with top_p={top_p:g}, top_k={top_k}"
+            for stream in (False, True):
+                for delta in await self.collect(self.request(sampling, seed=5, stream=stream)):
+                    self._hold_support(delta, top_k, where)
+            if self.engine.capabilities.has_seeds:
+                without = replace(sampling, record_support=False)
+                found = await self.ids_of(self.request(sampling, seed=5))
+                if (wanted := await self.ids_of(self.request(without, seed=5))) != found:
+                    self.fail(f"recording the support not to change the reply {wanted}", found)
+
+    def _hold_support(self, delta: Delta, top_k: int, where: str) -> None:
+        vocab_size = self.engine.capabilities.vocab_size
+        support = () if delta.support is None else delta.support  # held to be there already
+        for token_id, logprob, ids in zip(delta.token_ids, delta.logprobs, support, strict=False):
+            kept = ids.tolist()
+            if not kept and not top_k:
+                continue  # the whole vocabulary
+            if len(set(kept)) < len(kept) or not all(0 <= i < vocab_size for i in kept):
+                self.fail(f"different ids of the vocabulary in a support {where}", kept)
+            if int(token_id) not in kept:
+                self.fail(f"the sampled id {int(token_id)} in its support {where}", kept)
+            if top_k and len(kept) > top_k:
+                self.fail(f"at most {top_k} ids in a support {where}", len(kept))
+            if len(kept) == 1 and abs(float(logprob)) > self.tolerance:
+                self.fail(f"the log-prob 0 of the only token that was left {where}", logprob)
 
     async def seeds(self) -> None:
         sampling = SamplingParams(max_tokens=self.num_tokens)

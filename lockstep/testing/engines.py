@@ -10,7 +10,7 @@ import numpy as np
 
 from lockstep.engines.base import Capabilities
 from lockstep.errors import EngineError
-from lockstep.types import Delta, Distribution, Float32Array, Int32Array, Request
+from lockstep.types import Delta, Distribution, Float32Array, Int32Array, Ragged, Request
 
 Reply = Callable[[Request], Sequence[int]]
 """The ids that a model would sample after `request.prompt_ids`, its stop id included."""
@@ -48,9 +48,13 @@ class FakeEngine:
         tokens_per_step: int = 0,
         step_seconds: float = 0.0,
         logprob: Callable[[int, int], float] = fake_logprob,
+        support: Callable[[int, int], Sequence[int]] | None = None,
     ) -> None:
-        """logprob: (id, position on the path) -> what is reported; break it to test checks."""
-        self._reply, self._logprob = reply, logprob
+        """logprob: (id, position on the path) -> what is reported; break it to test checks.
+
+        support: likewise, the ids that were kept, for requests that ask; None claims no support.
+        """
+        self._reply, self._logprob, self._support = reply, logprob, support
         self._tokens_per_step, self._step_seconds = tokens_per_step, step_seconds
         self._capabilities = Capabilities(
             name="fake",
@@ -59,6 +63,7 @@ class FakeEngine:
             distributions=("model", "tempered", "sampled"),
             has_seeds=True,
             has_score=True,
+            has_support=support is not None,
         )
         self._version = 0
         self._may_run = asyncio.Event()
@@ -131,6 +136,9 @@ class FakeEngine:
             nonlocal sent
             first, sent = sent, done
             values = [self._logprob(ids[at], start + at) for at in range(first, done)]
+            kept = None
+            if self._support and sampling.record_support and sampling.is_truncated:
+                kept = Ragged.of([self._support(ids[at], start + at) for at in range(first, done)])
             return Delta(
                 token_ids=np.array(ids[first:done], np.int32),
                 logprobs=np.array(values, np.float32),
@@ -138,6 +146,7 @@ class FakeEngine:
                 finish_reason=finish,
                 stop=stop,
                 num_prefilled_tokens=0 if first else start,
+                support=kept,
             )
 
         while done < len(ids):

@@ -6,6 +6,7 @@ requests; a request is looked at when it comes, ends, or needs another page.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -48,6 +49,9 @@ class Sequence:
     sampled_ids: Int32Array | None = None
     """Of a preempted request; of a running one they stand in `Rows`."""
     sampled_logprobs: Float32Array | None = None
+    support: list[Int32Array] | None = None
+    """Of each sampled token, what it was drawn from (nothing: the whole vocabulary); None if the
+    request does not ask."""
     segment_start: int = 0
     """The first sampled token of the running policy version."""
     num_sent: int = 0
@@ -124,8 +128,9 @@ class Rows:
         self.stop_ids[row, : len(sampling.stop_ids)] = sampling.stop_ids
         rule = Rule(
             sampling.temperature,
-            sampling.temperature > 0 and (sampling.top_p < 1 or sampling.top_k > 0),
+            sampling.is_truncated,
             sampling.distribution,
+            sequence.support is not None,
         )
         if rule not in self._rules:
             self._rules.append(rule)
@@ -180,28 +185,39 @@ class Rows:
         full = self.positions[:n] >= self.page_ends[:n]
         return [self.sequences[i] for i in np.flatnonzero(full)] if full.any() else []
 
-    def sample(self, logits: Tensor) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-        """Draws one token per row from logits [num, V]: (ids, log-probs)."""
+    def sample(
+        self, logits: Tensor
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32], dict[int, Int32Array]]:
+        """Draws one token per row from logits [num, V]: (ids, log-probs, row -> its support).
+
+        Only rows that ask for their support are in the third.
+        """
         n, device = self.num, logits.device
+        support: dict[int, Int32Array] = {}
         uniform = _tensor(uniforms(self.streams[:n], self.positions[:n] + 1), device)
         if self._groups is None:
             self._groups = self._group(device)
         if len(self._groups) == 1:
             rule = self._groups[0][0]
-            ids, logprobs = sample(
+            ids, logprobs, kept = sample(
                 logits,
                 uniform,
                 rule,
                 **(self._filters(slice(n), device) if rule.is_filtered else {}),
             )
+            if kept is not None:
+                support = dict(enumerate(_ids_of(kept)))
         else:
             ids = torch.empty(n, dtype=torch.int64, device=device)
             logprobs = torch.empty(n, dtype=torch.float32, device=device)
             for rule, rows in self._groups:
                 assert rows is not None, "several groups are told apart by their rows"
                 filters = self._filters(rows.cpu().numpy(), device) if rule.is_filtered else {}
-                ids[rows], logprobs[rows] = sample(logits[rows], uniform[rows], rule, **filters)
-        return ids.cpu().numpy(), logprobs.cpu().numpy()
+                drawn = sample(logits[rows], uniform[rows], rule, **filters)
+                ids[rows], logprobs[rows] = drawn.ids, drawn.logprobs
+                if drawn.kept is not None:
+                    support |= zip(rows.tolist(), _ids_of(drawn.kept), strict=True)
+        return ids.cpu().numpy(), logprobs.cpu().numpy(), support
 
     def _filters(
         self, rows: slice | npt.NDArray[np.int64], device: torch.device
@@ -221,15 +237,22 @@ class Rows:
         ]
 
     def record(
-        self, ids: npt.NDArray[np.int64], logprobs: npt.NDArray[np.float32]
+        self,
+        ids: npt.NDArray[np.int64],
+        logprobs: npt.NDArray[np.float32],
+        support: Mapping[int, Int32Array],
     ) -> npt.NDArray[np.bool_]:
-        """Appends a token to every row. Returns which rows end with it: by a stop id, their limit,
-        or a log-prob that is no number."""
+        """Appends a token to every row, as `sample` gave them. Returns which rows end with it: by a
+        stop id, their limit, or a log-prob that is no number."""
         n = self.num
         counts = self.counts[:n]
         places = self._row_starts[:n] + counts
         self._flat_ids[places] = ids
         self._flat_logprobs[places] = logprobs
+        for row, kept_ids in support.items():
+            of_request = self.sequences[row].support
+            assert of_request is not None, "only a request that asks is given its support"
+            of_request.append(kept_ids)
         counts += 1
         self.positions[:n] += 1
         self.write_index[:n] += 1
@@ -429,6 +452,15 @@ def _load_resident(
     return ResidentRows(
         resident.keys, resident.values, _tensor(places.reshape(-1), device), resident.memo()
     )
+
+
+def _ids_of(kept: Tensor) -> list[Int32Array]:
+    """Each row's ids of kept [B, V], in order; none where all are kept."""
+    vocab_size = kept.shape[1]
+    sizes = kept.sum(1).cpu().numpy()
+    ids = kept.nonzero()[:, 1].to(torch.int32).cpu().numpy()
+    parts = np.split(ids, np.cumsum(sizes)[:-1])
+    return [part if len(part) < vocab_size else part[:0] for part in parts]
 
 
 def _lease(chunk: Chunk) -> Lease:

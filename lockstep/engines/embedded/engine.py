@@ -31,13 +31,13 @@ from lockstep.engines.embedded.scheduler import Scheduler
 from lockstep.errors import CapabilityError, ConfigError, EngineError
 from lockstep.models.decoder import Decoder
 from lockstep.models.hf_io import load_weights, read_tensors
-from lockstep.ops import api as ops
 from lockstep.types import (
     Delta,
     Distribution,
     FinishReason,
     Float32Array,
     Int32Array,
+    Ragged,
     Request,
     SamplingParams,
 )
@@ -173,6 +173,7 @@ class EmbeddedEngine:
             has_prefix_cache=self._config.prefix_cache,
             has_seeds=True,
             has_score=True,
+            has_support=True,
             shares_weights=self._model is self._shared,
         )
 
@@ -357,6 +358,8 @@ class EmbeddedEngine:
             )
         limit = min(request.sampling.max_tokens, self.max_tokens - len(ids))
         sequence = self._arrived(request, ids, limit=limit)
+        if request.sampling.record_support and request.sampling.is_truncated:
+            sequence.support = []
         reply = _Reply(request, sequence)
         self._replies[request.id] = reply
         self._reply_of[sequence] = reply
@@ -428,7 +431,7 @@ class EmbeddedEngine:
                 if chunks:
                     places = np.concatenate([np.arange(num_fed), np.array(last_places, np.int64)])
                     hidden = hidden[torch.from_numpy(places).to(hidden.device)]
-                ids, logprobs = rows.sample(self._model.logits(hidden))
+                ids, logprobs, support = rows.sample(self._model.logits(hidden))
         for chunk in chunks:
             if chunk.sequence in broken:
                 self._fail_unfinite(
@@ -437,7 +440,7 @@ class EmbeddedEngine:
             else:
                 self._after_chunk(chunk)
         if rows.num:
-            self._after_sampling(ids, logprobs)
+            self._after_sampling(ids, logprobs, support)
         stats.steps += 1
         scheduler = self._scheduler
         stats.preemptions += scheduler.num_preemptions
@@ -479,9 +482,7 @@ class EmbeddedEngine:
                 wanted = slice(chunk.start + 1, chunk.stop + 1)
                 ids = torch.from_numpy(sequence.ids[wanted].astype(np.int64)).to(hidden.device)
                 temperature = self._scoring[sequence][1]
-                values, _ = ops.log_probs(
-                    hidden[here], self._model.head, ids, temperature=temperature
-                )
+                values, _ = self._model.log_probs(hidden[here], ids, temperature=temperature)
                 sequence.scores[wanted] = values.cpu().numpy()
         return broken
 
@@ -503,10 +504,12 @@ class EmbeddedEngine:
 
     # -- after a step -------------------------------------------------------------------------
 
-    def _after_sampling(self, ids: np.ndarray, logprobs: np.ndarray) -> None:
+    def _after_sampling(
+        self, ids: np.ndarray, logprobs: np.ndarray, support: Mapping[int, Int32Array]
+    ) -> None:
         rows, stats = self._rows, self.stats
         num = rows.num
-        ended = rows.record(ids, logprobs)
+        ended = rows.record(ids, logprobs, support)
         stats.sampled_tokens += num
         stats.busy_sequences += num
         finished = [rows.sequences[i] for i in np.flatnonzero(ended)] if ended.any() else []
@@ -585,6 +588,7 @@ class EmbeddedEngine:
                 stop=stop,
                 num_cached_tokens=0 if sequence.has_sent else cached,
                 num_prefilled_tokens=0 if sequence.has_sent else prefilled,
+                support=None if sequence.support is None else Ragged.of(sequence.support[fresh]),
             )
         )
         sequence.has_sent = True

@@ -9,6 +9,7 @@ request's seed and the position of the token: the same alone, in company, and af
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -55,6 +56,19 @@ class Rule:
     is_filtered: bool
     """top-p or top-k is on."""
     distribution: Distribution
+    records_support: bool = False
+    """What a filter kept is handed back with each draw."""
+
+
+class Draw(NamedTuple):
+    """One token per row."""
+
+    ids: Tensor
+    """[B] int64."""
+    logprobs: Tensor
+    """[B] float32 under the rule's distribution."""
+    kept: Tensor | None
+    """[B, V] bool, what was drawn from; None unless the rule records it."""
 
 
 def sample(
@@ -64,28 +78,30 @@ def sample(
     *,
     top_p: Tensor | None = None,
     top_k: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """(ids [B] int64, log-probs [B] float32 under the rule's distribution).
+) -> Draw:
+    """Draws once from each row of logits [B, V].
 
-    logits [B, V], uniform [B] float32; top_p [B] float32 and top_k [B] int64 if the rule filters.
-    A row with a non-finite logit gets a NaN log-prob and some id of the vocabulary.
+    uniform [B] float32; top_p [B] float32 and top_k [B] int64 if the rule filters. A row with a
+    non-finite logit gets a NaN log-prob and some id of the vocabulary.
     """
     if rule.temperature == 0:
         logp = ops.log_softmax(logits)
         ids = logp.argmax(-1, keepdim=True)
-        return ids[:, 0], logp.gather(1, ids)[:, 0]
+        return Draw(ids[:, 0], logp.gather(1, ids)[:, 0], None)
     logp = ops.log_softmax(logits, temperature=rule.temperature)
     if rule.is_filtered:
         assert top_p is not None and top_k is not None, "a filtering rule needs top_p and top_k"
         ids, kept = _draw_filtered(logp, uniform, top_p, top_k)
+        if rule.distribution == "sampled":
+            # The trainer's own arithmetic over the support, and not a log-prob minus a log mass.
+            logp = ops.log_softmax(logits, temperature=rule.temperature, kept=kept)
+            found = logp.gather(1, ids)[:, 0]
+            return Draw(ids[:, 0], found, kept if rule.records_support else None)
     else:
-        ids, kept = _draw(_probs(logits, rule.temperature), uniform), None
+        ids = _draw(_probs(logits, rule.temperature), uniform)
     if rule.distribution == "model" and rule.temperature != 1.0:
-        return ids[:, 0], ops.log_softmax(logits).gather(1, ids)[:, 0]
-    found = logp.gather(1, ids)[:, 0]
-    if rule.distribution == "sampled" and kept is not None:
-        found = (found - kept.log()).clamp_(max=0.0)  # the sum of what is kept rounds
-    return ids[:, 0], found
+        logp = ops.log_softmax(logits)
+    return Draw(ids[:, 0], logp.gather(1, ids)[:, 0], None)
 
 
 def _probs(logits: Tensor, temperature: float) -> Tensor:
@@ -105,12 +121,14 @@ def _draw(probs: Tensor, uniform: Tensor) -> Tensor:
 def _draw_filtered(
     logp: Tensor, uniform: Tensor, top_p: Tensor, top_k: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """(ids [B, 1], probability [B] of what is kept): top-k first, then top-p of what that leaves,
-    in the order of Hugging Face and vLLM. Of equal tokens the smaller id goes first."""
+    """(ids [B, 1], what is kept [B, V] bool): top-k first, then top-p of what that leaves, in the
+    order of Hugging Face and vLLM. Of equal tokens the smaller id goes first."""
     logp, order = logp.sort(dim=-1, descending=True, stable=True)
     probs = logp.exp()
     rank = torch.arange(probs.shape[1], device=probs.device)
-    probs = probs * ((rank < top_k[:, None]) | (top_k[:, None] == 0))
+    is_kept = (rank < top_k[:, None]) | (top_k[:, None] == 0)
+    probs = probs * is_kept
     before = probs.cumsum(-1) - probs
-    probs = probs * (before < top_p[:, None] * probs.sum(-1, keepdim=True))
-    return order.gather(1, _draw(probs, uniform)), probs.sum(-1)
+    is_kept = is_kept & (before < top_p[:, None] * probs.sum(-1, keepdim=True))
+    ids = order.gather(1, _draw(probs * is_kept, uniform))
+    return ids, torch.empty_like(is_kept).scatter_(1, order, is_kept)

@@ -21,7 +21,7 @@ PROMPT = [1, 2, 3, 4, 5]
 def test_the_embedded_engine_keeps_every_promise(kind):
     engine = make_engine(make_model(kind), token_bytes=TOKEN_BYTES)
     report = asyncio.run(check_engine(engine, prompt_ids=PROMPT, token_bytes=TOKEN_BYTES))
-    assert len(report.passed) == 16 and not report.skipped
+    assert len(report.passed) == 17 and not report.skipped
 
 
 def test_checks_that_cannot_run_are_reported_with_their_reason():
@@ -73,6 +73,9 @@ class Broken(EmbeddedEngine):
                 delta = replace(delta, token_ids=delta.token_ids[:-1], logprobs=delta.logprobs[:-1])
             if self.fault == "distributions" and request.sampling.distribution == "sampled":
                 delta = replace(delta, logprobs=delta.logprobs - 2)
+            if self.fault == "support" and delta.support is not None:
+                shifted = np.arange(len(delta.support)) - 1
+                delta = replace(delta, support=delta.support.take(shifted % len(shifted)))
             if self.fault == "stop strings" and isinstance(delta.stop, str):
                 delta = replace(delta, stop=None)
             yield delta
@@ -105,7 +108,7 @@ class Broken(EmbeddedEngine):
     [
         "one reply", "many replies at once", "stop ids", "streams", "distributions", "seeds",
         "repeated ids", "score", "prefix cache", "stop strings", "bad requests", "abort",
-        "pause and resume", "weights", "sleep and wake",
+        "pause and resume", "weights", "sleep and wake", "support",
     ],
 )  # fmt: skip
 def test_each_broken_promise_is_named(fault):
