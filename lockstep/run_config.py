@@ -16,6 +16,7 @@ from lockstep.errors import ConfigError
 from lockstep.objectives.config import GRPO, AdvantageConfig, ObjectiveConfig, PPOClip
 from lockstep.renderers.config import RendererConfig
 from lockstep.store.config import RecordConfig
+from lockstep.testing.faults import FaultConfig
 from lockstep.training.config import CheckpointConfig, SFTConfig, TrainerConfig
 
 
@@ -108,6 +109,9 @@ class Config(ModelChoice):
     """How rewards become advantages."""
     objective: ObjectiveConfig = field(default_factory=PPOClip)
     """The policy loss."""
+    fault: FaultConfig | None = None
+    """A defect that is injected on purpose, to see what it does and what finds it; none for a run
+    that is meant."""
     mismatch: MismatchConfig = field(default_factory=MismatchConfig)
     """Alarms on the gap between sampler and trainer."""
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)

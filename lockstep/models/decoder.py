@@ -91,8 +91,7 @@ class MoE(nn.Module):
         self.down_bias = nn.Parameter(torch.zeros(E, D))
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        logits_TE = ops.linear(x_TD, self.router.weight, self.router.bias)
-        top_TA, experts_TA = logits_TE.topk(self.num_active, -1)
+        top_TA, experts_TA = self.router_logits(x_TD).topk(self.num_active, -1)
         weights_TA = top_TA.softmax(-1)
         E, A = len(self.down_bias), self.num_active
         if x_TD.numel() * (E - A) * self.down_proj.shape[2] <= ALL_EXPERTS_MULTIPLIES:
@@ -110,6 +109,10 @@ class MoE(nn.Module):
         place_R[order_R] = torch.arange(len(order_R), device=order_R.device)
         out_TAD = out_RD[place_R].view(*experts_TA.shape, -1)
         return (out_TAD * weights_TA[..., None]).sum(1)
+
+    def router_logits(self, x_TD: Tensor) -> Tensor:
+        """[T, E] in the compute dtype: what experts are chosen and weighed by."""
+        return ops.linear(x_TD, self.router.weight, self.router.bias)
 
     def _experts(self, x_RD: Tensor, counts: list[int]) -> Tensor:
         x_RF = ops.expert_linear(x_RD, self.gate_up_proj, self.gate_up_bias, counts)
@@ -137,7 +140,7 @@ class Block(nn.Module):
 class Decoder(nn.Module):
     """Ids and positions in, final hidden states out. Stateless: what it attends to is the context.
 
-    `hidden = decoder(ids, positions, context)`, then `ops.log_probs(hidden, decoder.head, ...)` or
+    `hidden = decoder(ids, positions, context)`, then `decoder.log_probs(hidden, ids)` or
     `decoder.logits(hidden)`. Made on its config's shapes with random weights; `load_checkpoint`
     fills them.
     """
@@ -179,8 +182,14 @@ class Decoder(nn.Module):
         return ops.rms_norm(x_TD, self.final_norm, self.config.rms_norm_eps)
 
     def logits(self, hidden_TD: Tensor) -> Tensor:
-        """[T, V] in the compute dtype."""
+        """[T, V] in the compute dtype: what a sampler draws from."""
         return ops.linear(hidden_TD, self.head)
+
+    def log_probs(
+        self, hidden_TD: Tensor, ids_T: Tensor, *, temperature: float = 1.0
+    ) -> tuple[Tensor, Tensor]:
+        """(log-prob of ids, entropy), each [T] float32: `ops.log_probs` over this head."""
+        return ops.log_probs(hidden_TD, self.head, ids_T, temperature=temperature)
 
     def _rope(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin [T, 1, K], from a table that is computed once per device."""

@@ -14,7 +14,8 @@ ROWS = [
     ["models", "correction", "objectives", "report"],
     ["engines", "training"],
     ["agent"],
-    ["envs", "run_config", "evaluation", "step_metrics", "testing"],
+    ["envs", "evaluation", "step_metrics", "testing"],
+    ["run_config"],
     ["build"],
     ["session", "supervised"],
     ["loop"],
@@ -26,7 +27,7 @@ TORCH_FREE = [
     "lockstep", "lockstep.types", "lockstep.config", "lockstep.cli", "lockstep.recipes",
     "lockstep.run_config", "lockstep.build", "lockstep.renderers.registry", "lockstep.store.run",
     "lockstep.observe.live", "lockstep.report.page", "lockstep.agent.environment",
-    "lockstep.agent.tools", "lockstep.envs.docsearch.environment",
+    "lockstep.agent.tools", "lockstep.envs.docsearch.environment", "lockstep.testing.faults",
 ]  # fmt: skip
 
 
