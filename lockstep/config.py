@@ -144,13 +144,14 @@ def describe(config: Any, prefix: str = "") -> Iterable[tuple[str, str, str, str
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         path = f"{prefix}{field.name}"
+        kinds = choices(hints[field.name])
         if dataclasses.is_dataclass(value):
-            kinds = choices(hints[field.name])
             if kinds:
                 yield path, " | ".join(kinds), tag(_class(value)), docs.get(field.name, "")
             yield from describe(value, f"{path}.")
         else:
-            yield path, _name(hints[field.name]), _show(value), docs.get(field.name, "")
+            kind = " | ".join([*kinds, "none"]) if kinds else _name(hints[field.name])
+            yield path, kind, _show(value), docs.get(field.name, "")
 
 
 @cache
@@ -194,6 +195,12 @@ def _assign(cls: type, tree: dict[str, Any], keys: list[str], text: str, *, path
     if rest:
         if nested is None:
             raise ConfigError(f"{path}: {key} is a {_name(annotation)} and has no settings below.")
+        if len(kinds) > 1 and key in tree and tree[key] is None:
+            chosen = path.removesuffix("." + ".".join(rest))
+            raise ConfigError(
+                f"{path}: {chosen} is none. Choose a kind before its settings: "
+                f"{' | '.join(f'{chosen}={kind}' for kind in kinds)}."
+            )
         if not isinstance(tree.get(key), dict):
             tree[key] = {"type": tag(nested)} if kinds else {}
         _assign(nested, tree[key], rest, text, path=path)

@@ -49,6 +49,7 @@ class Run:
     limit: float | None = None
     engine: EmbeddedConfig | RemoteConfig = EmbeddedConfig()
     task: Task = EasyTask()
+    spare: Task | None = None
 
     def __post_init__(self):
         if self.steps < 1:
@@ -96,6 +97,11 @@ def test_the_file_form_reads_back_equal():
 @pytest.mark.parametrize(
     ("override", "message"),
     [
+        (
+            "spare.size=3",
+            "spare.size: spare is none. Choose a kind before its settings: "
+            r"spare=easy_task \| spare=hard_task",
+        ),
         ("stepz=3", r"unknown setting 'stepz'. Did you mean 'steps'"),
         ("engine.pagse=3", r"unknown setting 'engine.pagse'. Did you mean 'pages'"),
         ("steps=ten", r"steps: expected int, found 'ten'"),
@@ -144,6 +150,7 @@ def test_help_gives_path_type_value_and_docstring():
     assert rows["engine.pages"] == ("int", "8", "Pages of memory.")
     assert rows["engine"][:2] == ("embedded | remote", "embedded")
     assert rows["bounds"][1] == "0.2,0.3"
+    assert rows["spare"][:2] == ("easy_task | hard_task | none", "none")
 
 
 def test_differences_name_what_changed():
