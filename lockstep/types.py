@@ -764,10 +764,10 @@ def _check_support(where: str, ids: Int32Array, support: Ragged) -> None:
     missing = np.flatnonzero(~is_found & (sizes > 0))
     if missing.size:
         at = int(missing[0])
+        shown = ", ".join([*map(str, support[at][:8].tolist()), *["..."][: int(sizes[at] > 8)]])
         raise TokenError(
             f"{where}: token {at} (id {int(ids[at])}) is not among the {int(sizes[at])} ids of its "
-            f"support ({', '.join(map(str, support[at][:8].tolist()))}{', ...' * (sizes[at] > 8)}):"
-            " it cannot have been drawn from them. A shifted row?"
+            f"support ({shown}): it cannot have been drawn from them. A shifted row?"
         )
 
 

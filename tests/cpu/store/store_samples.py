@@ -9,6 +9,7 @@ import numpy as np
 from lockstep.types import (
     Group,
     Message,
+    Ragged,
     SamplingParams,
     Task,
     ToolCall,
@@ -37,6 +38,7 @@ def trajectory(name: str = "t0", *, seed: int = 0, is_rich: bool = True) -> Traj
         fingerprint="fp",
         routed_experts=routes,
         boundary_routes=None if routes is None else routes[0],
+        support=Ragged.of([[4, 1], [5], [], [2, 7, 9]]) if is_rich else None,
     )
     reply = out.observe([8], parent=call, messages=[Message(role="tool", name="f", content="{}")])
     for attempt in range(2):

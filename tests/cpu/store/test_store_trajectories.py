@@ -23,7 +23,7 @@ from lockstep.store.trajectories import (
     to_groups,
     write_part,
 )
-from lockstep.types import Group, Message, Task, Trajectory
+from lockstep.types import Group, Message, Ragged, Task, Trajectory
 
 
 def test_every_field_of_a_forest_survives_the_round_trip(tmp_path):
@@ -55,6 +55,7 @@ def forests(draw):
                 prompt_ids=out.path_ids(parent),
                 policy_version=draw(st.integers(0, 2**40)),
                 finish_reason=draw(st.sampled_from(["stop", "length", "abort", "weight_update"])),
+                support=draw(st.sampled_from([None, Ragged.of([[7, i] for i in ids])])),
             )
             out.rewards[leaf] = draw(st.floats(allow_nan=False))
         else:
@@ -151,6 +152,17 @@ def test_a_part_of_a_later_schema_is_refused(tmp_path):
     pq.write_table(pa.table({"a": [1]}), path)
     with pytest.raises(DataError, match="schema version is none"):
         read_summaries(path)
+
+
+def test_a_part_of_the_first_schema_has_no_support(tmp_path):
+    written = [Group(task=Task(id="a"), trajectories=[trajectory("x", is_rich=False)])]
+    write_part(tmp_path / "now.parquet", written, step=0)
+    rows = pq.read_table(tmp_path / "now.parquet").to_pylist()
+    for segment in (s for row in rows for s in row["segments"]):
+        del segment["support_ids"], segment["support_sizes"]
+    table = pa.Table.from_pylist(rows).replace_schema_metadata({"lockstep.trajectories": "1"})
+    pq.write_table(table, tmp_path / "first.parquet")
+    assert_same(written, to_groups(read_part(tmp_path / "first.parquet")))
 
 
 def test_only_deltas_are_stored(tmp_path):

@@ -1,0 +1,39 @@
+"""A step of a real run with top-k or top-p: exact where the support is recorded, told where not."""
+
+import json
+
+import pytest
+
+from lockstep.config import resolve
+from lockstep.loop import train
+from lockstep.recipes import find_recipe
+
+SMALL = [
+    "steps=1", "groups_per_step=3", "group_size=4", "evaluation.num_tasks=2",
+    "evaluation.num_samples=1", "evaluation.at_start=false",
+]  # fmt: skip
+
+
+def first_row(path, *overrides):
+    """The metrics row of the step."""
+    train(resolve(find_recipe("quickstart"), [*SMALL, *overrides]), out=path, view="json")
+    rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    return next(row for row in rows if "mismatch/k3" in row)
+
+
+@pytest.mark.parametrize("filters", [["agent.top_k=8"], ["agent.top_p=0.9"]])
+def test_sampler_and_trainer_agree_over_the_recorded_support(tmp_path, filters):
+    row = first_row(tmp_path / "with", *filters)
+    assert row["episodes/failed"] == 0 and row["mismatch/compared_tokens"] > 100
+    assert row["mismatch/k3"] <= 1e-11, "what is normal without truncation"
+    assert row["mismatch/support_bias"] == 0
+    without = first_row(tmp_path / "without", *filters, "agent.record_support=false")
+    assert without["mismatch/compared_tokens"] == row["mismatch/compared_tokens"]
+    # mean(-log S): every token of the two runs is the same, and S is below 1
+    assert without["mismatch/k1"] > 1e-3
+    assert without["mismatch/support_bias"] == pytest.approx(without["mismatch/k1"], rel=1e-5)
+    assert row["train/entropy"] < without["train/entropy"], "of what is left, there is less"
+
+
+def test_a_run_that_does_not_truncate_says_nothing_of_a_support(tmp_path):
+    assert "mismatch/support_bias" not in first_row(tmp_path / "run")
