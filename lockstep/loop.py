@@ -165,7 +165,7 @@ async def one_step(run: Session) -> dict[str, Any] | None:
     trained = time.perf_counter()
     if parts.trainer.last_skip:
         run.view.note(f"step {step}: {parts.trainer.last_skip}", "warning")
-    row = step_metrics(step, groups, rows, metrics)
+    row = step_metrics(step, groups, sampled_rows, metrics)
     run.elapsed_seconds += trained - began
     row |= {
         "time/sample_seconds": sampled - began,
