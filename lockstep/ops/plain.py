@@ -407,14 +407,12 @@ def log_softmax(logits: Tensor, *, temperature: float = 1.0, kept: Tensor | None
     return torch.log_softmax(logits, -1)
 
 
-OUTSIDE = -1e4  # of a support: exp(-1e4) is 0 in float32, and 0 * -1e4 is 0 where 0 * -inf is NaN
-
-
 class _LogProbs(torch.autograd.Function):
     """Log-prob and entropy without a [T, V] tensor: rows in chunks, and again in backward.
 
     Over a support, the probability of an id outside is 0, and with it its part of the entropy and
-    of every gradient: nothing else changes.
+    of every gradient: nothing else changes. Its log-prob is written as 0 where it is a factor of
+    that, since 0 * -inf is NaN.
     """
 
     @staticmethod
@@ -424,13 +422,12 @@ class _LogProbs(torch.autograd.Function):
         kept = None
         for at in range(0, len(ids), rows):
             part = slice(at, at + rows)
-            kept_ids = None if support is None else support.mask(part, len(weight))
+            choices = None if support is None else support.mask(part, len(weight))
             logits = F.linear(hidden[part], weight)
-            logp = log_softmax(logits, temperature=temperature, kept=kept_ids)
+            logp = log_softmax(logits, temperature=temperature, kept=choices)
             logprobs[part] = logp.gather(1, ids[part, None])[:, 0]
-            if support is not None:
-                logp.clamp_(min=OUTSIDE)
-            entropy[part] = -(logp.exp() * logp).sum(-1)
+            _clear_outside(logp, choices)
+            entropy[part] = -(_probs(logp, choices) * logp).sum(-1)
             kept = logp
         # A single chunk is no larger than what one chunk takes in backward anyway: keep it.
         ctx.save_for_backward(hidden, weight, ids, entropy, kept if len(ids) <= rows else None)
@@ -440,20 +437,18 @@ class _LogProbs(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_logprobs, grad_entropy):
         hidden, weight, ids, entropy, kept = ctx.saved_tensors
-        support = ctx.support
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)
         has_entropy_grad = bool((grad_entropy != 0).any())
         for at in range(0, len(ids), ctx.rows):
             part = slice(at, at + ctx.rows)
+            choices = None if ctx.support is None else ctx.support.mask(part, len(weight))
             logp = kept
             if logp is None:
-                kept_ids = None if support is None else support.mask(part, len(weight))
                 logits = F.linear(hidden[part], weight)
-                logp = log_softmax(logits, temperature=ctx.temperature, kept=kept_ids)
-                if support is not None:
-                    logp.clamp_(min=OUTSIDE)
-            grad = logp.exp()
+                logp = log_softmax(logits, temperature=ctx.temperature, kept=choices)
+                _clear_outside(logp, choices)
+            grad = _probs(logp, choices)
             if has_entropy_grad:  # dH/dlogit_j = -p_j (log p_j + H)
                 through = logp.add(entropy[part, None]).mul_(grad_entropy[part, None])
                 through.add_(grad_logprobs[part, None])
@@ -467,6 +462,19 @@ class _LogProbs(torch.autograd.Function):
             torch.mm(grad, weight, out=grad_hidden[part])
             grad_weight.add_(torch.mm(grad.t(), hidden[part]))
         return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None
+
+
+def _clear_outside(logp: Tensor, choices: Tensor | None) -> None:
+    """0 in place of -inf outside of what each token was drawn from. It also spares the exponential
+    a case in which it is several times slower."""
+    if choices is not None:
+        logp.masked_fill_(~choices, 0.0)
+
+
+def _probs(logp: Tensor, choices: Tensor | None) -> Tensor:
+    """exp(logp), and 0 outside."""
+    probs = logp.exp()
+    return probs if choices is None else probs.masked_fill_(~choices, 0.0)
 
 
 def log_probs(

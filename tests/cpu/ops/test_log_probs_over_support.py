@@ -93,6 +93,15 @@ def test_a_token_that_was_the_only_choice_has_log_prob_0_and_moves_nothing():
     assert not h.grad.any() and not w.grad.any()
 
 
+def test_the_gradient_can_be_taken_twice():
+    hidden, weight, ids, support = problem()
+    h = hidden.requires_grad_()
+    logprobs, entropy = ops.log_probs(h, weight, ids, support=Support.of(support))
+    total = (logprobs + entropy).sum()
+    first, second = (torch.autograd.grad(total, h, retain_graph=True)[0] for _ in range(2))
+    assert torch.equal(first, second) and first.any()
+
+
 def test_where_nothing_was_cut_no_bit_differs():
     hidden, weight, ids, _ = problem()
     upstream = torch.randn(TOKENS, generator=torch.Generator().manual_seed(1))
