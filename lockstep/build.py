@@ -76,6 +76,12 @@ def check_config(config: Config) -> Foundation:
         config.fault.check(
             model=foundation.model, name=config.model, engine=config.engine, dtype=config.dtype
         )
+    if config.correction.behaviour == "averaged" and sampling_of(config.agent).is_truncated:
+        raise ConfigError(
+            f"correction.behaviour=averaged with agent.top_p={config.agent.top_p} "
+            f"agent.top_k={config.agent.top_k}: an engine cannot re-score the distribution that "
+            "these leave. Set agent.top_p=1 agent.top_k=0, or correction.behaviour=rollout."
+        )
     config.task.check()
     first = next(config.task.tasks(split="train", seed=config.seed), None)
     if first is None:
@@ -167,12 +173,28 @@ def plan(config: Config, *, has_support: bool = True) -> list[str]:
         *([f"draws      {notice}"] if notice else []),
         f"step       {config.groups_per_step} tasks x {config.group_size} episodes = {episodes} "
         f"trajectories of at most {config.max_tokens} tokens; {config.steps} steps",
-        "update     one-pass: mismatch is measured inside the training forward, before the "
-        "optimizer moves",
+        f"update     {_update_plan(config)}",
+        *(f"warning    {text}" for text in config.correction.warnings()),
     ]
     if config.fault is not None:
         lines.append(f"fault      {config.fault.describe()}")
     return lines
+
+
+def _update_plan(config: Config) -> str:
+    """One pass or two, and what each token's ratio and weight are of."""
+    correction, num_updates = config.correction, config.trainer.updates_per_batch
+    by = f"ratio to {correction.anchor}" if config.objective.has_ratio else "no ratio"
+    if correction.level != "none":
+        by += f", {correction.level} weights by {correction.bound}"
+        by += ", normalised over the batch" if correction.is_normalized else ""
+    if correction.reject:
+        by += f", {len(correction.reject)} rejection rules"
+    if correction.behaviour == "averaged":
+        by += f", behaviour averaged over {correction.rescorings} re-scorings"
+    if correction.needs_forward(num_updates=num_updates) or num_updates > 1:
+        return f"two-pass: a forward over the whole batch, then {num_updates} update(s); {by}"
+    return f"one-pass: measured inside the training forward, before the optimizer moves; {by}"
 
 
 # -- loading --------------------------------------------------------------------------------------
@@ -191,13 +213,18 @@ def build(config: Config, foundation: Foundation, *, weights: Path | None = None
         vocab_size=foundation.model.vocab_size,
         max_tokens=config.max_tokens,
         is_truncated=sampling_of(config.agent).is_truncated,
+        is_rescored=config.correction.behaviour == "averaged",
     )
+    reference = None
+    if config.objective.reads_reference_logprobs:
+        reference = load_model(config, foundation).requires_grad_(False)
     trainer = Trainer(
         model,
         config.trainer,
         like=foundation.directory,
         temperature=config.agent.temperature,
         total_updates=config.steps * config.trainer.updates_per_batch,
+        reference=reference,
     )
     return Parts(foundation, model, engine, trainer)
 

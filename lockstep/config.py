@@ -19,7 +19,7 @@ import re
 import textwrap
 import types
 import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from itertools import pairwise
 from typing import Any, TypeVar, cast
@@ -213,6 +213,10 @@ def _assign(cls: type, tree: dict[str, Any], keys: list[str], text: str, *, path
         current = tree.get(key)
         if not (isinstance(current, dict) and cast(Any, current).get("type") == text):
             tree[key] = {"type": text}
+    elif text in (presets := _presets(nested)):
+        tree[key] = to_dict(presets[text]())
+    elif presets:
+        raise ConfigError(f"{path}={text}: no such preset.{did_you_mean(text, presets)}")
     elif nested is not None:
         raise ConfigError(
             f"{path} has settings below it; give one of them: "
@@ -240,6 +244,8 @@ def _parse(annotation: Any, text: str, path: str) -> Any:
                 continue
         if origin in (tuple, list):
             inner: tuple[Any, ...] = typing.get_args(member) or (str,)
+            if dataclasses.is_dataclass(inner[0]):
+                return _parse_json(text, path, expected="a JSON list of objects")
             parts = [p.strip() for p in text.strip("[]() ").split(",") if p.strip()]
             is_uniform = len(inner) < 2 or inner[1] is ...
             kinds = list(inner[:1]) * len(parts) if is_uniform else list(inner)
@@ -247,13 +253,22 @@ def _parse(annotation: Any, text: str, path: str) -> Any:
                 raise ConfigError(f"{path}: expected {len(kinds)} values, found {text!r}.")
             return [_parse(k, p, path) for k, p in zip(kinds, parts, strict=True)]
         if origin in (dict, Mapping):
-            try:
-                return json.loads(text)
-            except json.JSONDecodeError as error:
-                raise ConfigError(f"{path}: expected a JSON object ({error}).") from None
+            return _parse_json(text, path, expected="a JSON object")
         if origin is str or origin is typing.Literal:
             return text
     raise ConfigError(f"{path}: expected {_name(annotation)}, found {text!r}.")
+
+
+def _parse_json(text: str, path: str, *, expected: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{path}: expected {expected} ({error}).") from None
+
+
+def _presets(cls: type | None) -> Mapping[str, Callable[[], Any]]:
+    """name -> what makes the value, of a class that names some: its `PRESETS`."""
+    return getattr(cls, "PRESETS", {})
 
 
 def _value(annotation: Any, value: Any, path: str) -> Any:
@@ -306,6 +321,8 @@ def _value(annotation: Any, value: Any, path: str) -> Any:
 
 
 def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return to_dict(value)
     if isinstance(value, tuple | list):
         return [_plain(v) for v in cast(Sequence[Any], value)]
     if isinstance(value, Mapping):
@@ -314,6 +331,8 @@ def _plain(value: Any) -> Any:
 
 
 def _show(value: Any) -> str:
+    if dataclasses.is_dataclass(value):
+        return json.dumps(_plain(value))
     if isinstance(value, tuple | list):
         return ",".join(_show(v) for v in cast(Sequence[Any], value))
     if isinstance(value, bool):

@@ -3,7 +3,7 @@
 sample, score     agent/loop.py     episodes over the engine, token in, token out
 record            store/            trajectories and metrics, append-only
 align             training/rows.py     episodes to rows with advantages; packing lays them out
-measure, correct, update            training/trainer.py, in one pass over the rows
+measure, correct, update            training/trainer.py, in one pass over the rows or in two
 sync              engines/          the engine runs the new weights, by version
 """
 
@@ -11,11 +11,14 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from lockstep.agent.loop import Budget, collect, training_sampling
+from lockstep.agent.rescoring import rescore
+from lockstep.agent.tasks import derive_seed
 from lockstep.build import build, check_config, checkpoint_of
 from lockstep.config import differences, to_dict
 from lockstep.errors import RolloutError
@@ -27,7 +30,7 @@ from lockstep.session import Session, Tester
 from lockstep.step_metrics import check_failures, describe_first_step, step_metrics
 from lockstep.store.run import RunDirectory, default_run_path, load_run
 from lockstep.training.rows import rows_for_training
-from lockstep.types import Group
+from lockstep.types import Group, Sample
 
 
 def train(
@@ -148,14 +151,17 @@ async def one_step(run: Session) -> dict[str, Any] | None:
         run.directory.write_trajectories(step, groups)
         raise
     run.view.phase("training")
-    rows = sampled_rows = rows_for_training(groups, config.advantage)
+    control_ids = parts.renderer.tokenizer.control_ids
+    rows = sampled_rows = rows_for_training(groups, config.advantage, control_ids=control_ids)
     if config.fault is not None:
         log_probs = partial(parts.trainer.forward, column=None)
         rows = config.fault.change_rows(sampled_rows, parts.renderer.tokenizer, log_probs)
     if step == 0:
         run.view.note(describe_first_step(groups, rows))
     try:
-        metrics = parts.trainer.update(rows, config.objective) if rows else {}
+        metrics = await rescore_rows(run, rows)
+        if rows:
+            metrics |= parts.trainer.update(rows, config.objective, config.correction)
         every = config.trainer.measure_after_every
         if rows and every and step % every == 0:
             metrics |= parts.trainer.measure_after(rows)
@@ -185,6 +191,24 @@ async def one_step(run: Session) -> dict[str, Any] | None:
     if is_due or run.tested_at == run.step:
         run.save()
     return row
+
+
+async def rescore_rows(run: Session, rows: Sequence[Sample]) -> dict[str, float]:
+    """The sampler's log-probs averaged over re-scorings, where the correction reads them."""
+    correction = run.config.correction
+    if correction.behaviour != "averaged":
+        return {}
+    began = time.perf_counter()
+    metrics = await rescore(
+        run.parts.engine,
+        rows,
+        num_scorings=correction.rescorings,
+        temperature=run.config.agent.temperature,
+        average_sampling_pass=correction.average_sampling_pass,
+        seed=derive_seed(run.config.seed, "rescore", run.step),
+        on_progress=lambda done, total: run.view.phase("re-scoring", done, total),
+    )
+    return metrics | {"time/rescore_seconds": time.perf_counter() - began}
 
 
 async def sample(run: Session) -> list[Group]:

@@ -11,6 +11,7 @@ from typing import Literal
 
 from lockstep.agent.config import AgentConfig
 from lockstep.agent.task_config import DialogueConfig, TaskConfig
+from lockstep.correction.config import Correction
 from lockstep.engines.config import EmbeddedConfig, EngineConfig
 from lockstep.errors import ConfigError
 from lockstep.objectives.config import GRPO, AdvantageConfig, ObjectiveConfig, PPOClip
@@ -109,6 +110,9 @@ class Config(ModelChoice):
     """How rewards become advantages."""
     objective: ObjectiveConfig = field(default_factory=PPOClip)
     """The policy loss."""
+    correction: Correction = field(default_factory=Correction)
+    """What is done about the gap between sampler and trainer; a preset by its name
+    (`correction=mis`), or one setting after another."""
     fault: FaultConfig | None = None
     """A defect that is injected on purpose, to see what it does and what finds it; none for a run
     that is meant."""
@@ -129,6 +133,7 @@ class Config(ModelChoice):
         if not 0 <= self.max_failed_share < 1:
             raise ConfigError(f"max_failed_share={self.max_failed_share} must lie in [0, 1).")
         self.advantage.check_group_size(self.group_size)
+        self.correction.check_updates(self.trainer.updates_per_batch)
         self.engine.check_budget(self.max_tokens)
         if self.agent.max_turn_tokens >= self.max_tokens:
             raise ConfigError(

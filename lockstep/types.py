@@ -403,6 +403,8 @@ COLUMNS: dict[str, ColumnSpec] = {
     "values": ColumnSpec("float32", float("nan")),
     "policy_version": ColumnSpec("int32", -1),
     "turn": ColumnSpec("int32", -1),
+    "token_kind": ColumnSpec("int32", -1),
+    "importance_weights": ColumnSpec("float32", 0.0),
     "weights": ColumnSpec("float32", 0.0),
     "support": ColumnSpec("int32", None, is_ragged=True),
 }

@@ -1,0 +1,41 @@
+"""What to do about the gap between sampler and trainer: tensors in, tensors out, for any trainer.
+
+    from lockstep.correction import Correction, correct
+
+    corrected = correct(logprobs, rollout_logprobs, Correction.mis(), layout=mask)
+    loss = (corrected.weights * policy_loss).sum() / corrected.denominator_tokens
+
+Names are imported on first use, so that settings can be read without torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lockstep.correction.config import Correction as Correction
+    from lockstep.correction.config import Rule as Rule
+    from lockstep.correction.layout import Layout as Layout
+    from lockstep.correction.metrics import MismatchReport as MismatchReport
+    from lockstep.correction.weighing import Corrected as Corrected
+    from lockstep.correction.weighing import TokenFacts as TokenFacts
+    from lockstep.correction.weighing import correct as correct
+    from lockstep.correction.weighing import measure as measure
+    from lockstep.correction.weighing import weigh as weigh
+
+_PUBLIC = {
+    "Correction": "config", "Rule": "config", "Layout": "layout", "MismatchReport": "metrics",
+    "Corrected": "weighing", "TokenFacts": "weighing", "correct": "weighing",
+    "measure": "weighing", "weigh": "weighing",
+}  # fmt: skip
+__all__ = [
+    "Corrected", "Correction", "Layout", "MismatchReport", "Rule", "TokenFacts", "correct",
+    "measure", "weigh",
+]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'lockstep.correction' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"lockstep.correction.{_PUBLIC[name]}"), name)

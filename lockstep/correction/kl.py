@@ -12,17 +12,22 @@ from lockstep.errors import AlignmentError
 
 Tensor = torch.Tensor
 
-SERIES_BELOW = 1e-4  # there exp(d) - 1 - d by its series: the subtraction would lose what is left
+# Below, exp(d) - 1 - d is taken from its series: the subtraction would lose what is left. At 0.25
+# the series is right to 4e-7 of the result, which is what the subtraction in float32 has left.
+SERIES_BELOW = {torch.float32: 0.25, torch.float64: 1e-4}
+
+RATIO_LIMIT = 20.0  # exp(20) = 4.9e8: a log ratio that large means misaligned tokens; stays finite
 
 
 def log_ratio(
     logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(trainer - rollout, is_valid): [T] float64 and [T] bool, without gradient.
+    """(trainer - rollout, is_valid), of the inputs' shape, without gradient.
 
-    is_valid: `mask` is True and both log-probs are finite. Elsewhere the ratio is 0.0, whatever
-    stands there: padding and NaN cannot reach a sum. The difference of two float32 is exact in
-    float64, so a 0 means equal bits. Raises AlignmentError if the lengths differ.
+    float32, or float64 if both inputs are. is_valid: `mask` is True and both log-probs are finite.
+    Elsewhere the ratio is 0.0, before anybody takes its exponential: padding and NaN cannot reach a
+    sum. Log-probs that are within a factor of two of each other differ exactly in their own
+    precision, so a 0 means equal bits. Raises AlignmentError if the shapes differ.
     """
     logprobs, rollout_logprobs = logprobs.detach(), rollout_logprobs.detach()
     if logprobs.shape != rollout_logprobs.shape or (
@@ -34,10 +39,13 @@ def log_ratio(
             f"logprobs, rollout_logprobs and mask have the shapes {shapes}: each is one value per "
             "token, at the same index. Shifted twice, or not at all?"
         )
-    is_valid = torch.isfinite(logprobs) & torch.isfinite(rollout_logprobs)
+    if not logprobs.dtype == rollout_logprobs.dtype == torch.float64:
+        logprobs, rollout_logprobs = logprobs.float(), rollout_logprobs.float()
+    difference = logprobs - rollout_logprobs
+    # Not finite exactly where an input is not: finite log-probs are far from overflowing.
+    is_valid = torch.isfinite(difference)
     if mask is not None:
-        is_valid &= mask.bool()
-    difference = logprobs.double() - rollout_logprobs.double()
+        is_valid &= mask != 0
     return torch.where(is_valid, difference, 0.0), is_valid
 
 
@@ -52,10 +60,82 @@ def k2(log_ratio: Tensor) -> Tensor:
 
 
 def k3(log_ratio: Tensor) -> Tensor:
-    """exp(d) - 1 - d, per token: unbiased and never negative, at any size of d.
+    """exp(d) - 1 - d, per token: unbiased and never negative; float32 or float64;
+    differentiable.
+
+    The exponential's argument is cut at 20: the result stays finite, and is a lower bound there.
 
     Guard: tests/cpu/correction/test_kl.py::test_k3_keeps_its_digits_near_zero
     """
     d = log_ratio
-    series = d * d * (0.5 + d / 6 + d * d / 24)
-    return torch.where(d.abs() < SERIES_BELOW, series, torch.expm1(d) - d)
+    series = ((((d / 720 + 1 / 120) * d + 1 / 24) * d + 1 / 6) * d + 1 / 2) * d * d
+    return torch.where(
+        d.abs() < SERIES_BELOW[d.dtype], series, torch.expm1(d.clamp(max=RATIO_LIMIT)) - d
+    )
+
+
+def penalty(
+    logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    *,
+    mask: Tensor | None = None,
+    coef: float = 0.01,
+    clip: float | None = None,
+    mean: float | Tensor | None = None,
+) -> Tensor:
+    """What pulls the trainer back to the sampler: a term to be added to the advantages.
+
+    coef * (mean(diff) - diff) with diff = rollout - trainer, per token: a token that the sampler
+    found likelier than the trainer does is made less of, and the batch's mean is left where it was.
+
+    All [T] or [B, T], float32 nats; 0.0 where `mask` is False or a log-prob is not finite, and such
+    tokens are not in the mean. clip: largest |diff| that counts. mean: of diff (clipped) over the
+    whole batch, where these are not all of its tokens. Without gradient.
+    """
+    d, is_valid = log_ratio(logprobs, rollout_logprobs, mask)
+    diff = -d if clip is None else (-d).clamp(-clip, clip)
+    if mean is None:
+        mean = diff.sum(dtype=torch.float64) / is_valid.sum().clamp(min=1)
+    return torch.where(is_valid, coef * (mean - diff), 0.0).to(d.dtype)
+
+
+def unbiased_kl(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    reference_logprobs: Tensor,
+    mask: Tensor | None = None,
+) -> Tensor:
+    """KL(policy || reference) as a loss: its value and its gradient are right in expectation.
+
+    All [T] or [B, T], float32 or float64 nats; `logprobs` carries gradient, the others are
+    constants; `old_logprobs` are those of the policy that drew the tokens. 0.0, and no gradient,
+    where `mask` is False, whatever stands there. Both ratios' logs are cut at 20.
+
+    Per token r * k3(d) with r = exp(logprobs - old_logprobs), d = reference_logprobs - logprobs,
+    and the gradient goes through both. The sign: k1, k2 and k3 are of KL(p || q) with tokens from p
+    and d = log q - log p; the tokens are the policy's, so p is the policy and q the reference. Over
+    tokens a that old drew, sum old(a) r(a) k3(a) = sum pi(a) (ref(a) / pi(a) - 1 + log(pi(a) /
+    ref(a))) = 1 - 1 + KL(pi || ref) for every pi, hence its gradient too. Without r the sampling
+    stands still while pi moves: the mean gradient of k1 is then 0, that of k2 right, and that of k3
+    the gradient of KL(reference || policy).
+
+    Source: DeepSeek-V3.2 (arXiv 2512.02556), the unbiased KL estimate.
+    Guard: tests/cpu/correction/test_unbiased_kl.py
+    """
+    given = {"old_logprobs": old_logprobs, "reference_logprobs": reference_logprobs}
+    if mask is not None:
+        given["mask"] = mask
+    for name, other in given.items():
+        if other.shape != logprobs.shape:
+            raise AlignmentError(
+                f"logprobs have the shape {list(logprobs.shape)} and {name} {list(other.shape)}: "
+                "each is one value per token. Shifted twice, or not at all?"
+            )
+    policy, old, reference = (
+        x if x.dtype == torch.float64 else x.float()
+        for x in (logprobs, old_logprobs.detach(), reference_logprobs.detach())
+    )
+    if mask is not None:  # before exp: the gradient of what is not finite is NaN even times 0
+        policy, old, reference = (torch.where(mask != 0, x, 0.0) for x in (policy, old, reference))
+    ratio = (policy - old).clamp(-RATIO_LIMIT, RATIO_LIMIT).exp()
+    return ratio * k3((reference - policy).clamp(-RATIO_LIMIT, RATIO_LIMIT))

@@ -1,4 +1,5 @@
-"""Which sequence each token belongs to, and which tokens count: padded, packed, or split over ranks.
+# pyright: reportUnknownMemberType=false  (torch does not type these functions)
+"""Which sequence each token belongs to, and which tokens count: padded, packed, or over ranks.
 
 Every function of this room takes tensors of one shape, `[B, T]` padded or `[N]` packed, and a
 `Layout` that says how they fall into rows. Flattened, a row is a run of tokens in both, so there is

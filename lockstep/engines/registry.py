@@ -36,11 +36,16 @@ def _(config: EmbeddedConfig, model: Any, token_bytes: Sequence[bytes]) -> Engin
 
 
 def check_capabilities(
-    engine: Engine, *, vocab_size: int, max_tokens: int, is_truncated: bool = False
+    engine: Engine,
+    *,
+    vocab_size: int,
+    max_tokens: int,
+    is_truncated: bool = False,
+    is_rescored: bool = False,
 ) -> None:
     """Raises CapabilityError if the engine cannot do what a run needs, before it samples.
 
-    is_truncated: top-p or top-k is on.
+    is_truncated: top-p or top-k is on. is_rescored: what was sampled is scored again.
     """
     found = engine.capabilities
     for holds, text in (
@@ -53,6 +58,11 @@ def check_capabilities(
             "sampled" in found.distributions or not is_truncated,
             f"records log-probs of {', '.join(found.distributions)}; with top_p or top_k, training "
             "needs those of what they leave (sampled). Set agent.top_p=1 agent.top_k=0",
+        ),
+        (
+            found.has_score or not is_rescored,
+            "cannot score given ids, which correction.behaviour=averaged needs. Use "
+            "correction.behaviour=rollout",
         ),
         (
             found.vocab_size == vocab_size,

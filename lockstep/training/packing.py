@@ -59,6 +59,11 @@ class PackedBatch:
         return len(self.rows)
 
     @property
+    def sizes(self) -> Int64Array:
+        """[R] int64 on the host: `row_tokens`."""
+        return np.array([len(p) for p in self.places], np.int64)
+
+    @property
     def support(self) -> Support | None:
         """What the N trained tokens were drawn from; None where nothing was cut."""
         found = self.ragged.get("support")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
@@ -12,8 +12,12 @@ from lockstep.objectives.config import AdvantageConfig
 from lockstep.types import Group, Sample, Trajectory
 
 
-def rows_for_training(groups: Sequence[Group], advantage: AdvantageConfig) -> list[Sample]:
-    """The rows of a batch, with the column `advantages` filled and `group` set.
+def rows_for_training(
+    groups: Sequence[Group], advantage: AdvantageConfig, *, control_ids: Collection[int] = ()
+) -> list[Sample]:
+    """The rows of a batch, with `advantages` and `token_kind` filled and `group` set.
+
+    control_ids: the tokenizer's, which `token_kind` tells from text.
 
     Failed trajectories and those without a reward are left out, of the baseline too. A sampled
     segment that several leaves share is trained in one row, with the mean advantage of its leaves.
@@ -39,6 +43,7 @@ def rows_for_training(groups: Sequence[Group], advantage: AdvantageConfig) -> li
     advantages = leaf_advantages(
         advantage, rewards.astype(np.float64), trajectories=numbers, groups=indices
     )
+    control = np.array(sorted(control_ids), np.int32)
     by_leaf: list[dict[int, float]] = [{} for _ in scored]
     for (number, _, leaf, _), value in zip(leaves, advantages, strict=True):
         by_leaf[number][leaf] = float(value)
@@ -60,6 +65,7 @@ def rows_for_training(groups: Sequence[Group], advantage: AdvantageConfig) -> li
                     ]
                 ),
             )
+            sample.set("token_kind", np.isin(sample.token_ids, control).astype(np.int32))
             sample.group = index
             rows.append(sample)
     return rows

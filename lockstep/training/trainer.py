@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +21,28 @@ import numpy.typing as npt
 import torch
 from safetensors.torch import load_file, save_file
 
+from lockstep.correction.config import Correction
 from lockstep.correction.metrics import MismatchReport
 from lockstep.errors import AlignmentError, CheckpointError, ConfigError, TokenError
 from lockstep.models.config import ModelConfig
 from lockstep.models.decoder import Decoder
 from lockstep.models.hf_io import load_weights, read_tensors, save_checkpoint
-from lockstep.objectives.config import Aggregate, ImportanceSampling, ObjectiveConfig, PPOClip
-from lockstep.objectives.losses import LossFn, TokenBatch, TokenLoss, make_loss
+from lockstep.objectives.config import Aggregate, ObjectiveConfig
+from lockstep.objectives.losses import LossFn, TokenLoss, make_loss
 from lockstep.ops import api as ops
 from lockstep.store.files import write_json
 from lockstep.training.config import TrainerConfig
+from lockstep.training.correcting import (
+    BEHAVIOUR,
+    WEIGHTS,
+    Kept,
+    Reports,
+    check_versions,
+    correct_samples,
+    keep_tokens,
+    loss_weights,
+    measure_batch,
+)
 from lockstep.training.optimizer import Optimizer, lr_share
 from lockstep.training.packing import PackedBatch, pack, plan_microbatches, split_updates
 from lockstep.types import Sample
@@ -52,6 +64,7 @@ class _Call:
     samples: Sequence[Sample]
     weigh: Callable[[PackedBatch], Tensor]
     loss_fn: LossFn
+    correction: Correction | None
 
 
 class Trainer:
@@ -68,8 +81,10 @@ class Trainer:
         like: str | Path,
         temperature: float = 1.0,
         total_updates: int | None = None,
+        reference: Decoder | None = None,
     ) -> None:
         """like: the checkpoint directory whose config and tokenizer files `save` copies.
+        reference: the frozen policy that a reference KL is taken to.
 
         temperature: of the distribution under which the rollout's log-probs are recorded.
         total_updates: of the run; a schedule that falls needs it. Raises ConfigError without.
@@ -80,6 +95,7 @@ class Trainer:
                 "sampling records log-probs at temperature 1, and gives no groups to learn from."
             )
         self.model = model
+        self.reference = reference
         self.config = config
         self.like = Path(like)
         self.temperature = temperature
@@ -99,16 +115,21 @@ class Trainer:
     # -- the verbs ------------------------------------------------------------------------------
 
     def forward(
-        self, samples: Sequence[Sample], *, column: str | None = "old_logprobs"
+        self,
+        samples: Sequence[Sample],
+        *,
+        column: str | None = "old_logprobs",
+        model: Decoder | None = None,
     ) -> list[npt.NDArray[np.float32]]:
         """Log-probs of the trained tokens under the policy as it stands; no gradient.
 
         [T] float32 per sample, NaN where loss_mask is False. `column`: also kept in the samples
-        under this name; None keeps nothing. The micro-batches are those of `forward_backward` on
-        the same samples, so before an update both give the same bits.
+        under this name; None keeps nothing. model: another policy than the one in training. The
+        micro-batches are those of `forward_backward` on the same samples, so before an update both
+        give the same bits.
         """
         with torch.no_grad():
-            parts = [(batch, self._log_probs(batch)[0]) for batch in self.pack(samples)]
+            parts = [(batch, self._log_probs(batch, model)[0]) for batch in self.pack(samples)]
         out = _by_row(samples, parts)
         if column is not None:
             _keep(samples, out, column)
@@ -123,7 +144,7 @@ class Trainer:
             parts = [(batch, self._log_probs(batch)[0]) for batch in self.pack(samples)]
         report = MismatchReport.empty(self.device)
         for batch, logprobs in parts:
-            report = report.merge(_mismatch(batch, logprobs))
+            report = report.merge(measure_batch(batch, logprobs, self.version))
         if column is not None:
             _keep(samples, _by_row(samples, parts), column)
         return report
@@ -140,6 +161,7 @@ class Trainer:
         aggregate: Aggregate = "token_mean",
         fixed_length: int = 0,
         denominator: float | None = None,
+        correction: Correction | None = None,
         column: str | None = None,
     ) -> Metrics:
         """Adds the gradient of the loss over `samples` to what the next `optim_step` will use.
@@ -150,18 +172,34 @@ class Trainer:
         loss weights. The mismatch is measured in the same forward where the samples have
         `rollout_logprobs`. `column`: the log-probs are kept in the samples under this name. A loss
         that is not finite is remembered; `optim_step` then skips.
+
+        correction: what each token's policy loss is multiplied by, and what is left out, judged by
+        this forward, or by the samples' `importance_weights` where a whole batch was weighed
+        before. None trains every token as it is, with the samples' own `old_logprobs`. Raises
+        ConfigError if it must see the whole batch first and has not: `update` does that.
         """
+        is_weighed = bool(samples) and WEIGHTS in samples[0].columns
+        if correction is not None and correction.needs_whole_batch and not is_weighed:
+            raise ConfigError(
+                "this correction depends on the whole batch (normalize, kl_penalty_coef or "
+                "denominator=kept), which one forward_backward cannot see before it trains. Use "
+                "Trainer.update, or fill the column importance_weights first."
+            )
         batches = self.pack(samples)
-        weigh = _token_weights(samples, aggregate, fixed_length, denominator)
-        self._calls.append(_Call(samples=samples, weigh=weigh, loss_fn=loss_fn))
+        weigh = loss_weights(
+            samples, aggregate, fixed_length=fixed_length, denominator=denominator,
+            is_kept_only=correction is not None and correction.denominator == "kept" and is_weighed,
+        )  # fmt: skip
+        call = _Call(samples=samples, weigh=weigh, loss_fn=loss_fn, correction=correction)
+        self._calls.append(call)
         totals = _Totals(self.device)
         losses: list[tuple[PackedBatch, Tensor]] = []
         logprobs: list[tuple[PackedBatch, Tensor]] = []
         for batch in batches:
-            tokens, out = self._backward(batch, loss_fn, weigh(batch))
-            losses.append((batch, out.loss.detach()))
-            logprobs.append((batch, tokens.logprobs.detach()))
-            totals.add(batch, tokens, out, weigh(batch))
+            done = self._backward(batch, call)
+            losses.append((batch, done.loss_N))
+            logprobs.append((batch, done.logprobs_N))
+            totals.add(done)
         if column is not None:
             _keep(samples, _by_row(samples, logprobs), column)
         metrics = totals.to_metrics()
@@ -183,7 +221,7 @@ class Trainer:
         if not reason:
             norm = float(self.optimizer.gradient_norm())
             if not self.optimizer.gradients():
-                reason = "no token was trained since the last update"
+                reason = "no token was trained since the last update: none sampled, or all rejected"
             elif not np.isfinite(norm):
                 reason = self._name_bad_gradients()
         self.last_skip = reason
@@ -204,31 +242,45 @@ class Trainer:
             "train/skipped_updates": float(bool(reason)),
         }
 
-    def update(self, samples: Sequence[Sample], objective: ObjectiveConfig) -> Metrics:
+    def update(
+        self,
+        samples: Sequence[Sample],
+        objective: ObjectiveConfig,
+        correction: Correction | None = None,
+    ) -> Metrics:
         """All updates of one batch, `updates_per_batch` of them, by `objective`.
 
-        Fills `old_logprobs` first where the objective reads them. The mismatch reported is that
-        before the first update: measured in the training forward if there is one update, else in a
-        forward of its own. Other metrics are means over the updates (maxima of `*_max`, sums of
-        counts).
+        correction: what is done about the gap between sampler and trainer; None is
+        `Correction.bypass()`. One pass where the training forward itself can tell each token's
+        weight; otherwise a forward over the whole batch first, which fills `old_logprobs` and
+        `importance_weights`. Both give the same bits. The mismatch reported is that before the
+        first update. Other metrics are means over the updates (maxima of `*_max`, sums of counts).
         """
+        correction = correction or Correction.bypass()
         loss_fn, num_updates = make_loss(objective), self.config.updates_per_batch
-        if isinstance(objective, PPOClip | ImportanceSampling):
-            self._fill_old_logprobs(samples, objective.old_policy)
-        before: Metrics = {}
-        has_rollout = all("rollout_logprobs" in s.columns for s in samples)
-        is_measured_apart = num_updates > 1 and has_rollout
-        if is_measured_apart:
-            before = self.measure(samples, column="logprobs").to_metrics()
+        self._check_correction(samples, objective, correction)
+        if objective.reads_reference_logprobs:
+            self.forward(samples, column="reference_logprobs", model=self._reference())
+        rows, before = list(samples), Reports()
+        is_measured = all(BEHAVIOUR[correction.behaviour] in s.columns for s in samples)
+        is_two_pass = correction.needs_forward(num_updates=num_updates) or (
+            num_updates > 1 and is_measured
+        )
+        if is_two_pass:
+            old = self.forward(samples, column="old_logprobs")
+            _keep(samples, old, "logprobs")
+            rows, before = correct_samples(
+                samples, correction, version=self.version, device=self.device
+            )
         parts: list[Metrics] = []
-        for part in split_updates(samples, num_updates) or [[]]:
+        for part in split_updates(rows, num_updates) or [[]]:
             metrics = self.forward_backward(
                 part, loss_fn,
                 aggregate=objective.aggregate, fixed_length=objective.fixed_length,
-                column=None if is_measured_apart else "logprobs",
+                correction=correction, column=None if is_two_pass else "logprobs",
             )  # fmt: skip
             parts.append(metrics | self.optim_step())
-        return _merge_metrics(parts) | before
+        return _merge_metrics(parts) | before.to_metrics()
 
     def save(self, directory: str | Path) -> None:
         """Writes policy (Hugging Face form), optimizer and counters into `directory`.
@@ -301,46 +353,65 @@ class Trainer:
         plan = plan_microbatches(samples, self.config.max_tokens_per_microbatch)
         return pack(samples, plan, device=self.device)
 
-    def _log_probs(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
+    def _log_probs(self, batch: PackedBatch, model: Decoder | None = None) -> tuple[Tensor, Tensor]:
         """(log-probs, entropy), each [N] float32, of the trained tokens."""
-        hidden_TD = self.model(batch.ids, batch.positions, batch.context)
+        model = model or self.model
+        hidden_TD = model(batch.ids, batch.positions, batch.context)
         return ops.log_probs(
             hidden_TD.index_select(0, batch.predictors),
-            self.model.head,
+            model.head,
             batch.targets,
             temperature=self.temperature,
             support=batch.support,
         )
 
-    def _backward(
-        self, batch: PackedBatch, loss_fn: LossFn, weight_N: Tensor
-    ) -> tuple[TokenBatch, TokenLoss]:
+    def _backward(self, batch: PackedBatch, call: _Call) -> _Done:
         logprobs, entropy = self._log_probs(batch)
-        tokens = TokenBatch(
-            logprobs=logprobs, entropy=entropy, columns=batch.columns, row=batch.row,
-            num_rows=batch.num_rows,
-        )  # fmt: skip
-        out = loss_fn(tokens)
-        if out.loss.shape != logprobs.shape:
+        kept = keep_tokens(batch, logprobs, entropy, call.correction, version=self.version)
+        weight_N = call.weigh(batch)
+        done = _Done(batch=batch, kept=kept, logprobs_N=logprobs.detach(), weight_N=weight_N)
+        if not len(kept.tokens.logprobs):
+            return done
+        out = call.loss_fn(kept.tokens)
+        if out.loss.shape != kept.tokens.logprobs.shape:
             raise AlignmentError(
-                f"the loss gave {list(out.loss.shape)} values for {list(logprobs.shape)} trained "
-                "tokens: a loss gives one per token, and the trainer sums them."
+                f"the loss gave {list(out.loss.shape)} values for "
+                f"{list(kept.tokens.logprobs.shape)} trained tokens: a loss gives one per token, "
+                "and the trainer sums them."
             )
-        (out.loss * weight_N).sum().backward()
+        loss = out.loss if kept.weights is None else out.loss * kept.weights
+        if out.regularizer is not None:
+            loss = loss + out.regularizer
+        (loss * kept.select(weight_N)).sum().backward()
         self.optimizer.collect_gradients()
-        return tokens, out
+        done.out, done.loss_N = out, kept.spread(loss.detach(), len(logprobs))
+        return done
 
-    def _fill_old_logprobs(self, samples: Sequence[Sample], old_policy: str) -> None:
-        if old_policy == "recomputed":
-            self.forward(samples, column="old_logprobs")
-            return
+    def _reference(self) -> Decoder:
+        if self.reference is None:
+            raise ConfigError(
+                "objective.kl_coef is above 0, and this trainer has no reference policy: give "
+                "Trainer(reference=...), a frozen copy of the policy."
+            )
+        return self.reference
+
+    def _check_correction(
+        self, samples: Sequence[Sample], objective: ObjectiveConfig, correction: Correction
+    ) -> None:
+        correction.check_updates(self.config.updates_per_batch)
+        if correction.anchor == "on_policy":
+            check_versions(samples, self.version)
+        column = BEHAVIOUR[correction.behaviour]
+        reads = correction.changes_tokens or (
+            correction.anchor == "rollout" and objective.reads_old_logprobs
+        )
         for sample in samples:
-            if "rollout_logprobs" not in sample.columns:
+            if reads and column not in sample.columns:
                 raise AlignmentError(
-                    f"sample {sample.id} has no rollout_logprobs; objective.old_policy=rollout "
-                    "reads them. Use objective.old_policy=recomputed for rows without."
+                    f"sample {sample.id} has no {column}, which correction.anchor="
+                    f"{correction.anchor} with level={correction.level} reads. "
+                    "Correction(anchor='recomputed') needs no log-probs of the sampler."
                 )
-            sample.set("old_logprobs", sample.columns["rollout_logprobs"])
 
     def _name_bad_gradients(self) -> str:
         """Looks for the rows whose own gradient is not finite, halving the batch; costs up to two
@@ -373,7 +444,7 @@ class Trainer:
         chosen = [call.samples[i] for i in rows]
         self.optimizer.zero_gradients()
         for batch in self.pack(chosen):
-            self._backward(batch, call.loss_fn, call.weigh(batch))
+            self._backward(batch, call)
         return not bool(torch.isfinite(self.optimizer.gradient_norm()))
 
     def _check_same_shapes(self, policy: Path) -> None:
@@ -405,76 +476,64 @@ def _keep(
         sample.set(column, of_row)
 
 
+@dataclass(slots=True, eq=False, kw_only=True)
+class _Done:
+    """What a micro-batch's backward leaves behind."""
+
+    batch: PackedBatch
+    kept: Kept
+    logprobs_N: Tensor
+    weight_N: Tensor
+    loss_N: Tensor = field(init=False)
+    out: TokenLoss | None = None
+
+    def __post_init__(self) -> None:
+        self.loss_N = torch.zeros_like(self.logprobs_N)
+
+
 class _Totals:
     """Sums and maxima over micro-batches, on the device until one copy to the host."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.means: dict[str, Tensor] = {}
+        self.sums: dict[str, Tensor] = {}
         self.maxima: dict[str, Tensor] = {}
         self.loss = torch.zeros((), dtype=torch.float64, device=device)
-        self.mismatch: MismatchReport | None = None
-        self.num_tokens = 0
+        self.reports = Reports()
+        self.num_tokens = self.num_kept = 0
 
-    def add(self, batch: PackedBatch, tokens: TokenBatch, out: TokenLoss, weight_N: Tensor) -> None:
-        logprobs, loss = tokens.logprobs.detach(), out.loss.detach()
-        self.loss = self.loss + (loss.double() * weight_N).sum()
-        means = {"entropy": tokens.entropy.detach(), "logprob": logprobs, **out.mean}
-        for name, values in means.items():
-            total = values.sum(dtype=torch.float64)
-            self.means[name] = self.means[name] + total if name in self.means else total
-        for name, values in out.maximum.items():
+    def add(self, done: _Done) -> None:
+        kept = done.kept
+        self.reports = self.reports.merge(kept.reports)
+        self.loss = self.loss + (done.loss_N.double() * done.weight_N).sum()
+        self._sum("logprob", done.logprobs_N)
+        self.num_tokens += len(done.logprobs_N)
+        self.num_kept += len(kept.tokens.logprobs)
+        if done.out is None:
+            return
+        self._sum("entropy", kept.tokens.entropy.detach())
+        for name, values in done.out.mean.items():
+            self._sum(name, values)
+        for name, values in done.out.maximum.items():
             top = values.amax().double()
             self.maxima[name] = torch.maximum(self.maxima.get(name, top), top)
-        if "rollout_logprobs" in batch.columns:
-            report = _mismatch(batch, logprobs)
-            self.mismatch = report if self.mismatch is None else self.mismatch.merge(report)
-        self.num_tokens += len(logprobs)
+
+    def _sum(self, name: str, values: Tensor) -> None:
+        total = values.sum(dtype=torch.float64)
+        self.sums[name] = self.sums[name] + total if name in self.sums else total
 
     def to_metrics(self) -> Metrics:
-        parts = [torch.stack([self.loss, *self.means.values(), *self.maxima.values()])]
-        if self.mismatch is not None:
-            parts += [self.mismatch.sums, self.mismatch.maxima]
-        values = torch.cat(parts).tolist()
+        parts = [torch.stack([self.loss, *self.sums.values(), *self.maxima.values()])]
+        values = torch.cat([*parts, *self.reports.vectors()]).tolist()
         loss, rest = values[0], values[1:]
-        means = dict(zip(self.means, rest, strict=False))
-        maxima = dict(zip(self.maxima, rest[len(means) :], strict=False))
-        n = max(self.num_tokens, 1)
-        out = {"train/loss": loss, "tokens/trained": float(self.num_tokens)}
-        out |= {f"train/{name}": total / n for name, total in means.items() if name != "logprob"}
+        sums = dict(zip(self.sums, rest, strict=False))
+        maxima = dict(zip(self.maxima, rest[len(sums) :], strict=False))
+        out = {"train/loss": loss, "tokens/trained": float(self.num_kept)}
+        kept = max(self.num_kept, 1)
+        out |= {f"train/{name}": x / kept for name, x in sums.items() if name != "logprob"}
         out |= {f"train/{name}": top for name, top in maxima.items()}
-        if "logprob" in means:
-            out["perplexity"] = float(np.exp(-means["logprob"] / n))
-        if self.mismatch is not None:
-            out |= MismatchReport.metrics_of(rest[len(means) + len(maxima) :])
-        return out
-
-
-def _mismatch(batch: PackedBatch, logprobs: Tensor) -> MismatchReport:
-    if "rollout_logprobs" not in batch.columns:
-        raise AlignmentError(
-            "the samples have no rollout_logprobs: there is nothing to compare the trainer with."
-        )
-    return MismatchReport.of(
-        logprobs, batch.columns["rollout_logprobs"], row=batch.row, num_rows=batch.num_rows
-    )
-
-
-def _token_weights(
-    samples: Sequence[Sample], aggregate: Aggregate, fixed_length: int, denominator: float | None
-) -> Callable[[PackedBatch], Tensor]:
-    """batch -> [N] or []: what each token's loss counts in the loss of the whole call."""
-    num_tokens = sum(s.num_trained for s in samples)
-    num_rows = sum(s.num_trained > 0 for s in samples)
-    if aggregate == "token_mean":
-        scale = 1.0 / max(denominator if denominator is not None else num_tokens, 1e-30)
-        return lambda batch: torch.tensor(scale, dtype=torch.float32, device=batch.ids.device)
-    scale = 1.0 / max(denominator if denominator is not None else num_rows, 1e-30)
-    if aggregate == "fixed_length":
-        return lambda batch: torch.tensor(
-            scale / fixed_length, dtype=torch.float32, device=batch.ids.device
-        )
-    return lambda batch: (scale / batch.row_tokens.float())[batch.row]
+        if self.num_tokens:
+            out["perplexity"] = float(np.exp(-sums["logprob"] / self.num_tokens))
+        return out | self.reports.metrics_of(rest[len(sums) + len(maxima) :])
 
 
 def _name_bad_losses(

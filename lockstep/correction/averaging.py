@@ -1,0 +1,137 @@
+"""The sampler's own probabilities, estimated from several scorings instead of one.
+
+An engine that gives another number each time it looks at a token has a distribution of numbers.
+The log-prob recorded while sampling is one draw from it, and not a fair one: a token is drawn more
+often when noise favours it. The mean over re-scorings of what was sampled has neither fault.
+Source: KwaiKAT team 2025, "Reducing Sampling Noise to Improve Stability of MoE RL".
+
+# S scorings  T tokens
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from lockstep.errors import AlignmentError
+
+Tensor = torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AveragedLogprobs:
+    """Several scorings of the same tokens as one estimate, and how far they were apart."""
+
+    logprobs: Tensor
+    """[T] float32 nats: log of the mean probability. NaN where a scoring is not finite."""
+    variance: Tensor
+    """[T] float64 nats^2: of the log-prob between scorings (divided by their number less one); the
+    estimate's own is about this over their number. NaN where there are fewer than two."""
+    sampling_bias: Tensor | None
+    """[T] float64 nats: the log-prob recorded while sampling minus the estimate without it."""
+
+
+def average_logprobs(
+    scorings: Tensor | Sequence[Tensor],
+    *,
+    rollout_logprobs: Tensor | None = None,
+    average_sampling_pass: bool = False,
+) -> AveragedLogprobs:
+    """The behaviour policy from its re-scorings: the mean of probabilities, in log space.
+
+    scorings: [S, T] or S tensors [T], float32 nats, of the same tokens by the engine that sampled
+    them, each from a pass of its own; S counts re-scorings only. rollout_logprobs: [T], recorded
+    while sampling. average_sampling_pass: count them in the average as one more scoring, at the
+    cost of `sampling_bias` / (S + 1).
+
+    The mean is of probabilities, not of log-probs: it is what the ratio divides by. Where all
+    scorings are equal there is nothing to average, and a warning says so.
+
+    >>> two = torch.tensor([[0.2], [0.4]]).log()
+    >>> round(average_logprobs(two).logprobs.exp().item(), 4)
+    0.3
+    """
+    stacked = (scorings if isinstance(scorings, Tensor) else torch.stack(list(scorings))).double()
+    if stacked.ndim != 2 or not len(stacked):
+        raise AlignmentError(
+            f"the scorings have the shape {list(stacked.shape)}; expected [scorings, tokens], at "
+            "least one scoring."
+        )
+    if rollout_logprobs is not None and rollout_logprobs.shape != stacked.shape[1:]:
+        raise AlignmentError(
+            f"rollout_logprobs have the shape {list(rollout_logprobs.shape)}, each scoring "
+            f"{list(stacked.shape[1:])}: one value per token, at the same index."
+        )
+    if average_sampling_pass and rollout_logprobs is None:
+        raise AlignmentError("average_sampling_pass needs rollout_logprobs: it averages them too.")
+    variance = (
+        stacked.var(0, unbiased=True)
+        if len(stacked) > 1
+        else torch.full_like(stacked[0], float("nan"))
+    )
+    if len(stacked) > 1 and stacked.shape[1] and bool((variance.nan_to_num() == 0).all()):
+        warnings.warn(
+            f"all {len(stacked)} scorings are equal bit for bit: averaging buys nothing. The "
+            "engine is deterministic, or returns what it cached.",
+            stacklevel=2,
+        )
+    mean = _log_mean(stacked)
+    bias = None
+    if rollout_logprobs is not None:
+        bias = rollout_logprobs.double() - mean
+        if average_sampling_pass:
+            mean = _log_mean(torch.cat([stacked, rollout_logprobs.double()[None]]))
+    return AveragedLogprobs(mean.float(), variance, bias)
+
+
+@dataclass(frozen=True, slots=True)
+class NoiseTable:
+    """How far two sides are apart, and how far each is from itself; nats."""
+
+    diff: float
+    """Mean over tokens of |mean trainer log-prob - mean rollout log-prob|."""
+    var_rollout: float
+    """Mean over tokens of the variance between the sampler's scorings, nats^2."""
+    var_train: float
+    """The same of the trainer's."""
+    num_tokens: int
+
+
+def noise_table(trainer: Tensor, rollout: Tensor, *, mask: Tensor | None = None) -> NoiseTable:
+    """Bias against variance, from repeated scorings of the same tokens by both sides.
+
+    trainer, rollout: [S, T] float32 nats, S at least 2 and not necessarily alike. mask: [T] bool.
+    Tokens with a scoring that is not finite are left out. A variance of 0 means a side that repeats
+    itself bit for bit.
+    """
+    if trainer.ndim != 2 or rollout.ndim != 2 or trainer.shape[1] != rollout.shape[1]:
+        raise AlignmentError(
+            f"trainer and rollout have the shapes {list(trainer.shape)} and {list(rollout.shape)}; "
+            "expected [scorings, tokens] of the same tokens."
+        )
+    if min(len(trainer), len(rollout)) < 2:
+        raise AlignmentError(
+            f"{len(trainer)} scorings by the trainer and {len(rollout)} by the sampler: a variance "
+            "needs two of each at least."
+        )
+    keep = torch.isfinite(trainer).all(0) & torch.isfinite(rollout).all(0)
+    if mask is not None:
+        keep &= mask != 0
+    left, right = trainer[:, keep].double(), rollout[:, keep].double()
+    count = int(keep.sum())
+    if not count:
+        return NoiseTable(math.nan, math.nan, math.nan, 0)
+    return NoiseTable(
+        diff=float((left.mean(0) - right.mean(0)).abs().mean()),
+        var_rollout=float(right.var(0, unbiased=True).mean()),
+        var_train=float(left.var(0, unbiased=True).mean()),
+        num_tokens=count,
+    )
+
+
+def _log_mean(stacked: Tensor) -> Tensor:
+    return torch.logsumexp(stacked, 0) - math.log(len(stacked))
