@@ -1,43 +1,50 @@
-"""A loss of your own: GSPO, whose ratio belongs to a whole row and not to a token.
+"""A loss of your own: SAPO, which lets go of a token softly where PPO cuts it off.
 
-    lockstep train quickstart --plugin my_loss objective=gspo steps=2 out=runs/gspo
+    lockstep train quickstart --plugin my_loss objective=sapo steps=2 out=runs/sapo
 
 A loss sees the trained tokens of whole rows, and gives one value per token. How rows are packed and
-how values become one number is the trainer's, so that it can change neither.
+how values become one number is the trainer's, so that it can change neither. The settings of every
+objective (aggregation, entropy bonus, KL to a reference) come with the base class.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
-from lockstep.objectives.config import PPOClip
-from lockstep.objectives.losses import LossFn, TokenBatch, TokenLoss, make_loss
+from lockstep.errors import ConfigError
+from lockstep.objectives.config import ObjectiveConfig
+from lockstep.objectives.losses import LossFn, TokenBatch, TokenLoss, make_policy_loss
 
 
 @dataclass(frozen=True, kw_only=True)
-class GSPO(PPOClip):
-    """Group sequence policy optimisation (Zheng et al. 2025, arXiv 2507.18071), eq. 5.
+class SAPO(ObjectiveConfig):
+    """Soft adaptive policy optimisation (Gao et al. 2025, arXiv 2511.20347)."""
 
-    From PPOClip come `clip` and `old_policy`, and with it the column `old_logprobs`.
-    """
+    has_ratio: ClassVar[bool] = True
 
-    clip: tuple[float, float] = (3e-4, 4e-4)
-    """How far the ratio of a row may go below and above 1: it is a mean, so it moves little."""
+    temperatures: tuple[float, float] = (1.0, 1.05)
+    """How fast a token is let go of as its ratio leaves 1: with a positive advantage, and with a
+    negative one. Higher is faster."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not min(self.temperatures) > 0:
+            raise ConfigError(f"objective.temperatures={self.temperatures} must be above 0.")
 
 
-@make_loss.register
-def _(config: GSPO) -> LossFn:
-    low, high = 1 - config.clip[0], 1 + config.clip[1]
+@make_policy_loss.register
+def _(config: SAPO) -> LossFn:
+    positive, negative = config.temperatures
 
-    def gspo(tokens: TokenBatch) -> TokenLoss:
-        log_ratio = tokens.logprobs - tokens.column("old_logprobs")
-        sums = log_ratio.new_zeros(tokens.num_rows).index_add(0, tokens.row, log_ratio)
-        ratio = (sums / torch.bincount(tokens.row, minlength=tokens.num_rows)).exp()[tokens.row]
+    def sapo(tokens: TokenBatch) -> TokenLoss:
+        ratio = (tokens.logprobs - tokens.column("old_logprobs")).exp()
         advantages = tokens.column("advantages")
-        loss = -torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages)
-        is_clipped = ((ratio > high) & (advantages > 0)) | ((ratio < low) & (advantages < 0))
-        return TokenLoss(loss, mean={"clip_fraction": is_clipped})
+        temperature = torch.where(advantages > 0, positive, negative)
+        # 4 / temperature: the gate's slope at ratio 1 is 1, whatever the temperature
+        gate = torch.sigmoid(temperature * (ratio - 1)) * 4 / temperature
+        return TokenLoss(-gate * advantages, mean={"ratio_mean": ratio.detach()})
 
-    return gspo
+    return sapo

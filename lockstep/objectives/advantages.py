@@ -1,7 +1,8 @@
 """How much better than expected: advantages of episodes from their rewards. numpy float64.
 
 A reward belongs to a leaf, a baseline to trajectories: an episode with many leaves (retries,
-sub-agents, compactions) counts once, its leaves sharing its weight.
+sub-agents, compactions) counts once, its leaves sharing its weight. Advantages of tokens from a
+critic's values are in `objectives/gae.py`.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep.errors import AlignmentError, ConfigError
-from lockstep.objectives.config import GRPO, AdvantageConfig, BatchBaseline
+from lockstep.objectives.config import GRPO, RLOO, AdvantageConfig, ReinforcePlusPlus
 
 Float64Array = npt.NDArray[np.float64]
+Int64Array = npt.NDArray[np.int64]
 
 
 def centered(
@@ -35,22 +37,36 @@ def centered(
     >>> centered([1.0, 0.0, 0.0, 0.0], normalize_std=False).tolist()
     [0.75, -0.25, -0.25, -0.25]
     """
-    values = np.asarray(rewards, np.float64).reshape(-1)
-    owner = np.arange(len(values)) if trajectories is None else np.asarray(trajectories)
-    if owner.shape != values.shape:
-        raise AlignmentError(f"{len(values)} rewards, but the trajectories of {len(owner)} leaves.")
-    _, owner = np.unique(owner, return_inverse=True)
-    leaves = np.bincount(owner)
+    values, owner, leaves = _leaves(rewards, trajectories)
     # Equal rewards are compared, not subtracted: the mean of three 0.1 is not 0.1, and dividing
     # that difference by eps would make it an advantage.
     if len(leaves) < 2 or values.max() == values.min():
         return np.zeros_like(values)
     weight = 1.0 / leaves[owner]
     out = values - np.average(values, weights=weight)
-    if normalize_std:
-        variance = float((weight * out**2).sum()) / (len(leaves) - 1)
-        out = out / (np.sqrt(variance) + eps)
-    return out
+    return out / (_deviation(out, weight) + eps) if normalize_std else out
+
+
+def leave_one_out(
+    rewards: Sequence[float] | npt.NDArray[Any],
+    *,
+    trajectories: Sequence[int] | npt.NDArray[Any] | None = None,
+) -> Float64Array:
+    """Rewards of leaves minus the mean of all other trajectories, over one group.
+
+    rewards, trajectories: as of `centered`. A trajectory's own leaves are not in its baseline, so
+    the baseline does not depend on what it is compared with. Source: Kool et al. 2019; as RLOO,
+    Ahmadian et al. 2024 (arXiv 2402.14740), section 3.3.
+
+    >>> leave_one_out([1.0, 0.0, 0.5]).tolist()
+    [0.75, -0.75, 0.0]
+    """
+    values, owner, leaves = _leaves(rewards, trajectories)
+    if len(leaves) < 2 or values.max() == values.min():
+        return np.zeros_like(values)
+    means = np.bincount(owner, weights=values) / leaves
+    others = (means.sum() - means) / (len(means) - 1)
+    return values - others[owner]
 
 
 @singledispatch
@@ -58,8 +74,8 @@ def leaf_advantages(
     config: AdvantageConfig,
     rewards: Float64Array,
     *,
-    trajectories: npt.NDArray[np.int64],
-    groups: npt.NDArray[np.int64],
+    trajectories: Int64Array,
+    groups: Int64Array,
 ) -> Float64Array:
     """[L] float64: the advantage of every leaf of a batch, by the type of `config`.
 
@@ -74,15 +90,10 @@ def leaf_advantages(
 
 @leaf_advantages.register
 def _(
-    config: GRPO,
-    rewards: Float64Array,
-    *,
-    trajectories: npt.NDArray[np.int64],
-    groups: npt.NDArray[np.int64],
+    config: GRPO, rewards: Float64Array, *, trajectories: Int64Array, groups: Int64Array
 ) -> Float64Array:
     out = np.zeros_like(rewards)
-    for group in np.unique(groups):
-        inside = groups == group
+    for inside in _members(groups):
         out[inside] = centered(
             rewards[inside],
             trajectories=trajectories[inside],
@@ -94,12 +105,54 @@ def _(
 
 @leaf_advantages.register
 def _(
-    config: BatchBaseline,
+    config: RLOO, rewards: Float64Array, *, trajectories: Int64Array, groups: Int64Array
+) -> Float64Array:
+    out = np.zeros_like(rewards)
+    for inside in _members(groups):
+        out[inside] = leave_one_out(rewards[inside], trajectories=trajectories[inside])
+    return out
+
+
+@leaf_advantages.register
+def _(
+    config: ReinforcePlusPlus,
     rewards: Float64Array,
     *,
-    trajectories: npt.NDArray[np.int64],
-    groups: npt.NDArray[np.int64],
+    trajectories: Int64Array,
+    groups: Int64Array,
 ) -> Float64Array:
-    return centered(
-        rewards, trajectories=trajectories, normalize_std=config.normalize_std, eps=config.eps
-    )
+    if config.baseline == "batch":
+        return centered(
+            rewards, trajectories=trajectories, normalize_std=config.normalize_std, eps=config.eps
+        )
+    out = np.zeros_like(rewards)
+    for inside in _members(groups):
+        out[inside] = centered(
+            rewards[inside], trajectories=trajectories[inside], normalize_std=False
+        )
+    # Group means are 0 already, so the batch's is: only the deviation is the batch's to give.
+    _, owner, leaves = _leaves(out, trajectories)
+    return out / (_deviation(out, 1.0 / leaves[owner]) + config.eps) if len(leaves) > 1 else out
+
+
+def _leaves(
+    rewards: Sequence[float] | npt.NDArray[Any],
+    trajectories: Sequence[int] | npt.NDArray[Any] | None,
+) -> tuple[Float64Array, Int64Array, Int64Array]:
+    """(rewards [L], the trajectory of each leaf [L] counted from 0, leaves of each trajectory)."""
+    values = np.asarray(rewards, np.float64).reshape(-1)
+    owner = np.arange(len(values)) if trajectories is None else np.asarray(trajectories)
+    if owner.shape != values.shape:
+        raise AlignmentError(f"{len(values)} rewards, but the trajectories of {len(owner)} leaves.")
+    _, owner = np.unique(owner, return_inverse=True)
+    return values, owner, np.bincount(owner)
+
+
+def _deviation(centred: Float64Array, weight: Float64Array) -> float:
+    """Of trajectories, n - 1 below. weight: [L], 1 / leaves of the leaf's trajectory."""
+    num_trajectories = round(float(weight.sum()))
+    return float(np.sqrt((weight * centred**2).sum() / (num_trajectories - 1)))
+
+
+def _members(groups: Int64Array) -> list[npt.NDArray[np.bool_]]:
+    return [groups == group for group in np.unique(groups)]

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from lockstep.errors import ConfigError
 
 Aggregate = Literal["token_mean", "sequence_mean", "fixed_length"]
-OldPolicy = Literal["rollout", "recomputed"]
+KLEstimator = Literal["k2", "k3", "unbiased"]
+Divergence = Literal["tv", "kl"]
+
+USUAL_DIVERGENCE: dict[Divergence, float] = {"tv": 0.2, "kl": 0.05}
 
 
 @dataclass(frozen=True, kw_only=True)
 class ObjectiveConfig:
     """Base of the losses. A subclass is a choice of the setting, by its tag."""
+
+    has_ratio: ClassVar[bool] = False
+    """Whether the loss itself holds the ratio to the old policy, whose log-probs are the column
+    `old_logprobs`. A correction by a ratio to the same policy would then count it twice."""
 
     aggregate: Aggregate = "token_mean"
     """How token losses become one: token_mean weighs every trained token of the whole batch alike,
@@ -22,6 +29,28 @@ class ObjectiveConfig:
     the mean over rows (Dr. GRPO). Micro-batches never change the result."""
     fixed_length: int = 0
     """Tokens that fixed_length divides by; needed there, and nowhere else."""
+    entropy_coef: float = 0.0
+    """Added to the loss: -entropy_coef * entropy at each trained token. Above 0 keeps the policy
+    from becoming sure too early."""
+    kl_coef: float = 0.0
+    """Added to the loss: kl_coef * KL(policy || reference), the reference being a frozen copy of
+    the policy. 0 needs no reference."""
+    kl_estimator: KLEstimator = "unbiased"
+    """How that KL is estimated from the sampled tokens. unbiased: k3 times the ratio to the old
+    policy, the gradient through both is that of the KL (DeepSeek-V3.2). k2: half the square of the
+    log ratio; right as well where the old policy is the policy. k3: what GRPO took; as a loss its
+    gradient is that of KL(reference || policy). k1 is no choice: as a loss its mean gradient is
+    0."""
+
+    @property
+    def reads_old_logprobs(self) -> bool:
+        """Whether the loss or its regularizer reads the column `old_logprobs`."""
+        return self.has_ratio or (self.kl_coef > 0 and self.kl_estimator == "unbiased")
+
+    @property
+    def reads_reference_logprobs(self) -> bool:
+        """Whether the regularizer reads the column `reference_logprobs`."""
+        return self.kl_coef > 0
 
     def __post_init__(self) -> None:
         if (self.aggregate == "fixed_length") != (self.fixed_length > 0):
@@ -30,25 +59,109 @@ class ObjectiveConfig:
                 "fixed_length is the number of tokens that a row's sum is divided by; it must be "
                 "above 0 with aggregate=fixed_length, and 0 otherwise."
             )
+        for name in ("entropy_coef", "kl_coef"):
+            value = getattr(self, name)
+            if not 0 <= value < math.inf:
+                raise ConfigError(
+                    f"objective.{name}={value} must be a finite number of at least 0; 0 is off."
+                )
 
 
 @dataclass(frozen=True, kw_only=True)
 class PPOClip(ObjectiveConfig):
     """The clipped surrogate of PPO (Schulman et al. 2017)."""
 
+    has_ratio: ClassVar[bool] = True
+
     clip: tuple[float, float] = (0.2, 0.2)
     """How far the ratio to the old policy may go below and above 1 before a token stops pushing."""
-    old_policy: OldPolicy = "rollout"
-    """Whose log-probs are the old ones: the sampler's as recorded (one forward per step), or those
-    of a forward by the trainer before the first update of the batch."""
+    dual_clip: float | None = None
+    """With a negative advantage a token stops pushing once its ratio is above this, too (Ye et al.
+    2020; 3 is usual). Unset, its push grows with the ratio, without bound."""
 
     def __post_init__(self) -> None:
-        ObjectiveConfig.__post_init__(self)
-        low, high = self.clip
-        if not (0 < low < 1 and 0 < high < math.inf):
+        super().__post_init__()
+        _check_clip(self.clip, example="0.2,0.28 keeps the ratio in [0.8, 1.28]")
+        if self.dual_clip is not None and not 1 < self.dual_clip < math.inf:
             raise ConfigError(
-                f"objective.clip={low},{high}: expected a distance below 1, in (0, 1), and one "
-                "above 1, a number over 0; 0.2,0.28 keeps the ratio in [0.8, 1.28]."
+                f"objective.dual_clip={self.dual_clip} must be a finite number above 1: it bounds "
+                "the ratio of tokens that became likelier although their advantage is negative."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GSPO(ObjectiveConfig):
+    """PPO's clip on the mean ratio of a whole row (Zheng et al. 2025)."""
+
+    has_ratio: ClassVar[bool] = True
+
+    aggregate: Aggregate = "sequence_mean"
+    """As of every objective; the ratio is a row's, and so is its weight."""
+    clip: tuple[float, float] = (3e-4, 4e-4)
+    """How far the row's ratio may go below and above 1: a mean over its tokens, it moves little."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_clip(self.clip, example="0.0003,0.0004 keeps the ratio in [0.9997, 1.0004]")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CISPO(ObjectiveConfig):
+    """REINFORCE with each token weighed by its bounded ratio to the old policy (MiniMax-M1)."""
+
+    has_ratio: ClassVar[bool] = True
+
+    clip: tuple[float, float] = (1.0, 1.0)
+    """How far the weight may go below and above 1; a token beyond still pushes, with the bound as
+    its weight. 1 below is no bound, as its authors have it."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_clip(self.clip, example="1,1 keeps the weight in [0, 2]", largest_low=1.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DPPO(ObjectiveConfig):
+    """A trust region on probabilities, not on their ratio (Qi et al. 2026).
+
+    Its authors take the sampler as the old policy: correction.anchor=rollout.
+    """
+
+    has_ratio: ClassVar[bool] = True
+
+    divergence: Divergence = "tv"
+    """How far a token's probability has moved: tv is the absolute difference, kl the KL of "this
+    token or any other"."""
+    max_divergence: tuple[float, float] | None = None
+    """How far a token may be before it stops pushing on: one that became less likely, one that
+    became likelier. Unset: 0.2,0.2 for tv, 0.05,0.05 for kl."""
+    max_ratio: float = 20.0
+    """The ratio that weighs a token is cut here. Low cuts cost more than they save."""
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """`max_divergence`, or what is usual for the divergence."""
+        usual = USUAL_DIVERGENCE[self.divergence]
+        return self.max_divergence or (usual, usual)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        low, high = self.bounds
+        if not (0 < low < math.inf and 0 < high < math.inf):
+            raise ConfigError(
+                f"objective.max_divergence={low},{high}: expected two finite numbers above 0, for "
+                "tokens that became less likely and for those that became likelier; 0.2,0.2 is "
+                "usual for tv, 0.05,0.05 for kl."
+            )
+        if self.divergence == "tv" and max(low, high) > 1:
+            raise ConfigError(
+                f"objective.max_divergence={low},{high} with divergence=tv: a difference of "
+                "probabilities is at most 1, so this bound would never hold."
+            )
+        if not 1 <= self.max_ratio < math.inf:
+            raise ConfigError(
+                f"objective.max_ratio={self.max_ratio} must be a finite number of at least 1: a "
+                "smaller cut would weigh down tokens whose two log-probs are equal."
             )
 
 
@@ -57,23 +170,16 @@ class Reinforce(ObjectiveConfig):
     """-advantage * log-prob, as if the sampler were the trainer (Williams 1992)."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ImportanceSampling(ObjectiveConfig):
-    """REINFORCE with each token weighed by its ratio to the old policy."""
-
-    max_ratio: float = 2.0
-    """The weight is cut here: variance for bias. 1e9 never cuts."""
-    old_policy: OldPolicy = "rollout"
-    """Whose log-probs are the old ones: the sampler's as recorded, or those of a forward by the
-    trainer before the first update of the batch."""
-
-    def __post_init__(self) -> None:
-        ObjectiveConfig.__post_init__(self)
-        if not self.max_ratio >= 1:
-            raise ConfigError(
-                f"objective.max_ratio={self.max_ratio} must be at least 1: a smaller cut would "
-                "weigh down tokens whose two log-probs are equal."
-            )
+def _check_clip(clip: tuple[float, float], *, example: str, largest_low: float = math.inf) -> None:
+    """largest_low: 1 where a ratio that is free below makes sense; else the bound is below 1."""
+    low, high = clip
+    is_low_fine = 0 < low < 1 or low == largest_low
+    if not (is_low_fine and 0 < high < math.inf):
+        interval = "(0, 1]" if largest_low == 1 else "(0, 1)"
+        raise ConfigError(
+            f"objective.clip={low},{high}: expected a distance below 1, in {interval}, and one "
+            f"above 1, a finite number over 0; {example}."
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,27 +201,61 @@ class GRPO(AdvantageConfig):
     """Added to the standard deviation."""
 
     def __post_init__(self) -> None:
-        if not 0 < self.eps < math.inf:
-            raise ConfigError(f"advantage.eps={self.eps} must be a finite number above 0.")
+        _check_eps(self.eps)
 
     def check_group_size(self, group_size: int) -> None:
-        if group_size < 2:
-            raise ConfigError(
-                f"group_size={group_size} with advantage=grpo: the baseline is the mean of the "
-                "group, so every advantage would be 0. Use group_size=2 or more, or "
-                "advantage=batch_baseline."
-            )
+        _check_has_peers(group_size, "grpo")
 
 
 @dataclass(frozen=True, kw_only=True)
-class BatchBaseline(AdvantageConfig):
-    """Reward minus the mean of the whole batch."""
+class RLOO(AdvantageConfig):
+    """Reward minus the mean of the group's other trajectories (Ahmadian et al. 2024).
 
-    normalize_std: bool = False
-    """Divide by the batch's standard deviation."""
+    A trajectory is not in its own baseline, so the gradient is unbiased; with n of them it is
+    n / (n - 1) times GRPO's without the deviation.
+    """
+
+    def check_group_size(self, group_size: int) -> None:
+        _check_has_peers(group_size, "rloo")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReinforcePlusPlus(AdvantageConfig):
+    """Reward minus a mean, divided by the deviation over the whole batch (Hu et al. 2025).
+
+    Every trajectory counts once, however long it is.
+    """
+
+    baseline: Literal["batch", "group"] = "batch"
+    """Whose mean: the batch's, or that of the trajectory's group (REINFORCE++-baseline)."""
+    normalize_std: bool = True
+    """Divide by the batch's standard deviation. Off with baseline=batch, it is REINFORCE with the
+    batch's mean as its baseline."""
     eps: float = 1e-6
     """Added to the standard deviation."""
 
     def __post_init__(self) -> None:
-        if not 0 < self.eps < math.inf:
-            raise ConfigError(f"advantage.eps={self.eps} must be a finite number above 0.")
+        _check_eps(self.eps)
+        if self.baseline == "group" and not self.normalize_std:
+            raise ConfigError(
+                "advantage.baseline=group with advantage.normalize_std=false is reward minus the "
+                "mean of the group: that is advantage=grpo advantage.normalize_std=false."
+            )
+
+    def check_group_size(self, group_size: int) -> None:
+        if self.baseline == "group":
+            _check_has_peers(group_size, "reinforce_plus_plus advantage.baseline=group")
+
+
+def _check_eps(eps: float) -> None:
+    if not 0 < eps < math.inf:
+        raise ConfigError(f"advantage.eps={eps} must be a finite number above 0.")
+
+
+def _check_has_peers(group_size: int, chosen: str) -> None:
+    if group_size < 2:
+        raise ConfigError(
+            f"group_size={group_size} with advantage={chosen}: a trajectory is compared with its "
+            "group, so every advantage would be 0. Use group_size=2 or more, or "
+            "advantage=reinforce_plus_plus."
+        )

@@ -1,8 +1,12 @@
-"""Losses on trained tokens: `[T]` tensors in, one loss per token out.
+"""Losses on trained tokens: per-token tensors in, one loss per token out. Usable from any trainer.
 
 A loss says nothing about how tokens become one number, how a batch is cut into micro-batches or
-spread over ranks: whoever calls it sums and divides (`training/trainer.py`), so that none of that
-can change the result. A loss of your own is a function from `TokenBatch` to `TokenLoss`.
+spread over ranks: whoever calls it sums and divides (`objectives/aggregation.py`), so that none of
+that can change the result. A loss of your own is a function from `TokenBatch` to `TokenLoss`.
+
+Every tensor is [T] packed or [B, T] padded. Where `mask` is False anything may stand, NaN included:
+the loss is 0.0 there, so are the gradient and the metrics. float32; half precision is widened
+before anything is subtracted, float64 is kept.
 """
 
 from __future__ import annotations
@@ -10,15 +14,29 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import singledispatch
+from typing import cast
 
 import torch
 
+from lockstep.correction.kl import RATIO_LIMIT
+from lockstep.correction.layout import Layout
 from lockstep.errors import AlignmentError, ConfigError
-from lockstep.objectives.config import ImportanceSampling, ObjectiveConfig, PPOClip, Reinforce
+from lockstep.objectives.config import (
+    CISPO,
+    DPPO,
+    GSPO,
+    Divergence,
+    ObjectiveConfig,
+    PPOClip,
+    Reinforce,
+)
+from lockstep.objectives.regularizers import reference_kl
 
 Tensor = torch.Tensor
 
-LOG_RATIO_LIMIT = 20.0  # exp(20) = 4.9e8: a ratio that large means misaligned tokens; stays finite
+# 1 - p of a token whose log-prob has rounded to 0: float32 tells no less. Without it one such token
+# is infinitely far from another that is as sure.
+SMALLEST_COMPLEMENT = torch.finfo(torch.float32).eps / 2
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -35,6 +53,11 @@ class TokenBatch:
     """[T] int64 in [0, num_rows), not decreasing: which row a token belongs to."""
     num_rows: int
 
+    @property
+    def layout(self) -> Layout:
+        """How the tokens fall into rows, for what needs sums over a row."""
+        return Layout.packed(torch.bincount(self.row, minlength=self.num_rows))
+
     def column(self, name: str) -> Tensor:
         """Raises AlignmentError if the samples do not have it."""
         if name not in self.columns:
@@ -49,14 +72,19 @@ class TokenLoss:
     """What a loss gives back: a value per token, and what is worth showing about them."""
 
     loss: Tensor
-    """[T]: to be minimised; carries gradient."""
+    """[T]: to be minimised; carries gradient. A correction's weights multiply it."""
     mean: Mapping[str, Tensor] = field(default_factory=dict)
     """name -> [T] without gradient, reported as the mean over all trained tokens of the batch."""
     maximum: Mapping[str, Tensor] = field(default_factory=dict)
     """name -> [T] without gradient, reported as the maximum over them."""
+    regularizer: Tensor | None = None
+    """[T]: added to the loss after the correction's weights; carries gradient."""
 
 
 LossFn = Callable[[TokenBatch], TokenLoss]
+
+
+# -- with the ratio to the old policy -------------------------------------------------------------
 
 
 def ppo_clip(
@@ -65,75 +93,239 @@ def ppo_clip(
     advantages: Tensor,
     *,
     clip: tuple[float, float] = (0.2, 0.2),
+    dual_clip: float | None = None,
+    mask: Tensor | None = None,
 ) -> TokenLoss:
     """-min(r * A, clamp(r, 1 - clip[0], 1 + clip[1]) * A) with r = exp(logprobs - old_logprobs).
 
-    All [T]; old_logprobs and advantages are constants. `clip_fraction` is the share of tokens whose
-    gradient the clip has cut off. Source: Schulman et al. 2017, eq. 7.
+    old_logprobs and advantages are constants. dual_clip: with A < 0 the loss is at most
+    -dual_clip * A, so a token that became much likelier cannot push without bound. `clip_fraction`
+    is the share of tokens whose gradient the clip has cut off, `dual_clip_fraction` that of those
+    whose gradient the second one has. Sources: Schulman et al. 2017, eq. 7; Ye et al. 2020
+    (arXiv 1912.09729), the dual clip; DAPO (arXiv 2503.14476), eq. 8, two different distances.
     """
-    _check_equal_lengths(logprobs, old_logprobs=old_logprobs, advantages=advantages)
-    log_ratio = logprobs - old_logprobs.detach()
-    ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
-    low, high = 1.0 - clip[0], 1.0 + clip[1]
-    advantages = advantages.detach()
-    loss = -torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages)
-    with torch.no_grad():
-        is_above = (ratio > high) & (advantages > 0)
-        is_below = (ratio < low) & (advantages < 0)
-        return TokenLoss(
-            loss,
-            mean={"clip_fraction": is_above | is_below, "ratio_mean": ratio.detach()},
-            maximum={"ratio_max": ratio.detach(), "log_ratio_abs_max": log_ratio.detach().abs()},
-        )
-
-
-def reinforce(logprobs: Tensor, advantages: Tensor) -> TokenLoss:
-    """-A * log-prob; both [T]. Source: Williams 1992."""
-    _check_equal_lengths(logprobs, advantages=advantages)
-    return TokenLoss(-advantages.detach() * logprobs)
-
-
-def importance_sampling(
-    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, *, max_ratio: float
-) -> TokenLoss:
-    """-min(r, max_ratio) * A * log-prob with r = exp(logprobs - old_logprobs) held constant.
-
-    All [T]. `clip_fraction` is the share of tokens whose weight was cut.
-    """
-    _check_equal_lengths(logprobs, old_logprobs=old_logprobs, advantages=advantages)
-    log_ratio = (logprobs - old_logprobs).detach()
-    ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
-    loss = -ratio.clamp(max=max_ratio) * advantages.detach() * logprobs
-    return TokenLoss(
-        loss,
-        mean={"clip_fraction": ratio > max_ratio, "ratio_mean": ratio},
-        maximum={"ratio_max": ratio, "log_ratio_abs_max": log_ratio.abs()},
+    logprobs, old_logprobs, advantages = _read(
+        mask, logprobs, old_logprobs=old_logprobs, advantages=advantages
     )
+    log_ratio = logprobs - old_logprobs
+    ratio = log_ratio.clamp(-RATIO_LIMIT, RATIO_LIMIT).exp()
+    loss, is_clipped = _clipped(ratio, advantages, clip)
+    mean = {"clip_fraction": is_clipped, "ratio_mean": ratio}
+    if dual_clip is not None:
+        is_negative = advantages < 0
+        loss = torch.where(is_negative, torch.minimum(loss, -dual_clip * advantages), loss)
+        mean["dual_clip_fraction"] = is_negative & (ratio > dual_clip)
+    return _report(mask, loss, mean, _ratio_maxima(ratio, log_ratio))
 
 
-def cross_entropy(logprobs: Tensor, weights: Tensor | None = None) -> TokenLoss:
-    """-weight * log-prob; both [T]. Dividing the sum by the sum of weights is the caller's."""
+def gspo(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    layout: Layout,
+    *,
+    clip: tuple[float, float] = (3e-4, 4e-4),
+) -> TokenLoss:
+    """PPO's clip on the ratio of a whole row: s = exp(mean over its tokens of the log ratio).
+
+    Each token has the value of s and, through s * exp(logprobs - stop(logprobs)), a gradient of its
+    own: A * s on its log-prob. With aggregate=sequence_mean that is the gradient of s * A. Tokens
+    that `layout` does not count are in no mean. Rows that are split over ranks give the same: the
+    layout's sums are all-reduced. `ratio_mean` and `ratio_max` are of s, `log_ratio_abs_max` is of
+    single tokens. Source: Zheng et al. 2025 (arXiv 2507.18071), eq. 5 and, as GSPO-token, eq. 13.
+    """
+    mask = layout.mask
+    layout.check(logprobs=logprobs)
+    logprobs, old_logprobs, advantages = _read(
+        mask, logprobs, old_logprobs=old_logprobs, advantages=advantages
+    )
+    log_ratio = (logprobs - old_logprobs).detach()
+    count_R = layout.row_counts(logprobs.device).clamp(min=1)
+    mean_R = (layout.row_sums(log_ratio) / count_R).clamp(-RATIO_LIMIT, RATIO_LIMIT)
+    row_log_ratio = layout.expand(mean_R).to(logprobs.dtype)
+    ratio = row_log_ratio.exp() * (logprobs - logprobs.detach()).exp()
+    loss, is_clipped = _clipped(ratio, advantages, clip)
+    mean = {"clip_fraction": is_clipped, "ratio_mean": ratio}
+    return _report(mask, loss, mean, _ratio_maxima(ratio, log_ratio))
+
+
+def cispo(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    *,
+    clip: tuple[float, float] = (1.0, 1.0),
+    mask: Tensor | None = None,
+) -> TokenLoss:
+    """-stop(clamp(r, 1 - clip[0], 1 + clip[1])) * A * logprobs, r = exp(logprobs - old_logprobs).
+
+    The clip bounds a token's weight and never takes its gradient away. clip[0] = 1 leaves the ratio
+    free below, as its authors do. `clip_fraction` is the share of tokens whose weight was bounded.
+    Source: MiniMax-M1 (arXiv 2506.13585), eq. 4 and 5.
+    """
+    logprobs, old_logprobs, advantages = _read(
+        mask, logprobs, old_logprobs=old_logprobs, advantages=advantages
+    )
+    log_ratio = (logprobs - old_logprobs).detach()
+    ratio = log_ratio.clamp(-RATIO_LIMIT, RATIO_LIMIT).exp()
+    low, high = 1.0 - clip[0], 1.0 + clip[1]
+    loss = -ratio.clamp(low, high) * advantages * logprobs
+    mean = {"clip_fraction": (ratio < low) | (ratio > high), "ratio_mean": ratio}
+    return _report(mask, loss, mean, _ratio_maxima(ratio, log_ratio))
+
+
+def dppo(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    *,
+    divergence: Divergence = "tv",
+    max_divergence: tuple[float, float] = (0.2, 0.2),
+    max_ratio: float = 20.0,
+    mask: Tensor | None = None,
+) -> TokenLoss:
+    """-stop(min(r, max_ratio) * M) * A * logprobs: a trust region on probabilities, not on ratios.
+
+    M is 0 where the update would push a token further away that is already too far: A > 0, likelier
+    than under the old policy, and the divergence above max_divergence[1]; or A < 0, less likely,
+    and above max_divergence[0]. The divergence is that of "this token or any other", see
+    `binary_divergence`. `clip_fraction` is the share of tokens with M = 0, `truncated_fraction`
+    that of the others whose ratio was cut. Source: Qi et al. 2026 (arXiv 2602.04879), eq. 11 to 14;
+    the truncation, section 5.4. There the old policy is the sampler: correction.anchor=rollout.
+    """
+    logprobs, old_logprobs, advantages = _read(
+        mask, logprobs, old_logprobs=old_logprobs, advantages=advantages
+    )
+    log_ratio = (logprobs - old_logprobs).detach()
+    ratio = log_ratio.clamp(-RATIO_LIMIT, RATIO_LIMIT).exp()
+    distance = binary_divergence(logprobs.detach(), old_logprobs, divergence)
+    low, high = max_divergence
+    is_outside = torch.where(
+        advantages > 0,
+        (log_ratio > 0) & (distance > high),
+        (log_ratio < 0) & (distance > low),
+    )
+    weight = torch.where(is_outside, 0.0, ratio.clamp(max=max_ratio))
+    loss = -weight * advantages * logprobs
+    mean = {
+        "clip_fraction": is_outside,
+        "truncated_fraction": ~is_outside & (ratio > max_ratio),
+        "ratio_mean": ratio,
+        "divergence_mean": distance,
+    }
+    maximum = _ratio_maxima(ratio, log_ratio) | {"divergence_max": distance}
+    return _report(mask, loss, mean, maximum)
+
+
+def binary_divergence(logprobs: Tensor, old_logprobs: Tensor, kind: Divergence) -> Tensor:
+    """How far apart two policies are on "this token or any other", per token; never negative.
+
+    "tv": |p - old p|, the total variation. "kl": KL(old || policy) of the two-way choice, in nats.
+    Both are lower bounds of the divergence over the vocabulary. Probabilities within half a float32
+    step of 1 count as that step away from it. Source: arXiv 2602.04879, eq. 13 and 14.
+
+    >>> binary_divergence(torch.tensor([0.5]).log(), torch.tensor([0.75]).log(), "tv").tolist()
+    [0.25]
+    """
+    if kind == "tv":
+        return (logprobs.exp() - old_logprobs.exp()).abs()
+    old_prob = old_logprobs.exp()
+    other, old_other = (
+        (-torch.expm1(x)).clamp(min=SMALLEST_COMPLEMENT) for x in (logprobs, old_logprobs)
+    )
+    kl = old_prob * (old_logprobs - logprobs) + old_other * (old_other / other).log()
+    return kl.clamp(min=0)
+
+
+# -- without --------------------------------------------------------------------------------------
+
+
+def reinforce(logprobs: Tensor, advantages: Tensor, *, mask: Tensor | None = None) -> TokenLoss:
+    """-A * log-prob. Source: Williams 1992."""
+    logprobs, advantages = _read(mask, logprobs, advantages=advantages)
+    return _report(mask, -advantages * logprobs)
+
+
+def cross_entropy(
+    logprobs: Tensor, weights: Tensor | None = None, *, mask: Tensor | None = None
+) -> TokenLoss:
+    """-weight * log-prob. Dividing the sum by the sum of weights is the caller's."""
     if weights is None:
-        return TokenLoss(-logprobs)
-    _check_equal_lengths(logprobs, weights=weights)
-    return TokenLoss(-weights.detach() * logprobs)
+        (logprobs,) = _read(mask, logprobs)
+        return _report(mask, -logprobs)
+    logprobs, weights = _read(mask, logprobs, weights=weights)
+    return _report(mask, -weights * logprobs)
+
+
+# -- from settings --------------------------------------------------------------------------------
+
+
+def make_loss(config: ObjectiveConfig) -> LossFn:
+    """What `config` describes: its policy loss, and its regularizers with their metrics."""
+    policy_loss = make_policy_loss(config)
+    if not (config.entropy_coef or config.kl_coef):
+        return policy_loss
+
+    def loss(tokens: TokenBatch) -> TokenLoss:
+        out = policy_loss(tokens)
+        regularizer = -config.entropy_coef * tokens.entropy
+        mean = dict(out.mean)
+        if config.kl_coef:
+            kl = reference_kl(
+                tokens.logprobs,
+                tokens.column("reference_logprobs"),
+                estimator=config.kl_estimator,
+                old_logprobs=tokens.column("old_logprobs") if config.reads_old_logprobs else None,
+            )
+            regularizer = regularizer + config.kl_coef * kl
+            mean["reference_kl"] = kl.detach()
+        if out.regularizer is not None:
+            regularizer = regularizer + out.regularizer
+        return TokenLoss(out.loss, mean=mean, maximum=out.maximum, regularizer=regularizer)
+
+    return loss
 
 
 @singledispatch
-def make_loss(config: ObjectiveConfig) -> LossFn:
-    """The loss that `config` describes. Its type decides; a type of your own is registered:
+def make_policy_loss(config: ObjectiveConfig) -> LossFn:
+    """The loss that `config` describes, without the regularizers that every objective can have.
 
-    @make_loss.register
+    Its type decides; a type of your own is registered:
+
+    @make_policy_loss.register
     def _(config: MyObjective) -> LossFn: ...
     """
     raise ConfigError(
-        f"no loss for a {type(config).__name__}; register one with make_loss.register (--plugin)."
+        f"no loss for a {type(config).__name__}; register one with make_policy_loss.register "
+        "(--plugin)."
     )
 
 
-@make_loss.register
+@make_policy_loss.register
 def _(config: PPOClip) -> LossFn:
     return lambda tokens: ppo_clip(
+        tokens.logprobs,
+        tokens.column("old_logprobs"),
+        tokens.column("advantages"),
+        clip=config.clip,
+        dual_clip=config.dual_clip,
+    )
+
+
+@make_policy_loss.register
+def _(config: GSPO) -> LossFn:
+    return lambda tokens: gspo(
+        tokens.logprobs,
+        tokens.column("old_logprobs"),
+        tokens.column("advantages"),
+        tokens.layout,
+        clip=config.clip,
+    )
+
+
+@make_policy_loss.register
+def _(config: CISPO) -> LossFn:
+    return lambda tokens: cispo(
         tokens.logprobs,
         tokens.column("old_logprobs"),
         tokens.column("advantages"),
@@ -141,19 +333,21 @@ def _(config: PPOClip) -> LossFn:
     )
 
 
-@make_loss.register
-def _(config: Reinforce) -> LossFn:
-    return lambda tokens: reinforce(tokens.logprobs, tokens.column("advantages"))
-
-
-@make_loss.register
-def _(config: ImportanceSampling) -> LossFn:
-    return lambda tokens: importance_sampling(
+@make_policy_loss.register
+def _(config: DPPO) -> LossFn:
+    return lambda tokens: dppo(
         tokens.logprobs,
         tokens.column("old_logprobs"),
         tokens.column("advantages"),
+        divergence=config.divergence,
+        max_divergence=config.bounds,
         max_ratio=config.max_ratio,
     )
+
+
+@make_policy_loss.register
+def _(config: Reinforce) -> LossFn:
+    return lambda tokens: reinforce(tokens.logprobs, tokens.column("advantages"))
 
 
 def supervised_loss(tokens: TokenBatch) -> TokenLoss:
@@ -161,10 +355,51 @@ def supervised_loss(tokens: TokenBatch) -> TokenLoss:
     return cross_entropy(tokens.logprobs, tokens.columns.get("weights"))
 
 
-def _check_equal_lengths(logprobs: Tensor, **others: Tensor) -> None:
+# -- mechanism ------------------------------------------------------------------------------------
+
+
+def _clipped(ratio: Tensor, advantages: Tensor, clip: tuple[float, float]) -> tuple[Tensor, Tensor]:
+    """(PPO's pessimistic loss, where its clip cuts the gradient off)."""
+    low, high = 1.0 - clip[0], 1.0 + clip[1]
+    loss = -torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages)
+    is_above = (ratio > high) & (advantages > 0)
+    return loss, is_above | ((ratio < low) & (advantages < 0))
+
+
+def _ratio_maxima(ratio: Tensor, log_ratio: Tensor) -> dict[str, Tensor]:
+    return {"ratio_max": ratio, "log_ratio_abs_max": log_ratio.abs()}
+
+
+def _read(mask: Tensor | None, logprobs: Tensor, **constants: Tensor) -> list[Tensor]:
+    """[log-probs, constants...]: at least float32, constants detached, 0.0 where `mask` is False.
+
+    Before exp: where() afterwards would keep the value and let a NaN gradient through.
+    """
+    others = constants if mask is None else constants | {"mask": mask}
     for name, other in others.items():
         if other.shape != logprobs.shape:
             raise AlignmentError(
                 f"logprobs have the shape {list(logprobs.shape)} and {name} {list(other.shape)}: "
-                "each is one number per trained token. Shifted twice, or not at all?"
+                "each is one number per token. Shifted twice, or not at all?"
             )
+    given = [logprobs, *(constant.detach() for constant in constants.values())]
+    wide = [x if x.dtype == torch.float64 else x.float() for x in given]
+    return wide if mask is None else [torch.where(mask != 0, x, 0.0) for x in wide]
+
+
+def _report(
+    mask: Tensor | None,
+    loss: Tensor,
+    mean: Mapping[str, Tensor] | None = None,
+    maximum: Mapping[str, Tensor] | None = None,
+) -> TokenLoss:
+    """Everything 0 where `mask` is False; metrics without gradient."""
+
+    def inside(x: Tensor) -> Tensor:
+        return x if mask is None else torch.where(mask != 0, x, torch.zeros_like(x))
+
+    means, maxima = (
+        {name: inside(x.detach()) for name, x in cast(Mapping[str, Tensor], given or {}).items()}
+        for given in (mean, maximum)
+    )
+    return TokenLoss(inside(loss), mean=means, maximum=maxima)

@@ -13,7 +13,7 @@ import pytest
 from lockstep.agent.config import AgentConfig
 from lockstep.agent.loop import Budget, run_episode
 from lockstep.cli import BAD_INPUT, OK, main
-from lockstep.errors import EngineError, RendererError
+from lockstep.errors import ConfigError, EngineError, RendererError
 from lockstep.renderers.config import HarmonyConfig
 from lockstep.renderers.harmony import HarmonyRenderer
 from lockstep.testing.check_engine import check_engine
@@ -109,36 +109,35 @@ def test_the_environment_trains_from_the_command_line(tmp_path):
 
 def test_the_loss_trains_from_the_command_line(tmp_path):
     run = tmp_path / "run"
-    words = ["train", "quickstart", "--plugin", "my_loss", "objective=gspo", "steps=2"]
+    words = ["train", "quickstart", "--plugin", "my_loss", "objective=sapo", "steps=2"]
     assert main([*words, f"out={run}", *SMALL]) == OK
-    assert json.loads((run / "config.json").read_text())["objective"]["type"] == "gspo"
+    assert json.loads((run / "config.json").read_text())["objective"]["type"] == "sapo"
     assert all(np.isfinite(row["train/loss"]) for row in rows_of(run))
 
 
-def test_the_loss_uses_one_ratio_per_row():
+def test_the_loss_is_the_policy_gradient_at_ratio_one_and_fades_away_from_it():
     torch = pytest.importorskip("torch")
     from lockstep.objectives.losses import TokenBatch, make_loss
 
     module = example("my_loss")
-    logprobs = torch.tensor([-1.0, -2.0, -3.0], requires_grad=True)
+    logprobs = torch.tensor([-1.0, -2.0, -1.0, -1.0], requires_grad=True)
+    advantages = torch.tensor([1.0, -2.0, 1.0, -2.0])
     tokens = TokenBatch(
         logprobs=logprobs,
-        entropy=torch.zeros(3),
+        entropy=torch.zeros(4),
         columns={
-            "old_logprobs": torch.tensor([-1.5, -2.5, -3.0]),
-            "advantages": torch.tensor([-1.0, -1.0, 2.0]),
+            "old_logprobs": torch.tensor([-1.0, -2.0, -3.0, -3.0]),
+            "advantages": advantages,
         },
-        row=torch.tensor([0, 0, 1]),
+        row=torch.tensor([0, 0, 1, 1]),
         num_rows=2,
     )
-    out = make_loss(module.GSPO(clip=(0.2, 0.2)))(tokens)
-    expected = torch.tensor([0.5, 0.5, 0.0]).exp() * torch.tensor([1.0, 1.0, -2.0])
-    assert torch.allclose(out.loss, expected)
-    out.loss.sum().backward()
-    # d/dl of 2 tokens x exp(mean) is exp(mean) for each of them: they share one ratio.
-    assert torch.allclose(logprobs.grad, torch.tensor([0.5, 0.5, 0.0]).exp() * torch.tensor(
-        [1.0, 1.0, -2.0]
-    ))  # fmt: skip
+    make_loss(module.SAPO())(tokens).loss.sum().backward()
+    assert torch.allclose(logprobs.grad[:2], -advantages[:2])
+    # at ratio e^2 the gate is all but flat, and flatter where the advantage is negative
+    assert 0 < logprobs.grad[3] / 2 < -logprobs.grad[2] < 0.06
+    with pytest.raises(ConfigError, match=r"objective\.temperatures=\(0, 1\)"):
+        module.SAPO(temperatures=(0, 1))
 
 
 def test_the_renderer_keeps_every_invariant():

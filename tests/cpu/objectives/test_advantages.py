@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.errors import AlignmentError, ConfigError
-from lockstep.objectives.advantages import centered, leaf_advantages
-from lockstep.objectives.config import GRPO, AdvantageConfig, BatchBaseline
+from lockstep.objectives.advantages import centered, leaf_advantages, leave_one_out
+from lockstep.objectives.config import GRPO, RLOO, AdvantageConfig, ReinforcePlusPlus
 
 EXAMPLES = settings(max_examples=1000 if PROOF else 100, deadline=None)
 rewards = st.floats(-10, 10)
@@ -62,15 +62,66 @@ def test_one_trajectory_has_nothing_to_be_compared_with():
         centered([1.0, 0.0], trajectories=[3], normalize_std=True)
 
 
-def test_the_baseline_is_the_groups_or_the_batchs():
+@EXAMPLES
+@given(st.lists(rewards, min_size=2, max_size=9))
+def test_leaving_one_out_stretches_what_is_centred(values):
+    n = len(values)
+    found = leave_one_out(values)
+    np.testing.assert_allclose(
+        found, centered(values, normalize_std=False) * n / (n - 1), rtol=1e-12, atol=1e-12
+    )
+
+
+def test_a_trajectory_is_in_no_part_of_its_own_baseline():
+    before = leave_one_out([1.0, 0.0, 0.5, 0.25], trajectories=[0, 0, 1, 2])
+    after = leave_one_out([1.0, 8.0, 0.5, 0.25], trajectories=[0, 0, 1, 2])
+    assert before[0] == after[0] == 1.0 - 0.375  # the mean of the two others
+    assert before.tolist()[1:] == [-0.375, 0.5 - 0.375, 0.25 - 0.5]
+    assert leave_one_out([0.7], trajectories=[3]).tolist() == [0.0]
+    assert leave_one_out([0.1] * 3).tolist() == [0.0] * 3
+    with pytest.raises(AlignmentError, match="1 rewards, but the trajectories of 2"):
+        leave_one_out([1.0], trajectories=[0, 1])
+
+
+def test_the_baseline_is_the_groups_the_others_or_the_batchs():
     values, groups = np.array([1.0, 0.0, 4.0, 4.0]), np.array([0, 0, 1, 1])
     each = {"trajectories": np.arange(4), "groups": groups}
     of_group = leaf_advantages(GRPO(normalize_std=False), values, **each)
     assert of_group.tolist() == [0.5, -0.5, 0.0, 0.0]
-    of_batch = leaf_advantages(BatchBaseline(), values, **each)
+    of_others = leaf_advantages(RLOO(), values, **each)
+    assert of_others.tolist() == [1.0, -1.0, 0.0, 0.0]
+    of_batch = leaf_advantages(ReinforcePlusPlus(normalize_std=False), values, **each)
     assert of_batch.tolist() == [-1.25, -2.25, 1.75, 1.75]
-    scaled = leaf_advantages(BatchBaseline(normalize_std=True), values, **each)
+    scaled = leaf_advantages(ReinforcePlusPlus(), values, **each)
     np.testing.assert_allclose(scaled, of_batch / values.std(ddof=1), rtol=1e-5)
+
+
+def test_reinforce_plus_plus_with_group_baselines_divides_by_the_batchs_deviation():
+    values, groups = np.array([1.0, 0.0, 4.0, 1.0]), np.array([0, 0, 1, 1])
+    each = {"trajectories": np.arange(4), "groups": groups}
+    found = leaf_advantages(ReinforcePlusPlus(baseline="group"), values, **each)
+    offsets = np.array([0.5, -0.5, 1.5, -1.5])
+    np.testing.assert_allclose(found, offsets / np.sqrt(5 / 3), rtol=1e-5)
+    equal = leaf_advantages(ReinforcePlusPlus(baseline="group"), np.full(4, 0.1), **each)
+    assert equal.tolist() == [0.0] * 4
+    one = {"trajectories": np.zeros(2, np.int64), "groups": np.zeros(2, np.int64)}
+    found = leaf_advantages(ReinforcePlusPlus(baseline="group"), np.array([1.0, 0.0]), **one)
+    assert found.tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    "config", [GRPO(), RLOO(), ReinforcePlusPlus(), ReinforcePlusPlus(baseline="group")]
+)
+def test_the_order_of_rows_changes_no_advantage(config):
+    rng = np.random.default_rng(0)
+    values, groups = rng.normal(size=12), np.repeat([0, 1, 2], 4)
+    trajectories = np.array([0, 0, 1, 2, 3, 4, 5, 6, 7, 7, 7, 8])
+    order = rng.permutation(12)
+    whole = leaf_advantages(config, values, trajectories=trajectories, groups=groups)
+    moved = leaf_advantages(
+        config, values[order], trajectories=trajectories[order], groups=groups[order]
+    )
+    np.testing.assert_allclose(moved, whole[order], rtol=1e-12, atol=1e-14)
 
 
 def test_an_advantage_of_ones_own_joins_by_its_config():
@@ -83,9 +134,18 @@ def test_an_advantage_of_ones_own_joins_by_its_config():
 
 def test_a_group_of_one_with_a_group_baseline_is_refused_before_anything_runs():
     GRPO().check_group_size(2)
-    BatchBaseline().check_group_size(1)
-    with pytest.raises(ConfigError, match="group_size=1 with advantage=grpo"):
-        GRPO().check_group_size(1)
-    for kind in (GRPO, BatchBaseline):
+    ReinforcePlusPlus().check_group_size(1)
+    for config, chosen in (
+        (GRPO(), "grpo"), (RLOO(), "rloo"),
+        (ReinforcePlusPlus(baseline="group"), r"reinforce_plus_plus advantage\.baseline=group"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=f"group_size=1 with advantage={chosen}"):
+            config.check_group_size(1)
+
+
+def test_settings_that_say_nothing_are_refused():
+    for kind in (GRPO, ReinforcePlusPlus):
         with pytest.raises(ConfigError, match=r"advantage\.eps=0"):
             kind(eps=0.0)
+    with pytest.raises(ConfigError, match=r"that is advantage=grpo advantage\.normalize_std=false"):
+        ReinforcePlusPlus(baseline="group", normalize_std=False)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from lockstep.errors import DataError
-from lockstep.objectives.config import GRPO, BatchBaseline
+from lockstep.objectives.config import GRPO, RLOO, ReinforcePlusPlus
 from lockstep.training.rows import rows_for_training
 from lockstep.types import Group, Task, Trajectory
 
@@ -55,7 +55,7 @@ def test_failed_and_unscored_trajectories_touch_neither_rows_nor_baseline():
         episode("a", 1.0), episode("x", 100.0, status="failed"), episode("b", 0.0),
         episode("y", None, status="truncated"),
     )  # fmt: skip
-    for config in (PLAIN, GRPO(), BatchBaseline()):
+    for config in (PLAIN, GRPO(), RLOO(), ReinforcePlusPlus()):
         found = rows_for_training([with_failures], config)
         alone = rows_for_training([group(episode("a", 1.0), episode("b", 0.0))], config)
         assert [r.id for r in found] == [r.id for r in alone] == ["a/1", "b/1"]

@@ -17,7 +17,7 @@ from tiny_training import (
 )
 
 from lockstep.errors import AlignmentError, ConfigError, TokenError
-from lockstep.objectives.config import ImportanceSampling, PPOClip, Reinforce
+from lockstep.objectives.config import CISPO, DPPO, GSPO, PPOClip, Reinforce
 from lockstep.objectives.losses import TokenLoss, make_loss, reinforce
 from lockstep.training.config import TrainerConfig
 from lockstep.training.optimizer import is_decayed, lr_share
@@ -199,14 +199,14 @@ def test_metrics_of_a_split_batch_are_those_of_the_whole(tmp_path):
 def test_several_updates_keep_the_old_policy_and_report_the_mismatch_before_the_first(tmp_path):
     trainer = make_trainer(tmp_path, updates_per_batch=3)
     rows = set_rollout(trainer, make_rows(LENGTHS))
-    metrics = trainer.update(rows, PPOClip(old_policy="recomputed"))
+    metrics = trainer.update(rows, PPOClip())
     assert metrics["mismatch/max_abs_diff"] == 0.0
     assert metrics["train/log_ratio_abs_max"] > 0  # of the second and third update
     assert metrics["tokens/trained"] == sum(r.num_trained for r in rows)
     assert trainer.num_updates == trainer.version == 3
 
 
-@pytest.mark.parametrize("objective", [PPOClip(), Reinforce(), ImportanceSampling()])
+@pytest.mark.parametrize("objective", [PPOClip(), GSPO(), CISPO(), DPPO(), Reinforce()])
 def test_every_objective_raises_the_log_probs_of_what_was_good(tmp_path, objective):
     trainer = make_trainer(tmp_path)
     rows = set_rollout(trainer, make_rows(LENGTHS))

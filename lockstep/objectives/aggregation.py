@@ -1,0 +1,87 @@
+"""How the losses of tokens become one number, in one place.
+
+    loss = aggregate(out.loss, Layout.padded(mask), how="sequence_mean")
+
+A batch that comes in micro-batches, or is spread over ranks, gives `denominator`: the number of
+tokens or rows of the whole. The parts then add up to what the whole batch gives.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from lockstep.correction.layout import Layout
+from lockstep.errors import AlignmentError, ConfigError
+from lockstep.objectives.config import Aggregate
+
+Tensor = torch.Tensor
+
+
+def token_weights(
+    layout: Layout,
+    how: Aggregate,
+    *,
+    fixed_length: int = 0,
+    denominator: float | None = None,
+    device: torch.device | str = "cpu",
+) -> Tensor:
+    """What each token's loss counts: the layout's shape, float32, 0.0 at tokens that do not count.
+
+    token_mean: 1 / denominator. sequence_mean: 1 / (denominator * tokens of the row). fixed_length:
+    1 / (denominator * fixed_length). denominator: None counts the tokens (token_mean) or the rows
+    that have any (the others) of this layout. With nothing to count all weights are 0.
+
+    >>> token_weights(Layout.packed([1, 2]), "sequence_mean").tolist()
+    [0.5, 0.25, 0.25]
+    """
+    if (how == "fixed_length") != (fixed_length > 0):
+        raise ConfigError(
+            f"how={how} with fixed_length={fixed_length}: fixed_length is the number of tokens "
+            "that a row's sum is divided by; it is above 0 with fixed_length, and 0 otherwise."
+        )
+    if denominator is not None and not denominator > 0:
+        raise ConfigError(
+            f"denominator={denominator} must be above 0: it is the number of tokens (token_mean) "
+            "or rows of the whole batch."
+        )
+    count_R = layout.row_counts(device)
+    if denominator is None:
+        counted = count_R if how == "token_mean" else (count_R > 0).double()
+        total: Tensor | float = counted.sum().clamp(min=1)
+    else:
+        total = denominator
+    per_row = torch.ones_like(count_R)
+    if how == "sequence_mean":
+        per_row = 1 / count_R.clamp(min=1)
+    elif how == "fixed_length":
+        per_row = per_row / fixed_length
+    weights = layout.expand((per_row / total).float())
+    return weights if layout.mask is None else torch.where(layout.mask, weights, 0.0)
+
+
+def aggregate(
+    token_loss: Tensor,
+    layout: Layout,
+    *,
+    how: Aggregate = "token_mean",
+    fixed_length: int = 0,
+    denominator: float | None = None,
+) -> Tensor:
+    """[]: the loss of a batch from the losses of its tokens; carries their gradient.
+
+    token_loss: the layout's shape. Tokens that do not count add nothing, whatever stands there.
+    A layout whose rows are split over ranks gives this rank's part; the parts sum to the loss.
+    Sources: token_mean DAPO (arXiv 2503.14476), sequence_mean GRPO (arXiv 2402.03300), fixed_length
+    Dr. GRPO (arXiv 2503.20783).
+    """
+    if tuple(token_loss.shape) != layout.shape:
+        raise AlignmentError(
+            f"token_loss has the shape {list(token_loss.shape)}, the layout {list(layout.shape)}: "
+            "a loss gives one value per token."
+        )
+    weights = token_weights(
+        layout, how, fixed_length=fixed_length, denominator=denominator, device=token_loss.device
+    )
+    if layout.mask is not None:
+        token_loss = torch.where(layout.mask, token_loss, 0.0)
+    return (token_loss * weights).sum()

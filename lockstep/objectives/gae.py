@@ -1,0 +1,171 @@
+"""Advantages of tokens from a critic's values, over rows with several turns. torch, no gradient.
+
+# R rows  S tokens of the longest row  K tokens of a block
+"""
+
+from __future__ import annotations
+
+import torch
+
+from lockstep.correction.layout import Layout
+from lockstep.errors import AlignmentError, ConfigError
+
+Tensor = torch.Tensor
+
+BLOCK = 128
+"""Tokens that one product sums up; the recursion is walked block by block, not token by token."""
+
+
+def gae(
+    rewards: Tensor,
+    values: Tensor,
+    layout: Layout,
+    *,
+    gamma: float = 1.0,
+    lam: float = 1.0,
+    bootstrap: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(advantages, returns): generalised advantage estimates, and what a critic should learn.
+
+    rewards, values: the layout's shape; a reward stands at the token after which it is given, a
+    value is of the state before its token. bootstrap: [R], the value of the state after the row's
+    last token where the episode was cut off; 0 (and None: everywhere) where it ended. Both results
+    have the layout's shape and the dtype of `values`, 0.0 where tokens do not count; computed in
+    float64.
+
+        delta_t = r_t + gamma * V_next - V_t
+        A_t = delta_t + gamma * lam * A_next,  returns_t = A_t + V_t
+
+    "Next" is the row's next token that counts. Observed tokens in between are skipped: they are no
+    choice of the policy, so no time passes. Else a longer tool output would make the same choice
+    worth less, and values that nobody trains would enter. A reward on a token that does not count
+    is not read: put it on the sampled token before.
+
+    Not whitened: see `whiten`. Raises AlignmentError if shapes differ, if the layout is one rank's
+    piece of longer rows, or if what counts is not finite; ConfigError if gamma or lam are not in
+    [0, 1]. Source: Schulman et al. 2016 (arXiv 1506.02438), eq. 16.
+
+    >>> layout = Layout.packed([3])
+    >>> gae(torch.tensor([0.0, 0.0, 1.0]), torch.tensor([0.5, 0.5, 0.5]), layout, lam=0.5)
+    (tensor([0.1250, 0.2500, 0.5000]), tensor([0.6250, 0.7500, 1.0000]))
+    """
+    for name, factor in {"gamma": gamma, "lam": lam}.items():
+        if not 0 <= factor <= 1:
+            raise ConfigError(f"{name}={factor} must lie in [0, 1].")
+    layout.check(rewards=rewards, values=values)
+    if layout.group is not None:
+        raise AlignmentError(
+            "these rows are split over ranks, and a token's advantage is a sum over all that "
+            "follow it: gather whole rows first."
+        )
+    if bootstrap is not None and tuple(bootstrap.shape) != (layout.num_rows,):
+        raise AlignmentError(
+            f"bootstrap has the shape {list(bootstrap.shape)}; expected one value per row, "
+            f"[{layout.num_rows}]."
+        )
+    rewards, values = rewards.detach(), values.detach()
+    _check_finite(layout, rewards=rewards, values=values)
+
+    rows = _CompactRows(layout, values.device)
+    reward_RS, value_RS = rows.gather(rewards), rows.gather(values)
+    next_RS = torch.zeros_like(value_RS)
+    next_RS[:, :-1] = value_RS[:, 1:]
+    if bootstrap is not None and value_RS.shape[1]:
+        has_any = rows.lengths > 0
+        next_RS[has_any, rows.lengths[has_any] - 1] = bootstrap.detach().double()[has_any]
+    delta_RS = reward_RS + gamma * next_RS - value_RS
+    # Behind a row's end nothing comes back: the places there hold no delta.
+    delta_RS = torch.where(rows.is_token, delta_RS, 0.0)
+    advantage_RS = _sum_from_the_right(delta_RS, gamma * lam)
+    advantages = rows.scatter(advantage_RS).to(values.dtype)
+    return advantages, rows.scatter(advantage_RS + value_RS).to(values.dtype)
+
+
+def whiten(values: Tensor, layout: Layout, *, eps: float = 1e-8) -> Tensor:
+    """(values - mean) / sqrt(variance + eps) over all tokens that count; 0.0 elsewhere.
+
+    values: the layout's shape. The variance has n - 1 below it; fewer than two tokens give zeros.
+    Every token counts alike, so long rows weigh more. Over this layout alone: a batch that is
+    spread over ranks otherwise than by splitting rows is gathered first.
+    """
+    layout.check(values=values)
+    given = values.detach()
+    is_token = torch.ones_like(given, dtype=torch.bool) if layout.mask is None else layout.mask
+    inside = torch.where(is_token, given.double(), 0.0)
+    count = layout.row_counts(given.device).sum()
+    if float(count) < 2:
+        return torch.zeros_like(given)
+    mean = layout.row_sums(inside).sum() / count
+    offset = torch.where(is_token, inside - mean, 0.0)
+    variance = layout.row_sums(offset.square()).sum() / (count - 1)
+    return (offset / (variance + eps).sqrt()).to(given.dtype)
+
+
+# -- mechanism ------------------------------------------------------------------------------------
+
+
+class _CompactRows:
+    """The tokens that count, row by row from the left, without what stands between them."""
+
+    def __init__(self, layout: Layout, device: torch.device) -> None:
+        self.layout = layout
+        mask = layout.mask
+        is_counted = (
+            torch.ones(layout.num_tokens, dtype=torch.bool, device=device)
+            if mask is None
+            else mask.reshape(-1)
+        )
+        self.index = is_counted.nonzero()[:, 0]
+        starts = torch.from_numpy(layout.offsets).to(device)
+        row = torch.searchsorted(starts, self.index, right=True) - 1
+        self.lengths = torch.bincount(row, minlength=layout.num_rows)
+        first = self.lengths.cumsum(0) - self.lengths
+        place = torch.arange(len(self.index), device=device) - first[row]
+        self.width = int(self.lengths.max()) if layout.num_rows else 0
+        self.at = row * self.width + place
+        self.is_token = torch.arange(self.width, device=device) < self.lengths[:, None]
+
+    def gather(self, values: Tensor) -> Tensor:
+        """The layout's shape -> [R, S] float64, 0.0 behind a row's end."""
+        size = self.layout.num_rows * self.width
+        out = torch.zeros(size, dtype=torch.float64, device=values.device)
+        out[self.at] = values.reshape(-1)[self.index].double()
+        return out.reshape(self.layout.num_rows, self.width)
+
+    def scatter(self, values_RS: Tensor) -> Tensor:
+        """[R, S] -> the layout's shape, 0.0 where tokens do not count."""
+        out = values_RS.new_zeros(self.layout.num_tokens)
+        out[self.index] = values_RS.reshape(-1)[self.at]
+        return out.reshape(self.layout.shape)
+
+
+def _sum_from_the_right(delta_RS: Tensor, decay: float) -> Tensor:
+    """A_t = delta_t + decay * A_(t + 1), from A = 0 behind the end."""
+    steps = torch.arange(BLOCK, device=delta_RS.device)
+    ahead_KK = (steps[:, None] - steps[None, :]).clamp(min=0)
+    power_KK = torch.tensor(decay, dtype=torch.float64, device=delta_RS.device) ** ahead_KK
+    weight_KK = torch.tril(power_KK)  # [later, earlier]: what a later delta adds to an earlier sum
+    left_K = torch.tensor(decay, dtype=torch.float64, device=delta_RS.device) ** (BLOCK - steps)
+    out_RS = torch.empty_like(delta_RS)
+    carry_R = delta_RS.new_zeros(len(delta_RS))
+    num_blocks = -(-delta_RS.shape[1] // BLOCK)
+    for block in reversed(range(num_blocks)):
+        places = slice(block * BLOCK, min((block + 1) * BLOCK, delta_RS.shape[1]))
+        size = places.stop - places.start
+        summed = delta_RS[:, places] @ weight_KK[:size, :size]
+        out_RS[:, places] = summed + carry_R[:, None] * left_K[BLOCK - size :]
+        carry_R = out_RS[:, places.start]
+    return out_RS
+
+
+def _check_finite(layout: Layout, **tensors: Tensor) -> None:
+    for name, tensor in tensors.items():
+        is_bad = ~torch.isfinite(tensor)
+        if layout.mask is not None:
+            is_bad &= layout.mask
+        if bool(is_bad.any()):
+            at = int(is_bad.reshape(-1).nonzero()[0, 0])
+            raise AlignmentError(
+                f"{name} at {layout.locate(at)} is {float(tensor.reshape(-1)[at])}; what counts "
+                "must be finite. Is the mask that of the sampled tokens?"
+            )
