@@ -1,4 +1,5 @@
-# pyright: reportUnknownMemberType=false  (torch does not type these functions)
+# torch leaves from_numpy and all_reduce partly untyped.
+# pyright: reportUnknownMemberType=false
 """Which sequence each token belongs to, and which tokens count: padded, packed, or over ranks.
 
 Every function of this room takes tensors of one shape, `[B, T]` padded or `[N]` packed, and a

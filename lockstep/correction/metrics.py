@@ -1,4 +1,5 @@
-# pyright: reportUnknownMemberType=false  (torch does not type these functions)
+# torch leaves from_numpy and all_reduce partly untyped.
+# pyright: reportUnknownMemberType=false
 """How far sampler and trainer are apart, and what was done about it: figures of every step.
 
 A report is two vectors: what adds up and what is a maximum. Two reports merge by a sum and a
