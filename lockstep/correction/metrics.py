@@ -212,11 +212,14 @@ class MismatchReport:
             return self.sums[_TOTAL * len(FIELDS) + FIELDS.index(name)]
         return self.sums[_GROUPS * len(FIELDS) + SCALARS.index(name)]
 
-    def to_metrics(self, prefix: str = "mismatch") -> dict[str, float]:
+    def to_metrics(self, prefix: str = "mismatch", *, by_part: bool = True) -> dict[str, float]:
         """Numbers by name; one copy to the host. See `metrics_of`."""
-        return self.metrics_of(torch.cat([self.sums, self.maxima]).cpu().numpy().tolist(), prefix)
+        values = torch.cat([self.sums, self.maxima]).cpu().numpy().tolist()
+        return self.metrics_of(values, prefix, by_part=by_part)
 
-    def metrics_of(self, values: list[float], prefix: str = "mismatch") -> dict[str, float]:
+    def metrics_of(
+        self, values: list[float], prefix: str = "mismatch", *, by_part: bool = True
+    ) -> dict[str, float]:
         """The metrics of this report, whose sums and then maxima are on the host already.
 
         With nothing compared, everything is 0 and `ess` is 1; `compared_tokens` says so.
@@ -225,7 +228,7 @@ class MismatchReport:
         `ess` is (sum w)^2 / (n sum w^2) of w = exp(d), in (0, 1]; `chi2` is mean(w^2) - 1.
         `log_ratio_max` and `_min` are of d, before any bound. Quantiles of d come from a histogram:
         6 % off at most, and 0 below 1e-9. `by_PART/LABEL/...` are of the tokens of one age, turn,
-        position or kind, where there is more than one. `correction/...` are of the weights, after
+        position or kind, where there is more than one; not with by_part=False. `correction/...` are of the weights, after
         bounding and before normalising; there a sequence weighs as much as another, whatever its
         length. On a weighed report only.
         """
@@ -263,7 +266,7 @@ class MismatchReport:
         if not total["compared"]:
             out = dict.fromkeys(out, 0.0) | {"ess": 1.0}
         out["nonfinite_tokens"] = nonfinite
-        parts = _parts_seen(groups)
+        parts = _parts_seen(groups) if by_part else {}
         for name, g in parts.items():
             out |= {f"{name}/{k}": v for k, v in _figures(groups[g], maxima[g]).items()}
         named = {f"{prefix}/{k}": v for k, v in out.items()}

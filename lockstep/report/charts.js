@@ -45,6 +45,11 @@ function chartSpecs() {
     named(`${family}/k1`, "|k1|", Math.abs),
     named(`${family}/max_abs_diff`, "largest difference"),
   ];
+  // Where the mismatch is: one curve per turn, place in the row, kind of token, or age.
+  const mismatchBy = (part, title) => ({ title, unit: "nats", isLog: true,
+    series: names.filter((name) => name.startsWith(`mismatch/by_${part}/`) && name.endsWith("/k3"))
+      .map((name) => ({ ...named(name, name.split("/")[2]), start: parseInt(name.split("/")[2], 10) || 0 }))
+      .sort((a, b) => a.start - b.start) });
   return [
     { title: "Reward", unit: "reward", isWide: true,
       series: [named("reward/mean", "mean"), ...parts.map((name) => named(name, name.slice(7).replaceAll("_", " ")))] },
@@ -63,6 +68,16 @@ function chartSpecs() {
     { title: "Time per step", unit: "seconds", series: [
       named("time/sample_seconds", "sampling"), named("time/train_seconds", "training"),
       { label: "other", values: otherSeconds, meaning: "The rest of the step." }] },
+    { title: "Correction: tokens", unit: "share", series: [
+      named("correction/rejected_share", "rejected"), named("correction/above_share", "weight above its limit"),
+      named("correction/below_share", "weight below its limit"), named("correction/rejected_sequences_share", "rows rejected")] },
+    { title: "Correction: weights", unit: "1", series: [
+      named("correction/weight_mean", "mean"), named("correction/ess", "effective sample size"), named("correction/normalizer", "divided by")] },
+    { title: "Mismatch of the averaged behaviour", unit: "nats", isLog: true, series: mismatchOf("mismatch_averaged") },
+    mismatchBy("age", "Mismatch by age (k3)"),
+    mismatchBy("turn", "Mismatch by turn (k3)"),
+    mismatchBy("position", "Mismatch by place in the row (k3)"),
+    mismatchBy("kind", "Mismatch by kind of token (k3)"),
     { title: "Mismatch after the update", unit: "nats", isLog: true, hasPoints: true, series: mismatchOf("mismatch_after") },
   ].map((spec) => ({
     ...spec,

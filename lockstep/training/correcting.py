@@ -36,6 +36,7 @@ class Reports:
     """The mismatch of some rows: of what was recorded, and of the averaged behaviour if used."""
 
     rollout: MismatchReport | None = None
+    """Where tokens are told apart by age, turn, place and kind too."""
     averaged: MismatchReport | None = None
 
     def merge(self, other: Reports) -> Reports:
@@ -53,7 +54,7 @@ class Reports:
         out: Metrics = {}
         for prefix, report in self._named().items():
             size = len(report.sums) + len(report.maxima)
-            out |= report.metrics_of(values[:size], prefix)
+            out |= report.metrics_of(values[:size], prefix, by_part=prefix == "mismatch")
             values = values[size:]
         return out
 

@@ -151,7 +151,7 @@ class Trainer:
 
     def measure_after(self, samples: Sequence[Sample]) -> Metrics:
         """`mismatch_after/...`: how far the update has moved the policy from the rollout's."""
-        return self.measure(samples).to_metrics("mismatch_after")
+        return self.measure(samples).to_metrics("mismatch_after", by_part=False)
 
     def forward_backward(
         self,
