@@ -228,9 +228,9 @@ class MismatchReport:
         `ess` is (sum w)^2 / (n sum w^2) of w = exp(d), in (0, 1]; `chi2` is mean(w^2) - 1.
         `log_ratio_max` and `_min` are of d, before any bound. Quantiles of d come from a histogram:
         6 % off at most, and 0 below 1e-9. `by_PART/LABEL/...` are of the tokens of one age, turn,
-        position or kind, where there is more than one; not with by_part=False. `correction/...` are of the weights, after
-        bounding and before normalising; there a sequence weighs as much as another, whatever its
-        length. On a weighed report only.
+        position or kind, where there is more than one; not with by_part=False. `correction/...`, on
+        a weighed report only, are of the weights, after bounding and before normalising; there a
+        sequence weighs as much as another, whatever its length.
         """
         sums, maxima = values[: len(self.sums)], values[len(self.sums) :]
         width = len(FIELDS)
