@@ -2,7 +2,7 @@
 
 A reward belongs to a leaf, a baseline to trajectories: an episode with many leaves (retries,
 sub-agents, compactions) counts once, its leaves sharing its weight. Advantages of tokens from a
-critic's values are in `objectives/gae.py`.
+critic's values are in `objectives/token_advantages.py`.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from lockstep.correction.layout import Layout
 from lockstep.errors import AlignmentError, ConfigError
-from lockstep.objectives.gae import BLOCK, gae, whiten
+from lockstep.objectives.token_advantages import BLOCK, gae, whiten
 
 EXAMPLES = settings(max_examples=1000 if PROOF else 25, deadline=None)
 
