@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep.agent.loop import sampling_of, truncation_notice
+from lockstep.agent.loop import truncation_notice
 from lockstep.config import from_dict, tag
 from lockstep.errors import CheckpointError, ConfigError, DataError, RunError
 from lockstep.models.config import Architecture, ModelConfig
@@ -76,7 +76,7 @@ def check_config(config: Config) -> Foundation:
         config.fault.check(
             model=foundation.model, name=config.model, engine=config.engine, dtype=config.dtype
         )
-    if config.correction.behaviour == "averaged" and sampling_of(config.agent).is_truncated:
+    if config.correction.behaviour == "averaged" and config.agent.is_truncated:
         raise ConfigError(
             f"correction.behaviour=averaged with agent.top_p={config.agent.top_p} "
             f"agent.top_k={config.agent.top_k}: an engine cannot re-score the distribution that "
@@ -212,7 +212,7 @@ def build(config: Config, foundation: Foundation, *, weights: Path | None = None
         engine,
         vocab_size=foundation.model.vocab_size,
         max_tokens=config.max_tokens,
-        is_truncated=sampling_of(config.agent).is_truncated,
+        is_truncated=config.agent.is_truncated,
         is_rescored=config.correction.behaviour == "averaged",
     )
     reference = None

@@ -41,6 +41,11 @@ class AgentConfig:
     tool_output_chars: int = 8192
     """Characters of a tool's output that the model reads; the rest is cut, with a notice."""
 
+    @property
+    def is_truncated(self) -> bool:
+        """Whether tokens are drawn from a part of the vocabulary only."""
+        return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0)
+
     def __post_init__(self) -> None:
         for ok, name, expected in (
             (self.max_turns >= 1, "max_turns", "at least 1"),

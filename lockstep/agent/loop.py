@@ -102,7 +102,7 @@ def training_sampling(config: AgentConfig, capabilities: Capabilities) -> Sampli
 def truncation_notice(config: AgentConfig, *, has_support: bool) -> str:
     """What top-p or top-k mean for training, in one line; "" if both are off. has_support: the
     engine hands back what they kept."""
-    if not sampling_of(config).is_truncated:
+    if not config.is_truncated:
         return ""
     filters = f"top_p={config.top_p:g}, top_k={config.top_k}"
     if config.record_support and has_support:

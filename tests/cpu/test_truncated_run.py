@@ -4,7 +4,9 @@ import json
 
 import pytest
 
+from lockstep.build import check_config
 from lockstep.config import resolve
+from lockstep.errors import ConfigError
 from lockstep.loop import train
 from lockstep.recipes import find_recipe
 
@@ -33,6 +35,12 @@ def test_sampler_and_trainer_agree_over_the_recorded_support(tmp_path, filters):
     assert without["mismatch/k1"] > 1e-3
     assert without["mismatch/support_bias"] == pytest.approx(without["mismatch/k1"], rel=1e-5)
     assert row["train/entropy"] < without["train/entropy"], "of what is left, there is less"
+
+
+def test_averaged_log_probs_of_truncated_tokens_are_refused_before_a_model_is_loaded():
+    settings = ["agent.top_k=8", "correction.behaviour=averaged"]
+    with pytest.raises(ConfigError, match=r"behaviour=averaged with agent\.top_p=1\.0"):
+        check_config(resolve(find_recipe("quickstart"), settings))
 
 
 def test_a_run_that_does_not_truncate_says_nothing_of_a_support(tmp_path):
