@@ -42,9 +42,11 @@ class FaultConfig:
     one of the two hooks, `make_engine` or `change_rows`.
 
     >>> @dataclass(frozen=True, kw_only=True)
-    ... class ForgottenPrompt(FaultConfig):                  # fault=forgotten_prompt
+    ... class DoubledRows(FaultConfig):
     ...     def change_rows(self, rows, tokenizer, log_probs):
-    ...         return [without_prompt(row) for row in rows]
+    ...         return [*rows, *rows]
+    >>> tag(DoubledRows)
+    'doubled_rows'
     """
 
     def check(self, *, model: ModelConfig, name: str, engine: EngineConfig, dtype: str) -> None:

@@ -215,6 +215,24 @@ def test_router_noise_moves_few_tokens_far():
     assert tails[0] > 3 * tails[1]
 
 
+@pytest.mark.parametrize(
+    ("words", "gap", "variance"),
+    [
+        (["model=tiny-qwen3", "fault=kernel_noise", "fault.std=0.008"], 0.002, 1e-5),
+        (["fault=router_noise", "fault.std=0.1"], 0.008, 1e-3),
+    ],
+)
+def test_the_sizes_that_are_told_of_large_models_can_be_reached(words, gap, variance):
+    """Of a dense model and of a mixture of experts; within a factor of 3 and of 10, since few
+    tokens at a router's tie make most of the second variance."""
+    step = play(*words, num_tasks=8)
+    exact = [v[~np.isnan(v)] for v in step.parts.trainer.forward(step.rows, column=None)]
+    recorded = trained(step.rows, "rollout_logprobs")
+    assert gap / 3 < np.abs(np.concatenate(exact) - recorded).mean() < gap * 3
+    scores = rescore(step.parts.engine, step.rows, 4)
+    assert variance / 10 < scores.var(0, ddof=1).mean() < variance * 10
+
+
 # -- bfloat16 --------------------------------------------------------------------------------------
 
 
