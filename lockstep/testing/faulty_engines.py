@@ -183,7 +183,7 @@ class NoisyEngine(EmbeddedEngine):
 
 
 class CopyingEngine(EmbeddedEngine):
-    """An engine over a copy of the weights, in its model's dtype; each sync hands it all of them."""
+    """An engine over a copy of the weights, in its own dtype; each sync hands it all of them."""
 
     @property
     def capabilities(self) -> Capabilities:
