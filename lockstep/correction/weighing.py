@@ -436,8 +436,9 @@ class _Tally:
         ratio = _exp(d).masked_fill_(~valid, 0.0)
         (low, high), has_weights = self.correction.limits, self.correction.level != "none"
         nothing = torch.zeros_like(valid)
+        wide = d.double()  # its square overflows float32 where a log-prob is a stand-in for -inf
         fields = [
-            valid, size > 0, size > OUTLIER_DIFF, d, d * d, kl.k3(d), ratio, ratio * ratio,
+            valid, size > 0, size > OUTLIER_DIFF, wide, wide * wide, kl.k3(d), ratio, ratio * ratio,
             keep, weights, weights * weights,
             (raw > high) & valid if has_weights else nothing,
             (raw < low) & valid if has_weights else nothing,
