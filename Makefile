@@ -17,7 +17,7 @@ else
 TORCH = $(PIP) install "torch$(TORCH_VERSION)"
 endif
 
-.PHONY: install install-dev quickstart test check bench proof models clean
+.PHONY: install install-dev quickstart test check bench proof studies models clean
 
 install: $(VENV)/.installed
 
@@ -55,6 +55,9 @@ bench: install-dev
 proof: install-dev
 	LOCKSTEP_PROOF=1 $(BIN)/python -m pytest
 	$(BIN)/python docs/proof/run.py
+
+studies: install-dev
+	$(BIN)/python docs/proof/studies.py
 
 models: install
 	rm -rf build/models

@@ -171,18 +171,23 @@ def main() -> None:
         document = {
             "part": name,
             "date": datetime.now(UTC).date().isoformat(),
-            "host": {
-                "cpu": cpu_name(),
-                "usable_cores": len(os.sched_getaffinity(0)),
-                "load_average": [round(x, 2) for x in os.getloadavg()],
-                "python": platform.python_version(),
-                "omp_num_threads": os.environ.get("OMP_NUM_THREADS", ""),
-                "omp_wait_policy": os.environ.get("OMP_WAIT_POLICY", ""),
-            },
+            "host": host(),
             "seconds": round(time.perf_counter() - began, 1),
             **result,
         }
         (HERE / f"{name}.json").write_text(json.dumps(document, indent=2) + "\n")
+
+
+def host() -> dict[str, Any]:
+    """What figures were measured on."""
+    return {
+        "cpu": cpu_name(),
+        "usable_cores": len(os.sched_getaffinity(0)),
+        "load_average": [round(x, 2) for x in os.getloadavg()],
+        "python": platform.python_version(),
+        "omp_num_threads": os.environ.get("OMP_NUM_THREADS", ""),
+        "omp_wait_policy": os.environ.get("OMP_WAIT_POLICY", ""),
+    }
 
 
 def cpu_name() -> str:

@@ -1,0 +1,482 @@
+"""The studies of docs/studies.md: what a mismatch does to learning, and a correction to it.
+
+    python docs/proof/studies.py                      everything (`make studies`)
+    python docs/proof/studies.py fork --seeds 5       one study, seeds 0 to 4
+    python docs/proof/studies.py --jobs 2             runs at a time, each on one thread
+
+A study is conditions (what is wrong) times arms (what is done about it) times seeds. Each is a run
+of the quickstart's agent, in build/studies/STUDY/CONDITION/ARM/seed-N. A run that is complete is
+not run again: interrupt this at will, and delete a directory to repeat what is in it. What comes
+out is studies.json beside this file, and a plot per study in docs/studies/. No seconds are
+reported, so the figures do not depend on what else the machine does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("agg")  # no display is needed
+from matplotlib import pyplot
+from run import host
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+RUNS = ROOT / "build" / "studies"
+PLOTS = ROOT / "docs" / "studies"
+RESULTS = HERE / "studies.json"
+
+QUIET = ("evaluation.at_start=false", "evaluation.num_tasks=256", "checkpoint.every=0")
+KEEP_LITTLE = ("record.keep=last", "record.keep.steps=1")
+
+BASELINE = ("correction.anchor=recomputed",)
+FOUR_ARMS = {
+    "baseline": BASELINE,
+    "token IS": ("correction=tis",),
+    "IS + rejection": ("correction=mis", "correction.normalize=false"),
+    "IS + rejection + normalisation": ("correction=mis",),
+}
+FORK_STEP = 40
+
+SMOOTHING = 5
+"""Steps of the running mean in the plots: a step has 64 episodes, and its mean reward is noisy."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Study:
+    """Conditions times arms, and what is drawn of them."""
+
+    title: str
+    settings: tuple[str, ...]
+    """Of every run."""
+    conditions: Mapping[str, tuple[str, ...]]
+    """By name: what is wrong."""
+    arms: Mapping[str, tuple[str, ...]]
+    """By name: what is done about it."""
+    curves: tuple[str, ...]
+    """Metrics that are drawn."""
+    parent: tuple[str, ...] = ()
+    """Settings of the run that is forked; none: the runs begin at the shipped model."""
+
+
+STUDIES = {
+    "tokens": Study(
+        title="rows that are not what was sampled",
+        settings=("model=tiny-qwen3", "steps=60", *QUIET),
+        conditions={
+            "healthy": (),
+            "shifted log-probs": ("fault=shifted_logprobs",),
+            "re-tokenised, log-probs by position": ("fault=retokenized_rows",),
+            "re-tokenised, log-probs recomputed": (
+                "fault=retokenized_rows",
+                "fault.logprobs=recomputed",
+            ),
+            "final tokens dropped": ("fault=dropped_final_tokens",),
+        },
+        arms={"as by default": ()},
+        curves=("reward/mean", "response_length/mean", "mismatch/k1", "mismatch/k2"),
+    ),
+    "corrections": Study(
+        title="four arms, without and with an injected mismatch",
+        settings=("model=tiny-qwen3", "steps=60", *QUIET, *KEEP_LITTLE),
+        conditions={
+            "no mismatch": (),
+            "kernel noise 0.035": ("fault=kernel_noise", "fault.std=0.035"),
+            "kernel noise 0.5": ("fault=kernel_noise", "fault.std=0.5"),
+        },
+        arms=FOUR_ARMS,
+        curves=(
+            "reward/mean",
+            "response_length/mean",
+            "mismatch/k3",
+            "correction/rejected_share",
+            "mismatch/ess",
+        ),
+    ),
+    "fork": Study(
+        title=f"a run that is forked at step {FORK_STEP}",
+        settings=("steps=80", *QUIET, *KEEP_LITTLE),
+        parent=(
+            "model=tiny-gpt-oss",
+            f"steps={FORK_STEP}",
+            "trainer.schedule=constant",
+            *BASELINE,
+            *QUIET,
+            *KEEP_LITTLE,
+        ),
+        conditions={
+            "kernel noise that grows to 0.5": (
+                "fault=kernel_noise",
+                "fault.std=0.02",
+                "fault.growth=0.012",
+                f"fault.growth_from={FORK_STEP}",
+            ),
+            "router noise 0.3": ("fault=router_noise", "fault.std=0.3"),
+            "weights 4 updates old, lr x 3": (
+                "fault=stale_weights",
+                "fault.lag=4",
+                "trainer.lr=3e-3",
+            ),
+        },
+        arms={"base": BASELINE, "MIS": ("correction=mis",)},
+        curves=("mismatch/k3", "reward/mean", "response_length/mean", "correction/rejected_share"),
+    ),
+    "moe": Study(
+        title="a mixture of experts with a noisy router",
+        settings=("model=tiny-gpt-oss", "steps=60", *QUIET, *KEEP_LITTLE),
+        conditions={"router noise 0.1": ("fault=router_noise", "fault.std=0.1")},
+        arms={
+            "recomputed": BASELINE,
+            "rollout": ("correction=bypass",),
+            "TIS": ("correction=tis",),
+            "MIS": ("correction=mis",),
+            "averaged, n=8": ("correction=averaged",),
+        },
+        curves=("reward/mean", "response_length/mean", "mismatch/k3", "mismatch/ess"),
+    ),
+}
+
+
+# -- runs -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One `lockstep train`."""
+
+    words: tuple[str, ...]
+    path: Path
+
+    @property
+    def command(self) -> str:
+        return " ".join(["lockstep", *self.words])
+
+    @property
+    def end(self) -> Path:
+        """Written when the run is complete: its command and exit code."""
+        return self.path.with_name(f"{self.path.name}.json")
+
+    @property
+    def is_complete(self) -> bool:
+        return self.end.exists() and json.loads(self.end.read_text())["command"] == self.command
+
+    def complete(self) -> None:
+        """A run that fails (a policy that diverges) is a result, and is kept with its exit code."""
+        if self.is_complete:
+            return
+        shutil.rmtree(self.path, ignore_errors=True)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        done = subprocess.run(
+            [sys.executable, "-m", "lockstep.cli", *self.words, "--json", f"out={self.path}"],
+            cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"},
+            capture_output=True,
+            text=True,
+        )
+        if not (self.path / "metrics.jsonl").exists():
+            raise RuntimeError(f"{self.command} did not start:\n{done.stderr}")
+        end = {"command": self.command, "exit_code": done.returncode, "stderr": done.stderr[-2000:]}
+        self.end.write_text(json.dumps(end, indent=2) + "\n")
+        print(f"{self.path.relative_to(RUNS)}: exit code {done.returncode}", flush=True)
+
+    def rows(self) -> list[dict[str, Any]]:
+        lines = (self.path / "metrics.jsonl").read_text().splitlines()
+        return [json.loads(line) for line in lines]
+
+
+def directory(name: str) -> str:
+    return "".join(c if c.isalnum() or c in ".-" else "_" for c in name)
+
+
+def parent_of(name: str, seed: int) -> Run:
+    words = ("train", "quickstart", *STUDIES[name].parent, f"seed={seed}")
+    return Run(words=words, path=RUNS / name / "parent" / f"seed-{seed}")
+
+
+def run_of(name: str, condition: str, arm: str, seed: int) -> Run:
+    study = STUDIES[name]
+    if study.parent:
+        start = f"from={parent_of(name, seed).path.relative_to(ROOT)}@{FORK_STEP}"
+    else:
+        start = "quickstart"
+    settings = (*study.settings, *study.conditions[condition], *study.arms[arm])
+    if not study.parent:
+        settings = (*settings, f"seed={seed}")
+    path = RUNS / name / directory(condition) / directory(arm) / f"seed-{seed}"
+    return Run(words=("train", start, *settings), path=path)
+
+
+def run_all(name: str, seeds: Sequence[int], jobs: int) -> None:
+    study = STUDIES[name]
+    parents = [parent_of(name, seed) for seed in seeds] if study.parent else []
+    runs = [
+        run_of(name, condition, arm, seed)
+        for condition in study.conditions
+        for seed in seeds
+        for arm in study.arms
+    ]
+    for wave in (parents, runs):
+        with ThreadPoolExecutor(jobs) as pool:
+            for done in [pool.submit(run.complete) for run in wave]:
+                done.result()
+
+
+# -- figures --------------------------------------------------------------------------------------
+
+
+def figures_of(run: Run) -> dict[str, Any]:
+    """The scalars of one run. Means are over all of its steps where no step is named."""
+    rows = run.rows()
+    steps = [row for row in rows if "reward/mean" in row]
+    tests = [row for row in rows if "eval/sampled/mean@1" in row]
+
+    def over(name: str, part: slice = slice(None)) -> float | None:
+        values = [row[name] for row in steps[part] if name in row]
+        return mean(values) if values else None
+
+    tens = [over("reward/mean", slice(at, at + 10)) for at in range(0, len(steps), 10)]
+    largest = {
+        name: max(row[f"mismatch/{name}"] for row in steps) for name in ("k3", "max_abs_diff")
+    }
+    return {
+        "exit_code": json.loads(run.end.read_text())["exit_code"],
+        "steps": len(steps),
+        "skipped_updates": steps[-1]["train/skipped_updates"],
+        "reward_first_10": over("reward/mean", slice(10)),
+        "reward_last_10": over("reward/mean", slice(-10, None)),
+        "reward_worst_10": min(value for value in tens if value is not None),
+        "held_out_sampled": tests[-1]["eval/sampled/mean@1"] if tests else None,
+        "held_out_greedy": tests[-1]["eval/greedy/mean@1"] if tests else None,
+        "response_length_first_10": over("response_length/mean", slice(10)),
+        "response_length_last_10": over("response_length/mean", slice(-10, None)),
+        "forced_share_first": steps[0]["mismatch/forced_share"],
+        "k1_first": steps[0]["mismatch/k1"],
+        "k2_first": steps[0]["mismatch/k2"],
+        "k3_first": steps[0]["mismatch/k3"],
+        "k3_mean": over("mismatch/k3"),
+        "k3_first_10": over("mismatch/k3", slice(10)),
+        "k3_last_10": over("mismatch/k3", slice(-10, None)),
+        "k3_largest": largest["k3"],
+        "max_abs_diff": largest["max_abs_diff"],
+        "ess": over("mismatch/ess"),
+        "ess_last_10": over("mismatch/ess", slice(-10, None)),
+        "rejected_share": over("correction/rejected_share"),
+        "rejected_share_last_10": over("correction/rejected_share", slice(-10, None)),
+        "weight_mean": over("correction/weight_mean"),
+        "grad_norm": over("train/grad_norm"),
+        "clip_fraction": over("train/clip_fraction"),
+        "trained_share": sum(r["tokens/trained"] for r in steps)
+        / sum(r["tokens/sampled"] for r in steps),
+        "averaged_k3_mean": over("mismatch_averaged/k3"),
+        "noise_var_rollout": over("noise/var_rollout"),
+    }
+
+
+def match_rates(run: Run) -> dict[str, float]:
+    """Share of the sampled ids that stand, in the row that is trained, at their own place among the
+    sampled ones: of the first and of the last step. A fault of the rows is made again from the
+    trajectories, which are kept as they were sampled."""
+    from lockstep.build import lay_foundation
+    from lockstep.config import from_dict
+    from lockstep.run_config import Config
+    from lockstep.store.run import load_run
+    from lockstep.training.rows import rows_for_training
+
+    stored = load_run(run.path)
+    config = from_dict(Config, stored.config)
+    tokenizer = lay_foundation(config).renderer.tokenizer
+    out: dict[str, float] = {}
+    for label, step in (("first", 0), ("last", config.steps - 1)):
+        sampled = rows_for_training(stored.groups(step), config.advantage)
+        trained = sampled
+        if config.fault is not None:  # its ids do not depend on log-probs, so any will do
+            trained = config.fault.change_rows(
+                sampled, tokenizer, lambda rows: [row.columns["rollout_logprobs"] for row in rows]
+            )
+        pairs = [
+            (a.token_ids[a.loss_mask], b.token_ids[b.loss_mask])
+            for a, b in zip(sampled, trained, strict=True)
+        ]
+        same = sum(int((a[: len(b)] == b[: len(a)]).sum()) for a, b in pairs)
+        out[f"match_rate_{label}"] = same / sum(len(a) for a, _ in pairs)
+    return out
+
+
+def aggregate(seeds: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Mean, least and largest over the seeds of every figure that all of them have."""
+    first = next(iter(seeds.values()))
+    values = {name: [seed.get(name) for seed in seeds.values()] for name in first}
+    return {
+        name: {"mean": mean(each), "range": [min(each), max(each)]}
+        for name, each in values.items()
+        if None not in each
+    }
+
+
+def figures(name: str, seeds: Sequence[int]) -> dict[str, Any]:
+    study = STUDIES[name]
+    conditions: dict[str, Any] = {}
+    for condition in study.conditions:
+        for arm in study.arms:
+            of_seeds: dict[str, Any] = {}
+            for seed in seeds:
+                run = run_of(name, condition, arm, seed)
+                of_seeds[str(seed)] = figures_of(run)
+                if name == "tokens":
+                    of_seeds[str(seed)] |= match_rates(run)
+            command = run_of(name, condition, arm, 0).command
+            conditions.setdefault(condition, {})[arm] = {
+                "command": command.replace("seed=0", "seed=SEED").replace("seed-0", "seed-SEED"),
+                **aggregate(of_seeds),
+                "seeds": of_seeds,
+            }
+    parent = {}
+    if study.parent:
+        command = parent_of(name, 0).command.replace("seed=0", "seed=SEED")
+        of_seeds = {str(seed): figures_of(parent_of(name, seed)) for seed in seeds}
+        parent = {"parent": {"command": command, **aggregate(of_seeds), "seeds": of_seeds}}
+    return {"title": study.title, **parent, "conditions": conditions}
+
+
+# -- plots ----------------------------------------------------------------------------------------
+
+LABELS = {
+    "reward/mean": "reward",
+    "response_length/mean": "response length, tokens",
+    "mismatch/k1": "|k1|",
+    "mismatch/k2": "k2",
+    "mismatch/k3": "k3",
+    "correction/rejected_share": "rejected share",
+    "mismatch/ess": "effective sample size, share",
+}
+LOGARITHMIC = ("mismatch/k1", "mismatch/k2", "mismatch/k3")
+COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc3311", "#7a5195")  # told apart by the colour-blind
+
+
+def smooth(values: Sequence[float]) -> list[float]:
+    """Running mean over the last SMOOTHING steps, fewer at the beginning."""
+    return [mean(values[max(0, at - SMOOTHING + 1) : at + 1]) for at in range(len(values))]
+
+
+def curve(run: Run, metric: str) -> list[tuple[int, float]]:
+    """(step, value) of a run, smoothed; nothing is rejected where nothing says how much."""
+    steps = [row for row in run.rows() if "reward/mean" in row]
+    default = 0.0 if metric == "correction/rejected_share" else None
+    found = [(row["step"], row.get(metric, default)) for row in steps]
+    found = [(step, value) for step, value in found if value is not None]
+    values = smooth([abs(value) if metric in LOGARITHMIC else value for _, value in found])
+    return [(step, value) for (step, _), value in zip(found, values, strict=True)]
+
+
+def draw(name: str, seeds: Sequence[int]) -> Path:
+    """A row of panels per condition and a line per arm; with one arm, a line per condition."""
+    study = STUDIES[name]
+    has_arms = len(study.arms) > 1
+    rows = (
+        [(c, {arm: (c, arm) for arm in study.arms}) for c in study.conditions]
+        if has_arms
+        else [("", {c: (c, next(iter(study.arms))) for c in study.conditions})]
+    )
+    width = len(study.curves)
+    figure, axes = pyplot.subplots(
+        len(rows),
+        width,
+        figsize=(3.1 * width, 2.4 * len(rows) + 0.7),
+        squeeze=False,
+        layout="constrained",
+    )
+    for (title, lines), row in zip(rows, axes, strict=True):
+        for metric, panel in zip(study.curves, row, strict=True):
+            for (label, (condition, arm)), colour in zip(lines.items(), COLOURS, strict=False):
+                draw_arm(panel, name, condition, arm, seeds, metric, label, colour)
+            panel.set_title(f"{title}: {LABELS[metric]}" if title else LABELS[metric], fontsize=8)
+            panel.tick_params(labelsize=7)
+            panel.grid(alpha=0.25, linewidth=0.5)
+            if metric in LOGARITHMIC:
+                panel.set_yscale("log")
+    for panel in axes[-1]:
+        panel.set_xlabel("step", fontsize=8)
+    handles, labels = axes[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", ncols=len(labels), fontsize=8)
+    PLOTS.mkdir(exist_ok=True)
+    path = PLOTS / f"{name}.png"
+    figure.savefig(path, dpi=100)
+    pyplot.close(figure)
+    return path
+
+
+def draw_arm(
+    panel: Any,
+    name: str,
+    condition: str,
+    arm: str,
+    seeds: Sequence[int],
+    metric: str,
+    label: str,
+    colour: str,
+) -> None:
+    """A thin line per seed, and their mean over the steps that every seed reached."""
+    lines = [dict(curve(run_of(name, condition, arm, seed), metric)) for seed in seeds]
+    for line in lines:
+        panel.plot(list(line), list(line.values()), color=colour, alpha=0.35, linewidth=0.7)
+    common = [step for step in lines[0] if all(step in line for line in lines)]
+    means = [mean(line[step] for line in lines) for step in common]
+    panel.plot(common, means, color=colour, linewidth=1.6, label=label)
+
+
+# -- the command ----------------------------------------------------------------------------------
+
+
+def write(name: str, seeds: Sequence[int]) -> None:
+    """Puts one study into the results and leaves the others as they are."""
+    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"studies": {}}
+    results["studies"][name] = {
+        "command": f"python docs/proof/studies.py {name} --seeds {len(seeds)}",
+        "date": datetime.now(UTC).date().isoformat(),
+        "host": host(),
+        "plot": str(draw(name, seeds).relative_to(ROOT)),
+        **figures(name, seeds),
+    }
+    RESULTS.write_text(json.dumps(rounded(results), indent=1) + "\n")
+
+
+def rounded(value: Any) -> Any:
+    """Floats to four significant digits: more is noise of the seeds."""
+    if isinstance(value, float):
+        return float(f"{value:.4g}")
+    if isinstance(value, dict):
+        return {name: rounded(each) for name, each in value.items()}
+    return [rounded(each) for each in value] if isinstance(value, list) else value
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("study", nargs="*", help=f"some of {', '.join(STUDIES)}; none is all")
+    parser.add_argument("--seeds", type=int, default=3, help="how many, from 0")
+    parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
+    options = parser.parse_args()
+    if unknown := [name for name in options.study if name not in STUDIES]:
+        parser.error(f"no study {', '.join(unknown)}; there are {', '.join(STUDIES)}")
+    for name in options.study or STUDIES:
+        print(f"== {name}", flush=True)
+        run_all(name, range(options.seeds), options.jobs)
+        write(name, range(options.seeds))
+
+
+if __name__ == "__main__":
+    main()
