@@ -253,7 +253,7 @@ class _Verdict:
         self.columns = ["active", "valid", "d", "kept", "kept_negative", "negative"]
         for rule in self.sequence_rules:
             if rule.needs_worst_token or rule.stat not in ("ratio", "k1"):
-                self.columns.append(rule.name)
+                self.columns.append(_column(rule))
         self.sums_FR = torch.zeros(
             len(self.columns), layout.num_rows, dtype=torch.float64, device=device
         )
@@ -288,7 +288,7 @@ class _Verdict:
         for rule in self.sequence_rules:
             if rule.needs_worst_token:
                 values.append(outside(rule, token_stat(rule, new, old, d)) & valid)
-            elif rule.name in self.columns:
+            elif _column(rule) in self.columns:
                 values.append(torch.where(valid, token_stat(rule, new, old, d), 0.0))
         piece.add_row_sums(torch.stack([v.double() for v in values]), self.sums_FR)
         return keep
@@ -324,13 +324,13 @@ class _Verdict:
 
     def _sequence_outside(self, rule: Rule, sums: dict[str, Tensor], count: Tensor) -> Tensor:
         if rule.needs_worst_token:
-            return sums[rule.name] > 0
+            return sums[_column(rule)] > 0
         if rule.stat == "ratio":
             value = sums["d"]
         elif rule.stat == "k1":
             value = -sums["d"]
         else:
-            value = sums[rule.name]
+            value = sums[_column(rule)]
         return outside(rule, value / count if rule.aggregation == "mean" else value)
 
     def ratio(self, piece: Chunk, d: Tensor) -> Tensor:
@@ -354,6 +354,10 @@ class _Verdict:
 
     def _is_outside(self, ratio: Tensor) -> Tensor:
         return (ratio < self.low) | (ratio > self.high)
+
+
+def _column(rule: Rule) -> str:
+    return f"rule {rule.name}"  # a label may be anything, "valid" too
 
 
 def _exp(d: Tensor) -> Tensor:
