@@ -77,7 +77,18 @@ class Rule:
                 f"{where}: low={self.low:g}, but {self.stat} is never below 0 and only ever too "
                 "large. Give high alone; ratio and k1 take both."
             )
-        if self.stat == "ratio" and min(b for b in (self.low, self.high) if b is not None) <= 0:
+        if self.high is not None and self.high < 0 and not IS_SIGNED[self.stat]:
+            raise ConfigError(
+                f"{where}: high={self.high:g}, but {self.stat} is never below 0: it would reject "
+                "every token."
+            )
+        given = [b for b in (self.low, self.high) if b is not None]
+        if self.stat == "old_prob" and not all(0 <= b <= 1 for b in given):
+            raise ConfigError(
+                f"{where}: bounds of a probability are from 0 to 1, found low={self.low}, "
+                f"high={self.high}. Logs?"
+            )
+        if self.stat == "ratio" and min(given) <= 0:
             raise ConfigError(
                 f"{where}: bounds of a ratio are above 0, found low={self.low}, high={self.high}. "
                 "The log of the ratio is minus k1."
@@ -189,7 +200,7 @@ class Correction:
             raise ConfigError(
                 f"{where}.limits={low:g},{high:g}: expected 0 <= lower < upper. Swapped?"
             )
-        if self.level != "none" and high < 1 <= math.inf:
+        if self.level != "none" and high < 1:
             raise ConfigError(
                 f"{where}.limits={low:g},{high:g}: an upper limit below 1 would cut the weight of "
                 "tokens on which sampler and trainer agree."
@@ -245,7 +256,7 @@ class Correction:
                 "one a label."
             )
         for text in self.warnings():
-            warnings.warn(text, stacklevel=4)
+            warnings.warn(text, stacklevel=3)  # 2 is the dataclass's own __init__
 
     # -- what follows from the settings -----------------------------------------------------------
 

@@ -1,0 +1,266 @@
+"""Settings of the correction: presets, what follows from them, what is refused; without torch."""
+
+import subprocess
+import sys
+import warnings
+
+import pytest
+
+import lockstep.correction
+from lockstep.config import resolve
+from lockstep.correction import Correction, Rule
+from lockstep.errors import ConfigError
+from lockstep.recipes import find_recipe
+
+RECIPE = find_recipe("quickstart")
+
+
+def of_command_line(*overrides):
+    return resolve(RECIPE, overrides).correction
+
+
+# -- presets --------------------------------------------------------------------------------------
+
+RATIO, VETO = Rule(stat="ratio", low=0.5, high=2.0), Rule.veto_ratio(1e-4)
+
+
+@pytest.mark.parametrize(
+    ("preset", "settings"),
+    [
+        ("bypass", {"anchor": "rollout"}),
+        ("decoupled", {"anchor": "recomputed", "level": "token", "limits": (0, 5)}),
+        ("tis", {"anchor": "recomputed", "level": "token", "limits": (0, 2)}),
+        ("mis", {"anchor": "recomputed", "level": "token", "limits": (0, 2), "normalize": True,
+                 "reject": (RATIO, VETO)}),
+        ("icepop", {"anchor": "recomputed", "level": "token", "bound": "mask",
+                    "limits": (0.5, 5)}),
+        ("geometric_mask", {"anchor": "recomputed", "reject": (
+            Rule(stat="ratio", aggregation="mean", low=0.99, high=1.01),)}),
+        ("on_policy", {"anchor": "on_policy"}),
+        ("averaged", {"anchor": "rollout", "behaviour": "averaged", "rescorings": 8}),
+    ],
+)  # fmt: skip
+def test_a_preset_is_what_the_literature_calls_by_its_name(preset, settings):
+    expected = Correction(**settings)
+    assert getattr(Correction, preset)() == Correction.PRESETS[preset]() == expected
+    assert of_command_line(f"correction={preset}") == expected
+
+
+def test_every_preset_is_in_the_table():
+    made = {
+        name for name, member in vars(Correction).items()
+        if isinstance(member, classmethod) and not name.startswith("_")
+    }  # fmt: skip
+    assert made == set(Correction.PRESETS)
+
+
+def test_the_default_is_the_bypass():
+    assert Correction() == Correction.bypass() == RECIPE.correction
+
+
+@pytest.mark.parametrize(
+    ("level", "aggregation"), [("token", "token"), ("sequence", "sum"), ("geometric", "mean")]
+)
+def test_masked_importance_sampling_rejects_by_what_it_weighs(level, aggregation):
+    found = Correction.mis(0.25, 4.0, level=level, veto=1e-3)
+    assert found.level == level and found.limits == (0, 4.0) and found.is_normalized
+    ratio, veto = found.reject
+    assert (ratio.aggregation, ratio.low, ratio.high) == (aggregation, 0.25, 4.0)
+    assert (veto.stat, veto.low, veto.is_sequence) == ("ratio", 1e-3, True)
+
+
+def test_a_preset_can_be_changed_setting_by_setting():
+    found = of_command_line("correction=tis", "correction.limits=0,5", "correction.normalize=true")
+    assert found == Correction(anchor="recomputed", level="token", limits=(0, 5), normalize=True)
+    assert of_command_line("correction=averaged", "correction.rescorings=3").rescorings == 3
+
+
+def test_rules_are_given_as_json():
+    found = of_command_line(
+        'correction.reject=[{"stat":"k3","high":0.1},'
+        '{"stat":"ratio","aggregation":"mean","low":0.99,"high":1.01,"label":"drift"}]'
+    )
+    assert found.reject == (
+        Rule(stat="k3", high=0.1),
+        Rule(stat="ratio", aggregation="mean", low=0.99, high=1.01, label="drift"),
+    )
+
+
+# -- what follows ---------------------------------------------------------------------------------
+
+
+def test_sequence_weights_are_normalised_unless_said_otherwise_and_that_warns():
+    for level in ("sequence", "geometric"):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert Correction.tis(level=level).is_normalized
+        text = f"correction.level={level} with normalize=false.*Leave normalize out"
+        with pytest.warns(UserWarning, match=text) as caught:
+            loose = Correction(anchor="recomputed", level=level, normalize=False)
+        assert not loose.is_normalized and caught[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not Correction.tis().is_normalized
+        assert not Correction(anchor="recomputed", level="token", normalize=False).is_normalized
+        for preset in Correction.PRESETS.values():
+            assert preset().warnings() == []
+
+
+@pytest.mark.parametrize(
+    ("correction", "one_update", "two_updates"),
+    [
+        (Correction.bypass(), False, False),
+        (Correction.averaged(), False, False),
+        (Correction(reject=(RATIO,)), False, True),
+        (Correction(reject=(RATIO,), denominator="kept"), True, True),
+        (Correction(kl_penalty_coef=0.01), True, True),
+        (Correction.on_policy(), False, None),
+        (Correction(anchor="on_policy", level="token"), False, None),
+        (Correction(anchor="on_policy", level="token", normalize=True), True, None),
+        (Correction(anchor="on_policy", level="geometric"), True, None),
+        (Correction(anchor="recomputed"), True, True),
+        (Correction.tis(), True, True),
+        (Correction.mis(), True, True),
+    ],
+)
+def test_a_forward_of_its_own_is_made_only_where_something_needs_it(
+    correction, one_update, two_updates
+):
+    assert correction.needs_forward(num_updates=1) == one_update
+    if two_updates is not None:
+        assert correction.needs_forward(num_updates=2) == two_updates
+
+
+@pytest.mark.parametrize(
+    ("rule", "name"),
+    [
+        (Rule(stat="k3", high=1), "token_k3"),
+        (Rule(stat="k3", high=1, scope="sequence"), "sequence_k3"),
+        (Rule(stat="k3", high=1, aggregation="max"), "sequence_max_k3"),
+        (Rule(stat="ratio", low=0.5, aggregation="mean"), "sequence_mean_ratio"),
+        (Rule(stat="ratio", low=0.5, label="mine"), "mine"),
+        (Rule.veto_prob(), "veto_prob"), (Rule.veto_ratio(), "veto_ratio"), (Rule.opsm(), "opsm"),
+    ],
+)  # fmt: skip
+def test_a_rule_is_named_for_what_it_does(rule, name):
+    assert rule.name == name
+
+
+# -- what is refused ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({}, r"token_ratio has no bound: give low, high or both"),
+        ({"low": float("nan")}, r"token_ratio: low is not a number"),
+        ({"high": float("nan")}, r"token_ratio: high is not a number"),
+        ({"low": 2.0, "high": 0.5}, r"low=2 must be below high=0\.5.*Swapped\?"),
+        ({"low": 1.0, "high": 1.0}, r"low=1 must be below high=1\b"),
+        ({"low": -0.5, "high": 2.0}, r"above 0, found low=-0\.5, high=2\.0.*minus k1"),
+        ({"high": 0.0}, r"above 0, found low=None, high=0\.0"),
+        ({"stat": "k3", "low": 0.1, "high": 1.0}, r"low=0\.1, but k3 is never below 0.*high alone"),
+        ({"stat": "prob_diff", "low": 0.1}, r"low=0\.1, but prob_diff"),
+        ({"stat": "k2", "high": -0.1}, r"high=-0\.1, but k2 is never below 0.*every token"),
+        ({"stat": "prob_diff", "high": -1.0}, r"high=-1, but prob_diff is never below 0"),
+        ({"stat": "old_prob", "low": -1e-6}, r"token_old_prob: .*from 0 to 1, found low=-1e-06"),
+        ({"stat": "old_prob", "low": -13.8}, r"from 0 to 1, found low=-13\.8.*Logs"),
+        ({"stat": "old_prob", "high": 1.5}, r"from 0 to 1, found low=None, high=1\.5"),
+        ({"low": 0.5, "aggregation": "mean", "scope": "token"},
+         r"aggregation=mean speaks of a whole sequence.*Use scope=sequence, or aggregation=token"),
+        ({"stat": "old_prob", "low": 1e-6, "aggregation": "mean"},
+         r"a mean of probabilities.*aggregation=token or max"),
+    ],
+)  # fmt: skip
+def test_a_rule_that_cannot_be_meant_is_refused(settings, text):
+    with pytest.raises(ConfigError, match=f"^correction rule .*{text}"):
+        Rule(**{"stat": "ratio", **settings})
+
+
+WEIGHED = {"anchor": "recomputed", "level": "token"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"limits": (3.0, 1.0)}, r"limits=3,1: expected 0 <= lower < upper\. Swapped\?"),
+        ({"limits": (1.0, 1.0)}, r"limits=1,1: expected"),
+        ({"limits": (-1.0, 1.0)}, r"limits=-1,1: expected"),
+        ({"limits": (0.0, float("nan"))}, r"limits=0,nan: expected"),
+        ({"limits": (float("nan"), 2.0)}, r"limits=nan,2: expected"),
+        ({**WEIGHED, "limits": (0.0, 0.5)}, r"limits=0,0\.5: an upper limit below 1 would cut"),
+        ({**WEIGHED, "bound": "clip", "limits": (1.5, 3.0)}, r"limits=1\.5,3: a lower limit above"),
+        ({**WEIGHED, "limits": (0.5, 2.0)},
+         r"limits=0\.5,2 with bound=truncate.*bound=clip cuts at both, bound=mask rejects"),
+        ({"level": "token"}, r"anchor=rollout with level=token counts the ratio .*twice"),
+        ({"level": "geometric"}, r"anchor=rollout with level=geometric counts the ratio .*twice"),
+        ({"normalize": True}, r"normalize=true with level=none.*rollout is a live anchor"),
+        ({"anchor": "recomputed", "normalize": True}, r"normalize=true with level=none: there"),
+        ({"anchor": "recomputed", "behaviour": "averaged"},
+         r"behaviour=averaged with anchor=recomputed and nothing else.*never read"),
+        ({"anchor": "on_policy", "behaviour": "averaged"}, r"averaged with anchor=on_policy"),
+        ({"rescorings": 0}, r"rescorings=0 must be at least 1"),
+        ({"kl_penalty_coef": -0.1}, r"kl_penalty_coef=-0\.1 must be a finite number"),
+        ({"kl_penalty_coef": float("inf")}, r"kl_penalty_coef=inf must be"),
+        ({"kl_penalty_coef": float("nan")}, r"kl_penalty_coef=nan must be"),
+        ({"kl_penalty_clip": 0.0}, r"kl_penalty_clip=0\.0 must be above 0; none is off"),
+        ({"kl_penalty_clip": float("nan")}, r"kl_penalty_clip=nan must be"),
+        ({"reject": (Rule(stat="k3", high=1.0), Rule(stat="k3", high=2.0))},
+         r"\['token_k3', 'token_k3'\]\. Give one a label"),
+    ],
+)  # fmt: skip
+def test_a_correction_that_cannot_be_meant_is_refused(settings, text):
+    with pytest.raises(ConfigError, match=f"^correction.*{text}"):
+        Correction(**settings)
+
+
+def test_one_update_per_batch_is_all_that_on_policy_allows():
+    Correction.on_policy().check_updates(1)
+    Correction.bypass().check_updates(4)
+    text = r"anchor=on_policy with trainer\.updates_per_batch=2.*Use updates_per_batch=1, or anchor"
+    with pytest.raises(ConfigError, match=text):
+        Correction.on_policy().check_updates(2)
+    with pytest.raises(ConfigError, match=text):
+        of_command_line("correction=on_policy", "trainer.updates_per_batch=2")
+
+
+@pytest.mark.parametrize(
+    ("override", "text"),
+    [
+        ("correction=mss", r"^correction=mss: no such preset\. Did you mean 'mis'\?"),
+        ("correction.limits=3,1", r"correction\.limits=3,1: expected 0 <= lower < upper"),
+        ("correction.limits=3", r"^correction\.limits: expected 2 values, found '3'"),
+        ("correction.level=token", r"counts the ratio trainer / rollout twice"),
+        ("correction.levle=token", r"'correction\.levle'\. Did you mean 'level'\?"),
+        ("correction.anchor=onpolicy", r"anchor=onpolicy: not one of them\. Did you mean 'on_pol"),
+        ("correction.kl_penalty_coef=much", r"^correction\.kl_penalty_coef: expected float"),
+        (
+            'correction.reject=[{"stat":"k3"}]',
+            r"reject\[0\]: correction rule token_k3 has no bound",
+        ),
+        ('correction.reject=[{"stat":"k9","high":1}]', r"reject\[0\]\.stat=k9: not one of them"),
+        ('correction.reject=[{"stat":"k3","hihg":1}]', r"reject\[0\]\.hihg'\. Did you mean 'high'"),
+        ('correction.reject=[{"stat":"k3","high":1}', r"reject: expected a JSON list of objects"),
+        ('correction.reject={"stat":"k3","high":1}', r"reject: expected tuple\[Rule\]"),
+    ],
+)
+def test_the_command_line_refuses_it_by_its_path(override, text):
+    with pytest.raises(ConfigError, match=text):
+        of_command_line(override)
+
+
+def test_nothing_of_this_needs_torch():
+    script = (
+        "import sys; from lockstep.correction import Correction, Rule\n"
+        "from lockstep.config import resolve; from lockstep.recipes import find_recipe\n"
+        "resolve(find_recipe('quickstart'), ['correction=mis'])\n"
+        "try: resolve(find_recipe('quickstart'), ['correction.limits=3,1'])\n"
+        "except Exception as error: assert 'Swapped' in str(error)\n"
+        "assert 'torch' not in sys.modules, 'torch was imported'\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+
+
+def test_a_name_that_the_package_does_not_have_is_an_attribute_error():
+    with pytest.raises(AttributeError, match=r"'lockstep\.correction' has no attribute 'correkt'"):
+        lockstep.correction.correkt  # noqa: B018
