@@ -32,7 +32,8 @@ class AveragedLogprobs:
     """[T] float64 nats^2: of the log-prob between scorings (divided by their number less one); the
     estimate's own is about this over their number. NaN where there are fewer than two."""
     sampling_bias: Tensor | None
-    """[T] float64 nats: the log-prob recorded while sampling minus the estimate without it."""
+    """[T] float64 nats: the log-prob recorded while sampling minus the estimate without it; NaN
+    where either is not finite. None without `rollout_logprobs`."""
 
 
 def average_logprobs(
@@ -68,12 +69,12 @@ def average_logprobs(
         )
     if average_sampling_pass and rollout_logprobs is None:
         raise AlignmentError("average_sampling_pass needs rollout_logprobs: it averages them too.")
-    variance = (
-        stacked.var(0, unbiased=True)
-        if len(stacked) > 1
-        else torch.full_like(stacked[0], float("nan"))
-    )
-    if len(stacked) > 1 and stacked.shape[1] and bool((variance.nan_to_num() == 0).all()):
+    stacked = _finite_or_nan(stacked)
+    variance = torch.full_like(stacked[0], float("nan"))
+    if len(stacked) > 1 and stacked.shape[1]:
+        variance = stacked.var(0, unbiased=True)
+    known = variance[~variance.isnan()]
+    if len(known) and bool((known == 0).all()):
         warnings.warn(
             f"all {len(stacked)} scorings are equal bit for bit: averaging buys nothing. The "
             "engine is deterministic, or returns what it cached.",
@@ -82,9 +83,10 @@ def average_logprobs(
     mean = _log_mean(stacked)
     bias = None
     if rollout_logprobs is not None:
-        bias = rollout_logprobs.double() - mean
+        sampled = _finite_or_nan(rollout_logprobs.double()[None])
+        bias = sampled[0] - mean
         if average_sampling_pass:
-            mean = _log_mean(torch.cat([stacked, rollout_logprobs.double()[None]]))
+            mean = _log_mean(torch.cat([stacked, sampled]))
     return AveragedLogprobs(mean.float(), variance, bias)
 
 
@@ -131,6 +133,11 @@ def noise_table(trainer: Tensor, rollout: Tensor, *, mask: Tensor | None = None)
         var_train=float(left.var(0, unbiased=True).mean()),
         num_tokens=count,
     )
+
+
+def _finite_or_nan(stacked: Tensor) -> Tensor:
+    """NaN in all scorings of a token where one of them is not finite."""
+    return torch.where(torch.isfinite(stacked).all(0), stacked, float("nan"))
 
 
 def _log_mean(stacked: Tensor) -> Tensor:

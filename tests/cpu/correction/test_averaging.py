@@ -1,0 +1,162 @@
+"""The behaviour policy from several scorings: the mean, its variance, the noise of two sides."""
+
+import math
+import warnings
+
+import pytest
+import torch
+
+from lockstep.correction.averaging import average_logprobs, noise_table
+from lockstep.errors import AlignmentError
+
+NAN, INF = math.nan, math.inf
+
+
+def logs(*rows):
+    return torch.tensor(rows).log()
+
+
+def test_the_mean_is_of_probabilities_and_not_of_their_logs():
+    scorings = logs([0.1, 0.5], [0.3, 0.5], [0.8, 0.2])
+    found = average_logprobs(scorings)
+    assert found.logprobs.exp().tolist() == pytest.approx([0.4, 0.4], rel=1e-6)
+    assert found.logprobs.dtype == torch.float32 and found.sampling_bias is None
+    assert bool((found.logprobs > scorings.mean(0)).all()), "Jensen"
+
+
+def test_a_mean_of_improbable_tokens_does_not_underflow():
+    scorings = torch.tensor([[-1000.0], [-1000.0 + math.log(3)]])
+    assert average_logprobs(scorings).logprobs.item() == pytest.approx(
+        -1000 + math.log(2), abs=1e-4
+    )
+
+
+def test_the_variance_is_between_scorings_and_unbiased():
+    found = average_logprobs(torch.tensor([[-1.0, -2.0], [-2.0, -2.0], [-3.0, -2.0]]))
+    assert found.variance.tolist() == [1.0, 0.0] and found.variance.dtype == torch.float64
+    assert average_logprobs(torch.tensor([[-1.0]])).variance.isnan().all()
+
+
+def test_a_list_of_scorings_is_a_stack_of_them():
+    rows = [torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -2.5])]
+    assert torch.equal(
+        average_logprobs(rows).logprobs, average_logprobs(torch.stack(rows)).logprobs
+    )
+
+
+def test_the_sampling_pass_counts_only_where_it_is_asked_for_and_its_bias_is_told():
+    scorings, sampled = logs([0.2], [0.4]), logs([0.6])[0]
+    without = average_logprobs(scorings, rollout_logprobs=sampled)
+    assert without.logprobs.exp().item() == pytest.approx(0.3, rel=1e-6)
+    assert without.sampling_bias.item() == pytest.approx(math.log(0.6 / 0.3), rel=1e-6)
+    within = average_logprobs(scorings, rollout_logprobs=sampled, average_sampling_pass=True)
+    assert within.logprobs.exp().item() == pytest.approx(0.4, rel=1e-6)
+    assert within.sampling_bias.item() == without.sampling_bias.item()
+    assert within.variance.item() == without.variance.item(), "n counts re-scorings"
+
+
+def test_what_was_drawn_is_overrated_by_the_pass_that_drew_it():
+    """Noise on the logits, a draw from them, and fresh noise: the bias has the sign it is said to
+    have, and the average is closer to the mean probability than one scoring is."""
+    g = torch.Generator().manual_seed(0)
+    logits = torch.randn(4000, 8, generator=g)
+
+    def noisy():
+        return torch.log_softmax(logits + 0.5 * torch.randn(4000, 8, generator=g), -1)
+
+    draw = noisy()
+    tokens = torch.multinomial(draw.exp(), 1, generator=g)
+    sampled = draw.gather(1, tokens)[:, 0]
+    scorings = torch.stack([noisy().gather(1, tokens)[:, 0] for _ in range(16)])
+    found = average_logprobs(scorings, rollout_logprobs=sampled)
+    # of order var(noise) = 0.25; 4000 tokens leave a standard error of 0.01
+    assert float(found.sampling_bias.mean()) > 0.05
+    exact = torch.stack([noisy().gather(1, tokens)[:, 0] for _ in range(256)]).logsumexp(0)
+    exact = exact - math.log(256)
+    error = (found.logprobs - exact).square().mean()
+    assert float(error) < float((scorings[0] - exact).square().mean()) / 8
+
+
+def test_equal_scorings_warn_that_averaging_buys_nothing():
+    same = torch.tensor([[-1.0, -2.0]] * 3)
+    with pytest.warns(UserWarning, match="all 3 scorings are equal bit for bit.*buys nothing"):
+        found = average_logprobs(same)
+    assert torch.equal(found.logprobs, same[0]) and not found.variance.any()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        average_logprobs(torch.tensor([[-1.0, -2.0], [-1.0, -2.1]]))
+        average_logprobs(same[:1])
+        average_logprobs(torch.zeros(3, 0))
+        average_logprobs(torch.full((3, 2), NAN))
+
+
+@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+def test_a_token_with_a_scoring_that_is_not_finite_has_no_estimate(bad):
+    found = average_logprobs(
+        torch.tensor([[-1.0, -1.0], [bad, -2.0]]), rollout_logprobs=torch.tensor([-1.0, -1.0])
+    )
+    for values in (found.logprobs, found.variance, found.sampling_bias):
+        assert values.isnan().tolist() == [True, False]
+    within = average_logprobs(
+        torch.tensor([[-1.0, -1.0], [-2.0, -2.0]]), rollout_logprobs=torch.tensor([bad, -1.0]),
+        average_sampling_pass=True,
+    )  # fmt: skip
+    assert within.logprobs.isnan().tolist() == [True, False]
+    assert within.sampling_bias.isnan().tolist() == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"scorings": torch.zeros(3)}, r"shape \[3\]; expected \[scorings, tokens\]"),
+        ({"scorings": torch.zeros(0, 3)}, r"shape \[0, 3\].*at least one scoring"),
+        ({"scorings": torch.zeros(2, 3), "rollout_logprobs": torch.zeros(2)},
+         r"rollout_logprobs have the shape \[2\], each scoring \[3\]"),
+        ({"scorings": torch.zeros(2, 3), "average_sampling_pass": True},
+         r"average_sampling_pass needs rollout_logprobs"),
+    ],
+)  # fmt: skip
+def test_scorings_that_do_not_fit_are_refused(arguments, text):
+    with pytest.raises(AlignmentError, match=text):
+        average_logprobs(**arguments)
+
+
+# -- the noise of both sides ----------------------------------------------------------------------
+
+
+def test_the_noise_table_tells_bias_from_variance():
+    trainer = torch.tensor([[-1.0, -2.0], [-1.0, -2.0]])  # repeats itself
+    rollout = torch.tensor([[-1.0, -2.0], [-3.0, -2.0], [-2.0, -2.0]])
+    found = noise_table(trainer, rollout)
+    assert (found.diff, found.var_rollout, found.var_train) == (0.5, 0.5, 0.0)
+    assert found.num_tokens == 2
+
+
+def test_the_noise_table_finds_the_noise_that_was_put_in():
+    g = torch.Generator().manual_seed(0)
+    base = -5 * torch.rand(20_000, generator=g)
+    trainer = base + 0.1 * torch.randn(4, 20_000, generator=g)
+    rollout = base - 2.0 + 0.3 * torch.randn(8, 20_000, generator=g)
+    found = noise_table(trainer, rollout)
+    # standard error of a variance over 20000 x 3 degrees of freedom: 0.6 %
+    assert found.var_train == pytest.approx(0.01, rel=0.03)
+    assert found.var_rollout == pytest.approx(0.09, rel=0.03)
+    assert found.diff == pytest.approx(2.0, rel=0.01)
+
+
+def test_what_is_masked_or_not_finite_is_not_in_the_noise_table():
+    trainer = torch.tensor([[-1.0, NAN, -9.0], [-1.0, -1.0, -9.0]])
+    rollout = torch.tensor([[-2.0, -1.0, -1.0], [-2.0, -1.0, INF]])
+    found = noise_table(trainer, rollout)
+    assert (found.diff, found.num_tokens) == (1.0, 1)
+    none = noise_table(trainer, rollout, mask=torch.tensor([False, True, True]))
+    assert none.num_tokens == 0 and math.isnan(none.diff) and math.isnan(none.var_rollout)
+
+
+def test_scorings_of_other_tokens_or_a_single_one_are_refused():
+    with pytest.raises(AlignmentError, match=r"shapes \[2, 3\] and \[2, 4\].*of the same tokens"):
+        noise_table(torch.zeros(2, 3), torch.zeros(2, 4))
+    with pytest.raises(AlignmentError, match=r"shapes \[3\] and"):
+        noise_table(torch.zeros(3), torch.zeros(2, 3))
+    with pytest.raises(AlignmentError, match="1 scorings by the trainer and 2 by the sampler"):
+        noise_table(torch.zeros(1, 3), torch.zeros(2, 3))
