@@ -72,7 +72,8 @@ class TokenLoss:
     """What a loss gives back: a value per token, and what is worth showing about them."""
 
     loss: Tensor
-    """[T]: to be minimised; carries gradient. A correction's weights multiply it."""
+    """[T]: to be minimised; carries gradient. A correction's weights multiply it: the policy loss,
+    and an unbiased reference KL, whose ratio is to the old policy too."""
     mean: Mapping[str, Tensor] = field(default_factory=dict)
     """name -> [T] without gradient, reported as the mean over all trained tokens of the batch."""
     maximum: Mapping[str, Tensor] = field(default_factory=dict)
@@ -268,7 +269,7 @@ def make_loss(config: ObjectiveConfig) -> LossFn:
 
     def loss(tokens: TokenBatch) -> TokenLoss:
         out = policy_loss(tokens)
-        regularizer = -config.entropy_coef * tokens.entropy
+        policy, regularizer = out.loss, -config.entropy_coef * tokens.entropy
         mean = dict(out.mean)
         if config.kl_coef:
             kl = reference_kl(
@@ -277,11 +278,16 @@ def make_loss(config: ObjectiveConfig) -> LossFn:
                 estimator=config.kl_estimator,
                 old_logprobs=tokens.column("old_logprobs") if config.reads_old_logprobs else None,
             )
-            regularizer = regularizer + config.kl_coef * kl
+            if config.kl_estimator == "unbiased":
+                # Its ratio is to the old policy: what lies between that and the sampler is the
+                # correction's weight, here as in the policy loss.
+                policy = policy + config.kl_coef * kl
+            else:
+                regularizer = regularizer + config.kl_coef * kl
             mean["reference_kl"] = kl.detach()
         if out.regularizer is not None:
             regularizer = regularizer + out.regularizer
-        return TokenLoss(out.loss, mean=mean, maximum=out.maximum, regularizer=regularizer)
+        return TokenLoss(policy, mean=mean, maximum=out.maximum, regularizer=regularizer)
 
     return loss
 

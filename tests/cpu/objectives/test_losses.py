@@ -415,7 +415,7 @@ def test_a_config_makes_its_loss(objective):
     assert objective.reads_old_logprobs == objective.has_ratio
 
 
-def test_regularizers_come_with_every_objective_and_apart_from_the_policy_loss():
+def test_regularizers_come_apart_from_the_policy_loss_but_for_a_kl_with_a_ratio_to_weigh():
     logprobs, old, advantages = case()
     reference = old - 0.3
     tokens = tokens_of(logprobs, old, advantages, [10, 30], reference_logprobs=reference)
@@ -427,9 +427,11 @@ def test_regularizers_come_with_every_objective_and_apart_from_the_policy_loss()
         assert objective.reads_reference_logprobs
         assert objective.reads_old_logprobs == (estimator == "unbiased")
         out = make_loss(objective)(tokens)
-        torch.testing.assert_close(out.regularizer, 0.25 * kl - 0.5 * tokens.entropy)
+        weighed, apart = (0.25 * kl, 0.0) if estimator == "unbiased" else (0.0, 0.25 * kl)
+        policy = losses.reinforce(logprobs, advantages).loss
+        torch.testing.assert_close(out.loss, policy + weighed)
+        torch.testing.assert_close(out.regularizer, apart - 0.5 * tokens.entropy)
         torch.testing.assert_close(out.mean["reference_kl"], kl)
-        assert torch.equal(out.loss, losses.reinforce(logprobs, advantages).loss)
     alone = make_loss(PPOClip(entropy_coef=0.5))(tokens)
     assert torch.equal(alone.regularizer, -0.5 * tokens.entropy)
     assert "reference_kl" not in alone.mean

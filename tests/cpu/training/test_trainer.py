@@ -256,16 +256,15 @@ def test_a_loss_that_is_not_finite_changes_nothing_and_names_its_row(tmp_path, k
     trainer.update(rows, PPOClip())  # so that there are moments to spoil
     before = snapshot(trainer)
     at = int(np.flatnonzero(rows[3].loss_mask)[2])
-    rows[3].columns["rollout_logprobs"][at] = np.nan
+    rows[3].columns["advantages"][at] = np.nan
     with caplog.at_level(logging.WARNING):
         metrics = trainer.update(rows, PPOClip())
     assert metrics["train/skipped_updates"] == 1.0
-    assert metrics["mismatch/nonfinite_tokens"] == 1.0
     assert f"t3/0 (row 3, token {at}: nan)" in trainer.last_skip
     assert trainer.last_skip in caplog.text
     assert_same_bits(snapshot(trainer), before)
     assert (trainer.num_updates, trainer.num_skipped, trainer.version) == (2, 1, 1)
-    rows[3].columns["rollout_logprobs"][at] = -1.0
+    rows[3].columns["advantages"][at] = 0.5
     assert trainer.update(rows, PPOClip())["train/skipped_updates"] == 0.0
     assert trainer.last_skip == "" and trainer.version == 2
 
