@@ -281,11 +281,7 @@ class Correction:
     def needs_whole_batch(self) -> bool:
         """Whether what happens to a token depends on other rows, so that all rows must be seen
         before any is trained."""
-        return (
-            self.is_normalized
-            or self.kl_penalty_coef > 0
-            or (self.denominator == "kept" and self.changes_tokens)
-        )
+        return self.is_normalized or self.kl_penalty_coef > 0 or self.denominator == "kept"
 
     def needs_forward(self, *, num_updates: int) -> bool:
         """Whether the trainer must run over the batch once before its first update."""

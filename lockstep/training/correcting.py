@@ -170,9 +170,16 @@ def correct_samples(
 ) -> tuple[list[Sample], Reports]:
     """Weighs a whole batch by the column `old_logprobs`, for a first forward has been made.
 
-    Fills `importance_weights` (0.0 where a token is rejected). Returns the rows to train, which are
-    the samples but for the KL penalty in their advantages, and the mismatch.
+    Fills `importance_weights` (0.0 where a token is rejected; 1.0 everywhere where nothing is known
+    of the sampler). Returns the rows to train, which are the samples but for the KL penalty in
+    their advantages, and the mismatch. Raises AlignmentError for a penalty without advantages.
     """
+    for sample in samples:
+        if correction.kl_penalty_coef > 0 and "advantages" not in sample.columns:
+            raise AlignmentError(
+                f"sample {sample.id} has no advantages, which correction.kl_penalty_coef="
+                f"{correction.kl_penalty_coef:g} is added to."
+            )
     layout = Layout.packed([s.num_trained for s in samples])
 
     def at_trained(name: str) -> Tensor | None:
@@ -190,6 +197,8 @@ def correct_samples(
     )
     old, behaviour = at_trained("old_logprobs"), at_trained(BEHAVIOUR[correction.behaviour])
     if old is None or behaviour is None:
+        for sample in samples:
+            sample.set(WEIGHTS, sample.loss_mask.astype(np.float32))
         return list(samples), Reports()
     corrected = correct(old, behaviour, correction, layout=layout, facts=facts)
     reports = Reports(rollout=corrected.report)

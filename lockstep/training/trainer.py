@@ -272,6 +272,9 @@ class Trainer:
             rows, before = correct_samples(
                 samples, correction, version=self.version, device=self.device
             )
+        else:
+            for sample in samples:  # of an earlier update of the same rows, by another policy
+                sample.columns.pop(WEIGHTS, None)
         parts: list[Metrics] = []
         for part in split_updates(rows, num_updates) or [[]]:
             metrics = self.forward_backward(
