@@ -1,7 +1,7 @@
 """The studies of docs/studies.md: what a mismatch does to learning, and a correction to it.
 
     python docs/proof/studies.py                      everything (`make studies`)
-    python docs/proof/studies.py fork --seeds 5       one study, seeds 0 to 4
+    python docs/proof/studies.py fork --seeds 8       one study, seeds 0 to 7
     python docs/proof/studies.py --jobs 2             runs at a time, each on one thread
 
 A study is conditions (what is wrong) times arms (what is done about it) times seeds. Each is a run
@@ -70,6 +70,8 @@ class Study:
     """Metrics that are drawn."""
     parent: tuple[str, ...] = ()
     """Settings of the run that is forked; none: the runs begin at the shipped model."""
+    num_seeds: int = 3
+    """From 0; `--seeds` says otherwise."""
 
 
 STUDIES = {
@@ -125,6 +127,8 @@ STUDIES = {
                 f"fault.growth_from={FORK_STEP}",
             ),
             "router noise 0.3": ("fault=router_noise", "fault.std=0.3"),
+            "lr x 3 and no fault": ("trainer.lr=3e-3",),
+            "weights 4 updates old": ("fault=stale_weights", "fault.lag=4"),
             "weights 4 updates old, lr x 3": (
                 "fault=stale_weights",
                 "fault.lag=4",
@@ -132,6 +136,7 @@ STUDIES = {
             ),
         },
         arms={"base": BASELINE, "MIS": ("correction=mis",)},
+        num_seeds=5,
         curves=("mismatch/k3", "reward/mean", "response_length/mean", "correction/rejected_share"),
     ),
     "moe": Study(
@@ -266,6 +271,8 @@ def figures_of(run: Run) -> dict[str, Any]:
         "k1_first": steps[0]["mismatch/k1"],
         "k2_first": steps[0]["mismatch/k2"],
         "k3_first": steps[0]["mismatch/k3"],
+        "k1_last_10": over("mismatch/k1", slice(-10, None)),
+        "k2_last_10": over("mismatch/k2", slice(-10, None)),
         "k3_mean": over("mismatch/k3"),
         "k3_first_10": over("mismatch/k3", slice(10)),
         "k3_last_10": over("mismatch/k3", slice(-10, None)),
@@ -290,13 +297,13 @@ def match_rates(run: Run) -> dict[str, float]:
     sampled ones: of the first and of the last step. A fault of the rows is made again from the
     trajectories, which are kept as they were sampled."""
     from lockstep.build import lay_foundation
-    from lockstep.config import from_dict
-    from lockstep.run_config import Config
+    from lockstep.config import resolve
+    from lockstep.recipes import find_recipe
     from lockstep.store.run import load_run
     from lockstep.training.rows import rows_for_training
 
     stored = load_run(run.path)
-    config = from_dict(Config, stored.config)
+    config = resolve(find_recipe("quickstart"), run.words[2:])
     tokenizer = lay_foundation(config).renderer.tokenizer
     out: dict[str, float] = {}
     for label, step in (("first", 0), ("last", config.steps - 1)):
@@ -467,15 +474,16 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("study", nargs="*", help=f"some of {', '.join(STUDIES)}; none is all")
-    parser.add_argument("--seeds", type=int, default=3, help="how many, from 0")
+    parser.add_argument("--seeds", type=int, help="how many, from 0; 3, and 5 of fork")
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
     options = parser.parse_args()
     if unknown := [name for name in options.study if name not in STUDIES]:
         parser.error(f"no study {', '.join(unknown)}; there are {', '.join(STUDIES)}")
     for name in options.study or STUDIES:
         print(f"== {name}", flush=True)
-        run_all(name, range(options.seeds), options.jobs)
-        write(name, range(options.seeds))
+        seeds = range(options.seeds or STUDIES[name].num_seeds)
+        run_all(name, seeds, options.jobs)
+        write(name, seeds)
 
 
 if __name__ == "__main__":
