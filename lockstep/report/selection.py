@@ -128,7 +128,10 @@ def to_document(
 ) -> dict[str, Any]:
     """One trajectory as JSON. Log-probs are the shortest decimals that are the same float32."""
     trajectory = record.trajectory
-    values = zip(trajectory.segments, record.trainer_logprobs, record.advantages, strict=True)
+    values = zip(
+        trajectory.segments, record.trainer_logprobs, record.advantages, record.importance_weights,
+        strict=True,
+    )  # fmt: skip
     return {
         "run": run,
         "split": split,
@@ -158,9 +161,10 @@ def to_document(
                 "rollout_logprobs": _shortest(segment.logprobs),
                 "trainer_logprobs": _shortest(trainer),
                 "advantages": _shortest(advantages),
+                "importance_weights": _shortest(weights),
                 "messages": [message.to_dict() for message in segment.messages],
             }
-            for segment, trainer, advantages in values
+            for segment, trainer, advantages, weights in values
         ],
     }
 

@@ -259,6 +259,7 @@ function segmentCard(t, at) {
     segment.reason ? `branch: ${segment.reason}` : null,
     segment.reward === null ? null : `own reward ${formatNumber(segment.reward)}`,
     segment.is_sampled && t.split === "train" && !segment.advantages ? "not trained" : null,
+    segment.importance_weights ? rejectedText(segment) : null,
     segment.advantages && !segment.trainer_logprobs ? "trainer log-probs not recorded" : null,
   ].filter(Boolean);
   const strip = element("div", { class: "tokens" });
@@ -276,12 +277,23 @@ function segmentCard(t, at) {
   return element("article", { class: `segment${segment.is_sampled ? " sampled" : ""}` }, element("header", {}, facts.join(" \u00b7 ")), strip);
 }
 
+// A correction leaves a token out by a weight of exactly 0.
+function isRejected(segment, place) {
+  return segment.importance_weights?.[place] === 0;
+}
+
+function rejectedText(segment) {
+  const count = segment.importance_weights.filter((weight) => weight === 0).length;
+  return count ? `${count} rejected by the correction` : null;
+}
+
 function tokenNode(t, segment, id, place) {
   const words = report.vocabularies[t.run];
   const isControl = Boolean(words) && controlIds(t.run).has(id);
   const text = words ? words.texts[id] : String(id);
   const node = element("span", { class: `token ${segment.is_sampled ? "sampled" : "observed"}${isControl ? " control" : ""}${words ? "" : " bare"}`, tabindex: -1 },
     visible(text, isControl));
+  if (isRejected(segment, place)) node.classList.add("rejected");
   if (browser.mode === "difference") paintDifference(node, segment.differences?.[place] ?? null);
   node.token = { text, id, place, segment };
   return node;
@@ -313,7 +325,8 @@ function showTip(node) {
     ...(segment.is_sampled ? [
       line("rollout log-prob", exact(rollout)), line("trainer log-prob", exact(trainer)),
       line("trainer \u2212 rollout", difference === null || difference === undefined ? "\u2013" : difference.toExponential(2)),
-      line("advantage", formatNumber(segment.advantages?.[place]))] : [line("origin", "observed: never trained")])));
+      line("advantage", formatNumber(segment.advantages?.[place])),
+      ...(segment.importance_weights ? [line("weight", isRejected(segment, place) ? "rejected" : formatNumber(segment.importance_weights[place]))] : [])] : [line("origin", "observed: never trained")])));
   tip.hidden = false;
   const at = node.getBoundingClientRect(), size = tip.getBoundingClientRect();
   const left = Math.min(Math.max(8, at.left), document.documentElement.clientWidth - size.width - 8);

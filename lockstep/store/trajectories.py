@@ -59,6 +59,7 @@ _SEGMENT = pa.struct(
         ("logprobs", _list(pa.float32())),
         ("trainer_logprobs", _list(pa.float32())),
         ("advantages", _list(pa.float32())),
+        ("importance_weights", _list(pa.float32())),
         ("policy_version", pa.int64()),
         ("finish_reason", pa.string()),
         ("stop_json", pa.string()),
@@ -118,6 +119,9 @@ class TrajectoryRecord:
     that was trained. None for every other."""
     advantages: tuple[Float32Array | None, ...] = ()
     """Per segment: [T] float32, likewise."""
+    importance_weights: tuple[Float32Array | None, ...] = ()
+    """Per segment: [T] float32, likewise: what a correction multiplied each token's loss by, 0
+    where it was rejected. None where nothing was corrected."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,6 +148,7 @@ class _TrainerValues:
 
     logprobs: dict[int, Float32Array] = field(default_factory=dict)
     advantages: dict[int, Float32Array] = field(default_factory=dict)
+    importance_weights: dict[int, Float32Array] = field(default_factory=dict)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -244,6 +249,7 @@ def _trainer_values(
             for column, target in (
                 (trainer_logprobs, values.logprobs),
                 (sample.columns.get("advantages"), values.advantages),
+                (sample.columns.get("importance_weights"), values.importance_weights),
             ):
                 if column is not None and not np.isnan(column[tokens]).all():
                     target[index] = column[tokens]
@@ -253,8 +259,9 @@ def _trainer_values(
 def _trainer_logprobs(sample: Sample) -> Float32Array | None:
     """What the trainer computed for the row; None where it computed nothing.
 
-    An objective may take the sampler's own numbers as its old policy: the column is then the same
-    array, and comparing it with itself would report a mismatch of 0 that nobody measured.
+    Whoever drives the trainer by hand may take the sampler's own numbers for the old policy: the
+    column is then the same array, and comparing it with itself would report a mismatch of 0 that
+    nobody measured.
     """
     for name in ("logprobs", "old_logprobs"):
         column = sample.columns.get(name)
@@ -287,6 +294,7 @@ def _segments_column(
     ]
     trainer = [v.logprobs.get(index) for v, index in places]
     advantages = [v.advantages.get(index) for v, index in places]
+    weights = [v.importance_weights.get(index) for v, index in places]
     columns: dict[str, Any] = {
         "parent": [s.parent for s in segments],
         "token_ids": _numbers([s.token_ids for s in segments], pa.int32()),
@@ -295,6 +303,7 @@ def _segments_column(
         "logprobs": _numbers([s.logprobs for s in segments], pa.float32()),
         "trainer_logprobs": _numbers(trainer, pa.float32()),
         "advantages": _numbers(advantages, pa.float32()),
+        "importance_weights": _numbers(weights, pa.float32()),
         "policy_version": [s.policy_version for s in segments],
         "finish_reason": [s.finish_reason for s in segments],
         "stop_json": [None if s.stop is None else json.dumps(s.stop) for s in segments],
@@ -434,6 +443,7 @@ def _record(row: dict[str, Any]) -> TrajectoryRecord:
         ),
         trainer_logprobs=tuple(_floats(s["trainer_logprobs"]) for s in row["segments"]),
         advantages=tuple(_floats(s["advantages"]) for s in row["segments"]),
+        importance_weights=tuple(_floats(s.get("importance_weights")) for s in row["segments"]),
     )
 
 

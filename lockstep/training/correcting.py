@@ -87,6 +87,12 @@ class Kept:
     def select(self, values_N: Tensor) -> Tensor:
         return values_N if self.index is None else values_N.index_select(0, self.index)
 
+    def weights_of_all(self, num_tokens: int) -> Tensor:
+        """[N] float32: what multiplies each token's loss, 0.0 at what was not kept."""
+        count = num_tokens if self.index is None else len(self.index)
+        ones = self.tokens.logprobs.new_ones(count, dtype=torch.float32, requires_grad=False)
+        return self.spread(ones if self.weights is None else self.weights, num_tokens)
+
     def spread(self, values_K: Tensor, num_tokens: int) -> Tensor:
         """[N]: the values at their tokens, 0.0 at what was not kept."""
         if self.index is None:

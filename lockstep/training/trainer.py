@@ -195,13 +195,17 @@ class Trainer:
         totals = _Totals(self.device)
         losses: list[tuple[PackedBatch, Tensor]] = []
         logprobs: list[tuple[PackedBatch, Tensor]] = []
+        weights: list[tuple[PackedBatch, Tensor]] = []
         for batch in batches:
             done = self._backward(batch, call)
+            weights.append((batch, done.kept.weights_of_all(len(done.logprobs_N))))
             losses.append((batch, done.loss_N))
             logprobs.append((batch, done.logprobs_N))
             totals.add(done)
         if column is not None:
             _keep(samples, _by_row(samples, logprobs), column)
+        if correction is not None and correction.changes_tokens and not is_weighed:
+            _keep(samples, _by_row(samples, weights, fill=0.0), WEIGHTS)
         metrics = totals.to_metrics()
         if not np.isfinite(metrics["train/loss"]):
             self._bad_loss = self._bad_loss or _name_bad_losses(samples, losses)
@@ -257,6 +261,8 @@ class Trainer:
         first update. Other metrics are means over the updates (maxima of `*_max`, sums of counts).
         """
         correction = correction or Correction.bypass()
+        for sample in samples:
+            sample.columns.pop(WEIGHTS, None)  # of an earlier update
         loss_fn, num_updates = make_loss(objective), self.config.updates_per_batch
         self._check_correction(samples, objective, correction)
         if objective.reads_reference_logprobs:
@@ -462,10 +468,13 @@ class Trainer:
 
 
 def _by_row(
-    samples: Sequence[Sample], parts: Sequence[tuple[PackedBatch, Tensor]]
+    samples: Sequence[Sample],
+    parts: Sequence[tuple[PackedBatch, Tensor]],
+    *,
+    fill: float = float("nan"),
 ) -> list[npt.NDArray[np.float32]]:
-    """[N] values of packed batches as [T] float32 per sample, NaN where nothing is trained."""
-    out = [np.full(len(s), np.nan, np.float32) for s in samples]
+    """[N] values of packed batches as [T] float32 per sample, `fill` where nothing is trained."""
+    out = [np.full(len(s), fill, np.float32) for s in samples]
     for batch, values in parts:
         for row, places, of_row in batch.unpack(values):
             out[row][places] = of_row

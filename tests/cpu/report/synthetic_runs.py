@@ -118,6 +118,7 @@ def training_rows(groups: list[Group], rng: np.random.Generator, *, noise: float
                 sample.set("old_logprobs", np.minimum(rollout + gap, 0).astype(np.float32))
                 advantage = t.rewards[leaf] - 0.5
                 sample.set("advantages", np.full(len(sample), advantage, np.float32))
+                sample.set("importance_weights", np.full(len(sample), 0.5, np.float32))
                 rows.append(sample)
     return rows
 

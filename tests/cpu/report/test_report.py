@@ -159,6 +159,7 @@ def test_the_trajectories_are_those_of_the_runs(runs, written):
                 ("rollout_logprobs", segment.logprobs),
                 ("trainer_logprobs", record.trainer_logprobs[index]),
                 ("advantages", record.advantages[index]),
+                ("importance_weights", record.importance_weights[index]),
             ):
                 assert (mine[name] is None) == (values is None)
                 if values is not None:

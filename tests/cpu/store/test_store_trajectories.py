@@ -92,6 +92,8 @@ def test_the_trainers_logprobs_stand_beside_the_segments_that_it_trained(tmp_pat
         np.testing.assert_allclose(record.trainer_logprobs[index], expected, atol=1e-6)
         assert record.trainer_logprobs[index].dtype == np.float32
     assert record.advantages[4].tolist() == [np.float32(t.rewards[4])] * 2
+    assert record.importance_weights[4].tolist() == [1.5] * 2
+    assert record.importance_weights[0] is None
     (summary,) = read_summaries(tmp_path / "p.parquet")
     assert summary.max_abs_logprob_diff == pytest.approx(0.5)
     assert (summary.num_turns, summary.num_tokens, summary.num_sampled_tokens) == (3, 12, 8)
