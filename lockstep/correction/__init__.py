@@ -14,19 +14,19 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lockstep.correction.chunks import TokenFacts as TokenFacts
     from lockstep.correction.config import Correction as Correction
     from lockstep.correction.config import Rule as Rule
     from lockstep.correction.layout import Layout as Layout
     from lockstep.correction.metrics import MismatchReport as MismatchReport
     from lockstep.correction.weighing import Corrected as Corrected
-    from lockstep.correction.weighing import TokenFacts as TokenFacts
     from lockstep.correction.weighing import correct as correct
     from lockstep.correction.weighing import measure as measure
     from lockstep.correction.weighing import weigh as weigh
 
 _PUBLIC = {
     "Correction": "config", "Rule": "config", "Layout": "layout", "MismatchReport": "metrics",
-    "Corrected": "weighing", "TokenFacts": "weighing", "correct": "weighing",
+    "Corrected": "weighing", "TokenFacts": "chunks", "correct": "weighing",
     "measure": "weighing", "weigh": "weighing",
 }  # fmt: skip
 __all__ = [

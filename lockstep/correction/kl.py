@@ -43,9 +43,9 @@ def log_ratio(
         logprobs, rollout_logprobs = logprobs.float(), rollout_logprobs.float()
     difference = logprobs - rollout_logprobs
     # Not finite exactly where an input is not: finite log-probs are far from overflowing.
-    is_valid = torch.isfinite(difference)
+    is_valid = difference.abs() < float("inf")  # as isfinite, which takes twice as long on a CPU
     if mask is not None:
-        is_valid &= mask != 0
+        is_valid &= mask if mask.dtype == torch.bool else mask != 0
     return torch.where(is_valid, difference, 0.0), is_valid
 
 

@@ -24,9 +24,10 @@ from lockstep.errors import AlignmentError
 Tensor = torch.Tensor
 Int64Array = npt.NDArray[np.int64]
 
-CHUNK_TOKENS = {"cpu": 1 << 16}
+CHUNK_TOKENS = {"cpu": 1 << 15}
 """Tokens that are worked on at a time, by device: on a CPU so many that temporaries stay in the
-cache; elsewhere launches cost more than memory."""
+cache, and not so many that torch would split an operation; elsewhere launches cost more than
+memory."""
 OTHER_CHUNK_TOKENS = 1 << 22
 
 
@@ -140,7 +141,7 @@ class Layout:
             part = flat[piece.tokens].double()
             if mask is not None:
                 part = torch.where(mask[piece.tokens], part, 0.0)
-            piece.add_row_sums(part[None], sums)
+            sums[:, piece.rows] += piece.row_sums(part[None])
         return self.all_reduce_rows(sums)[0]
 
     def expand(self, values_R: Tensor) -> Tensor:
@@ -174,7 +175,7 @@ class Layout:
             last = int(np.searchsorted(self.offsets, end, side="left"))
             edges = self.offsets[first : last + 1].clip(start, end)
             lengths = torch.from_numpy(np.diff(edges)).to(device, non_blocking=True)
-            yield Chunk(slice(start, end), slice(first, last), lengths)
+            yield Chunk(slice(start, end), slice(first, last), lengths, edges - start)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -185,21 +186,25 @@ class Chunk:
     rows: slice
     lengths: Tensor
     """[rows] int64: how many of the run's tokens each of these rows has."""
+    edges: Int64Array
+    """[rows + 1] on the host: where in the run each of them begins, and the last one ends."""
 
-    def add_row_sums(self, values_FN: Tensor, sums_FR: Tensor) -> None:
-        """Adds the sums over this run's part of each row; both float64, values already masked."""
+    @property
+    def num_tokens(self) -> int:
+        return self.tokens.stop - self.tokens.start
+
+    def row_sums(self, values_FN: Tensor) -> Tensor:
+        """[F, rows]: the sums over this run's part of each row; float64, values already masked."""
         lengths = self.lengths.expand(len(values_FN), -1)
-        found = torch.segment_reduce(values_FN, "sum", lengths=lengths, axis=1, unsafe=True)
-        sums_FR[:, self.rows] += found
+        return torch.segment_reduce(values_FN, "sum", lengths=lengths, axis=1, unsafe=True)
 
     def expand(self, values_R: Tensor) -> Tensor:
         """[R] of all rows -> [tokens of this run]."""
-        size = self.tokens.stop - self.tokens.start
-        return torch.repeat_interleave(values_R[self.rows], self.lengths, output_size=size)
+        values = values_R[self.rows]
+        return torch.repeat_interleave(values, self.lengths, output_size=self.num_tokens)
 
     def places(self, layout: Layout) -> Tensor:
         """[tokens of this run] int64: each token's index in its row."""
         starts = torch.from_numpy(layout.offsets[self.rows]).to(self.lengths.device)
-        size = self.tokens.stop - self.tokens.start
         index = torch.arange(self.tokens.start, self.tokens.stop, device=self.lengths.device)
-        return index - torch.repeat_interleave(starts, self.lengths, output_size=size)
+        return index - torch.repeat_interleave(starts, self.lengths, output_size=self.num_tokens)

@@ -75,10 +75,12 @@ PARTS = (
 numerics, above: staleness too). turn: of the episode. position: of the token in its row. kind: see
 TOKEN_KINDS. forced: probability under the sampler over 0.99."""
 
-CELLS = tuple(len(part.labels) for part in PARTS)
+CELLS = tuple(len(part.labels) for part in PARTS[:-1])
 NUM_CELLS = math.prod(CELLS)
+"""All parts crossed but `forced`, of which tokens change often and which is summed by itself."""
 _TOTAL = 0  # the first group is of all tokens
-_GROUPS = 1 + sum(CELLS)
+_TOPS = 1 + sum(CELLS)  # groups with a maximum
+_GROUPS = _TOPS + len(PARTS[-1].labels)
 
 # -- what adds up otherwise -----------------------------------------------------------------------
 
@@ -95,7 +97,7 @@ rollout - trainer, clipped, that the KL penalty is centred with."""
 
 MAXIMA: tuple[str, ...] = (
     "abs_d", "d", "minus_d", "sequence_abs_d", "sequence_d", "minus_sequence_d",
-    "sequence_log_ratio", "minus_sequence_log_ratio", "logprob", "rollout_logprob",
+    "sequence_log_ratio", "minus_sequence_log_ratio",
 )  # fmt: skip
 
 # Signed-log histogram of the log ratio: eight bins per octave from 2^-30 to 2^10, read off the bits
@@ -126,7 +128,8 @@ class MismatchReport:
     sums: Tensor
     """float64, merged by addition: fields of each group, scalars, histogram, tokens per rule."""
     maxima: Tensor
-    """float64, merged by maximum: |d| of each group, then MAXIMA; -inf where nothing was seen."""
+    """float64, merged by maximum: |d| of each group but `forced`, then MAXIMA; -inf where nothing
+    was seen."""
     rules: tuple[str, ...] = ()
     """Names of the rejection rules."""
     is_weighed: bool = False
@@ -144,7 +147,7 @@ class MismatchReport:
         size = _GROUPS * len(FIELDS) + len(SCALARS) + BINS + len(rules)
         sums = torch.zeros(size, dtype=torch.float64, device=device)
         maxima = torch.full(
-            (_GROUPS + len(MAXIMA),), float("-inf"), dtype=torch.float64, device=device
+            (_TOPS + len(MAXIMA),), float("-inf"), dtype=torch.float64, device=device
         )
         return cls(sums, maxima, rules, is_weighed)
 
@@ -153,6 +156,7 @@ class MismatchReport:
         cls,
         fields_FC: Tensor,
         abs_d_C: Tensor,
+        unforced_F: Tensor,
         scalars: Mapping[str, Tensor | float],
         maxima: Mapping[str, Tensor],
         histogram: Tensor,
@@ -161,16 +165,19 @@ class MismatchReport:
         rules: tuple[str, ...],
         is_weighed: bool,
     ) -> MismatchReport:
-        """From sums over the crossed cells (float64) to those of each part."""
+        """From sums over the crossed cells (float64) to those of each part. unforced_F: of the
+        tokens that were not forced."""
         device = fields_FC.device
         crossed, largest = fields_FC.view(-1, *CELLS), abs_d_C.view(*CELLS)
-        axes = range(len(PARTS))
+        axes = range(len(CELLS))
         groups = [fields_FC.sum(1, keepdim=True)]
         tops = [abs_d_C.amax()[None]]
         for axis in axes:
             others = [a for a in axes if a != axis]
             groups.append(crossed.sum([a + 1 for a in others]))
             tops.append(largest.amax(others))
+        forced_F = groups[0][:, 0] - unforced_F
+        groups.append(torch.stack([unforced_F, forced_F], 1))
         found = {name: torch.as_tensor(scalars.get(name, 0.0), device=device) for name in SCALARS}
         none = torch.tensor(float("-inf"), dtype=torch.float64, device=device)
         return cls(
@@ -242,7 +249,7 @@ class MismatchReport:
         scalars = dict(zip(SCALARS, sums[at : at + len(SCALARS)], strict=True))
         at += len(SCALARS)
         histogram, by_rule = sums[at : at + BINS], sums[at + BINS :]
-        tops = dict(zip(MAXIMA, maxima[_GROUPS:], strict=True))
+        tops = dict(zip(MAXIMA, maxima[_TOPS:], strict=True))
         total = groups[_TOTAL]
         nonfinite = scalars["active"] - total["compared"]
         unforced, forced = groups[-2], groups[-1]
@@ -279,11 +286,11 @@ class MismatchReport:
 
 
 def bins_of(d: Tensor) -> Tensor:
-    """[N] int64 in [0, BINS): the histogram's bin of each float32, finite."""
+    """[N] int32 in [0, BINS): the histogram's bin of each float32, finite."""
     bits = d.float().view(torch.int32)
     side = ((bits & 0x7FFFFFFF) >> (23 - _SUB_BITS)) - (_FIRST_BIN - 1)  # 0: below the first edge
-    side = side.clamp_(0, _SIDE)
-    return torch.where(bits < 0, _SIDE - side, _SIDE + side).long()
+    sign = bits >> 31  # 0 or -1: (side ^ sign) - sign is side with the sign of d
+    return (side.clamp_(0, _SIDE) ^ sign) - sign + _SIDE
 
 
 def _quantile(histogram: Sequence[float], count: float, q: float) -> float:

@@ -7,56 +7,50 @@ is weighed piece by piece, and finished with the merged report of all of them:
     total = merged(part.report for part in parts).all_reduced()
     corrected = [part.finish(total) for part in parts]
 
-Two passes over the tokens, in chunks: what a sequence's fate depends on is summed first (and
-all-reduced, where sequences are split over ranks), then every token gets its weight. Cost is linear
-in tokens; beside the result, one float32 and two bools per token are held.
+One pass over the tokens, in chunks, does all that a token's fate depends on by itself; sums over
+rows are all-reduced after it, where sequences are split over ranks. A second one follows where
+sequences have weights or are rejected. Cost is linear in tokens; beside the result one bool per
+token is held at most.
 
-# N tokens, flattened  n tokens of a chunk  R rows  C cells of a report  F fields
+# N tokens, flattened  n tokens of a chunk  u runs of these  R rows  C cells of a report  F fields
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 
 from lockstep.correction import kl
+from lockstep.correction.chunks import (
+    Batch,
+    Runs,
+    TokenFacts,
+    Tokens,
+    above,
+    below,
+    exp,
+    stacked,
+    unforced,
+)
 from lockstep.correction.config import Correction, Rule
 from lockstep.correction.layout import Chunk, Layout
 from lockstep.correction.metrics import (
     BINS,
-    CELLS,
     FIELDS,
     NUM_CELLS,
     OUTLIER_DIFF,
-    PARTS,
     MismatchReport,
     bins_of,
 )
 from lockstep.errors import AlignmentError
-from lockstep.types import FORCED_LOGPROB, MAX_LOGPROB
+from lockstep.types import MAX_LOGPROB
 
 Tensor = torch.Tensor
 
 MEASURE_ONLY = Correction()
-
-
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class TokenFacts:
-    """What else is known of each token; the report tells tokens apart by it. All optional."""
-
-    advantages: Tensor | None = None
-    """float32; rules with `only_negative_advantage` read it."""
-    ages: Tensor | None = None
-    """int: updates between the policy that sampled and the one in training."""
-    turns: Tensor | None = None
-    """int: the episode's turn."""
-    positions: Tensor | None = None
-    """int: the token's place in its row; None counts from the row's first token in the layout."""
-    kinds: Tensor | None = None
-    """int: index into TOKEN_KINDS."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -188,38 +182,44 @@ def weigh(
     layout = as_layout(layout, logprobs)
     facts = facts or TokenFacts()
     _check(logprobs, rollout_logprobs, correction, layout, facts)
-    device = logprobs.device
-    flat_new, flat_old = logprobs.reshape(-1), rollout_logprobs.reshape(-1)
-    mask = layout.flat_mask()
-    is_negative = None if facts.advantages is None else facts.advantages.reshape(-1) < 0
-    verdict = _Verdict(correction, layout, device)
-    is_both_double = logprobs.dtype == rollout_logprobs.dtype == torch.float64
-    d_N = torch.empty(
-        layout.num_tokens, dtype=torch.float64 if is_both_double else torch.float32, device=device
-    )
-    valid_N = torch.empty(layout.num_tokens, dtype=torch.bool, device=device)
-    keep_N = torch.empty_like(valid_N)
-    for piece in layout.chunks(device):
+    batch = Batch(logprobs.reshape(-1), rollout_logprobs.reshape(-1), layout, facts)
+    verdict, tally = _Verdict(correction, batch), _Tally(correction, batch)
+    weights_N = torch.zeros(layout.num_tokens, dtype=torch.float32, device=batch.device)
+    keep_N = torch.zeros(layout.num_tokens, dtype=torch.bool, device=batch.device)
+    compared_N = torch.zeros_like(keep_N) if verdict.weighs_rows else None
+
+    def see(piece: Chunk) -> _Seen:
+        """Judges the tokens of a chunk by themselves, and sums them up."""
+        tokens = batch.tokens(piece)
+        keep, rejected = verdict.judge(tokens)
+        weights = verdict.weigh(tokens, keep)
+        tokens.put(keep, keep_N)
+        tokens.put(weights, weights_N)
+        if compared_N is not None:
+            tokens.put(tokens.compared, compared_N)
+        fields = gap_fields(tokens) | verdict.weight_fields(tokens, keep, weights)
+        sums = sum_up(tokens.runs, fields, tokens.is_unforced, verdict.row_columns(tokens, keep))
+        return _Seen(sums, tokens.active_rows, rejected, *tally.look_at(tokens))
+
+    def look_again(piece: Chunk) -> _Sums:
+        """Judges the tokens of a chunk by their sequences, and sums up their weights."""
         at = piece.tokens
-        new, old = flat_new[at], flat_old[at]
-        active = None if mask is None else mask[at]
-        d, valid = kl.log_ratio(new, old, active)
-        d_N[at], valid_N[at] = d, valid
-        negative = None if is_negative is None else is_negative[at]
-        keep_N[at] = verdict.see(piece, new, old, d, valid, active, negative)
+        keep = verdict.keep_rows(piece, keep_N[at], batch.negative(piece))
+        weights = verdict.weigh_rows(piece, weights_N[at]).masked_fill(~keep, 0.0)
+        keep_N[at], weights_N[at] = keep, weights
+        compared = None if compared_N is None else compared_N[at]
+        fields = verdict.row_weight_fields(piece, keep, weights, compared)
+        return sum_up(batch.runs(piece), fields, unforced(batch.old_N[at]))
+
+    for seen in batch.mapped(see):
+        verdict.add(seen)
+        tally.add(seen.sums)
+        tally.see(seen)
     verdict.settle()
-    weights_N = torch.empty(layout.num_tokens, dtype=torch.float32, device=device)
-    tally = _Tally(layout, facts, correction, device)
-    for piece in layout.chunks(device):
-        at = piece.tokens
-        d, valid = d_N[at], valid_N[at]
-        negative = None if is_negative is None else is_negative[at]
-        raw = verdict.ratio(piece, d)
-        keep = verdict.keep(piece, keep_N[at], raw, negative)
-        weights = verdict.bounded(raw).float()
-        weights.masked_fill_(~keep, 0.0)
-        weights_N[at], keep_N[at] = weights, keep
-        tally.add(piece, flat_new[at], flat_old[at], d, valid, keep, weights, raw)
+    if verdict.changes_rows:
+        tally.forget_weights()
+        for sums in batch.mapped(look_again):
+            tally.add(sums)
     report = tally.report(verdict)
     return Weighed(
         weights_N.view(layout.shape), keep_N.view(layout.shape), report, correction,
@@ -238,66 +238,143 @@ def as_layout(layout: Layout | Tensor | None, like: Tensor) -> Layout:
     return Layout.padded(torch.ones(like.shape, dtype=torch.bool, device=like.device))
 
 
-# -- what a sequence's fate depends on ------------------------------------------------------------
+# -- sums of a chunk -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Sums:
+    """Of some tokens: fields of the report, and what else is summed over rows."""
+
+    runs: Runs
+    fields: tuple[str, ...]
+    others: tuple[str, ...]
+    values_Fu: Tensor
+    """float64, of the fields and then the others."""
+    unforced_F: Tensor
+    """float64, of the fields alone, over the tokens that were not forced."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Seen:
+    """All that the report and the verdict take from a chunk."""
+
+    sums: _Sums
+    active_rows: Tensor
+    rejected: Tensor
+    """[rules] tokens that each rule for tokens rejects."""
+    abs_d_u: Tensor
+    """Largest |d| of each run."""
+    tops: Tensor
+    """[2] largest d and -d."""
+    histogram: Tensor
+    penalty: Tensor
+    """[] sum of -d, clipped."""
+
+
+def sum_up(
+    runs: Runs,
+    fields: Mapping[str, Tensor],
+    is_unforced: Tensor,
+    others: Mapping[str, Tensor] | None = None,
+) -> _Sums:
+    """Of [n] columns by name, of any dtype; float64 sums."""
+    others = others or {}
+    values_Fn = stacked([*fields.values(), *others.values()])
+    unforced_F = values_Fn[: len(fields)] @ is_unforced
+    return _Sums(runs, tuple(fields), tuple(others), runs.sums(values_Fn), unforced_F)
+
+
+# -- what a token and its sequence deserve --------------------------------------------------------
 
 
 class _Verdict:
-    """Sums over each row in a first pass, and what follows from them for its tokens."""
+    """Which tokens are trained on, and with what weight: first what each token says by itself, and
+    then, from sums over each row, what its sequence says."""
 
-    def __init__(self, correction: Correction, layout: Layout, device: torch.device) -> None:
-        self.correction, self.layout = correction, layout
+    def __init__(self, correction: Correction, batch: Batch) -> None:
+        self.correction, self.layout, self.batch = correction, batch.layout, batch
         self.level, self.bound = correction.level, correction.bound
         self.low, self.high = correction.limits
+        self.weighs_rows = self.level in ("sequence", "geometric")
         self.token_rules = [r for r in correction.reject if not r.is_sequence]
         self.sequence_rules = [r for r in correction.reject if r.is_sequence]
-        self.columns = ["active", "valid", "d", "kept", "kept_negative", "negative"]
+        self.columns = ["active", "compared", "d", "kept"]
+        if any(r.only_negative_advantage for r in self.sequence_rules):
+            self.columns += ["negative", "kept_negative"]
         for rule in self.sequence_rules:
             if rule.needs_worst_token or rule.stat not in ("ratio", "k1"):
                 self.columns.append(_column(rule))
         self.sums_FR = torch.zeros(
-            len(self.columns), layout.num_rows, dtype=torch.float64, device=device
+            len(self.columns), batch.layout.num_rows, dtype=torch.float64, device=batch.device
         )
-        self.by_rule = torch.zeros(len(correction.reject), dtype=torch.float64, device=device)
+        self.by_rule = torch.zeros(len(correction.reject), dtype=torch.float64, device=batch.device)
 
-    def see(
-        self,
-        piece: Chunk,
-        new: Tensor,
-        old: Tensor,
-        d: Tensor,
-        valid: Tensor,
-        active: Tensor | None,
-        negative: Tensor | None,
-    ) -> Tensor:
-        """Adds a chunk to its rows' sums. Returns which of its tokens pass by themselves."""
-        keep = valid.clone()
+    # -- each token by itself ---------------------------------------------------------------------
+
+    def judge(self, tokens: Tokens) -> tuple[Tensor, Tensor]:
+        """([n] bool: the tokens that pass by themselves, [rules]: how many each rule rejects)."""
+        keep = tokens.compared
+        rejected = torch.zeros_like(self.by_rule)
         for rule in self.token_rules:
-            out = outside(rule, token_stat(rule, new, old, d)) & valid
-            if rule.only_negative_advantage and negative is not None:
-                out &= negative
-            self.by_rule[self.correction.reject.index(rule)] += out.sum()
-            keep &= ~out
+            out = tokens.only_compared(outside(rule, token_stat(rule, tokens)))
+            if rule.only_negative_advantage and tokens.negative is not None:
+                out &= tokens.negative
+            rejected[self.correction.reject.index(rule)] = out.count_nonzero()
+            keep = keep & ~out
         if self.level == "token" and self.bound == "mask":
-            keep &= ~self._is_outside(_exp(d))
-        nothing = torch.zeros_like(valid)
-        values: list[Tensor] = [
-            torch.ones_like(valid) if active is None else active, valid, d, keep,
-            nothing if negative is None else keep & negative,
-            nothing if negative is None else valid & negative,
-        ]  # fmt: skip
+            keep = keep & ~self._is_outside(tokens.ratio)
+        return keep, rejected
+
+    def weigh(self, tokens: Tokens, keep: Tensor) -> Tensor:
+        """[n] float32: the bounded weights, as far as tokens have their own; 0.0 where rejected."""
+        if self.level != "token":
+            return keep.float()
+        return self.bounded(tokens.ratio).float().masked_fill(~keep, 0.0)
+
+    def weight_fields(self, tokens: Tokens, keep: Tensor, weights: Tensor) -> dict[str, Tensor]:
+        """The report's fields of the weights, as far as tokens have their own."""
+        out = {"kept": keep}
+        if self.level == "token":
+            out |= {"weight": weights, "weight2": weights * weights}
+            out["above"] = above(tokens.ratio, self.high)
+            if self.low > 0:  # no ratio is below 0
+                out["below"] = tokens.cleaned(below(tokens.ratio, self.low))
+        return out
+
+    # -- over rows --------------------------------------------------------------------------------
+
+    def row_columns(self, tokens: Tokens, keep: Tensor) -> dict[str, Tensor]:
+        """What is summed over rows and is no field of the report."""
+        out: dict[str, Tensor] = {}
+        if "negative" in self.columns:
+            assert tokens.negative is not None, "checked with the settings"
+            out = {
+                "negative": tokens.only_compared(tokens.negative),
+                "kept_negative": keep & tokens.negative,
+            }
         for rule in self.sequence_rules:
             if rule.needs_worst_token:
-                values.append(outside(rule, token_stat(rule, new, old, d)) & valid)
+                is_outside = outside(rule, token_stat(rule, tokens))
+                out[_column(rule)] = tokens.only_compared(is_outside)
             elif _column(rule) in self.columns:
-                values.append(torch.where(valid, token_stat(rule, new, old, d), 0.0))
-        piece.add_row_sums(torch.stack([v.double() for v in values]), self.sums_FR)
-        return keep
+                out[_column(rule)] = tokens.cleaned(token_stat(rule, tokens))
+        return out
+
+    def add(self, seen: _Seen) -> None:
+        """Adds what is summed over rows."""
+        sums = seen.sums
+        names = (*sums.fields, *sums.others)
+        index = [names.index(column) for column in self.columns[1:]]
+        sums.runs.add_to_rows(sums.values_Fu[index], self.sums_FR[1:])
+        self.sums_FR[0, sums.runs.piece.rows] += seen.active_rows
+        self.by_rule += seen.rejected
 
     def settle(self) -> None:
         """From the sums of whole rows to each row's weight and rejection."""
+        self.num_active = self.sums_FR[0].sum()  # of this rank, as every field of the report
         self.layout.all_reduce_rows(self.sums_FR)
         sums = dict(zip(self.columns, self.sums_FR, strict=True))
-        self.active_R, self.valid_R, self.d_R = sums["active"], sums["valid"], sums["d"]
+        self.active_R, self.valid_R, self.d_R = sums["active"], sums["compared"], sums["d"]
         count = self.valid_R.clamp(min=1)
         self.mean_R = self.d_R / count
         self.rejected_R = torch.zeros_like(self.d_R, dtype=torch.bool)
@@ -311,16 +388,25 @@ class _Verdict:
                 self.rejected_negative_R |= out
             else:
                 self.rejected_R |= out
-        if self.level in ("sequence", "geometric"):
+        if self.weighs_rows:
             log_ratio = self.d_R if self.level == "sequence" else self.mean_R
-            self.log_weight_R, self.raw_R = log_ratio, _exp(log_ratio)
+            self.log_weight_R, self.raw_R = log_ratio, exp(log_ratio)
             if self.bound == "mask":
                 self.rejected_R |= self._is_outside(self.raw_R) & (self.valid_R > 0)
-        left = sums["kept"] - torch.where(self.rejected_negative_R, sums["kept_negative"], 0.0)
-        self.kept_R = torch.where(self.rejected_R, 0.0, left)
-        self.rejects_rows = bool(self.sequence_rules) or (
-            self.level in ("sequence", "geometric") and self.bound == "mask"
-        )
+        self.kept_R = torch.where(self.rejected_R, 0.0, sums["kept"])
+        if "negative" in sums:
+            self.kept_R -= torch.where(
+                self.rejected_negative_R & ~self.rejected_R, sums["kept_negative"], 0.0
+            )
+
+    @property
+    def changes_rows(self) -> bool:
+        """Whether the tokens must be gone through again, for what their sequences say."""
+        if self.weighs_rows or not self.sequence_rules:
+            return self.weighs_rows
+        if self.batch.device.type != "cpu":
+            return True  # to look would be to wait for the device
+        return bool((self.rejected_R | self.rejected_negative_R).any())
 
     def _sequence_outside(self, rule: Rule, sums: dict[str, Tensor], count: Tensor) -> Tensor:
         if rule.needs_worst_token:
@@ -333,19 +419,30 @@ class _Verdict:
             value = sums[_column(rule)]
         return outside(rule, value / count if rule.aggregation == "mean" else value)
 
-    def ratio(self, piece: Chunk, d: Tensor) -> Tensor:
-        """[n]: the weight before any bound."""
-        if self.level == "none":
-            return torch.ones_like(d)
-        return _exp(d) if self.level == "token" else piece.expand(self.raw_R)
-
-    def keep(self, piece: Chunk, keep: Tensor, raw: Tensor, negative: Tensor | None) -> Tensor:
-        if not self.rejects_rows:
-            return keep
+    def keep_rows(self, piece: Chunk, keep: Tensor, negative: Tensor | None) -> Tensor:
+        """[n] bool: the tokens that passed by themselves and whose sequence passes."""
         keep = keep & ~piece.expand(self.rejected_R)
         if negative is not None:
             keep &= ~(negative & piece.expand(self.rejected_negative_R))
         return keep
+
+    def weigh_rows(self, piece: Chunk, weights: Tensor) -> Tensor:
+        """[n] float32: the bounded weights; `weights` are those of tokens by themselves."""
+        if not self.weighs_rows:
+            return weights
+        return piece.expand(self.bounded(self.raw_R).float())
+
+    def row_weight_fields(
+        self, piece: Chunk, keep: Tensor, weights: Tensor, compared: Tensor | None
+    ) -> dict[str, Tensor]:
+        """The report's fields of the weights, but those that stand from each token by itself."""
+        out = {"kept": keep}
+        if self.level != "none":
+            out |= {"weight": weights, "weight2": weights * weights}
+        if compared is not None:
+            out["above"] = compared & piece.expand(self.raw_R > self.high)
+            out["below"] = compared & piece.expand(self.raw_R < self.low)
+        return out
 
     def bounded(self, raw: Tensor) -> Tensor:
         if self.level == "none" or self.bound == "mask":
@@ -360,36 +457,30 @@ def _column(rule: Rule) -> str:
     return f"rule {rule.name}"  # a label may be anything, "valid" too
 
 
-def _exp(d: Tensor) -> Tensor:
-    return d.clamp(-kl.RATIO_LIMIT, kl.RATIO_LIMIT).exp()
-
-
-def token_stat(rule: Rule, new: Tensor, old: Tensor, d: Tensor) -> Tensor:
-    """[n]: the rule's statistic of each token; of a ratio, its log. `new`, `old`: log-probs of
-    trainer and rollout, `d` their difference, 0.0 where it is not valid."""
+def token_stat(rule: Rule, tokens: Tokens) -> Tensor:
+    """[n]: the rule's statistic of each token; of a ratio and of a probability, its log."""
     if rule.stat == "ratio":
-        return d
+        return tokens.d
     if rule.stat == "k1":
-        return kl.k1(d)
+        return kl.k1(tokens.d)
     if rule.stat == "k2":
-        return kl.k2(d)
+        return kl.k2(tokens.d)
     if rule.stat == "k3":
-        return kl.k3(d)
+        return tokens.k3
     if rule.stat == "prob_diff":
-        return (new.exp() - old.exp()).abs()
-    return new.to(d.dtype)  # old_prob: its log
+        return (tokens.new.exp() - tokens.old.exp()).abs()
+    return tokens.new.to(tokens.d.dtype)
 
 
 def outside(rule: Rule, value: Tensor) -> Tensor:
     """Whether a value of the rule's statistic lies outside its bounds. Of a ratio and of a
     probability the value is the log, as the bounds' logs are taken here."""
     is_log = rule.stat in ("ratio", "old_prob")
-    out = torch.zeros_like(value, dtype=torch.bool)
-    if rule.low is not None:
-        out |= value < (_log(rule.low) if is_log else rule.low)
-    if rule.high is not None:
-        out |= value > (_log(rule.high) if is_log else rule.high)
-    return out
+    low, high = (b if b is None or not is_log else _log(b) for b in (rule.low, rule.high))
+    if low is None:
+        assert high is not None, "a rule has a bound"
+        return value > high
+    return value < low if high is None else (value < low) | (value > high)
 
 
 def _log(bound: float) -> float:
@@ -399,73 +490,82 @@ def _log(bound: float) -> float:
 # -- the figures ----------------------------------------------------------------------------------
 
 
+def gap_fields(tokens: Tokens) -> dict[str, Tensor]:
+    """The report's fields of the gap itself, in their order; [n] each."""
+    d, size, ratio = tokens.d, tokens.size, tokens.ratio
+    wide = d.double()  # its square overflows float32 where a log-prob is a stand-in for -inf
+    return {
+        "compared": tokens.compared,
+        "unequal": above(size, 0.0),
+        "outlier": above(size, OUTLIER_DIFF),
+        "d": wide,
+        "d2": wide * wide,
+        "k3": tokens.k3,
+        "ratio": ratio,
+        "ratio2": ratio * ratio,
+    }
+
+
 class _Tally:
-    """Sums and maxima over the tokens, told apart by every part of the report at once."""
+    """Sums and maxima over the tokens, told apart by the parts of the report."""
 
-    def __init__(
-        self, layout: Layout, facts: TokenFacts, correction: Correction, device: torch.device
-    ) -> None:
-        self.layout, self.correction = layout, correction
+    def __init__(self, correction: Correction, batch: Batch) -> None:
+        self.correction, self.layout, device = correction, batch.layout, batch.device
         self.fields_FC = torch.zeros(len(FIELDS), NUM_CELLS, dtype=torch.float64, device=device)
-        self.abs_d_C = torch.full((NUM_CELLS,), float("-inf"), device=device)
-        self.histogram = torch.zeros(BINS, dtype=torch.float64, device=device)
-        self.tops = torch.full((4,), float("-inf"), dtype=torch.float64, device=device)
-        self.penalty = torch.zeros((), dtype=torch.float64, device=device)
-        self.sources: list[tuple[Tensor | None, Tensor]] = []
-        given = (facts.ages, facts.turns, facts.positions, facts.kinds)
-        stride = NUM_CELLS
-        for part, size, values in zip(PARTS[:-1], CELLS[:-1], given, strict=True):
-            stride //= size
-            if values is None and part.name != "position":
-                continue
-            table = torch.tensor(part.table(), device=device) * stride
-            self.sources.append((None if values is None else values.reshape(-1), table))
+        self.unforced_F = self.fields_FC.new_zeros(len(FIELDS))
+        self.abs_d_C = self.fields_FC.new_full((NUM_CELLS,), float("-inf"))
+        self.histogram = self.fields_FC.new_zeros(BINS)
+        self.tops = self.fields_FC.new_full((2,), float("-inf"))
+        self.penalty = self.fields_FC.new_zeros(())
 
-    def add(
-        self,
-        piece: Chunk,
-        new: Tensor,
-        old: Tensor,
-        d: Tensor,
-        valid: Tensor,
-        keep: Tensor,
-        weights: Tensor,
-        raw: Tensor,
-    ) -> None:
-        cell = (old > FORCED_LOGPROB).long()
-        for values, table in self.sources:
-            number = piece.places(self.layout) if values is None else values[piece.tokens]
-            cell += table[number.clamp(0, len(table) - 1)]
-        size = d.abs()
-        ratio = _exp(d).masked_fill_(~valid, 0.0)
-        (low, high), has_weights = self.correction.limits, self.correction.level != "none"
-        nothing = torch.zeros_like(valid)
-        wide = d.double()  # its square overflows float32 where a log-prob is a stand-in for -inf
-        fields = [
-            valid, size > 0, size > OUTLIER_DIFF, wide, wide * wide, kl.k3(d), ratio, ratio * ratio,
-            keep, weights, weights * weights,
-            (raw > high) & valid if has_weights else nothing,
-            (raw < low) & valid if has_weights else nothing,
-        ]  # fmt: skip
-        self.fields_FC.index_add_(1, cell, torch.stack([f.double() for f in fields]))
-        self.abs_d_C.scatter_reduce_(0, cell, size.float().where(valid, float("-inf")), "amax")
-        self.histogram.index_add_(0, bins_of(d), valid.double())
+    def add(self, sums: _Sums) -> None:
+        """Adds fields that follow one another in FIELDS."""
+        first, size = FIELDS.index(sums.fields[0]), len(sums.fields)
+        assert sums.fields == FIELDS[first : first + size], f"not as in FIELDS: {sums.fields}"
+        sums.runs.add_to_cells(sums.values_Fu[:size], self.fields_FC[first : first + size])
+        self.unforced_F[first : first + size] += sums.unforced_F
+
+    def forget_weights(self) -> None:
+        """Before they are added for good: what was kept, and the weights."""
+        first = FIELDS.index("kept")
+        self.fields_FC[first : first + 3] = 0.0
+        self.unforced_F[first : first + 3] = 0.0
+
+    def look_at(self, tokens: Tokens) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What is no sum over cells or rows; see _Seen."""
+        d, size, ends = tokens.d, tokens.size, [tokens.d, -tokens.d]
+        if tokens.valid is not None:
+            size, *ends = (x.where(tokens.valid, float("-inf")) for x in (size, *ends))
+        tops, bins = torch.full_like(self.tops, float("-inf")), bins_of(d)
+        if len(d):
+            tops = torch.stack([x.amax().double() for x in ends])
+        if tokens.valid is None:
+            histogram = torch.bincount(bins, minlength=BINS)
+        else:
+            histogram = torch.zeros_like(self.histogram)
+            histogram.index_add_(0, bins, tokens.valid.double())
+        penalty = self.penalty
         if self.correction.kl_penalty_coef > 0:
             clip = self.correction.kl_penalty_clip or float("inf")
-            self.penalty += (-d).clamp(-clip, clip).sum(dtype=torch.float64)
-        none = float("-inf")
-        tops = [d.where(valid, none), (-d).where(valid, none), new.where(valid, none)]
-        tops.append(old.where(valid, none))
-        self.tops = torch.maximum(self.tops, torch.stack([t.amax().double() for t in tops]))
+            penalty = (-d).clamp(-clip, clip).sum(dtype=torch.float64)
+        return tokens.runs.maxima(size), tops, histogram, penalty
+
+    def see(self, seen: _Seen) -> None:
+        seen.sums.runs.raise_cells(seen.abs_d_u, self.abs_d_C)
+        self.tops = torch.maximum(self.tops, seen.tops)
+        self.histogram += seen.histogram
+        if self.correction.kl_penalty_coef > 0:
+            self.penalty = self.penalty + seen.penalty
 
     def report(self, verdict: _Verdict) -> MismatchReport:
         correction = self.correction
         scalars: dict[str, Tensor | float] = {"penalty": self.penalty}
-        named: tuple[str, ...] = ("d", "minus_d", "logprob", "rollout_logprob")
-        maxima: dict[str, Tensor] = dict(zip(named, self.tops, strict=True))
-        maxima["abs_d"] = self.abs_d_C.amax()
-        mask = self.layout.flat_mask()
-        scalars["active"] = float(self.layout.num_tokens) if mask is None else mask.sum()
+        maxima = {"d": self.tops[0], "minus_d": self.tops[1], "abs_d": self.abs_d_C.amax()}
+        if correction.level == "none":  # every kept token weighs 1
+            kept = FIELDS.index("kept")
+            self.fields_FC[kept + 1 : kept + 3] = self.fields_FC[kept]
+            self.unforced_F[kept + 1 : kept + 3] = self.unforced_F[kept]
+        scalars["active"] = verdict.num_active
         if self.layout.counts_rows and self.layout.num_rows:
             of_rows, row_maxima = _sequence_figures(verdict)
             scalars |= of_rows
@@ -475,7 +575,8 @@ class _Tally:
             scalars["normalize_count"] = self.fields_FC[FIELDS.index("kept")].sum()
         return MismatchReport.of_cells(
             self.fields_FC,
-            self.abs_d_C.double(),
+            self.abs_d_C,
+            self.unforced_F,
             scalars,
             maxima,
             self.histogram,
@@ -491,7 +592,7 @@ def _sequence_figures(verdict: _Verdict) -> tuple[dict[str, Tensor | float], dic
     zero, none = verdict.d_R.new_zeros(()), verdict.d_R.new_tensor(float("-inf"))
     mean = verdict.mean_R
     kept = verdict.kept_R > 0
-    product = _exp(verdict.d_R)
+    product = exp(verdict.d_R)
     scalars: dict[str, Tensor | float] = {
         "active_sequences": (verdict.active_R > 0).sum(),
         "sequences": seen.sum(),
@@ -561,6 +662,8 @@ def _check(
 
 
 def _check_not_positive(name: str, flat: Tensor, layout: Layout) -> None:
+    if not len(flat) or bool(flat.amax() <= MAX_LOGPROB):
+        return  # NaN is not <=: what stands in padding may be anything, and is looked at below
     mask = layout.flat_mask()
     for piece in layout.chunks(flat.device):
         values = flat[piece.tokens]
