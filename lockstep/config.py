@@ -116,6 +116,21 @@ def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str
     return {p: (left.get(p), right.get(p)) for p in paths if left.get(p) != right.get(p)}
 
 
+def check_choices(config: Any, where: str) -> None:
+    """Raises ConfigError for a field whose value is none of its Literal's: a dataclass that is made
+    in Python has no other check of it. `where` names the settings in the message."""
+    for name, annotation in _hints(_class(config)).items():
+        value = getattr(config, name)
+        known = [a for m in _union(annotation) for a in typing.get_args(m) if m is not type(None)]
+        is_choice = any(typing.get_origin(m) is typing.Literal for m in _union(annotation))
+        is_none = value is None and type(None) in _union(annotation)
+        if is_choice and value not in known and not is_none:
+            raise ConfigError(
+                f"{where}.{name}={value!r} is not one of them."
+                f"{did_you_mean(str(value), [str(k) for k in known])}"
+            )
+
+
 def tag(cls: type) -> str:
     """The name of a kind: its own `TAG`, or its class name in words: `EmbeddedConfig` -> embedded,
     `PPOClip` -> ppo_clip."""

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from lockstep.config import check_choices
 from lockstep.errors import ConfigError
 
 Anchor = Literal["rollout", "recomputed", "on_policy"]
@@ -59,6 +60,7 @@ class Rule:
     """The rule's name in metrics; empty makes one of the above."""
 
     def __post_init__(self) -> None:
+        check_choices(self, "rule")
         where = f"correction rule {self.name}"
         if self.low is None and self.high is None:
             raise ConfigError(
@@ -196,6 +198,7 @@ class Correction:
     def __post_init__(self) -> None:
         low, high = self.limits
         where = "correction"
+        check_choices(self, where)
         if not (0 <= low < high and high > 0):
             raise ConfigError(
                 f"{where}.limits={low:g},{high:g}: expected 0 <= lower < upper. Swapped?"

@@ -178,6 +178,21 @@ def test_a_rule_that_cannot_be_meant_is_refused(settings, text):
         Rule(**{"stat": "ratio", **settings})
 
 
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: Rule(stat="k4", high=1.0), r"rule\.stat='k4' is not one of them\. Known: ratio, k1"),
+        (lambda: Rule(stat="k3", high=1.0, scope="seq"), r"rule\.scope='seq' is not one of them"),
+        (lambda: Correction(anchor="Rollout"), r"correction\.anchor='Rollout' .* mean 'rollout'\?"),
+        (lambda: Correction(level="tokens"), r"correction\.level='tokens' .* mean 'token'\?"),
+        (lambda: Correction(denominator="all"), r"correction\.denominator='all' .*original, kept"),
+    ],
+)
+def test_a_choice_made_in_python_is_checked_too(make, text):
+    with pytest.raises(ConfigError, match=text):
+        make()
+
+
 WEIGHED = {"anchor": "recomputed", "level": "token"}
 
 
