@@ -25,7 +25,9 @@ import shlex
 import sys
 import types
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -265,11 +267,74 @@ def figures_table() -> str:
     return "\n".join(lines) + "\n"
 
 
+STUDY_COLUMNS = {
+    "tokens": {
+        "k1, first step": "k1_first",
+        "k2, first step": "k2_first",
+        "k3, first step": "k3_first",
+        "k1, last 10": "k1_last_10",
+        "k2, last 10": "k2_last_10",
+        "ids that match, first step": "match_rate_first",
+        "last step": "match_rate_last",
+        "reward, last 10": "reward_last_10",
+        "held out, greedy": "held_out_greedy",
+    },
+    "corrections": {
+        "reward, last 10 steps": "reward_last_10",
+        "held out, greedy": "held_out_greedy",
+        "response length, last 10": "response_length_last_10",
+        "k3": "k3_mean",
+        "effective sample size": "ess",
+        "rejected share": "rejected_share",
+    },
+    "fork": {
+        "k3, first 10 steps": "k3_first_10",
+        "k3, last 10": "k3_last_10",
+        "rejected share": "rejected_share",
+        "reward, last 10": "reward_last_10",
+        "worst 10 steps": "reward_worst_10",
+        "held out, greedy": "held_out_greedy",
+    },
+    "moe": {
+        "reward, last 10 steps": "reward_last_10",
+        "held out, greedy": "held_out_greedy",
+        "response length, last 10": "response_length_last_10",
+        "k3": "k3_mean",
+        "k3 of the averaged behaviour": "averaged_k3_mean",
+        "effective sample size": "ess",
+    },
+}
+
+
+def study_table(name: str) -> str:
+    """What `make studies` found: mean over the seeds, and in brackets the least and the largest."""
+    path = ROOT / "docs" / "proof" / "studies.json"
+    conditions = json.loads(path.read_text())["studies"][name]["conditions"]
+
+    def cell(arm: dict[str, Any], figure: str) -> str:
+        if figure not in arm:
+            return ""
+        least, largest = arm[figure]["range"]
+        low, middle, high = (f"{value:.3g}" for value in (least, arm[figure]["mean"], largest))
+        return middle if low == high else f"{middle} ({low} .. {high})"
+
+    columns = STUDY_COLUMNS[name]
+    has_arms = any(len(arms) > 1 for arms in conditions.values())
+    heads = ["condition", *(["arm"] if has_arms else []), *columns]
+    lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
+    for condition, arms in conditions.items():
+        for arm, found in arms.items():
+            names = [condition, *([arm] if has_arms else [])]
+            lines.append(f"| {' | '.join(names + [cell(found, c) for c in columns.values()])} |")
+    return "\n".join(lines) + "\n"
+
+
 TABLES = {
     "metrics": metrics_table,
     "columns": columns_table,
     "rooms": rooms_table,
     "figures": figures_table,
+    **{f"study-{name}": partial(study_table, name) for name in STUDY_COLUMNS},
 }
 
 
@@ -297,6 +362,25 @@ def test_generated_tables_are_up_to_date(page):
             f"{page.name}: the table {match['name']} is out of date; "
             "`python tests/cpu/test_docs.py` writes it."
         )
+
+
+def test_no_seed_of_a_study_is_left_out():
+    studies = json.loads((ROOT / "docs" / "proof" / "studies.json").read_text())["studies"]
+    assert set(studies) == set(STUDY_COLUMNS)
+    for study in studies.values():
+        num_seeds = int(study["command"].rpartition(" ")[2])
+        arms = [
+            arm for of_condition in study["conditions"].values() for arm in of_condition.values()
+        ]
+        for arm in arms:
+            assert list(arm["seeds"]) == [str(seed) for seed in range(num_seeds)]
+            for name, figure in arm.items():
+                if name in ("command", "seeds"):
+                    continue
+                values = [seed[name] for seed in arm["seeds"].values()]
+                assert figure["range"] == [min(values), max(values)]
+                rounding = 1e-3 * max(map(abs, values))  # figures are kept to four digits
+                assert figure["mean"] == pytest.approx(sum(values) / num_seeds, abs=rounding)
 
 
 def test_every_table_stands_on_a_page():
