@@ -181,7 +181,10 @@ def test_a_rule_that_cannot_be_meant_is_refused(settings, text):
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (lambda: Rule(stat="k4", high=1.0), r"rule\.stat='k4' is not one of them\. Known: ratio, k1"),
+        (
+            lambda: Rule(stat="k4", high=1.0),
+            r"rule\.stat='k4' is not one of them\. Known: ratio, k1",
+        ),
         (lambda: Rule(stat="k3", high=1.0, scope="seq"), r"rule\.scope='seq' is not one of them"),
         (lambda: Correction(anchor="Rollout"), r"correction\.anchor='Rollout' .* mean 'rollout'\?"),
         (lambda: Correction(level="tokens"), r"correction\.level='tokens' .* mean 'token'\?"),
