@@ -43,7 +43,9 @@ def log_ratio(
         logprobs, rollout_logprobs = logprobs.float(), rollout_logprobs.float()
     difference = logprobs - rollout_logprobs
     # Not finite exactly where an input is not: finite log-probs are far from overflowing.
-    is_valid = difference.abs() < float("inf")  # as isfinite, which takes twice as long on a CPU
+    if mask is None and _is_below(difference, float("inf")):
+        return difference, torch.ones_like(difference, dtype=torch.bool)
+    is_valid = torch.isfinite(difference)
     if mask is not None:
         is_valid &= mask if mask.dtype == torch.bool else mask != 0
     return torch.where(is_valid, difference, 0.0), is_valid
@@ -69,8 +71,21 @@ def k3(log_ratio: Tensor) -> Tensor:
     Guard: tests/cpu/correction/test_kl.py::test_k3_keeps_its_digits_near_zero
     """
     d = log_ratio.clamp(max=RATIO_LIMIT)  # the whole argument: expm1(20) - d falls below 0 at last
-    series = ((((d / 720 + 1 / 120) * d + 1 / 24) * d + 1 / 6) * d + 1 / 2) * d * d
+    series = d / 720 + 1 / 120
+    for term in (1 / 24, 1 / 6, 1 / 2):
+        series = torch.addcmul(d.new_full((), term), series, d)
+    series = series * d * d
+    if _is_below(d, SERIES_BELOW[d.dtype]):
+        return series
     return torch.where(d.abs() < SERIES_BELOW[d.dtype], series, torch.expm1(d) - d)
+
+
+def _is_below(values: Tensor, bound: float) -> bool:
+    """Whether all are below it in size, and none is NaN: known at once on a CPU, where it saves
+    what is done for the few that are not; elsewhere False, for to look would be to wait."""
+    if values.device.type != "cpu" or not values.numel():
+        return False
+    return bool(values.detach().abs().amax() < bound)
 
 
 def penalty(

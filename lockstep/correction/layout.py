@@ -24,10 +24,10 @@ from lockstep.errors import AlignmentError
 Tensor = torch.Tensor
 Int64Array = npt.NDArray[np.int64]
 
-CHUNK_TOKENS = {"cpu": 1 << 15}
-"""Tokens that are worked on at a time, by device: on a CPU so many that temporaries stay in the
-cache, and not so many that torch would split an operation; elsewhere launches cost more than
-memory."""
+CHUNK_TOKENS = {"cpu": 1 << 17}
+"""Tokens that are worked on at a time, by device: on a CPU so few that temporaries are small beside
+the batch and near the cache, and so many that calls cost little beside their work; elsewhere
+launches cost more than memory."""
 OTHER_CHUNK_TOKENS = 1 << 22
 
 

@@ -107,6 +107,7 @@ _SUB_BITS, _OCTAVES, _LOWEST = 3, 40, -30
 _SIDE = _OCTAVES << _SUB_BITS
 _FIRST_BIN = (127 + _LOWEST) << _SUB_BITS  # 127: the exponent's offset in a float32
 BINS = 2 * _SIDE + 1
+NUM_CODES = 1 << (9 + _SUB_BITS)  # sign and exponent are 9 bits
 
 QUANTILES = (0.5, 0.99, 0.999)
 
@@ -285,12 +286,18 @@ class MismatchReport:
         return {k: v + 0.0 for k, v in named.items()}  # + 0.0: -0.0 is shown as 0.0
 
 
-def bins_of(d: Tensor) -> Tensor:
-    """[N] int32 in [0, BINS): the histogram's bin of each float32, finite."""
-    bits = d.float().view(torch.int32)
-    side = ((bits & 0x7FFFFFFF) >> (23 - _SUB_BITS)) - (_FIRST_BIN - 1)  # 0: below the first edge
-    sign = bits >> 31  # 0 or -1: (side ^ sign) - sign is side with the sign of d
-    return (side.clamp_(0, _SIDE) ^ sign) - sign + _SIDE
+def codes_of(d: Tensor) -> Tensor:
+    """[N] int32 in [0, NUM_CODES): sign, exponent and highest bits of each float32, finite."""
+    return (d.float().view(torch.int32) >> (23 - _SUB_BITS)) + NUM_CODES // 2
+
+
+def histogram_of(counts: Tensor) -> Tensor:
+    """[NUM_CODES] float64 tokens of each code -> [BINS] of each of the histogram's bins."""
+    code = torch.arange(NUM_CODES, device=counts.device) - NUM_CODES // 2
+    size = code & (NUM_CODES // 2 - 1)
+    side = (size - (_FIRST_BIN - 1)).clamp(0, _SIDE)  # 0: below the first edge
+    bins = torch.where(code < 0, _SIDE - side, _SIDE + side)
+    return counts.new_zeros(BINS).index_add_(0, bins, counts)
 
 
 def _quantile(histogram: Sequence[float], count: float, q: float) -> float:

@@ -31,19 +31,20 @@ from lockstep.correction.chunks import (
     Tokens,
     above,
     below,
+    double,
     exp,
-    stacked,
     unforced,
 )
 from lockstep.correction.config import Correction, Rule
 from lockstep.correction.layout import Chunk, Layout
 from lockstep.correction.metrics import (
-    BINS,
     FIELDS,
     NUM_CELLS,
+    NUM_CODES,
     OUTLIER_DIFF,
     MismatchReport,
-    bins_of,
+    codes_of,
+    histogram_of,
 )
 from lockstep.errors import AlignmentError
 from lockstep.types import MAX_LOGPROB
@@ -278,10 +279,17 @@ def sum_up(
     others: Mapping[str, Tensor] | None = None,
 ) -> _Sums:
     """Of [n] columns by name, of any dtype; float64 sums."""
+    sums: list[Tensor] = []
+    of_unforced: list[Tensor] = []
     others = others or {}
-    values_Fn = stacked([*fields.values(), *others.values()])
-    unforced_F = values_Fn[: len(fields)] @ is_unforced
-    return _Sums(runs, tuple(fields), tuple(others), runs.sums(values_Fn), unforced_F)
+    for (
+        column
+    ) in fields.values():  # one after the other: in the cache, each is converted in no time
+        wide = double(column)
+        sums.append(runs.sums(wide))
+        of_unforced.append(wide.dot(is_unforced))
+    sums += [runs.sums(double(column)) for column in others.values()]
+    return _Sums(runs, tuple(fields), tuple(others), torch.stack(sums), torch.stack(of_unforced))
 
 
 # -- what a token and its sequence deserve --------------------------------------------------------
@@ -301,9 +309,8 @@ class _Verdict:
         self.columns = ["active", "compared", "d", "kept"]
         if any(r.only_negative_advantage for r in self.sequence_rules):
             self.columns += ["negative", "kept_negative"]
-        for rule in self.sequence_rules:
-            if rule.needs_worst_token or rule.stat not in ("ratio", "k1"):
-                self.columns.append(_column(rule))
+        named = [_column(rule) for rule in self.sequence_rules]
+        self.columns += [name for name in dict.fromkeys(named) if name not in self.columns]
         self.sums_FR = torch.zeros(
             len(self.columns), batch.layout.num_rows, dtype=torch.float64, device=batch.device
         )
@@ -329,13 +336,15 @@ class _Verdict:
         """[n] float32: the bounded weights, as far as tokens have their own; 0.0 where rejected."""
         if self.level != "token":
             return keep.float()
-        return self.bounded(tokens.ratio).float().masked_fill(~keep, 0.0)
+        weights = self.bounded(tokens.ratio).float()
+        return weights if keep is tokens.compared else weights.masked_fill(~keep, 0.0)
 
     def weight_fields(self, tokens: Tokens, keep: Tensor, weights: Tensor) -> dict[str, Tensor]:
         """The report's fields of the weights, as far as tokens have their own."""
         out = {"kept": keep}
         if self.level == "token":
-            out |= {"weight": weights, "weight2": weights * weights}
+            wide = weights.double()
+            out |= {"weight": wide, "weight2": wide * wide}
             out["above"] = above(tokens.ratio, self.high)
             if self.low > 0:  # no ratio is below 0
                 out["below"] = tokens.cleaned(below(tokens.ratio, self.low))
@@ -356,7 +365,7 @@ class _Verdict:
             if rule.needs_worst_token:
                 is_outside = outside(rule, token_stat(rule, tokens))
                 out[_column(rule)] = tokens.only_compared(is_outside)
-            elif _column(rule) in self.columns:
+            elif rule.stat not in SUMMED_ANYHOW:
                 out[_column(rule)] = tokens.cleaned(token_stat(rule, tokens))
         return out
 
@@ -409,14 +418,10 @@ class _Verdict:
         return bool((self.rejected_R | self.rejected_negative_R).any())
 
     def _sequence_outside(self, rule: Rule, sums: dict[str, Tensor], count: Tensor) -> Tensor:
+        value = sums[_column(rule)]
         if rule.needs_worst_token:
-            return sums[_column(rule)] > 0
-        if rule.stat == "ratio":
-            value = sums["d"]
-        elif rule.stat == "k1":
-            value = -sums["d"]
-        else:
-            value = sums[_column(rule)]
+            return value > 0
+        value = value * {"k1": -1.0, "k2": 0.5}.get(rule.stat, 1.0)
         return outside(rule, value / count if rule.aggregation == "mean" else value)
 
     def keep_rows(self, piece: Chunk, keep: Tensor, negative: Tensor | None) -> Tensor:
@@ -438,7 +443,8 @@ class _Verdict:
         """The report's fields of the weights, but those that stand from each token by itself."""
         out = {"kept": keep}
         if self.level != "none":
-            out |= {"weight": weights, "weight2": weights * weights}
+            wide = weights.double()
+            out |= {"weight": wide, "weight2": wide * wide}
         if compared is not None:
             out["above"] = compared & piece.expand(self.raw_R > self.high)
             out["below"] = compared & piece.expand(self.raw_R < self.low)
@@ -453,8 +459,14 @@ class _Verdict:
         return (ratio < self.low) | (ratio > self.high)
 
 
+SUMMED_ANYHOW = {"ratio": "d", "k1": "d", "k2": "d2", "k3": "k3"}
+"""Statistics whose sums over a sequence are those of a field of the report, but for a factor."""
+
+
 def _column(rule: Rule) -> str:
-    return f"rule {rule.name}"  # a label may be anything, "valid" too
+    if not rule.needs_worst_token and rule.stat in SUMMED_ANYHOW:
+        return SUMMED_ANYHOW[rule.stat]
+    return f"rule {rule.name}"  # a label may be anything, "compared" too
 
 
 def token_stat(rule: Rule, tokens: Tokens) -> Tensor:
@@ -477,10 +489,7 @@ def outside(rule: Rule, value: Tensor) -> Tensor:
     probability the value is the log, as the bounds' logs are taken here."""
     is_log = rule.stat in ("ratio", "old_prob")
     low, high = (b if b is None or not is_log else _log(b) for b in (rule.low, rule.high))
-    if low is None:
-        assert high is not None, "a rule has a bound"
-        return value > high
-    return value < low if high is None else (value < low) | (value > high)
+    return value.clamp(low, high) != value  # one comparison: into bools, it is the dear part
 
 
 def _log(bound: float) -> float:
@@ -492,14 +501,14 @@ def _log(bound: float) -> float:
 
 def gap_fields(tokens: Tokens) -> dict[str, Tensor]:
     """The report's fields of the gap itself, in their order; [n] each."""
-    d, size, ratio = tokens.d, tokens.size, tokens.ratio
-    wide = d.double()  # its square overflows float32 where a log-prob is a stand-in for -inf
+    size, d, ratio = tokens.size, tokens.d.double(), tokens.ratio.double()
+    # The square of d overflows float32 where a log-prob is a stand-in for -inf.
     return {
         "compared": tokens.compared,
         "unequal": above(size, 0.0),
         "outlier": above(size, OUTLIER_DIFF),
-        "d": wide,
-        "d2": wide * wide,
+        "d": d,
+        "d2": d * d,
         "k3": tokens.k3,
         "ratio": ratio,
         "ratio2": ratio * ratio,
@@ -514,7 +523,7 @@ class _Tally:
         self.fields_FC = torch.zeros(len(FIELDS), NUM_CELLS, dtype=torch.float64, device=device)
         self.unforced_F = self.fields_FC.new_zeros(len(FIELDS))
         self.abs_d_C = self.fields_FC.new_full((NUM_CELLS,), float("-inf"))
-        self.histogram = self.fields_FC.new_zeros(BINS)
+        self.histogram = self.fields_FC.new_zeros(NUM_CODES)
         self.tops = self.fields_FC.new_full((2,), float("-inf"))
         self.penalty = self.fields_FC.new_zeros(())
 
@@ -536,14 +545,14 @@ class _Tally:
         d, size, ends = tokens.d, tokens.size, [tokens.d, -tokens.d]
         if tokens.valid is not None:
             size, *ends = (x.where(tokens.valid, float("-inf")) for x in (size, *ends))
-        tops, bins = torch.full_like(self.tops, float("-inf")), bins_of(d)
+        tops, codes = torch.full_like(self.tops, float("-inf")), codes_of(d)
         if len(d):
             tops = torch.stack([x.amax().double() for x in ends])
         if tokens.valid is None:
-            histogram = torch.bincount(bins, minlength=BINS)
+            histogram = torch.bincount(codes, minlength=NUM_CODES)
         else:
             histogram = torch.zeros_like(self.histogram)
-            histogram.index_add_(0, bins, tokens.valid.double())
+            histogram.index_add_(0, codes, tokens.valid.double())
         penalty = self.penalty
         if self.correction.kl_penalty_coef > 0:
             clip = self.correction.kl_penalty_clip or float("inf")
@@ -579,7 +588,7 @@ class _Tally:
             self.unforced_F,
             scalars,
             maxima,
-            self.histogram,
+            histogram_of(self.histogram),
             verdict.by_rule,
             rules=tuple(rule.name for rule in correction.reject),
             is_weighed=correction.changes_tokens,
