@@ -300,6 +300,11 @@ def _value(annotation: Any, value: Any, path: str) -> Any:
                 raise ConfigError(f"{path}.type={name}: no such kind.{did_you_mean(name, kinds)}")
             return cast(Any, from_dict(kinds[name], value, path=path))
         nested = _dataclass_of(annotation, value)
+        if nested is not None and "type" in value and not _field_names(nested):
+            raise ConfigError(
+                f"{path}.type={value['type']}: no kind of {nested.__name__} is known here. Import "
+                "the module that has it (lockstep.recipes brings the built-in ones; --plugin)."
+            )
         if nested is not None:
             return cast(Any, from_dict(nested, value, path=path))
         if any((typing.get_origin(m) or m) in (dict, Mapping) for m in members):

@@ -131,6 +131,23 @@ def test_a_bad_file_names_the_path():
         C.from_dict(Run, {"engine": {"pages": 3}})
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KindsElsewhere:
+    """A choice whose kinds stand in a module that nobody imported."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Holder:
+    task: KindsElsewhere
+
+
+def test_a_kind_whose_module_was_not_imported_says_so():
+    with pytest.raises(ConfigError, match=r"task\.type=mine: no kind of KindsElsewhere is known"):
+        C.from_dict(Holder, {"task": {"type": "mine", "docs": "x"}})
+
+
+
+
 @pytest.mark.parametrize(
     ("name", "expected"),
     [("EmbeddedConfig", "embedded"), ("PPOClip", "ppo_clip"), ("GRPO", "grpo"),
