@@ -11,11 +11,9 @@ gather would wait for the device, so all tokens go through, under a mask.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -27,7 +25,6 @@ from lockstep.correction.metrics import CELLS, NUM_CELLS, PARTS
 from lockstep.types import FORCED_LOGPROB
 
 Tensor = torch.Tensor
-T = TypeVar("T")
 Int64Array = npt.NDArray[np.int64]
 
 _CELL_PARTS = PARTS[: len(CELLS)]
@@ -72,23 +69,59 @@ class Runs:
             return values_n
         return torch.from_numpy(np.add.reduceat(values_n.numpy(), self.starts))
 
-    def maxima(self, values_n: Tensor) -> Tensor:
-        """[u]."""
-        if self.starts is None:
-            return values_n
-        return torch.from_numpy(np.maximum.reduceat(values_n.numpy(), self.starts))
-
     def add_to_cells(self, sums_Fu: Tensor, fields_FC: Tensor) -> None:
         fields_FC.index_add_(1, self.cells, sums_Fu)
 
-    def raise_cells(self, maxima_u: Tensor, maxima_C: Tensor) -> None:
-        maxima_C.scatter_reduce_(0, self.cells, maxima_u.to(maxima_C.dtype), "amax")
+    def raise_cells(self, values_n: Tensor, maxima_C: Tensor) -> None:
+        """To the largest of the values."""
+        if self.starts is not None:
+            values_n = torch.from_numpy(np.maximum.reduceat(values_n.numpy(), self.starts))
+        maxima_C.scatter_reduce_(0, self.cells, values_n.to(maxima_C.dtype), "amax")
 
     def add_to_rows(self, sums_Fu: Tensor, sums_FR: Tensor) -> None:
         if self.rows is None:
             sums_FR[:, self.piece.rows] += self.piece.row_sums(sums_Fu)
         else:
             sums_FR.index_add_(1, self.rows, sums_Fu)
+
+
+class Columns:
+    """Sums over some tokens of a chunk, of one column of values after another: each is widened,
+    summed up and dropped while it is in the cache."""
+
+    def __init__(self, runs: Runs, is_unforced: Tensor) -> None:
+        self.runs, self._is_unforced = runs, is_unforced
+        self.names: list[str] = []
+        self._sums: list[Tensor] = []
+        self._unforced: list[Tensor] = []
+
+    def add(self, name: str, values: Tensor) -> Tensor:
+        """[n], of any dtype. Returns them in float64."""
+        if values.dtype == torch.bool:  # converted several times slower than the byte it is
+            values = values.view(torch.uint8)
+        wide = values.double()
+        self.names.append(name)
+        self._sums.append(self.runs.sums(wide))
+        self._unforced.append(wide.dot(self._is_unforced))
+        return wide
+
+    def add_with_square(self, name: str, values: Tensor) -> None:
+        """Two columns: NAME, NAME2."""
+        wide = self.add(name, values)
+        self.add(f"{name}2", wide * wide)
+
+    def add_above(self, name: str, values: Tensor, bound: float) -> None:
+        """How many are above it."""
+        wide = torch.empty_like(values, dtype=torch.float64)
+        self.add(name, torch.gt(values, bound, out=wide))  # into bools takes three times as long
+
+    def sums(self, names: Sequence[str]) -> Tensor:
+        """[F, u] float64: of each run."""
+        return torch.stack([self._sums[self.names.index(name)] for name in names])
+
+    def unforced(self, names: Sequence[str]) -> Tensor:
+        """[F] float64: of the tokens that were not forced."""
+        return torch.stack([self._unforced[self.names.index(name)] for name in names])
 
 
 @dataclass(eq=False)
@@ -173,22 +206,8 @@ class Batch:
     def device(self) -> torch.device:
         return self.new_N.device
 
-    def mapped(self, function: Callable[[Chunk], T]) -> Iterator[T]:
-        """The function of every chunk, in order; on a CPU, of as many at a time as torch may use
-        threads. Guard: tests/cpu/correction/test_chunks.py"""
-        pieces = list(self.layout.chunks(self.device))
-        threads = torch.get_num_threads() if self.device.type == "cpu" else 1
-        if min(threads, len(pieces)) < 2:
-            yield from map(function, pieces)
-            return
-        is_inference = torch.is_inference_mode_enabled()  # a thread does not inherit it
-
-        def call(piece: Chunk) -> T:
-            with torch.inference_mode(is_inference):
-                return function(piece)
-
-        with ThreadPoolExecutor(threads) as pool:
-            yield from pool.map(call, pieces)
+    def pieces(self) -> Iterator[Chunk]:
+        return self.layout.chunks(self.device)
 
     def active(self, piece: Chunk) -> Tensor | None:
         """[n] bool: the tokens that count, finite or not; None: all."""
@@ -294,19 +313,3 @@ def unforced(rollout_logprobs: Tensor) -> Tensor:
 
 def exp(d: Tensor) -> Tensor:
     return d.clamp(-kl.RATIO_LIMIT, kl.RATIO_LIMIT).exp()
-
-
-def above(values: Tensor, bound: float) -> Tensor:
-    """float64: 1.0 where a value is above the bound, 0.0 elsewhere; several times as fast on a CPU
-    as a comparison into bools."""
-    return torch.gt(values, bound, out=torch.empty_like(values, dtype=torch.float64))
-
-
-def below(values: Tensor, bound: float) -> Tensor:
-    """`above`, the other way."""
-    return torch.lt(values, bound, out=torch.empty_like(values, dtype=torch.float64))
-
-
-def double(column: Tensor) -> Tensor:
-    """float64. A bool is converted several times slower than the byte it is."""
-    return (column.view(torch.uint8) if column.dtype == torch.bool else column).double()

@@ -17,7 +17,7 @@ token is held at most.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -26,12 +26,9 @@ import torch.distributed as dist
 from lockstep.correction import kl
 from lockstep.correction.chunks import (
     Batch,
-    Runs,
+    Columns,
     TokenFacts,
     Tokens,
-    above,
-    below,
-    double,
     exp,
     unforced,
 )
@@ -188,39 +185,33 @@ def weigh(
     weights_N = torch.zeros(layout.num_tokens, dtype=torch.float32, device=batch.device)
     keep_N = torch.zeros(layout.num_tokens, dtype=torch.bool, device=batch.device)
     compared_N = torch.zeros_like(keep_N) if verdict.weighs_rows else None
-
-    def see(piece: Chunk) -> _Seen:
-        """Judges the tokens of a chunk by themselves, and sums them up."""
+    for piece in batch.pieces():
         tokens = batch.tokens(piece)
-        keep, rejected = verdict.judge(tokens)
+        keep = verdict.judge(tokens)
         weights = verdict.weigh(tokens, keep)
         tokens.put(keep, keep_N)
         tokens.put(weights, weights_N)
         if compared_N is not None:
             tokens.put(tokens.compared, compared_N)
-        fields = gap_fields(tokens) | verdict.weight_fields(tokens, keep, weights)
-        sums = sum_up(tokens.runs, fields, tokens.is_unforced, verdict.row_columns(tokens, keep))
-        return _Seen(sums, tokens.active_rows, rejected, *tally.look_at(tokens))
-
-    def look_again(piece: Chunk) -> _Sums:
-        """Judges the tokens of a chunk by their sequences, and sums up their weights."""
-        at = piece.tokens
-        keep = verdict.keep_rows(piece, keep_N[at], batch.negative(piece))
-        weights = verdict.weigh_rows(piece, weights_N[at]).masked_fill(~keep, 0.0)
-        keep_N[at], weights_N[at] = keep, weights
-        compared = None if compared_N is None else compared_N[at]
-        fields = verdict.row_weight_fields(piece, keep, weights, compared)
-        return sum_up(batch.runs(piece), fields, unforced(batch.old_N[at]))
-
-    for seen in batch.mapped(see):
-        verdict.add(seen)
-        tally.add(seen.sums)
-        tally.see(seen)
+        columns = Columns(tokens.runs, tokens.is_unforced)
+        sum_gap(tokens, columns)
+        verdict.sum_weights(tokens, keep, weights, columns)
+        verdict.sum_others(tokens, keep, columns)
+        verdict.add(columns, tokens.active_rows)
+        tally.add(columns)
+        tally.look_at(tokens)
     verdict.settle()
     if verdict.changes_rows:
         tally.forget_weights()
-        for sums in batch.mapped(look_again):
-            tally.add(sums)
+        for piece in batch.pieces():
+            at = piece.tokens
+            keep = verdict.keep_rows(piece, keep_N[at], batch.negative(piece))
+            weights = verdict.weigh_rows(piece, weights_N[at]).masked_fill(~keep, 0.0)
+            keep_N[at], weights_N[at] = keep, weights
+            compared = None if compared_N is None else compared_N[at]
+            columns = Columns(batch.runs(piece), unforced(batch.old_N[at]))
+            verdict.sum_row_weights(piece, keep, weights, compared, columns)
+            tally.add(columns)
     report = tally.report(verdict)
     return Weighed(
         weights_N.view(layout.shape), keep_N.view(layout.shape), report, correction,
@@ -237,59 +228,6 @@ def as_layout(layout: Layout | Tensor | None, like: Tensor) -> Layout:
     if like.ndim == 1:
         return Layout.one_row(len(like))
     return Layout.padded(torch.ones(like.shape, dtype=torch.bool, device=like.device))
-
-
-# -- sums of a chunk -----------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Sums:
-    """Of some tokens: fields of the report, and what else is summed over rows."""
-
-    runs: Runs
-    fields: tuple[str, ...]
-    others: tuple[str, ...]
-    values_Fu: Tensor
-    """float64, of the fields and then the others."""
-    unforced_F: Tensor
-    """float64, of the fields alone, over the tokens that were not forced."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Seen:
-    """All that the report and the verdict take from a chunk."""
-
-    sums: _Sums
-    active_rows: Tensor
-    rejected: Tensor
-    """[rules] tokens that each rule for tokens rejects."""
-    abs_d_u: Tensor
-    """Largest |d| of each run."""
-    tops: Tensor
-    """[2] largest d and -d."""
-    histogram: Tensor
-    penalty: Tensor
-    """[] sum of -d, clipped."""
-
-
-def sum_up(
-    runs: Runs,
-    fields: Mapping[str, Tensor],
-    is_unforced: Tensor,
-    others: Mapping[str, Tensor] | None = None,
-) -> _Sums:
-    """Of [n] columns by name, of any dtype; float64 sums."""
-    sums: list[Tensor] = []
-    of_unforced: list[Tensor] = []
-    others = others or {}
-    for (
-        column
-    ) in fields.values():  # one after the other: in the cache, each is converted in no time
-        wide = double(column)
-        sums.append(runs.sums(wide))
-        of_unforced.append(wide.dot(is_unforced))
-    sums += [runs.sums(double(column)) for column in others.values()]
-    return _Sums(runs, tuple(fields), tuple(others), torch.stack(sums), torch.stack(of_unforced))
 
 
 # -- what a token and its sequence deserve --------------------------------------------------------
@@ -318,19 +256,18 @@ class _Verdict:
 
     # -- each token by itself ---------------------------------------------------------------------
 
-    def judge(self, tokens: Tokens) -> tuple[Tensor, Tensor]:
-        """([n] bool: the tokens that pass by themselves, [rules]: how many each rule rejects)."""
+    def judge(self, tokens: Tokens) -> Tensor:
+        """[n] bool: the tokens that pass by themselves."""
         keep = tokens.compared
-        rejected = torch.zeros_like(self.by_rule)
         for rule in self.token_rules:
             out = tokens.only_compared(outside(rule, token_stat(rule, tokens)))
             if rule.only_negative_advantage and tokens.negative is not None:
                 out &= tokens.negative
-            rejected[self.correction.reject.index(rule)] = out.count_nonzero()
+            self.by_rule[self.correction.reject.index(rule)] += out.count_nonzero()
             keep = keep & ~out
         if self.level == "token" and self.bound == "mask":
             keep = keep & ~self._is_outside(tokens.ratio)
-        return keep, rejected
+        return keep
 
     def weigh(self, tokens: Tokens, keep: Tensor) -> Tensor:
         """[n] float32: the bounded weights, as far as tokens have their own; 0.0 where rejected."""
@@ -339,44 +276,36 @@ class _Verdict:
         weights = self.bounded(tokens.ratio).float()
         return weights if keep is tokens.compared else weights.masked_fill(~keep, 0.0)
 
-    def weight_fields(self, tokens: Tokens, keep: Tensor, weights: Tensor) -> dict[str, Tensor]:
+    def sum_weights(self, tokens: Tokens, keep: Tensor, weights: Tensor, columns: Columns) -> None:
         """The report's fields of the weights, as far as tokens have their own."""
-        out = {"kept": keep}
-        if self.level == "token":
-            wide = weights.double()
-            out |= {"weight": wide, "weight2": wide * wide}
-            out["above"] = above(tokens.ratio, self.high)
-            if self.low > 0:  # no ratio is below 0
-                out["below"] = tokens.cleaned(below(tokens.ratio, self.low))
-        return out
+        columns.add("kept", keep)
+        if self.level != "token":
+            return
+        columns.add_with_square("weight", weights)
+        columns.add_above("above", tokens.ratio, self.high)
+        if self.low > 0:  # no ratio is below 0
+            is_below = tokens.ratio < self.low
+            columns.add("below", tokens.only_compared(is_below))
 
     # -- over rows --------------------------------------------------------------------------------
 
-    def row_columns(self, tokens: Tokens, keep: Tensor) -> dict[str, Tensor]:
+    def sum_others(self, tokens: Tokens, keep: Tensor, columns: Columns) -> None:
         """What is summed over rows and is no field of the report."""
-        out: dict[str, Tensor] = {}
         if "negative" in self.columns:
             assert tokens.negative is not None, "checked with the settings"
-            out = {
-                "negative": tokens.only_compared(tokens.negative),
-                "kept_negative": keep & tokens.negative,
-            }
+            columns.add("negative", tokens.only_compared(tokens.negative))
+            columns.add("kept_negative", keep & tokens.negative)
         for rule in self.sequence_rules:
             if rule.needs_worst_token:
                 is_outside = outside(rule, token_stat(rule, tokens))
-                out[_column(rule)] = tokens.only_compared(is_outside)
+                columns.add(_column(rule), tokens.only_compared(is_outside))
             elif rule.stat not in SUMMED_ANYHOW:
-                out[_column(rule)] = tokens.cleaned(token_stat(rule, tokens))
-        return out
+                columns.add(_column(rule), tokens.cleaned(token_stat(rule, tokens)))
 
-    def add(self, seen: _Seen) -> None:
-        """Adds what is summed over rows."""
-        sums = seen.sums
-        names = (*sums.fields, *sums.others)
-        index = [names.index(column) for column in self.columns[1:]]
-        sums.runs.add_to_rows(sums.values_Fu[index], self.sums_FR[1:])
-        self.sums_FR[0, sums.runs.piece.rows] += seen.active_rows
-        self.by_rule += seen.rejected
+    def add(self, columns: Columns, active_rows: Tensor) -> None:
+        """Adds what is summed over rows; active_rows: [rows of the chunk] tokens that count."""
+        columns.runs.add_to_rows(columns.sums(self.columns[1:]), self.sums_FR[1:])
+        self.sums_FR[0, columns.runs.piece.rows] += active_rows
 
     def settle(self) -> None:
         """From the sums of whole rows to each row's weight and rejection."""
@@ -437,18 +366,16 @@ class _Verdict:
             return weights
         return piece.expand(self.bounded(self.raw_R).float())
 
-    def row_weight_fields(
-        self, piece: Chunk, keep: Tensor, weights: Tensor, compared: Tensor | None
-    ) -> dict[str, Tensor]:
+    def sum_row_weights(
+        self, piece: Chunk, keep: Tensor, weights: Tensor, compared: Tensor | None, columns: Columns
+    ) -> None:
         """The report's fields of the weights, but those that stand from each token by itself."""
-        out = {"kept": keep}
+        columns.add("kept", keep)
         if self.level != "none":
-            wide = weights.double()
-            out |= {"weight": wide, "weight2": wide * wide}
+            columns.add_with_square("weight", weights)
         if compared is not None:
-            out["above"] = compared & piece.expand(self.raw_R > self.high)
-            out["below"] = compared & piece.expand(self.raw_R < self.low)
-        return out
+            columns.add("above", compared & piece.expand(self.raw_R > self.high))
+            columns.add("below", compared & piece.expand(self.raw_R < self.low))
 
     def bounded(self, raw: Tensor) -> Tensor:
         if self.level == "none" or self.bound == "mask":
@@ -499,20 +426,15 @@ def _log(bound: float) -> float:
 # -- the figures ----------------------------------------------------------------------------------
 
 
-def gap_fields(tokens: Tokens) -> dict[str, Tensor]:
-    """The report's fields of the gap itself, in their order; [n] each."""
-    size, d, ratio = tokens.size, tokens.d.double(), tokens.ratio.double()
-    # The square of d overflows float32 where a log-prob is a stand-in for -inf.
-    return {
-        "compared": tokens.compared,
-        "unequal": above(size, 0.0),
-        "outlier": above(size, OUTLIER_DIFF),
-        "d": d,
-        "d2": d * d,
-        "k3": tokens.k3,
-        "ratio": ratio,
-        "ratio2": ratio * ratio,
-    }
+def sum_gap(tokens: Tokens, columns: Columns) -> None:
+    """The report's fields of the gap itself, in their order."""
+    columns.add("compared", tokens.compared)
+    columns.add_above("unequal", tokens.size, 0.0)
+    columns.add_above("outlier", tokens.size, OUTLIER_DIFF)
+    # In float64: the square of d overflows float32 where a log-prob is a stand-in for -inf.
+    columns.add_with_square("d", tokens.d)
+    columns.add("k3", tokens.k3)
+    columns.add_with_square("ratio", tokens.ratio)
 
 
 class _Tally:
@@ -527,12 +449,13 @@ class _Tally:
         self.tops = self.fields_FC.new_full((2,), float("-inf"))
         self.penalty = self.fields_FC.new_zeros(())
 
-    def add(self, sums: _Sums) -> None:
-        """Adds fields that follow one another in FIELDS."""
-        first, size = FIELDS.index(sums.fields[0]), len(sums.fields)
-        assert sums.fields == FIELDS[first : first + size], f"not as in FIELDS: {sums.fields}"
-        sums.runs.add_to_cells(sums.values_Fu[:size], self.fields_FC[first : first + size])
-        self.unforced_F[first : first + size] += sums.unforced_F
+    def add(self, columns: Columns) -> None:
+        """Adds those columns that are fields; they follow one another as in FIELDS."""
+        names = [name for name in columns.names if name in FIELDS]
+        first, size = FIELDS.index(names[0]), len(names)
+        assert tuple(names) == FIELDS[first : first + size], f"not as in FIELDS: {names}"
+        columns.runs.add_to_cells(columns.sums(names), self.fields_FC[first : first + size])
+        self.unforced_F[first : first + size] += columns.unforced(names)
 
     def forget_weights(self) -> None:
         """Before they are added for good: what was kept, and the weights."""
@@ -540,31 +463,22 @@ class _Tally:
         self.fields_FC[first : first + 3] = 0.0
         self.unforced_F[first : first + 3] = 0.0
 
-    def look_at(self, tokens: Tokens) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """What is no sum over cells or rows; see _Seen."""
+    def look_at(self, tokens: Tokens) -> None:
+        """Maxima, quantiles, and the sum that the penalty is centred by."""
         d, size, ends = tokens.d, tokens.size, [tokens.d, -tokens.d]
         if tokens.valid is not None:
             size, *ends = (x.where(tokens.valid, float("-inf")) for x in (size, *ends))
-        tops, codes = torch.full_like(self.tops, float("-inf")), codes_of(d)
+        tokens.runs.raise_cells(size, self.abs_d_C)
         if len(d):
             tops = torch.stack([x.amax().double() for x in ends])
+            self.tops = torch.maximum(self.tops, tops)
         if tokens.valid is None:
-            histogram = torch.bincount(codes, minlength=NUM_CODES)
+            self.histogram += torch.bincount(codes_of(d), minlength=NUM_CODES)
         else:
-            histogram = torch.zeros_like(self.histogram)
-            histogram.index_add_(0, codes, tokens.valid.double())
-        penalty = self.penalty
+            self.histogram.index_add_(0, codes_of(d), tokens.valid.double())
         if self.correction.kl_penalty_coef > 0:
             clip = self.correction.kl_penalty_clip or float("inf")
-            penalty = (-d).clamp(-clip, clip).sum(dtype=torch.float64)
-        return tokens.runs.maxima(size), tops, histogram, penalty
-
-    def see(self, seen: _Seen) -> None:
-        seen.sums.runs.raise_cells(seen.abs_d_u, self.abs_d_C)
-        self.tops = torch.maximum(self.tops, seen.tops)
-        self.histogram += seen.histogram
-        if self.correction.kl_penalty_coef > 0:
-            self.penalty = self.penalty + seen.penalty
+            self.penalty += (-d).clamp(-clip, clip).sum(dtype=torch.float64)
 
     def report(self, verdict: _Verdict) -> MismatchReport:
         correction = self.correction
