@@ -146,8 +146,6 @@ def test_a_kind_whose_module_was_not_imported_says_so():
         C.from_dict(Holder, {"task": {"type": "mine", "docs": "x"}})
 
 
-
-
 @pytest.mark.parametrize(
     ("name", "expected"),
     [("EmbeddedConfig", "embedded"), ("PPOClip", "ppo_clip"), ("GRPO", "grpo"),
