@@ -274,7 +274,9 @@ class _Verdict:
         if self.level != "token":
             return keep.float()
         weights = self.bounded(tokens.ratio).float()
-        return weights if keep is tokens.compared else weights.masked_fill(~keep, 0.0)
+        if tokens.valid is None and keep is tokens.compared:
+            return weights
+        return weights.masked_fill(~keep, 0.0)
 
     def sum_weights(self, tokens: Tokens, keep: Tensor, weights: Tensor, columns: Columns) -> None:
         """The report's fields of the weights, as far as tokens have their own."""
