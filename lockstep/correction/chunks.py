@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +21,7 @@ import torch
 
 from lockstep.correction import kl
 from lockstep.correction.layout import Chunk, Layout
-from lockstep.correction.metrics import CELLS, NUM_CELLS, PARTS
+from lockstep.correction.metrics import CELLS, NUM_CELLS, PARTS, Part
 from lockstep.types import FORCED_LOGPROB
 
 Tensor = torch.Tensor
@@ -143,6 +143,9 @@ class Tokens:
     """[n] bool: those of negative advantage."""
     active_rows: Tensor
     """[rows of the chunk] float64: tokens that count, finite or not."""
+    impossible_rows: Tensor | None
+    """[rows of the chunk] float64: tokens that count and have probability 0 under the trainer;
+    None: there are none."""
 
     @cached_property
     def size(self) -> Tensor:
@@ -194,14 +197,6 @@ class Batch:
     layout: Layout
     facts: TokenFacts
 
-    @cached_property
-    def tables(self) -> dict[str, Tensor]:
-        """By part: what each number adds to a token's cell."""
-        return {
-            part.name: torch.tensor(part.table(), device=self.device) * _STRIDES[part.name]
-            for part in _CELL_PARTS
-        }
-
     @property
     def device(self) -> torch.device:
         return self.new_N.device
@@ -225,16 +220,22 @@ class Batch:
         rows = piece.lengths.double()
         if self.device.type != "cpu":
             d, valid = kl.log_ratio(new, old, active)
+            is_zero = new == float("-inf")
             if active is not None:
                 rows = piece.row_sums(active.double()[None])[0]
-            return Tokens(self.runs(piece), None, new, old, d, valid, negative, rows)
+                is_zero &= active
+            zeros = piece.row_sums(is_zero.double()[None])[0]
+            return Tokens(self.runs(piece), None, new, old, d, valid, negative, rows, zeros)
         here, index = active, None if active is None else _places_of(active)
         if index is not None:
             new, old = new.index_select(0, index), old.index_select(0, index)
             rows = torch.from_numpy(np.diff(np.searchsorted(index.numpy(), piece.edges))).double()
         d, valid = kl.log_ratio(new, old)
-        inside = _places_of(valid)
+        inside, zeros = _places_of(valid), None
         if inside is not None:
+            places = np.flatnonzero(new.numpy() == -np.inf)
+            places = places if index is None else index.numpy()[places]
+            zeros = torch.from_numpy(np.diff(np.searchsorted(places, piece.edges))).double()
             index = inside if index is None else index.index_select(0, inside)
             here = torch.zeros(piece.num_tokens, dtype=torch.bool)
             here[index] = True
@@ -242,7 +243,7 @@ class Batch:
         if negative is not None and index is not None:
             negative = negative.index_select(0, index)
         here = None if index is None else here
-        return Tokens(self.runs(piece, index), here, new, old, d, None, negative, rows)
+        return Tokens(self.runs(piece, index), here, new, old, d, None, negative, rows, zeros)
 
     def runs(self, piece: Chunk, index: Tensor | None = None) -> Runs:
         """Of the tokens at these places of a chunk; None: of all of it."""
@@ -251,8 +252,7 @@ class Batch:
             if cells is None:
                 cells = torch.zeros(piece.num_tokens, dtype=torch.int64, device=self.device)
             if self.facts.positions is None:
-                table = self.tables["position"]
-                cells = cells + table[piece.places(self.layout).clamp(max=len(table) - 1)]
+                cells = cells + _cell_of(_POSITIONS, piece.places(self.layout))
             return Runs(piece, cells, None, None)
         starts, rows, labels = self._stretches(piece)
         size = piece.num_tokens
@@ -263,8 +263,10 @@ class Batch:
         starts, rows, of_run = starts[is_seen], rows[is_seen], labels[is_seen]
         if cells is not None and size:
             cell_n = cells.numpy()
-            changes = np.flatnonzero(cell_n[1:] != cell_n[:-1]) + 1
-            both = np.union1d(starts, changes)
+            begins = np.zeros(size, np.bool_)
+            begins[starts] = True
+            begins[1:] |= cell_n[1:] != cell_n[:-1]
+            both = np.flatnonzero(begins)
             stretch = np.searchsorted(starts, both, side="right") - 1
             starts, rows, of_run = both, rows[stretch], of_run[stretch] + cell_n[both]
         return Runs(piece, torch.from_numpy(of_run), starts, torch.from_numpy(rows))
@@ -276,11 +278,10 @@ class Batch:
         for part, values in zip(_CELL_PARTS, given, strict=True):
             if values is None:
                 continue
-            table = self.tables[part.name]
             numbers = values.reshape(-1)[piece.tokens]
             if index is not None:
                 numbers = numbers.index_select(0, index)
-            cell = table.index_select(0, numbers.clamp(0, len(table) - 1))
+            cell = _cell_of(part, numbers)
             cells = cell if cells is None else cells + cell
         return cells
 
@@ -297,6 +298,21 @@ class Batch:
             np.repeat(rows, len(ranges)),
             cells.reshape(-1),
         )
+
+
+def _cell_of(part: Part, numbers: Tensor) -> Tensor:
+    """[n] int64: what a part's numbers add to the cells of their tokens."""
+    table = _cell_table(part, numbers.device)
+    return table.index_select(0, numbers.clamp(0, len(table) - 1))
+
+
+@cache
+def _cell_table(part: Part, device: torch.device) -> Tensor:
+    """[number] int64, up to the start of the last label."""
+    with torch.inference_mode(False):  # kept for whoever comes next
+        numbers = torch.arange(part.starts[-1] + 1, device=device)
+        starts = torch.tensor(part.starts[1:], device=device)
+        return torch.bucketize(numbers, starts, right=True) * _STRIDES[part.name]
 
 
 def _places_of(flags: Tensor) -> Tensor | None:

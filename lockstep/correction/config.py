@@ -127,6 +127,13 @@ class Rule:
         """Whether a sequence goes because of any one of its tokens."""
         return self.is_sequence and self.aggregation in ("token", "max")
 
+    @property
+    def rejects_impossible(self) -> bool:
+        """Whether a sequence goes because of a token of probability 0 under the trainer, whose
+        ratio is 0 and whose divergence is infinite: the token itself goes as not finite."""
+        bound = self.low if self.stat in ("ratio", "old_prob") else self.high
+        return self.needs_worst_token and self.stat != "prob_diff" and bound is not None
+
     @classmethod
     def veto_prob(cls, floor: float = 1e-6) -> Rule:
         """The whole sequence goes if any of its tokens has less probability than this under the

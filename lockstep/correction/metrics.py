@@ -47,13 +47,6 @@ class Part:
     starts: tuple[int, ...]
     """Of each label's range, rising; a number below the first belongs to it."""
 
-    def table(self) -> list[int]:
-        """[number] -> index of its label, up to the start of the last one."""
-        out: list[int] = []
-        for index, start in enumerate(self.starts[1:]):
-            out += [index] * (start - len(out))
-        return [*out, len(self.starts) - 1]
-
 
 def _part(name: str, *starts: int, labels: Sequence[str] = ()) -> Part:
     ends = [*starts[1:], None]
@@ -386,6 +379,9 @@ def _corrections(
         out |= {
             "sequence_weight_mean": mean / count,
             "sequence_ess": mean**2 / (count * square) if square else 1.0,
+        }
+    if math.isfinite(tops["sequence_log_ratio"]):  # weights are of sequences, and one was seen
+        out |= {
             "sequence_log_ratio_max": tops["sequence_log_ratio"],
             "sequence_log_ratio_min": -tops["minus_sequence_log_ratio"],
         }

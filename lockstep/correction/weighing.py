@@ -197,7 +197,7 @@ def weigh(
         sum_gap(tokens, columns)
         verdict.sum_weights(tokens, keep, weights, columns)
         verdict.sum_others(tokens, keep, columns)
-        verdict.add(columns, tokens.active_rows)
+        verdict.add(columns, tokens)
         tally.add(columns)
         tally.look_at(tokens)
     verdict.settle()
@@ -304,10 +304,16 @@ class _Verdict:
             elif rule.stat not in SUMMED_ANYHOW:
                 columns.add(_column(rule), tokens.cleaned(token_stat(rule, tokens)))
 
-    def add(self, columns: Columns, active_rows: Tensor) -> None:
-        """Adds what is summed over rows; active_rows: [rows of the chunk] tokens that count."""
+    def add(self, columns: Columns, tokens: Tokens) -> None:
+        """Adds what is summed over rows."""
         columns.runs.add_to_rows(columns.sums(self.columns[1:]), self.sums_FR[1:])
-        self.sums_FR[0, columns.runs.piece.rows] += active_rows
+        rows = columns.runs.piece.rows
+        self.sums_FR[0, rows] += tokens.active_rows
+        if tokens.impossible_rows is not None:
+            for rule in self.sequence_rules:
+                if rule.rejects_impossible:
+                    at = self.columns.index(_column(rule))
+                    self.sums_FR[at, rows] += tokens.impossible_rows
 
     def settle(self) -> None:
         """From the sums of whole rows to each row's weight and rejection."""

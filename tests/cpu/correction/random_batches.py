@@ -134,16 +134,21 @@ def defined(batch, correction):
     new, old = batch.new.double().tolist(), batch.old.double().tolist()
     is_negative = (batch.facts.advantages < 0).tolist()
     places = [[] for _ in batch.lengths]
+    has_zero = [False for _ in batch.lengths]
     for token, row in enumerate(batch.row_of()):
+        has_zero[row] |= new[token] == -math.inf
         if math.isfinite(new[token]) and math.isfinite(old[token]):
             places[row].append(token)
     d = {t: new[t] - old[t] for row in places for t in row}
     keep = [t in d for t in range(len(new))]
     weights = [0.0] * len(new)
     of_rows = []
-    for row in filter(None, places):
+    for row, is_impossible in zip(places, has_zero, strict=True):
+        if not row:
+            continue
         for rule in correction.reject:
-            for token in _rejected(rule, row, d, new, old):
+            is_vetoed = is_impossible and rule.rejects_impossible
+            for token in row if is_vetoed else _rejected(rule, row, d, new, old):
                 if is_negative[token] or not rule.only_negative_advantage:
                     keep[token] = False
         for token in row:

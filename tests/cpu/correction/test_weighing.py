@@ -237,6 +237,30 @@ def test_the_two_vetoes_are_of_a_probability_and_of_a_ratio():
     assert found(Rule.veto_prob(1e-8)) == found(Rule.veto_ratio(1e-6)) == [True] * 5
 
 
+@pytest.mark.parametrize(
+    ("rule", "is_vetoed"),
+    [
+        (Rule.veto_prob(1e-6), True),
+        (Rule.veto_ratio(1e-4), True),
+        (Rule(stat="k3", aggregation="max", high=1e3), True),
+        (Rule(stat="ratio", aggregation="max", high=9.0), False),
+        (Rule(stat="prob_diff", aggregation="max", high=0.9), False),
+    ],
+)
+def test_a_token_of_probability_zero_vetoes_its_sequence_and_one_that_is_not_a_number_does_not(
+    rule, is_vetoed
+):
+    trainer = torch.tensor([[-1.0, -math.inf], [-1.0, math.nan], [-1.0, -1.0]])
+    rollout = torch.tensor([[-1.0, -2.0], [-1.0, -2.0], [-1.0, -1.0]])
+    found = correct(trainer, rollout, Correction(anchor="recomputed", reject=(rule,)))
+    assert found.keep.tolist() == [[not is_vetoed, False], [True, False], [True, True]]
+    masked = torch.tensor([[True, False], [True, True], [True, True]])
+    found = correct(
+        trainer, rollout, Correction(anchor="recomputed", reject=(rule,)), layout=masked
+    )
+    assert found.keep[0].tolist() == [True, False], "outside the mask it is nothing"
+
+
 def test_opsm_masks_negative_advantages_of_sequences_that_have_drifted():
     # k1 of row 0 is +log 2 per token (the trainer finds it less likely), of row 1 -log 2
     rows, advantages = ([0.5, 0.5], [2.0, 2.0]), [-1.0, 1.0, -1.0, 1.0]
@@ -493,3 +517,12 @@ def test_rules_that_read_advantages_name_them_where_none_are_given():
     correction = Correction(anchor="recomputed", reject=(Rule.opsm(),))
     with pytest.raises(AlignmentError, match=r"\['opsm'\].*no advantages were given"):
         correct(torch.zeros(1), torch.zeros(1), correction)
+
+
+def test_the_largest_weight_of_a_sequence_is_told_though_all_are_rejected():
+    correction = Correction(anchor="recomputed", level="sequence", bound="mask", limits=(0.9, 1.1))
+    found = correct(torch.tensor([-1.0, -1.0]), torch.tensor([-2.0, -3.0]), correction)
+    assert not found.keep.any()
+    metrics = found.to_metrics()
+    assert metrics["correction/sequence_log_ratio_max"] == 3.0
+    assert "correction/sequence_weight_mean" not in metrics
