@@ -24,10 +24,9 @@ from lockstep.errors import AlignmentError
 Tensor = torch.Tensor
 Int64Array = npt.NDArray[np.int64]
 
-CHUNK_TOKENS = {"cpu": 1 << 19}
+CHUNK_TOKENS = {"cpu": 1 << 17}
 """Tokens that are worked on at a time, by device: on a CPU so few that temporaries are small beside
-a batch, and so many that to wake a second thread costs little beside its work (with one thread, a
-quarter as many are as fast); elsewhere launches cost more than memory."""
+a batch and stay near the cache; elsewhere launches cost more than memory."""
 OTHER_CHUNK_TOKENS = 1 << 22
 
 

@@ -17,7 +17,8 @@ token is held at most.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -181,9 +182,19 @@ def weigh(
     facts = facts or TokenFacts()
     _check(logprobs, rollout_logprobs, correction, layout, facts)
     batch = Batch(logprobs.reshape(-1), rollout_logprobs.reshape(-1), layout, facts)
+    with _one_thread(batch.device):
+        weights_N, keep_N, report = _weigh(batch, correction)
+    return Weighed(
+        weights_N.view(layout.shape), keep_N.view(layout.shape), report, correction,
+        logprobs, rollout_logprobs, layout,
+    )  # fmt: skip
+
+
+def _weigh(batch: Batch, correction: Correction) -> tuple[Tensor, Tensor, MismatchReport]:
+    """([N] float32 weights, [N] bool kept, figures): each token by itself, and then by its row."""
     verdict, tally = _Verdict(correction, batch), _Tally(correction, batch)
-    weights_N = torch.zeros(layout.num_tokens, dtype=torch.float32, device=batch.device)
-    keep_N = torch.zeros(layout.num_tokens, dtype=torch.bool, device=batch.device)
+    weights_N = torch.zeros(batch.layout.num_tokens, dtype=torch.float32, device=batch.device)
+    keep_N = torch.zeros(batch.layout.num_tokens, dtype=torch.bool, device=batch.device)
     compared_N = torch.zeros_like(keep_N) if verdict.weighs_rows else None
     for piece in batch.pieces():
         tokens = batch.tokens(piece)
@@ -212,11 +223,22 @@ def weigh(
             columns = Columns(batch.runs(piece), unforced(batch.old_N[at]))
             verdict.sum_row_weights(piece, keep, weights, compared, columns)
             tally.add(columns)
-    report = tally.report(verdict)
-    return Weighed(
-        weights_N.view(layout.shape), keep_N.view(layout.shape), report, correction,
-        logprobs, rollout_logprobs, layout,
-    )  # fmt: skip
+    return weights_N, keep_N, tally.report(verdict)
+
+
+@contextmanager
+def _one_thread(device: torch.device) -> Generator[None]:
+    """On a CPU, torch computes with one thread meanwhile: to wake a second one for each small
+    operation costs more than its half of the work (measured: 0.11 against 0.24 s)."""
+    threads = torch.get_num_threads()
+    if device.type != "cpu" or threads == 1:
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def as_layout(layout: Layout | Tensor | None, like: Tensor) -> Layout:
