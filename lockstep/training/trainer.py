@@ -185,6 +185,7 @@ class Trainer:
                 "denominator=kept), which one forward_backward cannot see before it trains. Use "
                 "Trainer.update, or fill the column importance_weights first."
             )
+        is_weighing = correction is not None and correction.changes_tokens and not is_weighed
         batches = self.pack(samples)
         weigh = loss_weights(
             samples, aggregate, fixed_length=fixed_length, denominator=denominator,
@@ -198,13 +199,14 @@ class Trainer:
         weights: list[tuple[PackedBatch, Tensor]] = []
         for batch in batches:
             done = self._backward(batch, call)
-            weights.append((batch, done.kept.weights_of_all(len(done.logprobs_N))))
+            if is_weighing:
+                weights.append((batch, done.kept.weights_of_all(len(done.logprobs_N))))
             losses.append((batch, done.loss_N))
             logprobs.append((batch, done.logprobs_N))
             totals.add(done)
         if column is not None:
             _keep(samples, _by_row(samples, logprobs), column)
-        if correction is not None and correction.changes_tokens and not is_weighed:
+        if is_weighing:
             _keep(samples, _by_row(samples, weights, fill=0.0), WEIGHTS)
         metrics = totals.to_metrics()
         if not np.isfinite(metrics["train/loss"]):
@@ -262,7 +264,7 @@ class Trainer:
         """
         correction = correction or Correction.bypass()
         for sample in samples:
-            sample.columns.pop(WEIGHTS, None)  # of an earlier update
+            sample.columns.pop(WEIGHTS, None)  # of an earlier update, by another policy
         loss_fn, num_updates = make_loss(objective), self.config.updates_per_batch
         self._check_correction(samples, objective, correction)
         if objective.reads_reference_logprobs:
@@ -278,9 +280,6 @@ class Trainer:
             rows, before = correct_samples(
                 samples, correction, version=self.version, device=self.device
             )
-        else:
-            for sample in samples:  # of an earlier update of the same rows, by another policy
-                sample.columns.pop(WEIGHTS, None)
         parts: list[Metrics] = []
         for part in split_updates(rows, num_updates) or [[]]:
             metrics = self.forward_backward(
