@@ -91,24 +91,21 @@ class MoE(nn.Module):
         self.down_bias = nn.Parameter(torch.zeros(E, D))
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        top_TA, experts_TA = self.router_logits(x_TD).topk(self.num_active, -1)
-        weights_TA = top_TA.softmax(-1)
+        weights_TA, experts_TA = ops.route(self.router_logits(x_TD), self.num_active)
         E, A = len(self.down_bias), self.num_active
         if x_TD.numel() * (E - A) * self.down_proj.shape[2] <= ALL_EXPERTS_MULTIPLIES:
             # Every expert on every token: no sorting, and the pairs that count are the same.
             counts = [len(x_TD)] * E
             x_RD = x_TD.expand(E, *x_TD.shape).flatten(0, 1)
             place_TA = torch.arange(len(x_TD), device=x_TD.device)[:, None] + experts_TA * len(x_TD)
-            out_TAD = self._experts(x_RD, counts)[place_TA]
-            return (out_TAD * weights_TA[..., None]).sum(1)
+            return ops.combine(self._experts(x_RD, counts)[place_TA], weights_TA)
         experts_R = experts_TA.flatten()
         order_R = experts_R.argsort(stable=True)
         counts = torch.bincount(experts_R, minlength=E).tolist()
         out_RD = self._experts(x_TD[order_R // A], counts)
         place_R = torch.empty_like(order_R)
         place_R[order_R] = torch.arange(len(order_R), device=order_R.device)
-        out_TAD = out_RD[place_R].view(*experts_TA.shape, -1)
-        return (out_TAD * weights_TA[..., None]).sum(1)
+        return ops.combine(out_RD[place_R].view(*experts_TA.shape, -1), weights_TA)
 
     def router_logits(self, x_TD: Tensor) -> Tensor:
         """[T, E] in the compute dtype: what experts are chosen and weighed by."""

@@ -1,31 +1,84 @@
 """The only functions a model may call. Sampler and trainer run the same decoder over these.
 
-Each backend is a module with these functions and signatures; `use_backend` chooses one for the
+A backend is an object with these functions and signatures; `use_backend` chooses one for the
 process. A model that computed anything by another way would be equal to itself by luck alone.
 """
 
 from __future__ import annotations
 
-from types import ModuleType
+from typing import Protocol
 
 import torch
 
-from lockstep.errors import AlignmentError, ConfigError
+from lockstep.errors import AlignmentError
 from lockstep.ops import plain
 from lockstep.ops.context import PackedContext, PagedContext, Support
 
 Tensor = torch.Tensor
 
-BACKENDS: dict[str, ModuleType] = {"plain": plain}
-_active: ModuleType = plain
+
+class Backend(Protocol):
+    """What `use_backend` takes: the functions of this module, by name."""
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor: ...
+
+    def expert_linear(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, tokens_per_expert: list[int]
+    ) -> Tensor: ...
+
+    def route(self, logits: Tensor, num_active: int) -> tuple[Tensor, Tensor]: ...
+
+    def combine(self, out: Tensor, weights: Tensor) -> Tensor: ...
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
+
+    def swiglu(self, gate_up: Tensor) -> Tensor: ...
+
+    def swiglu_clamped(self, gate_up: Tensor, *, alpha: float, limit: float) -> Tensor: ...
+
+    def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor: ...
+
+    def attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        sinks: Tensor | None,
+        window: int | None,
+        scale: float,
+        layer: int,
+        context: PackedContext | PagedContext,
+    ) -> Tensor: ...
+
+    def log_probs(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        ids: Tensor,
+        *,
+        temperature: float = 1.0,
+        support: Support | None = None,
+    ) -> tuple[Tensor, Tensor]: ...
+
+    def log_softmax(
+        self, logits: Tensor, *, temperature: float = 1.0, kept: Tensor | None = None
+    ) -> Tensor: ...
 
 
-def use_backend(name: str) -> None:
-    """Makes `name` the backend of this process. Raises ConfigError with the known names."""
+_active: Backend = plain
+
+
+def use_backend(backend: Backend) -> None:
+    """Makes `backend` the one of this process: `ops.plain`, an `ops.invariant.InvariantOps`, or an
+    `ops.cuda.CudaOps`."""
     global _active
-    if name not in BACKENDS:
-        raise ConfigError(f"ops backend {name!r} is unknown; known: {', '.join(BACKENDS)}.")
-    _active = BACKENDS[name]
+    _active = backend
+
+
+def active_backend() -> Backend:
+    """What the functions below call."""
+    return _active
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -41,6 +94,17 @@ def expert_linear(
     tokens_per_expert: [E], sums to R: the first rows belong to expert 0, and so on.
     """
     return _active.expert_linear(x, weight, bias, tokens_per_expert)
+
+
+def route(logits: Tensor, num_active: int) -> tuple[Tensor, Tensor]:
+    """(weights, experts [T, A] int64) of the `num_active` largest logits [T, E], largest first;
+    weights [T, A] are the softmax over these alone, in the logits' dtype."""
+    return _active.route(logits, num_active)
+
+
+def combine(out: Tensor, weights: Tensor) -> Tensor:
+    """Each token's expert outputs [T, A, D], weighed by weights [T, A] and summed -> [T, D]."""
+    return _active.combine(out, weights)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

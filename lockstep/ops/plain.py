@@ -7,24 +7,24 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 
-from lockstep.ops import trace
-from lockstep.ops.context import (
-    PackedContext,
-    PagedBlock,
-    PagedContext,
-    ResidentRows,
-    Support,
-)
+from lockstep.ops import head, trace
+from lockstep.ops.context import PackedContext, PagedContext, Support
+from lockstep.ops.head import log_softmax
+from lockstep.ops.paged import paged_attention
+
+__all__ = [
+    "attention", "combine", "expert_linear", "linear", "log_probs", "log_softmax", "rms_norm",
+    "rope", "route", "swiglu", "swiglu_clamped",
+]  # fmt: skip
 
 Tensor = torch.Tensor
 
-MASK_TABLE_LENGTH = 1024  # 4 MiB of float32: longer sequences have their mask made in every step
-
-HEAD_CHUNK_BYTES = 64 << 20  # logits of one chunk; a chunk is recomputed in backward, not kept
+KEY_QUANTUM = 16  # keys looked at are a multiple of this: what fills a vector register
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -54,6 +54,15 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     # roll by half the width swaps the halves; sin carries the minus of rotate_half.
     half = x.shape[-1] // 2
     return torch.addcmul(x * cos.to(x.dtype), x.roll(half, -1), sin.to(x.dtype))
+
+
+def route(logits: Tensor, num_active: int) -> tuple[Tensor, Tensor]:
+    top, experts = logits.topk(num_active, -1)
+    return top.softmax(-1), experts
+
+
+def combine(out: Tensor, weights: Tensor) -> Tensor:
+    return (out * weights[..., None]).sum(1)
 
 
 class _ExpertLinear(torch.autograd.Function):
@@ -125,7 +134,10 @@ def attention(
 ) -> Tensor:
     if isinstance(context, PackedContext):
         return _packed_attention(q, k, v, sinks, window, scale, context)
-    return _paged_attention(q, k, v, sinks, window, scale, layer, context)
+    return paged_attention(
+        q, k, v, sinks=sinks, window=window, layer=layer, context=context,
+        attend=partial(_attend, scale=scale), key_block=KEY_QUANTUM,
+    )  # fmt: skip
 
 
 def _packed_attention(
@@ -218,17 +230,32 @@ class _FlashWithSinks(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_out):
         q, k, v, sinks, mask, out, lse = ctx.saved_tensors
-        grad_q, grad_k, grad_v = (
-            torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                grad_out, q, k, v, out, lse, 0.0, mask is None, attn_mask=mask, scale=ctx.scale
-            )
-        )
-        grad_sinks = None
-        if sinks is not None:
-            through = (grad_out * out).sum(-1).to(lse.dtype)
-            share = torch.exp(sinks.to(lse.dtype)[:, None] - lse)
-            grad_sinks = -(share * through).sum((0, 2)).to(sinks.dtype)
-        return grad_q, grad_k, grad_v, grad_sinks, None, None
+        grads = flash_backward(grad_out, q, k, v, sinks, mask, out, lse, ctx.scale)
+        return *grads, None, None
+
+
+def flash_backward(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    mask: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """dQ, dK, dV and dsinks by the stock CPU backward. q, k, v, out [B, H, L, D] of equal heads;
+    lse [B, H, L] float32 of keys and sink together; mask additive, or None for causal."""
+    grad_q, grad_k, grad_v = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grad_out, q, k, v, out, lse, 0.0, mask is None, attn_mask=mask, scale=scale
+    )
+    grad_sinks = None
+    if sinks is not None:
+        through = (grad_out * out).sum(-1).to(lse.dtype)
+        share = torch.exp(sinks.to(lse.dtype)[:, None] - lse)
+        grad_sinks = -(share * through).sum((0, 2)).to(sinks.dtype)
+    return grad_q, grad_k, grad_v, grad_sinks
 
 
 def _sink_attention(
@@ -259,222 +286,19 @@ def _softmax_with_sinks(scores: Tensor, sinks: Tensor | None) -> Tensor:
     return torch.cat([scores, column], -1).softmax(-1)[..., :-1]
 
 
-def _paged_attention(
-    q_THD: Tensor,
-    k_TGD: Tensor,
-    v_TGD: Tensor,
-    sinks_H: Tensor | None,
-    window: int | None,
-    scale: float,
-    layer: int,
-    context: PagedContext,
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks: Tensor | None, *, scale: float
 ) -> Tensor:
-    """Queries of one key head stand together as rows of one matrix: [H/G * Q, D]."""
-    H, D = q_THD.shape[1:]
-    keys, values = context.keys[layer], context.values[layer]
-    G = keys.shape[0]
-    keys.view(G, -1, D).index_copy_(1, context.write_index, k_TGD.transpose(0, 1))
-    values.view(G, -1, D).index_copy_(1, context.write_index, v_TGD.transpose(0, 1))
-    outs = []
-    for block in context.blocks:
-        B, Q = block.positions.shape
-        if block.token_index is None:
-            q = q_THD[block.first_token : block.first_token + B * Q]
-        else:
-            q = q_THD[block.token_index.view(-1)]
-        if block.resident is not None:
-            tokens = slice(block.first_token, block.first_token + B)
-            k, v = _resident_rows(block, block.resident, k_TGD[tokens], v_TGD[tokens], layer)
-            out = _paged_softmax(q.reshape(B * G, -1, D), k, v, sinks_H, window, scale, block)
-            outs.append(out.view(B, H, D))
-        else:
-            k, v = _read_pages(keys, block), _read_pages(values, block)
-            q = q.view(B, Q, G, -1, D).permute(2, 0, 3, 1, 4).reshape(G * B, -1, D)
-            out = _paged_softmax(q, k, v, sinks_H, window, scale, block)
-            out = out.view(G, B, -1, Q, D).permute(1, 3, 0, 2, 4)
-            outs.append(out.reshape(B * Q, H, D))
-    out = outs[0] if len(outs) == 1 else torch.cat(outs)
-    return out if context.place_index is None else out[context.place_index]
-
-
-def _paged_softmax(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks_H: Tensor | None,
-    window: int | None,
-    scale: float,
-    block: PagedBlock,
-) -> Tensor:
-    """q [N, H/G * Q, D], k and v [N, num_keys, D] -> like q. N is B * G if the block is resident,
-    else G * B."""
-    wide = torch.float32 if q.dtype.itemsize < 4 else q.dtype
-    B, Q = block.positions.shape
-    G = len(q) // B
-    mask = _paged_mask(block, window, groups=G, repeat=q.shape[1] // Q, dtype=wide)
-    if q.dtype == wide:
+    """See `paged.Attend`."""
+    if q.dtype == mask.dtype:
         scores = torch.baddbmm(mask, q, k.transpose(1, 2), alpha=scale)
     else:
-        scores = torch.bmm(q, k.transpose(1, 2)).to(wide).mul_(scale).add_(mask)
-    if sinks_H is None:
+        scores = torch.bmm(q, k.transpose(1, 2)).to(mask.dtype).mul_(scale).add_(mask)
+    if sinks is None:
         probs = scores.softmax(-1)
     else:
-        sinks = sinks_H.to(wide).view(G, 1, -1, 1)
-        if block.resident is not None:
-            sinks = sinks.transpose(0, 1)
-        shape = (B, G) if block.resident is not None else (G, B)
-        sinks = sinks.expand(*shape, -1, Q).reshape(B * G, -1, 1)
         probs = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
     return torch.bmm(probs.to(v.dtype), v)
-
-
-def _resident_rows(
-    block: PagedBlock, rows: ResidentRows, k_BGD: Tensor, v_BGD: Tensor, layer: int
-) -> tuple[Tensor, Tensor]:
-    """Keys and values [B * G, num_keys, D] in place, the new ones written first."""
-    B, G, D = k_BGD.shape
-    if (views := rows.memo.get((layer, B, block.num_keys))) is None:
-        views = rows.memo[layer, B, block.num_keys] = [
-            (cache[layer].view(-1, D), cache[layer, :B].view(B * G, -1, D)[:, : block.num_keys])
-            for cache in (rows.keys, rows.values)
-        ]
-    (all_k, k), (all_v, v) = views
-    all_k.index_copy_(0, rows.write_index, k_BGD.reshape(-1, D))
-    all_v.index_copy_(0, rows.write_index, v_BGD.reshape(-1, D))
-    return k, v
-
-
-def _read_pages(cache_GPSD: Tensor, block: PagedBlock) -> Tensor:
-    """[G * B, num_keys, D]: the keys of each sequence of the block, in order."""
-    read = cache_GPSD.index_select(1, block.pages.reshape(-1))
-    rows = len(cache_GPSD) * len(block.pages)
-    return read.view(rows, -1, read.shape[-1])[:, : block.num_keys]
-
-
-def _paged_mask(
-    block: PagedBlock, window: int | None, *, groups: int, repeat: int, dtype: torch.dtype
-) -> Tensor:
-    """[N, repeat * Q, num_keys]: 0 where a query sees a key, else -inf. N: `_paged_softmax`'s."""
-    key = ("mask", window, dtype)
-    if key not in block.memo and block.resident is not None:
-        table = _mask_table(block.resident, window, dtype)
-        if table is not None:
-            at = block.positions.expand(-1, groups * repeat).reshape(-1)
-            mask = table.index_select(0, at)[:, : block.num_keys]
-            block.memo[key] = mask.view(len(block.positions) * groups, repeat, -1)
-    if key not in block.memo:
-        at_query = block.positions[:, :, None]
-        at_key = torch.arange(block.num_keys, device=at_query.device)
-        hidden = at_key > at_query
-        if window is not None:
-            hidden |= at_key <= at_query - window
-        B, Q, L = hidden.shape
-        mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
-        mask = mask.masked_fill_(hidden, float("-inf"))
-        if block.resident is not None:
-            mask = mask.view(B, 1, 1, Q, L).expand(B, groups, repeat, Q, L)
-        else:
-            mask = mask.view(1, B, 1, Q, L).expand(groups, B, repeat, Q, L)
-        block.memo[key] = mask.reshape(groups * B, -1, L)
-    return block.memo[key]
-
-
-def _mask_table(rows: ResidentRows, window: int | None, dtype: torch.dtype) -> Tensor | None:
-    """[N, N]: the mask of a query at each position; None where it would be large."""
-    length = rows.keys.shape[3]
-    if length > MASK_TABLE_LENGTH:
-        return None
-    key = ("mask", window, dtype)
-    if key not in rows.memo:
-        at = torch.arange(length, device=rows.keys.device)
-        hidden = at > at[:, None]
-        if window is not None:
-            hidden |= at <= at[:, None] - window
-        table = torch.zeros(hidden.shape, dtype=dtype, device=at.device)
-        rows.memo[key] = table.masked_fill_(hidden, float("-inf"))
-    return rows.memo[key]
-
-
-# -- log-prob head ----------------------------------------------------------------------------
-
-
-def log_softmax(logits: Tensor, *, temperature: float = 1.0, kept: Tensor | None = None) -> Tensor:
-    logits = logits.float()
-    if temperature != 1.0:
-        logits = logits / temperature
-    if kept is not None:
-        logits = logits.masked_fill(~kept, float("-inf"))
-    return torch.log_softmax(logits, -1)
-
-
-class _LogProbs(torch.autograd.Function):
-    """Log-prob and entropy without a [T, V] tensor: rows in chunks, and again in backward.
-
-    Over a support, the probability of an id outside is 0, and with it its part of the entropy and
-    of every gradient: nothing else changes. Its log-prob is written as 0 where it is a factor of
-    that, since 0 * -inf is NaN.
-    """
-
-    @staticmethod
-    def forward(ctx, hidden, weight, ids, temperature, rows, support):
-        logprobs = hidden.new_empty(len(ids), dtype=torch.float32)
-        entropy = torch.empty_like(logprobs)
-        kept = None
-        for at in range(0, len(ids), rows):
-            part = slice(at, at + rows)
-            choices = None if support is None else support.mask(part, len(weight))
-            logits = F.linear(hidden[part], weight)
-            logp = log_softmax(logits, temperature=temperature, kept=choices)
-            logprobs[part] = logp.gather(1, ids[part, None])[:, 0]
-            _clear_outside(logp, choices)
-            entropy[part] = -(_probs(logp, choices) * logp).sum(-1)
-            kept = logp
-        # A single chunk is no larger than what one chunk takes in backward anyway: keep it.
-        ctx.save_for_backward(hidden, weight, ids, entropy, kept if len(ids) <= rows else None)
-        ctx.temperature, ctx.rows, ctx.support = temperature, rows, support
-        return logprobs, entropy
-
-    @staticmethod
-    def backward(ctx, grad_logprobs, grad_entropy):
-        hidden, weight, ids, entropy, kept = ctx.saved_tensors
-        grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32)
-        has_entropy_grad = bool((grad_entropy != 0).any())
-        for at in range(0, len(ids), ctx.rows):
-            part = slice(at, at + ctx.rows)
-            choices = None if ctx.support is None else ctx.support.mask(part, len(weight))
-            logp = kept
-            if logp is None:
-                logits = F.linear(hidden[part], weight)
-                logp = log_softmax(logits, temperature=ctx.temperature, kept=choices)
-                _clear_outside(logp, choices)
-            grad = _probs(logp, choices)
-            if has_entropy_grad:  # dH/dlogit_j = -p_j (log p_j + H)
-                through = logp.add(entropy[part, None]).mul_(grad_entropy[part, None])
-                through.add_(grad_logprobs[part, None])
-                grad.mul_(through).neg_()
-            else:
-                grad.mul_(-grad_logprobs[part, None])
-            grad.scatter_add_(1, ids[part, None], grad_logprobs[part, None])
-            if ctx.temperature != 1.0:
-                grad.div_(ctx.temperature)
-            grad = grad.to(hidden.dtype)
-            torch.mm(grad, weight, out=grad_hidden[part])
-            grad_weight.add_(torch.mm(grad.t(), hidden[part]))
-        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None
-
-
-def _clear_outside(logp: Tensor, choices: Tensor | None) -> None:
-    """0 in place of -inf outside of what each token was drawn from. It also spares the exponential
-    a case in which it is several times slower."""
-    if choices is not None:
-        logp.masked_fill_(~choices, 0.0)
-
-
-def _probs(logp: Tensor, choices: Tensor | None) -> Tensor:
-    """exp(logp), and 0 outside."""
-    probs = logp.exp()
-    return probs if choices is None else probs.masked_fill_(~choices, 0.0)
 
 
 def log_probs(
@@ -485,5 +309,6 @@ def log_probs(
     temperature: float = 1.0,
     support: Support | None = None,
 ) -> tuple[Tensor, Tensor]:
-    rows = max(1, HEAD_CHUNK_BYTES // (4 * weight.shape[0]))
-    return _LogProbs.apply(hidden, weight, ids, temperature, rows, support)
+    return head.log_probs(
+        hidden, weight, ids, linear=linear, temperature=temperature, support=support
+    )

@@ -23,7 +23,7 @@ from lockstep.models.config import ModelConfig
 from lockstep.models.decoder import Decoder, MoE
 from lockstep.models.hf_io import read_tensors
 from lockstep.ops import api as ops
-from lockstep.ops.plain import HEAD_CHUNK_BYTES
+from lockstep.ops.head import CHUNK_BYTES
 from lockstep.testing.faults import GrowingNoise, KernelNoise, RouterNoise, StaleWeights
 
 Tensor = torch.Tensor
@@ -124,7 +124,7 @@ class NoisyHead(Decoder):
     ) -> tuple[Tensor, Tensor]:
         if self._noise.std == 0 and self._offset_V is None:
             return super().log_probs(hidden_TD, ids_T, temperature=temperature)
-        rows = max(1, HEAD_CHUNK_BYTES // (4 * self.config.vocab_size))
+        rows = max(1, CHUNK_BYTES // (4 * self.config.vocab_size))
         parts: list[tuple[Tensor, Tensor]] = []
         for hidden, ids in zip(hidden_TD.split(rows), ids_T.split(rows), strict=True):
             logp = ops.log_softmax(self.logits(hidden), temperature=temperature)

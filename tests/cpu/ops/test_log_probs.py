@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lockstep.ops import api as ops
-from lockstep.ops import plain
+from lockstep.ops import head
 
 
 def stock(hidden, weight, ids, temperature):
@@ -16,7 +16,7 @@ def stock(hidden, weight, ids, temperature):
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("entropy_weight", [0.0, 0.3])
 def test_values_and_gradients_equal_autograd(monkeypatch, chunk_bytes, temperature, entropy_weight):
-    monkeypatch.setattr(plain, "HEAD_CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(head, "CHUNK_BYTES", chunk_bytes)
     g = torch.Generator().manual_seed(0)
     hidden = torch.randn(20, 8, generator=g)
     weight = torch.randn(13, 8, generator=g)

@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.errors import AlignmentError
 from lockstep.ops import api as ops
-from lockstep.ops import plain
+from lockstep.ops import head
 from lockstep.ops.context import Support
 from lockstep.types import Ragged
 
@@ -46,7 +46,7 @@ def by_definition(hidden, weight, ids, support, temperature):
 def test_values_and_gradients_equal_autograd_in_float64(
     monkeypatch, chunk_bytes, temperature, entropy_weight
 ):
-    monkeypatch.setattr(plain, "HEAD_CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(head, "CHUNK_BYTES", chunk_bytes)
     hidden, weight, ids, support = problem()
     upstream = torch.randn(TOKENS, generator=torch.Generator().manual_seed(1))
     h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
@@ -157,7 +157,7 @@ class _Largest(TorchDispatchMode):
 
 def test_no_tensor_is_larger_than_a_chunk(monkeypatch):
     rows = 4
-    monkeypatch.setattr(plain, "HEAD_CHUNK_BYTES", rows * VOCAB * 4)
+    monkeypatch.setattr(head, "CHUNK_BYTES", rows * VOCAB * 4)
     hidden, weight, ids, support = problem()
     h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
     with _Largest() as largest:
