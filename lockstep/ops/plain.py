@@ -18,13 +18,17 @@ from lockstep.ops.head import log_softmax
 from lockstep.ops.paged import paged_attention
 
 __all__ = [
-    "attention", "combine", "expert_linear", "linear", "log_probs", "log_softmax", "rms_norm",
-    "rope", "route", "swiglu", "swiglu_clamped",
+    "attention", "combine", "expert_linear", "linear", "log_probs", "log_softmax", "resident_dtype",
+    "rms_norm", "rope", "route", "swiglu", "swiglu_clamped",
 ]  # fmt: skip
 
 Tensor = torch.Tensor
 
 KEY_QUANTUM = 16  # keys looked at are a multiple of this: what fills a vector register
+
+
+def resident_dtype(dtype: torch.dtype) -> torch.dtype:
+    return dtype
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

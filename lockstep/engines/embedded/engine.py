@@ -31,6 +31,7 @@ from lockstep.engines.embedded.scheduler import Scheduler
 from lockstep.errors import CapabilityError, ConfigError, EngineError
 from lockstep.models.decoder import Decoder
 from lockstep.models.hf_io import load_weights, read_tensors
+from lockstep.ops.api import active_backend
 from lockstep.types import (
     Delta,
     Distribution,
@@ -136,8 +137,11 @@ class EmbeddedEngine:
             device=model.embedding.device,
         )
         self._resident = None
-        if config.resident_rows:
-            self._resident = ResidentCache(self._cache, max_tokens=config.kv_cache_tokens)
+        dtype = active_backend().resident_dtype(model.embedding.dtype)
+        if config.resident_rows and dtype is not None:
+            self._resident = ResidentCache(
+                self._cache, max_tokens=config.kv_cache_tokens, dtype=dtype
+            )
         self._rows = Rows(
             capacity=config.max_num_sequences,
             max_context=self.max_tokens,

@@ -11,6 +11,7 @@ and freeing a page is O(1); nothing here runs once per sampled token.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +19,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+
+from lockstep.ops.context import KEY_BLOCK
 
 Ids = npt.NDArray[np.int32]
 
@@ -64,8 +67,8 @@ class ResidentCache:
     from its pages before the next step. Not used where it would take more than `max_tokens` places.
     """
 
-    def __init__(self, cache: PagedCache, *, max_tokens: int) -> None:
-        self._cache, self._max_tokens = cache, max_tokens
+    def __init__(self, cache: PagedCache, *, max_tokens: int, dtype: torch.dtype) -> None:
+        self._cache, self._max_tokens, self._dtype = cache, max_tokens, dtype
         self.num_rows = self.length = 0
         self.keys = self.values = torch.empty(0)
         self.first_places = np.zeros((0, 0), np.int64)
@@ -76,17 +79,17 @@ class ResidentCache:
         """Makes room for this many rows and pages per row. Returns whether what was loaded still
         is; None if there may not be so much."""
         size = self._cache.page_size
-        length = num_pages * size
+        length = math.ceil(num_pages * size / KEY_BLOCK) * KEY_BLOCK
         if num_rows <= self.num_rows and length <= self.length:
             return True
         num_rows = max(self.num_rows, 1 << (num_rows - 1).bit_length())
-        length = max(self.length, size << (num_pages - 1).bit_length())
+        length = max(self.length, KEY_BLOCK << (length // KEY_BLOCK - 1).bit_length())
         if num_rows * length > self._max_tokens:
             self.drop()
             return None
         layers, groups, _, _, width = self._cache.keys.shape
         shape = (layers, num_rows, groups, length, width)
-        self.keys = torch.zeros(shape, dtype=self._cache.keys.dtype, device=self._cache.keys.device)
+        self.keys = torch.zeros(shape, dtype=self._dtype, device=self._cache.keys.device)
         self.values = torch.zeros_like(self.keys)
         self.num_rows, self.length = num_rows, length
         self.first_places = np.arange(num_rows * groups).reshape(num_rows, groups) * length
@@ -108,7 +111,8 @@ class ResidentCache:
         for paged, resident in ((cache.keys, self.keys), (cache.values, self.values)):
             layers, groups, _, size, dim = paged.shape
             read = paged.index_select(2, index).view(layers, groups, count, width * size, dim)
-            resident[:, :, :, : width * size].index_copy_(1, at, read.transpose(1, 2))
+            rows = read.transpose(1, 2).to(resident.dtype)
+            resident[:, :, :, : width * size].index_copy_(1, at, rows)
 
     def drop(self) -> None:
         """Gives the memory back, with all that was in it."""

@@ -1,0 +1,589 @@
+"""The batch-invariant backend for CPUs: a token's numbers depend on that token's path alone.
+
+Not on how many rows run beside it, on where they stand, on chunks, pages or packing. So a decode
+step of the engine and the trainer's packed forward give the same bits, and their KL is 0. Only the
+forward keeps this; backward is stock.
+
+What stock torch does that depends on the batch, and what stands here instead:
+
+    a GEMM of few rows (another kernel, another order)   rows filled up to a quantum, or packed weights
+    silu, sigmoid (vector body and tail round apart)     exp, add, divide: each the same in both
+    attention (order by chunk, cache and batch)          fixed blocks of keys, summed left to right
+    experts (a GEMM of few rows; index_add)              the same GEMM rule; summed in slot order
+
+None of this is promised by the libraries beneath: `ops.selftest` proves it for a model's shapes, and
+the trainer checks every step.   Guard: tests/cpu/ops/test_invariant.py
+
+# T tokens  B rows of a block  L its length  H query heads  G key heads  D head width
+# M GEMM rows  K inner width  N outputs  E experts  R token-expert pairs  A active experts
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch.utils.weak import WeakIdKeyDictionary
+
+from lockstep.ops import head, trace
+from lockstep.ops.context import KEY_BLOCK, PackedContext, PagedContext, Support
+from lockstep.ops.head import log_softmax
+from lockstep.ops.paged import paged_attention
+from lockstep.ops.plain import flash_backward
+
+Tensor = torch.Tensor
+
+QUERY_TILE = 128  # queries that attend together: as many as the keys of a block
+TILE_SCORES = 1 << 18  # scores held at once: 1 MiB, which stays in a core's cache
+PACKED_ROWS = 64  # a GEMM of more rows gains nothing from packed weights
+PACKED_SIZE = 1 << 14  # nor does a weight of fewer elements
+ACTIVATION_CHUNK = (
+    1 << 16
+)  # elements of an activation computed at once: its temporaries stay cached
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rules:
+    """What a machine needs for its GEMMs to be invariant: found by `ops.selftest`."""
+
+    row_quantum: int = 4
+    """Rows of every GEMM are filled up to a multiple of this. Four at least: fewer are left to
+    kernels that differ by chance even where a test finds none."""
+    head_quantum: int = 4
+    """The same for the query rows of one key head, in attention."""
+    is_packing: bool = True
+    """GEMMs of few rows read weights that are packed once per update: the same bits as the large
+    GEMM, and as fast as the stock kernel for one row."""
+    is_widening: bool = False
+    """bfloat16 GEMMs are computed in float32 and rounded once at the end. Where the CPU has no
+    bfloat16 arithmetic this is several times faster than the stock kernel."""
+
+
+def ask_for_reproducible_gemm() -> None:
+    """Asks Intel's MKL for sums whose order does not depend on rows or threads.
+
+    MKL reads it at the first GEMM of the process and not again: later it has no effect, and the
+    self-test then finds a larger row quantum, or none. Costs nothing on large GEMMs. A setting of
+    the user's own stays. Other libraries ignore it.
+    Source: oneMKL developer guide, "Conditional Numerical Reproducibility", strict mode.
+    """
+    os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
+
+
+def has_bfloat16_arithmetic() -> bool:
+    """Whether the CPU multiplies bfloat16 in hardware."""
+    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+
+
+class InvariantOps:
+    """See `ops.api.Backend` for the functions."""
+
+    log_softmax = staticmethod(log_softmax)
+
+    @staticmethod
+    def resident_dtype(dtype: torch.dtype) -> torch.dtype:
+        return torch.float32  # what attention computes in: nothing is converted at each step
+
+    def __init__(self, rules: Rules | None = None) -> None:
+        self.rules = rules or Rules(is_widening=not has_bfloat16_arithmetic())
+        self._packed = _PackedWeights()
+
+    # -- GEMMs --------------------------------------------------------------------------------
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        x_MK = x.reshape(-1, x.shape[-1])
+        if torch.is_grad_enabled():
+            out = _Linear.apply(x_MK, weight, bias, self._gemm)
+        else:
+            out = self._gemm(x_MK, weight, bias)
+        return out.view(*x.shape[:-1], len(weight))
+
+    def _gemm(
+        self,
+        x_MK: Tensor,
+        weight_NK: Tensor,
+        bias_N: Tensor | None,
+        *,
+        owner: Tensor | None = None,
+        index: int = 0,
+    ) -> Tensor:
+        """owner, index: the parameter whose slice the weight is, if it is not one itself."""
+        M, dtype = len(x_MK), x_MK.dtype
+        extra = -M % self.rules.row_quantum
+        if extra:
+            x_MK = F.pad(x_MK, (0, 0, 0, extra))
+        is_wide = dtype == torch.bfloat16 and self.rules.is_widening
+        if self._reads_packed(M, weight_NK, is_wide or dtype == torch.float32):
+            packed, weight_NK = self._packed.of(weight_NK, owner, index)
+            if is_wide:
+                x_MK, bias_N = x_MK.float(), None if bias_N is None else bias_N.float()
+            out = torch.ops.mkl._mkl_linear(x_MK, packed, weight_NK, bias_N, len(x_MK))
+        elif is_wide:
+            bias_N = None if bias_N is None else bias_N.float()
+            out = F.linear(x_MK.float(), weight_NK.float(), bias_N)
+        else:
+            out = F.linear(x_MK, weight_NK, bias_N)
+        if is_wide:
+            out = out.to(dtype)
+        return out[:M] if extra else out
+
+    def _reads_packed(self, num_rows: int, weight: Tensor, is_float32: bool) -> bool:
+        # Only the engine runs in inference mode: a trainer's few rows are not worth the packing.
+        return (
+            num_rows <= PACKED_ROWS
+            and is_float32
+            and self.rules.is_packing
+            and weight.numel() >= PACKED_SIZE
+            and torch.is_inference_mode_enabled()
+        )
+
+    def expert_linear(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, tokens_per_expert: list[int]
+    ) -> Tensor:
+        if torch.is_grad_enabled():
+            return _ExpertLinear.apply(x, weight, bias, tokens_per_expert, self._expert_gemm)
+        return self._expert_gemm(x, weight, bias, tokens_per_expert)
+
+    def _expert_gemm(
+        self, x_RK: Tensor, weight_ENK: Tensor, bias_EN: Tensor | None, counts: list[int]
+    ) -> Tensor:
+        rows, quantum = counts[0], self.rules.row_quantum
+        is_wide = x_RK.dtype == torch.bfloat16 and self.rules.is_widening
+        if rows and rows <= PACKED_ROWS and not is_wide and counts.count(rows) == len(weight_ENK):
+            x_EMK = x_RK.view(len(weight_ENK), rows, -1)
+            if extra := -rows % quantum:
+                x_EMK = F.pad(x_EMK, (0, 0, 0, extra))
+            if bias_EN is None:
+                out = torch.bmm(x_EMK, weight_ENK.transpose(1, 2))
+            else:
+                out = torch.baddbmm(bias_EN[:, None], x_EMK, weight_ENK.transpose(1, 2))
+            return out[:, :rows].reshape(len(x_RK), -1)
+        outs = []
+        at = 0
+        for expert, count in enumerate(counts):
+            if count:
+                bias = None if bias_EN is None else bias_EN[expert]
+                rows = x_RK[at : at + count]
+                outs.append(
+                    self._gemm(rows, weight_ENK[expert], bias, owner=weight_ENK, index=expert)
+                )
+                at += count
+        return torch.cat(outs) if outs else x_RK.new_empty(0, weight_ENK.shape[1])
+
+    # -- elementwise and per row --------------------------------------------------------------
+
+    def route(self, logits: Tensor, num_active: int) -> tuple[Tensor, Tensor]:
+        top, experts = logits.topk(num_active, -1)
+        return top.softmax(-1), experts
+
+    def combine(self, out: Tensor, weights: Tensor) -> Tensor:
+        total = out[:, 0] * weights[:, 0, None]
+        for slot in range(1, out.shape[1]):
+            total = total + out[:, slot] * weights[:, slot, None]
+        return total
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        normed = F.rms_norm(x.float(), weight.shape[-1:], None, eps)
+        return weight * normed.to(x.dtype)
+
+    def swiglu(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, -1)
+        return _Gated.apply(gate, 1.0) * up
+
+    def swiglu_clamped(self, gate_up: Tensor, *, alpha: float, limit: float) -> Tensor:
+        gate, up = gate_up.chunk(2, -1)
+        gate = gate.clamp(max=limit)
+        return (up.clamp(-limit, limit) + 1) * _Gated.apply(gate, alpha)
+
+    def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        # One rounding per operation, where a fused multiply-add has one for both or not, by place.
+        half = x.shape[-1] // 2
+        return x * cos.to(x.dtype) + x.roll(half, -1) * sin.to(x.dtype)
+
+    # -- attention ----------------------------------------------------------------------------
+
+    def attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        sinks: Tensor | None,
+        window: int | None,
+        scale: float,
+        layer: int,
+        context: PackedContext | PagedContext,
+    ) -> Tensor:
+        if isinstance(context, PackedContext):
+            return _packed_attention(q, k, v, sinks, window, scale, context, self.rules)
+        out = paged_attention(
+            q.float() * scale, k, v, sinks=sinks, window=window, layer=layer, context=context,
+            attend=_attend, key_block=KEY_BLOCK, row_quantum=self.rules.head_quantum,
+        )  # fmt: skip
+        return out.to(q.dtype)
+
+    # -- log-prob head ------------------------------------------------------------------------
+
+    def log_probs(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        ids: Tensor,
+        *,
+        temperature: float = 1.0,
+        support: Support | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        return head.log_probs(
+            hidden, weight, ids, linear=partial(self._gemm, bias_N=None),
+            temperature=temperature, support=support,
+        )  # fmt: skip
+
+
+class _PackedWeights:
+    """MKL's own layout of each weight, made once per change of its values."""
+
+    def __init__(self) -> None:
+        self._of: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+    def of(self, weight: Tensor, owner: Tensor | None, index: int) -> tuple[Tensor, Tensor]:
+        """(packed, the float32 weight that it was made of)."""
+        owner = weight if owner is None else owner
+        entry = self._of.get(owner)
+        if entry is None or entry[0] != owner._version:
+            entry = self._of[owner] = (owner._version, {})
+        found = entry[1].get(index)
+        if found is None:
+            wide = weight.detach().float()
+            packed = torch.ops.mkl._mkl_reorder_linear_weight(wide, PACKED_ROWS)
+            found = entry[1][index] = (packed, wide)
+        return found
+
+
+Gemm = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+
+
+def _widen(dtype: torch.dtype, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """As float32 where bfloat16 products would be emulated: gradients of few bits gain nothing."""
+    if dtype == torch.bfloat16 and not has_bfloat16_arithmetic():
+        return tuple(t.float() for t in tensors)
+    return tensors
+
+
+class _Linear(torch.autograd.Function):
+    """Keeps the rows as they came: filling up is the forward's own affair."""
+
+    @staticmethod
+    def forward(ctx, x_MK, weight_NK, bias_N, gemm):
+        ctx.save_for_backward(x_MK, weight_NK)
+        ctx.has_bias = bias_N is not None
+        return gemm(x_MK, weight_NK, bias_N)
+
+    @staticmethod
+    def backward(ctx, grad_MN):
+        x_MK, weight_NK = ctx.saved_tensors
+        dtype = x_MK.dtype
+        grad_MN, x_MK, weight_NK = _widen(dtype, grad_MN, x_MK, weight_NK)
+        grad_x = (grad_MN @ weight_NK).to(dtype) if ctx.needs_input_grad[0] else None
+        grad_weight = (grad_MN.t() @ x_MK).to(dtype) if ctx.needs_input_grad[1] else None
+        grad_bias = grad_MN.sum(0).to(dtype) if ctx.has_bias else None
+        return grad_x, grad_weight, grad_bias, None
+
+
+class _ExpertLinear(torch.autograd.Function):
+    """Each expert's gradient is written into its slice."""
+
+    @staticmethod
+    def forward(ctx, x_RK, weight_ENK, bias_EN, counts, gemm):
+        ctx.save_for_backward(x_RK, weight_ENK)
+        ctx.counts, ctx.has_bias = counts, bias_EN is not None
+        return gemm(x_RK, weight_ENK, bias_EN, counts)
+
+    @staticmethod
+    def backward(ctx, grad_RN):
+        x_RK, weight_ENK = ctx.saved_tensors
+        dtype = x_RK.dtype
+        grad_RN, x_RK = _widen(dtype, grad_RN.contiguous(), x_RK)
+        grad_x = torch.empty_like(x_RK)
+        grad_weight = torch.zeros_like(weight_ENK)
+        grad_bias = weight_ENK.new_zeros(weight_ENK.shape[:2]) if ctx.has_bias else None
+        at = 0
+        for expert, count in enumerate(ctx.counts):
+            if count:
+                rows = slice(at, at + count)
+                (weight,) = _widen(dtype, weight_ENK[expert])
+                torch.mm(grad_RN[rows], weight, out=grad_x[rows])
+                grad_weight[expert] = grad_RN[rows].t() @ x_RK[rows]
+                if grad_bias is not None:
+                    grad_bias[expert] = grad_RN[rows].sum(0)
+                at += count
+        return grad_x.to(dtype), grad_weight, grad_bias, None, None
+
+
+class _Gated(torch.autograd.Function):
+    """g * sigmoid(alpha * g) from operations that round alike in vectors and in their tails."""
+
+    @staticmethod
+    def forward(ctx, g, alpha):
+        ctx.save_for_backward(g)
+        ctx.alpha = alpha
+        if g.numel() <= ACTIVATION_CHUNK:
+            return _gate(g, alpha)
+        # Rows of a chunk that stays in the cache; a strided half of gate_up is read as it lies.
+        flat = g.reshape(-1, g.shape[-1])
+        rows = max(1, ACTIVATION_CHUNK // flat.shape[1])
+        out = torch.empty(flat.shape, dtype=g.dtype)
+        for at in range(0, len(flat), rows):
+            out[at : at + rows] = _gate(flat[at : at + rows], alpha)
+        return out.view(g.shape)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (g,) = ctx.saved_tensors
+        if ctx.alpha == 1.0:
+            return torch.ops.aten.silu_backward(grad, g), None
+        scaled = g * ctx.alpha
+        return torch.ops.aten.silu_backward(grad, scaled), None
+
+
+def _gate(g: Tensor, alpha: float) -> Tensor:
+    wide = g.float()
+    below = (wide * -alpha).exp_().add_(1.0)
+    return (wide / below).to(g.dtype)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks: Tensor | None) -> Tensor:
+    """See `paged.Attend`. The arithmetic of a query, in the engine and in the trainer: q is scaled
+    already, and the keys begin and end at multiples of KEY_BLOCK."""
+    return _weigh_values(_softmax(q, k.float(), mask, sinks)[1], v.float())
+
+
+def _softmax(q: Tensor, k: Tensor, mask: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(scores with sinks behind the keys, their softmax).
+
+    Torch's softmax adds every 8th or 16th element into one lane: what lies behind a masked end adds
+    exact zeros, and a sink at a multiple of KEY_BLOCK is always the last of its lane.
+    """
+    scores = torch.baddbmm(mask, q, k.transpose(1, 2))
+    if sinks is not None:
+        scores = torch.cat([scores, sinks], -1)
+    return scores, scores.softmax(-1)
+
+
+def _weigh_values(probs: Tensor, v: Tensor) -> Tensor:
+    """probs [N, R, L or L + 1] times v [N, L, D], block by block from the left."""
+    out = torch.bmm(probs[..., :KEY_BLOCK], v[:, :KEY_BLOCK])
+    for at in range(KEY_BLOCK, v.shape[1], KEY_BLOCK):
+        here = slice(at, at + KEY_BLOCK)
+        out = torch.baddbmm(out, probs[..., here], v[:, here])
+    return out
+
+
+def _packed_attention(
+    q_THD: Tensor,
+    k_TGD: Tensor,
+    v_TGD: Tensor,
+    sinks_H: Tensor | None,
+    window: int | None,
+    scale: float,
+    context: PackedContext,
+    rules: Rules,
+) -> Tensor:
+    """Rows of similar length as padded blocks; see `PackedBlock`."""
+    H, D = q_THD.shape[1:]
+    outs = []
+    for block in context.blocks:
+        length = math.ceil(block.length / KEY_BLOCK) * KEY_BLOCK
+        index = block.token_index
+        key_index = F.pad(index, (0, length - block.length), mode="replicate")
+        out = _Attention.apply(
+            q_THD[index], k_TGD[key_index], v_TGD[key_index], sinks_H, window, scale, rules
+        )
+        outs.append(out.reshape(-1, H, D))
+    out = outs[0] if len(outs) == 1 else torch.cat(outs)
+    return out if context.place_index is None else out[context.place_index]
+
+
+class _Attention(torch.autograd.Function):
+    """Invariant forward; backward by the stock kernel from this forward's output and log-sum."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, sinks, window, scale, rules):
+        out, lse = _attend_rows(q, k, v, sinks, window, scale, rules)
+        if sinks is not None and trace.is_on():
+            trace.record("sink_share", torch.exp(sinks.float()[:, None] - lse).mean())
+        ctx.save_for_backward(q, k, v, sinks, out, lse)
+        ctx.window, ctx.scale = window, scale
+        return out
+
+    @staticmethod
+    def backward(ctx, grad_out):
+        grads = _attention_backward(grad_out, *ctx.saved_tensors, ctx.window, ctx.scale)
+        return *grads, None, None, None
+
+
+def _attend_rows(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    window: int | None,
+    scale: float,
+    rules: Rules,
+) -> tuple[Tensor, Tensor]:
+    """q [B, L, H, D], k and v [B, L', G, D] with L' the next multiple of KEY_BLOCK.
+
+    Returns out [B, L, H, D] in q's dtype and lse [B, H, L] float32.
+    """
+    B, L, H, D = q.shape
+    G = k.shape[2]
+    repeat = H // G
+    out, lse = torch.empty_like(q), q.new_empty(B, H, L, dtype=torch.float32)
+    keys, values = (  # [B * G, L', D]
+        x.transpose(1, 2).float().reshape(B * G, -1, D) for x in (k, v)
+    )
+    # [B, G, repeat, L, D]: queries of one key head stand together, head by head.
+    queries = q.float().mul(scale).view(B, L, G, repeat, D).permute(0, 2, 3, 1, 4)
+    outs = out.view(B, L, G, repeat, D).permute(0, 2, 3, 1, 4)
+    sums = lse.view(B, G, repeat, L)
+    for start in range(0, L, QUERY_TILE):
+        stop = min(start + QUERY_TILE, L)
+        first = 0 if window is None else max(0, start - window + 1) // KEY_BLOCK * KEY_BLOCK
+        last = math.ceil(stop / KEY_BLOCK) * KEY_BLOCK
+        rows = repeat * (stop - start)
+        extra = -rows % rules.head_quantum
+        mask = _causal_mask(start, stop, first, last, window, repeat, extra, q.device)
+        column = None
+        if sinks is not None:
+            column = sinks.float().view(G, repeat, 1).expand(-1, -1, stop - start).reshape(G, -1)
+            column = F.pad(column, (0, extra))[None, :, :, None]
+        step = max(1, TILE_SCORES // (G * (rows + extra) * (last - first)))
+        for at in range(0, B, step):
+            part = slice(at, at + step)
+            tile = queries[part, :, :, start:stop].reshape(-1, rows, D)
+            if extra:
+                tile = F.pad(tile, (0, 0, 0, extra))
+            tile_sinks = None
+            if column is not None:
+                tile_sinks = column.expand(len(tile) // G, -1, -1, -1).reshape(len(tile), -1, 1)
+            here = slice(at * G, at * G + len(tile)), slice(first, last)
+            scores, probs = _softmax(tile, keys[here], mask, tile_sinks)
+            found = _weigh_values(probs, values[here])
+            shape = (-1, G, repeat, stop - start)
+            outs[part, :, :, start:stop] = found[:, :rows].reshape(*shape, D)
+            # log of the sum of exponentials: the largest probability is exp(0) over that sum.
+            total = scores.amax(-1) - probs.amax(-1).log()
+            sums[part, :, :, start:stop] = total[:, :rows].reshape(shape)
+    return out, lse
+
+
+def _causal_mask(
+    start: int,
+    stop: int,
+    first: int,
+    last: int,
+    window: int | None,
+    repeat: int,
+    extra: int,
+    device: torch.device,
+) -> Tensor:
+    """[1, repeat * (stop - start) + extra, last - first] float32: 0 where a query sees a key."""
+    at_query = torch.arange(start, stop, device=device).repeat(repeat)
+    at_query = F.pad(at_query, (0, extra), value=stop - 1)[:, None]
+    at_key = torch.arange(first, last, device=device)
+    hidden = at_key > at_query
+    if window is not None:
+        hidden |= at_key <= at_query - window
+    return torch.zeros(hidden.shape, device=device).masked_fill_(hidden, float("-inf"))[None]
+
+
+def _attention_backward(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    window: int | None,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Shapes of `_attend_rows`. A window costs O(L x window): the first `window` queries by
+    themselves, the others in chunks over the keys of their chunk and the one before."""
+    B, L, H, D = q.shape
+    G = k.shape[2]
+
+    def lay(x: Tensor) -> Tensor:  # [B, H, L, D]
+        x = x[:, :L].transpose(1, 2)
+        return x if x.shape[1] == H else x.repeat_interleave(H // G, 1)
+
+    laid = [lay(x) for x in (q, k, v, out, grad_out)]
+    if window is None or L <= window:
+        grads = flash_backward(laid[4], *laid[:3], sinks, None, laid[3].contiguous(), lse, scale)
+    else:
+        grads = _banded_backward(*laid, lse, sinks, window, scale)
+    grad_q, grad_k, grad_v, grad_sinks = grads
+    grad_k, grad_v = (
+        F.pad(x.view(B, G, H // G, L, D).sum(2).transpose(1, 2), (0, 0, 0, 0, 0, k.shape[1] - L))
+        for x in (grad_k, grad_v)
+    )
+    return grad_q.transpose(1, 2), grad_k, grad_v, grad_sinks
+
+
+def _banded_backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    grad_out: Tensor,
+    lse: Tensor,
+    sinks: Tensor | None,
+    window: int,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """All [B, H, L, D]; lse [B, H, L]."""
+    B, H, L, D = q.shape
+    part = slice(0, window)
+    first = flash_backward(
+        grad_out[:, :, part], q[:, :, part], k[:, :, part], v[:, :, part], sinks, None,
+        out[:, :, part].contiguous(), lse[:, :, part].contiguous(), scale,
+    )  # fmt: skip
+    chunks = math.ceil(L / window) - 1
+    pad = (chunks + 1) * window - L
+    # A padded query has the output 0 and the gradient 0: whatever its log-sum, it adds nothing.
+    q, k, v, out, grad_out = (F.pad(x, (0, 0, 0, pad)) for x in (q, k, v, out, grad_out))
+    lse = F.pad(lse, (0, pad))
+
+    def fold(x: Tensor) -> Tensor:  # [B, H, n * window, D] -> [B * n, H, window, D]
+        return x.reshape(B, H, -1, window, D).transpose(1, 2).reshape(-1, H, window, D)
+
+    def unfold(x: Tensor) -> Tensor:
+        return x.reshape(B, chunks, H, window, D).transpose(1, 2).reshape(B, H, -1, D)
+
+    k_band, v_band = (
+        torch.cat([fold(x[:, :, :-window]), fold(x[:, :, window:])], 2) for x in (k, v)
+    )
+    at_query = torch.arange(window, device=q.device)[:, None] + window
+    at_key = torch.arange(2 * window, device=q.device)
+    hidden = (at_key > at_query) | (at_key <= at_query - window)
+    mask = torch.zeros(hidden.shape, dtype=q.dtype, device=q.device)
+    mask.masked_fill_(hidden, float("-inf"))
+    lse_band = lse[:, :, window:].reshape(B, H, chunks, window).transpose(1, 2)
+    band = flash_backward(
+        fold(grad_out[:, :, window:]), fold(q[:, :, window:]), k_band, v_band, sinks, mask,
+        fold(out[:, :, window:]), lse_band.reshape(-1, H, window).contiguous(), scale,
+    )  # fmt: skip
+    grad_q = torch.cat([first[0], unfold(band[0])], 2)[:, :, :L]
+    grads = []
+    for of_first, of_band in ((first[1], band[1]), (first[2], band[2])):
+        total = F.pad(of_first, (0, 0, 0, chunks * window))
+        before, here = of_band.split(window, 2)
+        total[:, :, :-window] += unfold(before)
+        total[:, :, window:] += unfold(here)
+        grads.append(total[:, :, :L])
+    grad_sinks = None if first[3] is None or band[3] is None else first[3] + band[3]
+    return grad_q, grads[0], grads[1], grad_sinks
