@@ -13,7 +13,7 @@ from torch import nn
 
 from lockstep.models.config import ModelConfig, YarnScaling
 from lockstep.ops import api as ops
-from lockstep.ops.context import PackedContext, PagedContext
+from lockstep.ops.context import PackedContext, PagedContext, take_rows
 
 Tensor = torch.Tensor
 Context = PackedContext | PagedContext
@@ -98,14 +98,14 @@ class MoE(nn.Module):
             counts = [len(x_TD)] * E
             x_RD = x_TD.expand(E, *x_TD.shape).flatten(0, 1)
             place_TA = torch.arange(len(x_TD), device=x_TD.device)[:, None] + experts_TA * len(x_TD)
-            return ops.combine(self._experts(x_RD, counts)[place_TA], weights_TA)
+            return ops.combine(take_rows(self._experts(x_RD, counts), place_TA), weights_TA)
         experts_R = experts_TA.flatten()
         order_R = experts_R.argsort(stable=True)
         counts = torch.bincount(experts_R, minlength=E).tolist()
-        out_RD = self._experts(x_TD[order_R // A], counts)
+        out_RD = self._experts(take_rows(x_TD, order_R // A), counts)
         place_R = torch.empty_like(order_R)
         place_R[order_R] = torch.arange(len(order_R), device=order_R.device)
-        return ops.combine(out_RD[place_R].view(*experts_TA.shape, -1), weights_TA)
+        return ops.combine(take_rows(out_RD, place_R.view_as(experts_TA)), weights_TA)
 
     def router_logits(self, x_TD: Tensor) -> Tensor:
         """[T, E] in the compute dtype: what experts are chosen and weighed by."""

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.nn.functional as F
 
 from lockstep.types import Ragged
 
@@ -24,6 +25,15 @@ KEY_BLOCK = 128
 the numerics, unlike the page size. A sequence's keys begin at a multiple of it wherever they lie."""
 
 MAX_PADDING = 1.25  # rows of one padded block differ in length by at most this factor
+
+
+def take_rows(x: Tensor, index: Tensor) -> Tensor:
+    """x[index] over the first dim, whose gradient is summed in one order on any number of threads.
+
+    That of `x[index]` is not: CPU threads add to a row that is named several times as they come.
+    Guard: tests/cpu/test_determinism.py
+    """
+    return F.embedding(index, x.flatten(1)).view(*index.shape, *x.shape[1:])
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lockstep.ops import head, trace
-from lockstep.ops.context import KEY_BLOCK, PackedContext, PagedContext, Support
+from lockstep.ops.context import KEY_BLOCK, PackedContext, PagedContext, Support, take_rows
 from lockstep.ops.head import log_softmax
 from lockstep.ops.paged import paged_attention
 from lockstep.ops.plain import flash_backward
@@ -401,7 +401,13 @@ def _packed_attention(
         index = block.token_index
         key_index = F.pad(index, (0, length - block.length), mode="replicate")
         out = _Attention.apply(
-            q_THD[index], k_TGD[key_index], v_TGD[key_index], sinks_H, window, scale, rules
+            take_rows(q_THD, index),
+            take_rows(k_TGD, key_index),
+            take_rows(v_TGD, key_index),
+            sinks_H,
+            window,
+            scale,
+            rules,
         )
         outs.append(out.reshape(-1, H, D))
     out = outs[0] if len(outs) == 1 else torch.cat(outs)

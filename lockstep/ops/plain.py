@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from lockstep.ops import head, trace
-from lockstep.ops.context import PackedContext, PagedContext, Support
+from lockstep.ops.context import PackedContext, PagedContext, Support, take_rows
 from lockstep.ops.head import log_softmax
 from lockstep.ops.paged import paged_attention
 
@@ -161,7 +161,7 @@ def _packed_attention(
     for block in context.blocks:
 
         def lay(x: Tensor, index: Tensor = block.token_index) -> Tensor:
-            return x[index].transpose(1, 2)  # [B, heads, L, D]
+            return take_rows(x, index).transpose(1, 2)  # [B, heads, L, D]
 
         q, k, v = lay(q_THD), lay(k_TGD), lay(v_TGD)
         if repeat > 1:
