@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.agent.loop import truncation_notice
 from lockstep.config import from_dict, tag
+from lockstep.engines.config import EmbeddedConfig
 from lockstep.errors import CheckpointError, ConfigError, DataError, RunError
 from lockstep.models.config import Architecture, ModelConfig
 from lockstep.models.locate import locate_model
+from lockstep.ops.contract import TRUE_ON_POLICY, Fingerprint, why_not_same
 from lockstep.renderers.base import Renderer
 from lockstep.renderers.config import ChatMLConfig, HarmonyConfig, RendererConfig
 from lockstep.renderers.registry import make_renderer
@@ -57,10 +59,23 @@ class Parts:
     model: Decoder
     engine: Engine
     trainer: Trainer
+    numerics: Numerics
 
     @property
     def renderer(self) -> Renderer:
         return self.foundation.renderer
+
+
+@dataclass(frozen=True, slots=True)
+class Numerics:
+    """What was made of the setting `contract`."""
+
+    fingerprint: Fingerprint
+    """Of the trainer's side."""
+    is_kept: bool
+    """The contract true-on-policy holds."""
+    line: str
+    """For a person: what is promised, or why nothing is."""
 
 
 # -- before anything is loaded --------------------------------------------------------------------
@@ -203,11 +218,17 @@ def _update_plan(config: Config) -> str:
 def build(config: Config, foundation: Foundation, *, weights: Path | None = None) -> Parts:
     """Loads the model (from `weights`, or the config's own) and wires the parts around it."""
     from lockstep.engines.registry import check_capabilities, make_engine
+    from lockstep.ops.invariant import ask_for_reproducible_gemm
     from lockstep.training.trainer import Trainer
 
+    if config.contract != "none":
+        ask_for_reproducible_gemm()
     model = load_model(config, foundation, weights=weights)
+    numerics = choose_numerics(config, model)
     make = make_engine if config.fault is None else config.fault.make_engine
     engine = make(config.engine, model, foundation.renderer.tokenizer.all_token_bytes())
+    if numerics.is_kept:
+        _check_engine(engine, numerics)
     check_capabilities(
         engine,
         vocab_size=foundation.model.vocab_size,
@@ -225,8 +246,68 @@ def build(config: Config, foundation: Foundation, *, weights: Path | None = None
         temperature=config.agent.temperature,
         total_updates=config.steps * config.trainer.updates_per_batch,
         reference=reference,
+        contract=numerics.fingerprint if numerics.is_kept else None,
     )
-    return Parts(foundation, model, engine, trainer)
+    return Parts(foundation, model, engine, trainer, numerics)
+
+
+def choose_numerics(config: Config, model: Decoder) -> Numerics:
+    """Makes the process's ops those that the setting `contract` asks for.
+
+    Raises ConfigError if it is named and cannot be kept; `auto` then takes stock ops and says why.
+    """
+    from lockstep.ops import api, plain
+    from lockstep.ops.selftest import fingerprint, prove
+
+    weight = model.embedding
+    api.use_backend(plain)
+    reason = "contract=none"
+    if config.contract != "none":
+        reason = _why_no_contract(config)
+        if not reason:
+            proof = prove(model)
+            api.use_backend(proof.backend)
+            reason = proof.failure
+            if proof.is_kept:
+                found = fingerprint(weight.dtype, weight.device)
+                return Numerics(
+                    found, True,
+                    f"{TRUE_ON_POLICY}: {found.ops} ops, rows filled to {found.row_quantum}, keys "
+                    f"in blocks of {found.key_block}; {proof.num_checks} checks on the model's "
+                    f"shapes in {proof.seconds:.1f} s. Every token is checked",
+                )  # fmt: skip
+            if weight.device.type == "cpu":
+                reason += (
+                    ". Its result depends on the batch here; a fresh process, one thread or "
+                    "MKL_CBWR=AUTO,STRICT in the environment may change that"
+                )
+    if config.contract == TRUE_ON_POLICY:
+        raise ConfigError(
+            f"contract={TRUE_ON_POLICY} cannot be kept: {reason}. contract=auto goes on without."
+        )
+    line = "stock ops; sampler and trainer agree to rounding"
+    line += f" ({reason})" if config.contract == "none" else f". No contract: {reason}"
+    return Numerics(fingerprint(weight.dtype, weight.device), False, line)
+
+
+def _why_no_contract(config: Config) -> str:
+    """What rules the contract out before anything is tried; empty if nothing does."""
+    if config.contract == "auto" and config.fault is not None:
+        return f"the fault {tag(type(config.fault))} is injected, which breaks it on purpose"
+    if config.contract == "auto" and not isinstance(config.engine, EmbeddedConfig):
+        return f"engine={tag(type(config.engine))} does not sample with this process's own ops"
+    return ""
+
+
+def _check_engine(engine: Engine, numerics: Numerics) -> None:
+    """Raises ConfigError unless the engine computes with the trainer's numerics."""
+    found = engine.capabilities
+    reason = why_not_same(numerics.fingerprint, found.fingerprint)
+    if reason:
+        raise ConfigError(
+            f"contract={TRUE_ON_POLICY}: engine {found.name} cannot keep it: {reason}. Or set "
+            "contract=none: the gap is then measured and corrected."
+        )
 
 
 def load_model(

@@ -13,6 +13,7 @@ thing. A message says what was expected, what was found, where, and what to do n
       CheckpointError    (ValueError)    weights are missing, misshapen, torn or of another model
       EngineError        (RuntimeError)  the engine cannot do, or did not do, what was asked
       CapabilityError    (EngineError)   the engine lacks something that the request needs
+      ContractError      (RuntimeError)  a promise about the numerics cannot be or was not kept
       RolloutError       (RuntimeError)  too many episodes of a step failed to train on the rest
       RunError           (RuntimeError)  a run directory is in use, unfinished or not a run
       MissingExtraError  (ImportError)   an optional package is needed: names the extra
@@ -53,6 +54,11 @@ class EngineError(LockstepError, RuntimeError):
 
 class CapabilityError(EngineError):
     """The engine lacks a capability that the request or the config needs."""
+
+
+class ContractError(LockstepError, RuntimeError):
+    """Two sides that a numerics contract holds equal are not, or cannot be. Names the field with
+    both values, or the first token with both log-probs."""
 
 
 class RolloutError(LockstepError, RuntimeError):

@@ -21,7 +21,7 @@ from lockstep.agent.rescoring import rescore
 from lockstep.agent.tasks import derive_seed
 from lockstep.build import build, check_config, checkpoint_of
 from lockstep.config import differences, to_dict
-from lockstep.errors import RolloutError
+from lockstep.errors import ContractError, RolloutError
 from lockstep.observe.live import open_view
 from lockstep.observe.loggers import open_loggers
 from lockstep.outcome import Outcome, Status
@@ -29,6 +29,7 @@ from lockstep.run_config import Config
 from lockstep.session import Session, Tester
 from lockstep.step_metrics import check_failures, describe_first_step, step_metrics
 from lockstep.store.run import RunDirectory, default_run_path, load_run
+from lockstep.training.correcting import UnequalTokenError
 from lockstep.training.rows import rows_for_training
 from lockstep.types import Group, Sample
 
@@ -165,6 +166,9 @@ async def one_step(run: Session) -> dict[str, Any] | None:
         every = config.trainer.measure_after_every
         if rows and every and step % every == 0:
             metrics |= parts.trainer.measure_after(rows)
+    except UnequalTokenError as broken:
+        run.save()  # the state that samples this step again
+        raise ContractError(run.explain(broken)) from broken
     finally:
         # What is kept is what was sampled, whatever a fault has made of it for the trainer.
         run.directory.write_trajectories(step, groups, samples=sampled_rows)

@@ -15,6 +15,7 @@ from lockstep.correction.config import Correction
 from lockstep.engines.config import EmbeddedConfig, EngineConfig
 from lockstep.errors import ConfigError
 from lockstep.objectives.config import GRPO, AdvantageConfig, ObjectiveConfig, PPOClip
+from lockstep.ops.contract import ContractChoice
 from lockstep.renderers.config import RendererConfig
 from lockstep.store.config import RecordConfig
 from lockstep.testing.faults import FaultConfig
@@ -102,6 +103,10 @@ class Config(ModelChoice):
     answers nonsense). Above it the run stops and says why; below it the rest is trained on."""
     task: TaskConfig
     """What the agent is trained on."""
+    contract: ContractChoice = "auto"
+    """What is promised of the sampler's and the trainer's log-probs. true-on-policy: equal bit for
+    bit, proved at start and checked on every token, or the run is refused. auto: the same where the
+    machine can keep it, else without, saying why. none: stock arithmetic, equal to rounding."""
     agent: AgentConfig = field(default_factory=AgentConfig)
     """Budgets of an episode and how its tokens are drawn."""
     engine: EngineConfig = field(default_factory=EmbeddedConfig)

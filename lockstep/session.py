@@ -6,7 +6,7 @@ What a checkpoint holds, how a run continues, what is logged and shown, and how 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +20,14 @@ from lockstep.models.hf_io import hf_tensors
 from lockstep.observe.alarms import mismatch_alarm
 from lockstep.observe.live import RunHeader, View
 from lockstep.observe.loggers import GuardedLoggers
+from lockstep.ops.bisect import bisect
+from lockstep.ops.contract import TRUE_ON_POLICY
 from lockstep.report.page import write_report
 from lockstep.run_config import Config
 from lockstep.step_metrics import check_failures
 from lockstep.store.run import RunDirectory, load_run
 from lockstep.training.checkpoint import CheckpointStore
+from lockstep.training.correcting import UnequalTokenError
 from lockstep.types import Group, Task
 
 
@@ -53,7 +56,15 @@ class Session:
         config = self.config
         self.tasks = config.task.tasks(split="train", seed=config.seed)
         self.tester = Tester(config, self.parts, self.view)
-        self.directory.add_facts({"is_one_process": self.is_one_process})
+        numerics = self.parts.numerics
+        self.directory.add_facts(
+            {
+                "is_one_process": self.is_one_process,
+                "contract": TRUE_ON_POLICY if numerics.is_kept else "none",
+                "numerics": numerics.line,
+                "fingerprint": asdict(numerics.fingerprint),
+            }
+        )
         self.checkpoints = CheckpointStore(
             self.directory.path / "checkpoints",
             keep_last=config.checkpoint.keep_last,
@@ -130,9 +141,27 @@ class Session:
             is_one_process=self.is_one_process,
             lines=(
                 *plan(self.config, has_support=self.parts.engine.capabilities.has_support),
+                f"numerics   {self.parts.numerics.line}",
                 f"run        {self.directory.path}",
             ),
         )
+
+    def explain(self, broken: UnequalTokenError) -> str:
+        """What broke the contract: the token, and the op where sampler and trainer part if both are
+        run again on its row."""
+        sample, trainer = broken.sample, self.parts.trainer
+        parting = bisect(
+            trainer.model, sample.token_ids, is_sampled=sample.loss_mask,
+            temperature=trainer.temperature, support=sample.ragged.get("support"),
+            recorded=sample.columns["rollout_logprobs"],
+        )  # fmt: skip
+        found = (
+            "Run again by itself, the row gives record and both sides the same bits: what broke it "
+            "is in the company it had."
+            if parting is None
+            else parting.describe()
+        )
+        return f"{broken} {found} Nothing was updated; {self.directory.path} holds the trajectory."
 
     def write_report(self) -> None:
         write_report(

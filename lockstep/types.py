@@ -332,6 +332,8 @@ class Delta:
     support: Ragged | None = None
     """For each of `token_ids`, the ids that top-k and top-p left to draw from; an empty entry is
     the whole vocabulary. None unless the request is truncated and asks for it."""
+    fingerprint: str = ""
+    """Of the numerics that computed `logprobs`: `ops.contract.Fingerprint.text`; empty: unknown."""
 
 
 # ---------------------------------------------------------------------------------------------
@@ -433,6 +435,8 @@ class Sample:
     """Index of the row's group in its batch."""
     ragged: dict[str, Ragged] = field(default_factory=dict[str, Ragged])
     """name -> T entries: the ragged ones of COLUMNS."""
+    fingerprints: tuple[str, ...] = ()
+    """Of the numerics that computed `rollout_logprobs`: the different ones, in order."""
 
     def __post_init__(self) -> None:
         size = len(self.token_ids)
@@ -682,6 +686,7 @@ class Trajectory:
             token_ids=np.concatenate([s.token_ids for s in segments]),
             loss_mask=column("bool", is_trained),
             ragged=_support_of(segments),
+            fingerprints=tuple(dict.fromkeys(s.fingerprint for s in segments if s.is_sampled)),
             columns={
                 "rollout_logprobs": column(
                     "float32", [nan if s.logprobs is None else s.logprobs for s in segments]

@@ -129,7 +129,6 @@ async def run_episode(
     seed: int,
     sampling: SamplingParams,
     budget: Budget,
-    fingerprint: str = "",
 ) -> Trajectory:
     """Plays one episode to its end, scores it and closes the environment.
 
@@ -145,7 +144,6 @@ async def run_episode(
         seed=seed,
         sampling=sampling,
         budget=budget,
-        fingerprint=fingerprint,
     )
     try:
         await episode.play(environment)
@@ -167,11 +165,10 @@ class _Episode:
         seed: int,
         sampling: SamplingParams,
         budget: Budget,
-        fingerprint: str = "",
     ) -> None:
         self.engine, self.renderer, self.trajectory = engine, renderer, trajectory
         self.environment: Environment | None = None
-        self.seed, self.budget, self.fingerprint = seed, budget, fingerprint
+        self.seed, self.budget = seed, budget
         stop_ids = tuple(dict.fromkeys((*renderer.stop_ids, *sampling.stop_ids)))
         self.sampling = replace(sampling, stop_ids=stop_ids)
         self.max_tokens = min(budget.max_tokens, engine.capabilities.max_tokens)
@@ -316,7 +313,7 @@ class _Episode:
                 stop=piece.stop,
                 sampling=sampling,
                 messages=(message,) if piece is pieces[-1] else (),
-                fingerprint=self.fingerprint,
+                fingerprint=piece.fingerprint,
             )
             context_ids = np.concatenate([context_ids, piece.ids])
         return _Reply(leaf, ids, message, finish_reason)
@@ -467,6 +464,7 @@ class _Piece:
         self.policy_version = deltas[-1].policy_version
         self.finish_reason: FinishReason = deltas[-1].finish_reason or "stop"
         self.stop = deltas[-1].stop
+        self.fingerprint = deltas[-1].fingerprint
 
 
 def _check_delta(before: Delta | None, delta: Delta, request: Request) -> None:
@@ -541,7 +539,6 @@ async def collect(
     max_in_flight: int = 0,
     score_group: GroupScorer | None = None,
     on_progress: Callable[[Trajectory], None] | None = None,
-    fingerprint: str = "",
 ) -> list[Group]:
     """Plays `group_size` episodes of every task over one engine; groups in the order of `tasks`.
 
@@ -565,7 +562,6 @@ async def collect(
                 seed=derive_seed(run_seed, split, step, task.id, sample),
                 sampling=sampling,
                 budget=budget,
-                fingerprint=fingerprint,
             )
             for sample in range(first_sample, first_sample + group_size)
         ]

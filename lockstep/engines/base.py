@@ -33,6 +33,9 @@ class Capabilities:
     """It hands back what top-p and top-k kept, for requests that ask."""
     shares_weights: bool = False
     """It runs the trainer's own parameters: a sync is a version number."""
+    fingerprint: str = ""
+    """Of the numerics that compute its log-probs (`ops.contract.Fingerprint.text`); empty if it
+    cannot tell, and then no contract covers it."""
 
 
 @runtime_checkable
@@ -79,7 +82,10 @@ class Engine(Protocol):
         ...
 
     async def resume(self, *, kv: Literal["drop", "keep"] = "drop") -> None:
-        """Goes on. "drop" recomputes the keys and values of waiting requests, "keep" does not."""
+        """Goes on. "drop" recomputes the keys and values of waiting requests, "keep" does not.
+
+        What is sampled from keys of older weights has a fingerprint that says so (`kv=kept`).
+        """
         ...
 
     async def load_weights(self, source: Mapping[str, Any] | str | None, *, version: int) -> None:

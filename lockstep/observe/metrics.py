@@ -140,6 +140,10 @@ METRICS: tuple[Metric, ...] = (
     # tokens and time
     _metric("tokens/sampled", "tokens", "none", "Tokens that the model sampled."),
     _metric("tokens/trained", "tokens", "none", "Tokens in the loss."),
+    _metric(
+        "tokens/recomputed", "tokens", "down",
+        "Sampled tokens whose log-probs the trainer computed once more before the loss.",
+    ),
     _metric("tokens/encoded", "tokens", "none", "Tokens that the renderer wrote."),
     _metric("tokens/prefilled", "tokens", "down", "Prompt tokens that the engine computed."),
     _metric("tokens/cached", "tokens", "up", "Prompt tokens whose keys and values were reused."),

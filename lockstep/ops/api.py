@@ -20,6 +20,11 @@ Tensor = torch.Tensor
 class Backend(Protocol):
     """What `use_backend` takes: the functions of this module, by name."""
 
+    @property
+    def name(self) -> str:
+        """plain, invariant, cuda: what the fingerprint says."""
+        ...
+
     def resident_dtype(self, dtype: torch.dtype) -> torch.dtype | None:
         """Of the running rows' keys and values where an engine holds them once more, in one piece
         (`ResidentRows`); None if attention reads pages alone. dtype: the model's."""

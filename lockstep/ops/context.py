@@ -21,8 +21,8 @@ from lockstep.types import Ragged
 Tensor = torch.Tensor
 
 KEY_BLOCK = 128
-"""Keys that an invariant backend sums in one piece, counted from the start of each sequence: part of
-the numerics, unlike the page size. A sequence's keys begin at a multiple of it wherever they lie."""
+"""Keys that an invariant backend sums in one piece, counted from the start of each sequence: part
+of the numerics, unlike the page size, which only says where keys lie."""
 
 MAX_PADDING = 1.25  # rows of one padded block differ in length by at most this factor
 

@@ -6,13 +6,13 @@ forward keeps this; backward is stock.
 
 What stock torch does that depends on the batch, and what stands here instead:
 
-    a GEMM of few rows (another kernel, another order)   rows filled up to a quantum, or packed weights
-    silu, sigmoid (vector body and tail round apart)     exp, add, divide: each the same in both
-    attention (order by chunk, cache and batch)          fixed blocks of keys, summed left to right
-    experts (a GEMM of few rows; index_add)              the same GEMM rule; summed in slot order
+    GEMMs of few rows (other kernels, other orders)    rows filled up to a quantum; packed weights
+    silu, sigmoid (vector body and tail round apart)   exp, add, divide: each the same in both
+    attention (order by chunk, cache and batch)        fixed blocks of keys, summed left to right
+    experts (a GEMM of few rows; index_add)            the same GEMM rule; summed in slot order
 
-None of this is promised by the libraries beneath: `ops.selftest` proves it for a model's shapes, and
-the trainer checks every step.   Guard: tests/cpu/ops/test_invariant.py
+None of this is promised by the libraries beneath: `ops.selftest` proves it for a model's shapes,
+and the trainer checks every token.   Guard: tests/cpu/ops/test_invariant.py
 
 # T tokens  B rows of a block  L its length  H query heads  G key heads  D head width
 # M GEMM rows  K inner width  N outputs  E experts  R token-expert pairs  A active experts
@@ -83,6 +83,7 @@ def has_bfloat16_arithmetic() -> bool:
 class InvariantOps:
     """See `ops.api.Backend` for the functions."""
 
+    name = "invariant"
     log_softmax = staticmethod(log_softmax)
 
     @staticmethod
@@ -245,7 +246,11 @@ class InvariantOps:
 
 
 class _PackedWeights:
-    """MKL's own layout of each weight, made once per change of its values."""
+    """MKL's own layout of each weight, made once per version of it (`Tensor._version`).
+
+    An optimizer that writes without counting must be followed by an increment of the version, as
+    the embedded engine's `load_weights` does.
+    """
 
     def __init__(self) -> None:
         self._of: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -428,7 +433,8 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_out):
-        grads = _attention_backward(grad_out, *ctx.saved_tensors, ctx.window, ctx.scale)
+        q, k, v, sinks, out, lse = ctx.saved_tensors
+        grads = _attention_backward(grad_out, q, k, v, sinks, out, lse, ctx.window, ctx.scale)
         return *grads, None, None, None
 
 
@@ -527,11 +533,12 @@ def _attention_backward(
         x = x[:, :L].transpose(1, 2)
         return x if x.shape[1] == H else x.repeat_interleave(H // G, 1)
 
-    laid = [lay(x) for x in (q, k, v, out, grad_out)]
-    if window is None or L <= window:
-        grads = flash_backward(laid[4], *laid[:3], sinks, None, laid[3].contiguous(), lse, scale)
+    q, laid_k, laid_v, out, grad_out = lay(q), lay(k), lay(v), lay(out), lay(grad_out)
+    if window is None or window >= L:
+        out = out.contiguous()
+        grads = flash_backward(grad_out, q, laid_k, laid_v, sinks, None, out, lse, scale)
     else:
-        grads = _banded_backward(*laid, lse, sinks, window, scale)
+        grads = _banded_backward(q, laid_k, laid_v, out, grad_out, lse, sinks, window, scale)
     grad_q, grad_k, grad_v, grad_sinks = grads
     grad_k, grad_v = (
         F.pad(x.view(B, G, H // G, L, D).sum(2).transpose(1, 2), (0, 0, 0, 0, 0, k.shape[1] - L))

@@ -18,11 +18,13 @@ from lockstep.ops.head import log_softmax
 from lockstep.ops.paged import paged_attention
 
 __all__ = [
-    "attention", "combine", "expert_linear", "linear", "log_probs", "log_softmax", "resident_dtype",
-    "rms_norm", "rope", "route", "swiglu", "swiglu_clamped",
+    "attention", "combine", "expert_linear", "linear", "log_probs", "log_softmax", "name",
+    "resident_dtype", "rms_norm", "rope", "route", "swiglu", "swiglu_clamped",
 ]  # fmt: skip
 
 Tensor = torch.Tensor
+
+name = "plain"
 
 KEY_QUANTUM = 16  # keys looked at are a multiple of this: what fills a vector register
 
@@ -69,7 +71,7 @@ def combine(out: Tensor, weights: Tensor) -> Tensor:
     return (out * weights[..., None]).sum(1)
 
 
-class _ExpertLinear(torch.autograd.Function):
+class ExpertLinear(torch.autograd.Function):
     """One GEMM per expert on the rows that chose it. Backward writes each expert's gradient into
     its slice: indexing weight[e] under autograd would fill a gradient of all experts each time.
     """
@@ -119,7 +121,7 @@ def expert_linear(
         if bias is None:
             return torch.bmm(x, weight.transpose(1, 2)).flatten(0, 1)
         return torch.baddbmm(bias[:, None], x, weight.transpose(1, 2)).flatten(0, 1)
-    return _ExpertLinear.apply(x, weight, bias, tokens_per_expert)
+    return ExpertLinear.apply(x, weight, bias, tokens_per_expert)
 
 
 # -- attention --------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from lockstep.correction.config import Correction
 from lockstep.correction.layout import Layout
 from lockstep.correction.metrics import MismatchReport
 from lockstep.correction.weighing import TokenFacts, correct, measure, weigh
-from lockstep.errors import AlignmentError
+from lockstep.errors import AlignmentError, ContractError
 from lockstep.objectives.aggregation import token_weights
 from lockstep.objectives.config import Aggregate
 from lockstep.objectives.losses import TokenBatch
@@ -107,12 +107,14 @@ def keep_tokens(
     correction: Correction | None,
     *,
     version: int,
+    is_measuring: bool = False,
 ) -> Kept:
     """What of a micro-batch is trained, judged by its own forward or by what was judged before.
 
     logprobs, entropy: [N] float32, of that forward, with gradient. correction: None takes the
     samples' columns as they are. Rows that have the column `importance_weights` were weighed over
-    their whole batch already. version: of the policy, for the age of tokens.
+    their whole batch already; is_measuring: this forward is still the one that tells their
+    mismatch. version: of the policy, for the age of tokens.
     """
     columns, reports = dict(batch.columns), Reports()
     weights: Tensor | None = None
@@ -123,6 +125,8 @@ def keep_tokens(
         if WEIGHTS in columns:
             weights = columns[WEIGHTS]
             keep = weights > 0
+            if is_measuring:
+                reports = Reports(rollout=measure_batch(batch, constant, version))
         elif behaviour is not None:
             weighed = weigh(
                 constant, behaviour, correction,
@@ -296,6 +300,56 @@ def check_versions(samples: Sequence[Sample], version: int) -> None:
                 f"version {version}, the one in training, has sampled: a ratio fixed at 1 would "
                 "hide the difference. Use anchor=recomputed."
             )
+
+
+def check_equal(
+    batch: PackedBatch, logprobs: Tensor, samples: Sequence[Sample], *, version: int
+) -> None:
+    """Raises ContractError at the first token of this version whose two log-probs differ in a bit.
+
+    logprobs: [N] float32 of the training forward. Tokens of older versions differ as they should.
+    """
+    recorded, versions = batch.columns.get("rollout_logprobs"), batch.columns.get("policy_version")
+    if recorded is None or versions is None:
+        raise AlignmentError(
+            "rows under a numerics contract need rollout_logprobs and policy_version: what is "
+            "promised is that they are the trainer's."
+        )
+    differs = (logprobs != recorded) & (versions == version)
+    if not bool(differs.any()):
+        return
+    for row, places, values in batch.unpack(torch.stack([differs.float(), logprobs, recorded], 1)):
+        wrong = np.flatnonzero(values[:, 0])
+        if wrong.size:
+            at, sample = int(places[wrong[0]]), samples[row]
+            raise UnequalTokenError(
+                sample=sample, token=at, trainer=float(values[wrong[0], 1]),
+                rollout=float(values[wrong[0], 2]), version=version,
+                num_unequal=int(differs.sum()), num_compared=int((versions == version).sum()),
+            )  # fmt: skip
+
+
+class UnequalTokenError(ContractError):
+    """A token of the version in training whose recorded log-prob is not the trainer's."""
+
+    def __init__(
+        self,
+        *,
+        sample: Sample,
+        token: int,
+        trainer: float,
+        rollout: float,
+        version: int,
+        num_unequal: int,
+        num_compared: int,
+    ) -> None:
+        self.sample, self.token = sample, token
+        super().__init__(
+            f"{num_unequal} of {num_compared} tokens of a micro-batch break the contract: sampled "
+            f"and trained by policy version {version}, with different log-probs. The first is "
+            f"token {token} of sample {sample.id} (id {int(sample.token_ids[token])}): "
+            f"{rollout!r} was recorded when it was sampled, {trainer!r} is the trainer's."
+        )
 
 
 def _reports(

@@ -30,6 +30,7 @@ from lockstep.models.hf_io import load_weights, read_tensors, save_checkpoint
 from lockstep.objectives.config import Aggregate, ObjectiveConfig
 from lockstep.objectives.losses import LossFn, TokenLoss, make_loss
 from lockstep.ops import api as ops
+from lockstep.ops.contract import Fingerprint, check_rows
 from lockstep.store.files import write_json
 from lockstep.training.config import TrainerConfig
 from lockstep.training.correcting import (
@@ -37,6 +38,7 @@ from lockstep.training.correcting import (
     WEIGHTS,
     Kept,
     Reports,
+    check_equal,
     check_versions,
     correct_samples,
     keep_tokens,
@@ -65,6 +67,7 @@ class _Call:
     weigh: Callable[[PackedBatch], Tensor]
     loss_fn: LossFn
     correction: Correction | None
+    is_measuring: bool
 
 
 class Trainer:
@@ -82,12 +85,17 @@ class Trainer:
         temperature: float = 1.0,
         total_updates: int | None = None,
         reference: Decoder | None = None,
+        contract: Fingerprint | None = None,
     ) -> None:
         """like: the checkpoint directory whose config and tokenizer files `save` copies.
         reference: the frozen policy that a reference KL is taken to.
 
         temperature: of the distribution under which the rollout's log-probs are recorded.
         total_updates: of the run; a schedule that falls needs it. Raises ConfigError without.
+        contract: the numerics under which the sampler's log-probs are this trainer's, bit for bit.
+        Then the recorded ones are taken as the old ones without a forward of our own, and a token
+        of the version in training whose log-prob differs raises ContractError before anything is
+        updated.
         """
         if not 0 < temperature < float("inf"):
             raise ConfigError(
@@ -96,6 +104,7 @@ class Trainer:
             )
         self.model = model
         self.reference = reference
+        self.contract = contract
         self.config = config
         self.like = Path(like)
         self.temperature = temperature
@@ -108,6 +117,8 @@ class Trainer:
         """Of the policy: one more with each update that was made."""
         self.last_skip = ""
         """Why the last update was skipped, and the row behind it; empty if it was made."""
+        self.num_recomputed = 0
+        """Trained tokens whose log-probs were computed again without a gradient, in all."""
         self._bad_loss = ""
         self._calls: list[_Call] = []
         lr_share(config.warmup_updates, config, total_updates=total_updates)
@@ -130,6 +141,7 @@ class Trainer:
         """
         with torch.no_grad():
             parts = [(batch, self._log_probs(batch, model)[0]) for batch in self.pack(samples)]
+        self.num_recomputed += sum(len(batch.targets) for batch, _ in parts)
         out = _by_row(samples, parts)
         if column is not None:
             _keep(samples, out, column)
@@ -163,6 +175,7 @@ class Trainer:
         denominator: float | None = None,
         correction: Correction | None = None,
         column: str | None = None,
+        is_measuring: bool = False,
     ) -> Metrics:
         """Adds the gradient of the loss over `samples` to what the next `optim_step` will use.
 
@@ -177,6 +190,7 @@ class Trainer:
         this forward, or by the samples' `importance_weights` where a whole batch was weighed
         before. None trains every token as it is, with the samples' own `old_logprobs`. Raises
         ConfigError if it must see the whole batch first and has not: `update` does that.
+        is_measuring: the mismatch is measured in this forward, though the rows are weighed already.
         """
         is_weighed = bool(samples) and WEIGHTS in samples[0].columns
         if correction is not None and correction.needs_whole_batch and not is_weighed:
@@ -191,7 +205,10 @@ class Trainer:
             samples, aggregate, fixed_length=fixed_length, denominator=denominator,
             is_kept_only=correction is not None and correction.denominator == "kept" and is_weighed,
         )  # fmt: skip
-        call = _Call(samples=samples, weigh=weigh, loss_fn=loss_fn, correction=correction)
+        call = _Call(
+            samples=samples, weigh=weigh, loss_fn=loss_fn, correction=correction,
+            is_measuring=is_measuring,
+        )  # fmt: skip
         self._calls.append(call)
         totals = _Totals(self.device)
         losses: list[tuple[PackedBatch, Tensor]] = []
@@ -270,25 +287,36 @@ class Trainer:
         if objective.reads_reference_logprobs:
             self.forward(samples, column="reference_logprobs", model=self._reference())
         rows, before = list(samples), Reports()
+        num_recomputed = self.num_recomputed
         is_measured = all(BEHAVIOUR[correction.behaviour] in s.columns for s in samples)
         is_two_pass = correction.needs_forward(num_updates=num_updates) or (
             num_updates > 1 and is_measured
         )
+        is_known = is_two_pass and self._knows_old_logprobs(samples)
+        if is_known:
+            for sample in samples:
+                sample.set("old_logprobs", sample.columns["rollout_logprobs"])
+            # What needs no other row is weighed where it is measured, in the training forward.
+            is_two_pass = num_updates > 1 or correction.needs_whole_batch
+        elif is_two_pass:
+            _keep(samples, self.forward(samples, column="old_logprobs"), "logprobs")
         if is_two_pass:
-            old = self.forward(samples, column="old_logprobs")
-            _keep(samples, old, "logprobs")
             rows, before = correct_samples(
                 samples, correction, version=self.version, device=self.device
             )
         parts: list[Metrics] = []
-        for part in split_updates(rows, num_updates) or [[]]:
+        for number, part in enumerate(split_updates(rows, num_updates) or [[]]):
             metrics = self.forward_backward(
                 part, loss_fn,
                 aggregate=objective.aggregate, fixed_length=objective.fixed_length,
-                correction=correction, column=None if is_two_pass else "logprobs",
+                correction=correction, column=None if is_two_pass and not is_known else "logprobs",
+                is_measuring=is_known and is_two_pass and number == 0,
             )  # fmt: skip
             parts.append(metrics | self.optim_step())
-        return _merge_metrics(parts) | before.to_metrics()
+        metrics = _merge_metrics(parts)
+        # Under the contract the first update's own forward compares; nothing was before it.
+        out = before.to_metrics() | metrics if is_known else metrics | before.to_metrics()
+        return out | {"tokens/recomputed": float(self.num_recomputed - num_recomputed)}
 
     def save(self, directory: str | Path) -> None:
         """Writes policy (Hugging Face form), optimizer and counters into `directory`.
@@ -375,7 +403,12 @@ class Trainer:
 
     def _backward(self, batch: PackedBatch, call: _Call) -> _Done:
         logprobs, entropy = self._log_probs(batch)
-        kept = keep_tokens(batch, logprobs, entropy, call.correction, version=self.version)
+        if self.contract is not None:
+            check_equal(batch, logprobs.detach(), call.samples, version=self.version)
+        kept = keep_tokens(
+            batch, logprobs, entropy, call.correction, version=self.version,
+            is_measuring=call.is_measuring,
+        )  # fmt: skip
         weight_N = call.weigh(batch)
         done = _Done(batch=batch, kept=kept, logprobs_N=logprobs.detach(), weight_N=weight_N)
         if not len(kept.tokens.logprobs):
@@ -395,6 +428,14 @@ class Trainer:
         done.out, done.loss_N = out, kept.spread(loss.detach(), len(logprobs))
         return done
 
+    def _knows_old_logprobs(self, samples: Sequence[Sample]) -> bool:
+        """Whether the contract says that the trainer's log-probs are those recorded: all of them
+        sampled by the version in training."""
+        if self.contract is None:
+            return False
+        versions = [s.columns["policy_version"][s.loss_mask] for s in samples]
+        return all((found == self.version).all() for found in versions)
+
     def _reference(self) -> Decoder:
         if self.reference is None:
             raise ConfigError(
@@ -407,6 +448,8 @@ class Trainer:
         self, samples: Sequence[Sample], objective: ObjectiveConfig, correction: Correction
     ) -> None:
         correction.check_updates(self.config.updates_per_batch)
+        if self.contract is not None:
+            check_rows(self.contract, ((s.id, s.fingerprints) for s in samples if s.num_trained))
         if correction.anchor == "on_policy":
             check_versions(samples, self.version)
         column = BEHAVIOUR[correction.behaviour]

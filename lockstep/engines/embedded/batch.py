@@ -54,6 +54,8 @@ class Sequence:
     request does not ask."""
     segment_start: int = 0
     """The first sampled token of the running policy version."""
+    has_old_keys: bool = False
+    """Some of its keys were computed by weights before the running version's, and kept."""
     num_sent: int = 0
     """Sampled tokens handed over already."""
     has_sent: bool = False

@@ -16,7 +16,7 @@ import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,6 +32,7 @@ from lockstep.errors import CapabilityError, ConfigError, EngineError
 from lockstep.models.decoder import Decoder
 from lockstep.models.hf_io import load_weights, read_tensors
 from lockstep.ops.api import active_backend
+from lockstep.ops.selftest import fingerprint
 from lockstep.types import (
     Delta,
     Distribution,
@@ -162,6 +163,8 @@ class EmbeddedEngine:
         self._num_arrived = 0
         self._has_finished = False
         self._is_paused = self._is_asleep = self._is_closed = False
+        self._fingerprint = fingerprint(model.embedding.dtype, model.embedding.device)
+        self._fingerprint_text = self._fingerprint.text
         self._driver: asyncio.Task[None] | None = None
 
     # -- the protocol -------------------------------------------------------------------------
@@ -179,6 +182,7 @@ class EmbeddedEngine:
             has_score=True,
             has_support=True,
             shares_weights=self._model is self._shared,
+            fingerprint=self._fingerprint_text,
         )
 
     @property
@@ -271,6 +275,8 @@ class EmbeddedEngine:
         self._check_open()
         if source is None:
             self._model = self._shared
+            # A fused optimizer writes without telling: what was made of the old values must go.
+            torch.autograd.graph.increment_version(list(self._shared.parameters()))
         else:
             self._model = self._copy_with(source)
         for sequence in self._scheduler.sequences():
@@ -279,6 +285,8 @@ class EmbeddedEngine:
         self._version = version
         if self._is_paused:
             self._cache.forget()
+            for sequence in [*self._rows.sequences, *self._scheduler.prefilling]:
+                sequence.has_old_keys = True
         else:
             self._drop_cache()
 
@@ -593,10 +601,16 @@ class EmbeddedEngine:
                 num_cached_tokens=0 if sequence.has_sent else cached,
                 num_prefilled_tokens=0 if sequence.has_sent else prefilled,
                 support=None if sequence.support is None else Ragged.of(sequence.support[fresh]),
+                fingerprint=self._fingerprint_of(sequence),
             )
         )
         sequence.has_sent = True
         reply.notify()
+
+    def _fingerprint_of(self, sequence: Sequence) -> str:
+        if sequence.has_old_keys:
+            return replace(self._fingerprint, kv="kept").text
+        return self._fingerprint_text
 
     def _end_segment(self, reply: _Reply) -> None:
         """The weights change: what was sampled under the old ones is a segment of its own. Nothing
@@ -661,6 +675,8 @@ class EmbeddedEngine:
     def _drop_cache(self) -> None:
         """Every running request waits to be computed again, and no prefix is known."""
         scheduler = self._scheduler
+        for sequence in scheduler.sequences():
+            sequence.has_old_keys = False
         for sequence in [*self._rows.sequences, *scheduler.prefilling]:
             scheduler.preempt(sequence, keep=False)
         scheduler.num_preemptions = 0  # these were asked for; the counter tells a lack of pages

@@ -111,8 +111,8 @@ class ResidentCache:
         for paged, resident in ((cache.keys, self.keys), (cache.values, self.values)):
             layers, groups, _, size, dim = paged.shape
             read = paged.index_select(2, index).view(layers, groups, count, width * size, dim)
-            rows = read.transpose(1, 2).to(resident.dtype)
-            resident[:, :, :, : width * size].index_copy_(1, at, rows)
+            by_row = read.transpose(1, 2).to(resident.dtype)
+            resident[:, :, :, : width * size].index_copy_(1, at, by_row)
 
     def drop(self) -> None:
         """Gives the memory back, with all that was in it."""

@@ -1,0 +1,415 @@
+"""Whether this machine keeps the contract for a model: tried at start, on the model's own shapes.
+
+A short forward of the model is recorded; then each op is asked for the same rows in other company
+(alone, few, many, at other places, on one thread, in inference mode as the engine runs), and
+attention for the same positions through a paged cache. Any bit that changes is a failure, with the
+op and the shape. On a CPU the row quantum is raised until nothing changes.
+
+Cost: a forward over some 300 tokens and a few more of each op; a second for small models.
+
+# T tokens  H query heads  G key heads  D head width  E experts  R token-expert pairs
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+
+from lockstep.ops import api, plain
+from lockstep.ops.context import KEY_BLOCK, PackedContext, PagedBlock, PagedContext
+from lockstep.ops.contract import COVERED_DTYPES, Fingerprint
+from lockstep.ops.invariant import InvariantOps
+
+Tensor = torch.Tensor
+
+LARGEST_QUANTUM = 32
+ROW_COUNTS = (1, 2, 3, 4, 5, 7, 8, 9, 13, 16, 17, 31, 33, 64, 65, 127)
+MANY_ROWS = 2048  # what a packed batch has; tried where it costs little
+MANY_ROWS_MULTIPLIES = 1 << 30  # a tenth of a second on one core
+ROW_LENGTHS = (2 * KEY_BLOCK + 9, 40)  # of the two rows of the recorded forward
+MAX_FORWARD_MULTIPLIES = 1 << 34  # a second on one core: longer forwards are shortened
+
+ROWWISE = {
+    "linear": (0,), "rms_norm": (0,), "swiglu": (0,), "swiglu_clamped": (0,), "rope": (0, 1, 2),
+    "route": (0,), "combine": (0, 1), "log_softmax": (0,),
+}  # fmt: skip
+"""op -> the positions of its arguments that have a row per token."""
+
+
+class Model(Protocol):
+    """What is asked of a decoder: see `models.decoder.Decoder`."""
+
+    config: Any
+    head: Tensor
+
+    def __call__(
+        self, ids: Tensor, positions: Tensor, context: PackedContext | PagedContext, /
+    ) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proof:
+    """What the self-test found."""
+
+    backend: api.Backend
+    """What keeps the contract; `ops.plain` if nothing does."""
+    failure: str
+    """The op and the shape that broke; empty if the contract is kept."""
+    num_checks: int
+    seconds: float
+
+    @property
+    def is_kept(self) -> bool:
+        return not self.failure
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    op: str
+    text: str
+
+
+def prove(model: Model) -> Proof:
+    """Looks for a backend that keeps the contract for `model`, on its device and in its dtype.
+
+    Leaves the process's backend and thread count as they were.
+    """
+    began = time.perf_counter()
+    weight = model.head
+    dtype = str(weight.dtype).removeprefix("torch.")
+    if dtype not in COVERED_DTYPES:
+        return Proof(
+            backend=plain, num_checks=0, seconds=0.0,
+            failure=f"dtype {dtype} is not covered; covered are {', '.join(COVERED_DTYPES)}",
+        )  # fmt: skip
+    num_checks, failure = 0, ""
+    for backend in _candidates(weight.device):
+        if isinstance(backend, str):  # there is none, and why
+            failure = backend
+            break
+        with _using(backend):
+            found, count = _first_failure(model)
+        num_checks += count
+        if found is None:
+            return Proof(
+                backend=backend, failure="", num_checks=num_checks,
+                seconds=time.perf_counter() - began,
+            )  # fmt: skip
+        failure = found.text
+        if isinstance(backend, InvariantOps):
+            _raise_quantum(backend, found)
+    return Proof(
+        backend=plain, failure=failure, num_checks=num_checks, seconds=time.perf_counter() - began
+    )
+
+
+def _candidates(device: torch.device) -> Iterator[api.Backend | str]:
+    if device.type == "cpu":
+        backend = InvariantOps()
+        while max(backend.rules.row_quantum, backend.rules.head_quantum) <= LARGEST_QUANTUM:
+            yield backend
+    elif device.type == "cuda":
+        try:
+            from lockstep.ops.cuda import CudaOps
+
+            yield CudaOps()
+        except ImportError as error:
+            yield str(error)
+    else:
+        yield f"no backend for device {device.type}"
+
+
+def _raise_quantum(backend: InvariantOps, failure: _Failure) -> None:
+    rules = backend.rules
+    if failure.op == "attention":
+        rules = replace(rules, head_quantum=2 * rules.head_quantum)
+    elif failure.op == "packed weights":
+        rules = replace(rules, is_packing=False)
+    else:
+        rules = replace(rules, row_quantum=2 * rules.row_quantum)
+    backend.rules = rules
+
+
+@contextmanager
+def _using(backend: api.Backend) -> Iterator[None]:
+    before, threads = api.active_backend(), torch.get_num_threads()
+    api.use_backend(backend)
+    try:
+        yield
+    finally:
+        api.use_backend(before)
+        torch.set_num_threads(threads)
+
+
+# -- the recorded forward -------------------------------------------------------------------------
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    op: str
+    args: list[Any]
+    kwargs: dict[str, Any]
+
+
+class _Recorder:
+    """Stands before a backend and keeps one call of each op and shape."""
+
+    def __init__(self, inner: api.Backend) -> None:
+        self.inner = inner
+        self.calls: dict[Any, _Call] = {}
+
+    def __getattr__(self, op: str) -> Callable[..., Any]:
+        function = getattr(self.inner, op)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            out = function(*args, **kwargs)
+            first = out[0] if isinstance(out, tuple) else out
+            tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
+            shapes = tuple(t.shape[1:] for t in (*tensors, first))
+            key = (op, shapes, kwargs.get("window"))
+            if op != "log_probs" and key not in self.calls:
+                kept = [a.detach() if isinstance(a, Tensor) else a for a in args]
+                self.calls[key] = _Call(op, kept, kwargs)
+            return out
+
+        return call
+
+
+def _record(model: Model) -> tuple[list[_Call], Tensor]:
+    """One call of each op and shape, and the hidden states [T, D]."""
+    config, device = model.config, model.head.device
+    size = sum(p.numel() for p in model.parameters()) if isinstance(model, torch.nn.Module) else 0
+    longest = min(config.max_positions, max(MAX_FORWARD_MULTIPLIES // max(size, 1), KEY_BLOCK + 9))
+    lengths = [min(length, longest) for length in ROW_LENGTHS]
+    total = sum(lengths)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, config.vocab_size, (total,), generator=generator).to(device)
+    positions = torch.cat([torch.arange(length) for length in lengths]).to(device)
+    recorder = _Recorder(api.active_backend())
+    with _using(recorder), torch.no_grad():
+        hidden = model(ids, positions, PackedContext.of(lengths, device=device))
+    return list(recorder.calls.values()), hidden
+
+
+# -- the checks -----------------------------------------------------------------------------------
+
+
+def _first_failure(model: Model) -> tuple[_Failure | None, int]:
+    """(the first op that is not invariant, checks made)."""
+    calls, hidden = _record(model)
+    logits = _Call("linear", [hidden, model.head], {})
+    count = 0
+    for call in (*calls, logits):
+        if call.op == "attention":
+            checks = _attention_checks(call)
+        elif call.op == "expert_linear":
+            checks = _expert_checks(call)
+        else:
+            checks = _row_checks(call)
+        for failed in checks:
+            count += 1
+            if failed:
+                return _Failure(failed, f"{failed}: {_describe(call)}"), count
+    with torch.no_grad():
+        scores = api.log_softmax(api.linear(hidden, model.head))
+        ids = scores.argmax(-1)
+        values, _ = api.log_probs(hidden, model.head, ids)
+    for failed in _row_checks(_Call("log_softmax", [scores], {})):
+        count += 1
+        if failed:
+            return _Failure(failed, f"{failed}: {list(scores.shape)}"), count
+    if not torch.equal(values, scores.gather(1, ids[:, None])[:, 0]):
+        return _Failure("log_probs", "log_probs: not what log_softmax gives the sampler"), count
+    return None, count + 1
+
+
+def _describe(call: _Call) -> str:
+    tensors = [a for a in (*call.args, *call.kwargs.values()) if isinstance(a, Tensor)]
+    shapes = " x ".join(str(list(t.shape)) for t in tensors[:3])
+    threads = f", {torch.get_num_threads()} threads" if tensors[0].device.type == "cpu" else ""
+    return f"{str(tensors[0].dtype).removeprefix('torch.')} {shapes}{threads}"
+
+
+def _row_checks(call: _Call) -> Iterator[str]:
+    """Yields "" for each comparison that holds, and the op's name for one that does not."""
+    op, rowwise = getattr(api, call.op), ROWWISE[call.op]
+
+    def run(rows: slice | Tensor) -> list[Tensor]:
+        args = [a[rows] if i in rowwise else a for i, a in enumerate(call.args)]
+        out = op(*args, **call.kwargs)
+        return list(out) if isinstance(out, tuple) else [out]
+
+    total = len(call.args[0])
+    with torch.no_grad():
+        full = run(slice(None))
+        for rows in _selections(total):
+            part = run(rows)
+            yield "" if _same(part, [f[rows] for f in full]) else call.op
+            with torch.inference_mode():
+                fed = run(rows)
+            yield "" if _same(fed, part) else "packed weights"
+        if call.args[0].device.type == "cpu" and (threads := torch.get_num_threads()) > 1:
+            torch.set_num_threads(1)
+            alone = run(slice(None))
+            torch.set_num_threads(threads)
+            yield "" if _same(alone, full) else call.op
+        repeat = MANY_ROWS // total + 1
+        per_row = call.args[1].numel() if call.op == "linear" else call.args[0][0].numel()
+        if repeat * total * per_row <= MANY_ROWS_MULTIPLIES:
+            many = run(torch.arange(total, device=call.args[0].device).repeat(repeat))
+            yield "" if _same([m[-total:] for m in many], full) else call.op
+
+
+def _selections(total: int) -> Iterator[slice]:
+    """Few and many rows, at the beginning, in the middle and at the end."""
+    for i, count in enumerate(ROW_COUNTS):
+        if count < total:
+            start = (0, (total - count) // 2, total - count)[i % 3]
+            yield slice(start, start + count)
+
+
+def _expert_checks(call: _Call) -> Iterator[str]:
+    x_RK, weight, bias, _ = call.args
+    num_experts = len(weight)
+    with torch.no_grad():
+
+        def run(counts: list[int]) -> list[Tensor]:
+            rows = torch.cat([x_RK[:count] for count in counts])
+            return list(api.expert_linear(rows, weight, bias, counts).split(counts))
+
+        # More rows than any path for few takes, and not the same number everywhere.
+        most = min(len(x_RK), 2 * KEY_BLOCK)
+        full = run([most - i % 2 for i in range(num_experts)])
+        for count in ROW_COUNTS:
+            if count >= most:
+                break
+            skewed = [(count, 0, 1, most - 1)[i % 4] for i in range(num_experts)]
+            for counts in ([count] * num_experts, skewed):
+                expected = [f[:n] for f, n in zip(full, counts, strict=True)]
+                part = run(counts)
+                yield "" if _same(part, expected) else call.op
+                with torch.inference_mode():
+                    fed = run(counts)
+                yield "" if _same(fed, part) else "packed weights"
+
+
+def _attention_checks(call: _Call) -> Iterator[str]:
+    """The first row's positions through a paged cache: in chunks, one by one, and two at once."""
+    q, k, v = call.args[:3]
+    kwargs = {name: x for name, x in call.kwargs.items() if name not in ("layer", "context")}
+    length = call.kwargs["context"].blocks[0].length
+    with torch.no_grad():
+        full = api.attention(q, k, v, **call.kwargs)[:length]
+        for page_size in (KEY_BLOCK, 16):
+            cache = _Pages(k, length, page_size)
+            last = length - 1
+            stops = [s for s in (1, 2, 37, KEY_BLOCK - 1, KEY_BLOCK, last - 3) if 0 < s < last]
+            steps = [*sorted(set(stops)), *range(last - 2, length + 1)]
+            start = 0
+            for stop in steps:
+                part = slice(start, stop)
+                with torch.inference_mode():
+                    out = api.attention(
+                        q[part], k[part], v[part], layer=0, context=cache.step(part), **kwargs
+                    )
+                yield "" if torch.equal(out, full[part]) else call.op
+                start = stop
+            # The same positions again, as decode steps of several sequences in one block.
+            places = torch.tensor([5, length // 2, last])
+            with torch.inference_mode():
+                out = api.attention(
+                    q[places], k[places], v[places], layer=0, context=cache.together(places),
+                    **kwargs,
+                )  # fmt: skip
+            yield "" if torch.equal(out, full[places]) else call.op
+
+
+class _Pages:
+    """A cache of one layer that holds one sequence."""
+
+    def __init__(self, k: Tensor, length: int, page_size: int) -> None:
+        num_pages = -(-length // page_size)
+        shape = (1, k.shape[1], num_pages, page_size, k.shape[2])
+        self.keys, self.values = k.new_zeros(shape), k.new_zeros(shape)
+        self.pages = torch.arange(num_pages, device=k.device)[None]
+        self.size = page_size
+
+    def step(self, part: slice) -> PagedContext:
+        """The positions of `part`, as one chunk."""
+        positions = torch.arange(part.start, part.stop, device=self.pages.device)
+        return self._context(positions, positions[None], part.stop)
+
+    def together(self, places: Tensor) -> PagedContext:
+        """Each place as a sequence of its own, which ends there: all read the same pages."""
+        places = places.to(self.pages.device)
+        return self._context(places, places[:, None], int(places.max()) + 1)
+
+    def _context(self, written: Tensor, positions: Tensor, num_keys: int) -> PagedContext:
+        pages = self.pages.expand(len(positions), -1)
+        block = PagedBlock(None, positions, pages, min(num_keys, pages.shape[1] * self.size))
+        return PagedContext(self.keys, self.values, written, (block,), None)
+
+
+def _same(left: list[Tensor], right: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+# -- fingerprint ----------------------------------------------------------------------------------
+
+
+def fingerprint(dtype: torch.dtype, device: torch.device) -> Fingerprint:
+    """Of what the active backend computes with in this process."""
+    backend = api.active_backend()
+    name = str(dtype).removeprefix("torch.")
+    found = Fingerprint(
+        ops=backend.name, dtype=name, device=_device_name(device), kv_dtype=name,
+        isa=_isa(device), libraries=_libraries(device), probe=_probe(dtype, device),
+    )  # fmt: skip
+    if backend is plain:
+        return found
+    found = replace(found, key_block=KEY_BLOCK)
+    if isinstance(backend, InvariantOps):
+        rules = backend.rules
+        found = replace(
+            found, row_quantum=rules.row_quantum, head_quantum=rules.head_quantum,
+            gemm="float32" if rules.is_widening and dtype == torch.bfloat16 else "native",
+        )  # fmt: skip
+    return found
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def _isa(device: torch.device) -> str:
+    if device.type == "cuda":
+        return "sm_{}{}".format(*torch.cuda.get_device_capability(device))
+    return torch.backends.cpu.get_cpu_capability() if device.type == "cpu" else ""
+
+
+def _libraries(device: torch.device) -> str:
+    found = [f"torch {torch.__version__}"]
+    if device.type == "cuda":
+        import triton
+
+        found += [f"cuda {torch.version.cuda}", f"triton {triton.__version__}"]
+    elif match := re.search(r"Math Kernel Library Version (\S+)", torch.__config__.show()):
+        found.append(f"mkl {match[1]}")
+    return ", ".join(found)
+
+
+def _probe(dtype: torch.dtype, device: torch.device) -> str:
+    """Of a GEMM, a norm, an activation and a softmax over numbers that need no generator."""
+    count = torch.arange(512 * 96, dtype=torch.float64)
+    x = ((count * 0.6180339887498949) % 1.0 - 0.5).view(96, 512).to(dtype).to(device)
+    with torch.no_grad():
+        hidden = api.rms_norm(api.linear(x[:48], x), x.new_ones(96), 1e-6)
+        logp = api.log_softmax(api.swiglu(hidden) * 8.0)
+    return hashlib.sha256(logp.cpu().numpy().tobytes()).hexdigest()[:12]
