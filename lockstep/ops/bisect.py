@@ -1,0 +1,394 @@
+"""Where trainer and sampler part: both sides of one row, compared op by op.
+
+# T tokens of the row that are fed  N sampled tokens  C recorded calls of a forward  V vocabulary
+# B rows of company  Q tokens of a step  S page size  W numbers of one call per token
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import groupby, pairwise, zip_longest
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from lockstep.errors import AlignmentError
+from lockstep.ops import api as ops
+from lockstep.ops.context import PackedContext, PagedBlock, PagedContext, Support
+from lockstep.ops.recording import Model, OpCall, Record, at_token, digests, record
+from lockstep.types import Int64Array, Ragged
+
+Tensor = torch.Tensor
+Keep = Callable[[tuple[Tensor, ...]], Tensor]
+
+HEAD = OpCall("log_probs", None, 0)
+"""What a sampled token ends with: `log_probs` in the trainer, `linear` and `log_softmax` in the
+sampler."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpDifference:
+    """An op that gave other numbers for a token on one side than on the other."""
+
+    call: OpCall
+    trainer: float
+    """The number that differs most."""
+    sampler: float
+    num_unequal: int
+    num_compared: int
+
+    @property
+    def max_abs_diff(self) -> float:
+        return abs(self.trainer - self.sampler)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parting:
+    """What `bisect` found. Tokens are indices into the row's `token_ids`."""
+
+    token: int | None
+    """The first sampled token whose log-probs (both sides', and the recorded one) are not all
+    equal; None if there is none, and the sides part in ops alone."""
+    trainer_logprob: float | None
+    sampler_logprob: float | None
+    recorded_logprob: float | None
+    """None if nothing was recorded for the token."""
+    fed_token: int | None
+    """The token whose forward is the first to differ: `token - 1` or before; None if the sides
+    agree with each other."""
+    ops: tuple[OpDifference, ...]
+    """What differs for `fed_token`, in the order of the forward: where the sides part, and how the
+    difference grows, up to `log_probs` if that differs. Nothing, if it was gone when run again."""
+
+    @property
+    def recorded_side(self) -> Literal["trainer", "sampler", "neither", "unknown"]:
+        """Whose log-prob was recorded where the two differ; unknown: nothing was."""
+        recorded = self.recorded_logprob
+        if recorded is None:
+            return "unknown"
+        if recorded == self.trainer_logprob:
+            return "trainer"
+        return "sampler" if recorded == self.sampler_logprob else "neither"
+
+    def describe(self) -> str:
+        """One paragraph, for an error message."""
+        return f"{self._describe_token()} {self._describe_ops()}"
+
+    def _describe_token(self) -> str:
+        if self.token is None:
+            return "Every log-prob is equal, but not every number on the way."
+        recorded = {
+            "unknown": "none was recorded",
+            "trainer": "the trainer's was recorded",
+            "sampler": "the sampler's was recorded",
+            "neither": f"{_text(self.recorded_logprob)} was recorded",
+        }[self.recorded_side]
+        return (
+            f"Token {self.token} is the first whose log-probs are not equal: "
+            f"{_text(self.trainer_logprob)} by the trainer's packed forward, "
+            f"{_text(self.sampler_logprob)} by the sampler's steps, and {recorded}."
+        )
+
+    def _describe_ops(self) -> str:
+        if self.fed_token is None:
+            return (
+                "Both sides agree, so this model did not record it: it had other weights, keys and "
+                "values of older ones, or other rows beside it on ops that are not invariant; or "
+                "something stands between its logits and the record, as another temperature, or "
+                "top-p and top-k without their support."
+            )
+        if not self.ops:
+            return (
+                f"The sides gave other numbers for token {self.fed_token}, and the same when run "
+                "again: an op whose result changes from run to run."
+            )
+        first, last = self.ops[0], self.ops[-1]
+        text = (
+            f"The sides part at token {self.fed_token} in {first.call}: {first.num_unequal} of "
+            f"{first.num_compared} numbers differ, by {first.max_abs_diff:.3g} where most "
+            f"({_text(first.trainer)} in the trainer, {_text(first.sampler)} in the sampler)."
+        )
+        if last is not first:
+            text += (
+                f" {len(self.ops) - 1} calls after it differ too; the last is {last.call}, by "
+                f"{last.max_abs_diff:.3g}."
+            )
+        return text
+
+
+def bisect(
+    model: Model,
+    token_ids: npt.NDArray[Any],
+    *,
+    is_sampled: npt.NDArray[np.bool_],
+    temperature: float = 1.0,
+    support: Ragged | None = None,
+    recorded: npt.NDArray[np.float32] | None = None,
+    company: Sequence[npt.NDArray[Any]] = (),
+    page_size: int = 16,
+    max_chunk_tokens: int = 512,
+) -> Parting | None:
+    """Runs one row as the trainer does and as the sampler does, and says where the two first part.
+
+    The trainer: one packed forward, with gradients on as in training, but nothing kept for a
+    backward. The sampler, in inference mode and over fresh pages: what stands before a sampled
+    token is prefilled in chunks (the prompt, and what was observed between two turns), and each
+    sampled token is fed in a step of its own. Both run over the active backend.
+
+    The answer is the first token and op whose outputs differ, looked for up to the first sampled
+    token whose log-probs are not all equal. None if nothing differs. -0.0 equals 0.0.
+
+    token_ids, is_sampled: [T]. support: T entries, as in a `Sample`. recorded: [T] float32, as
+    recorded while sampling; NaN is not compared. company: other rows' ids, packed behind this row
+    in the trainer; the sampler decodes the last token of each in every step.
+
+    Costs a rollout of the row without company, and two packed forwards; beside these, eight bytes
+    of memory per token and op. Not replayed: reuse of a prefix, preemption, an engine's resident
+    rows. Raises AlignmentError if the arrays are not parallel, if no token is sampled or token 0
+    is, and if the model calls other ops on one side than on the other.
+
+    >>> parting = bisect(model, ids, is_sampled=mask, recorded=logprobs)    # doctest: +SKIP
+    >>> if parting is not None: raise ContractError(parting.describe())     # doctest: +SKIP
+    """
+    targets = _targets(len(token_ids), is_sampled, support=support, recorded=recorded)
+    device = model.head.device
+    ids, *others = (
+        torch.from_numpy(np.asarray(row, np.int64)).to(device) for row in (token_ids, *company)
+    )
+    row = _Row(
+        ids[: targets[-1]],  # the last sampled id is never fed
+        others,
+        targets,
+        ids[torch.from_numpy(targets).to(device)],
+        temperature,
+        None if support is None else Support.of(support.take(targets), device=device),
+    )
+    packed, trainer_T = _run_trainer(model, row, digests)
+    packed_CT = torch.stack(packed.kept)
+    sampler = _Sampler(model, row, page_size, max_chunk_tokens)
+    token: int | None = None
+    fed_token: int | None = None
+    of_sampler: list[Tensor] = []
+    sampler_logprob = math.nan
+    for start, stop, n in _steps(targets, max_chunk_tokens):
+        step, sampler_logprob = sampler.run(start, stop, n, digests)
+        _check_calls(packed.calls, step.calls)
+        is_unequal_CQ = packed_CT[:, start:stop] != torch.stack(step.kept)[:, len(others) :]
+        if fed_token is None and is_unequal_CQ.any():
+            ahead = int(is_unequal_CQ.any(0).nonzero()[0])
+            fed_token = start + ahead
+            keep = partial(at_token, token=len(others) + ahead)
+            of_sampler = sampler.run(start, stop, n, keep)[0].kept
+        is_unequal = bool(is_unequal_CQ[-1, -1])  # the log-prob
+        if n is not None and recorded is not None and not np.isnan(recorded[stop]):
+            is_unequal |= float(recorded[stop]) != sampler_logprob
+        if is_unequal:
+            token = stop
+            break
+    if token is None and fed_token is None:
+        return None
+    differences: tuple[OpDifference, ...] = ()
+    if fed_token is not None:
+        of_trainer = _run_trainer(model, row, partial(at_token, token=fed_token))[0].kept
+        differences = _differences(packed.calls, of_trainer, of_sampler)
+    found = None if token is None or recorded is None else float(recorded[token])
+    return Parting(
+        token=token,
+        trainer_logprob=None if token is None else float(trainer_T[token - 1]),
+        sampler_logprob=None if token is None else sampler_logprob,
+        recorded_logprob=None if found is None or math.isnan(found) else found,
+        fed_token=fed_token,
+        ops=differences,
+    )
+
+
+# -- the two sides --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Row:
+    ids: Tensor
+    """[T]: what is fed."""
+    others: list[Tensor]
+    """[B]: the company's ids."""
+    targets: Int64Array
+    """[N]: the sampled tokens; each is predicted by the one before it."""
+    target_ids: Tensor
+    """[N]."""
+    temperature: float
+    support: Support | None
+    """Of the N."""
+
+
+def _run_trainer(model: Model, row: _Row, keep: Keep) -> tuple[Record, Tensor]:
+    """(record with `HEAD` behind it, log-prob [T] of the token after each, NaN where unsampled).
+    Kept: of the row's tokens and then of the company's."""
+    rows = [row.ids, *row.others]
+    lengths = [len(ids) for ids in rows]
+    device = row.ids.device
+    positions = torch.cat([torch.arange(n, device=device) for n in lengths])
+    predictors = torch.from_numpy(row.targets - 1).to(device)
+    context = PackedContext.of(lengths, device=device)
+    with torch.enable_grad(), saved_tensors_hooks(_drop, _drop):
+        run = record(model, torch.cat(rows), positions, context, keep=keep)
+        logprobs_N, _ = ops.log_probs(
+            run.hidden.index_select(0, predictors), model.head, row.target_ids,
+            temperature=row.temperature, support=row.support,
+        )  # fmt: skip
+    logprobs = torch.full((len(positions),), math.nan, device=device)
+    logprobs[predictors] = logprobs_N.detach()
+    return _with_head(run, logprobs, keep), logprobs[: len(row.ids)]
+
+
+def _drop(_: object) -> Any:
+    """In place of what a backward would read: none comes."""
+    return None
+
+
+class _Sampler:
+    """Steps over pages of its own. The company is prefilled, and stands before the row."""
+
+    def __init__(self, model: Model, row: _Row, page_size: int, max_chunk_tokens: int) -> None:
+        self._model, self._row = model, row
+        self._rows = [*row.others, row.ids]
+        counts = [math.ceil(len(ids) / page_size) for ids in self._rows]
+        c, head = model.config, model.head
+        shape = (c.num_layers, c.num_kv_heads, 1 + sum(counts), page_size, c.head_dim)
+        self._keys, self._values = head.new_zeros(shape).detach(), head.new_zeros(shape).detach()
+        # Page 0 stays zero: it fills up the tables of shorter rows.
+        self._pages = torch.zeros(len(counts), max(counts), dtype=torch.int64, device=head.device)
+        first = 1
+        for i, count in enumerate(counts):
+            self._pages[i, :count] = torch.arange(first, first + count)
+            first += count
+        with torch.inference_mode():
+            for i, ids in enumerate(row.others):
+                for start, stop in _chunks(0, len(ids), max_chunk_tokens):
+                    model(*self._inputs([(i, start, stop)]))
+
+    def run(self, start: int, stop: int, n: int | None, keep: Keep) -> tuple[Record, float]:
+        """Feeds the row's [start, stop) and gives the log-prob of its n-th sampled token, which
+        stands at `stop`; NaN if none does. Kept: of the company's tokens, and then of the row's.
+        May be repeated."""
+        row, weight = self._row, self._model.head
+        decoded = [(i, len(ids) - 1, len(ids)) for i, ids in enumerate(row.others)]
+        with torch.inference_mode():
+            inputs = self._inputs([*decoded, (len(decoded), start, stop)])
+            run = record(self._model, *inputs, keep=keep)
+            logprobs = torch.full((len(run.hidden),), math.nan, device=weight.device)
+            if n is not None:
+                kept = None
+                if row.support is not None:
+                    kept = row.support.mask(slice(n, n + 1), len(weight))
+                drawn = [*range(len(decoded)), len(run.hidden) - 1]
+                logits = ops.linear(run.hidden[drawn], weight)
+                scores = ops.log_softmax(logits, temperature=row.temperature, kept=kept)
+                logprobs[-1] = scores[-1, row.target_ids[n]]
+            return _with_head(run, logprobs, keep), float(logprobs[-1])
+
+    def _inputs(self, parts: list[tuple[int, int, int]]) -> tuple[Tensor, Tensor, PagedContext]:
+        """(ids, positions, context) of a step. parts: (row, start, stop) each; neighbours of as
+        many tokens share a block of attention."""
+        size, device = self._keys.shape[3], self._keys.device
+        ids = torch.cat([self._rows[i][start:stop] for i, start, stop in parts])
+        places = [torch.arange(start, stop, device=device) for _, start, stop in parts]
+        written = [
+            self._pages[i, at // size] * size + at % size
+            for (i, _, _), at in zip(parts, places, strict=True)
+        ]
+        blocks: list[PagedBlock] = []
+        first = done = 0
+        for length, group in groupby(parts, key=lambda part: part[2] - part[1]):
+            rows = [i for i, _, _ in group]
+            positions_BQ = torch.stack(places[done : done + len(rows)])
+            num_keys = int(positions_BQ.max()) + 1
+            pages = self._pages[rows, : math.ceil(num_keys / size)]
+            blocks.append(PagedBlock(None, positions_BQ, pages, num_keys, first_token=first))
+            done, first = done + len(rows), first + len(rows) * length
+        context = PagedContext(self._keys, self._values, torch.cat(written), tuple(blocks), None)
+        return ids, torch.cat(places), context
+
+
+def _steps(targets: Int64Array, max_tokens: int) -> Iterator[tuple[int, int, int | None]]:
+    """(start, stop, n): what is fed, and which sampled token stands behind it, if any."""
+    for n, (first, target) in enumerate(pairwise([0, *targets.tolist()])):
+        for start, stop in _chunks(first, target, max_tokens):
+            yield start, stop, n if stop == target else None
+
+
+def _chunks(first: int, end: int, max_tokens: int) -> Iterator[tuple[int, int]]:
+    for start in range(first, end, max_tokens):
+        yield start, min(start + max_tokens, end)
+
+
+def _with_head(run: Record, logprobs: Tensor, keep: Keep) -> Record:
+    return Record([*run.calls, HEAD], [*run.kept, keep((logprobs,))], run.hidden)
+
+
+# -- comparison -----------------------------------------------------------------------------------
+
+
+def _differences(
+    calls: list[OpCall], of_trainer: list[Tensor], of_sampler: list[Tensor]
+) -> tuple[OpDifference, ...]:
+    """of_trainer, of_sampler: [C] of [W] float64, the numbers of one token."""
+    found: list[OpDifference] = []
+    for call, trainer, sampler in zip(calls, of_trainer, of_sampler, strict=True):
+        is_equal = (trainer == sampler) | (trainer.isnan() & sampler.isnan())
+        if not is_equal.all():
+            diff = (trainer - sampler).abs().masked_fill(is_equal, 0.0)
+            most = int(diff.argmax())  # the place of a NaN, if one side has it
+            found.append(
+                OpDifference(
+                    call=call,
+                    trainer=float(trainer[most]),
+                    sampler=float(sampler[most]),
+                    num_unequal=int((~is_equal).sum()),
+                    num_compared=len(is_equal),
+                )
+            )
+    return tuple(found)
+
+
+# -- refusals and words ---------------------------------------------------------------------------
+
+
+def _targets(
+    size: int,
+    is_sampled: npt.NDArray[np.bool_],
+    *,
+    support: Ragged | None,
+    recorded: npt.NDArray[np.float32] | None,
+) -> Int64Array:
+    """Where sampled tokens stand."""
+    for name, column in (("is_sampled", is_sampled), ("support", support), ("recorded", recorded)):
+        if column is not None and len(column) != size:
+            raise AlignmentError(
+                f"bisect: {size} token_ids, and {len(column)} entries of {name}: one each."
+            )
+    targets = np.flatnonzero(is_sampled)
+    if not len(targets):
+        raise AlignmentError("bisect: no token is marked as sampled: there is none to compare.")
+    if targets[0] == 0:
+        raise AlignmentError("bisect: token 0 is marked as sampled, but nothing predicts it.")
+    return targets
+
+
+def _check_calls(trainer: list[OpCall], sampler: list[OpCall]) -> None:
+    for i, (first, second) in enumerate(zip_longest(trainer, sampler)):
+        if first != second:
+            raise AlignmentError(
+                f"bisect: call {i} of the model is {first or 'none'} in the packed forward, and "
+                f"{second or 'none'} in the sampler's step. A model must call the same ops of "
+                "lockstep.ops.api over either context."
+            )
+
+
+def _text(number: float | None) -> str:
+    return "none" if number is None else f"{number:.9g}"  # tells any two float32 apart

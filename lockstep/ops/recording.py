@@ -1,0 +1,189 @@
+"""What each op of a forward gives, looked at from outside: the active backend in a wrapper.
+
+# T tokens of the forward  C recorded calls  W numbers of one call per token
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, Protocol, cast
+
+import torch
+from torch import nn
+
+from lockstep.ops.api import Backend, active_backend, use_backend
+from lockstep.ops.context import PackedContext, PagedContext
+
+Tensor = torch.Tensor
+Around = Callable[..., Any]
+"""Called as around(op, function, *args, **kwargs); gives what the model then gets."""
+
+DIGEST_NUMBERS = 1 << 20  # numbers that are widened at once: 8 MiB
+DIGEST_SEED = 0
+
+
+class Shape(Protocol):
+    """What a paged cache is made by: see `models.config.ModelConfig`."""
+
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def num_kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+
+
+class Model(Protocol):
+    """A decoder over `ops.api`: see `models.decoder.Decoder`."""
+
+    @property
+    def config(self) -> Shape: ...
+    @property
+    def layers(self) -> Iterable[nn.Module]: ...
+    @property
+    def head(self) -> Tensor: ...
+
+    def __call__(
+        self, ids_T: Tensor, positions_T: Tensor, context: PackedContext | PagedContext, /
+    ) -> Tensor: ...
+
+
+@contextmanager
+def around_every_op(around: Around) -> Iterator[None]:
+    """In the block, each function of the API goes through `around`, whichever backend is active.
+
+    >>> def count(op, function, *args, **kwargs):
+    ...     calls.append(op)
+    ...     return function(*args, **kwargs)
+    >>> from lockstep.ops import api as ops
+    >>> calls, x = [], torch.ones(2, 2)
+    >>> with around_every_op(count):
+    ...     out = ops.linear(ops.swiglu(x), x[:, :1])
+    >>> calls
+    ['swiglu', 'linear']
+    """
+    backend = active_backend()
+    wrapped: dict[str, Any] = {}
+    for name in vars(Backend):
+        if not name.startswith("_"):
+            value = getattr(backend, name)
+            wrapped[name] = partial(around, name, value) if callable(value) else value
+    use_backend(cast(Backend, SimpleNamespace(**wrapped)))
+    try:
+        yield
+    finally:
+        use_backend(backend)
+
+
+@dataclass(frozen=True, slots=True)
+class OpCall:
+    """Names one call of a forward."""
+
+    op: str
+    """The function of `ops.api`."""
+    layer: int | None
+    """None outside of all layers."""
+    nth: int
+    """From 0, among the calls of this op in this layer."""
+
+    def __str__(self) -> str:
+        where = "outside of the layers" if self.layer is None else f"layer {self.layer}"
+        return f"{where}, {self.op}[{self.nth}]"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Record:
+    """One forward."""
+
+    calls: list[OpCall]
+    """[C], in order."""
+    kept: list[Tensor]
+    """[C]: what was asked for of each."""
+    hidden: Tensor
+    """[T, D]: what the model gave."""
+
+
+def record(
+    model: Model,
+    ids_T: Tensor,
+    positions_T: Tensor,
+    context: PackedContext | PagedContext,
+    *,
+    keep: Callable[[tuple[Tensor, ...]], Tensor],
+) -> Record:
+    """Runs the model once. keep: called with the outputs of each op, whose first dim is the tokens.
+
+    What is computed per pair of token and expert has no row per token and is left out: `route` and
+    `combine`, before and after, stand for it. So is any other output that is not of T rows.
+    """
+    calls: list[OpCall] = []
+    kept: list[Tensor] = []
+    count: Counter[tuple[str, int | None]] = Counter()
+    layer: int | None = None
+    is_by_pair = False
+
+    def around(op: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        nonlocal is_by_pair
+        out = function(*args, **kwargs)
+        if op in ("expert_linear", "combine"):
+            is_by_pair = op == "expert_linear"
+        outputs = out if isinstance(out, tuple) else (out,)
+        if not is_by_pair and all(isinstance(o, Tensor) and len(o) == len(ids_T) for o in outputs):
+            calls.append(OpCall(op, layer, count[op, layer]))
+            count[op, layer] += 1
+            kept.append(keep(tuple(o.detach() for o in outputs)))
+        return out
+
+    def enter(index: int | None, *_: object) -> None:
+        nonlocal layer
+        layer = index
+
+    with ExitStack() as stack:
+        for i, module in enumerate(model.layers):
+            for handle in (
+                module.register_forward_pre_hook(partial(enter, i)),
+                module.register_forward_hook(partial(enter, None)),
+            ):
+                stack.callback(handle.remove)
+        stack.enter_context(around_every_op(around))
+        hidden = model(ids_T, positions_T, context)
+    return Record(calls, kept, hidden)
+
+
+def at_token(outputs: tuple[Tensor, ...], *, token: int) -> Tensor:
+    """[W] float64: all numbers of one token."""
+    return _numbers(outputs, slice(token, token + 1))[0]
+
+
+def digests(outputs: tuple[Tensor, ...]) -> Tensor:
+    """[T] int64: equal where a token's numbers are.
+
+    Eight bytes in place of W numbers, so that two forwards over a long row can be compared whole.
+    Tokens that differ in one number never share a digest, others by a chance of about 2^-63: bits
+    times odd constants, summed modulo 2^64.
+    """
+    num_tokens = len(outputs[0])
+    width = sum(o[:1].numel() for o in outputs)
+    generator = torch.Generator().manual_seed(DIGEST_SEED)
+    factors_W = torch.randint(-(1 << 63), (1 << 63) - 1, (width,), generator=generator) | 1
+    factors_W = factors_W.to(outputs[0].device)
+    rows = max(1, DIGEST_NUMBERS // width)
+    parts = [
+        (_numbers(outputs, slice(at, at + rows)).view(torch.int64) * factors_W).sum(1)
+        for at in range(0, num_tokens, rows)
+    ]
+    return torch.cat(parts)
+
+
+def _numbers(outputs: tuple[Tensor, ...], rows: slice) -> Tensor:
+    """[rows, W] float64, which holds every dtype in use exactly. What counts as equal has the same
+    bits: -0.0 becomes 0.0, and every NaN the same one."""
+    parts = [o[rows] for o in outputs]
+    numbers = torch.cat([part.reshape(len(part), -1).double() for part in parts], 1) + 0.0
+    return numbers.masked_fill_(numbers.isnan(), math.nan)
