@@ -6,5 +6,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+from lockstep.ops.invariant import ask_for_reproducible_gemm
+
+ask_for_reproducible_gemm()  # read at the first GEMM of the process, whichever test that is in
+
 PROOF = os.environ.get("LOCKSTEP_PROOF") == "1"
 """True under `make proof`: property tests and schedules run their full counts."""

@@ -1,0 +1,251 @@
+"""Random schedules through the embedded engine, and the trainer over what they sampled.
+
+The proof of true on-policy: every log-prob as recorded by the decode step that drew the token,
+against that of the training forward (with its gradient) over the packed rows. For the tests of this
+folder, and for `docs/proof/run.py`.
+"""
+
+import asyncio
+from dataclasses import dataclass, field, replace
+from functools import cache
+
+import numpy as np
+import torch
+
+from lockstep.engines.config import EmbeddedConfig
+from lockstep.engines.embedded.engine import EmbeddedEngine
+from lockstep.models.config import ModelConfig
+from lockstep.models.decoder import Decoder
+from lockstep.objectives.config import Reinforce
+from lockstep.objectives.losses import make_loss
+from lockstep.ops import api as ops
+from lockstep.ops import plain, selftest
+from lockstep.training.config import TrainerConfig
+from lockstep.training.trainer import Trainer
+from lockstep.types import Ragged, Request, Sample, SamplingParams
+
+THREADS = ((1, 1), (2, 1), (1, 2), (2, 2))
+DTYPES = ("float32", "bfloat16")
+PAGE_SIZES = (16, 48, 128)
+
+_NARROW = {
+    "vocab_size": 560, "hidden_size": 64, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2,
+    "head_dim": 16, "intermediate_size": 128,
+}  # fmt: skip
+_WIDE = {
+    "vocab_size": 4096, "hidden_size": 512, "num_layers": 2, "num_heads": 8, "num_kv_heads": 2,
+    "head_dim": 64,
+}  # fmt: skip
+_MOE = {
+    "architecture": "gpt_oss", "has_sinks": True, "has_attention_bias": True, "num_experts": 4,
+    "num_active_experts": 2, "swiglu_limit": 7.0,
+}  # fmt: skip
+_DENSE = {"architecture": "qwen3", "has_qk_norm": True}
+
+MODELS = {
+    "gpt_oss": {**_NARROW, **_MOE, "windows": (40, None)},
+    "qwen3": {**_NARROW, **_DENSE, "windows": (None, None)},
+}
+WIDE_MODELS = {
+    "gpt_oss, 512 wide": {
+        **_WIDE, **_MOE, "windows": (64, None), "intermediate_size": 256, "num_experts": 8,
+    },
+    "gpt_oss, heads of 128": {
+        **_WIDE, **_MOE, "windows": (130, None), "hidden_size": 256, "num_heads": 4,
+        "num_kv_heads": 4, "head_dim": 128, "intermediate_size": 128, "num_active_experts": 4,
+    },
+    "qwen3, 512 wide": {
+        **_WIDE, **_DENSE, "windows": (None, None), "num_kv_heads": 4, "intermediate_size": 1536,
+    },
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arm:
+    """One line of the proof."""
+
+    model: str
+    dtype: str = "float32"
+    threads: tuple[int, int] = (1, 1)
+    """Of the rollout, of training."""
+    is_plain: bool = False
+    """The control: stock ops, whose log-probs must differ."""
+    seeds: tuple[int, ...] = (0,)
+    num_requests: int = 14
+    reply_tokens: int = 90
+    """Of a turn, at most."""
+
+
+@dataclass(kw_only=True)
+class Tally:
+    """What an arm found, and what its schedules went through."""
+
+    compared: int = 0
+    unequal: int = 0
+    max_abs_diff: float = 0.0
+    preemptions: int = 0
+    cached_tokens: int = 0
+    chunked_prompts: int = 0
+    """Prompts longer than what one step prefills."""
+    page_sizes: set[int] = field(default_factory=set)
+    resident: set[bool] = field(default_factory=set)
+    updates: int = 0
+
+    def add(self, rows: list[Sample]) -> None:
+        """Compares the columns `logprobs` and `rollout_logprobs` of trained rows."""
+        for row in rows:
+            ours, theirs = (
+                row.columns[name][row.loss_mask] for name in ("logprobs", "rollout_logprobs")
+            )
+            self.compared += len(ours)
+            self.unequal += int((ours != theirs).sum())
+            self.max_abs_diff = max(self.max_abs_diff, float(np.abs(ours - theirs).max()))
+
+
+def make_model(name: str, dtype: str, *, seed: int = 0) -> Decoder:
+    """No parameter, norms and sinks included, is at its start; log-probs spread over nats."""
+    shape = {**MODELS, **WIDE_MODELS}[name]
+    config = ModelConfig(
+        **shape, rms_norm_eps=1e-6, rope_theta=1e4, max_positions=1024, tie_embeddings=True
+    )
+    model = Decoder(config)
+    model.init_weights(std=0.08, seed=seed)
+    generator = torch.Generator().manual_seed(seed + 1)
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if parameter_name.endswith(("norm", "bias", "sinks")):
+                parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
+    return model.to(getattr(torch, dtype))
+
+
+@cache
+def backend_for(name: str, dtype: str) -> selftest.Proof:
+    """What a run of this model would compute with on this machine."""
+    return selftest.prove(make_model(name, dtype))
+
+
+@cache
+def compare(arm: Arm) -> Tally:
+    """Runs the arm's schedules, each with two rounds and an update after either."""
+    backend, threads = ops.active_backend(), torch.get_num_threads()
+    ops.use_backend(plain if arm.is_plain else backend_for(arm.model, arm.dtype).backend)
+    try:
+        tally = Tally()
+        trainer = Trainer(make_model(arm.model, arm.dtype), TrainerConfig(lr=1e-3), like="unused")
+        for seed in arm.seeds:
+            _run(trainer, arm, seed, tally)
+        return tally
+    finally:
+        ops.use_backend(backend)
+        torch.set_num_threads(threads)
+
+
+def _run(trainer: Trainer, arm: Arm, seed: int, tally: Tally) -> None:
+    """One engine: a round of rollouts, an update in random packings, and both again."""
+    rng = np.random.default_rng(seed)
+    trainer.temperature = float(rng.choice([1.0, 0.7]))
+    settings = EmbeddedConfig(
+        page_size=PAGE_SIZES[seed % 3],
+        kv_cache_tokens=16384 if seed % 2 else 768,
+        max_num_sequences=12,
+        max_step_tokens=int(rng.choice([48, 96])),
+        resident_rows=seed % 4 < 2,
+    )
+    engine = EmbeddedEngine(trainer.model, settings)
+    for round_number in range(2):
+        torch.set_num_threads(arm.threads[0])
+        name = f"{seed}/{round_number}"
+        played = roll_out(
+            engine, rng, name, num_requests=arm.num_requests, reply_tokens=arm.reply_tokens,
+            temperature=trainer.temperature, is_cut=bool(rng.integers(2)),
+        )  # fmt: skip
+        rows = asyncio.run(played)
+        torch.set_num_threads(arm.threads[1])
+        train(trainer, rows, rng)
+        asyncio.run(engine.load_weights(None, version=trainer.version))
+        tally.add(rows)
+        tally.updates += 1
+        starts = [int(row.loss_mask.argmax()) for row in rows]
+        tally.chunked_prompts += sum(start > settings.max_step_tokens for start in starts)
+    tally.preemptions += engine.stats.preemptions
+    tally.cached_tokens += engine.stats.cached_tokens
+    tally.page_sizes.add(settings.page_size)
+    tally.resident.add(settings.resident_rows)
+
+
+async def roll_out(
+    engine: EmbeddedEngine,
+    rng: np.random.Generator,
+    name: str,
+    *,
+    num_requests: int,
+    reply_tokens: int,
+    temperature: float = 1.0,
+    is_cut: bool = False,
+) -> list[Sample]:
+    """Dialogues of two turns that arrive when they like, begin alike, and grow by observations.
+
+    is_cut: drawn with top-p; the log-probs are then over what was left to draw from.
+    """
+    vocab = engine.capabilities.vocab_size
+    stem = rng.integers(0, vocab, 200).astype(np.int32)
+    sampling = SamplingParams(
+        max_tokens=1, temperature=temperature, top_p=0.9 if is_cut else 1.0,
+        distribution="sampled" if is_cut else "tempered", record_support=is_cut,
+    )  # fmt: skip
+    # Drawn at once: what each dialogue is does not depend on how the engine mixes them.
+    seeds = rng.integers(1 << 30, size=num_requests)
+
+    async def play(number: int) -> Sample:
+        own = np.random.default_rng(seeds[number])
+        begin = stem[: int(own.integers(1, len(stem)))]
+        rest = own.integers(0, vocab, int(own.integers(1, 150))).astype(np.int32)
+        ids = [np.concatenate([begin, rest])]
+        logprobs = [np.full(len(ids[0]), np.nan, np.float32)]
+        support = [Ragged.empty(len(ids[0]))]
+        for _ in range(int(own.integers(0, reply_tokens // 3))):
+            await asyncio.sleep(0)
+        for turn in range(2):
+            request = Request(
+                id=f"{name}/{number}/{turn}", prompt_ids=np.concatenate(ids),
+                sampling=replace(sampling, max_tokens=int(own.integers(1, reply_tokens))),
+                seed=int(own.integers(1 << 30)),
+            )  # fmt: skip
+            async for delta in engine.generate(request):
+                ids.append(delta.token_ids)
+                logprobs.append(delta.logprobs)
+                support.append(delta.support or Ragged.empty(len(delta.token_ids)))
+            observed = own.integers(0, vocab, int(own.integers(1, 20))).astype(np.int32)
+            ids.append(observed)
+            logprobs.append(np.full(len(observed), np.nan, np.float32))
+            support.append(Ragged.empty(len(observed)))
+        recorded = np.concatenate(logprobs)
+        mask = ~np.isnan(recorded)
+        return Sample(
+            id=f"{name}/{number}",
+            token_ids=np.concatenate(ids),
+            loss_mask=mask,
+            columns={
+                "rollout_logprobs": recorded,
+                "advantages": np.where(mask, own.normal(), 0.0).astype(np.float32),
+            },
+            ragged={"support": Ragged.concatenate(support)} if is_cut else {},
+        )
+
+    return list(await asyncio.gather(*(play(i) for i in range(num_requests))))
+
+
+def train(trainer: Trainer, rows: list[Sample], rng: np.random.Generator) -> None:
+    """An update whose gradient gathers over random shares of the rows, each in micro-batches of a
+    random size. The log-probs of these forwards are kept as `logprobs`."""
+    order = rng.permutation(len(rows))
+    cuts = np.sort(rng.choice(np.arange(1, len(rows)), 2, replace=False))
+    longest = max(len(row) for row in rows)
+    for share in np.split(order, cuts):
+        budget = int(rng.integers(longest, 4 * longest))
+        trainer.config = replace(trainer.config, max_tokens_per_microbatch=budget)
+        trainer.forward_backward(
+            [rows[i] for i in share], make_loss(Reinforce()), column="logprobs"
+        )
+    trainer.optim_step()
+    assert not trainer.last_skip, trainer.last_skip

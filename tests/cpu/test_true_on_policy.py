@@ -1,0 +1,182 @@
+"""Sampler and trainer are equal bit for bit, whatever the schedule; with stock ops they are not."""
+
+import asyncio
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+from conftest import PROOF
+from schedules import (
+    DTYPES,
+    MODELS,
+    PAGE_SIZES,
+    THREADS,
+    WIDE_MODELS,
+    Arm,
+    backend_for,
+    compare,
+    make_model,
+    roll_out,
+)
+
+from lockstep.engines.config import EmbeddedConfig
+from lockstep.engines.embedded.engine import EmbeddedEngine
+from lockstep.objectives.config import Reinforce
+from lockstep.objectives.losses import make_loss
+from lockstep.ops import api as ops
+from lockstep.ops import plain
+from lockstep.training.config import TrainerConfig
+from lockstep.training.trainer import Trainer
+from lockstep.types import Sample
+
+NUM_PROVED = 100_000
+
+
+def arms():
+    """In the fast profile each arm has a schedule of its own; together they go through all."""
+    kinds = list(product(MODELS, DTYPES, THREADS))
+    if not PROOF:
+        return [
+            Arm(model=m, dtype=d, threads=t, seeds=(i,), num_requests=5, reply_tokens=30)
+            for i, (m, d, t) in enumerate(kinds)
+        ]
+    wide = product(WIDE_MODELS, DTYPES, THREADS)
+    return [
+        *(Arm(model=m, dtype=d, threads=t, seeds=tuple(range(4))) for m, d, t in kinds),
+        *(Arm(model=m, dtype=d, threads=t, seeds=(i,)) for i, (m, d, t) in enumerate(wide)),
+    ]
+
+
+def name_of(arm):
+    return f"{arm.model}-{arm.dtype}-threads {arm.threads[0]} and {arm.threads[1]}"
+
+
+@pytest.fixture
+def process_settings():
+    """Backend and thread count belong to the process: a test leaves them as they were."""
+    threads = torch.get_num_threads()
+    yield
+    ops.use_backend(plain)
+    torch.set_num_threads(threads)
+
+
+def use_proved_backend(model, dtype):
+    proof = backend_for(model, dtype)
+    if not proof.is_kept:
+        pytest.skip(f"this machine cannot keep the contract: {proof.failure}")
+    ops.use_backend(proof.backend)
+
+
+@pytest.mark.parametrize("arm", arms(), ids=name_of)
+def test_every_log_prob_of_the_rollout_is_that_of_the_training_forward(arm):
+    if not backend_for(arm.model, arm.dtype).is_kept:
+        pytest.skip(backend_for(arm.model, arm.dtype).failure)
+    found = compare(arm)
+    assert found.compared > 100 and found.updates == 2 * len(arm.seeds)
+    assert (found.unequal, found.max_abs_diff) == (0, 0.0)
+
+
+def test_the_schedules_went_through_all_that_could_tell_the_two_apart(capsys):
+    found = [compare(arm) for arm in arms() if backend_for(arm.model, arm.dtype).is_kept]
+    if not found:
+        pytest.skip("this machine keeps the contract for no model")
+    compared = sum(f.compared for f in found)
+    assert sum(f.preemptions for f in found) > 0
+    assert sum(f.cached_tokens for f in found) > 1000
+    assert sum(f.chunked_prompts for f in found) > 10
+    assert set().union(*(f.page_sizes for f in found)) == set(PAGE_SIZES)
+    assert set().union(*(f.resident for f in found)) == {True, False}
+    with capsys.disabled():
+        unequal = sum(f.unequal for f in found)
+        print(f"\ntrue on-policy: {unequal} unequal of {compared} tokens in {len(found)} arms")
+    if PROOF and len(found) == len(arms()):
+        assert compared >= NUM_PROVED
+
+
+@pytest.mark.parametrize(("model", "dtype"), list(product(MODELS, DTYPES)))
+def test_with_stock_ops_the_same_schedules_differ(model, dtype):
+    """The control: what makes the tests above able to fail."""
+    found = compare(Arm(model=model, dtype=dtype, is_plain=True, num_requests=5, reply_tokens=30))
+    assert found.unequal > 0.1 * found.compared
+    assert found.max_abs_diff > 0
+
+
+# -- two sides at a time ------------------------------------------------------------------------
+
+
+def make_trainer(model, dtype, **config):
+    return Trainer(make_model(model, dtype), TrainerConfig(**config), like="unused")
+
+
+def make_engine(trainer, **settings):
+    defaults = {"page_size": 48, "max_num_sequences": 8, "max_step_tokens": 512}
+    return EmbeddedEngine(trainer.model, EmbeddedConfig(**{**defaults, **settings}))
+
+
+def play(trainer, *, seed):
+    rng = np.random.default_rng(seed)
+    return asyncio.run(roll_out(make_engine(trainer), rng, "r", num_requests=6, reply_tokens=30))
+
+
+@pytest.mark.parametrize("threads", [(1, 1), (2, 1), (1, 2)])
+@pytest.mark.parametrize(("model", "dtype"), list(product(MODELS, DTYPES)))
+def test_the_trainers_forward_is_the_engines_prefill(process_settings, model, dtype, threads):
+    """Over whole texts, in any chunks: `score` has no decode step."""
+    use_proved_backend(model, dtype)
+    rng = np.random.default_rng(0)
+    trainer = make_trainer(model, dtype)
+    vocab = trainer.model.config.vocab_size
+    rows = []
+    for i, length in enumerate((2, 41, 128, 129, 130, 300)):
+        ids = rng.integers(0, vocab, length).astype(np.int32)
+        rows.append(Sample(id=str(i), token_ids=ids, loss_mask=np.arange(length) > 0))
+    torch.set_num_threads(threads[1])
+    wanted = trainer.forward(rows, column=None)
+    torch.set_num_threads(threads[0])
+
+    async def score_all(engine):
+        return await asyncio.gather(*(engine.score(row.token_ids) for row in rows))
+
+    for step_tokens in (8, 37, 512):
+        found = asyncio.run(score_all(make_engine(trainer, max_step_tokens=step_tokens)))
+        for a, b in zip(found, wanted, strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize(("model", "dtype"), list(product(MODELS, DTYPES)))
+def test_the_engines_decode_steps_are_its_prefill(process_settings, model, dtype):
+    use_proved_backend(model, dtype)
+    trainer = make_trainer(model, dtype)
+    rows = play(trainer, seed=1)
+
+    async def score_all(engine):
+        return await asyncio.gather(*(engine.score(row.token_ids) for row in rows))
+
+    scores = asyncio.run(score_all(make_engine(trainer, page_size=128, max_step_tokens=100)))
+    for row, found in zip(rows, scores, strict=True):
+        recorded = row.columns["rollout_logprobs"][row.loss_mask]
+        np.testing.assert_array_equal(found[row.loss_mask], recorded)
+
+
+@pytest.mark.parametrize(("model", "dtype"), list(product(MODELS, DTYPES)))
+def test_gradients_gather_over_micro_batches_of_any_size_at_the_same_log_probs(
+    process_settings, model, dtype
+):
+    use_proved_backend(model, dtype)
+    trainer = make_trainer(model, dtype)
+    rows = play(trainer, seed=2)
+    longest = max(len(row) for row in rows)
+    found = []
+    for budget in (longest, 2 * longest, 20 * longest):
+        trainer.config = replace(trainer.config, max_tokens_per_microbatch=budget)
+        num_batches = len(trainer.pack(rows))
+        trainer.forward_backward(rows, make_loss(Reinforce()), column="logprobs")
+        found.append((num_batches, [row.columns["logprobs"].copy() for row in rows]))
+        trainer.optimizer.zero_gradients()
+    assert [n for n, _ in found] == sorted({n for n, _ in found}, reverse=True)
+    assert found[-1][0] == 1
+    for _, logprobs in found[:-1]:
+        for a, b in zip(logprobs, found[-1][1], strict=True):
+            np.testing.assert_array_equal(a, b)
