@@ -91,6 +91,8 @@ def check_config(config: Config) -> Foundation:
         config.fault.check(
             model=foundation.model, name=config.model, engine=config.engine, dtype=config.dtype
         )
+    if config.contract == TRUE_ON_POLICY and (reason := _why_no_contract(config)):
+        raise ConfigError(f"contract={TRUE_ON_POLICY} cannot be kept: {reason}.")
     if config.correction.behaviour == "averaged" and config.agent.is_truncated:
         raise ConfigError(
             f"correction.behaviour=averaged with agent.top_p={config.agent.top_p} "
@@ -292,6 +294,12 @@ def choose_numerics(config: Config, model: Decoder) -> Numerics:
 
 def _why_no_contract(config: Config) -> str:
     """What rules the contract out before anything is tried; empty if nothing does."""
+    if config.agent.is_truncated and not config.agent.record_support:
+        return (
+            f"agent.top_p={config.agent.top_p} agent.top_k={config.agent.top_k} with "
+            "agent.record_support=false: the trainer cannot know what a token was drawn from. Set "
+            "agent.record_support=true"
+        )
     if config.contract == "auto" and config.fault is not None:
         return f"the fault {tag(type(config.fault))} is injected, which breaks it on purpose"
     if config.contract == "auto" and not isinstance(config.engine, EmbeddedConfig):

@@ -168,7 +168,7 @@ async def one_step(run: Session) -> dict[str, Any] | None:
             metrics |= parts.trainer.measure_after(rows)
     except UnequalTokenError as broken:
         run.save()  # the state that samples this step again
-        raise ContractError(run.explain(broken)) from broken
+        raise ContractError(run.explain(broken, rows)) from broken
     finally:
         # What is kept is what was sampled, whatever a fault has made of it for the trainer.
         run.directory.write_trajectories(step, groups, samples=sampled_rows)

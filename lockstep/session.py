@@ -5,10 +5,12 @@ What a checkpoint holds, how a run continues, what is logged and shown, and how 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from lockstep.agent.tasks import TaskSource
 from lockstep.build import Foundation, Parts, plan, vocabulary_of
@@ -28,7 +30,9 @@ from lockstep.step_metrics import check_failures
 from lockstep.store.run import RunDirectory, load_run
 from lockstep.training.checkpoint import CheckpointStore
 from lockstep.training.correcting import UnequalTokenError
-from lockstep.types import Group, Task
+from lockstep.types import Group, Sample, Task
+
+NUM_COMPANIONS = 8  # rows beside the one that broke the contract: enough to change every kernel
 
 
 @dataclass(slots=True)
@@ -146,15 +150,22 @@ class Session:
             ),
         )
 
-    def explain(self, broken: UnequalTokenError) -> str:
+    def explain(self, broken: UnequalTokenError, rows: Sequence[Sample]) -> str:
         """What broke the contract: the token, and the op where sampler and trainer part if both are
-        run again on its row."""
+        run again on its row; if they do not, again in the company of some of the other rows."""
         sample, trainer = broken.sample, self.parts.trainer
-        parting = bisect(
-            trainer.model, sample.token_ids, is_sampled=sample.loss_mask,
-            temperature=trainer.temperature, support=sample.ragged.get("support"),
-            recorded=sample.columns["rollout_logprobs"],
-        )  # fmt: skip
+        others = [row.token_ids for row in rows if row is not sample][:NUM_COMPANIONS]
+        parting = None
+        for company in ([], others):
+            again = bisect(
+                trainer.model, sample.token_ids, company=company,
+                is_sampled=~np.isnan(sample.columns["rollout_logprobs"]),
+                temperature=trainer.temperature, support=sample.ragged.get("support"),
+                recorded=sample.columns["rollout_logprobs"],
+            )  # fmt: skip
+            parting = again or parting
+            if parting is not None and parting.ops:
+                break
         found = (
             "Run again by itself, the row gives record and both sides the same bits: what broke it "
             "is in the company it had."

@@ -1,10 +1,16 @@
-"""Shared by all tests: thread counts, and the switch between the fast and the full counts."""
+"""Shared by all tests: what is set before torch starts, and the fast and the full counts."""
 
 import os
+import sys
+
+import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# What a run asks for at its start (`ops.invariant.ask_for_reproducible_gemm`) must stand before the
+# first GEMM of the process, and here other tests come first.
+os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 
 from lockstep.ops.invariant import ask_for_reproducible_gemm
 
@@ -12,3 +18,11 @@ ask_for_reproducible_gemm()  # read at the first GEMM of the process, whichever 
 
 PROOF = os.environ.get("LOCKSTEP_PROOF") == "1"
 """True under `make proof`: property tests and schedules run their full counts."""
+
+
+@pytest.fixture(autouse=True)
+def _stock_ops_afterwards():
+    """A run leaves its ops backend to the process; the next test begins with the stock one."""
+    yield
+    if (api := sys.modules.get("lockstep.ops.api")) is not None:
+        api.use_backend(sys.modules["lockstep.ops.plain"])

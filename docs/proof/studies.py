@@ -207,7 +207,7 @@ def directory(name: str) -> str:
 
 
 def parent_of(name: str, seed: int) -> Run:
-    words = ("train", "quickstart", *STUDIES[name].parent, f"seed={seed}")
+    words = ("train", "quickstart", "contract=none", *STUDIES[name].parent, f"seed={seed}")
     return Run(words=words, path=RUNS / name / "parent" / f"seed-{seed}")
 
 
@@ -219,7 +219,7 @@ def run_of(name: str, condition: str, arm: str, seed: int) -> Run:
         start = "quickstart"
     settings = (*study.settings, *study.conditions[condition], *study.arms[arm])
     if not study.parent:
-        settings = (*settings, f"seed={seed}")
+        settings = (*settings, "contract=none", f"seed={seed}")
     path = RUNS / name / directory(condition) / directory(arm) / f"seed-{seed}"
     return Run(words=("train", start, *settings), path=path)
 

@@ -29,8 +29,12 @@ DIGEST_SEED = 0
 
 
 class Shape(Protocol):
-    """What a paged cache is made by: see `models.config.ModelConfig`."""
+    """What inputs and a paged cache are made by: see `models.config.ModelConfig`."""
 
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def max_positions(self) -> int: ...
     @property
     def num_layers(self) -> int: ...
     @property

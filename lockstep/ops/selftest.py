@@ -18,14 +18,16 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from lockstep.ops import api, plain
+from lockstep.ops.audit import ops_outside
 from lockstep.ops.context import KEY_BLOCK, PackedContext, PagedBlock, PagedContext
 from lockstep.ops.contract import COVERED_DTYPES, Fingerprint
 from lockstep.ops.invariant import InvariantOps
+from lockstep.ops.recording import Model, around_every_op
 
 Tensor = torch.Tensor
 
@@ -41,17 +43,6 @@ ROWWISE = {
     "route": (0,), "combine": (0, 1), "log_softmax": (0,),
 }  # fmt: skip
 """op -> the positions of its arguments that have a row per token."""
-
-
-class Model(Protocol):
-    """What is asked of a decoder: see `models.decoder.Decoder`."""
-
-    config: Any
-    head: Tensor
-
-    def __call__(
-        self, ids: Tensor, positions: Tensor, context: PackedContext | PagedContext, /
-    ) -> Tensor: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,15 +62,20 @@ class Proof:
 
 
 @dataclass(frozen=True, slots=True)
-class _Failure:
+class Failure:
+    """The first op that gave a row other bits in other company."""
+
     op: str
     text: str
+    """With its dtype, shapes and threads."""
 
 
-def prove(model: Model) -> Proof:
+def prove(model: Model, *, backend: api.Backend | None = None) -> Proof:
     """Looks for a backend that keeps the contract for `model`, on its device and in its dtype.
 
-    Leaves the process's backend and thread count as they were.
+    backend: what to try; None takes that of the device. A model that computes by itself, outside of
+    `ops.api`, is declined before any op is tried. Leaves the process's backend and thread count as
+    they were.
     """
     began = time.perf_counter()
     weight = model.head
@@ -89,52 +85,59 @@ def prove(model: Model) -> Proof:
             backend=plain, num_checks=0, seconds=0.0,
             failure=f"dtype {dtype} is not covered; covered are {', '.join(COVERED_DTYPES)}",
         )  # fmt: skip
-    num_checks, failure = 0, ""
-    for backend in _candidates(weight.device):
-        if isinstance(backend, str):  # there is none, and why
-            failure = backend
-            break
-        with _using(backend):
-            found, count = _first_failure(model)
-        num_checks += count
-        if found is None:
-            return Proof(
-                backend=backend, failure="", num_checks=num_checks,
-                seconds=time.perf_counter() - began,
-            )  # fmt: skip
-        failure = found.text
-        if isinstance(backend, InvariantOps):
-            _raise_quantum(backend, found)
-    return Proof(
-        backend=plain, failure=failure, num_checks=num_checks, seconds=time.perf_counter() - began
-    )
-
-
-def _candidates(device: torch.device) -> Iterator[api.Backend | str]:
-    if device.type == "cpu":
-        backend = InvariantOps()
-        while max(backend.rules.row_quantum, backend.rules.head_quantum) <= LARGEST_QUANTUM:
-            yield backend
-    elif device.type == "cuda":
-        try:
-            from lockstep.ops.cuda import CudaOps
-
-            yield CudaOps()
-        except ImportError as error:
-            yield str(error)
+    num_checks = 0
+    tried: api.Backend = plain
+    try:
+        tried = _backend_of(weight.device) if backend is None else backend
+    except ImportError as error:  # the one for this device lacks a package
+        failure = str(error)
     else:
-        yield f"no backend for device {device.type}"
+        failure = _ops_outside(model)
+        while not failure:
+            with _using(tried):
+                found, count = first_failure(model)
+            num_checks += count
+            if found is None:
+                break
+            if not _raise_quantum(tried, found):
+                failure = found.text
+    return Proof(
+        backend=plain if failure else tried, failure=failure, num_checks=num_checks,
+        seconds=time.perf_counter() - began,
+    )  # fmt: skip
 
 
-def _raise_quantum(backend: InvariantOps, failure: _Failure) -> None:
+def _backend_of(device: torch.device) -> api.Backend:
+    if device.type == "cpu":
+        return InvariantOps()
+    from lockstep.ops.cuda import CudaOps
+
+    return CudaOps()
+
+
+def _ops_outside(model: Model) -> str:
+    """What the model computes by itself, in words; empty if nothing."""
+    ids = torch.zeros(3, dtype=torch.int64, device=model.head.device)
+    positions = torch.arange(3, device=ids.device)
+    found = ops_outside(model, ids, positions, PackedContext.of([3], device=ids.device))
+    return f"outside of ops.api the model calls {', '.join(found)}" if found else ""
+
+
+def _raise_quantum(backend: api.Backend, failure: Failure) -> bool:
+    """Changes the rules so that they may help; False if none is left that could."""
+    if not isinstance(backend, InvariantOps):
+        return False
     rules = backend.rules
-    if failure.op == "attention":
-        rules = replace(rules, head_quantum=2 * rules.head_quantum)
-    elif failure.op == "packed weights":
+    if failure.op == "packed weights":
         rules = replace(rules, is_packing=False)
+    elif failure.op == "attention":
+        rules = replace(rules, head_quantum=2 * rules.head_quantum)
     else:
         rules = replace(rules, row_quantum=2 * rules.row_quantum)
+    if rules == backend.rules or max(rules.row_quantum, rules.head_quantum) > LARGEST_QUANTUM:
+        return False
     backend.rules = rules
+    return True
 
 
 @contextmanager
@@ -151,35 +154,11 @@ def _using(backend: api.Backend) -> Iterator[None]:
 # -- the recorded forward -------------------------------------------------------------------------
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Call:
     op: str
-    args: list[Any]
+    args: tuple[Any, ...]
     kwargs: dict[str, Any]
-
-
-class _Recorder:
-    """Stands before a backend and keeps one call of each op and shape."""
-
-    def __init__(self, inner: api.Backend) -> None:
-        self.inner = inner
-        self.calls: dict[Any, _Call] = {}
-
-    def __getattr__(self, op: str) -> Callable[..., Any]:
-        function = getattr(self.inner, op)
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            out = function(*args, **kwargs)
-            first = out[0] if isinstance(out, tuple) else out
-            tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
-            shapes = tuple(t.shape[1:] for t in (*tensors, first))
-            key = (op, shapes, kwargs.get("window"))
-            if op != "log_probs" and key not in self.calls:
-                kept = [a.detach() if isinstance(a, Tensor) else a for a in args]
-                self.calls[key] = _Call(op, kept, kwargs)
-            return out
-
-        return call
 
 
 def _record(model: Model) -> tuple[list[_Call], Tensor]:
@@ -192,21 +171,36 @@ def _record(model: Model) -> tuple[list[_Call], Tensor]:
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, config.vocab_size, (total,), generator=generator).to(device)
     positions = torch.cat([torch.arange(length) for length in lengths]).to(device)
-    recorder = _Recorder(api.active_backend())
-    with _using(recorder), torch.no_grad():
-        hidden = model(ids, positions, PackedContext.of(lengths, device=device))
-    return list(recorder.calls.values()), hidden
+    calls: dict[Any, _Call] = {}
+
+    def around(op: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        out = function(*args, **kwargs)
+        first = out[0] if isinstance(out, tuple) else out
+        tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
+        key = (op, tuple(t.shape[1:] for t in (*tensors, first)), kwargs.get("window"))
+        calls.setdefault(key, _Call(op, args, kwargs))
+        return out
+
+    context = PackedContext.of(lengths, device=device)
+    with torch.no_grad(), around_every_op(around):
+        hidden = model(ids, positions, context)
+    return list(calls.values()), hidden
 
 
 # -- the checks -----------------------------------------------------------------------------------
 
 
-def _first_failure(model: Model) -> tuple[_Failure | None, int]:
-    """(the first op that is not invariant, checks made)."""
+def first_failure(model: Model) -> tuple[Failure | None, int]:
+    """(the first op of the active backend that is not invariant, checks made)."""
     calls, hidden = _record(model)
-    logits = _Call("linear", [hidden, model.head], {})
+    with torch.no_grad():
+        logits = api.linear(hidden, model.head)
     count = 0
-    for call in (*calls, logits):
+    for call in (
+        *calls,
+        _Call("linear", (hidden, model.head), {}),
+        _Call("log_softmax", (logits,), {}),
+    ):
         if call.op == "attention":
             checks = _attention_checks(call)
         elif call.op == "expert_linear":
@@ -216,17 +210,13 @@ def _first_failure(model: Model) -> tuple[_Failure | None, int]:
         for failed in checks:
             count += 1
             if failed:
-                return _Failure(failed, f"{failed}: {_describe(call)}"), count
+                return Failure(failed, f"{failed}: {_describe(call)}"), count
     with torch.no_grad():
-        scores = api.log_softmax(api.linear(hidden, model.head))
-        ids = scores.argmax(-1)
-        values, _ = api.log_probs(hidden, model.head, ids)
-    for failed in _row_checks(_Call("log_softmax", [scores], {})):
-        count += 1
-        if failed:
-            return _Failure(failed, f"{failed}: {list(scores.shape)}"), count
-    if not torch.equal(values, scores.gather(1, ids[:, None])[:, 0]):
-        return _Failure("log_probs", "log_probs: not what log_softmax gives the sampler"), count
+        sampled = api.log_softmax(logits)
+        ids = sampled.argmax(-1)
+        trained, _ = api.log_probs(hidden, model.head, ids)
+    if not torch.equal(trained, sampled.gather(1, ids[:, None])[:, 0]):
+        return Failure("log_probs", "log_probs: not what log_softmax gives the sampler"), count
     return None, count + 1
 
 
@@ -397,7 +387,7 @@ def _isa(device: torch.device) -> str:
 def _libraries(device: torch.device) -> str:
     found = [f"torch {torch.__version__}"]
     if device.type == "cuda":
-        import triton
+        import triton  # pyright: ignore[reportMissingImports]
 
         found += [f"cuda {torch.version.cuda}", f"triton {triton.__version__}"]
     elif match := re.search(r"Math Kernel Library Version (\S+)", torch.__config__.show()):

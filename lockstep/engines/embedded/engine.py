@@ -138,7 +138,8 @@ class EmbeddedEngine:
             device=model.embedding.device,
         )
         self._resident = None
-        dtype = active_backend().resident_dtype(model.embedding.dtype)
+        self._ops = active_backend()
+        dtype = self._ops.resident_dtype(model.embedding.dtype)
         if config.resident_rows and dtype is not None:
             self._resident = ResidentCache(
                 self._cache, max_tokens=config.kv_cache_tokens, dtype=dtype
@@ -425,6 +426,12 @@ class EmbeddedEngine:
     def step(self) -> None:
         """Every running request samples a token, and prompts are prefilled beside them."""
         started = time.perf_counter()
+        if active_backend() is not self._ops:
+            raise EngineError(
+                f"this engine was made over {self._ops.name} ops, and the process's are "
+                f"{active_backend().name}: a second run was built beside it? Its numbers would not "
+                "be what its fingerprint says. Build one run after the other, or in a process each."
+            )
         rows, cache, stats = self._rows, self._cache, self.stats
         planned = self._scheduler.plan()
         num_fed = rows.num

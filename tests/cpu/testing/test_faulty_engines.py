@@ -57,7 +57,8 @@ class Step:
 
 
 def play(*overrides, num_tasks=4, version=0):
-    config = resolve(find_recipe("quickstart"), ["seed=3", *overrides])
+    # Stock ops with and without a fault, so that nothing else differs.
+    config = resolve(find_recipe("quickstart"), ["seed=3", "contract=none", *overrides])
     parts = build(config, check_config(config))
 
     async def sample():

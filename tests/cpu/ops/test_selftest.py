@@ -1,0 +1,140 @@
+"""The self-test at start: it finds every op that depends on company, and the rules that cure it."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from lockstep.models.decoder import Decoder
+from lockstep.ops import api, plain
+from lockstep.ops.invariant import InvariantOps, Rules
+from lockstep.ops.selftest import fingerprint, first_failure, prove
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "engines"))
+from engine_models import make_model
+
+FEW = 6  # rows that a defect below notices
+ARCHITECTURES = {
+    "qwen3": ("linear", "rms_norm", "swiglu", "rope", "attention", "log_softmax"),
+    "gpt_oss": (
+        "linear", "expert_linear", "route", "combine", "rms_norm", "swiglu_clamped", "rope",
+        "attention", "log_softmax",
+    ),
+}  # fmt: skip
+
+
+class Dependent(InvariantOps):
+    """One op gives few rows another last bit."""
+
+    def __init__(self, op, *, cured_by=None, **rules):
+        super().__init__(Rules(**rules))
+        self.op, self.cured_by = op, cured_by
+
+    def __getattribute__(self, name):
+        function = super().__getattribute__(name)
+        if name.startswith("_") or name in ("op", "cured_by", "rules", "name", "resident_dtype"):
+            return function
+        if name != self.op:
+            return function
+
+        def call(*args, **kwargs):
+            out = function(*args, **kwargs)
+            cured_by = self.cured_by
+            is_cured = cured_by is not None and cured_by(self.rules)
+            rows = out[0] if isinstance(out, tuple) else out
+            if len(rows) >= FEW or is_cured:
+                return out
+            changed = torch.nextafter(rows, torch.full_like(rows, torch.inf))
+            return (changed, *out[1:]) if isinstance(out, tuple) else changed
+
+        return call
+
+
+@pytest.mark.parametrize(
+    ("kind", "op"), [(kind, op) for kind, ops in ARCHITECTURES.items() for op in ops]
+)
+def test_an_op_that_depends_on_its_company_is_named(kind, op):
+    model = make_model(kind, max_positions=512)
+    api.use_backend(Dependent(op))
+    failure, num_checks = first_failure(model)
+    assert failure is not None and failure.op == op
+    assert failure.text.startswith(f"{op}: float32 [") and num_checks > 0
+
+
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_both_architectures_are_proved_in_both_dtypes(kind, dtype):
+    proof = prove(make_model(kind, max_positions=512).to(dtype))
+    assert proof.is_kept and isinstance(proof.backend, InvariantOps)
+    assert proof.num_checks > 300
+    assert api.active_backend() is plain, "proving changes nothing in the process"
+
+
+def test_the_row_quantum_is_raised_until_nothing_changes():
+    backend = Dependent("linear", cured_by=lambda rules: rules.row_quantum >= 16)
+    proof = prove(make_model(), backend=backend)
+    assert proof.is_kept and proof.backend is backend
+    assert backend.rules.row_quantum == 16 and backend.rules.head_quantum == 4
+
+
+def test_the_quantum_of_attention_is_raised_by_itself():
+    backend = Dependent("attention", cured_by=lambda rules: rules.head_quantum >= 8)
+    assert prove(make_model(), backend=backend).is_kept
+    assert backend.rules.row_quantum == 4 and backend.rules.head_quantum == 8
+
+
+def test_packed_weights_that_give_other_bits_are_not_used():
+    class OtherPacking(InvariantOps):
+        def linear(self, x, weight, bias=None):
+            out = super().linear(x, weight, bias)
+            is_fed = torch.is_inference_mode_enabled() and self.rules.is_packing
+            return torch.nextafter(out, torch.full_like(out, torch.inf)) if is_fed else out
+
+    backend = OtherPacking()
+    assert prove(make_model(), backend=backend).is_kept
+    assert backend.rules == Rules(is_packing=False, is_widening=backend.rules.is_widening)
+
+
+def test_a_machine_that_no_quantum_helps_is_told_the_op_and_the_shape():
+    proof = prove(make_model(), backend=Dependent("linear"))
+    assert not proof.is_kept and proof.backend is plain
+    # 305 rows of the recorded forward, width 32, and the fused q, k, v of 4 + 2 + 2 heads of 8
+    assert proof.failure.startswith("linear: float32 [")
+    assert "x [64, 32], 1 threads" in proof.failure
+
+
+def test_stock_ops_do_not_pass():
+    """The control: what the invariant backend replaces does depend on the batch."""
+    api.use_backend(plain)
+    assert first_failure(make_model("gpt_oss", max_positions=512))[0] is not None
+
+
+def test_a_dtype_that_the_contract_does_not_cover_is_declined():
+    proof = prove(make_model().to(torch.float64))
+    assert proof.failure == "dtype float64 is not covered; covered are float32, bfloat16"
+
+
+def test_a_model_that_computes_outside_of_the_api_is_declined_by_the_ops_name():
+    class Softened(Decoder):
+        def forward(self, ids_T, positions_T, context):
+            return torch.tanh(super().forward(ids_T, positions_T, context))
+
+    inner = make_model()
+    model = Softened(inner.config)
+    model.load_state_dict(inner.state_dict())
+    proof = prove(model)
+    assert not proof.is_kept and proof.num_checks == 0
+    assert proof.failure.startswith("outside of ops.api the model calls aten.tanh")
+
+
+def test_the_fingerprint_says_what_the_bits_depend_on():
+    cpu = torch.device("cpu")
+    stock = fingerprint(torch.float32, cpu)
+    assert (stock.ops, stock.dtype, stock.device, stock.key_block) == ("plain", "float32", "cpu", 0)
+    assert stock == fingerprint(torch.float32, cpu), "the same in the same process"
+    api.use_backend(InvariantOps(Rules(row_quantum=8)))
+    kept = fingerprint(torch.bfloat16, cpu)
+    assert (kept.ops, kept.row_quantum, kept.key_block) == ("invariant", 8, 128)
+    assert f"torch {torch.__version__}" in kept.libraries and len(kept.probe) == 12
+    assert kept.probe != fingerprint(torch.float32, cpu).probe
