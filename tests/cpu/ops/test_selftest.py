@@ -1,18 +1,13 @@
 """The self-test at start: it finds every op that depends on company, and the rules that cure it."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from cpu.engines.engine_models import make_model
 
 from lockstep.models.decoder import Decoder
 from lockstep.ops import api, plain
 from lockstep.ops.invariant import InvariantOps, Rules
 from lockstep.ops.selftest import fingerprint, first_failure, prove
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "engines"))
-from engine_models import make_model
 
 FEW = 6  # rows that a defect below notices
 ARCHITECTURES = {
