@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from datetime import UTC, datetime
+from itertools import product
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -27,31 +28,35 @@ ROOT = HERE.parents[1]
 LOCKSTEP = [sys.executable, "-m", "lockstep.cli"]
 SEEDS = (0, 1, 2)
 MODELS = ("tiny-gpt-oss", "tiny-qwen3")
+CONTRACTS = ((), ("contract=none",))  # the recipe's default, and without
 
 
 def quickstart() -> dict[str, Any]:
-    """Each shipped model, three seeds: what it learns, how fast, and how far the two sides part."""
+    """Each shipped model, three seeds, with the contract and without: what it learns, how fast, and
+    how far the two sides part."""
     commands, runs = [], {}
     with tempfile.TemporaryDirectory() as scratch:
-        for model in MODELS:
-            for seed in SEEDS:
-                words = ["train", "quickstart", f"model={model}", f"seed={seed}"]
-                commands.append("lockstep " + " ".join(words))
-                out = Path(scratch) / f"{model}-{seed}"
-                subprocess.run([*LOCKSTEP, *words, "--json", f"out={out}"], check=True,
-                               stdout=subprocess.DEVNULL)  # fmt: skip
-                runs[f"{model} seed {seed}"] = describe_run(out)
-                print(f"{model} seed {seed}:", json.dumps(runs[f"{model} seed {seed}"]), flush=True)
+        for number, (model, seed, contract) in enumerate(product(MODELS, SEEDS, CONTRACTS)):
+            words = ["train", "quickstart", f"model={model}", f"seed={seed}", *contract]
+            commands.append("lockstep " + " ".join(words))
+            out = Path(scratch) / str(number)
+            subprocess.run([*LOCKSTEP, *words, "--json", f"out={out}"], check=True,
+                           stdout=subprocess.DEVNULL)  # fmt: skip
+            name = " ".join([model, "seed", str(seed), *contract])
+            runs[name] = describe_run(out)
+            print(f"{name}:", json.dumps(runs[name]), flush=True)
     return {"commands": commands, "figures": runs}
 
 
 def describe_run(path: Path) -> dict[str, Any]:
     rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    environment = json.loads((path / "environment.json").read_text())
     steps = [r for r in rows if "reward/mean" in r]
     tests = [r for r in rows if "eval/sampled/mean@1" in r]
     rewards = [r["reward/mean"] for r in steps]
     first, last = tests[0], tests[-1]
     return {
+        "contract": environment["contract"],
         "steps": len(steps),
         "reward_step_0": round(rewards[0], 3),
         "reward_first_10": round(mean(rewards[:10]), 3),
@@ -149,6 +154,36 @@ def describe_model(model: str) -> dict[str, Any]:
     }
 
 
+def equality() -> dict[str, Any]:
+    """Random schedules through engine and trainer: tokens compared, and those that differ."""
+    os.environ["LOCKSTEP_PROOF"] = "1"
+    sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "cpu")]
+    from schedules import backend_for, compare
+    from test_true_on_policy import arms, name_of
+
+    figures: dict[str, Any] = {}
+    for arm in arms():
+        proof = backend_for(arm.model, arm.dtype)
+        if proof.is_kept:
+            found = compare(arm)
+            figures[name_of(arm)] = {
+                "compared_tokens": found.compared, "unequal_tokens": found.unequal,
+                "max_abs_diff": found.max_abs_diff, "preemptions": found.preemptions,
+            }  # fmt: skip
+        else:
+            figures[name_of(arm)] = {"declined": proof.failure}
+        print(f"{name_of(arm)}:", json.dumps(figures[name_of(arm)]), flush=True)
+    total = {
+        name: sum(arm.get(name, 0) for arm in figures.values())
+        for name in ("compared_tokens", "unequal_tokens")
+    }
+    print(f"in all: {total['unequal_tokens']} unequal of {total['compared_tokens']}", flush=True)
+    return {
+        "commands": ["python docs/proof/run.py equality"],
+        "figures": {**total, "arms": figures},
+    }
+
+
 def benchmarks() -> dict[str, Any]:
     """Every benchmark that can run here, in turn with its peer."""
     command = [sys.executable, str(ROOT / "benchmarks" / "run_all.py"), "--json"]
@@ -160,7 +195,9 @@ def benchmarks() -> dict[str, Any]:
     }
 
 
-PARTS = {"quickstart": quickstart, "models": models, "benchmarks": benchmarks}
+PARTS = {
+    "equality": equality, "quickstart": quickstart, "models": models, "benchmarks": benchmarks,
+}  # fmt: skip
 
 
 def main() -> None:

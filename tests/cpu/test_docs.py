@@ -237,8 +237,12 @@ def figures_table() -> str:
     runs = json.loads(path.read_text())["figures"] if path.exists() else {}
     models = ("tiny-gpt-oss", "tiny-qwen3")
 
-    def cell(model: str, name: str, at: int | None = None) -> str:
-        values = [run[name] for key, run in runs.items() if key.startswith(f"{model} seed")]
+    def of(model: str, *, is_kept: bool = True) -> list[dict]:
+        of_model = {key: run for key, run in runs.items() if key.startswith(f"{model} seed")}
+        return [run for key, run in of_model.items() if key.endswith("none") != is_kept]
+
+    def cell(model: str, name: str, at: int | None = None, *, is_kept: bool = True) -> str:
+        values = [run[name] for run in of(model, is_kept=is_kept)]
         values = [value if at is None else value[at] for value in values]
         if not values:
             return f"[[{model}.{name}{'' if at is None else f'.{at}'}]]"
@@ -248,8 +252,13 @@ def figures_table() -> str:
     def change(name: str) -> list[str]:
         return [f"{cell(model, name, 0)} -> {cell(model, name, 1)}" for model in models]
 
-    def figure(name: str) -> list[str]:
-        return [cell(model, name) for model in models]
+    def figure(name: str, *, is_kept: bool = True) -> list[str]:
+        return [cell(model, name, is_kept=is_kept) for model in models]
+
+    def unequal() -> list[str]:
+        totals = [[sum(r[f"{n}_tokens"] for r in of(m)) for n in ("unequal", "compared")]
+                  for m in models]  # fmt: skip
+        return [f"{differ} of {total:,}" for differ, total in totals]
 
     rows = {
         "mean reward of step 0": figure("reward_step_0"),
@@ -257,10 +266,16 @@ def figures_table() -> str:
         "held-out reward, sampled, before -> after": change("held_out_sampled"),
         "held-out reward, greedy, before -> after": change("held_out_greedy"),
         "two-hop questions right, sampled, before -> after": change("two_hop_correct_sampled"),
+        "tokens whose two log-probs differ in a bit": unequal(),
         "seconds of training": figure("training_seconds"),
-        "worst k3 of a step": figure("k3_worst"),
-        "worst log-prob difference of a token": figure("max_abs_diff_worst"),
-        "steps with a routing flip": figure("steps_with_outlier_tokens"),
+        "`contract=none`: mean reward of the last ten steps": figure(
+            "reward_last_10", is_kept=False
+        ),
+        "`contract=none`: seconds of training": figure("training_seconds", is_kept=False),
+        "`contract=none`: worst log-prob difference of a token": figure(
+            "max_abs_diff_worst", is_kept=False
+        ),
+        "`contract=none`: worst k3 of a step": figure("k3_worst", is_kept=False),
     }
     lines = ["| seeds 0, 1, 2 | tiny-gpt-oss | tiny-qwen3 |", "|---|---|---|"]
     lines += [f"| {name} | {' | '.join(cells)} |" for name, cells in rows.items()]
