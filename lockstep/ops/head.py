@@ -13,6 +13,7 @@ from lockstep.ops.context import Support
 
 Tensor = torch.Tensor
 Linear = Callable[[Tensor, Tensor], Tensor]
+LogSoftmax = Callable[..., Tensor]
 
 CHUNK_BYTES = 64 << 20  # logits of one chunk; a chunk is recomputed in backward, not kept
 ROW_QUANTUM = 16  # rows of a chunk are a multiple of this, so that no backend has to pad them
@@ -34,15 +35,16 @@ def log_probs(
     ids: Tensor,
     *,
     linear: Linear,
+    log_softmax: LogSoftmax = log_softmax,
     temperature: float = 1.0,
     support: Support | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """See `ops.api.log_probs`. linear: the backend's own, which must give the same logits whether
-    or not a gradient is wanted."""
+    """See `ops.api.log_probs`. linear and log_softmax: the backend's own, which must give the same
+    numbers whether or not a gradient is wanted."""
     rows = max(1, CHUNK_BYTES // (4 * weight.shape[0]))
     if rows > ROW_QUANTUM:
         rows -= rows % ROW_QUANTUM
-    return _LogProbs.apply(hidden, weight, ids, temperature, rows, support, linear)
+    return _LogProbs.apply(hidden, weight, ids, temperature, rows, support, linear, log_softmax)
 
 
 class _LogProbs(torch.autograd.Function):
@@ -54,7 +56,7 @@ class _LogProbs(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, ids, temperature, rows, support, linear):
+    def forward(ctx, hidden, weight, ids, temperature, rows, support, linear, log_softmax):
         logprobs = hidden.new_empty(len(ids), dtype=torch.float32)
         entropy = torch.empty_like(logprobs)
         kept = None
@@ -69,7 +71,8 @@ class _LogProbs(torch.autograd.Function):
             kept = logp
         # A single chunk is no larger than what one chunk takes in backward anyway: keep it.
         ctx.save_for_backward(hidden, weight, ids, entropy, kept if len(ids) <= rows else None)
-        ctx.temperature, ctx.rows, ctx.support, ctx.linear = temperature, rows, support, linear
+        ctx.temperature, ctx.rows, ctx.support = temperature, rows, support
+        ctx.linear, ctx.log_softmax = linear, log_softmax
         return logprobs, entropy
 
     @staticmethod
@@ -84,7 +87,7 @@ class _LogProbs(torch.autograd.Function):
             logp = kept
             if logp is None:
                 logits = ctx.linear(hidden[part], weight)
-                logp = log_softmax(logits, temperature=ctx.temperature, kept=choices)
+                logp = ctx.log_softmax(logits, temperature=ctx.temperature, kept=choices)
                 _clear_outside(logp, choices)
             grad = _probs(logp, choices)
             if has_entropy_grad:  # dH/dlogit_j = -p_j (log p_j + H)
@@ -99,7 +102,7 @@ class _LogProbs(torch.autograd.Function):
             grad = grad.to(hidden.dtype)
             torch.mm(grad, weight, out=grad_hidden[part])
             grad_weight.add_(torch.mm(grad.t(), hidden[part]))
-        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None, None
+        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None, None, None
 
 
 def _clear_outside(logp: Tensor, choices: Tensor | None) -> None:

@@ -1,0 +1,365 @@
+"""The batch-invariant backend for CUDA: the contract of `ops.invariant`, kept by Triton kernels.
+
+Forward runs on `ops.cuda_kernels` alone, so no switch of torch's can change a log-prob. Backward is
+stock torch: it need not be invariant, and reads three global switches:
+
+    torch.backends.cuda.matmul.fp32_precision         "tf32" is refused: gradients in float32 would
+                                                      have 10 bits. It is not torch's default.
+    ...matmul.allow_bf16_reduced_precision_reduction  turned off here, since torch's default is on:
+    ...matmul.allow_fp16_reduced_precision_reduction  partial sums would be rounded to two bytes.
+
+# T tokens  B rows of a block  L its length  H query heads  G key heads  R = H / G  D head width
+# M GEMM rows  K inner width  N outputs  E experts  A active experts
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from lockstep.errors import ConfigError
+from lockstep.ops import cuda_kernels as kernels
+from lockstep.ops import head, plain, trace
+from lockstep.ops.context import PackedContext, PagedBlock, PagedContext, Support
+
+Tensor = torch.Tensor
+
+BACKWARD_SCORES = 1 << 26  # scores of one tile of attention's backward: 256 MiB in float32
+
+
+class CudaOps:
+    """See `ops.api.Backend` for the functions. Raises ConfigError where it cannot run."""
+
+    name = "cuda"
+
+    def __init__(self) -> None:
+        matmul = torch.backends.cuda.matmul
+        if matmul.fp32_precision == "tf32":
+            raise ConfigError(
+                "torch.backends.cuda.matmul.fp32_precision is 'tf32'; expected 'ieee': gradients "
+                "in float32 would have 10 bits. Set it to 'ieee' before the backend is made."
+            )
+        if not (kernels.IS_INTERPRETED or torch.cuda.is_available()):
+            raise ConfigError(
+                "CudaOps needs a GPU, and torch sees none. On a CPU the invariant backend is "
+                "ops.invariant.InvariantOps; TRITON_INTERPRET=1 runs these kernels there, to test "
+                "them."
+            )
+        matmul.allow_bf16_reduced_precision_reduction = False
+        matmul.allow_fp16_reduced_precision_reduction = False
+
+    @staticmethod
+    def resident_dtype(dtype: torch.dtype) -> torch.dtype | None:
+        return None  # the kernel reads pages where they lie
+
+    @staticmethod
+    def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        out = _Linear.apply(x.reshape(-1, x.shape[-1]), weight, bias)
+        return out.view(*x.shape[:-1], len(weight))
+
+    @staticmethod
+    def expert_linear(
+        x: Tensor, weight: Tensor, bias: Tensor | None, tokens_per_expert: list[int]
+    ) -> Tensor:
+        return _ExpertLinear.apply(x, weight, bias, tokens_per_expert)
+
+    @staticmethod
+    def route(logits: Tensor, num_active: int) -> tuple[Tensor, Tensor]:
+        # topk may break ties in another way for another number of rows; a stable sort may not.
+        ordered, experts = logits.sort(dim=-1, descending=True, stable=True)
+        top = ordered[:, :num_active].float()
+        share = (top - top[:, :1]).exp()
+        total = share[:, 0]
+        for slot in range(1, num_active):
+            total = total + share[:, slot]
+        return (share / total[:, None]).to(logits.dtype), experts[:, :num_active]
+
+    @staticmethod
+    def combine(out: Tensor, weights: Tensor) -> Tensor:
+        return _run(kernels.combine, plain.combine, out, weights)
+
+    @staticmethod
+    def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return _run(partial(kernels.rms_norm, eps=eps), partial(plain.rms_norm, eps=eps), x, weight)
+
+    @staticmethod
+    def swiglu(gate_up: Tensor) -> Tensor:
+        return _run(kernels.swiglu, plain.swiglu, gate_up)
+
+    @staticmethod
+    def swiglu_clamped(gate_up: Tensor, *, alpha: float, limit: float) -> Tensor:
+        settings = {"alpha": alpha, "limit": limit}
+        return _run(
+            partial(kernels.swiglu_clamped, **settings),
+            partial(plain.swiglu_clamped, **settings),
+            gate_up,
+        )
+
+    @staticmethod
+    def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return _run(kernels.rope, plain.rope, x, cos, sin)
+
+    @staticmethod
+    def attention(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        sinks: Tensor | None,
+        window: int | None,
+        scale: float,
+        layer: int,
+        context: PackedContext | PagedContext,
+    ) -> Tensor:
+        if isinstance(context, PackedContext):
+            return _PackedAttention.apply(q, k, v, sinks, window, scale, context)
+        return _paged_attention(q, k, v, sinks, window, scale, layer, context)
+
+    @staticmethod
+    def log_softmax(
+        logits: Tensor, *, temperature: float = 1.0, kept: Tensor | None = None
+    ) -> Tensor:
+        return kernels.log_softmax(logits, temperature=temperature, kept=kept)
+
+    def log_probs(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        ids: Tensor,
+        *,
+        temperature: float = 1.0,
+        support: Support | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        return head.log_probs(
+            hidden, weight, ids, linear=self.linear, log_softmax=self.log_softmax,
+            temperature=temperature, support=support,
+        )  # fmt: skip
+
+
+# -- gradients ------------------------------------------------------------------------------------
+
+
+class _Run(torch.autograd.Function):
+    """Forward by a kernel; backward by differentiating the plain function, which is computed again:
+    elementwise work, little beside a GEMM's."""
+
+    @staticmethod
+    def forward(ctx, kernel, function, *inputs):
+        ctx.save_for_backward(*inputs)
+        ctx.function = function
+        return kernel(*inputs)
+
+    @staticmethod
+    def backward(ctx, *grad_outputs):
+        needed = ctx.needs_input_grad[2:]
+        inputs = [
+            x.detach().requires_grad_(is_needed)
+            for x, is_needed in zip(ctx.saved_tensors, needed, strict=True)
+        ]
+        with torch.enable_grad():
+            out = ctx.function(*inputs)
+        found = iter(torch.autograd.grad(out, [x for x in inputs if x.requires_grad], grad_outputs))
+        return None, None, *(next(found) if is_needed else None for is_needed in needed)
+
+
+def _run(kernel: Callable[..., Tensor], function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+    return _Run.apply(kernel, function, *inputs)  # pyright: ignore[reportReturnType]
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x_MK, weight_NK, bias_N):
+        ctx.save_for_backward(x_MK, weight_NK)
+        return kernels.gemm(x_MK, weight_NK, bias_N)
+
+    @staticmethod
+    def backward(ctx, *grad_outputs):
+        (grad_MN,) = grad_outputs
+        x_MK, weight_NK = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad
+        return (
+            grad_MN @ weight_NK if needs_x else None,
+            grad_MN.t() @ x_MK if needs_weight else None,
+            grad_MN.sum(0) if needs_bias else None,
+        )
+
+
+class _ExpertLinear(plain.ExpertLinear):
+    """Backward is the plain one."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, tokens_per_expert):
+        ctx.save_for_backward(x, weight)
+        ctx.tokens_per_expert = tokens_per_expert
+        ctx.has_bias = bias is not None
+        return kernels.expert_gemm(x, weight, bias, tokens_per_expert)
+
+
+# -- attention ------------------------------------------------------------------------------------
+
+
+def _paged_attention(
+    q_THD: Tensor,
+    k_TGD: Tensor,
+    v_TGD: Tensor,
+    sinks_H: Tensor | None,
+    window: int | None,
+    scale: float,
+    layer: int,
+    context: PagedContext,
+) -> Tensor:
+    keys, values = context.keys[layer], context.values[layer]
+    G, _, page_size, D = keys.shape
+    keys.view(G, -1, D).index_copy_(1, context.write_index, k_TGD.transpose(0, 1))
+    values.view(G, -1, D).index_copy_(1, context.write_index, v_TGD.transpose(0, 1))
+    H = q_THD.shape[1]
+    num_places = sum(block.positions.numel() for block in context.blocks)
+    out = q_THD.new_empty(num_places, H, D)
+    lse = torch.empty(num_places, H, dtype=torch.float32, device=out.device)
+    q = kernels.Vectors.of_tokens(q_THD)
+    first = 0
+    for block in context.blocks:
+        kernels.attention(
+            q, kernels.Vectors.of_pages(keys), kernels.Vectors.of_pages(values), out, lse,
+            first=first, tokens=_tokens(block), positions=block.positions, pages=block.pages,
+            page_size=page_size, sinks=sinks_H, num_key_heads=G, window=window, scale=scale,
+        )  # fmt: skip
+        first += block.positions.numel()
+    return out if context.place_index is None else out[context.place_index]
+
+
+def _tokens(block: PagedBlock) -> Tensor:
+    """[B, Q]: the token of each query."""
+    if block.token_index is not None:
+        return block.token_index
+    if "tokens" not in block.memo:
+        positions = block.positions
+        index = torch.arange(positions.numel(), device=positions.device) + block.first_token
+        block.memo["tokens"] = index.view_as(positions)
+    return block.memo["tokens"]
+
+
+class _PackedAttention(torch.autograd.Function):
+    """Forward reads the packed tokens as a cache whose pages are one token each: the kernel, and
+    the instance of it, are those of the engine's steps.
+
+    Backward computes the scores again, in tiles of queries. With P = exp(scores - lse) over keys
+    and sink, dS = P * (dP - dO . O), and a sink's gradient is -sum exp(sink - lse) dO . O.
+    """
+
+    @staticmethod
+    def forward(ctx, q, k, v, sinks, window, scale, context):
+        H, D = q.shape[1:]
+        num_places = sum(block.token_index.numel() for block in context.blocks)
+        out = q.new_empty(num_places, H, D)
+        lse = torch.empty(num_places, H, dtype=torch.float32, device=q.device)
+        at_q, at_k, at_v = (kernels.Vectors.of_tokens(x) for x in (q, k, v))
+        first = 0
+        for block in context.blocks:
+            kernels.attention(
+                at_q, at_k, at_v, out, lse, first=first, tokens=block.token_index,
+                positions=torch.arange(block.length, device=q.device)[None],
+                pages=block.token_index, page_size=1, sinks=sinks, num_key_heads=k.shape[1],
+                window=window, scale=scale,
+            )  # fmt: skip
+            first += block.token_index.numel()
+        if context.place_index is not None:
+            out, lse = out[context.place_index], lse[context.place_index]
+        if sinks is not None and trace.is_on():
+            trace.record("sink_share", torch.exp(sinks.float() - lse).mean())
+        ctx.save_for_backward(q, k, v, sinks, out, lse)
+        ctx.window, ctx.scale, ctx.context = window, scale, context
+        return out
+
+    @staticmethod
+    def backward(ctx, *grad_outputs):
+        q, k, v, sinks, out, lse_TH = ctx.saved_tensors
+        (grad_out,) = grad_outputs
+        through_TH = (grad_out.float() * out.float()).sum(-1)
+        context: PackedContext = ctx.context
+        # An output is read at one of its places: the gradient of the others, and of padding, is 0.
+        grad_places = _spread(grad_out, context)
+        through_places = _spread(through_TH, context)
+        grads = [torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v)]
+        first = 0
+        for block in context.blocks:
+            places = slice(first, first := first + block.token_index.numel())
+            index = block.token_index
+            shape = index.shape
+            parts = _block_gradients(
+                q[index], k[index], v[index], grad_places[places].view(*shape, *q.shape[1:]),
+                lse_TH[index], through_places[places].view(*shape, -1), ctx.window, ctx.scale,
+            )  # fmt: skip
+            for grad, part in zip(grads, parts, strict=True):
+                # Rows may share tokens. On CUDA this sorts and then sums: no atomics, one order.
+                grad.index_put_((index,), part, accumulate=True)
+        grad_sinks = None
+        if sinks is not None:
+            grad_sinks = -(torch.exp(sinks.float() - lse_TH) * through_TH).sum(0).to(sinks.dtype)
+        grad_q, grad_k, grad_v = (grad.to(q.dtype) for grad in grads)
+        return grad_q, grad_k, grad_v, grad_sinks, None, None, None
+
+
+def _spread(x_T: Tensor, context: PackedContext) -> Tensor:
+    """Each token's value at its place in the blocks laid end to end, 0 elsewhere."""
+    if context.place_index is None:
+        return x_T
+    num_places = sum(block.token_index.numel() for block in context.blocks)
+    places = x_T.new_zeros(num_places, *x_T.shape[1:])
+    places[context.place_index] = x_T
+    return places
+
+
+def _block_gradients(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    grad_out: Tensor,
+    lse: Tensor,
+    through: Tensor,
+    window: int | None,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dQ [B, L, H, D], dK, dV [B, L, G, D]), float32. q, grad_out [B, L, H, D], k, v [B, L, G, D],
+    lse and through (dO . O) [B, L, H] float32."""
+    B, L, H, D = q.shape
+    G = k.shape[2]
+    q, grad_out = (x.view(B, L, G, -1, D).permute(0, 2, 3, 1, 4) for x in (q, grad_out))
+    lse, through = (x.view(B, L, G, -1, 1).permute(0, 2, 3, 1, 4) for x in (lse, through))
+    k, v = (x.transpose(1, 2).reshape(B * G, L, D) for x in (k, v))
+    grad_q = q.new_empty(q.shape, dtype=torch.float32)
+    grad_k, grad_v = (torch.zeros_like(x, dtype=torch.float32) for x in (k, v))
+    step = max(16, BACKWARD_SCORES // (B * H * L))
+    for start in range(0, L, step):
+        stop = min(L, start + step)
+        keys = slice(0 if window is None else max(0, start - window + 1), stop)
+
+        def tile(x: Tensor, rows: slice = slice(start, stop)) -> Tensor:
+            return x[:, :, :, rows].reshape(B * G, -1, x.shape[-1])
+
+        q_tile, grad_tile = tile(q), tile(grad_out)
+        probs = _matmul(q_tile, k[:, keys].transpose(1, 2)).mul_(scale).sub_(tile(lse)).exp_()
+        at_query = torch.arange(start, stop, device=q.device)[:, None]
+        at_key = torch.arange(keys.start, stop, device=q.device)
+        hidden = at_key > at_query
+        if window is not None:
+            hidden |= at_key <= at_query - window
+        probs.view(B * G, -1, *hidden.shape).masked_fill_(hidden, 0.0)
+        grad_v[:, keys] += _matmul(probs.to(q.dtype).transpose(1, 2), grad_tile)
+        grad_scores = _matmul(grad_tile, v[:, keys].transpose(1, 2)).sub_(tile(through))
+        grad_scores = grad_scores.mul_(probs).mul_(scale).to(q.dtype)
+        grad_k[:, keys] += _matmul(grad_scores.transpose(1, 2), q_tile)
+        grad_q[:, :, :, start:stop] = _matmul(grad_scores, k[:, keys]).view(
+            B, G, -1, stop - start, D
+        )
+    grad_k, grad_v = (x.view(B, G, L, D).transpose(1, 2) for x in (grad_k, grad_v))
+    return grad_q.permute(0, 3, 1, 2, 4).reshape(B, L, H, D), grad_k, grad_v
+
+
+def _matmul(a: Tensor, b: Tensor) -> Tensor:
+    """Batched product, summed and returned in float32."""
+    if a.dtype == torch.float32:
+        return torch.bmm(a, b)
+    return torch.bmm(a, b, out_dtype=torch.float32)

@@ -1,0 +1,502 @@
+"""Triton kernels whose sums have one order, whatever stands beside a row: the arithmetic of
+`ops.cuda`, and the only module that imports Triton.
+
+A row's bits depend on nothing but the row, because of three rules:
+
+    One instance for both callers. What differs between a decode step, a prefill chunk and a packed
+    row (row counts, strides, page sizes, places in memory) is an argument that the compiler may not
+    specialise on, and pointers are always 16-byte aligned: the same machine code runs for all.
+    One order per sum. No split-K, no atomics, no autotuning: a sum walks fixed blocks left to right
+    inside one program, from the start of the row or of the sequence.
+    Rows of a tile are alike. A tile has one shape however many of its rows are real; the others are
+    zero. What a tile computes beyond a row's own keys adds exact zeros to it.
+
+TRITON_INTERPRET=1, set before this module is imported, runs the kernels on CPU tensors in float32
+(its bfloat16 products are wrong). That checks indexing, masks and the order of blocks, and nothing
+that a tensor core does.   Guards: tests/cpu/ops/test_cuda_ops_interpreted.py,
+tests/cpu/ops/test_cuda_compiled.py, tests/gpu/test_cuda_contract.py
+
+# M rows  K inner width  N outputs  E experts  V vocabulary  T tokens  H query heads  G key heads
+# R = H / G  D head width  B sequences of a block  Q queries of each  P pages  A active experts
+# F activation width
+"""
+
+# Triton's annotations say that a reduction may give a tuple.
+# pyright: reportOperatorIssue=false
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from lockstep.errors import MissingExtraError
+from lockstep.ops.context import KEY_BLOCK
+
+try:
+    import triton
+    import triton.language as tl
+    from triton import knobs
+except ImportError:
+    raise MissingExtraError.of("triton", extra="cuda", needed_for="The CUDA backend") from None
+
+Tensor = torch.Tensor
+
+IS_INTERPRETED = bool(knobs.runtime.interpret)
+"""Whether the kernels run on CPU tensors, in Triton's interpreter."""
+
+POINTER_ALIGNMENT = 16  # bytes: what Triton specialises on, and the widest load of a thread
+NO_WINDOW = 1 << 30  # wider than any sequence
+ELEMENTS = 1024  # of one program of an elementwise kernel
+NORM_ELEMENTS = 4096  # of one program of a norm: one long row, or several short ones
+VOCABULARY_BLOCK = 4096  # logits summed in one piece: part of the numerics
+
+
+class AttentionTile(NamedTuple):
+    """Rows (queries times the heads that share a key head) and keys of one step of attention. A
+    constant of the dtype: the same for one query and for thousands."""
+
+    rows: int
+    keys: int
+
+
+TWO_BYTE_ATTENTION = AttentionTile(64, KEY_BLOCK)  # 64: what wgmma takes at least
+FLOAT32_ATTENTION = AttentionTile(64, 32)  # a quarter of a key block: products are unrolled
+
+
+class Tile(NamedTuple):
+    """Shape of what one program of a GEMM computes.
+
+    Two tiles give the same bits if each output is the same chain of the same instruction over K.
+    For two-byte types that is one tensor-core instruction of depth 16 after another into one
+    float32 accumulator: mma.m16n8k16 on Ampere for every tile; on Hopper wgmma.m64nXk16 from 64
+    rows on, and mma below, whose internal sum need not be the same. Hence no tile has fewer rows
+    than 64. The width N of the instruction is how many outputs it computes side by side. On
+    Blackwell tcgen05.mma has 64 rows in one tile and 128 in the other: only a run can tell there.
+    float32 is not for tensor cores here (`input_precision="ieee"`): one fused multiply-add per k.
+    """
+
+    rows: int
+    outputs: int
+    depth: int
+    num_warps: int
+    num_stages: int
+
+
+DECODE_TILE = Tile(64, 32, 64, 4, 4)  # narrow: enough programs to read a weight at full bandwidth
+TRAINING_TILE = Tile(128, 128, 64, 8, 3)
+FLOAT32_TILE = Tile(64, 64, 32, 4, 2)
+DECODE_ROWS = 64  # rows up to which a tile of the training shape would be half empty
+
+
+def _kernel(*unspecialized: str) -> Callable[[Callable[..., Any]], Any]:
+    """Compiles a kernel once for all values of the arguments that are named."""
+    return triton.jit(do_not_specialize=list(unspecialized))
+
+
+@_kernel()
+def _unchanged(bound):
+    return bound
+
+
+# The interpreter of Triton 3.6 cannot make a loop's bound of a tensor under numpy 2.4.
+_loop_bound = (lambda bound: bound.handle.data.item()) if IS_INTERPRETED else _unchanged
+
+
+# -- GEMM --------------------------------------------------------------------------------------
+
+
+def gemm(x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
+    """x @ weight^T + bias, rounded once: [M, N]."""
+    return _launch_gemm(x_MK, weight_NK, bias_N, None, _tile(x_MK, len(x_MK)))
+
+
+def expert_gemm(
+    x_MK: Tensor, weight_ENK: Tensor, bias_EN: Tensor | None, rows_per_expert: Sequence[int]
+) -> Tensor:
+    """`gemm` of each expert with its rows of x, which are sorted by expert: [M, N], same bits."""
+    tile = _tile(x_MK, max(rows_per_expert))
+    places: list[tuple[int, int, int]] = []
+    first = 0
+    for expert, count in enumerate(rows_per_expert):
+        stop = first + count
+        places += [(expert, at, stop) for at in range(first, stop, tile.rows)]
+        first = stop
+    table = torch.tensor(places, dtype=torch.int64).to(x_MK.device)
+    return _launch_gemm(x_MK, weight_ENK, bias_EN, table, tile)
+
+
+def _tile(x: Tensor, num_rows: int) -> Tile:
+    if x.dtype.itemsize > 2:
+        return FLOAT32_TILE
+    return DECODE_TILE if num_rows <= DECODE_ROWS else TRAINING_TILE
+
+
+def _launch_gemm(
+    x_MK: Tensor, weight: Tensor, bias: Tensor | None, places: Tensor | None, tile: Tile
+) -> Tensor:
+    (M, K), N = x_MK.shape, weight.shape[-2]
+    out_MN = x_MK.new_empty(M, N)
+    if out_MN.numel():
+        num_places = triton.cdiv(M, tile.rows) if places is None else len(places)
+        _gemm_kernel[(num_places, triton.cdiv(N, tile.outputs))](
+            _aligned(x_MK), _aligned(weight), None if bias is None else _aligned(bias), out_MN,
+            places, M, N, K, tile.rows, tile.outputs, tile.depth,
+            num_warps=tile.num_warps, num_stages=tile.num_stages,
+        )  # fmt: skip
+    return out_MN
+
+
+@_kernel("M")
+def _gemm_kernel(
+    x, weight, bias, out, places, M, N,
+    K: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """places: of each tile of rows (expert, first row, end of the expert's rows); None if dense."""
+    if places is None:
+        first = tl.program_id(0).to(tl.int64) * ROWS
+        stop = M.to(tl.int64)
+    else:
+        place = places + tl.program_id(0) * 3
+        expert = tl.load(place)
+        first = tl.load(place + 1)
+        stop = tl.load(place + 2)
+        weight += expert * N * K
+        if bias is not None:
+            bias += expert * N
+    row = first + tl.arange(0, ROWS)
+    output = tl.program_id(1).to(tl.int64) * OUTPUTS + tl.arange(0, OUTPUTS)
+    is_row = (row < stop)[:, None]
+    is_output = (output < N)[None, :]
+    k = tl.arange(0, DEPTH)
+    x_tile = x + row[:, None] * K + k[None, :]
+    weight_tile = weight + output[None, :] * K + k[:, None]
+    total = tl.zeros((ROWS, OUTPUTS), tl.float32)
+    for start in range(0, K, DEPTH):
+        if K % DEPTH == 0:
+            a = tl.load(x_tile + start, mask=is_row, other=0.0)
+            b = tl.load(weight_tile + start, mask=is_output, other=0.0)
+        else:
+            is_inside = start + k < K
+            a = tl.load(x_tile + start, mask=is_row & is_inside[None, :], other=0.0)
+            b = tl.load(weight_tile + start, mask=is_output & is_inside[:, None], other=0.0)
+        total = tl.dot(a, b, total, input_precision="ieee")
+    if bias is not None:
+        total += tl.load(bias + output, mask=output < N, other=0.0).to(tl.float32)[None, :]
+    where = out + row[:, None] * N + output[None, :]
+    tl.store(where, total.to(out.dtype.element_ty), mask=is_row & is_output)
+
+
+# -- sums over one row ---------------------------------------------------------------------------
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """See `ops.api.rms_norm`. Rounded after the norm and again after the scale, as by `plain`."""
+    D = x.shape[-1]
+    x_MD = _aligned(x.reshape(-1, D))
+    out = torch.empty_like(x_MD)
+    if out.numel():
+        width = triton.next_power_of_2(D)
+        rows = max(1, NORM_ELEMENTS // width)
+        _rms_norm_kernel[(triton.cdiv(len(x_MD), rows),)](
+            x_MD, _aligned(weight), out, len(x_MD), eps, weight.numel() // D, D, rows, width
+        )
+    return out.view(x.shape)
+
+
+@_kernel("M")
+def _rms_norm_kernel(
+    x, weight, out, M, eps, NUM_WEIGHTS: tl.constexpr, D: tl.constexpr,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
+    d = tl.arange(0, WIDTH)[None, :]
+    is_inside = (row < M) & (d < D)
+    value = tl.load(x + row * D + d, mask=is_inside, other=0.0).to(tl.float32)
+    rms = tl.sqrt(tl.sum(value * value, 1) / D + eps)[:, None]
+    normed = (value / rms).to(out.dtype.element_ty).to(tl.float32)
+    scale = tl.load(weight + (row % NUM_WEIGHTS) * D + d, mask=is_inside, other=0.0)
+    normed *= scale.to(tl.float32)
+    tl.store(out + row * D + d, normed.to(out.dtype.element_ty), mask=is_inside)
+
+
+def log_softmax(logits: Tensor, *, temperature: float, kept: Tensor | None) -> Tensor:
+    """See `ops.api.log_softmax`."""
+    V = logits.shape[-1]
+    rows = _aligned(logits.reshape(-1, V))
+    out = torch.empty(rows.shape, dtype=torch.float32, device=rows.device)
+    if rows.numel():
+        mask = None
+        if kept is not None:
+            mask = _aligned(kept.expand(logits.shape).reshape(-1, V)).view(torch.uint8)
+        _log_softmax_kernel[(len(rows),)](
+            rows, mask, out, temperature, V, VOCABULARY_BLOCK, num_warps=8
+        )
+    return out.view(logits.shape)
+
+
+@_kernel()
+def _log_softmax_kernel(logits, kept, out, temperature, V: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    highest = tl.full((BLOCK,), float("-inf"), tl.float32)
+    for start in range(0, V, BLOCK):
+        highest = tl.maximum(
+            highest, _load_logits(logits, kept, temperature, row, start + column, V)
+        )
+    top = tl.max(highest, 0)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, V, BLOCK):
+        total += tl.exp(_load_logits(logits, kept, temperature, row, start + column, V) - top)
+    normalizer = top + tl.log(tl.sum(total, 0))
+    for start in range(0, V, BLOCK):
+        value = _load_logits(logits, kept, temperature, row, start + column, V)
+        tl.store(out + row * V + start + column, value - normalizer, mask=start + column < V)
+
+
+@_kernel()
+def _load_logits(logits, kept, temperature, row, column, V: tl.constexpr):
+    is_kept = column < V
+    value = tl.load(logits + row * V + column, mask=is_kept, other=0.0).to(tl.float32) / temperature
+    if kept is not None:
+        is_kept = is_kept & (tl.load(kept + row * V + column, mask=is_kept, other=0) != 0)
+    return tl.where(is_kept, value, float("-inf"))
+
+
+# -- elementwise ---------------------------------------------------------------------------------
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """See `ops.api.swiglu`. Computed in float32 and rounded once."""
+    return _launch_swiglu(gate_up, is_clamped=False, alpha=1.0, limit=0.0)
+
+
+def swiglu_clamped(gate_up: Tensor, *, alpha: float, limit: float) -> Tensor:
+    """See `ops.api.swiglu_clamped`. Computed in float32 and rounded once."""
+    return _launch_swiglu(gate_up, is_clamped=True, alpha=alpha, limit=limit)
+
+
+def _launch_swiglu(gate_up: Tensor, *, is_clamped: bool, alpha: float, limit: float) -> Tensor:
+    F = gate_up.shape[-1] // 2
+    out = gate_up.new_empty(*gate_up.shape[:-1], F)
+    if out.numel():
+        _swiglu_kernel[(triton.cdiv(out.numel(), ELEMENTS),)](
+            _aligned(gate_up), out, out.numel(), alpha, limit, is_clamped, F, ELEMENTS
+        )
+    return out
+
+
+@_kernel("size")
+def _swiglu_kernel(
+    gate_up, out, size, alpha, limit,
+    IS_CLAMPED: tl.constexpr, F: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    gate_at = at // F * 2 * F + at % F
+    gate = tl.load(gate_up + gate_at, mask=at < size, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + gate_at + F, mask=at < size, other=0.0).to(tl.float32)
+    if IS_CLAMPED:
+        gate = tl.minimum(gate, limit)
+        up = tl.minimum(tl.maximum(up, -limit), limit) + 1
+    value = up * (gate / (1 + tl.exp(-gate * alpha)))
+    tl.store(out + at, value.to(out.dtype.element_ty), mask=at < size)
+
+
+def rope(x_THD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """See `ops.api.rope`. cos and sin are rounded to x's dtype, as by `plain`."""
+    x_THD = _aligned(x_THD)
+    _, H, D = x_THD.shape
+    out = torch.empty_like(x_THD)
+    if out.numel():
+        _rope_kernel[(triton.cdiv(out.numel(), ELEMENTS),)](
+            x_THD, _aligned(cos), _aligned(sin), out, out.numel(), H, D, ELEMENTS
+        )
+    return out
+
+
+@_kernel("size")
+def _rope_kernel(x, cos, sin, out, size, H: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    is_inside = at < size
+    d = at % D
+    angle_at = at // (H * D) * D + d
+    dtype = out.dtype.element_ty
+    c = tl.load(cos + angle_at, mask=is_inside, other=0.0).to(dtype).to(tl.float32)
+    s = tl.load(sin + angle_at, mask=is_inside, other=0.0).to(dtype).to(tl.float32)
+    value = tl.load(x + at, mask=is_inside, other=0.0).to(tl.float32)
+    partner = tl.load(x + at - d + (d + D // 2) % D, mask=is_inside, other=0.0).to(tl.float32)
+    tl.store(out + at, (value * c + partner * s).to(dtype), mask=is_inside)
+
+
+def combine(out_TAD: Tensor, weights_TA: Tensor) -> Tensor:
+    """See `ops.api.combine`. Slots are added in order, in float32, and rounded once."""
+    T, A, D = out_TAD.shape
+    total_TD = out_TAD.new_empty(T, D)
+    if total_TD.numel():
+        _combine_kernel[(triton.cdiv(T * D, ELEMENTS),)](
+            _aligned(out_TAD), _aligned(weights_TA), total_TD, T * D, A, D, ELEMENTS
+        )
+    return total_TD
+
+
+@_kernel("size")
+def _combine_kernel(
+    out, weights, total, size, A: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr
+):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    is_inside = at < size
+    token = at // D
+    value = tl.zeros((BLOCK,), tl.float32)
+    for slot in range(A):
+        pair = token * A + slot
+        part = tl.load(out + pair * D + at % D, mask=is_inside, other=0.0).to(tl.float32)
+        value += part * tl.load(weights + pair, mask=is_inside, other=0.0).to(tl.float32)
+    tl.store(total + at, value.to(total.dtype.element_ty), mask=is_inside)
+
+
+# -- attention -----------------------------------------------------------------------------------
+
+
+class Vectors(NamedTuple):
+    """Heads of width D in memory: of head h at place n, vector h * head_step + n * place_step.
+
+    Steps are in units of D: the kernel knows the alignment of a vector without knowing the steps.
+    """
+
+    storage: Tensor
+    head_step: int
+    place_step: int
+
+    @classmethod
+    def of_tokens(cls, x_THD: Tensor) -> Vectors:
+        """A place is a token. Copies only what is no array of aligned vectors."""
+        D = x_THD.shape[2]
+        token, head, element = x_THD.stride()
+        if element != 1 or head % D or token % D or x_THD.data_ptr() % POINTER_ALIGNMENT:
+            x_THD = x_THD.clone(memory_format=torch.contiguous_format)
+            token, head, _ = x_THD.stride()
+        return cls(x_THD, head // D, token // D)
+
+    @classmethod
+    def of_pages(cls, cache_GPSD: Tensor) -> Vectors:
+        """A place is a page's offset: page * page_size + offset. Never copies."""
+        _, P, S, _ = cache_GPSD.shape
+        return cls(cache_GPSD, P * S, 1)
+
+
+def attention(
+    q: Vectors,
+    keys: Vectors,
+    values: Vectors,
+    out_NHD: Tensor,
+    lse_NH: Tensor,
+    *,
+    first: int,
+    tokens: Tensor,
+    positions: Tensor,
+    pages: Tensor,
+    page_size: int,
+    sinks: Tensor | None,
+    num_key_heads: int,
+    window: int | None,
+    scale: float,
+) -> None:
+    """Causal attention of a block of B sequences with Q queries each.
+
+    tokens [B, Q]: the place of each query in q. positions [B, Q]: in its sequence; [1, Q] for all
+    sequences alike. pages [B, P]: key n of a sequence is at place pages[n // page_size] * page_size
+    + n % page_size; packed tokens are pages of one place. All int64. Writes B * Q rows of out and
+    of lse, from row `first` on; lse is the log-sum-exp of keys and sink.
+    """
+    H, D = out_NHD.shape[1:]
+    B, Q = tokens.shape
+    repeat = H // num_key_heads
+    tile = FLOAT32_ATTENTION if out_NHD.dtype.itemsize > 2 else TWO_BYTE_ATTENTION
+    grid = (B * num_key_heads, triton.cdiv(Q * repeat, tile.rows))
+    _attention_kernel[grid](
+        q.storage, keys.storage, values.storage, None if sinks is None else _aligned(sinks),
+        _aligned(tokens), _aligned(positions), _aligned(pages), out_NHD, lse_NH,
+        first, Q, 0 if len(positions) == 1 else Q, pages.shape[1], page_size,
+        q.head_step, q.place_step, keys.head_step, keys.place_step,
+        values.head_step, values.place_step,
+        NO_WINDOW if window is None else window, scale,
+        num_key_heads, repeat, D, max(16, triton.next_power_of_2(D)), tile.rows, tile.keys,
+        num_warps=4, num_stages=2,
+    )  # fmt: skip
+
+
+@_kernel(
+    "first", "Q", "position_step", "P", "page_size", "q_head_step", "q_step", "k_head_step",
+    "k_step", "v_head_step", "v_step", "window",
+)  # fmt: skip
+def _attention_kernel(
+    q, k, v, sinks, tokens, positions, pages, out, lse,
+    first, Q, position_step, P, page_size,
+    q_head_step, q_step, k_head_step, k_step, v_head_step, v_step, window, scale,
+    G: tl.constexpr, R: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """Online softmax over blocks of KEYS keys, which begin at multiples of KEYS from the start of
+    the sequence. Rows are the queries of one key head: R heads of each query stand together.
+
+    Blocks before every row's window and behind every row's position are left out. A block that is
+    read for another row's sake changes nothing: its scores are -inf, so the maximum stays, the
+    rescaling is exp(0) = 1 (or 0 of what is 0 as yet), and exact zeros are added.
+    """
+    b = (tl.program_id(0) // G).to(tl.int64)
+    g = tl.program_id(0) % G
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    is_row = row < Q * R
+    query = row // R
+    head = g * R + row % R
+    position = tl.load(positions + b * position_step + query, mask=is_row, other=-1).to(tl.int32)
+    token = tl.load(tokens + b * Q + query, mask=is_row, other=0)
+    d = tl.arange(0, WIDTH)[None, :]
+    is_wide = d < D
+    at = (head * q_head_step + token * q_step)[:, None] * D + d
+    q_tile = tl.load(q + at, mask=is_row[:, None] & is_wide, other=0.0)
+
+    if sinks is None:
+        highest = tl.full((ROWS,), float("-inf"), tl.float32)
+        total = tl.zeros((ROWS,), tl.float32)
+    else:
+        highest = tl.load(sinks + head, mask=is_row, other=0.0).to(tl.float32)
+        total = tl.full((ROWS,), 1.0, tl.float32)  # the sink's own exp(sink - highest)
+    value = tl.zeros((ROWS, WIDTH), tl.float32)
+    stop = tl.max(position, 0) + 1
+    start = tl.maximum(tl.min(tl.where(is_row, position, stop), 0) - window + 1, 0)
+    for block in range(_loop_bound(start // KEYS), _loop_bound((stop + KEYS - 1) // KEYS)):
+        key = block * KEYS + tl.arange(0, KEYS)
+        is_key = key < stop
+        page = tl.load(pages + b * P + key // page_size, mask=is_key, other=0)
+        place = page * page_size + key % page_size
+        is_read = is_key[:, None] & is_wide
+        k_at = (g * k_head_step + place * k_step)[:, None] * D + d
+        v_at = (g * v_head_step + place * v_step)[:, None] * D + d
+        k_tile = tl.load(k + k_at, mask=is_read, other=0.0)
+        v_tile = tl.load(v + v_at, mask=is_read, other=0.0)
+
+        scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * scale
+        age = position[:, None] - key[None, :]
+        scores = tl.where((age >= 0) & (age < window), scores, float("-inf"))
+        new_highest = tl.maximum(highest, tl.max(scores, 1))
+        shift = tl.where(new_highest == float("-inf"), 0.0, new_highest)  # -inf - -inf is NaN
+        rescale = tl.exp(highest - shift)
+        probs = tl.exp(scores - shift[:, None])
+        total = total * rescale + tl.sum(probs, 1)
+        value = value * rescale[:, None]
+        value = tl.dot(probs.to(v_tile.dtype), v_tile, value, input_precision="ieee")
+        highest = new_highest
+
+    where = (first + b * Q + query) * (G * R) + head
+    tl.store(lse + where, highest + tl.log(total), mask=is_row)
+    value = (value / total[:, None]).to(out.dtype.element_ty)
+    tl.store(out + where[:, None] * D + d, value, mask=is_row[:, None] & is_wide)
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """`x` without gaps and on an aligned address. Triton compiles another instance for another
+    alignment, whose threads may share out a row, and so sum it, in another way."""
+    x = x.contiguous()
+    return x if x.data_ptr() % POINTER_ALIGNMENT == 0 else x.clone()

@@ -1,0 +1,446 @@
+"""The CUDA backend's kernels on a CPU, in Triton's interpreter, in float32: indexing, masks, the
+order of blocks, gradients. What a tensor core rounds is for tests/gpu."""
+
+import importlib.util
+
+import numpy as np
+import pytest
+import torch
+
+from lockstep.errors import ConfigError
+from lockstep.models.config import ModelConfig
+from lockstep.models.decoder import Decoder
+from lockstep.models.reference import reference_attention
+from lockstep.ops import api, head, plain
+from lockstep.ops.context import PackedContext, PagedBlock, PagedContext, Support
+from lockstep.types import Ragged
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("pip install 'lockstep-rl[cuda]'", allow_module_level=True)
+if torch.cuda.is_available():
+    pytest.skip("the kernels are compiled here: tests/gpu", allow_module_level=True)
+with pytest.MonkeyPatch.context() as patch:
+    patch.setenv("TRITON_INTERPRET", "1")  # read where a kernel is defined
+    from lockstep.ops.cuda import CudaOps
+
+OPS = CudaOps()
+EPS = 2.0**-24  # float32's unit roundoff
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::RuntimeWarning"  # numpy's, of 0 / 0 in rows of a tile that are not stored
+)
+
+
+@pytest.fixture(autouse=True)
+def interpreted(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # and where one is launched
+
+
+def rand(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+ROW_OPS = {
+    "linear": lambda x: OPS.linear(x, rand(37, 70, seed=1), rand(37, seed=2)),
+    "rms_norm": lambda x: OPS.rms_norm(x, rand(70, seed=1), 1e-5),
+    "rms_norm by head": lambda x: OPS.rms_norm(x.view(-1, 7, 10), rand(7, 10, seed=1), 1e-5),
+    "swiglu": OPS.swiglu,
+    "swiglu_clamped": lambda x: OPS.swiglu_clamped(x, alpha=1.702, limit=1.0),
+    "rope": lambda x: OPS.rope(x.view(-1, 7, 10), x[:, None, :10], x[:, None, 10:20]),
+    "route": lambda x: torch.cat(OPS.route(x.round(), 4), -1),  # rounded: with ties
+    "combine": lambda x: OPS.combine(x.view(-1, 7, 10), x[:, :7]),
+    "log_softmax": lambda x: OPS.log_softmax(x, temperature=0.7),
+    "log_softmax of some": lambda x: OPS.log_softmax(x, kept=x > -1),
+    "log_softmax of many": lambda x: OPS.log_softmax(x.repeat(1, 60)),  # 4200: two blocks
+}
+PLAIN_ROW_OPS = {
+    "rms_norm": lambda x: plain.rms_norm(x, rand(70, seed=1), 1e-5),
+    "rms_norm by head": lambda x: plain.rms_norm(x.view(-1, 7, 10), rand(7, 10, seed=1), 1e-5),
+    "swiglu": plain.swiglu,
+    "swiglu_clamped": lambda x: plain.swiglu_clamped(x, alpha=1.702, limit=1.0),
+    "rope": lambda x: plain.rope(x.view(-1, 7, 10), x[:, None, :10], x[:, None, 10:20]),
+    "combine": lambda x: plain.combine(x.view(-1, 7, 10), x[:, :7]),
+    "log_softmax": lambda x: plain.log_softmax(x, temperature=0.7),
+    "log_softmax of some": lambda x: plain.log_softmax(x, kept=x > -1),
+    "log_softmax of many": lambda x: plain.log_softmax(x.repeat(1, 60)),
+}
+
+
+@pytest.mark.parametrize("name", ROW_OPS)
+def test_the_bits_of_a_row_depend_on_that_row_alone(name):
+    function, x = ROW_OPS[name], rand(23, 70)
+    whole = function(x)
+    for part in (slice(0, 1), slice(3, 5), slice(5, 12)):
+        assert torch.equal(function(x[part]), whole[part]), part
+    order = torch.randperm(23, generator=torch.Generator().manual_seed(3))
+    assert torch.equal(function(x[order]), whole[order])
+
+
+@pytest.mark.parametrize("name", PLAIN_ROW_OPS)
+def test_a_row_has_the_numbers_of_the_plain_backend(name):
+    x = rand(9, 70)
+    # Sums of at most 70 terms whose rounding errors add up like a random walk, and values to 8:
+    # 8 * sqrt(70) * EPS = 4e-6. The 4200 exponentials are summed pairwise on both sides.
+    torch.testing.assert_close(
+        ROW_OPS[name](x), PLAIN_ROW_OPS[name](x), rtol=2e-6, atol=4e-6, equal_nan=True
+    )
+
+
+def gradients(function, *inputs):
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    out = function(*leaves)
+    (out * rand(*out.shape, seed=9).to(out.dtype)).sum().backward()
+    return [leaf.grad for leaf in leaves]
+
+
+ELEMENTWISE = {
+    "rms_norm": (lambda ops, x, w: ops.rms_norm(x, w, 1e-5), [(5, 70), (70,)]),
+    "swiglu": (lambda ops, x: ops.swiglu(x), [(5, 70)]),
+    "swiglu_clamped": (lambda ops, x: ops.swiglu_clamped(x, alpha=1.7, limit=1.0), [(5, 70)]),
+    "rope": (lambda ops, x: ops.rope(x, rand(5, 1, 10), rand(5, 1, 10)), [(5, 7, 10)]),
+    "combine": (lambda ops, x, w: ops.combine(x, w), [(5, 4, 10), (5, 4)]),
+    "route": (lambda ops, x: ops.route(x, 3)[0], [(5, 8)]),
+}
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_gradients_are_those_of_the_plain_backend(name):
+    function, shapes = ELEMENTWISE[name]
+    inputs = [rand(*shape, seed=i) for i, shape in enumerate(shapes)]
+    found = gradients(lambda *x: function(OPS, *x), *inputs)
+    wanted = gradients(lambda *x: function(plain, *x), *(x.double() for x in inputs))
+    for ours, theirs in zip(found, wanted, strict=True):
+        # sums of at most 70 terms of order 1
+        torch.testing.assert_close(ours, theirs.float(), rtol=1e-5, atol=1e-5)
+
+
+# -- GEMMs ----------------------------------------------------------------------------------------
+
+
+def products_bound(x, weight):
+    """Of a sum of K products in any order the error is at most about K * EPS * sum |products|, and
+    two implementations may err to opposite sides."""
+    return 2 * x.shape[-1] * EPS * (x.abs() @ weight.abs().transpose(-1, -2))
+
+
+def assert_within(found, wanted, bound):
+    assert ((found - wanted).abs() <= bound).all(), ((found - wanted).abs() - bound).max()
+
+
+@pytest.mark.parametrize(("M", "N", "K"), [(1, 1, 1), (3, 70, 200), (130, 64, 32), (0, 5, 8)])
+def test_a_product_is_the_sum_in_every_shape(M, N, K):
+    x, weight, bias = rand(M, K), rand(N, K, seed=1), rand(N, seed=2)
+    bound = products_bound(x, weight)
+    assert_within(OPS.linear(x, weight), plain.linear(x, weight), bound)
+    # one more rounding each, of a value that is at most |bias| + the sum
+    bound = bound + 2 * EPS * (bias.abs() + x.abs() @ weight.abs().t())
+    assert_within(OPS.linear(x, weight, bias), plain.linear(x, weight, bias), bound)
+
+
+def test_the_rows_of_an_expert_are_those_of_its_own_product():
+    counts = [0, 3, 65, 1, 0, 2]
+    x, weight, bias = rand(sum(counts), 40), rand(6, 33, 40, seed=1), rand(6, 33, seed=2)
+    whole = OPS.expert_linear(x, weight, bias, counts)
+    at = 0
+    for expert, count in enumerate(counts):
+        rows = slice(at, at := at + count)
+        assert torch.equal(whole[rows], OPS.linear(x[rows], weight[expert], bias[expert]))
+    alone = OPS.expert_linear(x[3:4], weight, bias, [0, 0, 1, 0, 0, 0])
+    assert torch.equal(alone, whole[3:4])
+    without = OPS.expert_linear(x, weight, None, counts)
+    torch.testing.assert_close(without, plain.expert_linear(x, weight, None, counts))
+
+
+def test_gradients_of_products_are_those_of_the_plain_backend():
+    counts = [0, 3, 4]
+    x, weight, bias = rand(7, 20), rand(3, 11, 20, seed=1), rand(3, 11, seed=2)
+    pairs = [
+        (gradients(OPS.linear, x, weight[0], bias[0]),
+         gradients(plain.linear, x, weight[0], bias[0])),
+        (gradients(lambda *a: OPS.expert_linear(*a, counts), x, weight, bias),
+         gradients(lambda *a: plain.expert_linear(*a, counts), x, weight, bias)),
+    ]  # fmt: skip
+    for found, wanted in pairs:
+        for ours, theirs in zip(found, wanted, strict=True):
+            torch.testing.assert_close(ours, theirs)  # the same stock products
+
+
+# -- the head -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("chunk_rows", [4, 1000])
+def test_the_head_has_the_plain_numbers_and_the_samplers_bits(monkeypatch, chunk_rows, temperature):
+    monkeypatch.setattr(head, "CHUNK_BYTES", 4 * 13 * chunk_rows)
+    hidden, weight, ids = rand(9, 20), rand(13, 20, seed=1), torch.arange(9) + 2
+    chosen = Ragged.of([[], [3, 5], [4], [], [1, 6, 9], [], [8], [9, 0], []])
+
+    def outputs(ops, support, dtype=torch.float32):
+        leaves = [x.to(dtype).requires_grad_() for x in (hidden, weight)]
+        out = ops.log_probs(*leaves, ids, temperature=temperature, support=support)
+        (out[0] * rand(9, seed=5) + 0.1 * out[1]).sum().backward()
+        return [*out, *(x.grad for x in leaves)]
+
+    for support in (None, Support.of(chosen)):
+        found, wanted = outputs(OPS, support), outputs(plain, support)
+        for ours, theirs in zip(found, wanted, strict=True):
+            # logits to 20, of sums of 20 terms: 20 * sqrt(20) * EPS = 5e-6
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+        logits = OPS.linear(hidden[4:5], weight)
+        kept = None if support is None else support.mask(slice(4, 5), 13)
+        sampled = OPS.log_softmax(logits, temperature=temperature, kept=kept)
+        assert torch.equal(sampled[0, ids[4]], found[0][4])
+
+
+def test_a_row_of_which_nothing_is_kept_has_no_log_prob():
+    kept = torch.tensor([[True, False, True], [False, False, False]])
+    found = OPS.log_softmax(torch.ones(2, 3), kept=kept)
+    assert found[1].isnan().all()
+    assert found[0, 1] == -np.inf
+    torch.testing.assert_close(found[0, ::2].exp().sum(), torch.tensor(1.0))
+
+
+# -- attention ------------------------------------------------------------------------------------
+
+LENGTHS = [70, 1, 37, 16, 66]  # float32 walks 32 keys at a time
+SHAPES = [  # heads, key heads, width, window, sinks
+    (4, 2, 8, None, True),
+    (3, 3, 16, 20, True),
+    (6, 2, 24, 33, False),
+    (4, 1, 16, None, False),
+]
+
+
+def attention_inputs(heads, key_heads, width, has_sinks, lengths=LENGTHS):
+    total = sum(lengths)
+    q, k = rand(total, heads, width), rand(total, key_heads, width, seed=1)
+    v = rand(total, key_heads, width, seed=2)
+    return [q, k, v, *([rand(heads, seed=3)] if has_sinks else [])]
+
+
+def packed_attention(window, context):
+    return lambda q, k, v, sinks=None: OPS.attention(
+        q, k, v, sinks=sinks, window=window, scale=0.3, layer=0, context=context
+    )
+
+
+@pytest.mark.parametrize(("heads", "key_heads", "width", "window", "has_sinks"), SHAPES)
+def test_attention_is_the_formula_forward_and_backward(
+    heads, key_heads, width, window, has_sinks, monkeypatch
+):
+    monkeypatch.setattr("lockstep.ops.cuda.BACKWARD_SCORES", 5 * heads * 70 * 20)  # several tiles
+    inputs = attention_inputs(heads, key_heads, width, has_sinks)
+    ours = packed_attention(window, PackedContext.of(LENGTHS))
+
+    def formula(q, k, v, sinks=None):
+        return reference_attention(
+            q, k, v, sinks_H=sinks, window=window, scale=0.3, lengths=LENGTHS
+        )
+
+    doubles = [x.double() for x in inputs]
+    # Weighted means of values of order 1, whose weights come from scores to 10: 10 * EPS = 6e-7
+    # relative each; gradients of keys sum up to 70 queries of 3 heads.
+    torch.testing.assert_close(ours(*inputs), formula(*doubles).float(), rtol=1e-5, atol=3e-6)
+    found, wanted = gradients(ours, *inputs), gradients(formula, *doubles)
+    assert len(found) == 3 + has_sinks
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b.float(), rtol=1e-5, atol=2e-5)
+
+
+def test_rows_that_share_tokens_have_the_bits_and_the_gradients_of_copies():
+    rows = [np.arange(0, 40), np.concatenate([np.arange(0, 30), np.arange(40, 50)])]
+    copies = np.concatenate(rows)
+    inputs = attention_inputs(4, 2, 8, True, [50])
+    shared = packed_attention(9, PackedContext.of_rows(rows))
+    apart = packed_attention(9, PackedContext.of([40, 40]))
+
+    def of_copies(q, k, v, sinks):
+        out = apart(q[copies], k[copies], v[copies], sinks)
+        return torch.cat([out[:40], out[70:]])  # each token once
+
+    assert torch.equal(shared(*inputs), of_copies(*inputs))
+    for a, b in zip(gradients(shared, *inputs), gradients(of_copies, *inputs), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+class Cache:
+    """Pages of one layer or several, handed out in random order and full of NaN until written."""
+
+    def __init__(self, lengths, page_size, key_heads, width, layers=1):
+        counts = [-(-n // page_size) for n in lengths]
+        shape = (layers, key_heads, sum(counts) + 1, page_size, width)
+        self.keys, self.values = torch.full(shape, np.nan), torch.full(shape, np.nan)
+        order = 1 + torch.randperm(sum(counts), generator=torch.Generator().manual_seed(7))
+        self.pages, self.page_size = list(order.split(counts)), page_size
+
+    def context(self, blocks):
+        """blocks: of each, the (sequence, start, stop) that run as padded rows. Tokens stand one
+        after another in the order of the blocks."""
+        size = self.page_size
+        written, made, places, num_tokens, num_places = [], [], [], 0, 0
+        for chunks in blocks:
+            longest = max(stop - start for _, start, stop in chunks)
+            width = max(-(-stop // size) for _, _, stop in chunks)
+            tokens, positions = torch.empty(2, len(chunks), longest, dtype=torch.int64)
+            pages = torch.zeros(len(chunks), width, dtype=torch.int64)
+            for row, (sequence, start, stop) in enumerate(chunks):
+                steps = torch.arange(longest).clamp(max=stop - start - 1)
+                tokens[row], positions[row] = num_tokens + steps, start + steps
+                own = self.pages[sequence][:width]
+                pages[row, : len(own)] = own
+                at = torch.arange(start, stop)
+                written.append(own[at // size] * size + at % size)
+                places.append(num_places + row * longest + torch.arange(stop - start))
+                num_tokens += stop - start
+            num_places += tokens.numel()
+            is_even = len({stop - start for _, start, stop in chunks}) == 1
+            made.append(
+                PagedBlock(
+                    None if is_even else tokens, positions, pages,
+                    min(width * size, max(stop for _, _, stop in chunks)),
+                    first_token=int(tokens[0, 0]),
+                )
+            )  # fmt: skip
+        return PagedContext(
+            self.keys, self.values, torch.cat(written), tuple(made), torch.cat(places)
+        )
+
+
+STEPS = [  # blocks of (sequence, start, stop): prefill whole, in chunks, alone, padded, then decode
+    [[(0, 0, 33), (1, 0, 5)], [(2, 0, 1)]],
+    [[(0, 33, 34)], [(1, 5, 40), (2, 1, 3)]],
+    [[(0, 34, 35), (1, 40, 41), (2, 3, 4)]],
+    [[(1, 41, 43)], [(0, 35, 70), (2, 4, 5)]],
+]
+STEP_LENGTHS = [70, 43, 5]
+
+
+def tokens_of(step, first):
+    """Where the tokens of a step stand among those of all sequences, packed."""
+    return torch.cat([first[i] + torch.arange(a, b) for block in step for i, a, b in block])
+
+
+@pytest.mark.parametrize(
+    ("heads", "key_heads", "width", "window", "has_sinks", "page_size"),
+    [(*shape, size) for shape in SHAPES[:2] for size in (16, 128, 48)]
+    + [(*shape, 16) for shape in SHAPES[2:]],
+)
+def test_decode_and_chunks_have_the_bits_of_the_packed_forward(
+    heads, key_heads, width, window, has_sinks, page_size
+):
+    q, k, v, *sinks = attention_inputs(heads, key_heads, width, has_sinks, STEP_LENGTHS)
+    packed = packed_attention(window, PackedContext.of(STEP_LENGTHS))(q, k, v, *sinks)
+    first = np.cumsum([0, *STEP_LENGTHS])
+    cache = Cache(STEP_LENGTHS, page_size, key_heads, width)
+    for step in STEPS:
+        tokens = torch.cat([first[i] + torch.arange(a, b) for block in step for i, a, b in block])
+        found = OPS.attention(
+            q[tokens], k[tokens], v[tokens], sinks=sinks[0] if sinks else None, window=window,
+            scale=0.3, layer=0, context=cache.context(step),
+        )  # fmt: skip
+        assert torch.equal(found, packed[tokens]), step
+
+
+# -- a whole model --------------------------------------------------------------------------------
+
+
+def tiny_decoder(kind):
+    shared = {
+        "vocab_size": 97, "hidden_size": 64, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2,
+        "head_dim": 16, "rms_norm_eps": 1e-6, "rope_theta": 1e4, "max_positions": 128,
+    }  # fmt: skip
+    if kind == "qwen3":
+        config = ModelConfig(
+            architecture="qwen3", intermediate_size=96, windows=(None, None), has_qk_norm=True,
+            tie_embeddings=True, **shared,
+        )  # fmt: skip
+    else:
+        config = ModelConfig(
+            architecture="gpt_oss", intermediate_size=48, windows=(20, None), has_sinks=True,
+            has_attention_bias=True, num_experts=4, num_active_experts=2, swiglu_limit=7.0,
+            **shared,
+        )  # fmt: skip
+    model = Decoder(config)
+    model.init_weights(std=0.2, seed=0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(("norm", "bias", "sinks")):
+                parameter.add_(0.3 * rand(*parameter.shape, seed=len(name)))
+    return model
+
+
+@pytest.fixture
+def cuda_backend():
+    before = api.active_backend()
+    api.use_backend(OPS)
+    yield
+    api.use_backend(before)
+
+
+MODEL_STEPS = [
+    [[(0, 0, 33), (1, 0, 5)]],
+    [[(0, 33, 34)], [(1, 5, 9)]],
+    [[(0, 34, 35), (1, 9, 10)]],
+    [[(0, 35, 40)]],
+]
+MODEL_LENGTHS = [40, 10]
+
+
+@pytest.mark.parametrize(
+    ("kind", "most_wasted"),
+    # Every expert runs on every token, or pairs are sorted by expert.
+    [("qwen3", 0), ("gpt_oss", 1 << 30), ("gpt_oss", 0)],
+)
+def test_a_models_log_probs_are_the_same_bits_in_steps_and_packed(
+    kind, most_wasted, cuda_backend, monkeypatch
+):
+    monkeypatch.setattr("lockstep.models.decoder.ALL_EXPERTS_MULTIPLIES", most_wasted)
+    model = tiny_decoder(kind)
+    ids = torch.randint(97, (sum(MODEL_LENGTHS),), generator=torch.Generator().manual_seed(4))
+    targets = ids.roll(-1)
+    positions = torch.cat([torch.arange(n) for n in MODEL_LENGTHS])
+    hidden = model(ids, positions, PackedContext.of(MODEL_LENGTHS))
+    packed, _ = model.log_probs(hidden, targets)
+    first = np.cumsum([0, *MODEL_LENGTHS])
+    cache = Cache(MODEL_LENGTHS, 16, 2, 16, layers=2)
+    with torch.inference_mode():
+        for step in MODEL_STEPS:
+            tokens = tokens_of(step, first)
+            hidden = model(ids[tokens], positions[tokens], cache.context(step))
+            logp = api.log_softmax(model.logits(hidden))
+            found = logp.gather(1, targets[tokens, None])[:, 0]
+            assert torch.equal(found, packed[tokens]), step
+    api.use_backend(plain)
+    hidden = model(ids, positions, PackedContext.of(MODEL_LENGTHS))
+    theirs, _ = model.log_probs(hidden, targets)
+    torch.testing.assert_close(packed, theirs, rtol=1e-4, atol=1e-4)  # two layers of roundings
+
+
+def test_a_models_gradients_are_those_of_the_plain_backend(cuda_backend):
+    model = tiny_decoder("gpt_oss")
+    ids = torch.randint(97, (40,), generator=torch.Generator().manual_seed(4))
+    found = {}
+    for backend in (OPS, plain):
+        api.use_backend(backend)
+        model.zero_grad()
+        hidden = model(ids, torch.arange(40), PackedContext.of([40]))
+        model.log_probs(hidden[:-1], ids[1:])[0].sum().backward()
+        found[backend.name] = {n: p.grad.clone() for n, p in model.named_parameters()}
+    for name, theirs in found["plain"].items():
+        error = (found["cuda"][name] - theirs).norm() / theirs.norm()
+        assert error < 1e-4, (name, error)  # float32 through two layers
+
+
+# -- what it refuses ------------------------------------------------------------------------------
+
+
+def test_tf32_is_refused_and_reduced_sums_are_turned_off():
+    matmul = torch.backends.cuda.matmul
+    matmul.fp32_precision = "tf32"
+    try:
+        with pytest.raises(ConfigError, match="fp32_precision is 'tf32'; expected 'ieee'"):
+            CudaOps()
+    finally:
+        matmul.fp32_precision = "none"
+    assert not matmul.allow_bf16_reduced_precision_reduction
+    assert not matmul.allow_fp16_reduced_precision_reduction
