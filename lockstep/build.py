@@ -173,10 +173,13 @@ def _check_first_prompt(config: Config, foundation: Foundation, task: Any) -> No
         )
 
 
-def plan(config: Config, *, has_support: bool = True) -> list[str]:
+def plan(
+    config: Config, *, has_support: bool = True, numerics: Numerics | None = None
+) -> list[str]:
     """What a run will do, in a few lines: printed by --dry-run and at the start.
 
-    has_support: the engine can record what top-p and top-k kept, as far as is known.
+    has_support: the engine can record what top-p and top-k kept, as far as is known. numerics: what
+    was made of the setting `contract`; None before a model is loaded.
     """
     foundation = lay_foundation(config)
     model, episodes = foundation.model, config.groups_per_step * config.group_size
@@ -190,7 +193,8 @@ def plan(config: Config, *, has_support: bool = True) -> list[str]:
         *([f"draws      {notice}"] if notice else []),
         f"step       {config.groups_per_step} tasks x {config.group_size} episodes = {episodes} "
         f"trajectories of at most {config.max_tokens} tokens; {config.steps} steps",
-        f"update     {_update_plan(config)}",
+        f"update     {_update_plan(config, is_kept=numerics is not None and numerics.is_kept)}",
+        f"numerics   {_contract_plan(config) if numerics is None else numerics.line}",
         *(f"warning    {text}" for text in config.correction.warnings()),
     ]
     if config.fault is not None:
@@ -198,7 +202,15 @@ def plan(config: Config, *, has_support: bool = True) -> list[str]:
     return lines
 
 
-def _update_plan(config: Config) -> str:
+def _contract_plan(config: Config) -> str:
+    """What `choose_numerics` will do, as far as is known without a model."""
+    reason = "contract=none" if config.contract == "none" else _why_no_contract(config)
+    if reason:
+        return f"stock ops: {reason}"
+    return f"contract={config.contract}: the self-test decides, on the model's own shapes"
+
+
+def _update_plan(config: Config, *, is_kept: bool) -> str:
     """One pass or two, and what each token's ratio and weight are of."""
     correction, num_updates = config.correction, config.trainer.updates_per_batch
     by = f"ratio to {correction.anchor}" if config.objective.has_ratio else "no ratio"
@@ -209,7 +221,13 @@ def _update_plan(config: Config) -> str:
         by += f", {len(correction.reject)} rejection rules"
     if correction.behaviour == "averaged":
         by += f", behaviour averaged over {correction.rescorings} re-scorings"
-    if correction.needs_forward(num_updates=num_updates) or num_updates > 1:
+    is_two_pass = correction.needs_forward(num_updates=num_updates) or num_updates > 1
+    if is_two_pass and is_kept:
+        return (
+            "recorded log-probs stand for the trainer's: no forward before the "
+            f"{num_updates} update(s); {by}"
+        )
+    if is_two_pass:
         return f"two-pass: a forward over the whole batch, then {num_updates} update(s); {by}"
     return f"one-pass: measured inside the training forward, before the optimizer moves; {by}"
 

@@ -144,8 +144,11 @@ class Session:
             architecture=self.foundation.model.family,
             is_one_process=self.is_one_process,
             lines=(
-                *plan(self.config, has_support=self.parts.engine.capabilities.has_support),
-                f"numerics   {self.parts.numerics.line}",
+                *plan(
+                    self.config,
+                    has_support=self.parts.engine.capabilities.has_support,
+                    numerics=self.parts.numerics,
+                ),
                 f"run        {self.directory.path}",
             ),
         )
