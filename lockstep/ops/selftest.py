@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -85,26 +86,34 @@ def prove(model: Model, *, backend: api.Backend | None = None) -> Proof:
             backend=plain, num_checks=0, seconds=0.0,
             failure=f"dtype {dtype} is not covered; covered are {', '.join(COVERED_DTYPES)}",
         )  # fmt: skip
-    num_checks = 0
     tried: api.Backend = plain
+    num_checks = 0
     try:
         tried = _backend_of(weight.device) if backend is None else backend
-    except ImportError as error:  # the one for this device lacks a package
-        failure = str(error)
-    else:
-        failure = _ops_outside(model)
-        while not failure:
-            with _using(tried):
-                found, count = first_failure(model)
-            num_checks += count
-            if found is None:
-                break
-            if not _raise_quantum(tried, found):
-                failure = found.text
+        failure, num_checks = _try(tried, model)
+    except Exception as error:
+        # A package that is missing, a switch that forbids it, a kernel that this device cannot
+        # build or launch: whatever it is, this backend is not one to train on.
+        failure = f"{type(error).__name__}: {error}"
     return Proof(
         backend=plain if failure else tried, failure=failure, num_checks=num_checks,
         seconds=time.perf_counter() - began,
     )  # fmt: skip
+
+
+def _try(backend: api.Backend, model: Model) -> tuple[str, int]:
+    """(why `backend` does not keep the contract whatever its rules, or nothing; checks made)."""
+    num_checks = 0
+    if text := _ops_outside(model):
+        return text, num_checks
+    while True:
+        with _using(backend):
+            found, count = first_failure(model)
+        num_checks += count
+        if found is None:
+            return "", num_checks
+        if not _raise_quantum(backend, found):
+            return found.text, num_checks
 
 
 def _backend_of(device: torch.device) -> api.Backend:
@@ -387,9 +396,7 @@ def _isa(device: torch.device) -> str:
 def _libraries(device: torch.device) -> str:
     found = [f"torch {torch.__version__}"]
     if device.type == "cuda":
-        import triton  # pyright: ignore[reportMissingImports]
-
-        found += [f"cuda {torch.version.cuda}", f"triton {triton.__version__}"]
+        found += [f"cuda {torch.version.cuda}", f"triton {version('triton')}"]
     elif match := re.search(r"Math Kernel Library Version (\S+)", torch.__config__.show()):
         found.append(f"mkl {match[1]}")
     return ", ".join(found)

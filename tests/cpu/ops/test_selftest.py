@@ -133,3 +133,13 @@ def test_the_fingerprint_says_what_the_bits_depend_on():
     assert (kept.ops, kept.row_quantum, kept.key_block) == ("invariant", 8, 128)
     assert f"torch {torch.__version__}" in kept.libraries and len(kept.probe) == 12
     assert kept.probe != fingerprint(torch.float32, cpu).probe
+
+
+def test_a_backend_that_cannot_run_here_is_declined_with_what_it_says():
+    class Unlaunchable(InvariantOps):
+        def linear(self, x, weight, bias=None):
+            raise RuntimeError("out of resource: shared memory")
+
+    proof = prove(make_model(), backend=Unlaunchable())
+    assert proof.failure == "RuntimeError: out of resource: shared memory"
+    assert proof.backend is plain and api.active_backend() is plain
