@@ -8,6 +8,7 @@ folder, and for `docs/proof/run.py`.
 import asyncio
 from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import product
 
 import numpy as np
 import torch
@@ -74,6 +75,44 @@ class Arm:
     num_requests: int = 14
     reply_tokens: int = 90
     """Of a turn, at most."""
+
+    def __str__(self) -> str:
+        sampler, trainer = self.threads
+        ops_name = ", stock ops" if self.is_plain else ""
+        return f"{self.model}, {self.dtype}, threads {sampler} and {trainer}{ops_name}"
+
+
+def proof_arms() -> list[Arm]:
+    """More than 100,000 tokens: every model, dtype and pair of thread counts."""
+    return [
+        Arm(
+            model=model, dtype=dtype, threads=threads, seeds=(i, i + 1) if model in MODELS else (i,)
+        )
+        for i, (model, dtype, threads) in enumerate(
+            product({**MODELS, **WIDE_MODELS}, DTYPES, THREADS)
+        )
+    ]
+
+
+def control_arms() -> list[Arm]:
+    """The same on stock ops."""
+    return [
+        Arm(model=model, dtype=dtype, is_plain=True)
+        for model, dtype in product({**MODELS, **WIDE_MODELS}, DTYPES)
+    ]
+
+
+def figures() -> dict[str, dict[str, float]]:
+    """What the proof and its control found, by the name of each arm. Minutes."""
+    return {
+        str(arm): {
+            "compared": found.compared,
+            "unequal": found.unequal,
+            "max_abs_diff": found.max_abs_diff,
+        }
+        for arm in (*proof_arms(), *control_arms())
+        if (found := compare(arm))
+    }
 
 
 @dataclass(kw_only=True)

@@ -13,6 +13,7 @@ import time
 import numpy as np
 import pytest
 import torch
+from conftest import PROOF
 
 from lockstep.cli import OK, main
 from lockstep.ops import api as ops
@@ -93,7 +94,7 @@ def test_another_seed_is_another_run(tmp_path):
     assert state_of(first) != state_of(other)
 
 
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("threads", [1, 2] if PROOF else [1])
 def test_a_killed_run_resumes_and_ends_as_if_it_had_never_stopped(tmp_path, threads):
     """SIGKILL at a moment of the clock's choosing: nothing is told, and nothing is written."""
     words, num_steps = [f"threads={threads}", "steps=6"], 6

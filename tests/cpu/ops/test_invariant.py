@@ -461,7 +461,7 @@ class OneCache:
 def test_a_token_attends_with_the_same_bits_decoded_chunked_prefilled_or_packed(
     heads, window, has_sinks, dtype
 ):
-    # In the fast profile each combination meets two kinds of cache, and all kinds meet some.
+    # In the fast profile each combination meets one kind of cache, and each kind ten of them.
     seed = [heads[2], window or 0, has_sinks, dtype.itemsize]
     backend, rng = InvariantOps(), np.random.default_rng(seed)
     inputs = attention_inputs(heads, dtype, has_sinks=has_sinks)
@@ -476,7 +476,7 @@ def test_a_token_attends_with_the_same_bits_decoded_chunked_prefilled_or_packed(
         assert_equal(alone, whole[part], f"row {row} alone")
     caches = list(product(PAGE_SIZES, (True, False)))
     if not PROOF:
-        caches = [caches[i] for i in rng.permutation(len(caches))[:2]]
+        caches = [caches[int(rng.integers(len(caches)))]]
     for page_size, is_resident in caches:
         torch.set_num_threads(int(rng.integers(1, 3)))
         cache = OneCache(inputs, LENGTHS, page_size)
@@ -491,8 +491,7 @@ def test_a_token_attends_with_the_same_bits_decoded_chunked_prefilled_or_packed(
             assert_equal(out, whole[index], what)
 
 
-@pytest.mark.parametrize("is_resident", [True, False])
-@pytest.mark.parametrize("window", [None, 40, 130])
+@pytest.mark.parametrize(("window", "is_resident"), [(None, True), (40, False), (130, True)])
 def test_every_position_decodes_to_the_bits_of_the_prefill(window, is_resident):
     """One token at a time, across two borders of a key block, beside a row 40 tokens behind."""
     backend, lengths = InvariantOps(), (300, 260)
