@@ -102,19 +102,6 @@ def control_arms() -> list[Arm]:
     ]
 
 
-def figures() -> dict[str, dict[str, float]]:
-    """What the proof and its control found, by the name of each arm. Minutes."""
-    return {
-        str(arm): {
-            "compared": found.compared,
-            "unequal": found.unequal,
-            "max_abs_diff": found.max_abs_diff,
-        }
-        for arm in (*proof_arms(), *control_arms())
-        if (found := compare(arm))
-    }
-
-
 @dataclass(kw_only=True)
 class Tally:
     """What an arm found, and what its schedules went through."""
