@@ -56,6 +56,8 @@ class Rules:
     kernels that differ by chance even where a test finds none."""
     head_quantum: int = 4
     """The same for the query rows of one key head, in attention."""
+    key_quantum: int = 16
+    """Keys that are looked at are a multiple of this: what fills a vector register."""
     is_packing: bool = True
     """GEMMs of few rows read weights that are packed once per update: the same bits as the large
     GEMM, and as fast as the stock kernel for one row."""
@@ -224,7 +226,8 @@ class InvariantOps:
             return _packed_attention(q, k, v, sinks, window, scale, context, self.rules)
         out = paged_attention(
             q.float() * scale, k, v, sinks=sinks, window=window, layer=layer, context=context,
-            attend=_attend, key_block=KEY_BLOCK, row_quantum=self.rules.head_quantum,
+            attend=_attend, key_block=KEY_BLOCK, key_quantum=self.rules.key_quantum,
+            row_quantum=self.rules.head_quantum,
         )  # fmt: skip
         return out.to(q.dtype)
 
@@ -363,7 +366,7 @@ def _gate(g: Tensor, alpha: float) -> Tensor:
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks: Tensor | None) -> Tensor:
     """See `paged.Attend`. The arithmetic of a query, in the engine and in the trainer: q is scaled
-    already, and the keys begin and end at multiples of KEY_BLOCK."""
+    already, and the keys begin at a multiple of KEY_BLOCK."""
     return _weigh_values(_softmax(q, k.float(), mask, sinks)[1], v.float())
 
 
@@ -371,7 +374,7 @@ def _softmax(q: Tensor, k: Tensor, mask: Tensor, sinks: Tensor | None) -> tuple[
     """(scores with sinks behind the keys, their softmax).
 
     Torch's softmax adds every 8th or 16th element into one lane: what lies behind a masked end adds
-    exact zeros, and a sink at a multiple of KEY_BLOCK is always the last of its lane.
+    exact zeros, and a sink behind a multiple of 16 keys is always the last of its lane.
     """
     scores = torch.baddbmm(mask, q, k.transpose(1, 2))
     if sinks is not None:
@@ -380,10 +383,12 @@ def _softmax(q: Tensor, k: Tensor, mask: Tensor, sinks: Tensor | None) -> tuple[
 
 
 def _weigh_values(probs: Tensor, v: Tensor) -> Tensor:
-    """probs [N, R, L or L + 1] times v [N, L, D], block by block from the left."""
-    out = torch.bmm(probs[..., :KEY_BLOCK], v[:, :KEY_BLOCK])
+    """probs [N, R, L or L + 1] times v [N, L, D], block by block from the left. Within a block the
+    kernel adds one key after the other: keys cut off behind a masked end change nothing."""
+    here = slice(min(KEY_BLOCK, v.shape[1]))
+    out = torch.bmm(probs[..., here], v[:, here])
     for at in range(KEY_BLOCK, v.shape[1], KEY_BLOCK):
-        here = slice(at, at + KEY_BLOCK)
+        here = slice(at, min(at + KEY_BLOCK, v.shape[1]))
         out = torch.baddbmm(out, probs[..., here], v[:, here])
     return out
 
@@ -402,7 +407,7 @@ def _packed_attention(
     H, D = q_THD.shape[1:]
     outs = []
     for block in context.blocks:
-        length = math.ceil(block.length / KEY_BLOCK) * KEY_BLOCK
+        length = math.ceil(block.length / rules.key_quantum) * rules.key_quantum
         index = block.token_index
         key_index = F.pad(index, (0, length - block.length), mode="replicate")
         out = _Attention.apply(
@@ -447,7 +452,7 @@ def _attend_rows(
     scale: float,
     rules: Rules,
 ) -> tuple[Tensor, Tensor]:
-    """q [B, L, H, D], k and v [B, L', G, D] with L' the next multiple of KEY_BLOCK.
+    """q [B, L, H, D], k and v [B, L', G, D] with L' the next multiple of the key quantum.
 
     Returns out [B, L, H, D] in q's dtype and lse [B, H, L] float32.
     """
@@ -465,7 +470,7 @@ def _attend_rows(
     for start in range(0, L, QUERY_TILE):
         stop = min(start + QUERY_TILE, L)
         first = 0 if window is None else max(0, start - window + 1) // KEY_BLOCK * KEY_BLOCK
-        last = math.ceil(stop / KEY_BLOCK) * KEY_BLOCK
+        last = math.ceil(stop / rules.key_quantum) * rules.key_quantum
         rows = repeat * (stop - start)
         extra = -rows % rules.head_quantum
         mask = _causal_mask(start, stop, first, last, window, repeat, extra, q.device)

@@ -22,6 +22,8 @@ Attend = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], Tensor]
 """(q [N, R, D], k [N, L, D], v [N, L, D], mask [N, R, L], sinks [N, R, 1] or None) -> [N, R, D]"""
 
 MASK_TABLE_LENGTH = 1024  # 4 MiB of float32: longer sequences have their mask made in every step
+ALL = slice(None)
+QUERY_TILE = 128  # queries of a sequence that attend together: later keys are not read for them
 
 
 def paged_attention(
@@ -35,12 +37,14 @@ def paged_attention(
     context: PagedContext,
     attend: Attend,
     key_block: int,
+    key_quantum: int,
     row_quantum: int = 1,
 ) -> Tensor:
     """Writes the new keys and values, and runs `attend` on each block. Returns [T, H, D].
 
-    The keys that `attend` gets begin and end at multiples of `key_block`, counted from the start of
-    the sequence; those before every query's window are left out. R is a multiple of `row_quantum`.
+    The keys that `attend` gets begin at a multiple of `key_block`, counted from the start of the
+    sequence, and are a multiple of `key_quantum`; those before every query's window and those
+    behind every query are left out. R is a multiple of `row_quantum`.
     Masks and sinks are in the wide dtype: float32, or q's own if that is wider.
     """
     H, D = q_THD.shape[1:]
@@ -48,65 +52,84 @@ def paged_attention(
     G = keys.shape[0]
     keys.view(G, -1, D).index_copy_(1, context.write_index, k_TGD.transpose(0, 1))
     values.view(G, -1, D).index_copy_(1, context.write_index, v_TGD.transpose(0, 1))
+    wide = torch.float32 if q_THD.dtype.itemsize < 4 else q_THD.dtype
+    sinks = None if sinks is None else sinks.to(wide)
     outs = []
     for block in context.blocks:
         B, Q = block.positions.shape
-        first, stop = _key_range(block, window, math.lcm(key_block, keys.shape[2]), key_block)
-        rows = H // G * Q
-        extra = -rows % row_quantum
-        wide = torch.float32 if q_THD.dtype.itemsize < 4 else q_THD.dtype
-        mask = _mask(block, window, first, stop, G, H // G, extra, wide)
         if block.token_index is None:
             q = q_THD[block.first_token : block.first_token + B * Q]
         else:
             q = q_THD[block.token_index.view(-1)]
-        is_resident = block.resident is not None
-        if is_resident:
+
+        def run(
+            q: Tensor,
+            k: Tensor,
+            v: Tensor,
+            part: slice,
+            seen: tuple[int, int],
+            block: PagedBlock = block,
+        ) -> Tensor:
+            """`attend` for the queries [N, rows, D] of `part`, filled up, and cut again."""
+            rows = q.shape[1]
+            extra = -rows % row_quantum
+            if extra:
+                q = F.pad(q, (0, 0, 0, extra))
+            column = None if sinks is None else _sink_column(sinks, block, G, rows, extra)
+            out = attend(q, k, v, _mask(block, part, window, seen, G, H // G, extra, wide), column)
+            return out[:, :rows] if extra else out
+
+        if block.resident is not None:
             tokens = slice(block.first_token, block.first_token + B)
-            k, v = _resident_rows(block, k_TGD[tokens], v_TGD[tokens], layer, first, stop)
-            q = q.reshape(B * G, rows, D)
-        else:
-            k, v = (_read_pages(cache, block, first, stop) for cache in (keys, values))
-            q = q.view(B, Q, G, -1, D).permute(2, 0, 3, 1, 4).reshape(G * B, rows, D)
-        if extra:
-            q = F.pad(q, (0, 0, 0, extra))
-        column = None
-        if sinks is not None:
-            column = _sink_column(sinks.to(wide), B, G, Q, extra, is_resident=is_resident)
-        out = attend(q, k, v, mask, column)
-        if extra:
-            out = out[:, :rows]
-        if is_resident:
-            outs.append(out.reshape(B, H, D))
-        else:
-            out = out.reshape(G, B, -1, Q, D).permute(1, 3, 0, 2, 4)
-            outs.append(out.reshape(B * Q, H, D))
+            seen = _key_range(block, ALL, window, key_block, key_quantum)
+            k, v = _resident_rows(block, k_TGD[tokens], v_TGD[tokens], layer, *seen)
+            outs.append(run(q.reshape(B * G, -1, D), k, v, ALL, seen).reshape(B, H, D))
+            continue
+        first_quantum = math.lcm(key_block, keys.shape[2])
+        first, stop = _key_range(block, ALL, window, first_quantum, key_quantum)
+        k, v = (_read_pages(cache, block, first, stop) for cache in (keys, values))
+        q = q.view(B, Q, G, -1, D).permute(2, 0, 3, 1, 4)  # [G, B, H/G, Q, D]
+        parts = []
+        for at in range(0, Q, QUERY_TILE):
+            part = slice(at, min(at + QUERY_TILE, Q))
+            seen = _key_range(block, part, window, key_block, key_quantum)
+            here = slice(seen[0] - first, seen[1] - first)
+            out = run(q[:, :, :, part].reshape(G * B, -1, D), k[:, here], v[:, here], part, seen)
+            out = out.reshape(G, B, H // G, -1, D).permute(1, 3, 0, 2, 4)
+            parts.append(out.reshape(B, -1, H, D))
+        out = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+        outs.append(out.reshape(B * Q, H, D))
     out = outs[0] if len(outs) == 1 else torch.cat(outs)
     return out if context.place_index is None else out[context.place_index]
 
 
 def _key_range(
-    block: PagedBlock, window: int | None, first_quantum: int, key_block: int
+    block: PagedBlock, part: slice, window: int | None, first_quantum: int, quantum: int
 ) -> tuple[int, int]:
-    """[first, stop) of the positions whose keys are read."""
-    key = ("first", window, first_quantum)
-    if window is not None and key not in block.memo:
-        earliest = max(0, int(block.positions.min()) - window + 1)
-        block.memo[key] = earliest // first_quantum * first_quantum
-    first = 0 if window is None else block.memo[key]
-    return first, first + math.ceil((block.num_keys - first) / key_block) * key_block
+    """[first, stop) of the positions whose keys the queries of `part` read."""
+    key = ("range", part.start, window, first_quantum, quantum)
+    if key not in block.memo:
+        positions = block.positions[:, part]
+        first, last = 0, block.num_keys
+        if window is not None:
+            first = max(0, int(positions.min()) - window + 1) // first_quantum * first_quantum
+        if positions.shape[1] < block.positions.shape[1]:
+            last = min(last, int(positions.max()) + 1)
+        block.memo[key] = first, first + math.ceil((last - first) / quantum) * quantum
+    return block.memo[key]
 
 
-def _sink_column(
-    sinks_H: Tensor, B: int, G: int, Q: int, extra: int, *, is_resident: bool
-) -> Tensor:
+def _sink_column(sinks_H: Tensor, block: PagedBlock, groups: int, rows: int, extra: int) -> Tensor:
     """[N, R, 1] in the order of `attend`'s rows."""
-    sinks = sinks_H.view(G, -1, 1).expand(-1, -1, Q).reshape(G, -1)
+    B = len(block.positions)
+    sinks = sinks_H.view(groups, -1, 1).expand(-1, -1, rows * groups // len(sinks_H))
+    sinks = sinks.reshape(groups, -1)
     if extra:
         sinks = F.pad(sinks, (0, extra))
+    is_resident = block.resident is not None
     sinks = sinks[None, :] if is_resident else sinks[:, None]
-    shape = (B, G, -1) if is_resident else (G, B, -1)
-    return sinks.expand(*shape).reshape(B * G, -1, 1)
+    shape = (B, groups, -1) if is_resident else (groups, B, -1)
+    return sinks.expand(*shape).reshape(B * groups, -1, 1)
 
 
 def _resident_rows(
@@ -139,48 +162,46 @@ def _read_pages(cache_GPSD: Tensor, block: PagedBlock, first: int, stop: int) ->
 
 def _mask(
     block: PagedBlock,
+    part: slice,
     window: int | None,
-    first: int,
-    stop: int,
+    seen: tuple[int, int],
     groups: int,
     repeat: int,
     extra: int,
     dtype: torch.dtype,
 ) -> Tensor:
     """[N, R, L]: 0 where a query sees a key, else -inf. Rows to fill up see what the last sees."""
-    key = ("mask", window, dtype, first, stop, extra)
+    key = ("mask", part.start, window, dtype, seen, extra)
     if key not in block.memo:
-        rows = repeat * block.positions.shape[1]
-        index = torch.arange(rows + extra, device=block.positions.device).clamp_(max=rows - 1)
-        block.memo[key] = _make_mask(block, window, first, stop, groups, repeat, index, dtype)
+        positions = block.positions[:, part]
+        rows = repeat * positions.shape[1]
+        index = torch.arange(rows + extra, device=positions.device).clamp_(max=rows - 1)
+        block.memo[key] = _make_mask(positions, block.resident, window, *seen, groups, index, dtype)
     return block.memo[key]
 
 
 def _make_mask(
-    block: PagedBlock,
+    positions: Tensor,
+    resident: ResidentRows | None,
     window: int | None,
     first: int,
     stop: int,
     groups: int,
-    repeat: int,
     rows: Tensor,
     dtype: torch.dtype,
 ) -> Tensor:
-    B, Q = block.positions.shape
-    if block.resident is not None:
-        table = _mask_table(block.resident, window, dtype)
+    B, Q = positions.shape
+    if resident is not None:
+        table = _mask_table(resident, window, dtype)
         if table is not None:
-            at = block.positions.expand(-1, groups * len(rows)).reshape(-1)
+            at = positions.expand(-1, groups * len(rows)).reshape(-1)
             return table.index_select(0, at)[:, first:stop].view(B * groups, len(rows), -1)
-    hidden = _hidden(
-        block.positions[:, :, None],
-        torch.arange(first, stop, device=block.positions.device),
-        window,
-    )
+    at_key = torch.arange(first, stop, device=positions.device)
+    hidden = _hidden(positions[:, :, None], at_key, window)
     mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
     mask = mask.masked_fill_(hidden, float("-inf"))  # [B, Q, L]
     mask = mask[:, rows % Q]
-    if block.resident is not None:
+    if resident is not None:
         mask = mask[:, None].expand(-1, groups, -1, -1)
     else:
         mask = mask[None].expand(groups, -1, -1, -1)

@@ -142,7 +142,7 @@ def attention(
         return _packed_attention(q, k, v, sinks, window, scale, context)
     return paged_attention(
         q, k, v, sinks=sinks, window=window, layer=layer, context=context,
-        attend=partial(_attend, scale=scale), key_block=KEY_QUANTUM,
+        attend=partial(_attend, scale=scale), key_block=KEY_QUANTUM, key_quantum=KEY_QUANTUM,
     )  # fmt: skip
 
 
