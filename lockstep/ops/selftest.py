@@ -139,6 +139,8 @@ def _raise_quantum(backend: api.Backend, failure: Failure) -> bool:
     rules = backend.rules
     if failure.op == "packed weights":
         rules = replace(rules, is_packing=False)
+    elif failure.op == "attention" and rules.key_quantum < KEY_BLOCK:
+        rules = replace(rules, key_quantum=KEY_BLOCK)
     elif failure.op == "attention":
         rules = replace(rules, head_quantum=2 * rules.head_quantum)
     else:

@@ -77,6 +77,7 @@ def test_the_quantum_of_attention_is_raised_by_itself():
     backend = Dependent("attention", cured_by=lambda rules: rules.head_quantum >= 8)
     assert prove(make_model(), backend=backend).is_kept
     assert backend.rules.row_quantum == 4 and backend.rules.head_quantum == 8
+    assert backend.rules.key_quantum == 128, "tried first: whole blocks of keys"
 
 
 def test_packed_weights_that_give_other_bits_are_not_used():
