@@ -36,15 +36,20 @@ def log_probs(
     *,
     linear: Linear,
     log_softmax: LogSoftmax = log_softmax,
+    gradient_dtype: torch.dtype | None = None,
     temperature: float = 1.0,
     support: Support | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See `ops.api.log_probs`. linear and log_softmax: the backend's own, which must give the same
-    numbers whether or not a gradient is wanted."""
+    numbers whether or not a gradient is wanted. gradient_dtype: what backward multiplies in; None
+    is that of hidden."""
     rows = max(1, CHUNK_BYTES // (4 * weight.shape[0]))
     if rows > ROW_QUANTUM:
         rows -= rows % ROW_QUANTUM
-    return _LogProbs.apply(hidden, weight, ids, temperature, rows, support, linear, log_softmax)
+    return _LogProbs.apply(
+        hidden, weight, ids, temperature, rows, support, linear, log_softmax,
+        gradient_dtype or hidden.dtype,
+    )  # fmt: skip
 
 
 class _LogProbs(torch.autograd.Function):
@@ -56,7 +61,9 @@ class _LogProbs(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, ids, temperature, rows, support, linear, log_softmax):
+    def forward(
+        ctx, hidden, weight, ids, temperature, rows, support, linear, log_softmax, gradient_dtype
+    ):
         logprobs = hidden.new_empty(len(ids), dtype=torch.float32)
         entropy = torch.empty_like(logprobs)
         kept = None
@@ -72,13 +79,14 @@ class _LogProbs(torch.autograd.Function):
         # A single chunk is no larger than what one chunk takes in backward anyway: keep it.
         ctx.save_for_backward(hidden, weight, ids, entropy, kept if len(ids) <= rows else None)
         ctx.temperature, ctx.rows, ctx.support = temperature, rows, support
-        ctx.linear, ctx.log_softmax = linear, log_softmax
+        ctx.linear, ctx.log_softmax, ctx.gradient_dtype = linear, log_softmax, gradient_dtype
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx, grad_logprobs, grad_entropy):
         hidden, weight, ids, entropy, kept = ctx.saved_tensors
-        grad_hidden = torch.empty_like(hidden)
+        wide_hidden, wide_weight = hidden.to(ctx.gradient_dtype), weight.to(ctx.gradient_dtype)
+        grad_hidden = torch.empty_like(wide_hidden)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)
         has_entropy_grad = bool((grad_entropy != 0).any())
         for at in range(0, len(ids), ctx.rows):
@@ -99,10 +107,10 @@ class _LogProbs(torch.autograd.Function):
             grad.scatter_add_(1, ids[part, None], grad_logprobs[part, None])
             if ctx.temperature != 1.0:
                 grad.div_(ctx.temperature)
-            grad = grad.to(hidden.dtype)
-            torch.mm(grad, weight, out=grad_hidden[part])
-            grad_weight.add_(torch.mm(grad.t(), hidden[part]))
-        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None, None, None
+            grad = grad.to(ctx.gradient_dtype)
+            torch.mm(grad, wide_weight, out=grad_hidden[part])
+            grad_weight.add_(torch.mm(grad.t(), wide_hidden[part]))
+        return grad_hidden.to(hidden.dtype), grad_weight.to(weight.dtype), *[None] * 7
 
 
 def _clear_outside(logp: Tensor, choices: Tensor | None) -> None:

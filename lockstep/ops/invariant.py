@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -42,9 +42,7 @@ QUERY_TILE = 128  # queries that attend together: as many as the keys of a block
 TILE_SCORES = 1 << 18  # scores held at once: 1 MiB, which stays in a core's cache
 PACKED_ROWS = 64  # a GEMM of more rows gains nothing from packed weights
 PACKED_SIZE = 1 << 14  # nor does a weight of fewer elements
-ACTIVATION_CHUNK = (
-    1 << 16
-)  # elements of an activation computed at once: its temporaries stay cached
+ACTIVATION_CHUNK = 1 << 16  # activations computed at once: their temporaries stay cached
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,13 +193,10 @@ class InvariantOps:
         return weight * normed.to(x.dtype)
 
     def swiglu(self, gate_up: Tensor) -> Tensor:
-        gate, up = gate_up.chunk(2, -1)
-        return _Gated.apply(gate, 1.0) * up
+        return _activate(gate_up, 1.0, None)
 
     def swiglu_clamped(self, gate_up: Tensor, *, alpha: float, limit: float) -> Tensor:
-        gate, up = gate_up.chunk(2, -1)
-        gate = gate.clamp(max=limit)
-        return (up.clamp(-limit, limit) + 1) * _Gated.apply(gate, alpha)
+        return _activate(gate_up, alpha, limit)
 
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         # One rounding per operation, where a fused multiply-add has one for both or not, by place.
@@ -244,6 +239,7 @@ class InvariantOps:
     ) -> tuple[Tensor, Tensor]:
         return head.log_probs(
             hidden, weight, ids, linear=partial(self._gemm, bias_N=None),
+            gradient_dtype=_widen(hidden.dtype, hidden[:0])[0].dtype,
             temperature=temperature, support=support,
         )  # fmt: skip
 
@@ -332,36 +328,67 @@ class _ExpertLinear(torch.autograd.Function):
         return grad_x.to(dtype), grad_weight, grad_bias, None, None
 
 
-class _Gated(torch.autograd.Function):
-    """g * sigmoid(alpha * g) from operations that round alike in vectors and in their tails."""
+def _activate(gate_up: Tensor, alpha: float, limit: float | None) -> Tensor:
+    """See `ops.api.swiglu`; with a limit, `swiglu_clamped`."""
+    if torch.is_grad_enabled():
+        return _Activation.apply(gate_up, alpha, limit)
+    return _activate_rows(gate_up, alpha, limit)
+
+
+class _Activation(torch.autograd.Function):
+    """Keeps what came in; the stock kernels are good enough for the gradient."""
 
     @staticmethod
-    def forward(ctx, g, alpha):
-        ctx.save_for_backward(g)
-        ctx.alpha = alpha
-        if g.numel() <= ACTIVATION_CHUNK:
-            return _gate(g, alpha)
-        # Rows of a chunk that stays in the cache; a strided half of gate_up is read as it lies.
-        flat = g.reshape(-1, g.shape[-1])
-        rows = max(1, ACTIVATION_CHUNK // flat.shape[1])
-        out = torch.empty(flat.shape, dtype=g.dtype)
-        for at in range(0, len(flat), rows):
-            out[at : at + rows] = _gate(flat[at : at + rows], alpha)
-        return out.view(g.shape)
+    def forward(ctx, gate_up, alpha, limit):
+        ctx.save_for_backward(gate_up)
+        ctx.alpha, ctx.limit = alpha, limit
+        return _activate_rows(gate_up, alpha, limit)
 
     @staticmethod
     def backward(ctx, grad):
-        (g,) = ctx.saved_tensors
-        if ctx.alpha == 1.0:
-            return torch.ops.aten.silu_backward(grad, g), None
-        scaled = g * ctx.alpha
-        return torch.ops.aten.silu_backward(grad, scaled), None
+        (gate_up,) = ctx.saved_tensors
+        alpha, limit = ctx.alpha, ctx.limit
+        grad_in = torch.empty_like(gate_up)
+        for part in _chunks(gate_up):
+            (gate, up), g = gate_up[part].chunk(2, -1), grad[part]
+            grad_gate, grad_up = grad_in[part].chunk(2, -1)
+            scaled = (gate if limit is None else gate.clamp(max=limit)) * alpha
+            through_gate = g * (up if limit is None else up.clamp(-limit, limit) + 1)
+            through_gate = torch.ops.aten.silu_backward(through_gate, scaled)
+            through_up = F.silu(scaled).mul_(g)
+            if alpha != 1.0:
+                through_up /= alpha
+            if limit is not None:
+                through_gate.masked_fill_(gate > limit, 0.0)
+                through_up.masked_fill_(up.abs() > limit, 0.0)
+            grad_gate.copy_(through_gate)
+            grad_up.copy_(through_up)
+        return grad_in, None, None
 
 
-def _gate(g: Tensor, alpha: float) -> Tensor:
-    wide = g.float()
+def _activate_rows(gate_up: Tensor, alpha: float, limit: float | None) -> Tensor:
+    if gate_up.numel() <= 2 * ACTIVATION_CHUNK:
+        return _gate(gate_up, alpha, limit)
+    out = gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
+    for part in _chunks(gate_up):
+        out[part] = _gate(gate_up[part], alpha, limit)
+    return out
+
+
+def _chunks(gate_up: Tensor) -> Iterator[slice]:
+    rows = max(1, 2 * ACTIVATION_CHUNK // gate_up[0].numel()) if len(gate_up) else 1
+    yield from (slice(at, at + rows) for at in range(0, len(gate_up), rows))
+
+
+def _gate(gate_up: Tensor, alpha: float, limit: float | None) -> Tensor:
+    """gate * sigmoid(alpha * gate) from operations that round alike in vectors and in their tails,
+    times up or, clamped, up + 1."""
+    gate, up = gate_up.chunk(2, -1)
+    if limit is not None:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit).add_(1)
+    wide = gate.float()
     below = (wide * -alpha).exp_().add_(1.0)
-    return (wide / below).to(g.dtype)
+    return torch.div(wide, below, out=below).to(gate.dtype).mul_(up)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks: Tensor | None) -> Tensor:
@@ -538,7 +565,8 @@ def _attention_backward(
         x = x[:, :L].transpose(1, 2)
         return x if x.shape[1] == H else x.repeat_interleave(H // G, 1)
 
-    q, laid_k, laid_v, out, grad_out = lay(q), lay(k), lay(v), lay(out), lay(grad_out)
+    dtype = q.dtype
+    q, laid_k, laid_v, out, grad_out = _widen(dtype, *(lay(x) for x in (q, k, v, out, grad_out)))
     if window is None or window >= L:
         out = out.contiguous()
         grads = flash_backward(grad_out, q, laid_k, laid_v, sinks, None, out, lse, scale)
@@ -549,7 +577,8 @@ def _attention_backward(
         F.pad(x.view(B, G, H // G, L, D).sum(2).transpose(1, 2), (0, 0, 0, 0, 0, k.shape[1] - L))
         for x in (grad_k, grad_v)
     )
-    return grad_q.transpose(1, 2), grad_k, grad_v, grad_sinks
+    grad_q, grad_k, grad_v = (g.to(dtype) for g in (grad_q.transpose(1, 2), grad_k, grad_v))
+    return grad_q, grad_k, grad_v, grad_sinks
 
 
 def _banded_backward(

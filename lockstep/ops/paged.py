@@ -19,7 +19,8 @@ from lockstep.ops.context import PagedBlock, PagedContext, ResidentRows
 
 Tensor = torch.Tensor
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], Tensor]
-"""(q [N, R, D], k [N, L, D], v [N, L, D], mask [N, R, L], sinks [N, R, 1] or None) -> [N, R, D]"""
+"""(q [N, R, D], k [N, L, D], v [N, L, D], mask [N or 1, R, L], sinks [N, R, 1] or
+None) -> [N, R, D]"""
 
 MASK_TABLE_LENGTH = 1024  # 4 MiB of float32: longer sequences have their mask made in every step
 ALL = slice(None)
@@ -170,7 +171,8 @@ def _mask(
     extra: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    """[N, R, L]: 0 where a query sees a key, else -inf. Rows to fill up see what the last sees."""
+    """[N or 1, R, L]: 0 where a query sees a key, else -inf. Rows to fill up see what the last
+    sees."""
     key = ("mask", part.start, window, dtype, seen, extra)
     if key not in block.memo:
         positions = block.positions[:, part]
@@ -201,6 +203,8 @@ def _make_mask(
     mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
     mask = mask.masked_fill_(hidden, float("-inf"))  # [B, Q, L]
     mask = mask[:, rows % Q]
+    if B == 1:
+        return mask
     if resident is not None:
         mask = mask[:, None].expand(-1, groups, -1, -1)
     else:
