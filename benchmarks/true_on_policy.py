@@ -29,7 +29,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
@@ -262,7 +262,7 @@ def sample_of(name: str, prompt: np.ndarray, reply: np.ndarray, logprobs: np.nda
 
 def run_side(name: str, clock: str) -> None:
     """Answers jobs, a line of JSON each, until its input ends."""
-    backends: dict[str, Backend] = {"": plain, "flash": FlashAttention()}
+    backends: dict[str, Backend] = {"": plain, "flash": cast(Backend, FlashAttention())}
     if name == "ours":
         backends = {"": InvariantOps()}
     side = Side(backends, CLOCKS[clock])
@@ -407,12 +407,12 @@ def main() -> None:
     cases: list[dict[str, Any]] = []
     for threads in options.threads:
         with ExitStack() as stack:
-            sides = [Process(name, threads, options.clock) for name in ("ours", "plain")]
-            for side in sides:
-                stack.callback(side.close)
+            ours, peer = (Process(name, threads, options.clock) for name in ("ours", "plain"))
+            stack.callback(ours.close)
+            stack.callback(peer.close)
             for kind in options.model:
                 for dtype in options.dtype:
-                    for case in compare(*sides, kind, dtype, options.only, options.rounds):
+                    for case in compare(ours, peer, kind, dtype, options.only, options.rounds):
                         cases.append(case | {"threads": threads})
                         if not options.json:
                             print(line_of(cases[-1]), flush=True)
