@@ -39,10 +39,10 @@ from lockstep.ops.plain import flash_backward
 Tensor = torch.Tensor
 
 QUERY_TILE = 128  # queries that attend together: as many as the keys of a block
-TILE_SCORES = 1 << 18  # scores held at once: 1 MiB, which stays in a core's cache
+TILE_SCORES = 1 << 20  # scores held at once, 4 MiB: smaller tiles leave a second thread idle
 PACKED_ROWS = 64  # a GEMM of more rows gains nothing from packed weights
 PACKED_SIZE = 1 << 14  # nor does a weight of fewer elements
-ACTIVATION_CHUNK = 1 << 16  # activations computed at once: their temporaries stay cached
+ACTIVATION_CHUNK = 1 << 19  # activations computed at once: bounds what the temporaries take
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
