@@ -36,7 +36,9 @@ class Backend(Protocol):
         self, x: Tensor, weight: Tensor, bias: Tensor | None, tokens_per_expert: list[int]
     ) -> Tensor: ...
 
-    def route(self, logits: Tensor, num_active: int) -> tuple[Tensor, Tensor]: ...
+    def route(
+        self, logits: Tensor, num_active: int, *, experts: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]: ...
 
     def combine(self, out: Tensor, weights: Tensor) -> Tensor: ...
 
@@ -106,10 +108,15 @@ def expert_linear(
     return _active.expert_linear(x, weight, bias, tokens_per_expert)
 
 
-def route(logits: Tensor, num_active: int) -> tuple[Tensor, Tensor]:
+def route(
+    logits: Tensor, num_active: int, *, experts: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """(weights, experts [T, A] int64) of the `num_active` largest logits [T, E], largest first;
-    weights [T, A] are the softmax over these alone, in the logits' dtype."""
-    return _active.route(logits, num_active)
+    weights [T, A] are the softmax over these alone, in the logits' dtype.
+
+    experts: [T, A] int64 taken in place of the largest, in their order (routing replay).
+    """
+    return _active.route(logits, num_active, experts=experts)
 
 
 def combine(out: Tensor, weights: Tensor) -> Tensor:

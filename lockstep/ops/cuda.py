@@ -66,15 +66,18 @@ class CudaOps:
         return _ExpertLinear.apply(x, weight, bias, tokens_per_expert)
 
     @staticmethod
-    def route(logits: Tensor, num_active: int) -> tuple[Tensor, Tensor]:
-        # topk may break ties in another way for another number of rows; a stable sort may not.
-        ordered, experts = logits.sort(dim=-1, descending=True, stable=True)
-        top = ordered[:, :num_active].float()
-        share = (top - top[:, :1]).exp()
+    def route(
+        logits: Tensor, num_active: int, *, experts: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        if experts is None:
+            # topk may break ties in another way for another number of rows; a stable sort may not.
+            experts = logits.sort(dim=-1, descending=True, stable=True)[1][:, :num_active]
+        top = logits.gather(-1, experts).float()
+        share = (top - top.amax(-1, keepdim=True)).exp()
         total = share[:, 0]
         for slot in range(1, num_active):
             total = total + share[:, slot]
-        return (share / total[:, None]).to(logits.dtype), experts[:, :num_active]
+        return (share / total[:, None]).to(logits.dtype), experts
 
     @staticmethod
     def combine(out: Tensor, weights: Tensor) -> Tensor:

@@ -178,8 +178,13 @@ class InvariantOps:
 
     # -- elementwise and per row --------------------------------------------------------------
 
-    def route(self, logits: Tensor, num_active: int) -> tuple[Tensor, Tensor]:
-        top, experts = logits.topk(num_active, -1)
+    def route(
+        self, logits: Tensor, num_active: int, *, experts: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        if experts is None:
+            top, experts = logits.topk(num_active, -1)
+        else:
+            top = logits.gather(-1, experts)
         return top.softmax(-1), experts
 
     def combine(self, out: Tensor, weights: Tensor) -> Tensor:

@@ -62,8 +62,13 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.addcmul(x * cos.to(x.dtype), x.roll(half, -1), sin.to(x.dtype))
 
 
-def route(logits: Tensor, num_active: int) -> tuple[Tensor, Tensor]:
-    top, experts = logits.topk(num_active, -1)
+def route(
+    logits: Tensor, num_active: int, *, experts: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    if experts is None:
+        top, experts = logits.topk(num_active, -1)
+    else:
+        top = logits.gather(-1, experts)
     return top.softmax(-1), experts
 
 

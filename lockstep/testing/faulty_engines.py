@@ -20,8 +20,9 @@ from lockstep.engines.config import EmbeddedConfig
 from lockstep.engines.embedded.engine import EmbeddedEngine
 from lockstep.errors import EngineError
 from lockstep.models.config import ModelConfig
-from lockstep.models.decoder import Decoder, MoE
+from lockstep.models.decoder import Decoder
 from lockstep.models.hf_io import read_tensors
+from lockstep.models.moe import MoE
 from lockstep.ops import api as ops
 from lockstep.ops.head import CHUNK_BYTES
 from lockstep.testing.faults import GrowingNoise, KernelNoise, RouterNoise, StaleWeights
@@ -48,7 +49,8 @@ def router_noise_engine(
     with torch.device("meta"):
         twin = Decoder(model.config)
         for block in twin.layers:
-            block.mlp = NoisyMoE(model.config, noise)
+            if isinstance(block.mlp, MoE):
+                block.mlp = NoisyMoE(model.config, block.mlp.routed_layer, noise)
     return NoisyEngine(_sharing(twin, model), config, noise=noise, token_bytes=token_bytes)
 
 
@@ -136,8 +138,8 @@ class NoisyHead(Decoder):
 class NoisyMoE(MoE):
     """A mixture of experts with noise on the logits that choose and weigh them."""
 
-    def __init__(self, config: ModelConfig, noise: Noise) -> None:
-        super().__init__(config)
+    def __init__(self, config: ModelConfig, routed_layer: int, noise: Noise) -> None:
+        super().__init__(config, routed_layer)
         self._noise = noise
 
     def router_logits(self, x_TD: Tensor) -> Tensor:

@@ -29,7 +29,6 @@ from lockstep.models.decoder import Decoder
 from lockstep.models.hf_io import load_weights, read_tensors, save_checkpoint
 from lockstep.objectives.config import Aggregate, ObjectiveConfig
 from lockstep.objectives.losses import LossFn, TokenLoss, make_loss
-from lockstep.ops import api as ops
 from lockstep.ops.contract import Fingerprint, check_rows
 from lockstep.store.files import write_json
 from lockstep.training.config import TrainerConfig
@@ -392,11 +391,12 @@ class Trainer:
     def _log_probs(self, batch: PackedBatch, model: Decoder | None = None) -> tuple[Tensor, Tensor]:
         """(log-probs, entropy), each [N] float32, of the trained tokens."""
         model = model or self.model
-        hidden_TD = model(batch.ids, batch.positions, batch.context)
-        return ops.log_probs(
-            hidden_TD.index_select(0, batch.predictors),
-            model.head,
-            batch.targets,
+        return model.score(
+            batch.ids,
+            batch.positions,
+            batch.context,
+            predictors_N=batch.predictors,
+            targets_N=batch.targets,
             temperature=self.temperature,
             support=batch.support,
         )

@@ -450,7 +450,7 @@ def test_a_record_names_every_call_with_its_layer_and_leaves_nothing_behind(kind
 
 def test_rows_that_are_not_in_the_order_of_the_tokens_are_left_out(monkeypatch):
     """With one expert per token there are as many pairs as tokens, sorted by expert."""
-    monkeypatch.setattr("lockstep.models.decoder.ALL_EXPERTS_MULTIPLIES", 0)
+    monkeypatch.setattr("lockstep.models.moe.ALL_EXPERTS_MULTIPLIES", 0)
     config = ModelConfig.from_hf(hf_config("gpt_oss", VOCAB, None))
     model = Decoder(replace(config, num_active_experts=1))
     ids = torch.arange(6)
@@ -475,7 +475,7 @@ def test_the_decoder_computes_nothing_by_itself(monkeypatch, kind, dtype, name):
     use_backend(plain if name == "plain" else InvariantOps())
     model = make_model(kind, dtype=dtype)
     assert outside(model) == []
-    monkeypatch.setattr("lockstep.models.decoder.ALL_EXPERTS_MULTIPLIES", 0)  # tokens are sorted
+    monkeypatch.setattr("lockstep.models.moe.ALL_EXPERTS_MULTIPLIES", 0)  # tokens are sorted
     assert outside(model) == []
 
 

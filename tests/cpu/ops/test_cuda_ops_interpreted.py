@@ -394,7 +394,7 @@ MODEL_LENGTHS = [40, 10]
 def test_a_models_log_probs_are_the_same_bits_in_steps_and_packed(
     kind, most_wasted, cuda_backend, monkeypatch
 ):
-    monkeypatch.setattr("lockstep.models.decoder.ALL_EXPERTS_MULTIPLIES", most_wasted)
+    monkeypatch.setattr("lockstep.models.moe.ALL_EXPERTS_MULTIPLIES", most_wasted)
     model = tiny_decoder(kind)
     ids = torch.randint(97, (sum(MODEL_LENGTHS),), generator=torch.Generator().manual_seed(4))
     targets = ids.roll(-1)

@@ -1,0 +1,94 @@
+"""Attention of one layer, and the rotary angles that it turns by, over `ops.api` alone.
+
+# T tokens  D model width  H query heads  G key heads  K head width
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+
+from lockstep.models.config import ModelConfig, YarnScaling
+from lockstep.ops import api as ops
+from lockstep.ops.context import PackedContext, PagedContext
+
+Tensor = torch.Tensor
+Context = PackedContext | PagedContext
+
+
+class Attention(nn.Module):
+    """Queries, keys and values come from one fused projection, rows ordered [q, k, v]."""
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        c = config
+        self.layer, self.window = layer, c.windows[layer]
+        self.num_heads, self.num_kv_heads, self.head_dim = c.num_heads, c.num_kv_heads, c.head_dim
+        self.scale = c.head_dim**-0.5
+        self.eps = c.rms_norm_eps
+        fused = (c.num_heads + 2 * c.num_kv_heads) * c.head_dim
+        self.qkv_proj = nn.Linear(c.hidden_size, fused, bias=c.has_attention_bias)
+        self.o_proj = nn.Linear(c.num_heads * c.head_dim, c.hidden_size, bias=c.has_attention_bias)
+        self.q_norm = nn.Parameter(torch.ones(c.head_dim)) if c.has_qk_norm else None
+        self.k_norm = nn.Parameter(torch.ones(c.head_dim)) if c.has_qk_norm else None
+        self.sinks = nn.Parameter(torch.zeros(c.num_heads)) if c.has_sinks else None
+
+    def forward(self, x_TD: Tensor, cos: Tensor, sin: Tensor, context: Context) -> Tensor:
+        H, G = self.num_heads, self.num_kv_heads
+        qkv = ops.linear(x_TD, self.qkv_proj.weight, self.qkv_proj.bias)
+        qkv = qkv.view(len(x_TD), H + 2 * G, self.head_dim)
+        qk = qkv[:, : H + G]
+        if self.q_norm is not None and self.k_norm is not None:
+            weight = torch.cat([self.q_norm.expand(H, -1), self.k_norm.expand(G, -1)])
+            qk = ops.rms_norm(qk, weight, self.eps)
+        q_THK, k_TGK = ops.rope(qk, cos, sin).split([H, G], 1)
+        out_THK = ops.attention(
+            q_THK,
+            k_TGK,
+            qkv[:, H + G :],
+            sinks=self.sinks,
+            window=self.window,
+            scale=self.scale,
+            layer=self.layer,
+            context=context,
+        )
+        return ops.linear(out_THK.flatten(1), self.o_proj.weight, self.o_proj.bias)
+
+
+def rope_table(config: ModelConfig, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
+    """(cos, sin) [max_positions, 1, K] float32 as `ops.rope` wants them: sin's first half negated.
+
+    Source: Hugging Face's default and yarn initialisation (transformers 5, modeling_rope_utils).
+    """
+    K = config.head_dim
+    inverse = config.rope_theta ** -(torch.arange(0, K, 2, dtype=torch.float32) / K)
+    factor = 1.0
+    if config.rope_scaling is not None:
+        inverse, factor = _yarn(config.rope_scaling, inverse, K, config.rope_theta)
+    angle = torch.arange(config.max_positions, dtype=torch.float32)[:, None] * inverse
+    cos, sin = angle.cos() * factor, angle.sin() * factor
+    cos, sin = torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
+    return cos[:, None].to(device), sin[:, None].to(device)
+
+
+def _yarn(y: YarnScaling, inverse: Tensor, width: int, theta: float) -> tuple[Tensor, float]:
+    """Low frequencies are interpolated, high ones kept, with a linear ramp between."""
+
+    def dim_of(rotations: float) -> float:
+        length = y.original_max_positions / (rotations * 2 * math.pi)
+        return width * math.log(length) / (2 * math.log(theta))
+
+    low, high = dim_of(y.beta_fast), dim_of(y.beta_slow)
+    if y.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, width - 1)
+    if low == high:
+        high += 0.001  # as upstream: the ramp must not divide by zero
+    ramp = ((torch.arange(width // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    scaled = inverse / y.factor * ramp + inverse * (1 - ramp)
+    factor = y.attention_factor
+    if factor is None:
+        factor = 0.1 * math.log(y.factor) + 1.0 if y.factor > 1 else 1.0
+    return scaled, factor
