@@ -67,6 +67,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "gpt_oss": COMMON | {
         "num_kv_heads": 2, "intermediate_size": 512, "windows": (128, None) * 2, "has_sinks": True,
         "has_attention_bias": True, "num_experts": 8, "num_active_experts": 2, "swiglu_limit": 7.0,
+        "has_router_bias": True, "has_expert_bias": True,
     },
 }  # fmt: skip
 DTYPES = ("float32", "bfloat16")

@@ -54,10 +54,29 @@ class ModelConfig:
     """0 is a dense MLP."""
     num_active_experts: int = 0
     swiglu_limit: float = 0.0
+    """Where gpt-oss' activation clamps gate and up. 0 is the plain silu(gate) * up."""
+    has_router_bias: bool = False
+    has_expert_bias: bool = False
+    """On both projections of every expert."""
+    has_normalized_routes: bool = True
+    """Whether a token's router weights are the softmax over its own experts alone, and sum to 1.
+    Otherwise they are those experts' share of the softmax over all."""
+    dense_layers: tuple[int, ...] = ()
+    """Layers of a mixture of experts that have a dense MLP instead, in order."""
+    dense_intermediate_size: int = 0
+    """Width of the MLP of `dense_layers`."""
 
     @property
     def is_moe(self) -> bool:
         return self.num_experts > 0
+
+    @property
+    def routed_layers(self) -> tuple[int, ...]:
+        """The layers that have experts, in order. Routes and loads are counted by the place in
+        here: routed layer 0 is the first of them."""
+        if not self.is_moe:
+            return ()
+        return tuple(i for i in range(self.num_layers) if i not in self.dense_layers)
 
     @property
     def family(self) -> Literal["dense", "moe"]:
@@ -168,6 +187,8 @@ def _read_gpt_oss(source: Mapping[str, Any], where: str) -> ModelConfig:
         num_experts=source["num_local_experts"],
         num_active_experts=source["num_experts_per_tok"],
         swiglu_limit=float(source.get("swiglu_limit", 7.0)),
+        has_router_bias=True,
+        has_expert_bias=True,
         **{**_common(source, where), "has_attention_bias": source.get("attention_bias", True)},
     )
 

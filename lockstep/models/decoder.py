@@ -26,7 +26,10 @@ class Block(nn.Module):
         self.input_norm = nn.Parameter(torch.ones(config.hidden_size))
         self.attention = Attention(config, layer)
         self.post_attention_norm = nn.Parameter(torch.ones(config.hidden_size))
-        self.mlp = MoE(config, layer) if config.is_moe else MLP(config)
+        if layer in config.routed_layers:
+            self.mlp = MoE(config, config.routed_layers.index(layer))
+        else:
+            self.mlp = MLP(config)
 
     def forward(
         self,

@@ -56,8 +56,9 @@ class MLP(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.gate_up_proj = nn.Linear(config.hidden_size, 2 * config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        width = config.dense_intermediate_size if config.is_moe else config.intermediate_size
+        self.gate_up_proj = nn.Linear(config.hidden_size, 2 * width, bias=False)
+        self.down_proj = nn.Linear(width, config.hidden_size, bias=False)
 
     def forward(self, x_TD: Tensor) -> Tensor:
         hidden_TF = ops.swiglu(ops.linear(x_TD, self.gate_up_proj.weight))
@@ -65,22 +66,24 @@ class MLP(nn.Module):
 
 
 class MoE(nn.Module):
-    """Top-k routed experts (gpt-oss): pairs are sorted by expert, combined in slot order."""
+    """Top-k routed experts: pairs are sorted by expert, combined in slot order."""
 
     def __init__(self, config: ModelConfig, routed_layer: int) -> None:
         super().__init__()
         self.routed_layer = routed_layer
         E, D, F = config.num_experts, config.hidden_size, config.intermediate_size
         self.num_active, self.limit = config.num_active_experts, config.swiglu_limit
-        self.router = nn.Linear(D, E)
+        self.has_normalized_routes = config.has_normalized_routes
+        has_bias = config.has_expert_bias
+        self.router = nn.Linear(D, E, bias=config.has_router_bias)
         self.gate_up_proj = nn.Parameter(torch.empty(E, 2 * F, D))
-        self.gate_up_bias = nn.Parameter(torch.zeros(E, 2 * F))
+        self.gate_up_bias = nn.Parameter(torch.zeros(E, 2 * F)) if has_bias else None
         self.down_proj = nn.Parameter(torch.empty(E, D, F))
-        self.down_bias = nn.Parameter(torch.zeros(E, D))
+        self.down_bias = nn.Parameter(torch.zeros(E, D)) if has_bias else None
 
     def forward(self, x_TD: Tensor, routing: Routing | None = None) -> Tensor:
         weights_TA, experts_TA = self._route(x_TD, routing)
-        E, A = len(self.down_bias), self.num_active
+        E, A = len(self.down_proj), self.num_active
         if x_TD.numel() * (E - A) * self.down_proj.shape[2] <= ALL_EXPERTS_MULTIPLIES:
             # Every expert on every token: no sorting, and the pairs that count are the same.
             counts = [len(x_TD)] * E
@@ -103,7 +106,12 @@ class MoE(nn.Module):
             if routing.is_known_T is not None:
                 own_TA = ops.route(logits_TE.detach(), self.num_active)[1]
                 replayed_TA = torch.where(routing.is_known_T[:, None], replayed_TA, own_TA)
-        weights_TA, experts_TA = ops.route(logits_TE, self.num_active, experts=replayed_TA)
+        weights_TA, experts_TA = ops.route(
+            logits_TE,
+            self.num_active,
+            experts=replayed_TA,
+            is_normalized=self.has_normalized_routes,
+        )
         if routing is not None:
             routing.chosen[self.routed_layer] = experts_TA
         return weights_TA, experts_TA
@@ -114,5 +122,8 @@ class MoE(nn.Module):
 
     def _experts(self, x_RD: Tensor, counts: list[int]) -> Tensor:
         x_RF = ops.expert_linear(x_RD, self.gate_up_proj, self.gate_up_bias, counts)
-        x_RF = ops.swiglu_clamped(x_RF, alpha=GPT_OSS_ALPHA, limit=self.limit)
+        if self.limit:
+            x_RF = ops.swiglu_clamped(x_RF, alpha=GPT_OSS_ALPHA, limit=self.limit)
+        else:
+            x_RF = ops.swiglu(x_RF)
         return ops.expert_linear(x_RF, self.down_proj, self.down_bias, counts)

@@ -37,7 +37,12 @@ class Backend(Protocol):
     ) -> Tensor: ...
 
     def route(
-        self, logits: Tensor, num_active: int, *, experts: Tensor | None = None
+        self,
+        logits: Tensor,
+        num_active: int,
+        *,
+        experts: Tensor | None = None,
+        is_normalized: bool = True,
     ) -> tuple[Tensor, Tensor]: ...
 
     def combine(self, out: Tensor, weights: Tensor) -> Tensor: ...
@@ -109,14 +114,20 @@ def expert_linear(
 
 
 def route(
-    logits: Tensor, num_active: int, *, experts: Tensor | None = None
+    logits: Tensor,
+    num_active: int,
+    *,
+    experts: Tensor | None = None,
+    is_normalized: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """(weights, experts [T, A] int64) of the `num_active` largest logits [T, E], largest first;
-    weights [T, A] are the softmax over these alone, in the logits' dtype.
+    weights [T, A] in the logits' dtype.
 
     experts: [T, A] int64 taken in place of the largest, in their order (routing replay).
+    is_normalized: weights are the softmax over the chosen logits alone, which is the softmax over
+    all of them divided by its sum over the chosen. Otherwise that sum is left below 1.
     """
-    return _active.route(logits, num_active, experts=experts)
+    return _active.route(logits, num_active, experts=experts, is_normalized=is_normalized)
 
 
 def combine(out: Tensor, weights: Tensor) -> Tensor:

@@ -67,11 +67,18 @@ class CudaOps:
 
     @staticmethod
     def route(
-        logits: Tensor, num_active: int, *, experts: Tensor | None = None
+        logits: Tensor,
+        num_active: int,
+        *,
+        experts: Tensor | None = None,
+        is_normalized: bool = True,
     ) -> tuple[Tensor, Tensor]:
         if experts is None:
             # topk may break ties in another way for another number of rows; a stable sort may not.
             experts = logits.sort(dim=-1, descending=True, stable=True)[1][:, :num_active]
+        if not is_normalized:
+            shares = _run(_shares_of_all, partial(torch.softmax, dim=-1), logits.float())
+            return shares.gather(-1, experts).to(logits.dtype), experts
         top = logits.gather(-1, experts).float()
         share = (top - top.amax(-1, keepdim=True)).exp()
         total = share[:, 0]
@@ -165,6 +172,10 @@ class _Run(torch.autograd.Function):
             out = ctx.function(*inputs)
         found = iter(torch.autograd.grad(out, [x for x in inputs if x.requires_grad], grad_outputs))
         return None, None, *(next(found) if is_needed else None for is_needed in needed)
+
+
+def _shares_of_all(logits: Tensor) -> Tensor:
+    return kernels.log_softmax(logits, temperature=1.0, kept=None).exp()
 
 
 def _run(kernel: Callable[..., Tensor], function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ from lockstep.ops import head, trace
 from lockstep.ops.context import KEY_BLOCK, PackedContext, PagedContext, Support, take_rows
 from lockstep.ops.head import log_softmax
 from lockstep.ops.paged import paged_attention
-from lockstep.ops.plain import flash_backward
+from lockstep.ops.plain import flash_backward, route
 
 Tensor = torch.Tensor
 
@@ -178,14 +178,7 @@ class InvariantOps:
 
     # -- elementwise and per row --------------------------------------------------------------
 
-    def route(
-        self, logits: Tensor, num_active: int, *, experts: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        if experts is None:
-            top, experts = logits.topk(num_active, -1)
-        else:
-            top = logits.gather(-1, experts)
-        return top.softmax(-1), experts
+    route = staticmethod(route)  # topk and softmax go through each row by itself
 
     def combine(self, out: Tensor, weights: Tensor) -> Tensor:
         total = out[:, 0] * weights[:, 0, None]

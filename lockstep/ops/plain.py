@@ -63,13 +63,19 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def route(
-    logits: Tensor, num_active: int, *, experts: Tensor | None = None
+    logits: Tensor,
+    num_active: int,
+    *,
+    experts: Tensor | None = None,
+    is_normalized: bool = True,
 ) -> tuple[Tensor, Tensor]:
     if experts is None:
         top, experts = logits.topk(num_active, -1)
     else:
         top = logits.gather(-1, experts)
-    return top.softmax(-1), experts
+    if is_normalized:
+        return top.softmax(-1), experts
+    return _widen(logits).softmax(-1).gather(-1, experts).to(logits.dtype), experts
 
 
 def combine(out: Tensor, weights: Tensor) -> Tensor:

@@ -39,7 +39,8 @@ _WIDE = {
 }  # fmt: skip
 _MOE = {
     "architecture": "gpt_oss", "has_sinks": True, "has_attention_bias": True, "num_experts": 4,
-    "num_active_experts": 2, "swiglu_limit": 7.0,
+    "num_active_experts": 2, "swiglu_limit": 7.0, "has_router_bias": True,
+    "has_expert_bias": True,
 }  # fmt: skip
 _DENSE = {"architecture": "qwen3", "has_qk_norm": True}
 

@@ -33,6 +33,7 @@ def make_model(kind="qwen3", *, max_positions=256, std=0.4, seed=0):
         config = ModelConfig(
             architecture="gpt_oss", intermediate_size=24, windows=(7, None), has_sinks=True,
             has_attention_bias=True, num_experts=4, num_active_experts=2, swiglu_limit=7.0,
+            has_router_bias=True, has_expert_bias=True,
             **shared,
         )  # fmt: skip
     model = Decoder(config)

@@ -358,6 +358,7 @@ def tiny_decoder(kind):
         config = ModelConfig(
             architecture="gpt_oss", intermediate_size=48, windows=(20, None), has_sinks=True,
             has_attention_bias=True, num_experts=4, num_active_experts=2, swiglu_limit=7.0,
+            has_router_bias=True, has_expert_bias=True,
             **shared,
         )  # fmt: skip
     model = Decoder(config)

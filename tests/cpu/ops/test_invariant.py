@@ -106,6 +106,9 @@ CASES = {
     "rope": lambda: rope_case(6, 16),
     "route": lambda: case([(8,)], [], lambda b, rows, w: b.route(*rows, 2)),
     "route of 32": lambda: case([(32,)], [], lambda b, rows, w: b.route(*rows, 4)),
+    "route, shares of all": lambda: case(
+        [(32,)], [], lambda b, rows, w: b.route(*rows, 4, is_normalized=False)
+    ),
     "combine": lambda: case([(4, 72), (4,)], [], lambda b, rows, w: b.combine(*rows)),
     "log_probs 560 64": lambda: log_probs_case(560, 64),
     "log_probs 97 32 tempered": lambda: log_probs_case(97, 32, temperature=0.7),
