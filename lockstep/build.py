@@ -260,7 +260,7 @@ def build(config: Config, foundation: Foundation, *, weights: Path | None = None
     if config.objective.reads_reference_logprobs:
         reference = load_model(config, foundation).requires_grad_(False)
     trainer = Trainer(
-        model,
+        model if config.fault is None else config.fault.make_trained(model),
         config.trainer,
         like=foundation.directory,
         temperature=config.agent.temperature,

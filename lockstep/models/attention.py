@@ -48,13 +48,17 @@ class Attention(nn.Module):
             q_THK,
             k_TGK,
             qkv[:, H + G :],
-            sinks=self.sinks,
+            sinks=self.sink_logits(),
             window=self.window,
             scale=self.scale,
             layer=self.layer,
             context=context,
         )
         return ops.linear(out_THK.flatten(1), self.o_proj.weight, self.o_proj.bias)
+
+    def sink_logits(self) -> Tensor | None:
+        """[H] what takes part in each head's softmax without a value; None in a model without."""
+        return self.sinks
 
 
 def rope_table(config: ModelConfig, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:

@@ -1,10 +1,12 @@
 """Faults to inject into a run on purpose, by one override: `fault=kernel_noise fault.std=0.01`.
 
-A fault of the engine makes the sampler differ from the trainer, and leaves the trainer as it is. A
-fault of the rows leaves both sides as they are, and gets wrong what is written down between them.
-Either way the run goes on, and what it measures is what a user with that defect would see.
+A fault of the engine makes the sampler differ from the trainer, and leaves the trainer as it is; a
+fault of the trainer does the reverse. A fault of the rows leaves both sides as they are, and gets
+wrong what is written down between them. Each way the run goes on, and what it measures is what a
+user with that defect would see.
 
-No torch here: the settings are read by the command line. The engines are in `faulty_engines.py`.
+No torch here: the settings are read by the command line. What computes is in `faulty_engines.py`
+and `faulty_decoders.py`.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ FILLER = 0.0
 @dataclass(frozen=True, kw_only=True)
 class FaultConfig:
     """Base of every fault. A subclass is a choice of the setting `fault`, by its tag; it overrides
-    one of the two hooks, `make_engine` or `change_rows`.
+    one of the hooks, `make_engine`, `make_trained` or `change_rows`.
 
     >>> @dataclass(frozen=True, kw_only=True)
     ... class DoubledRows(FaultConfig):
@@ -62,6 +64,10 @@ class FaultConfig:
         from lockstep.engines.registry import make_engine
 
         return make_engine(config, model, token_bytes)
+
+    def make_trained(self, model: Decoder) -> Decoder:
+        """The decoder that the trainer runs in the place of `model`, with the same parameters."""
+        return model
 
     def change_rows(
         self, rows: Sequence[Sample], tokenizer: Tokenizer, log_probs: LogProbs
@@ -219,6 +225,43 @@ def _check_embedded(fault: FaultConfig, engine: EngineConfig) -> EmbeddedConfig:
             "of the rows."
         )
     return engine
+
+
+# -- the trainer differs from the sampler ----------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class _SinkFault(FaultConfig):
+    """Base of what a training kernel gets wrong about attention sinks."""
+
+    def check(self, *, model: ModelConfig, name: str, engine: EngineConfig, dtype: str) -> None:
+        if not model.has_sinks:
+            raise ConfigError(
+                f"fault={tag(type(self))} needs a model with attention sinks; model={name} "
+                f"({model.architecture}) has none. Choose a gpt-oss."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class IgnoredSinks(_SinkFault):
+    """The trainer's attention has no sinks: a training kernel that drops the argument, as flash
+    attention 2 does under gpt-oss. All log-probs of the trainer are of another model."""
+
+    def make_trained(self, model: Decoder) -> Decoder:
+        from lockstep.testing.faulty_decoders import without_sinks
+
+        return without_sinks(model)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DetachedSinks(_SinkFault):
+    """The trainer's sinks have no gradient: a kernel whose forward knows them and whose backward
+    does not. Log-probs are right, and the sinks stay as they were loaded."""
+
+    def make_trained(self, model: Decoder) -> Decoder:
+        from lockstep.testing.faulty_decoders import with_detached_sinks
+
+        return with_detached_sinks(model)
 
 
 # -- the rows are not what was sampled -------------------------------------------------------------

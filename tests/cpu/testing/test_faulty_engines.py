@@ -305,6 +305,8 @@ def without_time(rows):
         (["fault=retokenized_rows"], (1e-3, 1), (1e-1, 10)),
         (["fault=retokenized_rows", "fault.logprobs=recomputed"], (0, 1e-6), (0, 1e-11)),
         (["fault=shifted_logprobs"], (0, 1e-2), (1e-1, 10)),
+        (["fault=ignored_sinks"], (1e-4, 1), (1e-4, 1)),
+        (["fault=detached_sinks"], (0, 1e-6), (0, 1e-11)),
         (["fault=dropped_final_tokens", "fault.count=2"], (0, 1e-6), (0, 1e-11)),
     ],
 )
