@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from lockstep.errors import AlignmentError, ConfigError
+from lockstep.errors import AlignmentError, ConfigError, TokenError
 from lockstep.ops.context import PackedContext, Support
 from lockstep.types import Int64Array, Ragged, Sample
 
@@ -115,6 +115,28 @@ def share_beginnings(
         positions.append(np.arange(len(shared), len(row)))
         num_tokens, before = num_tokens + new, at
     return index, np.concatenate(ids), np.concatenate(positions)
+
+
+def check_readable(samples: Sequence[Sample], *, vocab_size: int, max_positions: int) -> None:
+    """Raises TokenError naming the first row that a model of this size cannot read."""
+    for sample in samples:
+        if len(sample) > max_positions:
+            raise TokenError(
+                f"sample {sample.id} has {len(sample)} tokens, the model's positions end at "
+                f"{max_positions}. Lower the tokens of an episode."
+            )
+        if len(sample) and int(sample.token_ids.max()) >= vocab_size:
+            at = int(np.argmax(sample.token_ids >= vocab_size))
+            raise TokenError(
+                f"sample {sample.id}: token {at} has the id {int(sample.token_ids[at])}, the "
+                f"model's vocabulary ends at {vocab_size - 1}. Another model's tokenizer?"
+            )
+        support = sample.ragged.get("support")
+        if support is not None and (support.values >= vocab_size).any():
+            raise TokenError(
+                f"sample {sample.id}: a support has the id {int(support.values.max())}, the "
+                f"model's vocabulary ends at {vocab_size - 1}. Another model's sampler?"
+            )
 
 
 def plan_microbatches(samples: Sequence[Sample], max_tokens: int) -> list[list[int]]:
@@ -223,6 +245,20 @@ def _pack_rows(
         },
         places=places,
     )
+
+
+def unpack_rows(
+    samples: Sequence[Sample],
+    parts: Sequence[tuple[PackedBatch, Tensor]],
+    *,
+    fill: float = float("nan"),
+) -> list[npt.NDArray[np.float32]]:
+    """[N] values of packed batches as [T] float32 per sample, `fill` where nothing is trained."""
+    out = [np.full(len(s), fill, np.float32) for s in samples]
+    for batch, values in parts:
+        for row, places, of_row in batch.unpack(values):
+            out[row][places] = of_row
+    return out
 
 
 def describe(samples: Sequence[Sample], batches: Sequence[PackedBatch]) -> str:

@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 
 from lockstep.correction.config import Correction
 from lockstep.correction.metrics import MismatchReport
-from lockstep.errors import AlignmentError, CheckpointError, ConfigError, TokenError
+from lockstep.errors import AlignmentError, CheckpointError, ConfigError
 from lockstep.models.config import ModelConfig
 from lockstep.models.decoder import Decoder
 from lockstep.models.hf_io import load_weights, read_tensors, save_checkpoint
@@ -45,7 +45,14 @@ from lockstep.training.correcting import (
     measure_batch,
 )
 from lockstep.training.optimizer import Optimizer, lr_share
-from lockstep.training.packing import PackedBatch, pack, plan_microbatches, split_updates
+from lockstep.training.packing import (
+    PackedBatch,
+    check_readable,
+    pack,
+    plan_microbatches,
+    split_updates,
+    unpack_rows,
+)
 from lockstep.types import Sample
 
 Tensor = torch.Tensor
@@ -141,7 +148,7 @@ class Trainer:
         with torch.no_grad():
             parts = [(batch, self._log_probs(batch, model)[0]) for batch in self.pack(samples)]
         self.num_recomputed += sum(len(batch.targets) for batch, _ in parts)
-        out = _by_row(samples, parts)
+        out = unpack_rows(samples, parts)
         if column is not None:
             _keep(samples, out, column)
         return out
@@ -157,7 +164,7 @@ class Trainer:
         for batch, logprobs in parts:
             report = report.merge(measure_batch(batch, logprobs, self.version))
         if column is not None:
-            _keep(samples, _by_row(samples, parts), column)
+            _keep(samples, unpack_rows(samples, parts), column)
         return report
 
     def measure_after(self, samples: Sequence[Sample]) -> Metrics:
@@ -221,9 +228,9 @@ class Trainer:
             logprobs.append((batch, done.logprobs_N))
             totals.add(done)
         if column is not None:
-            _keep(samples, _by_row(samples, logprobs), column)
+            _keep(samples, unpack_rows(samples, logprobs), column)
         if is_weighing:
-            _keep(samples, _by_row(samples, weights, fill=0.0), WEIGHTS)
+            _keep(samples, unpack_rows(samples, weights, fill=0.0), WEIGHTS)
         metrics = totals.to_metrics()
         if not np.isfinite(metrics["train/loss"]):
             self._bad_loss = self._bad_loss or _name_bad_losses(samples, losses)
@@ -366,25 +373,11 @@ class Trainer:
 
         Raises TokenError for a row that the model cannot read, besides what `packing` raises.
         """
-        vocab_size, max_positions = self.model.config.vocab_size, self.model.config.max_positions
-        for sample in samples:
-            if len(sample) > max_positions:
-                raise TokenError(
-                    f"sample {sample.id} has {len(sample)} tokens, the model's positions end at "
-                    f"{max_positions}. Lower the tokens of an episode."
-                )
-            if len(sample) and int(sample.token_ids.max()) >= vocab_size:
-                at = int(np.argmax(sample.token_ids >= vocab_size))
-                raise TokenError(
-                    f"sample {sample.id}: token {at} has the id {int(sample.token_ids[at])}, the "
-                    f"model's vocabulary ends at {vocab_size - 1}. Another model's tokenizer?"
-                )
-            support = sample.ragged.get("support")
-            if support is not None and (support.values >= vocab_size).any():
-                raise TokenError(
-                    f"sample {sample.id}: a support has the id {int(support.values.max())}, the "
-                    f"model's vocabulary ends at {vocab_size - 1}. Another model's sampler?"
-                )
+        check_readable(
+            samples,
+            vocab_size=self.model.config.vocab_size,
+            max_positions=self.model.config.max_positions,
+        )
         plan = plan_microbatches(samples, self.config.max_tokens_per_microbatch)
         return pack(samples, plan, device=self.device)
 
@@ -507,20 +500,6 @@ class Trainer:
         ]
         if differing:
             raise CheckpointError(f"{policy} holds another model: {'; '.join(differing)}.")
-
-
-def _by_row(
-    samples: Sequence[Sample],
-    parts: Sequence[tuple[PackedBatch, Tensor]],
-    *,
-    fill: float = float("nan"),
-) -> list[npt.NDArray[np.float32]]:
-    """[N] values of packed batches as [T] float32 per sample, `fill` where nothing is trained."""
-    out = [np.full(len(s), fill, np.float32) for s in samples]
-    for batch, values in parts:
-        for row, places, of_row in batch.unpack(values):
-            out[row][places] = of_row
-    return out
 
 
 def _keep(
