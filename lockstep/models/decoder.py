@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from lockstep.models.attention import Attention, Context, rope_table
 from lockstep.models.config import ModelConfig
@@ -38,6 +39,22 @@ class Block(nn.Module):
         sin: Tensor,
         context: Context,
         routing: Routing | None = None,
+        *,
+        is_recomputed: bool = False,
+    ) -> Tensor:
+        """is_recomputed: keep x alone for backward, and run the block again there."""
+        if is_recomputed:
+            # Inside of the module's hooks: those of FSDP gather its weights once for both runs.
+            # Not the reentrant kind, whose first run is without gradient: backends may then take
+            # another path, of other bits.
+            return checkpoint(
+                self._run, x_TD, cos, sin, context, routing,
+                use_reentrant=False, preserve_rng_state=False,
+            )  # fmt: skip
+        return self._run(x_TD, cos, sin, context, routing)
+
+    def _run(
+        self, x_TD: Tensor, cos: Tensor, sin: Tensor, context: Context, routing: Routing | None
     ) -> Tensor:
         normed = ops.rms_norm(x_TD, self.input_norm, self.eps)
         x_TD = x_TD + self.attention(normed, cos, sin, context)
@@ -62,6 +79,9 @@ class Decoder(nn.Module):
         self.final_norm = nn.Parameter(torch.ones(config.hidden_size))
         shape = (config.vocab_size, config.hidden_size)
         self.untied_head = None if config.tie_embeddings else nn.Parameter(torch.empty(shape))
+        self.recomputes_blocks = False
+        """Activation checkpointing: a forward that is to be differentiated keeps the input of each
+        block, and backward runs the block again. The same bits, in less memory."""
         self._rope_table: tuple[Tensor, Tensor] | None = None
         self.init_weights()
 
@@ -95,8 +115,9 @@ class Decoder(nn.Module):
         """
         cos, sin = self._rope(positions_T)
         x_TD = torch.nn.functional.embedding(ids_T, self.embedding)
+        is_recomputed = self.recomputes_blocks and torch.is_grad_enabled()
         for block in self.layers:
-            x_TD = block(x_TD, cos, sin, context, routing)
+            x_TD = block(x_TD, cos, sin, context, routing, is_recomputed=is_recomputed)
         return ops.rms_norm(x_TD, self.final_norm, self.config.rms_norm_eps)
 
     def logits(self, hidden_TD: Tensor) -> Tensor:

@@ -109,6 +109,7 @@ class Trainer:
                 "sampling records log-probs at temperature 1, and gives no groups to learn from."
             )
         self.model = model
+        model.recomputes_blocks = config.recompute == "blocks"
         self.reference = reference
         self.contract = contract
         self.config = config

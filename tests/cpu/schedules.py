@@ -9,6 +9,7 @@ import asyncio
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import product
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,7 +22,7 @@ from lockstep.objectives.config import Reinforce
 from lockstep.objectives.losses import make_loss
 from lockstep.ops import api as ops
 from lockstep.ops import plain, selftest
-from lockstep.training.config import TrainerConfig
+from lockstep.training.config import Recompute, TrainerConfig
 from lockstep.training.trainer import Trainer
 from lockstep.types import Ragged, Request, Sample, SamplingParams
 
@@ -76,11 +77,13 @@ class Arm:
     num_requests: int = 14
     reply_tokens: int = 90
     """Of a turn, at most."""
+    recompute: Recompute = "none"
 
     def __str__(self) -> str:
         sampler, trainer = self.threads
         ops_name = ", stock ops" if self.is_plain else ""
-        return f"{self.model}, {self.dtype}, threads {sampler} and {trainer}{ops_name}"
+        recomputed = ", blocks recomputed" if self.recompute == "blocks" else ""
+        return f"{self.model}, {self.dtype}, threads {sampler} and {trainer}{ops_name}{recomputed}"
 
 
 def proof_arms() -> list[Arm]:
@@ -92,6 +95,14 @@ def proof_arms() -> list[Arm]:
         for i, (model, dtype, threads) in enumerate(
             product({**MODELS, **WIDE_MODELS}, DTYPES, THREADS)
         )
+    ] + recomputing_arms()
+
+
+def recomputing_arms(**settings: Any) -> list[Arm]:
+    """With activation checkpointing in the training forward."""
+    return [
+        Arm(model=model, dtype=dtype, threads=(1, 2), recompute="blocks", seeds=(i,), **settings)
+        for i, (model, dtype) in enumerate(product(MODELS, DTYPES))
     ]
 
 
@@ -158,7 +169,8 @@ def compare(arm: Arm) -> Tally:
     ops.use_backend(plain if arm.is_plain else backend_for(arm.model, arm.dtype).backend)
     try:
         tally = Tally()
-        trainer = Trainer(make_model(arm.model, arm.dtype), TrainerConfig(lr=1e-3), like="unused")
+        config = TrainerConfig(lr=1e-3, recompute=arm.recompute)
+        trainer = Trainer(make_model(arm.model, arm.dtype), config, like="unused")
         for seed in arm.seeds:
             _run(trainer, arm, seed, tally)
         return tally

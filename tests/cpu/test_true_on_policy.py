@@ -18,6 +18,7 @@ from schedules import (
     compare,
     make_model,
     proof_arms,
+    recomputing_arms,
     roll_out,
 )
 
@@ -47,7 +48,7 @@ def arms():
     return [
         Arm(model=m, dtype=d, threads=t, seeds=(seed,), num_requests=7, reply_tokens=30)
         for seed, (m, d, t) in enumerate(kinds)
-    ]
+    ] + recomputing_arms(num_requests=5, reply_tokens=20)[::3]
 
 
 @pytest.fixture
