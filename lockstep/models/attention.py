@@ -6,16 +6,19 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import torch
 from torch import nn
 
+from lockstep.models import sequence_parallel
 from lockstep.models.config import ModelConfig, YarnScaling
+from lockstep.models.sequence_parallel import SplitContext
 from lockstep.ops import api as ops
 from lockstep.ops.context import PackedContext, PagedContext
 
 Tensor = torch.Tensor
-Context = PackedContext | PagedContext
+Context = PackedContext | PagedContext | SplitContext
 
 
 class Attention(nn.Module):
@@ -44,15 +47,13 @@ class Attention(nn.Module):
             weight = torch.cat([self.q_norm.expand(H, -1), self.k_norm.expand(G, -1)])
             qk = ops.rms_norm(qk, weight, self.eps)
         q_THK, k_TGK = ops.rope(qk, cos, sin).split([H, G], 1)
-        out_THK = ops.attention(
-            q_THK,
-            k_TGK,
-            qkv[:, H + G :],
-            sinks=self.sink_logits(),
-            window=self.window,
-            scale=self.scale,
-            layer=self.layer,
-            context=context,
+        v_TGK, sinks, scale = qkv[:, H + G :], self.sink_logits(), self.scale
+        if isinstance(context, SplitContext):
+            attend = partial(sequence_parallel.attention, context=context)
+        else:
+            attend = partial(ops.attention, context=context)
+        out_THK = attend(
+            q_THK, k_TGK, v_TGK, sinks=sinks, window=self.window, scale=scale, layer=self.layer
         )
         return ops.linear(out_THK.flatten(1), self.o_proj.weight, self.o_proj.bias)
 

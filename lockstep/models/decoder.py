@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from lockstep.models.attention import Attention, Context, rope_table
 from lockstep.models.config import ModelConfig
 from lockstep.models.moe import MLP, MoE, Routing
+from lockstep.models.sequence_parallel import SplitContext
 from lockstep.ops import api as ops
 from lockstep.ops.context import PackedContext, Support
 
@@ -128,7 +129,7 @@ class Decoder(nn.Module):
         self,
         ids_T: Tensor,
         positions_T: Tensor,
-        context: PackedContext,
+        context: PackedContext | SplitContext,
         *,
         predictors_N: Tensor,
         targets_N: Tensor,

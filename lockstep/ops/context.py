@@ -62,6 +62,11 @@ class Support:
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
+    def take(self, index_N: Tensor) -> Support:
+        """Of the tokens at these places, in this order."""
+        all_of_them = Ragged(self.ids.cpu().numpy().astype(np.int32), self.offsets)
+        return Support.of(all_of_them.take(index_N.cpu().numpy()), device=self.ids.device)
+
     def mask(self, part: slice, vocab_size: int) -> Tensor:
         """[rows of the part, V] bool: which ids each token could be."""
         start, stop, _ = part.indices(len(self))

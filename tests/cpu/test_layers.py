@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[2]
 ROWS = [
     ["errors"],
     ["types"],
-    ["config", "renderers", "ops", "observe", "checks", "store", "outcome"],
+    ["config", "renderers", "ops", "observe", "checks", "store", "outcome", "launch"],
     ["models", "correction", "report"],
     ["objectives"],
     ["engines", "training"],

@@ -1,0 +1,41 @@
+"""Starts the gloo processes of a test, once for all of its cases, and gathers what they found."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+
+
+def run_ranks(work, directory, *, world, timeout=120):
+    """[world] what `work(rank, directory)` returned in each of `world` processes with a group."""
+    # A server that has imported torch once forks the ranks: a fresh start costs seconds for each.
+    context = torch.multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch._dynamo", "lockstep.training.trainer"])
+    started = [
+        context.Process(target=_rank, args=(work, rank, world, str(directory)))
+        for rank in range(world)
+    ]
+    for process in started:
+        process.start()
+    for process in started:
+        process.join(timeout=timeout)
+    codes = [process.exitcode for process in started]
+    for process in started:
+        process.kill()
+    assert codes == [0] * world, f"exit codes {codes}; their errors are on stderr"
+    return [torch.load(f"{directory}/{r}.pt", weights_only=False) for r in range(world)]
+
+
+def _rank(work, rank, world, directory):
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{directory}/store", world)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    torch.save(work(rank, directory), f"{directory}/{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # gloo's threads may outlive the interpreter's own data at a normal exit

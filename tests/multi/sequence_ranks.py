@@ -1,0 +1,146 @@
+"""What each rank of the sequence-parallel tests computes, and the same on one process."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from lockstep.models.config import ModelConfig
+from lockstep.models.decoder import Decoder
+from lockstep.models.moe import Routing
+from lockstep.models.sequence_parallel import SequenceParallel, SplitContext
+from lockstep.ops import api as ops
+from lockstep.ops import plain
+from lockstep.ops.context import PackedContext, Support
+from lockstep.ops.invariant import InvariantOps
+from lockstep.training.packing import share_beginnings
+from lockstep.types import Ragged
+
+WORLD = 4
+SIZES = (2, 4)
+
+_COMMON = {
+    "vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 8,
+    "head_dim": 8, "max_position_embeddings": 128, "rms_norm_eps": 1e-5, "rope_theta": 1e4,
+}  # fmt: skip
+_KINDS = {
+    "qwen3": {"model_type": "qwen3", "intermediate_size": 48, "tie_word_embeddings": True},
+    "gpt_oss": {
+        "model_type": "gpt_oss", "intermediate_size": 24, "num_local_experts": 4,
+        "num_experts_per_tok": 2, "sliding_window": 16, "tie_word_embeddings": False,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+}  # fmt: skip
+
+BATCHES = {
+    "packed": (5, 40, 41, 12, 23),
+    "alike": (30, 30, 30, 26),  # rows that begin alike
+    "one row": (67,),
+    "tiny": (3,),  # fewer tokens than four ranks have
+}
+CASES = [
+    *product(_KINDS, (1, 2, 8), ("packed",), ("float64",)),
+    *product(_KINDS, (2,), ("alike", "one row", "tiny"), ("float64",)),
+    *product(_KINDS, (1, 2, 8), ("packed", "alike", "tiny"), ("invariant",)),
+    ("gpt_oss", 2, "packed", "replay"),
+    ("qwen3", 2, "packed", "support"),
+]
+"""(architecture, key heads, batch, numerics and what else is handed over)."""
+
+
+def make_model(kind, num_kv_heads, dtype):
+    source = {**_COMMON, **_KINDS[kind], "num_key_value_heads": num_kv_heads}
+    model = Decoder(ModelConfig.from_hf(source))
+    model.init_weights(std=0.3, seed=0)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(("norm", "bias", "sinks")):
+                parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
+    return model.to(dtype)
+
+
+def make_batch(name, what):
+    """Ids, positions and context of rows, what is trained of them, and what else `score` takes."""
+    rng = np.random.default_rng(2)
+    rows = [rng.integers(0, 97, n).astype(np.int32) for n in BATCHES[name]]
+    if name == "alike":
+        for row in rows[1:]:
+            row[:20] = rows[0][:20]
+    index, ids, positions = share_beginnings(rows)
+    predictors = np.concatenate([at[len(at) // 3 :] for at in index])
+    num_tokens, num_trained = len(ids), len(predictors)
+    batch = {
+        "ids_T": torch.from_numpy(ids).long(),
+        "positions_T": torch.from_numpy(positions),
+        "context": PackedContext.of_rows(index),
+        "predictors_N": torch.from_numpy(predictors),
+        "targets_N": torch.from_numpy(rng.integers(0, 97, num_trained)),
+        "temperature": 0.9,
+    }
+    if what == "replay":
+        routes = rng.permuted(np.tile(np.arange(4), (num_tokens, 2, 1)), axis=-1)[..., :2]
+        known = torch.from_numpy(rng.random(num_tokens) < 0.8)
+        batch["routing"] = Routing(replay_TLA=torch.from_numpy(routes.copy()), is_known_T=known)
+    if what == "support":
+        kept = [
+            np.unique([*rng.integers(0, 97, 5), target]) if i % 3 else []
+            for i, target in enumerate(batch["targets_N"].tolist())
+        ]
+        batch["support"] = Support.of(Ragged.of(kept))
+    return batch
+
+
+def run(case, group=None):
+    """Log-probs, entropy, logits and whole gradients of one case; over a group, in pieces."""
+    kind, num_kv_heads, name, what = case
+    is_invariant = what == "invariant"
+    ops.use_backend(InvariantOps() if is_invariant else plain)
+    model = make_model(kind, num_kv_heads, torch.float32 if is_invariant else torch.float64)
+    batch = make_batch(name, what)
+    sequence = None if group is None else SequenceParallel(group)
+    score = model.score if sequence is None else lambda **b: sequence.score(model, **b)
+    logprobs, entropy = score(**batch)
+    generator = torch.Generator().manual_seed(3)
+    slopes = torch.randn(2, len(logprobs), generator=generator)
+    (slopes * torch.stack([logprobs, entropy])).sum().backward()
+    found = {"logprobs": logprobs.detach(), "entropy": entropy.detach()}
+    found["gradients"] = take_gradients(model, group)
+    if (routing := batch.get("routing")) is not None:
+        found["chosen"] = routing.stacked()
+    # The head computes in float32 whatever the model does: float64 ends at the logits.
+    ids, positions, context = batch["ids_T"], batch["positions_T"], batch["context"]
+    slopes_TV = torch.randn(len(ids), 97, generator=generator, dtype=torch.float64)
+    if group is None:
+        logits = found["logits"] = model.logits(model(ids, positions, context))
+        (slopes_TV * logits).sum().backward()
+    else:
+        split = SplitContext.of(context, len(ids), group)
+        logits = model.logits(model(split.take(ids), split.take(positions), split))
+        counts = torch.arange(split.start, split.stop) < len(ids)
+        (counts[:, None] * split.take(slopes_TV) * logits).sum().backward()
+        found["logits"] = split.gather(logits.detach())
+    found["logits"] = found["logits"].detach()
+    return found | {"gradients_of_logits": take_gradients(model, group)}
+
+
+def take_gradients(model, group):
+    """name -> whole gradient, which the model then has no more."""
+    gradients = {n: p.grad for n, p in model.named_parameters()}
+    model.zero_grad()
+    if group is not None:
+        for gradient in gradients.values():
+            dist.all_reduce(gradient, group=group)
+    return gradients
+
+
+def work(rank, directory):
+    """Everything that one rank does in all tests."""
+    groups = {
+        size: [dist.new_group(list(range(at, at + size))) for at in range(0, WORLD, size)]
+        for size in SIZES
+    }
+    return {(size, case): run(case, groups[size][rank // size]) for size in SIZES for case in CASES}
