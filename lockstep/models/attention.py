@@ -13,6 +13,7 @@ from torch import nn
 
 from lockstep.models import sequence_parallel
 from lockstep.models.config import ModelConfig, YarnScaling
+from lockstep.models.lora import Projection
 from lockstep.models.sequence_parallel import SplitContext
 from lockstep.ops import api as ops
 from lockstep.ops.context import PackedContext, PagedContext
@@ -32,16 +33,15 @@ class Attention(nn.Module):
         self.scale = c.head_dim**-0.5
         self.eps = c.rms_norm_eps
         fused = (c.num_heads + 2 * c.num_kv_heads) * c.head_dim
-        self.qkv_proj = nn.Linear(c.hidden_size, fused, bias=c.has_attention_bias)
-        self.o_proj = nn.Linear(c.num_heads * c.head_dim, c.hidden_size, bias=c.has_attention_bias)
+        self.qkv_proj = Projection(c.hidden_size, fused, bias=c.has_attention_bias)
+        self.o_proj = Projection(c.num_heads * c.head_dim, c.hidden_size, bias=c.has_attention_bias)
         self.q_norm = nn.Parameter(torch.ones(c.head_dim)) if c.has_qk_norm else None
         self.k_norm = nn.Parameter(torch.ones(c.head_dim)) if c.has_qk_norm else None
         self.sinks = nn.Parameter(torch.zeros(c.num_heads)) if c.has_sinks else None
 
     def forward(self, x_TD: Tensor, cos: Tensor, sin: Tensor, context: Context) -> Tensor:
         H, G = self.num_heads, self.num_kv_heads
-        qkv = ops.linear(x_TD, self.qkv_proj.weight, self.qkv_proj.bias)
-        qkv = qkv.view(len(x_TD), H + 2 * G, self.head_dim)
+        qkv = self.qkv_proj(x_TD).view(len(x_TD), H + 2 * G, self.head_dim)
         qk = qkv[:, : H + G]
         if self.q_norm is not None and self.k_norm is not None:
             weight = torch.cat([self.q_norm.expand(H, -1), self.k_norm.expand(G, -1)])
@@ -55,7 +55,7 @@ class Attention(nn.Module):
         out_THK = attend(
             q_THK, k_TGK, v_TGK, sinks=sinks, window=self.window, scale=scale, layer=self.layer
         )
-        return ops.linear(out_THK.flatten(1), self.o_proj.weight, self.o_proj.bias)
+        return self.o_proj(out_THK.flatten(1))
 
     def sink_logits(self) -> Tensor | None:
         """[H] what takes part in each head's softmax without a value; None in a model without."""

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lockstep.models.attention import Attention, Context, rope_table
 from lockstep.models.config import ModelConfig
+from lockstep.models.lora_config import LoraShape
 from lockstep.models.moe import MLP, MoE, Routing
 from lockstep.models.sequence_parallel import SplitContext
 from lockstep.ops import api as ops
@@ -80,6 +81,8 @@ class Decoder(nn.Module):
         self.final_norm = nn.Parameter(torch.ones(config.hidden_size))
         shape = (config.vocab_size, config.hidden_size)
         self.untied_head = None if config.tie_embeddings else nn.Parameter(torch.empty(shape))
+        self.lora: LoraShape | None = None
+        """The adapter that was put on by `lora.add_adapter`; the rest is frozen then."""
         self.recomputes_blocks = False
         """Activation checkpointing: a forward that is to be differentiated keeps the input of each
         block, and backward runs the block again. The same bits, in less memory."""

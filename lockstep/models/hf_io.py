@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 from lockstep.errors import CheckpointError
 from lockstep.models.config import ModelConfig
 from lockstep.models.decoder import Decoder
+from lockstep.models.lora import merged
 
 Tensor = torch.Tensor
 
@@ -176,10 +177,11 @@ def load_weights(model: Decoder, tensors: dict[str, Callable[[], Tensor]], *, wh
 
 
 def hf_tensors(model: Decoder) -> Iterator[tuple[str, Tensor]]:
-    """(Hugging Face name, tensor) for every parameter, in the order of the model."""
+    """(Hugging Face name, tensor) for every parameter, in the order of the model; with its adapter
+    merged into them, if it has one."""
     parameters = dict(model.named_parameters())
     for ours, source in parameter_sources(model.config).items():
-        value = source.save(parameters[ours].detach())
+        value = source.save(merged(model, ours, parameters[ours].detach()))
         parts = value.split(source.sizes) if source.sizes else (value,)
         yield from zip(source.names, parts, strict=True)
 

@@ -13,6 +13,7 @@ from torch import nn
 
 from lockstep.errors import AlignmentError
 from lockstep.models.config import ModelConfig
+from lockstep.models.lora import ExpertLowRank, Projection
 from lockstep.ops import api as ops
 from lockstep.ops.context import take_rows
 
@@ -57,12 +58,11 @@ class MLP(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         width = config.dense_intermediate_size if config.is_moe else config.intermediate_size
-        self.gate_up_proj = nn.Linear(config.hidden_size, 2 * width, bias=False)
-        self.down_proj = nn.Linear(width, config.hidden_size, bias=False)
+        self.gate_up_proj = Projection(config.hidden_size, 2 * width, bias=False)
+        self.down_proj = Projection(width, config.hidden_size, bias=False)
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        hidden_TF = ops.swiglu(ops.linear(x_TD, self.gate_up_proj.weight))
-        return ops.linear(hidden_TF, self.down_proj.weight)
+        return self.down_proj(ops.swiglu(self.gate_up_proj(x_TD)))
 
 
 class MoE(nn.Module):
@@ -80,6 +80,8 @@ class MoE(nn.Module):
         self.gate_up_bias = nn.Parameter(torch.zeros(E, 2 * F)) if has_bias else None
         self.down_proj = nn.Parameter(torch.empty(E, D, F))
         self.down_bias = nn.Parameter(torch.zeros(E, D)) if has_bias else None
+        self.gate_up_lora: ExpertLowRank | None = None
+        self.down_lora: ExpertLowRank | None = None
 
     def forward(self, x_TD: Tensor, routing: Routing | None = None) -> Tensor:
         weights_TA, experts_TA = self._route(x_TD, routing)
@@ -122,8 +124,11 @@ class MoE(nn.Module):
 
     def _experts(self, x_RD: Tensor, counts: list[int]) -> Tensor:
         x_RF = ops.expert_linear(x_RD, self.gate_up_proj, self.gate_up_bias, counts)
+        if self.gate_up_lora is not None:
+            x_RF = self.gate_up_lora(x_RD, x_RF, counts)
         if self.limit:
             x_RF = ops.swiglu_clamped(x_RF, alpha=GPT_OSS_ALPHA, limit=self.limit)
         else:
             x_RF = ops.swiglu(x_RF)
-        return ops.expert_linear(x_RF, self.down_proj, self.down_bias, counts)
+        out_RD = ops.expert_linear(x_RF, self.down_proj, self.down_bias, counts)
+        return out_RD if self.down_lora is None else self.down_lora(x_RF, out_RD, counts)

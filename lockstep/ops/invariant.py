@@ -282,7 +282,6 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_MK, weight_NK, bias_N, gemm):
         ctx.save_for_backward(x_MK, weight_NK)
-        ctx.has_bias = bias_N is not None
         return gemm(x_MK, weight_NK, bias_N)
 
     @staticmethod
@@ -292,7 +291,7 @@ class _Linear(torch.autograd.Function):
         grad_MN, x_MK, weight_NK = _widen(dtype, grad_MN, x_MK, weight_NK)
         grad_x = (grad_MN @ weight_NK).to(dtype) if ctx.needs_input_grad[0] else None
         grad_weight = (grad_MN.t() @ x_MK).to(dtype) if ctx.needs_input_grad[1] else None
-        grad_bias = grad_MN.sum(0).to(dtype) if ctx.has_bias else None
+        grad_bias = grad_MN.sum(0).to(dtype) if ctx.needs_input_grad[2] else None
         return grad_x, grad_weight, grad_bias, None
 
 

@@ -263,12 +263,13 @@ def flash_backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """dQ, dK, dV and dsinks by the stock CPU backward. q, k, v, out [B, H, L, D] of equal heads;
-    lse [B, H, L] float32 of keys and sink together; mask additive, or None for causal."""
+    lse [B, H, L] float32 of keys and sink together; mask additive, or None for causal. dsinks is
+    None for sinks that want none."""
     grad_q, grad_k, grad_v = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         grad_out, q, k, v, out, lse, 0.0, mask is None, attn_mask=mask, scale=scale
     )
     grad_sinks = None
-    if sinks is not None:
+    if sinks is not None and sinks.requires_grad:
         through = (grad_out * out).sum(-1).to(lse.dtype)
         share = torch.exp(sinks.to(lse.dtype)[:, None] - lse)
         grad_sinks = -(share * through).sum((0, 2)).to(sinks.dtype)

@@ -16,6 +16,7 @@ from lockstep.agent.tasks import derive_seed
 from lockstep.models.attention import Attention
 from lockstep.models.config import ModelConfig
 from lockstep.models.decoder import Decoder
+from lockstep.models.lora import add_adapter
 from lockstep.models.moe import MoE
 from lockstep.ops import api as ops
 from lockstep.ops.head import CHUNK_BYTES
@@ -27,7 +28,13 @@ AnyDecoder = TypeVar("AnyDecoder", bound=Decoder)
 
 def sharing(twin: AnyDecoder, model: Decoder) -> AnyDecoder:
     """`twin` with the very parameters of `model`: an update of one is an update of both."""
+    if model.lora is not None:
+        add_adapter(twin, model.lora, seed=0)
+    # Assigning hands down what the twin's own, thrown away, had for requires_grad.
+    trained = {name: p.requires_grad for name, p in model.named_parameters()}
     twin.load_state_dict(model.state_dict(keep_vars=True), assign=True)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(trained[name])
     return twin
 
 

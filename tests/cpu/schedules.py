@@ -18,6 +18,8 @@ from lockstep.engines.config import EmbeddedConfig
 from lockstep.engines.embedded.engine import EmbeddedEngine
 from lockstep.models.config import ModelConfig
 from lockstep.models.decoder import Decoder
+from lockstep.models.lora import add_adapter
+from lockstep.models.lora_config import LoraConfig, lora_shape
 from lockstep.objectives.config import Reinforce
 from lockstep.objectives.losses import make_loss
 from lockstep.ops import api as ops
@@ -78,24 +80,37 @@ class Arm:
     reply_tokens: int = 90
     """Of a turn, at most."""
     recompute: Recompute = "none"
+    lora_rank: int = 0
+    """Of an adapter on every projection, which alone is trained; 0 trains the model."""
 
     def __str__(self) -> str:
         sampler, trainer = self.threads
         ops_name = ", stock ops" if self.is_plain else ""
         recomputed = ", blocks recomputed" if self.recompute == "blocks" else ""
-        return f"{self.model}, {self.dtype}, threads {sampler} and {trainer}{ops_name}{recomputed}"
+        adapter = f", LoRA of rank {self.lora_rank}" if self.lora_rank else ""
+        return (
+            f"{self.model}, {self.dtype}, threads {sampler} and {trainer}{ops_name}{recomputed}"
+            f"{adapter}"
+        )
 
 
 def proof_arms() -> list[Arm]:
     """More than 100,000 tokens: every model, dtype and pair of thread counts."""
-    return [
-        Arm(
-            model=model, dtype=dtype, threads=threads, seeds=(i, i + 1) if model in MODELS else (i,)
-        )
-        for i, (model, dtype, threads) in enumerate(
-            product({**MODELS, **WIDE_MODELS}, DTYPES, THREADS)
-        )
-    ] + recomputing_arms()
+    return (
+        [
+            Arm(
+                model=model,
+                dtype=dtype,
+                threads=threads,
+                seeds=(i, i + 1) if model in MODELS else (i,),
+            )
+            for i, (model, dtype, threads) in enumerate(
+                product({**MODELS, **WIDE_MODELS}, DTYPES, THREADS)
+            )
+        ]
+        + recomputing_arms()
+        + lora_arms()
+    )
 
 
 def recomputing_arms(**settings: Any) -> list[Arm]:
@@ -111,6 +126,14 @@ def control_arms() -> list[Arm]:
     return [
         Arm(model=model, dtype=dtype, is_plain=True)
         for model, dtype in product({**MODELS, **WIDE_MODELS}, DTYPES)
+    ]
+
+
+def lora_arms(**settings: Any) -> list[Arm]:
+    """With an adapter, unmerged on both sides."""
+    return [
+        Arm(model=model, dtype=dtype, threads=(2, 1), lora_rank=4 + i, seeds=(i,), **settings)
+        for i, (model, dtype) in enumerate(product(MODELS, DTYPES))
     ]
 
 
@@ -140,8 +163,9 @@ class Tally:
             self.max_abs_diff = max(self.max_abs_diff, float(np.abs(ours - theirs).max()))
 
 
-def make_model(name: str, dtype: str, *, seed: int = 0) -> Decoder:
-    """No parameter, norms and sinks included, is at its start; log-probs spread over nats."""
+def make_model(name: str, dtype: str, *, seed: int = 0, lora_rank: int = 0) -> Decoder:
+    """No parameter, norms, sinks and adapters included, is at its start; log-probs spread over
+    nats."""
     shape = {**MODELS, **WIDE_MODELS}[name]
     config = ModelConfig(
         **shape, rms_norm_eps=1e-6, rope_theta=1e4, max_positions=1024, tie_embeddings=True
@@ -153,24 +177,34 @@ def make_model(name: str, dtype: str, *, seed: int = 0) -> Decoder:
         for parameter_name, parameter in model.named_parameters():
             if parameter_name.endswith(("norm", "bias", "sinks")):
                 parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
-    return model.to(getattr(torch, dtype))
+    model = model.to(getattr(torch, dtype))
+    if lora_rank:
+        shape = lora_shape(LoraConfig(rank=lora_rank, alpha=3.0), config)
+        add_adapter(model, shape, seed=seed)
+        with torch.no_grad():
+            for parameter_name, parameter in model.named_parameters():
+                if ".B" in parameter_name:
+                    parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
+    return model
 
 
 @cache
-def backend_for(name: str, dtype: str) -> selftest.Proof:
+def backend_for(name: str, dtype: str, lora_rank: int = 0) -> selftest.Proof:
     """What a run of this model would compute with on this machine."""
-    return selftest.prove(make_model(name, dtype))
+    return selftest.prove(make_model(name, dtype, lora_rank=lora_rank))
 
 
 @cache
 def compare(arm: Arm) -> Tally:
     """Runs the arm's schedules, each with two rounds and an update after either."""
     backend, threads = ops.active_backend(), torch.get_num_threads()
-    ops.use_backend(plain if arm.is_plain else backend_for(arm.model, arm.dtype).backend)
+    proof = backend_for(arm.model, arm.dtype, arm.lora_rank)
+    ops.use_backend(plain if arm.is_plain else proof.backend)
     try:
         tally = Tally()
         config = TrainerConfig(lr=1e-3, recompute=arm.recompute)
-        trainer = Trainer(make_model(arm.model, arm.dtype), config, like="unused")
+        model = make_model(arm.model, arm.dtype, lora_rank=arm.lora_rank)
+        trainer = Trainer(model, config, like="unused")
         for seed in arm.seeds:
             _run(trainer, arm, seed, tally)
         return tally

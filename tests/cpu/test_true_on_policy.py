@@ -16,6 +16,7 @@ from schedules import (
     Arm,
     backend_for,
     compare,
+    lora_arms,
     make_model,
     proof_arms,
     recomputing_arms,
@@ -31,6 +32,8 @@ from lockstep.ops import plain
 from lockstep.training.config import TrainerConfig
 from lockstep.training.trainer import Trainer
 from lockstep.types import Sample
+
+SHORT = {"num_requests": 5, "reply_tokens": 20}
 
 
 def arms():
@@ -48,7 +51,7 @@ def arms():
     return [
         Arm(model=m, dtype=d, threads=t, seeds=(seed,), num_requests=7, reply_tokens=30)
         for seed, (m, d, t) in enumerate(kinds)
-    ] + recomputing_arms(num_requests=5, reply_tokens=20)[::3]
+    ] + [a for kind in (recomputing_arms, lora_arms) for a in kind(**SHORT)[::3]]
 
 
 @pytest.fixture

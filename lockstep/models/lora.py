@@ -1,0 +1,174 @@
+"""Low-rank adapters beside the decoder's projections, for sampler and trainer alike.
+
+The adapter is never merged while it is trained: both sides add the same product, computed by
+`ops.api`, so what a contract promises of a model holds for the adapted one.
+
+# T tokens  K inputs  N outputs  R rank  S parts of a fused projection  E experts
+# P token-expert pairs
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from lockstep.models.lora_config import LoraShape, Site, lora_sites
+from lockstep.ops import api as ops
+
+if TYPE_CHECKING:
+    from lockstep.models.decoder import Decoder
+
+Tensor = torch.Tensor
+
+
+class Projection(nn.Linear):
+    """x W^T + b, and what an adapter adds to it."""
+
+    def __init__(self, inputs: int, outputs: int, *, bias: bool) -> None:
+        super().__init__(inputs, outputs, bias=bias)
+        self.lora: LowRank | None = None
+
+    def forward(self, x_TK: Tensor) -> Tensor:
+        out_TN = ops.linear(x_TK, self.weight, self.bias)
+        return out_TN if self.lora is None else self.lora(x_TK, out_TN)
+
+
+class LowRank(nn.Module):
+    """The adapter of a projection that may hold several of Hugging Face's.
+
+    The parts' A stand in one matrix, so that the inputs are read once; each part has its own B.
+    """
+
+    def __init__(
+        self, parts: Sequence[tuple[Site, int]], sizes: Sequence[int], shape: LoraShape
+    ) -> None:
+        """parts: the adapted ones, each with its place among all; sizes: outputs of all."""
+        super().__init__()
+        self.places = [place for _, place in parts]
+        self.sizes = list(sizes)
+        self.rank, self.scale, self.is_on = shape.rank, shape.scale, True
+        self.A = nn.Parameter(torch.empty(len(parts) * shape.rank, parts[0][0].inputs))
+        self.B = nn.ParameterList(torch.empty(s.outputs, shape.rank) for s, _ in parts)
+
+    def forward(self, x_TK: Tensor, out_TN: Tensor) -> Tensor:
+        if not self.is_on:
+            return out_TN
+        h_TSR = (ops.linear(x_TK, self.A) * self.scale).view(len(x_TK), -1, self.rank)
+        outs = list(out_TN.split(self.sizes, -1))
+        for number, place in enumerate(self.places):
+            # Rows without a gap: a kernel may take another path for strided ones.
+            outs[place] = outs[place] + ops.linear(h_TSR[:, number].contiguous(), self.B[number])
+        return outs[0] if len(outs) == 1 else torch.cat(outs, -1)
+
+    def factors(self, number: int) -> tuple[Tensor, Tensor]:
+        """(A [R, K], B [N, R]) of the `number`-th adapted part: views of the parameters."""
+        return self.A[number * self.rank : (number + 1) * self.rank], self.B[number]
+
+    def delta(self) -> Tensor:
+        """[N, K] float32: what is added to the weight, scale included."""
+        rows = [self.A.new_zeros(n, self.A.shape[1], dtype=torch.float32) for n in self.sizes]
+        for number, place in enumerate(self.places):
+            A, B = (x.detach().float() for x in self.factors(number))
+            rows[place] = B @ A * self.scale
+        return torch.cat(rows)
+
+
+class ExpertLowRank(nn.Module):
+    """The adapter of one projection of all experts, each with factors of its own."""
+
+    def __init__(self, site: Site, shape: LoraShape) -> None:
+        super().__init__()
+        E, R = site.num_experts, shape.rank
+        self.rank, self.scale, self.is_on = R, shape.scale, True
+        self.A = nn.Parameter(torch.empty(E, R, site.inputs))
+        self.B = nn.Parameter(torch.empty(E, site.outputs, R))
+
+    def forward(self, x_PK: Tensor, out_PN: Tensor, tokens_per_expert: list[int]) -> Tensor:
+        if not self.is_on:
+            return out_PN
+        h_PR = ops.expert_linear(x_PK, self.A, None, tokens_per_expert) * self.scale
+        return out_PN + ops.expert_linear(h_PR, self.B, None, tokens_per_expert)
+
+    def delta(self) -> Tensor:
+        """[E, N, K] float32: what is added to the weights, scale included."""
+        return torch.bmm(self.B.detach().float(), self.A.detach().float()) * self.scale
+
+
+Adapter = LowRank | ExpertLowRank
+
+
+def add_adapter(model: Decoder, shape: LoraShape, *, seed: int) -> None:
+    """Puts an adapter on `model`, on its device and in its dtype, and freezes everything else.
+
+    A is drawn as PEFT does (uniform within 1 / sqrt(inputs)), in float32 on the CPU, so that a seed
+    means the same on every device. B is 0: the adapted model is the model.
+    """
+    model.requires_grad_(False)
+    chosen = {site.name for site in shape.sites}
+    generator = torch.Generator().manual_seed(seed)
+    for projection, group in groupby(lora_sites(model.config), lambda site: site.projection):
+        sites = list(group)
+        parts = [(site, i) for i, site in enumerate(sites) if site.name in chosen]
+        if not parts:
+            continue
+        owner, attribute, weight = _place(model, projection)
+        with torch.device("cpu"):
+            if sites[0].num_experts:
+                adapter: Adapter = ExpertLowRank(sites[0], shape)
+            else:
+                adapter = LowRank(parts, [site.outputs for site in sites], shape)
+        bound = 1 / math.sqrt(sites[0].inputs)
+        with torch.no_grad():
+            adapter.A.uniform_(-bound, bound, generator=generator)
+            for factor in [adapter.B] if isinstance(adapter, ExpertLowRank) else adapter.B:
+                factor.zero_()
+        setattr(owner, attribute, adapter.to(weight.device, weight.dtype))
+    model.lora = shape
+
+
+def _place(model: nn.Module, projection: str) -> tuple[nn.Module, str, Tensor]:
+    """(module, its attribute for the adapter, the weight beside it)."""
+    parent, _, name = projection.rpartition(".")
+    owner = model.get_submodule(parent)
+    found = getattr(owner, name)
+    if isinstance(found, Projection):
+        return found, "lora", found.weight
+    return owner, f"{name.removesuffix('_proj')}_lora", found
+
+
+def adapter_at(model: nn.Module, projection: str) -> Adapter | None:
+    """The adapter of one of our projections, if it has one."""
+    owner, attribute, _ = _place(model, projection)
+    return getattr(owner, attribute)
+
+
+@contextmanager
+def adapter_off(model: nn.Module) -> Iterator[None]:
+    """In the block, `model` is the one that the adapter was put on: the reference policy."""
+    adapters = [m for m in model.modules() if isinstance(m, LowRank | ExpertLowRank)]
+    before = [adapter.is_on for adapter in adapters]
+    try:
+        for adapter in adapters:
+            adapter.is_on = False
+        yield
+    finally:
+        for adapter, was_on in zip(adapters, before, strict=True):
+            adapter.is_on = was_on
+
+
+def merged(model: nn.Module, name: str, weight: Tensor) -> Tensor:
+    """`weight`, the parameter `name` of `model`, with what its adapter adds: summed in float32,
+    rounded once. Itself where there is no adapter."""
+    parent, _, last = name.rpartition(".")
+    owner = model.get_submodule(parent)
+    attribute = "lora" if isinstance(owner, Projection) else f"{last.removesuffix('_proj')}_lora"
+    adapter = getattr(owner, attribute, None)
+    if adapter is None or last not in ("weight", "gate_up_proj", "down_proj"):
+        return weight
+    return (weight.detach().float() + adapter.delta()).to(weight.dtype)
