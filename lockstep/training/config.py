@@ -12,6 +12,7 @@ from lockstep.errors import ConfigError
 Schedule = Literal["constant", "linear", "cosine"]
 LongRows = Literal["error", "drop"]
 Recompute = Literal["none", "blocks"]
+Offload = Literal["none", "optimizer"]
 
 
 def _check(room: str, *claims: tuple[bool, str, object, str]) -> None:
@@ -47,6 +48,12 @@ class TrainerConfig:
     recompute: Recompute = "none"
     """blocks: activation checkpointing. The training forward keeps only what each block begins
     with, and backward computes the block again: about a quarter more time, the same bits."""
+    optimizer_bits: Literal[32, 8] = 32
+    """Bits of each of AdamW's two moments. 8: a code per value and a scale per 256, for matrices;
+    embeddings, norms and what is small keep 32. About 2 bytes per weight in place of 8."""
+    offload: Offload = "none"
+    """optimizer: AdamW's moments and the float32 masters are in the host's memory, and the update
+    is made there; gradients go to it and weights come back. For a model on a GPU."""
     updates_per_batch: int = 1
     """Optimizer steps on each sampled batch, each on its share of the rows."""
     measure_after_every: int = 10

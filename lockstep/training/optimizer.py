@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterable, Mapping
 
@@ -9,10 +10,21 @@ import torch
 
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.training.config import TrainerConfig
+from lockstep.training.moments import (
+    BLOCK,
+    Moments,
+    QuantizedMoment,
+    is_quantized,
+    quantized_adamw,
+    zero_moments,
+)
 
 Tensor = torch.Tensor
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+_CODES, _SCALES = "_codes", "_scales"
+
+_log = logging.getLogger(__name__)
 
 
 def lr_share(update: int, config: TrainerConfig, *, total_updates: int | None) -> float:
@@ -47,7 +59,8 @@ class Optimizer:
 
     Parameters are updated in their own memory, which an engine in this process may share. Those
     that are not float32 have a float32 master, in which gradients add up and updates are made: the
-    last bit of a bfloat16 weight is more than most updates.
+    last bit of a bfloat16 weight is more than most updates. With trainer.offload=optimizer all
+    have one, in the host's memory, and its moments beside it.
     """
 
     def __init__(
@@ -56,21 +69,34 @@ class Optimizer:
         self.parameters = {n: p for n, p in named_parameters if p.requires_grad}
         if not self.parameters:
             raise ConfigError("the model has no trainable parameter.")
+        self._config = config
+        is_offloaded = config.offload == "optimizer"
         self.masters: dict[str, Tensor] = {
-            name: p if p.dtype == torch.float32 else p.detach().float().requires_grad_()
+            name: p if p.dtype == torch.float32 and not is_offloaded else _master(p, is_offloaded)
             for name, p in self.parameters.items()
         }
+        self._quantized = {
+            name
+            for name, p in self.parameters.items()
+            if config.optimizer_bits == 8 and is_quantized(name, p.shape)
+        }
+        self._moments: dict[str, Moments] = {}
+        self._num_updates: dict[str, int] = {}
+        """Of the parameters in `_moments`, each its own: one without a gradient has none."""
         groups = [
             {
-                "params": [m for n, m in self.masters.items() if is_decayed(n) == decays],
-                "weight_decay": config.weight_decay if decays else 0.0,
+                "params": [
+                    m
+                    for n, m in self.masters.items()
+                    if is_decayed(n) == decays and n not in self._quantized
+                ],
+                "weight_decay": self._weight_decay(decays),
             }
             for decays in (True, False)
         ]
         self._adam = torch.optim.AdamW(
-            [g for g in groups if g["params"]],
-            lr=config.lr, betas=config.betas, eps=config.eps, fused=True,
-        )  # fmt: skip
+            groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True
+        )
 
     def collect_gradients(self) -> None:
         """Adds the gradients of the last backward to the masters', in float32."""
@@ -79,9 +105,9 @@ class Optimizer:
             if master is parameter or parameter.grad is None:
                 continue
             if master.grad is None:
-                master.grad = parameter.grad.float()
+                master.grad = parameter.grad.to(master.device, torch.float32)
             else:
-                master.grad.add_(parameter.grad)
+                master.grad.add_(parameter.grad.to(master.device))
             parameter.grad = None
 
     def zero_gradients(self) -> None:
@@ -109,33 +135,70 @@ class Optimizer:
             group["lr"] = lr
         self._adam.step()
         with torch.no_grad():
+            self._step_quantized(lr)
             for name, parameter in self.parameters.items():
                 if self.masters[name] is not parameter:
                     parameter.copy_(self.masters[name])
         self.zero_gradients()
 
+    def read_parameters(self) -> None:
+        """Masters of float32 parameters, which are copies with another place only, from these."""
+        with torch.no_grad():
+            for name, parameter in self.parameters.items():
+                if parameter.dtype == torch.float32 and self.masters[name] is not parameter:
+                    self.masters[name].copy_(parameter)
+
+    def _step_quantized(self, lr: float) -> None:
+        for name in self.masters:
+            master = self.masters[name]
+            if name not in self._quantized or master.grad is None:
+                continue
+            if name not in self._moments:
+                self._moments[name], self._num_updates[name] = zero_moments(master), 0
+            self._num_updates[name] += 1
+            quantized_adamw(
+                master, master.grad, self._moments[name],
+                update=self._num_updates[name], lr=lr, betas=self._config.betas,
+                eps=self._config.eps, weight_decay=self._weight_decay(is_decayed(name)),
+            )  # fmt: skip
+
+    def _weight_decay(self, decays: bool) -> float:
+        return self._config.weight_decay if decays else 0.0
+
     # -- state ----------------------------------------------------------------------------------
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """`exp_avg/NAME`, `exp_avg_sq/NAME`, `step/NAME`, and `master/NAME` where there is one."""
+        """`exp_avg/NAME`, `exp_avg_sq/NAME`, `step/NAME`, and `master/NAME` where the parameter is
+        not float32. A moment of 8 bits is `exp_avg_codes/NAME` and `exp_avg_scales/NAME`."""
         out: dict[str, Tensor] = {}
         for name, master in self.masters.items():
-            if master is not self.parameters[name]:
+            if self._has_stored_master(name):
                 out[f"master/{name}"] = master.detach()
             for key, value in self._adam.state.get(master, {}).items():
                 out[f"{key}/{name}"] = value.detach().reshape(1 if key == "step" else value.shape)
+            if name in self._moments:
+                for key, moment in zip(_MOMENTS, self._moments[name], strict=True):
+                    out[f"{key}{_CODES}/{name}"] = moment.codes
+                    out[f"{key}{_SCALES}/{name}"] = moment.scales
+                out[f"step/{name}"] = torch.tensor([float(self._num_updates[name])])
         return out
 
     def load_state_tensors(self, tensors: Mapping[str, Tensor], *, where: str) -> None:
         """Raises CheckpointError listing every tensor that is missing, extra or misshapen, and then
-        changes nothing."""
+        changes nothing. Moments that were written with another `optimizer_bits` are converted, and
+        the log says so."""
         shapes: dict[str, tuple[int, ...]] = {}
         for name, master in self.masters.items():
-            if master is not self.parameters[name]:
+            if self._has_stored_master(name):
                 shapes[f"master/{name}"] = tuple(master.shape)
-            if any(f"{key}/{name}" in tensors for key in (*_MOMENTS, "step")):
-                shapes |= {f"{key}/{name}": tuple(master.shape) for key in _MOMENTS}
+            if f"step/{name}" in tensors or any(f"{key}/{name}" in tensors for key in _MOMENTS):
                 shapes[f"step/{name}"] = (1,)
+                if f"{_MOMENTS[0]}{_CODES}/{name}" in tensors:
+                    scales = (*master.shape[:-1], -(-master.shape[-1] // BLOCK))
+                    shapes |= {f"{key}{_CODES}/{name}": tuple(master.shape) for key in _MOMENTS}
+                    shapes |= {f"{key}{_SCALES}/{name}": scales for key in _MOMENTS}
+                else:
+                    shapes |= {f"{key}/{name}": tuple(master.shape) for key in _MOMENTS}
         problems = [f"missing {key}" for key in shapes if key not in tensors]
         problems += [f"unexpected {key}" for key in tensors if key not in shapes]
         problems += [
@@ -149,13 +212,60 @@ class Optimizer:
             )
         self.zero_gradients()
         self._adam.state.clear()
+        self._moments.clear()
+        self._num_updates.clear()
+        num_converted = 0
         for name, master in self.masters.items():
             if (kept := tensors.get(f"master/{name}")) is not None:
                 with torch.no_grad():
                     master.copy_(kept)
             if f"step/{name}" in tensors:
-                self._adam.state[master] = {
-                    # The fused kernel keeps its count beside the parameter, in float32.
-                    "step": tensors[f"step/{name}"].reshape(()).to(master.device).clone(),
-                    **{k: tensors[f"{k}/{name}"].to(master.device).clone() for k in _MOMENTS},
-                }
+                num_converted += self._load_moments(name, tensors)
+        if num_converted:
+            _log.warning(
+                "%s: the moments of %d parameters were converted to trainer.optimizer_bits=%d.",
+                where, num_converted, self._config.optimizer_bits,
+            )  # fmt: skip
+
+    def _load_moments(self, name: str, tensors: Mapping[str, Tensor]) -> bool:
+        """Whether the moments of `name` were of another kind."""
+        master, step = self.masters[name], tensors[f"step/{name}"]
+        is_coded = f"{_MOMENTS[0]}{_CODES}/{name}" in tensors
+        if is_coded:
+            stored = [
+                QuantizedMoment(
+                    tensors[f"{key}{_CODES}/{name}"].to(master.device, copy=True),
+                    tensors[f"{key}{_SCALES}/{name}"].to(master.device, copy=True),
+                )
+                for key in _MOMENTS
+            ]
+        else:
+            stored = [tensors[f"{key}/{name}"].to(master.device, copy=True) for key in _MOMENTS]
+        if name in self._quantized:
+            moments = zero_moments(master)
+            for moment, found in zip(moments, stored, strict=True):
+                if isinstance(found, QuantizedMoment):
+                    moment.codes.copy_(found.codes)
+                    moment.scales.copy_(found.scales)
+                else:
+                    moment.write(found)
+            self._moments[name], self._num_updates[name] = moments, int(step)
+        else:
+            self._adam.state[master] = {
+                # The fused kernel keeps its count beside the parameter, in float32.
+                "step": step.reshape(()).to(master.device, copy=True),
+                **{
+                    key: found.read() if isinstance(found, QuantizedMoment) else found
+                    for key, found in zip(_MOMENTS, stored, strict=True)
+                },
+            }
+        return is_coded != (name in self._quantized)
+
+    def _has_stored_master(self, name: str) -> bool:
+        """A float32 parameter is its own master, or the same numbers in another place."""
+        return self.parameters[name].dtype != torch.float32
+
+
+def _master(parameter: Tensor, is_offloaded: bool) -> Tensor:
+    device = torch.device("cpu") if is_offloaded else parameter.device
+    return parameter.detach().to(device, torch.float32, copy=True).requires_grad_()

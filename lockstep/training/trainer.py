@@ -108,6 +108,11 @@ class Trainer:
                 f"temperature={temperature} of the trainer must be a finite number above 0. Greedy "
                 "sampling records log-probs at temperature 1, and gives no groups to learn from."
             )
+        if config.offload != "none" and model.embedding.device.type == "cpu":
+            raise ConfigError(
+                f"trainer.offload={config.offload} moves the optimizer's state to the host's "
+                "memory, and the model is on the CPU: it is there already. Leave it at none."
+            )
         self.model = model
         model.recomputes_blocks = config.recompute == "blocks"
         self.reference = reference
@@ -355,6 +360,7 @@ class Trainer:
             tensors = _read_optimizer(directory / OPTIMIZER)
             self.optimizer.load_state_tensors(tensors, where=str(directory / OPTIMIZER))
         load_weights(self.model, read_tensors(directory / POLICY), where=str(directory / POLICY))
+        self.optimizer.read_parameters()
         if weights_only:
             self.optimizer = Optimizer(self.model.named_parameters(), self.config)
             counters = {"num_updates": 0, "num_skipped": 0, "version": 0}
