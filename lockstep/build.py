@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,8 +29,11 @@ from lockstep.run_config import Config, ModelChoice
 from lockstep.store.run import Run, load_run
 
 if TYPE_CHECKING:
+    import torch
+
     from lockstep.engines.base import Engine
     from lockstep.models.decoder import Decoder
+    from lockstep.training.critic import Critic
     from lockstep.training.trainer import Trainer
 
 RENDERER_FILE = "renderer.json"
@@ -60,6 +63,8 @@ class Parts:
     engine: Engine
     trainer: Trainer
     numerics: Numerics
+    critic: Critic | None = None
+    """Only where the advantage is made of its values."""
 
     @property
     def renderer(self) -> Renderer:
@@ -99,6 +104,8 @@ def check_config(config: Config) -> Foundation:
             f"agent.top_k={config.agent.top_k}: an engine cannot re-score the distribution that "
             "these leave. Set agent.top_p=1 agent.top_k=0, or correction.behaviour=rollout."
         )
+    if config.critic.model:
+        check_critic(config, foundation)
     config.task.check()
     first = next(config.task.tasks(split="train", seed=config.seed), None)
     if first is None:
@@ -127,6 +134,34 @@ def lay_foundation(config: ModelChoice) -> Foundation:
         )
     chosen = config.renderer or renderer_of(directory, model)
     return Foundation(directory, model, chosen, make_renderer(chosen, tokenizer))
+
+
+def check_critic(config: Config, foundation: Foundation) -> None:
+    """Raises ConfigError if `critic.model` cannot read what the policy writes."""
+    try:
+        directory = locate_model(config.critic.model)
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("model=", "critic.model=", 1)) from None
+    model = ModelConfig.from_directory(directory)
+    where = f"critic.model={config.critic.model}"
+    if config.max_tokens > model.max_positions:
+        raise ConfigError(
+            f"max_tokens={config.max_tokens} is more than the {model.max_positions} positions that "
+            f"{where} was made for."
+        )
+    known = foundation.renderer.tokenizer
+    if (directory / "tokenizer.json").is_file():
+        theirs = Tokenizer.from_file(directory)
+        if theirs.all_token_bytes() != known.all_token_bytes():
+            raise ConfigError(
+                f"{where} has another tokenizer than model={config.model}: it would read other "
+                "text than was written. Leave critic.model empty to start from the policy."
+            )
+    if known.vocab_size > model.vocab_size:
+        raise ConfigError(
+            f"{where} has a vocabulary of {model.vocab_size}, and the policy's tokenizer ids up to "
+            f"{known.vocab_size - 1}. Leave critic.model empty to start from the policy."
+        )
 
 
 def renderer_of(directory: Path, model: ModelConfig) -> RendererConfig:
@@ -194,6 +229,7 @@ def plan(
         f"step       {config.groups_per_step} tasks x {config.group_size} episodes = {episodes} "
         f"trajectories of at most {config.max_tokens} tokens; {config.steps} steps",
         f"update     {_update_plan(config, is_kept=numerics is not None and numerics.is_kept)}",
+        *([f"critic     {_critic_plan(config)}"] if config.advantage.needs_critic else []),
         f"numerics   {_contract_plan(config) if numerics is None else numerics.line}",
         *(f"warning    {text}" for text in config.correction.warnings()),
     ]
@@ -232,11 +268,35 @@ def _update_plan(config: Config, *, is_kept: bool) -> str:
     return f"one-pass: measured inside the training forward, before the optimizer moves; {by}"
 
 
+def _critic_plan(config: Config) -> str:
+    """What the critic starts from, and how it learns."""
+    critic = config.critic
+    settings = " ".join(
+        f"{f.name}={getattr(config.advantage, f.name)}" for f in fields(config.advantage)
+    )
+    line = (
+        f"{tag(type(config.advantage))} {settings}; from {critic.model or config.model}, "
+        f"{critic.updates_per_batch} update(s) of all rows, lr {critic.lr:g}"
+    )
+    if critic.steps_before_policy:
+        line += f"; alone for {critic.steps_before_policy} steps"
+    return line
+
+
 # -- loading --------------------------------------------------------------------------------------
 
 
-def build(config: Config, foundation: Foundation, *, weights: Path | None = None) -> Parts:
-    """Loads the model (from `weights`, or the config's own) and wires the parts around it."""
+def build(
+    config: Config,
+    foundation: Foundation,
+    *,
+    weights: Path | None = None,
+    is_training: bool = True,
+) -> Parts:
+    """Loads the model (from `weights`, or the config's own) and wires the parts around it.
+
+    is_training: False leaves out the models that only training needs, reference and critic.
+    """
     from lockstep.engines.registry import check_capabilities, make_engine
     from lockstep.ops.invariant import ask_for_reproducible_gemm
     from lockstep.training.trainer import Trainer
@@ -257,18 +317,40 @@ def build(config: Config, foundation: Foundation, *, weights: Path | None = None
         is_rescored=config.correction.behaviour == "averaged",
     )
     reference = None
-    if config.objective.reads_reference_logprobs:
+    if is_training and config.objective.reads_reference_logprobs:
         reference = load_model(config, foundation).requires_grad_(False)
     trainer = Trainer(
         model if config.fault is None else config.fault.make_trained(model),
         config.trainer,
         like=foundation.directory,
         temperature=config.agent.temperature,
-        total_updates=config.steps * config.trainer.updates_per_batch,
+        total_updates=(config.steps - config.critic.steps_before_policy)
+        * config.trainer.updates_per_batch,
         reference=reference,
         contract=numerics.fingerprint if numerics.is_kept else None,
     )
-    return Parts(foundation, model, engine, trainer, numerics)
+    critic = None
+    if is_training and config.advantage.needs_critic:
+        critic = load_critic(config, foundation, device=model.embedding.device)
+    return Parts(foundation, model, engine, trainer, numerics, critic)
+
+
+def load_critic(config: Config, foundation: Foundation, *, device: torch.device) -> Critic:
+    """The critic that `advantage` compares with, from its own model or the run's."""
+    import torch
+
+    from lockstep.models.critic import load_value_model
+    from lockstep.training.critic import Critic
+
+    name = config.critic.model
+    directory = locate_model(name) if name else foundation.directory
+    return Critic(
+        load_value_model(directory, dtype=getattr(torch, config.dtype), device=device),
+        config.critic,
+        config.trainer,
+        like=directory,
+        total_updates=config.steps * config.critic.updates_per_batch,
+    )
 
 
 def choose_numerics(config: Config, model: Decoder) -> Numerics:

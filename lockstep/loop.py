@@ -78,7 +78,7 @@ def train(
         if resume:
             run.restore_newest()
         elif start is not None:
-            run.restore(origin)
+            run.restore_origin(origin)
         shown.start(run.header())
         try:
             status = asyncio.run(run_steps(run))
@@ -96,7 +96,7 @@ def evaluate_run(config: Config, path: Path, *, step: int | None) -> tuple[dict[
     """Plays the held-out tasks with a run's checkpoint. Returns (metrics, checkpoint name)."""
     checkpoint = checkpoint_of(load_run(path), step)
     foundation = check_config(config)
-    parts = build(config, foundation, weights=checkpoint / "policy")
+    parts = build(config, foundation, weights=checkpoint / "policy", is_training=False)
     shown = open_view()
     tester = Tester(config, parts, shown)
 
@@ -153,7 +153,9 @@ async def one_step(run: Session) -> dict[str, Any] | None:
         raise
     run.view.phase("training")
     control_ids = parts.renderer.tokenizer.control_ids
-    rows = sampled_rows = rows_for_training(groups, config.advantage, control_ids=control_ids)
+    rows = sampled_rows = rows_for_training(
+        groups, config.advantage, control_ids=control_ids, critic=parts.critic
+    )
     if config.fault is not None:
         log_probs = partial(parts.trainer.forward, column=None)
         rows = config.fault.change_rows(sampled_rows, parts.renderer.tokenizer, log_probs)
@@ -162,7 +164,7 @@ async def one_step(run: Session) -> dict[str, Any] | None:
     try:
         metrics = await rescore_rows(run, rows)
         if rows:
-            metrics |= parts.trainer.update(rows, config.objective, config.correction)
+            metrics |= update(run, rows, sampled_rows)
         every = config.trainer.measure_after_every
         if rows and every and step % every == 0:
             metrics |= parts.trainer.measure_after(rows)
@@ -173,8 +175,9 @@ async def one_step(run: Session) -> dict[str, Any] | None:
         # What is kept is what was sampled, whatever a fault has made of it for the trainer.
         run.directory.write_trajectories(step, groups, samples=sampled_rows)
     trained = time.perf_counter()
-    if parts.trainer.last_skip:
-        run.view.note(f"step {step}: {parts.trainer.last_skip}", "warning")
+    for role in filter(None, (parts.trainer, parts.critic)):
+        if role.last_skip:
+            run.view.note(f"step {step}: {role.last_skip}", "warning")
     row = step_metrics(step, groups, sampled_rows, metrics)
     run.elapsed_seconds += trained - began
     row |= {
@@ -195,6 +198,19 @@ async def one_step(run: Session) -> dict[str, Any] | None:
     if is_due or run.tested_at == run.step:
         run.save()
     return row
+
+
+def update(run: Session, rows: Sequence[Sample], sampled_rows: Sequence[Sample]) -> dict[str, Any]:
+    """measure, correct, update: the policy, and the critic if there is one. Returns the metrics.
+
+    sampled_rows: the critic's, which no fault has touched.
+    """
+    config, trainer, critic = run.config, run.parts.trainer, run.parts.critic
+    if run.trains_policy:
+        metrics = trainer.update(rows, config.objective, config.correction)
+    else:
+        metrics = trainer.measure(rows, column="logprobs").to_metrics("mismatch")
+    return metrics if critic is None else metrics | critic.update(sampled_rows)
 
 
 async def rescore_rows(run: Session, rows: Sequence[Sample]) -> dict[str, float]:

@@ -11,6 +11,7 @@ from typing import Literal
 
 from lockstep.agent.config import AgentConfig
 from lockstep.agent.task_config import DialogueConfig, TaskConfig
+from lockstep.config import tag
 from lockstep.correction.config import Correction
 from lockstep.engines.config import EmbeddedConfig, EngineConfig
 from lockstep.errors import ConfigError
@@ -19,7 +20,12 @@ from lockstep.ops.contract import ContractChoice
 from lockstep.renderers.config import RendererConfig
 from lockstep.store.config import RecordConfig
 from lockstep.testing.faults import FaultConfig
-from lockstep.training.config import CheckpointConfig, SFTConfig, TrainerConfig
+from lockstep.training.config import (
+    CheckpointConfig,
+    CriticConfig,
+    SFTConfig,
+    TrainerConfig,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +119,8 @@ class Config(ModelChoice):
     """What samples."""
     advantage: AdvantageConfig = field(default_factory=GRPO)
     """How rewards become advantages."""
+    critic: CriticConfig = field(default_factory=CriticConfig)
+    """The model of values that advantage=gae compares with; there is none with any other."""
     objective: ObjectiveConfig = field(default_factory=PPOClip)
     """The policy loss."""
     correction: Correction = field(default_factory=Correction)
@@ -138,6 +146,16 @@ class Config(ModelChoice):
         if not 0 <= self.max_failed_share < 1:
             raise ConfigError(f"max_failed_share={self.max_failed_share} must lie in [0, 1).")
         self.advantage.check_group_size(self.group_size)
+        if not self.advantage.needs_critic and self.critic != CriticConfig():
+            raise ConfigError(
+                f"critic.* is set, and advantage={tag(type(self.advantage))} has no critic: it "
+                "would do nothing. Set advantage=gae, or leave critic.* out."
+            )
+        if self.critic.steps_before_policy >= self.steps:
+            raise ConfigError(
+                f"critic.steps_before_policy={self.critic.steps_before_policy} of steps="
+                f"{self.steps}: the policy would never be trained."
+            )
         self.correction.check_updates(self.trainer.updates_per_batch)
         self.engine.check_budget(self.max_tokens)
         if self.agent.max_turn_tokens >= self.max_tokens:

@@ -30,6 +30,7 @@ from lockstep.step_metrics import check_failures
 from lockstep.store.run import RunDirectory, load_run
 from lockstep.training.checkpoint import CheckpointStore
 from lockstep.training.correcting import UnequalTokenError
+from lockstep.training.critic import CRITIC, Critic
 from lockstep.types import Group, Sample, Task
 
 NUM_COMPANIONS = 8  # rows beside the one that broke the contract: enough to change every kernel
@@ -84,6 +85,11 @@ class Session:
         await engine.load_weights(source, version=trainer.version)
 
     @property
+    def trains_policy(self) -> bool:
+        """Whether the next step trains the policy, and not the critic alone."""
+        return self.step >= self.config.critic.steps_before_policy
+
+    @property
     def is_one_process(self) -> bool:
         """Whether sampler and trainer are one process over one set of ops: what is normal then does
         not change with a fault that is injected into it."""
@@ -117,7 +123,9 @@ class Session:
             "tasks": self.tasks.state_dict(),
         }
         metric = self.test_reward if self.tested_at == self.step else None
-        self.checkpoints.save(self.step, self.parts.trainer, state, metric=metric)
+        self.checkpoints.save(
+            self.step, self.parts.trainer, state, metric=metric, critic=self.parts.critic
+        )
 
     def restore_newest(self) -> None:
         newest = self.checkpoints.latest()
@@ -125,13 +133,20 @@ class Session:
             self.directory.rewind(-2)
             self.view.note("no checkpoint yet: the run begins again.", "warning")
             return
-        self.restore(newest)
+        self.restore(newest, critic=self.parts.critic)
         is_complete = self.step >= self.config.steps and self.tested_at == self.step
         if not is_complete:  # the last evaluation's row stands after the last step's
             self.directory.rewind(self.step - 1)
 
-    def restore(self, checkpoint: Path) -> None:
-        state = self.checkpoints.load(checkpoint, self.parts.trainer)
+    def restore_origin(self, checkpoint: Path) -> None:
+        """Goes on from another run's checkpoint; a critic that it has not begins anew."""
+        has_critic = (checkpoint / CRITIC).is_dir()
+        if self.parts.critic is not None and not has_critic:
+            self.view.note(f"{checkpoint} has no critic: this run's begins anew.", "warning")
+        self.restore(checkpoint, critic=self.parts.critic if has_critic else None)
+
+    def restore(self, checkpoint: Path, *, critic: Critic | None) -> None:
+        state = self.checkpoints.load(checkpoint, self.parts.trainer, critic=critic)
         self.step, self.elapsed_seconds = state["step"], state["elapsed_seconds"]
         self.tested_at = state["tested_at"]
         self.tasks.load_state_dict(state["tasks"])

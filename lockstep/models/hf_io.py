@@ -10,9 +10,10 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -187,10 +188,18 @@ def hf_tensors(model: Decoder) -> Iterator[tuple[str, Tensor]]:
 
 
 def save_checkpoint(
-    model: Decoder, directory: str | Path, *, like: str | Path, dtype: torch.dtype | None = None
+    model: Decoder,
+    directory: str | Path,
+    *,
+    like: str | Path,
+    dtype: torch.dtype | None = None,
+    extra_tensors: Mapping[str, Tensor] | None = None,
+    config_changes: Mapping[str, Any] | None = None,
 ) -> None:
     """Writes weights in Hugging Face's names, with config and tokenizer files copied from `like`.
 
+    extra_tensors: written beside the decoder's, as they are: a head of another kind.
+    config_changes: keys of config.json that differ from those of `like`.
     The directory appears whole or not at all: it is written beside and renamed.
     """
     target = Path(directory)
@@ -201,9 +210,12 @@ def save_checkpoint(
         name: tensor.to("cpu", dtype or tensor.dtype).contiguous()
         for name, tensor in hf_tensors(model)
     }
+    for name, tensor in (extra_tensors or {}).items():
+        tensors[name] = tensor.cpu().contiguous()
     save_file(tensors, str(beside / WEIGHTS), metadata={"format": "pt"})
     (beside / WEIGHTS).chmod(0o644)  # safetensors writes it for its owner alone
     config = json.loads((Path(like) / "config.json").read_text())
+    config |= config_changes or {}
     config["dtype"] = str(dtype or model.embedding.dtype).removeprefix("torch.")
     (beside / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     for name in COMPANIONS:

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from lockstep.objectives.regularizers import reference_kl as reference_kl
     from lockstep.objectives.token_advantages import gae as gae
     from lockstep.objectives.token_advantages import whiten as whiten
+    from lockstep.objectives.values import explained_variance as explained_variance
+    from lockstep.objectives.values import value_loss as value_loss
 
 _PUBLIC = {
     "centered": "advantages", "leaf_advantages": "advantages", "leave_one_out": "advantages",
@@ -42,11 +44,13 @@ _PUBLIC = {
     "make_loss": "losses", "make_policy_loss": "losses", "ppo_clip": "losses",
     "reinforce": "losses",
     "reference_kl": "regularizers", "gae": "token_advantages", "whiten": "token_advantages",
+    "explained_variance": "values", "value_loss": "values",
 }  # fmt: skip
 __all__ = [
     "TokenBatch", "TokenLoss", "aggregate", "binary_divergence", "centered", "cispo",
-    "cross_entropy", "dppo", "gae", "gspo", "leaf_advantages", "leave_one_out", "make_loss",
-    "make_policy_loss", "ppo_clip", "reference_kl", "reinforce", "token_weights", "whiten",
+    "cross_entropy", "dppo", "explained_variance", "gae", "gspo", "leaf_advantages",
+    "leave_one_out", "make_loss", "make_policy_loss", "ppo_clip", "reference_kl", "reinforce",
+    "token_weights", "value_loss", "whiten",
 ]  # fmt: skip
 
 

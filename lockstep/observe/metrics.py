@@ -135,6 +135,15 @@ METRICS: tuple[Metric, ...] = (
     _metric("train/ratio_mean", "1", "none", "Mean ratio of trainer to old probability."),
     _metric("train/ratio_max", "1", "none", "Largest ratio of trainer to old probability."),
     _metric("train/log_ratio_abs_max", "nats", "none", "Largest log of that ratio, by size."),
+    # critic
+    _metric("critic/loss", "1", "down", "Half the squared error of a value, clipped, mean."),
+    _metric("critic/explained_variance", "1", "up", "Share of the returns' variance it foresaw."),
+    _metric("critic/value_mean", "reward", "none", "Mean value before a trained token."),
+    _metric("critic/return_mean", "reward", "none", "Mean of what the critic should have said."),
+    _metric("critic/clip_fraction", "share", "none", "Tokens whose value moved too far to learn."),
+    _metric("critic/grad_norm", "1", "none", "Norm of the critic's gradient before clipping."),
+    _metric("critic/lr", "1", "none", "Learning rate of the critic."),
+    _metric("critic/skipped_updates", "updates", "down", "Critic updates left out as not finite."),
     # evaluation
     _metric("eval/*", "1", "up", "A held-out figure: eval/NAME/mean@K, .../low, .../high, ..."),
     # tokens and time

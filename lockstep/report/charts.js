@@ -58,9 +58,15 @@ function chartSpecs() {
     { title: "Held-out evaluation", unit: "reward", hasPoints: true,
       series: Object.entries(report.held_out).map(([name, label]) => named(name, label)) },
     { title: "Loss", unit: "nats", series: [named("train/loss", "loss")] },
-    { title: "Gradient norm", unit: "1", series: [named("train/grad_norm", "before clipping")] },
+    { title: "Gradient norm", unit: "1", series: [
+      named("train/grad_norm", "before clipping"), named("critic/grad_norm", "of the critic")] },
     { title: "Entropy", unit: "nats", series: [named("train/entropy", "entropy")] },
-    { title: "Clip fraction", unit: "share", series: [named("train/clip_fraction", "clipped tokens")] },
+    { title: "Clip fraction", unit: "share", series: [
+      named("train/clip_fraction", "clipped tokens"), named("critic/clip_fraction", "clipped values")] },
+    { title: "Critic: loss", unit: "1", series: [named("critic/loss", "loss")] },
+    { title: "Critic: explained variance", unit: "1", series: [named("critic/explained_variance", "of the returns")] },
+    { title: "Critic: values", unit: "reward", series: [
+      named("critic/value_mean", "value"), named("critic/return_mean", "return")] },
     { title: "Response length", unit: "tokens", series: [named("response_length/mean", "mean"), named("response_length/max", "longest")] },
     { title: "Speed", unit: "tokens/s", series: [
       { label: "sampling", values: ratio("tokens/sampled", "time/sample_seconds"), meaning: "Sampled tokens per second of sampling." },

@@ -5,6 +5,7 @@ step-000030/
     optimizer.safetensors   moments and, for a low-precision policy, float32 masters
     trainer.json            updates made, skipped, policy version
     state.json              what the loop gave (TaskSource, unfinished groups, ...), random states
+    critic/                 with advantage=gae: its model, optimizer and counters
     manifest.json           every file with its size and digest; written last
 """
 
@@ -29,6 +30,7 @@ import torch
 
 from lockstep.errors import CheckpointError
 from lockstep.store.files import sync_directory, write_json
+from lockstep.training.critic import CRITIC, Critic
 from lockstep.training.trainer import Trainer
 
 MANIFEST, STATE = "manifest.json", "state.json"
@@ -67,6 +69,7 @@ class CheckpointStore:
         state: Mapping[str, Any],
         *,
         metric: float | None = None,
+        critic: Critic | None = None,
     ) -> Path:
         """Writes `step-NNNNNN`, replaces one of the same step, and lets old ones go.
 
@@ -78,6 +81,8 @@ class CheckpointStore:
         target = self.root / f"step-{step:06d}"
         beside = self.root / f".{target.name}.partial"
         trainer.save(beside)
+        if critic is not None:
+            critic.save(beside / CRITIC)
         try:
             write_json(beside / STATE, {"state": dict(state), "random": random_states()})
         except (TypeError, ValueError) as error:
@@ -95,8 +100,9 @@ class CheckpointStore:
                 "files": {name: list(entry) for name, entry in _digest_files(beside).items()},
             },
         )
-        for directory in (beside / "policy", beside):
+        for directory in sorted((p for p in beside.rglob("*") if p.is_dir()), reverse=True):
             sync_directory(directory)
+        sync_directory(beside)
         if target.exists():
             os.replace(target, self.root / f".{target.name}.replaced")
         os.replace(beside, target)
@@ -106,14 +112,22 @@ class CheckpointStore:
         return target
 
     def load(
-        self, checkpoint: Path, trainer: Trainer, *, weights_only: bool = False
+        self,
+        checkpoint: Path,
+        trainer: Trainer,
+        *,
+        weights_only: bool = False,
+        critic: Critic | None = None,
     ) -> dict[str, Any]:
         """Puts the trainer, and Python's, numpy's and torch's random states, where they were.
 
-        weights_only: the policy alone, for a run that starts from it. Returns the state that `save`
-        was given. Raises CheckpointError if the checkpoint is torn or another model's.
+        weights_only: the models alone, for a run that starts from them. critic: put where it was,
+        too. Returns the state that `save` was given. Raises CheckpointError if the checkpoint is
+        torn, another model's, or without a critic that is asked for.
         """
         verify(checkpoint)
+        if critic is not None:
+            critic.load(checkpoint / CRITIC, weights_only=weights_only)
         trainer.load(checkpoint, weights_only=weights_only)
         kept = json.loads((checkpoint / STATE).read_text("utf-8"))
         if not weights_only:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from lockstep.config import check_choices
@@ -95,6 +95,58 @@ class TrainerConfig:
                 f"may have {max_row_tokens} tokens, and a row is never split. Raise it to at least "
                 f"{max_row_tokens}, or lower the tokens of an episode."
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CriticConfig:
+    """The model of values behind advantage=gae: what it starts from, and how it learns. What is not
+    here (betas, eps, micro-batches) is as the policy's trainer has it."""
+
+    model: str = ""
+    """What it starts from: a model named as `model` is. A reward model (sequence classification
+    with one label) keeps its head; with any other all values begin at 0. Empty: the run's model."""
+    lr: float = 1e-5
+    """Peak learning rate, after the warm-up."""
+    weight_decay: float = 0.0
+    """Decoupled: each update shrinks the weights by lr * weight_decay."""
+    warmup_updates: int = 0
+    """Updates over which the learning rate rises linearly to its peak."""
+    schedule: Schedule = "constant"
+    """What the learning rate does after the warm-up, until the run's last update."""
+    min_lr_share: float = 0.0
+    """Share of the peak that linear and cosine end with."""
+    grad_clip: float = 1.0
+    """Largest global norm of the gradient; a longer one is shortened to it. 0 never clips."""
+    updates_per_batch: int = 1
+    """Optimizer steps on each sampled batch, each on all of its rows."""
+    clip: float = 0.5
+    """How far a value may move from what it was before the batch until it stops learning from it,
+    in units of the reward. 0 never clips."""
+    steps_before_policy: int = 0
+    """Steps at the beginning in which the critic alone is trained: what one that knows nothing says
+    of the policy's tokens is noise."""
+
+    def __post_init__(self) -> None:
+        _check(
+            "critic",
+            (self.updates_per_batch >= 1, "updates_per_batch", self.updates_per_batch, ">= 1"),
+            (0 <= self.clip < math.inf, "clip", self.clip, "at least 0; 0 is off"),
+            (self.steps_before_policy >= 0, "steps_before_policy", self.steps_before_policy,
+             "at least 0"),
+        )  # fmt: skip
+        try:
+            self.trainer(TrainerConfig())
+        except ConfigError as error:
+            raise ConfigError(str(error).replace("trainer.", "critic.", 1)) from None
+
+    def trainer(self, policy: TrainerConfig) -> TrainerConfig:
+        """The settings of the critic's optimizer and batches: the policy's, but for those here."""
+        return replace(
+            policy,
+            lr=self.lr, weight_decay=self.weight_decay, warmup_updates=self.warmup_updates,
+            schedule=self.schedule, min_lr_share=self.min_lr_share, grad_clip=self.grad_clip,
+            updates_per_batch=self.updates_per_batch,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -166,6 +166,9 @@ class Trainer:
         """
         with torch.no_grad():
             parts = [(batch, self._log_probs(batch)[0]) for batch in self.pack(samples)]
+        if self.contract is not None:
+            for batch, logprobs in parts:
+                check_equal(batch, logprobs, samples, version=self.version)
         report = MismatchReport.empty(self.device)
         for batch, logprobs in parts:
             report = report.merge(measure_batch(batch, logprobs, self.version))
@@ -354,10 +357,10 @@ class Trainer:
         architecture or shape is refused before anything is changed.
         """
         directory = Path(directory)
-        self._check_same_shapes(directory / POLICY)
+        check_same_shapes(directory / POLICY, self.model.config)
         if not weights_only:
-            counters = _read_counters(directory / STATE)
-            tensors = _read_optimizer(directory / OPTIMIZER)
+            counters = read_counters(directory / STATE)
+            tensors = read_optimizer(directory / OPTIMIZER)
             self.optimizer.load_state_tensors(tensors, where=str(directory / OPTIMIZER))
         load_weights(self.model, read_tensors(directory / POLICY), where=str(directory / POLICY))
         self.optimizer.read_parameters()
@@ -498,15 +501,17 @@ class Trainer:
             self._backward(batch, call)
         return not bool(torch.isfinite(self.optimizer.gradient_norm()))
 
-    def _check_same_shapes(self, policy: Path) -> None:
-        saved, mine = ModelConfig.from_directory(policy), self.model.config
-        differing = [
-            f"{f.name} is {getattr(saved, f.name)} there and {getattr(mine, f.name)} here"
-            for f in fields(ModelConfig)
-            if getattr(saved, f.name) != getattr(mine, f.name)
-        ]
-        if differing:
-            raise CheckpointError(f"{policy} holds another model: {'; '.join(differing)}.")
+
+def check_same_shapes(directory: Path, expected: ModelConfig) -> None:
+    """Raises CheckpointError naming every setting in which the model saved there differs."""
+    saved = ModelConfig.from_directory(directory)
+    differing = [
+        f"{f.name} is {getattr(saved, f.name)} there and {getattr(expected, f.name)} here"
+        for f in fields(ModelConfig)
+        if getattr(saved, f.name) != getattr(expected, f.name)
+    ]
+    if differing:
+        raise CheckpointError(f"{directory} holds another model: {'; '.join(differing)}.")
 
 
 def _keep(
@@ -610,14 +615,16 @@ def _merge_metrics(parts: Sequence[Metrics]) -> Metrics:
     return out
 
 
-def _read_counters(path: Path) -> Mapping[str, Any]:
+def read_counters(path: Path) -> Mapping[str, Any]:
+    """What `save` left in JSON. Raises CheckpointError."""
     try:
         return json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read ({error}). A torn copy?") from error
 
 
-def _read_optimizer(path: Path) -> dict[str, Tensor]:
+def read_optimizer(path: Path) -> dict[str, Tensor]:
+    """`Optimizer.state_tensors` of a checkpoint. Raises CheckpointError."""
     try:
         return load_file(str(path))
     except Exception as error:

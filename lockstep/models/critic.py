@@ -1,0 +1,116 @@
+"""A model of values: the decoder's blocks with one number per state in place of the vocabulary.
+
+On disk it is Hugging Face's `...ForSequenceClassification` with one label: the decoder's tensors
+and `score.weight`. So a reward model of that form can be what a critic starts from.
+
+# T tokens  D model width  N states
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from lockstep.errors import CheckpointError
+from lockstep.models.config import ModelConfig
+from lockstep.models.decoder import Decoder
+from lockstep.models.hf_io import load_weights, read_tensors, save_checkpoint
+from lockstep.ops import api as ops
+from lockstep.ops.context import PackedContext
+
+Tensor = torch.Tensor
+
+SCORE = "score.weight"
+
+
+class ValueModel(nn.Module):
+    """What a state is worth, after each token. Made with random blocks and all values 0."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        # Tied: a head over the vocabulary would be a parameter that nothing reads.
+        self.body = Decoder(replace(config, tie_embeddings=True))
+        self.value_head = nn.Parameter(torch.zeros(1, config.hidden_size))
+
+    @property
+    def config(self) -> ModelConfig:
+        return self.body.config
+
+    @property
+    def device(self) -> torch.device:
+        return self.body.embedding.device
+
+    def forward(
+        self, ids_T: Tensor, positions_T: Tensor, context: PackedContext, *, states_N: Tensor
+    ) -> Tensor:
+        """ids, positions [T] int64 -> [N] float32: the value after each of `states_N`, places in T.
+
+        What was read up to and including a place decides its value, and nothing else.
+        """
+        hidden_TD = self.body(ids_T, positions_T, context)
+        # The head is float32 whatever the blocks are: a value with 8 bits cannot tell what a token
+        # has changed.
+        hidden_ND = hidden_TD.index_select(0, states_N).float()
+        return ops.linear(hidden_ND, self.value_head)[:, 0]
+
+
+def load_value_model(
+    directory: str | Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> ValueModel:
+    """A critic with the blocks of a Hugging Face checkpoint directory.
+
+    Its head is the checkpoint's `score.weight`, if that is [1, D]; without one all values are 0.
+    Raises CheckpointError listing every tensor that is missing, extra or misshapen.
+    """
+    with torch.device("meta"):
+        model = ValueModel(ModelConfig.from_directory(directory))
+    model = model.to(dtype).to_empty(device=device)
+    model.value_head = nn.Parameter(
+        torch.zeros(model.value_head.shape, dtype=torch.float32, device=device)
+    )
+    load_value_weights(model, directory)
+    return model
+
+
+def load_value_weights(model: ValueModel, directory: str | Path) -> None:
+    """Copies a checkpoint's tensors into the model's own memory; without a head there, values are
+    0. Raises CheckpointError as `load_value_model` does."""
+    tensors = read_tensors(directory)
+    read_score = tensors.pop(SCORE, None)
+    shape = list(model.value_head.shape)
+    score = torch.zeros(shape) if read_score is None else read_score()
+    if list(score.shape) != shape:
+        raise CheckpointError(
+            f"{directory}: {SCORE} has the shape {list(score.shape)}; a critic's is {shape}, one "
+            "label. Is this a classifier and not a reward model?"
+        )
+    load_weights(model.body, tensors, where=str(directory))
+    with torch.no_grad():
+        model.value_head.copy_(score)
+
+
+def save_value_model(model: ValueModel, directory: str | Path, *, like: str | Path) -> None:
+    """Writes it as `...ForSequenceClassification`, config and tokenizer files as in `like`."""
+    source = json.loads((Path(like) / "config.json").read_text())
+    names = source.get("architectures") or []
+    save_checkpoint(
+        model.body,
+        directory,
+        like=like,
+        extra_tensors={SCORE: model.value_head.detach()},
+        config_changes={
+            "architectures": [
+                name.replace("ForCausalLM", "ForSequenceClassification") for name in names
+            ],
+            "id2label": {"0": "value"},
+            "label2id": {"value": 0},
+            "tie_word_embeddings": True,
+        },
+    )

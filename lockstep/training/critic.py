@@ -1,0 +1,250 @@
+"""The critic in training: `values`, `forward_backward`, `optim_step`, `update`, `save`, `load`.
+
+    critic = Critic(load_value_model(path), CriticConfig(lr=1e-3), TrainerConfig(), like=path)
+    rows = rows_for_training(groups, GAE(), critic=critic)     # fills values, advantages, returns
+    metrics = critic.update(rows)
+
+A value stands at the token that follows its state: `values[t]` is what the critic says before token
+t is drawn, at the place where the policy predicts it.
+
+# T packed tokens  N trained tokens  R rows
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from safetensors.torch import save_file
+
+from lockstep.correction.layout import Layout
+from lockstep.errors import AlignmentError, CheckpointError
+from lockstep.models.critic import ValueModel, load_value_weights, save_value_model
+from lockstep.objectives.values import explained_variance, value_loss
+from lockstep.store.files import write_json
+from lockstep.training.config import CriticConfig, TrainerConfig
+from lockstep.training.optimizer import Optimizer, lr_share
+from lockstep.training.packing import (
+    PackedBatch,
+    check_readable,
+    pack,
+    plan_microbatches,
+    unpack_rows,
+)
+from lockstep.training.trainer import check_same_shapes, read_counters, read_optimizer
+from lockstep.types import Float32Array, Sample
+
+Tensor = torch.Tensor
+Metrics = dict[str, float]
+
+CRITIC = "critic"
+"""The directory of a checkpoint that holds the critic, with these in it:"""
+MODEL, OPTIMIZER, STATE = "model", "optimizer.safetensors", "critic.json"
+
+_log = logging.getLogger(__name__)
+
+
+class Critic:
+    """One model of values, its optimizer and their counters. It shares nothing with the policy."""
+
+    def __init__(
+        self,
+        model: ValueModel,
+        config: CriticConfig,
+        trainer: TrainerConfig,
+        *,
+        like: str | Path,
+        total_updates: int | None = None,
+    ) -> None:
+        """trainer: the policy's settings, which hold where `config` says nothing else.
+
+        like: the checkpoint directory whose config and tokenizer files `save` copies.
+        total_updates: of the run; a schedule that falls needs it. Raises ConfigError without.
+        """
+        self.model = model
+        self.clip = config.clip
+        self.config = config.trainer(trainer)
+        self.like = Path(like)
+        self.total_updates = total_updates
+        self.optimizer = Optimizer(model.named_parameters(), self.config)
+        self.num_updates = 0
+        """Updates asked for, the skipped ones included: the place in the schedule."""
+        self.num_skipped = 0
+        self.last_skip = ""
+        """Why the last update was skipped; empty if it was made."""
+        self._is_bad = False
+        lr_share(config.warmup_updates, self.config, total_updates=total_updates)
+
+    # -- the verbs ------------------------------------------------------------------------------
+
+    def values(self, samples: Sequence[Sample]) -> list[Float32Array]:
+        """[T] float32 per sample: the value before each trained token, NaN where none is trained.
+
+        Kept in the samples as `values`. No gradient. The micro-batches are those of
+        `forward_backward` on the same samples, so the first update begins from the same bits.
+        """
+        with torch.no_grad():
+            parts = [(batch, self._values(batch)) for batch in self.pack(samples)]
+        out = unpack_rows(samples, parts)
+        for sample, values in zip(samples, out, strict=True):
+            sample.set("values", values)
+        return out
+
+    def values_at_end(self, samples: Sequence[Sample]) -> npt.NDArray[np.float32]:
+        """[R] float32: the value of the state after each sample's last token. No gradient."""
+        # One more token to be predicted at the last one; what it is, is never read.
+        ends = [
+            Sample(
+                id=sample.id,
+                token_ids=np.append(sample.token_ids, np.int32(0)),
+                loss_mask=np.append(np.zeros(len(sample), np.bool_), True),
+            )
+            for sample in samples
+        ]
+        with torch.no_grad():
+            parts = [(batch, self._values(batch)) for batch in self.pack(ends, num_unread=1)]
+        return np.array([row[-1] for row in unpack_rows(ends, parts)], np.float32)
+
+    def forward_backward(self, samples: Sequence[Sample]) -> Metrics:
+        """Adds the gradient of the value loss over `samples` to what `optim_step` will use.
+
+        Reads the columns `values` (before the batch) and `returns`. The mean is over all trained
+        tokens of the call, whatever its micro-batches.
+        """
+        for name in ("values", "returns"):
+            for sample in samples:
+                if name not in sample.columns:
+                    raise AlignmentError(
+                        f"sample {sample.id} has no {name}: the critic learns from rows that "
+                        "rows_for_training(..., critic=...) has made with advantage=gae."
+                    )
+        num_tokens = max(sum(sample.num_trained for sample in samples), 1)
+        sums = torch.zeros(2, dtype=torch.float64, device=self.model.device)
+        for batch in self.pack(samples):
+            out = value_loss(
+                self._values(batch), batch.columns["values"], batch.columns["returns"],
+                clip=self.clip,
+            )  # fmt: skip
+            (out.loss.sum() / num_tokens).backward()
+            self.optimizer.collect_gradients()
+            sums += torch.stack(
+                [
+                    out.loss.detach().sum(dtype=torch.float64),
+                    out.mean["clip_fraction"].sum(dtype=torch.float64),
+                ]
+            )
+        loss, clipped = (sums / num_tokens).tolist()
+        self._is_bad |= not np.isfinite(loss)
+        return {"critic/loss": loss, "critic/clip_fraction": clipped}
+
+    def optim_step(self) -> Metrics:
+        """One update by the gradients collected so far, or none if any of it is not finite.
+
+        A skipped update leaves weights and optimizer state as they are and says why in `last_skip`.
+        """
+        lr = self.config.lr * lr_share(
+            self.num_updates, self.config, total_updates=self.total_updates
+        )
+        norm = float(self.optimizer.gradient_norm())
+        self.last_skip = ""
+        if not self.optimizer.gradients():
+            self.last_skip = "no token to learn a value of since the last update"
+        elif self._is_bad or not np.isfinite(norm):
+            self.last_skip = "the value loss or its gradient is not finite"
+        if self.last_skip:
+            self.num_skipped += 1
+            _log.warning("critic update %d skipped: %s", self.num_updates, self.last_skip)
+            self.optimizer.zero_gradients()
+        else:
+            clip = self.config.grad_clip
+            self.optimizer.step(lr=lr, gradient_scale=clip / norm if 0 < clip < norm else 1.0)
+        self.num_updates += 1
+        self._is_bad = False
+        return {
+            "critic/grad_norm": norm,
+            "critic/lr": lr,
+            "critic/skipped_updates": float(bool(self.last_skip)),
+        }
+
+    def update(self, samples: Sequence[Sample]) -> Metrics:
+        """All updates of one batch, each on all of its rows.
+
+        Metrics are means over the updates (sums of counts). What is said of values and returns is
+        said of the values before the first, which the advantages were made of.
+        """
+        parts = [
+            self.forward_backward(samples) | self.optim_step()
+            for _ in range(self.config.updates_per_batch)
+        ]
+        out = {name: float(np.mean([part[name] for part in parts])) for name in parts[0]}
+        out["critic/skipped_updates"] = sum(part["critic/skipped_updates"] for part in parts)
+        return out | _describe_values(samples)
+
+    def save(self, directory: str | Path) -> None:
+        """Writes model (Hugging Face form), optimizer and counters into `directory`."""
+        directory = Path(directory)
+        directory.mkdir(parents=True, exist_ok=True)
+        save_value_model(self.model, directory / MODEL, like=self.like)
+        tensors = {n: t.contiguous().cpu() for n, t in self.optimizer.state_tensors().items()}
+        save_file(tensors, str(directory / OPTIMIZER))
+        counters = {"num_updates": self.num_updates, "num_skipped": self.num_skipped}
+        write_json(directory / STATE, counters)
+
+    def load(self, directory: str | Path, *, weights_only: bool = False) -> None:
+        """Continues what `save` wrote: the next update gives the same bits as without a stop.
+
+        weights_only: the model alone, with a fresh optimizer. Raises CheckpointError if there is no
+        critic, or one of another shape, before anything is changed.
+        """
+        directory = Path(directory)
+        if not (directory / MODEL).is_dir():
+            raise CheckpointError(
+                f"{directory.parent} has no critic: it was not written with advantage=gae."
+            )
+        check_same_shapes(directory / MODEL, self.model.config)
+        counters = {"num_updates": 0, "num_skipped": 0}
+        if not weights_only:
+            counters = read_counters(directory / STATE)
+            tensors = read_optimizer(directory / OPTIMIZER)
+            self.optimizer.load_state_tensors(tensors, where=str(directory / OPTIMIZER))
+        load_value_weights(self.model, directory / MODEL)
+        if weights_only:
+            self.optimizer = Optimizer(self.model.named_parameters(), self.config)
+        self.num_updates, self.num_skipped = counters["num_updates"], counters["num_skipped"]
+        self.last_skip, self._is_bad = "", False
+
+    # -- mechanism ------------------------------------------------------------------------------
+
+    def pack(self, samples: Sequence[Sample], *, num_unread: int = 0) -> list[PackedBatch]:
+        """The micro-batches of `samples`, as the policy's trainer cuts them.
+
+        num_unread: tokens at each row's end that are no input, and take no room.
+        """
+        check_readable(
+            samples,
+            vocab_size=self.model.config.vocab_size,
+            max_positions=self.model.config.max_positions + num_unread,
+        )
+        plan = plan_microbatches(samples, self.config.max_tokens_per_microbatch + num_unread)
+        return pack(samples, plan, device=self.model.device)
+
+    def _values(self, batch: PackedBatch) -> Tensor:
+        """[N] float32: the value at each place where a trained token is predicted."""
+        return self.model(batch.ids, batch.positions, batch.context, states_N=batch.predictors)
+
+
+def _describe_values(samples: Sequence[Sample]) -> Metrics:
+    values, returns = (
+        torch.from_numpy(np.concatenate([s.columns[name][s.loss_mask] for s in samples]))
+        for name in ("values", "returns")
+    )
+    out = {
+        "critic/value_mean": float(values.double().mean()),
+        "critic/return_mean": float(returns.double().mean()),
+    }
+    explained = explained_variance(values, returns, Layout.one_row(len(values)))
+    return out if explained is None else out | {"critic/explained_variance": explained}
