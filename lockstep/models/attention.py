@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from lockstep.models import sequence_parallel
-from lockstep.models.config import ModelConfig, YarnScaling
+from lockstep.models.config import LinearScaling, Llama3Scaling, ModelConfig, YarnScaling
 from lockstep.models.lora import Projection
 from lockstep.models.sequence_parallel import SplitContext
 from lockstep.ops import api as ops
@@ -34,7 +34,9 @@ class Attention(nn.Module):
         self.eps = c.rms_norm_eps
         fused = (c.num_heads + 2 * c.num_kv_heads) * c.head_dim
         self.qkv_proj = Projection(c.hidden_size, fused, bias=c.has_attention_bias)
-        self.o_proj = Projection(c.num_heads * c.head_dim, c.hidden_size, bias=c.has_attention_bias)
+        self.o_proj = Projection(
+            c.num_heads * c.head_dim, c.hidden_size, bias=c.has_attention_bias and c.has_output_bias
+        )
         self.q_norm = nn.Parameter(torch.ones(c.head_dim)) if c.has_qk_norm else None
         self.k_norm = nn.Parameter(torch.ones(c.head_dim)) if c.has_qk_norm else None
         self.sinks = nn.Parameter(torch.zeros(c.num_heads)) if c.has_sinks else None
@@ -65,20 +67,39 @@ class Attention(nn.Module):
 def rope_table(config: ModelConfig, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
     """(cos, sin) [max_positions, 1, K] float32 as `ops.rope` wants them: sin's first half negated.
 
-    Source: Hugging Face's default and yarn initialisation (transformers 5, modeling_rope_utils).
+    The same float32 operations as Hugging Face's, so that angles are equal bit for bit: one ulp of
+    a frequency is 1e-2 radians at position 100,000. Guard: tests/parity/test_decoder_parity.py
+    Source: transformers 5, modeling_rope_utils.
     """
-    K = config.head_dim
-    inverse = config.rope_theta ** -(torch.arange(0, K, 2, dtype=torch.float32) / K)
+    K, scaling = config.head_dim, config.rope_scaling
+    inverse = 1.0 / config.rope_theta ** (torch.arange(0, K, 2, dtype=torch.float32) / K)
     factor = 1.0
-    if config.rope_scaling is not None:
-        inverse, factor = _yarn(config.rope_scaling, inverse, K, config.rope_theta)
+    if isinstance(scaling, LinearScaling):
+        inverse = inverse / scaling.factor
+    elif isinstance(scaling, Llama3Scaling):
+        inverse = _llama3(scaling, inverse)
+    elif scaling is not None:
+        inverse, factor = _yarn(scaling, K, config.rope_theta)
     angle = torch.arange(config.max_positions, dtype=torch.float32)[:, None] * inverse
     cos, sin = angle.cos() * factor, angle.sin() * factor
     cos, sin = torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
     return cos[:, None].to(device), sin[:, None].to(device)
 
 
-def _yarn(y: YarnScaling, inverse: Tensor, width: int, theta: float) -> tuple[Tensor, float]:
+def _llama3(scaling: Llama3Scaling, inverse: Tensor) -> Tensor:
+    """Wavelengths above the original context over low_freq_factor are stretched, those below it
+    over high_freq_factor kept, those between a mixture of both."""
+    wavelength = 2 * math.pi / inverse
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    original = scaling.original_max_positions
+    stretched = torch.where(wavelength > original / low, inverse / scaling.factor, inverse)
+    share = (original / wavelength - low) / (high - low)
+    mixed = (1 - share) * stretched / scaling.factor + share * stretched
+    is_between = (wavelength >= original / high) & (wavelength <= original / low)
+    return torch.where(is_between, mixed, stretched)
+
+
+def _yarn(y: YarnScaling, width: int, theta: float) -> tuple[Tensor, float]:
     """Low frequencies are interpolated, high ones kept, with a linear ramp between."""
 
     def dim_of(rotations: float) -> float:
@@ -92,8 +113,10 @@ def _yarn(y: YarnScaling, inverse: Tensor, width: int, theta: float) -> tuple[Te
     if low == high:
         high += 0.001  # as upstream: the ramp must not divide by zero
     ramp = ((torch.arange(width // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
-    scaled = inverse / y.factor * ramp + inverse * (1 - ramp)
+    period = theta ** (torch.arange(0, width, 2, dtype=torch.float32) / width)
+    share_kept = 1 - ramp
+    inverse = 1.0 / (y.factor * period) * (1 - share_kept) + 1.0 / period * share_kept
     factor = y.attention_factor
     if factor is None:
         factor = 0.1 * math.log(y.factor) + 1.0 if y.factor > 1 else 1.0
-    return scaled, factor
+    return inverse, factor

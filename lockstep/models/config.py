@@ -3,15 +3,36 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from lockstep.errors import CheckpointError
 
-Architecture = Literal["gpt_oss", "qwen3"]
-ARCHITECTURES: tuple[Architecture, ...] = ("gpt_oss", "qwen3")
+Architecture = Literal["gpt_oss", "qwen2", "qwen3", "qwen3_moe", "llama", "mistral"]
+ARCHITECTURES: tuple[Architecture, ...] = (
+    "gpt_oss", "qwen2", "qwen3", "qwen3_moe", "llama", "mistral",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearScaling:
+    """All frequencies divided by `factor`."""
+
+    factor: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Llama3Scaling:
+    """Llama 3.1's position scaling, with Hugging Face's names: long wavelengths are divided by
+    `factor`, short ones kept, and those between interpolated."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_positions: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +45,9 @@ class YarnScaling:
     beta_slow: float = 1.0
     attention_factor: float | None = None
     truncate: bool = True
+
+
+RopeScaling = LinearScaling | Llama3Scaling | YarnScaling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,9 +69,12 @@ class ModelConfig:
     max_positions: int
     windows: tuple[int | None, ...]
     """Per layer: the sliding window, or None for full attention."""
-    rope_scaling: YarnScaling | None = None
+    rope_scaling: RopeScaling | None = None
     tie_embeddings: bool = False
     has_attention_bias: bool = False
+    """On the projections to queries, keys and values."""
+    has_output_bias: bool = True
+    """Where `has_attention_bias`: on the output projection too. Qwen2 has none there."""
     has_qk_norm: bool = False
     has_sinks: bool = False
     num_experts: int = 0
@@ -87,114 +114,420 @@ class ModelConfig:
     def from_hf(cls, source: Mapping[str, Any], *, where: str = "config.json") -> ModelConfig:
         """Reads a Hugging Face config of one of ARCHITECTURES.
 
-        Raises CheckpointError for another architecture and for a setting that would change the
-        numbers and is not implemented.
+        Raises CheckpointError for another architecture, and one that lists every setting that is
+        missing, or would change the numbers and is not implemented. Keys that transformers' own
+        model of the architecture does not read are left alone.
         """
         architecture = source.get("model_type")
-        if architecture not in ARCHITECTURES:
+        if architecture not in _READERS:
             raise CheckpointError(
                 f"{where}: model_type {architecture!r} is not supported; supported are "
-                f"{', '.join(ARCHITECTURES)}."
+                f"{', '.join(ARCHITECTURES)}. fallback=true trains any causal language model of "
+                "transformers, with an external engine (models/fallback)."
             )
-        try:
-            return _READERS[architecture](source, where)
-        except KeyError as error:
-            raise CheckpointError(f"{where}: the key {error.args[0]!r} is missing.") from None
+        reading = _Reading(source)
+        fields = _read_common(reading, _DEFAULTS.get(architecture, {}))
+        fields |= _READERS[architecture](reading)
+        reading.check_shapes(fields)
+        reading.finish(where)
+        return cls(architecture=architecture, **fields)
 
     @classmethod
     def from_directory(cls, directory: str | Path) -> ModelConfig:
         """Reads `directory`/config.json."""
         path = Path(directory) / "config.json"
-        if not path.is_file():
-            raise CheckpointError(f"{path} does not exist: {directory} is not a checkpoint.")
-        return cls.from_hf(json.loads(path.read_text()), where=str(path))
+        return cls.from_hf(read_json(path), where=str(path))
 
 
-def _common(source: Mapping[str, Any], where: str) -> dict[str, Any]:
-    hidden, heads = source["hidden_size"], source["num_attention_heads"]
-    if source.get("hidden_act", "silu") != "silu":
-        raise CheckpointError(
-            f"{where}: hidden_act {source['hidden_act']!r} is not implemented; expected 'silu'."
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FallbackConfig:
+    """What can be known of a model that transformers runs (`models.fallback`) without it."""
+
+    architecture: str
+    """Its model_type."""
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    max_positions: int
+    num_experts: int = 0
+    num_active_experts: int = 0
+
+    @property
+    def is_moe(self) -> bool:
+        return self.num_experts > 0
+
+    @property
+    def family(self) -> Literal["dense", "moe"]:
+        """What the mismatch bands are quoted for."""
+        return "moe" if self.is_moe else "dense"
+
+    @classmethod
+    def from_directory(cls, directory: str | Path) -> FallbackConfig:
+        """Reads `directory`/config.json. Raises CheckpointError for an encoder-decoder, a model of
+        more than text, and quantised weights: none of them can be trained on token ids alone."""
+        path = Path(directory) / "config.json"
+        reading = _Reading(read_json(path))
+        if reading.get("text_config") is not None:
+            reading.problems.append("text_config: a model of more than text")
+        reading.expect("is_encoder_decoder", None, False)
+        reading.expect("quantization_config", None)
+        out = cls(
+            architecture=reading.need("model_type"),
+            vocab_size=reading.count("vocab_size"),
+            hidden_size=reading.count("hidden_size", "n_embd", "d_model"),
+            num_layers=reading.count("num_hidden_layers", "n_layer", "num_layers", "n_layers"),
+            max_positions=reading.count(
+                "max_position_embeddings", "n_positions", "max_seq_len", default=NO_LIMIT
+            ),
+            num_experts=reading.count(*_EXPERT_COUNTS, "n_routed_experts", default=0),
+            num_active_experts=reading.count("num_experts_per_tok", default=0),
         )
-    rope = dict(source.get("rope_parameters") or {})
-    if not rope:  # the spelling before transformers 5
-        rope = {
-            "rope_theta": source.get("rope_theta", 10000.0),
-            **(source.get("rope_scaling") or {}),
-        }
+        reading.finish(str(path))
+        return out
+
+
+NO_LIMIT = 1 << 31  # positions of a model without a table of them (ALiBi, state space)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object. Raises CheckpointError if the file is missing, torn or something else."""
+    try:
+        found = json.loads(path.read_text("utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{path} does not exist: {path.parent} is not a checkpoint, or a part of it is missing."
+        ) from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read ({error}). A torn copy?") from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path} must hold a JSON object, found {type(found).__name__}.")
+    return found
+
+
+# -- reading --------------------------------------------------------------------------------------
+
+_EXPERT_COUNTS = ("num_experts", "num_local_experts")
+
+_DEFAULTS: dict[Architecture, dict[str, Any]] = {
+    "gpt_oss": {"rope_theta": 150000.0, "head_dim": 64, "attention_bias": True},
+    "qwen3": {"head_dim": 128},
+}
+"""What transformers assumes where a key is absent, if not what `_read_common` does."""
+
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "hidden_act": (None, "silu", "swish"),
+    "hidden_activation": (None, "silu", "swish"),
+    "mlp_bias": (None, False),
+    "partial_rotary_factor": (None, 1),
+    "attention_multiplier": (None,),
+    "embedding_multiplier": (None, 1),
+    "residual_multiplier": (None, 1),
+    "logits_scaling": (None, 1),
+    "logit_scale": (None, 1),
+    "final_logit_softcapping": (None,),
+    "attn_logit_softcapping": (None,),
+    "query_pre_attn_scalar": (None,),
+    "clip_qkv": (None,),
+    "attention_chunk_size": (None,),
+    "attn_temperature_tuning": (None, False),
+    "no_rope_layers": (None, []),
+    "no_rope_layer_interval": (None,),
+    "use_qk_norm": (None, False),
+    "qk_layernorm": (None, False),
+    "is_causal": (None, True),
+    "use_bidirectional_attention": (None, False),
+    "add_cross_attention": (None, False),
+    "n_shared_experts": (None, 0),
+    "num_shared_experts": (None, 0),
+    "shared_expert_intermediate_size": (None, 0),
+    "routed_scaling_factor": (None, 1),
+    "scoring_func": (None, "softmax"),
+    "n_group": (None, 0, 1),
+    "swiglu_alpha": (None, 1.702),
+}
+"""Keys that change the numbers of some architecture, and the values with which they do not. Also
+checked where transformers would not read them: a config that sets one means another model."""
+
+_ROPE_KEYS = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": (
+        "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings",
+    ),
+    "yarn": (
+        "factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "truncate",
+        "attention_factor", "mscale", "mscale_all_dim",
+    ),
+}  # fmt: skip
+
+
+@dataclass(slots=True)
+class _Reading:
+    """A config.json as it is read. What is wrong gathers in `problems`, and is raised at once."""
+
+    source: Mapping[str, Any]
+    problems: list[str] = field(default_factory=list[str])
+
+    def get(self, *keys: str, default: Any = None) -> Any:
+        """The first of `keys` that is there and not null."""
+        return next((v for k in keys if (v := self.source.get(k)) is not None), default)
+
+    def need(self, *keys: str) -> Any:
+        """Like `get`; a missing one is a problem, and 1 for what is read after it."""
+        found = self.get(*keys)
+        if found is None:
+            self.problems.append(f"{' or '.join(keys)} is missing")
+        return 1 if found is None else found
+
+    def count(self, *keys: str, default: int | None = None) -> int:
+        """Like `need` (or `get`, with a default), and a problem unless it is a whole number."""
+        found = self.need(*keys) if default is None else self.get(*keys, default=default)
+        least = 0 if default == 0 else 1
+        if type(found) is int and found >= least:
+            return found
+        self.problems.append(
+            f"{keys[0]}={json.dumps(found)} must be a whole number of at least {least}"
+        )
+        return 1
+
+    def expect(self, key: str, *neutral: Any) -> None:
+        """A problem unless `key` is absent or one of the values."""
+        value = self.source.get(key)
+        if value not in neutral:
+            expected = " or ".join(json.dumps(v) for v in neutral if v is not None) or "none"
+            self.problems.append(
+                f"{key}={json.dumps(value)} is not implemented (expected {expected})"
+            )
+
+    def check_shapes(self, fields: Mapping[str, Any]) -> None:
+        heads, groups = fields["num_heads"], fields["num_kv_heads"]
+        if heads % groups:
+            self.problems.append(
+                f"num_attention_heads={heads} is not a multiple of num_key_value_heads={groups}"
+            )
+        if fields["head_dim"] % 2:
+            self.problems.append(f"head_dim={fields['head_dim']} must be even")
+        experts, active = fields.get("num_experts", 0), fields.get("num_active_experts", 0)
+        if active > experts:
+            self.problems.append(f"num_experts_per_tok={active} of {experts} experts")
+
+    def finish(self, where: str) -> None:
+        """Raises CheckpointError that lists every problem, if there is one."""
+        if self.problems:
+            raise CheckpointError(f"{where}: {'; '.join(self.problems)}.")
+
+
+def _read_common(reading: _Reading, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    r = reading
+    for key, neutral in _NEUTRAL.items():
+        r.expect(key, *neutral)
+    quantization = r.get("quantization_config")
+    if quantization is not None:
+        method = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
+        if (r.get("model_type"), method) != ("gpt_oss", "mxfp4"):
+            r.problems.append(
+                f"quantization_config: weights quantised by {method or quantization!r} cannot be "
+                "read, only mxfp4 of gpt_oss. Use the checkpoint that they were quantised from"
+            )
+    hidden, heads = r.count("hidden_size"), r.count("num_attention_heads")
+    head_dim = r.get("head_dim")
+    if head_dim is None and "head_dim" not in r.source:
+        head_dim = defaults.get("head_dim")
+    if head_dim is None:
+        head_dim = hidden // heads
+        if hidden % heads:
+            r.problems.append(f"head_dim is missing, and hidden_size={hidden} is no multiple of "
+                              f"num_attention_heads={heads}")  # fmt: skip
+    max_positions = r.count("max_position_embeddings")
+    theta, scaling = _read_rope(r, max_positions, defaults.get("rope_theta", 10000.0))
     return {
-        "vocab_size": source["vocab_size"],
+        "vocab_size": r.count("vocab_size"),
         "hidden_size": hidden,
-        "intermediate_size": source["intermediate_size"],
-        "num_layers": source["num_hidden_layers"],
+        "intermediate_size": r.count("intermediate_size"),
+        "num_layers": r.count("num_hidden_layers"),
         "num_heads": heads,
-        "num_kv_heads": source.get("num_key_value_heads") or heads,
-        "head_dim": source.get("head_dim") or hidden // heads,
-        "rms_norm_eps": source["rms_norm_eps"],
-        "rope_theta": float(rope.get("rope_theta", 10000.0)),
-        "rope_scaling": _rope_scaling(rope, source, where),
-        "max_positions": source["max_position_embeddings"],
-        "windows": _windows(source, where),
-        "tie_embeddings": bool(source.get("tie_word_embeddings", False)),
-        "has_attention_bias": bool(source.get("attention_bias", False)),
+        "num_kv_heads": r.count("num_key_value_heads", default=heads),
+        "head_dim": head_dim,
+        "rms_norm_eps": r.need("rms_norm_eps"),
+        "rope_theta": theta,
+        "rope_scaling": scaling,
+        "max_positions": max_positions,
+        "tie_embeddings": bool(r.get("tie_word_embeddings", default=False)),
+        "has_attention_bias": bool(
+            r.get("attention_bias", default=defaults.get("attention_bias", False))
+        ),
     }
 
 
-def _rope_scaling(
-    rope: Mapping[str, Any], source: Mapping[str, Any], where: str
-) -> YarnScaling | None:
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind == "default":
-        return None
-    if kind != "yarn":
-        raise CheckpointError(
-            f"{where}: rope_type {kind!r} is not implemented; expected 'default' or 'yarn'."
+def _read_rope(
+    reading: _Reading, max_positions: int, theta: float
+) -> tuple[float, RopeScaling | None]:
+    """`rope_parameters` as transformers 5 writes it, or `rope_theta` and `rope_scaling` before."""
+    r = reading
+    old, new = r.get("rope_scaling", default={}), r.get("rope_parameters", default={})
+    if old and new and old != new:
+        r.problems.append(
+            f"rope_parameters={json.dumps(new)} and rope_scaling={json.dumps(old)} differ"
         )
-    if rope.get("mscale") or rope.get("mscale_all_dim"):
-        raise CheckpointError(f"{where}: yarn with mscale is not implemented.")
-    original = rope.get("original_max_position_embeddings") or source["max_position_embeddings"]
-    return YarnScaling(
-        factor=float(rope["factor"]),
+    rope: Mapping[str, Any] = new or old
+    if not isinstance(rope, Mapping):
+        r.problems.append(f"rope_parameters={json.dumps(rope)} must be an object")
+        return theta, None
+    if any(isinstance(value, Mapping) for value in rope.values()):
+        r.problems.append(f"rope_parameters by layer type ({', '.join(rope)}) are not implemented")
+        return theta, None
+    theta = float(rope.get("rope_theta") or r.get("rope_theta", default=theta))
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in _ROPE_KEYS:
+        r.problems.append(
+            f"rope_type={kind!r} is not implemented (expected {', '.join(_ROPE_KEYS)})"
+        )
+        return theta, None
+    known = {"rope_type", "type", "rope_theta", *_ROPE_KEYS[kind]}
+    unread = {k: v for k, v in rope.items() if k not in known and v is not None}
+    if unread.get("partial_rotary_factor") == 1:
+        unread.pop("partial_rotary_factor")
+    if unread and kind != "default":
+        r.problems += [f"{k}={v!r} of rope_type={kind!r} is not implemented"
+                       for k, v in unread.items()]  # fmt: skip
+    elif unread.keys() & {"partial_rotary_factor", "mrope_section"}:
+        r.problems.append(f"rope_parameters={json.dumps(unread)} is not implemented")
+    of_rope = _Reading(rope, r.problems)
+    original = r.get("original_max_position_embeddings") or of_rope.get(
+        "original_max_position_embeddings", default=max_positions
+    )
+    if kind == "default":
+        return theta, None
+    if kind == "linear":
+        return theta, LinearScaling(factor=float(of_rope.need("factor")))
+    if kind == "llama3":
+        return theta, Llama3Scaling(
+            factor=float(of_rope.need("factor")),
+            low_freq_factor=float(of_rope.need("low_freq_factor")),
+            high_freq_factor=float(of_rope.need("high_freq_factor")),
+            original_max_positions=original,
+        )
+    factor = float(of_rope.get("factor", default=max_positions / original))
+    attention_factor = rope.get("attention_factor")
+    mscale, of_all = rope.get("mscale"), rope.get("mscale_all_dim")
+    if attention_factor is None and mscale and of_all and factor > 1:
+        attention_factor = (0.1 * mscale * math.log(factor) + 1) / (
+            0.1 * of_all * math.log(factor) + 1
+        )
+    return theta, YarnScaling(
+        factor=factor,
         original_max_positions=original,
         beta_fast=rope.get("beta_fast") or 32.0,
         beta_slow=rope.get("beta_slow") or 1.0,
-        attention_factor=rope.get("attention_factor"),
+        attention_factor=attention_factor,
         truncate=rope.get("truncate", True),
     )
 
 
-def _windows(source: Mapping[str, Any], where: str) -> tuple[int | None, ...]:
-    layers = source["num_hidden_layers"]
-    kinds = source.get("layer_types")
-    if kinds is None:
-        is_alternating = source["model_type"] == "gpt_oss"
-        kinds = [
-            "sliding_attention" if is_alternating and i % 2 == 0 else "full_attention"
-            for i in range(layers)
-        ]
-    known = {"full_attention": None, "sliding_attention": source.get("sliding_window")}
-    if len(kinds) != layers or not set(kinds) <= set(known):
-        raise CheckpointError(
-            f"{where}: layer_types must name {layers} of {sorted(known)}, found {kinds}."
+def _num_layers(reading: _Reading) -> int:
+    found = reading.get("num_hidden_layers")
+    return found if type(found) is int else 0  # `_read_common` has said what is wrong with it
+
+
+def _windows(
+    reading: _Reading, kinds: list[str], window: int | None
+) -> dict[str, tuple[int | None, ...]]:
+    """layer_types of the config, or `kinds` where it has none, as one window per layer."""
+    num_layers = _num_layers(reading)
+    kinds = reading.get("layer_types", default=kinds)
+    known = {"full_attention": None, "sliding_attention": window}
+    if len(kinds) != num_layers or not set(kinds) <= set(known):
+        reading.problems.append(
+            f"layer_types must name {num_layers} of {', '.join(known)}; found {len(kinds)}: "
+            f"{', '.join(sorted(set(kinds)))}"
         )
-    return tuple(known[kind] for kind in kinds)
+        return {"windows": ()}
+    if "sliding_attention" in kinds and not (isinstance(window, int) and window > 0):
+        reading.problems.append(
+            f"layer_types has sliding_attention, and sliding_window is {json.dumps(window)}"
+        )
+    return {"windows": tuple(known[kind] for kind in kinds)}
 
 
-def _read_gpt_oss(source: Mapping[str, Any], where: str) -> ModelConfig:
-    return ModelConfig(
-        architecture="gpt_oss",
-        has_sinks=True,
-        num_experts=source["num_local_experts"],
-        num_active_experts=source["num_experts_per_tok"],
-        swiglu_limit=float(source.get("swiglu_limit", 7.0)),
-        has_router_bias=True,
-        has_expert_bias=True,
-        **{**_common(source, where), "has_attention_bias": source.get("attention_bias", True)},
-    )
+def _same_windows(reading: _Reading, window: int | None) -> dict[str, tuple[int | None, ...]]:
+    """One window for all layers, in an architecture that does not read layer_types."""
+    kind = "full_attention" if window is None else "sliding_attention"
+    others = {*reading.get("layer_types", default=[])} - {kind}
+    if others:
+        reading.problems.append(
+            f"layer_types names {', '.join(sorted(others))}, where model_type "
+            f"{reading.get('model_type')!r} has {kind} in every layer"
+        )
+    return {"windows": (window,) * _num_layers(reading)}
 
 
-def _read_qwen3(source: Mapping[str, Any], where: str) -> ModelConfig:
-    return ModelConfig(architecture="qwen3", has_qk_norm=True, **_common(source, where))
+def _read_gpt_oss(reading: _Reading) -> dict[str, Any]:
+    r = reading
+    if r.get("rope_parameters", "rope_scaling", "rope_theta") is None:
+        r.problems.append("rope_parameters (or rope_theta and rope_scaling) is missing")
+    kinds = ["full_attention" if i % 2 else "sliding_attention"
+             for i in range(_num_layers(r))]  # fmt: skip
+    return {
+        "has_sinks": True,
+        "num_experts": r.count(*_EXPERT_COUNTS),
+        "num_active_experts": r.count("num_experts_per_tok"),
+        "swiglu_limit": float(r.get("swiglu_limit", default=7.0)),
+        "has_router_bias": True,
+        "has_expert_bias": True,
+        **_windows(r, kinds, r.source.get("sliding_window", 128)),
+    }
 
 
-_READERS = {"gpt_oss": _read_gpt_oss, "qwen3": _read_qwen3}
+def _qwen_windows(reading: _Reading) -> dict[str, tuple[int | None, ...]]:
+    r = reading
+    window = r.get("sliding_window", default=4096) if r.get("use_sliding_window") else None
+    if r.get("model_type") == "qwen3_moe":
+        return _same_windows(r, window)
+    first = r.get("max_window_layers", default=28)
+    kinds = ["sliding_attention" if window and i >= first else "full_attention"
+             for i in range(_num_layers(r))]  # fmt: skip
+    return _windows(r, kinds, window)
+
+
+def _read_qwen2(reading: _Reading) -> dict[str, Any]:
+    return {"has_attention_bias": True, "has_output_bias": False, **_qwen_windows(reading)}
+
+
+def _read_qwen3(reading: _Reading) -> dict[str, Any]:
+    return {"has_qk_norm": True, **_qwen_windows(reading)}
+
+
+def _read_qwen3_moe(reading: _Reading) -> dict[str, Any]:
+    r = reading
+    step, dense = r.get("decoder_sparse_step", default=1), r.get("mlp_only_layers", default=[])
+    num_layers = _num_layers(r)
+    return {
+        "has_qk_norm": True,
+        "intermediate_size": r.count("moe_intermediate_size"),
+        "num_experts": r.count(*_EXPERT_COUNTS),
+        "num_active_experts": r.count("num_experts_per_tok"),
+        "has_normalized_routes": bool(r.get("norm_topk_prob", default=False)),
+        "dense_layers": tuple(i for i in range(num_layers) if i in dense or (i + 1) % step),
+        "dense_intermediate_size": r.get("intermediate_size", default=0),
+        **_qwen_windows(r),
+    }
+
+
+def _read_llama(reading: _Reading) -> dict[str, Any]:
+    reading.expect("sliding_window", None)
+    return _same_windows(reading, None)
+
+
+def _read_mistral(reading: _Reading) -> dict[str, Any]:
+    window = reading.source.get("sliding_window", 4096)
+    return {"has_attention_bias": False, **_same_windows(reading, window)}
+
+
+_READERS: dict[Architecture, Callable[[_Reading], dict[str, Any]]] = {
+    "gpt_oss": _read_gpt_oss,
+    "qwen2": _read_qwen2,
+    "qwen3": _read_qwen3,
+    "qwen3_moe": _read_qwen3_moe,
+    "llama": _read_llama,
+    "mistral": _read_mistral,
+}

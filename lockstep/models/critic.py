@@ -18,7 +18,7 @@ from torch import nn
 from lockstep.errors import CheckpointError
 from lockstep.models.config import ModelConfig
 from lockstep.models.decoder import Decoder
-from lockstep.models.hf_io import load_weights, read_tensors, save_checkpoint
+from lockstep.models.hf_io import HEAD, load_weights, read_tensors, save_checkpoint
 from lockstep.ops import api as ops
 from lockstep.ops.context import PackedContext
 
@@ -83,9 +83,10 @@ def load_value_weights(model: ValueModel, directory: str | Path) -> None:
     """Copies a checkpoint's tensors into the model's own memory; without a head there, values are
     0. Raises CheckpointError as `load_value_model` does."""
     tensors = read_tensors(directory)
-    read_score = tensors.pop(SCORE, None)
+    tensors.pop(HEAD, None)
+    stored = tensors.pop(SCORE, None)
     shape = list(model.value_head.shape)
-    score = torch.zeros(shape) if read_score is None else read_score()
+    score = torch.zeros(shape) if stored is None else stored.read()
     if list(score.shape) != shape:
         raise CheckpointError(
             f"{directory}: {SCORE} has the shape {list(score.shape)}; a critic's is {shape}, one "

@@ -1,8 +1,9 @@
 """Hugging Face checkpoints in and out: config.json, safetensors, tokenizer files.
 
 The decoder fuses projections that Hugging Face keeps apart. The map below says, for each of our
-parameters, which of theirs it is made of; loading and saving walk it in opposite directions, so
-that what is loaded is saved back with the same bytes.
+parameters, which of theirs it holds and where: each of theirs is a view of one of ours. Loading
+and saving write to and read from that view, so that what is loaded is saved back with the same
+bytes, and neither needs room for more than the model and a block.
 """
 
 from __future__ import annotations
@@ -10,19 +11,28 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 
 from lockstep.errors import CheckpointError
-from lockstep.models.config import ModelConfig
+from lockstep.models.config import ModelConfig, read_json
 from lockstep.models.decoder import Decoder
 from lockstep.models.lora import merged
+from lockstep.models.tensor_file import (
+    DTYPE_NAMES,
+    Outgoing,
+    StoredTensor,
+    blocks_of,
+    read_header,
+    rows_of,
+    write_tensors,
+)
 
 Tensor = torch.Tensor
 
@@ -39,75 +49,136 @@ COMPANIONS = (
 """Files beside the weights that travel with a checkpoint. renderer.json is ours: the settings of
 the renderer that the model was trained with."""
 
+MAX_SHARD_BYTES = 5 << 30
+"""Of a file, where the checkpoint that is written like another cannot have that one's files."""
+MAX_NAMED = 20  # of one kind of misfit; the count tells the rest
+HEAD = "lm_head.weight"
+_FLOATS = ("F64", "F32", "F16", "BF16")
+
 
 @dataclass(frozen=True, slots=True)
-class Source:
-    """The Hugging Face tensors that one of our parameters is made of."""
+class Piece:
+    """One Hugging Face tensor, and where it is in a parameter of ours."""
 
-    names: tuple[str, ...]
-    sizes: tuple[int, ...] = ()
-    """Rows of each, where several are laid one after another."""
-    load: Callable[[Tensor], Tensor] = lambda x: x
-    save: Callable[[Tensor], Tensor] = lambda x: x
-
-
-def _deinterleave(x: Tensor) -> Tensor:
-    """gpt-oss alternates gate and up along the last dim; the decoder lays gate, then up."""
-    return torch.cat([x[..., ::2], x[..., 1::2]], -1)
+    name: str
+    shape: tuple[int, ...]
+    view: Callable[[Tensor], Tensor]
+    """Of our parameter (its gradient, a moment): the same numbers in the same order, of the same
+    first dim; later ones may stand apart that are one dim in `shape`."""
 
 
-def _interleave(x: Tensor) -> Tensor:
-    gate, up = x.chunk(2, -1)
-    return torch.stack([gate, up], -1).flatten(-2)
-
-
-def parameter_sources(config: ModelConfig) -> dict[str, Source]:
-    """Our parameter name -> where it comes from, for every parameter of the decoder."""
+def weight_map(config: ModelConfig) -> dict[str, tuple[Piece, ...]]:
+    """Our parameter name -> the Hugging Face tensors in it, for every parameter of the decoder."""
     c = config
+    D, E, F = c.hidden_size, c.num_experts, c.intermediate_size
     q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-    out = {"embedding": Source(("model.embed_tokens.weight",))}
+    out = {"embedding": (_whole("model.embed_tokens.weight", c.vocab_size, D),)}
     for i in range(c.num_layers):
         ours, theirs = f"layers.{i}", f"model.layers.{i}"
         attention, mlp = f"{theirs}.self_attn", f"{theirs}.mlp"
-        out[f"{ours}.input_norm"] = Source((f"{theirs}.input_layernorm.weight",))
-        out[f"{ours}.post_attention_norm"] = Source((f"{theirs}.post_attention_layernorm.weight",))
-        for part in ("weight", "bias") if c.has_attention_bias else ("weight",):
-            out[f"{ours}.attention.qkv_proj.{part}"] = Source(
-                tuple(f"{attention}.{x}_proj.{part}" for x in "qkv"), (q, kv, kv)
-            )
-            out[f"{ours}.attention.o_proj.{part}"] = Source((f"{attention}.o_proj.{part}",))
+        out[f"{ours}.input_norm"] = (_whole(f"{theirs}.input_layernorm.weight", D),)
+        out[f"{ours}.post_attention_norm"] = (
+            _whole(f"{theirs}.post_attention_layernorm.weight", D),
+        )
+        qkv, output = f"{ours}.attention.qkv_proj", f"{ours}.attention.o_proj"
+        sizes = {f"{attention}.{x}_proj": n for x, n in zip("qkv", (q, kv, kv), strict=True)}
+        out[f"{qkv}.weight"] = _rows(sizes, "weight", D)
+        out[f"{output}.weight"] = (_whole(f"{attention}.o_proj.weight", D, q),)
+        if c.has_attention_bias:
+            out[f"{qkv}.bias"] = _rows(sizes, "bias")
+        if c.has_attention_bias and c.has_output_bias:
+            out[f"{output}.bias"] = (_whole(f"{attention}.o_proj.bias", D),)
         if c.has_qk_norm:
-            out[f"{ours}.attention.q_norm"] = Source((f"{attention}.q_norm.weight",))
-            out[f"{ours}.attention.k_norm"] = Source((f"{attention}.k_norm.weight",))
+            for x in "qk":
+                out[f"{ours}.attention.{x}_norm"] = (
+                    _whole(f"{attention}.{x}_norm.weight", c.head_dim),
+                )
         if c.has_sinks:
-            out[f"{ours}.attention.sinks"] = Source((f"{attention}.sinks",))
-        if c.is_moe:
-            experts = f"{mlp}.experts"
-            out[f"{ours}.mlp.router.weight"] = Source((f"{mlp}.router.weight",))
-            out[f"{ours}.mlp.router.bias"] = Source((f"{mlp}.router.bias",))
-            out[f"{ours}.mlp.gate_up_proj"] = Source(
-                (f"{experts}.gate_up_proj",),
-                load=lambda x: _deinterleave(x).transpose(1, 2),
-                save=lambda x: _interleave(x.transpose(1, 2)),
-            )
-            out[f"{ours}.mlp.gate_up_bias"] = Source(
-                (f"{experts}.gate_up_proj_bias",), load=_deinterleave, save=_interleave
-            )
-            out[f"{ours}.mlp.down_proj"] = Source(
-                (f"{experts}.down_proj",),
-                load=lambda x: x.transpose(1, 2),
-                save=lambda x: x.transpose(1, 2),
-            )
-            out[f"{ours}.mlp.down_bias"] = Source((f"{experts}.down_proj_bias",))
+            out[f"{ours}.attention.sinks"] = (_whole(f"{attention}.sinks", c.num_heads),)
+        if i not in c.routed_layers:
+            width = c.dense_intermediate_size if c.is_moe else F
+            sizes = {f"{mlp}.{x}_proj": width for x in ("gate", "up")}
+            out[f"{ours}.mlp.gate_up_proj.weight"] = _rows(sizes, "weight", D)
+            out[f"{ours}.mlp.down_proj.weight"] = (_whole(f"{mlp}.down_proj.weight", D, width),)
+        elif c.architecture == "gpt_oss":
+            out |= _gpt_oss_experts(f"{ours}.mlp", mlp, D, E, F)
         else:
-            out[f"{ours}.mlp.gate_up_proj.weight"] = Source(
-                (f"{mlp}.gate_proj.weight", f"{mlp}.up_proj.weight"), (c.intermediate_size,) * 2
-            )
-            out[f"{ours}.mlp.down_proj.weight"] = Source((f"{mlp}.down_proj.weight",))
-    out["final_norm"] = Source(("model.norm.weight",))
+            out |= _experts_one_by_one(f"{ours}.mlp", mlp, D, E, F)
+    out["final_norm"] = (_whole("model.norm.weight", D),)
     if not c.tie_embeddings:
-        out["untied_head"] = Source(("lm_head.weight",))
+        out["untied_head"] = (_whole(HEAD, c.vocab_size, D),)
     return out
+
+
+def _whole(name: str, *shape: int) -> Piece:
+    return Piece(name, shape, lambda parameter: parameter)
+
+
+def _rows(sizes: Mapping[str, int], part: str, *width: int) -> tuple[Piece, ...]:
+    """Modules of `sizes` rows each, one after another."""
+    pieces: list[Piece] = []
+    first = 0
+    for module, size in sizes.items():
+        pieces.append(
+            Piece(
+                f"{module}.{part}", (size, *width),
+                lambda parameter, first=first, size=size: parameter.narrow(0, first, size),
+            )
+        )  # fmt: skip
+        first += size
+    return tuple(pieces)
+
+
+def _gpt_oss_experts(
+    ours: str, theirs: str, D: int, E: int, F: int
+) -> dict[str, tuple[Piece, ...]]:
+    """All experts in one tensor, [in, out] each; gate and up alternate, where ours lie in turn."""
+    experts = f"{theirs}.experts"
+    gate_up = Piece(
+        f"{experts}.gate_up_proj", (E, D, 2 * F),
+        lambda parameter: parameter.unflatten(1, (2, F)).permute(0, 3, 2, 1),
+    )  # fmt: skip
+    gate_up_bias = Piece(
+        f"{experts}.gate_up_proj_bias", (E, 2 * F),
+        lambda parameter: parameter.unflatten(1, (2, F)).transpose(1, 2),
+    )  # fmt: skip
+    down = Piece(f"{experts}.down_proj", (E, F, D), lambda parameter: parameter.transpose(1, 2))
+    return {
+        f"{ours}.router.weight": (_whole(f"{theirs}.router.weight", E, D),),
+        f"{ours}.router.bias": (_whole(f"{theirs}.router.bias", E),),
+        f"{ours}.gate_up_proj": (gate_up,),
+        f"{ours}.gate_up_bias": (gate_up_bias,),
+        f"{ours}.down_proj": (down,),
+        f"{ours}.down_bias": (_whole(f"{experts}.down_proj_bias", E, D),),
+    }
+
+
+def _experts_one_by_one(
+    ours: str, theirs: str, D: int, E: int, F: int
+) -> dict[str, tuple[Piece, ...]]:
+    """Qwen3-MoE: a tensor per expert and projection."""
+    gate_up: list[Piece] = []
+    down: list[Piece] = []
+    for e in range(E):
+        for first, x in ((0, "gate"), (F, "up")):
+            gate_up.append(
+                Piece(
+                    f"{theirs}.experts.{e}.{x}_proj.weight", (F, D),
+                    lambda parameter, e=e, first=first: parameter[e].narrow(0, first, F),
+                )
+            )  # fmt: skip
+        down.append(
+            Piece(f"{theirs}.experts.{e}.down_proj.weight", (D, F),
+                  lambda parameter, e=e: parameter[e])
+        )  # fmt: skip
+    return {
+        f"{ours}.router.weight": (_whole(f"{theirs}.gate.weight", E, D),),
+        f"{ours}.gate_up_proj": tuple(gate_up),
+        f"{ours}.down_proj": tuple(down),
+    }
+
+
+# -- loading --------------------------------------------------------------------------------------
 
 
 def load_checkpoint(
@@ -118,73 +189,207 @@ def load_checkpoint(
 ) -> Decoder:
     """A decoder with the weights of a Hugging Face checkpoint directory.
 
-    Raises CheckpointError naming every tensor that is missing, extra or misshapen, not the first.
+    Takes no more memory than the model and a block (`tensor_file.BLOCK_BYTES`). Raises
+    CheckpointError naming every tensor that is missing, extra or misshapen, not the first.
     """
     config = ModelConfig.from_directory(directory)
+    tensors = read_tensors(directory)
     with torch.device("meta"):
         model = Decoder(config)
+    check_tensors(model, tensors, where=str(directory))
     model = model.to(dtype).to_empty(device=device)
-    load_weights(model, read_tensors(directory), where=str(directory))
+    load_weights(model, tensors, where=str(directory))
     return model
 
 
-def read_tensors(directory: str | Path) -> dict[str, Callable[[], Tensor]]:
-    """name -> a function that reads that tensor, over one file or the shards of an index."""
+def weight_files(directory: str | Path) -> tuple[list[str], dict[str, str] | None]:
+    """(files with weights, tensor name -> file where there is an index) of a checkpoint.
+
+    Raises CheckpointError if there are none, or two answers to what they are.
+    """
     root = Path(directory)
-    if (root / INDEX).is_file():
-        files = sorted(set(json.loads((root / INDEX).read_text())["weight_map"].values()))
-    elif (root / WEIGHTS).is_file():
-        files = [WEIGHTS]
-    else:
-        raise CheckpointError(f"{root} holds neither {WEIGHTS} nor {INDEX}.")
-    out: dict[str, Callable[[], Tensor]] = {}
+    has_index, has_file = (root / INDEX).is_file(), (root / WEIGHTS).is_file()
+    if has_index and has_file:
+        raise CheckpointError(
+            f"{root} holds {WEIGHTS} and {INDEX}: two sets of weights. Remove the one that is old."
+        )
+    if has_file:
+        return [WEIGHTS], None
+    if not has_index:
+        others = sorted(p.name for p in root.glob("pytorch_model*.bin"))
+        raise CheckpointError(
+            f"{root} holds neither {WEIGHTS} nor {INDEX}."
+            + (f" It has {others[0]}: convert it to safetensors with transformers." * bool(others))
+        )
+    placed = read_json(root / INDEX).get("weight_map")
+    if not isinstance(placed, dict) or not placed:
+        raise CheckpointError(f"{root / INDEX} has no weight_map. A torn copy?")
+    return sorted(set(placed.values())), placed
+
+
+def read_tensors(directory: str | Path) -> dict[str, StoredTensor]:
+    """name -> a tensor still in its file, over one file or the shards of an index.
+
+    Raises CheckpointError that lists every file which is missing or torn, and every tensor that is
+    not where the index says.
+    """
+    root = Path(directory)
+    files, placed = weight_files(root)
+    problems: list[str] = []
+    out: dict[str, StoredTensor] = {}
     for file in files:
+        if not (root / file).is_file():
+            problems.append(f"{root / INDEX} names {file}, which is not there")
+            continue
         try:
-            handle = safe_open(str(root / file), framework="pt")
-        except Exception as error:
-            raise CheckpointError(
-                f"{root / file} cannot be read ({error}). A torn copy?"
-            ) from error
-        for name in handle.keys():  # noqa: SIM118  a safetensors handle is not a mapping
-            out[name] = lambda handle=handle, name=name: handle.get_tensor(name)
+            found = read_header(root / file)
+        except CheckpointError as error:
+            problems.append(str(error).removesuffix("."))
+            continue
+        for name in found if placed is not None else ():
+            if placed.get(name) != file:
+                problems.append(
+                    f"{file} holds {name}, which {INDEX} has in {placed.get(name, 'no file')}"
+                )
+        out |= found
+    if not problems and placed is not None:
+        problems = [f"{placed[n]} does not hold {n}" for n in sorted(set(placed) - set(out))]
+    if problems:
+        raise CheckpointError("; ".join(_first(problems)) + ".")
     return out
 
 
-def load_weights(model: Decoder, tensors: dict[str, Callable[[], Tensor]], *, where: str) -> None:
-    """Copies Hugging Face tensors into the model's own memory, one at a time."""
-    sources = parameter_sources(model.config)
-    known = {name for source in sources.values() for name in source.names}
-    ignored = {"lm_head.weight"} if model.config.tie_embeddings else set()
-    problems = [f"missing {name}" for name in sorted(known - set(tensors))]
-    problems += [f"unexpected {name}" for name in sorted(set(tensors) - known - ignored)]
+def check_tensors(
+    model: Decoder, tensors: Mapping[str, Tensor | StoredTensor], *, where: str
+) -> None:
+    """Raises CheckpointError that lists what of `tensors` does not fit the model: missing,
+    unexpected, of another shape, or of a dtype that holds no weights."""
+    config = model.config
+    known: set[str] = {HEAD} if config.tie_embeddings else set()
+    misfits: dict[str, list[str]] = {k: [] for k in ("missing", "misshapen", "unreadable")}
+    for pieces in weight_map(config).values():
+        for piece in pieces:
+            parts = _parts(piece, tensors)
+            known |= parts.keys()
+            for name, shape in parts.items():
+                found = tensors.get(name)
+                if found is None:
+                    misfits["missing"].append(name)
+                    continue
+                if tuple(found.shape) != shape:
+                    misfits["misshapen"].append(
+                        f"{name} (expected {list(shape)}, found {list(found.shape)})"
+                    )
+                is_packed = name != piece.name
+                readable = ("U8",) if is_packed else _FLOATS
+                if _dtype_name(found) not in readable:
+                    misfits["unreadable"].append(
+                        f"{name} (expected {' or '.join(readable)}, found {_dtype_name(found)}; "
+                        "of quantised weights, only MXFP4 of gpt_oss can be read)"
+                    )
+    misfits["unexpected"] = sorted(set(tensors) - known)
+    texts = [
+        f"{kind} ({len(names)}): {', '.join(_first(names))}"
+        for kind, names in misfits.items()
+        if names
+    ]
+    if texts:
+        raise CheckpointError(
+            f"{where} does not fit its config ({config.architecture}): {'; '.join(texts)}."
+        )
+
+
+def load_weights(
+    model: Decoder, tensors: Mapping[str, Tensor | StoredTensor], *, where: str
+) -> None:
+    """Copies Hugging Face tensors into the model's own memory, a block at a time.
+
+    Raises CheckpointError, before anything is changed, for tensors that do not fit.
+    """
+    check_tensors(model, tensors, where=where)
     parameters = dict(model.named_parameters())
     with torch.no_grad():
-        for ours, source in sources.items():
-            if any(name not in tensors for name in source.names):
-                continue
-            parameter = parameters[ours]
-            theirs = source.load(torch.cat([tensors[name]() for name in source.names]))
-            if theirs.shape != parameter.shape:
-                problems.append(
-                    f"{' + '.join(source.names)}: expected {list(parameter.shape)}, "
-                    f"found {list(theirs.shape)}"
-                )
-                continue
-            parameter.copy_(theirs)
-    if problems:
-        raise CheckpointError(
-            f"{where} does not fit its config ({model.config.architecture}): {'; '.join(problems)}."
-        )
+        for ours, pieces in weight_map(model.config).items():
+            for piece in pieces:
+                _load_piece(piece, piece.view(parameters[ours]), tensors)
+        if model.config.tie_embeddings and (head := tensors.get(HEAD)) is not None:
+            _check_tied(head, model.embedding, where)
+
+
+def _load_piece(piece: Piece, out: Tensor, tensors: Mapping[str, Tensor | StoredTensor]) -> None:
+    source = tensors.get(piece.name)
+    if isinstance(source, StoredTensor):
+        source.copy_to(out)
+    elif source is not None:
+        out.copy_(source.reshape(out.shape))
+    else:
+        blocks, scales = (tensors[name] for name in _parts(piece, tensors))
+        # Packed rows are outputs where the tensor's are inputs: [E, out, in] into [E, in, out].
+        out = out.movedim(1, -1)
+        for expert in range(len(out)):
+            rows = slice(expert, expert + 1)
+            values = dequantize_mxfp4(rows_of(blocks, rows), rows_of(scales, rows))
+            out[rows].copy_(values.view(out[rows].shape))
+
+
+def dequantize_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
+    """blocks [..., G, 16] uint8, scales [..., G] uint8 -> [..., G * 32] float32.
+
+    A byte holds two numbers of 4 bits (sign, 2 of exponent, 1 of mantissa), the low half first; 32
+    numbers share the scale 2 ** (scales - 127). Each result has two significant bits: bfloat16
+    holds it too, exactly, where it is not below its smallest normal number.
+    Source: OCP Microscaling Formats v1.0.  Guard: tests/parity/test_mxfp4_parity.py
+    """
+    magnitudes = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], device=blocks.device)
+    values = torch.cat([magnitudes, -magnitudes])
+    halves = torch.stack([blocks & 15, blocks >> 4], -1).flatten(-2)
+    exponents = scales.to(torch.int32) - 127
+    return torch.ldexp(values[halves.int()], exponents[..., None]).flatten(-2)
+
+
+def _parts(piece: Piece, tensors: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """name -> shape of the tensors that `piece` is read from: itself, or blocks and scales where
+    experts are packed in MXFP4."""
+    blocks, scales = f"{piece.name}_blocks", f"{piece.name}_scales"
+    if piece.name in tensors or not (blocks in tensors or scales in tensors):
+        return {piece.name: piece.shape}
+    num_experts, num_in, num_out = piece.shape
+    groups = (num_experts, num_out, num_in // 32)
+    return {blocks: (*groups, 16), scales: groups}
+
+
+def _check_tied(head: Tensor | StoredTensor, embedding: Tensor, where: str) -> None:
+    """A checkpoint may hold the tied head once more, and nothing else under its name."""
+    for rows in blocks_of(len(embedding), embedding.nbytes):
+        if not torch.equal(rows_of(head, rows).to(embedding), embedding[rows]):
+            raise CheckpointError(
+                f"{where}: tie_word_embeddings is true, and {HEAD} differs from "
+                "model.embed_tokens.weight. Set it to false in config.json, or remove the head."
+            )
+
+
+def _dtype_name(found: Tensor | StoredTensor) -> str:
+    if isinstance(found, StoredTensor):
+        return found.dtype_name
+    return DTYPE_NAMES.get(found.dtype, str(found.dtype).removeprefix("torch."))
+
+
+def _first(texts: list[str]) -> list[str]:
+    more = len(texts) - MAX_NAMED
+    return texts if more <= 0 else [*texts[:MAX_NAMED], f"and {more} more"]
+
+
+# -- saving ---------------------------------------------------------------------------------------
 
 
 def hf_tensors(model: Decoder) -> Iterator[tuple[str, Tensor]]:
     """(Hugging Face name, tensor) for every parameter, in the order of the model; with its adapter
     merged into them, if it has one."""
     parameters = dict(model.named_parameters())
-    for ours, source in parameter_sources(model.config).items():
-        value = source.save(merged(model, ours, parameters[ours].detach()))
-        parts = value.split(source.sizes) if source.sizes else (value,)
-        yield from zip(source.names, parts, strict=True)
+    for ours, pieces in weight_map(model.config).items():
+        value = merged(model, ours, parameters[ours].detach())
+        for piece in pieces:
+            yield piece.name, piece.view(value).reshape(piece.shape)
 
 
 def save_checkpoint(
@@ -195,32 +400,108 @@ def save_checkpoint(
     dtype: torch.dtype | None = None,
     extra_tensors: Mapping[str, Tensor] | None = None,
     config_changes: Mapping[str, Any] | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
     """Writes weights in Hugging Face's names, with config and tokenizer files copied from `like`.
 
+    Each tensor goes to the file that it has in `like`; where the two do not hold the same tensors
+    (`like` has no weights, or packed ones), files have at most `max_shard_bytes`. dtype: of the
+    file; the model's own without. Packed weights are written as they were unpacked, and
+    config.json no longer says that they are quantised. An adapter is merged in.
     extra_tensors: written beside the decoder's, as they are: a head of another kind.
     config_changes: keys of config.json that differ from those of `like`.
-    The directory appears whole or not at all: it is written beside and renamed.
+    The directory appears whole or not at all: it is written beside and renamed. Takes no more
+    memory than a block of one tensor, or two parameters with an adapter.
     """
+    dtype = dtype or model.embedding.dtype
+    parameters = dict(model.named_parameters())
+
+    @lru_cache(maxsize=2)  # the experts of a layer come in turn from two parameters
+    def value_of(ours: str) -> Tensor:
+        return merged(model, ours, parameters[ours].detach())
+
+    tensors = {
+        piece.name: Outgoing(
+            piece.name, piece.shape, dtype,
+            lambda piece=piece, ours=ours: piece.view(value_of(ours)),
+        )
+        for ours, pieces in weight_map(model.config).items()
+        for piece in pieces
+    }  # fmt: skip
+    for name, extra in (extra_tensors or {}).items():
+        tensors[name] = Outgoing(name, tuple(extra.shape), extra.dtype, lambda extra=extra: extra)
+    placed = _files_like(like, tensors, is_tied=model.config.tie_embeddings)
+    if placed is None:
+        placed = _files_by_size(tensors, max_shard_bytes)
+    if HEAD in placed and HEAD not in tensors:
+        tensors[HEAD] = Outgoing(
+            HEAD, tuple(model.embedding.shape), dtype, lambda: value_of("embedding")
+        )
+    with replacing(directory) as beside:
+        for file in sorted(set(placed.values())):
+            write_tensors(beside / file, [t for name, t in tensors.items() if placed[name] == file])
+        if set(placed.values()) != {WEIGHTS}:
+            index = {
+                "metadata": {"total_size": sum(t.num_bytes for t in tensors.values())},
+                "weight_map": dict(sorted(placed.items())),
+            }
+            (beside / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+        config = read_json(Path(like) / "config.json")
+        config |= config_changes or {}
+        config.pop("quantization_config", None)
+        key = "torch_dtype" if "torch_dtype" in config and "dtype" not in config else "dtype"
+        config[key] = str(dtype).removeprefix("torch.")
+        (beside / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        copy_companions(like, beside)
+
+
+@contextmanager
+def replacing(directory: str | Path) -> Generator[Path]:
+    """A directory to write into that takes the place of `directory` once all is written."""
     target = Path(directory)
     beside = target.with_name(f".{target.name}.{os.getpid()}.partial")
     shutil.rmtree(beside, ignore_errors=True)
     beside.mkdir(parents=True)
-    tensors = {
-        name: tensor.to("cpu", dtype or tensor.dtype).contiguous()
-        for name, tensor in hf_tensors(model)
-    }
-    for name, tensor in (extra_tensors or {}).items():
-        tensors[name] = tensor.cpu().contiguous()
-    save_file(tensors, str(beside / WEIGHTS), metadata={"format": "pt"})
-    (beside / WEIGHTS).chmod(0o644)  # safetensors writes it for its owner alone
-    config = json.loads((Path(like) / "config.json").read_text())
-    config |= config_changes or {}
-    config["dtype"] = str(dtype or model.embedding.dtype).removeprefix("torch.")
-    (beside / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    for name in COMPANIONS:
-        if (Path(like) / name).is_file():
-            shutil.copyfile(Path(like) / name, beside / name)
+    yield beside
     if target.exists():
         shutil.rmtree(target)
     os.replace(beside, target)
+
+
+def copy_companions(like: str | Path, directory: Path) -> None:
+    """Copies the tokenizer's files, and what else travels with a checkpoint."""
+    for name in COMPANIONS:
+        if (Path(like) / name).is_file():
+            shutil.copyfile(Path(like) / name, directory / name)
+
+
+def _files_like(
+    like: str | Path, tensors: Mapping[str, Outgoing], *, is_tied: bool
+) -> dict[str, str] | None:
+    """name -> file as in the checkpoint `like`, if it holds the same tensors."""
+    root = Path(like)
+    if not ((root / WEIGHTS).is_file() or (root / INDEX).is_file()):
+        return None
+    _, placed = weight_files(root)
+    if placed is None:
+        placed = dict.fromkeys(read_header(root / WEIGHTS), WEIGHTS)
+    extra = {HEAD} if is_tied else set[str]()
+    return placed if placed.keys() - extra == tensors.keys() else None
+
+
+def _files_by_size(tensors: Mapping[str, Outgoing], max_bytes: int) -> dict[str, str]:
+    """name -> file, filled in the order of the model; one tensor larger than `max_bytes` has a
+    file of its own."""
+    shard_of: dict[str, int] = {}
+    shard = size = 0
+    for name, tensor in tensors.items():
+        if size and size + tensor.num_bytes > max_bytes:
+            shard, size = shard + 1, 0
+        shard_of[name] = shard
+        size += tensor.num_bytes
+    if not shard:
+        return dict.fromkeys(tensors, WEIGHTS)
+    stem = WEIGHTS.removesuffix(".safetensors")
+    return {
+        name: f"{stem}-{i + 1:05d}-of-{shard + 1:05d}.safetensors" for name, i in shard_of.items()
+    }

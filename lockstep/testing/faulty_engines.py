@@ -110,7 +110,7 @@ class StaleEngine(CopyingEngine):
 
     async def load_weights(self, source: Mapping[str, Any] | str | None, *, version: int) -> None:
         if isinstance(source, str):
-            source = {name: read() for name, read in read_tensors(source).items()}
+            source = {name: stored.read() for name, stored in read_tensors(source).items()}
         elif source is not None:  # the trainer's own memory, which the next update changes
             source = {name: tensor.clone() for name, tensor in source.items()}
         if source is not None:

@@ -698,8 +698,7 @@ class EmbeddedEngine:
         if isinstance(source, str | Path):
             tensors, where = read_tensors(source), str(source)
         else:
-            tensors = {name: (lambda tensor=tensor: tensor) for name, tensor in source.items()}
-            where = "load_weights"
+            tensors, where = source, "load_weights"
         with torch.device("meta"):
             model = Decoder(shared.config)
         model = model.to(shared.embedding.dtype).to_empty(device=shared.embedding.device)

@@ -1,0 +1,171 @@
+"""safetensors files, read and written a block at a time.
+
+The library maps a file into memory: the pages that are read count as the process's own until the
+file is closed, so that a model in one file is held twice while it is loaded. Here bytes go from the
+file straight to where they belong, and a file's header alone says what fits and what is torn.
+
+Format: 8 bytes little-endian length, a JSON header name -> dtype, shape, data_offsets, the data.
+Source: https://github.com/huggingface/safetensors, README
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lockstep.errors import CheckpointError
+
+Tensor = torch.Tensor
+
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "U8": torch.uint8,
+}  # fmt: skip
+"""What can be read, by the format's names; others stand in headers and are refused by name."""
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+MAX_HEADER_BYTES = 100_000_000  # as the library: more is not a header
+BLOCK_BYTES = 32 << 20
+"""Read or written at once where a copy is needed: for another dtype or order."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor that is still in its file."""
+
+    path: Path
+    dtype_name: str
+    """The format's: F32, BF16, I8, ..."""
+    shape: tuple[int, ...]
+    offset: int
+    """Of its first byte in the file."""
+    num_bytes: int
+
+    def read(self) -> Tensor:
+        """The whole tensor, in memory of its own."""
+        out = torch.empty(self.shape, dtype=DTYPES[self.dtype_name])
+        self.read_into(out)
+        return out
+
+    def rows(self, rows: slice) -> Tensor:
+        """Those of its first dim."""
+        out = torch.empty((rows.stop - rows.start, *self.shape[1:]), dtype=DTYPES[self.dtype_name])
+        self.read_into(out, first=rows.start)
+        return out
+
+    def read_into(self, out: Tensor, *, first: int = 0) -> None:
+        """Fills `out`, contiguous on the CPU and in this dtype, from row `first` on."""
+        row_bytes = self.num_bytes // self.shape[0] if self.shape and self.shape[0] else 0
+        place = _bytes_of(out.detach())
+        with open(self.path, "rb", buffering=0) as file:
+            file.seek(self.offset + first * row_bytes)
+            while place:
+                count = file.readinto(place)
+                if not count:
+                    raise CheckpointError(f"{self.path} ends too early. A torn copy?")
+                place = place[count:]
+
+    def copy_to(self, out: Tensor) -> None:
+        """Copies into `out`, a view of any strides, dtype and device with the same first dim and
+        the same numbers in the same order."""
+        dtype = DTYPES[self.dtype_name]
+        if out.is_contiguous() and out.dtype == dtype and out.device.type == "cpu" and out.numel():
+            self.read_into(out)
+            return
+        for rows in blocks_of(len(out), self.num_bytes):
+            out[rows].copy_(self.rows(rows).view(out[rows].shape))
+
+
+def rows_of(source: Tensor | StoredTensor, rows: slice) -> Tensor:
+    """Those rows of a tensor, in memory or in its file."""
+    return source.rows(rows) if isinstance(source, StoredTensor) else source[rows]
+
+
+def _bytes_of(x: Tensor) -> memoryview:
+    """Of a contiguous tensor on the CPU, in place."""
+    return x.view(-1).view(torch.uint8).numpy().data
+
+
+def blocks_of(num_rows: int, num_bytes: int) -> Iterator[slice]:
+    """Slices over `num_rows` rows of `num_bytes` in all, of about BLOCK_BYTES each."""
+    step = max(1, BLOCK_BYTES * num_rows // max(num_bytes, 1))
+    for first in range(0, num_rows, step):
+        yield slice(first, min(first + step, num_rows))
+
+
+def read_header(path: Path) -> dict[str, StoredTensor]:
+    """The tensors of a file, none of them read. Raises CheckpointError if the file is not whole."""
+    try:
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            header_bytes = int.from_bytes(file.read(8), "little")
+            if not 2 <= header_bytes <= min(size - 8, MAX_HEADER_BYTES):
+                raise ValueError(f"{size} bytes, and a header that says {header_bytes}")
+            header: dict[str, Any] = json.loads(file.read(header_bytes))
+        header.pop("__metadata__", None)
+        start = 8 + header_bytes
+        out = {
+            name: StoredTensor(
+                path, entry["dtype"], tuple(entry["shape"]), start + entry["data_offsets"][0],
+                entry["data_offsets"][1] - entry["data_offsets"][0],
+            )
+            for name, entry in header.items()
+        }  # fmt: skip
+        end = max((t.offset + t.num_bytes for t in out.values()), default=start)
+        if end != size:
+            raise ValueError(f"its tensors end at byte {end}, the file at {size}")
+        for name, tensor in out.items():
+            dtype = DTYPES.get(tensor.dtype_name)
+            expected = torch.Size(tensor.shape).numel() * dtype.itemsize if dtype else None
+            if expected not in (None, tensor.num_bytes):
+                raise ValueError(f"{name} has {tensor.num_bytes} bytes, its shape {expected}")
+    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+        raise CheckpointError(f"{path} cannot be read ({error}). A torn copy?") from error
+    return out
+
+
+@dataclass(frozen=True, slots=True)
+class Outgoing:
+    """A tensor to be written."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    view: Callable[[], Tensor]
+    """Its numbers in order, on any device and in any strides and dtype; asked for when its turn
+    comes."""
+
+    @property
+    def num_bytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+def write_tensors(path: Path, tensors: Sequence[Outgoing]) -> None:
+    """Writes the file that the library would: the same bytes, without all tensors in memory.
+
+    Guard: tests/cpu/models/test_tensor_file.py
+    """
+    ordered = sorted(tensors, key=lambda t: (-t.dtype.itemsize, DTYPE_NAMES[t.dtype], t.name))
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for tensor in ordered:
+        header[tensor.name] = {
+            "dtype": DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape),
+            "data_offsets": [at, at + tensor.num_bytes],
+        }  # fmt: skip
+        at += tensor.num_bytes
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    with open(path, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for tensor in ordered:
+            view = tensor.view().detach()
+            for rows in blocks_of(len(view), tensor.num_bytes):
+                part = view[rows].to("cpu", tensor.dtype).contiguous()
+                file.write(_bytes_of(part))
