@@ -40,8 +40,11 @@ RENDERER_FILE = "renderer.json"
 
 DEFAULT_RENDERERS: dict[Architecture, type[RendererConfig]] = {
     "gpt_oss": HarmonyConfig,
+    "qwen2": ChatMLConfig,
     "qwen3": ChatMLConfig,
+    "qwen3_moe": ChatMLConfig,
 }
+"""The formats of architectures that have one of ours."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +175,14 @@ def renderer_of(directory: Path, model: ModelConfig) -> RendererConfig:
             return from_dict(_RendererFile, json.loads(path.read_text())).renderer
         except ValueError as error:
             raise ConfigError(f"{path}: {error}") from None
-    return DEFAULT_RENDERERS[model.architecture]()
+    default = DEFAULT_RENDERERS.get(model.architecture)
+    if default is None:
+        raise ConfigError(
+            f"no renderer is known for a model of {model.architecture}. Set renderer=KIND, or keep "
+            f"{RENDERER_FILE} beside the model's config.json; a format of your own is a renderer "
+            "of your own (docs/renderers.md)."
+        )
+    return default()
 
 
 def write_renderer(directory: Path, renderer: RendererConfig) -> None:

@@ -72,7 +72,9 @@ def weight_map(config: ModelConfig) -> dict[str, tuple[Piece, ...]]:
     c = config
     D, E, F = c.hidden_size, c.num_experts, c.intermediate_size
     q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-    out = {"embedding": (_whole("model.embed_tokens.weight", c.vocab_size, D),)}
+    out: dict[str, tuple[Piece, ...]] = {
+        "embedding": (_whole("model.embed_tokens.weight", c.vocab_size, D),)
+    }
     for i in range(c.num_layers):
         ours, theirs = f"layers.{i}", f"model.layers.{i}"
         attention, mlp = f"{theirs}.self_attn", f"{theirs}.mlp"
@@ -246,11 +248,12 @@ def read_tensors(directory: str | Path) -> dict[str, StoredTensor]:
         except CheckpointError as error:
             problems.append(str(error).removesuffix("."))
             continue
-        for name in found if placed is not None else ():
-            if placed.get(name) != file:
-                problems.append(
-                    f"{file} holds {name}, which {INDEX} has in {placed.get(name, 'no file')}"
-                )
+        if placed is not None:
+            problems += [
+                f"{file} holds {name}, which {INDEX} has in {placed.get(name, 'no file')}"
+                for name in found
+                if placed.get(name) != file
+            ]
         out |= found
     if not problems and placed is not None:
         problems = [f"{placed[n]} does not hold {n}" for n in sorted(set(placed) - set(out))]

@@ -1,0 +1,49 @@
+"""What a run is told about its model before any weight is read."""
+
+import json
+import shutil
+
+import pytest
+
+from lockstep.build import lay_foundation
+from lockstep.config import resolve
+from lockstep.errors import CheckpointError, ConfigError
+from lockstep.models.locate import SHIPPED_ROOT
+from lockstep.recipes import find_recipe
+
+
+@pytest.fixture
+def directory(tmp_path):
+    """A model directory without weights: nothing here may read them."""
+    for name in ("config.json", "tokenizer.json", "renderer.json"):
+        shutil.copy(SHIPPED_ROOT / "tiny-qwen3" / name, tmp_path / name)
+    return tmp_path
+
+
+def foundation_of(directory, *overrides, **changes):
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    return lay_foundation(resolve(find_recipe("quickstart"), [f"model={directory}", *overrides]))
+
+
+@pytest.mark.parametrize("architecture", ["llama", "mistral"])
+def test_a_family_without_a_renderer_of_ours_asks_for_one(directory, architecture):
+    changes = {"model_type": architecture, "sliding_window": None}
+    assert foundation_of(directory, **changes).model.architecture == architecture
+    (directory / "renderer.json").unlink()
+    with pytest.raises(ConfigError, match=rf"{architecture}\. Set renderer=KIND, or keep renderer"):
+        foundation_of(directory)
+    assert foundation_of(directory, "renderer=chatml").renderer.name == "chatml"
+
+
+def test_the_qwen_families_are_written_in_chatml(directory):
+    (directory / "renderer.json").unlink()
+    moe = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+    for architecture in ("qwen2", "qwen3", "qwen3_moe"):
+        found = foundation_of(directory, model_type=architecture, **moe)
+        assert found.renderer.name == "chatml"
+
+
+def test_an_unknown_architecture_is_refused_before_anything_is_read(directory):
+    with pytest.raises(CheckpointError, match=r"'olmo2' is not supported.*fallback=true"):
+        foundation_of(directory, model_type="olmo2")
