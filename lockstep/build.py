@@ -17,8 +17,10 @@ from lockstep.agent.loop import truncation_notice
 from lockstep.config import from_dict, tag
 from lockstep.engines.config import EmbeddedConfig
 from lockstep.errors import CheckpointError, ConfigError, DataError, RunError
+from lockstep.models import peft_format
 from lockstep.models.config import Architecture, ModelConfig
 from lockstep.models.locate import locate_model
+from lockstep.models.lora_config import LoraShape
 from lockstep.ops.contract import TRUE_ON_POLICY, Fingerprint, why_not_same
 from lockstep.renderers.base import Renderer
 from lockstep.renderers.config import ChatMLConfig, HarmonyConfig, RendererConfig
@@ -55,6 +57,8 @@ class Foundation:
     model: ModelConfig
     renderer_config: RendererConfig
     renderer: Renderer
+    lora: LoraShape | None = None
+    """The adapter that is trained; None trains the model itself."""
 
 
 @dataclass(slots=True)
@@ -119,7 +123,7 @@ def check_config(config: Config) -> Foundation:
 
 
 def lay_foundation(config: ModelChoice) -> Foundation:
-    """Model config, tokenizer and renderer of a run, checked against each other."""
+    """Model config, tokenizer, renderer and adapter of a run, checked against each other."""
     directory = locate_model(config.model)
     model = ModelConfig.from_directory(directory)
     if config.max_tokens > model.max_positions:
@@ -136,7 +140,10 @@ def lay_foundation(config: ModelChoice) -> Foundation:
             f"model's vocabulary ends at {model.vocab_size - 1}. They belong to different models."
         )
     chosen = config.renderer or renderer_of(directory, model)
-    return Foundation(directory, model, chosen, make_renderer(chosen, tokenizer))
+    lora = None
+    if config.lora is not None:
+        lora = peft_format.resolve_shape(config.lora, model, directory, name=config.model)
+    return Foundation(directory, model, chosen, make_renderer(chosen, tokenizer), lora)
 
 
 def check_critic(config: Config, foundation: Foundation) -> None:
@@ -219,12 +226,17 @@ def _check_first_prompt(config: Config, foundation: Foundation, task: Any) -> No
 
 
 def plan(
-    config: Config, *, has_support: bool = True, numerics: Numerics | None = None
+    config: Config,
+    *,
+    has_support: bool = True,
+    numerics: Numerics | None = None,
+    num_trained: tuple[int, int] | None = None,
 ) -> list[str]:
     """What a run will do, in a few lines: printed by --dry-run and at the start.
 
     has_support: the engine can record what top-p and top-k kept, as far as is known. numerics: what
-    was made of the setting `contract`; None before a model is loaded.
+    was made of the setting `contract`; None before a model is loaded. num_trained: parameters that
+    are trained, of all; None before a model is loaded.
     """
     foundation = lay_foundation(config)
     model, episodes = foundation.model, config.groups_per_step * config.group_size
@@ -233,6 +245,7 @@ def plan(
     lines = [
         f"model      {config.model}: {model.architecture}, {model.num_layers} layers of width "
         f"{model.hidden_size}{experts if model.is_moe else ''}, {config.dtype}",
+        *_trained_plan(config, foundation, num_trained),
         f"sampler    {tag(type(config.engine))} engine; {foundation.renderer.name} tokens, token "
         "in, token out",
         *([f"draws      {notice}"] if notice else []),
@@ -246,6 +259,20 @@ def plan(
     if config.fault is not None:
         lines.append(f"fault      {config.fault.describe()}")
     return lines
+
+
+def _trained_plan(
+    config: Config, foundation: Foundation, num_trained: tuple[int, int] | None
+) -> list[str]:
+    """What of the model is trained, and how many numbers that is, where it is known."""
+    what = "the whole model" if foundation.lora is None else f"LoRA, {foundation.lora.describe()}"
+    if config.trainer.freeze:
+        what += f"; frozen: {', '.join(config.trainer.freeze)}"
+    if num_trained is None:
+        is_plain = foundation.lora is None and not config.trainer.freeze
+        return [] if is_plain else [f"trained    {what}"]
+    trained, total = num_trained
+    return [f"trained    {what}; {trained:,} of {total:,} parameters ({trained / total:.2%})"]
 
 
 def _contract_plan(config: Config) -> str:
@@ -327,7 +354,8 @@ def build(
         is_rescored=config.correction.behaviour == "averaged",
     )
     reference = None
-    if is_training and config.objective.reads_reference_logprobs:
+    needs_reference = config.objective.reads_reference_logprobs and foundation.lora is None
+    if is_training and needs_reference:
         reference = load_model(config, foundation).requires_grad_(False)
     trainer = Trainer(
         model if config.fault is None else config.fault.make_trained(model),
@@ -431,10 +459,13 @@ def _check_engine(engine: Engine, numerics: Numerics) -> None:
 def load_model(
     config: ModelChoice, foundation: Foundation, *, weights: Path | None = None
 ) -> Decoder:
-    """The decoder on the config's device and dtype; sets torch's threads and seed."""
+    """The decoder, with its adapter, on the config's device and dtype; sets torch's threads and
+    seed. weights: of a checkpoint; None takes the config's own."""
     import torch
 
     from lockstep.models.hf_io import load_checkpoint
+    from lockstep.models.lora import add_adapter
+    from lockstep.models.peft_io import check_policy, load_adapter
 
     torch.set_num_threads(config.threads)
     torch.manual_seed(config.seed)
@@ -443,9 +474,34 @@ def load_model(
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device=cuda, and torch sees no GPU. Choose device=cpu or auto.")
-    return load_checkpoint(
-        weights or foundation.directory, dtype=getattr(torch, config.dtype), device=device
-    )
+    _check_freeze(config, foundation)
+    dtype = getattr(torch, config.dtype)
+    if config.lora is None or foundation.lora is None:
+        return load_checkpoint(weights or foundation.directory, dtype=dtype, device=device)
+    model = load_checkpoint(foundation.directory, dtype=dtype, device=device)
+    add_adapter(model, foundation.lora, seed=config.lora.seed)
+    if weights is not None:
+        check_policy(model, weights, like=foundation.directory)
+    if source := weights or config.lora.path:
+        load_adapter(model, Path(source).expanduser())
+    return model
+
+
+def _check_freeze(config: ModelChoice, foundation: Foundation) -> None:
+    """Tries the setting on a model without memory: an error comes before weights are read."""
+    import torch
+
+    from lockstep.models.decoder import Decoder
+    from lockstep.models.lora import add_adapter
+    from lockstep.training.optimizer import freeze
+
+    if not config.trainer.freeze:
+        return
+    with torch.device("meta"):
+        model = Decoder(foundation.model)
+    if foundation.lora is not None:
+        add_adapter(model, foundation.lora, seed=0)
+    freeze(model.named_parameters(), config.trainer.freeze)
 
 
 # -- checkpoints and texts of a run ---------------------------------------------------------------
@@ -464,17 +520,45 @@ def checkpoint_of(run: Run, step: int | None) -> Path:
     return found
 
 
-def export_checkpoint(path: Path, directory: Path, *, step: int | None) -> str:
-    """Copies a run's checkpoint out as a Hugging Face directory. Returns the checkpoint's name."""
+def export_checkpoint(
+    path: Path, directory: Path, *, step: int | None, is_merged: bool = False
+) -> str:
+    """Copies a run's checkpoint out as a Hugging Face directory; of a run with lora, as an adapter
+    in PEFT's form, or merged into its model. Returns the checkpoint's name."""
     run = load_run(path)
     source = checkpoint_of(run, step)
     if directory.exists() and any(directory.iterdir()):
         raise ConfigError(f"{directory} exists and is not empty; --hf names a new directory.")
-    shutil.copytree(source / "policy", directory, dirs_exist_ok=True)
+    is_adapter = (source / "policy" / peft_format.CONFIG).is_file()
+    if is_merged and not is_adapter:
+        raise ConfigError(
+            f"{path} trained the whole model: there is no adapter to merge. Leave --merged out."
+        )
+    if is_merged:
+        _merge(run, source / "policy", directory)
+    else:
+        shutil.copytree(source / "policy", directory, dirs_exist_ok=True)
     if run.config["renderer"] is not None:
         stored = from_dict(_RendererFile, {"renderer": run.config["renderer"]})
         write_renderer(directory, stored.renderer)
     return source.name
+
+
+def _merge(run: Run, adapter: Path, directory: Path) -> None:
+    """Writes the run's model with `adapter` in its weights: added in float32, then cast to the
+    dtype that the run computed in."""
+    import torch
+
+    from lockstep.models.hf_io import load_checkpoint, save_checkpoint
+    from lockstep.models.lora import add_adapter
+    from lockstep.models.peft_io import load_adapter
+
+    base = locate_model(run.config["model"])
+    peft_format.check_base(adapter, base)
+    model = load_checkpoint(base)
+    add_adapter(model, peft_format.read_shape(adapter, model.config), seed=0)
+    load_adapter(model, adapter)
+    save_checkpoint(model, directory, like=base, dtype=getattr(torch, run.config["dtype"]))
 
 
 def vocabulary_of(config: Mapping[str, Any]) -> Vocabulary:

@@ -171,7 +171,7 @@ def _export(options: argparse.Namespace) -> int:
     from lockstep.build import export_checkpoint
 
     path, step = _run_at(options.target)
-    name = export_checkpoint(path, Path(options.hf), step=step)
+    name = export_checkpoint(path, Path(options.hf), step=step, is_merged=options.merged)
     if options.json:
         print(json.dumps({"run": str(path), "checkpoint": name, "hf": options.hf}))
     else:
@@ -432,11 +432,14 @@ def _parser() -> argparse.ArgumentParser:
     export = verb(
         "export",
         _export,
-        "Write a run's checkpoint as a Hugging Face model.",
+        "Write a run's checkpoint as a Hugging Face model, or its adapter in PEFT's form.",
         "lockstep export runs/quickstart-20260101-120000 --hf my-model",
     )
     export.add_argument("target", metavar="RUN[@STEP]")
     export.add_argument("--hf", required=True, metavar="DIR", help="directory to write")
+    export.add_argument("--merged", action="store_true",
+                        help="of a run with lora: the model with the adapter in its weights, in "
+                             "place of the adapter alone")  # fmt: skip
     verb("recipes", _recipes, "List the recipes.", "lockstep recipes")
     return parser
 

@@ -232,6 +232,8 @@ def _assign(cls: type, tree: dict[str, Any], keys: list[str], text: str, *, path
         tree[key] = to_dict(presets[text]())
     elif presets:
         raise ConfigError(f"{path}={text}: no such preset.{did_you_mean(text, presets)}")
+    elif nested is not None and text == "none" and type(None) in _union(annotation):
+        tree[key] = None
     elif nested is not None:
         raise ConfigError(
             f"{path} has settings below it; give one of them: "

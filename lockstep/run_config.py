@@ -15,6 +15,7 @@ from lockstep.config import tag
 from lockstep.correction.config import Correction
 from lockstep.engines.config import EmbeddedConfig, EngineConfig
 from lockstep.errors import ConfigError
+from lockstep.models.lora_config import LoraConfig
 from lockstep.objectives.config import GRPO, AdvantageConfig, ObjectiveConfig, PPOClip
 from lockstep.ops.contract import ContractChoice
 from lockstep.renderers.config import RendererConfig
@@ -82,6 +83,9 @@ class ModelChoice:
     renderer: RendererConfig | None = None
     """How dialogues become tokens; none takes what the model was trained with: its renderer.json,
     or the format of its architecture."""
+    lora: LoraConfig | None = None
+    """Train a low-rank adapter in place of the model: lora.rank=8, or lora.path=DIR to go on from
+    one in PEFT's form; none trains the model itself."""
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     """Optimizer, schedule and micro-batches."""
 
@@ -185,6 +189,11 @@ class SupervisedConfig(ModelChoice):
         if bool(self.sft.path) == (self.data is not None):
             raise ConfigError(
                 "give the dialogues once: sft.path=FILE.jsonl, or data=KIND for generated ones."
+            )
+        if self.create and self.lora is not None:
+            raise ConfigError(
+                f"create={self.create} begins with random weights, and lora freezes them: leave "
+                "lora out."
             )
         if not 0 <= self.spelling_dropout < 1:
             raise ConfigError(f"spelling_dropout={self.spelling_dropout} must lie in [0, 1).")

@@ -163,6 +163,7 @@ class Session:
                     self.config,
                     has_support=self.parts.engine.capabilities.has_support,
                     numerics=self.parts.numerics,
+                    num_trained=self.parts.trainer.num_trained,
                 ),
                 f"run        {self.directory.path}",
             ),

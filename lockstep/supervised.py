@@ -1,7 +1,8 @@
 """Supervised training: from dialogues to a checkpoint in Hugging Face's form.
 
 A run directory like that of `lockstep train`: config.json, metrics.jsonl, and the model under
-`model/`, ready for `lockstep train model=RUN/model`.
+`model/`, ready for `lockstep train model=RUN/model`; with lora, the adapter under `adapter/`, ready
+for `lora.path=RUN/adapter`.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ def train_supervised(
     out: str | Path | None = None,
     view: Literal["live", "json"] = "live",
 ) -> Outcome:
-    """Trains as `config` says and writes the model to RUN/model.
+    """Trains as `config` says and writes the model to RUN/model, or the adapter to
+    RUN/adapter.
 
     Raises DataError `file:line` for malformed dialogues, before the model is loaded.
     """
@@ -72,7 +74,7 @@ def _train(
     out: str | Path | None,
     view: Literal["live", "json"],
 ) -> Outcome:
-    from lockstep.models.hf_io import save_checkpoint
+    from lockstep.models.peft_io import save_policy
     from lockstep.ops import api, plain
     from lockstep.training.trainer import Trainer
 
@@ -108,10 +110,11 @@ def _train(
         except KeyboardInterrupt:  # what was learnt so far is a model too
             status = "interrupted"
         shown.close()
-        save_checkpoint(trainer.model, path / "model", like=foundation.directory)
-        write_renderer(path / "model", foundation.renderer_config)
+        made = path / ("model" if foundation.lora is None else "adapter")
+        save_policy(trainer.model, made, like=foundation.directory)
+        write_renderer(made, foundation.renderer_config)
     summary = {k: last[k] for k in ("train/loss", "time/elapsed_seconds") if k in last}
-    return Outcome(path, status, {"steps": num_steps, "model": str(path / "model"), **summary})
+    return Outcome(path, status, {"steps": num_steps, made.name: str(made), **summary})
 
 
 def _steps(

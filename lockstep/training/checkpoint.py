@@ -1,7 +1,8 @@
 """Checkpoints that are whole or not there: written beside, checked when read, the old ones let go.
 
 step-000030/
-    policy/                 Hugging Face form: config.json, model.safetensors, tokenizer files
+    policy/                 Hugging Face form: config.json, model.safetensors, tokenizer files;
+                            of a run with lora the adapter in PEFT's form, and whose it is
     optimizer.safetensors   moments and, for a low-precision policy, float32 masters
     trainer.json            updates made, skipped, policy version
     state.json              what the loop gave (TaskSource, unfinished groups, ...), random states

@@ -45,6 +45,9 @@ class TrainerConfig:
     max_tokens_per_microbatch: int = 16384
     """Tokens of one forward and backward. Rows are packed without padding and never split, so the
     longest row must fit. Less memory, same result."""
+    freeze: tuple[str, ...] = ()
+    """Parameters that stay as they are: patterns on their names, such as *.attention.* or *.sinks
+    or embedding. They have no gradient and no optimizer state."""
     recompute: Recompute = "none"
     """blocks: activation checkpointing. The training forward keeps only what each block begins
     with, and backward computes the block again: about a quarter more time, the same bits."""

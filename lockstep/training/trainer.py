@@ -26,7 +26,8 @@ from lockstep.correction.metrics import MismatchReport
 from lockstep.errors import AlignmentError, CheckpointError, ConfigError
 from lockstep.models.config import ModelConfig
 from lockstep.models.decoder import Decoder
-from lockstep.models.hf_io import load_weights, read_tensors, save_checkpoint
+from lockstep.models.lora import adapter_off
+from lockstep.models.peft_io import check_policy, load_policy, save_policy
 from lockstep.objectives.config import Aggregate, ObjectiveConfig
 from lockstep.objectives.losses import LossFn, TokenLoss, make_loss
 from lockstep.ops.contract import Fingerprint, check_rows
@@ -44,7 +45,7 @@ from lockstep.training.correcting import (
     loss_weights,
     measure_batch,
 )
-from lockstep.training.optimizer import Optimizer, lr_share
+from lockstep.training.optimizer import Optimizer, freeze, lr_share
 from lockstep.training.packing import (
     PackedBatch,
     check_readable,
@@ -94,7 +95,8 @@ class Trainer:
         contract: Fingerprint | None = None,
     ) -> None:
         """like: the checkpoint directory whose config and tokenizer files `save` copies.
-        reference: the frozen policy that a reference KL is taken to.
+        reference: the frozen policy that a reference KL is taken to; a model with an adapter needs
+        none, since the adapter can be switched off.
 
         temperature: of the distribution under which the rollout's log-probs are recorded.
         total_updates: of the run; a schedule that falls needs it. Raises ConfigError without.
@@ -121,6 +123,7 @@ class Trainer:
         self.like = Path(like)
         self.temperature = temperature
         self.total_updates = total_updates
+        freeze(model.named_parameters(), config.freeze)
         self.optimizer = Optimizer(model.named_parameters(), config)
         self.num_updates = 0
         """Updates asked for, the skipped ones included: the place in the schedule."""
@@ -300,7 +303,7 @@ class Trainer:
         loss_fn, num_updates = make_loss(objective), self.config.updates_per_batch
         self._check_correction(samples, objective, correction)
         if objective.reads_reference_logprobs:
-            self.forward(samples, column="reference_logprobs", model=self._reference())
+            self._score_by_reference(samples)
         rows, before = list(samples), Reports()
         num_recomputed = self.num_recomputed
         is_measured = all(BEHAVIOUR[correction.behaviour] in s.columns for s in samples)
@@ -334,13 +337,14 @@ class Trainer:
         return out | {"tokens/recomputed": float(self.num_recomputed - num_recomputed)}
 
     def save(self, directory: str | Path) -> None:
-        """Writes policy (Hugging Face form), optimizer and counters into `directory`.
+        """Writes policy, optimizer and counters into `directory`. The policy is in Hugging Face's
+        form; of a model with an adapter it is the adapter alone, in PEFT's.
 
         `CheckpointStore` makes this atomic and checks it when it is read.
         """
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
-        save_checkpoint(self.model, directory / POLICY, like=self.like)
+        save_policy(self.model, directory / POLICY, like=self.like)
         tensors = {n: t.contiguous().cpu() for n, t in self.optimizer.state_tensors().items()}
         save_file(tensors, str(directory / OPTIMIZER))
         counters = {
@@ -357,12 +361,14 @@ class Trainer:
         architecture or shape is refused before anything is changed.
         """
         directory = Path(directory)
-        check_same_shapes(directory / POLICY, self.model.config)
+        check_policy(self.model, directory / POLICY, like=self.like)
+        if self.model.lora is None:
+            check_same_shapes(directory / POLICY, self.model.config)
         if not weights_only:
             counters = read_counters(directory / STATE)
             tensors = read_optimizer(directory / OPTIMIZER)
             self.optimizer.load_state_tensors(tensors, where=str(directory / OPTIMIZER))
-        load_weights(self.model, read_tensors(directory / POLICY), where=str(directory / POLICY))
+        load_policy(self.model, directory / POLICY)
         self.optimizer.read_parameters()
         if weights_only:
             self.optimizer = Optimizer(self.model.named_parameters(), self.config)
@@ -373,6 +379,12 @@ class Trainer:
         self._calls.clear()
 
     # -- mechanism ------------------------------------------------------------------------------
+
+    @property
+    def num_trained(self) -> tuple[int, int]:
+        """(numbers that are trained, all of the model)."""
+        trained = sum(p.numel() for p in self.optimizer.parameters.values())
+        return trained, sum(p.numel() for p in self.model.parameters())
 
     @property
     def device(self) -> torch.device:
@@ -439,13 +451,17 @@ class Trainer:
         versions = [s.columns["policy_version"][s.loss_mask] for s in samples]
         return all((found == self.version).all() for found in versions)
 
-    def _reference(self) -> Decoder:
+    def _score_by_reference(self, samples: Sequence[Sample]) -> None:
+        if self.reference is None and self.model.lora is not None:
+            with adapter_off(self.model):
+                self.forward(samples, column="reference_logprobs", model=self.model)
+            return
         if self.reference is None:
             raise ConfigError(
                 "objective.kl_coef is above 0, and this trainer has no reference policy: give "
                 "Trainer(reference=...), a frozen copy of the policy."
             )
-        return self.reference
+        self.forward(samples, column="reference_logprobs", model=self.reference)
 
     def _check_correction(
         self, samples: Sequence[Sample], objective: ObjectiveConfig, correction: Correction

@@ -7,6 +7,8 @@ import torch
 
 from lockstep.models.config import ModelConfig
 from lockstep.models.decoder import Decoder
+from lockstep.models.lora import add_adapter
+from lockstep.models.lora_config import LoraConfig, lora_shape
 from lockstep.training.config import TrainerConfig
 from lockstep.training.trainer import Trainer
 from lockstep.types import Sample
@@ -29,9 +31,12 @@ KINDS = tuple(HF_CONFIGS)
 
 
 def make_trainer(
-    tmp_path, kind="qwen3", *, seed=0, dtype=None, total_updates=None, hf=(), **config
+    tmp_path, kind="qwen3", *, seed=0, dtype=None, total_updates=None, hf=(), lora=None, **config
 ):
-    """A trainer over random weights; no parameter, norms and sinks included, is at its start."""
+    """A trainer over random weights; no parameter, norms and sinks included, is at its start.
+
+    lora: settings of an adapter, whose B is not 0 either.
+    """
     source = {**HF_CONFIGS[kind], **dict(hf)}
     tmp_path.mkdir(parents=True, exist_ok=True)
     (tmp_path / "config.json").write_text(json.dumps(source))
@@ -44,6 +49,12 @@ def make_trainer(
                 parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
     if dtype is not None:
         model = model.to(dtype)
+    if lora is not None:
+        add_adapter(model, lora_shape(LoraConfig(**lora), model.config), seed=seed)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if ".B" in name:
+                    parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
     settings = {"lr": 1e-2, **config}
     return Trainer(model, TrainerConfig(**settings), like=tmp_path, total_updates=total_updates)
 

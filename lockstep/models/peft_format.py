@@ -1,0 +1,281 @@
+"""PEFT's form of an adapter on disk: names, layouts, settings, and whose adapter it is. No torch.
+
+    adapter_config.json           rank, alpha, what is adapted
+    adapter_model.safetensors     base_model.model.<module>.lora_A.weight and lora_B.weight
+    base_model.json               ours: a digest of the model that it belongs to
+
+Experts are adapted as PEFT's `target_parameters` are: A is [experts * rank, inputs], an expert's
+rows together; B is [outputs, rank * experts], an expert's columns `experts` apart. A module of
+which two parameters are adapted is wrapped twice, the first in the inner one (`base_layer`).
+Source: peft 0.21, tuners/lora/layer.py ParamWrapper.   Guard: tests/parity/test_peft_parity.py
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from lockstep.errors import CheckpointError, ConfigError
+from lockstep.models.config import ModelConfig
+from lockstep.models.lora_config import LoraConfig, LoraShape, Site, lora_shape, lora_sites
+
+CONFIG, WEIGHTS, BASE = "adapter_config.json", "adapter_model.safetensors", "base_model.json"
+PREFIX = "base_model.model."
+
+_SAMPLES, _SAMPLE_BYTES = 16, 1 << 16
+"""Of each weight file: enough to tell two trainings of one model, whose every weight differs, at
+the cost of a few reads."""
+
+_VOLATILE = ("dtype", "torch_dtype", "transformers_version", "_name_or_path")
+"""Of config.json: what changes when a model is saved again."""
+
+_WITHOUT_EFFECT = {
+    "auto_mapping", "base_model_name_or_path", "ensure_weight_tying", "eva_config",
+    "exclude_modules", "inference_mode", "layers_pattern", "layers_to_transform", "loftq_config",
+    "lora_alpha", "lora_dropout", "megatron_core", "peft_type", "peft_version",
+    "qalora_group_size", "r", "revision", "runtime_config", "target_modules", "target_parameters",
+    "task_type", "use_rslora",
+}  # fmt: skip
+"""Settings that change nothing of what the tensors mean, or that are read. Dropout is of PEFT's own
+training. The tensors say what is adapted."""
+
+_PLAIN = {"bias": ("none",), "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal")}
+"""Settings that may have these values. Other starts (pissa, olora, ...) change the base too."""
+
+
+def read_shape(directory: str | Path, model: ModelConfig) -> LoraShape:
+    """The adapter in `directory`, checked against a model of these shapes.
+
+    Raises CheckpointError naming every setting that is not implemented and every tensor that is
+    missing, unexpected or misshapen, not the first.
+    """
+    root = Path(directory)
+    settings = _read_json(root / CONFIG)
+    problems = _unknown_settings(settings)
+    if not isinstance(settings.get("r"), int) or settings["r"] < 1:
+        problems.append(f"r={settings.get('r')} is no rank")
+    if problems:
+        raise CheckpointError(f"{root / CONFIG} cannot be read as LoRA: {'; '.join(problems)}.")
+    header = _read_header(root / WEIGHTS)
+    rank, sites = settings["r"], _sites_of(header, lora_sites(model))
+    expected: dict[str, list[int]] = {}
+    for site in sites:
+        width = rank * max(site.num_experts, 1)
+        key_a, key_b = tensor_keys(sites)[site.name]
+        expected |= {key_a: [width, site.inputs], key_b: [site.outputs, width]}
+    problems = [f"missing {key}" for key in expected if key not in header]
+    problems += [f"unexpected {key}" for key in header if key not in expected]
+    problems += [
+        f"{key}: expected {shape}, found {header[key]}"
+        for key, shape in expected.items()
+        if key in header and header[key] != shape
+    ]
+    if problems or not sites:
+        raise CheckpointError(
+            f"{root / WEIGHTS} does not fit the model ({model.architecture}) at rank {rank}: "
+            f"{'; '.join(problems) or 'it has no tensor'}. An adapter of another model?"
+        )
+    return LoraShape(
+        rank=rank, alpha=float(settings.get("lora_alpha", 8)), sites=tuple(sites),
+        rslora=bool(settings.get("use_rslora")),
+    )  # fmt: skip
+
+
+def resolve_shape(
+    config: LoraConfig, model: ModelConfig, base: str | Path, *, name: str
+) -> LoraShape:
+    """The adapter that a run trains on the model in directory `base`, which the user calls `name`.
+
+    Raises ConfigError where a setting contradicts the adapter at `config.path`, and CheckpointError
+    where that adapter does not fit this model or belongs to another.
+    """
+    hub_name = "" if Path(name).expanduser().is_dir() or name.count("/") != 1 else name
+    if not config.path:
+        return lora_shape(config, model, base=hub_name)
+    path = Path(config.path).expanduser()
+    found = replace(read_shape(path, model), base=hub_name)
+    wanted = {"rank": config.rank, "alpha": config.alpha, "rslora": config.rslora}
+    differing = [
+        f"lora.{key}={value} and {getattr(found, key)} there"
+        for key, value in wanted.items()
+        if value is not None and value != getattr(found, key)
+    ]
+    if config.targets and set(lora_shape(config, model).sites) != set(found.sites):
+        differing.append(f"lora.targets={','.join(config.targets)} and other projections there")
+    if differing:
+        raise ConfigError(
+            f"lora.path={config.path} says what the adapter is: {'; '.join(differing)}. Leave "
+            "these settings out, or start a new adapter without lora.path."
+        )
+    check_base(path, base, name=hub_name)
+    return found
+
+
+def check_base(directory: str | Path, base: str | Path, *, name: str = "") -> None:
+    """Raises CheckpointError if the adapter in `directory` belongs to another model than `base`.
+
+    Ours says so by a digest. PEFT's own names a directory, whose digest is compared where it is
+    there, or a model on the hub, compared with `name` where that is one.
+    """
+    directory, base = Path(directory), Path(base)
+    if (directory / BASE).is_file():
+        kept = _read_json(directory / BASE)
+        is_same = kept.get("digest") == digest_of(base)
+        theirs = kept.get("name", "?")
+    else:
+        theirs = str(_read_json(directory / CONFIG).get("base_model_name_or_path") or "")
+        there = Path(theirs)
+        is_same = True
+        if theirs and there.is_dir() and (there / "config.json").is_file():
+            is_same = digest_of(there) == digest_of(base)
+        elif theirs.count("/") == 1 and name:
+            is_same = theirs == name
+    if not is_same:
+        raise CheckpointError(
+            f"{directory} is an adapter of {theirs}, and this model is {name or base}, with other "
+            "weights: what it adds means nothing there. Give the model that it was trained on."
+        )
+
+
+def config_of(shape: LoraShape, model: ModelConfig, base: str | Path) -> dict[str, Any]:
+    """What adapter_config.json says of an adapter on the model in directory `base`."""
+    everywhere = lora_sites(model)
+    alpha = int(shape.alpha) if shape.alpha == int(shape.alpha) else shape.alpha
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": shape.base or str(Path(base).resolve()),
+        "r": shape.rank,
+        "lora_alpha": alpha,
+        "use_rslora": shape.rslora,
+        "target_modules": _short_names(shape.sites, everywhere, is_experts=False),
+        "target_parameters": _short_names(shape.sites, everywhere, is_experts=True),
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+        "inference_mode": True,
+    }
+
+
+def identity_of(shape: LoraShape, base: str | Path) -> dict[str, str]:
+    """What base_model.json says."""
+    return {"name": shape.base or str(Path(base).resolve()), "digest": digest_of(base)}
+
+
+def tensor_keys(sites: Sequence[Site]) -> dict[str, tuple[str, str]]:
+    """Site -> PEFT's names of its A and B, where exactly these sites are adapted."""
+    wrapped = [site.hf_name.rpartition(".")[0] for site in sites if site.num_experts]
+    out: dict[str, tuple[str, str]] = {}
+    for site in sites:
+        stem = site.hf_name
+        if site.num_experts:
+            stem, _, parameter = stem.rpartition(".")
+            if parameter == "gate_up_proj" and wrapped.count(stem) > 1:
+                stem += ".base_layer"
+        out[site.name] = (f"{PREFIX}{stem}.lora_A.weight", f"{PREFIX}{stem}.lora_B.weight")
+    return out
+
+
+def digest_of(directory: str | Path) -> str:
+    """Tells one model's weights from another's: of config.json and samples of each weight file."""
+    root = Path(directory)
+    config = {k: v for k, v in _read_json(root / "config.json").items() if k not in _VOLATILE}
+    found = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
+    for path in sorted(root.glob("model*.safetensors")):
+        size = path.stat().st_size
+        found.update(f"{path.name} {size}".encode())
+        with open(path, "rb") as file:
+            for i in range(_SAMPLES):
+                file.seek(max(size - _SAMPLE_BYTES, 0) * i // (_SAMPLES - 1))
+                found.update(file.read(_SAMPLE_BYTES))
+    return found.hexdigest()
+
+
+# -- mechanism ------------------------------------------------------------------------------------
+
+
+def _unknown_settings(settings: Mapping[str, Any]) -> list[str]:
+    problems: list[str] = []
+    if settings.get("peft_type") != "LORA":
+        problems.append(f"peft_type is {settings.get('peft_type')}, expected LORA")
+    for key, value in settings.items():
+        if key in _PLAIN:
+            if value not in _PLAIN[key]:
+                allowed = ", ".join(str(v) for v in _PLAIN[key])
+                problems.append(f"{key}={value} is not implemented (only {allowed})")
+        elif key not in _WITHOUT_EFFECT and value not in (None, False, "megatron.core", {}, []):
+            problems.append(f"{key}={value} is not implemented")
+    return problems
+
+
+def _sites_of(header: Mapping[str, list[int]], sites: Sequence[Site]) -> list[Site]:
+    """Those of which a tensor is there. Of experts with a single wrapped parameter, its sizes tell
+    which it is."""
+
+    def is_there(stem: str) -> bool:
+        return any(f"{PREFIX}{stem}.lora_{x}.weight" in header for x in "AB")
+
+    out: list[Site] = []
+    for site in sites:
+        stem = site.hf_name.rpartition(".")[0]
+        if not site.num_experts:
+            is_found = is_there(site.hf_name)
+        elif is_there(f"{stem}.base_layer"):
+            is_found = True
+        else:
+            outputs = header.get(f"{PREFIX}{stem}.lora_B.weight", [0])[0]
+            others = [s.outputs for s in sites if s.hf_name.startswith(stem + ".") and s != site]
+            is_found = is_there(stem) and (outputs == site.outputs or outputs not in others)
+        if is_found:
+            out.append(site)
+    return out
+
+
+def _short_names(
+    sites: Sequence[Site], everywhere: Sequence[Site], *, is_experts: bool
+) -> list[str]:
+    """Without the layer's number where all layers have it, as people write them; else whole."""
+
+    def short(site: Site) -> str:
+        parts = site.hf_name.split(".")
+        return ".".join(parts[-3:]) if is_experts else parts[-1]
+
+    mine = [site for site in sites if bool(site.num_experts) == is_experts]
+    others = [s for s in everywhere if bool(s.num_experts) == is_experts and s not in mine]
+    partial = {short(site) for site in others}
+    names = [site.hf_name if short(site) in partial else short(site) for site in mine]
+    return list(dict.fromkeys(names))
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text("utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} does not exist: {path.parent} is not an adapter.") from None
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not JSON: {error}.") from None
+
+
+def _read_header(path: Path) -> dict[str, list[int]]:
+    """Name -> shape of every tensor of a safetensors file."""
+    if not path.is_file():
+        raise CheckpointError(
+            f"{path} does not exist. An adapter saved as a pickle (adapter_model.bin) is not read: "
+            "save it with safetensors."
+        )
+    try:
+        with open(path, "rb") as file:
+            size = struct.unpack("<Q", file.read(8))[0]
+            header = json.loads(file.read(size))
+        end = 8 + size + max((v["data_offsets"][1] for k, v in header.items() if k[0] != "_"))
+        if end != path.stat().st_size:
+            raise ValueError(f"it has {path.stat().st_size} bytes, and its header tells of {end}")
+        return {k: v["shape"] for k, v in header.items() if k != "__metadata__"}
+    except (ValueError, KeyError, TypeError, struct.error, OverflowError) as error:
+        raise CheckpointError(f"{path} cannot be read ({error}). A torn copy?") from None

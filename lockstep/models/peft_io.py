@@ -1,0 +1,169 @@
+"""The weights that a run trains, on disk: the whole model, or its adapter in PEFT's form.
+
+# E experts  R rank  K inputs  N outputs
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from lockstep.errors import CheckpointError
+from lockstep.models.decoder import Decoder
+from lockstep.models.hf_io import load_weights, read_tensors, save_checkpoint
+from lockstep.models.lora import ExpertLowRank, adapter_at
+from lockstep.models.lora_config import LoraShape, Site
+from lockstep.models.peft_format import (
+    BASE,
+    CONFIG,
+    WEIGHTS,
+    check_base,
+    config_of,
+    identity_of,
+    read_shape,
+    tensor_keys,
+)
+
+Tensor = torch.Tensor
+
+
+def save_policy(model: Decoder, directory: str | Path, *, like: str | Path) -> None:
+    """Writes what is trained. like: the directory of the model's config and tokenizer, which is
+    the base of an adapter. `directory` appears whole or not at all."""
+    if model.lora is None:
+        save_checkpoint(model, directory, like=like)
+    else:
+        save_adapter(model, directory, base=like)
+
+
+def check_policy(model: Decoder, directory: str | Path, *, like: str | Path) -> None:
+    """Raises CheckpointError if `directory` holds an adapter and `model` has none, the other way
+    round, or another adapter than the model's, or of another base than that in `like`."""
+    root = Path(directory)
+    is_adapter = (root / CONFIG).is_file()
+    if is_adapter and model.lora is None:
+        raise CheckpointError(
+            f"{root} holds an adapter, and this run trains the whole model. Set lora.path={root}, "
+            "or merge it first: lockstep export RUN --hf DIR --merged."
+        )
+    if model.lora is None:
+        return
+    if not is_adapter:
+        raise CheckpointError(
+            f"{root} holds a whole model, and this run trains an adapter. To put the adapter on "
+            f"that model set model={root}."
+        )
+    found, mine = read_shape(root, model.config), model.lora
+    differing = [
+        f"{what} is {theirs} there and {ours} here"
+        for what, theirs, ours in (
+            ("rank", found.rank, mine.rank),
+            ("alpha", found.alpha, mine.alpha),
+            ("rslora", found.rslora, mine.rslora),
+            ("the number of projections", len(found.sites), len(mine.sites)),
+        )
+        if theirs != ours
+    ]
+    if differing or found.sites != mine.sites:
+        listed = "; ".join(differing) or "other projections are adapted"
+        raise CheckpointError(f"{root} holds another adapter: {listed}.")
+    check_base(root, like)
+
+
+def load_policy(model: Decoder, directory: str | Path) -> None:
+    """Reads what `save_policy` wrote into the model's own memory; `check_policy` goes before."""
+    if model.lora is None:
+        load_weights(model, read_tensors(directory), where=str(directory))
+    else:
+        load_adapter(model, directory)
+
+
+def save_adapter(model: Decoder, directory: str | Path, *, base: str | Path) -> None:
+    """Writes the model's adapter as PEFT reads it. base: the directory of the model it is on."""
+    shape = _shape(model)
+    target = Path(directory)
+    beside = target.with_name(f".{target.name}.{os.getpid()}.partial")
+    shutil.rmtree(beside, ignore_errors=True)
+    beside.mkdir(parents=True)
+    tensors = {name: t.detach().cpu().contiguous() for name, t in peft_tensors(model)}
+    save_file(tensors, str(beside / WEIGHTS), metadata={"format": "pt"})
+    (beside / WEIGHTS).chmod(0o644)  # safetensors writes it for its owner alone
+    for name, tree in (
+        (CONFIG, config_of(shape, model.config, base)),
+        (BASE, identity_of(shape, base)),
+    ):
+        (beside / name).write_text(json.dumps(tree, indent=2) + "\n")
+    if target.exists():
+        shutil.rmtree(target)
+    os.replace(beside, target)
+
+
+def load_adapter(model: Decoder, directory: str | Path) -> None:
+    """Copies an adapter's tensors into the one that the model has (`lora.add_adapter`).
+
+    Raises CheckpointError listing everything that does not fit.
+    """
+    found = read_shape(directory, model.config)
+    shape = _shape(model)
+    if found.sites != shape.sites or found.rank != shape.rank:
+        raise CheckpointError(
+            f"{directory} holds an adapter of {found.describe()}; this model's is of "
+            f"{shape.describe()}."
+        )
+    keys = tensor_keys(shape.sites)
+    path = Path(directory) / WEIGHTS
+    with safe_open(str(path), framework="pt") as file, torch.no_grad():
+        for site, A, B in _factors(model):
+            key_a, key_b = keys[site.name]
+            theirs_a, theirs_b = file.get_tensor(key_a), file.get_tensor(key_b)
+            if site.is_interleaved:
+                theirs_b = theirs_b.unflatten(0, (-1, 2)).transpose(0, 1).flatten(0, 1)
+            if site.num_experts:  # [E * R, K] and [N, R * E]
+                theirs_a = theirs_a.view(site.num_experts, -1, site.inputs)
+                theirs_b = theirs_b.reshape(site.outputs, -1, site.num_experts).permute(2, 0, 1)
+            A.copy_(theirs_a)
+            B.copy_(theirs_b)
+
+
+def peft_tensors(model: Decoder) -> Iterator[tuple[str, Tensor]]:
+    """(PEFT's name, tensor) of every A and B, in the order of the model."""
+    keys = tensor_keys(_shape(model).sites)
+    for site, A, B in _factors(model):
+        A, B = A.detach(), B.detach()
+        if site.num_experts:
+            A, B = A.flatten(0, 1), B.permute(1, 2, 0).flatten(1)
+        if site.is_interleaved:
+            B = B.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1)
+        key_a, key_b = keys[site.name]
+        yield key_a, A
+        yield key_b, B
+
+
+def _factors(model: Decoder) -> Iterator[tuple[Site, Tensor, Tensor]]:
+    """(site, A [R, K], B [N, R]), with experts in front for experts: views of the parameters."""
+    seen: dict[str, int] = {}
+    for site in _shape(model).sites:
+        adapter = adapter_at(model, site.projection)
+        if isinstance(adapter, ExpertLowRank):
+            yield site, adapter.A, adapter.B
+            continue
+        assert adapter is not None, (
+            f"{site.projection} has no adapter, and the model's shape says so"
+        )
+        number = seen[site.projection] = seen.get(site.projection, -1) + 1
+        yield site, *adapter.factors(number)
+
+
+def _shape(model: Decoder) -> LoraShape:
+    if model.lora is None:
+        raise CheckpointError(
+            "the model has no adapter to read or write: `lora.add_adapter` puts one."
+        )
+    return model.lora
