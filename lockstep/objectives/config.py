@@ -34,7 +34,7 @@ class ObjectiveConfig:
     from becoming sure too early."""
     kl_coef: float = 0.0
     """Added to the loss: kl_coef * KL(policy || reference), the reference being a frozen copy of
-    the policy. 0 needs no reference."""
+    the policy, or with lora the model with its adapter switched off. 0 needs no reference."""
     kl_estimator: KLEstimator = "unbiased"
     """How that KL is estimated from the sampled tokens. unbiased: k3 times the ratio to the old
     policy, the gradient through both is that of the KL (DeepSeek-V3.2). k2: half the square of the
