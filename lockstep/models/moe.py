@@ -38,6 +38,8 @@ class Routing:
     """[T] bool: where `replay_TLA` holds; elsewhere the router chooses. None: everywhere."""
     chosen: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
     """Routed layer -> [T, A] int64: what was taken in the end."""
+    differing: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
+    """Routed layer -> [T] bool, of a replay: where the router itself would have chosen others."""
 
     def __post_init__(self) -> None:
         if self.is_known_T is not None and self.replay_TLA is None:
@@ -99,10 +101,12 @@ class MoE(nn.Module):
         logits_TE = self.router_logits(x_TD)
         replayed_TA = None
         if routing is not None and routing.replay_TLA is not None:
+            own_TA = ops.route(logits_TE.detach(), self.num_active)[1]
             replayed_TA = routing.replay_TLA[:, self.routed_layer].long()
             if routing.is_known_T is not None:
-                own_TA = ops.route(logits_TE.detach(), self.num_active)[1]
                 replayed_TA = torch.where(routing.is_known_T[:, None], replayed_TA, own_TA)
+            is_other_TA = own_TA.sort(-1)[0] != replayed_TA.sort(-1)[0]
+            routing.differing[self.routed_layer] = is_other_TA.any(-1)
         weights_TA, experts_TA = ops.route(
             logits_TE,
             self.num_active,
