@@ -602,10 +602,10 @@ class Trajectory:
         as `Delta.routed_experts` has them. They are laid onto the segments that they belong to:
         this one, and those above it that have none yet. What stands there stays.
 
-        Raises RoutingReplayError if these leave a gap in the path's routes, and TokenError if the prompt was not the path to `parent`, the log-probs are not one
-        finite non-positive number per id, the stop id is not the last one, or an id is not in the
-        support that it was drawn from: any of these means that the row would not be what the model
-        did.
+        Raises RoutingReplayError if these leave a gap in the path's routes, and TokenError if the
+        prompt was not the path to `parent`, the log-probs are not one finite non-positive number
+        per id, the stop id is not the last one, or an id is not in the support that it was drawn
+        from: any of these means that the row would not be what the model did.
         """
         where = self._next(parent)
         ids = frozen_ids(token_ids, where=where)

@@ -91,8 +91,9 @@ def _check_experts(
     if is_wrong.any():
         token, layer, slot = (int(i) for i in np.argwhere(is_wrong)[0])
         raise RoutingReplayError(
-            f"{where}, token {token}: layer {layer} has the expert {int(routes[token, layer, slot])}"
-            f"; the model has the experts 0..{num_experts - 1}. Another model's routes?"
+            f"{where}, token {token}: layer {layer} has the expert "
+            f"{int(routes[token, layer, slot])}; the model has the experts 0..{num_experts - 1}. "
+            "Another model's routes?"
         )
     for slot in range(1, shape[1]):
         is_twice = (routes[:, :, slot, None] == routes[:, :, :slot]).any(-1) & known[:, None]
@@ -105,9 +106,7 @@ def _check_experts(
             )
 
 
-def _check_coverage(
-    sample: Sample, routes: npt.NDArray[np.int16], replay: RoutingReplay
-) -> None:
+def _check_coverage(sample: Sample, routes: npt.NDArray[np.int16], replay: RoutingReplay) -> None:
     if not sample.num_trained:
         return
     needed = int(shift(sample.loss_mask)[0][-1]) + 1

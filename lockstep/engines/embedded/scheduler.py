@@ -63,7 +63,7 @@ class Scheduler:
             sequence.sampled_ids = rows.sampled_ids[row, :count].copy()
             sequence.sampled_logprobs = rows.logprobs[row, :count].copy()
             if sequence.routes is not None and count > sequence.segment_start:
-                # What was sampled was sampled by these; computed again, some may come out otherwise.
+                # What was sampled was sampled by these; computed again, some may be others.
                 assert sequence.lease is not None, "a running request holds pages"
                 stop = int(rows.positions[row])
                 routes = self.cache.read_routes(sequence.lease.pages, sequence.num_routed, stop)
