@@ -23,7 +23,7 @@ ROLES: tuple[Role, ...] = ("system", "developer", "user", "assistant", "tool")
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
 Float32Array = npt.NDArray[np.float32]
-Routes = npt.NDArray[np.uint8] | npt.NDArray[np.int16]
+Routes = npt.NDArray[np.integer[Any]]
 """[positions, layers, active]: the experts that each token went to, in slot order, in each layer
 that has a router. uint8 up to 256 experts, int16 above."""
 
@@ -814,7 +814,7 @@ class Trajectory:
     ) -> None:
         """Raises RoutingReplayError unless they go on where the path's routes end, or before, and
         end before the last sampled id."""
-        if routes.ndim != 3 or routes.dtype not in (np.uint8, np.int16):
+        if routes.ndim != 3 or routes.dtype.name not in ("uint8", "int16"):
             raise RoutingReplayError(
                 f"{where}: routes must be uint8 or int16 [positions, layers, active], found "
                 f"{routes.dtype} {list(routes.shape)}."

@@ -24,11 +24,10 @@ COLUMN: dict[RoutingReplay, str] = {"rollout": "routed_experts", "recompute": "o
 """Where the experts to replay stand."""
 
 
-def routing_of(batch: PackedBatch) -> Routing:
-    """What the decoder is handed with a micro-batch: its routes, if it has any to replay; without,
-    the place where the choice of its router is left."""
+def routing_of(batch: PackedBatch) -> Routing | None:
+    """What the decoder is handed with a micro-batch: its routes to replay, if it has any."""
     if batch.routes is None:
-        return Routing()
+        return None
     is_whole = batch.num_routed == len(batch.ids)
     is_known = None if is_whole else batch.routes[:, 0, 0] != UNKNOWN_EXPERT
     return Routing(replay_TLA=batch.routes, is_known_T=is_known)

@@ -181,10 +181,11 @@ class Trainer:
         with torch.no_grad():
             parts: list[tuple[PackedBatch, Tensor]] = []
             for batch in self.pack(samples, is_replaying=is_own):
-                routing = routing_of(batch) if is_own else None
+                captured = Routing() if is_capturing else None
+                routing = captured or routing_of(batch)
                 parts.append((batch, self._log_probs(batch, routing, model=model)[0]))
-                if is_capturing and routing is not None:
-                    keep_routes(samples, batch, routing, column=OLD_ROUTES)
+                if captured is not None:
+                    keep_routes(samples, batch, captured, column=OLD_ROUTES)
         self.num_recomputed += sum(len(batch.targets) for batch, _ in parts)
         out = unpack_rows(samples, parts)
         if column is not None:
@@ -632,7 +633,7 @@ class _Totals:
         self._sum("logprob", done.logprobs_N)
         self.num_tokens += len(done.logprobs_N)
         self.num_kept += len(kept.tokens.logprobs)
-        if done.routing is not None and done.batch.routes is not None:
+        if done.routing is not None:
             self.num_fed += len(done.batch.ids)
             self.num_routed += done.batch.num_routed
             self.num_choices += done.batch.num_routed * len(done.routing.differing)

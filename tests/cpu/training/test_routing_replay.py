@@ -7,7 +7,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_training import assert_same_bits, make_rows, make_trainer, set_rollout
-from torch.utils.checkpoint import checkpoint
 
 from lockstep.errors import AlignmentError, ConfigError, RoutingReplayError
 from lockstep.models.moe import Routing
@@ -101,26 +100,13 @@ def assert_equal_rows(left, right):
         np.testing.assert_allclose(a, b, atol=1e-5)
 
 
-def test_layers_that_are_run_again_find_the_same_routes(tmp_path, monkeypatch):
+def test_layers_that_are_run_again_find_the_same_routes(tmp_path):
     trainer, rows = make_routed(tmp_path, shift=1)
     trainer.forward(rows)
     without = gradients(trainer, rows)
-    num_runs = 0
-    for block in trainer.model.layers:
-        inner = block.forward
-
-        def again(*args, inner=inner):
-            nonlocal num_runs
-            num_runs += 1
-            return inner(*args)
-
-        def rerun(*args, again=again):
-            return checkpoint(again, *args, use_reentrant=False)
-
-        monkeypatch.setattr(block, "forward", rerun)
-    checkpointed = gradients(trainer, rows)
-    assert num_runs == 2 * len(trainer.model.layers) * len(trainer.pack(rows))
-    assert without[0] == checkpointed[0]
+    again, _ = make_routed(tmp_path, recompute="blocks")
+    checkpointed = gradients(again, rows)
+    assert again.model.recomputes_blocks and without[0] == checkpointed[0]
     assert_same_bits(without[1], checkpointed[1])
 
 
