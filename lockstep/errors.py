@@ -9,7 +9,6 @@ thing. A message says what was expected, what was found, where, and what to do n
       DataError          (ValueError)    a user's file is malformed: names the file and the line
       TokenError         (ValueError)    an invariant of the token forest does not hold
       AlignmentError     (ValueError)    per-token arrays that must be parallel are not
-      RoutingReplayError (ValueError)    routes are missing, misshapen or of another model
       RendererError      (ValueError)    a dialogue cannot be written with this tokenizer
       CheckpointError    (ValueError)    weights are missing, misshapen, torn or of another model
       EngineError        (RuntimeError)  the engine cannot do, or did not do, what was asked
@@ -17,6 +16,7 @@ thing. A message says what was expected, what was found, where, and what to do n
       ContractError      (RuntimeError)  a promise about the numerics cannot be or was not kept
       RolloutError       (RuntimeError)  too many episodes of a step failed to train on the rest
       RunError           (RuntimeError)  a run directory is in use, unfinished or not a run
+      RankError          (RuntimeError)  processes of one run disagree, or one of them is gone
       MissingExtraError  (ImportError)   an optional package is needed: names the extra
 """
 
@@ -39,11 +39,6 @@ class TokenError(LockstepError, ValueError):
 
 class AlignmentError(LockstepError, ValueError):
     """Arrays that must be parallel, one entry per token, are not."""
-
-
-class RoutingReplayError(LockstepError, ValueError):
-    """Routes that should be replayed are missing, misshapen or of another model. Names the sample,
-    the positions that were found and needed, and the likely cause."""
 
 
 class RendererError(LockstepError, ValueError):
@@ -73,6 +68,11 @@ class RolloutError(LockstepError, RuntimeError):
 
 class RunError(LockstepError, RuntimeError):
     """A run directory is in use by another process, not a run, or cannot be resumed."""
+
+
+class RankError(LockstepError, RuntimeError):
+    """Processes that train together disagree about the run, or one of them has stopped. Names what
+    differs with both values, or which stopped and why where that is known."""
 
 
 class MissingExtraError(LockstepError, ImportError):

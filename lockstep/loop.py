@@ -250,11 +250,7 @@ async def sample(run: Session) -> list[Group]:
             lambda task: config.task.environment(task, config.agent),
             tasks,
             group_size=config.group_size,
-            sampling=training_sampling(
-                config.agent,
-                run.parts.engine.capabilities,
-                record_routes=config.trainer.routing_replay == "rollout",
-            ),
+            sampling=training_sampling(config.agent, run.parts.engine.capabilities),
             budget=Budget.of(config.agent, max_tokens=config.max_tokens),
             run_seed=config.seed,
             step=run.step,

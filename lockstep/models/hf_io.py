@@ -19,16 +19,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from lockstep.errors import CheckpointError
 from lockstep.models.config import ModelConfig, read_json
 from lockstep.models.decoder import Decoder
 from lockstep.models.lora import merged
+from lockstep.models.sharding import local_part, mesh_of, part_like, shard, whole
 from lockstep.models.tensor_file import (
     DTYPE_NAMES,
     Outgoing,
     StoredTensor,
     blocks_of,
+    in_file_order,
     read_header,
     rows_of,
     write_tensors,
@@ -188,10 +191,13 @@ def load_checkpoint(
     *,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
+    mesh: DeviceMesh | None = None,
 ) -> Decoder:
     """A decoder with the weights of a Hugging Face checkpoint directory.
 
-    Takes no more memory than the model and a block (`tensor_file.BLOCK_BYTES`). Raises
+    mesh: the ranks that the parameters are spread over; each keeps of what it reads its own part.
+    Takes no more memory than the model (this rank's part, and one parameter) and a block
+    (`tensor_file.BLOCK_BYTES`). Raises
     CheckpointError naming every tensor that is missing, extra or misshapen, not the first.
     """
     config = ModelConfig.from_directory(directory)
@@ -199,7 +205,10 @@ def load_checkpoint(
     with torch.device("meta"):
         model = Decoder(config)
     check_tensors(model, tensors, where=str(directory))
-    model = model.to(dtype).to_empty(device=device)
+    model = model.to(dtype)
+    if mesh is not None:
+        shard(model, mesh)
+    model = model.to_empty(device=device)
     load_weights(model, tensors, where=str(directory))
     return model
 
@@ -313,10 +322,15 @@ def load_weights(
     parameters = dict(model.named_parameters())
     with torch.no_grad():
         for ours, pieces in weight_map(model.config).items():
+            parameter = out = parameters[ours].detach()
+            if mesh_of(parameter) is not None:
+                out = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
             for piece in pieces:
-                _load_piece(piece, piece.view(parameters[ours]), tensors)
-        if model.config.tie_embeddings and (head := tensors.get(HEAD)) is not None:
-            _check_tied(head, model.embedding, where)
+                _load_piece(piece, piece.view(out), tensors)
+            if ours == "embedding" and model.config.tie_embeddings and HEAD in tensors:
+                _check_tied(tensors[HEAD], out, where)
+            if out is not parameter:
+                local_part(parameter).copy_(part_like(out, parameter))
 
 
 def _load_piece(piece: Piece, out: Tensor, tensors: Mapping[str, Tensor | StoredTensor]) -> None:
@@ -387,10 +401,11 @@ def _first(texts: list[str]) -> list[str]:
 
 def hf_tensors(model: Decoder) -> Iterator[tuple[str, Tensor]]:
     """(Hugging Face name, tensor) for every parameter, in the order of the model; with its adapter
-    merged into them, if it has one."""
+    merged into them, if it has one. A sharded one is gathered when its turn comes: all ranks walk
+    through this in step."""
     parameters = dict(model.named_parameters())
     for ours, pieces in weight_map(model.config).items():
-        value = merged(model, ours, parameters[ours].detach())
+        value = merged(model, ours, whole(parameters[ours].detach()))
         for piece in pieces:
             yield piece.name, piece.view(value).reshape(piece.shape)
 
@@ -404,6 +419,7 @@ def save_checkpoint(
     extra_tensors: Mapping[str, Tensor] | None = None,
     config_changes: Mapping[str, Any] | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    is_writer: bool = True,
 ) -> None:
     """Writes weights in Hugging Face's names, with config and tokenizer files copied from `like`.
 
@@ -414,14 +430,15 @@ def save_checkpoint(
     extra_tensors: written beside the decoder's, as they are: a head of another kind.
     config_changes: keys of config.json that differ from those of `like`.
     The directory appears whole or not at all: it is written beside and renamed. Takes no more
-    memory than a block of one tensor, or two parameters with an adapter.
+    memory than a block of one tensor, or two parameters with an adapter or of a sharded model,
+    whose ranks all call this. is_writer: False on those that only take part in gathering.
     """
     dtype = dtype or model.embedding.dtype
     parameters = dict(model.named_parameters())
 
     @lru_cache(maxsize=2)  # the experts of a layer come in turn from two parameters
     def value_of(ours: str) -> Tensor:
-        return merged(model, ours, parameters[ours].detach())
+        return merged(model, ours, whole(parameters[ours].detach()))
 
     tensors = {
         piece.name: Outgoing(
@@ -440,9 +457,18 @@ def save_checkpoint(
         tensors[HEAD] = Outgoing(
             HEAD, tuple(model.embedding.shape), dtype, lambda: value_of("embedding")
         )
+    files = {
+        file: [t for name, t in tensors.items() if placed[name] == file]
+        for file in sorted(set(placed.values()))
+    }
+    if not is_writer:
+        for of_file in files.values():
+            for tensor in in_file_order(of_file):
+                tensor.view()
+        return
     with replacing(directory) as beside:
-        for file in sorted(set(placed.values())):
-            write_tensors(beside / file, [t for name, t in tensors.items() if placed[name] == file])
+        for file, of_file in files.items():
+            write_tensors(beside / file, of_file)
         if set(placed.values()) != {WEIGHTS}:
             index = {
                 "metadata": {"total_size": sum(t.num_bytes for t in tensors.values())},

@@ -34,12 +34,15 @@ from lockstep.models.peft_format import (
 Tensor = torch.Tensor
 
 
-def save_policy(model: Decoder, directory: str | Path, *, like: str | Path) -> None:
+def save_policy(
+    model: Decoder, directory: str | Path, *, like: str | Path, is_writer: bool = True
+) -> None:
     """Writes what is trained. like: the directory of the model's config and tokenizer, which is
-    the base of an adapter. `directory` appears whole or not at all."""
+    the base of an adapter. `directory` appears whole or not at all. is_writer: False on the ranks
+    that only take part in gathering a sharded model; an adapter is whole on each."""
     if model.lora is None:
-        save_checkpoint(model, directory, like=like)
-    else:
+        save_checkpoint(model, directory, like=like, is_writer=is_writer)
+    elif is_writer:
         save_adapter(model, directory, base=like)
 
 

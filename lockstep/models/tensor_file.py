@@ -146,12 +146,17 @@ class Outgoing:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
+def in_file_order(tensors: Sequence[Outgoing]) -> list[Outgoing]:
+    """As `write_tensors` asks for them."""
+    return sorted(tensors, key=lambda t: (-t.dtype.itemsize, DTYPE_NAMES[t.dtype], t.name))
+
+
 def write_tensors(path: Path, tensors: Sequence[Outgoing]) -> None:
     """Writes the file that the library would: the same bytes, without all tensors in memory.
 
     Guard: tests/cpu/models/test_tensor_file.py
     """
-    ordered = sorted(tensors, key=lambda t: (-t.dtype.itemsize, DTYPE_NAMES[t.dtype], t.name))
+    ordered = in_file_order(tensors)
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
     for tensor in ordered:

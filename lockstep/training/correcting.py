@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +16,7 @@ import torch
 from lockstep.correction.config import Correction
 from lockstep.correction.layout import Layout
 from lockstep.correction.metrics import MismatchReport
-from lockstep.correction.weighing import TokenFacts, correct, measure, weigh
+from lockstep.correction.weighing import TokenFacts, measure, weigh
 from lockstep.errors import AlignmentError, ContractError
 from lockstep.objectives.aggregation import token_weights
 from lockstep.objectives.config import Aggregate
@@ -45,6 +46,12 @@ class Reports:
             averaged=_merge(self.averaged, other.averaged),
         )
 
+    def on_host(self) -> Reports:
+        return Reports(
+            rollout=_on_host(self.rollout),
+            averaged=_on_host(self.averaged),
+        )
+
     def vectors(self) -> list[Tensor]:
         """What `metrics_of` needs on the host."""
         return [v for report in self._named().values() for v in (report.sums, report.maxima)]
@@ -65,6 +72,12 @@ class Reports:
     def _named(self) -> dict[str, MismatchReport]:
         named = {"mismatch": self.rollout, "mismatch_averaged": self.averaged}
         return {prefix: report for prefix, report in named.items() if report is not None}
+
+
+def _on_host(report: MismatchReport | None) -> MismatchReport | None:
+    if report is None:
+        return None
+    return replace(report, sums=report.sums.cpu(), maxima=report.maxima.cpu())
 
 
 def _merge(left: MismatchReport | None, right: MismatchReport | None) -> MismatchReport | None:
@@ -210,7 +223,8 @@ def correct_samples(
         for sample in samples:
             sample.set(WEIGHTS, sample.loss_mask.astype(np.float32))
         return list(samples), Reports()
-    corrected = correct(old, behaviour, correction, layout=layout, facts=facts)
+    weighed = weigh(old, behaviour, correction, layout=layout, facts=facts)
+    corrected = weighed.finish(weighed.report)  # not `correct`: each rank has the whole batch here
     reports = Reports(rollout=corrected.report)
     if correction.behaviour == "averaged":
         rollout = at_trained("rollout_logprobs")
@@ -344,12 +358,23 @@ class UnequalTokenError(ContractError):
         num_compared: int,
     ) -> None:
         self.sample, self.token = sample, token
+        self._facts = {
+            "sample": sample, "token": token, "trainer": trainer, "rollout": rollout,
+            "version": version, "num_unequal": num_unequal, "num_compared": num_compared,
+        }  # fmt: skip
         super().__init__(
             f"{num_unequal} of {num_compared} tokens of a micro-batch break the contract: sampled "
             f"and trained by policy version {version}, with different log-probs. The first is "
             f"token {token} of sample {sample.id} (id {int(sample.token_ids[token])}): "
             f"{rollout!r} was recorded when it was sampled, {trainer!r} is the trainer's."
         )
+
+    def __reduce__(self):  # one rank finds it, all ranks raise it
+        return _unequal_token, (self._facts,)
+
+
+def _unequal_token(facts: dict[str, Any]) -> UnequalTokenError:
+    return UnequalTokenError(**facts)
 
 
 def _reports(

@@ -5,12 +5,15 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 
 from lockstep.errors import CheckpointError, ConfigError
+from lockstep.models.sharding import local_part, mesh_of, part_like, whole_like
 from lockstep.training.config import TrainerConfig
 from lockstep.training.moments import (
     BLOCK,
@@ -21,10 +24,15 @@ from lockstep.training.moments import (
     zero_moments,
 )
 
+if TYPE_CHECKING:
+    from lockstep.launch.ranks import Ranks
+
 Tensor = torch.Tensor
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _CODES, _SCALES = "_codes", "_scales"
+
+SUMMED_ELEMENTS = 1 << 24  # of gradients that are summed over ranks at once: 64 MiB
 
 _log = logging.getLogger(__name__)
 
@@ -93,7 +101,8 @@ class Optimizer:
     Parameters are updated in their own memory, which an engine in this process may share. Those
     that are not float32 have a float32 master, in which gradients add up and updates are made: the
     last bit of a bfloat16 weight is more than most updates. With trainer.offload=optimizer all
-    have one, in the host's memory, and its moments beside it.
+    have one, in the host's memory, and its moments beside it. Of a sharded parameter, master and
+    moments are this rank's part alone; what is saved and loaded is whole.
     """
 
     def __init__(
@@ -105,9 +114,11 @@ class Optimizer:
         self._config = config
         is_offloaded = config.offload == "optimizer"
         self.masters: dict[str, Tensor] = {
-            name: p if p.dtype == torch.float32 and not is_offloaded else _master(p, is_offloaded)
-            for name, p in self.parameters.items()
+            name: _master(p, is_offloaded) for name, p in self.parameters.items()
         }
+        meshes = {n: mesh for n, p in self.parameters.items() if (mesh := mesh_of(p)) is not None}
+        self._sharded = list(meshes)
+        self._sharded_over = next(iter(meshes.values()), None)
         self._quantized = {
             name
             for name, p in self.parameters.items()
@@ -137,11 +148,30 @@ class Optimizer:
             master = self.masters[name]
             if master is parameter or parameter.grad is None:
                 continue
+            gradient = local_part(parameter.grad)
             if master.grad is None:
-                master.grad = parameter.grad.to(master.device, torch.float32)
+                master.grad = gradient.to(master.device, torch.float32)
             else:
-                master.grad.add_(parameter.grad.to(master.device))
+                master.grad.add_(gradient.to(master.device))
             parameter.grad = None
+
+    def sum_gradients(self, ranks: Ranks) -> None:
+        """Adds up what the ranks have collected. Of sharded parameters backward has done so."""
+        names = [n for n in self.masters if n not in self._sharded]
+        masters = [self.masters[name] for name in names]
+        has = torch.tensor([m.grad is not None for m in masters], dtype=torch.float32)
+        ranks.sum(has)
+        waiting: list[Tensor] = []
+        for master, count in zip(masters, has.tolist(), strict=True):
+            if not count:
+                continue
+            if master.grad is None:
+                master.grad = torch.zeros_like(master)
+            waiting.append(master.grad)
+            if sum(gradient.numel() for gradient in waiting) >= SUMMED_ELEMENTS:
+                _sum_together(waiting, ranks)
+                waiting = []
+        _sum_together(waiting, ranks)
 
     def zero_gradients(self) -> None:
         for name, parameter in self.parameters.items():
@@ -153,11 +183,14 @@ class Optimizer:
         return {n: m.grad for n, m in self.masters.items() if m.grad is not None}
 
     def gradient_norm(self) -> Tensor:
-        """[] the global L2 norm; not finite if any gradient is not."""
-        gradients = list(self.gradients().values())
-        if not gradients:
-            return torch.zeros(())
-        return torch.nn.utils.get_total_norm(gradients, foreach=True)
+        """[] the global L2 norm; not finite if any gradient is not. Collective where sharded."""
+        gradients = self.gradients()
+        if self._sharded_over is None:
+            return _norm(gradients.values())
+        squared = _norm(gradients[n] for n in self._sharded if n in gradients).double().square()
+        dist.all_reduce(squared, group=self._sharded_over.get_group())
+        whole = _norm(g for n, g in gradients.items() if n not in self._sharded)
+        return (squared + whole.double().square()).sqrt()
 
     def step(self, *, lr: float, gradient_scale: float = 1.0) -> None:
         """One update by the collected gradients times `gradient_scale`; then they are gone."""
@@ -170,16 +203,16 @@ class Optimizer:
         with torch.no_grad():
             self._step_quantized(lr)
             for name, parameter in self.parameters.items():
-                if self.masters[name] is not parameter:
-                    parameter.copy_(self.masters[name])
+                if not self._is_own_master(name):
+                    local_part(parameter.detach()).copy_(self.masters[name])
         self.zero_gradients()
 
     def read_parameters(self) -> None:
         """Masters of float32 parameters, which are copies with another place only, from these."""
         with torch.no_grad():
             for name, parameter in self.parameters.items():
-                if parameter.dtype == torch.float32 and self.masters[name] is not parameter:
-                    self.masters[name].copy_(parameter)
+                if parameter.dtype == torch.float32 and not self._is_own_master(name):
+                    self.masters[name].copy_(local_part(parameter.detach()))
 
     def _step_quantized(self, lr: float) -> None:
         for name in self.masters:
@@ -203,35 +236,43 @@ class Optimizer:
     def state_tensors(self) -> dict[str, Tensor]:
         """`exp_avg/NAME`, `exp_avg_sq/NAME`, `step/NAME`, and `master/NAME` where the parameter is
         not float32. A moment of 8 bits is `exp_avg_codes/NAME` and `exp_avg_scales/NAME`."""
-        out: dict[str, Tensor] = {}
+        return dict(self.stream_state())
+
+    def stream_state(self) -> Iterator[tuple[str, Tensor]]:
+        """`state_tensors`, one at a time, whole. Collective where sharded."""
         for name, master in self.masters.items():
+            parts: dict[str, Tensor] = {}
             if self._has_stored_master(name):
-                out[f"master/{name}"] = master.detach()
-            for key, value in self._adam.state.get(master, {}).items():
-                out[f"{key}/{name}"] = value.detach().reshape(1 if key == "step" else value.shape)
+                parts["master"] = master.detach()
+            state = dict(self._adam.state.get(master, {}))
+            step = state.pop("step", None)
+            parts |= {key: value.detach() for key, value in state.items()}
             if name in self._moments:
                 for key, moment in zip(_MOMENTS, self._moments[name], strict=True):
-                    out[f"{key}{_CODES}/{name}"] = moment.codes
-                    out[f"{key}{_SCALES}/{name}"] = moment.scales
-                out[f"step/{name}"] = torch.tensor([float(self._num_updates[name])])
-        return out
+                    parts[f"{key}{_CODES}"], parts[f"{key}{_SCALES}"] = moment.codes, moment.scales
+                step = torch.tensor(float(self._num_updates[name]))
+            for key, part in parts.items():
+                yield f"{key}/{name}", whole_like(part, self.parameters[name])
+            if step is not None:
+                yield f"step/{name}", step.detach().reshape(1)
 
     def load_state_tensors(self, tensors: Mapping[str, Tensor], *, where: str) -> None:
         """Raises CheckpointError listing every tensor that is missing, extra or misshapen, and then
         changes nothing. Moments that were written with another `optimizer_bits` are converted, and
         the log says so."""
         shapes: dict[str, tuple[int, ...]] = {}
-        for name, master in self.masters.items():
+        for name, parameter in self.parameters.items():
+            shape = tuple(parameter.shape)
             if self._has_stored_master(name):
-                shapes[f"master/{name}"] = tuple(master.shape)
+                shapes[f"master/{name}"] = shape
             if f"step/{name}" in tensors or any(f"{key}/{name}" in tensors for key in _MOMENTS):
                 shapes[f"step/{name}"] = (1,)
                 if f"{_MOMENTS[0]}{_CODES}/{name}" in tensors:
-                    scales = (*master.shape[:-1], -(-master.shape[-1] // BLOCK))
-                    shapes |= {f"{key}{_CODES}/{name}": tuple(master.shape) for key in _MOMENTS}
+                    scales = (*shape[:-1], -(-shape[-1] // BLOCK))
+                    shapes |= {f"{key}{_CODES}/{name}": shape for key in _MOMENTS}
                     shapes |= {f"{key}{_SCALES}/{name}": scales for key in _MOMENTS}
                 else:
-                    shapes |= {f"{key}/{name}": tuple(master.shape) for key in _MOMENTS}
+                    shapes |= {f"{key}/{name}": shape for key in _MOMENTS}
         problems = [f"missing {key}" for key in shapes if key not in tensors]
         problems += [f"unexpected {key}" for key in tensors if key not in shapes]
         problems += [
@@ -251,7 +292,7 @@ class Optimizer:
         for name, master in self.masters.items():
             if (kept := tensors.get(f"master/{name}")) is not None:
                 with torch.no_grad():
-                    master.copy_(kept)
+                    master.copy_(part_like(kept, self.parameters[name]))
             if f"step/{name}" in tensors:
                 num_converted += self._load_moments(name, tensors)
         if num_converted:
@@ -263,17 +304,19 @@ class Optimizer:
     def _load_moments(self, name: str, tensors: Mapping[str, Tensor]) -> bool:
         """Whether the moments of `name` were of another kind."""
         master, step = self.masters[name], tensors[f"step/{name}"]
+
+        def part_of(key: str) -> Tensor:
+            part = part_like(tensors[f"{key}/{name}"], self.parameters[name])
+            return part.to(master.device, copy=True)
+
         is_coded = f"{_MOMENTS[0]}{_CODES}/{name}" in tensors
         if is_coded:
             stored = [
-                QuantizedMoment(
-                    tensors[f"{key}{_CODES}/{name}"].to(master.device, copy=True),
-                    tensors[f"{key}{_SCALES}/{name}"].to(master.device, copy=True),
-                )
+                QuantizedMoment(part_of(f"{key}{_CODES}"), part_of(f"{key}{_SCALES}"))
                 for key in _MOMENTS
             ]
         else:
-            stored = [tensors[f"{key}/{name}"].to(master.device, copy=True) for key in _MOMENTS]
+            stored = [part_of(key) for key in _MOMENTS]
         if name in self._quantized:
             moments = zero_moments(master)
             for moment, found in zip(moments, stored, strict=True):
@@ -294,11 +337,39 @@ class Optimizer:
             }
         return is_coded != (name in self._quantized)
 
+    def _is_own_master(self, name: str) -> bool:
+        """Whether the master is the parameter's own memory."""
+        part = local_part(self.parameters[name].detach())
+        return self.masters[name].data_ptr() == part.data_ptr() and part.dtype == torch.float32
+
     def _has_stored_master(self, name: str) -> bool:
         """A float32 parameter is its own master, or the same numbers in another place."""
         return self.parameters[name].dtype != torch.float32
 
 
-def _master(parameter: Tensor, is_offloaded: bool) -> Tensor:
-    device = torch.device("cpu") if is_offloaded else parameter.device
-    return parameter.detach().to(device, torch.float32, copy=True).requires_grad_()
+def _master(parameter: torch.nn.Parameter, is_offloaded: bool) -> Tensor:
+    """The parameter itself or a view of its part, where that is float32 and may stay."""
+    is_own = parameter.dtype == torch.float32 and not is_offloaded
+    if is_own and mesh_of(parameter) is None:
+        return parameter
+    part = local_part(parameter.detach())
+    if not is_own:
+        device = torch.device("cpu") if is_offloaded else part.device
+        part = part.to(device, torch.float32, copy=True)
+    return part.requires_grad_()
+
+
+def _norm(gradients: Iterable[Tensor]) -> Tensor:
+    found = list(gradients)
+    return torch.nn.utils.get_total_norm(found, foreach=True) if found else torch.zeros(())
+
+
+def _sum_together(gradients: list[Tensor], ranks: Ranks) -> None:
+    """In one collective: many small ones cost their latency each."""
+    if not gradients:
+        return
+    flat = torch.cat([gradient.flatten() for gradient in gradients])
+    ranks.sum(flat)
+    parts = flat.split([gradient.numel() for gradient in gradients])
+    for gradient, part in zip(gradients, parts, strict=True):
+        gradient.copy_(part.view_as(gradient))

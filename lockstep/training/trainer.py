@@ -13,8 +13,9 @@ import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import partial, reduce
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -27,8 +28,9 @@ from lockstep.errors import AlignmentError, CheckpointError, ConfigError
 from lockstep.models.config import ModelConfig
 from lockstep.models.decoder import Decoder
 from lockstep.models.lora import adapter_off
-from lockstep.models.moe import Routing
 from lockstep.models.peft_io import check_policy, load_policy, save_policy
+from lockstep.models.sequence_parallel import SequenceParallel
+from lockstep.models.sharding import let_go, local_part
 from lockstep.objectives.config import Aggregate, ObjectiveConfig
 from lockstep.objectives.losses import LossFn, TokenLoss, make_loss
 from lockstep.ops.contract import Fingerprint, check_rows
@@ -39,6 +41,7 @@ from lockstep.training.correcting import (
     WEIGHTS,
     Kept,
     Reports,
+    UnequalTokenError,
     check_equal,
     check_versions,
     correct_samples,
@@ -49,25 +52,21 @@ from lockstep.training.correcting import (
 from lockstep.training.optimizer import Optimizer, freeze, lr_share
 from lockstep.training.packing import (
     PackedBatch,
+    budget_for_ranks,
     check_readable,
     pack,
     plan_microbatches,
     split_updates,
     unpack_rows,
 )
-from lockstep.training.replay import (
-    COLUMN,
-    keep_routes,
-    num_differing,
-    routes_to_replay,
-    routing_of,
-)
 from lockstep.types import Sample
+
+if TYPE_CHECKING:
+    from lockstep.launch.ranks import Ranks
 
 Tensor = torch.Tensor
 Metrics = dict[str, float]
 
-OLD_ROUTES = COLUMN["recompute"]
 POLICY, OPTIMIZER, STATE = "policy", "optimizer.safetensors", "trainer.json"
 
 MAX_NAMED_ROWS = 3  # of the rows behind a skipped update; more would hide the first
@@ -102,6 +101,7 @@ class Trainer:
         total_updates: int | None = None,
         reference: Decoder | None = None,
         contract: Fingerprint | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         """like: the checkpoint directory whose config and tokenizer files `save` copies.
         reference: the frozen policy that a reference KL is taken to; a model with an adapter needs
@@ -113,6 +113,8 @@ class Trainer:
         Then the recorded ones are taken as the old ones without a forward of our own, and a token
         of the version in training whose log-prob differs raises ContractError before anything is
         updated.
+        ranks: the processes that train together; every method is then called by all of them, with
+        the same rows. Each has all columns afterwards; forward and backward alone are divided.
         """
         if not 0 < temperature < float("inf"):
             raise ConfigError(
@@ -124,16 +126,15 @@ class Trainer:
                 f"trainer.offload={config.offload} moves the optimizer's state to the host's "
                 "memory, and the model is on the CPU: it is there already. Leave it at none."
             )
-        if config.routing_replay != "none" and not model.config.is_moe:
-            raise ConfigError(
-                f"trainer.routing_replay={config.routing_replay} needs a model with routers; this "
-                f"one is dense ({model.config.architecture}). Set routing_replay=none."
-            )
         self.model = model
         model.recomputes_blocks = config.recompute == "blocks"
         self.reference = reference
         self.contract = contract
         self.config = config
+        self.ranks = ranks
+        self._sequence = None
+        if ranks is not None and ranks.sequence_group is not None:
+            self._sequence = SequenceParallel(ranks.sequence_group)
         self.like = Path(like)
         self.temperature = temperature
         self.total_updates = total_updates
@@ -149,6 +150,7 @@ class Trainer:
         self.num_recomputed = 0
         """Trained tokens whose log-probs were computed again without a gradient, in all."""
         self._bad_loss = ""
+        self._num_kept = 0
         self._calls: list[_Call] = []
         lr_share(config.warmup_updates, config, total_updates=total_updates)
 
@@ -164,30 +166,15 @@ class Trainer:
         """Log-probs of the trained tokens under the policy as it stands; no gradient.
 
         [T] float32 per sample, NaN where loss_mask is False. `column`: also kept in the samples
-        under this name; None keeps nothing. model: another policy than the one in training, whose
-        router then chooses for itself. The micro-batches are those of `forward_backward` on the
-        same samples, so before an update both give the same bits.
-
-        With routing_replay=recompute, filling `old_logprobs` also keeps the experts that the router
-        chose as `old_routed_experts`: what is replayed from then on.
+        under this name; None keeps nothing. model: another policy than the one in training. The
+        micro-batches are those of `forward_backward` on the same samples, so before an update both
+        give the same bits.
         """
-        is_own = model is None
-        is_capturing = (
-            self.config.routing_replay == "recompute" and is_own and column == "old_logprobs"
-        )
-        if is_capturing:
-            for sample in samples:
-                sample.columns.pop(OLD_ROUTES, None)
         with torch.no_grad():
-            parts: list[tuple[PackedBatch, Tensor]] = []
-            for batch in self.pack(samples, is_replaying=is_own):
-                captured = Routing() if is_capturing else None
-                routing = captured or routing_of(batch)
-                parts.append((batch, self._log_probs(batch, routing, model=model)[0]))
-                if captured is not None:
-                    keep_routes(samples, batch, captured, column=OLD_ROUTES)
-        self.num_recomputed += sum(len(batch.targets) for batch, _ in parts)
-        out = unpack_rows(samples, parts)
+            parts = [(batch, self._log_probs(batch, model)[0]) for batch in self.pack(samples)]
+        let_go(model or self.model)
+        self.num_recomputed += sum(sample.num_trained for sample in samples)
+        out = self._by_row(samples, parts)
         if column is not None:
             _keep(samples, out, column)
         return out
@@ -198,19 +185,16 @@ class Trainer:
         `column`: the log-probs that were compared are kept in the samples under this name.
         """
         with torch.no_grad():
-            parts = [
-                (batch, self._log_probs(batch, routing_of(batch))[0])
-                for batch in self.pack(samples)
-            ]
-        if self.contract is not None:
-            for batch, logprobs in parts:
-                check_equal(batch, logprobs, samples, version=self.version)
+            parts = [(batch, self._log_probs(batch)[0]) for batch in self.pack(samples)]
+        let_go(self.model)
+        self._check_contract(samples, parts)
         report = MismatchReport.empty(self.device)
         for batch, logprobs in parts:
-            report = report.merge(measure_batch(batch, logprobs, self.version))
+            if not batch.is_filler:
+                report = report.merge(measure_batch(batch, logprobs, self.version))
         if column is not None:
-            _keep(samples, unpack_rows(samples, parts), column)
-        return report
+            _keep(samples, self._by_row(samples, parts), column)
+        return report if self.ranks is None else report.all_reduced(self.ranks.data_group)
 
     def measure_after(self, samples: Sequence[Sample]) -> Metrics:
         """`mismatch_after/...`: how far the update has moved the policy from the rollout's."""
@@ -251,7 +235,7 @@ class Trainer:
                 "Trainer.update, or fill the column importance_weights first."
             )
         is_weighing = correction is not None and correction.changes_tokens and not is_weighed
-        batches = self.pack(samples, is_updating=True)
+        batches = self.pack(samples)
         weigh = loss_weights(
             samples, aggregate, fixed_length=fixed_length, denominator=denominator,
             is_kept_only=correction is not None and correction.denominator == "kept" and is_weighed,
@@ -267,18 +251,25 @@ class Trainer:
         weights: list[tuple[PackedBatch, Tensor]] = []
         for batch in batches:
             done = self._backward(batch, call)
+            logprobs.append((batch, done.logprobs_N))
+            if batch.is_filler:
+                continue
             if is_weighing:
                 weights.append((batch, done.kept.weights_of_all(len(done.logprobs_N))))
             losses.append((batch, done.loss_N))
-            logprobs.append((batch, done.logprobs_N))
             totals.add(done)
+        self._check_contract(samples, logprobs)
         if column is not None:
-            _keep(samples, unpack_rows(samples, logprobs), column)
+            _keep(samples, self._by_row(samples, logprobs), column)
         if is_weighing:
-            _keep(samples, unpack_rows(samples, weights, fill=0.0), WEIGHTS)
+            _keep(samples, self._by_row(samples, weights, fill=0.0), WEIGHTS)
+        if self.ranks is not None:
+            totals = reduce(_Totals.merge, self.ranks.gather_data(totals.on_host()))
+        self._num_kept += totals.num_kept
         metrics = totals.to_metrics()
         if not np.isfinite(metrics["train/loss"]):
-            self._bad_loss = self._bad_loss or _name_bad_losses(samples, losses)
+            found = self._by_row(samples, losses, fill=0.0)
+            self._bad_loss = self._bad_loss or _name_bad_losses(samples, found)
         return metrics
 
     def optim_step(self) -> Metrics:
@@ -293,8 +284,8 @@ class Trainer:
         )
         reason, norm = self._bad_loss, float("nan")
         if not reason:
-            norm = float(self.optimizer.gradient_norm())
-            if not self.optimizer.gradients():
+            norm = self._gradient_norm()
+            if not self._num_kept:
                 reason = "no token was trained since the last update: none sampled, or all rejected"
             elif not np.isfinite(norm):
                 reason = self._name_bad_gradients()
@@ -308,7 +299,7 @@ class Trainer:
             self.optimizer.step(lr=lr, gradient_scale=clip / norm if 0 < clip < norm else 1.0)
             self.version += 1
         self.num_updates += 1
-        self._bad_loss = ""
+        self._bad_loss, self._num_kept = "", 0
         self._calls.clear()
         return {
             "train/grad_norm": norm,
@@ -333,7 +324,6 @@ class Trainer:
         correction = correction or Correction.bypass()
         for sample in samples:
             sample.columns.pop(WEIGHTS, None)  # of an earlier update, by another policy
-            sample.columns.pop(OLD_ROUTES, None)
         loss_fn, num_updates = make_loss(objective), self.config.updates_per_batch
         self._check_correction(samples, objective, correction)
         if objective.reads_reference_logprobs:
@@ -341,13 +331,10 @@ class Trainer:
         rows, before = list(samples), Reports()
         num_recomputed = self.num_recomputed
         is_measured = all(BEHAVIOUR[correction.behaviour] in s.columns for s in samples)
-        is_recomputing = self.config.routing_replay == "recompute"
-        is_two_pass = (
-            correction.needs_forward(num_updates=num_updates)
-            or (num_updates > 1 and is_measured)
-            or is_recomputing
+        is_two_pass = correction.needs_forward(num_updates=num_updates) or (
+            num_updates > 1 and is_measured
         )
-        is_known = is_two_pass and not is_recomputing and self._knows_old_logprobs(samples)
+        is_known = is_two_pass and self._knows_old_logprobs(samples)
         if is_known:
             for sample in samples:
                 sample.set("old_logprobs", sample.columns["rollout_logprobs"])
@@ -377,12 +364,20 @@ class Trainer:
         """Writes policy, optimizer and counters into `directory`. The policy is in Hugging Face's
         form; of a model with an adapter it is the adapter alone, in PEFT's.
 
-        `CheckpointStore` makes this atomic and checks it when it is read.
+        `CheckpointStore` makes this atomic and checks it when it is read. The same files whatever
+        the number of ranks; rank 0 writes them.
         """
         directory = Path(directory)
-        directory.mkdir(parents=True, exist_ok=True)
-        save_policy(self.model, directory / POLICY, like=self.like)
-        tensors = {n: t.contiguous().cpu() for n, t in self.optimizer.state_tensors().items()}
+        is_writer = self.ranks is None or self.ranks.is_leader
+        if is_writer:
+            directory.mkdir(parents=True, exist_ok=True)
+        save_policy(self.model, directory / POLICY, like=self.like, is_writer=is_writer)
+        tensors: dict[str, Tensor] = {}
+        for name, tensor in self.optimizer.stream_state():
+            if is_writer:
+                tensors[name] = tensor.contiguous().cpu()
+        if not is_writer:
+            return
         save_file(tensors, str(directory / OPTIMIZER))
         counters = {
             "num_updates": self.num_updates, "num_skipped": self.num_skipped,
@@ -427,41 +422,28 @@ class Trainer:
     def device(self) -> torch.device:
         return self.model.embedding.device
 
-    def pack(
-        self,
-        samples: Sequence[Sample],
-        *,
-        is_replaying: bool = True,
-        is_updating: bool = False,
-    ) -> list[PackedBatch]:
-        """The micro-batches of `samples`: always the same for the same samples.
+    def pack(self, samples: Sequence[Sample]) -> list[PackedBatch]:
+        """This rank's micro-batches of `samples`: always the same for the same samples.
 
-        is_replaying: with the routes that `TrainerConfig.routing_replay` asks for. is_updating: for
-        a forward that trains, which replays recomputed routes and does not make them.
-
-        Raises TokenError for a row that the model cannot read, and RoutingReplayError for routes
-        that it cannot replay, besides what `packing` raises.
+        Raises TokenError for a row that the model cannot read, besides what `packing` raises.
         """
         check_readable(
             samples,
             vocab_size=self.model.config.vocab_size,
             max_positions=self.model.config.max_positions,
         )
-        plan = plan_microbatches(samples, self.config.max_tokens_per_microbatch)
-        replay, routes = self.config.routing_replay, None
-        has_own = replay == "recompute" and any(OLD_ROUTES in s.columns for s in samples)
-        if is_replaying and (replay == "rollout" or has_own or (replay != "none" and is_updating)):
-            routes = routes_to_replay(
-                samples, replay, self.model.config, is_partial=self.config.partial_routes
-            )
-        return pack(samples, plan, device=self.device, routes=routes)
+        rank, num_ranks = 0, 1
+        if self.ranks is not None:
+            rank, num_ranks = self.ranks.data_rank, self.ranks.data_size
+        max_tokens = self.config.max_tokens_per_microbatch
+        plan = plan_microbatches(samples, budget_for_ranks(samples, max_tokens, num_ranks))
+        return pack(samples, plan, device=self.device, rank=rank, num_ranks=num_ranks)
 
-    def _log_probs(
-        self, batch: PackedBatch, routing: Routing | None, *, model: Decoder | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def _log_probs(self, batch: PackedBatch, model: Decoder | None = None) -> tuple[Tensor, Tensor]:
         """(log-probs, entropy), each [N] float32, of the trained tokens."""
         model = model or self.model
-        return model.score(
+        score = model.score if self._sequence is None else partial(self._sequence.score, model)
+        return score(
             batch.ids,
             batch.positions,
             batch.context,
@@ -469,24 +451,20 @@ class Trainer:
             targets_N=batch.targets,
             temperature=self.temperature,
             support=batch.support,
-            routing=routing,
         )
 
     def _backward(self, batch: PackedBatch, call: _Call) -> _Done:
-        routing = routing_of(batch)
-        logprobs, entropy = self._log_probs(batch, routing)
-        if self.contract is not None:
-            check_equal(batch, logprobs.detach(), call.samples, version=self.version)
+        logprobs, entropy = self._log_probs(batch)
         kept = keep_tokens(
             batch, logprobs, entropy, call.correction, version=self.version,
             is_measuring=call.is_measuring,
         )  # fmt: skip
         weight_N = call.weigh(batch)
-        done = _Done(
-            batch=batch, kept=kept, logprobs_N=logprobs.detach(), weight_N=weight_N,
-            routing=routing,
-        )  # fmt: skip
-        if not len(kept.tokens.logprobs):
+        done = _Done(batch=batch, kept=kept, logprobs_N=logprobs.detach(), weight_N=weight_N)
+        if batch.is_filler or not len(kept.tokens.logprobs):
+            if self.ranks is not None:  # the others wait for its part in their gradients
+                logprobs.backward(torch.zeros_like(logprobs))
+                self.optimizer.collect_gradients()
             return done
         out = call.loss_fn(kept.tokens)
         if out.loss.shape != kept.tokens.logprobs.shape:
@@ -502,6 +480,56 @@ class Trainer:
         self.optimizer.collect_gradients()
         done.out, done.loss_N = out, kept.spread(loss.detach(), len(logprobs))
         return done
+
+    def _by_row(
+        self,
+        samples: Sequence[Sample],
+        parts: Sequence[tuple[PackedBatch, Tensor]],
+        *,
+        fill: float = float("nan"),
+    ) -> list[npt.NDArray[np.float32]]:
+        """`unpack_rows` of what all ranks have: each row's values come from one of them."""
+        own = [part for part in parts if not part[0].is_filler]
+        out = unpack_rows(samples, own, fill=fill)
+        if self.ranks is None or not samples:
+            return out
+        mine = {row for batch, _ in own for row in batch.rows}
+        flat = np.concatenate(
+            [
+                values[s.loss_mask] if i in mine else np.zeros(s.num_trained, np.float32)
+                for i, (s, values) in enumerate(zip(samples, out, strict=True))
+            ]
+        )
+        found = torch.from_numpy(flat).to(self.device)
+        self.ranks.sum_data(found)  # one rank's value and zeros: exact
+        ends = np.cumsum([s.num_trained for s in samples])[:-1]
+        parts_of_all = np.split(found.cpu().numpy(), ends)
+        for s, values, of_row in zip(samples, out, parts_of_all, strict=True):
+            values[s.loss_mask] = of_row
+        return out
+
+    def _check_contract(
+        self, samples: Sequence[Sample], parts: Sequence[tuple[PackedBatch, Tensor]]
+    ) -> None:
+        """Raises UnequalTokenError, on all ranks, if any token breaks the contract."""
+        if self.contract is None:
+            return
+        broken: UnequalTokenError | None = None
+        try:
+            for batch, logprobs in parts:
+                check_equal(batch, logprobs, samples, version=self.version)
+        except UnequalTokenError as error:
+            broken = error
+        if self.ranks is not None:
+            broken = next(filter(None, self.ranks.gather_data(broken)), None)
+        if broken is not None:
+            raise broken
+
+    def _gradient_norm(self) -> float:
+        """Of the gradients that the ranks have together, which they all have afterwards."""
+        if self.ranks is not None:
+            self.optimizer.sum_gradients(self.ranks)
+        return float(self.optimizer.gradient_norm())
 
     def _knows_old_logprobs(self, samples: Sequence[Sample]) -> bool:
         """Whether the contract says that the trainer's log-probs are those recorded: all of them
@@ -547,7 +575,11 @@ class Trainer:
         """Looks for the rows whose own gradient is not finite, halving the batch; costs up to two
         more passes over it, once in a bad while."""
         found = "the gradient is not finite"
-        if not all(bool(torch.isfinite(p).all()) for p in self.model.parameters()):
+        parts = [local_part(p.detach()) for p in self.model.parameters()]
+        has_bad_weights = not all(bool(torch.isfinite(p).all()) for p in parts)
+        if self.ranks is not None:
+            has_bad_weights = any(self.ranks.gather(has_bad_weights))
+        if has_bad_weights:
             return f"{found}, because the weights are not: an earlier state must be loaded"
         bad: list[str] = []
         for call in self._calls:
@@ -573,9 +605,9 @@ class Trainer:
     def _has_bad_gradient(self, call: _Call, rows: Sequence[int]) -> bool:
         chosen = [call.samples[i] for i in rows]
         self.optimizer.zero_gradients()
-        for batch in self.pack(chosen, is_updating=True):
+        for batch in self.pack(chosen):
             self._backward(batch, call)
-        return not bool(torch.isfinite(self.optimizer.gradient_norm()))
+        return not np.isfinite(self._gradient_norm())
 
 
 def check_same_shapes(directory: Path, expected: ModelConfig) -> None:
@@ -605,7 +637,6 @@ class _Done:
     kept: Kept
     logprobs_N: Tensor
     weight_N: Tensor
-    routing: Routing | None
     loss_N: Tensor = field(init=False)
     out: TokenLoss | None = None
 
@@ -622,9 +653,6 @@ class _Totals:
         self.loss = torch.zeros((), dtype=torch.float64, device=device)
         self.reports = Reports()
         self.num_tokens = self.num_kept = 0
-        self.num_fed = self.num_routed = self.num_choices = 0
-        """Tokens of forwards that replay, those of them with routes, and times the layers."""
-        self.num_differing = torch.zeros_like(self.loss)
 
     def add(self, done: _Done) -> None:
         kept = done.kept
@@ -633,11 +661,6 @@ class _Totals:
         self._sum("logprob", done.logprobs_N)
         self.num_tokens += len(done.logprobs_N)
         self.num_kept += len(kept.tokens.logprobs)
-        if done.routing is not None:
-            self.num_fed += len(done.batch.ids)
-            self.num_routed += done.batch.num_routed
-            self.num_choices += done.batch.num_routed * len(done.routing.differing)
-            self.num_differing = self.num_differing + num_differing(done.routing)
         if done.out is None:
             return
         self._sum("entropy", kept.tokens.entropy.detach())
@@ -647,43 +670,59 @@ class _Totals:
             top = values.amax().double()
             self.maxima[name] = torch.maximum(self.maxima.get(name, top), top)
 
+    def on_host(self) -> _Totals:
+        """The same on the CPU: what one rank tells the others."""
+        self.loss = self.loss.cpu()
+        self.sums = {name: total.cpu() for name, total in self.sums.items()}
+        self.maxima = {name: top.cpu() for name, top in self.maxima.items()}
+        self.reports = self.reports.on_host()
+        return self
+
+    def merge(self, other: _Totals) -> _Totals:
+        """Of the micro-batches of both."""
+        out = _Totals(self.loss.device)
+        out.loss = self.loss + other.loss
+        out.reports = self.reports.merge(other.reports)
+        out.num_tokens = self.num_tokens + other.num_tokens
+        out.num_kept = self.num_kept + other.num_kept
+        for name in dict.fromkeys([*self.sums, *other.sums]):
+            both = [t.sums[name] for t in (self, other) if name in t.sums]
+            out.sums[name] = both[0] if len(both) == 1 else both[0] + both[1]
+        for name in dict.fromkeys([*self.maxima, *other.maxima]):
+            both = [t.maxima[name] for t in (self, other) if name in t.maxima]
+            out.maxima[name] = both[0] if len(both) == 1 else torch.maximum(*both)
+        return out
+
     def _sum(self, name: str, values: Tensor) -> None:
         total = values.sum(dtype=torch.float64)
         self.sums[name] = self.sums[name] + total if name in self.sums else total
 
     def to_metrics(self) -> Metrics:
-        scalars = [self.loss, self.num_differing, *self.sums.values(), *self.maxima.values()]
-        values = torch.cat([torch.stack(scalars), *self.reports.vectors()]).tolist()
-        loss, differing, rest = values[0], values[1], values[2:]
+        parts = [torch.stack([self.loss, *self.sums.values(), *self.maxima.values()])]
+        values = torch.cat([*parts, *self.reports.vectors()]).tolist()
+        loss, rest = values[0], values[1:]
         sums = dict(zip(self.sums, rest, strict=False))
         maxima = dict(zip(self.maxima, rest[len(sums) :], strict=False))
         out = {"train/loss": loss, "tokens/trained": float(self.num_kept)}
         kept = max(self.num_kept, 1)
         out |= {f"train/{name}": x / kept for name, x in sums.items() if name != "logprob"}
         out |= {f"train/{name}": top for name, top in maxima.items()}
-        if self.num_fed:
-            out["routing/replayed_share"] = self.num_routed / self.num_fed
-            out["routing/differing_share"] = differing / max(self.num_choices, 1)
         if self.num_tokens:
             out["perplexity"] = float(np.exp(-sums["logprob"] / self.num_tokens))
         return out | self.reports.metrics_of(rest[len(sums) + len(maxima) :])
 
 
-def _name_bad_losses(
-    samples: Sequence[Sample], losses: Sequence[tuple[PackedBatch, Tensor]]
-) -> str:
+def _name_bad_losses(samples: Sequence[Sample], losses: Sequence[npt.NDArray[np.float32]]) -> str:
+    """losses: [T] per sample, 0.0 where nothing is trained."""
     bad: list[str] = []
-    num_bad = 0
-    for batch, loss in losses:
-        for row, places, values in batch.unpack(loss):
-            wrong = np.flatnonzero(~np.isfinite(values))
-            if wrong.size:
-                num_bad += 1
-                at = int(places[wrong[0]])
-                bad.append(f"{samples[row].id} (row {row}, token {at}: {values[wrong[0]]})")
+    for row, (sample, values) in enumerate(zip(samples, losses, strict=True)):
+        wrong = np.flatnonzero(~np.isfinite(values))
+        if wrong.size:
+            at = int(wrong[0])
+            bad.append(f"{sample.id} (row {row}, token {at}: {values[at]})")
     if not bad:
         return "the loss is not finite, but each token's is: their sum is too large"
-    more = f" and {num_bad - MAX_NAMED_ROWS} more" if num_bad > MAX_NAMED_ROWS else ""
+    more = f" and {len(bad) - MAX_NAMED_ROWS} more" if len(bad) > MAX_NAMED_ROWS else ""
     return f"the loss is not finite; it comes from {', '.join(bad[:MAX_NAMED_ROWS])}{more}"
 
 

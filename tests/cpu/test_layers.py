@@ -10,8 +10,8 @@ ROOT = Path(__file__).parents[2]
 ROWS = [
     ["errors"],
     ["types"],
-    ["config", "renderers", "ops", "observe", "checks", "store", "outcome", "launch"],
-    ["models", "correction", "report"],
+    ["config", "renderers", "ops", "observe", "checks", "store", "outcome"],
+    ["models", "correction", "report", "launch"],
     ["objectives"],
     ["engines", "training"],
     ["agent"],
@@ -29,6 +29,7 @@ TORCH_FREE = [
     "lockstep.run_config", "lockstep.build", "lockstep.renderers.registry", "lockstep.store.run",
     "lockstep.observe.live", "lockstep.report.page", "lockstep.agent.environment",
     "lockstep.agent.tools", "lockstep.envs.docsearch.environment", "lockstep.testing.faults",
+    "lockstep.launch.processes",
 ]  # fmt: skip
 
 

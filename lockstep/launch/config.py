@@ -1,0 +1,72 @@
+"""Settings of training with several processes. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from lockstep.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """How many processes train one model together, and how they divide the work.
+
+    Tokens are divided `sequence` ways and rows over the rest. With 8 processes and sequence=2, four
+    pairs of processes each take a quarter of the micro-batches, each process half of their tokens.
+    """
+
+    processes: int = 0
+    """Processes that a run starts on this machine, one per GPU where there are any. 0 is as many as
+    torchrun has started, or this one alone."""
+    sequence: int = 1
+    """Processes that share each micro-batch, each with its part of the tokens (Ulysses): for rows
+    whose activations do not fit one device. Divides the processes and the model's heads."""
+    shard: bool = True
+    """Divide weights, gradients and optimizer state over all processes (FSDP2). The embedded engine
+    then samples from a copy of its own; false keeps everything on each, and shares the weights."""
+    timeout_seconds: float = 1800.0
+    """Longest that a process waits for another one; then the run ends with an error on all."""
+
+    def __post_init__(self) -> None:
+        if self.processes < 0:
+            raise ConfigError(f"parallel.processes={self.processes} must be at least 0.")
+        if self.sequence < 1:
+            raise ConfigError(f"parallel.sequence={self.sequence} must be at least 1.")
+        if not 0 < self.timeout_seconds < float("inf"):
+            raise ConfigError(
+                f"parallel.timeout_seconds={self.timeout_seconds} must be a finite number above 0."
+            )
+
+    def num_processes(self, environment: Mapping[str, str]) -> int:
+        """How many train, by these settings and what torchrun has left in the environment.
+
+        Raises ConfigError if the two do not agree, or cannot be divided as asked.
+        """
+        started = int(environment.get("WORLD_SIZE", "0"))
+        if started and self.processes not in (0, started):
+            raise ConfigError(
+                f"parallel.processes={self.processes}, but torchrun has started {started} "
+                "processes. Leave parallel.processes=0 under torchrun."
+            )
+        world = started or self.processes or 1
+        if world % self.sequence:
+            raise ConfigError(
+                f"parallel.sequence={self.sequence} does not divide the {world} process(es) of the "
+                "run. Set parallel.processes (or torchrun's --nproc-per-node) to a multiple of it."
+            )
+        return world
+
+    def check_heads(self, *, num_heads: int, num_kv_heads: int) -> None:
+        """Raises ConfigError if a model's heads cannot be dealt to `sequence` processes."""
+        size, possible = self.sequence, []
+        for ways in range(1, num_heads + 1):
+            is_dealt = num_kv_heads % ways == 0 or ways % num_kv_heads == 0
+            if num_heads % ways == 0 and is_dealt:
+                possible.append(ways)
+        if size not in possible:
+            raise ConfigError(
+                f"parallel.sequence={size} cannot split the model's {num_heads} query heads and "
+                f"{num_kv_heads} key heads: each process computes whole ones. Possible are "
+                f"{', '.join(map(str, possible))}."
+            )

@@ -1,0 +1,234 @@
+"""The processes that train one model together: who they are, and what they tell each other.
+
+Ranks that share their micro-batches (sequence parallelism) stand next to each other: of 8 ranks
+with sequence=2, ranks 0 and 1 are a pair, and ranks 0, 2, 4 and 6 divide the rows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections.abc import Iterator, Mapping
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store, TCPStore
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.rendezvous import rendezvous
+
+from lockstep.config import differences
+from lockstep.errors import ConfigError, RankError
+
+if TYPE_CHECKING:
+    from lockstep.launch.processes import Place
+
+T = TypeVar("T")
+
+_STOPPED = "lockstep/stopped/{}"
+"""Key of the store under which a rank leaves what it stopped with."""
+
+NUM_NAMED = 5  # of the settings in which two ranks differ; more would hide the first
+
+
+def open_store(*, world: int, timeout_seconds: float) -> TCPStore:
+    """Where the ranks of this machine meet: held by rank 0, on a port that is free."""
+    return TCPStore(
+        "127.0.0.1", 0, world, is_master=True, wait_for_workers=False,
+        timeout=timedelta(seconds=timeout_seconds),
+    )  # fmt: skip
+
+
+class Ranks:
+    """This process among those of a run. Every method that talks to others is called by all."""
+
+    def __init__(self, place: Place, store: Store, *, sequence: int, device: torch.device) -> None:
+        self.rank, self.world, self.device = place.rank, place.world, device
+        self._store = store
+        self._is_stop_asked = False
+        starts = range(0, self.world, sequence)
+        # Every rank makes every group, in one order.
+        pairs = [_group(range(at, at + sequence)) for at in starts]
+        across = [_group(range(at, self.world, sequence)) for at in range(sequence)]
+        self.sequence_group: dist.ProcessGroup | None = None
+        """Those who share this rank's micro-batches; None if it has them alone."""
+        if sequence > 1:
+            self.sequence_group = pairs[self.rank // sequence]
+        self.data_group: dist.ProcessGroup = across[self.rank % sequence]
+        """One of each such set: together they have all rows, each once."""
+        self.data_rank, self.data_size = self.rank // sequence, self.world // sequence
+
+    @classmethod
+    def join(
+        cls,
+        place: Place,
+        *,
+        sequence: int,
+        device: str,
+        timeout_seconds: float,
+        store: Store | None = None,
+    ) -> Ranks:
+        """Meets the others. Raises RankError if they do not come within the limit."""
+        timeout = timedelta(seconds=timeout_seconds)
+        where = torch.device(device)
+        if where.type == "cuda":
+            if place.local_rank >= torch.cuda.device_count():
+                raise ConfigError(
+                    f"rank {place.rank} is process {place.local_rank} of its machine, which has "
+                    f"{torch.cuda.device_count()} GPU(s): each process needs one. Lower "
+                    "parallel.processes, or choose device=cpu."
+                )
+            where = torch.device("cuda", place.local_rank)
+            torch.cuda.set_device(where)
+        try:
+            if store is None:
+                if dist.is_torchelastic_launched():
+                    store, _, _ = next(rendezvous("env://", timeout=timeout))
+                else:
+                    store = TCPStore(
+                        place.address, place.port, place.world, wait_for_workers=False,
+                        timeout=timeout,
+                    )  # fmt: skip
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if where.type == "cuda" else "gloo",
+                store=store, rank=place.rank, world_size=place.world, timeout=timeout,
+            )  # fmt: skip
+            ranks = cls(place, store, sequence=sequence, device=where)
+            dist.barrier()
+        except RuntimeError as error:
+            raise RankError(
+                f"the {place.world} processes of the run did not meet within "
+                f"parallel.timeout_seconds={timeout_seconds:g}: {_first_line(error)}"
+            ) from error
+        return ranks
+
+    @property
+    def is_leader(self) -> bool:
+        """Rank 0: the one that writes, shows and speaks."""
+        return self.rank == 0
+
+    def mesh(self) -> DeviceMesh:
+        """All ranks in one axis: what parameters are sharded over."""
+        return init_device_mesh(self.device.type, (self.world,))
+
+    # -- telling each other -----------------------------------------------------------------------
+
+    def gather(self, mine: T) -> list[T]:
+        """[world] every rank's, in order. Anything that can be pickled."""
+        return self._gather(mine, dist.group.WORLD, self.world)
+
+    def gather_data(self, mine: T) -> list[T]:
+        """[data_size] of the ranks that together have all rows."""
+        return self._gather(mine, self.data_group, self.data_size)
+
+    def from_leader(self, mine: T) -> T:
+        """What rank 0 holds."""
+        held = [mine]
+        dist.broadcast_object_list(held, src=0, device=torch.device("cpu"))
+        return held[0]
+
+    def sum_data(self, values: torch.Tensor) -> None:
+        """The sum over the ranks that together have all rows, in place."""
+        dist.all_reduce(values, group=self.data_group)
+
+    def sum(self, values: torch.Tensor) -> None:
+        """The sum over all ranks, in place."""
+        dist.all_reduce(values)
+
+    def _gather(self, mine: T, group: Any, size: int) -> list[T]:
+        out: list[Any] = [None] * size
+        with torch.device("cpu"):
+            dist.all_gather_object(out, mine, group=group)
+        return out
+
+    def check_same(self, settings: Mapping[str, Any]) -> None:
+        """Raises RankError, on all ranks alike, unless every rank has these settings."""
+        found = self.gather(dict(settings))
+        for rank, theirs in enumerate(found):
+            if differing := differences(found[0], theirs):
+                told = [
+                    f"{name} is {of_first!r} on rank 0 and {of_other!r} on rank {rank}"
+                    for name, (of_first, of_other) in list(differing.items())[:NUM_NAMED]
+                ]
+                raise RankError(
+                    f"ranks disagree about the config: {'; '.join(told)}. Give every process the "
+                    "same recipe and settings. Nothing was started."
+                )
+
+    # -- the end ----------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def taking_interrupts(self) -> Iterator[None]:
+        """Ctrl-C asks for a stop at the next place where all ranks can: see `is_stop_asked`. A
+        second one stops this process at once."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+
+        def ask(*_: object) -> None:
+            if self._is_stop_asked:
+                raise KeyboardInterrupt
+            self._is_stop_asked = True
+
+        before = signal.signal(signal.SIGINT, ask)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+    def is_stop_asked(self) -> bool:
+        """Whether any rank was interrupted."""
+        return any(self.gather(self._is_stop_asked))
+
+    def explain(self, error: Exception) -> str | None:
+        """In words, if `error` is that of a rank that waited for another one in vain."""
+        if not (isinstance(error, dist.DistError) or _is_of_gloo(error)):
+            return None
+        stopped = self._stopped()
+        if stopped:
+            return "; ".join(f"rank {rank} has stopped: {why}" for rank, why in stopped.items())
+        if "timed out" in str(error).lower():
+            return (
+                "another process did not answer within parallel.timeout_seconds: it hangs, or does "
+                "something that takes longer. Everything up to the last checkpoint is kept."
+            )
+        return (
+            "another process of the run is gone without a word: killed, or out of memory. "
+            "Everything up to the last checkpoint is kept; go on with resume=true."
+        )
+
+    def _stopped(self) -> dict[int, str]:
+        """rank -> what it stopped with, of those that could still say it."""
+        out: dict[int, str] = {}
+        for rank in range(self.world):
+            key = _STOPPED.format(rank)
+            with contextlib.suppress(RuntimeError):  # the store goes with rank 0
+                if rank != self.rank and self._store.check([key]):
+                    out[rank] = self._store.get(key).decode()
+        return out
+
+    def leave(self, error: BaseException | None = None) -> None:
+        """Parts from the others: in good order, or, with an error of this rank's own, at once."""
+        if error is not None:
+            if not (isinstance(error, Exception) and self.explain(error) is not None):
+                why = f"{type(error).__name__}: {error}".rstrip(": ")
+                with contextlib.suppress(RuntimeError):
+                    self._store.set(_STOPPED.format(self.rank), why)
+        else:
+            dist.barrier()
+        with contextlib.suppress(RuntimeError):
+            dist.destroy_process_group()
+
+
+def _group(ranks: range) -> dist.ProcessGroup:
+    return cast(dist.ProcessGroup, dist.new_group(list(ranks)))  # a number to those outside
+
+
+def _is_of_gloo(error: BaseException) -> bool:
+    return isinstance(error, RuntimeError) and "gloo" in str(error).lower()
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().split("\n")[0]

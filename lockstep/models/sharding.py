@@ -1,0 +1,84 @@
+"""Parameters that are spread over ranks: FSDP2, and how whole ones come in and go out.
+
+Each rank holds a run of every parameter's first dim. A block's parameters are gathered when it
+runs and let go after it; gradients are summed over ranks into the shards.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import register_fsdp_forward_method as register_forward
+from torch.distributed.tensor import DTensor
+
+if TYPE_CHECKING:
+    from lockstep.models.decoder import Decoder
+
+Tensor = torch.Tensor
+
+
+def shard(model: Decoder, mesh: DeviceMesh) -> None:
+    """Spreads the parameters over the mesh, in place: blocks by themselves, the rest together.
+
+    A model on the meta device stays there: give it memory afterwards. From then on `forward` and
+    `score` are called by all ranks in step, and their gradients are summed, not averaged: a loss
+    is divided by what all ranks have.
+    """
+    policy = MixedPrecisionPolicy()
+    if model.embedding.dtype.itemsize < 4:
+        policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+    for block in model.layers:
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    # The head is read after the forward that gathers it: kept until backward, or `let_go`.
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    register_forward(model, "score")
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def let_go(model: torch.nn.Module) -> None:
+    """Gives back what a forward without a backward has left gathered."""
+    if isinstance(model, FSDPModule):
+        model.reshard()
+
+
+def mesh_of(x: Tensor) -> DeviceMesh | None:
+    """What a parameter is sharded over; None if it is whole."""
+    return x.device_mesh if isinstance(x, DTensor) else None
+
+
+def local_part(x: Tensor) -> Tensor:
+    """This rank's run of a parameter, in its own memory; the parameter itself if it is whole."""
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+def whole(x: Tensor) -> Tensor:
+    """All of a parameter or gradient. Collective where it is sharded: all ranks in one order."""
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def whole_like(part: Tensor, parameter: Tensor) -> Tensor:
+    """All of a tensor that is laid out as `parameter` is along its first dim, of which `part` is
+    this rank's run."""
+    if not isinstance(parameter, DTensor):
+        return part
+    shape = torch.Size([len(parameter), *part.shape[1:]])
+    return DTensor.from_local(
+        part, parameter.device_mesh, parameter.placements,
+        run_check=False, shape=shape, stride=torch.empty(shape, device="meta").stride(),
+    ).full_tensor()  # fmt: skip
+
+
+def part_like(value: Tensor, parameter: Tensor) -> Tensor:
+    """This rank's run of a whole tensor that is laid out as `parameter` is along its first dim."""
+    if not isinstance(parameter, DTensor):
+        return value
+    mesh, length = parameter.device_mesh, len(parameter)
+    size = -(-length // mesh.size())
+    start = min(mesh.get_local_rank() * size, length)
+    return value[start : min(start + size, length)]

@@ -1,0 +1,151 @@
+"""One trainer over 2 and 4 gloo processes: rows dealt, tokens cut, parameters sharded, and all."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from cpu.training.tiny_training import make_rows
+from processes import run_ranks
+from trainer_ranks import ARMS, KINDS_OF, LAYOUTS, LENGTHS, make_arm, reload, script, work
+
+from lockstep.training.packing import budget_for_ranks, deal
+
+FLOAT32 = 2e-5  # of the largest of a parameter: sums of some hundred terms in another order
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory):
+    return {world: tmp_path_factory.mktemp(f"world{world}") for world in LAYOUTS}
+
+
+@pytest.fixture(scope="module")
+def alone(places):
+    """By kind: what one process finds. The others load what it saves."""
+    out = {}
+    for world, directory in places.items():
+        for kind in KINDS_OF[world]:
+            at = directory / f"alone-{kind}"
+            out[kind] = script(make_arm(at, kind), at)
+            out[kind]["reloaded"] = reload(directory, kind)
+    return out
+
+
+@pytest.fixture(scope="module")
+def found(places, alone):
+    """(world, sequence, is_sharded, kind) -> what each rank found."""
+    out = {}
+    for world, directory in places.items():
+        ranks = run_ranks(work, directory, world=world)
+        for key in ranks[0]:
+            out[world, *key] = [of_rank[key] for of_rank in ranks]
+    return out
+
+
+def assert_close(left, right, limit, where=""):
+    assert set(left) == set(right), where
+    for name, values in right.items():
+        scale = values.abs().max() + 1e-9
+        gap = float((left[name] - values).abs().max() / scale)
+        assert gap <= limit, (where, name, gap)
+
+
+def assert_same_metrics(left, right):
+    assert set(left) == set(right)
+    for name, value in right.items():
+        assert left[name] == pytest.approx(value, rel=2e-3, abs=2e-5, nan_ok=True), name
+
+
+@pytest.mark.parametrize("arm", ARMS, ids=lambda arm: "-".join(map(str, arm)))
+def test_every_rank_has_the_log_probs_and_columns_of_all_rows(found, alone, arm):
+    for of_rank in found[arm]:
+        for a, b in zip(of_rank["forward"], alone[arm[-1]]["forward"], strict=True):
+            np.testing.assert_allclose(a, b, atol=2e-5)
+        for a, b in zip(of_rank["columns"], alone[arm[-1]]["columns"], strict=True):
+            assert set(a) == set(b)
+            np.testing.assert_allclose(a["importance_weights"], b["importance_weights"], rtol=2e-3)
+        for a, b in zip(of_rank["columns"], found[arm][0]["columns"], strict=True):
+            for name in b:
+                np.testing.assert_array_equal(a[name], b[name])
+
+
+@pytest.mark.parametrize("arm", ARMS, ids=lambda arm: "-".join(map(str, arm)))
+def test_the_ranks_have_the_gradient_of_one_process(found, alone, arm):
+    expected = alone[arm[-1]]
+    for of_rank in found[arm]:
+        assert of_rank["loss"] == pytest.approx(expected["loss"], rel=1e-6)
+        assert of_rank["norm"] == pytest.approx(expected["norm"], rel=1e-6)
+        assert_close(of_rank["gradients"], expected["gradients"], FLOAT32)
+        flat, wanted = (
+            torch.cat([g.flatten() for _, g in sorted(x["gradients"].items())])
+            for x in (of_rank, expected)
+        )
+        assert float((flat - wanted).norm() / wanted.norm()) <= 1e-6
+
+
+@pytest.mark.parametrize("arm", ARMS, ids=lambda arm: "-".join(map(str, arm)))
+def test_updates_and_what_they_report_are_those_of_one_process(found, alone, arm):
+    expected = alone[arm[-1]]
+    for of_rank in found[arm]:
+        assert_same_metrics(of_rank["measured"], expected["measured"])
+        for left, right in zip(of_rank["updates"], expected["updates"], strict=True):
+            assert_same_metrics(left, right)
+        assert of_rank["updates"] == found[arm][0]["updates"], "every rank reports the same"
+
+
+@pytest.mark.parametrize("arm", ARMS, ids=lambda arm: "-".join(map(str, arm)))
+def test_a_bad_update_is_skipped_by_all_ranks_with_one_reason(found, alone, arm):
+    for of_rank in found[arm]:
+        for name in ("bad loss", "bad gradient", "nothing"):
+            assert of_rank[name] == alone[arm[-1]][name] != ""
+    assert "row 5" in found[arm][0]["bad loss"] and "row 5" in found[arm][0]["bad gradient"]
+
+
+@pytest.mark.parametrize("arm", ARMS, ids=lambda arm: "-".join(map(str, arm)))
+def test_what_one_process_saved_goes_on_over_ranks(found, alone, arm):
+    expected = alone[arm[-1]]["reloaded"]
+    for of_rank in (r["reloaded"] for r in found[arm]):
+        assert of_rank["version"] == expected["version"] == 3
+        assert set(of_rank["state"]) == set(expected["state"])
+        for name, values in expected["state"].items():
+            assert torch.equal(of_rank["state"][name], values), name
+        assert_same_metrics(of_rank["metrics"], expected["metrics"])
+
+
+@pytest.mark.parametrize("arm", ARMS, ids=lambda arm: "-".join(map(str, arm)))
+def test_what_ranks_saved_goes_on_in_one_process(found, places, arm, tmp_path):
+    world, sequence, is_sharded, kind = arm
+    saved = places[world] / f"{kind}-{sequence}-{is_sharded}" / "saved"
+    trainer = make_arm(tmp_path, kind, seed=7)
+    trainer.load(saved)
+    state = trainer.optimizer.state_tensors()
+    for name, values in found[arm][0]["state"].items():
+        assert torch.equal(state[name], values), name
+    logprobs = trainer.forward(make_rows(LENGTHS), column=None)
+    for a, b in zip(logprobs, found[arm][0]["after"], strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5)
+
+
+@pytest.mark.parametrize("arm", [a for a in ARMS if a[2]], ids=lambda arm: "-".join(map(str, arm)))
+def test_a_rank_holds_its_share_of_the_parameters(found, alone, arm):
+    whole = alone[arm[-1]]["num_local"]
+    for of_rank in found[arm]:
+        assert of_rank["num_local"] <= 1.1 * whole / arm[0]
+
+
+def test_micro_batches_are_dealt_so_that_all_ranks_have_as_many():
+    plan = [[3], [1, 2], [0], [4, 5], [6]]
+    shares = [deal(plan, rank, 3) for rank in range(3)]
+    assert {len(share) for share in shares} == {2}
+    own = [rows for share in shares for rows, is_filler in share if not is_filler]
+    assert sorted(own) == sorted(plan)
+    assert deal([], 0, 2) == deal([], 1, 2) == []
+
+
+def test_a_small_batch_is_cut_so_that_no_rank_is_idle():
+    rows = make_rows(LENGTHS)
+    assert budget_for_ranks(rows, 100_000, 1) == 100_000
+    assert sum(LENGTHS) / 4 < budget_for_ranks(rows, 100_000, 4) < sum(LENGTHS) / 2
+    assert budget_for_ranks(rows, 41, 2) == 41
+    assert budget_for_ranks(rows, 100_000, 99) == max(LENGTHS), "a row is never split"
+    assert budget_for_ranks(copy.deepcopy(rows[:0]), 50, 2) == 0
