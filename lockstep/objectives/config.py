@@ -265,6 +265,9 @@ class GAE(AdvantageConfig):
     lam: float = 1.0
     """1 takes what came in the end, 0 what the critic says of the next state. Less leans on the
     critic more: less noise, and its errors. Over n tokens lam^n of the end is left."""
+    critic_lam: float | None = None
+    """lam of the returns that the critic learns. With lam below 1, 1 keeps what comes in the end in
+    sight of the first tokens (decoupled GAE, VC-PPO, Yuan et al. 2025). Unset: lam."""
     whiten: bool = True
     """Take the mean of the batch's tokens from the advantages, and divide by their deviation."""
     bootstrap_truncated: bool = False
@@ -272,9 +275,9 @@ class GAE(AdvantageConfig):
     the cut is added behind its last token. Off, a budget is part of the task, and nothing is."""
 
     def __post_init__(self) -> None:
-        for name in ("gamma", "lam"):
+        for name in ("gamma", "lam", "critic_lam"):
             value = getattr(self, name)
-            if not 0 <= value <= 1:
+            if value is not None and not 0 <= value <= 1:
                 raise ConfigError(f"advantage.{name}={value} must lie in [0, 1].")
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from lockstep.agent.config import AgentConfig
 from lockstep.envs.docsearch.config import DocSearchConfig
+from lockstep.objectives.config import GAE
 from lockstep.recipes import recipe
 from lockstep.run_config import Config, EvaluationConfig
-from lockstep.training.config import CheckpointConfig, TrainerConfig
+from lockstep.training.config import CheckpointConfig, CriticConfig, TrainerConfig
 
 
 @recipe
@@ -25,6 +28,19 @@ def quickstart() -> Config:
         trainer=TrainerConfig(lr=1e-3, warmup_updates=5, schedule="linear", min_lr_share=0.05),
         evaluation=EvaluationConfig(num_tasks=256),
         checkpoint=CheckpointConfig(every=25),
+    )
+
+
+@recipe
+def quickstart_ppo() -> Config:
+    """The quickstart by PPO with a critic: one episode per task, an advantage for every token."""
+    return replace(
+        quickstart(),
+        name="quickstart-ppo",
+        groups_per_step=64,
+        group_size=1,
+        advantage=GAE(),
+        critic=CriticConfig(lr=2e-3, updates_per_batch=2, clip=0.2),
     )
 
 

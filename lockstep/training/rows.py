@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -166,18 +167,20 @@ def _fill_by_values(
     paths = [path for path in paths if path.sampled]
     values = _values_of_segments(rows, critic.values([row.sample for row in rows]))
     layout = Layout.packed([path.num_tokens for path in paths])
-    advantages, returns = gae(
+    along_paths = np.concatenate([values[p.number, i] for p in paths for i in p.sampled])
+    estimate = partial(
+        gae,
         torch.from_numpy(np.concatenate([path.rewards for path in paths])),
-        torch.from_numpy(
-            np.concatenate([values[p.number, i] for p in paths for i in p.sampled])
-        ).double(),
+        torch.from_numpy(along_paths).double(),
         layout,
         gamma=advantage.gamma,
-        lam=advantage.lam,
         bootstrap=_values_at_cuts(paths, trajectories, critic)
         if advantage.bootstrap_truncated
         else None,
     )
+    advantages, returns = estimate(lam=advantage.lam)
+    if advantage.critic_lam is not None:
+        _, returns = estimate(lam=advantage.critic_lam)
     for name, of_token in {"advantages": advantages, "returns": returns}.items():
         means = _means_over_paths(paths, of_token.numpy())
         for row in rows:

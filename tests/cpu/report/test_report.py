@@ -16,6 +16,7 @@ import pytest
 from synthetic_runs import CONTROL, HOSTILE, decode_token, write_run
 
 from lockstep.errors import RunError
+from lockstep.observe.metrics import unknown_names
 from lockstep.report.document import Vocabulary
 from lockstep.report.page import write_report
 from lockstep.report.selection import Budget
@@ -306,3 +307,10 @@ def test_a_browser_draws_the_page_without_an_error_and_runs_no_foreign_script(ru
     assert body.count('class="card tile"') == 6
     assert body.count('role="option"') > 50
     assert "<img" not in body
+
+
+def test_every_curve_is_of_a_metric_that_a_run_can_have():
+    script = files("lockstep.report").joinpath("charts.js").read_text("ascii")
+    names = re.findall(r'(?:named|ratio)\("([^"]+)"', script)
+    assert len(names) > 25 and unknown_names(names) == []
+    assert "critic/explained_variance" in names

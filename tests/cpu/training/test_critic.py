@@ -253,6 +253,19 @@ def test_the_reward_stands_at_the_last_sampled_token_and_a_tools_reply_takes_no_
     assert not row.columns["advantages"][~row.loss_mask].any()
 
 
+def test_the_critic_can_learn_by_a_lam_of_its_own():
+    def rows(**options):
+        critic = GivenValues(lambda ids: 0.1 * len(ids))
+        config = GAE(gamma=0.9, whiten=False, **options)
+        return rows_for_training([group(play("a", [2, 3, 4], 1.0))], config, critic=critic)[0]
+
+    both, short, long = rows(lam=0.5, critic_lam=1.0), rows(lam=0.5), rows(lam=1.0)
+    np.testing.assert_array_equal(both.columns["advantages"], short.columns["advantages"])
+    np.testing.assert_array_equal(both.columns["returns"], long.columns["returns"])
+    assert long.columns["returns"][1] == pytest.approx(0.81)
+    assert short.columns["returns"][1] != long.columns["returns"][1]
+
+
 def test_a_turns_own_reward_is_given_at_its_end_and_counts_for_all_before_it():
     trajectory = play("a", [2, 3], 1.0)
     trajectory.set_segment_reward(1, 0.5)
@@ -490,6 +503,7 @@ def test_a_fork_of_a_run_without_critic_begins_one_and_says_so(whole, tmp_path, 
     [
         (["advantage.gamma=1.5"], r"advantage.gamma=1.5 must lie in \[0, 1\]"),
         (["advantage.lam=-0.1"], r"advantage.lam=-0.1 must lie in \[0, 1\]"),
+        (["advantage.critic_lam=2"], r"advantage.critic_lam=2.0 must lie in \[0, 1\]"),
         (["critic.lr=0"], r"critic.lr=0.0 must be a finite number above 0"),
         (["critic.clip=-1"], r"critic.clip=-1.0 must be at least 0; 0 is off"),
         (["critic.updates_per_batch=0"], r"critic.updates_per_batch=0 must be >= 1"),
