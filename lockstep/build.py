@@ -340,6 +340,8 @@ def build(
 
     if config.contract != "none":
         ask_for_reproducible_gemm()
+    if is_training and config.advantage.needs_critic:
+        _check_critic_freeze(config, foundation)
     model = load_model(config, foundation, weights=weights)
     numerics = choose_numerics(config, model)
     make = make_engine if config.fault is None else config.fault.make_engine
@@ -371,6 +373,18 @@ def build(
     if is_training and config.advantage.needs_critic:
         critic = load_critic(config, foundation, device=model.embedding.device)
     return Parts(foundation, model, engine, trainer, numerics, critic)
+
+
+def _check_critic_freeze(config: Config, foundation: Foundation) -> None:
+    """Tries the setting on a critic without memory, before weights are read."""
+    import torch
+
+    from lockstep.models.critic import ValueModel
+    from lockstep.training.optimizer import freeze
+
+    with torch.device("meta"):
+        model = ValueModel(foundation.model)
+    freeze(model.named_parameters(), config.critic.freeze, setting="critic.freeze")
 
 
 def load_critic(config: Config, foundation: Foundation, *, device: torch.device) -> Critic:

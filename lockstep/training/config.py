@@ -103,7 +103,7 @@ class TrainerConfig:
 @dataclass(frozen=True, kw_only=True)
 class CriticConfig:
     """The model of values behind advantage=gae: what it starts from, and how it learns. What is not
-    here (betas, eps, micro-batches) is as the policy's trainer has it."""
+    here (betas, micro-batches, recompute, optimizer_bits, ...) is as the trainer has it."""
 
     model: str = ""
     """What it starts from: a model named as `model` is. A reward model (sequence classification
@@ -120,6 +120,9 @@ class CriticConfig:
     """Share of the peak that linear and cosine end with."""
     grad_clip: float = 1.0
     """Largest global norm of the gradient; a longer one is shortened to it. 0 never clips."""
+    freeze: tuple[str, ...] = ()
+    """Parameters that stay as they are, as in trainer.freeze; the blocks' names begin with body:
+    body.* trains the head alone. trainer.freeze is not about the critic."""
     updates_per_batch: int = 1
     """Optimizer steps on each sampled batch, each on all of its rows."""
     clip: float = 0.5
@@ -148,7 +151,7 @@ class CriticConfig:
             policy,
             lr=self.lr, weight_decay=self.weight_decay, warmup_updates=self.warmup_updates,
             schedule=self.schedule, min_lr_share=self.min_lr_share, grad_clip=self.grad_clip,
-            updates_per_batch=self.updates_per_batch,
+            freeze=self.freeze, updates_per_batch=self.updates_per_batch,
         )  # fmt: skip
 
 

@@ -27,7 +27,7 @@ from lockstep.models.critic import ValueModel, load_value_weights, save_value_mo
 from lockstep.objectives.values import explained_variance, value_loss
 from lockstep.store.files import write_json
 from lockstep.training.config import CriticConfig, TrainerConfig
-from lockstep.training.optimizer import Optimizer, lr_share
+from lockstep.training.optimizer import Optimizer, freeze, lr_share
 from lockstep.training.packing import (
     PackedBatch,
     check_readable,
@@ -70,6 +70,8 @@ class Critic:
         self.config = config.trainer(trainer)
         self.like = Path(like)
         self.total_updates = total_updates
+        model.body.recomputes_blocks = trainer.recompute == "blocks"
+        freeze(model.named_parameters(), config.freeze, setting="critic.freeze")
         self.optimizer = Optimizer(model.named_parameters(), self.config)
         self.num_updates = 0
         """Updates asked for, the skipped ones included: the place in the schedule."""
@@ -212,6 +214,7 @@ class Critic:
             tensors = read_optimizer(directory / OPTIMIZER)
             self.optimizer.load_state_tensors(tensors, where=str(directory / OPTIMIZER))
         load_value_weights(self.model, directory / MODEL)
+        self.optimizer.read_parameters()
         if weights_only:
             self.optimizer = Optimizer(self.model.named_parameters(), self.config)
         self.num_updates, self.num_skipped = counters["num_updates"], counters["num_skipped"]

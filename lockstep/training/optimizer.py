@@ -64,33 +64,40 @@ def is_decayed(name: str) -> bool:
     return not name.endswith(("norm", "bias", "sinks"))
 
 
-def freeze(named_parameters: Iterable[tuple[str, torch.nn.Parameter]], patterns: Sequence[str]):
+def freeze(
+    named_parameters: Iterable[tuple[str, torch.nn.Parameter]],
+    patterns: Sequence[str],
+    *,
+    setting: str = "trainer.freeze",
+) -> None:
     """Takes the gradient from every parameter whose name a pattern matches (`*`, `?`, `[ab]`).
 
     Raises ConfigError for a pattern that matches none, and if nothing is left to train; then
     nothing is changed.
     """
     parameters = dict(named_parameters)
-    check_freeze(list(parameters), patterns)
+    check_freeze(list(parameters), patterns, setting=setting)
     frozen = {n for n in parameters if any(fnmatchcase(n, p) for p in patterns)}
     if frozen and not any(p.requires_grad for n, p in parameters.items() if n not in frozen):
         raise ConfigError(
-            f"trainer.freeze={','.join(patterns)} leaves nothing to train of "
+            f"{setting}={','.join(patterns)} leaves nothing to train of "
             f"{len(parameters)} parameters."
         )
     for name in frozen:
         parameters[name].requires_grad_(False)
 
 
-def check_freeze(names: Sequence[str], patterns: Sequence[str]) -> None:
-    """Raises ConfigError for the patterns of `trainer.freeze` that match no parameter."""
+def check_freeze(
+    names: Sequence[str], patterns: Sequence[str], *, setting: str = "trainer.freeze"
+) -> None:
+    """Raises ConfigError for the patterns of `setting` that match no parameter."""
     idle = [p for p in patterns if not any(fnmatchcase(name, p) for name in names)]
     if idle:
         # One name of each kind: the layers repeat them.
         kinds = {re.sub(r"\.\d+(?=\.|$)", ".*", name): name for name in reversed(names)}
         examples = sorted(kinds.values(), key=list(names).index)
         raise ConfigError(
-            f"trainer.freeze={','.join(idle)} matches no parameter. A pattern is compared with the "
+            f"{setting}={','.join(idle)} matches no parameter. A pattern is compared with the "
             f"whole name; names are {', '.join(examples)}."
         )
 

@@ -33,7 +33,16 @@ LENGTHS = [9, 31, 14, 22, 40, 12]
 
 
 def make_critic(
-    tmp_path, kind="qwen3", *, seed=0, dtype=None, budget=16384, hf=(), total=20, **config
+    tmp_path,
+    kind="qwen3",
+    *,
+    seed=0,
+    dtype=None,
+    budget=16384,
+    hf=(),
+    total=20,
+    trainer=(),
+    **config,
 ):
     """Over random weights, with a head that is not 0."""
     source = {**HF_CONFIGS[kind], **dict(hf)}
@@ -46,9 +55,9 @@ def make_critic(
     generator = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():
         model.value_head.normal_(0.0, 0.3, generator=generator)
-    trainer = TrainerConfig(max_tokens_per_microbatch=budget)
+    shared = TrainerConfig(max_tokens_per_microbatch=budget, **dict(trainer))
     settings = CriticConfig(**{"lr": 3e-3, **config})
-    return Critic(model, settings, trainer, like=tmp_path, total_updates=total)
+    return Critic(model, settings, shared, like=tmp_path, total_updates=total)
 
 
 def rows_to_learn(critic, lengths=LENGTHS, *, seed=0):
@@ -226,6 +235,25 @@ def test_an_update_that_is_not_finite_is_skipped_and_says_why(tmp_path):
     assert not critic.last_skip
 
 
+def test_a_frozen_body_keeps_its_bits_and_the_head_learns(tmp_path):
+    critic = make_critic(tmp_path, freeze=("body.*",))
+    assert list(critic.optimizer.parameters) == ["value_head"]
+    before = snapshot(critic)
+    critic.update(rows_to_learn(critic))
+    changed = {n for n, t in snapshot(critic).items() if not torch.equal(t, before.get(n, t))}
+    assert changed == {"value_head"}
+
+
+def test_blocks_that_are_computed_again_give_the_same_bits(tmp_path):
+    found = []
+    for trainer in ({}, {"recompute": "blocks"}):
+        critic = make_critic(tmp_path, trainer=trainer)
+        critic.update(rows_to_learn(critic))
+        found.append(snapshot(critic))
+    assert critic.model.body.recomputes_blocks
+    assert_same_bits(*found)
+
+
 def test_rows_without_values_or_returns_are_refused(tmp_path):
     critic = make_critic(tmp_path)
     with pytest.raises(AlignmentError, match="sample t0/0 has no values: the critic learns from"):
@@ -354,10 +382,14 @@ def test_failed_and_unscored_episodes_are_left_out_and_a_bad_reward_is_named():
 # -- checkpoints -----------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("bits", [32, 8])
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_resumed_critic_goes_on_with_the_same_bits(tmp_path, kind, dtype):
-    settings = {"schedule": "cosine", "warmup_updates": 2, "updates_per_batch": 2}
+def test_a_resumed_critic_goes_on_with_the_same_bits(tmp_path, kind, dtype, bits):
+    settings = {
+        "schedule": "cosine", "warmup_updates": 2, "updates_per_batch": 2,
+        "trainer": {"optimizer_bits": bits},
+    }  # fmt: skip
     trainer = make_trainer(tmp_path / "policy", kind)
     straight = make_critic(tmp_path / "model", kind, dtype=dtype, **settings)
     straight.update(rows_to_learn(straight))
@@ -501,6 +533,8 @@ def test_a_fork_of_a_run_without_critic_begins_one_and_says_so(whole, tmp_path, 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        (["critic.freeze=layers.*"], r"critic.freeze=layers.\* matches no parameter.*body.embedding"),
+        (["critic.freeze=*"], r"critic.freeze=\* leaves nothing to train"),
         (["advantage.gamma=1.5"], r"advantage.gamma=1.5 must lie in \[0, 1\]"),
         (["advantage.lam=-0.1"], r"advantage.lam=-0.1 must lie in \[0, 1\]"),
         (["advantage.critic_lam=2"], r"advantage.critic_lam=2.0 must lie in \[0, 1\]"),
