@@ -244,6 +244,21 @@ def test_a_frozen_body_keeps_its_bits_and_the_head_learns(tmp_path):
     assert changed == {"value_head"}
 
 
+@pytest.mark.parametrize(
+    ("pattern", "message"),
+    [
+        ("layers.*", r"critic.freeze=layers.\* matches no parameter.*names are body.embedding"),
+        ("*", r"critic.freeze=\* leaves nothing to train of"),
+    ],
+)
+def test_a_freeze_that_matches_nothing_or_all_is_refused(tmp_path, pattern, message, capsys):
+    with pytest.raises(ConfigError, match=message):
+        make_critic(tmp_path, freeze=(pattern,))
+    words = [f"critic.freeze={pattern}", f"out={tmp_path / 'run'}"]
+    assert main([*SMALL, *words]) == BAD_INPUT
+    assert re.search(message, " ".join(capsys.readouterr().err.split()))
+
+
 def test_blocks_that_are_computed_again_give_the_same_bits(tmp_path):
     found = []
     for trainer in ({}, {"recompute": "blocks"}):
@@ -533,8 +548,6 @@ def test_a_fork_of_a_run_without_critic_begins_one_and_says_so(whole, tmp_path, 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["critic.freeze=layers.*"], r"critic.freeze=layers.\* matches no parameter.*body.embedding"),
-        (["critic.freeze=*"], r"critic.freeze=\* leaves nothing to train"),
         (["advantage.gamma=1.5"], r"advantage.gamma=1.5 must lie in \[0, 1\]"),
         (["advantage.lam=-0.1"], r"advantage.lam=-0.1 must lie in \[0, 1\]"),
         (["advantage.critic_lam=2"], r"advantage.critic_lam=2.0 must lie in \[0, 1\]"),
