@@ -247,7 +247,7 @@ def test_a_frozen_body_keeps_its_bits_and_the_head_learns(tmp_path):
 @pytest.mark.parametrize(
     ("pattern", "message"),
     [
-        ("layers.*", r"critic.freeze=layers.\* matches no parameter.*names are value_head, body.embedding"),
+        ("layers.*", r"critic.freeze=layers.\* matches no parameter.*value_head, body.embed"),
         ("*", r"critic.freeze=\* leaves nothing to train of"),
     ],
 )
