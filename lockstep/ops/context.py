@@ -101,6 +101,8 @@ class PackedContext:
     place_index: Tensor | None
     """[T] int64: where each token's output stands in the blocks laid end to end (one of its places,
     where rows share it); None if the blocks are the packed order already (rows of one length)."""
+    memo: dict[Any, Any] = field(default_factory=dict)
+    """What a backend computes once per forward and reads in every layer: how it cuts the rows."""
 
     @classmethod
     def of(cls, lengths: Sequence[int], *, device: torch.device | str = "cpu") -> PackedContext:

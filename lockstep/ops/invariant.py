@@ -30,11 +30,11 @@ import torch
 import torch.nn.functional as F
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lockstep.ops import head, trace
-from lockstep.ops.context import KEY_BLOCK, PackedContext, PagedContext, Support, take_rows
+from lockstep.ops import head, packed, trace
+from lockstep.ops.context import KEY_BLOCK, PackedContext, PagedContext, Support
 from lockstep.ops.head import log_softmax
 from lockstep.ops.paged import paged_attention
-from lockstep.ops.plain import flash_backward, route
+from lockstep.ops.plain import route
 
 Tensor = torch.Tensor
 
@@ -216,7 +216,7 @@ class InvariantOps:
         context: PackedContext | PagedContext,
     ) -> Tensor:
         if isinstance(context, PackedContext):
-            return _packed_attention(q, k, v, sinks, window, scale, context, self.rules)
+            return _Attention.apply(q, k, v, sinks, window, scale, context, self.rules)
         out = paged_attention(
             q.float() * scale, k, v, sinks=sinks, window=window, layer=layer, context=context,
             attend=_attend, key_block=KEY_BLOCK, key_quantum=self.rules.key_quantum,
@@ -417,54 +417,34 @@ def _weigh_values(probs: Tensor, v: Tensor) -> Tensor:
     return out
 
 
-def _packed_attention(
-    q_THD: Tensor,
-    k_TGD: Tensor,
-    v_TGD: Tensor,
-    sinks_H: Tensor | None,
-    window: int | None,
-    scale: float,
-    context: PackedContext,
-    rules: Rules,
-) -> Tensor:
-    """Rows of similar length as padded blocks; see `PackedBlock`."""
-    H, D = q_THD.shape[1:]
-    outs = []
-    for block in context.blocks:
-        length = math.ceil(block.length / rules.key_quantum) * rules.key_quantum
-        index = block.token_index
-        key_index = F.pad(index, (0, length - block.length), mode="replicate")
-        out = _Attention.apply(
-            take_rows(q_THD, index),
-            take_rows(k_TGD, key_index),
-            take_rows(v_TGD, key_index),
-            sinks_H,
-            window,
-            scale,
-            rules,
-        )
-        outs.append(out.reshape(-1, H, D))
-    out = outs[0] if len(outs) == 1 else torch.cat(outs)
-    return out if context.place_index is None else out[context.place_index]
-
-
 class _Attention(torch.autograd.Function):
-    """Invariant forward; backward by the stock kernel from this forward's output and log-sum."""
+    """Invariant forward, rows of similar length at a time; backward by the stock kernel from this
+    forward's output and log-sum."""
 
     @staticmethod
-    def forward(ctx, q, k, v, sinks, window, scale, rules):
-        out, lse = _attend_rows(q, k, v, sinks, window, scale, rules)
+    def forward(ctx, q, k, v, sinks, window, scale, context, rules):
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        lse = q.new_empty(q.shape[:2], dtype=torch.float32)
+        for piece in packed.layout_of(context, None).pieces:
+            index = piece.index.view(piece.shape)
+            index = F.pad(index, (0, -piece.shape[1] % rules.key_quantum), mode="replicate")
+            keys, values = (x.index_select(0, index.flatten()).unflatten(0, index.shape)
+                            for x in (k, v))  # fmt: skip
+            part, sums = _attend_rows(piece.take(q), keys, values, sinks, window, scale, rules)
+            piece.put(out, part)
+            piece.put(lse, sums.transpose(1, 2))
         if sinks is not None and trace.is_on():
-            trace.record("sink_share", torch.exp(sinks.float()[:, None] - lse).mean())
+            trace.record("sink_share", torch.exp(sinks.float() - lse).mean())
         ctx.save_for_backward(q, k, v, sinks, out, lse)
-        ctx.window, ctx.scale = window, scale
+        ctx.settings = window, scale, context
         return out
 
     @staticmethod
     def backward(ctx, grad_out):
-        q, k, v, sinks, out, lse = ctx.saved_tensors
-        grads = _attention_backward(grad_out, q, k, v, sinks, out, lse, ctx.window, ctx.scale)
-        return *grads, None, None, None
+        q, *saved = ctx.saved_tensors
+        (wide,) = _widen(q.dtype, q[:0])
+        grads = packed.attend_backward(grad_out, q, *saved, *ctx.settings, dtype=wide.dtype)
+        return *grads, *[None] * 4
 
 
 def _attend_rows(
@@ -488,7 +468,7 @@ def _attend_rows(
         x.transpose(1, 2).float().reshape(B * G, -1, D) for x in (k, v)
     )
     # [B, G, repeat, L, D]: queries of one key head stand together, head by head.
-    queries = q.float().mul(scale).view(B, L, G, repeat, D).permute(0, 2, 3, 1, 4)
+    queries = q.view(B, L, G, repeat, D).permute(0, 2, 3, 1, 4)
     outs = out.view(B, L, G, repeat, D).permute(0, 2, 3, 1, 4)
     sums = lse.view(B, G, repeat, L)
     for start in range(0, L, QUERY_TILE):
@@ -505,7 +485,7 @@ def _attend_rows(
         step = max(1, TILE_SCORES // (G * (rows + extra) * (last - first)))
         for at in range(0, B, step):
             part = slice(at, at + step)
-            tile = queries[part, :, :, start:stop].reshape(-1, rows, D)
+            tile = (queries[part, :, :, start:stop].float() * scale).reshape(-1, rows, D)
             if extra:
                 tile = F.pad(tile, (0, 0, 0, extra))
             tile_sinks = None
@@ -540,94 +520,3 @@ def _causal_mask(
     if window is not None:
         hidden |= at_key <= at_query - window
     return torch.zeros(hidden.shape, device=device).masked_fill_(hidden, float("-inf"))[None]
-
-
-def _attention_backward(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    window: int | None,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Shapes of `_attend_rows`. A window costs O(L x window): the first `window` queries by
-    themselves, the others in chunks over the keys of their chunk and the one before."""
-    B, L, H, D = q.shape
-    G = k.shape[2]
-
-    def lay(x: Tensor) -> Tensor:  # [B, H, L, D]
-        x = x[:, :L].transpose(1, 2)
-        return x if x.shape[1] == H else x.repeat_interleave(H // G, 1)
-
-    dtype = q.dtype
-    q, laid_k, laid_v, out, grad_out = _widen(dtype, *(lay(x) for x in (q, k, v, out, grad_out)))
-    if window is None or window >= L:
-        out = out.contiguous()
-        grads = flash_backward(grad_out, q, laid_k, laid_v, sinks, None, out, lse, scale)
-    else:
-        grads = _banded_backward(q, laid_k, laid_v, out, grad_out, lse, sinks, window, scale)
-    grad_q, grad_k, grad_v, grad_sinks = grads
-    grad_k, grad_v = (
-        F.pad(x.view(B, G, H // G, L, D).sum(2).transpose(1, 2), (0, 0, 0, 0, 0, k.shape[1] - L))
-        for x in (grad_k, grad_v)
-    )
-    grad_q, grad_k, grad_v = (g.to(dtype) for g in (grad_q.transpose(1, 2), grad_k, grad_v))
-    return grad_q, grad_k, grad_v, grad_sinks
-
-
-def _banded_backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    grad_out: Tensor,
-    lse: Tensor,
-    sinks: Tensor | None,
-    window: int,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """All [B, H, L, D]; lse [B, H, L]."""
-    B, H, L, D = q.shape
-    part = slice(0, window)
-    first = flash_backward(
-        grad_out[:, :, part], q[:, :, part], k[:, :, part], v[:, :, part], sinks, None,
-        out[:, :, part].contiguous(), lse[:, :, part].contiguous(), scale,
-    )  # fmt: skip
-    chunks = math.ceil(L / window) - 1
-    pad = (chunks + 1) * window - L
-    # A padded query has the output 0 and the gradient 0: whatever its log-sum, it adds nothing.
-    q, k, v, out, grad_out = (F.pad(x, (0, 0, 0, pad)) for x in (q, k, v, out, grad_out))
-    lse = F.pad(lse, (0, pad))
-
-    def fold(x: Tensor) -> Tensor:  # [B, H, n * window, D] -> [B * n, H, window, D]
-        return x.reshape(B, H, -1, window, D).transpose(1, 2).reshape(-1, H, window, D)
-
-    def unfold(x: Tensor) -> Tensor:
-        return x.reshape(B, chunks, H, window, D).transpose(1, 2).reshape(B, H, -1, D)
-
-    k_band, v_band = (
-        torch.cat([fold(x[:, :, :-window]), fold(x[:, :, window:])], 2) for x in (k, v)
-    )
-    at_query = torch.arange(window, device=q.device)[:, None] + window
-    at_key = torch.arange(2 * window, device=q.device)
-    hidden = (at_key > at_query) | (at_key <= at_query - window)
-    mask = torch.zeros(hidden.shape, dtype=q.dtype, device=q.device)
-    mask.masked_fill_(hidden, float("-inf"))
-    lse_band = lse[:, :, window:].reshape(B, H, chunks, window).transpose(1, 2)
-    band = flash_backward(
-        fold(grad_out[:, :, window:]), fold(q[:, :, window:]), k_band, v_band, sinks, mask,
-        fold(out[:, :, window:]), lse_band.reshape(-1, H, window).contiguous(), scale,
-    )  # fmt: skip
-    grad_q = torch.cat([first[0], unfold(band[0])], 2)[:, :, :L]
-    grads = []
-    for of_first, of_band in ((first[1], band[1]), (first[2], band[2])):
-        total = F.pad(of_first, (0, 0, 0, chunks * window))
-        before, here = of_band.split(window, 2)
-        total[:, :, :-window] += unfold(before)
-        total[:, :, window:] += unfold(here)
-        grads.append(total[:, :, :L])
-    grad_sinks = None if first[3] is None or band[3] is None else first[3] + band[3]
-    return grad_q, grads[0], grads[1], grad_sinks

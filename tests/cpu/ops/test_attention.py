@@ -1,11 +1,13 @@
 """Attention with sinks against the formula: output and all four gradients."""
 
+import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.models.reference import reference_attention
 from lockstep.ops import api as ops
-from lockstep.ops import trace
+from lockstep.ops import flex, packed, trace
 from lockstep.ops.context import PackedBlock, PackedContext, PagedBlock, PagedContext
 
 LENGTHS = [5, 1, 37, 16, 38]
@@ -20,15 +22,20 @@ def make_inputs(heads=4, kv_heads=2, width=8, dtype=torch.float64, has_sinks=Tru
     return [q, k, v, sinks]
 
 
+def upstream(shape, dtype):
+    """The same numbers in every dtype."""
+    g = torch.Generator().manual_seed(1)
+    return torch.randn(shape, generator=g, dtype=torch.bfloat16).to(dtype)
+
+
 def gradients(function, inputs):
     leaves = [x.clone().requires_grad_() if x is not None else None for x in inputs]
     out = function(*leaves)
-    weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=out.dtype)
-    (out * weight).sum().backward()
+    out.backward(upstream(out.shape, out.dtype))
     return out.detach(), [x.grad for x in leaves if x is not None]
 
 
-def packed(window, lengths=LENGTHS):
+def attend_packed(window, lengths=LENGTHS):
     context = PackedContext.of(lengths)
     return lambda q, k, v, s: ops.attention(
         q, k, v, sinks=s, window=window, scale=0.3, layer=0, context=context
@@ -45,7 +52,7 @@ def formula(window, lengths=LENGTHS):
 @pytest.mark.parametrize("window", [None, 1, 4, 16, 37, 64])
 def test_packed_attention_equals_the_formula_forward_and_backward(window, has_sinks):
     inputs = make_inputs(has_sinks=has_sinks)
-    out, grads = gradients(packed(window), inputs)
+    out, grads = gradients(attend_packed(window), inputs)
     expected, expected_grads = gradients(formula(window), inputs)
     # float64: sums of at most 38 terms of order 1, so 1e-12 leaves a factor of 100 over rounding
     torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
@@ -76,13 +83,149 @@ def test_the_tempting_shortcut_gets_only_dq_and_dk_wrong():
     assert (dk - ek).norm() > 0.05 * ek.norm()
 
 
+# Rows that begin alike, two levels deep, and one that shares nothing.
+BRANCHES = [
+    np.arange(90),
+    np.r_[0:50, 90:130],
+    np.r_[0:50, 90:100, 130:171],
+    np.r_[171:175],
+]
+
+
+def formula_over_rows(rows, window):
+    """Every row by itself; a token that several have is read in the first of them."""
+    lengths = [len(row) for row in rows]
+    flat = torch.from_numpy(np.concatenate(rows))
+    place = torch.from_numpy(np.unique(flat.numpy(), return_index=True)[1])
+
+    def run(q, k, v, s):
+        out = reference_attention(
+            q[flat], k[flat], v[flat], sinks_H=s, window=window, scale=0.3, lengths=lengths
+        )
+        return out[place]
+
+    return run
+
+
+@pytest.mark.parametrize("window", [None, 1, 5, 32, 33, 70, 90])
+def test_rows_that_begin_alike_equal_the_formula_row_by_row(window):
+    inputs = make_inputs(lengths=[175])
+    context = PackedContext.of_rows(BRANCHES)
+
+    def branches(q, k, v, s):
+        return ops.attention(q, k, v, sinks=s, window=window, scale=0.3, layer=0, context=context)
+
+    out, grads = gradients(branches, inputs)
+    expected, expected_grads = gradients(formula_over_rows(BRANCHES, window), inputs)
+    torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
+    for found, wanted in zip(grads, expected_grads, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_a_window_longer_than_a_key_block_of_the_kernel_equals_the_formula():
+    """The kernel takes 512 keys at once: some of its blocks are hidden as a whole."""
+    lengths, window = [1300, 900], 700
+    inputs = make_inputs(heads=2, kv_heads=1, lengths=lengths)
+    out, grads = gradients(attend_packed(window, lengths), inputs)
+    expected, expected_grads = gradients(formula(window, lengths), inputs)
+    torch.testing.assert_close(out, expected, rtol=1e-11, atol=1e-11)
+    for found, wanted in zip(grads, expected_grads, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("window", [None, 16])
+def test_bfloat16_is_as_close_to_the_formula_as_its_roundings_are(window):
+    inputs = make_inputs(dtype=torch.bfloat16)
+    exact = [x.double() for x in inputs]
+    out, grads = gradients(attend_packed(window), inputs)
+    expected, expected_grads = gradients(formula(window), exact)
+    # 8 bits: 2^-9 for each of the few roundings on the way, relative to the largest entries
+    for found, wanted in zip((out, *grads), (expected, *expected_grads), strict=True):
+        assert (found.double() - wanted).norm() < 0.01 * wanted.norm()
+
+
+def sink_gradients(q, k, v, sinks, grad_out):
+    """The sink's gradient by the two formulas, and by one that reads alike, from whole matrices.
+
+    (-sum_i P_ih (dO_i . O_i), -sum_i P_ih sum_j P_ij dL/dP_ij, the second with dL/dS_ij in place of
+    dL/dP_ij), P_ih the share of head h's sink.
+    """
+    keys, values = k.repeat_interleave(2, 1), v.repeat_interleave(2, 1)
+    scores = torch.einsum("qhd,khd->hqk", q, keys) * 0.3
+    scores = scores.masked_fill(torch.ones_like(scores).triu(1) > 0, float("-inf"))
+    whole = torch.cat([scores, sinks[:, None, None].expand(-1, len(q), 1)], -1).softmax(-1)
+    probs, share = whole[..., :-1], whole[..., -1]
+    out = torch.einsum("hqk,khd->qhd", probs, values)
+    through = (grad_out * out).sum(-1).t()
+    grad_probs = torch.einsum("qhd,khd->hqk", grad_out, values)
+    grad_scores = probs * (grad_probs - through[..., None])
+    return (
+        -(share * through).sum(-1),
+        -(share * (probs * grad_probs).sum(-1)).sum(-1),
+        -(share * (probs * grad_scores).sum(-1)).sum(-1),
+    )
+
+
+def test_a_sinks_gradient_is_that_of_both_formulas_and_not_of_the_literal_reading():
+    """dL/dS_h = -sum_i P_ih (dO_i . O_i) = -sum_i P_ih sum_j P_ij dL/dP_ij. With the gradient of
+    the scores, dL/dS_ij, in place of that of the probabilities, it is another number."""
+    inputs = make_inputs(lengths=[40])
+    _, (_, _, _, dsinks) = gradients(attend_packed(None, [40]), inputs)
+    grad_out = upstream((40, 4, 8), torch.double)
+    by_outputs, by_probs, by_scores = sink_gradients(*inputs, grad_out)
+    torch.testing.assert_close(dsinks, by_outputs, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(dsinks, by_probs, rtol=1e-12, atol=1e-12)
+    assert (dsinks - by_scores).norm() > 0.5 * dsinks.norm()
+
+
+class Largest(TorchDispatchMode):
+    """The most numbers of any tensor that an operation makes."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for x in out if isinstance(out, (tuple, list)) else [out]:
+            if isinstance(x, torch.Tensor):
+                storage = x.untyped_storage().nbytes() // x.element_size()
+                self.numbers = max(self.numbers, storage)
+        return out
+
+
+@pytest.mark.parametrize("lengths", [[2000], [700, 600, 500, 100, 100]])
+def test_with_a_window_no_tensor_is_larger_than_the_queries(lengths):
+    inputs = make_inputs(dtype=torch.float32, lengths=lengths)
+    with Largest() as largest:
+        gradients(attend_packed(32, lengths), inputs)
+    assert largest.numbers == inputs[0].numel()
+
+
+def test_a_shared_beginning_is_attended_from_once():
+    """Chunks of queries whose outputs are all read in another row are left out."""
+    shared, own, num_rows = 10 * packed.CHUNK, 2 * packed.CHUNK, 4
+    rows = [np.r_[0:shared, shared + own * i : shared + own * (i + 1)] for i in range(num_rows)]
+    layout = packed.layout_of(PackedContext.of_rows(rows), 16)
+    assert sum(piece.shape[0] for piece in layout.pieces) == 10 + 2 * num_rows
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("window", [None, 16])
+def test_the_form_for_gpus_gives_the_same_output(window):
+    """Only forward: torch's flex_attention has no backward on a CPU."""
+    inputs = make_inputs(dtype=torch.float32, lengths=[175])
+    context = PackedContext.of_rows(BRANCHES)
+    found = flex.attend(*inputs, window, 0.3, context, is_compiled=False)
+    wanted, _ = packed.attend(*inputs, window, 0.3, context)
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+
+
 def test_a_row_never_attends_to_its_neighbour():
     inputs = make_inputs(dtype=torch.float32)
-    out = packed(16)(*inputs)
+    out = attend_packed(16)(*inputs)
     changed = [x.clone() for x in inputs]
     for x in changed[:3]:
         x[:6] = 7.0  # rows 0 and 1
-    after = packed(16)(*changed)
+    after = attend_packed(16)(*changed)
     assert torch.equal(out[6:], after[6:])
     assert not torch.equal(out[:6], after[:6])
 
@@ -102,7 +245,7 @@ def test_paged_attention_equals_packed_attention(window):
     """Chunks of new tokens over pages, in ragged groups, against one packed forward."""
     lengths, page, dtype = [9, 23], 8, torch.float64
     q, k, v, sinks = make_inputs(lengths=lengths, dtype=dtype)
-    expected = packed(window, lengths)(q, k, v, sinks)
+    expected = attend_packed(window, lengths)(q, k, v, sinks)
     cache = torch.zeros(2, 1, 2, 8, page, 8, dtype=dtype)
     tables = torch.tensor([[1, 4, 0], [2, 7, 3]])
     starts, done, out = [0, 9], [0, 0], torch.zeros_like(expected)
@@ -130,5 +273,5 @@ def test_the_sinks_share_of_attention_can_be_traced():
     inputs = make_inputs(lengths=[4])
     inputs[3] = torch.full((4,), 50.0, dtype=torch.float64)
     with trace.tracing() as values:
-        packed(None, [4])(*inputs)
+        attend_packed(None, [4])(*inputs)
     assert values["sink_share"][0] > 0.99

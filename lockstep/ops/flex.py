@@ -1,0 +1,86 @@
+"""Attention over packed rows on a GPU by torch's flex_attention, sinks exact in both directions.
+
+Rows lie end to end in one sequence, and a block mask hides each from the others, so no score
+matrix, and no block of one that a window cuts off, is ever computed. The log-sum that flex gives is
+differentiable (its backward takes that output's gradient, unlike varlen_attn's): the output times
+sigmoid(lse - sink) has the exact gradient by autograd alone.
+
+# T tokens  P places of all rows laid end to end  H query heads  G key heads  D head width
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from lockstep.ops import trace
+from lockstep.ops.context import PackedContext, take_rows
+
+Tensor = torch.Tensor
+
+
+def attend(
+    q_THD: Tensor,
+    k_TGD: Tensor,
+    v_TGD: Tensor,
+    sinks_H: Tensor | None,
+    window: int | None,
+    scale: float,
+    context: PackedContext,
+    *,
+    is_compiled: bool = True,
+) -> Tensor:
+    """[T, H, D]. is_compiled: without, torch forms the whole score matrix: for tests."""
+    flex_attention, create_block_mask, aux = _functions(is_compiled)
+    if ("flex", window) not in context.memo:
+        context.memo["flex", window] = _block_mask(context, window, create_block_mask)
+    index, block_mask = context.memo["flex", window]
+    q, k, v = (take_rows(x, index).transpose(0, 1)[None] for x in (q_THD, k_TGD, v_TGD))
+    out, found = flex_attention(
+        q, k, v, block_mask=block_mask, scale=scale, enable_gqa=True, return_aux=aux(lse=True)
+    )
+    if sinks_H is not None:
+        keys_share = torch.sigmoid(found.lse - sinks_H.to(found.lse.dtype)[:, None])
+        out = (out * keys_share[..., None]).to(q_THD.dtype)
+        if trace.is_on():
+            trace.record("sink_share", 1 - keys_share.detach().mean())
+    out_PHD = out[0].transpose(0, 1)
+    return out_PHD if context.place_index is None else out_PHD[context.place_index]
+
+
+def _block_mask(
+    context: PackedContext, window: int | None, create_block_mask: Callable[..., Any]
+) -> tuple[Tensor, Any]:
+    """(the token at each of P places, which places see which)."""
+    index = torch.cat([block.token_index.flatten() for block in context.blocks])
+    row = torch.empty_like(index)
+    first = at = 0
+    for block in context.blocks:
+        stop = at + block.token_index.numel()
+        numbers = torch.arange(first, first + block.num_rows, device=index.device)
+        row[at:stop] = numbers.repeat_interleave(block.length)
+        first, at = first + block.num_rows, stop
+
+    # A row's places stand together and in order: padding behind its end is after all that is read.
+    def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        is_seen = (row[query] == row[key]) & (query >= key)
+        return is_seen if window is None else is_seen & (query - key < window)
+
+    size = len(index)
+    return index, create_block_mask(sees, None, None, size, size, device=index.device)
+
+
+@lru_cache(maxsize=2)
+def _functions(is_compiled: bool) -> tuple[Callable[..., Any], Callable[..., Any], Any]:
+    from torch.nn.attention import flex_attention as flex  # brings torch's compiler with it
+
+    if not is_compiled:
+        return flex.flex_attention, flex.create_block_mask, flex.AuxRequest
+    return (
+        torch.compile(flex.flex_attention, dynamic=True),
+        torch.compile(flex.create_block_mask, dynamic=True),
+        flex.AuxRequest,
+    )

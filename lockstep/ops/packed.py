@@ -1,0 +1,342 @@
+"""Attention over packed rows on a CPU: whole rows and windows, sinks exact in both directions.
+
+Stock flash attention knows no sinks. With L = logaddexp(lse, sink), the softmax over keys and sink
+is exp(score - L): the output is the stock one times exp(lse - L), and the stock backward, handed
+that output and L in place of its own, gives the exact dQ, dK and dV, since it uses nothing but
+exp(score - L) and dO . O. The sink's own gradient is -sum exp(sink - L) dO . O. Rescaling by a
+detached lse leaves output, dV and the sink's gradient right and dQ, dK wrong by 28 to 55 %.
+Guard: tests/cpu/ops/test_attention.py
+
+Rows go through the kernel in pieces, so that what a call takes does not grow with T. A window costs
+O(T x window): rows are cut into chunks of queries, each over a band of keys, its own chunk and
+those before it that the window reaches. Nothing is kept but inputs, output and L.
+
+# T tokens  H query heads  G key heads  D head width  B rows (or chunks) of a piece  L its length
+# N chunks  C queries of a chunk  K keys of a band
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from lockstep.ops import trace
+from lockstep.ops.context import PackedContext
+
+Tensor = torch.Tensor
+
+PIECE_TOKENS = 2048  # of several rows in one call: enough to fill a kernel, little to copy
+CHUNK = 32  # queries that share a band: more look at keys that most of them do not see
+SLAB_CHUNKS = 16  # chunks of one call
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Piece:
+    """Places that attend in one call: B rows of L queries, and the keys that they may see."""
+
+    index: Tensor
+    """[B * L] int64: the token at each place. Behind a row's end its last token is repeated."""
+    shape: tuple[int, int]
+    """(B, L)."""
+    first: int | None
+    """The first token, where the places are B * L tokens in order: they are read where they lie."""
+    owned: Tensor | None
+    """[n] int64: the places whose output is some token's; None if that is all of them. A place
+    behind a row's end owns nothing, and of the rows that share a token one owns it."""
+    key_index: Tensor | None = None
+    """[(B + chunks before) * C] int64: of a window, the tokens of the chunks that the piece reads;
+    None: a row's keys are its queries' tokens, each query seeing those up to itself."""
+    reach: Tensor | None = None
+    """[B] int64: how many chunks of the same row stand before, at most as many as a band has."""
+    first_key: int = 0
+    """Of `key_index` in the places of the whole band layout."""
+
+    @classmethod
+    def of(cls, index_BL: Tensor, is_owned_BL: Tensor, **band: Any) -> Piece:
+        index, is_owned = index_BL.flatten(), is_owned_BL.flatten()
+        is_whole = bool(is_owned.all())
+        first = int(index[0])
+        is_slice = is_whole and bool(
+            (index == torch.arange(first, first + len(index), device=index.device)).all()
+        )
+        return cls(
+            index, (index_BL.shape[0], index_BL.shape[1]), first if is_slice else None,
+            None if is_whole else is_owned.nonzero()[:, 0], **band,
+        )  # fmt: skip
+
+    def take(self, x: Tensor) -> Tensor:
+        """x [T, ...] at the places: [B, L, ...]."""
+        if self.first is not None:
+            return x[self.first : self.first + len(self.index)].unflatten(0, self.shape)
+        return x.index_select(0, self.index).unflatten(0, self.shape)
+
+    def take_owned(self, x: Tensor) -> Tensor:
+        """The same, and 0 at the places that own nothing."""
+        taken = self.take(x)
+        if self.owned is not None:
+            keep = torch.zeros(len(self.index), dtype=torch.bool, device=x.device)
+            keep[self.owned] = True
+            hidden = ~keep.view(*self.shape, *[1] * (x.dim() - 1))
+            taken = taken.masked_fill_(hidden, 0.0)
+        return taken
+
+    def put(self, out: Tensor, values: Tensor) -> None:
+        """values [B, L, ...] into out [T, ...], at the tokens that the places own."""
+        values = values.flatten(0, 1)
+        if self.first is not None:
+            out[self.first : self.first + len(self.index)] = values
+        elif self.owned is None:
+            out[self.index] = values.to(out.dtype)
+        else:
+            out[self.index[self.owned]] = values[self.owned].to(out.dtype)
+
+    def take_keys(self, x: Tensor) -> Tensor:
+        """x [T, G, D] -> [B, G, keys, D]: of a window, bands that overlap in memory."""
+        if self.key_index is None:
+            return self.take(x).transpose(1, 2)
+        G, D = x.shape[1:]
+        keys = (len(self.key_index) // CHUNK - self.shape[0] + 1) * CHUNK
+        flat = x.index_select(0, self.key_index)
+        return flat.as_strided((self.shape[0], G, keys, D), (CHUNK * G * D, D, G * D, 1))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Layout:
+    """A context in pieces, for one window."""
+
+    pieces: tuple[Piece, ...]
+    mask: Tensor | None
+    """[chunks before + 1, C, K] float32, by `Piece.reach`: 0 where a query sees a key, else -inf;
+    None without a window that cuts anything."""
+    key_index: Tensor | None
+    """[(chunks before + N) * C] int64: the token at each key of the bands. The first chunks stand
+    for what the first row has before it, and are hidden."""
+    key_owned: Tensor | None
+    """[n] int64: places of `key_index`, one for each token that has any."""
+    is_shared: bool
+    """Whether some token belongs to several rows."""
+
+
+def layout_of(context: PackedContext, window: int | None) -> Layout:
+    """Made once per context and window."""
+    if window not in context.memo:
+        context.memo[window] = _make_layout(context, window)
+    return context.memo[window]
+
+
+def _make_layout(context: PackedContext, window: int | None) -> Layout:
+    pieces: list[Piece] = []
+    chunks: list[tuple[Tensor, Tensor, Tensor]] = []
+    before = 0 if window is None else math.ceil((window - 1) / CHUNK)
+    base = num_real = 0
+    for block in context.blocks:
+        index_BL = block.token_index
+        place = torch.arange(base, base + index_BL.numel(), device=index_BL.device)
+        base += index_BL.numel()
+        if context.place_index is None:
+            is_owned_BL = torch.ones_like(index_BL, dtype=torch.bool)
+        else:
+            is_owned_BL = context.place_index[index_BL] == place.view_as(index_BL)
+        # Tokens of a row differ from each other: only behind its end does one repeat.
+        lens = (index_BL[:, 1:] != index_BL[:, :-1]).sum(1) + 1
+        num_real += int(lens.sum())
+        if window is None or block.length <= window:
+            rows = max(1, PIECE_TOKENS // block.length)
+            for at in range(0, block.num_rows, rows):
+                part = slice(at, at + rows), slice(int(lens[at : at + rows].max()))
+                if bool(is_owned_BL[part].any()):
+                    pieces.append(Piece.of(index_BL[part], is_owned_BL[part]))
+        else:
+            extra = -block.length % CHUNK
+            index_BNC = F.pad(index_BL, (0, extra), mode="replicate").unflatten(1, (-1, CHUNK))
+            is_owned_BNC = F.pad(is_owned_BL, (0, extra)).unflatten(1, (-1, CHUNK))
+            number = torch.arange(index_BNC.shape[1], device=index_BL.device)
+            has_tokens = number * CHUNK < lens[:, None]
+            reach = number.clamp(max=before).expand(block.num_rows, -1)
+            chunks.append((index_BNC[has_tokens], is_owned_BNC[has_tokens], reach[has_tokens]))
+    num_tokens = base if context.place_index is None else len(context.place_index)
+    is_shared = num_real > num_tokens
+    if not chunks:
+        return Layout(tuple(pieces), None, None, None, is_shared)
+    index_NC, is_owned_NC, reach_N = (torch.cat(parts) for parts in zip(*chunks, strict=True))
+    key_index = F.pad(index_NC.flatten(), (before * CHUNK, 0), value=int(index_NC[0, 0]))
+    # A chunk whose tokens are all owned elsewhere is read as keys and asks nothing.
+    for start, stop in _runs(is_owned_NC.any(1).tolist()):
+        for at in range(start, stop, SLAB_CHUNKS):
+            end = min(at + SLAB_CHUNKS, stop)
+            keys = slice(at * CHUNK, (end + before) * CHUNK)
+            band = {"key_index": key_index[keys], "reach": reach_N[at:end], "first_key": keys.start}
+            pieces.append(Piece.of(index_NC[at:end], is_owned_NC[at:end], **band))
+    assert window is not None, "only a window makes chunks"
+    mask = _band_masks(window, before, key_index.device)
+    owned = is_owned_NC.flatten().nonzero()[:, 0] + before * CHUNK
+    return Layout(tuple(pieces), mask, key_index, owned, is_shared)
+
+
+def _runs(claims: list[bool]) -> Iterator[tuple[int, int]]:
+    """(start, stop) of each run of True."""
+    start = None
+    for at, claim in enumerate([*claims, False]):
+        if claim and start is None:
+            start = at
+        elif not claim and start is not None:
+            yield start, at
+            start = None
+
+
+def _band_masks(window: int, before: int, device: torch.device) -> Tensor:
+    at_query = torch.arange(CHUNK, device=device)[:, None] + before * CHUNK
+    at_key = torch.arange((before + 1) * CHUNK, device=device)
+    hidden = (at_key > at_query) | (at_key <= at_query - window)
+    # With `reach` chunks of the row before it, a chunk's band begins with keys of another row.
+    first = (before - torch.arange(before + 1, device=device)) * CHUNK
+    hidden = hidden | (at_key < first[:, None, None])
+    return torch.zeros(hidden.shape, device=device).masked_fill_(hidden, -math.inf)
+
+
+def attend(
+    q_THD: Tensor,
+    k_TGD: Tensor,
+    v_TGD: Tensor,
+    sinks_H: Tensor | None,
+    window: int | None,
+    scale: float,
+    context: PackedContext,
+) -> tuple[Tensor, Tensor]:
+    """(out [T, H, D], L [T, H] float32, float64 of float64: the log-sum over keys and sink)."""
+    layout = layout_of(context, window)
+    out = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
+    lse = q_THD.new_empty(q_THD.shape[:2], dtype=_sum_dtype(q_THD))
+    for piece in layout.pieces:
+        mask = _mask_of(piece, layout, q_THD.dtype)
+        part, part_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            piece.take(q_THD).transpose(1, 2), piece.take_keys(k_TGD), piece.take_keys(v_TGD),
+            0.0, mask is None, attn_mask=mask, scale=scale,
+        )  # fmt: skip
+        if sinks_H is not None:
+            total = torch.logaddexp(part_lse, sinks_H.to(part_lse.dtype)[:, None])
+            part.mul_(torch.exp(part_lse - total)[..., None])
+            part_lse = total
+        piece.put(out, part.transpose(1, 2))
+        piece.put(lse, part_lse.transpose(1, 2))
+    if sinks_H is not None and trace.is_on():
+        trace.record("sink_share", torch.exp(sinks_H.to(lse.dtype) - lse).mean())
+    return out, lse
+
+
+def attend_backward(
+    grad_out: Tensor,
+    q_THD: Tensor,
+    k_TGD: Tensor,
+    v_TGD: Tensor,
+    sinks_H: Tensor | None,
+    out: Tensor,
+    lse_TH: Tensor,
+    window: int | None,
+    scale: float,
+    context: PackedContext,
+    *,
+    dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """(dQ, dK, dV, dsinks) by the stock kernel from any forward's output and L, which may have
+    been computed by another one. dtype: what the products are taken in; None is that of q."""
+    layout = layout_of(context, window)
+    dtype = dtype or q_THD.dtype
+    grad_out = grad_out.contiguous()
+    grad_q = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
+    # Several bands, or rows, add to one key: in bfloat16 the small ones would be lost.
+    totals = [torch.zeros_like(x, dtype=_sum_dtype(x), memory_format=torch.contiguous_format)
+              for x in (k_TGD, v_TGD)]  # fmt: skip
+    bands: list[Tensor] = []
+    if layout.key_index is not None:
+        bands = [x.new_zeros(len(layout.key_index), *x.shape[1:]) for x in totals]
+    for piece in layout.pieces:
+        mask = _mask_of(piece, layout, dtype)
+        found_q, *found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            piece.take_owned(grad_out).to(dtype).transpose(1, 2),
+            piece.take(q_THD).to(dtype).transpose(1, 2),
+            piece.take_keys(k_TGD).to(dtype), piece.take_keys(v_TGD).to(dtype),
+            piece.take(out).to(dtype).transpose(1, 2),
+            piece.take(lse_TH).transpose(1, 2).contiguous(),
+            0.0, mask is None, attn_mask=mask, scale=scale,
+        )  # fmt: skip
+        piece.put(grad_q, found_q.transpose(1, 2))
+        if piece.key_index is not None:
+            for band, part in zip(bands, found, strict=True):
+                _add_bands(band, part.transpose(1, 2), piece.first_key)
+        else:
+            for total, part in zip(totals, found, strict=True):
+                if layout.is_shared:
+                    _add_places(total, part.transpose(1, 2).flatten(0, 1), piece.index)
+                else:
+                    piece.put(total, part.transpose(1, 2))
+    for total, band in zip(totals, bands, strict=False):
+        assert layout.key_index is not None and layout.key_owned is not None, "bands have keys"
+        if layout.is_shared:
+            _add_places(total, band, layout.key_index)
+        else:
+            total[layout.key_index[layout.key_owned]] = band[layout.key_owned]
+    grad_sinks = None
+    if sinks_H is not None:
+        share = torch.exp(sinks_H.to(lse_TH.dtype) - lse_TH)
+        grad_sinks = -share.mul_(_row_dots(grad_out, out, lse_TH.dtype)).sum(0).to(sinks_H.dtype)
+    grad_k, grad_v = (total.to(k_TGD.dtype) for total in totals)
+    return grad_q, grad_k, grad_v, grad_sinks
+
+
+class SinkAttention(torch.autograd.Function):
+    """`attend` and `attend_backward`."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, sinks, window, scale, context):
+        out, lse = attend(q, k, v, sinks, window, scale, context)
+        ctx.save_for_backward(q, k, v, sinks, out, lse)
+        ctx.settings = window, scale, context
+        return out
+
+    @staticmethod
+    def backward(ctx, grad_out):
+        return *attend_backward(grad_out, *ctx.saved_tensors, *ctx.settings), None, None, None
+
+
+def _sum_dtype(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def _mask_of(piece: Piece, layout: Layout, dtype: torch.dtype) -> Tensor | None:
+    """[B, 1, C, K], or None: causal."""
+    if piece.reach is None or layout.mask is None:
+        return None
+    return layout.mask[piece.reach, None].to(dtype)
+
+
+def _add_bands(total: Tensor, part_BKGD: Tensor, first: int) -> None:
+    """Chunk by chunk of the bands, which overlap: their j-th chunks are chunks in a row."""
+    B = len(part_BKGD)
+    part = part_BKGD.unflatten(1, (-1, CHUNK))
+    for j in range(part.shape[1]):
+        at = first + j * CHUNK
+        total[at : at + B * CHUNK].unflatten(0, (B, CHUNK)).add_(part[:, j])
+
+
+def _add_places(total: Tensor, values: Tensor, index: Tensor) -> None:
+    """total [T, ...] += values of the places [n, ...] at their tokens, in one order on any number
+    of threads (see `context.take_rows`)."""
+    summed = torch.ops.aten.embedding_dense_backward(
+        values.flatten(1).to(total.dtype), index, len(total), -1, False
+    )
+    total.add_(summed.view_as(total))
+
+
+def _row_dots(a_THD: Tensor, b_THD: Tensor, dtype: torch.dtype) -> Tensor:
+    """[T, H]: dO . O, without a copy of either."""
+    out = a_THD.new_empty(a_THD.shape[:2], dtype=dtype)
+    for at in range(0, len(out), PIECE_TOKENS):
+        part = slice(at, at + PIECE_TOKENS)
+        torch.sum(a_THD[part].to(dtype) * b_THD[part], -1, out=out[part])
+    return out
