@@ -159,6 +159,11 @@ def attention(
     )  # fmt: skip
 
 
+def _widen(x: Tensor) -> Tensor:
+    """bfloat16 and float16 as float32: a softmax in fewer bits loses the small probabilities."""
+    return x.float() if x.dtype.itemsize < 4 else x
+
+
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks: Tensor | None, *, scale: float
 ) -> Tensor:
