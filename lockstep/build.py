@@ -309,7 +309,9 @@ def _critic_plan(config: Config) -> str:
     """What the critic starts from, and how it learns."""
     critic = config.critic
     settings = " ".join(
-        f"{f.name}={getattr(config.advantage, f.name)}" for f in fields(config.advantage)
+        f"{f.name}={value}"
+        for f in fields(config.advantage)
+        if (value := getattr(config.advantage, f.name)) is not None
     )
     line = (
         f"{tag(type(config.advantage))} {settings}; from {critic.model or config.model}, "

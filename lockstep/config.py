@@ -271,7 +271,9 @@ def _parse(annotation: Any, text: str, path: str) -> Any:
             return [_parse(k, p, path) for k, p in zip(kinds, parts, strict=True)]
         if origin in (dict, Mapping):
             return _parse_json(text, path, expected="a JSON object")
-        if origin is str or origin is typing.Literal:
+        if origin is typing.Literal:  # a choice may be a number, which its digits name
+            return next((a for a in typing.get_args(member) if str(a) == text), text)
+        if origin is str:
             return text
     raise ConfigError(f"{path}: expected {_name(annotation)}, found {text!r}.")
 

@@ -46,6 +46,7 @@ class Run:
     names: tuple[str, ...] = ()
     weights: dict[str, float] = dataclasses.field(default_factory=dict)
     dtype: Literal["float32", "bfloat16"] = "float32"
+    bits: Literal[32, 8] = 32
     limit: float | None = None
     engine: EmbeddedConfig | RemoteConfig = EmbeddedConfig()
     task: Task = EasyTask()
@@ -67,6 +68,7 @@ class Run:
         ("names=a,b,c", "names", ("a", "b", "c")),
         ('weights={"a": 2}', "weights", {"a": 2.0}),
         ("dtype=bfloat16", "dtype", "bfloat16"),
+        ("bits=8", "bits", 8),
         ("limit=0.5", "limit", 0.5),
         ("limit=none", "limit", None),
     ],
