@@ -152,6 +152,33 @@ STUDIES = {
         },
         curves=("reward/mean", "response_length/mean", "mismatch/k3", "mismatch/ess"),
     ),
+    "sinks": Study(
+        title="attention sinks that the trainer gets wrong",
+        settings=("model=tiny-gpt-oss", "steps=150", *QUIET, *KEEP_LITTLE),
+        conditions={"tiny-gpt-oss": ()},
+        arms={
+            "correct": BASELINE,
+            "ignored": ("fault=ignored_sinks", *BASELINE),
+            "ignored, attention frozen": (
+                "fault=ignored_sinks",
+                "trainer.freeze=*.attention.*",
+                *BASELINE,
+            ),
+            "ignored, sequence IS": (
+                "fault=ignored_sinks",
+                "correction=tis",
+                "correction.level=sequence",
+            ),
+            "no gradient": ("fault=detached_sinks", *BASELINE),
+        },
+        curves=(
+            "reward/mean",
+            "train/grad_norm",
+            "train/entropy",
+            "mismatch/k3",
+            "mismatch/log_ppl_abs_diff_max",
+        ),
+    ),
 }
 
 
@@ -254,7 +281,8 @@ def figures_of(run: Run) -> dict[str, Any]:
 
     tens = [over("reward/mean", slice(at, at + 10)) for at in range(0, len(steps), 10)]
     largest = {
-        name: max(row[f"mismatch/{name}"] for row in steps) for name in ("k3", "max_abs_diff")
+        name: max(row[f"mismatch/{name}"] for row in steps)
+        for name in ("k3", "max_abs_diff", "log_ppl_abs_diff_max")
     }
     return {
         "exit_code": json.loads(run.end.read_text())["exit_code"],
@@ -278,12 +306,17 @@ def figures_of(run: Run) -> dict[str, Any]:
         "k3_last_10": over("mismatch/k3", slice(-10, None)),
         "k3_largest": largest["k3"],
         "max_abs_diff": largest["max_abs_diff"],
+        "log_ppl_abs_diff_max": largest["log_ppl_abs_diff_max"],
+        "log_ppl_abs_diff_max_last_10": over("mismatch/log_ppl_abs_diff_max", slice(-10, None)),
         "ess": over("mismatch/ess"),
         "ess_last_10": over("mismatch/ess", slice(-10, None)),
         "rejected_share": over("correction/rejected_share"),
         "rejected_share_last_10": over("correction/rejected_share", slice(-10, None)),
         "weight_mean": over("correction/weight_mean"),
         "grad_norm": over("train/grad_norm"),
+        "grad_norm_last_10": over("train/grad_norm", slice(-10, None)),
+        "grad_norm_largest": max(row["train/grad_norm"] for row in steps),
+        "entropy_last_10": over("train/entropy", slice(-10, None)),
         "clip_fraction": over("train/clip_fraction"),
         "trained_share": sum(r["tokens/trained"] for r in steps)
         / sum(r["tokens/sampled"] for r in steps),
@@ -368,8 +401,13 @@ LABELS = {
     "mismatch/k3": "k3",
     "correction/rejected_share": "rejected share",
     "mismatch/ess": "sample size share",
+    "mismatch/log_ppl_abs_diff_max": "largest log-perplexity gap",
+    "train/grad_norm": "gradient norm",
+    "train/entropy": "entropy",
 }
-LOGARITHMIC = ("mismatch/k1", "mismatch/k2", "mismatch/k3")
+LOGARITHMIC = (
+    "mismatch/k1", "mismatch/k2", "mismatch/k3", "mismatch/log_ppl_abs_diff_max", "train/grad_norm",
+)  # fmt: skip
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc3311", "#7a5195")  # told apart by the colour-blind
 
 

@@ -318,6 +318,16 @@ STUDY_COLUMNS = {
         "k3 of the averaged behaviour": "averaged_k3_mean",
         "effective sample size": "ess",
     },
+    "sinks": {
+        "reward, last 10 steps": "reward_last_10",
+        "worst 10 steps": "reward_worst_10",
+        "held out, greedy": "held_out_greedy",
+        "gradient norm": "grad_norm",
+        "largest": "grad_norm_largest",
+        "entropy, last 10": "entropy_last_10",
+        "k3, last 10": "k3_last_10",
+        "largest log-perplexity gap, last 10": "log_ppl_abs_diff_max_last_10",
+    },
 }
 
 
