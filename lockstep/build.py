@@ -29,6 +29,7 @@ from lockstep.renderers.tokenizer import Tokenizer
 from lockstep.report.document import Vocabulary
 from lockstep.run_config import Config, ModelChoice
 from lockstep.store.run import Run, load_run
+from lockstep.training.config import RoutingReplay
 
 if TYPE_CHECKING:
     import torch
@@ -113,6 +114,7 @@ def check_config(config: Config) -> Foundation:
         )
     if config.critic.model:
         check_critic(config, foundation)
+    _check_replay(config, foundation.model)
     config.task.check()
     first = next(config.task.tasks(split="train", seed=config.seed), None)
     if first is None:
@@ -120,6 +122,22 @@ def check_config(config: Config) -> Foundation:
     next(config.task.tasks(split="eval", seed=config.seed), None)
     _check_first_prompt(config, foundation, first)
     return foundation
+
+
+def _check_replay(config: Config, model: ModelConfig) -> None:
+    """Raises ConfigError if there are no routes to replay."""
+    replay = config.trainer.routing_replay
+    if replay != "none" and not model.is_moe:
+        raise ConfigError(
+            f"trainer.routing_replay={replay} needs a model with routers; model={config.model} is "
+            f"dense ({model.architecture}). Set trainer.routing_replay=none."
+        )
+    if replay == "rollout" and not config.engine.can_record_routes:
+        raise ConfigError(
+            f"trainer.routing_replay=rollout: engine={tag(type(config.engine))} does not hand out "
+            "the experts that its tokens went to. Use engine=embedded, or "
+            "trainer.routing_replay=recompute."
+        )
 
 
 def lay_foundation(config: ModelChoice) -> Foundation:
@@ -241,6 +259,7 @@ def plan(
     foundation = lay_foundation(config)
     model, episodes = foundation.model, config.groups_per_step * config.group_size
     notice = truncation_notice(config.agent, has_support=has_support)
+    replay = config.trainer.routing_replay
     experts = f", {model.num_experts} experts, {model.num_active_experts} active"
     lines = [
         f"model      {config.model}: {model.architecture}, {model.num_layers} layers of width "
@@ -253,6 +272,7 @@ def plan(
         f"trajectories of at most {config.max_tokens} tokens; {config.steps} steps",
         f"update     {_update_plan(config, is_kept=numerics is not None and numerics.is_kept)}",
         *([f"critic     {_critic_plan(config)}"] if config.advantage.needs_critic else []),
+        *([f"routing    {_REPLAY_PLAN[replay]}"] if replay != "none" else []),
         f"numerics   {_contract_plan(config) if numerics is None else numerics.line}",
         *(f"warning    {text}" for text in config.correction.warnings()),
     ]
@@ -275,6 +295,12 @@ def _trained_plan(
     return [f"trained    {what}; {trained:,} of {total:,} parameters ({trained / total:.2%})"]
 
 
+_REPLAY_PLAN: dict[RoutingReplay, str] = {
+    "rollout": "the sampler's experts are replayed in every forward of the trainer",
+    "recompute": "the experts of the forward before the updates are replayed in them",
+}
+
+
 def _contract_plan(config: Config) -> str:
     """What `choose_numerics` will do, as far as is known without a model."""
     reason = "contract=none" if config.contract == "none" else _why_no_contract(config)
@@ -294,8 +320,11 @@ def _update_plan(config: Config, *, is_kept: bool) -> str:
         by += f", {len(correction.reject)} rejection rules"
     if correction.behaviour == "averaged":
         by += f", behaviour averaged over {correction.rescorings} re-scorings"
-    is_two_pass = correction.needs_forward(num_updates=num_updates) or num_updates > 1
-    if is_two_pass and is_kept:
+    is_recomputing = config.trainer.routing_replay == "recompute"
+    is_two_pass = (
+        correction.needs_forward(num_updates=num_updates) or num_updates > 1 or is_recomputing
+    )
+    if is_two_pass and is_kept and not is_recomputing:
         return (
             "recorded log-probs stand for the trainer's: no forward before the "
             f"{num_updates} update(s); {by}"
@@ -356,6 +385,7 @@ def build(
         max_tokens=config.max_tokens,
         is_truncated=config.agent.is_truncated,
         is_rescored=config.correction.behaviour == "averaged",
+        is_replayed=config.trainer.routing_replay == "rollout",
     )
     reference = None
     needs_reference = config.objective.reads_reference_logprobs and foundation.lora is None

@@ -9,6 +9,7 @@ thing. A message says what was expected, what was found, where, and what to do n
       DataError          (ValueError)    a user's file is malformed: names the file and the line
       TokenError         (ValueError)    an invariant of the token forest does not hold
       AlignmentError     (ValueError)    per-token arrays that must be parallel are not
+      RoutingReplayError (ValueError)    routes are missing, misshapen or of another model
       RendererError      (ValueError)    a dialogue cannot be written with this tokenizer
       CheckpointError    (ValueError)    weights are missing, misshapen, torn or of another model
       EngineError        (RuntimeError)  the engine cannot do, or did not do, what was asked
@@ -39,6 +40,11 @@ class TokenError(LockstepError, ValueError):
 
 class AlignmentError(LockstepError, ValueError):
     """Arrays that must be parallel, one entry per token, are not."""
+
+
+class RoutingReplayError(LockstepError, ValueError):
+    """Routes that should be replayed are missing, misshapen or of another model. Names the sample,
+    the positions that were found and needed, and the likely cause."""
 
 
 class RendererError(LockstepError, ValueError):

@@ -250,7 +250,11 @@ async def sample(run: Session) -> list[Group]:
             lambda task: config.task.environment(task, config.agent),
             tasks,
             group_size=config.group_size,
-            sampling=training_sampling(config.agent, run.parts.engine.capabilities),
+            sampling=training_sampling(
+                config.agent,
+                run.parts.engine.capabilities,
+                record_routes=config.trainer.routing_replay == "rollout",
+            ),
             budget=Budget.of(config.agent, max_tokens=config.max_tokens),
             run_seed=config.seed,
             step=run.step,

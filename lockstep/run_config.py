@@ -195,5 +195,10 @@ class SupervisedConfig(ModelChoice):
                 f"create={self.create} begins with random weights, and lora freezes them: leave "
                 "lora out."
             )
+        if self.trainer.routing_replay != "none":
+            raise ConfigError(
+                f"trainer.routing_replay={self.trainer.routing_replay}: in supervised training "
+                "nothing was sampled, and there are no routes to replay. Leave it out."
+            )
         if not 0 <= self.spelling_dropout < 1:
             raise ConfigError(f"spelling_dropout={self.spelling_dropout} must lie in [0, 1).")

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from lockstep.errors import AlignmentError, DataError, TokenError
+from lockstep.errors import AlignmentError, DataError, RoutingReplayError, TokenError
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 ROLES: tuple[Role, ...] = ("system", "developer", "user", "assistant", "tool")
@@ -23,6 +23,9 @@ ROLES: tuple[Role, ...] = ("system", "developer", "user", "assistant", "tool")
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
 Float32Array = npt.NDArray[np.float32]
+Routes = npt.NDArray[np.integer[Any]]
+"""[positions, layers, active]: the experts that each token went to, in slot order, in each layer
+that has a router. uint8 up to 256 experts, int16 above."""
 
 MAX_LOGPROB = 1e-6
 """A log-prob above this is an error: somebody passed probabilities, or shifted the row. Rounding
@@ -33,8 +36,17 @@ FORCED_LOGPROB = -0.01
 protocol tokens mostly. Mismatch metrics are given with and without them."""
 
 
+UNKNOWN_EXPERT = -1
+"""In a training row, the experts of a position whose routes are not known."""
+
+
 TOKEN_KINDS = ("text", "control")
 """What the column `token_kind` counts: tokens that spell text, and control tokens of a protocol."""
+
+
+def route_dtype(num_experts: int) -> np.dtype[Any]:
+    """What the ids of so many experts are kept in."""
+    return np.dtype(np.uint8 if num_experts <= 256 else np.int16)
 
 
 def frozen_ids(ids: Sequence[int] | npt.NDArray[Any], *, where: str) -> Int32Array:
@@ -263,6 +275,8 @@ class SamplingParams:
     record_support: bool = False
     """Whether `Delta.support` comes back with the tokens of a truncated request. It needs
     distribution "sampled": the other log-probs are not over the support."""
+    record_routes: bool = False
+    """Whether `Delta.routed_experts` comes back: the experts that the tokens went to."""
 
     def __post_init__(self) -> None:
         from lockstep.errors import ConfigError
@@ -306,6 +320,9 @@ class Request:
     adapter: str = ""
     stream: bool = False
     """One delta per token, instead of one at the end."""
+    routes_from: int = 0
+    """With `SamplingParams.record_routes`: the first position whose routes come back. Those before
+    it were handed out with the path already (`Trajectory.num_routed`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -327,8 +344,10 @@ class Delta:
     """Prompt tokens whose keys and values were reused. On the first delta."""
     num_prefilled_tokens: int = 0
     """Prompt tokens that were computed. On the first delta."""
-    routed_experts: npt.NDArray[Any] | None = None
-    """[T, layers, active] expert indices of the positions that this delta processed."""
+    routed_experts: Routes | None = None
+    """Of the positions that were processed for these tokens: from `Request.routes_from` (then from
+    where the delta before ended) up to the last of `token_ids`, which is not among them: it was
+    drawn and has not been read. No position where no token was sampled. None unless asked for."""
     support: Ragged | None = None
     """For each of `token_ids`, the ids that top-k and top-p left to draw from; an empty entry is
     the whole vocabulary. None unless the request is truncated and asks for it."""
@@ -370,9 +389,12 @@ class Segment:
     """Reward given to this segment alone, beside the leaf's."""
     fingerprint: str = ""
     """Of the numerics that computed `logprobs`."""
-    routed_experts: npt.NDArray[Any] | None = None
-    boundary_routes: npt.NDArray[Any] | None = None
-    """[layers, active]: routes of the parent's last id, which this segment's request computed."""
+    routed_experts: Routes | None = None
+    """Of its ids: all of them if they were observed, all but the last if they were sampled (a
+    request ends before the id that it drew last is read). None if they were not captured."""
+    boundary_routes: Routes | None = None
+    """[layers, active]: routes of the parent's last id, which was read with this segment's prompt.
+    None if the parent has them itself, or they were not captured."""
     support: Ragged | None = None
     """For each id, the ids that it was drawn from, `logprobs` being normalised over them; an empty
     entry is the whole vocabulary. None if nothing was cut, or what was kept was not recorded."""
@@ -389,9 +411,13 @@ class ColumnSpec:
     fill: float | int | None
     """The value where there is nothing to say: observed tokens and padding. None of a ragged
     column, whose entry is then empty."""
-    trailing_shape: tuple[int, ...] = ()
+    trailing_shape: tuple[int | str, ...] = ()
+    """What each token has. A name stands for a size of the model's: one for all rows of a batch."""
     is_ragged: bool = False
     """Any number of values per token: a `Ragged`, and not an array."""
+    is_of_inputs: bool = False
+    """It says how a token is read, and not how it was predicted: it goes with every token that is
+    fed to the model, and not with those that are trained."""
 
 
 COLUMNS: dict[str, ColumnSpec] = {
@@ -409,6 +435,12 @@ COLUMNS: dict[str, ColumnSpec] = {
     "importance_weights": ColumnSpec("float32", 0.0),
     "weights": ColumnSpec("float32", 0.0),
     "support": ColumnSpec("int32", None, is_ragged=True),
+    "routed_experts": ColumnSpec(
+        "int16", UNKNOWN_EXPERT, trailing_shape=("layers", "active"), is_of_inputs=True
+    ),
+    "old_routed_experts": ColumnSpec(
+        "int16", UNKNOWN_EXPERT, trailing_shape=("layers", "active"), is_of_inputs=True
+    ),
 }
 """Every column by name. A log-prob that does not exist is NaN, so that using it shows."""
 
@@ -486,10 +518,14 @@ class Sample:
                 )
             return
         shape = (len(self.token_ids), *spec.trailing_shape)
-        if column.shape != shape or column.dtype != np.dtype(spec.dtype):
+        is_shaped = len(column.shape) == len(shape) and all(
+            isinstance(size, str) or size == found
+            for size, found in zip(shape, column.shape, strict=True)
+        )
+        if not is_shaped or column.dtype != np.dtype(spec.dtype):
             raise AlignmentError(
-                f"sample {self.id}: column {name!r} must be {spec.dtype} {list(shape)}, "
-                f"found {column.dtype} {list(column.shape)}."
+                f"sample {self.id}: column {name!r} must be {spec.dtype} "
+                f"[{', '.join(map(str, shape))}], found {column.dtype} {list(column.shape)}."
             )
 
 
@@ -556,16 +592,20 @@ class Trajectory:
         messages: Sequence[Message] = (),
         reason: str = "",
         fingerprint: str = "",
-        routed_experts: npt.NDArray[Any] | None = None,
-        boundary_routes: npt.NDArray[Any] | None = None,
+        routed_experts: Routes | None = None,
+        routes_from: int = 0,
         support: Ragged | None = None,
     ) -> int:
         """Adds ids that the model sampled after `prompt_ids`. Returns the index.
 
-        Raises TokenError if the prompt was not the path to `parent`, the log-probs are not one
-        finite non-positive number per id, the stop id is not the last one, or an id is not in the
-        support that it was drawn from: any of these means that the row would not be what the model
-        did.
+        routed_experts: of the positions from `routes_from` on that were processed for these ids,
+        as `Delta.routed_experts` has them. They are laid onto the segments that they belong to:
+        this one, and those above it that have none yet. What stands there stays.
+
+        Raises RoutingReplayError if these leave a gap in the path's routes, and TokenError if the
+        prompt was not the path to `parent`, the log-probs are not one finite non-positive number
+        per id, the stop id is not the last one, or an id is not in the support that it was drawn
+        from: any of these means that the row would not be what the model did.
         """
         where = self._next(parent)
         ids = frozen_ids(token_ids, where=where)
@@ -589,10 +629,15 @@ class Trajectory:
                 )
         if support is not None:
             _check_support(where, ids, support)
+        if routed_experts is not None:
+            self._check_routes(where, parent, len(ids), routed_experts, routes_from)
         if num_above := int((values > 0).sum()):
             self.metrics["clamped_logprobs"] = self.metrics.get("clamped_logprobs", 0) + num_above
             np.minimum(values, 0.0, out=values)
         values.setflags(write=False)
+        own_routes = boundary_routes = None
+        if routed_experts is not None and len(ids):
+            own_routes, boundary_routes = self._lay_routes(parent, routed_experts, routes_from)
         return self._add(
             Segment(
                 parent=parent,
@@ -607,7 +652,7 @@ class Trajectory:
                 messages=tuple(messages),
                 reason=reason,
                 fingerprint=fingerprint,
-                routed_experts=routed_experts,
+                routed_experts=own_routes,
                 boundary_routes=boundary_routes,
                 support=support,
             )
@@ -638,6 +683,20 @@ class Trajectory:
             return np.empty(0, np.int32)
         return np.concatenate([self.segments[i].token_ids for i in self.path(leaf)])
 
+    def num_routed(self, leaf: int) -> int:
+        """How many positions, from the beginning of the path to `leaf`, have routes without a gap:
+        where a request that goes on from there has `routes_from`."""
+        path = [self.segments[i] for i in self.path(leaf)]
+        total = 0
+        for segment, child in zip(path, [*path[1:], None], strict=True):
+            known = 0 if segment.routed_experts is None else len(segment.routed_experts)
+            if child is not None and child.boundary_routes is not None:
+                known += 1
+            total += known
+            if known < len(segment):
+                break
+        return total
+
     def leaves(self) -> list[int]:
         """Segments without children, in order of creation."""
         parents = {s.parent for s in self.segments}
@@ -663,7 +722,9 @@ class Trajectory:
         """The path to `leaf` as a training row.
 
         `owned`: segments that this row trains; None trains every sampled one. The final tokens of
-        the last turn are part of the row because they are part of the path.
+        the last turn are part of the row because they are part of the path. Where any segment has
+        routes, the column `routed_experts` has them, and UNKNOWN_EXPERT at the others' positions
+        and at the row's last, which no request has read.
         """
         path = self.path(leaf)
         segments = [self.segments[i] for i in path]
@@ -696,6 +757,7 @@ class Trajectory:
                     [-1 if s.policy_version is None else s.policy_version for s in segments],
                 ),
                 "turn": column("int32", [s.turn if s.is_sampled else -1 for s in segments]),
+                **_routes_of(segments),
             },
         )
 
@@ -747,6 +809,66 @@ class Trajectory:
                 f"{int(sent[at])} was sent, {int(expected[at])} is recorded."
             )
 
+    def _check_routes(
+        self, where: str, parent: int, num_ids: int, routes: Routes, routes_from: int
+    ) -> None:
+        """Raises RoutingReplayError unless they go on where the path's routes end, or before, and
+        end before the last sampled id."""
+        if routes.ndim != 3 or routes.dtype.name not in ("uint8", "int16"):
+            raise RoutingReplayError(
+                f"{where}: routes must be uint8 or int16 [positions, layers, active], found "
+                f"{routes.dtype} {list(routes.shape)}."
+            )
+        num_prompt, known = len(self.path_ids(parent)), self.num_routed(parent)
+        end = num_prompt + num_ids - 1
+        found = f"{where}: the engine returned the routes of {len(routes)} positions from "
+        if routes_from > known:
+            raise RoutingReplayError(
+                f"{found}{routes_from} on, and the path has those up to {known} only: positions "
+                f"{known} to {routes_from - 1} would have none. Ask with routes_from="
+                "Trajectory.num_routed(parent)."
+            )
+        if routes_from + len(routes) != end:
+            raise RoutingReplayError(
+                f"{found}{routes_from} on; expected {end - routes_from}: {num_prompt} prompt ids "
+                f"and {num_ids} sampled ones, of which the last is not read. Did the engine leave "
+                "out what it found in its prefix cache, or the boundary to the turn before?"
+            )
+        above = (self.segments[i].routed_experts for i in self.path(parent))
+        other = next((r.shape[1:] for r in above if r is not None), routes.shape[1:])
+        if routes.shape[1:] != other:
+            raise RoutingReplayError(
+                f"{where}: routes of {routes.shape[1]} layers x {routes.shape[2]} experts after "
+                f"a path with {other[0]} x {other[1]}. Another model?"
+            )
+
+    def _lay_routes(
+        self, parent: int, routes: Routes, routes_from: int
+    ) -> tuple[Routes, Routes | None]:
+        """Gives the segments of the path to `parent` the routes that they lack. Returns those of
+        the segment to come: its own, and its parent's last id's."""
+        routes = routes.copy()
+        routes.setflags(write=False)
+        at, begin, path = self.num_routed(parent), 0, self.path(parent)
+        boundary = None
+        for index, child in zip(path, [*path[1:], None], strict=True):
+            segment = self.segments[index]
+            end = begin + len(segment)
+            own_end = end - segment.is_sampled
+            if at < own_end:
+                assert at == begin, "a segment has the routes of all its positions or of none"
+                part = routes[at - routes_from : own_end - routes_from]
+                self.segments[index] = replace(segment, routed_experts=part)
+                at = own_end
+            if at < end:
+                boundary = routes[at - routes_from]
+                at = end
+                if child is not None:
+                    self.segments[child] = replace(self.segments[child], boundary_routes=boundary)
+                    boundary = None
+            begin = end
+        return routes[at - routes_from :], boundary
+
     def _add(self, segment: Segment) -> int:
         where = self._next(segment.parent)
         if segment.is_sampled and segment.parent is None:
@@ -784,6 +906,22 @@ def _support_of(segments: Sequence[Segment]) -> dict[str, Ragged]:
         return {}
     parts = [Ragged.empty(len(s)) if s.support is None else s.support for s in segments]
     return {"support": Ragged.concatenate(parts)}
+
+
+def _routes_of(segments: Sequence[Segment]) -> dict[str, npt.NDArray[np.int16]]:
+    """The column `routed_experts` of a path; none where no segment has routes."""
+    shape = next((s.routed_experts.shape[1:] for s in segments if s.routed_experts is not None), ())
+    if not shape:
+        return {}
+    column = np.full((sum(map(len, segments)), *shape), UNKNOWN_EXPERT, np.int16)
+    begin = 0
+    for segment in segments:
+        if segment.boundary_routes is not None:
+            column[begin - 1] = segment.boundary_routes
+        if segment.routed_experts is not None:
+            column[begin : begin + len(segment.routed_experts)] = segment.routed_experts
+        begin += len(segment)
+    return {"routed_experts": column}
 
 
 # ---------------------------------------------------------------------------------------------

@@ -89,10 +89,13 @@ def sampling_of(config: AgentConfig) -> SamplingParams:
     )
 
 
-def training_sampling(config: AgentConfig, capabilities: Capabilities) -> SamplingParams:
+def training_sampling(
+    config: AgentConfig, capabilities: Capabilities, *, record_routes: bool = False
+) -> SamplingParams:
     """`sampling_of`, with what a trainer needs of tokens that top-p or top-k cut: the log-prob
-    under what was left, and what was left where the engine can say so and the settings want it."""
-    sampling = sampling_of(config)
+    under what was left, and what was left where the engine can say so and the settings want it.
+    record_routes: it replays the experts that the sampler's tokens went to."""
+    sampling = replace(sampling_of(config), record_routes=record_routes)
     if not sampling.is_truncated:
         return sampling
     has_support = config.record_support and capabilities.has_support
@@ -276,6 +279,7 @@ class _Episode:
         sampling = self.sampling
         if limit != sampling.max_tokens:
             sampling = replace(sampling, max_tokens=limit)
+        routes_from = self.trajectory.num_routed(parent) if sampling.record_routes else 0
         request = Request(
             # With the version: the same episode under other weights is another request.
             id=f"{self.trajectory.id}/{turn}-{self.seed:x}-v{self.engine.version}",
@@ -283,6 +287,7 @@ class _Episode:
             sampling=sampling,
             seed=derive_seed(self.seed, turn),
             affinity=self.trajectory.id,
+            routes_from=routes_from,
         )
         try:
             pieces, finish_reason = await self._generate(request, deadline)
@@ -306,6 +311,8 @@ class _Episode:
                 piece.ids,
                 logprobs=piece.logprobs,
                 support=piece.support,
+                routed_experts=piece.routed_experts,
+                routes_from=routes_from,
                 parent=leaf,
                 prompt_ids=context_ids,
                 policy_version=piece.policy_version,
@@ -316,6 +323,7 @@ class _Episode:
                 fingerprint=piece.fingerprint,
             )
             context_ids = np.concatenate([context_ids, piece.ids])
+            routes_from = len(context_ids) - 1
         return _Reply(leaf, ids, message, finish_reason)
 
     async def _generate(
@@ -461,6 +469,8 @@ class _Piece:
         self.logprobs = np.concatenate([delta.logprobs for delta in deltas])
         supports = [delta.support for delta in deltas if delta.support is not None]
         self.support = Ragged.concatenate(supports) if supports else None
+        routes = [delta.routed_experts for delta in deltas if delta.routed_experts is not None]
+        self.routed_experts = np.concatenate(routes) if routes else None
         self.policy_version = deltas[-1].policy_version
         self.finish_reason: FinishReason = deltas[-1].finish_reason or "stop"
         self.stop = deltas[-1].stop
@@ -473,6 +483,12 @@ def _check_delta(before: Delta | None, delta: Delta, request: Request) -> None:
         raise EngineError(
             f"request {request.id}: {'expected' if asks else 'did not ask for'} the support of its "
             f"{len(delta.token_ids)} tokens, and found {'one' if delta.support else 'none'}."
+        )
+    asks = request.sampling.record_routes
+    if len(delta.token_ids) and (delta.routed_experts is not None) != asks:
+        raise EngineError(
+            f"request {request.id}: {'expected' if asks else 'did not ask for'} the experts of its "
+            f"{len(delta.token_ids)} tokens, and found {'none' if asks else 'some'}."
         )
     if before is None or before.finish_reason == "weight_update":
         return

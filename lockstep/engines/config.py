@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from lockstep.errors import ConfigError
 
@@ -12,6 +13,9 @@ class EngineConfig:
     """Base of what samples. A subclass is a choice of the setting `engine`, by its tag;
     `registry.make_engine` makes the engine."""
 
+    can_record_routes: ClassVar[bool] = False
+    """Whether the engine hands out the experts that a mixture's tokens went to; a subclass says."""
+
     def check_budget(self, max_tokens: int) -> None:
         """Raises ConfigError if an episode of this many tokens can never run."""
 
@@ -19,6 +23,8 @@ class EngineConfig:
 @dataclass(frozen=True, kw_only=True)
 class EmbeddedConfig(EngineConfig):
     """The engine inside the training process: it runs the trainer's own decoder."""
+
+    can_record_routes: ClassVar[bool] = True
 
     max_num_sequences: int = 64
     """Requests that run at the same time; more wait. A step with 64 costs little

@@ -42,10 +42,12 @@ def check_capabilities(
     max_tokens: int,
     is_truncated: bool = False,
     is_rescored: bool = False,
+    is_replayed: bool = False,
 ) -> None:
     """Raises CapabilityError if the engine cannot do what a run needs, before it samples.
 
     is_truncated: top-p or top-k is on. is_rescored: what was sampled is scored again.
+    is_replayed: the trainer replays the experts that the sampled tokens went to.
     """
     found = engine.capabilities
     for holds, text in (
@@ -63,6 +65,11 @@ def check_capabilities(
             found.has_score or not is_rescored,
             "cannot score given ids, which correction.behaviour=averaged needs. Use "
             "correction.behaviour=rollout",
+        ),
+        (
+            found.has_routed_experts or not is_replayed,
+            "does not hand out the experts that tokens went to, which trainer.routing_replay="
+            "rollout replays. Use recompute or none",
         ),
         (
             found.vocab_size == vocab_size,

@@ -4,7 +4,6 @@ The adapter is never merged while it is trained: both sides add the same product
 `ops.api`, so what a contract promises of a model holds for the adapted one.
 
 # T tokens  K inputs  N outputs  R rank  S parts of a fused projection  E experts
-# P token-expert pairs
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from lockstep.models.experts import ExpertFactors
 from lockstep.models.lora_config import LoraShape, Site, lora_sites
 from lockstep.ops import api as ops
 
@@ -89,11 +89,10 @@ class ExpertLowRank(nn.Module):
         self.A = nn.Parameter(torch.empty(E, R, site.inputs))
         self.B = nn.Parameter(torch.empty(E, site.outputs, R))
 
-    def forward(self, x_PK: Tensor, out_PN: Tensor, tokens_per_expert: list[int]) -> Tensor:
-        if not self.is_on:
-            return out_PN
-        h_PR = ops.expert_linear(x_PK, self.A, None, tokens_per_expert) * self.scale
-        return out_PN + ops.expert_linear(h_PR, self.B, None, tokens_per_expert)
+    def factors(self) -> ExpertFactors | None:
+        """What is added where the experts are computed (`experts.mix_experts`), gradients of A and
+        B included; None while the adapter is off."""
+        return ExpertFactors(self.A, self.B, self.scale) if self.is_on else None
 
     def delta(self) -> Tensor:
         """[E, N, K] float32: what is added to the weights, scale included."""

@@ -53,8 +53,8 @@ class SequenceParallel:
         """`Decoder.score`, each rank on its part: (log-prob, entropy) of all N tokens on all ranks.
 
         Backward leaves each rank its part of every parameter's gradient: their sum over the ranks
-        is that of a loss which all of them compute alike. routing: of all T tokens; what was chosen
-        is gathered.
+        is that of a loss which all of them compute alike. routing: of all T tokens; what it
+        keeps of the forward is gathered.
         """
         split = SplitContext.of(context, len(ids_T), self.group)
         is_mine_N = (predictors_N >= split.start) & (predictors_N < split.stop)
@@ -72,6 +72,7 @@ class SequenceParallel:
         )
         if routing is not None and own is not None:
             routing.chosen |= {layer: split.gather(x) for layer, x in own.chosen.items()}
+            routing.differing |= {layer: split.gather(x) for layer, x in own.differing.items()}
         found = _Spread.apply(torch.stack([logprobs, entropy]), mine, len(targets_N), self.group)
         return found[0], found[1]
 

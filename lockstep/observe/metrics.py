@@ -154,6 +154,14 @@ METRICS: tuple[Metric, ...] = (
         "Sampled tokens whose log-probs the trainer computed once more before the loss.",
     ),
     _metric("tokens/encoded", "tokens", "none", "Tokens that the renderer wrote."),
+    _metric(
+        "routing/replayed_share", "share", "up",
+        "Tokens fed to the trainer whose routes were replayed; with `trainer.routing_replay`.",
+    ),
+    _metric(
+        "routing/differing_share", "share", "down",
+        "Of the replayed (token, layer) pairs, those whose router would have chosen other experts.",
+    ),
     _metric("tokens/prefilled", "tokens", "down", "Prompt tokens that the engine computed."),
     _metric("tokens/cached", "tokens", "up", "Prompt tokens whose keys and values were reused."),
     _metric("time/step_seconds", "seconds", "down", "The whole step."),

@@ -36,6 +36,16 @@ class Backend(Protocol):
         self, x: Tensor, weight: Tensor, bias: Tensor | None, tokens_per_expert: list[int]
     ) -> Tensor: ...
 
+    def expert_linear_backward(
+        self,
+        grad: Tensor,
+        x: Tensor,
+        weight: Tensor,
+        tokens_per_expert: list[int],
+        *,
+        grad_weight: Tensor | None,
+    ) -> Tensor: ...
+
     def route(
         self,
         logits: Tensor,
@@ -109,8 +119,26 @@ def expert_linear(
     """x [R, K], rows sorted by expert, weight [E, N, K], bias [E, N] -> [R, N].
 
     tokens_per_expert: [E], sums to R: the first rows belong to expert 0, and so on.
+    Not differentiable: `models.experts` does that, by `expert_linear_backward`.
     """
     return _active.expert_linear(x, weight, bias, tokens_per_expert)
+
+
+def expert_linear_backward(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    tokens_per_expert: list[int],
+    *,
+    grad_weight: Tensor | None,
+) -> Tensor:
+    """The gradient of x [R, K], from that of the output: grad [R, N].
+
+    grad_weight: [E, N, K]; the weight's gradient is added to it. None: it is not computed.
+    """
+    return _active.expert_linear_backward(
+        grad, x, weight, tokens_per_expert, grad_weight=grad_weight
+    )
 
 
 def route(

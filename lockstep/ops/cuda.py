@@ -63,7 +63,9 @@ class CudaOps:
     def expert_linear(
         x: Tensor, weight: Tensor, bias: Tensor | None, tokens_per_expert: list[int]
     ) -> Tensor:
-        return _ExpertLinear.apply(x, weight, bias, tokens_per_expert)
+        return kernels.expert_gemm(x, weight, bias, tokens_per_expert)
+
+    expert_linear_backward = staticmethod(plain.expert_linear_backward)
 
     @staticmethod
     def route(
@@ -198,17 +200,6 @@ class _Linear(torch.autograd.Function):
             grad_MN.t() @ x_MK if needs_weight else None,
             grad_MN.sum(0) if needs_bias else None,
         )
-
-
-class _ExpertLinear(plain.ExpertLinear):
-    """Backward is the plain one."""
-
-    @staticmethod
-    def forward(ctx, x, weight, bias, tokens_per_expert):
-        ctx.save_for_backward(x, weight)
-        ctx.tokens_per_expert = tokens_per_expert
-        ctx.has_bias = bias is not None
-        return kernels.expert_gemm(x, weight, bias, tokens_per_expert)
 
 
 # -- attention ------------------------------------------------------------------------------------

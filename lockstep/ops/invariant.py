@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -34,7 +34,14 @@ from lockstep.ops import head, packed, trace
 from lockstep.ops.context import KEY_BLOCK, PackedContext, PagedContext, Support
 from lockstep.ops.head import log_softmax
 from lockstep.ops.paged import paged_attention
-from lockstep.ops.plain import route
+from lockstep.ops.plain import (
+    ACTIVATION_CHUNK,
+    Activation,
+    activation_chunks,
+    expert_linear_backward,
+    route,
+    rows_by_expert,
+)
 
 Tensor = torch.Tensor
 
@@ -42,7 +49,6 @@ QUERY_TILE = 128  # queries that attend together: as many as the keys of a block
 TILE_SCORES = 1 << 20  # scores held at once, 4 MiB: smaller tiles leave a second thread idle
 PACKED_ROWS = 64  # a GEMM of more rows gains nothing from packed weights
 PACKED_SIZE = 1 << 14  # nor does a weight of fewer elements
-ACTIVATION_CHUNK = 1 << 19  # activations computed at once: bounds what the temporaries take
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,9 +152,21 @@ class InvariantOps:
     def expert_linear(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, tokens_per_expert: list[int]
     ) -> Tensor:
-        if torch.is_grad_enabled():
-            return _ExpertLinear.apply(x, weight, bias, tokens_per_expert, self._expert_gemm)
         return self._expert_gemm(x, weight, bias, tokens_per_expert)
+
+    @staticmethod
+    def expert_linear_backward(
+        grad: Tensor,
+        x: Tensor,
+        weight: Tensor,
+        tokens_per_expert: list[int],
+        *,
+        grad_weight: Tensor | None,
+    ) -> Tensor:
+        dtype = x.dtype
+        grad, x = _widen(dtype, grad, x)
+        out = expert_linear_backward(grad, x, weight, tokens_per_expert, grad_weight=grad_weight)
+        return out.to(dtype)
 
     def _expert_gemm(
         self, x_RK: Tensor, weight_ENK: Tensor, bias_EN: Tensor | None, counts: list[int]
@@ -164,17 +182,13 @@ class InvariantOps:
             else:
                 out = torch.baddbmm(bias_EN[:, None], x_EMK, weight_ENK.transpose(1, 2))
             return out[:, :rows].reshape(len(x_RK), -1)
-        outs = []
-        at = 0
-        for expert, count in enumerate(counts):
-            if count:
-                bias = None if bias_EN is None else bias_EN[expert]
-                rows = x_RK[at : at + count]
-                outs.append(
-                    self._gemm(rows, weight_ENK[expert], bias, owner=weight_ENK, index=expert)
-                )
-                at += count
-        return torch.cat(outs) if outs else x_RK.new_empty(0, weight_ENK.shape[1])
+        out = x_RK.new_empty(len(x_RK), weight_ENK.shape[1])
+        for expert, part in rows_by_expert(counts):
+            bias = None if bias_EN is None else bias_EN[expert]
+            out[part] = self._gemm(
+                x_RK[part], weight_ENK[expert], bias, owner=weight_ENK, index=expert
+            )
+        return out
 
     # -- elementwise and per row --------------------------------------------------------------
 
@@ -295,86 +309,20 @@ class _Linear(torch.autograd.Function):
         return grad_x, grad_weight, grad_bias, None
 
 
-class _ExpertLinear(torch.autograd.Function):
-    """Each expert's gradient is written into its slice."""
-
-    @staticmethod
-    def forward(ctx, x_RK, weight_ENK, bias_EN, counts, gemm):
-        ctx.save_for_backward(x_RK, weight_ENK)
-        ctx.counts, ctx.has_bias = counts, bias_EN is not None
-        return gemm(x_RK, weight_ENK, bias_EN, counts)
-
-    @staticmethod
-    def backward(ctx, grad_RN):
-        x_RK, weight_ENK = ctx.saved_tensors
-        dtype = x_RK.dtype
-        grad_RN, x_RK = _widen(dtype, grad_RN.contiguous(), x_RK)
-        grad_x = torch.empty_like(x_RK)
-        grad_weight = torch.zeros_like(weight_ENK)
-        grad_bias = weight_ENK.new_zeros(weight_ENK.shape[:2]) if ctx.has_bias else None
-        at = 0
-        for expert, count in enumerate(ctx.counts):
-            if count:
-                rows = slice(at, at + count)
-                (weight,) = _widen(dtype, weight_ENK[expert])
-                torch.mm(grad_RN[rows], weight, out=grad_x[rows])
-                grad_weight[expert] = grad_RN[rows].t() @ x_RK[rows]
-                if grad_bias is not None:
-                    grad_bias[expert] = grad_RN[rows].sum(0)
-                at += count
-        return grad_x.to(dtype), grad_weight, grad_bias, None, None
-
-
 def _activate(gate_up: Tensor, alpha: float, limit: float | None) -> Tensor:
     """See `ops.api.swiglu`; with a limit, `swiglu_clamped`."""
     if torch.is_grad_enabled():
-        return _Activation.apply(gate_up, alpha, limit)
+        return Activation.apply(gate_up, alpha, limit, _activate_rows)
     return _activate_rows(gate_up, alpha, limit)
-
-
-class _Activation(torch.autograd.Function):
-    """Keeps what came in; the stock kernels are good enough for the gradient."""
-
-    @staticmethod
-    def forward(ctx, gate_up, alpha, limit):
-        ctx.save_for_backward(gate_up)
-        ctx.alpha, ctx.limit = alpha, limit
-        return _activate_rows(gate_up, alpha, limit)
-
-    @staticmethod
-    def backward(ctx, grad):
-        (gate_up,) = ctx.saved_tensors
-        alpha, limit = ctx.alpha, ctx.limit
-        grad_in = torch.empty_like(gate_up)
-        for part in _chunks(gate_up):
-            (gate, up), g = gate_up[part].chunk(2, -1), grad[part]
-            grad_gate, grad_up = grad_in[part].chunk(2, -1)
-            scaled = (gate if limit is None else gate.clamp(max=limit)) * alpha
-            through_gate = g * (up if limit is None else up.clamp(-limit, limit) + 1)
-            through_gate = torch.ops.aten.silu_backward(through_gate, scaled)
-            through_up = F.silu(scaled).mul_(g)
-            if alpha != 1.0:
-                through_up /= alpha
-            if limit is not None:
-                through_gate.masked_fill_(gate > limit, 0.0)
-                through_up.masked_fill_(up.abs() > limit, 0.0)
-            grad_gate.copy_(through_gate)
-            grad_up.copy_(through_up)
-        return grad_in, None, None
 
 
 def _activate_rows(gate_up: Tensor, alpha: float, limit: float | None) -> Tensor:
     if gate_up.numel() <= 2 * ACTIVATION_CHUNK:
         return _gate(gate_up, alpha, limit)
     out = gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
-    for part in _chunks(gate_up):
+    for part in activation_chunks(gate_up):
         out[part] = _gate(gate_up[part], alpha, limit)
     return out
-
-
-def _chunks(gate_up: Tensor) -> Iterator[slice]:
-    rows = max(1, 2 * ACTIVATION_CHUNK // gate_up[0].numel()) if len(gate_up) else 1
-    yield from (slice(at, at + rows) for at in range(0, len(gate_up), rows))
 
 
 def _gate(gate_up: Tensor, alpha: float, limit: float | None) -> Tensor:

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 
 import torch
@@ -18,14 +19,16 @@ from lockstep.ops.packed import SinkAttention
 from lockstep.ops.paged import paged_attention
 
 __all__ = [
-    "attention", "combine", "expert_linear", "linear", "log_probs", "log_softmax", "name",
-    "resident_dtype", "rms_norm", "rope", "route", "swiglu", "swiglu_clamped",
+    "attention", "combine", "expert_linear", "expert_linear_backward", "linear", "log_probs",
+    "log_softmax", "name", "resident_dtype", "rms_norm", "rope", "route", "swiglu",
+    "swiglu_clamped",
 ]  # fmt: skip
 
 Tensor = torch.Tensor
 
 name = "plain"
 
+ACTIVATION_CHUNK = 1 << 19  # activations computed at once: bounds what the temporaries take
 KEY_QUANTUM = 16  # keys looked at are a multiple of this: what fills a vector register
 
 
@@ -51,9 +54,54 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
 
 def swiglu_clamped(gate_up: Tensor, *, alpha: float, limit: float) -> Tensor:
+    if torch.is_grad_enabled():
+        return Activation.apply(gate_up, alpha, limit, _swiglu_clamped)
+    return _swiglu_clamped(gate_up, alpha, limit)
+
+
+def _swiglu_clamped(gate_up: Tensor, alpha: float, limit: float) -> Tensor:
     gate, up = gate_up.chunk(2, -1)
     gate = gate.clamp(max=limit)
     return (up.clamp(-limit, limit) + 1) * (gate * torch.sigmoid(gate * alpha))
+
+
+class Activation(torch.autograd.Function):
+    """gate * sigmoid(alpha * gate) times up, or clamped, times up + 1: keeps only what came in.
+
+    compute: called as compute(gate_up, alpha, limit). Backward is of these formulas, in chunks.
+    """
+
+    @staticmethod
+    def forward(ctx, gate_up, alpha, limit, compute):
+        ctx.save_for_backward(gate_up)
+        ctx.alpha, ctx.limit = alpha, limit
+        return compute(gate_up, alpha, limit)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (gate_up,) = ctx.saved_tensors
+        alpha, limit = ctx.alpha, ctx.limit
+        grad_in = torch.empty_like(gate_up)
+        for part in activation_chunks(gate_up):
+            (gate, up), g = gate_up[part].chunk(2, -1), grad[part]
+            grad_gate, grad_up = grad_in[part].chunk(2, -1)
+            scaled = (gate if limit is None else gate.clamp(max=limit)) * alpha
+            through_gate = g * (up if limit is None else up.clamp(-limit, limit) + 1)
+            through_gate = torch.ops.aten.silu_backward(through_gate, scaled)
+            through_up = F.silu(scaled).mul_(g)
+            if alpha != 1.0:
+                through_up /= alpha
+            if limit is not None:
+                through_gate.masked_fill_(gate > limit, 0.0)
+                through_up.masked_fill_(up.abs() > limit, 0.0)
+            grad_gate.copy_(through_gate)
+            grad_up.copy_(through_up)
+        return grad_in, None, None, None
+
+
+def activation_chunks(gate_up: Tensor) -> Iterator[slice]:
+    rows = max(1, 2 * ACTIVATION_CHUNK // gate_up[0].numel()) if len(gate_up) else 1
+    yield from (slice(at, at + rows) for at in range(0, len(gate_up), rows))
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -82,57 +130,88 @@ def combine(out: Tensor, weights: Tensor) -> Tensor:
     return (out * weights[..., None]).sum(1)
 
 
-class ExpertLinear(torch.autograd.Function):
-    """One GEMM per expert on the rows that chose it. Backward writes each expert's gradient into
-    its slice: indexing weight[e] under autograd would fill a gradient of all experts each time.
-    """
-
-    @staticmethod
-    def forward(ctx, x, weight, bias, tokens_per_expert):
-        out = x.new_empty(x.shape[0], weight.shape[1])
-        at = 0
-        for expert, count in enumerate(tokens_per_expert):
-            if count:
-                rows = slice(at, at + count)
-                if bias is None:
-                    torch.mm(x[rows], weight[expert].t(), out=out[rows])
-                else:
-                    torch.addmm(bias[expert], x[rows], weight[expert].t(), out=out[rows])
-                at += count
-        ctx.save_for_backward(x, weight)
-        ctx.tokens_per_expert = tokens_per_expert
-        ctx.has_bias = bias is not None
-        return out
-
-    @staticmethod
-    def backward(ctx, grad_out):
-        x, weight = ctx.saved_tensors
-        grad_out = grad_out.contiguous()
-        grad_x = torch.empty_like(x)
-        grad_weight = torch.zeros_like(weight)
-        grad_bias = weight.new_zeros(weight.shape[:2]) if ctx.has_bias else None
-        at = 0
-        for expert, count in enumerate(ctx.tokens_per_expert):
-            if count:
-                rows = slice(at, at + count)
-                torch.mm(grad_out[rows], weight[expert], out=grad_x[rows])
-                torch.mm(grad_out[rows].t(), x[rows], out=grad_weight[expert])
-                if grad_bias is not None:
-                    torch.sum(grad_out[rows], 0, out=grad_bias[expert])
-                at += count
-        return grad_x, grad_weight, grad_bias, None
-
-
 def expert_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, tokens_per_expert: list[int]
 ) -> Tensor:
+    if _is_grouped(x, weight):
+        return grouped_linear(x, weight, bias, tokens_per_expert)
     rows = tokens_per_expert[0]
-    if rows and not torch.is_grad_enabled() and tokens_per_expert.count(rows) == len(weight):
+    if rows and tokens_per_expert.count(rows) == len(weight):
         x = x.view(len(weight), rows, -1)
         if bias is None:
             return torch.bmm(x, weight.transpose(1, 2)).flatten(0, 1)
         return torch.baddbmm(bias[:, None], x, weight.transpose(1, 2)).flatten(0, 1)
-    return ExpertLinear.apply(x, weight, bias, tokens_per_expert)
+    out = x.new_empty(len(x), weight.shape[1])
+    for expert, part in rows_by_expert(tokens_per_expert):
+        if bias is None:
+            torch.mm(x[part], weight[expert].t(), out=out[part])
+        else:
+            torch.addmm(bias[expert], x[part], weight[expert].t(), out=out[part])
+    return out
+
+
+def expert_linear_backward(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    tokens_per_expert: list[int],
+    *,
+    grad_weight: Tensor | None,
+) -> Tensor:
+    if _is_grouped(x, weight):
+        return grouped_linear_backward(grad, x, weight, tokens_per_expert, grad_weight)
+    grad_x = torch.empty_like(x)
+    for expert, part in rows_by_expert(tokens_per_expert):
+        torch.mm(grad[part], weight[expert].to(grad.dtype), out=grad_x[part])
+        if grad_weight is None:
+            continue
+        if grad_weight.dtype == grad.dtype:
+            grad_weight[expert].addmm_(grad[part].t(), x[part])
+        else:
+            grad_weight[expert] += grad[part].t() @ x[part]
+    return grad_x
+
+
+def rows_by_expert(tokens_per_expert: list[int]) -> Iterator[tuple[int, slice]]:
+    """(expert, its rows) of those that have any."""
+    at = 0
+    for expert, count in enumerate(tokens_per_expert):
+        if count:
+            yield expert, slice(at, at + count)
+            at += count
+
+
+# One kernel for all experts, however many rows each has. Source: torch.nn.functional.grouped_mm of
+# torch 2.13, which takes rows of whole 16 bytes.
+
+
+def _is_grouped(x: Tensor, weight: Tensor) -> bool:
+    is_aligned = weight.shape[1] % 8 == 0 and weight.shape[2] % 8 == 0
+    return x.device.type == "cuda" and x.dtype == torch.bfloat16 and is_aligned
+
+
+def grouped_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, tokens_per_expert: list[int]
+) -> Tensor:
+    """See `ops.api.expert_linear`."""
+    counts = torch.tensor(tokens_per_expert, device=x.device)
+    stops = counts.cumsum(0, dtype=torch.int32)
+    out = F.grouped_mm(x, weight.transpose(1, 2), offs=stops)
+    return out if bias is None else out.add_(bias.repeat_interleave(counts, 0, output_size=len(x)))
+
+
+def grouped_linear_backward(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    tokens_per_expert: list[int],
+    grad_weight: Tensor | None,
+) -> Tensor:
+    """See `ops.api.expert_linear_backward`."""
+    stops = torch.tensor(tokens_per_expert, device=x.device).cumsum(0, dtype=torch.int32)
+    if grad_weight is not None:
+        grad_weight += F.grouped_mm(grad.t(), x, offs=stops)
+    return F.grouped_mm(grad, weight, offs=stops)
 
 
 # -- attention --------------------------------------------------------------------------------

@@ -124,20 +124,28 @@ def record(
     """Runs the model once. keep: called with the outputs of each op, whose first dim is the tokens.
 
     What is computed per pair of token and expert has no row per token and is left out: `route` and
-    `combine`, before and after, stand for it. So is any other output that is not of T rows.
+    `combine`, before and after, stand for it; a `combine` of chunks of tokens counts as one call.
+    So is any other output that is not of T rows.
     """
     calls: list[OpCall] = []
     kept: list[Tensor] = []
     count: Counter[tuple[str, int | None]] = Counter()
     layer: int | None = None
     is_by_pair = False
+    chunks: list[Tensor] = []
 
     def around(op: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         nonlocal is_by_pair
         out = function(*args, **kwargs)
         if op in ("expert_linear", "combine"):
             is_by_pair = op == "expert_linear"
-        outputs = out if isinstance(out, tuple) else (out,)
+        outputs: tuple[Any, ...] = out if isinstance(out, tuple) else (out,)
+        if op == "combine" and len(outputs[0]) < len(ids_T):
+            chunks.append(outputs[0].detach())
+            if sum(len(chunk) for chunk in chunks) < len(ids_T):
+                return out
+            outputs = (torch.cat(chunks),)
+            chunks.clear()
         if not is_by_pair and all(isinstance(o, Tensor) and len(o) == len(ids_T) for o in outputs):
             calls.append(OpCall(op, layer, count[op, layer]))
             count[op, layer] += 1

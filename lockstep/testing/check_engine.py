@@ -16,6 +16,10 @@ from lockstep.types import MAX_LOGPROB, Delta, Distribution, Request, SamplingPa
 MAX_SECONDS = 60.0
 """How long one check may take before the engine counts as hanging."""
 
+MAX_DIFFERING_ROUTES = 0.2
+"""Share of a reply's routes that rounding may change when it is asked for again. A shifted row
+differs in nearly all: by chance two routes of many experts are seldom the same."""
+
 
 @dataclass(slots=True)
 class EngineReport:
@@ -75,6 +79,11 @@ async def check_engine(
     await run("repeated ids", checker.repeated_ids)
     await run("distributions", checker.distributions)
     await run("support", checker.support, needs(has.has_support, "has_support"))
+    await run(
+        "routed experts",
+        checker.routed_experts,
+        needs(has.has_routed_experts, "has_routed_experts"),
+    )
     await run("score", checker.score, needs(has.has_score, "has_score"))
     await run(
         "prefix cache",
@@ -151,6 +160,10 @@ class _Checker:
                 self.fail(wanted, "none" if asks else "one")
             if delta.support is not None and len(delta.support) != len(ids):
                 self.fail(f"a support of {len(ids)} tokens", len(delta.support))
+            asks = request.sampling.record_routes
+            if len(ids) and (delta.routed_experts is not None) != asks:
+                wanted = "the experts of what was read" if asks else "no experts where none asked"
+                self.fail(wanted, "none" if asks else "some")
             if at + 1 < len(deltas) and delta.finish_reason not in (None, "weight_update"):
                 self.fail("a finish reason on the last delta only", f"one on delta {at}")
         last = deltas[-1]
@@ -259,6 +272,40 @@ class _Checker:
                 self.fail(f"at most {top_k} ids in a support {where}", len(kept))
             if len(kept) == 1 and abs(float(logprob)) > self.tolerance:
                 self.fail(f"the log-prob 0 of the only token that was left {where}", logprob)
+
+    async def routed_experts(self) -> None:
+        sampling = replace(self.greedy, record_routes=True)
+        whole = await self._routes_of(self.request(sampling), routes_from=0)
+        for routes_from in (len(self.prompt_ids) - 1, len(self.prompt_ids)):
+            for stream in (False, True):
+                request = self.request(sampling, routes_from=routes_from, stream=stream)
+                found = await self._routes_of(request, routes_from)
+                differing = (np.sort(found) != np.sort(whole[routes_from:])).any(-1).mean()
+                if differing > MAX_DIFFERING_ROUTES:
+                    self.fail(
+                        f"the experts of the same tokens again, from position {routes_from} on, "
+                        "also where the prompt is cached",
+                        f"others in {differing:.0%} of the layers",
+                    )
+        without = await self.ids_of(self.request())
+        if (found := await self.ids_of(self.request(sampling))) != without:
+            self.fail(f"recording the experts not to change the reply {without}", found)
+
+    async def _routes_of(self, request: Request, routes_from: int) -> Any:
+        deltas = await self.collect(request)
+        routes = [d.routed_experts for d in deltas if d.routed_experts is not None]
+        found = np.concatenate(routes)
+        num_sampled = sum(len(d.token_ids) for d in deltas)
+        wanted = len(self.prompt_ids) + num_sampled - 1 - routes_from
+        if found.ndim != 3 or len(found) != wanted:
+            self.fail(
+                f"[{wanted}, layers, active] experts: of {len(self.prompt_ids)} prompt ids and "
+                f"{num_sampled} sampled ones from position {routes_from} on, but for the last",
+                list(found.shape),
+            )
+        if found.shape[2] > 1 and (np.diff(np.sort(found.astype(np.int32))) == 0).any():
+            self.fail("different experts in each slot of a layer", found.tolist())
+        return found
 
     async def seeds(self) -> None:
         sampling = SamplingParams(max_tokens=self.num_tokens)

@@ -49,12 +49,15 @@ class FakeEngine:
         step_seconds: float = 0.0,
         logprob: Callable[[int, int], float] = fake_logprob,
         support: Callable[[int, int], Sequence[int]] | None = None,
+        routes: Callable[[int, int], Sequence[Sequence[int]]] | None = None,
     ) -> None:
         """logprob: (id, position on the path) -> what is reported; break it to test checks.
 
         support: likewise, the ids that were kept, for requests that ask; None claims no support.
+        routes: likewise, [layers][active] experts that the id went to.
         """
         self._reply, self._logprob, self._support = reply, logprob, support
+        self._routes = routes
         self._tokens_per_step, self._step_seconds = tokens_per_step, step_seconds
         self._capabilities = Capabilities(
             name="fake",
@@ -64,6 +67,7 @@ class FakeEngine:
             has_seeds=True,
             has_score=True,
             has_support=support is not None,
+            has_routed_experts=routes is not None,
         )
         self._version = 0
         self._may_run = asyncio.Event()
@@ -131,14 +135,23 @@ class FakeEngine:
         ids = ids[: min(end, room)]
         step = 1 if request.stream else self._tokens_per_step or max(1, len(ids))
         sent, done, version = 0, 0, self._version
+        routed = request.routes_from
 
         def delta(finish: Any, stop: int | None = None) -> Delta:
-            nonlocal sent
+            nonlocal sent, routed
             first, sent = sent, done
             values = [self._logprob(ids[at], start + at) for at in range(first, done)]
             kept = None
             if self._support and sampling.record_support and sampling.is_truncated:
                 kept = Ragged.of([self._support(ids[at], start + at) for at in range(first, done)])
+            routes = None
+            if self._routes is not None and sampling.record_routes:
+                path = [*request.prompt_ids.tolist(), *ids]
+                end = start + done - 1 if done > first else routed
+                experts = [self._routes(path[at], at) for at in range(routed, end)]
+                shape = np.shape(self._routes(path[0], 0))
+                routes = np.array(experts, np.uint8).reshape(len(experts), *shape)
+                routed = end
             return Delta(
                 token_ids=np.array(ids[first:done], np.int32),
                 logprobs=np.array(values, np.float32),
@@ -147,6 +160,7 @@ class FakeEngine:
                 stop=stop,
                 num_prefilled_tokens=0 if first else start,
                 support=kept,
+                routed_experts=routes,
             )
 
         while done < len(ids):

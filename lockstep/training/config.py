@@ -13,6 +13,7 @@ Schedule = Literal["constant", "linear", "cosine"]
 LongRows = Literal["error", "drop"]
 Recompute = Literal["none", "blocks"]
 Offload = Literal["none", "optimizer"]
+RoutingReplay = Literal["none", "rollout", "recompute"]
 
 
 def _check(room: str, *claims: tuple[bool, str, object, str]) -> None:
@@ -59,6 +60,14 @@ class TrainerConfig:
     is made there; gradients go to it and weights come back. For a model on a GPU."""
     updates_per_batch: int = 1
     """Optimizer steps on each sampled batch, each on its share of the rows."""
+    routing_replay: RoutingReplay = "none"
+    """Which experts a mixture's tokens go to in the trainer. none: those that its own router
+    chooses. rollout: those that the sampler's router chose, in every forward (R3). recompute: those
+    that the trainer's router chose before the first update of a batch, in all of them (R2), at the
+    price of that forward. The router weighs them by its own logits and is trained either way."""
+    partial_routes: bool = False
+    """With routing_replay=rollout: where a row has no routes the router chooses, and
+    `routing/replayed_share` counts it. Otherwise a row without them is an error."""
     measure_after_every: int = 10
     """Every that many steps the mismatch is measured again after the update, on a part of the
     batch; 0 never does."""
@@ -89,6 +98,13 @@ class TrainerConfig:
                 "at least 0; 0 is off",
             ),
         )
+
+        if self.partial_routes and self.routing_replay != "rollout":
+            raise ConfigError(
+                f"trainer.partial_routes=true with trainer.routing_replay={self.routing_replay}: "
+                "only the sampler's routes can be there in part. Set routing_replay=rollout, or "
+                "leave it out."
+            )
 
     def check_budget(self, max_row_tokens: int) -> None:
         """Raises ConfigError if a row of the longest length would fit in no micro-batch."""

@@ -17,7 +17,7 @@ import torch
 
 from lockstep.errors import AlignmentError, ConfigError, TokenError
 from lockstep.ops.context import PackedContext, Support
-from lockstep.types import Int64Array, Ragged, Sample
+from lockstep.types import COLUMNS, UNKNOWN_EXPERT, Int64Array, Ragged, Sample
 
 Tensor = torch.Tensor
 
@@ -56,6 +56,12 @@ class PackedBatch:
     """name -> N entries: the ragged ones, on the host."""
     places: tuple[Int64Array, ...]
     """Per row: the index of its trained tokens in `Sample.token_ids`, for `unpack`."""
+    inputs: tuple[Int64Array, ...]
+    """Per row: its tokens that are fed, as an index into T."""
+    routes: Tensor | None = None
+    """[T, layers, active] int16: the experts to replay, UNKNOWN_EXPERT where the router chooses."""
+    num_routed: int = 0
+    """Tokens of the T with routes to replay."""
     is_filler: bool = False
     """Run only because other ranks still have a micro-batch; these rows are told by another one."""
 
@@ -93,10 +99,12 @@ def shift(loss_mask: npt.NDArray[np.bool_]) -> tuple[Int64Array, Int64Array]:
 
 def share_beginnings(
     rows: Sequence[npt.NDArray[np.int32]],
+    routes: Sequence[npt.NDArray[np.int16]] | None = None,
 ) -> tuple[list[Int64Array], npt.NDArray[np.int32], Int64Array]:
     """(for each row its tokens' indices, the distinct tokens' ids [T], their positions [T]).
 
-    Two rows share a token where they are equal up to and including it. In the order of their bytes
+    Two rows share a token where they are equal up to and including it; routes [T, layers, active],
+    where they are given, belong to what must be equal. In the order of their bytes
     a row's longest common beginning with any before it is that with its neighbour.
 
     >>> rows = [np.array(row, np.int32) for row in ([7, 8, 9], [7, 8, 5])]
@@ -104,15 +112,23 @@ def share_beginnings(
     >>> sorted(ids.tolist()), [ids[i].tolist() for i in index], len(set(index[0]) & set(index[1]))
     ([5, 7, 8, 9], [[7, 8, 9], [7, 8, 5]], 2)
     """
+    keys: Sequence[npt.NDArray[Any]] = rows
+    if routes is not None:
+        keys = [
+            np.concatenate([row[:, None], of_row.reshape(len(row), -1)], 1, dtype=np.int32)
+            for row, of_row in zip(rows, routes, strict=True)
+        ]
     index: list[Int64Array] = [np.empty(0, np.int64)] * len(rows)
     ids: list[npt.NDArray[np.int32]] = []
     positions: list[Int64Array] = []
     num_tokens, before = 0, -1
-    for at in sorted(range(len(rows)), key=lambda i: rows[i].tobytes()):
+    for at in sorted(range(len(rows)), key=lambda i: keys[i].tobytes()):
         row, shared = rows[at], index[before][:0]
         if before >= 0:
             size = min(len(row), len(rows[before]))
-            differs = row[:size] != rows[before][:size]
+            differs = keys[at][:size] != keys[before][:size]
+            if routes is not None:
+                differs = differs.any(1)
             shared = index[before][: int(differs.argmax()) if differs.any() else size]
         new = len(row) - len(shared)
         index[at] = np.concatenate([shared, np.arange(num_tokens, num_tokens + new)])
@@ -205,12 +221,14 @@ def pack(
     plan: Sequence[Sequence[int]],
     *,
     device: torch.device | str = "cpu",
+    routes: Sequence[npt.NDArray[np.int16]] | None = None,
     rank: int = 0,
     num_ranks: int = 1,
 ) -> list[PackedBatch]:
     """The micro-batches of `plan`, columns moved by index without knowing their names.
 
-    rank, num_ranks: only that rank's share of them, see `deal`.
+    routes: [T, layers, active] per sample, the experts to replay. rank, num_ranks: only that rank's
+    share of the micro-batches, see `deal`.
 
     Raises AlignmentError if the samples have different columns, or if the trained tokens of the
     micro-batches are not those of the samples: a row was lost, doubled or cut.
@@ -224,7 +242,7 @@ def pack(
             )
     out: list[PackedBatch] = []
     for rows, is_filler in deal(plan, rank, num_ranks):
-        batch = _pack_rows(samples, rows, device)
+        batch = _pack_rows(samples, rows, device, routes)
         out.append(replace(batch, is_filler=True) if is_filler else batch)
     expected = sum(sample.num_trained for sample in samples)
     found = sum(len(batch.targets) for batch in out if not batch.is_filler)
@@ -240,11 +258,15 @@ def pack(
 
 
 def _column_names(sample: Sample) -> list[str]:
-    return sorted([*sample.columns, *sample.ragged])
+    """Of what goes with trained tokens: routes go with inputs, and are handed over apart."""
+    return sorted(n for n in (*sample.columns, *sample.ragged) if not COLUMNS[n].is_of_inputs)
 
 
 def _pack_rows(
-    samples: Sequence[Sample], rows: Sequence[int], device: torch.device | str
+    samples: Sequence[Sample],
+    rows: Sequence[int],
+    device: torch.device | str,
+    routes: Sequence[npt.NDArray[np.int16]] | None,
 ) -> PackedBatch:
     chosen = [samples[i] for i in rows]
     shifted = [shift(s.loss_mask) for s in chosen]
@@ -253,7 +275,15 @@ def _pack_rows(
         s.token_ids[: predictors[-1] + 1]
         for s, (predictors, _) in zip(chosen, shifted, strict=True)
     ]
-    index, ids, positions = share_beginnings(inputs)
+    fed = None
+    if routes is not None:
+        fed = [routes[i][: len(ids)] for i, ids in zip(rows, inputs, strict=True)]
+    index, ids, positions = share_beginnings(inputs, fed)
+    packed_routes = None
+    if fed is not None:
+        packed_routes = np.empty((len(ids), *fed[0].shape[1:]), np.int16)
+        for at, of_row in zip(index, fed, strict=True):
+            packed_routes[at] = of_row
     row_tokens = np.array([len(p) for p in places], np.int64)
 
     def tensor(array: npt.NDArray[Any]) -> Tensor:
@@ -272,7 +302,9 @@ def _pack_rows(
         row=tensor(np.repeat(np.arange(len(rows)), row_tokens)),
         row_tokens=tensor(row_tokens),
         columns={
-            name: at_targets(s.columns[name] for s in chosen) for name in sorted(chosen[0].columns)
+            name: at_targets(s.columns[name] for s in chosen)
+            for name in _column_names(chosen[0])
+            if name in chosen[0].columns
         },
         ragged={
             name: Ragged.concatenate(
@@ -281,6 +313,9 @@ def _pack_rows(
             for name in sorted(chosen[0].ragged)
         },
         places=places,
+        inputs=tuple(index),
+        routes=None if packed_routes is None else tensor(packed_routes),
+        num_routed=0 if packed_routes is None else int(is_routed(packed_routes).sum()),
     )
 
 
@@ -296,6 +331,11 @@ def unpack_rows(
         for row, places, of_row in batch.unpack(values):
             out[row][places] = of_row
     return out
+
+
+def is_routed(routes: npt.NDArray[np.int16]) -> npt.NDArray[np.bool_]:
+    """[T] bool: which positions of [T, layers, active] have routes."""
+    return routes[:, 0, 0] != UNKNOWN_EXPERT
 
 
 def describe(samples: Sequence[Sample], batches: Sequence[PackedBatch]) -> str:

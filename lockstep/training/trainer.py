@@ -28,6 +28,7 @@ from lockstep.errors import AlignmentError, CheckpointError, ConfigError
 from lockstep.models.config import ModelConfig
 from lockstep.models.decoder import Decoder
 from lockstep.models.lora import adapter_off
+from lockstep.models.moe import Routing
 from lockstep.models.peft_io import check_policy, load_policy, save_policy
 from lockstep.models.sequence_parallel import SequenceParallel
 from lockstep.models.sharding import let_go, local_part
@@ -59,6 +60,13 @@ from lockstep.training.packing import (
     split_updates,
     unpack_rows,
 )
+from lockstep.training.replay import (
+    COLUMN,
+    keep_routes,
+    num_differing,
+    routes_to_replay,
+    routing_of,
+)
 from lockstep.types import Sample
 
 if TYPE_CHECKING:
@@ -67,6 +75,7 @@ if TYPE_CHECKING:
 Tensor = torch.Tensor
 Metrics = dict[str, float]
 
+OLD_ROUTES = COLUMN["recompute"]
 POLICY, OPTIMIZER, STATE = "policy", "optimizer.safetensors", "trainer.json"
 
 MAX_NAMED_ROWS = 3  # of the rows behind a skipped update; more would hide the first
@@ -126,6 +135,11 @@ class Trainer:
                 f"trainer.offload={config.offload} moves the optimizer's state to the host's "
                 "memory, and the model is on the CPU: it is there already. Leave it at none."
             )
+        if config.routing_replay != "none" and not model.config.is_moe:
+            raise ConfigError(
+                f"trainer.routing_replay={config.routing_replay} needs a model with routers; this "
+                f"one is dense ({model.config.architecture}). Set routing_replay=none."
+            )
         self.model = model
         model.recomputes_blocks = config.recompute == "blocks"
         self.reference = reference
@@ -166,13 +180,31 @@ class Trainer:
         """Log-probs of the trained tokens under the policy as it stands; no gradient.
 
         [T] float32 per sample, NaN where loss_mask is False. `column`: also kept in the samples
-        under this name; None keeps nothing. model: another policy than the one in training. The
-        micro-batches are those of `forward_backward` on the same samples, so before an update both
-        give the same bits.
+        under this name; None keeps nothing. model: another policy than the one in training, whose
+        router then chooses for itself. The micro-batches are those of `forward_backward` on the
+        same samples, so before an update both give the same bits.
+
+        With routing_replay=recompute, filling `old_logprobs` also keeps the experts that the router
+        chose as `old_routed_experts`: what is replayed from then on.
         """
+        is_own = model is None
+        is_capturing = (
+            self.config.routing_replay == "recompute" and is_own and column == "old_logprobs"
+        )
+        if is_capturing:
+            for sample in samples:
+                sample.columns.pop(OLD_ROUTES, None)
         with torch.no_grad():
-            parts = [(batch, self._log_probs(batch, model)[0]) for batch in self.pack(samples)]
+            parts: list[tuple[PackedBatch, Tensor]] = []
+            for batch in self.pack(samples, is_replaying=is_own):
+                captured = Routing() if is_capturing else None
+                routing = captured or routing_of(batch)
+                parts.append((batch, self._log_probs(batch, routing, model=model)[0]))
+                if captured is not None:
+                    keep_routes(samples, batch, captured, column=OLD_ROUTES)
         let_go(model or self.model)
+        if is_capturing and self.ranks is not None:
+            self._share_routes(samples, [batch for batch, _ in parts])
         self.num_recomputed += sum(sample.num_trained for sample in samples)
         out = self._by_row(samples, parts)
         if column is not None:
@@ -185,7 +217,10 @@ class Trainer:
         `column`: the log-probs that were compared are kept in the samples under this name.
         """
         with torch.no_grad():
-            parts = [(batch, self._log_probs(batch)[0]) for batch in self.pack(samples)]
+            parts = [
+                (batch, self._log_probs(batch, routing_of(batch))[0])
+                for batch in self.pack(samples)
+            ]
         let_go(self.model)
         self._check_contract(samples, parts)
         report = MismatchReport.empty(self.device)
@@ -235,7 +270,7 @@ class Trainer:
                 "Trainer.update, or fill the column importance_weights first."
             )
         is_weighing = correction is not None and correction.changes_tokens and not is_weighed
-        batches = self.pack(samples)
+        batches = self.pack(samples, is_updating=True)
         weigh = loss_weights(
             samples, aggregate, fixed_length=fixed_length, denominator=denominator,
             is_kept_only=correction is not None and correction.denominator == "kept" and is_weighed,
@@ -324,6 +359,7 @@ class Trainer:
         correction = correction or Correction.bypass()
         for sample in samples:
             sample.columns.pop(WEIGHTS, None)  # of an earlier update, by another policy
+            sample.columns.pop(OLD_ROUTES, None)
         loss_fn, num_updates = make_loss(objective), self.config.updates_per_batch
         self._check_correction(samples, objective, correction)
         if objective.reads_reference_logprobs:
@@ -331,10 +367,13 @@ class Trainer:
         rows, before = list(samples), Reports()
         num_recomputed = self.num_recomputed
         is_measured = all(BEHAVIOUR[correction.behaviour] in s.columns for s in samples)
-        is_two_pass = correction.needs_forward(num_updates=num_updates) or (
-            num_updates > 1 and is_measured
+        is_recomputing = self.config.routing_replay == "recompute"
+        is_two_pass = (
+            correction.needs_forward(num_updates=num_updates)
+            or (num_updates > 1 and is_measured)
+            or is_recomputing
         )
-        is_known = is_two_pass and self._knows_old_logprobs(samples)
+        is_known = is_two_pass and not is_recomputing and self._knows_old_logprobs(samples)
         if is_known:
             for sample in samples:
                 sample.set("old_logprobs", sample.columns["rollout_logprobs"])
@@ -422,10 +461,20 @@ class Trainer:
     def device(self) -> torch.device:
         return self.model.embedding.device
 
-    def pack(self, samples: Sequence[Sample]) -> list[PackedBatch]:
+    def pack(
+        self,
+        samples: Sequence[Sample],
+        *,
+        is_replaying: bool = True,
+        is_updating: bool = False,
+    ) -> list[PackedBatch]:
         """This rank's micro-batches of `samples`: always the same for the same samples.
 
-        Raises TokenError for a row that the model cannot read, besides what `packing` raises.
+        is_replaying: with the routes that `TrainerConfig.routing_replay` asks for. is_updating: for
+        a forward that trains, which replays recomputed routes and does not make them.
+
+        Raises TokenError for a row that the model cannot read, and RoutingReplayError for routes
+        that it cannot replay, besides what `packing` raises.
         """
         check_readable(
             samples,
@@ -437,9 +486,19 @@ class Trainer:
             rank, num_ranks = self.ranks.data_rank, self.ranks.data_size
         max_tokens = self.config.max_tokens_per_microbatch
         plan = plan_microbatches(samples, budget_for_ranks(samples, max_tokens, num_ranks))
-        return pack(samples, plan, device=self.device, rank=rank, num_ranks=num_ranks)
+        replay, routes = self.config.routing_replay, None
+        has_own = replay == "recompute" and any(OLD_ROUTES in s.columns for s in samples)
+        if is_replaying and (replay == "rollout" or has_own or (replay != "none" and is_updating)):
+            routes = routes_to_replay(
+                samples, replay, self.model.config, is_partial=self.config.partial_routes
+            )
+        return pack(
+            samples, plan, device=self.device, routes=routes, rank=rank, num_ranks=num_ranks
+        )
 
-    def _log_probs(self, batch: PackedBatch, model: Decoder | None = None) -> tuple[Tensor, Tensor]:
+    def _log_probs(
+        self, batch: PackedBatch, routing: Routing | None = None, *, model: Decoder | None = None
+    ) -> tuple[Tensor, Tensor]:
         """(log-probs, entropy), each [N] float32, of the trained tokens."""
         model = model or self.model
         score = model.score if self._sequence is None else partial(self._sequence.score, model)
@@ -451,16 +510,21 @@ class Trainer:
             targets_N=batch.targets,
             temperature=self.temperature,
             support=batch.support,
+            routing=routing,
         )
 
     def _backward(self, batch: PackedBatch, call: _Call) -> _Done:
-        logprobs, entropy = self._log_probs(batch)
+        routing = routing_of(batch)
+        logprobs, entropy = self._log_probs(batch, routing)
         kept = keep_tokens(
             batch, logprobs, entropy, call.correction, version=self.version,
             is_measuring=call.is_measuring,
         )  # fmt: skip
         weight_N = call.weigh(batch)
-        done = _Done(batch=batch, kept=kept, logprobs_N=logprobs.detach(), weight_N=weight_N)
+        done = _Done(
+            batch=batch, kept=kept, logprobs_N=logprobs.detach(), weight_N=weight_N,
+            routing=routing,
+        )  # fmt: skip
         if batch.is_filler or not len(kept.tokens.logprobs):
             if self.ranks is not None:  # the others wait for its part in their gradients
                 logprobs.backward(torch.zeros_like(logprobs))
@@ -507,6 +571,14 @@ class Trainer:
         for s, values, of_row in zip(samples, out, parts_of_all, strict=True):
             values[s.loss_mask] = of_row
         return out
+
+    def _share_routes(self, samples: Sequence[Sample], batches: Sequence[PackedBatch]) -> None:
+        """Gives the captured routes of this rank's rows to the others, and takes theirs."""
+        assert self.ranks is not None, "there is nobody to share with"
+        mine = {row for batch in batches if not batch.is_filler for row in batch.rows}
+        for theirs in self.ranks.gather_data({i: samples[i].columns[OLD_ROUTES] for i in mine}):
+            for row, routes in theirs.items():
+                samples[row].set(OLD_ROUTES, routes)
 
     def _check_contract(
         self, samples: Sequence[Sample], parts: Sequence[tuple[PackedBatch, Tensor]]
@@ -605,7 +677,7 @@ class Trainer:
     def _has_bad_gradient(self, call: _Call, rows: Sequence[int]) -> bool:
         chosen = [call.samples[i] for i in rows]
         self.optimizer.zero_gradients()
-        for batch in self.pack(chosen):
+        for batch in self.pack(chosen, is_updating=True):
             self._backward(batch, call)
         return not np.isfinite(self._gradient_norm())
 
@@ -637,6 +709,7 @@ class _Done:
     kept: Kept
     logprobs_N: Tensor
     weight_N: Tensor
+    routing: Routing | None
     loss_N: Tensor = field(init=False)
     out: TokenLoss | None = None
 
@@ -653,6 +726,9 @@ class _Totals:
         self.loss = torch.zeros((), dtype=torch.float64, device=device)
         self.reports = Reports()
         self.num_tokens = self.num_kept = 0
+        self.num_fed = self.num_routed = self.num_choices = 0
+        """Tokens of forwards that replay, those of them with routes, and times the layers."""
+        self.num_differing = torch.zeros_like(self.loss)
 
     def add(self, done: _Done) -> None:
         kept = done.kept
@@ -661,6 +737,11 @@ class _Totals:
         self._sum("logprob", done.logprobs_N)
         self.num_tokens += len(done.logprobs_N)
         self.num_kept += len(kept.tokens.logprobs)
+        if done.routing is not None:
+            self.num_fed += len(done.batch.ids)
+            self.num_routed += done.batch.num_routed
+            self.num_choices += done.batch.num_routed * len(done.routing.differing)
+            self.num_differing = self.num_differing + num_differing(done.routing)
         if done.out is None:
             return
         self._sum("entropy", kept.tokens.entropy.detach())
@@ -672,7 +753,7 @@ class _Totals:
 
     def on_host(self) -> _Totals:
         """The same on the CPU: what one rank tells the others."""
-        self.loss = self.loss.cpu()
+        self.loss, self.num_differing = self.loss.cpu(), self.num_differing.cpu()
         self.sums = {name: total.cpu() for name, total in self.sums.items()}
         self.maxima = {name: top.cpu() for name, top in self.maxima.items()}
         self.reports = self.reports.on_host()
@@ -685,6 +766,10 @@ class _Totals:
         out.reports = self.reports.merge(other.reports)
         out.num_tokens = self.num_tokens + other.num_tokens
         out.num_kept = self.num_kept + other.num_kept
+        out.num_fed = self.num_fed + other.num_fed
+        out.num_routed = self.num_routed + other.num_routed
+        out.num_choices = self.num_choices + other.num_choices
+        out.num_differing = self.num_differing + other.num_differing
         for name in dict.fromkeys([*self.sums, *other.sums]):
             both = [t.sums[name] for t in (self, other) if name in t.sums]
             out.sums[name] = both[0] if len(both) == 1 else both[0] + both[1]
@@ -698,15 +783,18 @@ class _Totals:
         self.sums[name] = self.sums[name] + total if name in self.sums else total
 
     def to_metrics(self) -> Metrics:
-        parts = [torch.stack([self.loss, *self.sums.values(), *self.maxima.values()])]
-        values = torch.cat([*parts, *self.reports.vectors()]).tolist()
-        loss, rest = values[0], values[1:]
+        scalars = [self.loss, self.num_differing, *self.sums.values(), *self.maxima.values()]
+        values = torch.cat([torch.stack(scalars), *self.reports.vectors()]).tolist()
+        loss, differing, rest = values[0], values[1], values[2:]
         sums = dict(zip(self.sums, rest, strict=False))
         maxima = dict(zip(self.maxima, rest[len(sums) :], strict=False))
         out = {"train/loss": loss, "tokens/trained": float(self.num_kept)}
         kept = max(self.num_kept, 1)
         out |= {f"train/{name}": x / kept for name, x in sums.items() if name != "logprob"}
         out |= {f"train/{name}": top for name, top in maxima.items()}
+        if self.num_fed:
+            out["routing/replayed_share"] = self.num_routed / self.num_fed
+            out["routing/differing_share"] = differing / max(self.num_choices, 1)
         if self.num_tokens:
             out["perplexity"] = float(np.exp(-sums["logprob"] / self.num_tokens))
         return out | self.reports.metrics_of(rest[len(sums) + len(maxima) :])

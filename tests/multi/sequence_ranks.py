@@ -111,6 +111,7 @@ def run(case, group=None):
     found["gradients"] = take_gradients(model, group)
     if (routing := batch.get("routing")) is not None:
         found["chosen"] = routing.stacked()
+        found["differing"] = torch.stack(list(routing.differing.values()))
     # The head computes in float32 whatever the model does: float64 ends at the logits.
     ids, positions, context = batch["ids_T"], batch["positions_T"], batch["context"]
     slopes_TV = torch.randn(len(ids), 97, generator=generator, dtype=torch.float64)

@@ -40,6 +40,7 @@ def test_ranks_that_share_the_tokens_compute_what_one_computes(ranks, size, case
             torch.testing.assert_close(found[key], expected[key], rtol=rtol, atol=atol)
         if "chosen" in expected:
             assert torch.equal(found["chosen"], expected["chosen"])
+            assert torch.equal(found["differing"], expected["differing"])
 
 
 @pytest.mark.parametrize(("size", "case"), EVERY, ids=name)

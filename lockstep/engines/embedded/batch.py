@@ -17,7 +17,7 @@ import torch
 from lockstep.engines.embedded.kv_cache import ZERO_PAGE, Lease, PagedCache, ResidentCache
 from lockstep.engines.embedded.sampler import Rule, sample, stream_of, uniforms
 from lockstep.ops.context import PagedBlock, PagedContext, ResidentRows
-from lockstep.types import Float32Array, Int32Array, Request
+from lockstep.types import Float32Array, Int32Array, Request, Routes
 
 Tensor = torch.Tensor
 
@@ -52,6 +52,11 @@ class Sequence:
     support: list[Int32Array] | None = None
     """Of each sampled token, what it was drawn from (nothing: the whole vocabulary); None if the
     request does not ask."""
+    routes: list[Routes] | None = None
+    """Those that were saved from pages given up, and are not handed over; None if the request does
+    not ask."""
+    num_routed: int = 0
+    """The position up to which routes were handed over or saved."""
     segment_start: int = 0
     """The first sampled token of the running policy version."""
     has_old_keys: bool = False

@@ -31,6 +31,7 @@ from lockstep.engines.embedded.scheduler import Scheduler
 from lockstep.errors import CapabilityError, ConfigError, EngineError
 from lockstep.models.decoder import Decoder
 from lockstep.models.hf_io import load_weights, read_tensors
+from lockstep.models.moe import Routing
 from lockstep.ops.api import active_backend
 from lockstep.ops.selftest import fingerprint
 from lockstep.types import (
@@ -41,6 +42,7 @@ from lockstep.types import (
     Int32Array,
     Ragged,
     Request,
+    Routes,
     SamplingParams,
 )
 
@@ -182,6 +184,7 @@ class EmbeddedEngine:
             has_seeds=True,
             has_score=True,
             has_support=True,
+            has_routed_experts=self._model.config.is_moe,
             shares_weights=self._model is self._shared,
             fingerprint=self._fingerprint_text,
         )
@@ -340,12 +343,13 @@ class EmbeddedEngine:
         reply = self._replies.get(request.id)
         if reply is not None:
             before = reply.request
-            if (before.seed, before.sampling) != (request.seed, request.sampling) or not (
+            asked = (request.seed, request.sampling, request.routes_from)
+            if (before.seed, before.sampling, before.routes_from) != asked or not (
                 np.array_equal(before.prompt_ids, request.prompt_ids)
             ):
                 raise EngineError(
-                    f"request {request.id}: the id was used for another prompt, seed or sampling "
-                    "parameters. An id names one generation; make ids unique."
+                    f"request {request.id}: the id was used for another prompt, seed, routes_from "
+                    "or sampling parameters. An id names one generation; make ids unique."
                 )
             return reply
         where = f"request {request.id}"
@@ -373,6 +377,9 @@ class EmbeddedEngine:
         sequence = self._arrived(request, ids, limit=limit)
         if request.sampling.record_support and request.sampling.is_truncated:
             sequence.support = []
+        if request.sampling.record_routes:
+            self._keep_routes(request)
+            sequence.routes, sequence.num_routed = [], request.routes_from
         reply = _Reply(request, sequence)
         self._replies[request.id] = reply
         self._reply_of[sequence] = reply
@@ -383,6 +390,27 @@ class EmbeddedEngine:
         self._scheduler.add(sequence)
         self._drive()
         return reply
+
+    def _keep_routes(self, request: Request) -> None:
+        """With the first request that asks, capturing begins, for all of them: what one of them
+        computes is another's prefix."""
+        model = self._model.config
+        if not model.is_moe:
+            raise CapabilityError(
+                f"request {request.id}: routes are asked for, and the model is dense "
+                f"({model.architecture}): no token is routed. Set sampling.record_routes=False."
+            )
+        if not 0 <= request.routes_from <= len(request.prompt_ids):
+            raise EngineError(
+                f"request {request.id}: routes_from={request.routes_from} lies outside of "
+                f"its {len(request.prompt_ids)} prompt ids."
+            )
+        if self._cache.routes is None:
+            self._cache.keep_routes(
+                num_layers=len(model.routed_layers),
+                num_active=model.num_active_experts,
+                num_experts=model.num_experts,
+            )
 
     def _arrived(self, request: Request, ids: Int32Array, *, limit: int) -> Sequence:
         self._check_open()
@@ -444,7 +472,10 @@ class EmbeddedEngine:
         chunks = inputs.chunks
         last_places = self._finish_prefill(chunks, num_fed)
         with torch.inference_mode():
-            hidden = self._model(inputs.ids, inputs.positions, inputs.context)
+            routing = None if cache.routes is None else Routing()
+            hidden = self._model(inputs.ids, inputs.positions, inputs.context, routing)
+            if routing is not None:
+                cache.write_routes(inputs.context.write_index, routing.stacked())
             broken = self._score_chunks(chunks, hidden, num_fed) if chunks else []
             if rows.num:
                 if chunks:
@@ -607,12 +638,27 @@ class EmbeddedEngine:
                 stop=stop,
                 num_cached_tokens=0 if sequence.has_sent else cached,
                 num_prefilled_tokens=0 if sequence.has_sent else prefilled,
+                routed_experts=self._fresh_routes(sequence, len(delta_ids), len(ids)),
                 support=None if sequence.support is None else Ragged.of(sequence.support[fresh]),
                 fingerprint=self._fingerprint_of(sequence),
             )
         )
         sequence.has_sent = True
         reply.notify()
+
+    def _fresh_routes(self, sequence: Sequence, num_fresh: int, num_sampled: int) -> Routes | None:
+        """Of all that was read for the last `num_fresh` sampled tokens and was not handed over."""
+        if sequence.routes is None:
+            return None
+        if not num_fresh:
+            return self._cache.read_routes([], 0, 0)
+        stop = len(sequence.request.prompt_ids) + num_sampled - 1
+        pages = [] if sequence.lease is None else sequence.lease.pages
+        fresh = self._cache.read_routes(pages, sequence.num_routed, stop)
+        routes = np.concatenate([*sequence.routes, fresh])
+        routes.setflags(write=False)
+        sequence.routes, sequence.num_routed = [], stop
+        return routes
 
     def _fingerprint_of(self, sequence: Sequence) -> str:
         if sequence.has_old_keys:

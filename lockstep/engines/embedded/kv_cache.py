@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +22,7 @@ import numpy.typing as npt
 import torch
 
 from lockstep.ops.context import KEY_BLOCK
+from lockstep.types import Routes, route_dtype
 
 Ids = npt.NDArray[np.int32]
 
@@ -152,6 +154,10 @@ class PagedCache:
         self._copies: list[tuple[int, int]] = []
         self._free: list[int] = []
         self.keys = self.values = torch.empty(0)
+        self.routes: torch.Tensor | None = None
+        """[pages, page_size, layers, active]: which experts each position went to, beside its keys
+        and values; None until `keep_routes`."""
+        self._no_routes: Routes | None = None
         self.allocate()
 
     # -- memory -------------------------------------------------------------------------------
@@ -160,13 +166,28 @@ class PagedCache:
         """Takes the memory, all zero: a masked place is multiplied by 0 and must be finite."""
         self.keys = torch.zeros(self._shape, dtype=self._dtype, device=self._device)
         self.values = torch.zeros_like(self.keys)
+        self._allocate_routes()
         self._free = list(range(self.num_pages, 0, -1))
+
+    def keep_routes(self, *, num_layers: int, num_active: int, num_experts: int) -> None:
+        """From now on every position has its routes, as its keys and values. Those that are known
+        have none, and are forgotten."""
+        self.forget()
+        self._no_routes = np.empty((0, num_layers, num_active), route_dtype(num_experts))
+        self._allocate_routes()
+
+    def _allocate_routes(self) -> None:
+        if self._no_routes is not None:
+            shape = (self.num_pages + 1, self.page_size, *self._no_routes.shape[1:])
+            dtype = getattr(torch, self._no_routes.dtype.name)
+            self.routes = torch.zeros(shape, dtype=dtype, device=self._device)
 
     def deallocate(self) -> None:
         """Gives the memory back. No lease may be out."""
         self.forget()
         assert len(self._free) == self.num_pages, "a lease is out while the cache is put to sleep"
         self.keys = self.values = torch.empty(0)
+        self.routes = None
 
     @property
     def num_available(self) -> int:
@@ -283,6 +304,23 @@ class PagedCache:
         self._copies.clear()
         for cache in (self.keys, self.values):
             cache.index_copy_(2, target, cache.index_select(2, source))
+        if self.routes is not None:
+            self.routes.index_copy_(0, target, self.routes.index_select(0, source))
+
+    def write_routes(self, write_index: torch.Tensor, routes: torch.Tensor) -> None:
+        """routes: [T, layers, active] of the positions whose keys are written at `write_index`."""
+        assert self.routes is not None, "routes are written where they are kept"
+        self.routes.flatten(0, 1).index_copy_(0, write_index, routes.to(self.routes.dtype))
+
+    def read_routes(self, pages: Sequence[int], start: int, stop: int) -> Routes:
+        """Of the positions [start, stop) of the path that `pages` hold, all of them computed."""
+        assert self._no_routes is not None, "routes are read where they are kept"
+        if self.routes is None or start == stop:
+            return self._no_routes
+        page, offset = np.divmod(np.arange(start, stop), self.page_size)
+        places = torch.from_numpy(np.array(pages, np.int64)[page] * self.page_size + offset)
+        found = self.routes.flatten(0, 1).index_select(0, places.to(self.routes.device))
+        return found.cpu().numpy()
 
     def num_known(self, ids: Ids) -> int:
         """How many of the first positions of `ids` need not be computed."""

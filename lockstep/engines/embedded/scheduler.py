@@ -62,6 +62,13 @@ class Scheduler:
             count = int(rows.counts[row])
             sequence.sampled_ids = rows.sampled_ids[row, :count].copy()
             sequence.sampled_logprobs = rows.logprobs[row, :count].copy()
+            if sequence.routes is not None and count > sequence.segment_start:
+                # What was sampled was sampled by these; computed again, some may be others.
+                assert sequence.lease is not None, "a running request holds pages"
+                stop = int(rows.positions[row])
+                routes = self.cache.read_routes(sequence.lease.pages, sequence.num_routed, stop)
+                sequence.routes.append(routes)
+                sequence.num_routed = stop
         self._vacate(sequence, keep=keep)
         self.num_preemptions += 1
         self.add(sequence)

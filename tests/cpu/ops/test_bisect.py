@@ -450,7 +450,7 @@ def test_a_record_names_every_call_with_its_layer_and_leaves_nothing_behind(kind
 
 def test_rows_that_are_not_in_the_order_of_the_tokens_are_left_out(monkeypatch):
     """With one expert per token there are as many pairs as tokens, sorted by expert."""
-    monkeypatch.setattr("lockstep.models.moe.ALL_EXPERTS_MULTIPLIES", 0)
+    monkeypatch.setattr("lockstep.models.experts.ALL_EXPERTS_MULTIPLIES", 0)
     config = ModelConfig.from_hf(hf_config("gpt_oss", VOCAB, None))
     model = Decoder(replace(config, num_active_experts=1))
     ids = torch.arange(6)
@@ -458,6 +458,22 @@ def test_rows_that_are_not_in_the_order_of_the_tokens_are_left_out(monkeypatch):
         run = record(model, ids, ids, PackedContext.of([6]), keep=digests)
     assert {"expert_linear", "swiglu_clamped"}.isdisjoint(call.op for call in run.calls)
     assert OpCall("combine", 1, 0) in run.calls
+
+
+def test_experts_that_run_in_chunks_of_tokens_are_one_call(monkeypatch):
+    model = make_model("gpt_oss")
+    ids = torch.arange(7)
+    runs = []
+    for least_chunk in (7, 3):
+        monkeypatch.setattr("lockstep.models.experts.ALL_EXPERTS_MULTIPLIES", 0)
+        monkeypatch.setattr("lockstep.models.experts.ROWS_PER_EXPERT", {"cpu": 1})
+        monkeypatch.setattr("lockstep.models.experts.LEAST_CHUNK", least_chunk)
+        with torch.no_grad():
+            runs.append(record(model, ids, ids, PackedContext.of([7]), keep=lambda outs: outs[0]))
+    whole, chunked = runs
+    assert whole.calls == chunked.calls
+    for a, b in zip(whole.kept, chunked.kept, strict=True):
+        torch.testing.assert_close(a, b)
 
 
 # -- ops outside of the API -----------------------------------------------------------------------
@@ -475,7 +491,7 @@ def test_the_decoder_computes_nothing_by_itself(monkeypatch, kind, dtype, name):
     use_backend(plain if name == "plain" else InvariantOps())
     model = make_model(kind, dtype=dtype)
     assert outside(model) == []
-    monkeypatch.setattr("lockstep.models.moe.ALL_EXPERTS_MULTIPLIES", 0)  # tokens are sorted
+    monkeypatch.setattr("lockstep.models.experts.ALL_EXPERTS_MULTIPLIES", 0)  # tokens are sorted
     assert outside(model) == []
 
 

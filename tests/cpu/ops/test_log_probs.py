@@ -43,24 +43,3 @@ def test_the_samplers_log_softmax_is_the_heads_arithmetic():
     logprobs, _ = ops.log_probs(hidden, weight, ids, temperature=0.8)
     rows = ops.log_softmax(ops.linear(hidden, weight), temperature=0.8)
     assert torch.equal(logprobs, rows.gather(1, ids[:, None])[:, 0])
-
-
-@pytest.mark.parametrize("has_bias", [True, False])
-def test_expert_linear_equals_a_loop_under_autograd(has_bias):
-    g = torch.Generator().manual_seed(0)
-    counts = [3, 0, 5, 1]
-    x = torch.randn(9, 6, generator=g)
-    weight, bias = torch.randn(4, 7, 6, generator=g), torch.randn(4, 7, generator=g)
-    results = []
-    for is_ours in (True, False):
-        leaves = [t.clone().requires_grad_() for t in (x, weight, bias)]
-        a, w, b = leaves
-        if is_ours:
-            out = ops.expert_linear(a, w, b if has_bias else None, counts)
-        else:
-            parts = zip(a.split(counts), w, b, strict=True)
-            out = torch.cat([r @ m.t() + (c if has_bias else 0) for r, m, c in parts])
-        out.square().sum().backward()
-        results.append([out.detach(), *(t.grad for t in leaves if t.grad is not None)])
-    for found, wanted in zip(*results, strict=True):
-        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)

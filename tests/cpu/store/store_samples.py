@@ -25,7 +25,7 @@ def trajectory(name: str = "t0", *, seed: int = 0, is_rich: bool = True) -> Traj
     rng = np.random.default_rng(seed)
     out = Trajectory(id=name, task_id="task-a", status="finished")
     prompt = out.observe([1, 2, 3], messages=[Message(role="user", content="Who? " + HOSTILE)])
-    routes = rng.integers(0, 4, (4, 2, 2)).astype(np.uint8) if is_rich else None
+    routes = rng.integers(0, 4, (6, 2, 2)).astype(np.uint8) if is_rich else None
     call = out.record(
         [4, 5, 6, 7],
         logprobs=-rng.random(4),
@@ -37,7 +37,6 @@ def trajectory(name: str = "t0", *, seed: int = 0, is_rich: bool = True) -> Traj
         messages=[Message(role="assistant", tool_calls=(ToolCall(name="f", arguments="{"),))],
         fingerprint="fp",
         routed_experts=routes,
-        boundary_routes=None if routes is None else routes[0],
         support=Ragged.of([[4, 1], [5], [], [2, 7, 9]]) if is_rich else None,
     )
     reply = out.observe([8], parent=call, messages=[Message(role="tool", name="f", content="{}")])

@@ -1,0 +1,302 @@
+"""The experts' MLPs on the tokens that chose them, in memory for one chunk of tokens.
+
+Pairs of token and expert are sorted by expert and run chunk by chunk of the tokens, so what lives
+at a time is bounded however many tokens there are and however unevenly they choose. A gradient
+keeps the layer's input and the routes; the rest is computed again, chunk by chunk, and the experts'
+gradients are summed where they will stand. With and without a gradient, a token's numbers come the
+same way.
+
+# T tokens  C tokens of a chunk  D model width  E experts  A active experts  F expert width
+# P = T * A token-expert pairs  R = C * A pairs of a chunk  K inner width  N outputs
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from lockstep.ops import api as ops
+from lockstep.ops.plain import rows_by_expert
+
+Tensor = torch.Tensor
+
+ROWS_PER_EXPERT = {"cpu": 128, "cuda": 1024}
+"""Of a chunk whose tokens choose evenly: fewer make slower products. What a chunk takes is then
+about as much as the weights of its layer on a CPU (widths of 512), and less for wider experts."""
+LEAST_CHUNK = 1024  # tokens; of few experts, or of experts that are all active
+
+ALL_EXPERTS_MULTIPLIES = 1 << 19
+"""Multiplications per matrix that may be wasted on experts that a token did not choose: below it,
+sorting tokens by expert costs more than it saves (a few dozen tokens of a tiny model on a CPU)."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ExpertFactors:
+    """A low-rank addition to one projection of every expert: B (A x * scale)."""
+
+    A: Tensor
+    """[E, r, K]."""
+    B: Tensor
+    """[E, N, r]."""
+    scale: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ExpertProjection:
+    """One linear map of every expert. A gradient is computed for what requires one, and the
+    products for what does not (experts frozen under an adapter) are left out."""
+
+    weight: Tensor
+    """[E, N, K]."""
+    bias: Tensor | None = None
+    """[E, N]."""
+    low_rank: ExpertFactors | None = None
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """What may have a gradient, in the order of `with_tensors`."""
+        low = self.low_rank
+        return (self.weight, self.bias, *((None, None) if low is None else (low.A, low.B)))
+
+    def with_tensors(
+        self, weight: Tensor, bias: Tensor | None, A: Tensor | None, B: Tensor | None
+    ) -> ExpertProjection:
+        low = self.low_rank
+        if low is not None and A is not None and B is not None:
+            low = ExpertFactors(A, B, low.scale)
+        return ExpertProjection(weight, bias, low)
+
+    def forward(self, x_RK: Tensor, counts: list[int]) -> Tensor:
+        """[R, N] of rows sorted by expert; counts: how many each expert has."""
+        out_RN = ops.expert_linear(x_RK, self.weight, self.bias, counts)
+        if (low := self.low_rank) is None:
+            return out_RN
+        return out_RN + ops.expert_linear(self._inner(x_RK, low, counts), low.B, None, counts)
+
+    @staticmethod
+    def _inner(x_RK: Tensor, low: ExpertFactors, counts: list[int]) -> Tensor:
+        return ops.expert_linear(x_RK, low.A, None, counts) * low.scale
+
+    def backward(
+        self,
+        grad_RN: Tensor,
+        x_RK: Tensor,
+        counts: list[int],
+        into: Sequence[Tensor | None],
+        *,
+        share_R: Tensor | None = None,
+    ) -> Tensor:
+        """[R, K]: the gradient of x. Those of `tensors` are added to `into`, None where not needed.
+
+        share_R: what each row's output is multiplied by. The caller has multiplied x by it in place
+        of the gradient; the bias has no x that could carry it.
+        """
+        grad_weight, grad_bias, grad_A, grad_B = into
+        grad_RK = ops.expert_linear_backward(
+            grad_RN, x_RK, self.weight, counts, grad_weight=grad_weight
+        )
+        if grad_bias is not None:
+            _add_sums(grad_bias, grad_RN, share_R, counts)
+        if (low := self.low_rank) is not None:
+            grad_inner = ops.expert_linear_backward(
+                grad_RN, self._inner(x_RK, low, counts), low.B, counts, grad_weight=grad_B
+            )
+            grad_RK += ops.expert_linear_backward(
+                grad_inner * low.scale, x_RK, low.A, counts, grad_weight=grad_A
+            )
+        return grad_RK
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class _Plan:
+    """What the pairs of a forward are run by."""
+
+    gate_up: ExpertProjection
+    down: ExpertProjection
+    activation: Callable[[Tensor], Tensor]
+    num_chunk_tokens: int
+
+
+def mix_experts(
+    x_TD: Tensor,
+    weights_TA: Tensor,
+    experts_TA: Tensor,
+    *,
+    gate_up: ExpertProjection,
+    down: ExpertProjection,
+    activation: Callable[[Tensor], Tensor],
+    num_chunk_tokens: int | None = None,
+) -> Tensor:
+    """[T, D]: what each token's experts give, times its weights, summed in the order of its slots.
+
+    experts_TA: [T, A] int64, distinct per token. activation: [R, 2F] -> [R, F] over `ops`.
+    num_chunk_tokens: None takes what ROWS_PER_EXPERT says.
+    """
+    if num_chunk_tokens is None:
+        rows = ROWS_PER_EXPERT.get(x_TD.device.type, ROWS_PER_EXPERT["cpu"])
+        num_chunk_tokens = rows * len(down.weight) // experts_TA.shape[1]
+        num_chunk_tokens = max(LEAST_CHUNK, num_chunk_tokens)
+    plan = _Plan(
+        gate_up=gate_up, down=down, activation=activation, num_chunk_tokens=num_chunk_tokens
+    )
+    tensors = (*gate_up.tensors, *down.tensors)
+    if torch.is_grad_enabled() and any(
+        x is not None and x.requires_grad for x in (x_TD, weights_TA, *tensors)
+    ):
+        return _Mix.apply(x_TD, weights_TA, experts_TA, plan, *tensors)  # pyright: ignore[reportReturnType]
+    return _mix(x_TD, weights_TA, experts_TA, plan)
+
+
+class _Mix(torch.autograd.Function):
+    """Keeps the layer's input, the routes and the parameters.
+
+    With y = W h + b, the gradient of a pair's weight is g . y = (W^T g) . h + g . b, and W^T g is
+    what h needs anyway: the second product of the forward is not computed again.
+    """
+
+    @staticmethod
+    def forward(ctx, x_TD, weights_TA, experts_TA, plan, *tensors):
+        ctx.save_for_backward(x_TD, weights_TA, experts_TA, *tensors)
+        ctx.plan = plan
+        return _mix(x_TD, weights_TA, experts_TA, plan)
+
+    @staticmethod
+    def backward(ctx, *grad_outputs):
+        x_TD, weights_TA, experts_TA, *tensors = ctx.saved_tensors
+        (grad_TD,) = grad_outputs
+        plan: _Plan = ctx.plan
+        needs_x, needs_weights, _, _, *needed = ctx.needs_input_grad
+        gate_up = plan.gate_up.with_tensors(*tensors[:4])
+        down = plan.down.with_tensors(*tensors[4:])
+        chunks = list(_chunks(experts_TA, len(down.weight), plan.num_chunk_tokens))
+        into = [
+            _zeros(x, len(chunks)) if is_needed else None
+            for x, is_needed in zip(tensors, needed, strict=True)
+        ]
+        grad_x_TD = torch.empty_like(x_TD)
+        grad_weights_TA = torch.empty_like(weights_TA)
+        for chunk in chunks:
+            token_R, counts = chunk.token_R, chunk.counts
+            x_RD = x_TD[chunk.tokens].index_select(0, token_R)
+            share_R = weights_TA[chunk.tokens].flatten().index_select(0, chunk.order_R)
+            gate_up_RF = gate_up.forward(x_RD, counts).requires_grad_()
+            with torch.enable_grad():
+                active_RF = plan.activation(gate_up_RF)
+            hidden_RF = active_RF.detach()
+            grad_RD = grad_TD[chunk.tokens].index_select(0, token_R)
+            grad_RF = down.backward(
+                grad_RD, hidden_RF * share_R[:, None], counts, into[4:], share_R=share_R
+            )
+            if needs_weights:
+                through_R = (grad_RF * hidden_RF).sum(-1)
+                if down.bias is not None:
+                    through_R += _with_bias(grad_RD, down.bias, counts)
+                grad_weights_TA[chunk.tokens] = chunk.by_slot(through_R)
+            del grad_RD, hidden_RF
+            (grad_RF,) = torch.autograd.grad(active_RF, gate_up_RF, grad_RF.mul_(share_R[:, None]))
+            del active_RF, gate_up_RF
+            grad_RD = gate_up.backward(grad_RF, x_RD, counts, into[:4])
+            del grad_RF, x_RD
+            if needs_x:
+                grad_x_TD[chunk.tokens] = chunk.by_slot(grad_RD).sum(1)
+        return (
+            grad_x_TD if needs_x else None,
+            grad_weights_TA if needs_weights else None,
+            None,
+            None,
+            *(
+                None if grad is None else grad.to(x.dtype)
+                for grad, x in zip(into, tensors, strict=True)
+            ),
+        )
+
+
+def _mix(x_TD: Tensor, weights_TA: Tensor, experts_TA: Tensor, plan: _Plan) -> Tensor:
+    E, F = len(plan.down.weight), plan.down.weight.shape[2]
+    if x_TD.numel() * (E - experts_TA.shape[1]) * F <= ALL_EXPERTS_MULTIPLIES:
+        # Every expert on every token: no sorting, and the pairs that count are the same.
+        x_RD = x_TD.expand(E, *x_TD.shape).flatten(0, 1)
+        place_TA = torch.arange(len(x_TD), device=x_TD.device)[:, None] + experts_TA * len(x_TD)
+        out_RD = _experts(x_RD, [len(x_TD)] * E, plan)
+        return ops.combine(_rows(out_RD, place_TA), weights_TA)
+    chunks = list(_chunks(experts_TA, E, plan.num_chunk_tokens))
+    parts = (_mix_chunk(x_TD, weights_TA, chunk, plan) for chunk in chunks)
+    if len(chunks) == 1:
+        return next(parts)
+    out_TD = torch.empty_like(x_TD)
+    for chunk, part in zip(chunks, parts, strict=True):
+        out_TD[chunk.tokens] = part
+    return out_TD
+
+
+def _mix_chunk(x_TD: Tensor, weights_TA: Tensor, chunk: _Chunk, plan: _Plan) -> Tensor:
+    x_RD = x_TD[chunk.tokens].index_select(0, chunk.token_R)
+    out_RD = _experts(x_RD, chunk.counts, plan)
+    return ops.combine(chunk.by_slot(out_RD), weights_TA[chunk.tokens])
+
+
+def _experts(x_RD: Tensor, counts: list[int], plan: _Plan) -> Tensor:
+    return plan.down.forward(plan.activation(plan.gate_up.forward(x_RD, counts)), counts)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Chunk:
+    tokens: slice
+    order_R: Tensor
+    """[R] int64: pairs (token * A + slot, counted within the chunk) sorted by expert."""
+    counts: list[int]
+    """[E]: pairs of each expert."""
+    num_active: int
+
+    @property
+    def token_R(self) -> Tensor:
+        """[R] int64: the token of each sorted pair."""
+        return self.order_R // self.num_active
+
+    def by_slot(self, sorted_R: Tensor) -> Tensor:
+        """[R, ...] of sorted pairs as [C, A, ...]."""
+        place_R = torch.empty_like(self.order_R)
+        place_R[self.order_R] = torch.arange(len(self.order_R), device=place_R.device)
+        return _rows(sorted_R, place_R.view(-1, self.num_active))
+
+
+def _chunks(experts_TA: Tensor, num_experts: int, num_tokens: int) -> Iterator[_Chunk]:
+    """One sort of all pairs, by chunk and then by expert: one wait for the device per layer."""
+    T, A = experts_TA.shape
+    if not T:
+        return
+    num_chunks = -(-T // num_tokens)
+    chunk_T = torch.arange(T, device=experts_TA.device) // num_tokens
+    group_P = (chunk_T[:, None] * num_experts + experts_TA).flatten()
+    order_P = group_P.argsort(stable=True)
+    counts = group_P.bincount(minlength=num_chunks * num_experts).view(num_chunks, -1).tolist()
+    for i, of_chunk in enumerate(counts):
+        start, stop = i * num_tokens, min((i + 1) * num_tokens, T)
+        yield _Chunk(slice(start, stop), order_P[start * A : stop * A] - start * A, of_chunk, A)
+
+
+def _rows(x: Tensor, index: Tensor) -> Tensor:
+    return x.index_select(0, index.flatten()).view(*index.shape, *x.shape[1:])
+
+
+def _zeros(x: Tensor, num_chunks: int) -> Tensor:
+    """Where a gradient is summed: over several chunks in four bytes at least."""
+    is_narrow = num_chunks > 1 and x.dtype.itemsize < 4
+    return torch.zeros_like(x, dtype=torch.float32 if is_narrow else x.dtype)
+
+
+def _add_sums(grad_EN: Tensor, grad_RN: Tensor, share_R: Tensor | None, counts: list[int]) -> None:
+    for expert, part in rows_by_expert(counts):
+        of_expert = grad_RN[part]
+        total = of_expert.sum(0) if share_R is None else share_R[part] @ of_expert
+        grad_EN[expert] += total
+
+
+def _with_bias(grad_RN: Tensor, bias_EN: Tensor, counts: list[int]) -> Tensor:
+    """[R]: each row's product with the bias of its expert."""
+    out_R = grad_RN.new_zeros(len(grad_RN))
+    for expert, part in rows_by_expert(counts):
+        torch.mv(grad_RN[part], bias_EN[expert], out=out_R[part])
+    return out_R

@@ -1,0 +1,147 @@
+"""Routing replay: a mixture's tokens go to the experts that they went to before.
+
+# T tokens  L routed layers  A active experts
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from lockstep.errors import RoutingReplayError
+from lockstep.models.config import ModelConfig
+from lockstep.models.moe import Routing
+from lockstep.training.config import RoutingReplay
+from lockstep.training.packing import PackedBatch, is_routed, shift
+from lockstep.types import UNKNOWN_EXPERT, Sample
+
+Tensor = torch.Tensor
+
+COLUMN: dict[RoutingReplay, str] = {"rollout": "routed_experts", "recompute": "old_routed_experts"}
+"""Where the experts to replay stand."""
+
+
+def routing_of(batch: PackedBatch) -> Routing | None:
+    """What the decoder is handed with a micro-batch: its routes to replay, if it has any."""
+    if batch.routes is None:
+        return None
+    is_whole = batch.num_routed == len(batch.ids)
+    is_known = None if is_whole else batch.routes[:, 0, 0] != UNKNOWN_EXPERT
+    return Routing(replay_TLA=batch.routes, is_known_T=is_known)
+
+
+def routes_to_replay(
+    samples: Sequence[Sample], replay: RoutingReplay, model: ModelConfig, *, is_partial: bool
+) -> list[npt.NDArray[np.int16]]:
+    """[T, L, A] int16 per sample: its column, UNKNOWN_EXPERT where the router is to choose.
+
+    is_partial: that is allowed. Raises RoutingReplayError for a position that is fed to the model
+    and has no routes, and for routes of another model.
+    """
+    shape = (len(model.routed_layers), model.num_active_experts)
+    out: list[npt.NDArray[np.int16]] = []
+    for sample in samples:
+        routes = sample.columns.get(COLUMN[replay])
+        if routes is None:
+            routes = np.full((len(sample), *shape), UNKNOWN_EXPERT, np.int16)
+        _check_experts(sample, routes, shape, model.num_experts)
+        if not is_partial:
+            _check_coverage(sample, routes, replay)
+        out.append(routes)
+    return out
+
+
+def num_differing(routing: Routing) -> Tensor:
+    """[] float64: over the replayed tokens and all layers, where the router itself would have
+    chosen another set of experts."""
+    is_other_LT = torch.stack(list(routing.differing.values()))
+    if routing.is_known_T is not None:
+        is_other_LT = is_other_LT & routing.is_known_T
+    return is_other_LT.sum(dtype=torch.float64)
+
+
+def keep_routes(
+    samples: Sequence[Sample], batch: PackedBatch, routing: Routing, *, column: str
+) -> None:
+    """Keeps the experts that the forward of `batch` chose in its samples, under this name."""
+    chosen = routing.stacked().cpu().numpy()
+    for row, fed in zip(batch.rows, batch.inputs, strict=True):
+        routes = np.full((len(samples[row]), *chosen.shape[1:]), UNKNOWN_EXPERT, np.int16)
+        routes[: len(fed)] = chosen[fed]
+        samples[row].set(column, routes)
+
+
+def _check_experts(
+    sample: Sample, routes: npt.NDArray[np.int16], shape: tuple[int, int], num_experts: int
+) -> None:
+    where = f"sample {sample.id}"
+    if routes.shape[1:] != shape:
+        raise RoutingReplayError(
+            f"{where} has routes of {routes.shape[1]} layers x {routes.shape[2]} experts a token; "
+            f"the model has {shape[0]} routed layers x {shape[1]} active experts. Another model's?"
+        )
+    known = is_routed(routes)
+    low = np.where(known, 0, UNKNOWN_EXPERT)[:, None, None]
+    high = np.where(known, num_experts, 0)[:, None, None]
+    is_wrong = (routes < low) | (routes >= high)
+    if is_wrong.any():
+        token, layer, slot = (int(i) for i in np.argwhere(is_wrong)[0])
+        raise RoutingReplayError(
+            f"{where}, token {token}: layer {layer} has the expert "
+            f"{int(routes[token, layer, slot])}; the model has the experts 0..{num_experts - 1}. "
+            "Another model's routes?"
+        )
+    for slot in range(1, shape[1]):
+        is_twice = (routes[:, :, slot, None] == routes[:, :, :slot]).any(-1) & known[:, None]
+        if is_twice.any():
+            token, layer = (int(i) for i in np.argwhere(is_twice)[0])
+            raise RoutingReplayError(
+                f"{where}, token {token}: layer {layer} has the experts "
+                f"{routes[token, layer].tolist()}, one of them twice. An engine that fills what it "
+                "did not compute, such as a prefix from its cache, with zeros?"
+            )
+
+
+def _check_coverage(sample: Sample, routes: npt.NDArray[np.int16], replay: RoutingReplay) -> None:
+    if not sample.num_trained:
+        return
+    needed = int(shift(sample.loss_mask)[0][-1]) + 1
+    missing = np.flatnonzero(~is_routed(routes[:needed]))
+    if not missing.size:
+        return
+    found = needed - missing.size
+    raise RoutingReplayError(
+        f"sample {sample.id} has routes for {found} positions; {needed} of its {len(sample)} ids "
+        f"are read before the last trained one, and need them. {_cause(sample, missing, replay)}"
+    )
+
+
+def _cause(sample: Sample, missing: npt.NDArray[np.int64], replay: RoutingReplay) -> str:
+    """What is missing, in words, and what to do."""
+    if replay == "recompute":
+        return (
+            "The trainer's own come from a forward before the update: call Trainer.update, or "
+            "forward(column='old_logprobs') first."
+        )
+    first = int(missing[0])
+    fix = (
+        "Is the engine's prefix cache without routes? trainer.partial_routes=true lets the router "
+        "choose there, and counts it."
+    )
+    turn = sample.columns.get("turn")
+    if COLUMN[replay] not in sample.columns:
+        return f"It has no column {COLUMN[replay]}: nothing was captured when it was sampled. {fix}"
+    if turn is None:
+        return f"The first one without is {first}. {fix}"
+    later = turn[first + 1 :]
+    after = later[later >= 0][:1]
+    next_turn = f"turn {int(after[0])}" if after.size else "the last turn"
+    if turn[first] >= 0 and turn[first + 1] != turn[first]:
+        return (
+            f"The boundary route of {next_turn} is missing (token {first}): the engine returned "
+            f"none with its prefill. {fix}"
+        )
+    return f"The first one without is token {first}, read for {next_turn}. {fix}"

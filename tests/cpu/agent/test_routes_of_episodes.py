@@ -1,0 +1,169 @@
+"""Episodes whose routes are recorded: the training row has those of the position it stands at."""
+
+import asyncio
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from lockstep.agent.config import AgentConfig
+from lockstep.agent.environment import Environment, Observation, Score
+from lockstep.agent.loop import Budget, run_episode, training_sampling
+from lockstep.engines.config import EmbeddedConfig
+from lockstep.engines.embedded.engine import EmbeddedEngine
+from lockstep.engines.registry import check_capabilities
+from lockstep.errors import CapabilityError
+from lockstep.models.config import ModelConfig
+from lockstep.models.decoder import Decoder
+from lockstep.models.moe import Routing
+from lockstep.ops.context import PackedContext
+from lockstep.renderers.config import HarmonyConfig
+from lockstep.renderers.harmony import HarmonyRenderer
+from lockstep.testing.engines import FakeEngine
+from lockstep.testing.tokenizers import byte_tokenizer
+from lockstep.types import UNKNOWN_EXPERT, Message, Task
+
+PLAIN = HarmonyConfig(system_message=False, developer_heading=False, tools_in_prompt=False)
+RENDERER = HarmonyRenderer(byte_tokenizer(), PLAIN)
+ANSWER = RENDERER.render_reply(Message(role="assistant", content="done"))
+CONFIG = AgentConfig(max_turns=4, max_turn_tokens=14, continue_cut_turns=True)
+
+
+class Asks(Environment):
+    """Goes on for ever."""
+
+    async def reset(self):
+        return [Message(role="user", content="go")]
+
+    async def step(self, message):
+        return Observation(messages=[Message(role="user", content="and?")])
+
+    async def score(self):
+        return Score(reward=1.0)
+
+
+def play(engine, *, between=None, **changes):
+    sampling = training_sampling(CONFIG, engine.capabilities, record_routes=True)
+
+    async def main():
+        playing = asyncio.ensure_future(
+            run_episode(
+                engine,
+                RENDERER,
+                Asks(),
+                Task(id="task"),
+                trajectory_id="t",
+                seed=1,
+                sampling=replace(sampling, **changes),
+                budget=Budget.of(CONFIG, max_tokens=400),
+            )
+        )
+        if between is not None:
+            await between()
+        return await playing
+
+    return asyncio.run(main())
+
+
+def make_engine():
+    size = RENDERER.tokenizer.vocab_size
+    model = Decoder(
+        ModelConfig(
+            architecture="gpt_oss",
+            vocab_size=size,
+            hidden_size=32,
+            num_layers=2,
+            num_heads=4,
+            num_kv_heads=2,
+            head_dim=8,
+            rms_norm_eps=1e-6,
+            rope_theta=1e4,
+            max_positions=512,
+            tie_embeddings=True,
+            intermediate_size=24,
+            windows=(7, None),
+            has_sinks=True,
+            has_attention_bias=True,
+            num_experts=8,
+            num_active_experts=2,
+            swiglu_limit=7.0,
+            has_expert_bias=True,
+            has_router_bias=True,
+        )
+    )
+    model.init_weights(std=0.3, seed=0)
+    return model, EmbeddedEngine(model, EmbeddedConfig(page_size=16, kv_cache_tokens=1024))
+
+
+def test_a_row_has_what_a_fresh_forward_chooses_at_every_position_of_all_turns():
+    model, engine = make_engine()
+    trajectory = play(engine)
+    assert trajectory.num_turns == 4 and trajectory.status == "truncated", trajectory.error
+    (leaf,) = trajectory.rewards
+    row, routing = trajectory.row(leaf), Routing()
+    ids = torch.from_numpy(row.token_ids).long()
+    with torch.no_grad():
+        model(ids, torch.arange(len(ids)), PackedContext.of([len(ids)]), routing)
+    column = row.columns["routed_experts"]
+    assert np.array_equal(column[:-1], routing.stacked().numpy()[:-1])
+    assert (column[-1] == UNKNOWN_EXPERT).all()
+
+
+def fake_routes(token_id, position):
+    first = (5 * token_id + position) % 31
+    return [[first, 31 + first], [first + 100, first]]
+
+
+def test_a_turn_over_a_weight_update_has_the_routes_of_each_part():
+    engine = FakeEngine(
+        lambda request: ANSWER, routes=fake_routes, tokens_per_step=1, step_seconds=0.0005
+    )
+
+    async def between():
+        while not engine.requests:
+            await asyncio.sleep(0)
+        await asyncio.sleep(0.003)
+        await engine.load_weights(None, version=1)
+
+    trajectory = play(engine, between=between, max_tokens=14)
+    reasons = [s.finish_reason for s in trajectory.segments if s.is_sampled]
+    assert reasons.count("weight_update") == 1, trajectory.error
+    (leaf,) = trajectory.rewards
+    row = trajectory.row(leaf)
+    wanted = [fake_routes(int(i), at) for at, i in enumerate(row.token_ids)]
+    assert row.columns["routed_experts"][:-1].tolist() == wanted[:-1]
+
+
+class Forgets(FakeEngine):
+    async def generate(self, request):
+        async for delta in super().generate(request):
+            yield replace(delta, routed_experts=None)
+
+
+class SkipsThePrompt(FakeEngine):
+    """Hands out what it sampled alone, as if a cached prompt had no routes."""
+
+    async def generate(self, request):
+        async for delta in super().generate(request):
+            routes = delta.routed_experts[len(request.prompt_ids) - request.routes_from :]
+            yield replace(delta, routed_experts=routes)
+
+
+@pytest.mark.parametrize(
+    ("engine", "text"),
+    [
+        (Forgets, f"expected the experts of its {len(ANSWER)} tokens, and found none"),
+        (SkipsThePrompt, "Did the engine leave out what it found in its prefix cache"),
+    ],
+)
+def test_an_engine_that_leaves_routes_out_fails_the_episode(engine, text):
+    trajectory = play(engine(lambda request: ANSWER, routes=fake_routes))
+    assert trajectory.status == "failed" and text in trajectory.error
+
+
+def test_an_engine_without_routes_is_refused_before_the_run():
+    engine = FakeEngine(lambda request: ANSWER, vocab_size=10)
+    check_capabilities(engine, vocab_size=10, max_tokens=10)
+    with pytest.raises(CapabilityError, match=r"engine fake does not hand out the experts"):
+        check_capabilities(engine, vocab_size=10, max_tokens=10, is_replayed=True)

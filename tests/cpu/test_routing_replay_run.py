@@ -1,0 +1,96 @@
+"""Runs with routing replay: equal bits where sampler and trainer agree, and what it takes away
+where they do not."""
+
+import json
+from dataclasses import dataclass
+
+import pytest
+
+from lockstep.build import check_config, plan
+from lockstep.config import resolve
+from lockstep.engines.config import EngineConfig
+from lockstep.errors import ConfigError
+from lockstep.loop import train
+from lockstep.recipes import find_recipe, find_supervised_recipe
+from lockstep.store.run import load_run
+
+SMALL = [
+    "steps=2", "groups_per_step=2", "group_size=4", "evaluation.num_tasks=1",
+    "evaluation.num_samples=1", "evaluation.at_start=false", "seed=3", "trainer.warmup_updates=0",
+]  # fmt: skip
+
+
+def rows_of(path, *overrides):
+    """The metrics of both steps."""
+    train(resolve(find_recipe("quickstart"), [*SMALL, *overrides]), out=path, view="json")
+    rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in rows if "mismatch/k3" in row]
+
+
+def test_under_the_contract_replay_is_the_identity(tmp_path):
+    runs = {
+        replay: rows_of(
+            tmp_path / replay, "contract=true-on-policy", f"trainer.routing_replay={replay}"
+        )
+        for replay in ("none", "rollout", "recompute")
+    }
+    for replay in ("rollout", "recompute"):
+        for row, without in zip(runs[replay], runs["none"], strict=True):
+            for name in ("train/loss", "train/grad_norm", "train/entropy", "reward/mean"):
+                assert row[name] == without[name], name
+            assert row["mismatch/unequal_tokens"] == row["mismatch/k3"] == 0
+            assert row["routing/replayed_share"] == 1 and row["routing/differing_share"] == 0
+            assert "routing/replayed_share" not in without
+
+
+def test_replay_takes_the_flips_of_a_noisy_router_away(tmp_path):
+    fault = ["fault=router_noise", "fault.std=0.1", "steps=1"]
+    without = rows_of(tmp_path / "none", *fault)[0]
+    replayed = rows_of(tmp_path / "rollout", *fault, "trainer.routing_replay=rollout")[0]
+    assert replayed["mismatch/compared_tokens"] == without["mismatch/compared_tokens"]
+    assert replayed["routing/differing_share"] > 0.01
+    # What stays is the noise of the weights; whole experts more or less are gone.
+    assert 0 < replayed["mismatch/k3"] < 0.7 * without["mismatch/k3"]
+    # They are stored with the trajectories, as they were sampled.
+    (record, *_) = load_run(tmp_path / "rollout").trajectories(0)
+    t = record.trajectory
+    assert {s.routed_experts.dtype.name for s in t.segments} == {"uint8"}
+    (leaf,) = t.leaves()
+    assert t.num_routed(leaf) == len(t.path_ids(leaf)) - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoRoutes(EngineConfig):
+    """An engine of a user's own that says nothing of routes."""
+
+
+@pytest.mark.parametrize(
+    ("overrides", "text"),
+    [
+        (["model=tiny-qwen3", "trainer.routing_replay=rollout"], r"model=tiny-qwen3 is dense"),
+        (["model=tiny-qwen3", "trainer.routing_replay=recompute"], r"model=tiny-qwen3 is dense"),
+        (
+            ["engine=no_routes", "trainer.routing_replay=rollout"],
+            r"engine=no_routes does not hand out .* trainer\.routing_replay=recompute",
+        ),
+    ],
+)
+def test_replay_of_what_cannot_be_is_refused_before_a_model_is_loaded(overrides, text):
+    with pytest.raises(ConfigError, match=text):
+        check_config(resolve(find_recipe("quickstart"), overrides))
+
+
+def test_supervised_training_has_no_routes_to_replay():
+    with pytest.raises(ConfigError, match="in supervised training nothing was sampled"):
+        resolve(find_supervised_recipe("tiny-gpt-oss"), ["trainer.routing_replay=rollout"])
+
+
+def test_the_plan_says_what_is_replayed():
+    def line(replay):
+        config = resolve(find_recipe("quickstart"), [f"trainer.routing_replay={replay}"])
+        return [text for text in plan(config) if text.startswith(("routing", "update"))]
+
+    assert "two-pass" not in " ".join(line("rollout"))
+    assert "the sampler's experts are replayed in every forward" in " ".join(line("rollout"))
+    assert "two-pass" in " ".join(line("recompute"))
+    assert not any(text.startswith("routing") for text in line("none"))
