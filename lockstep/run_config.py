@@ -70,6 +70,10 @@ class ModelChoice:
     """Names the run directory: runs/NAME-TIMESTAMP."""
     model: str = "tiny-gpt-oss"
     """A shipped model, a checkpoint directory in Hugging Face's form, or ORGANISATION/NAME."""
+    fallback: bool = False
+    """Let transformers run the model in place of the decoder: for architectures that the decoder
+    does not have. For training alone: another engine samples, and the contract, routing replay,
+    recompute, adapters and sharding are refused. Needs the extra `transformers`."""
     seed: int = 0
     """Of tasks, sampling and everything else that is drawn."""
     max_tokens: int = 512

@@ -31,7 +31,13 @@ def make_engine(config: object, model: Any, token_bytes: Sequence[bytes]) -> Eng
 @make_engine.register
 def _(config: EmbeddedConfig, model: Any, token_bytes: Sequence[bytes]) -> Engine:
     from lockstep.engines.embedded.engine import EmbeddedEngine
+    from lockstep.models.decoder import Decoder
 
+    if not isinstance(model, Decoder):
+        raise CapabilityError(
+            f"engine embedded runs the decoder, and cannot run a {type(model).__name__}: choose an "
+            "engine outside of this process."
+        )
     return EmbeddedEngine(model, config, token_bytes=token_bytes)
 
 

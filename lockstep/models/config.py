@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from lockstep.errors import CheckpointError
 
@@ -151,6 +151,8 @@ class FallbackConfig:
     max_positions: int
     num_experts: int = 0
     num_active_experts: int = 0
+    routed_layers: ClassVar[tuple[int, ...]] = ()
+    """None that routes can be read from or replayed in."""
 
     @property
     def is_moe(self) -> bool:

@@ -4,6 +4,9 @@ The decoder fuses projections that Hugging Face keeps apart. The map below says,
 parameters, which of theirs it holds and where: each of theirs is a view of one of ours. Loading
 and saving write to and read from that view, so that what is loaded is saved back with the same
 bytes, and neither needs room for more than the model and a block.
+
+`hf_tensors`, `save_checkpoint` and `load_into` take the type of model as their case: a model of
+another kind registers its own (`models.fallback`).
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import shutil
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, singledispatch
 from pathlib import Path
 from typing import Any
 
@@ -333,6 +336,15 @@ def load_weights(
                 local_part(parameter).copy_(part_like(out, parameter))
 
 
+@singledispatch
+def load_into(model: Decoder, directory: str | Path) -> None:
+    """Copies a checkpoint's weights into a model that stays where it is.
+
+    Raises CheckpointError, before anything is changed, for tensors that do not fit.
+    """
+    load_weights(model, read_tensors(directory), where=str(directory))
+
+
 def _load_piece(piece: Piece, out: Tensor, tensors: Mapping[str, Tensor | StoredTensor]) -> None:
     source = tensors.get(piece.name)
     if isinstance(source, StoredTensor):
@@ -399,6 +411,7 @@ def _first(texts: list[str]) -> list[str]:
 # -- saving ---------------------------------------------------------------------------------------
 
 
+@singledispatch
 def hf_tensors(model: Decoder) -> Iterator[tuple[str, Tensor]]:
     """(Hugging Face name, tensor) for every parameter, in the order of the model; with its adapter
     merged into them, if it has one. A sharded one is gathered when its turn comes: all ranks walk
@@ -410,6 +423,7 @@ def hf_tensors(model: Decoder) -> Iterator[tuple[str, Tensor]]:
             yield piece.name, piece.view(value).reshape(piece.shape)
 
 
+@singledispatch
 def save_checkpoint(
     model: Decoder,
     directory: str | Path,

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 from lockstep.errors import CheckpointError
 from lockstep.models.decoder import Decoder
-from lockstep.models.hf_io import load_weights, read_tensors, save_checkpoint
+from lockstep.models.hf_io import load_into, save_checkpoint
 from lockstep.models.lora import ExpertLowRank, adapter_at
 from lockstep.models.lora_config import LoraShape, Site
 from lockstep.models.peft_format import (
@@ -83,7 +83,7 @@ def check_policy(model: Decoder, directory: str | Path, *, like: str | Path) -> 
 def load_policy(model: Decoder, directory: str | Path) -> None:
     """Reads what `save_policy` wrote into the model's own memory; `check_policy` goes before."""
     if model.lora is None:
-        load_weights(model, read_tensors(directory), where=str(directory))
+        load_into(model, directory)
     else:
         load_adapter(model, directory)
 

@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file
 from lockstep.correction.config import Correction
 from lockstep.correction.metrics import MismatchReport
 from lockstep.errors import AlignmentError, CheckpointError, ConfigError
-from lockstep.models.config import ModelConfig
+from lockstep.models.config import FallbackConfig, ModelConfig
 from lockstep.models.decoder import Decoder
 from lockstep.models.lora import adapter_off
 from lockstep.models.moe import Routing
@@ -682,12 +682,12 @@ class Trainer:
         return not np.isfinite(self._gradient_norm())
 
 
-def check_same_shapes(directory: Path, expected: ModelConfig) -> None:
+def check_same_shapes(directory: Path, expected: ModelConfig | FallbackConfig) -> None:
     """Raises CheckpointError naming every setting in which the model saved there differs."""
-    saved = ModelConfig.from_directory(directory)
+    saved = type(expected).from_directory(directory)
     differing = [
         f"{f.name} is {getattr(saved, f.name)} there and {getattr(expected, f.name)} here"
-        for f in fields(ModelConfig)
+        for f in fields(expected)
         if getattr(saved, f.name) != getattr(expected, f.name)
     ]
     if differing:

@@ -1,0 +1,251 @@
+"""Any causal language model of transformers behind the decoder's interface, for the trainer.
+
+Its own code computes it, so nothing here can promise equal bits, cached pages, replayed routes or
+shared beginnings: rows run as padded batches, and an engine outside of this process samples. What
+it cannot do is refused by name, in `build.check_config` before a model is loaded and here.
+
+# T tokens  D model width  N trained tokens  V vocabulary  B rows of a block  L its length
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from lockstep.errors import CapabilityError, CheckpointError, ConfigError, MissingExtraError
+from lockstep.models.config import FallbackConfig
+from lockstep.models.hf_io import (
+    copy_companions,
+    hf_tensors,
+    load_into,
+    replacing,
+    save_checkpoint,
+)
+from lockstep.ops import api as ops
+from lockstep.ops.context import PackedBlock, PackedContext, Support, take_rows
+
+Tensor = torch.Tensor
+
+
+class FallbackModel(nn.Module):
+    """A `transformers` model for the trainer: ids, positions and a packed context in, hidden states
+    and log-probs out. Made by `load_fallback`."""
+
+    def __init__(self, inner: Any, config: FallbackConfig) -> None:
+        """inner: a transformers model with a language-modelling head; kept in evaluation mode, so
+        that dropout never makes two forwards differ."""
+        super().__init__()
+        self.inner = inner.eval()
+        self.config = config
+        self.lora = None
+        parameters = inspect.signature(inner.forward).parameters
+        self._takes_positions = "position_ids" in parameters
+        self.has_plain_head = self._is_plain_head()
+        """Whether logits are hidden states times a matrix and nothing else: not capped, scaled or
+        shifted. The log-probs are then formed in chunks; otherwise all logits at once."""
+
+    @property
+    def embedding(self) -> Tensor:
+        """[V, D]."""
+        return self.inner.get_input_embeddings().weight
+
+    @property
+    def head(self) -> Tensor:
+        """[V, D]: the output projection."""
+        return self.inner.get_output_embeddings().weight
+
+    @property
+    def recomputes_blocks(self) -> bool:
+        return False
+
+    @recomputes_blocks.setter
+    def recomputes_blocks(self, value: bool) -> None:
+        if value:
+            raise ConfigError(
+                "trainer.recompute=blocks: a model that transformers runs (fallback) recomputes "
+                "only in training mode, where dropout may be on. Set trainer.recompute=none."
+            )
+
+    def forward(
+        self, ids_T: Tensor, positions_T: Tensor, context: Any, routing: Any = None
+    ) -> Tensor:
+        """ids, positions [T] int64 -> [T, D] hidden states: what the head reads, where it is plain.
+
+        Raises CapabilityError for a context or routes that only the decoder understands.
+        """
+        self._check(context, routing)
+        return self._run(
+            self.inner.base_model, lambda out: out.last_hidden_state, ids_T, positions_T, context
+        )
+
+    def score(
+        self,
+        ids_T: Tensor,
+        positions_T: Tensor,
+        context: Any,
+        *,
+        predictors_N: Tensor,
+        targets_N: Tensor,
+        temperature: float = 1.0,
+        support: Support | None = None,
+        routing: Any = None,
+    ) -> tuple[Tensor, Tensor]:
+        """(log-prob, entropy), each [N] float32: see `Decoder.score`."""
+        if self.has_plain_head:
+            hidden_TD = self(ids_T, positions_T, context, routing)
+            return ops.log_probs(
+                hidden_TD.index_select(0, predictors_N), self.head, targets_N,
+                temperature=temperature, support=support,
+            )  # fmt: skip
+        self._check(context, routing)
+        logits_TV = self._run(self.inner, lambda out: out.logits, ids_T, positions_T, context)
+        logits_NV = logits_TV.index_select(0, predictors_N).float() / temperature
+        if support is not None:
+            kept_NV = support.mask(slice(None), logits_NV.shape[1])
+            logits_NV = logits_NV.masked_fill(~kept_NV, float("-inf"))
+        logprobs_NV = logits_NV.log_softmax(-1)
+        terms_NV = logprobs_NV.exp() * logprobs_NV
+        entropy_N = -terms_NV.masked_fill(logprobs_NV == float("-inf"), 0.0).sum(-1)
+        return logprobs_NV.gather(1, targets_N[:, None])[:, 0], entropy_N
+
+    def _check(self, context: Any, routing: Any) -> None:
+        if not isinstance(context, PackedContext):
+            raise CapabilityError(
+                f"a model that transformers runs (fallback) takes whole rows, not a "
+                f"{type(context).__name__}: no embedded engine, no sequence parallelism."
+            )
+        if routing is not None:
+            raise CapabilityError(
+                "a model that transformers runs (fallback) cannot replay or report routes."
+            )
+
+    def _run(
+        self,
+        module: Any,
+        read: Callable[[Any], Tensor],
+        ids_T: Tensor,
+        positions_T: Tensor,
+        context: PackedContext,
+    ) -> Tensor:
+        """[T, ...]: the rows of each block as a batch, padded behind their ends."""
+        outs: list[Tensor] = []
+        for block in context.blocks:
+            index_BL = block.token_index
+            inputs = {"input_ids": ids_T[index_BL], "attention_mask": _mask(block)}
+            if self._takes_positions:
+                inputs["position_ids"] = positions_T[index_BL]
+            outs.append(read(module(**inputs, use_cache=False)).flatten(0, 1))
+        out = outs[0] if len(outs) == 1 else torch.cat(outs)
+        # A token that several rows begin with is computed in each, and read in one of them.
+        return out if context.place_index is None else take_rows(out, context.place_index)
+
+    def _is_plain_head(self) -> bool:
+        """Tried on a few ids: what the head does is known to its own forward alone."""
+        head = self.inner.get_output_embeddings()
+        if head is None:
+            raise CapabilityError(
+                f"{type(self.inner).__name__} has no output embeddings: not a language model."
+            )
+        if getattr(head, "bias", None) is not None:
+            return False
+        ids = torch.arange(min(len(self.embedding), 8), device=self.embedding.device)[None]
+        with torch.no_grad():
+            hidden = self.inner.base_model(input_ids=ids, use_cache=False).last_hidden_state
+            logits = self.inner(input_ids=ids, use_cache=False).logits
+            if hidden.shape[-1] != head.weight.shape[1]:
+                return False
+            return torch.equal(F.linear(hidden, head.weight), logits.to(hidden.dtype))
+
+
+def _mask(block: PackedBlock) -> Tensor:
+    """[B, L] int64, 1 at a row's own tokens. Places behind its end repeat its last token, which
+    stands nowhere before it."""
+    index_BL = block.token_index
+    lengths_B = (index_BL != index_BL[:, -1:]).sum(1) + 1
+    steps_L = torch.arange(block.length, device=index_BL.device)
+    return (steps_L < lengths_B[:, None]).long()
+
+
+def load_fallback(
+    directory: str | Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> FallbackModel:
+    """A checkpoint directory of any architecture that transformers has, as a model to train.
+
+    Raises MissingExtraError without transformers; CheckpointError for an architecture that it does
+    not know either, and one listing every tensor that is missing, extra or misshapen, which
+    transformers itself would fill with random numbers.
+    """
+    config = FallbackConfig.from_directory(directory)
+    try:
+        from transformers import AutoModelForCausalLM
+    except ImportError:
+        raise MissingExtraError.of(
+            "transformers", extra="transformers", needed_for="fallback=true"
+        ) from None
+    try:
+        inner, found = AutoModelForCausalLM.from_pretrained(
+            directory, dtype=dtype, local_files_only=True, output_loading_info=True
+        )
+    except Exception as error:  # of a dozen kinds: an unknown architecture, torn or absent files
+        raise CheckpointError(
+            f"{directory}: transformers cannot load {config.architecture} ({error})."
+        ) from error
+    misfits = {
+        kind.removesuffix("_keys"): sorted(map(str, found[kind]))
+        for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")
+        if found.get(kind)
+    }
+    if misfits:
+        listed = "; ".join(
+            f"{k} ({len(names)}): {', '.join(names)}" for k, names in misfits.items()
+        )
+        raise CheckpointError(f"{directory} does not fit {config.architecture}: {listed}.")
+    return FallbackModel(inner.to(device), config)
+
+
+# -- what hf_io does for a decoder ----------------------------------------------------------------
+
+
+@hf_tensors.register
+def _(model: FallbackModel) -> Iterator[tuple[str, Tensor]]:
+    from transformers.core_model_loading import revert_weight_conversion
+
+    inner = model.inner
+    own = {n for n, _ in inner.named_parameters()} | {n for n, _ in inner.named_buffers()}
+    state = {n: t.detach() for n, t in inner.state_dict().items() if n in own}
+    yield from revert_weight_conversion(inner, state).items()
+
+
+@save_checkpoint.register
+def _(
+    model: FallbackModel,
+    directory: str | Path,
+    *,
+    like: str | Path,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """As transformers writes it. Raises CapabilityError for another dtype than the model's."""
+    if dtype not in (None, model.embedding.dtype):
+        raise CapabilityError(f"a model that transformers runs is not saved in {dtype}.")
+    with replacing(directory) as beside:
+        model.inner.save_pretrained(beside)
+        copy_companions(like, beside)
+
+
+@load_into.register
+def _(model: FallbackModel, directory: str | Path) -> None:
+    """By way of a second copy on the CPU: transformers loads into new models only."""
+    other = load_fallback(directory, dtype=model.embedding.dtype)
+    with torch.no_grad():
+        mine, theirs = dict(model.named_parameters()), dict(other.named_parameters())
+        for name, parameter in mine.items():
+            parameter.copy_(theirs[name])
