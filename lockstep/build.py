@@ -10,15 +10,22 @@ import json
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from lockstep.agent.loop import truncation_notice
 from lockstep.config import from_dict, tag
 from lockstep.engines.config import EmbeddedConfig
-from lockstep.errors import CheckpointError, ConfigError, DataError, RunError
+from lockstep.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    MissingExtraError,
+    RunError,
+)
 from lockstep.models import peft_format
-from lockstep.models.config import Architecture, ModelConfig
+from lockstep.models.config import Architecture, FallbackConfig, ModelConfig
 from lockstep.models.locate import locate_model
 from lockstep.models.lora_config import LoraShape
 from lockstep.ops.contract import TRUE_ON_POLICY, Fingerprint, why_not_same
@@ -55,7 +62,7 @@ class Foundation:
     """What a run stands on, known without torch."""
 
     directory: Path
-    model: ModelConfig
+    model: ModelConfig | FallbackConfig
     renderer_config: RendererConfig
     renderer: Renderer
     lora: LoraShape | None = None
@@ -100,7 +107,9 @@ def check_config(config: Config) -> Foundation:
     Raises ConfigError, CheckpointError, RendererError or DataError, with both values and the fix.
     """
     foundation = lay_foundation(config)
-    if config.fault is not None:
+    if config.fallback:
+        _check_fallback(config)
+    elif config.fault is not None and isinstance(foundation.model, ModelConfig):
         config.fault.check(
             model=foundation.model, name=config.model, engine=config.engine, dtype=config.dtype
         )
@@ -143,7 +152,10 @@ def _check_replay(config: Config, model: ModelConfig) -> None:
 def lay_foundation(config: ModelChoice) -> Foundation:
     """Model config, tokenizer, renderer and adapter of a run, checked against each other."""
     directory = locate_model(config.model)
-    model = ModelConfig.from_directory(directory)
+    if config.fallback and find_spec("transformers") is None:
+        raise MissingExtraError.of("transformers", extra="transformers", needed_for="fallback=true")
+    kind = FallbackConfig if config.fallback else ModelConfig
+    model = kind.from_directory(directory)
     if config.max_tokens > model.max_positions:
         raise ConfigError(
             f"max_tokens={config.max_tokens} is more than the {model.max_positions} positions that "
@@ -159,7 +171,7 @@ def lay_foundation(config: ModelChoice) -> Foundation:
         )
     chosen = config.renderer or renderer_of(directory, model)
     lora = None
-    if config.lora is not None:
+    if config.lora is not None and isinstance(model, ModelConfig):
         lora = peft_format.resolve_shape(config.lora, model, directory, name=config.model)
     return Foundation(directory, model, chosen, make_renderer(chosen, tokenizer), lora)
 
@@ -192,7 +204,36 @@ def check_critic(config: Config, foundation: Foundation) -> None:
         )
 
 
-def renderer_of(directory: Path, model: ModelConfig) -> RendererConfig:
+def _check_fallback(config: Config) -> None:
+    """Raises ConfigError that lists what a model which transformers runs cannot do of what is asked
+    for: before it is loaded, and before transformers is imported."""
+    problems = [
+        text
+        for is_asked, text in (
+            (
+                isinstance(config.engine, EmbeddedConfig),
+                "engine=embedded runs the decoder alone; choose an engine outside of this process",
+            ),
+            (
+                config.contract == TRUE_ON_POLICY,
+                f"contract={TRUE_ON_POLICY} is a promise of the decoder's ops; set contract=none",
+            ),
+            (
+                config.advantage.needs_critic and not config.critic.model,
+                "a critic is a decoder: name one with critic.model",
+            ),
+            (
+                config.fault is not None,
+                "faults are injected into the decoder and its engine; leave fault out",
+            ),
+        )
+        if is_asked
+    ]
+    if problems:
+        raise ConfigError(f"fallback=true: {'; '.join(problems)}.")
+
+
+def renderer_of(directory: Path, model: ModelConfig | FallbackConfig) -> RendererConfig:
     """The renderer that a model was trained with: its own file, or its architecture's format."""
     path = directory / RENDERER_FILE
     if path.is_file():
@@ -200,7 +241,9 @@ def renderer_of(directory: Path, model: ModelConfig) -> RendererConfig:
             return from_dict(_RendererFile, json.loads(path.read_text())).renderer
         except ValueError as error:
             raise ConfigError(f"{path}: {error}") from None
-    default = DEFAULT_RENDERERS.get(model.architecture)
+    default = None
+    if isinstance(model, ModelConfig):
+        default = DEFAULT_RENDERERS.get(model.architecture)
     if default is None:
         raise ConfigError(
             f"no renderer is known for a model of {model.architecture}. Set renderer=KIND, or keep "
@@ -478,6 +521,8 @@ def choose_numerics(config: Config, model: Decoder) -> Numerics:
 
 def _why_no_contract(config: Config) -> str:
     """What rules the contract out before anything is tried; empty if nothing does."""
+    if config.fallback:
+        return "fallback=true: transformers computes the model, and not ops"
     if config.agent.is_truncated and not config.agent.record_support:
         return (
             f"agent.top_p={config.agent.top_p} agent.top_k={config.agent.top_k} with "
@@ -506,7 +551,11 @@ def load_model(
     config: ModelChoice, foundation: Foundation, *, weights: Path | None = None
 ) -> Decoder:
     """The decoder, with its adapter, on the config's device and dtype; sets torch's threads and
-    seed. weights: of a checkpoint; None takes the config's own."""
+    seed. weights: of a checkpoint; None takes the config's own.
+
+    With fallback=true a `FallbackModel`, which a trainer takes for one; what asks for more of it
+    was refused before.
+    """
     import torch
 
     from lockstep.models.hf_io import load_checkpoint
@@ -520,8 +569,13 @@ def load_model(
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device=cuda, and torch sees no GPU. Choose device=cpu or auto.")
-    _check_freeze(config, foundation)
     dtype = getattr(torch, config.dtype)
+    if config.fallback:
+        from lockstep.models.fallback import load_fallback
+
+        found = load_fallback(weights or foundation.directory, dtype=dtype, device=device)
+        return cast("Decoder", found)
+    _check_freeze(config, foundation)
     if config.lora is None or foundation.lora is None:
         return load_checkpoint(weights or foundation.directory, dtype=dtype, device=device)
     model = load_checkpoint(foundation.directory, dtype=dtype, device=device)
@@ -541,7 +595,7 @@ def _check_freeze(config: ModelChoice, foundation: Foundation) -> None:
     from lockstep.models.lora import add_adapter
     from lockstep.training.optimizer import freeze
 
-    if not config.trainer.freeze:
+    if not config.trainer.freeze or not isinstance(foundation.model, ModelConfig):
         return
     with torch.device("meta"):
         model = Decoder(foundation.model)

@@ -100,6 +100,16 @@ class ModelChoice:
         if not self.name or "/" in self.name:
             raise ConfigError(f"name={self.name!r} must be usable as part of a directory name.")
         self.trainer.check_budget(self.max_tokens)
+        if self.fallback and self.lora is not None:
+            raise ConfigError(
+                "fallback=true with lora: adapters are put on the decoder's projections. Leave "
+                "lora out, or fallback."
+            )
+        if self.fallback and self.trainer.recompute != "none":
+            raise ConfigError(
+                f"fallback=true with trainer.recompute={self.trainer.recompute}: it is the "
+                "decoder's blocks that are run again. Set trainer.recompute=none."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

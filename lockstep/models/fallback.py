@@ -117,7 +117,7 @@ class FallbackModel(nn.Module):
     def _check(self, context: Any, routing: Any) -> None:
         if not isinstance(context, PackedContext):
             raise CapabilityError(
-                f"a model that transformers runs (fallback) takes whole rows, not a "
+                "a model that transformers runs (fallback) takes whole rows (PackedContext), found "
                 f"{type(context).__name__}: no embedded engine, no sequence parallelism."
             )
         if routing is not None:
@@ -192,13 +192,14 @@ def load_fallback(
             "transformers", extra="transformers", needed_for="fallback=true"
         ) from None
     try:
-        inner, found = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             directory, dtype=dtype, local_files_only=True, output_loading_info=True
         )
     except Exception as error:  # of a dozen kinds: an unknown architecture, torn or absent files
         raise CheckpointError(
             f"{directory}: transformers cannot load {config.architecture} ({error})."
         ) from error
+    inner, found = loaded
     misfits = {
         kind.removesuffix("_keys"): sorted(map(str, found[kind]))
         for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")

@@ -112,7 +112,8 @@ class Trainer:
         contract: Fingerprint | None = None,
         ranks: Ranks | None = None,
     ) -> None:
-        """like: the checkpoint directory whose config and tokenizer files `save` copies.
+        """model: a `FallbackModel` is taken for a decoder.
+        like: the checkpoint directory whose config and tokenizer files `save` copies.
         reference: the frozen policy that a reference KL is taken to; a model with an adapter needs
         none, since the adapter can be switched off.
 

@@ -1,0 +1,170 @@
+"""Models that only transformers has, in the trainer: its log-probs and its gradients."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from lockstep.errors import CapabilityError, CheckpointError, ConfigError
+from lockstep.models.config import FallbackConfig
+from lockstep.models.hf_io import hf_tensors
+from lockstep.objectives.config import Reinforce
+from lockstep.objectives.losses import make_loss
+from lockstep.ops.context import PackedContext, Support
+from lockstep.training.config import TrainerConfig
+from lockstep.training.trainer import Trainer
+from lockstep.types import Ragged, Sample
+
+transformers = pytest.importorskip("transformers", reason="pip install 'lockstep-rl[transformers]'")
+
+from lockstep.models.fallback import load_fallback  # noqa: E402
+
+SHAPE = {
+    "vocab_size": 61, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,
+    "pad_token_id": 0, "bos_token_id": None, "eos_token_id": None, "initializer_range": 0.3,
+}  # fmt: skip
+KINDS = {
+    "Olmo2": SHAPE,
+    "Gemma2": {**SHAPE, "head_dim": 8, "sliding_window": 8, "final_logit_softcapping": 3.0},
+    "Phi": {**SHAPE, "hidden_size": 32, "resid_pdrop": 0.1},  # its head has a bias
+    "Granite": {**SHAPE, "logits_scaling": 4.0, "attention_multiplier": 0.3},
+    "Olmoe": {**SHAPE, "num_experts": 4, "num_experts_per_tok": 2},
+    "GPT2": {
+        "vocab_size": 61, "n_embd": 24, "n_layer": 2, "n_head": 4, "n_positions": 128,
+        "initializer_range": 0.3, "bos_token_id": None, "eos_token_id": None,
+    },
+}  # fmt: skip
+PLAIN = {"Olmo2", "Olmoe", "GPT2"}
+
+
+def make(kind, path):
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(**KINDS[kind])
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    model.save_pretrained(path)
+    return model.eval()
+
+
+@pytest.fixture(params=KINDS)
+def pair(request, tmp_path):
+    theirs = make(request.param, tmp_path / "hf")
+    return request.param, theirs, load_fallback(tmp_path / "hf"), tmp_path
+
+
+def rows():
+    """Three begin alike: packing computes their beginning once, and a fallback once for each."""
+    rng = np.random.default_rng(1)
+    stem = rng.integers(1, 61, 9)
+    out = []
+    for number, length in enumerate((5, 9, 2, 21)):
+        ids = rng.integers(1, 61, length)
+        ids = (np.concatenate([stem, ids]) if number < 3 else ids).astype(np.int32)
+        mask = np.zeros(len(ids), bool)
+        mask[-length // 2 :] = True
+        advantages = np.where(mask, rng.normal(), 0.0).astype(np.float32)
+        out.append(Sample(id=str(number), token_ids=ids, loss_mask=mask,
+                          columns={"advantages": advantages}))  # fmt: skip
+    return out
+
+
+def test_a_step_of_the_trainer_has_the_gradient_of_transformers(pair):
+    kind, theirs, ours, root = pair
+    assert ours.has_plain_head == (kind in PLAIN)
+    trainer = Trainer(ours, TrainerConfig(), like=root / "hf")
+    samples = rows()
+    trainer.forward_backward(samples, make_loss(Reinforce()), column="logprobs")
+    trainer.optimizer.gradient_norm()
+
+    num_trained = sum(int(s.loss_mask.sum()) for s in samples)
+    for sample in samples:
+        ids = torch.from_numpy(sample.token_ids.astype(np.int64))
+        logprobs = theirs(input_ids=ids[None]).logits[0, :-1].log_softmax(-1)
+        logprobs = logprobs.gather(1, ids[1:, None])[:, 0][sample.loss_mask[1:]]
+        found = torch.from_numpy(sample.columns["logprobs"][sample.loss_mask])
+        assert (found - logprobs).abs().max() <= 1e-5 * logprobs.abs().max()
+        weight = torch.from_numpy(sample.columns["advantages"][sample.loss_mask])
+        (-(logprobs * weight).sum() / num_trained).backward()
+    expected = {f"inner.{n}": p.grad for n, p in theirs.named_parameters()}
+    found = trainer.optimizer.gradients()
+    for name, gradient in expected.items():
+        error = (found[name] - gradient).norm() / gradient.norm().clamp(min=1e-6)
+        assert error <= 2e-5, (name, float(error))
+
+
+def test_it_is_saved_and_loaded_as_transformers_would(pair):
+    _, theirs, ours, root = pair
+    like = json.loads((root / "hf" / "config.json").read_text())
+    trainer = Trainer(ours, TrainerConfig(lr=1e-2), like=root / "hf")
+    trainer.save(root / "before")
+    trainer.forward_backward(rows(), make_loss(Reinforce()))
+    trainer.optim_step()
+    trainer.save(root / "after")
+    saved = json.loads((root / "after" / "policy" / "config.json").read_text())
+    assert {k: v for k, v in saved.items() if like.get(k) != v} == {}
+    again = type(theirs).from_pretrained(root / "after" / "policy")
+    for name, parameter in again.named_parameters():
+        assert torch.equal(parameter, ours.inner.get_parameter(name))
+    trainer.load(root / "before")
+    for name, parameter in theirs.named_parameters():
+        assert torch.equal(parameter, ours.inner.get_parameter(name))
+    from lockstep.models.hf_io import read_tensors
+
+    on_disk = read_tensors(root / "before" / "policy")
+    sent = dict(hf_tensors(ours))
+    assert sent.keys() == on_disk.keys()
+    assert all(torch.equal(tensor, on_disk[name].read()) for name, tensor in sent.items())
+
+
+def test_what_was_drawn_from_a_part_of_the_vocabulary_is_scored_over_it(tmp_path):
+    theirs = make("Gemma2", tmp_path)
+    ours = load_fallback(tmp_path)
+    ids = torch.tensor([5, 9, 3, 7])
+    kept = Ragged.of([np.array(ids, np.int32) for ids in ([3, 4, 9], [], [7, 1])])
+    logprobs, entropy = ours.score(
+        ids, torch.arange(4), PackedContext.of([4]), predictors_N=torch.arange(3),
+        targets_N=ids[1:], temperature=0.7, support=Support.of(kept),
+    )  # fmt: skip
+    logits = theirs(input_ids=ids[None]).logits[0, :3] / 0.7
+    wanted = [
+        logits[0, [3, 4, 9]].log_softmax(0)[2], logits[1].log_softmax(0)[3],
+        logits[2, [7, 1]].log_softmax(0)[0],
+    ]  # fmt: skip
+    assert torch.allclose(logprobs, torch.stack(wanted), atol=1e-5)
+    assert 0 < entropy[0] <= np.log(3) and 0 < entropy[2] <= np.log(2)
+
+
+def test_what_only_the_decoder_can_is_refused_by_name(tmp_path):
+    make("Olmo2", tmp_path)
+    ours = load_fallback(tmp_path)
+    ids = torch.arange(3)
+    with pytest.raises(CapabilityError, match="found object: no embedded engine"):
+        ours(ids, ids, object())
+    with pytest.raises(CapabilityError, match="cannot replay or report routes"):
+        ours(ids, ids, PackedContext.of([3]), object())
+    with pytest.raises(ConfigError, match="recompute=blocks"):
+        Trainer(ours, TrainerConfig(recompute="blocks"), like=tmp_path)
+    from lockstep.engines.config import EmbeddedConfig
+    from lockstep.engines.registry import make_engine
+
+    with pytest.raises(CapabilityError, match="cannot run a FallbackModel"):
+        make_engine(EmbeddedConfig(), ours, ())
+
+
+def test_tensors_that_transformers_would_fill_at_random_are_an_error(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    make("Olmo2", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.norm.weight"]
+    tensors["stray"] = torch.zeros(2)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"missing \(1\): model\.norm.*unexpected \(1\): str"):
+        load_fallback(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(
+        {"model_type": "nobody", "vocab_size": 9, "hidden_size": 8, "num_hidden_layers": 1}
+    ))  # fmt: skip
+    assert FallbackConfig.from_directory(tmp_path).architecture == "nobody"
+    with pytest.raises(CheckpointError, match="transformers cannot load nobody"):
+        load_fallback(tmp_path)
