@@ -457,8 +457,10 @@ def _check_critic_freeze(config: Config, foundation: Foundation) -> None:
     from lockstep.models.critic import ValueModel
     from lockstep.training.optimizer import freeze
 
+    name = config.critic.model
+    shape = ModelConfig.from_directory(locate_model(name) if name else foundation.directory)
     with torch.device("meta"):
-        model = ValueModel(foundation.model)
+        model = ValueModel(shape)
     freeze(model.named_parameters(), config.critic.freeze, setting="critic.freeze")
 
 

@@ -233,10 +233,13 @@ def _(
     *,
     like: str | Path,
     dtype: torch.dtype | None = None,
+    is_writer: bool = True,
 ) -> None:
-    """As transformers writes it. Raises CapabilityError for another dtype than the model's."""
+    """As transformers writes it. is_writer: False on ranks other than the first. Raises CapabilityError for another dtype than the model's."""
     if dtype not in (None, model.embedding.dtype):
         raise CapabilityError(f"a model that transformers runs is not saved in {dtype}.")
+    if not is_writer:
+        return
     with replacing(directory) as beside:
         model.inner.save_pretrained(beside)
         copy_companions(like, beside)

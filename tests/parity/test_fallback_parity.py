@@ -1,17 +1,25 @@
 """Models that only transformers has, in the trainer: its log-probs and its gradients."""
 
 import json
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
 import torch
 
+from lockstep.config import resolve
+from lockstep.engines.config import EmbeddedConfig, EngineConfig
+from lockstep.engines.embedded.engine import EmbeddedEngine
+from lockstep.engines.registry import make_engine
 from lockstep.errors import CapabilityError, CheckpointError, ConfigError
+from lockstep.loop import train
 from lockstep.models.config import FallbackConfig
-from lockstep.models.hf_io import hf_tensors
+from lockstep.models.hf_io import hf_tensors, load_checkpoint, read_tensors
+from lockstep.models.locate import locate_model
 from lockstep.objectives.config import Reinforce
 from lockstep.objectives.losses import make_loss
 from lockstep.ops.context import PackedContext, Support
+from lockstep.recipes import find_recipe
 from lockstep.training.config import TrainerConfig
 from lockstep.training.trainer import Trainer
 from lockstep.types import Ragged, Sample
@@ -109,8 +117,6 @@ def test_it_is_saved_and_loaded_as_transformers_would(pair):
     trainer.load(root / "before")
     for name, parameter in theirs.named_parameters():
         assert torch.equal(parameter, ours.inner.get_parameter(name))
-    from lockstep.models.hf_io import read_tensors
-
     on_disk = read_tensors(root / "before" / "policy")
     sent = dict(hf_tensors(ours))
     assert sent.keys() == on_disk.keys()
@@ -145,9 +151,6 @@ def test_what_only_the_decoder_can_is_refused_by_name(tmp_path):
         ours(ids, ids, PackedContext.of([3]), object())
     with pytest.raises(ConfigError, match="recompute=blocks"):
         Trainer(ours, TrainerConfig(recompute="blocks"), like=tmp_path)
-    from lockstep.engines.config import EmbeddedConfig
-    from lockstep.engines.registry import make_engine
-
     with pytest.raises(CapabilityError, match="cannot run a FallbackModel"):
         make_engine(EmbeddedConfig(), ours, ())
 
@@ -168,3 +171,40 @@ def test_tensors_that_transformers_would_fill_at_random_are_an_error(tmp_path):
     assert FallbackConfig.from_directory(tmp_path).architecture == "nobody"
     with pytest.raises(CheckpointError, match="transformers cannot load nobody"):
         load_fallback(tmp_path)
+
+
+# -- a run ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutsideConfig(EngineConfig):
+    """An engine that has weights of its own and is sent the trainer's."""
+
+
+class OutsideEngine(EmbeddedEngine):
+    @property
+    def capabilities(self):
+        return replace(super().capabilities, shares_weights=False)
+
+
+@make_engine.register
+def _(config: OutsideConfig, model, token_bytes):
+    decoder = load_checkpoint(locate_model("tiny-qwen3"))
+    return OutsideEngine(decoder, EmbeddedConfig(), token_bytes=token_bytes)
+
+
+def test_a_run_trains_through_transformers_with_an_engine_that_is_sent_its_weights(tmp_path):
+    words = [
+        "model=tiny-qwen3", "fallback=true", "contract=auto", "steps=2", "groups_per_step=2",
+        "group_size=4", "evaluation.num_tasks=2", "evaluation.at_start=false",
+    ]  # fmt: skip
+    recipe = replace(find_recipe("quickstart"), engine=OutsideConfig())
+    train(resolve(recipe, words), out=tmp_path / "run", view="json")
+    rows = [json.loads(x) for x in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if "train/loss" in row]
+    assert len(steps) == 2
+    for row in steps:  # one computes by the decoder's ops, the other by transformers' modules
+        assert 0 < row["mismatch/max_abs_diff"] < 1e-3, row["mismatch/max_abs_diff"]
+        assert row["mismatch/k3"] < 1e-8
+    environment = json.loads((tmp_path / "run" / "environment.json").read_text())
+    assert "transformers computes the model" in environment["numerics"]

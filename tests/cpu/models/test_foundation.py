@@ -2,10 +2,11 @@
 
 import json
 import shutil
+from importlib.util import find_spec
 
 import pytest
 
-from lockstep.build import lay_foundation
+from lockstep.build import check_config, lay_foundation
 from lockstep.config import resolve
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.models.locate import SHIPPED_ROOT
@@ -47,3 +48,32 @@ def test_the_qwen_families_are_written_in_chatml(directory):
 def test_an_unknown_architecture_is_refused_before_anything_is_read(directory):
     with pytest.raises(CheckpointError, match=r"'olmo2' is not supported.*fallback=true"):
         foundation_of(directory, model_type="olmo2")
+
+
+def test_a_fallback_is_refused_what_only_the_decoder_can_and_all_of_it_is_listed(directory):
+    if find_spec("transformers") is None:
+        pytest.skip("pip install 'lockstep-rl[transformers]'")
+
+    def check(*overrides):
+        words = [f"model={directory}", "fallback=true", *overrides]
+        return check_config(resolve(find_recipe("quickstart"), words))
+
+    with pytest.raises(ConfigError) as error:
+        check("contract=true-on-policy", "advantage=gae", "fault=kernel_noise", "fault.std=0.1")
+    for part in ("engine=embedded runs the decoder alone", "set contract=none",
+                 "name one with critic.model", "leave fault out"):  # fmt: skip
+        assert part in str(error.value)
+    with pytest.raises(ConfigError, match=r"fallback=true with lora"):
+        check("lora.rank=4")
+    with pytest.raises(ConfigError, match=r"fallback=true with trainer\.recompute=blocks"):
+        check("trainer.recompute=blocks")
+
+
+def test_a_fallback_without_a_renderer_asks_for_one(directory):
+    if find_spec("transformers") is None:
+        pytest.skip("pip install 'lockstep-rl[transformers]'")
+    found = foundation_of(directory, "fallback=true", model_type="olmo2").model
+    assert (found.architecture, found.num_layers, found.family) == ("olmo2", 2, "dense")
+    (directory / "renderer.json").unlink()
+    with pytest.raises(ConfigError, match="no renderer is known for a model of olmo2"):
+        foundation_of(directory, "fallback=true")
