@@ -235,7 +235,8 @@ def _(
     dtype: torch.dtype | None = None,
     is_writer: bool = True,
 ) -> None:
-    """As transformers writes it. is_writer: False on ranks other than the first. Raises CapabilityError for another dtype than the model's."""
+    """As transformers writes it. is_writer: False on all ranks but one. Raises CapabilityError for
+    another dtype than the model's."""
     if dtype not in (None, model.embedding.dtype):
         raise CapabilityError(f"a model that transformers runs is not saved in {dtype}.")
     if not is_writer:
