@@ -42,7 +42,9 @@ def step_metrics(
         "episodes/failed": sum(t.status == "failed" for t in every),
         "episodes/truncated": sum(t.status == "truncated" for t in every),
         "episodes/turns_mean": float(np.mean([t.num_turns for t in every])),
-        "episodes/without_signal": sum(len(set(g.rewards)) <= 1 for g in groups),
+        "episodes/without_signal": sum(
+            len(g.trajectories) > 1 and len(set(g.rewards)) <= 1 for g in groups
+        ),
         "response_length/mean": float(np.mean(lengths)),
         "response_length/min": min(lengths),
         "response_length/max": max(lengths),

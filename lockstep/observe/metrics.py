@@ -83,7 +83,7 @@ METRICS: tuple[Metric, ...] = (
     _metric("episodes/failed", "episodes", "down", "Episodes that broke; never trained."),
     _metric("episodes/truncated", "episodes", "down", "Episodes that a budget ended."),
     _metric("episodes/turns_mean", "turns", "none", "Turns of the model per episode."),
-    _metric("episodes/without_signal", "groups", "down", "Groups whose rewards are all equal."),
+    _metric("episodes/without_signal", "groups", "down", "Groups of several with equal rewards."),
     _metric("episode/*", "1", "none", "Mean over episodes of a counter of the environment."),
     _metric("response_length/mean", "tokens", "none", "Sampled tokens per episode."),
     _metric("response_length/max", "tokens", "none", "Sampled tokens of the longest episode."),

@@ -499,6 +499,7 @@ def test_a_run_with_a_critic_reports_it_and_keeps_it(whole, tmp_path, capsys):
         check_row(row)
         assert row["critic/loss"] > 0 and row["critic/grad_norm"] > 0
         assert row["mismatch/unequal_tokens"] == 0
+        assert row["episodes/without_signal"] == 0  # none is compared with another
     assert set(state_of(whole)) == {
         "policy/model.safetensors", "optimizer.safetensors", "critic/model/model.safetensors",
         "critic/optimizer.safetensors",
