@@ -14,8 +14,9 @@ from lockstep.ops.invariant import InvariantOps
 from lockstep.training.checkpoint import CheckpointStore
 
 ROWS = [9, 20, 14]
-NEVER_COMPUTED = KINDS[:1]
+NEVER_COMPUTED = KINDS
 FROZEN_TABLES = ()
+UNLIKE = {"tie_word_embeddings": False, "head_dim": 16}
 
 
 def gradients(trainer):
@@ -73,12 +74,15 @@ def test_the_gradient_of_a_frozen_parameter_is_never_computed(tmp_path, kind, ba
     frozen = ("*.attention.*", "*.mlp.*", *FROZEN_TABLES)
     found = []
     for patterns in ((), frozen):
-        trainer = make_trainer(tmp_path, kind, freeze=patterns, hf={"tie_word_embeddings": False})
+        trainer = make_trainer(tmp_path, kind, freeze=patterns, hf=UNLIKE)
         (batch,) = trainer.pack(make_rows([9, 20, 18]))
-        logprobs, _ = trainer._log_probs(batch)
+        logprobs, _ = trainer.model.score(
+            batch.ids, batch.positions, batch.context,
+            predictors_N=batch.predictors, targets_N=batch.targets,
+        )  # fmt: skip
         with Made(trainer.model) as made:
             logprobs.sum().backward()
-        # Rows are 47 tokens, 21 of them trained: no activation has the shape of a weight.
+        # Rows of activations are as wide as the model or an expert, and no weight of attention is.
         weights = [p for p in trainer.model.parameters() if p.dim() > 1]
         shapes = {s for p in weights if not patterns or not p.requires_grad for s in both_ways(p)}
         found.append(shapes & made.shapes)
