@@ -134,7 +134,12 @@ def check_config(config: Config) -> Foundation:
 
 
 def _check_replay(config: Config, model: ModelConfig) -> None:
-    """Raises ConfigError if there are no routes to replay."""
+    """Raises ConfigError if there are no routes to replay, or no routers to train."""
+    if config.trainer.router_aux_coef and not model.routed_layers:
+        raise ConfigError(
+            f"trainer.router_aux_coef={config.trainer.router_aux_coef} needs a model with routers; "
+            f"model={config.model} ({model.architecture}) has none to train. Leave it at 0."
+        )
     replay = config.trainer.routing_replay
     if replay != "none" and not model.is_moe:
         raise ConfigError(

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from lockstep.models.moe import Routing
+from lockstep.models.moe import Balancing, Routing
 from lockstep.ops import api as ops
 from lockstep.ops.context import PackedContext, Support
 
@@ -73,6 +73,10 @@ class SequenceParallel:
         if routing is not None and own is not None:
             routing.chosen |= {layer: split.gather(x) for layer, x in own.chosen.items()}
             routing.differing |= {layer: split.gather(x) for layer, x in own.differing.items()}
+            if routing.balancing is not None and own.balancing is not None:
+                routing.balancing.losses |= own.balancing.losses
+                for loss in routing.balancing.losses.values():
+                    dist.all_reduce(loss, group=self.group)
         found = _Spread.apply(torch.stack([logprobs, entropy]), mine, len(targets_N), self.group)
         return found[0], found[1]
 
@@ -116,10 +120,15 @@ class SplitContext:
 
     def take_routing(self, routing: Routing) -> Routing:
         replay, is_known = routing.replay_TLA, routing.is_known_T
-        return Routing(
+        own = Routing(
             replay_TLA=None if replay is None else self.take(replay),
             is_known_T=None if is_known is None else self.take(is_known),
         )
+        if (whole := routing.balancing) is not None:
+            weight_P = self.take(whole.weight_T)
+            weight_P[max(self.num_tokens - self.start, 0) :] = 0.0  # what stands on several ranks
+            own.balancing = Balancing(pull_LE=whole.pull_LE, weight_T=weight_P)
+        return own
 
     def gather(self, x_P: Tensor) -> Tensor:
         """[T, ...] of all ranks' parts. No gradient."""

@@ -162,6 +162,20 @@ METRICS: tuple[Metric, ...] = (
         "routing/differing_share", "share", "down",
         "Of the replayed (token, layer) pairs, those whose router would have chosen other experts.",
     ),
+    _metric(
+        "moe/load_max", "1", "down",
+        "Tokens of an expert over those of an even spread: the largest of all routed layers.",
+    ),
+    _metric(
+        "moe/load_cv", "1", "down",
+        "Standard deviation over mean of the tokens per expert: mean of the routed layers.",
+    ),
+    _metric("moe/load_cv/*", "1", "down", "The same of one routed layer, counted from 0."),
+    _metric("moe/unused_experts", "share", "down", "Experts that no token went to."),
+    _metric(
+        "moe/aux_loss", "1", "down",
+        "Experts * sum of load * mean router probability, 1 if even; with `router_aux_coef`.",
+    ),
     _metric("tokens/prefilled", "tokens", "down", "Prompt tokens that the engine computed."),
     _metric("tokens/cached", "tokens", "up", "Prompt tokens whose keys and values were reused."),
     _metric("time/step_seconds", "seconds", "down", "The whole step."),

@@ -68,6 +68,10 @@ class TrainerConfig:
     partial_routes: bool = False
     """With routing_replay=rollout: where a row has no routes the router chooses, and
     `routing/replayed_share` counts it. Otherwise a row without them is an error."""
+    router_aux_coef: float = 0.0
+    """Weight of the auxiliary loss that has a mixture's routers spread the tokens over the experts:
+    experts * sum of load * mean probability, 1 where even, by the load of the whole update. Costs
+    one more forward without the head where nothing else has counted the load. 0 has none."""
     measure_after_every: int = 10
     """Every that many steps the mismatch is measured again after the update, on a part of the
     batch; 0 never does."""
@@ -91,6 +95,12 @@ class TrainerConfig:
                 "at least 2: a prompt token and one that it predicts",
             ),
             (self.updates_per_batch >= 1, "updates_per_batch", self.updates_per_batch, ">= 1"),
+            (
+                0 <= self.router_aux_coef < math.inf,
+                "router_aux_coef",
+                self.router_aux_coef,
+                "a finite number, at least 0; 0 is off",
+            ),
             (
                 self.measure_after_every >= 0,
                 "measure_after_every",

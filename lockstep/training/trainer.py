@@ -14,6 +14,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial, reduce
+from operator import add
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +51,7 @@ from lockstep.training.correcting import (
     loss_weights,
     measure_batch,
 )
+from lockstep.training.expert_load import ExpertLoad
 from lockstep.training.optimizer import Optimizer, freeze, lr_share
 from lockstep.training.packing import (
     PackedBatch,
@@ -92,6 +94,8 @@ class _Call:
     loss_fn: LossFn
     correction: Correction | None
     is_measuring: bool
+    load: ExpertLoad | None
+    """What the auxiliary loss is balanced by; None has none."""
 
 
 class Trainer:
@@ -141,6 +145,11 @@ class Trainer:
                 f"trainer.routing_replay={config.routing_replay} needs a model with routers; this "
                 f"one is dense ({model.config.architecture}). Set routing_replay=none."
             )
+        if config.router_aux_coef and not model.config.routed_layers:
+            raise ConfigError(
+                f"trainer.router_aux_coef={config.router_aux_coef} needs a model with routers; "
+                f"this one ({model.config.architecture}) has none to train. Leave it at 0."
+            )
         self.model = model
         model.recomputes_blocks = config.recompute == "blocks"
         self.reference = reference
@@ -166,6 +175,8 @@ class Trainer:
         """Trained tokens whose log-probs were computed again without a gradient, in all."""
         self._bad_loss = ""
         self._num_kept = 0
+        self._counted: tuple[tuple[int, list[str]], ExpertLoad] | None = None
+        """The load of the last forward that filled `old_logprobs`: of which policy and rows."""
         self._calls: list[_Call] = []
         lr_share(config.warmup_updates, config, total_updates=total_updates)
 
@@ -192,6 +203,8 @@ class Trainer:
         is_capturing = (
             self.config.routing_replay == "recompute" and is_own and column == "old_logprobs"
         )
+        is_counting = self.config.router_aux_coef > 0 and is_own and column == "old_logprobs"
+        loads: list[ExpertLoad] = []
         if is_capturing:
             for sample in samples:
                 sample.columns.pop(OLD_ROUTES, None)
@@ -200,12 +213,18 @@ class Trainer:
             for batch in self.pack(samples, is_replaying=is_own):
                 captured = Routing() if is_capturing else None
                 routing = captured or routing_of(batch)
+                if is_counting:
+                    routing = routing or Routing()
                 parts.append((batch, self._log_probs(batch, routing, model=model)[0]))
                 if captured is not None:
                     keep_routes(samples, batch, captured, column=OLD_ROUTES)
+                if is_counting and routing is not None and not batch.is_filler:
+                    loads.append(self._load_of(batch, routing.stacked()))
         let_go(model or self.model)
         if is_capturing and self.ranks is not None:
             self._share_routes(samples, [batch for batch, _ in parts])
+        if is_counting:
+            self._counted = ((self.version, [s.id for s in samples]), self._load_of_all(loads))
         self.num_recomputed += sum(sample.num_trained for sample in samples)
         out = self._by_row(samples, parts)
         if column is not None:
@@ -278,7 +297,7 @@ class Trainer:
         )  # fmt: skip
         call = _Call(
             samples=samples, weigh=weigh, loss_fn=loss_fn, correction=correction,
-            is_measuring=is_measuring,
+            is_measuring=is_measuring, load=self._load_to_balance(samples, batches),
         )  # fmt: skip
         self._calls.append(call)
         totals = _Totals(self.device)
@@ -303,6 +322,10 @@ class Trainer:
             totals = reduce(_Totals.merge, self.ranks.gather_data(totals.on_host()))
         self._num_kept += totals.num_kept
         metrics = totals.to_metrics()
+        if totals.load is not None:
+            metrics |= totals.load.to_metrics()
+        if call.load is not None:
+            metrics["moe/aux_loss"] = float(totals.balance_loss) / self.config.router_aux_coef
         if not np.isfinite(metrics["train/loss"]):
             found = self._by_row(samples, losses, fill=0.0)
             self._bad_loss = self._bad_loss or _name_bad_losses(samples, found)
@@ -514,8 +537,54 @@ class Trainer:
             routing=routing,
         )
 
+    def _load_of(self, batch: PackedBatch, chosen_TLA: Tensor) -> ExpertLoad:
+        return ExpertLoad.of(chosen_TLA, batch, self.model.config.num_experts)
+
+    def _load_of_all(self, loads: Sequence[ExpertLoad]) -> ExpertLoad:
+        """The sum of micro-batches', of all ranks."""
+        shape = (len(self.model.config.routed_layers), self.model.config.num_experts)
+        total = torch.zeros(shape, dtype=torch.float64, device=self.device)
+        total = reduce(add, loads, ExpertLoad(total))
+        if self.ranks is not None:
+            self.ranks.sum_data(total.counts_LE)
+        return total
+
+    def _load_to_balance(
+        self, samples: Sequence[Sample], batches: Sequence[PackedBatch]
+    ) -> ExpertLoad | None:
+        """The load of all samples, which the auxiliary loss needs before the first backward: by
+        the routes that will be replayed, by a forward that has just been made, or by one more."""
+        if not (self.config.router_aux_coef and batches):
+            return None
+        which = (self.version, [s.id for s in samples])
+        if self._counted is not None and self._counted[0] == which:
+            return self._counted[1]
+        loads: list[ExpertLoad] = []
+        is_known = not self.config.partial_routes  # on all ranks alike
+        with torch.no_grad():
+            for batch in batches:
+                chosen = batch.routes
+                if chosen is None or not is_known:
+                    routing = routing_of(batch) or Routing()
+                    if self.ranks is None:
+                        self.model(batch.ids, batch.positions, batch.context, routing)
+                    else:
+                        self._log_probs(batch, routing)  # in step with the others
+                    chosen = routing.stacked()
+                if not batch.is_filler:
+                    loads.append(self._load_of(batch, chosen))
+        let_go(self.model)
+        return self._load_of_all(loads)
+
     def _backward(self, batch: PackedBatch, call: _Call) -> _Done:
         routing = routing_of(batch)
+        if self.model.config.routed_layers:
+            routing = routing or Routing()  # keeps what is chosen, for `moe/...`
+        if routing is not None and call.load is not None and not batch.is_filler:
+            routing.balancing = call.load.balancing(
+                batch, num_active=self.model.config.num_active_experts,
+                coef=self.config.router_aux_coef,
+            )  # fmt: skip
         logprobs, entropy = self._log_probs(batch, routing)
         kept = keep_tokens(
             batch, logprobs, entropy, call.correction, version=self.version,
@@ -526,8 +595,11 @@ class Trainer:
             batch=batch, kept=kept, logprobs_N=logprobs.detach(), weight_N=weight_N,
             routing=routing,
         )  # fmt: skip
+        if routing is not None and not batch.is_filler and routing.chosen:
+            done.load = self._load_of(batch, routing.stacked())
         if batch.is_filler or not len(kept.tokens.logprobs):
-            if self.ranks is not None:  # the others wait for its part in their gradients
+            # Other ranks wait for its part in their gradients; routers are balanced by it too.
+            if self.ranks is not None or call.load is not None:
                 logprobs.backward(torch.zeros_like(logprobs))
                 self.optimizer.collect_gradients()
             return done
@@ -713,6 +785,7 @@ class _Done:
     routing: Routing | None
     loss_N: Tensor = field(init=False)
     out: TokenLoss | None = None
+    load: ExpertLoad | None = None
 
     def __post_init__(self) -> None:
         self.loss_N = torch.zeros_like(self.logprobs_N)
@@ -730,6 +803,8 @@ class _Totals:
         self.num_fed = self.num_routed = self.num_choices = 0
         """Tokens of forwards that replay, those of them with routes, and times the layers."""
         self.num_differing = torch.zeros_like(self.loss)
+        self.load: ExpertLoad | None = None
+        self.balance_loss = torch.zeros_like(self.loss)
 
     def add(self, done: _Done) -> None:
         kept = done.kept
@@ -738,7 +813,12 @@ class _Totals:
         self._sum("logprob", done.logprobs_N)
         self.num_tokens += len(done.logprobs_N)
         self.num_kept += len(kept.tokens.logprobs)
-        if done.routing is not None:
+        if done.load is not None:
+            self.load = done.load if self.load is None else self.load + done.load
+        if done.routing is not None and done.routing.balancing is not None:
+            for loss in done.routing.balancing.losses.values():
+                self.balance_loss = self.balance_loss + loss
+        if done.routing is not None and done.batch.routes is not None:
             self.num_fed += len(done.batch.ids)
             self.num_routed += done.batch.num_routed
             self.num_choices += done.batch.num_routed * len(done.routing.differing)
@@ -755,6 +835,8 @@ class _Totals:
     def on_host(self) -> _Totals:
         """The same on the CPU: what one rank tells the others."""
         self.loss, self.num_differing = self.loss.cpu(), self.num_differing.cpu()
+        self.load = None if self.load is None else ExpertLoad(self.load.counts_LE.cpu())
+        self.balance_loss = self.balance_loss.cpu()
         self.sums = {name: total.cpu() for name, total in self.sums.items()}
         self.maxima = {name: top.cpu() for name, top in self.maxima.items()}
         self.reports = self.reports.on_host()
@@ -771,6 +853,9 @@ class _Totals:
         out.num_routed = self.num_routed + other.num_routed
         out.num_choices = self.num_choices + other.num_choices
         out.num_differing = self.num_differing + other.num_differing
+        loads = [t.load for t in (self, other) if t.load is not None]
+        out.load = reduce(add, loads) if loads else None
+        out.balance_loss = self.balance_loss + other.balance_loss
         for name in dict.fromkeys([*self.sums, *other.sums]):
             both = [t.sums[name] for t in (self, other) if name in t.sums]
             out.sums[name] = both[0] if len(both) == 1 else both[0] + both[1]

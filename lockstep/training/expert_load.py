@@ -1,0 +1,80 @@
+"""How evenly a mixture's tokens are spread over its experts, and the loss that evens it out.
+
+Both are of all rows of an update, whatever its micro-batches: a token that several rows begin with
+is run once in a micro-batch and counts once for each of them.
+
+# T tokens  L routed layers  E experts  A active experts
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from lockstep.models.moe import Balancing
+from lockstep.training.packing import PackedBatch
+
+Tensor = torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ExpertLoad:
+    """Tokens that each expert was given. Those of micro-batches, and of ranks, add up."""
+
+    counts_LE: Tensor
+    """[L, E] float64: each layer's sum is tokens times active experts."""
+
+    @classmethod
+    def of(cls, chosen_TLA: Tensor, batch: PackedBatch, num_experts: int) -> ExpertLoad:
+        """chosen_TLA: [T, L, A] integers, the experts that the tokens of `batch` went to."""
+        T, L, A = chosen_TLA.shape
+        layer_L = torch.arange(L, device=chosen_TLA.device)
+        place_TLA = layer_L[:, None] * num_experts + chosen_TLA.long()
+        weight_TLA = row_counts(batch)[:, None, None].expand(T, L, A)
+        counts = torch.bincount(
+            place_TLA.flatten(), weight_TLA.flatten(), minlength=L * num_experts
+        )
+        return cls(counts.view(L, num_experts))
+
+    def __add__(self, other: ExpertLoad) -> ExpertLoad:
+        return ExpertLoad(self.counts_LE + other.counts_LE)
+
+    def balancing(self, batch: PackedBatch, *, num_active: int, coef: float) -> Balancing:
+        """The part of coef * mean over layers of E * sum_e f_e P_e that the tokens of `batch` have.
+
+        f_e: the share of this load that expert e has, without gradient. P_e: the mean over the same
+        tokens of the router's probability of e. 1 where f or P is even, E where all go to one.
+        Source: Switch Transformers (arXiv 2101.03961), eq. 4-6, with f over the whole update as in
+        arXiv 2501.11873; their f_e of top-k routing add up to k, these to 1.
+        """
+        L, E = self.counts_LE.shape
+        per_layer = self.counts_LE.sum(1, keepdim=True).clamp(min=1.0)
+        share_LE = self.counts_LE / per_layer
+        num_tokens = per_layer / num_active
+        pull_LE = share_LE * (coef * E / L) / num_tokens
+        return Balancing(pull_LE=pull_LE, weight_T=row_counts(batch))
+
+    def to_metrics(self) -> dict[str, float]:
+        """`moe/...`, see docs/metrics.md."""
+        return load_metrics(self.counts_LE.cpu().numpy())
+
+
+def row_counts(batch: PackedBatch) -> Tensor:
+    """[T] float64: how many rows of the micro-batch each of its tokens belongs to."""
+    counts = np.bincount(np.concatenate(batch.inputs), minlength=len(batch.ids))
+    return torch.from_numpy(counts.astype(np.float64)).to(batch.ids.device)
+
+
+def load_metrics(counts_LE: np.ndarray) -> dict[str, float]:
+    """`moe/...` of [L, E] tokens per layer and expert, see docs/metrics.md."""
+    E = counts_LE.shape[1]
+    ratio_LE = counts_LE * E / np.maximum(counts_LE.sum(1, keepdims=True), 1.0)  # 1 is even
+    spread_L = ratio_LE.std(1)
+    return {
+        "moe/load_max": float(ratio_LE.max()),
+        "moe/load_cv": float(spread_L.mean()),
+        "moe/unused_experts": float((counts_LE == 0).mean()),
+        **{f"moe/load_cv/{layer}": float(x) for layer, x in enumerate(spread_L)},
+    }
