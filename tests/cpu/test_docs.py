@@ -218,6 +218,7 @@ def columns_table() -> str:
     rows = ["| column | dtype | where there is nothing to say |", "|---|---|---|"]
     for name, spec in COLUMNS.items():
         dtype = f"{spec.dtype}, any number" if spec.is_ragged else spec.dtype
+        dtype += f" [{', '.join(map(str, spec.trailing_shape))}]" if spec.trailing_shape else ""
         fill = "none" if spec.fill is None else f"{spec.fill:g}"
         rows.append(f"| `{name}` | {dtype} | {fill} |")
     return "\n".join(rows) + "\n"
