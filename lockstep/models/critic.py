@@ -97,14 +97,20 @@ def load_value_weights(model: ValueModel, directory: str | Path) -> None:
         model.value_head.copy_(score)
 
 
-def save_value_model(model: ValueModel, directory: str | Path, *, like: str | Path) -> None:
-    """Writes it as `...ForSequenceClassification`, config and tokenizer files as in `like`."""
+def save_value_model(
+    model: ValueModel, directory: str | Path, *, like: str | Path, is_writer: bool = True
+) -> None:
+    """Writes it as `...ForSequenceClassification`, config and tokenizer files as in `like`.
+
+    is_writer: False on the ranks that only take part in gathering a sharded model.
+    """
     source = json.loads((Path(like) / "config.json").read_text())
     names = source.get("architectures") or []
     save_checkpoint(
         model.body,
         directory,
         like=like,
+        is_writer=is_writer,
         extra_tensors={SCORE: model.value_head.detach()},
         config_changes={
             "architectures": [

@@ -22,6 +22,7 @@ from lockstep.ops import api as ops
 from lockstep.ops.context import PackedContext, Support
 
 if TYPE_CHECKING:
+    from lockstep.models.critic import ValueModel
     from lockstep.models.decoder import Decoder
 
 Tensor = torch.Tensor
@@ -29,7 +30,7 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SequenceParallel:
-    """The ranks that share each micro-batch. All call `score` with the same arguments, in step."""
+    """The ranks that share each micro-batch. All call with the same arguments, in step."""
 
     group: dist.ProcessGroup
 
@@ -79,6 +80,28 @@ class SequenceParallel:
                     dist.all_reduce(loss, group=self.group)
         found = _Spread.apply(torch.stack([logprobs, entropy]), mine, len(targets_N), self.group)
         return found[0], found[1]
+
+    def values(
+        self,
+        model: ValueModel,
+        ids_T: Tensor,
+        positions_T: Tensor,
+        context: PackedContext,
+        *,
+        states_N: Tensor,
+    ) -> Tensor:
+        """A critic's forward, each rank on its part: [N] values of all states on all ranks. Its
+        gradients are parts, as those of `score`."""
+        split = SplitContext.of(context, len(ids_T), self.group)
+        is_mine_N = (states_N >= split.start) & (states_N < split.stop)
+        mine = is_mine_N.nonzero()[:, 0]
+        values = model(
+            split.take(ids_T),
+            split.take(positions_T),
+            split,
+            states_N=states_N.index_select(0, mine) - split.start,
+        )
+        return _Spread.apply(values[None], mine, len(states_N), self.group)[0]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -211,7 +234,7 @@ def _exchange(x: Tensor, context: SplitContext, is_to_heads: bool) -> Tensor:
 
 
 class _Spread(torch.autograd.Function):
-    """[2, n] values of each rank at their places among [2, N], on all ranks.
+    """[F, n] values of each rank at their places among [F, N], on all ranks.
 
     Each place is one rank's, the others add 0.0: exact in any order. Every rank computes the same
     loss from the result, so the gradient of a value is its owner's own.
@@ -220,7 +243,7 @@ class _Spread(torch.autograd.Function):
     @staticmethod
     def forward(ctx, own: Tensor, index: Tensor, size: int, group: dist.ProcessGroup) -> Tensor:
         ctx.save_for_backward(index)
-        out = own.new_zeros(2, size).index_copy_(1, index, own)
+        out = own.new_zeros(len(own), size).index_copy_(1, index, own)
         dist.all_reduce(out, group=group)
         return out
 

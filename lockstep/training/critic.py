@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -24,19 +26,25 @@ from safetensors.torch import save_file
 from lockstep.correction.layout import Layout
 from lockstep.errors import AlignmentError, CheckpointError
 from lockstep.models.critic import ValueModel, load_value_weights, save_value_model
+from lockstep.models.sequence_parallel import SequenceParallel
+from lockstep.models.sharding import let_go
 from lockstep.objectives.values import explained_variance, value_loss
 from lockstep.store.files import write_json
 from lockstep.training.config import CriticConfig, TrainerConfig
 from lockstep.training.optimizer import Optimizer, freeze, lr_share
 from lockstep.training.packing import (
     PackedBatch,
+    budget_for_ranks,
     check_readable,
     pack,
     plan_microbatches,
-    unpack_rows,
+    unpack_over_ranks,
 )
 from lockstep.training.trainer import check_same_shapes, read_counters, read_optimizer
 from lockstep.types import Float32Array, Sample
+
+if TYPE_CHECKING:
+    from lockstep.launch.ranks import Ranks
 
 Tensor = torch.Tensor
 Metrics = dict[str, float]
@@ -59,13 +67,20 @@ class Critic:
         *,
         like: str | Path,
         total_updates: int | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         """trainer: the policy's settings, which hold where `config` says nothing else.
 
         like: the checkpoint directory whose config and tokenizer files `save` copies.
         total_updates: of the run; a schedule that falls needs it. Raises ConfigError without.
+        ranks: the processes that train together; every method is then called by all of them, with
+        the same rows. The model's `body` may be sharded over them (`models.sharding.shard`).
         """
         self.model = model
+        self.ranks = ranks
+        self._sequence = None
+        if ranks is not None and ranks.sequence_group is not None:
+            self._sequence = SequenceParallel(ranks.sequence_group)
         self.clip = config.clip
         self.config = config.trainer(trainer)
         self.like = Path(like)
@@ -79,6 +94,7 @@ class Critic:
         self.last_skip = ""
         """Why the last update was skipped; empty if it was made."""
         self._is_bad = False
+        self._num_tokens = 0
         lr_share(config.warmup_updates, self.config, total_updates=total_updates)
 
     # -- the verbs ------------------------------------------------------------------------------
@@ -91,7 +107,8 @@ class Critic:
         """
         with torch.no_grad():
             parts = [(batch, self._values(batch)) for batch in self.pack(samples)]
-        out = unpack_rows(samples, parts)
+        let_go(self.model.body)
+        out = unpack_over_ranks(samples, parts, ranks=self.ranks)
         for sample, values in zip(samples, out, strict=True):
             sample.set("values", values)
         return out
@@ -109,7 +126,9 @@ class Critic:
         ]
         with torch.no_grad():
             parts = [(batch, self._values(batch)) for batch in self.pack(ends, num_unread=1)]
-        return np.array([row[-1] for row in unpack_rows(ends, parts)], np.float32)
+        let_go(self.model.body)
+        out = unpack_over_ranks(ends, parts, ranks=self.ranks)
+        return np.array([row[-1] for row in out], np.float32)
 
     def forward_backward(self, samples: Sequence[Sample]) -> Metrics:
         """Adds the gradient of the value loss over `samples` to what `optim_step` will use.
@@ -124,13 +143,18 @@ class Critic:
                         f"sample {sample.id} has no {name}: the critic learns from rows that "
                         "rows_for_training(..., critic=...) has made with advantage=gae."
                     )
-        num_tokens = max(sum(sample.num_trained for sample in samples), 1)
+        num_trained = sum(sample.num_trained for sample in samples)
+        num_tokens = max(num_trained, 1)
         sums = torch.zeros(2, dtype=torch.float64, device=self.model.device)
         for batch in self.pack(samples):
+            values = self._values(batch)
+            if batch.is_filler:  # the others wait for its part in their gradients
+                values.backward(torch.zeros_like(values))
+                self.optimizer.collect_gradients()
+                continue
             out = value_loss(
-                self._values(batch), batch.columns["values"], batch.columns["returns"],
-                clip=self.clip,
-            )  # fmt: skip
+                values, batch.columns["values"], batch.columns["returns"], clip=self.clip
+            )
             (out.loss.sum() / num_tokens).backward()
             self.optimizer.collect_gradients()
             sums += torch.stack(
@@ -139,6 +163,9 @@ class Critic:
                     out.mean["clip_fraction"].sum(dtype=torch.float64),
                 ]
             )
+        if self.ranks is not None:
+            self.ranks.sum_data(sums)
+        self._num_tokens += num_trained
         loss, clipped = (sums / num_tokens).tolist()
         self._is_bad |= not np.isfinite(loss)
         return {"critic/loss": loss, "critic/clip_fraction": clipped}
@@ -151,9 +178,11 @@ class Critic:
         lr = self.config.lr * lr_share(
             self.num_updates, self.config, total_updates=self.total_updates
         )
+        if self.ranks is not None:
+            self.optimizer.sum_gradients(self.ranks)
         norm = float(self.optimizer.gradient_norm())
         self.last_skip = ""
-        if not self.optimizer.gradients():
+        if not self._num_tokens:
             self.last_skip = "no token to learn a value of since the last update"
         elif self._is_bad or not np.isfinite(norm):
             self.last_skip = "the value loss or its gradient is not finite"
@@ -165,7 +194,7 @@ class Critic:
             clip = self.config.grad_clip
             self.optimizer.step(lr=lr, gradient_scale=clip / norm if 0 < clip < norm else 1.0)
         self.num_updates += 1
-        self._is_bad = False
+        self._is_bad, self._num_tokens = False, 0
         return {
             "critic/grad_norm": norm,
             "critic/lr": lr,
@@ -187,11 +216,19 @@ class Critic:
         return out | _describe_values(samples)
 
     def save(self, directory: str | Path) -> None:
-        """Writes model (Hugging Face form), optimizer and counters into `directory`."""
+        """Writes model (Hugging Face form), optimizer and counters into `directory`: the same files
+        whatever the number of ranks. Rank 0 writes them."""
         directory = Path(directory)
-        directory.mkdir(parents=True, exist_ok=True)
-        save_value_model(self.model, directory / MODEL, like=self.like)
-        tensors = {n: t.contiguous().cpu() for n, t in self.optimizer.state_tensors().items()}
+        is_writer = self.ranks is None or self.ranks.is_leader
+        if is_writer:
+            directory.mkdir(parents=True, exist_ok=True)
+        save_value_model(self.model, directory / MODEL, like=self.like, is_writer=is_writer)
+        tensors: dict[str, Tensor] = {}
+        for name, tensor in self.optimizer.stream_state():
+            if is_writer:
+                tensors[name] = tensor.contiguous().cpu()
+        if not is_writer:
+            return
         save_file(tensors, str(directory / OPTIMIZER))
         counters = {"num_updates": self.num_updates, "num_skipped": self.num_skipped}
         write_json(directory / STATE, counters)
@@ -218,12 +255,12 @@ class Critic:
         if weights_only:
             self.optimizer = Optimizer(self.model.named_parameters(), self.config)
         self.num_updates, self.num_skipped = counters["num_updates"], counters["num_skipped"]
-        self.last_skip, self._is_bad = "", False
+        self.last_skip, self._is_bad, self._num_tokens = "", False, 0
 
     # -- mechanism ------------------------------------------------------------------------------
 
     def pack(self, samples: Sequence[Sample], *, num_unread: int = 0) -> list[PackedBatch]:
-        """The micro-batches of `samples`, as the policy's trainer cuts them.
+        """This rank's micro-batches of `samples`, as the policy's trainer cuts them.
 
         num_unread: tokens at each row's end that are no input, and take no room.
         """
@@ -232,12 +269,17 @@ class Critic:
             vocab_size=self.model.config.vocab_size,
             max_positions=self.model.config.max_positions + num_unread,
         )
-        plan = plan_microbatches(samples, self.config.max_tokens_per_microbatch + num_unread)
-        return pack(samples, plan, device=self.model.device)
+        rank, num_ranks = 0, 1
+        if self.ranks is not None:
+            rank, num_ranks = self.ranks.data_rank, self.ranks.data_size
+        max_tokens = self.config.max_tokens_per_microbatch + num_unread
+        plan = plan_microbatches(samples, budget_for_ranks(samples, max_tokens, num_ranks))
+        return pack(samples, plan, device=self.model.device, rank=rank, num_ranks=num_ranks)
 
     def _values(self, batch: PackedBatch) -> Tensor:
         """[N] float32: the value at each place where a trained token is predicted."""
-        return self.model(batch.ids, batch.positions, batch.context, states_N=batch.predictors)
+        run = self.model if self._sequence is None else partial(self._sequence.values, self.model)
+        return run(batch.ids, batch.positions, batch.context, states_N=batch.predictors)
 
 
 def _describe_values(samples: Sequence[Sample]) -> Metrics:

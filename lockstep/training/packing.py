@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,9 @@ import torch
 from lockstep.errors import AlignmentError, ConfigError, TokenError
 from lockstep.ops.context import PackedContext, Support
 from lockstep.types import COLUMNS, UNKNOWN_EXPERT, Int64Array, Ragged, Sample
+
+if TYPE_CHECKING:
+    from lockstep.launch.ranks import Ranks
 
 Tensor = torch.Tensor
 
@@ -336,6 +339,33 @@ def unpack_rows(
 def is_routed(routes: npt.NDArray[np.int16]) -> npt.NDArray[np.bool_]:
     """[T] bool: which positions of [T, layers, active] have routes."""
     return routes[:, 0, 0] != UNKNOWN_EXPERT
+
+
+def unpack_over_ranks(
+    samples: Sequence[Sample],
+    parts: Sequence[tuple[PackedBatch, Tensor]],
+    *,
+    ranks: Ranks | None,
+    fill: float = float("nan"),
+) -> list[npt.NDArray[np.float32]]:
+    """`unpack_rows` of what all ranks have: each row's values come from one of them. Collective."""
+    own = [part for part in parts if not part[0].is_filler]
+    out = unpack_rows(samples, own, fill=fill)
+    if ranks is None or not samples:
+        return out
+    mine = {row for batch, _ in own for row in batch.rows}
+    flat = np.concatenate(
+        [
+            values[s.loss_mask] if i in mine else np.zeros(s.num_trained, np.float32)
+            for i, (s, values) in enumerate(zip(samples, out, strict=True))
+        ]
+    )
+    found = torch.from_numpy(flat).to(ranks.device)
+    ranks.sum_data(found)  # one rank's value and zeros: exact
+    ends = np.cumsum([s.num_trained for s in samples])[:-1]
+    for s, values, of_row in zip(samples, out, np.split(found.cpu().numpy(), ends), strict=True):
+        values[s.loss_mask] = of_row
+    return out
 
 
 def describe(samples: Sequence[Sample], batches: Sequence[PackedBatch]) -> str:

@@ -60,7 +60,7 @@ from lockstep.training.packing import (
     pack,
     plan_microbatches,
     split_updates,
-    unpack_rows,
+    unpack_over_ranks,
 )
 from lockstep.training.replay import (
     COLUMN,
@@ -625,25 +625,7 @@ class Trainer:
         *,
         fill: float = float("nan"),
     ) -> list[npt.NDArray[np.float32]]:
-        """`unpack_rows` of what all ranks have: each row's values come from one of them."""
-        own = [part for part in parts if not part[0].is_filler]
-        out = unpack_rows(samples, own, fill=fill)
-        if self.ranks is None or not samples:
-            return out
-        mine = {row for batch, _ in own for row in batch.rows}
-        flat = np.concatenate(
-            [
-                values[s.loss_mask] if i in mine else np.zeros(s.num_trained, np.float32)
-                for i, (s, values) in enumerate(zip(samples, out, strict=True))
-            ]
-        )
-        found = torch.from_numpy(flat).to(self.device)
-        self.ranks.sum_data(found)  # one rank's value and zeros: exact
-        ends = np.cumsum([s.num_trained for s in samples])[:-1]
-        parts_of_all = np.split(found.cpu().numpy(), ends)
-        for s, values, of_row in zip(samples, out, parts_of_all, strict=True):
-            values[s.loss_mask] = of_row
-        return out
+        return unpack_over_ranks(samples, parts, ranks=self.ranks, fill=fill)
 
     def _share_routes(self, samples: Sequence[Sample], batches: Sequence[PackedBatch]) -> None:
         """Gives the captured routes of this rank's rows to the others, and takes theirs."""

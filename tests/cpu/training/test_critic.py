@@ -8,13 +8,20 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from tiny_training import HF_CONFIGS, KINDS, assert_same_bits, make_rows, make_trainer, snapshot
+from tiny_training import (
+    HF_CONFIGS,
+    KINDS,
+    assert_same_bits,
+    make_critic,
+    make_rows,
+    make_trainer,
+    snapshot,
+)
 
 from lockstep.cli import BAD_INPUT, OK, main
 from lockstep.correction.layout import Layout
 from lockstep.errors import AlignmentError, CheckpointError, ConfigError, DataError, TokenError
-from lockstep.models.config import ModelConfig
-from lockstep.models.critic import ValueModel, load_value_model
+from lockstep.models.critic import load_value_model
 from lockstep.models.hf_io import load_checkpoint, save_checkpoint
 from lockstep.objectives.config import GAE, GRPO
 from lockstep.objectives.token_advantages import gae
@@ -30,34 +37,6 @@ from lockstep.training.rows import rows_for_training
 from lockstep.types import Group, Task, Trajectory
 
 LENGTHS = [9, 31, 14, 22, 40, 12]
-
-
-def make_critic(
-    tmp_path,
-    kind="qwen3",
-    *,
-    seed=0,
-    dtype=None,
-    budget=16384,
-    hf=(),
-    total=20,
-    trainer=(),
-    **config,
-):
-    """Over random weights, with a head that is not 0."""
-    source = {**HF_CONFIGS[kind], **dict(hf)}
-    tmp_path.mkdir(parents=True, exist_ok=True)
-    (tmp_path / "config.json").write_text(json.dumps(source))
-    model = ValueModel(ModelConfig.from_hf(source))
-    model.body.init_weights(std=0.3, seed=seed)
-    if dtype is not None:
-        model.body.to(dtype)
-    generator = torch.Generator().manual_seed(seed + 1)
-    with torch.no_grad():
-        model.value_head.normal_(0.0, 0.3, generator=generator)
-    shared = TrainerConfig(max_tokens_per_microbatch=budget, **dict(trainer))
-    settings = CriticConfig(**{"lr": 3e-3, **config})
-    return Critic(model, settings, shared, like=tmp_path, total_updates=total)
 
 
 def rows_to_learn(critic, lengths=LENGTHS, *, seed=0):

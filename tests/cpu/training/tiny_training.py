@@ -1,4 +1,4 @@
-"""Tiny decoders and random rows for the trainer's tests."""
+"""Tiny decoders, critics and random rows for the tests of training."""
 
 import json
 
@@ -6,10 +6,12 @@ import numpy as np
 import torch
 
 from lockstep.models.config import ModelConfig
+from lockstep.models.critic import ValueModel
 from lockstep.models.decoder import Decoder
 from lockstep.models.lora import add_adapter
 from lockstep.models.lora_config import LoraConfig, lora_shape
-from lockstep.training.config import TrainerConfig
+from lockstep.training.config import CriticConfig, TrainerConfig
+from lockstep.training.critic import Critic
 from lockstep.training.trainer import Trainer
 from lockstep.types import Sample
 
@@ -57,6 +59,34 @@ def make_trainer(
                     parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
     settings = {"lr": 1e-2, **config}
     return Trainer(model, TrainerConfig(**settings), like=tmp_path, total_updates=total_updates)
+
+
+def make_critic(
+    tmp_path,
+    kind="qwen3",
+    *,
+    seed=0,
+    dtype=None,
+    budget=16384,
+    hf=(),
+    total=20,
+    trainer=(),
+    **config,
+):
+    """A critic over random weights, with a head that is not 0."""
+    source = {**HF_CONFIGS[kind], **dict(hf)}
+    tmp_path.mkdir(parents=True, exist_ok=True)
+    (tmp_path / "config.json").write_text(json.dumps(source))
+    model = ValueModel(ModelConfig.from_hf(source))
+    model.body.init_weights(std=0.3, seed=seed)
+    if dtype is not None:
+        model.body.to(dtype)
+    generator = torch.Generator().manual_seed(seed + 1)
+    with torch.no_grad():
+        model.value_head.normal_(0.0, 0.3, generator=generator)
+    shared = TrainerConfig(max_tokens_per_microbatch=budget, **dict(trainer))
+    settings = CriticConfig(**{"lr": 3e-3, **config})
+    return Critic(model, settings, shared, like=tmp_path, total_updates=total)
 
 
 def make_rows(lengths, *, seed=0, vocab=VOCAB, advantages=True):
