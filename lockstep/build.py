@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from importlib.util import find_spec
@@ -24,6 +25,7 @@ from lockstep.errors import (
     MissingExtraError,
     RunError,
 )
+from lockstep.memory import GIB, Device, MemoryPlan, available_bytes, plan_run
 from lockstep.models import peft_format
 from lockstep.models.config import Architecture, FallbackConfig, ModelConfig
 from lockstep.models.locate import locate_model
@@ -101,9 +103,10 @@ class Numerics:
 # -- before anything is loaded --------------------------------------------------------------------
 
 
-def check_config(config: Config) -> Foundation:
+def check_config(config: Config, *, is_training: bool = True) -> Foundation:
     """Everything that can be wrong and be known without loading a model. Returns what it read.
 
+    is_training: False leaves out what training takes of the memory.
     Raises ConfigError, CheckpointError, RendererError or DataError, with both values and the fix.
     """
     foundation = lay_foundation(config)
@@ -124,6 +127,8 @@ def check_config(config: Config) -> Foundation:
     if config.critic.model:
         check_critic(config, foundation)
     _check_replay(config, foundation.model)
+    if is_training:
+        check_memory(config, foundation, expected_device(config))
     config.task.check()
     first = next(config.task.tasks(split="train", seed=config.seed), None)
     if first is None:
@@ -152,6 +157,79 @@ def _check_replay(config: Config, model: ModelConfig) -> None:
             "the experts that its tokens went to. Use engine=embedded, or "
             "trainer.routing_replay=recompute."
         )
+
+
+def check_memory(config: ModelChoice, foundation: Foundation, device: Device) -> None:
+    """Raises ConfigError if the run's predicted peak is more than there is: `memory_limit_gib`, or
+    what the device has free. That of a GPU is known once torch is there."""
+    plan = memory_plan(config, foundation, device=device)
+    if plan is None:
+        return
+    limit = _memory_limit(config, device)
+    if limit is not None:
+        plan.check(*limit)
+    host = available_bytes()
+    if plan.host_parts and host is not None:
+        plan.check_host(*host)
+
+
+def _memory_limit(config: ModelChoice, device: Device) -> tuple[int, str] | None:
+    """(bytes of the device, what says so); None if that is not known."""
+    if config.memory_limit_gib:
+        return int(config.memory_limit_gib * GIB), f"memory_limit_gib={config.memory_limit_gib:g}"
+    if device == "cpu":
+        return available_bytes()
+    if "torch" not in sys.modules:  # a dry run, which does not start CUDA
+        return None
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    return torch.cuda.mem_get_info()[0], "free on the GPU"
+
+
+def memory_plan(
+    config: ModelChoice,
+    foundation: Foundation,
+    *,
+    device: Device,
+    numerics: Numerics | None = None,
+) -> MemoryPlan | None:
+    """The peak that is predicted; None for a model that transformers runs, of which too little is
+    known. numerics: None before a model is loaded."""
+    if isinstance(foundation.model, FallbackConfig):
+        return None
+    critic, is_invariant = None, False
+    if isinstance(config, Config):
+        if config.advantage.needs_critic:
+            critic = foundation.model
+            if config.critic.model:
+                critic = ModelConfig.from_directory(locate_model(config.critic.model))
+        may_be = config.contract != "none" and not _why_no_contract(config)
+        is_invariant = may_be if numerics is None else numerics.is_kept
+    return plan_run(
+        config, foundation.model, device=device, lora=foundation.lora, critic=critic,
+        is_invariant=is_invariant,
+    )  # fmt: skip
+
+
+def describe_memory(
+    config: ModelChoice, foundation: Foundation, *, numerics: Numerics | None = None
+) -> str:
+    """The plan's line about memory; before a model is loaded also with what there is."""
+    device = expected_device(config)
+    found = memory_plan(config, foundation, device=device, numerics=numerics)
+    if found is None:
+        return "not predicted: transformers computes the model"
+    limit = _memory_limit(config, device) if numerics is None else None
+    return found.describe(None if limit is None else limit[0])
+
+
+def expected_device(config: ModelChoice) -> Device:
+    """What `device=auto` will be, as far as can be seen without torch."""
+    if config.device == "auto":
+        return "cuda" if Path("/dev/nvidiactl").exists() else "cpu"
+    return config.device
 
 
 def lay_foundation(config: ModelChoice) -> Foundation:
@@ -230,6 +308,10 @@ def _check_fallback(config: Config) -> None:
             (
                 config.fault is not None,
                 "faults are injected into the decoder and its engine; leave fault out",
+            ),
+            (
+                config.trainer.recompute != "none",
+                "trainer.recompute computes the decoder's blocks again; leave it at none",
             ),
         )
         if is_asked
@@ -322,6 +404,7 @@ def plan(
         *([f"critic     {_critic_plan(config)}"] if config.advantage.needs_critic else []),
         *([f"routing    {_REPLAY_PLAN[replay]}"] if replay != "none" else []),
         f"numerics   {_contract_plan(config) if numerics is None else numerics.line}",
+        f"memory     {describe_memory(config, foundation, numerics=numerics)}",
         *(f"warning    {text}" for text in config.correction.warnings()),
     ]
     if config.fault is not None:
@@ -421,6 +504,8 @@ def build(
         ask_for_reproducible_gemm()
     if is_training and config.advantage.needs_critic:
         _check_critic_freeze(config, foundation)
+    if is_training and (device := resolve_device(config)) == "cuda":
+        check_memory(config, foundation, device)
     model = load_model(config, foundation, weights=weights)
     numerics = choose_numerics(config, model)
     make = make_engine if config.fault is None else config.fault.make_engine
@@ -576,6 +661,8 @@ def load_model(
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device=cuda, and torch sees no GPU. Choose device=cpu or auto.")
+    device = resolve_device(config)
+    _check_freeze(config, foundation)
     dtype = getattr(torch, config.dtype)
     if config.fallback:
         from lockstep.models.fallback import load_fallback
@@ -592,6 +679,16 @@ def load_model(
     if source := weights or config.lora.path:
         load_adapter(model, Path(source).expanduser())
     return model
+
+
+def resolve_device(config: ModelChoice) -> Device:
+    """What the setting `device` means here. Raises ConfigError for a GPU that is not there."""
+    import torch
+
+    has_gpu = torch.cuda.is_available()
+    if config.device == "cuda" and not has_gpu:
+        raise ConfigError("device=cuda, and torch sees no GPU. Choose device=cpu or auto.")
+    return "cuda" if has_gpu and config.device != "cpu" else "cpu"
 
 
 def _check_freeze(config: ModelChoice, foundation: Foundation) -> None:

@@ -141,7 +141,7 @@ def _eval(options: argparse.Namespace) -> int:
     config = resolve(from_dict(Config, load_run(path).config), settings)
     from lockstep.build import check_config
 
-    check_config(config)
+    check_config(config, is_training=False)
     from lockstep.loop import evaluate_run
 
     metrics, name = evaluate_run(config, path, step=step)

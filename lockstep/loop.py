@@ -95,7 +95,7 @@ def train(
 def evaluate_run(config: Config, path: Path, *, step: int | None) -> tuple[dict[str, float], str]:
     """Plays the held-out tasks with a run's checkpoint. Returns (metrics, checkpoint name)."""
     checkpoint = checkpoint_of(load_run(path), step)
-    foundation = check_config(config)
+    foundation = check_config(config, is_training=False)
     parts = build(config, foundation, weights=checkpoint / "policy", is_training=False)
     shown = open_view()
     tester = Tester(config, parts, shown)

@@ -6,6 +6,7 @@ down; the rest belongs to the room that reads it.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -84,6 +85,9 @@ class ModelChoice:
     """CPU threads of torch."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the model runs; auto takes a GPU where there is one."""
+    memory_limit_gib: float = 0.0
+    """GiB of the device's memory that the run may take; one whose predicted peak is larger is
+    refused at start. 0 is what the device has free."""
     renderer: RendererConfig | None = None
     """How dialogues become tokens; none takes what the model was trained with: its renderer.json,
     or the format of its architecture."""
@@ -99,6 +103,10 @@ class ModelChoice:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least 1.")
         if not self.name or "/" in self.name:
             raise ConfigError(f"name={self.name!r} must be usable as part of a directory name.")
+        if not 0 <= self.memory_limit_gib < math.inf:
+            raise ConfigError(
+                f"memory_limit_gib={self.memory_limit_gib} must be at least 0; 0 is what is free."
+            )
         self.trainer.check_budget(self.max_tokens)
         if self.fallback and self.lora is not None:
             raise ConfigError(

@@ -14,7 +14,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from lockstep.build import Foundation, lay_foundation, load_model, write_renderer
+from lockstep.build import (
+    Foundation,
+    check_memory,
+    describe_memory,
+    expected_device,
+    lay_foundation,
+    load_model,
+    resolve_device,
+    write_renderer,
+)
 from lockstep.config import to_dict
 from lockstep.observe.live import RunHeader, open_view
 from lockstep.outcome import Outcome, Status
@@ -53,6 +62,7 @@ def train_supervised(
             foundation = lay_foundation(replace(config, model=str(created), create=""))
         else:
             foundation = lay_foundation(config)
+        check_memory(config, foundation, resolve_device(config))
         parts = _rows(config, foundation)
         return _train(config, foundation, parts, out=out, view=view)
 
@@ -63,7 +73,9 @@ def check_supervised(config: SupervisedConfig) -> None:
     Raises DataError `file:line`, ConfigError, CheckpointError or RendererError.
     """
     if not config.create:
-        _rows(config, lay_foundation(config))
+        foundation = lay_foundation(config)
+        check_memory(config, foundation, expected_device(config))
+        _rows(config, foundation)
 
 
 def _train(
@@ -84,6 +96,7 @@ def _train(
     num_steps = sum(part.num_steps for part in parts)
     facts = {"architecture": foundation.model.architecture, "family": foundation.model.family}
     last: dict[str, float] = {}
+    memory = describe_memory(config, foundation)
     with RunDirectory.create(path, to_dict(config), facts=facts) as run:
         trainer = Trainer(
             load_model(config, foundation),
@@ -96,7 +109,10 @@ def _train(
                 name=path.name,
                 num_steps=num_steps,
                 architecture=foundation.model.family,
-                lines=(f"run        {path}",),
+                lines=(
+                    f"memory     {memory}",
+                    f"run        {path}",
+                ),
             )
         )
         began = time.perf_counter()

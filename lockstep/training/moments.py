@@ -20,26 +20,14 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from lockstep.training.precision import BLOCK
+
 Tensor = torch.Tensor
 
-BLOCK = 256
 SIGNED_LEVELS, UNSIGNED_LEVELS = 127, 255
 
-MIN_ELEMENTS = 4096  # below, 8 bits save nothing that counts
-MIN_WIDTH = 64  # of the last dimension: shorter blocks are mostly scale
 CHUNK_ELEMENTS = {"cpu": 1 << 18}  # what is float32 at one time: fits a core's cache
 OTHER_CHUNK_ELEMENTS = 1 << 24  # on an accelerator: 64 MiB, enough to fill it
-
-
-def is_quantized(name: str, shape: torch.Size) -> bool:
-    """Whether the moments of this parameter are kept in 8 bits. Those of an embedding are not: its
-    rows differ more in how often they are used than 8 bits can tell apart."""
-    return (
-        len(shape) > 1
-        and shape.numel() >= MIN_ELEMENTS
-        and shape[-1] >= MIN_WIDTH
-        and not name.endswith("embedding")
-    )
 
 
 @dataclass(slots=True, eq=False)

@@ -15,14 +15,8 @@ import torch.distributed as dist
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.models.sharding import local_part, mesh_of, part_like, whole_like
 from lockstep.training.config import TrainerConfig
-from lockstep.training.moments import (
-    BLOCK,
-    Moments,
-    QuantizedMoment,
-    is_quantized,
-    quantized_adamw,
-    zero_moments,
-)
+from lockstep.training.moments import Moments, QuantizedMoment, quantized_adamw, zero_moments
+from lockstep.training.precision import BLOCK, is_quantized
 
 if TYPE_CHECKING:
     from lockstep.launch.ranks import Ranks

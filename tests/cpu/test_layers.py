@@ -17,6 +17,7 @@ ROWS = [
     ["agent"],
     ["envs", "evaluation", "step_metrics", "testing"],
     ["run_config"],
+    ["memory"],
     ["build"],
     ["session", "supervised"],
     ["loop"],
@@ -26,9 +27,10 @@ ROWS = [
 ROW_OF = {name: row for row, names in enumerate(ROWS) for name in names}
 TORCH_FREE = [
     "lockstep", "lockstep.types", "lockstep.config", "lockstep.cli", "lockstep.recipes",
-    "lockstep.run_config", "lockstep.build", "lockstep.renderers.registry", "lockstep.store.run",
-    "lockstep.observe.live", "lockstep.report.page", "lockstep.agent.environment",
-    "lockstep.agent.tools", "lockstep.envs.docsearch.environment", "lockstep.testing.faults",
+    "lockstep.run_config", "lockstep.memory", "lockstep.build", "lockstep.renderers.registry",
+    "lockstep.store.run", "lockstep.observe.live", "lockstep.report.page",
+    "lockstep.agent.environment", "lockstep.agent.tools",
+    "lockstep.envs.docsearch.environment", "lockstep.testing.faults",
     "lockstep.launch.processes",
 ]  # fmt: skip
 

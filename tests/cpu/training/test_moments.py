@@ -13,8 +13,9 @@ from lockstep.errors import CheckpointError, ConfigError
 from lockstep.objectives.losses import TokenLoss
 from lockstep.training import moments
 from lockstep.training.config import TrainerConfig
-from lockstep.training.moments import QuantizedMoment, is_quantized, quantized_adamw, zero_moments
+from lockstep.training.moments import QuantizedMoment, quantized_adamw, zero_moments
 from lockstep.training.optimizer import Optimizer
+from lockstep.training.precision import is_quantized, moment_bytes
 
 WIDE = {"hidden_size": 96, "intermediate_size": 80, "head_dim": 24}  # matrices of 8-bit size
 SHAPE = (40, 700)  # two whole blocks and a short one per row
@@ -141,14 +142,18 @@ def test_matrices_take_little_more_than_two_bytes_of_state_per_weight(tmp_path):
     trainer = make_trainer(tmp_path, "gpt_oss", optimizer_bits=8, hf=WIDE | {"hidden_size": 2880})
     learn(trainer, make_rows([12]))
     state = trainer.optimizer.state_tensors()
-    weights = num_bytes = 0
+    weights = num_bytes = planned = 0
     for name, parameter in trainer.model.named_parameters():
         if is_quantized(name, parameter.shape) and parameter.shape[-1] == 2880:
             weights += parameter.numel()
+            planned += 2 * moment_bytes(name, parameter.shape, bits=8)
             num_bytes += sum(
-                t.numel() * t.element_size() for key, t in state.items() if key.endswith("/" + name)
+                t.numel() * t.element_size()
+                for key, t in state.items()
+                if key.endswith("/" + name) and not key.startswith("step/")
             )
     assert weights > 1_000_000
+    assert num_bytes == planned
     assert num_bytes / weights == pytest.approx(2 + 2 * 4 * 12 / 2880, abs=1e-3)  # 2.033
 
 

@@ -1,0 +1,470 @@
+"""How much memory a run will take, before anything is loaded, and whether there is so much.
+
+The peak is a prediction from shapes and settings: what stays for the whole run, and on top of it
+the larger of what a training step and what a step of the engine need. Rows are taken as long as the
+settings allow, so a run of short rows stays below it. `benchmarks/memory.py` compares it with the
+peak of real processes; the bytes that autograd keeps per token are compared in
+tests/cpu/test_memory.py, which fails when an op keeps more than is planned here.
+
+# T tokens of a micro-batch  D model width  H heads  G key heads  K head width  F MLP width
+# A active experts  V vocabulary; a: bytes of the compute dtype
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Literal
+
+from lockstep.config import tag
+from lockstep.engines.config import EmbeddedConfig
+from lockstep.errors import ConfigError
+from lockstep.models.config import ModelConfig
+from lockstep.models.lora_config import LoraShape
+from lockstep.models.shapes import Shapes, adapter_shapes, decoder_shapes, num_elements
+from lockstep.run_config import Config, ModelChoice, SupervisedConfig
+from lockstep.training.config import TrainerConfig
+from lockstep.training.precision import moment_bytes
+
+Device = Literal["cpu", "cuda"]
+
+MIB, GIB = 1 << 20, 1 << 30
+
+PROCESS_BYTES: dict[Device, int] = {"cpu": 400 * MIB, "cuda": 600 * MIB}
+"""Python, torch and its libraries after a first update (measured), or CUDA's context and the
+workspaces of its libraries (not measured)."""
+
+HEAD_CHUNK_BYTES = 64 * MIB  # ops.head.CHUNK_BYTES
+HEAD_CHUNKS = 5  # logits, log-probs, probabilities, a product of them, and one of the chunk before
+
+HEAP_BYTES: dict[Device, int] = {"cpu": 160 * MIB, "cuda": GIB}
+"""What the allocator holds of freed memory, at most; it is taken as half of what a step takes. On a
+CPU measured; on CUDA a guess."""
+
+EXPERT_CHUNK_ROWS: dict[Device, int] = {"cpu": 128, "cuda": 1024}  # models.experts.ROWS_PER_EXPERT
+LEAST_EXPERT_CHUNK = 1024  # models.experts.LEAST_CHUNK
+
+PACKED_ELEMENTS = 1 << 14  # ops.invariant.PACKED_SIZE
+
+PROCESS, FREED = "process", "freed, not returned"
+"""Parts that no setting makes smaller."""
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One use of memory."""
+
+    name: str
+    num_bytes: int
+    lowered_by: str = ""
+    """The settings that make it smaller, for a person."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPlan:
+    """What is predicted for one process and its device."""
+
+    device: Device
+    phase: Literal["training", "sampling"]
+    """Where the peak is."""
+    parts: tuple[Part, ...]
+    """All that is there at the peak, in the device's memory."""
+    host_parts: tuple[Part, ...] = ()
+    """In the host's, with trainer.offload."""
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(part.num_bytes for part in self.parts)
+
+    @property
+    def host_bytes(self) -> int:
+        return sum(part.num_bytes for part in self.host_parts)
+
+    @property
+    def by_size(self) -> list[Part]:
+        return sorted(self.parts, key=lambda part: -part.num_bytes)
+
+    def describe(self, available: int | None = None) -> str:
+        """One line: the peak, and the parts that are at least a twentieth of it. available: bytes
+        of the device, if they are known."""
+        shown = [p for p in self.by_size if p.num_bytes * 20 >= self.num_bytes]
+        rest = self.num_bytes - sum(p.num_bytes for p in shown)
+        texts = [f"{p.name} {_gib(p.num_bytes)}" for p in shown]
+        texts += [f"others {_gib(rest)}"] if rest else []
+        where = " of the GPU" if self.device == "cuda" else ""
+        there = "" if available is None else f" ({_gib(available)} are there)"
+        line = f"about {_gib(self.num_bytes)} GiB{where} at the peak{there}, in {self.phase}: "
+        line += ", ".join(texts)
+        if self.host_parts:
+            line += f"; {_gib(self.host_bytes)} GiB of the host"
+        return line
+
+    def check(self, num_bytes: int, source: str) -> None:
+        """Raises ConfigError if the plan does not fit into `num_bytes` of the device, which is
+        what `source` says."""
+        if self.num_bytes <= num_bytes:
+            return
+        chosen = [part for part in self.by_size if part.name not in (PROCESS, FREED)]
+        largest = [
+            f"{part.name} {_gib(part.num_bytes)} GiB"
+            + (f" (less with {part.lowered_by})" if part.lowered_by else "")
+            for part in chosen[:3]
+        ]
+        raise ConfigError(
+            f"this run is predicted to need {_gib(self.num_bytes)} GiB at its peak, in "
+            f"{self.phase}, and there are {_gib(num_bytes)} GiB ({source}). The largest parts: "
+            f"{'; '.join(largest)}. If the prediction is wrong for you, memory_limit_gib=N "
+            "replaces what it is compared with."
+        )
+
+    def check_host(self, num_bytes: int, source: str) -> None:
+        """The same for what trainer.offload moves to the host."""
+        if self.host_bytes > num_bytes:
+            raise ConfigError(
+                f"trainer.offload is predicted to need {_gib(self.host_bytes)} GiB of the host, "
+                f"which has {_gib(num_bytes)} ({source}). trainer.optimizer_bits=8 or lora need "
+                "less."
+            )
+
+
+def plan_run(
+    config: ModelChoice,
+    model: ModelConfig,
+    *,
+    device: Device,
+    lora: LoraShape | None = None,
+    critic: ModelConfig | None = None,
+    is_invariant: bool = False,
+) -> MemoryPlan:
+    """The plan of `config`, a training run or a supervised one.
+
+    critic: the shapes of the model of values, where there is one. is_invariant: the ops of the
+    contract are used, as far as is known.
+    """
+    facts = PlanFacts(
+        model=model, dtype=config.dtype, device=device, trainer=config.trainer, lora=lora,
+        critic=critic, is_invariant=is_invariant,
+    )  # fmt: skip
+    if isinstance(config, Config):
+        total = config.groups_per_step * config.group_size * config.max_tokens
+        return plan_memory(
+            replace(
+                facts,
+                engine=config.engine if isinstance(config.engine, EmbeddedConfig) else None,
+                has_reference=config.objective.reads_reference_logprobs,
+                max_update_tokens=max(total // config.trainer.updates_per_batch, config.max_tokens),
+            )
+        )
+    assert isinstance(config, SupervisedConfig), tag(type(config))
+    longest = config.sft.max_tokens or config.max_tokens
+    return plan_memory(replace(facts, max_update_tokens=config.sft.rows_per_step * longest))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanFacts:
+    """What a prediction depends on."""
+
+    model: ModelConfig
+    dtype: str
+    device: Device
+    trainer: TrainerConfig
+    max_update_tokens: int = 0
+    """Of all rows of one update: with one micro-batch no gradient waits for another's."""
+    engine: EmbeddedConfig | None = None
+    has_reference: bool = False
+    lora: LoraShape | None = None
+    critic: ModelConfig | None = None
+    is_invariant: bool = False
+
+    @property
+    def a(self) -> int:
+        return DTYPE_BYTES[self.dtype]
+
+    @property
+    def T(self) -> int:
+        return min(self.trainer.max_tokens_per_microbatch, self.max_update_tokens)
+
+
+def plan_memory(facts: PlanFacts) -> MemoryPlan:
+    """The prediction itself."""
+    policy = _policy_state(facts)
+    staying = [Part(PROCESS, PROCESS_BYTES[facts.device]), *policy.device]
+    host = policy.host
+    if facts.critic is not None:
+        state = _critic_state(facts, facts.critic)
+        staying += state.device
+        host += state.host
+    if facts.has_reference and facts.lora is None:
+        num_bytes = num_elements(decoder_shapes(facts.model)) * facts.a
+        staying.append(Part("reference policy", num_bytes, "objective.kl_coef=0 or lora"))
+    if facts.engine is not None:
+        staying += _engine_state(facts, facts.engine)
+    training = _training(facts)
+    sampling = [] if facts.engine is None else _sampling(facts, facts.engine)
+    is_training = _total(training) >= _total(sampling)
+    step = training if is_training else sampling
+    parts = [
+        *staying,
+        *step,
+        Part(FREED, min(HEAP_BYTES[facts.device], _total(step) // 2)),
+    ]
+    return MemoryPlan(
+        device=facts.device,
+        phase="training" if is_training else "sampling",
+        parts=tuple(part for part in parts if part.num_bytes),
+        host_parts=tuple(part for part in host if part.num_bytes),
+    )
+
+
+# -- what stays for the whole run ------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _State:
+    device: list[Part]
+    host: list[Part]
+
+
+def _policy_state(facts: PlanFacts) -> _State:
+    shapes = decoder_shapes(facts.model)
+    if facts.lora is not None:
+        shapes = shapes | adapter_shapes(facts.model, facts.lora)
+    advice = "dtype=bfloat16" if facts.dtype == "float32" else ""
+    # The table of rotations stands beside them: two of head width per position, float32.
+    rotations = 8 * facts.model.max_positions * facts.model.head_dim
+    weights = Part("weights", num_elements(shapes) * facts.a + rotations, advice)
+    return _with_optimizer(facts, weights, _trained(facts), "")
+
+
+def _critic_state(facts: PlanFacts, critic: ModelConfig) -> _State:
+    shapes = decoder_shapes(replace(critic, tie_embeddings=True))
+    weights = Part("critic's weights", num_elements(shapes) * facts.a)
+    return _with_optimizer(facts, weights, shapes, "critic's ")
+
+
+def _with_optimizer(facts: PlanFacts, weights: Part, trained: Shapes, whose: str) -> _State:
+    trainer = facts.trainer
+    is_offloaded = trainer.offload == "optimizer"
+    advice = [] if facts.lora is not None or whose else ["lora or trainer.freeze"]
+    if facts.device == "cuda" and not is_offloaded:
+        advice.insert(0, "trainer.offload=optimizer")
+    has_masters = facts.dtype != "float32" or is_offloaded
+    masters = Part(
+        f"{whose}float32 masters",
+        4 * num_elements(trained) if has_masters else 0,
+        " or ".join(advice),
+    )
+    if trainer.optimizer_bits == 32:
+        advice.insert(0, "trainer.optimizer_bits=8")
+    bits = trainer.optimizer_bits
+    moments = Part(
+        f"{whose}AdamW moments",
+        2 * sum(moment_bytes(name, shape, bits=bits) for name, shape in trained.items()),
+        " or ".join(advice),
+    )
+    if is_offloaded:
+        gradients = Part(f"{whose}gradients", 4 * num_elements(trained))
+        return _State([weights], [masters, moments, gradients])
+    return _State([weights, masters, moments], [])
+
+
+def _trained(facts: PlanFacts) -> Shapes:
+    """The parameters that have a gradient."""
+    shapes = decoder_shapes(facts.model)
+    if facts.lora is not None:
+        shapes = adapter_shapes(facts.model, facts.lora)
+    patterns = facts.trainer.freeze
+    return {
+        name: shape
+        for name, shape in shapes.items()
+        if not any(fnmatchcase(name, pattern) for pattern in patterns)
+    }
+
+
+def _engine_state(facts: PlanFacts, engine: EmbeddedConfig) -> Iterator[Part]:
+    c = facts.model
+    per_token = 2 * c.num_layers * c.num_kv_heads * c.head_dim
+    num_pages = engine.kv_cache_tokens // engine.page_size + 1
+    yield Part("KV cache", per_token * num_pages * engine.page_size * facts.a,
+               "a smaller engine.kv_cache_tokens")  # fmt: skip
+    if engine.resident_rows and facts.device == "cpu":
+        width = 4 if facts.is_invariant else facts.a
+        yield Part("KV cache in rows", per_token * engine.kv_cache_tokens * width,
+                   "engine.resident_rows=false or a smaller engine.kv_cache_tokens")  # fmt: skip
+    if facts.is_invariant and facts.device == "cpu":
+        # In MKL's layout; a bfloat16 weight is also held in float32, which MKL reads beside it.
+        width = 4 if facts.dtype == "float32" else 8
+        shapes = decoder_shapes(c)
+        head = "embedding" if c.tie_embeddings else "untied_head"
+        num = sum(
+            math.prod(shape)
+            for name, shape in shapes.items()
+            if len(shape) > 1
+            and math.prod(shape[-2:]) >= PACKED_ELEMENTS
+            and (name != "embedding" or name == head)
+        )
+        yield Part("packed weights of the contract", num * width, "contract=none")
+
+
+# -- what a step takes -----------------------------------------------------------------------------
+
+
+def _training(facts: PlanFacts) -> list[Part]:
+    """What the worst moment of a forward and backward of the largest micro-batch adds."""
+    c, T, trainer = facts.model, facts.T, facts.trainer
+    fewer = "a smaller trainer.max_tokens_per_microbatch"
+    frozen = "" if facts.lora is not None else "lora or trainer.freeze"
+    blocks = [
+        T * kept_per_token(c, layer, facts.a, is_invariant=facts.is_invariant)
+        for layer in range(c.num_layers)
+    ]
+    at_work = max(_work_bytes(facts, layer) for layer in range(c.num_layers))
+    kept, advice = sum(blocks), f"trainer.recompute=blocks or {fewer}"
+    if trainer.recompute == "blocks":
+        at_work += max(blocks)
+        kept, advice = c.num_layers * T * c.hidden_size * facts.a, fewer
+    ends = T * c.hidden_size * (4 + 3 * facts.a)  # the final norm, and what the head reads
+    gradients = _gradient_bytes(facts)
+
+    def at(gradients: int, kept: int, head: int, at_work: int) -> list[Part]:
+        return [
+            Part("gradients", gradients, frozen),
+            Part("activations", kept, advice),
+            Part("log-prob head", head),
+            Part("one block at work", at_work, fewer),
+        ]
+
+    head, L = _head_bytes(facts), max(c.num_layers, 1)
+    if facts.max_update_tokens <= T:
+        # One micro-batch: gradients come as activations go, and go to the masters at the end.
+        own = num_elements(_trained(facts)) * facts.a
+        moments = [
+            at(0, kept + ends, head, 0),
+            at(own // L, kept, 0, at_work),
+            at(own, kept // L, 0, at_work),
+            at(gradients, 0, 0, 0),
+        ]
+    else:
+        moments = [at(gradients, kept + ends, head, 0), at(gradients, kept, 0, at_work)]
+    return max(moments, key=_total)
+
+
+def _gradient_bytes(facts: PlanFacts) -> int:
+    """Of parameters, in their dtype, and of masters where those are apart, in float32."""
+    trained = _trained(facts)
+    size = num_elements(trained)
+    if facts.trainer.offload == "optimizer":
+        return size * facts.a
+    return size * (4 if facts.dtype == "float32" else 4 + facts.a)
+
+
+def kept_per_token(c: ModelConfig, layer: int, a: int, *, is_invariant: bool) -> int:
+    """Bytes per token that autograd keeps of one block until its backward."""
+    D, H, G, K = c.hidden_size, c.num_heads, c.num_kv_heads, c.head_dim
+    norms = 2 * D * (4 + 2 * a)  # each: its input as float32, normed, scaled
+    # The fused projection, which the values are a part of; queries and keys as turned; the output.
+    attention = (3 * H + 3 * G) * K * a + 4 * H
+    if c.has_qk_norm:
+        attention += (H + G) * K * (a if a == 4 else a + 4)
+    if a < 4:
+        attention += 2 * K * a  # the rotations in the compute dtype
+    if layer in c.routed_layers:
+        A = c.num_active_experts
+        # Routes and what the router made of them; the experts are computed again.
+        return norms + attention + A * (8 + 2 * a) + c.num_experts * a
+    F = c.dense_intermediate_size if c.is_moe else c.intermediate_size
+    return norms + attention + (3 if is_invariant else 4) * F * a
+
+
+def _work_bytes(facts: PlanFacts, layer: int) -> int:
+    """The gradients within one block that are there at one time."""
+    c, T, a = facts.model, facts.T, facts.a
+    D, H, G, K = c.hidden_size, c.num_heads, c.num_kv_heads, c.head_dim
+    attention = T * (4 * H + 4 * G) * K * 4
+    stream = T * D * 4 * 2
+    if layer in c.routed_layers:
+        return stream + max(attention, _expert_chunk_bytes(facts, T))
+    F = c.dense_intermediate_size if c.is_moe else c.intermediate_size
+    return stream + max(attention, T * 4 * F * a)
+
+
+def _expert_chunk_bytes(facts: PlanFacts, num_tokens: int) -> int:
+    """Forward and backward of the experts on one chunk of tokens; all of a chunk may choose alike,
+    which moves its pairs to one expert and leaves their number."""
+    c = facts.model
+    A, D, F = c.num_active_experts, c.hidden_size, c.intermediate_size
+    rows = EXPERT_CHUNK_ROWS[facts.device] * c.num_experts // A
+    chunk = min(num_tokens, max(LEAST_EXPERT_CHUNK, rows))
+    return chunk * A * (3 * D + 8 * F) * max(facts.a, 4)
+
+
+def _head_bytes(facts: PlanFacts) -> int:
+    """Chunks of logits, and the gradient of the head's weight."""
+    V, D = facts.model.vocab_size, facts.model.hidden_size
+    chunk = min(HEAD_CHUNK_BYTES, facts.T * V * 4)
+    is_trained = any(name in _trained(facts) for name in ("embedding", "untied_head"))
+    return HEAD_CHUNKS * chunk + facts.T * D * 4 + (2 * V * D * 4 if is_trained else 0)
+
+
+def _sampling(facts: PlanFacts, engine: EmbeddedConfig) -> list[Part]:
+    """A step of the engine: the widest rows of its tokens, and the logits of what is sampled."""
+    c, T, a = facts.model, engine.max_step_tokens, facts.a
+    widths = [(c.num_heads + 2 * c.num_kv_heads) * c.head_dim * 8]
+    for layer in range(c.num_layers):
+        if layer in c.routed_layers:
+            widths.append(_expert_chunk_bytes(facts, T) // max(T, 1))
+        else:
+            F = c.dense_intermediate_size if c.is_moe else c.intermediate_size
+            widths.append(3 * F * a)
+    logits = 4 * 4 * engine.max_num_sequences * c.vocab_size
+    return [Part("a step of the engine", T * (max(widths) + 4 * c.hidden_size * 4) + logits,
+                 "a smaller engine.max_step_tokens")]  # fmt: skip
+
+
+def _total(parts: list[Part]) -> int:
+    return sum(part.num_bytes for part in parts)
+
+
+# -- what there is ---------------------------------------------------------------------------------
+
+
+def available_bytes(root: Path = Path("/")) -> tuple[int, str] | None:
+    """(bytes that this machine can give to the process, what says so): the least of MemAvailable
+    and the limits of the control groups that it is in. None where the system tells neither."""
+    found: list[tuple[int, str]] = []
+    for line in _lines(root / "proc/meminfo"):
+        name, _, rest = line.partition(":")
+        if name == "MemAvailable":
+            found.append((int(rest.split()[0]) * 1024, "MemAvailable of this machine"))
+    for line in _lines(root / "proc/self/cgroup"):
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            base, file = root / "sys/fs/cgroup", "memory.max"
+        elif "memory" in controllers.split(","):
+            base, file = root / "sys/fs/cgroup/memory", "memory.limit_in_bytes"
+        else:
+            continue
+        group = base / path.strip().lstrip("/")
+        for directory in (group, *group.parents):
+            limit = "".join(_lines(directory / file)).strip()
+            if limit.isdigit():
+                found.append((int(limit), f"{file} of this control group"))
+            if directory == base:
+                break
+    return min(found, default=None)
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except OSError:
+        return []
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.2f}" if num_bytes < 10 * GIB else f"{num_bytes / GIB:.1f}"

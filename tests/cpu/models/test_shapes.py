@@ -1,0 +1,50 @@
+"""The shapes that memory is planned with are those of the decoder."""
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from lockstep.models.config import ModelConfig
+from lockstep.models.decoder import Decoder
+from lockstep.models.lora import add_adapter
+from lockstep.models.lora_config import LoraConfig, lora_shape
+from lockstep.models.shapes import adapter_shapes, decoder_shapes
+
+DENSE = ModelConfig(
+    architecture="qwen3", vocab_size=11, hidden_size=12, intermediate_size=10, num_layers=3,
+    num_heads=4, num_kv_heads=2, head_dim=6, rms_norm_eps=1e-6, rope_theta=1e4, max_positions=64,
+    windows=(None,) * 3, has_qk_norm=True,
+)  # fmt: skip
+MOE = replace(
+    DENSE, num_experts=4, num_active_experts=2, dense_layers=(1,), dense_intermediate_size=7
+)
+CONFIGS = {
+    "dense": DENSE,
+    "tied, biases": replace(DENSE, tie_embeddings=True, has_attention_bias=True, has_qk_norm=False),
+    "experts, one dense layer": MOE,
+    "gpt-oss": replace(
+        MOE, architecture="gpt_oss", has_qk_norm=False, has_sinks=True, has_attention_bias=True,
+        has_router_bias=True, has_expert_bias=True, dense_layers=(), windows=(8, None, 8),
+    ),
+}  # fmt: skip
+
+
+def shapes_of(model):
+    return {name: tuple(p.shape) for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_parameter_is_known_before_the_model_is_made(name):
+    assert decoder_shapes(CONFIGS[name]) == shapes_of(Decoder(CONFIGS[name]))
+
+
+@pytest.mark.parametrize("targets", [(), ("attention",), ("*.q_proj", "*.v_proj", "experts")])
+def test_every_parameter_of_an_adapter_is_known_too(targets):
+    model = Decoder(MOE)
+    lora = lora_shape(LoraConfig(rank=3, targets=targets), MOE)
+    own = set(shapes_of(model))
+    add_adapter(model, lora, seed=0)
+    added = {n: shape for n, shape in shapes_of(model).items() if n not in own}
+    assert adapter_shapes(MOE, lora) == added
+    assert sum(map(math.prod, added.values())) == lora.num_parameters

@@ -1,0 +1,234 @@
+"""The plan of a run's memory: against what autograd keeps, and as a refusal."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from lockstep.build import check_config, plan
+from lockstep.cli import main
+from lockstep.config import resolve
+from lockstep.engines.config import EmbeddedConfig
+from lockstep.errors import ConfigError
+from lockstep.memory import (
+    DTYPE_BYTES,
+    EXPERT_CHUNK_ROWS,
+    GIB,
+    HEAD_CHUNK_BYTES,
+    LEAST_EXPERT_CHUNK,
+    MIB,
+    PACKED_ELEMENTS,
+    PlanFacts,
+    available_bytes,
+    kept_per_token,
+    plan_memory,
+    plan_run,
+)
+from lockstep.models import experts
+from lockstep.models.config import ModelConfig
+from lockstep.models.decoder import Decoder
+from lockstep.models.lora_config import LoraConfig, lora_shape
+from lockstep.ops import api as ops
+from lockstep.ops import head, invariant, plain
+from lockstep.ops.context import PackedContext
+from lockstep.ops.invariant import InvariantOps
+from lockstep.recipes import find_recipe, find_supervised_recipe
+from lockstep.supervised import check_supervised
+from lockstep.training.config import TrainerConfig
+
+QWEN3 = ModelConfig(
+    architecture="qwen3", vocab_size=512, hidden_size=128, intermediate_size=256, num_layers=2,
+    num_heads=4, num_kv_heads=2, head_dim=32, rms_norm_eps=1e-6, rope_theta=1e4,
+    max_positions=512, windows=(None, None), tie_embeddings=True, has_qk_norm=True,
+)  # fmt: skip
+GPT_OSS = replace(
+    QWEN3, architecture="gpt_oss", has_qk_norm=False, has_sinks=True, has_attention_bias=True,
+    has_router_bias=True, has_expert_bias=True, num_experts=8, num_active_experts=2,
+    swiglu_limit=7.0, windows=(None, 32),
+)  # fmt: skip
+MODELS = {"qwen3": QWEN3, "gpt_oss": GPT_OSS}
+
+GPT_OSS_20B = {
+    "model_type": "gpt_oss", "vocab_size": 201088, "hidden_size": 2880, "intermediate_size": 2880,
+    "num_hidden_layers": 24, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64,
+    "num_local_experts": 32, "num_experts_per_tok": 4, "sliding_window": 128,
+    "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "attention_bias": True,
+    "tie_word_embeddings": False, "rope_theta": 150000,
+}  # fmt: skip
+"""The published config, as far as shapes go."""
+
+
+def facts(model, **settings):
+    defaults = {"dtype": "float32", "device": "cpu", "max_update_tokens": 8192}
+    trainer = TrainerConfig(max_tokens_per_microbatch=4096, **settings.pop("trainer", {}))
+    return PlanFacts(model=model, trainer=trainer, **{**defaults, **settings})
+
+
+def part(found, name):
+    return sum(p.num_bytes for p in found.parts if p.name == name)
+
+
+# -- against what happens -------------------------------------------------------------------------
+
+
+def kept_bytes(model, num_tokens):
+    """What autograd holds after a forward of one row, weights left out."""
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    storages, alive = {}, []
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            storages[storage.data_ptr()] = storage.nbytes()
+            alive.append(tensor)  # its place must not be taken by another that is counted too
+        return tensor
+
+    ids = torch.arange(num_tokens) % model.config.vocab_size
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model(ids, torch.arange(num_tokens), PackedContext.of([num_tokens]))
+    return sum(storages.values())
+
+
+@pytest.mark.parametrize("backend", ["plain", "invariant"])
+@pytest.mark.parametrize("dtype", DTYPE_BYTES)
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_block_keeps_what_is_planned_for_it(kind, dtype, backend):
+    """From the difference of two depths; an op that keeps more is to be planned for."""
+    is_invariant = backend == "invariant"
+    ops.use_backend(InvariantOps() if is_invariant else plain)
+    kept = []
+    for layers in (1, 2):
+        config = replace(MODELS[kind], num_layers=layers, windows=(32,) * layers)
+        kept.append(kept_bytes(Decoder(config).to(getattr(torch, dtype)), 256))
+    planned = kept_per_token(config, 0, DTYPE_BYTES[dtype], is_invariant=is_invariant)
+    assert planned == pytest.approx((kept[1] - kept[0]) / 256, rel=0.05)
+
+
+def test_sizes_that_other_files_decide_are_theirs():
+    assert head.CHUNK_BYTES == HEAD_CHUNK_BYTES
+    assert experts.ROWS_PER_EXPERT == EXPERT_CHUNK_ROWS
+    assert experts.LEAST_CHUNK == LEAST_EXPERT_CHUNK
+    assert invariant.PACKED_SIZE == PACKED_ELEMENTS
+
+
+# -- what settings change -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_every_setting_that_saves_memory_lowers_the_plan(kind):
+    wide = replace(MODELS[kind], hidden_size=512, num_layers=8, windows=(None,) * 8)
+    before = plan_memory(facts(wide)).num_bytes
+    saving = (
+        facts(wide, trainer={"recompute": "blocks"}),
+        facts(wide, trainer={"optimizer_bits": 8}),
+        facts(wide, trainer={"freeze": ("*.mlp.*",)}),
+        facts(wide, lora=lora_shape(LoraConfig(rank=4), wide)),
+        facts(wide, dtype="bfloat16", lora=lora_shape(LoraConfig(rank=4), wide)),
+        replace(facts(wide), trainer=TrainerConfig(max_tokens_per_microbatch=512)),
+    )
+    for cheaper in saving:
+        assert plan_memory(cheaper).num_bytes < before, cheaper
+
+
+def test_state_is_counted_to_the_byte():
+    model = Decoder(QWEN3)
+    size = sum(p.numel() for p in model.parameters())
+    found = plan_memory(facts(QWEN3, dtype="bfloat16"))
+    assert part(found, "float32 masters") == 4 * size
+    assert part(found, "AdamW moments") == 8 * size
+    assert part(found, "gradients") == (4 + 2) * size
+    assert part(plan_memory(facts(QWEN3)), "float32 masters") == 0
+    offloaded = plan_memory(facts(QWEN3, device="cuda", trainer={"offload": "optimizer"}))
+    assert offloaded.host_bytes == (4 + 8 + 4) * size
+    assert part(offloaded, "AdamW moments") == 0
+
+
+def test_an_engine_a_reference_and_the_contract_are_in_the_plan():
+    config = resolve(find_recipe("quickstart"), ["objective.kl_coef=0.1", "dtype=bfloat16"])
+    found = plan_run(config, GPT_OSS, device="cpu", is_invariant=True)
+    names = {p.name for p in found.parts}
+    assert {"reference policy", "KV cache", "packed weights of the contract"} <= names
+    assert isinstance(config.engine, EmbeddedConfig)
+    cache = 2 * 2 * 2 * 32 * 2  # keys and values, layers, key heads, head width, bytes
+    assert part(found, "KV cache") == cache * (config.engine.kv_cache_tokens + 128)
+    critic = resolve(find_recipe("quickstart"), ["advantage=gae"])
+    found = plan_run(critic, GPT_OSS, device="cpu", critic=GPT_OSS)
+    assert {"critic's weights", "critic's AdamW moments"} <= {p.name for p in found.parts}
+
+
+def test_an_adapter_on_gpt_oss_20b_with_a_long_row_is_planned():
+    """8k of prompt and 16k of response, in bfloat16, on a GPU: predicted, not run."""
+    model = ModelConfig.from_hf(GPT_OSS_20B)
+    lora = lora_shape(LoraConfig(rank=16, targets=("attention",)), model)
+    trainer = TrainerConfig(max_tokens_per_microbatch=24576, recompute="blocks")
+    found = plan_memory(
+        PlanFacts(
+            model=model, dtype="bfloat16", device="cuda", trainer=trainer, lora=lora,
+            max_update_tokens=24576,
+        )
+    )  # fmt: skip
+    # 20.9 billion parameters in 2 bytes
+    assert part(found, "weights") / 1e9 == pytest.approx(41.9, abs=0.2)
+    assert 40 * GIB < found.num_bytes < 60 * GIB
+
+
+# -- refusals -------------------------------------------------------------------------------------
+
+
+def test_a_plan_that_exceeds_memory_is_refused_with_the_parts_and_the_settings(capsys):
+    settings = ["memory_limit_gib=0.25", "dtype=float32"]
+    with pytest.raises(ConfigError) as error:
+        check_config(resolve(find_recipe("quickstart"), settings))
+    text = str(error.value)
+    assert "there are 0.25 GiB (memory_limit_gib=0.25)" in text and "The largest parts: " in text
+    assert "GiB (less with trainer.recompute=blocks or a smaller" in text
+    for extra in ([], ["--dry-run"]):
+        assert main(["train", "quickstart", *settings, *extra]) == 2
+        assert "predicted to need" in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_supervised_run_is_refused_too(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps({"token_ids": [1, 2, 3], "loss_mask": [0, 1, 1]}) + "\n")
+    settings = [f"sft.path={file}", "model=tiny-qwen3"]
+    check_supervised(resolve(find_supervised_recipe("sft"), settings))
+    with pytest.raises(ConfigError, match="predicted to need"):
+        check_supervised(
+            resolve(find_supervised_recipe("sft"), [*settings, "memory_limit_gib=0.1"])
+        )
+
+
+def test_the_plan_says_what_it_takes_and_what_there_is():
+    (line,) = (text for text in plan(find_recipe("quickstart")) if text.startswith("memory     "))
+    assert "GiB at the peak" in line and "are there), in training: process 0.39" in line
+
+
+def test_a_limit_below_zero_is_refused():
+    with pytest.raises(ConfigError, match="memory_limit_gib=-1"):
+        resolve(find_recipe("quickstart"), ["memory_limit_gib=-1"])
+
+
+def test_the_least_of_the_machine_and_its_control_groups_is_what_there_is(tmp_path):
+    def write(path, text):
+        file = tmp_path / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+
+    assert available_bytes(tmp_path) is None
+    write("proc/meminfo", "MemTotal: 9 kB\nMemAvailable:  2048 kB\n")
+    assert available_bytes(tmp_path) == (2 * MIB, "MemAvailable of this machine")
+    write("proc/self/cgroup", "4:memory:/outer/inner\n0::/a/b\n")
+    write("sys/fs/cgroup/memory/outer/memory.limit_in_bytes", f"{3 * MIB}\n")
+    write("sys/fs/cgroup/a/b/memory.max", "max\n")
+    assert available_bytes(tmp_path) == (2 * MIB, "MemAvailable of this machine")
+    write("sys/fs/cgroup/a/memory.max", f"{MIB}\n")
+    assert available_bytes(tmp_path) == (MIB, "memory.max of this control group")
+
+
+def test_this_machine_says_how_much_it_has():
+    if not Path("/proc/meminfo").exists():
+        pytest.skip("only Linux says so")
+    found = available_bytes()
+    assert found is not None and found[0] > 64 * MIB
