@@ -14,11 +14,13 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from lockstep.errors import CheckpointError
 from lockstep.models.config import ModelConfig
 from lockstep.models.decoder import Decoder
 from lockstep.models.hf_io import HEAD, load_weights, read_tensors, save_checkpoint
+from lockstep.models.sharding import shard
 from lockstep.ops import api as ops
 from lockstep.ops.context import PackedContext
 
@@ -63,15 +65,20 @@ def load_value_model(
     *,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
+    mesh: DeviceMesh | None = None,
 ) -> ValueModel:
     """A critic with the blocks of a Hugging Face checkpoint directory.
 
     Its head is the checkpoint's `score.weight`, if that is [1, D]; without one all values are 0.
+    mesh: the ranks that the blocks' parameters are spread over; the head is whole on each.
     Raises CheckpointError listing every tensor that is missing, extra or misshapen.
     """
     with torch.device("meta"):
         model = ValueModel(ModelConfig.from_directory(directory))
-    model = model.to(dtype).to_empty(device=device)
+    model = model.to(dtype)
+    if mesh is not None:
+        shard(model.body, mesh)
+    model = model.to_empty(device=device)
     model.value_head = nn.Parameter(
         torch.zeros(model.value_head.shape, dtype=torch.float32, device=device)
     )

@@ -12,6 +12,7 @@ from cpu.training.tiny_training import make_critic, make_rows
 
 from lockstep.launch.processes import Place
 from lockstep.launch.ranks import Ranks
+from lockstep.models.critic import load_value_model
 from lockstep.models.sharding import shard, whole_like
 from lockstep.training.config import CriticConfig
 from lockstep.training.critic import Critic
@@ -73,4 +74,8 @@ def work(rank, directory):
         again = make_arm(at, ranks=ranks, is_sharded=is_sharded, seed=5)
         again.load(place_of_all / "saved")
         out[sequence, is_sharded]["reloaded"] = again.values(make_rows(LENGTHS))
+        saved = place_of_all / "saved" / "model"
+        model = load_value_model(saved, mesh=ranks.mesh() if is_sharded else None)
+        first = Critic(model, CriticConfig(), again.config, like=saved, ranks=ranks)
+        out[sequence, is_sharded]["begun"] = first.values(make_rows(LENGTHS))
     return out

@@ -58,8 +58,9 @@ def test_what_ranks_saved_goes_on_with_ranks_and_with_one_process(found, place, 
     critic.load(place / f"{sequence}-{is_sharded}" / "saved")
     values = critic.values(make_rows(LENGTHS))
     for of_rank in found[layout]:
-        for after, again in zip(of_rank["after"], of_rank["reloaded"], strict=True):
-            np.testing.assert_array_equal(after, again)
+        for name in ("reloaded", "begun"):
+            for after, again in zip(of_rank["after"], of_rank[name], strict=True):
+                np.testing.assert_array_equal(after, again)
         for a, b in zip(values, of_rank["after"], strict=True):
             np.testing.assert_allclose(a, b, atol=FLOAT32)
     assert torch.isfinite(critic.model.value_head).all()
