@@ -15,7 +15,7 @@ from lockstep.models.lora_config import LoraShape
 from lockstep.models.moe import MLP, MoE, Routing
 from lockstep.models.sequence_parallel import SplitContext
 from lockstep.ops import api as ops
-from lockstep.ops.context import PackedContext, Support
+from lockstep.ops.context import Coefficients, PackedContext, Support
 
 Tensor = torch.Tensor
 
@@ -139,9 +139,11 @@ class Decoder(nn.Module):
         temperature: float = 1.0,
         support: Support | None = None,
         routing: Routing | None = None,
+        coefficients: Coefficients | None = None,
     ) -> tuple[Tensor, Tensor]:
         """(log-prob, entropy), each [N] float32, of targets [N] as predicted at predictors [N],
-        places among the T: all that a trainer asks of a model, in one call."""
+        places among the T: all that a trainer asks of a model, in one call. coefficients: of the
+        loss, see `ops.log_probs`."""
         hidden_TD = self(ids_T, positions_T, context, routing)
         return ops.log_probs(
             hidden_TD.index_select(0, predictors_N),
@@ -149,6 +151,7 @@ class Decoder(nn.Module):
             targets_N,
             temperature=temperature,
             support=support,
+            coefficients=coefficients,
         )
 
     def log_probs(

@@ -12,7 +12,7 @@ import torch
 
 from lockstep.errors import AlignmentError
 from lockstep.ops import plain
-from lockstep.ops.context import PackedContext, PagedContext, Support
+from lockstep.ops.context import Coefficients, PackedContext, PagedContext, Support
 
 Tensor = torch.Tensor
 
@@ -86,6 +86,7 @@ class Backend(Protocol):
         *,
         temperature: float = 1.0,
         support: Support | None = None,
+        coefficients: Coefficients | None = None,
     ) -> tuple[Tensor, Tensor]: ...
 
     def log_softmax(
@@ -215,6 +216,7 @@ def log_probs(
     *,
     temperature: float = 1.0,
     support: Support | None = None,
+    coefficients: Coefficients | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(log-prob of ids, entropy), each [T] float32 nats, of softmax(hidden @ weight^T / t).
 
@@ -222,12 +224,24 @@ def log_probs(
     chunks of rows; no more than one chunk of [rows, V] lives at a time. support: of T tokens, whose
     softmax is over its own ids alone; an id outside has log-prob -inf. Raises AlignmentError if it
     is of another number of tokens.
+
+    coefficients: the loss's gradient by both outputs, where it is known beforehand: the gradients
+    of hidden and weight are then formed in the forward, and the logits not formed twice. Whoever
+    gives them promises that backward brings them, times one number: AlignmentError if it does not,
+    or if they are of another number of tokens. Then it can be called once.
     """
+    if coefficients is not None and len(coefficients.logprobs) != len(ids):
+        raise AlignmentError(
+            f"log_probs: {len(ids)} ids, and coefficients of {len(coefficients.logprobs)} tokens: "
+            "one each."
+        )
     if support is not None and len(support) != len(ids):
         raise AlignmentError(
             f"log_probs: {len(ids)} ids, and a support of {len(support)} tokens: one entry each."
         )
-    return _active.log_probs(hidden, weight, ids, temperature=temperature, support=support)
+    return _active.log_probs(
+        hidden, weight, ids, temperature=temperature, support=support, coefficients=coefficients
+    )
 
 
 def log_softmax(logits: Tensor, *, temperature: float = 1.0, kept: Tensor | None = None) -> Tensor:

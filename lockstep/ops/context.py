@@ -67,16 +67,45 @@ class Support:
         all_of_them = Ragged(self.ids.cpu().numpy().astype(np.int32), self.offsets)
         return Support.of(all_of_them.take(index_N.cpu().numpy()), device=self.ids.device)
 
-    def mask(self, part: slice, vocab_size: int) -> Tensor:
-        """[rows of the part, V] bool: which ids each token could be."""
+    def mask(self, part: slice, vocab_size: int, columns: slice | None = None) -> Tensor:
+        """[rows of the part, V] bool: which ids each token could be. columns: of these alone."""
         start, stop, _ = part.indices(len(self))
         first, last = self.offsets[start], self.offsets[stop]
-        kept = torch.zeros(stop - start, vocab_size, dtype=torch.bool, device=self.ids.device)
-        kept[self.token[first:last] - start, self.ids[first:last]] = True
+        token, ids = self.token[first:last] - start, self.ids[first:last]
+        num_columns = vocab_size
+        if columns is not None:
+            left, right, _ = columns.indices(vocab_size)
+            inside = (ids >= left) & (ids < right)
+            token, ids, num_columns = token[inside], ids[inside] - left, right - left
+        kept = torch.zeros(stop - start, num_columns, dtype=torch.bool, device=self.ids.device)
+        kept[token, ids] = True
         is_whole = np.diff(self.offsets[start : stop + 1]) == 0
         if is_whole.any():
             kept[torch.from_numpy(is_whole).to(kept.device)] = True
         return kept
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Coefficients:
+    """The gradient of the loss by what the log-prob head gives, known before it is computed: of a
+    loss that is linear in the log-probs, or whose ratio to the old policy is fixed at 1."""
+
+    logprobs: Tensor
+    """[T] float32: dL/dlog-prob of each token, up to one factor for all."""
+    entropy: Tensor | None = None
+    """[T] float32: dL/dentropy, up to the same factor; None: the loss reads no entropy."""
+
+    def of(self, part: slice) -> Coefficients:
+        return Coefficients(
+            self.logprobs[part], None if self.entropy is None else self.entropy[part]
+        )
+
+    def equals(self, other: Coefficients) -> bool:
+        """Bit for bit; an entropy that is not read is one whose coefficient is 0."""
+        mine, theirs = (
+            torch.zeros_like(c.logprobs) if c.entropy is None else c.entropy for c in (self, other)
+        )
+        return torch.equal(self.logprobs, other.logprobs) and torch.equal(mine, theirs)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

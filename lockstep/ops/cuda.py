@@ -22,7 +22,7 @@ import torch
 from lockstep.errors import ConfigError
 from lockstep.ops import cuda_kernels as kernels
 from lockstep.ops import head, plain, trace
-from lockstep.ops.context import PackedContext, PagedBlock, PagedContext, Support
+from lockstep.ops.context import Coefficients, PackedContext, PagedBlock, PagedContext, Support
 
 Tensor = torch.Tensor
 
@@ -143,10 +143,11 @@ class CudaOps:
         *,
         temperature: float = 1.0,
         support: Support | None = None,
+        coefficients: Coefficients | None = None,
     ) -> tuple[Tensor, Tensor]:
         return head.log_probs(
             hidden, weight, ids, linear=self.linear, log_softmax=self.log_softmax,
-            temperature=temperature, support=support,
+            temperature=temperature, support=support, coefficients=coefficients,
         )  # fmt: skip
 
 

@@ -1,22 +1,34 @@
 """The log-prob head: what sampler and trainer call alike, over any backend's `linear`.
 
+No [T, V] tensor exists at any time. Forward takes whole rows of logits, a chunk of them at once,
+since a softmax is over a row and its bits are the sampler's. Backward needs no whole row, for it
+knows each row's log-sum: it forms the logits again in tiles of many rows and few columns, so that
+the weight's gradient is complete after one tile, in float32, and written once. Where the loss's
+gradient is known beforehand (`Coefficients`), forward turns each chunk into its gradient in place,
+and nothing is formed twice: three products of matrices in place of four.
+
 # T tokens  D model width  V vocabulary
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 
-from lockstep.ops.context import Support
+from lockstep.errors import AlignmentError
+from lockstep.ops.context import Coefficients, Support
 
 Tensor = torch.Tensor
 Linear = Callable[[Tensor, Tensor], Tensor]
 LogSoftmax = Callable[..., Tensor]
 
-CHUNK_BYTES = 64 << 20  # logits of one chunk; a chunk is recomputed in backward, not kept
+CHUNK_BYTES = 128 << 20  # logits that live at once, forward and backward
 ROW_QUANTUM = 16  # rows of a chunk are a multiple of this, so that no backend has to pad them
+TILE_ROWS = 4096  # of backward: enough that the weight is read seldom, few enough for wide tiles
+BLOCK_BYTES = 1 << 20  # worked on at once by one thread of a CPU: stays in its cache
+TOLERANCE = 1e-5  # of the largest coefficient: float32's rounding, and what a scale adds to it
 
 
 def log_softmax(logits: Tensor, *, temperature: float = 1.0, kept: Tensor | None = None) -> Tensor:
@@ -29,6 +41,13 @@ def log_softmax(logits: Tensor, *, temperature: float = 1.0, kept: Tensor | None
     return torch.log_softmax(logits, -1)
 
 
+def chunk_rows(vocab_size: int) -> int:
+    """Tokens whose logits live at once. As many, or fewer, are formed once in any case: their
+    log-probs are kept for backward."""
+    rows = max(1, CHUNK_BYTES // (4 * vocab_size))
+    return rows - rows % ROW_QUANTUM if rows > ROW_QUANTUM else rows
+
+
 def log_probs(
     hidden: Tensor,
     weight: Tensor,
@@ -39,78 +58,248 @@ def log_probs(
     gradient_dtype: torch.dtype | None = None,
     temperature: float = 1.0,
     support: Support | None = None,
+    coefficients: Coefficients | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See `ops.api.log_probs`. linear and log_softmax: the backend's own, which must give the same
     numbers whether or not a gradient is wanted. gradient_dtype: what backward multiplies in; None
     is that of hidden."""
-    rows = max(1, CHUNK_BYTES // (4 * weight.shape[0]))
-    if rows > ROW_QUANTUM:
-        rows -= rows % ROW_QUANTUM
-    return _LogProbs.apply(
-        hidden, weight, ids, temperature, rows, support, linear, log_softmax,
-        gradient_dtype or hidden.dtype,
-    )  # fmt: skip
+    settings = _Settings(
+        temperature, support, linear, log_softmax, gradient_dtype or hidden.dtype, coefficients
+    )
+    return _LogProbs.apply(hidden, weight, ids, settings)  # pyright: ignore[reportReturnType]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Settings:
+    temperature: float
+    support: Support | None
+    linear: Linear
+    log_softmax: LogSoftmax
+    gradient_dtype: torch.dtype
+    coefficients: Coefficients | None
+
+    def choices(self, rows: slice, vocab_size: int, columns: slice | None = None) -> Tensor | None:
+        return None if self.support is None else self.support.mask(rows, vocab_size, columns)
 
 
 class _LogProbs(torch.autograd.Function):
-    """Log-prob and entropy without a [T, V] tensor: rows in chunks, and again in backward.
-
-    Over a support, the probability of an id outside is 0, and with it its part of the entropy and
-    of every gradient: nothing else changes. Its log-prob is written as 0 where it is a factor of
-    that, since 0 * -inf is NaN.
-    """
+    """Over a support, the probability of an id outside is 0, and with it its part of the entropy
+    and of every gradient: nothing else changes. Its log-prob is written as 0 where it is a factor
+    of that, since 0 * -inf is NaN."""
 
     @staticmethod
-    def forward(
-        ctx, hidden, weight, ids, temperature, rows, support, linear, log_softmax, gradient_dtype
-    ):
-        logprobs = hidden.new_empty(len(ids), dtype=torch.float32)
-        entropy = torch.empty_like(logprobs)
-        kept = None
-        for at in range(0, len(ids), rows):
-            part = slice(at, at + rows)
-            choices = None if support is None else support.mask(part, len(weight))
-            logits = linear(hidden[part], weight)
-            logp = log_softmax(logits, temperature=temperature, kept=choices)
-            logprobs[part] = logp.gather(1, ids[part, None])[:, 0]
-            _clear_outside(logp, choices)
-            entropy[part] = -(_probs(logp, choices) * logp).sum(-1)
-            kept = logp
-        # A single chunk is no larger than what one chunk takes in backward anyway: keep it.
-        ctx.save_for_backward(hidden, weight, ids, entropy, kept if len(ids) <= rows else None)
-        ctx.temperature, ctx.rows, ctx.support = temperature, rows, support
-        ctx.linear, ctx.log_softmax, ctx.gradient_dtype = linear, log_softmax, gradient_dtype
+    def forward(ctx, hidden, weight, ids, settings):
+        T, V = len(ids), len(weight)
+        logprobs = hidden.new_empty(T, dtype=torch.float32)
+        entropy, log_sums = torch.empty_like(logprobs), torch.empty_like(logprobs)
+        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
+        known = settings.coefficients if needs_hidden or needs_weight else None
+        rows = chunk_rows(V)
+        # A single chunk is no larger than what one tile takes in backward anyway: keep it.
+        is_kept = known is None and rows >= T and (needs_hidden or needs_weight)
+        kept = hidden.new_empty(T, V, dtype=torch.float32) if is_kept else None
+        formed = None if known is None else _Formed(hidden, weight, ctx.needs_input_grad, settings)
+        for part in _steps(T, rows):
+            logits = settings.linear(hidden[part], weight)
+            choices = settings.choices(part, V)
+            grads = None if formed is None else formed.place_for(logits)
+            for block in _blocks(logits):
+                here = slice(part.start + block.start, part.start + block.stop)
+                mask = None if choices is None else choices[block]
+                logp = settings.log_softmax(
+                    logits[block], temperature=settings.temperature, kept=mask
+                )
+                at = ids[here, None]
+                logprobs[here] = logp.gather(1, at)[:, 0]
+                # Any id that could be drawn tells the log-sum: its logit less its log-prob.
+                seen = at if mask is None else mask.byte().argmax(1, keepdim=True)
+                seen_logits = logits[block].gather(1, seen).float() / settings.temperature
+                log_sums[here] = (seen_logits - logp.gather(1, seen))[:, 0]
+                _clear_outside(logp, mask)
+                entropy[here] = -(_probs(logp, mask) * logp).sum(-1)
+                if kept is not None:
+                    kept[here] = logp
+                if known is not None and grads is not None:
+                    grads[block] = _gradient(
+                        logp, known.of(here), entropy[here], ids[here], mask, settings.temperature
+                    )
+                del logp
+            if formed is not None and grads is not None:
+                formed.add(grads, part)
+            del logits, grads, choices  # before the next chunk is formed
+        ctx.settings, ctx.formed = settings, formed
+        if known is None:
+            ctx.save_for_backward(hidden, weight, ids, entropy, log_sums, kept)
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx, grad_logprobs, grad_entropy):
-        hidden, weight, ids, entropy, kept = ctx.saved_tensors
-        wide_hidden, wide_weight = hidden.to(ctx.gradient_dtype), weight.to(ctx.gradient_dtype)
-        grad_hidden = torch.empty_like(wide_hidden)
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+        settings = ctx.settings
+        if settings.coefficients is not None:
+            formed, ctx.formed = ctx.formed, None
+            if formed is None:
+                raise RuntimeError(
+                    "log_probs with coefficients: its gradient has been taken, and is not kept."
+                )
+            scale = _scale_of(settings.coefficients, grad_logprobs, grad_entropy)
+            return *formed.take(scale), None, None
+        hidden, weight, ids, entropy, log_sums, kept = ctx.saved_tensors
+        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
+        T, V, dtype = len(ids), len(weight), settings.gradient_dtype
         has_entropy_grad = bool((grad_entropy != 0).any())
-        for at in range(0, len(ids), ctx.rows):
-            part = slice(at, at + ctx.rows)
-            choices = None if ctx.support is None else ctx.support.mask(part, len(weight))
-            logp = kept
-            if logp is None:
-                logits = ctx.linear(hidden[part], weight)
-                logp = ctx.log_softmax(logits, temperature=ctx.temperature, kept=choices)
-                _clear_outside(logp, choices)
-            grad = _probs(logp, choices)
-            if has_entropy_grad:  # dH/dlogit_j = -p_j (log p_j + H)
-                through = logp.add(entropy[part, None]).mul_(grad_entropy[part, None])
-                through.add_(grad_logprobs[part, None])
-                grad.mul_(through).neg_()
-            else:
-                grad.mul_(-grad_logprobs[part, None])
-            grad.scatter_add_(1, ids[part, None], grad_logprobs[part, None])
-            if ctx.temperature != 1.0:
-                grad.div_(ctx.temperature)
-            grad = grad.to(ctx.gradient_dtype)
-            torch.mm(grad, wide_weight, out=grad_hidden[part])
-            grad_weight.add_(torch.mm(grad.t(), wide_hidden[part]))
-        return grad_hidden.to(hidden.dtype), grad_weight.to(weight.dtype), *[None] * 7
+        known = Coefficients(grad_logprobs, grad_entropy if has_entropy_grad else None)
+        wide_hidden = hidden.to(dtype)
+        grad_hidden = torch.zeros_like(hidden, dtype=_sum_dtype(dtype)) if needs_hidden else None
+        grad_weight = torch.empty_like(weight) if needs_weight else None
+        tile_rows = min(T, TILE_ROWS)
+        tile_columns = max(1, CHUNK_BYTES // (4 * max(tile_rows, 1)))
+        for columns in _steps(V, tile_columns):
+            total = None
+            wide_weight = weight[columns].to(dtype)
+            for part in _steps(T, tile_rows):
+                choices = settings.choices(part, V, columns)
+                if kept is None:
+                    # Rounded as forward rounds, or the log-sum would be that of other logits.
+                    tile = torch.mm(wide_hidden[part], wide_weight.t()).to(hidden.dtype).float()
+                else:
+                    tile = torch.empty_like(kept[part, columns])
+                for block in _blocks(tile):
+                    here = slice(part.start + block.start, part.start + block.stop)
+                    logp = tile[block]
+                    if kept is not None:
+                        logp = kept[here, columns]
+                    else:
+                        if settings.temperature != 1.0:
+                            logp.div_(settings.temperature)
+                        logp.sub_(log_sums[here, None])
+                    mask = None if choices is None else choices[block]
+                    tile[block] = _gradient(
+                        logp, known.of(here), entropy[here], ids[here] - columns.start, mask,
+                        settings.temperature,
+                    )  # fmt: skip
+                tile = tile.to(dtype)
+                if grad_hidden is not None:
+                    _add_product(grad_hidden[part], tile, wide_weight)
+                if grad_weight is not None:
+                    if total is None:
+                        total = torch.mm(tile.t(), wide_hidden[part]).to(_sum_dtype(dtype))
+                    else:
+                        _add_product(total, tile.t(), wide_hidden[part])
+                del tile
+            if grad_weight is not None and total is not None:
+                grad_weight[columns] = total
+        if grad_hidden is not None:
+            grad_hidden = grad_hidden.to(hidden.dtype)
+        return grad_hidden, grad_weight, None, None
+
+
+class _Formed:
+    """Gradients that are formed in forward, chunk by chunk."""
+
+    def __init__(self, hidden: Tensor, weight: Tensor, needs: tuple[bool, ...], s: _Settings):
+        dtype = s.gradient_dtype
+        self.dtype = dtype
+        self.hidden, self.weight = hidden, weight
+        self.grad_hidden = torch.zeros_like(hidden, dtype=_sum_dtype(dtype)) if needs[0] else None
+        # Chunks add to the whole of it: in bfloat16 the small ones would be lost.
+        self.grad_weight = torch.zeros_like(weight, dtype=_sum_dtype(dtype)) if needs[1] else None
+
+    def place_for(self, logits: Tensor) -> Tensor:
+        """Where the chunk's gradient is written: over the logits, if they have its dtype."""
+        is_same = logits.dtype == self.dtype
+        return logits if is_same else logits.new_empty(logits.shape, dtype=self.dtype)
+
+    def add(self, grads: Tensor, rows: slice) -> None:
+        hidden = self.hidden[rows].to(self.dtype)
+        is_cast = self.weight.dtype != self.dtype  # then a part of it at once
+        columns = CHUNK_BYTES // (4 * self.weight.shape[1]) if is_cast else len(self.weight)
+        for part in _steps(len(self.weight), max(1, columns)):
+            if self.grad_hidden is not None:
+                weight = self.weight[part].to(self.dtype)
+                _add_product(self.grad_hidden[rows], grads[:, part], weight)
+            if self.grad_weight is not None:
+                _add_product(self.grad_weight[part], grads[:, part].t(), hidden)
+
+    def take(self, scale: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        grads = [self.grad_hidden, self.grad_weight]
+        self.grad_hidden = self.grad_weight = None  # nobody else holds them: they become .grad
+        is_one = bool(scale == 1)
+        for at, like in enumerate((self.hidden, self.weight)):
+            grad = grads[at]
+            if grad is not None:
+                grads[at] = (grad if is_one else grad.mul_(scale)).to(like.dtype)
+        return grads[0], grads[1]
+
+
+def _scale_of(known: Coefficients, grad_logprobs: Tensor, grad_entropy: Tensor) -> Tensor:
+    """What the gradients that arrive are the coefficients times: one number. Raises AlignmentError
+    if there is none. NaN or inf where a gradient is not finite, whatever the coefficients are."""
+    of_entropy = torch.zeros_like(grad_entropy) if known.entropy is None else known.entropy
+    wanted = torch.cat([known.logprobs, of_entropy])
+    found = torch.cat([grad_logprobs, grad_entropy])
+    if not len(wanted) or not bool(torch.isfinite(found).all()):
+        return found.sum()
+    at = wanted.abs().argmax()
+    scale = found[at] / wanted[at] if bool(wanted[at] != 0) else found.new_ones(())
+    differs = (found - scale * wanted).abs()
+    limit = TOLERANCE * found.abs().max()
+    if bool((differs <= limit).all()):
+        return scale
+    place = int(differs.nan_to_num(float("inf")).argmax())
+    what = "log-prob" if place < len(grad_logprobs) else "entropy"
+    raise AlignmentError(
+        f"log_probs was told the gradient of the loss, and another one arrived: at the {what} of "
+        f"token {place % len(grad_logprobs)} it is {float(found[place]):.6g}, and the coefficient "
+        f"was {float(wanted[place]):.6g} (times {float(scale):.6g}, the scale of the whole). A "
+        "loss whose gradient depends on the log-probs has no coefficient that is known before "
+        "them: leave it out, and backward forms the logits again."
+    )
+
+
+def _gradient(
+    logp: Tensor,
+    known: Coefficients,
+    entropy: Tensor,
+    ids: Tensor,
+    choices: Tensor | None,
+    temperature: float,
+) -> Tensor:
+    """dL/dlogits of some rows and columns, from their log-probs. ids: of each row's token, counted
+    from the first column; outside of them it is in another tile."""
+    grad = _probs(logp, choices)
+    upstream = known.logprobs[:, None]
+    if known.entropy is None:
+        grad.mul_(-upstream)
+    else:  # dH/dlogit_j = -p_j (log p_j + H)
+        through = logp.add(entropy[:, None]).mul_(known.entropy[:, None]).add_(upstream)
+        grad.mul_(through).neg_()
+    row = ((ids >= 0) & (ids < logp.shape[1])).nonzero()[:, 0]
+    grad[row, ids[row]] += known.logprobs[row]
+    return grad if temperature == 1.0 else grad.div_(temperature)
+
+
+def _steps(size: int, step: int) -> Iterator[slice]:
+    yield from (slice(at, min(at + step, size)) for at in range(0, size, step))
+
+
+def _blocks(x: Tensor) -> Iterator[slice]:
+    """Rows that are worked on at once: what fits a cache on a CPU, all of them elsewhere."""
+    if x.device.type != "cpu":
+        return _steps(len(x), max(len(x), 1))
+    rows = max(1, BLOCK_BYTES // (4 * x.shape[1])) * torch.get_num_threads()
+    return _steps(len(x), rows)
+
+
+def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a @ b, in the dtype of total."""
+    if total.dtype == a.dtype:
+        total.addmm_(a, b)
+    else:
+        total.add_(torch.mm(a, b))
 
 
 def _clear_outside(logp: Tensor, choices: Tensor | None) -> None:

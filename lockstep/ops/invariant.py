@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lockstep.ops import head, packed, trace
-from lockstep.ops.context import KEY_BLOCK, PackedContext, PagedContext, Support
+from lockstep.ops.context import KEY_BLOCK, Coefficients, PackedContext, PagedContext, Support
 from lockstep.ops.head import log_softmax
 from lockstep.ops.paged import paged_attention
 from lockstep.ops.plain import (
@@ -248,11 +248,12 @@ class InvariantOps:
         *,
         temperature: float = 1.0,
         support: Support | None = None,
+        coefficients: Coefficients | None = None,
     ) -> tuple[Tensor, Tensor]:
         return head.log_probs(
             hidden, weight, ids, linear=partial(self._gemm, bias_N=None),
             gradient_dtype=_widen(hidden.dtype, hidden[:0])[0].dtype,
-            temperature=temperature, support=support,
+            temperature=temperature, support=support, coefficients=coefficients,
         )  # fmt: skip
 
 

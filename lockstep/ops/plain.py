@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from lockstep.ops import flex, head
-from lockstep.ops.context import PackedContext, PagedContext, Support
+from lockstep.ops.context import Coefficients, PackedContext, PagedContext, Support
 from lockstep.ops.head import log_softmax
 from lockstep.ops.packed import SinkAttention
 from lockstep.ops.paged import paged_attention
@@ -265,7 +265,14 @@ def log_probs(
     *,
     temperature: float = 1.0,
     support: Support | None = None,
+    coefficients: Coefficients | None = None,
 ) -> tuple[Tensor, Tensor]:
     return head.log_probs(
-        hidden, weight, ids, linear=linear, temperature=temperature, support=support
+        hidden,
+        weight,
+        ids,
+        linear=linear,
+        temperature=temperature,
+        support=support,
+        coefficients=coefficients,
     )

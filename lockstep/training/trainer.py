@@ -35,7 +35,9 @@ from lockstep.models.sequence_parallel import SequenceParallel
 from lockstep.models.sharding import let_go, local_part
 from lockstep.objectives.config import Aggregate, ObjectiveConfig
 from lockstep.objectives.losses import LossFn, TokenLoss, make_loss
+from lockstep.ops.context import Coefficients
 from lockstep.ops.contract import Fingerprint, check_rows
+from lockstep.ops.head import chunk_rows
 from lockstep.store.files import write_json
 from lockstep.training.config import TrainerConfig
 from lockstep.training.correcting import (
@@ -85,7 +87,7 @@ MAX_NAMED_ROWS = 3  # of the rows behind a skipped update; more would hide the f
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+@dataclass(slots=True, eq=False, kw_only=True)
 class _Call:
     """What a `forward_backward` was given: asked again for the row behind a bad gradient."""
 
@@ -96,6 +98,10 @@ class _Call:
     is_measuring: bool
     load: ExpertLoad | None
     """What the auxiliary loss is balanced by; None has none."""
+    is_fixed: bool
+    """Whether the loss's gradient by the log-probs is said not to depend on them."""
+    is_refuted: bool = False
+    """A gradient that was taken for known was another one: no more is tried."""
 
 
 class Trainer:
@@ -266,6 +272,7 @@ class Trainer:
         correction: Correction | None = None,
         column: str | None = None,
         is_measuring: bool = False,
+        is_fixed: bool = False,
     ) -> Metrics:
         """Adds the gradient of the loss over `samples` to what the next `optim_step` will use.
 
@@ -281,6 +288,10 @@ class Trainer:
         before. None trains every token as it is, with the samples' own `old_logprobs`. Raises
         ConfigError if it must see the whole batch first and has not: `update` does that.
         is_measuring: the mismatch is measured in this forward, though the rows are weighed already.
+        is_fixed: the loss's gradient by the log-probs does not depend on them, as of a loss that is
+        linear in them or whose ratio is fixed at 1. Then, and under a contract on rows of the
+        version in training, a large head forms its gradients in the forward, which saves a product
+        of four; what was said is checked, and at worst costs a second forward.
         """
         is_weighed = bool(samples) and WEIGHTS in samples[0].columns
         if correction is not None and correction.needs_whole_batch and not is_weighed:
@@ -298,6 +309,7 @@ class Trainer:
         call = _Call(
             samples=samples, weigh=weigh, loss_fn=loss_fn, correction=correction,
             is_measuring=is_measuring, load=self._load_to_balance(samples, batches),
+            is_fixed=is_fixed,
         )  # fmt: skip
         self._calls.append(call)
         totals = _Totals(self.device)
@@ -416,6 +428,7 @@ class Trainer:
                 aggregate=objective.aggregate, fixed_length=objective.fixed_length,
                 correction=correction, column=None if is_two_pass and not is_known else "logprobs",
                 is_measuring=is_known and is_two_pass and number == 0,
+                is_fixed=_is_fixed(objective, correction),
             )  # fmt: skip
             parts.append(metrics | self.optim_step())
         metrics = _merge_metrics(parts)
@@ -521,11 +534,18 @@ class Trainer:
         )
 
     def _log_probs(
-        self, batch: PackedBatch, routing: Routing | None = None, *, model: Decoder | None = None
+        self,
+        batch: PackedBatch,
+        routing: Routing | None = None,
+        *,
+        model: Decoder | None = None,
+        coefficients: Coefficients | None = None,
     ) -> tuple[Tensor, Tensor]:
         """(log-probs, entropy), each [N] float32, of the trained tokens."""
         model = model or self.model
         score = model.score if self._sequence is None else partial(self._sequence.score, model)
+        if coefficients is not None:
+            score = partial(model.score, coefficients=coefficients)
         return score(
             batch.ids,
             batch.positions,
@@ -576,7 +596,37 @@ class Trainer:
         let_go(self.model)
         return self._load_of_all(loads)
 
-    def _backward(self, batch: PackedBatch, call: _Call) -> _Done:
+    def _known_gradient(self, batch: PackedBatch, call: _Call) -> Coefficients | None:
+        """The loss's gradient before the forward, where it can be known and would spare forming
+        logits twice; None elsewhere. Ranks take the plain way: what one of them has to repeat would
+        leave the others waiting."""
+        if self.ranks is not None or call.is_refuted:
+            return None
+        if len(batch.targets) <= chunk_rows(self.model.config.vocab_size):
+            return None
+        logprobs = torch.zeros(len(batch.targets), device=batch.ids.device)
+        if self.contract is not None:
+            versions = batch.columns.get("policy_version")
+            recorded = batch.columns.get("rollout_logprobs")
+            if versions is not None and recorded is not None and (versions == self.version).all():
+                return self._gradient_at(recorded, torch.zeros_like(recorded), batch, call)
+        return self._gradient_at(logprobs, logprobs, batch, call) if call.is_fixed else None
+
+    def _gradient_at(
+        self, logprobs: Tensor, entropy: Tensor, batch: PackedBatch, call: _Call
+    ) -> Coefficients | None:
+        """Of the loss by log-probs and entropy, at these values; None if nothing is trained."""
+        logprobs, entropy = (x.detach().clone().requires_grad_() for x in (logprobs, entropy))
+        kept = keep_tokens(batch, logprobs, entropy, call.correction, version=self.version)
+        if not len(kept.tokens.logprobs):
+            return None
+        loss = _weighed(call.loss_fn(kept.tokens), kept) * kept.select(call.weigh(batch))
+        grads = torch.autograd.grad(loss.sum(), (logprobs, entropy), allow_unused=True)
+        of_logprobs = torch.zeros_like(logprobs) if grads[0] is None else grads[0]
+        return Coefficients(of_logprobs, grads[1])
+
+    def _routing_for(self, batch: PackedBatch, call: _Call) -> Routing | None:
+        """What is replayed, balanced and kept in a training forward: for one of them."""
         routing = routing_of(batch)
         if self.model.config.routed_layers:
             routing = routing or Routing()  # keeps what is chosen, for `moe/...`
@@ -585,7 +635,18 @@ class Trainer:
                 batch, num_active=self.model.config.num_active_experts,
                 coef=self.config.router_aux_coef,
             )  # fmt: skip
-        logprobs, entropy = self._log_probs(batch, routing)
+        return routing
+
+    def _backward(self, batch: PackedBatch, call: _Call) -> _Done:
+        routing, known = self._routing_for(batch, call), self._known_gradient(batch, call)
+        logprobs, entropy = self._log_probs(batch, routing, coefficients=known)
+        if known is not None:
+            found = self._gradient_at(logprobs, entropy, batch, call)
+            if found is None or not known.equals(found):
+                call.is_refuted = True
+                del logprobs, entropy  # and with them what that forward has kept
+                routing = self._routing_for(batch, call)
+                logprobs, entropy = self._log_probs(batch, routing)
         kept = keep_tokens(
             batch, logprobs, entropy, call.correction, version=self.version,
             is_measuring=call.is_measuring,
@@ -604,15 +665,7 @@ class Trainer:
                 self.optimizer.collect_gradients()
             return done
         out = call.loss_fn(kept.tokens)
-        if out.loss.shape != kept.tokens.logprobs.shape:
-            raise AlignmentError(
-                f"the loss gave {list(out.loss.shape)} values for "
-                f"{list(kept.tokens.logprobs.shape)} trained tokens: a loss gives one per token, "
-                "and the trainer sums them."
-            )
-        loss = out.loss if kept.weights is None else out.loss * kept.weights
-        if out.regularizer is not None:
-            loss = loss + out.regularizer
+        loss = _weighed(out, kept)
         (loss * kept.select(weight_N)).sum().backward()
         self.optimizer.collect_gradients()
         done.out, done.loss_N = out, kept.spread(loss.detach(), len(logprobs))
@@ -747,6 +800,25 @@ def check_same_shapes(directory: Path, expected: ModelConfig | FallbackConfig) -
     ]
     if differing:
         raise CheckpointError(f"{directory} holds another model: {'; '.join(differing)}.")
+
+
+def _is_fixed(objective: ObjectiveConfig, correction: Correction) -> bool:
+    """Whether the loss's gradient is the same at any log-probs: without a ratio, or with one that
+    is 1 by definition; with the entropy, whose coefficient is constant, but no reference KL."""
+    is_one = not objective.has_ratio or correction.anchor == "on_policy"
+    return is_one and not objective.kl_coef and not correction.changes_tokens
+
+
+def _weighed(out: TokenLoss, kept: Kept) -> Tensor:
+    """[K]: the correction's weights on the policy loss, and the regularizer."""
+    if out.loss.shape != kept.tokens.logprobs.shape:
+        raise AlignmentError(
+            f"the loss gave {list(out.loss.shape)} values for "
+            f"{list(kept.tokens.logprobs.shape)} trained tokens: a loss gives one per token, and "
+            "the trainer sums them."
+        )
+    loss = out.loss if kept.weights is None else out.loss * kept.weights
+    return loss if out.regularizer is None else loss + out.regularizer
 
 
 def _keep(
