@@ -146,10 +146,10 @@ def _check_replay(config: Config, model: ModelConfig) -> None:
             f"model={config.model} ({model.architecture}) has none to train. Leave it at 0."
         )
     replay = config.trainer.routing_replay
-    if replay != "none" and not model.is_moe:
+    if replay != "none" and not model.routed_layers:
         raise ConfigError(
-            f"trainer.routing_replay={replay} needs a model with routers; model={config.model} is "
-            f"dense ({model.architecture}). Set trainer.routing_replay=none."
+            f"trainer.routing_replay={replay} needs a model with routers; model={config.model} "
+            f"({model.architecture}) has none to hand routes to. Set trainer.routing_replay=none."
         )
     if replay == "rollout" and not config.engine.can_record_routes:
         raise ConfigError(

@@ -146,10 +146,11 @@ class Trainer:
                 f"trainer.offload={config.offload} moves the optimizer's state to the host's "
                 "memory, and the model is on the CPU: it is there already. Leave it at none."
             )
-        if config.routing_replay != "none" and not model.config.is_moe:
+        if config.routing_replay != "none" and not model.config.routed_layers:
             raise ConfigError(
                 f"trainer.routing_replay={config.routing_replay} needs a model with routers; this "
-                f"one is dense ({model.config.architecture}). Set routing_replay=none."
+                f"one ({model.config.architecture}) has none to hand routes to. Set "
+                "routing_replay=none."
             )
         if config.router_aux_coef and not model.config.routed_layers:
             raise ConfigError(

@@ -67,8 +67,14 @@ class NoRoutes(EngineConfig):
 @pytest.mark.parametrize(
     ("overrides", "text"),
     [
-        (["model=tiny-qwen3", "trainer.routing_replay=rollout"], r"model=tiny-qwen3 is dense"),
-        (["model=tiny-qwen3", "trainer.routing_replay=recompute"], r"model=tiny-qwen3 is dense"),
+        (
+            ["model=tiny-qwen3", "trainer.routing_replay=rollout"],
+            r"model=tiny-qwen3 \(qwen3\) has none",
+        ),
+        (
+            ["model=tiny-qwen3", "trainer.routing_replay=recompute"],
+            r"model=tiny-qwen3 \(qwen3\) has none",
+        ),
         (
             ["engine=no_routes", "trainer.routing_replay=rollout"],
             r"engine=no_routes does not hand out .* trainer\.routing_replay=recompute",

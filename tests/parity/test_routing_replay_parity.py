@@ -1,5 +1,7 @@
 """Replayed routes against transformers' mixtures, whose routers are made to choose the same."""
 
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -23,13 +25,20 @@ SHAPE = {
 }  # fmt: skip
 
 
-def make_pair(directory):
+def make_pair(kind, directory):
     torch.manual_seed(0)
-    config = transformers.GptOssConfig(
-        **SHAPE, intermediate_size=24, num_local_experts=NUM_EXPERTS,
-        num_experts_per_tok=NUM_ACTIVE, sliding_window=8,
-    )  # fmt: skip
-    model = transformers.GptOssForCausalLM._from_config(config, attn_implementation="eager")
+    if kind == "gpt_oss":
+        config = transformers.GptOssConfig(
+            **SHAPE, intermediate_size=24, num_local_experts=NUM_EXPERTS,
+            num_experts_per_tok=NUM_ACTIVE, sliding_window=8,
+        )  # fmt: skip
+    else:
+        config = transformers.Qwen3MoeConfig(
+            **SHAPE, intermediate_size=40, moe_intermediate_size=24, num_experts=NUM_EXPERTS,
+            num_experts_per_tok=NUM_ACTIVE, norm_topk_prob=kind == "qwen3_moe",
+        )  # fmt: skip
+    make = transformers.AutoModelForCausalLM.from_config
+    model = make(config, attn_implementation="eager")
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith(("sinks", "bias", "norm.weight")):
@@ -41,11 +50,12 @@ def make_pair(directory):
 
 class Forced:
     """Forward hooks on transformers' routers: they choose `routes` [T, layers, active], in order,
-    and weigh them by the softmax of their own logits there."""
+    and weigh them by their own logits: by the softmax there, or by that over all experts."""
 
-    def __init__(self, model) -> None:
-        routers = [layer.mlp.router for layer in model.model.layers]
-        self.routes = None
+    def __init__(self, model, kind) -> None:
+        name = "router" if kind == "gpt_oss" else "gate"
+        routers = [getattr(layer.mlp, name) for layer in model.model.layers]
+        self.routes, self.is_normalized = None, kind != "qwen3_moe unnormalized"
         for layer, router in enumerate(routers):
             router.register_forward_hook(lambda _, __, out, layer=layer: self._force(out, layer))
 
@@ -54,7 +64,9 @@ class Forced:
             return None
         experts = torch.from_numpy(self.routes[:, layer]).long()
         logits = out[0].view(-1, NUM_EXPERTS)
-        return (out[0], logits.gather(-1, experts).softmax(-1), experts)
+        if self.is_normalized:
+            return (out[0], logits.gather(-1, experts).softmax(-1), experts)
+        return (out[0], logits.softmax(-1).gather(-1, experts), experts)
 
 
 def make_rows():
@@ -84,9 +96,21 @@ def their_logprobs(model, row, forced):
     return logp.gather(1, ids[0, 1:, None])[:, 0][torch.from_numpy(row.loss_mask[1:])]
 
 
-def test_log_probs_and_gradients_of_forced_experts_equal_transformers(tmp_path):
-    model, trainer = make_pair(tmp_path)
-    forced, rows = Forced(model), make_rows()
+def slice_of(tensors, name):
+    """The tensor of this name in a file, where transformers holds a layer's experts as one."""
+    found = re.fullmatch(r"(.*experts)\.(\d+)\.(gate|up|down)_proj\.weight", name)
+    if found is None:
+        return tensors[name]
+    prefix, expert, part = found.groups()
+    if part == "down":
+        return tensors[f"{prefix}.down_proj"][int(expert)]
+    return tensors[f"{prefix}.gate_up_proj"][int(expert)].chunk(2)[part == "up"]
+
+
+@pytest.mark.parametrize("kind", ["gpt_oss", "qwen3_moe", "qwen3_moe unnormalized"])
+def test_log_probs_and_gradients_of_forced_experts_equal_transformers(kind, tmp_path):
+    model, trainer = make_pair(kind, tmp_path)
+    forced, rows = Forced(model, kind), make_rows()
     for row, ours in zip(rows, trainer.forward(rows), strict=True):
         theirs = their_logprobs(model, row, forced).detach().numpy()
         # float32 logits of both agree to 1e-5 (tests/parity/test_decoder_parity.py)
@@ -104,12 +128,12 @@ def test_log_probs_and_gradients_of_forced_experts_equal_transformers(tmp_path):
     with torch.no_grad():
         for name, parameter in trainer.model.named_parameters():
             parameter.copy_(trainer.optimizer.gradients()[name])
-    ours = dict(hf_tensors(trainer.model))
+    theirs = {name: parameter.grad for name, parameter in model.named_parameters()}
     num_routers = 0
-    for name, parameter in model.named_parameters():
-        gradient = parameter.grad
-        gap = (ours[name] - gradient).abs().max() / gradient.abs().max()
-        # Sums over tokens and experts in another order, float32: measured up to 2e-6.
+    for name, ours in hf_tensors(trainer.model):
+        gradient = slice_of(theirs, name)
+        gap = (ours - gradient).abs().max() / gradient.abs().max()
+        # Sums over tokens and experts in another order, float32: measured up to 3e-6.
         assert gap < 1e-5, (name, float(gap))
-        num_routers += "router" in name
-    assert num_routers == 2 * NUM_LAYERS
+        num_routers += "router" in name or "mlp.gate.weight" in name
+    assert num_routers == NUM_LAYERS * (2 if kind == "gpt_oss" else 1)

@@ -242,7 +242,9 @@ def test_routes_of_another_model_are_refused(tmp_path, change, text):
 
 
 def test_settings_that_cannot_be_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"rollout needs a model with routers; this one is dense"):
+    with pytest.raises(
+        ConfigError, match=r"rollout needs a model with routers; this one \(qwen3\)"
+    ):
         make_trainer(tmp_path, "qwen3", routing_replay="rollout")
     with pytest.raises(ConfigError, match=r"partial_routes=true with trainer.routing_replay=none"):
         make_trainer(tmp_path, "gpt_oss", partial_routes=True)
