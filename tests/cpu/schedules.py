@@ -24,9 +24,9 @@ from lockstep.objectives.config import Reinforce
 from lockstep.objectives.losses import make_loss
 from lockstep.ops import api as ops
 from lockstep.ops import plain, selftest
-from lockstep.training.config import Recompute, TrainerConfig
+from lockstep.training.config import Recompute, RoutingReplay, TrainerConfig
 from lockstep.training.trainer import Trainer
-from lockstep.types import Ragged, Request, Sample, SamplingParams
+from lockstep.types import UNKNOWN_EXPERT, Ragged, Request, Sample, SamplingParams
 
 THREADS = ((1, 1), (2, 1), (1, 2), (2, 2))
 DTYPES = ("float32", "bfloat16")
@@ -82,15 +82,17 @@ class Arm:
     recompute: Recompute = "none"
     lora_rank: int = 0
     """Of an adapter on every projection, which alone is trained; 0 trains the model."""
+    routing_replay: RoutingReplay = "none"
 
     def __str__(self) -> str:
         sampler, trainer = self.threads
         ops_name = ", stock ops" if self.is_plain else ""
         recomputed = ", blocks recomputed" if self.recompute == "blocks" else ""
         adapter = f", LoRA of rank {self.lora_rank}" if self.lora_rank else ""
+        replayed = "" if self.routing_replay == "none" else ", routes replayed"
         return (
             f"{self.model}, {self.dtype}, threads {sampler} and {trainer}{ops_name}{recomputed}"
-            f"{adapter}"
+            f"{adapter}{replayed}"
         )
 
 
@@ -110,6 +112,7 @@ def proof_arms() -> list[Arm]:
         ]
         + recomputing_arms()
         + lora_arms()
+        + replaying_arms()
     )
 
 
@@ -135,6 +138,18 @@ def lora_arms(**settings: Any) -> list[Arm]:
         Arm(model=model, dtype=dtype, threads=(2, 1), lora_rank=4 + i, seeds=(i,), **settings)
         for i, (model, dtype) in enumerate(product(MODELS, DTYPES))
     ]
+
+
+def replaying_arms(**settings: Any) -> list[Arm]:
+    """With the sampler's experts in the training forward, which must be those that it would have
+    chosen itself."""
+    return [
+        Arm(
+            model="gpt_oss", dtype=dtype, threads=(1, 2), routing_replay="rollout", seeds=(i,),
+            recompute=recompute, **settings,
+        )
+        for i, (dtype, recompute) in enumerate([("float32", "blocks"), ("bfloat16", "none")])
+    ]  # fmt: skip
 
 
 @dataclass(kw_only=True)
@@ -202,7 +217,7 @@ def compare(arm: Arm) -> Tally:
     ops.use_backend(plain if arm.is_plain else proof.backend)
     try:
         tally = Tally()
-        config = TrainerConfig(lr=1e-3, recompute=arm.recompute)
+        config = TrainerConfig(lr=1e-3, recompute=arm.recompute, routing_replay=arm.routing_replay)
         model = make_model(arm.model, arm.dtype, lora_rank=arm.lora_rank)
         trainer = Trainer(model, config, like="unused")
         for seed in arm.seeds:
@@ -231,6 +246,7 @@ def _run(trainer: Trainer, arm: Arm, seed: int, tally: Tally) -> None:
         played = roll_out(
             engine, rng, name, num_requests=arm.num_requests, reply_tokens=arm.reply_tokens,
             temperature=trainer.temperature, is_cut=bool(rng.integers(2)),
+            is_routed=arm.routing_replay != "none",
         )  # fmt: skip
         rows = asyncio.run(played)
         torch.set_num_threads(arm.threads[1])
@@ -255,16 +271,19 @@ async def roll_out(
     reply_tokens: int,
     temperature: float = 1.0,
     is_cut: bool = False,
+    is_routed: bool = False,
 ) -> list[Sample]:
     """Dialogues of two turns that arrive when they like, begin alike, and grow by observations.
 
-    is_cut: drawn with top-p; the log-probs are then over what was left to draw from.
+    is_cut: drawn with top-p; the log-probs are then over what was left to draw from. is_routed: the
+    experts that the tokens went to are recorded.
     """
     vocab = engine.capabilities.vocab_size
     stem = rng.integers(0, vocab, 200).astype(np.int32)
     sampling = SamplingParams(
         max_tokens=1, temperature=temperature, top_p=0.9 if is_cut else 1.0,
         distribution="sampled" if is_cut else "tempered", record_support=is_cut,
+        record_routes=is_routed,
     )  # fmt: skip
     # Drawn at once: what each dialogue is does not depend on how the engine mixes them.
     seeds = rng.integers(1 << 30, size=num_requests)
@@ -276,32 +295,41 @@ async def roll_out(
         ids = [np.concatenate([begin, rest])]
         logprobs = [np.full(len(ids[0]), np.nan, np.float32)]
         support = [Ragged.empty(len(ids[0]))]
+        routes = []
         for _ in range(int(own.integers(0, reply_tokens // 3))):
             await asyncio.sleep(0)
         for turn in range(2):
             request = Request(
                 id=f"{name}/{number}/{turn}", prompt_ids=np.concatenate(ids),
                 sampling=replace(sampling, max_tokens=int(own.integers(1, reply_tokens))),
-                seed=int(own.integers(1 << 30)),
+                seed=int(own.integers(1 << 30)), routes_from=sum(map(len, routes)),
             )  # fmt: skip
             async for delta in engine.generate(request):
                 ids.append(delta.token_ids)
                 logprobs.append(delta.logprobs)
                 support.append(delta.support or Ragged.empty(len(delta.token_ids)))
+                if is_routed:
+                    routes.append(delta.routed_experts)
             observed = own.integers(0, vocab, int(own.integers(1, 20))).astype(np.int32)
             ids.append(observed)
             logprobs.append(np.full(len(observed), np.nan, np.float32))
             support.append(Ragged.empty(len(observed)))
         recorded = np.concatenate(logprobs)
         mask = ~np.isnan(recorded)
+        columns = {
+            "rollout_logprobs": recorded,
+            "advantages": np.where(mask, own.normal(), 0.0).astype(np.float32),
+        }
+        if is_routed:
+            known = np.concatenate(routes)
+            column = np.full((len(mask), *known.shape[1:]), UNKNOWN_EXPERT, np.int16)
+            column[: len(known)] = known
+            columns["routed_experts"] = column
         return Sample(
             id=f"{name}/{number}",
             token_ids=np.concatenate(ids),
             loss_mask=mask,
-            columns={
-                "rollout_logprobs": recorded,
-                "advantages": np.where(mask, own.normal(), 0.0).astype(np.float32),
-            },
+            columns=columns,
             ragged={"support": Ragged.concatenate(support)} if is_cut else {},
         )
 
@@ -317,8 +345,10 @@ def train(trainer: Trainer, rows: list[Sample], rng: np.random.Generator) -> Non
     for share in np.split(order, cuts):
         budget = int(rng.integers(longest, 4 * longest))
         trainer.config = replace(trainer.config, max_tokens_per_microbatch=budget)
-        trainer.forward_backward(
+        metrics = trainer.forward_backward(
             [rows[i] for i in share], make_loss(Reinforce()), column="logprobs"
         )
+        assert metrics.get("routing/replayed_share", 1.0) == 1.0
+        assert metrics.get("routing/differing_share", 0.0) == 0.0
     trainer.optim_step()
     assert not trainer.last_skip, trainer.last_skip

@@ -20,6 +20,7 @@ from schedules import (
     make_model,
     proof_arms,
     recomputing_arms,
+    replaying_arms,
     roll_out,
 )
 
@@ -51,7 +52,7 @@ def arms():
     return [
         Arm(model=m, dtype=d, threads=t, seeds=(seed,), num_requests=7, reply_tokens=30)
         for seed, (m, d, t) in enumerate(kinds)
-    ] + [a for kind in (recomputing_arms, lora_arms) for a in kind(**SHORT)[::3]]
+    ] + [a for kind in (recomputing_arms, lora_arms, replaying_arms) for a in kind(**SHORT)[::3]]
 
 
 @pytest.fixture
