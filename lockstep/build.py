@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 from collections.abc import Mapping
@@ -42,8 +43,10 @@ from lockstep.training.config import RoutingReplay
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed.device_mesh import DeviceMesh
 
     from lockstep.engines.base import Engine
+    from lockstep.launch.ranks import Ranks
     from lockstep.models.decoder import Decoder
     from lockstep.training.critic import Critic
     from lockstep.training.trainer import Trainer
@@ -77,6 +80,7 @@ class Parts:
 
     foundation: Foundation
     model: Decoder
+    """What the engine samples from: the trained one itself, unless that is sharded."""
     engine: Engine
     trainer: Trainer
     numerics: Numerics
@@ -127,6 +131,7 @@ def check_config(config: Config, *, is_training: bool = True) -> Foundation:
     if config.critic.model:
         check_critic(config, foundation)
     _check_replay(config, foundation.model)
+    check_parallel(config, foundation.model)
     if is_training:
         check_memory(config, foundation, expected_device(config))
     config.task.check()
@@ -157,6 +162,27 @@ def _check_replay(config: Config, model: ModelConfig) -> None:
             "the experts that its tokens went to. Use engine=embedded, or "
             "trainer.routing_replay=recompute."
         )
+
+
+def check_parallel(config: ModelChoice, model: ModelConfig | FallbackConfig) -> None:
+    """Raises ConfigError if the work cannot be divided over the processes that are asked for."""
+    world = config.parallel.num_processes(os.environ)
+    if isinstance(model, ModelConfig):
+        config.parallel.check_heads(num_heads=model.num_heads, num_kv_heads=model.num_kv_heads)
+    if world == 1:
+        return
+    alone = {"fallback=true": config.fallback}
+    if isinstance(config, Config):
+        alone["fault"] = config.fault is not None
+        alone[f"advantage={tag(type(config.advantage))}, which needs a critic,"] = (
+            config.advantage.needs_critic
+        )
+    for what, is_asked in alone.items():
+        if is_asked:
+            raise ConfigError(
+                f"{what} works in one process, and this run has {world}. Leave parallel.processes "
+                "at 0 and start it without torchrun."
+            )
 
 
 def check_memory(config: ModelChoice, foundation: Foundation, device: Device) -> None:
@@ -403,6 +429,7 @@ def plan(
         f"update     {_update_plan(config, is_kept=numerics is not None and numerics.is_kept)}",
         *([f"critic     {_critic_plan(config)}"] if config.advantage.needs_critic else []),
         *([f"routing    {_REPLAY_PLAN[replay]}"] if replay != "none" else []),
+        *_parallel_plan(config),
         f"numerics   {_contract_plan(config) if numerics is None else numerics.line}",
         f"memory     {describe_memory(config, foundation, numerics=numerics)}",
         *(f"warning    {text}" for text in config.correction.warnings()),
@@ -410,6 +437,21 @@ def plan(
     if config.fault is not None:
         lines.append(f"fault      {config.fault.describe()}")
     return lines
+
+
+def _parallel_plan(config: Config) -> list[str]:
+    """How the work is divided, where it is."""
+    parallel = config.parallel
+    world = parallel.num_processes(os.environ)
+    if world == 1:
+        return []
+    parts = [f"{world} processes"]
+    if world > parallel.sequence:
+        parts.append(f"rows divided by {world // parallel.sequence}")
+    if parallel.sequence > 1:
+        parts.append(f"tokens of each micro-batch by {parallel.sequence}")
+    held = "sharded, with a whole copy for the engine" if parallel.shard else "whole on each"
+    return [f"parallel   {', '.join(parts)}; weights and optimizer {held}"]
 
 
 def _trained_plan(
@@ -491,10 +533,13 @@ def build(
     *,
     weights: Path | None = None,
     is_training: bool = True,
+    ranks: Ranks | None = None,
 ) -> Parts:
     """Loads the model (from `weights`, or the config's own) and wires the parts around it.
 
-    is_training: False leaves out the models that only training needs, reference and critic.
+    ranks: the processes that train together, each with an engine of its own; where the trained
+    model is sharded, `Parts.model` is the whole copy that the engine samples from. is_training:
+    False leaves out the models that only training needs, reference and critic.
     """
     from lockstep.engines.registry import check_capabilities, make_engine
     from lockstep.ops.invariant import ask_for_reproducible_gemm
@@ -508,6 +553,9 @@ def build(
         check_memory(config, foundation, device)
     model = load_model(config, foundation, weights=weights)
     numerics = choose_numerics(config, model)
+    if ranks is not None:
+        ranks.check_same({"numerics": numerics.fingerprint.text if numerics.is_kept else "none"})
+    mesh = ranks.mesh() if ranks is not None and config.parallel.shard else None
     make = make_engine if config.fault is None else config.fault.make_engine
     engine = make(config.engine, model, foundation.renderer.tokenizer.all_token_bytes())
     if numerics.is_kept:
@@ -523,9 +571,12 @@ def build(
     reference = None
     needs_reference = config.objective.reads_reference_logprobs and foundation.lora is None
     if is_training and needs_reference:
-        reference = load_model(config, foundation).requires_grad_(False)
+        reference = load_model(config, foundation, mesh=mesh).requires_grad_(False)
+    trained = model if config.fault is None else config.fault.make_trained(model)
+    if mesh is not None:
+        trained = load_model(config, foundation, weights=weights, mesh=mesh)
     trainer = Trainer(
-        model if config.fault is None else config.fault.make_trained(model),
+        trained,
         config.trainer,
         like=foundation.directory,
         temperature=config.agent.temperature,
@@ -533,6 +584,7 @@ def build(
         * config.trainer.updates_per_batch,
         reference=reference,
         contract=numerics.fingerprint if numerics.is_kept else None,
+        ranks=ranks,
     )
     critic = None
     if is_training and config.advantage.needs_critic:
@@ -640,10 +692,15 @@ def _check_engine(engine: Engine, numerics: Numerics) -> None:
 
 
 def load_model(
-    config: ModelChoice, foundation: Foundation, *, weights: Path | None = None
+    config: ModelChoice,
+    foundation: Foundation,
+    *,
+    weights: Path | None = None,
+    mesh: DeviceMesh | None = None,
 ) -> Decoder:
     """The decoder, with its adapter, on the config's device and dtype; sets torch's threads and
-    seed. weights: of a checkpoint; None takes the config's own.
+    seed. weights: of a checkpoint; None takes the config's own. mesh: the ranks that its parameters
+    are spread over; an adapter is whole on each.
 
     With fallback=true a `FallbackModel`, which a trainer takes for one; what asks for more of it
     was refused before.
@@ -656,13 +713,7 @@ def load_model(
 
     torch.set_num_threads(config.threads)
     torch.manual_seed(config.seed)
-    device = config.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device=cuda, and torch sees no GPU. Choose device=cpu or auto.")
     device = resolve_device(config)
-    _check_freeze(config, foundation)
     dtype = getattr(torch, config.dtype)
     if config.fallback:
         from lockstep.models.fallback import load_fallback
@@ -671,8 +722,9 @@ def load_model(
         return cast("Decoder", found)
     _check_freeze(config, foundation)
     if config.lora is None or foundation.lora is None:
-        return load_checkpoint(weights or foundation.directory, dtype=dtype, device=device)
-    model = load_checkpoint(foundation.directory, dtype=dtype, device=device)
+        source = weights or foundation.directory
+        return load_checkpoint(source, dtype=dtype, device=device, mesh=mesh)
+    model = load_checkpoint(foundation.directory, dtype=dtype, device=device, mesh=mesh)
     add_adapter(model, foundation.lora, seed=config.lora.seed)
     if weights is not None:
         check_policy(model, weights, like=foundation.directory)

@@ -28,6 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         DataError,
         LockstepError,
         MissingExtraError,
+        RankError,
         RendererError,
         RunError,
     )
@@ -47,6 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         CheckpointError,
         RendererError,
         MissingExtraError,
+        RankError,
         RunError,
     ) as e:
         _complain(e, options)
@@ -60,6 +62,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _complain(error: Exception, options: argparse.Namespace) -> None:
+    from lockstep.launch.processes import is_follower
+
+    if is_follower():
+        return
     if getattr(options, "json", False):
         print(json.dumps({"error": type(error).__name__, "message": str(error)}))
     text = textwrap.fill(
@@ -96,7 +102,11 @@ def _train(options: argparse.Namespace) -> int:
 
 def _finish(outcome: Any, options: argparse.Namespace) -> int:
     """The last line of a run is its directory; with --json an object whose `run` key holds it."""
-    if options.json:
+    from lockstep.launch.processes import is_follower
+
+    if is_follower():
+        pass
+    elif options.json:
         print(json.dumps({"run": str(outcome.path), **outcome.summary}))
     else:
         print(outcome.path)
@@ -235,7 +245,10 @@ def _training_config(
             "resume=true needs the run: lockstep train RUN resume=true, or out=RUN with the recipe."
         )
     stored = load_run(where).config
-    changed = differences(stored, to_dict(resolve(config, settings)))
+    asked = resolve(config, settings)
+    # A run goes on with any number of processes: what it computes stays the same.
+    stored["parallel"] = to_dict(asked)["parallel"]
+    changed = differences(stored, to_dict(asked))
     if changed:
         listed = ", ".join(f"{k}: {a} -> {b}" for k, (a, b) in changed.items())
         raise ConfigError(

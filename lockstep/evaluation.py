@@ -6,13 +6,16 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
 from lockstep.agent.config import AgentConfig
+from lockstep.agent.dealing import collect_over
 from lockstep.agent.loop import Budget, collect, sampling_of
 from lockstep.agent.task_config import TaskConfig
 from lockstep.engines.base import Engine
+from lockstep.launch.ranks import Ranks
 from lockstep.renderers.base import Renderer
 from lockstep.types import Group, Task
 
@@ -81,12 +84,14 @@ async def evaluate(
     run_seed: int,
     success_reward: float,
     on_progress: Callable[[int, int], None] | None = None,
+    ranks: Ranks | None = None,
 ) -> tuple[dict[str, float], list[Group]]:
     """Plays `tasks` num_samples times each and returns (metrics `eval/NAME...`, the episodes).
 
     A failed episode counts with reward 0 and is counted under eval/NAME/failed: leaving it out
-    would reward a policy for crashing its tools. The draws depend on (run_seed, name, task,
-    sample), so that two evaluations of one policy are equal and those of two are paired.
+    would reward a policy for crashing its tools. ranks: those who share the tasks. The draws
+    depend on (run_seed, name, task, sample), so that two evaluations of one policy are equal and
+    those of two are paired.
     """
     total, done = len(tasks) * num_samples, 0
 
@@ -96,11 +101,11 @@ async def evaluate(
         if on_progress is not None:
             on_progress(done, total)
 
-    groups = await collect(
+    play = partial(
+        collect,
         engine,
         renderer,
         lambda each: task.environment(each, agent),
-        tasks,
         group_size=num_samples,
         sampling=replace(sampling_of(agent), temperature=temperature),
         budget=Budget.of(agent, max_tokens=max_tokens),
@@ -110,6 +115,7 @@ async def evaluate(
         score_group=task.group_scorer(),
         on_progress=progress,
     )
+    groups = await collect_over(ranks, tasks, play)
     trajectories = [t for g in groups for t in g.trajectories]
 
     def reward(trajectory) -> float:

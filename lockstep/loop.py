@@ -10,26 +10,32 @@ sync              engines/          the engine runs the new weights, by version
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+from lockstep.agent.dealing import collect_over, deal_tasks
 from lockstep.agent.loop import Budget, collect, training_sampling
 from lockstep.agent.rescoring import rescore
 from lockstep.agent.tasks import derive_seed
-from lockstep.build import build, check_config, checkpoint_of
+from lockstep.build import build, check_config, checkpoint_of, resolve_device
 from lockstep.config import differences, to_dict
 from lockstep.errors import ContractError, RolloutError
-from lockstep.observe.live import open_view
+from lockstep.launch.config import ParallelConfig
+from lockstep.launch.processes import on_all_ranks
+from lockstep.launch.ranks import Ranks
+from lockstep.observe.live import SilentView, open_view
 from lockstep.observe.loggers import open_loggers
 from lockstep.outcome import Outcome, Status
 from lockstep.run_config import Config
 from lockstep.session import Session, Tester
 from lockstep.step_metrics import check_failures, describe_first_step, step_metrics
 from lockstep.store.run import RunDirectory, default_run_path, load_run
-from lockstep.training.correcting import UnequalTokenError
+from lockstep.training.correcting import BEHAVIOUR, UnequalTokenError
 from lockstep.training.rows import rows_for_training
 from lockstep.types import Group, Sample
 
@@ -50,8 +56,29 @@ def train(
     recorded. Raises ConfigError, DataError or CheckpointError before a model is loaded where that
     can be known.
     """
-    foundation = check_config(config)
+    check_config(config)
+    return on_all_ranks(
+        config.parallel, _train, config, device=resolve_device(config),
+        out=out, resume=resume, start=start, view=view,
+    )  # fmt: skip
+
+
+def _train(
+    ranks: Ranks | None,
+    config: Config,
+    *,
+    out: str | Path | None,
+    resume: bool,
+    start: tuple[Path, int | None] | None,
+    view: Literal["live", "json"],
+) -> Outcome:
+    """What each process of a run does: the first one writes and shows, all others follow."""
+    is_leader = ranks is None or ranks.is_leader
     path = Path(out) if out else default_run_path(config.name)
+    if ranks is not None:
+        ranks.check_same(to_dict(config))
+        path = ranks.from_leader(path)
+    foundation = check_config(config)
     facts: dict[str, Any] = {
         "architecture": foundation.model.architecture,
         "family": foundation.model.family,
@@ -61,20 +88,22 @@ def train(
         changed = differences(parent.config, to_dict(config))
         origin = checkpoint_of(parent, start[1])
         facts["from"] = {"checkpoint": str(origin), "changed": changed}
-    if resume:
+    directory = None
+    if is_leader and resume:
         directory = RunDirectory.open(path, record=config.record, facts=facts)
-    else:
+    elif is_leader:
         directory = RunDirectory.create(path, to_dict(config), record=config.record, facts=facts)
-    shown = open_view(is_json=view == "json")
+    shown = open_view(is_json=view == "json") if is_leader else SilentView()
     loggers = open_loggers(
-        config.record.loggers,
+        config.record.loggers if is_leader else (),
         run_path=path,
         project=config.record.project,
         config=to_dict(config),
         warn=lambda text: shown.note(text, "warning"),
     )
-    with directory:
-        run = Session(config, foundation, build(config, foundation), directory, shown, loggers)
+    with directory or contextlib.nullcontext():
+        parts = build(config, foundation, ranks=ranks)
+        run = Session(config, foundation, parts, path, directory, shown, loggers, ranks)
         if resume:
             run.restore_newest()
         elif start is not None:
@@ -83,11 +112,15 @@ def train(
         try:
             status = asyncio.run(run_steps(run))
         except KeyboardInterrupt:
+            if ranks is not None:  # the second one: others are at some other place
+                raise
             status: Status = "interrupted"
             run.save()
         finally:
             loggers.close()
             shown.close()
+    if not is_leader:
+        return Outcome(path, status, {})
     run.write_report()
     return Outcome(path, status, run.summary())
 
@@ -95,6 +128,7 @@ def train(
 def evaluate_run(config: Config, path: Path, *, step: int | None) -> tuple[dict[str, float], str]:
     """Plays the held-out tasks with a run's checkpoint. Returns (metrics, checkpoint name)."""
     checkpoint = checkpoint_of(load_run(path), step)
+    config = replace(config, parallel=ParallelConfig())  # one process is enough to play
     foundation = check_config(config, is_training=False)
     parts = build(config, foundation, weights=checkpoint / "policy", is_training=False)
     shown = open_view()
@@ -125,6 +159,9 @@ async def _steps(run: Session) -> Status:
     if run.step == 0 and run.tested_at is None and config.evaluation.at_start:
         run.log({"step": -1, **await run.test()})
     while run.step < config.steps:
+        if run.is_stop_asked():
+            run.save()
+            return "interrupted"
         row = await one_step(run)
         if row is None:
             run.view.note(f"the tasks ended before step {run.step}.", "warning")
@@ -149,7 +186,7 @@ async def one_step(run: Session) -> dict[str, Any] | None:
     try:
         check_failures(groups, config.max_failed_share, where=f"step {step}")
     except RolloutError:
-        run.directory.write_trajectories(step, groups)
+        run.record(step, groups)
         raise
     run.view.phase("training")
     control_ids = parts.renderer.tokenizer.control_ids
@@ -173,7 +210,7 @@ async def one_step(run: Session) -> dict[str, Any] | None:
         raise ContractError(run.explain(broken, rows)) from broken
     finally:
         # What is kept is what was sampled, whatever a fault has made of it for the trainer.
-        run.directory.write_trajectories(step, groups, samples=sampled_rows)
+        run.record(step, groups, samples=sampled_rows)
     trained = time.perf_counter()
     for role in filter(None, (parts.trainer, parts.critic)):
         if role.last_skip:
@@ -219,15 +256,23 @@ async def rescore_rows(run: Session, rows: Sequence[Sample]) -> dict[str, float]
     if correction.behaviour != "averaged":
         return {}
     began = time.perf_counter()
-    metrics = await rescore(
-        run.parts.engine,
-        rows,
-        num_scorings=correction.rescorings,
-        temperature=run.config.agent.temperature,
-        average_sampling_pass=correction.average_sampling_pass,
-        seed=derive_seed(run.config.seed, "rescore", run.step),
-        on_progress=lambda done, total: run.view.phase("re-scoring", done, total),
-    )
+    metrics: dict[str, float] = {}
+    if run.ranks is None or run.ranks.is_leader:
+        metrics = await rescore(
+            run.parts.engine,
+            rows,
+            num_scorings=correction.rescorings,
+            temperature=run.config.agent.temperature,
+            average_sampling_pass=correction.average_sampling_pass,
+            seed=derive_seed(run.config.seed, "rescore", run.step),
+            on_progress=lambda done, total: run.view.phase("re-scoring", done, total),
+        )
+    if run.ranks is not None:  # one engine's noise is enough to know it
+        column = BEHAVIOUR["averaged"]
+        found = [row.columns[column] for row in rows if column in row.columns]
+        metrics, found = run.ranks.from_leader((metrics, found))
+        for row, values in zip(rows, found, strict=True):
+            row.set(column, values)
     return metrics | {"time/rescore_seconds": time.perf_counter() - began}
 
 
@@ -235,7 +280,8 @@ async def sample(run: Session) -> list[Group]:
     """One group of scored episodes for each of the next tasks; [] if none is left."""
     config, before = run.config, run.tasks.state_dict()
     tasks = run.tasks.take(config.groups_per_step)
-    total, done = len(tasks) * config.group_size, 0
+    own = len(tasks) if run.ranks is None else len(deal_tasks(tasks, run.ranks.world)[0])
+    total, done = own * config.group_size, 0
 
     def progress(_: object) -> None:
         nonlocal done
@@ -244,11 +290,11 @@ async def sample(run: Session) -> list[Group]:
 
     run.view.phase("sampling", 0, total)
     try:
-        return await collect(
+        play = partial(
+            collect,
             run.parts.engine,
             run.parts.renderer,
             lambda task: config.task.environment(task, config.agent),
-            tasks,
             group_size=config.group_size,
             sampling=training_sampling(
                 config.agent,
@@ -262,6 +308,7 @@ async def sample(run: Session) -> list[Group]:
             score_group=config.task.group_scorer(),
             on_progress=progress,
         )
+        return await collect_over(run.ranks, tasks, play)
     except BaseException:  # an interrupted step is sampled again, with the same tasks
         run.tasks.load_state_dict(before)
         raise

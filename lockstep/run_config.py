@@ -16,6 +16,7 @@ from lockstep.config import tag
 from lockstep.correction.config import Correction
 from lockstep.engines.config import EmbeddedConfig, EngineConfig
 from lockstep.errors import ConfigError
+from lockstep.launch.config import ParallelConfig
 from lockstep.models.lora_config import LoraConfig
 from lockstep.objectives.config import GRPO, AdvantageConfig, ObjectiveConfig, PPOClip
 from lockstep.ops.contract import ContractChoice
@@ -96,6 +97,8 @@ class ModelChoice:
     one in PEFT's form; none trains the model itself."""
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     """Optimizer, schedule and micro-batches."""
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    """Several processes, one model."""
 
     def __post_init__(self) -> None:
         for name in ("max_tokens", "threads"):

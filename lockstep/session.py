@@ -18,7 +18,9 @@ from lockstep.config import to_dict
 from lockstep.engines.config import EmbeddedConfig
 from lockstep.errors import DataError
 from lockstep.evaluation import evaluate
+from lockstep.launch.ranks import Ranks
 from lockstep.models.hf_io import hf_tensors
+from lockstep.models.sharding import copy_whole, mesh_of
 from lockstep.observe.alarms import mismatch_alarm
 from lockstep.observe.live import RunHeader, View
 from lockstep.observe.loggers import GuardedLoggers
@@ -27,7 +29,7 @@ from lockstep.ops.contract import TRUE_ON_POLICY
 from lockstep.report.page import write_report
 from lockstep.run_config import Config
 from lockstep.step_metrics import check_failures
-from lockstep.store.run import RunDirectory, load_run
+from lockstep.store.run import TRAIN, RunDirectory, load_run
 from lockstep.training.checkpoint import CheckpointStore
 from lockstep.training.correcting import UnequalTokenError
 from lockstep.training.critic import CRITIC, Critic
@@ -43,9 +45,12 @@ class Session:
     config: Config
     foundation: Foundation
     parts: Parts
-    directory: RunDirectory
+    path: Path
+    directory: RunDirectory | None
+    """Where the run is written; None on the ranks that leave that to the first."""
     view: View
     loggers: GuardedLoggers
+    ranks: Ranks | None = None
     step: int = 0
     """The next step."""
     elapsed_seconds: float = 0.0
@@ -56,22 +61,25 @@ class Session:
     tested_at: int | None = None
     """The step that the last evaluation preceded, and what it gave."""
     test_reward: float | None = None
+    is_copied: bool = False
+    """The engine has had all weights of a sharded model since the run was loaded."""
 
     def __post_init__(self) -> None:
         config = self.config
         self.tasks = config.task.tasks(split="train", seed=config.seed)
-        self.tester = Tester(config, self.parts, self.view)
+        self.tester = Tester(config, self.parts, self.view, self.ranks)
         numerics = self.parts.numerics
-        self.directory.add_facts(
-            {
-                "is_one_process": self.is_one_process,
-                "contract": TRUE_ON_POLICY if numerics.is_kept else "none",
-                "numerics": numerics.line,
-                "fingerprint": asdict(numerics.fingerprint),
-            }
-        )
+        facts = {
+            "is_one_process": self.is_one_process,
+            "contract": TRUE_ON_POLICY if numerics.is_kept else "none",
+            "numerics": numerics.line,
+            "fingerprint": asdict(numerics.fingerprint),
+            "processes": 1 if self.ranks is None else self.ranks.world,
+        }
+        if self.directory is not None:
+            self.directory.add_facts(facts)
         self.checkpoints = CheckpointStore(
-            self.directory.path / "checkpoints",
+            self.path / "checkpoints",
             keep_last=config.checkpoint.keep_last,
             keep_best=config.checkpoint.keep_best,
         )
@@ -81,6 +89,9 @@ class Session:
         them, all tensors where it does not."""
         engine, trainer = self.parts.engine, self.parts.trainer
         is_shared = engine.capabilities.shares_weights
+        if is_shared and mesh_of(trainer.model.embedding) is not None:
+            copy_whole(trainer.model, self.parts.model, is_trained_only=self.is_copied)
+            self.is_copied = True
         source = None if is_shared else dict(hf_tensors(trainer.model))
         await engine.load_weights(source, version=trainer.version)
 
@@ -100,12 +111,30 @@ class Session:
         """An evaluation of the policy as it stands; its episodes are recorded too."""
         metrics, played = await self.tester.test()
         for name, groups in played.items():
-            self.directory.write_trajectories(max(self.step - 1, 0), groups, split=name)
+            self.record(max(self.step - 1, 0), groups, split=name)
         self.tested_at, self.test_reward = self.step, metrics[self.tester.criterion]
         return metrics
 
+    def record(
+        self,
+        step: int,
+        groups: Sequence[Group],
+        *,
+        samples: Sequence[Sample] = (),
+        split: str = TRAIN,
+    ) -> None:
+        """Stores trajectories; see `RunDirectory.write_trajectories`."""
+        if self.directory is not None:
+            self.directory.write_trajectories(step, groups, samples=samples, split=split)
+
+    def is_stop_asked(self) -> bool:
+        """Whether a signal to any of several processes asked for an end between two steps. One
+        process alone is interrupted where it is."""
+        return self.ranks is not None and self.ranks.is_stop_asked()
+
     def log(self, row: Mapping[str, Any]) -> None:
-        self.directory.log(row)
+        if self.directory is not None:
+            self.directory.log(row)
         self.loggers.log(row)
         self.view.step(row)
 
@@ -128,15 +157,21 @@ class Session:
         )
 
     def restore_newest(self) -> None:
-        newest = self.checkpoints.latest()
+        newest = self.checkpoints.latest() if self.directory is not None else None
+        if self.ranks is not None:
+            newest = self.ranks.from_leader(newest)
         if newest is None:
-            self.directory.rewind(-2)
+            self._rewind(-2)
             self.view.note("no checkpoint yet: the run begins again.", "warning")
             return
         self.restore(newest, critic=self.parts.critic)
         is_complete = self.step >= self.config.steps and self.tested_at == self.step
         if not is_complete:  # the last evaluation's row stands after the last step's
-            self.directory.rewind(self.step - 1)
+            self._rewind(self.step - 1)
+
+    def _rewind(self, last_step: int) -> None:
+        if self.directory is not None:
+            self.directory.rewind(last_step)
 
     def restore_origin(self, checkpoint: Path) -> None:
         """Goes on from another run's checkpoint; a critic that it has not begins anew."""
@@ -153,7 +188,7 @@ class Session:
 
     def header(self) -> RunHeader:
         return RunHeader(
-            name=self.directory.path.name,
+            name=self.path.name,
             num_steps=self.config.steps,
             first_step=self.step,
             architecture=self.foundation.model.family,
@@ -165,19 +200,23 @@ class Session:
                     numerics=self.parts.numerics,
                     num_trained=self.parts.trainer.num_trained,
                 ),
-                f"run        {self.directory.path}",
+                f"run        {self.path}",
             ),
         )
 
     def explain(self, broken: UnequalTokenError, rows: Sequence[Sample]) -> str:
         """What broke the contract: the token, and the op where sampler and trainer part if both are
         run again on its row; if they do not, again in the company of some of the other rows."""
+        if self.directory is None:
+            return str(broken)
         sample, trainer = broken.sample, self.parts.trainer
-        others = [row.token_ids for row in rows if row is not sample][:NUM_COMPANIONS]
+        is_sharded = mesh_of(trainer.model.embedding) is not None
+        model = self.parts.model if is_sharded else trainer.model  # the same weights
+        others = [row.token_ids for row in rows if row.id != sample.id][:NUM_COMPANIONS]
         parting = None
         for company in ([], others):
             again = bisect(
-                trainer.model, sample.token_ids, company=company,
+                model, sample.token_ids, company=company,
                 is_sampled=~np.isnan(sample.columns["rollout_logprobs"]),
                 temperature=trainer.temperature, support=sample.ragged.get("support"),
                 recorded=sample.columns["rollout_logprobs"],
@@ -191,18 +230,18 @@ class Session:
             if parting is None
             else parting.describe()
         )
-        return f"{broken} {found} Nothing was updated; {self.directory.path} holds the trajectory."
+        return f"{broken} {found} Nothing was updated; {self.path} holds the trajectory."
 
     def write_report(self) -> None:
         write_report(
-            [load_run(self.directory.path)],
-            self.directory.path / "report.html",
+            [load_run(self.path)],
+            self.path / "report.html",
             vocabulary=vocabulary_of(to_dict(self.config)),
         )
 
     def summary(self) -> dict[str, Any]:
         """The last figures of metrics.jsonl, for the command's last line."""
-        rows = load_run(self.directory.path).metrics
+        rows = load_run(self.path).metrics
         rewards = [r["reward/mean"] for r in rows if "reward/mean" in r]
         last = rewards[-10:]
         evaluations = [r for r in rows if any(k.startswith("eval/") for k in r)]
@@ -221,6 +260,8 @@ class Tester:
     config: Config
     parts: Parts
     view: View
+    ranks: Ranks | None = None
+    """Those who share the tasks."""
     tasks: list[Task] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -258,6 +299,7 @@ class Tester:
                 on_progress=lambda done, total, name=name: self.view.phase(
                     f"evaluating ({name})", done, total
                 ),
+                ranks=self.ranks,
             )
             where = f"evaluation ({name})"
             check_failures(groups, config.max_failed_share, where=where)

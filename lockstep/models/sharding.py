@@ -82,3 +82,15 @@ def part_like(value: Tensor, parameter: Tensor) -> Tensor:
     size = -(-length // mesh.size())
     start = min(mesh.get_local_rank() * size, length)
     return value[start : min(start + size, length)]
+
+
+def copy_whole(source: Decoder, target: Decoder, *, is_trained_only: bool = False) -> None:
+    """Writes the parameters of a sharded model into a whole one, gathering one after another.
+
+    is_trained_only: leaves out what is frozen, which the target has already. Collective.
+    """
+    own = dict(target.named_parameters())
+    with torch.no_grad():
+        for name, parameter in source.named_parameters():
+            if parameter.requires_grad or not is_trained_only:
+                own[name].copy_(whole(parameter.detach()))

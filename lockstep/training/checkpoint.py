@@ -75,12 +75,16 @@ class CheckpointStore:
         """Writes `step-NNNNNN`, replaces one of the same step, and lets old ones go.
 
         state: JSON-able; `load` gives it back. A kill at any moment leaves the former checkpoints.
+        Called by all ranks of the trainer; the first one writes.
         """
+        target = self.root / f"step-{step:06d}"
+        beside = self.root / f".{target.name}.partial"
+        if not trainer.is_writer:
+            trainer.save(beside)
+            return target
         self.root.mkdir(parents=True, exist_ok=True)
         for leftover in self.root.glob(".step-*"):  # of a write that was killed
             shutil.rmtree(leftover, ignore_errors=True)
-        target = self.root / f"step-{step:06d}"
-        beside = self.root / f".{target.name}.partial"
         trainer.save(beside)
         if critic is not None:
             critic.save(beside / CRITIC)

@@ -445,15 +445,14 @@ class Trainer:
         the number of ranks; rank 0 writes them.
         """
         directory = Path(directory)
-        is_writer = self.ranks is None or self.ranks.is_leader
-        if is_writer:
+        if self.is_writer:
             directory.mkdir(parents=True, exist_ok=True)
-        save_policy(self.model, directory / POLICY, like=self.like, is_writer=is_writer)
+        save_policy(self.model, directory / POLICY, like=self.like, is_writer=self.is_writer)
         tensors: dict[str, Tensor] = {}
         for name, tensor in self.optimizer.stream_state():
-            if is_writer:
+            if self.is_writer:
                 tensors[name] = tensor.contiguous().cpu()
-        if not is_writer:
+        if not self.is_writer:
             return
         save_file(tensors, str(directory / OPTIMIZER))
         counters = {
@@ -494,6 +493,11 @@ class Trainer:
         """(numbers that are trained, all of the model)."""
         trained = sum(p.numel() for p in self.optimizer.parameters.values())
         return trained, sum(p.numel() for p in self.model.parameters())
+
+    @property
+    def is_writer(self) -> bool:
+        """Whether this process is the one whose `save` writes."""
+        return self.ranks is None or self.ranks.is_leader
 
     @property
     def device(self) -> torch.device:

@@ -1,0 +1,42 @@
+"""Episodes over several ranks: each plays whole groups with its own engine, all have them after."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+
+from lockstep.launch.ranks import Ranks
+from lockstep.types import Group, Task
+
+
+def deal_tasks(tasks: Sequence[Task], num_ranks: int) -> list[list[int]]:
+    """For each rank the indices of its tasks. One that comes twice stays on one rank, where its
+    samples go on being counted.
+
+    >>> deal_tasks([Task(id=name, data={}) for name in "abac"], 2)
+    [[0, 2], [1, 3]]
+    """
+    owner: dict[str, int] = {}
+    out: list[list[int]] = [[] for _ in range(num_ranks)]
+    for index, task in enumerate(tasks):
+        rank = owner.setdefault(task.id, len(owner) % num_ranks)
+        out[rank].append(index)
+    return out
+
+
+async def collect_over(
+    ranks: Ranks | None,
+    tasks: Sequence[Task],
+    play: Callable[[Sequence[Task]], Awaitable[list[Group]]],
+) -> list[Group]:
+    """The groups of all tasks, in their order, on every rank. play: makes those of some tasks.
+
+    An episode depends on its task, its sample and the weights alone, so under the contract these
+    are the groups that one process would have played.
+    """
+    if ranks is None:
+        return await play(tasks)
+    shares = deal_tasks(tasks, ranks.world)
+    played = ranks.gather(await play([tasks[i] for i in shares[ranks.rank]]))
+    at = {i: group for share, groups in zip(shares, played, strict=True)
+          for i, group in zip(share, groups, strict=True)}  # fmt: skip
+    return [at[i] for i in range(len(tasks))]
