@@ -95,7 +95,9 @@ class Decoder(nn.Module):
         return self.embedding if self.untied_head is None else self.untied_head
 
     def init_weights(self, *, std: float = 0.02, seed: int | None = None) -> None:
-        """Normal weights, unit norms, zero biases and sinks."""
+        """Normal weights, unit norms, zero biases and sinks. On the meta device, nothing."""
+        if self.embedding.is_meta:
+            return  # to draw nothing, torch would import its compiler: 1.2 s and 100 MB
         generator = None if seed is None else torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for name, parameter in self.named_parameters():
