@@ -11,6 +11,8 @@ SHIPPED_ROOT = Path(__file__).parent / "shipped"
 """One directory per model that comes with the package; `lockstep sft NAME` rebuilds it."""
 
 HUB_FILES = ("*.json", "*.safetensors", "*.jinja")
+NOT_HUB_FILES = ("*/*", "consolidated*")
+"""Second copies of the weights that some repositories hold, in the form of their authors."""
 
 
 def shipped_models() -> list[str]:
@@ -47,7 +49,11 @@ def _from_hub(name: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(name, allow_patterns=list(HUB_FILES)))
+        return Path(
+            snapshot_download(
+                name, allow_patterns=list(HUB_FILES), ignore_patterns=list(NOT_HUB_FILES)
+            )
+        )
     except Exception as error:  # the hub's client raises a dozen kinds; each means the same here
         raise CheckpointError(
             f"model={name}: no such directory, and the Hugging Face hub gave no answer "

@@ -16,7 +16,7 @@ import torch
 
 from lockstep.engines.config import EmbeddedConfig
 from lockstep.engines.embedded.engine import EmbeddedEngine
-from lockstep.models.config import ModelConfig
+from lockstep.models.config import Llama3Scaling, ModelConfig, YarnScaling
 from lockstep.models.decoder import Decoder
 from lockstep.models.lora import add_adapter
 from lockstep.models.lora_config import LoraConfig, lora_shape
@@ -51,6 +51,46 @@ MODELS = {
     "gpt_oss": {**_NARROW, **_MOE, "windows": (40, None)},
     "qwen3": {**_NARROW, **_DENSE, "windows": (None, None)},
 }
+FAMILIES = {
+    "qwen2": {
+        **_NARROW,
+        "architecture": "qwen2",
+        "has_attention_bias": True,
+        "has_output_bias": False,
+        "windows": (None, 40),
+        "tie_embeddings": False,
+    },
+    "qwen3_moe": {
+        **_NARROW,
+        "architecture": "qwen3_moe",
+        "has_qk_norm": True,
+        "num_experts": 6,
+        "num_active_experts": 2,
+        "intermediate_size": 48,
+        "has_normalized_routes": False,
+        "dense_layers": (0,),
+        "dense_intermediate_size": 96,
+        "windows": (None, None),
+    },
+    "llama": {
+        **_NARROW,
+        "architecture": "llama",
+        "windows": (None, None),
+        "head_dim": 32,
+        "rope_scaling": Llama3Scaling(
+            factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=64
+        ),
+    },
+    "mistral": {
+        **_NARROW,
+        "architecture": "mistral",
+        "windows": (40, 40),
+        "num_kv_heads": 1,
+        "rope_scaling": YarnScaling(factor=4.0, original_max_positions=64),
+        "tie_embeddings": False,
+    },
+}
+"""The other families that are read, small."""
 WIDE_MODELS = {
     "gpt_oss, 512 wide": {
         **_WIDE, **_MOE, "windows": (64, None), "intermediate_size": 256, "num_experts": 8,
@@ -110,10 +150,19 @@ def proof_arms() -> list[Arm]:
                 product({**MODELS, **WIDE_MODELS}, DTYPES, THREADS)
             )
         ]
+        + family_arms()
         + recomputing_arms()
         + lora_arms()
         + replaying_arms()
     )
+
+
+def family_arms(**settings: Any) -> list[Arm]:
+    """The families that are not among MODELS."""
+    return [
+        Arm(model=model, dtype=dtype, threads=THREADS[i % 4], seeds=(i,), **settings)
+        for i, (model, dtype) in enumerate(product(FAMILIES, DTYPES))
+    ]
 
 
 def recomputing_arms(**settings: Any) -> list[Arm]:
@@ -128,7 +177,7 @@ def control_arms() -> list[Arm]:
     """The same on stock ops."""
     return [
         Arm(model=model, dtype=dtype, is_plain=True)
-        for model, dtype in product({**MODELS, **WIDE_MODELS}, DTYPES)
+        for model, dtype in product({**MODELS, **FAMILIES, **WIDE_MODELS}, DTYPES)
     ]
 
 
@@ -181,10 +230,8 @@ class Tally:
 def make_model(name: str, dtype: str, *, seed: int = 0, lora_rank: int = 0) -> Decoder:
     """No parameter, norms, sinks and adapters included, is at its start; log-probs spread over
     nats."""
-    shape = {**MODELS, **WIDE_MODELS}[name]
-    config = ModelConfig(
-        **shape, rms_norm_eps=1e-6, rope_theta=1e4, max_positions=1024, tie_embeddings=True
-    )
+    shape = {"tie_embeddings": True, **{**MODELS, **FAMILIES, **WIDE_MODELS}[name]}
+    config = ModelConfig(**shape, rms_norm_eps=1e-6, rope_theta=1e4, max_positions=1024)
     model = Decoder(config)
     model.init_weights(std=0.08, seed=seed)
     generator = torch.Generator().manual_seed(seed + 1)

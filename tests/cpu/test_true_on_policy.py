@@ -16,6 +16,7 @@ from schedules import (
     Arm,
     backend_for,
     compare,
+    family_arms,
     lora_arms,
     make_model,
     proof_arms,
@@ -49,10 +50,15 @@ def arms():
         for j, dtype in enumerate(DTYPES)
         for threads in pairs[(i + j) % 2]
     ]
+    families = family_arms(**SHORT)
     return [
-        Arm(model=m, dtype=d, threads=t, seeds=(seed,), num_requests=7, reply_tokens=30)
-        for seed, (m, d, t) in enumerate(kinds)
-    ] + [a for kind in (recomputing_arms, lora_arms, replaying_arms) for a in kind(**SHORT)[::3]]
+        *(
+            Arm(model=m, dtype=d, threads=t, seeds=(seed,), num_requests=7, reply_tokens=30)
+            for seed, (m, d, t) in enumerate(kinds)
+        ),
+        *(families[i] for i in (0, 3, 4, 7)),  # each once, in one dtype or the other
+        *(a for kind in (recomputing_arms, lora_arms, replaying_arms) for a in kind(**SHORT)[::3]),
+    ]
 
 
 @pytest.fixture
