@@ -151,10 +151,10 @@ class _LogProbs(torch.autograd.Function):
         wide_hidden = hidden.to(dtype)
         grad_hidden = torch.zeros_like(hidden, dtype=_sum_dtype(dtype)) if needs_hidden else None
         grad_weight = torch.empty_like(weight) if needs_weight else None
-        tile_rows = min(T, TILE_ROWS)
-        tile_columns = max(1, CHUNK_BYTES // (4 * max(tile_rows, 1)))
+        tile_rows = min(max(T, 1), TILE_ROWS)
+        tile_columns = max(1, CHUNK_BYTES // (4 * tile_rows))
         for columns in _steps(V, tile_columns):
-            total = None
+            total: Tensor | None = None
             wide_weight = weight[columns].to(dtype)
             for part in _steps(T, tile_rows):
                 choices = settings.choices(part, V, columns)
@@ -186,8 +186,8 @@ class _LogProbs(torch.autograd.Function):
                     else:
                         _add_product(total, tile.t(), wide_hidden[part])
                 del tile
-            if grad_weight is not None and total is not None:
-                grad_weight[columns] = total
+            if grad_weight is not None:
+                grad_weight[columns] = 0.0 if total is None else total  # None: of no tokens
         if grad_hidden is not None:
             grad_hidden = grad_hidden.to(hidden.dtype)
         return grad_hidden, grad_weight, None, None

@@ -208,3 +208,13 @@ def test_no_tensor_is_larger_than_a_chunk(monkeypatch, is_known):
     with Products() as products:
         ops.log_probs(h, w, ids, coefficients=known)[0].sum().backward()
     assert products.largest == 16 * vocab < tokens * vocab
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+def test_no_tokens_give_no_gradient(is_known):
+    """As on a rank whose share of the tokens has none that is trained."""
+    hidden, weight, ids = (x[:0] if i != 1 else x for i, x in enumerate(problem()))
+    known = Coefficients(torch.ones(0)) if is_known else None
+    h, w = hidden.requires_grad_(), weight.requires_grad_()
+    ops.log_probs(h, w, ids, coefficients=known)[0].sum().backward()
+    assert h.grad.shape == (0, 8) and not w.grad.any()
