@@ -334,7 +334,7 @@ def test_an_interrupted_run_is_resumable_and_ends_equal(name, tmp_path):
     import signal
     import time
 
-    words = ["train", "quickstart", "steps=6", *SMALL[1:], "evaluation.at_start=false"]
+    words = ["train", "quickstart", "steps=15", *SMALL[1:], "evaluation.at_start=false"]
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     assert lockstep(*words, f"out={whole}") == OK
     process = subprocess.Popen(
