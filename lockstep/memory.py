@@ -157,6 +157,7 @@ def plan_run(
                 facts,
                 engine=config.engine if isinstance(config.engine, EmbeddedConfig) else None,
                 has_reference=config.objective.reads_reference_logprobs,
+                critic_freeze=config.critic.freeze,
                 max_update_tokens=max(total // config.trainer.updates_per_batch, config.max_tokens),
             )
         )
@@ -179,6 +180,7 @@ class PlanFacts:
     has_reference: bool = False
     lora: LoraShape | None = None
     critic: ModelConfig | None = None
+    critic_freeze: tuple[str, ...] = ()
     is_invariant: bool = False
 
     @property
@@ -244,13 +246,18 @@ def _policy_state(facts: PlanFacts) -> _State:
 def _critic_state(facts: PlanFacts, critic: ModelConfig) -> _State:
     shapes = decoder_shapes(replace(critic, tie_embeddings=True))
     weights = Part("critic's weights", num_elements(shapes) * facts.a)
-    return _with_optimizer(facts, weights, shapes, "critic's ")
+    trained = {
+        name: shape
+        for name, shape in shapes.items()
+        if not any(fnmatchcase(f"body.{name}", pattern) for pattern in facts.critic_freeze)
+    }
+    return _with_optimizer(facts, weights, trained, "critic's ")
 
 
 def _with_optimizer(facts: PlanFacts, weights: Part, trained: Shapes, whose: str) -> _State:
     trainer = facts.trainer
     is_offloaded = trainer.offload == "optimizer"
-    advice = [] if facts.lora is not None or whose else ["lora or trainer.freeze"]
+    advice = ["critic.freeze"] if whose else [] if facts.lora else ["lora or trainer.freeze"]
     if facts.device == "cuda" and not is_offloaded:
         advice.insert(0, "trainer.offload=optimizer")
     has_masters = facts.dtype != "float32" or is_offloaded

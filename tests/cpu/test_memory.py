@@ -156,6 +156,10 @@ def test_an_engine_a_reference_and_the_contract_are_in_the_plan():
     critic = resolve(find_recipe("quickstart"), ["advantage=gae"])
     found = plan_run(critic, GPT_OSS, device="cpu", critic=GPT_OSS)
     assert {"critic's weights", "critic's AdamW moments"} <= {p.name for p in found.parts}
+    frozen = resolve(critic, ["critic.freeze=body.*"])
+    less = plan_run(frozen, GPT_OSS, device="cpu", critic=GPT_OSS)
+    names = {part.name for part in less.parts if part.num_bytes}
+    assert "critic's weights" in names and "critic's AdamW moments" not in names
 
 
 def test_an_adapter_on_gpt_oss_20b_with_a_long_row_is_planned():
