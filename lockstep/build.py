@@ -130,7 +130,8 @@ def check_config(config: Config, *, is_training: bool = True) -> Foundation:
         )
     if config.critic.model:
         check_critic(config, foundation)
-    _check_replay(config, foundation.model)
+    if isinstance(foundation.model, ModelConfig):
+        _check_replay(config, foundation.model)
     check_parallel(config, foundation.model)
     if is_training:
         check_memory(config, foundation, expected_device(config))
@@ -338,6 +339,11 @@ def _check_fallback(config: Config) -> None:
             (
                 config.trainer.recompute != "none",
                 "trainer.recompute computes the decoder's blocks again; leave it at none",
+            ),
+            (
+                config.trainer.routing_replay != "none" or config.trainer.router_aux_coef > 0,
+                "routers are known of the decoder alone; set trainer.routing_replay=none "
+                "trainer.router_aux_coef=0",
             ),
         )
         if is_asked
