@@ -62,7 +62,8 @@ def test_a_fallback_is_refused_what_only_the_decoder_can_and_all_of_it_is_listed
         check("contract=true-on-policy", "advantage=gae", "fault=kernel_noise", "fault.std=0.1",
               "trainer.router_aux_coef=0.1")  # fmt: skip
     for part in ("engine=embedded runs the decoder alone", "set contract=none",
-                 "name one with critic.model", "leave fault out", "set trainer.routing_replay=none"):  # fmt: skip
+                 "name one with critic.model", "leave fault out",
+                 "set trainer.routing_replay=none"):  # fmt: skip
         assert part in str(error.value)
     with pytest.raises(ConfigError, match=r"fallback=true with lora"):
         check("lora.rank=4")
