@@ -175,9 +175,6 @@ def check_parallel(config: ModelChoice, model: ModelConfig | FallbackConfig) -> 
     alone = {"fallback=true": config.fallback}
     if isinstance(config, Config):
         alone["fault"] = config.fault is not None
-        alone[f"advantage={tag(type(config.advantage))}, which needs a critic,"] = (
-            config.advantage.needs_critic
-        )
     for what, is_asked in alone.items():
         if is_asked:
             raise ConfigError(
@@ -594,7 +591,8 @@ def build(
     )
     critic = None
     if is_training and config.advantage.needs_critic:
-        critic = load_critic(config, foundation, device=model.embedding.device)
+        device = model.embedding.device
+        critic = load_critic(config, foundation, device=device, ranks=ranks, mesh=mesh)
     return Parts(foundation, model, engine, trainer, numerics, critic)
 
 
@@ -612,8 +610,18 @@ def _check_critic_freeze(config: Config, foundation: Foundation) -> None:
     freeze(model.named_parameters(), config.critic.freeze, setting="critic.freeze")
 
 
-def load_critic(config: Config, foundation: Foundation, *, device: torch.device) -> Critic:
-    """The critic that `advantage` compares with, from its own model or the run's."""
+def load_critic(
+    config: Config,
+    foundation: Foundation,
+    *,
+    device: torch.device,
+    ranks: Ranks | None = None,
+    mesh: DeviceMesh | None = None,
+) -> Critic:
+    """The critic that `advantage` compares with, from its own model or the run's.
+
+    ranks, mesh: as of `build` and `load_model`.
+    """
     import torch
 
     from lockstep.models.critic import load_value_model
@@ -622,11 +630,12 @@ def load_critic(config: Config, foundation: Foundation, *, device: torch.device)
     name = config.critic.model
     directory = locate_model(name) if name else foundation.directory
     return Critic(
-        load_value_model(directory, dtype=getattr(torch, config.dtype), device=device),
+        load_value_model(directory, dtype=getattr(torch, config.dtype), device=device, mesh=mesh),
         config.critic,
         config.trainer,
         like=directory,
         total_updates=config.steps * config.critic.updates_per_batch,
+        ranks=ranks,
     )
 
 

@@ -81,6 +81,8 @@ class CheckpointStore:
         beside = self.root / f".{target.name}.partial"
         if not trainer.is_writer:
             trainer.save(beside)
+            if critic is not None:
+                critic.save(beside / CRITIC)
             return target
         self.root.mkdir(parents=True, exist_ok=True)
         for leftover in self.root.glob(".step-*"):  # of a write that was killed

@@ -1,11 +1,16 @@
 """One critic over 2 gloo processes: rows dealt, tokens cut, blocks sharded, and both."""
 
+import json
+import shutil
+
 import numpy as np
 import pytest
 import torch
 from cpu.training.tiny_training import make_rows
 from critic_ranks import LAYOUTS, LENGTHS, make_arm, script, work
 from processes import run_ranks
+
+from lockstep.cli import OK, main
 
 FLOAT32 = 2e-5  # of the largest: sums of some hundred terms in another order
 
@@ -64,3 +69,29 @@ def test_what_ranks_saved_goes_on_with_ranks_and_with_one_process(found, place, 
         for a, b in zip(values, of_rank["after"], strict=True):
             np.testing.assert_allclose(a, b, atol=FLOAT32)
     assert torch.isfinite(critic.model.value_head).all()
+
+
+def test_a_run_over_two_processes_reports_and_resumes_as_one_of_its_own(tmp_path):
+    words = [
+        "train", "quickstart-ppo", "model=tiny-qwen3", "groups_per_step=4", "critic.clip=0.1",
+        "evaluation.num_tasks=2", "evaluation.at_start=false", "checkpoint.every=1", "steps=2",
+        "contract=none",
+    ]  # fmt: skip
+    alone, both = tmp_path / "alone", tmp_path / "both"
+    assert main([*words, f"out={alone}"]) == OK
+    assert main([*words, "parallel.processes=2", f"out={both}"]) == OK
+    expected, found = (metrics_of(path) for path in (alone, both))
+    for name in ("critic/loss", "critic/explained_variance", "critic/grad_norm", "train/grad_norm"):
+        # the first step's: the second samples from weights that differ in their last bits
+        assert found[0][name] == pytest.approx(expected[0][name], rel=1e-3, abs=1e-5), name
+    assert len(found) == 2
+    shutil.rmtree(both / "checkpoints" / "step-000002")
+    assert main(["train", str(both), "resume=true"]) == OK
+    assert metrics_of(both) == found
+    assert (both / "checkpoints" / "step-000002" / "critic" / "optimizer.safetensors").is_file()
+
+
+def metrics_of(path):
+    rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    rows = [{k: v for k, v in row.items() if not k.startswith("time/")} for row in rows]
+    return [row for row in rows if "critic/loss" in row]
