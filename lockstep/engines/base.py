@@ -27,6 +27,8 @@ class Capabilities:
     has_prefix_cache: bool = False
     has_seeds: bool = False
     has_routed_experts: bool = False
+    """It hands back the experts that tokens went to, for requests that ask: of every position from
+    `Request.routes_from` on, whether it computed it or found it in its prefix cache."""
     has_adapters: bool = False
     has_score: bool = False
     has_support: bool = False

@@ -174,7 +174,7 @@ def test_the_engine_keeps_what_it_claims():
         )
     )
     assert {"score", "seeds", "abort", "weights", "streams"} <= set(report.passed)
-    assert set(report.skipped) == {"prefix cache", "stop strings", "support"}
+    assert set(report.skipped) == {"prefix cache", "stop strings", "support", "routed experts"}
 
 
 def test_an_engine_that_reports_another_log_prob_is_found_out():
