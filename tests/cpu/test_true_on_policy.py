@@ -1,6 +1,7 @@
 """Sampler and trainer are equal bit for bit, whatever the schedule; with stock ops they are not."""
 
 import asyncio
+from copy import deepcopy
 from dataclasses import replace
 from itertools import product
 
@@ -27,6 +28,7 @@ from schedules import (
 
 from lockstep.engines.config import EmbeddedConfig
 from lockstep.engines.embedded.engine import EmbeddedEngine
+from lockstep.models.moe import MoE
 from lockstep.objectives.config import Reinforce
 from lockstep.objectives.losses import make_loss
 from lockstep.ops import api as ops
@@ -121,6 +123,43 @@ def make_trainer(model, dtype, **config):
 def make_engine(trainer, **settings):
     defaults = {"page_size": 48, "max_num_sequences": 8, "max_step_tokens": 512}
     return EmbeddedEngine(trainer.model, EmbeddedConfig(**{**defaults, **settings}))
+
+
+class OtherExperts(MoE):
+    """A router that sends every token to the neighbours of the experts that it should."""
+
+    def _route(self, x_TD, routing):
+        logits_TE = self.router_logits(x_TD)
+        own_TA = ops.route(logits_TE, self.num_active)[1]
+        weights_TA, experts_TA = ops.route(
+            logits_TE, self.num_active, experts=(own_TA + 1) % logits_TE.shape[1]
+        )
+        if routing is not None:
+            routing.chosen[self.routed_layer] = experts_TA
+        return weights_TA, experts_TA
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_sampler_that_routes_otherwise_is_followed_bit_for_bit(process_settings, dtype):
+    use_proved_backend("gpt_oss", dtype)
+    trainer = make_trainer("gpt_oss", dtype, routing_replay="rollout")
+    sampler = deepcopy(trainer.model)
+    for block in sampler.layers:
+        block.mlp.__class__ = OtherExperts
+    engine = EmbeddedEngine(sampler, EmbeddedConfig(page_size=48, max_num_sequences=8))
+    rows = asyncio.run(
+        roll_out(
+            engine, np.random.default_rng(0), "r", num_requests=5, reply_tokens=30, is_routed=True
+        )
+    )
+    for row, found in zip(rows, trainer.forward(rows, column=None), strict=True):
+        assert np.array_equal(found[row.loss_mask], row.columns["rollout_logprobs"][row.loss_mask])
+    alone = make_trainer("gpt_oss", dtype).forward(rows, column=None)
+    gaps = [
+        np.nanmax(np.abs(a - r.columns["rollout_logprobs"]))
+        for a, r in zip(alone, rows, strict=True)
+    ]
+    assert min(gaps) > 0.01, "it does route otherwise"
 
 
 def play(trainer, *, seed):

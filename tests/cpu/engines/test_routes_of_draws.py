@@ -101,6 +101,24 @@ def test_what_was_cached_before_anybody_asked_is_computed_again():
     assert np.array_equal(delta.logprobs, plain.logprobs), "asking changes no bit"
 
 
+def test_a_request_that_asks_beside_one_that_does_not():
+    model = make_model("gpt_oss")
+    engine, ids = make_engine(model), prompt(37)
+    asked, late = asking("asks", ids, max_tokens=30), asking("late", [*ids, 3], max_tokens=9)
+
+    async def run():
+        plain = asyncio.ensure_future(deltas_of(engine, request("plain", ids, max_tokens=40)))
+        while engine._rows.num == 0 or engine._rows.counts[0] < 5:
+            await asyncio.sleep(0)
+        first = await deltas_of(engine, asked)
+        return await plain, first, await deltas_of(engine, late)
+
+    plain, first, second = asyncio.run(run())
+    assert plain[-1].routed_experts is None and second[0].num_cached_tokens >= 37
+    assert_routes(model, asked, first)
+    assert_routes(model, late, second)
+
+
 def test_routes_survive_preemption():
     model = make_model("gpt_oss")
     engine = make_engine(model, page_size=8, kv_cache_tokens=96, max_num_sequences=6)
