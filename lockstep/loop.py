@@ -246,7 +246,7 @@ def update(run: Session, rows: Sequence[Sample], sampled_rows: Sequence[Sample])
     if run.trains_policy:
         metrics = trainer.update(rows, config.objective, config.correction)
     else:
-        metrics = trainer.measure(rows, column="logprobs").to_metrics("mismatch")
+        metrics = trainer.measure(rows, column="logprobs", is_checking=True).to_metrics("mismatch")
     return metrics if critic is None else metrics | critic.update(sampled_rows)
 
 

@@ -238,10 +238,13 @@ class Trainer:
             _keep(samples, out, column)
         return out
 
-    def measure(self, samples: Sequence[Sample], *, column: str | None = None) -> MismatchReport:
+    def measure(
+        self, samples: Sequence[Sample], *, column: str | None = None, is_checking: bool = False
+    ) -> MismatchReport:
         """The mismatch of `rollout_logprobs` and the policy as it stands. No gradient.
 
         `column`: the log-probs that were compared are kept in the samples under this name.
+        is_checking: a token that breaks the contract is refused, as in an update.
         """
         with torch.no_grad():
             parts = [
@@ -249,6 +252,8 @@ class Trainer:
                 for batch in self.pack(samples)
             ]
         let_go(self.model)
+        if is_checking:
+            self._check_contract(samples, parts)
         report = MismatchReport.empty(self.device)
         for batch, logprobs in parts:
             if not batch.is_filler:
