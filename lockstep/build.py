@@ -10,8 +10,9 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -53,9 +54,9 @@ if TYPE_CHECKING:
 
 RENDERER_FILE = "renderer.json"
 
-DEFAULT_RENDERERS: dict[Architecture, type[RendererConfig]] = {
+DEFAULT_RENDERERS: dict[Architecture, Callable[[], RendererConfig]] = {
     "gpt_oss": HarmonyConfig,
-    "qwen2": ChatMLConfig,
+    "qwen2": partial(ChatMLConfig, variant="qwen2.5"),
     "qwen3": ChatMLConfig,
     "qwen3_moe": ChatMLConfig,
 }

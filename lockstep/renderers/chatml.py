@@ -33,9 +33,14 @@ from lockstep.renderers.pieces import Piece, encode_pieces
 from lockstep.renderers.tokenizer import Tokenizer
 from lockstep.types import Message, ToolCall, ToolSchema
 
+QWEN25_SYSTEM = "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."
+
+_TOKENS = ("<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>")
+_QWEN3_TOKENS = ("<think>", "</think>", "<tool_response>", "</tool_response>")
+
 
 class ChatMLRenderer:
-    """Messages to Qwen3 tokens and back.
+    """Messages to Qwen3 tokens and back; with variant=qwen2.5, to those of Qwen2.5.
 
     >>> from lockstep.testing.tokenizers import byte_tokenizer
     >>> tokenizer = byte_tokenizer()
@@ -61,16 +66,16 @@ class ChatMLRenderer:
         """Raises RendererError, naming all of them, if control tokens are missing."""
         self.tokenizer = tokenizer
         self.config = config or ChatMLConfig()
-        ids = tokenizer.require(
-            (
-                *("<|im_start|>", "<|im_end|>", "<think>", "</think>"),
-                *("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"),
-            )
-        )
-        self._start, self._end, self._think, self._think_end = list(ids.values())[:4]
-        self._call, self._call_end, self._reply, self._reply_end = list(ids.values())[4:]
+        self._thinks = self.config.variant == "qwen3"
+        ids = list(tokenizer.require((*_TOKENS, *(_QWEN3_TOKENS if self._thinks else ()))).values())
+        self._start, self._end, self._call, self._call_end = ids[:4]
+        self._think = self._think_end = -1  # no id: never written, never sampled
+        self._reply: Piece = "<tool_response>"
+        self._reply_end: Piece = "</tool_response>"
+        if self._thinks:
+            self._think, self._think_end, self._reply, self._reply_end = ids[4:]
         self._opening: list[Piece] = [self._start, "assistant\n"]
-        if not self.config.enable_thinking:
+        if self._thinks and not self.config.enable_thinking:
             self._opening += self._thinking_pieces("")
 
     @property
@@ -90,6 +95,8 @@ class ChatMLRenderer:
         system: list[Piece] = []
         if rest and rest[0].role in ("system", "developer"):
             system = [rest.pop(0).content, *(["\n\n"] if declared else [])]
+        elif not self._thinks:
+            system = [QWEN25_SYSTEM, *(["\n\n"] if declared else [])]
         if declared:
             system += self._tools_pieces(declared)
         if system:
@@ -124,7 +131,8 @@ class ChatMLRenderer:
                 "the message has thinking, but renderer.enable_thinking=False opens each turn with "
                 "an empty thinking block. Leave the thinking out, or turn it on."
             )
-        if message.thinking or (self.config.enable_thinking and self.config.has_empty_thinking):
+        has_empty = self._thinks and self.config.enable_thinking and self.config.has_empty_thinking
+        if message.thinking or has_empty:
             pieces += self._thinking_pieces(message.thinking)
         pieces += [message.content, *self._call_pieces(message)]
         return encode_pieces(self.tokenizer, [*pieces, self._end])
@@ -158,13 +166,18 @@ class ChatMLRenderer:
         if self.config.thinking == "keep":
             has_block = bool(message.thinking)
         else:
-            has_block = is_after_query and (is_last or bool(message.thinking))
+            has_block = is_after_query and ((is_last and self._thinks) or bool(message.thinking))
         if not has_block:
             return [message.content, *self._call_pieces(message)]
         thinking = self._thinking_pieces(message.thinking.strip("\n"))
         return [*thinking, message.content.lstrip("\n"), *self._call_pieces(message)]
 
     def _thinking_pieces(self, thinking: str) -> list[Piece]:
+        if not self._thinks:
+            raise RendererError(
+                "a message has thinking, and renderer.variant=qwen2.5 has no place for it. Leave "
+                "the thinking out, or choose the renderer of a model that thinks."
+            )
         return [self._think, f"\n{thinking}\n", self._think_end, "\n\n"]
 
     def _call_pieces(self, message: Message) -> list[Piece]:

@@ -55,10 +55,13 @@ class HarmonyConfig(RendererConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class ChatMLConfig(RendererConfig):
-    """The format of Qwen3."""
+    """The format of Qwen3, and of Qwen2.5."""
 
     TAG: ClassVar[str] = "chatml"
 
+    variant: str = "qwen3"
+    """qwen3, or qwen2.5: no thinking, tool replies between tags that are text and not tokens, and
+    the template's own system message where a dialogue has none."""
     tools_in_prompt: bool = True
     """Declare the tools to the model. Off for a tiny model that was trained on one fixed tool."""
     enable_thinking: bool = True
@@ -72,4 +75,5 @@ class ChatMLConfig(RendererConfig):
     extended keeps all: what the model saw is never rewritten."""
 
     def __post_init__(self) -> None:
+        _check_choice("renderer.variant", self.variant, ("qwen3", "qwen2.5"))
         _check_choice("renderer.thinking", self.thinking, _THINKING)

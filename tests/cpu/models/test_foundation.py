@@ -43,6 +43,7 @@ def test_the_qwen_families_are_written_in_chatml(directory):
     for architecture in ("qwen2", "qwen3", "qwen3_moe"):
         found = foundation_of(directory, model_type=architecture, **moe)
         assert found.renderer.name == "chatml"
+        assert found.renderer_config.variant == ("qwen2.5" if architecture == "qwen2" else "qwen3")
 
 
 def test_an_unknown_architecture_is_refused_before_anything_is_read(directory):

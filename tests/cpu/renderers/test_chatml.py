@@ -239,3 +239,39 @@ def test_extend_always_leaves_the_turn_closed(ids):
         assert max(i for i, t in enumerate(closed) if t == think) < max(
             (i for i, t in enumerate(closed) if t == think_end), default=-1
         )
+
+
+# -- Qwen2.5 ---------------------------------------------------------------------------------------
+
+
+def qwen25():
+    """Its tokenizer has tokens for calls, and none for thinking and tool replies."""
+    tokens = ("<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>")
+    return ChatMLRenderer(byte_tokenizer(control_tokens=tokens), ChatMLConfig(variant="qwen2.5"))
+
+
+def test_qwen25_is_written_as_its_template_writes_it():
+    renderer = qwen25()
+    begun = renderer.render([USER])
+    assert renderer.tokenizer.decode(begun) == (
+        "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant."
+        "<|im_end|>\n<|im_start|>user\nWho?<|im_end|>\n<|im_start|>assistant\n"
+    )
+    turn = renderer.render_reply(CALL)
+    assert renderer.parse(turn) == CALL
+    assert renderer.tokenizer.decode(turn + renderer.extend(turn, [REPLY])) == (
+        '<tool_call>\n{"name": "find", "arguments": {"q": "x"}}\n</tool_call><|im_end|>\n'
+        "<|im_start|>user\n<tool_response>\nBela\n</tool_response><|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+    assert "You are Qwen" not in renderer.tokenizer.decode(
+        renderer.render([Message(role="system", content="Search."), USER])
+    )
+
+
+def test_qwen25_keeps_what_a_renderer_promises_and_refuses_thinking():
+    check_renderer(qwen25(), has_thinking=False)
+    with pytest.raises(RendererError, match=r"variant=qwen2\.5 has no place for it"):
+        qwen25().render_reply(Message(role="assistant", thinking="Hm.", content="It is."))
+    with pytest.raises(ConfigError, match=r"renderer\.variant='qwen2'"):
+        ChatMLConfig(variant="qwen2")
