@@ -335,10 +335,6 @@ def _check_fallback(config: Config) -> None:
                 "faults are injected into the decoder and its engine; leave fault out",
             ),
             (
-                config.trainer.recompute != "none",
-                "trainer.recompute computes the decoder's blocks again; leave it at none",
-            ),
-            (
                 config.trainer.routing_replay != "none" or config.trainer.router_aux_coef > 0,
                 "routers are known of the decoder alone; set trainer.routing_replay=none "
                 "trainer.router_aux_coef=0",
