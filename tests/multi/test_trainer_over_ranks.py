@@ -7,7 +7,17 @@ import pytest
 import torch
 from cpu.training.tiny_training import make_rows
 from processes import run_ranks
-from trainer_ranks import ARMS, KINDS_OF, LAYOUTS, LENGTHS, make_arm, reload, script, work
+from trainer_ranks import (
+    ARMS,
+    KINDS_OF,
+    LAYOUTS,
+    LENGTHS,
+    REPLAYS,
+    make_arm,
+    reload,
+    script,
+    work,
+)
 
 from lockstep.training.packing import budget_for_ranks, deal
 
@@ -91,6 +101,23 @@ def test_updates_and_what_they_report_are_those_of_one_process(found, alone, arm
         for left, right in zip(of_rank["updates"], expected["updates"], strict=True):
             assert_same_metrics(left, right)
         assert of_rank["updates"] == found[arm][0]["updates"], "every rank reports the same"
+
+
+ROUTED = [arm for arm in ARMS if arm[-1] == "gpt_oss"]
+
+
+@pytest.mark.parametrize("arm", ROUTED, ids=lambda arm: "-".join(map(str, arm)))
+def test_routes_are_replayed_on_every_rank_and_shared_by_who_recomputes_them(found, alone, arm):
+    for replay in REPLAYS:
+        expected = alone["gpt_oss"]["replays"][replay]
+        for of_rank in (r["replays"][replay] for r in found[arm]):
+            assert_same_metrics(of_rank["metrics"], expected["metrics"])
+            assert of_rank["metrics"]["routing/replayed_share"] == 1
+            assert of_rank["metrics"] == found[arm][0]["replays"][replay]["metrics"]
+            for left, right in zip(of_rank["routes"], expected["routes"], strict=True):
+                assert np.array_equal(left, right)
+        differing = expected["metrics"]["routing/differing_share"]
+        assert differing > 0.5 or replay == "recompute"
 
 
 @pytest.mark.parametrize("arm", ARMS, ids=lambda arm: "-".join(map(str, arm)))

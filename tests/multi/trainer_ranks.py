@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,11 +17,13 @@ from lockstep.launch.ranks import Ranks
 from lockstep.models.sharding import local_part, shard, whole_like
 from lockstep.objectives.config import PPOClip, Reinforce
 from lockstep.objectives.losses import TokenLoss, make_loss
+from lockstep.training.replay import COLUMN
 from lockstep.training.trainer import Trainer
 
 LENGTHS = (9, 40, 33, 12, 27, 21, 14)
 SETTINGS = {"lr": 1e-2, "max_tokens_per_microbatch": 64, "grad_clip": 0.5}
 
+REPLAYS = ("rollout", "recompute")
 LAYOUTS = {2: [(1, False), (2, False), (1, True), (2, True)], 4: [(2, True)]}
 """Processes -> (sequence, is sharded) of each arm."""
 KINDS_OF = {2: KINDS, 4: ("gpt_oss",)}
@@ -76,7 +79,25 @@ def script(trainer, directory):
         dist.barrier()
     out["state"] = {n: t.clone() for n, t in trainer.optimizer.state_tensors().items()}
     out |= bad_updates(trainer, rows)
+    if trainer.model.config.routed_layers:
+        out["replays"] = {replay: replay_once(trainer, replay) for replay in REPLAYS}
     return out
+
+
+def replay_once(trainer, replay):
+    """Metrics of an update by random routes, or by those of a forward before two; and the routes
+    that are replayed."""
+    rows, rng = make_rows(LENGTHS, seed=6), np.random.default_rng(6)
+    model = trainer.model.config
+    experts = np.arange(model.num_experts)
+    for row in rows:
+        shape = (len(row), len(model.routed_layers), 1)
+        routes = rng.permuted(np.tile(experts, shape), axis=-1)[..., : model.num_active_experts]
+        row.set("routed_experts", routes.astype(np.int16))
+    num_updates = 2 if replay == "recompute" else 1
+    trainer.config = replace(trainer.config, routing_replay=replay, updates_per_batch=num_updates)
+    metrics = trainer.update(rows, PPOClip(), Correction.bypass())
+    return {"metrics": metrics, "routes": [row.columns[COLUMN[replay]] for row in rows]}
 
 
 def bad_updates(trainer, rows):
