@@ -37,8 +37,8 @@ PROCESS_BYTES: dict[Device, int] = {"cpu": 400 * MIB, "cuda": 600 * MIB}
 """Python, torch and its libraries after a first update (measured), or CUDA's context and the
 workspaces of its libraries (not measured)."""
 
-HEAD_CHUNK_BYTES = 64 * MIB  # ops.head.CHUNK_BYTES
-HEAD_CHUNKS = 5  # logits, log-probs, probabilities, a product of them, and one of the chunk before
+HEAD_CHUNK_BYTES = 128 * MIB  # ops.head.CHUNK_BYTES
+HEAD_CHUNKS = 3  # logits or their gradient, the log-probs that are kept, one of them cast
 
 HEAP_BYTES: dict[Device, int] = {"cpu": 160 * MIB, "cuda": GIB}
 """What the allocator holds of freed memory, at most; it is taken as half of what a step takes. On a
