@@ -36,7 +36,7 @@ from lockstep.types import (
     frozen_ids,
 )
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 """Written into every part. A reader refuses a part that is newer than itself."""
 
 # Rows that are read together when one trajectory is looked up.

@@ -25,7 +25,7 @@ def trajectory(name: str = "t0", *, seed: int = 0, is_rich: bool = True) -> Traj
     rng = np.random.default_rng(seed)
     out = Trajectory(id=name, task_id="task-a", status="finished")
     prompt = out.observe([1, 2, 3], messages=[Message(role="user", content="Who? " + HOSTILE)])
-    routes = rng.integers(0, 4, (6, 2, 2)).astype(np.uint8) if is_rich else None
+    routes = rng.integers(0, 4, (9, 2, 2)).astype(np.uint8) if is_rich else None
     call = out.record(
         [4, 5, 6, 7],
         logprobs=-rng.random(4),
@@ -36,7 +36,7 @@ def trajectory(name: str = "t0", *, seed: int = 0, is_rich: bool = True) -> Traj
         sampling=SamplingParams(max_tokens=9, stop_ids=(7,), stop_strings=("\n\n",), top_k=5),
         messages=[Message(role="assistant", tool_calls=(ToolCall(name="f", arguments="{"),))],
         fingerprint="fp",
-        routed_experts=routes,
+        routed_experts=None if routes is None else routes[:6],
         support=Ragged.of([[4, 1], [5], [], [2, 7, 9]]) if is_rich else None,
     )
     reply = out.observe([8], parent=call, messages=[Message(role="tool", name="f", content="{}")])
@@ -49,6 +49,8 @@ def trajectory(name: str = "t0", *, seed: int = 0, is_rich: bool = True) -> Traj
             finish_reason="length",
             stop="\ud83d" if attempt else None,
             reason="retry" if attempt else "",
+            routed_experts=None if routes is None else routes[6:],  # the first is the call's last
+            routes_from=6 if is_rich else 0,
         )
         out.rewards[leaf] = float(rng.random())
     out.set_segment_reward(call, 0.25)
