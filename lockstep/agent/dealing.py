@@ -12,7 +12,7 @@ def deal_tasks(tasks: Sequence[Task], num_ranks: int) -> list[list[int]]:
     """For each rank the indices of its tasks. One that comes twice stays on one rank, where its
     samples go on being counted.
 
-    >>> deal_tasks([Task(id=name, data={}) for name in "abac"], 2)
+    >>> deal_tasks([Task(id=name) for name in "abac"], 2)
     [[0, 2], [1, 3]]
     """
     owner: dict[str, int] = {}

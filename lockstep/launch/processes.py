@@ -13,6 +13,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from lockstep.errors import LockstepError, RankError
@@ -70,7 +71,10 @@ def on_all_ranks(
     if world == 1:
         return work(None, *args, **settings)
     if (place := Place.from_torchrun()) is not None:
-        with _joined(place, parallel, device) as ranks:
+        from lockstep.launch.ranks import store_of_environment
+
+        meet = partial(store_of_environment, timeout_seconds=parallel.timeout_seconds)
+        with _joined(place, parallel, device, meet) as ranks:
             return work(ranks, *args, **settings)
     return _on_local_ranks(world, parallel, work, args, settings, device)
 
@@ -103,7 +107,7 @@ def _on_local_ranks(
             )
             follower.start()
             followers.append(follower)
-        with _joined(place_of(0), parallel, device, store=store) as ranks:
+        with _joined(place_of(0), parallel, device, lambda: store) as ranks:
             return work(ranks, *args, **settings)
     finally:
         for follower in followers:
@@ -126,7 +130,10 @@ def _follow(
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     code = 0
     try:
-        with _joined(place, parallel, device) as ranks:
+        from lockstep.launch.ranks import reach_store
+
+        meet = partial(reach_store, place, timeout_seconds=parallel.timeout_seconds)
+        with _joined(place, parallel, device, meet) as ranks:
             work(ranks, *args, **settings)
     except (LockstepError, KeyboardInterrupt):
         code = 2
@@ -140,12 +147,12 @@ def _follow(
 
 @contextlib.contextmanager
 def _joined(
-    place: Place, parallel: ParallelConfig, device: str, *, store: Any = None
+    place: Place, parallel: ParallelConfig, device: str, meet: Callable[[], Any]
 ) -> Iterator[Ranks]:
     from lockstep.launch.ranks import Ranks
 
     ranks = Ranks.join(
-        place, sequence=parallel.sequence, device=device, store=store,
+        place, meet, sequence=parallel.sequence, device=device,
         timeout_seconds=parallel.timeout_seconds,
     )  # fmt: skip
     try:

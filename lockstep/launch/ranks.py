@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -41,6 +41,20 @@ def open_store(*, world: int, timeout_seconds: float) -> TCPStore:
     )  # fmt: skip
 
 
+def reach_store(place: Place, *, timeout_seconds: float) -> Store:
+    """The same on the other ranks."""
+    return TCPStore(
+        place.address, place.port, place.world, wait_for_workers=False,
+        timeout=timedelta(seconds=timeout_seconds),
+    )  # fmt: skip
+
+
+def store_of_environment(*, timeout_seconds: float) -> Store:
+    """Where processes meet that torchrun, or a cluster's own means, has started."""
+    found, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=timeout_seconds)))
+    return found
+
+
 class Ranks:
     """This process among those of a run. Every method that talks to others is called by all."""
 
@@ -64,11 +78,11 @@ class Ranks:
     def join(
         cls,
         place: Place,
+        open_store: Callable[[], Store],
         *,
         sequence: int,
         device: str,
         timeout_seconds: float,
-        store: Store | None = None,
     ) -> Ranks:
         """Meets the others. Raises RankError if they do not come within the limit."""
         timeout = timedelta(seconds=timeout_seconds)
@@ -83,14 +97,7 @@ class Ranks:
             where = torch.device("cuda", place.local_rank)
             torch.cuda.set_device(where)
         try:
-            if store is None:
-                if dist.is_torchelastic_launched():
-                    store, _, _ = next(rendezvous("env://", timeout=timeout))
-                else:
-                    store = TCPStore(
-                        place.address, place.port, place.world, wait_for_workers=False,
-                        timeout=timeout,
-                    )  # fmt: skip
+            store = open_store()
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if where.type == "cuda" else "gloo",
                 store=store, rank=place.rank, world_size=place.world, timeout=timeout,

@@ -1,0 +1,65 @@
+"""What can be divided over processes, and what cannot, known before any is started."""
+
+import pytest
+
+from lockstep.build import check_config, plan
+from lockstep.config import resolve
+from lockstep.errors import ConfigError
+from lockstep.launch.config import ParallelConfig
+from lockstep.recipes import find_recipe
+
+
+def test_torchrun_says_how_many_processes_there_are():
+    assert ParallelConfig().num_processes({}) == 1
+    assert ParallelConfig(processes=3).num_processes({}) == 3
+    assert ParallelConfig().num_processes({"WORLD_SIZE": "4"}) == 4
+    assert ParallelConfig(processes=4, sequence=2).num_processes({"WORLD_SIZE": "4"}) == 4
+
+
+def test_processes_that_torchrun_did_not_start_are_refused():
+    with pytest.raises(ConfigError, match=r"processes=2, but torchrun has started 4"):
+        ParallelConfig(processes=2).num_processes({"WORLD_SIZE": "4"})
+
+
+def test_a_sequence_that_does_not_divide_the_processes_is_refused():
+    with pytest.raises(ConfigError, match=r"sequence=2 does not divide the 3 process"):
+        ParallelConfig(processes=3, sequence=2).num_processes({})
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "possible"),
+    [(64, 8, (1, 2, 4, 8, 16, 32, 64)), (4, 2, (1, 2, 4)), (6, 3, (1, 3, 6)), (14, 2, (1, 2, 14))],
+)
+def test_a_head_count_that_cannot_be_split_is_refused_with_those_that_can(
+    heads, kv_heads, possible
+):
+    for size in range(1, heads + 1):
+        parallel = ParallelConfig(sequence=size)
+        if size in possible:
+            parallel.check_heads(num_heads=heads, num_kv_heads=kv_heads)
+            continue
+        with pytest.raises(ConfigError, match=f"sequence={size} cannot split") as refused:
+            parallel.check_heads(num_heads=heads, num_kv_heads=kv_heads)
+        assert f"Possible are {', '.join(map(str, possible))}." in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["parallel.processes=-1"], "at least 0"),
+        (["parallel.sequence=0"], "at least 1"),
+        (["parallel.timeout_seconds=0"], "above 0"),
+        (["parallel.processes=3", "parallel.sequence=3"], "cannot split the model's 4 query heads"),
+        (["parallel.processes=2", "fault=retokenized_rows"], "fault works in one process"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused_before_a_process_is_started(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        check_config(resolve(find_recipe("quickstart"), settings))
+
+
+def test_the_plan_says_how_the_work_is_divided():
+    config = resolve(find_recipe("quickstart"), ["parallel.processes=4", "parallel.sequence=2"])
+    (line,) = [line for line in plan(config) if line.startswith("parallel")]
+    assert "4 processes, rows divided by 2, tokens of each micro-batch by 2" in line
+    assert not [line for line in plan(find_recipe("quickstart")) if line.startswith("parallel")]
