@@ -61,7 +61,7 @@ CASES: dict[str, tuple[str, int | None, Rows]] = {
     "window-8k": ("one row of 8k tokens, window 128", WINDOW, rows_of([8192])),
     "window-8x1k": ("8 rows of 1k tokens, window 128", WINDOW, rows_of([1024] * 8)),
     "window-ragged": (
-        "10 rows of 92 to 3000 tokens, 8k in all, window 128", WINDOW,
+        "10 rows of 80 to 3000 tokens, 8k in all, window 128", WINDOW,
         rows_of([3000, 1700, 1150, 800, 600, 400, 250, 120, 92, 80]),
     ),
     "window-branches": (

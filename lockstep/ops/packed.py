@@ -7,9 +7,10 @@ exp(score - L) and dO . O. The sink's own gradient is -sum exp(sink - L) dO . O.
 detached lse leaves output, dV and the sink's gradient right and dQ, dK wrong by 28 to 55 %.
 Guard: tests/cpu/ops/test_attention.py
 
-Rows go through the kernel in pieces, so that what a call takes does not grow with T. A window costs
+Rows go through the kernel in pieces, so that a call takes no more for more of them. A window costs
 O(T x window): rows are cut into chunks of queries, each over a band of keys, its own chunk and
-those before it that the window reaches. Nothing is kept but inputs, output and L.
+those before it that the window reaches. Nothing is kept but inputs, output and L. The kernel reads
+grouped heads and strides as they are (since torch 2.9): neither keys nor bands are repeated.
 
 # T tokens  H query heads  G key heads  D head width  B rows (or chunks) of a piece  L its length
 # N chunks  C queries of a chunk  K keys of a band
