@@ -193,7 +193,7 @@ def check_memory(config: ModelChoice, foundation: Foundation, device: Device) ->
     limit = _memory_limit(config, device)
     if limit is not None:
         plan.check(*limit)
-    host = available_bytes()
+    host = _host_memory(config)
     if plan.host_parts and host is not None:
         plan.check_host(*host)
 
@@ -203,7 +203,7 @@ def _memory_limit(config: ModelChoice, device: Device) -> tuple[int, str] | None
     if config.memory_limit_gib:
         return int(config.memory_limit_gib * GIB), f"memory_limit_gib={config.memory_limit_gib:g}"
     if device == "cpu":
-        return available_bytes()
+        return _host_memory(config)
     if "torch" not in sys.modules:  # a dry run, which does not start CUDA
         return None
     import torch
@@ -211,6 +211,15 @@ def _memory_limit(config: ModelChoice, device: Device) -> tuple[int, str] | None
     if not torch.cuda.is_available():
         return None
     return torch.cuda.mem_get_info()[0], "free on the GPU"
+
+
+def _host_memory(config: ModelChoice) -> tuple[int, str] | None:
+    """What this machine has for one of the run's processes on it."""
+    found = available_bytes()
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or config.parallel.processes or 1
+    if found is None or here == 1:
+        return found
+    return found[0] // here, f"{found[1]}, divided by {here} processes"
 
 
 def memory_plan(

@@ -13,6 +13,7 @@ tests/cpu/test_memory.py, which fails when an op keeps more than is planned here
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -38,11 +39,13 @@ PROCESS_BYTES: dict[Device, int] = {"cpu": 400 * MIB, "cuda": 600 * MIB}
 workspaces of its libraries (not measured)."""
 
 HEAD_CHUNK_BYTES = 128 * MIB  # ops.head.CHUNK_BYTES
-HEAD_CHUNKS = 3  # logits or their gradient, the log-probs that are kept, one of them cast
+HEAD_CHUNKS: dict[Device, int] = {"cpu": 2, "cuda": 5}
+"""Chunks of logits that live at once: on a CPU most of what is made of one is made in small blocks.
+"""
 
-HEAP_BYTES: dict[Device, int] = {"cpu": 160 * MIB, "cuda": GIB}
-"""What the allocator holds of freed memory, at most; it is taken as half of what a step takes. On a
-CPU measured; on CUDA a guess."""
+HEAP_BYTES: dict[Device, int] = {"cpu": 224 * MIB, "cuda": GIB}
+"""What the allocator holds of freed memory, at most, and never more than a step takes. On a CPU
+measured; on CUDA a guess."""
 
 EXPERT_CHUNK_ROWS: dict[Device, int] = {"cpu": 128, "cuda": 1024}  # models.experts.ROWS_PER_EXPERT
 LEAST_EXPERT_CHUNK = 1024  # models.experts.LEAST_CHUNK
@@ -74,6 +77,7 @@ class MemoryPlan:
     """Where the peak is."""
     parts: tuple[Part, ...]
     """All that is there at the peak, in the device's memory."""
+    num_ranks: int = 1
     host_parts: tuple[Part, ...] = ()
     """In the host's, with trainer.offload."""
 
@@ -98,7 +102,10 @@ class MemoryPlan:
         texts += [f"others {_gib(rest)}"] if rest else []
         where = " of the GPU" if self.device == "cuda" else ""
         there = "" if available is None else f" ({_gib(available)} are there)"
-        line = f"about {_gib(self.num_bytes)} GiB{where} at the peak{there}, in {self.phase}: "
+        each = f" of each of {self.num_ranks} processes" if self.num_ranks > 1 else ""
+        line = (
+            f"about {_gib(self.num_bytes)} GiB{where}{each} at the peak{there}, in {self.phase}: "
+        )
         line += ", ".join(texts)
         if self.host_parts:
             line += f"; {_gib(self.host_bytes)} GiB of the host"
@@ -109,6 +116,7 @@ class MemoryPlan:
         what `source` says."""
         if self.num_bytes <= num_bytes:
             return
+        who = "this run" if self.num_ranks == 1 else f"each of {self.num_ranks} processes"
         chosen = [part for part in self.by_size if part.name not in (PROCESS, FREED)]
         largest = [
             f"{part.name} {_gib(part.num_bytes)} GiB"
@@ -116,7 +124,7 @@ class MemoryPlan:
             for part in chosen[:3]
         ]
         raise ConfigError(
-            f"this run is predicted to need {_gib(self.num_bytes)} GiB at its peak, in "
+            f"{who} is predicted to need {_gib(self.num_bytes)} GiB at its peak, in "
             f"{self.phase}, and there are {_gib(num_bytes)} GiB ({source}). The largest parts: "
             f"{'; '.join(largest)}. If the prediction is wrong for you, memory_limit_gib=N "
             "replaces what it is compared with."
@@ -146,7 +154,11 @@ def plan_run(
     critic: the shapes of the model of values, where there is one. is_invariant: the ops of the
     contract are used, as far as is known.
     """
+    world = config.parallel.num_processes(os.environ)
     facts = PlanFacts(
+        num_ranks=world,
+        sequence=config.parallel.sequence,
+        is_sharded=config.parallel.shard and world > 1,
         model=model, dtype=config.dtype, device=device, trainer=config.trainer, lora=lora,
         critic=critic, is_invariant=is_invariant,
     )  # fmt: skip
@@ -182,6 +194,11 @@ class PlanFacts:
     critic: ModelConfig | None = None
     critic_freeze: tuple[str, ...] = ()
     is_invariant: bool = False
+    num_ranks: int = 1
+    sequence: int = 1
+    """Ranks that share the tokens of a micro-batch."""
+    is_sharded: bool = False
+    """Weights, gradients and optimizer state are divided over the ranks."""
 
     @property
     def a(self) -> int:
@@ -189,7 +206,17 @@ class PlanFacts:
 
     @property
     def T(self) -> int:
-        return min(self.trainer.max_tokens_per_microbatch, self.max_update_tokens)
+        """Of a rank: its part of the largest micro-batch."""
+        longest = min(self.trainer.max_tokens_per_microbatch, self.rank_update_tokens)
+        return math.ceil(longest / self.sequence)
+
+    @property
+    def rank_update_tokens(self) -> int:
+        """Of the rows that this rank trains on, alone or with others."""
+        return math.ceil(self.max_update_tokens * self.sequence / self.num_ranks)
+
+    def sharded(self, num_bytes: int) -> int:
+        return math.ceil(num_bytes / self.num_ranks) if self.is_sharded else num_bytes
 
 
 def plan_memory(facts: PlanFacts) -> MemoryPlan:
@@ -202,8 +229,11 @@ def plan_memory(facts: PlanFacts) -> MemoryPlan:
         staying += state.device
         host += state.host
     if facts.has_reference and facts.lora is None:
-        num_bytes = num_elements(decoder_shapes(facts.model)) * facts.a
+        num_bytes = facts.sharded(num_elements(decoder_shapes(facts.model)) * facts.a)
         staying.append(Part("reference policy", num_bytes, "objective.kl_coef=0 or lora"))
+    if facts.engine is not None and facts.is_sharded:
+        num_bytes = num_elements(decoder_shapes(facts.model)) * facts.a
+        staying.append(Part("the engine's copy of the weights", num_bytes, "parallel.shard=false"))
     if facts.engine is not None:
         staying += _engine_state(facts, facts.engine)
     training = _training(facts)
@@ -213,10 +243,11 @@ def plan_memory(facts: PlanFacts) -> MemoryPlan:
     parts = [
         *staying,
         *step,
-        Part(FREED, min(HEAP_BYTES[facts.device], _total(step) // 2)),
+        Part(FREED, min(HEAP_BYTES[facts.device], _total(step))),
     ]
     return MemoryPlan(
         device=facts.device,
+        num_ranks=facts.num_ranks,
         phase="training" if is_training else "sampling",
         parts=tuple(part for part in parts if part.num_bytes),
         host_parts=tuple(part for part in host if part.num_bytes),
@@ -239,19 +270,34 @@ def _policy_state(facts: PlanFacts) -> _State:
     advice = "dtype=bfloat16" if facts.dtype == "float32" else ""
     # The table of rotations stands beside them: two of head width per position, float32.
     rotations = 8 * facts.model.max_positions * facts.model.head_dim
-    weights = Part("weights", num_elements(shapes) * facts.a + rotations, advice)
+    num_bytes = facts.sharded(num_elements(shapes) * facts.a) + _gathered(facts, shapes)
+    weights = Part("weights", num_bytes + rotations, advice)
     return _with_optimizer(facts, weights, _trained(facts), "")
 
 
 def _critic_state(facts: PlanFacts, critic: ModelConfig) -> _State:
     shapes = decoder_shapes(replace(critic, tie_embeddings=True))
-    weights = Part("critic's weights", num_elements(shapes) * facts.a)
+    num_bytes = facts.sharded(num_elements(shapes) * facts.a) + _gathered(facts, shapes)
+    weights = Part("critic's weights", num_bytes)
     trained = {
         name: shape
         for name, shape in shapes.items()
         if not any(fnmatchcase(f"body.{name}", pattern) for pattern in facts.critic_freeze)
     }
     return _with_optimizer(facts, weights, trained, "critic's ")
+
+
+def _gathered(facts: PlanFacts, shapes: Shapes) -> int:
+    """Of sharded weights what is whole at one time: a block and the next, each with its gradient,
+    and what belongs to no block."""
+    if not facts.is_sharded:
+        return 0
+    outside = {n: shape for n, shape in shapes.items() if not n.startswith("layers.")}
+    blocks = [
+        num_elements({n: s for n, s in shapes.items() if n.startswith(f"layers.{layer}.")})
+        for layer in range(facts.model.num_layers)
+    ]
+    return (num_elements(outside) + 3 * max(blocks)) * facts.a
 
 
 def _with_optimizer(facts: PlanFacts, weights: Part, trained: Shapes, whose: str) -> _State:
@@ -263,7 +309,7 @@ def _with_optimizer(facts: PlanFacts, weights: Part, trained: Shapes, whose: str
     has_masters = facts.dtype != "float32" or is_offloaded
     masters = Part(
         f"{whose}float32 masters",
-        4 * num_elements(trained) if has_masters else 0,
+        facts.sharded(4 * num_elements(trained)) if has_masters else 0,
         " or ".join(advice),
     )
     if trainer.optimizer_bits == 32:
@@ -271,11 +317,11 @@ def _with_optimizer(facts: PlanFacts, weights: Part, trained: Shapes, whose: str
     bits = trainer.optimizer_bits
     moments = Part(
         f"{whose}AdamW moments",
-        2 * sum(moment_bytes(name, shape, bits=bits) for name, shape in trained.items()),
+        facts.sharded(2 * sum(moment_bytes(n, shape, bits=bits) for n, shape in trained.items())),
         " or ".join(advice),
     )
     if is_offloaded:
-        gradients = Part(f"{whose}gradients", 4 * num_elements(trained))
+        gradients = Part(f"{whose}gradients", facts.sharded(4 * num_elements(trained)))
         return _State([weights], [masters, moments, gradients])
     return _State([weights, masters, moments], [])
 
@@ -347,9 +393,9 @@ def _training(facts: PlanFacts) -> list[Part]:
         ]
 
     head, L = _head_bytes(facts), max(c.num_layers, 1)
-    if facts.max_update_tokens <= T:
+    if facts.rank_update_tokens <= T * facts.sequence:
         # One micro-batch: gradients come as activations go, and go to the masters at the end.
-        own = num_elements(_trained(facts)) * facts.a
+        own = facts.sharded(num_elements(_trained(facts)) * facts.a)
         moments = [
             at(0, kept + ends, head, 0),
             at(own // L, kept, 0, at_work),
@@ -366,8 +412,8 @@ def _gradient_bytes(facts: PlanFacts) -> int:
     trained = _trained(facts)
     size = num_elements(trained)
     if facts.trainer.offload == "optimizer":
-        return size * facts.a
-    return size * (4 if facts.dtype == "float32" else 4 + facts.a)
+        return facts.sharded(size * facts.a)
+    return facts.sharded(size * (4 if facts.dtype == "float32" else 4 + facts.a))
 
 
 def kept_per_token(c: ModelConfig, layer: int, a: int, *, is_invariant: bool) -> int:
@@ -393,6 +439,8 @@ def _work_bytes(facts: PlanFacts, layer: int) -> int:
     c, T, a = facts.model, facts.T, facts.a
     D, H, G, K = c.hidden_size, c.num_heads, c.num_kv_heads, c.head_dim
     attention = T * (4 * H + 4 * G) * K * 4
+    if facts.is_invariant:
+        attention += T * (H + 2 * G) * K * 4  # float32 copies, queries scaled
     stream = T * D * 4 * 2
     if layer in c.routed_layers:
         return stream + max(attention, _expert_chunk_bytes(facts, T))
@@ -411,11 +459,11 @@ def _expert_chunk_bytes(facts: PlanFacts, num_tokens: int) -> int:
 
 
 def _head_bytes(facts: PlanFacts) -> int:
-    """Chunks of logits, and the gradient of the head's weight."""
-    V, D = facts.model.vocab_size, facts.model.hidden_size
-    chunk = min(HEAD_CHUNK_BYTES, facts.T * V * 4)
+    """Chunks of logits, and the gradients of the weight and of what it is multiplied with."""
+    V, D, T = facts.model.vocab_size, facts.model.hidden_size, facts.T
+    chunk = min(HEAD_CHUNK_BYTES, T * V * 4)
     is_trained = any(name in _trained(facts) for name in ("embedding", "untied_head"))
-    return HEAD_CHUNKS * chunk + facts.T * D * 4 + (2 * V * D * 4 if is_trained else 0)
+    return HEAD_CHUNKS[facts.device] * chunk + 2 * T * D * 4 + (V * D * 4 if is_trained else 0)
 
 
 def _sampling(facts: PlanFacts, engine: EmbeddedConfig) -> list[Part]:

@@ -51,7 +51,7 @@ class TrainerConfig:
     or embedding. They have no gradient and no optimizer state."""
     recompute: Recompute = "none"
     """blocks: activation checkpointing. The training forward keeps only what each block begins
-    with, and backward computes the block again: about a quarter more time, the same bits."""
+    with, and backward computes the block again: up to a third more time, the same bits."""
     optimizer_bits: Literal[32, 8] = 32
     """Bits of each of AdamW's two moments. 8: a code per value and a scale per 256, for matrices;
     embeddings, norms and what is small keep 32. About 2 bytes per weight in place of 8."""

@@ -162,6 +162,24 @@ def test_an_engine_a_reference_and_the_contract_are_in_the_plan():
     assert "critic's weights" in names and "critic's AdamW moments" not in names
 
 
+def test_ranks_divide_state_and_tokens_and_the_engine_has_a_copy():
+    wide = replace(QWEN3, num_layers=8, windows=(None,) * 8)
+    one, two = (
+        plan_memory(facts(wide, num_ranks=n, is_sharded=n > 1, max_update_tokens=1 << 20))
+        for n in (1, 2)
+    )
+    for name in ("AdamW moments", "gradients"):
+        assert part(two, name) == part(one, name) // 2
+    assert part(two, "activations") == part(one, "activations")  # as many tokens, other rows
+    halved = plan_memory(facts(wide, num_ranks=2, sequence=2, max_update_tokens=1 << 20))
+    assert part(halved, "activations") == part(one, "activations") // 2
+    assert part(halved, "gradients") == part(one, "gradients")
+    config = resolve(find_recipe("quickstart"), ["parallel.processes=2"])
+    found = plan_run(config, GPT_OSS, device="cpu")
+    assert "of each of 2 processes" in found.describe()
+    assert part(found, "the engine's copy of the weights") > 0
+
+
 def test_an_adapter_on_gpt_oss_20b_with_a_long_row_is_planned():
     """8k of prompt and 16k of response, in bfloat16, on a GPU: predicted, not run."""
     model = ModelConfig.from_hf(GPT_OSS_20B)
