@@ -269,8 +269,6 @@ def expected_device(config: ModelChoice) -> Device:
 def lay_foundation(config: ModelChoice) -> Foundation:
     """Model config, tokenizer, renderer and adapter of a run, checked against each other."""
     directory = locate_model(config.model)
-    if config.fallback and find_spec("transformers") is None:
-        raise MissingExtraError.of("transformers", extra="transformers", needed_for="fallback=true")
     kind = FallbackConfig if config.fallback else ModelConfig
     model = kind.from_directory(directory)
     if config.max_tokens > model.max_positions:
@@ -353,6 +351,8 @@ def _check_fallback(config: Config) -> None:
     ]
     if problems:
         raise ConfigError(f"fallback=true: {'; '.join(problems)}.")
+    if find_spec("transformers") is None:
+        raise MissingExtraError.of("transformers", extra="transformers", needed_for="fallback=true")
 
 
 def renderer_of(directory: Path, model: ModelConfig | FallbackConfig) -> RendererConfig:

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from importlib.util import find_spec
 
 import pytest
 
@@ -52,9 +51,6 @@ def test_an_unknown_architecture_is_refused_before_anything_is_read(directory):
 
 
 def test_a_fallback_is_refused_what_only_the_decoder_can_and_all_of_it_is_listed(directory):
-    if find_spec("transformers") is None:
-        pytest.skip("pip install 'lockstep-rl[transformers]'")
-
     def check(*overrides):
         words = [f"model={directory}", "fallback=true", *overrides]
         return check_config(resolve(find_recipe("quickstart"), words))
@@ -73,8 +69,6 @@ def test_a_fallback_is_refused_what_only_the_decoder_can_and_all_of_it_is_listed
 
 
 def test_a_fallback_without_a_renderer_asks_for_one(directory):
-    if find_spec("transformers") is None:
-        pytest.skip("pip install 'lockstep-rl[transformers]'")
     found = foundation_of(directory, "fallback=true", model_type="olmo2").model
     assert (found.architecture, found.num_layers, found.family) == ("olmo2", 2, "dense")
     (directory / "renderer.json").unlink()
