@@ -53,10 +53,7 @@ def make_trainer(
         model = model.to(dtype)
     if lora is not None:
         add_adapter(model, lora_shape(LoraConfig(**lora), model.config), seed=seed)
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                if ".B" in name:
-                    parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
+        fill_adapter(model, seed=seed + 2)
     settings = {"lr": 1e-2, **config}
     return Trainer(model, TrainerConfig(**settings), like=tmp_path, total_updates=total_updates)
 
@@ -87,6 +84,15 @@ def make_critic(
     shared = TrainerConfig(max_tokens_per_microbatch=budget, **dict(trainer))
     settings = CriticConfig(**{"lr": 3e-3, **config})
     return Critic(model, settings, shared, like=tmp_path, total_updates=total)
+
+
+def fill_adapter(model, *, seed):
+    """Random numbers for B, which begins at 0."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".B" in name:
+                parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
 
 
 def make_rows(lengths, *, seed=0, vocab=VOCAB, advantages=True):
