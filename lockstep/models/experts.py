@@ -43,7 +43,7 @@ class ExpertFactors:
     scale: float
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class ExpertProjection:
     """One linear map of every expert. A gradient is computed for what requires one, and the
     products for what does not (experts frozen under an adapter) are left out."""
@@ -109,14 +109,21 @@ class ExpertProjection:
         return grad_RK
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+@dataclass(slots=True, eq=False)
 class _Plan:
     """What the pairs of a forward are run by."""
 
     gate_up: ExpertProjection
     down: ExpertProjection
     activation: Callable[[Tensor], Tensor]
-    num_chunk_tokens: int
+    num_chunk_tokens: int | None
+
+    def chunks(self, experts_TA: Tensor) -> list[_Chunk]:
+        num_tokens, num_experts = self.num_chunk_tokens, len(self.down.weight)
+        if num_tokens is None:
+            rows = ROWS_PER_EXPERT.get(experts_TA.device.type, ROWS_PER_EXPERT["cpu"])
+            num_tokens = max(LEAST_CHUNK, rows * num_experts // experts_TA.shape[1])
+        return list(_chunks(experts_TA, num_experts, num_tokens))
 
 
 def mix_experts(
@@ -134,18 +141,12 @@ def mix_experts(
     experts_TA: [T, A] int64, distinct per token. activation: [R, 2F] -> [R, F] over `ops`.
     num_chunk_tokens: None takes what ROWS_PER_EXPERT says.
     """
-    if num_chunk_tokens is None:
-        rows = ROWS_PER_EXPERT.get(x_TD.device.type, ROWS_PER_EXPERT["cpu"])
-        num_chunk_tokens = rows * len(down.weight) // experts_TA.shape[1]
-        num_chunk_tokens = max(LEAST_CHUNK, num_chunk_tokens)
-    plan = _Plan(
-        gate_up=gate_up, down=down, activation=activation, num_chunk_tokens=num_chunk_tokens
-    )
-    tensors = (*gate_up.tensors, *down.tensors)
-    if torch.is_grad_enabled() and any(
-        x is not None and x.requires_grad for x in (x_TD, weights_TA, *tensors)
-    ):
-        return _Mix.apply(x_TD, weights_TA, experts_TA, plan, *tensors)  # pyright: ignore[reportReturnType]
+    plan = _Plan(gate_up, down, activation, num_chunk_tokens)
+    if torch.is_grad_enabled():
+        tensors = (*gate_up.tensors, *down.tensors)
+        inputs = (x_TD, weights_TA, *tensors)
+        if any(x is not None and x.requires_grad for x in inputs):
+            return _Mix.apply(x_TD, weights_TA, experts_TA, plan, *tensors)  # pyright: ignore[reportReturnType]
     return _mix(x_TD, weights_TA, experts_TA, plan)
 
 
@@ -170,7 +171,7 @@ class _Mix(torch.autograd.Function):
         needs_x, needs_weights, _, _, *needed = ctx.needs_input_grad
         gate_up = plan.gate_up.with_tensors(*tensors[:4])
         down = plan.down.with_tensors(*tensors[4:])
-        chunks = list(_chunks(experts_TA, len(down.weight), plan.num_chunk_tokens))
+        chunks = plan.chunks(experts_TA)
         into = [
             _zeros(x, len(chunks)) if is_needed else None
             for x, is_needed in zip(tensors, needed, strict=True)
@@ -214,14 +215,14 @@ class _Mix(torch.autograd.Function):
 
 
 def _mix(x_TD: Tensor, weights_TA: Tensor, experts_TA: Tensor, plan: _Plan) -> Tensor:
-    E, F = len(plan.down.weight), plan.down.weight.shape[2]
+    E, _, F = plan.down.weight.shape
     if x_TD.numel() * (E - experts_TA.shape[1]) * F <= ALL_EXPERTS_MULTIPLIES:
         # Every expert on every token: no sorting, and the pairs that count are the same.
         x_RD = x_TD.expand(E, *x_TD.shape).flatten(0, 1)
         place_TA = torch.arange(len(x_TD), device=x_TD.device)[:, None] + experts_TA * len(x_TD)
         out_RD = _experts(x_RD, [len(x_TD)] * E, plan)
         return ops.combine(_rows(out_RD, place_TA), weights_TA)
-    chunks = list(_chunks(experts_TA, E, plan.num_chunk_tokens))
+    chunks = plan.chunks(experts_TA)
     parts = (_mix_chunk(x_TD, weights_TA, chunk, plan) for chunk in chunks)
     if len(chunks) == 1:
         return next(parts)

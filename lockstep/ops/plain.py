@@ -186,8 +186,9 @@ def rows_by_expert(tokens_per_expert: list[int]) -> Iterator[tuple[int, slice]]:
 
 
 def _is_grouped(x: Tensor, weight: Tensor) -> bool:
-    is_aligned = weight.shape[1] % 8 == 0 and weight.shape[2] % 8 == 0
-    return x.device.type == "cuda" and x.dtype == torch.bfloat16 and is_aligned
+    if not x.is_cuda or x.dtype != torch.bfloat16:
+        return False
+    return weight.shape[1] % 8 == 0 and weight.shape[2] % 8 == 0
 
 
 def grouped_linear(

@@ -1,0 +1,186 @@
+"""What a layer of routed experts costs beside transformers' own, in memory and in time.
+
+gpt-oss' layer with 32 experts, 4 of them active, widths of 512, float32, one thread: log-probs of
+64k tokens (no gradient), a training step of 16k (forward, backward, every gradient), and a decode
+step of 8. "skewed" sends all tokens to the same four experts. The peers are transformers' GptOssMLP
+with the two implementations of experts that its gradients allow: "grouped_mm", its default, which
+computes all pairs at once, and "eager", a loop over the experts.
+
+A measurement is a process of its own, after a small call that loads the libraries. Seconds are its
+processor time, the best over the rounds, which take turns. MiB are the peak of that process less
+what it held before (the peak is reset by /proc/self/clear_refs): input and weights are not counted,
+gradients are.
+
+    python benchmarks/moe.py [--json] [--rounds N] [--only CASE ...]
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+os.environ["OMP_NUM_THREADS"] = "1"
+
+import torch
+
+from lockstep.models.config import ModelConfig
+from lockstep.models.moe import MoE
+from lockstep.ops.api import use_backend
+from lockstep.ops.invariant import InvariantOps, ask_for_reproducible_gemm
+
+NAME = "moe"
+Tensor = torch.Tensor
+
+EXPERTS, ACTIVE, WIDTH = 32, 4, 512
+PEERS = ("grouped_mm", "eager")
+SIDES = ("plain", "invariant", *PEERS)
+CASES: dict[str, tuple[str, int, bool, bool]] = {
+    "infer-64k": ("log-probs of 64k tokens", 65536, False, False),
+    "train-16k": ("a training step of 16k tokens", 16384, True, False),
+    "train-16k-skewed": ("the same, all tokens to four experts", 16384, True, True),
+    "decode-8": ("200 decode steps of 8 tokens", 8, False, False),
+}
+"""Name -> (in words, tokens, whether there are gradients, whether the routes are skewed)."""
+NUM_DECODES = 200
+
+
+def make_layer(side: str) -> tuple[torch.nn.Module, Callable[[Tensor], Tensor]]:
+    """(the layer, what runs it on [T, D])."""
+    if side in PEERS:
+        from transformers import GptOssConfig
+        from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
+
+        config = GptOssConfig(
+            hidden_size=WIDTH, intermediate_size=WIDTH, num_local_experts=EXPERTS,
+            num_experts_per_tok=ACTIVE,
+        )  # fmt: skip
+        config._experts_implementation = side
+        theirs = GptOssMLP(config)
+        return theirs, lambda x: theirs(x[None])[0][0]
+    if side == "invariant":
+        ask_for_reproducible_gemm()
+        use_backend(InvariantOps())
+    shape = ModelConfig(
+        architecture="gpt_oss", vocab_size=8, hidden_size=WIDTH, intermediate_size=WIDTH,
+        num_layers=1, num_heads=1, num_kv_heads=1, head_dim=8, rms_norm_eps=1e-5, rope_theta=1e4,
+        max_positions=8, windows=(None,), num_experts=EXPERTS, num_active_experts=ACTIVE,
+        swiglu_limit=7.0, has_router_bias=True, has_expert_bias=True,
+    )  # fmt: skip
+    ours = MoE(shape, 0)
+    return ours, ours
+
+
+def peak_of(run: Callable[[], object]) -> tuple[float, float]:
+    """(CPU seconds, MiB above what was held before) of one call in this process."""
+
+    def status(name: str) -> int:
+        found = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+        assert found is not None, f"/proc/self/status has no {name}"
+        return int(found[1])
+
+    ctypes.CDLL(None).malloc_trim(0)  # what the allocator kept would be taken again, and not seen
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is what is held now
+    held, began = status("VmRSS"), time.process_time()
+    run()
+    seconds = time.process_time() - began
+    return seconds, (status("VmHWM") - held) / 1024
+
+
+def measure_here(case: str, side: str) -> dict[str, float]:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    _, num_tokens, is_training, is_skewed = CASES[case]
+    layer, run = make_layer(side)
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=0.02)
+    if is_skewed:
+        with torch.no_grad():
+            layer.get_parameter("router.bias")[:ACTIVE] = 50.0
+    x = torch.randn(num_tokens, WIDTH, requires_grad=is_training)
+
+    def once(x: Tensor) -> None:
+        if is_training:
+            run(x).square().mean().backward()
+            return
+        with torch.no_grad():
+            for _ in range(NUM_DECODES if num_tokens < 1000 else 1):
+                run(x)
+
+    once(x.detach()[:64].requires_grad_(is_training))
+    layer.zero_grad(set_to_none=True)
+    seconds, mib = peak_of(lambda: once(x))
+    return {"seconds": seconds, "mib": mib}
+
+
+def measure(case: str, side: str) -> dict[str, float]:
+    command = [sys.executable, str(Path(__file__).resolve()), "--measure", case, side]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def parts_of(case: str, best: dict[str, dict[str, float]]) -> list[dict[str, Any]]:
+    """Rows of the table: each peer beside the plain backend, in seconds and in memory."""
+    words = CASES[case][0]
+    out: list[dict[str, Any]] = []
+    for key, unit in (("seconds", "CPU s"), ("mib", "MiB")):
+        if key == "mib" and case == "decode-8":
+            continue
+        for peer in PEERS:
+            ours, theirs = best["plain"][key], best[peer][key]
+            out.append({
+                "name": f"{NAME}, {words}", "ours": round(ours, 2), "peer": round(theirs, 2),
+                "unit": unit, "ratio": round(theirs / ours, 2), "better": "lower",
+                "how": f"{EXPERTS} experts, {ACTIVE} active, widths {WIDTH}, float32, one thread; "
+                f"transformers' {peer}",
+            })  # fmt: skip
+    return out
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", action="store_true", help="print the last line only")
+    parser.add_argument("--rounds", type=int, default=3, help="processes per case and side")
+    parser.add_argument("--only", action="append", choices=CASES, help="run this one; repeatable")
+    parser.add_argument("--measure", nargs=2, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.measure:
+        print(json.dumps(measure_here(*options.measure)))
+        return
+    if not Path("/proc/self/clear_refs").exists():
+        print(json.dumps({"name": NAME, "skipped": "memory is measured by /proc, as on Linux"}))
+        return
+    parts: list[dict[str, Any]] = []
+    figures: dict[str, dict[str, dict[str, float]]] = {}
+    for case in options.only or CASES:
+        best: dict[str, dict[str, float]] = {}
+        for _ in range(options.rounds):
+            for side in SIDES:
+                found = measure(case, side)
+                known = best.setdefault(side, found)
+                best[side] = {key: min(known[key], found[key]) for key in found}
+        figures[case] = best
+        parts += parts_of(case, best)
+        if not options.json:
+            for side, found in best.items():
+                print(
+                    f"{CASES[case][0]:40} {side:12} {found['seconds']:7.2f} CPU s "
+                    f"{found['mib']:8.0f} MiB",
+                    flush=True,
+                )
+    print(json.dumps({"name": NAME, "parts": parts, "figures": figures}))
+
+
+if __name__ == "__main__":
+    main()
