@@ -568,7 +568,7 @@ def build(
     make = make_engine if config.fault is None else config.fault.make_engine
     engine = make(config.engine, model, foundation.renderer.tokenizer.all_token_bytes())
     if numerics.is_kept:
-        _check_engine(engine, numerics)
+        _check_engine(engine, numerics, has_adapter=foundation.lora is not None)
     check_capabilities(
         engine,
         vocab_size=foundation.model.vocab_size,
@@ -701,10 +701,12 @@ def _why_no_contract(config: Config) -> str:
     return ""
 
 
-def _check_engine(engine: Engine, numerics: Numerics) -> None:
+def _check_engine(engine: Engine, numerics: Numerics, *, has_adapter: bool) -> None:
     """Raises ConfigError unless the engine computes with the trainer's numerics."""
     found = engine.capabilities
     reason = why_not_same(numerics.fingerprint, found.fingerprint)
+    if not reason and has_adapter and not found.shares_weights:
+        reason = "its weights are its own, with the adapter merged into them: equal to rounding"
     if reason:
         raise ConfigError(
             f"contract={TRUE_ON_POLICY}: engine {found.name} cannot keep it: {reason}. Or set "

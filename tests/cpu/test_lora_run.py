@@ -125,6 +125,35 @@ def test_an_engine_with_its_own_weights_is_given_merged_ones(tmp_path):
     assert 0 < rows[-1]["mismatch/max_abs_diff"] < 1e-3
 
 
+def test_the_contract_is_refused_for_an_engine_that_is_given_merged_weights(
+    tmp_path, monkeypatch, capsys
+):
+    (tmp_path / "merging_engine.py").write_text(
+        "import copy, dataclasses\n"
+        "from lockstep.engines.config import EmbeddedConfig, EngineConfig\n"
+        "from lockstep.engines.embedded.engine import EmbeddedEngine\n"
+        "from lockstep.engines.registry import make_engine\n"
+        "@dataclasses.dataclass(frozen=True, kw_only=True)\n"
+        "class MergingConfig(EngineConfig):\n"
+        "    pages: int = 64\n"
+        "class MergingEngine(EmbeddedEngine):\n"
+        "    @property\n"
+        "    def capabilities(self):\n"
+        "        return dataclasses.replace(super().capabilities, shares_weights=False)\n"
+        "@make_engine.register\n"
+        "def _(config: MergingConfig, model, token_bytes):\n"
+        "    return MergingEngine(copy.deepcopy(model), EmbeddedConfig())\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    words = ["engine=merging", "--plugin", "merging_engine", "contract=true-on-policy"]
+    code, _, err = lockstep(
+        "train", "quickstart", *SMALL, "lora.rank=2", *words, f"out={tmp_path / 'run'}",
+        capsys=capsys,
+    )  # fmt: skip
+    assert code == BAD_INPUT
+    assert "with the adapter merged into them: equal to rounding" in " ".join(err.split())
+
+
 def test_a_reference_kl_needs_no_second_model(run, tmp_path):
     policy = run / "checkpoints" / "step-000002" / "policy"
     out = tmp_path / "run"
