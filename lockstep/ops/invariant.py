@@ -45,7 +45,8 @@ from lockstep.ops.plain import (
 
 Tensor = torch.Tensor
 
-QUERY_TILE = 128  # queries that attend together: as many as the keys of a block
+QUERY_TILE = 128  # queries that attend together, at most: as many as the keys of a block
+LEAST_TILE = 16  # at least: fewer cost more calls than their scores gain by staying in a cache
 TILE_SCORES = 1 << 20  # scores held at once, 4 MiB: smaller tiles leave a second thread idle
 PACKED_ROWS = 64  # a GEMM of more rows gains nothing from packed weights
 PACKED_SIZE = 1 << 14  # nor does a weight of fewer elements
@@ -420,8 +421,11 @@ def _attend_rows(
     queries = q.view(B, L, G, repeat, D).permute(0, 2, 3, 1, 4)
     outs = out.view(B, L, G, repeat, D).permute(0, 2, 3, 1, 4)
     sums = lse.view(B, G, repeat, L)
-    for start in range(0, L, QUERY_TILE):
-        stop = min(start + QUERY_TILE, L)
+    longest = L if window is None else min(L, window + KEY_BLOCK + QUERY_TILE)
+    size = TILE_SCORES // (H * longest) // LEAST_TILE * LEAST_TILE
+    size = min(max(size, LEAST_TILE), QUERY_TILE)
+    for start in range(0, L, size):
+        stop = min(start + size, L)
         first = 0 if window is None else max(0, start - window + 1) // KEY_BLOCK * KEY_BLOCK
         last = math.ceil(stop / rules.key_quantum) * rules.key_quantum
         rows = repeat * (stop - start)

@@ -14,7 +14,7 @@ from conftest import PROOF
 
 from lockstep.models.reference import reference_attention
 from lockstep.ops import api as ops
-from lockstep.ops import head, plain
+from lockstep.ops import head, invariant, plain
 from lockstep.ops.context import PackedContext, PagedBlock, PagedContext, ResidentRows, Support
 from lockstep.ops.invariant import PACKED_ROWS, PACKED_SIZE, InvariantOps, Rules
 from lockstep.types import Ragged
@@ -551,6 +551,24 @@ def test_attention_has_the_values_and_gradients_of_the_formula(heads, window, ha
     assert len(found) == 3 + has_sinks
     for a, b in zip(found, wanted, strict=True):
         assert relative_error(a, b) < bound
+
+
+@pytest.mark.parametrize("window", [None, 40])
+def test_how_many_queries_attend_together_changes_no_bit(monkeypatch, window):
+    """Fewer do where their keys are many: what they score must stay in a cache."""
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(370, heads, 16, generator=g) for heads in (8, 2, 2))
+    sinks = torch.randn(8, generator=g)
+    found = []
+    for scores in (1 << 20, 8 * 370 * 48, 1):  # tiles of 128, 48 and 16 queries
+        monkeypatch.setattr(invariant, "TILE_SCORES", scores)
+        found.append(
+            InvariantOps().attention(
+                q, k, v, sinks=sinks, window=window, scale=0.25, layer=0,
+                context=PackedContext.of([300, 70]),
+            )
+        )  # fmt: skip
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
 
 
 def test_shared_beginnings_gather_the_gradients_of_all_their_rows():
