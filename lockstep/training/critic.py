@@ -83,6 +83,7 @@ class Critic:
             self._sequence = SequenceParallel(ranks.sequence_group)
         self.clip = config.clip
         self.config = config.trainer(trainer)
+        model.body.recomputes_blocks = self.config.recompute == "blocks"
         self.like = Path(like)
         self.total_updates = total_updates
         model.body.recomputes_blocks = trainer.recompute == "blocks"

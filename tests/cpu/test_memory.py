@@ -157,6 +157,9 @@ def test_an_engine_a_reference_and_the_contract_are_in_the_plan():
     found = plan_run(critic, GPT_OSS, device="cpu", critic=GPT_OSS)
     assert {"critic's weights", "critic's AdamW moments"} <= {p.name for p in found.parts}
     frozen = resolve(critic, ["critic.freeze=body.*"])
+    found = plan_run(frozen, GPT_OSS, device="cpu", critic=GPT_OSS)
+    assert part(found, "critic's weights") and not part(found, "critic's AdamW moments")
+    frozen = resolve(critic, ["critic.freeze=body.*"])
     less = plan_run(frozen, GPT_OSS, device="cpu", critic=GPT_OSS)
     names = {part.name for part in less.parts if part.num_bytes}
     assert "critic's weights" in names and "critic's AdamW moments" not in names

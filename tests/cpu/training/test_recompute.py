@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from tiny_training import KINDS, assert_same_bits, make_rows, make_trainer, snapshot
+from tiny_training import KINDS, assert_same_bits, make_critic, make_rows, make_trainer, snapshot
 
 from lockstep.errors import ConfigError
 from lockstep.models.moe import Routing
@@ -93,11 +93,25 @@ def test_replayed_routes_are_read_again_and_their_gradient_is_the_same(tmp_path)
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
+def test_a_critic_recomputes_its_blocks_to_the_same_bits(tmp_path):
+    found = []
+    for recompute in ("none", "blocks"):
+        critic = make_critic(tmp_path, "gpt_oss", trainer={"recompute": recompute})
+        assert critic.model.body.recomputes_blocks == (recompute == "blocks")
+        rows = make_rows(LENGTHS)
+        critic.values(rows)
+        for row in rows:
+            row.set("returns", np.where(row.loss_mask, 1.0, 0.0).astype(np.float32))
+        critic.update(rows)
+        found.append({n: p.detach().clone() for n, p in critic.model.named_parameters()})
+    assert_same_bits(*found)
+
+
 def test_a_forward_without_gradient_runs_each_block_once(tmp_path):
     trainer = make_trainer(tmp_path, recompute="blocks")
     runs = []
     for block in trainer.model.layers:
-        block.attention.register_forward_hook(lambda *_: runs.append(1))
+        block.get_submodule("attention").register_forward_hook(lambda *_: runs.append(1))
     trainer.forward(make_rows([20]))
     assert len(runs) == 2
     trainer.update(make_rows([20]), PPOClip())
@@ -106,4 +120,4 @@ def test_a_forward_without_gradient_runs_each_block_once(tmp_path):
 
 def test_an_unknown_way_to_recompute_is_refused():
     with pytest.raises(ConfigError, match=r"trainer\.recompute='block'.*'blocks'"):
-        TrainerConfig(recompute="block")
+        TrainerConfig(recompute="block")  # pyright: ignore[reportArgumentType]

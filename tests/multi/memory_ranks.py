@@ -1,0 +1,44 @@
+"""What a rank does with sharded weights, moments of 8 bits and blocks that are recomputed."""
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from cpu.training.tiny_training import make_rows
+from trainer_ranks import make_arm
+
+from lockstep.launch.processes import Place
+from lockstep.launch.ranks import Ranks
+from lockstep.models.sharding import whole
+from lockstep.objectives.config import PPOClip
+
+LENGTHS = (9, 40, 33, 12)
+WIDE = {"hidden_size": 96, "intermediate_size": 80, "head_dim": 24}  # matrices of 8-bit size
+KIND = "gpt_oss"
+
+
+def script(directory, ranks=None, **settings):
+    """(weights, optimizer state) after two updates, whole; they are saved in `directory`."""
+    is_sharded = ranks is not None
+    trainer = make_arm(directory, KIND, ranks=ranks, is_sharded=is_sharded, hf=WIDE, **settings)
+    for seed in range(2):
+        trainer.update(make_rows(LENGTHS, seed=seed), PPOClip())
+        assert not trainer.last_skip, trainer.last_skip
+    trainer.save(Path(directory) / "saved")
+    if ranks is not None:
+        dist.barrier()
+    weights = {n: whole(p.detach()).clone() for n, p in trainer.model.named_parameters()}
+    return weights, {n: t.clone() for n, t in trainer.optimizer.state_tensors().items()}
+
+
+def work(rank, directory):
+    world = dist.get_world_size()
+    place = Place(rank=rank, world=world, local_rank=rank, address="", port=0)
+    store = dist.FileStore(f"{directory}/told", world)
+    ranks = Ranks(place, store, sequence=1, device=torch.device("cpu"))
+    out = {}
+    for bits in (32, 8):
+        for recompute in ("none", "blocks"):
+            at = Path(directory) / f"{bits}-{recompute}"
+            out[bits, recompute] = script(at, ranks, optimizer_bits=bits, recompute=recompute)
+    return out
