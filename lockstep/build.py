@@ -176,6 +176,8 @@ def check_parallel(config: ModelChoice, model: ModelConfig | FallbackConfig) -> 
     alone = {"fallback=true": config.fallback}
     if isinstance(config, Config):
         alone["fault"] = config.fault is not None
+    else:
+        alone["lockstep sft"] = True
     for what, is_asked in alone.items():
         if is_asked:
             raise ConfigError(

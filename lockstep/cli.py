@@ -13,7 +13,8 @@ from typing import Any
 
 EXIT_CODES = """\
 exit codes: 0 done; 1 the run failed; 2 a setting, a file or a checkpoint is wrong (nothing was
-started); 3 stopped by an alarm that was asked to; 130 interrupted (go on with resume=true)."""
+started), or a process of several was lost; 3 stopped by an alarm that was asked to; 130 interrupted
+(go on with resume=true)."""
 
 OK, FAILED, BAD_INPUT, STOPPED, INTERRUPTED = 0, 1, 2, 3, 130
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Literal
 from lockstep.build import (
     Foundation,
     check_memory,
+    check_parallel,
     describe_memory,
     expected_device,
     lay_foundation,
@@ -62,6 +63,7 @@ def train_supervised(
             foundation = lay_foundation(replace(config, model=str(created), create=""))
         else:
             foundation = lay_foundation(config)
+        check_parallel(config, foundation.model)
         check_memory(config, foundation, resolve_device(config))
         parts = _rows(config, foundation)
         return _train(config, foundation, parts, out=out, view=view)
@@ -74,6 +76,7 @@ def check_supervised(config: SupervisedConfig) -> None:
     """
     if not config.create:
         foundation = lay_foundation(config)
+        check_parallel(config, foundation.model)
         check_memory(config, foundation, expected_device(config))
         _rows(config, foundation)
 

@@ -200,8 +200,8 @@ def load_checkpoint(
 
     mesh: the ranks that the parameters are spread over; each keeps of what it reads its own part.
     Takes no more memory than the model (this rank's part, and one parameter) and a block
-    (`tensor_file.BLOCK_BYTES`). Raises
-    CheckpointError naming every tensor that is missing, extra or misshapen, not the first.
+    (`tensor_file.BLOCK_BYTES`). Raises CheckpointError naming every tensor that is missing, extra
+    or misshapen, not the first.
     """
     config = ModelConfig.from_directory(directory)
     tensors = read_tensors(directory)

@@ -7,6 +7,9 @@ from lockstep.config import resolve
 from lockstep.errors import ConfigError
 from lockstep.launch.config import ParallelConfig
 from lockstep.recipes import find_recipe
+from lockstep.run_config import SupervisedConfig
+from lockstep.supervised import check_supervised
+from lockstep.training.config import SFTConfig
 
 
 def test_torchrun_says_how_many_processes_there_are():
@@ -56,6 +59,14 @@ def test_a_head_count_that_cannot_be_split_is_refused_with_those_that_can(
 def test_what_cannot_be_divided_is_refused_before_a_process_is_started(settings, message):
     with pytest.raises(ConfigError, match=message):
         check_config(resolve(find_recipe("quickstart"), settings))
+
+
+def test_supervised_training_is_refused_in_several_processes():
+    config = SupervisedConfig(
+        sft=SFTConfig(path="dialogues.jsonl"), parallel=ParallelConfig(processes=2)
+    )
+    with pytest.raises(ConfigError, match="lockstep sft works in one process, and this run has 2"):
+        check_supervised(config)
 
 
 def test_the_plan_says_how_the_work_is_divided():

@@ -1,0 +1,147 @@
+"""What a process of a long row's training holds, where several share the row (Ulysses).
+
+Four layers of gpt-oss' kind (width 512, 8 query and 2 key heads, 8 experts, a window of 128 in
+every other layer), float32, one row of 8k tokens, `Decoder.score` forward and backward without
+activation checkpointing, by 1, 2 and 4 gloo processes of one thread. The peer is one process.
+
+MiB are each process' peak in it less what it held before (the peak is reset by
+/proc/self/clear_refs), less the gradients, which are of the same size on each; the largest process
+counts. Weights are not sharded here. Bits are compared as well: the log-probs of every token over
+the invariant ops, by 1 process and by each number.
+
+    python benchmarks/sequence_parallel.py [--json] [--tokens T] [--sizes N ...]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import tempfile
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+os.environ["OMP_NUM_THREADS"] = "1"
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+
+from lockstep.models.config import ModelConfig
+from lockstep.models.decoder import Decoder
+from lockstep.models.sequence_parallel import SequenceParallel
+from lockstep.ops import api as ops
+from lockstep.ops import plain
+from lockstep.ops.context import PackedContext
+from lockstep.ops.invariant import InvariantOps, ask_for_reproducible_gemm
+
+NAME = "sequence_parallel"
+
+CONFIG = {
+    "model_type": "gpt_oss", "vocab_size": 1024, "hidden_size": 512, "intermediate_size": 512,
+    "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64,
+    "num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 128, "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 1 << 17, "rope_theta": 1e4, "tie_word_embeddings": True,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+}  # fmt: skip
+COMPARED_TOKENS = 512  # whose bits are compared: the invariant ops are slow on a long row
+
+
+def read_status(field: str) -> float:
+    """MiB, of this process."""
+    found = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found is not None, f"/proc/self/status has no {field}"
+    return int(found[1]) / 1024
+
+
+def score(model: Decoder, num_tokens: int, group: Any) -> torch.Tensor:
+    rng = np.random.default_rng(0)
+    ids = torch.from_numpy(rng.integers(0, CONFIG["vocab_size"], num_tokens + 1))
+    batch = {
+        "ids_T": ids[:-1], "positions_T": torch.arange(num_tokens),
+        "context": PackedContext.of([num_tokens]),
+        "predictors_N": torch.arange(num_tokens), "targets_N": ids[1:],
+    }  # fmt: skip
+    if group is None:
+        return model.score(**batch)[0]
+    return SequenceParallel(group).score(model, **batch)[0]
+
+
+def work(rank: int, size: int, num_tokens: int, directory: str) -> None:
+    """One process: its MiB and seconds, and its log-probs over the invariant ops, into a file."""
+    torch.set_num_threads(1)
+    ask_for_reproducible_gemm()
+    group = None
+    if size > 1:
+        store = dist.FileStore(f"{directory}/store-{size}", size)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+        group = dist.group.WORLD
+    model = Decoder(ModelConfig.from_hf(CONFIG))
+    model.init_weights(std=0.05, seed=0)
+    ops.use_backend(InvariantOps())
+    with torch.no_grad():
+        logprobs = score(model, COMPARED_TOKENS, group)
+    ops.use_backend(plain)
+    score(model, 256, group).sum().backward()  # libraries load what they need
+    model.zero_grad()
+    if size > 1:
+        dist.barrier()
+    Path("/proc/self/clear_refs").write_text("5")
+    before, began = read_status("VmRSS"), os.times()
+    score(model, num_tokens, group).sum().backward()
+    peak, ended = read_status("VmHWM"), os.times()
+    gradients = sum(p.numel() * 4 for p in model.parameters()) / 2**20
+    seconds = ended.user + ended.system - began.user - began.system
+    found = {"mib": peak - before - gradients, "seconds": seconds, "logprobs": logprobs}
+    torch.save(found, f"{directory}/{size}-{rank}.pt")
+    if size > 1:
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def measure(size: int, num_tokens: int, directory: str) -> list[dict[str, Any]]:
+    torch.multiprocessing.start_processes(
+        work, args=(size, num_tokens, directory), nprocs=size, start_method="spawn"
+    )
+    return [torch.load(f"{directory}/{size}-{rank}.pt") for rank in range(size)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--json", action="store_true", help="only the last line")
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--sizes", type=int, nargs="+", default=[2, 4])
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as directory:
+        (alone,) = measure(1, options.tokens, directory)
+        rows = [(1, alone["mib"], alone["seconds"], 0)]
+        for size in options.sizes:
+            found = measure(size, options.tokens, directory)
+            unequal = max(int((f["logprobs"] != alone["logprobs"]).sum()) for f in found)
+            most = max(f["mib"] for f in found)
+            rows.append((size, most, max(f["seconds"] for f in found), unequal))
+    if not options.json:
+        print(
+            f"{'processes':>9} {'MiB each':>9} {'of one':>7} {'CPU-s each':>11} unequal log-probs"
+        )
+        for size, mib, seconds, unequal in rows:
+            share = mib / rows[0][1]
+            print(f"{size:>9} {mib:9.0f} {share:7.2f} {seconds:11.1f} {unequal:>8}")
+    size, mib, _, _ = rows[-1]
+    line: dict[str, Any] = {
+        "name": NAME, "ours": round(mib), "peer": round(rows[0][1]), "unit": "MiB",
+        "ratio": round(rows[0][1] / mib, 2), "better": "lower",
+        "how": f"{options.tokens} tokens, peak of each of {size} processes beside that of one",
+    }  # fmt: skip
+    line["details"] = [
+        {"processes": n, "mib": round(m), "cpu_seconds": round(s, 1), "unequal_logprobs": u}
+        for n, m, s, u in rows
+    ]
+    print(json.dumps(line))
+
+
+if __name__ == "__main__":
+    main()
