@@ -189,6 +189,7 @@ def check_parallel(config: ModelChoice, model: ModelConfig | FallbackConfig) -> 
 def check_memory(config: ModelChoice, foundation: Foundation, device: Device) -> None:
     """Raises ConfigError if the run's predicted peak is more than there is: `memory_limit_gib`, or
     what the device has free. That of a GPU is known once torch is there."""
+    config.trainer.check_device(device)
     plan = memory_plan(config, foundation, device=device)
     if plan is None:
         return

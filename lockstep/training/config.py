@@ -116,6 +116,14 @@ class TrainerConfig:
                 "leave it out."
             )
 
+    def check_device(self, device: str) -> None:
+        """Raises ConfigError for a setting that is not for a model on this kind of device."""
+        if self.offload != "none" and device == "cpu":
+            raise ConfigError(
+                f"trainer.offload={self.offload} moves the optimizer's state to the host's "
+                "memory, and the model is on the CPU: it is there already. Leave it at none."
+            )
+
     def check_budget(self, max_row_tokens: int) -> None:
         """Raises ConfigError if a row of the longest length would fit in no micro-batch."""
         if max_row_tokens > self.max_tokens_per_microbatch:

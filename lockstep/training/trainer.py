@@ -141,22 +141,7 @@ class Trainer:
                 f"temperature={temperature} of the trainer must be a finite number above 0. Greedy "
                 "sampling records log-probs at temperature 1, and gives no groups to learn from."
             )
-        if config.offload != "none" and model.embedding.device.type == "cpu":
-            raise ConfigError(
-                f"trainer.offload={config.offload} moves the optimizer's state to the host's "
-                "memory, and the model is on the CPU: it is there already. Leave it at none."
-            )
-        if config.routing_replay != "none" and not model.config.routed_layers:
-            raise ConfigError(
-                f"trainer.routing_replay={config.routing_replay} needs a model with routers; this "
-                f"one ({model.config.architecture}) has none to hand routes to. Set "
-                "routing_replay=none."
-            )
-        if config.router_aux_coef and not model.config.routed_layers:
-            raise ConfigError(
-                f"trainer.router_aux_coef={config.router_aux_coef} needs a model with routers; "
-                f"this one ({model.config.architecture}) has none to train. Leave it at 0."
-            )
+        config.check_device(model.embedding.device.type)
         self.model = model
         model.recomputes_blocks = config.recompute == "blocks"
         self.reference = reference

@@ -214,6 +214,12 @@ def test_a_plan_that_exceeds_memory_is_refused_with_the_parts_and_the_settings(c
         assert "predicted to need" in " ".join(capsys.readouterr().err.split())
 
 
+def test_offloading_what_is_on_the_cpu_is_refused_before_a_model_is_loaded(capsys):
+    settings = ["trainer.offload=optimizer", "device=cpu"]
+    assert main(["train", "quickstart", *settings, "--dry-run"]) == 2
+    assert "it is there already" in " ".join(capsys.readouterr().err.split())
+
+
 def test_a_supervised_run_is_refused_too(tmp_path):
     file = tmp_path / "rows.jsonl"
     file.write_text(json.dumps({"token_ids": [1, 2, 3], "loss_mask": [0, 1, 1]}) + "\n")
