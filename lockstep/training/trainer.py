@@ -142,6 +142,17 @@ class Trainer:
                 "sampling records log-probs at temperature 1, and gives no groups to learn from."
             )
         config.check_device(model.embedding.device.type)
+        if config.routing_replay != "none" and not model.config.routed_layers:
+            raise ConfigError(
+                f"trainer.routing_replay={config.routing_replay} needs a model with routers; this "
+                f"one ({model.config.architecture}) has none to hand routes to. Set "
+                "routing_replay=none."
+            )
+        if config.router_aux_coef and not model.config.routed_layers:
+            raise ConfigError(
+                f"trainer.router_aux_coef={config.router_aux_coef} needs a model with routers; "
+                f"this one ({model.config.architecture}) has none to train. Leave it at 0."
+            )
         self.model = model
         model.recomputes_blocks = config.recompute == "blocks"
         self.reference = reference
