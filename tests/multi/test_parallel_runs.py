@@ -27,12 +27,10 @@ SMALL = (
     "steps=2", "groups_per_step=2", "group_size=4", "evaluation.num_tasks=3",
     "evaluation.greedy=false", "contract=true-on-policy", "trainer.measure_after_every=0",
 )  # fmt: skip
-ARMS = {
-    "sharded": ("trainer.recompute=blocks",),
-    "tokens and sharded": ("parallel.sequence=2",),
-}
+ARMS = {"tokens and sharded": ("parallel.sequence=2", "trainer.recompute=blocks")}
 if PROOF:
     ARMS |= {
+        "sharded": (),
         "rows": ("parallel.shard=false",),
         "tokens": ("parallel.sequence=2", "parallel.shard=false"),
     }
