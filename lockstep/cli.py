@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import signal
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -33,14 +32,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         RendererError,
         RunError,
     )
+    from lockstep.launch.signals import end_by_sigterm
 
     parser = _parser()
     options = _options(parser, argv)
     if options.verb is None:
         parser.print_help()
         return BAD_INPUT
-    # A cluster's scheduler ends a job with SIGTERM: it deserves the same checkpoint as Ctrl-C.
-    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    end_by_sigterm()
     try:
         return options.run(options)
     except (

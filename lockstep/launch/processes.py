@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from lockstep.errors import LockstepError, RankError
 from lockstep.launch.config import ParallelConfig
+from lockstep.launch.signals import end_by_sigterm
 
 if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess
@@ -127,7 +127,7 @@ def _follow(
 ) -> None:
     """The main function of ranks 1 and up. Silent: rank 0 tells why a run has stopped."""
     os.environ |= {"RANK": str(place.rank), "LOCAL_RANK": str(place.local_rank)}
-    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    end_by_sigterm()
     code = 0
     try:
         from lockstep.launch.ranks import reach_store

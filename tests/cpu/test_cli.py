@@ -1,8 +1,11 @@
 """The command line as a user types it: help, bad input, runs, forks, resumes."""
 
 import json
+import signal
 import subprocess
 import sys
+import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -331,15 +334,13 @@ def test_resuming_with_other_settings_points_to_from(run, capsys):
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
 def test_an_interrupted_run_is_resumable_and_ends_equal(name, tmp_path):
     """Interrupted at a moment of the clock's choosing, resumed, compared with a run without."""
-    import signal
-    import time
-
     words = ["train", "quickstart", "steps=15", *SMALL[1:], "evaluation.at_start=false"]
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     assert lockstep(*words, f"out={whole}") == OK
     process = subprocess.Popen(
-        [sys.executable, "-m", "lockstep.cli", *words, f"out={cut}"], stdout=subprocess.DEVNULL
-    )
+        [sys.executable, "-m", "lockstep.cli", *words, f"out={cut}"], stdout=subprocess.DEVNULL,
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_IGN),  # as a script's "&" does
+    )  # fmt: skip
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         if (cut / "metrics.jsonl").is_file() and len(metrics_of(cut)) >= 2:
