@@ -77,8 +77,9 @@ class SideFailed(Exception):
 def run_ours(overrides: list[str]) -> dict[str, Any]:
     """Steps of the training loop itself: everything between two steps is in the time, the record of
     the trajectories and metrics included."""
-    from lockstep.build import build, check_config
+    from lockstep.build import build
     from lockstep.config import resolve, to_dict
+    from lockstep.foundation import check_config
     from lockstep.loop import one_step
     from lockstep.observe.live import open_view
     from lockstep.observe.loggers import open_loggers

@@ -88,7 +88,7 @@ def _train(options: argparse.Namespace) -> int:
     config = resolve(config, settings)
     if options.dry_run:
         return _dry_run(config, options)
-    from lockstep.build import check_config
+    from lockstep.foundation import check_config
 
     check_config(config)
     from lockstep.loop import train
@@ -149,7 +149,7 @@ def _eval(options: argparse.Namespace) -> int:
     _refuse(reserved, "eval")
     path, step = _run_at(options.target)
     config = resolve(from_dict(Config, load_run(path).config), settings)
-    from lockstep.build import check_config
+    from lockstep.foundation import check_config
 
     check_config(config, is_training=False)
     from lockstep.loop import evaluate_run
@@ -322,7 +322,8 @@ def _load_plugins(modules: Sequence[str]) -> None:
 
 
 def _dry_run(config: Any, options: argparse.Namespace) -> int:
-    from lockstep.build import check_config, plan
+    from lockstep.foundation import check_config
+    from lockstep.plan import plan
 
     check_config(config)
     if options.json:

@@ -22,9 +22,10 @@ from lockstep.agent.dealing import collect_over, deal_tasks
 from lockstep.agent.loop import Budget, collect, training_sampling
 from lockstep.agent.rescoring import rescore
 from lockstep.agent.tasks import derive_seed
-from lockstep.build import build, check_config, checkpoint_of, resolve_device
+from lockstep.build import build, checkpoint_of, resolve_device
 from lockstep.config import differences, to_dict
 from lockstep.errors import ContractError, RolloutError
+from lockstep.foundation import check_config
 from lockstep.launch.config import ParallelConfig
 from lockstep.launch.processes import on_all_ranks
 from lockstep.launch.ranks import Ranks

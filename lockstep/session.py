@@ -13,11 +13,12 @@ from typing import Any
 import numpy as np
 
 from lockstep.agent.tasks import TaskSource
-from lockstep.build import Foundation, Parts, plan, vocabulary_of
+from lockstep.build import Parts, vocabulary_of
 from lockstep.config import to_dict
 from lockstep.engines.config import EmbeddedConfig
 from lockstep.errors import DataError
 from lockstep.evaluation import evaluate
+from lockstep.foundation import Foundation
 from lockstep.launch.ranks import Ranks
 from lockstep.models.hf_io import hf_tensors
 from lockstep.models.sharding import copy_whole, mesh_of
@@ -26,6 +27,7 @@ from lockstep.observe.live import RunHeader, View
 from lockstep.observe.loggers import GuardedLoggers
 from lockstep.ops.bisect import bisect
 from lockstep.ops.contract import TRUE_ON_POLICY
+from lockstep.plan import plan
 from lockstep.report.page import write_report
 from lockstep.run_config import Config
 from lockstep.step_metrics import check_failures

@@ -14,20 +14,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from lockstep.build import (
+from lockstep.build import load_model, resolve_device
+from lockstep.config import to_dict
+from lockstep.foundation import (
     Foundation,
     check_memory,
     check_parallel,
-    describe_memory,
     expected_device,
     lay_foundation,
-    load_model,
-    resolve_device,
     write_renderer,
 )
-from lockstep.config import to_dict
 from lockstep.observe.live import RunHeader, open_view
 from lockstep.outcome import Outcome, Status
+from lockstep.plan import describe_memory
 from lockstep.renderers.base import Renderer, TokenIds
 from lockstep.renderers.registry import make_renderer
 from lockstep.renderers.tokenizer import Tokenizer

@@ -31,10 +31,10 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from lockstep.build import lay_foundation
 from lockstep.config import resolve
 from lockstep.envs.docsearch.config import DocSearchConfig
 from lockstep.envs.docsearch.environment import INVALID_CALL
+from lockstep.foundation import lay_foundation
 from lockstep.objectives.config import PPOClip
 from lockstep.recipes import find_recipe
 from lockstep.renderers.base import Renderer

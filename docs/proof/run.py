@@ -107,8 +107,9 @@ def describe_model(model: str) -> dict[str, Any]:
     """Sinks' share of attention; share of sampled turns that a tokenizer would spell otherwise."""
     import torch
 
-    from lockstep.build import lay_foundation, load_model
+    from lockstep.build import load_model
     from lockstep.config import resolve
+    from lockstep.foundation import lay_foundation
     from lockstep.ops.context import PackedContext
     from lockstep.ops.trace import tracing
     from lockstep.recipes import find_recipe

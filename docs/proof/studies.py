@@ -329,8 +329,8 @@ def match_rates(run: Run) -> dict[str, float]:
     """Share of the sampled ids that stand, in the row that is trained, at their own place among the
     sampled ones: of the first and of the last step. A fault of the rows is made again from the
     trajectories, which are kept as they were sampled."""
-    from lockstep.build import lay_foundation
     from lockstep.config import resolve
+    from lockstep.foundation import lay_foundation
     from lockstep.recipes import find_recipe
     from lockstep.store.run import load_run
     from lockstep.training.rows import rows_for_training

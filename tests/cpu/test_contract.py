@@ -15,12 +15,13 @@ from cpu.training.tiny_training import (
     snapshot,
 )  # fmt: skip
 
-from lockstep.build import build, check_config
+from lockstep.build import build
 from lockstep.config import resolve
 from lockstep.correction.config import Correction
 from lockstep.engines.config import EmbeddedConfig, EngineConfig
 from lockstep.engines.registry import make_engine
 from lockstep.errors import ConfigError, ContractError
+from lockstep.foundation import check_config
 from lockstep.loop import train
 from lockstep.objectives.config import PPOClip
 from lockstep.ops import api, plain

@@ -18,6 +18,8 @@ ROWS = [
     ["envs", "evaluation", "step_metrics", "testing"],
     ["run_config"],
     ["memory"],
+    ["foundation"],
+    ["plan"],
     ["build"],
     ["session", "supervised"],
     ["loop"],
@@ -27,7 +29,8 @@ ROWS = [
 ROW_OF = {name: row for row, names in enumerate(ROWS) for name in names}
 TORCH_FREE = [
     "lockstep", "lockstep.types", "lockstep.config", "lockstep.cli", "lockstep.recipes",
-    "lockstep.run_config", "lockstep.memory", "lockstep.build", "lockstep.renderers.registry",
+    "lockstep.run_config", "lockstep.memory", "lockstep.foundation", "lockstep.plan",
+    "lockstep.build", "lockstep.renderers.registry",
     "lockstep.store.run", "lockstep.observe.live", "lockstep.report.page",
     "lockstep.agent.environment", "lockstep.agent.tools",
     "lockstep.envs.docsearch.environment", "lockstep.testing.faults",

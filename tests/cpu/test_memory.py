@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from lockstep.build import check_config, plan
 from lockstep.cli import main
 from lockstep.config import resolve
 from lockstep.engines.config import EmbeddedConfig
 from lockstep.errors import ConfigError
+from lockstep.foundation import check_config
 from lockstep.memory import (
     DTYPE_BYTES,
     EXPERT_CHUNK_ROWS,
@@ -34,6 +34,7 @@ from lockstep.ops import api as ops
 from lockstep.ops import head, invariant, plain
 from lockstep.ops.context import PackedContext
 from lockstep.ops.invariant import InvariantOps
+from lockstep.plan import plan
 from lockstep.recipes import find_recipe, find_supervised_recipe
 from lockstep.supervised import check_supervised
 from lockstep.training.config import TrainerConfig

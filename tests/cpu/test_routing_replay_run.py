@@ -6,11 +6,12 @@ from dataclasses import dataclass
 
 import pytest
 
-from lockstep.build import check_config, plan
 from lockstep.config import resolve
 from lockstep.engines.config import EngineConfig
 from lockstep.errors import ConfigError
+from lockstep.foundation import check_config
 from lockstep.loop import train
+from lockstep.plan import plan
 from lockstep.recipes import find_recipe, find_supervised_recipe
 from lockstep.store.run import load_run
 

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from lockstep.build import check_config
 from lockstep.config import resolve
 from lockstep.errors import ConfigError
+from lockstep.foundation import check_config
 from lockstep.loop import train
 from lockstep.recipes import find_recipe
 

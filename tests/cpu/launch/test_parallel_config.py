@@ -2,10 +2,11 @@
 
 import pytest
 
-from lockstep.build import check_config, plan
 from lockstep.config import resolve
 from lockstep.errors import ConfigError
+from lockstep.foundation import check_config
 from lockstep.launch.config import ParallelConfig
+from lockstep.plan import plan
 from lockstep.recipes import find_recipe
 from lockstep.run_config import SupervisedConfig
 from lockstep.supervised import check_supervised

@@ -5,9 +5,9 @@ import shutil
 
 import pytest
 
-from lockstep.build import check_config, lay_foundation
 from lockstep.config import resolve
 from lockstep.errors import CheckpointError, ConfigError
+from lockstep.foundation import check_config, lay_foundation
 from lockstep.models.locate import SHIPPED_ROOT
 from lockstep.recipes import find_recipe
 

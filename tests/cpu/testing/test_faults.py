@@ -8,11 +8,12 @@ from conftest import PROOF
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.build import check_config, plan
 from lockstep.config import choices, from_dict, resolve, to_dict
 from lockstep.engines.config import EngineConfig
 from lockstep.errors import ConfigError
+from lockstep.foundation import check_config
 from lockstep.models.locate import locate_model
+from lockstep.plan import plan
 from lockstep.recipes import find_recipe
 from lockstep.renderers.tokenizer import Tokenizer
 from lockstep.run_config import Config

@@ -17,9 +17,10 @@ import torch
 
 from lockstep import train
 from lockstep.agent.loop import Budget, collect, sampling_of
-from lockstep.build import Parts, build, check_config
+from lockstep.build import Parts, build
 from lockstep.config import resolve
 from lockstep.errors import EngineError
+from lockstep.foundation import check_config
 from lockstep.models.hf_io import hf_tensors
 from lockstep.observe.alarms import mismatch_alarm
 from lockstep.ops import api as ops

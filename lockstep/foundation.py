@@ -1,0 +1,378 @@
+"""What is known and checked of a run before a model is loaded, in under two seconds. No torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lockstep.config import from_dict, tag
+from lockstep.engines.config import EmbeddedConfig
+from lockstep.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    MissingExtraError,
+)
+from lockstep.memory import GIB, Device, MemoryPlan, available_bytes, plan_run
+from lockstep.models import peft_format
+from lockstep.models.config import Architecture, FallbackConfig, ModelConfig
+from lockstep.models.locate import locate_model
+from lockstep.models.lora_config import LoraShape
+from lockstep.ops.contract import TRUE_ON_POLICY, Fingerprint
+from lockstep.renderers.base import Renderer
+from lockstep.renderers.config import ChatMLConfig, HarmonyConfig, RendererConfig
+from lockstep.renderers.registry import make_renderer
+from lockstep.renderers.tokenizer import Tokenizer
+from lockstep.run_config import Config, ModelChoice
+
+if TYPE_CHECKING:
+    pass
+
+RENDERER_FILE = "renderer.json"
+
+DEFAULT_RENDERERS: dict[Architecture, Callable[[], RendererConfig]] = {
+    "gpt_oss": HarmonyConfig,
+    "qwen2": partial(ChatMLConfig, variant="qwen2.5"),
+    "qwen3": ChatMLConfig,
+    "qwen3_moe": ChatMLConfig,
+}
+"""The formats of architectures that have one of ours."""
+
+
+@dataclass(frozen=True, slots=True)
+class Foundation:
+    """What a run stands on, known without torch."""
+
+    directory: Path
+    model: ModelConfig | FallbackConfig
+    renderer_config: RendererConfig
+    renderer: Renderer
+    lora: LoraShape | None = None
+    """The adapter that is trained; None trains the model itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Numerics:
+    """What was made of the setting `contract`."""
+
+    fingerprint: Fingerprint
+    """Of the trainer's side."""
+    is_kept: bool
+    """The contract true-on-policy holds."""
+    line: str
+    """For a person: what is promised, or why nothing is."""
+
+
+def check_config(config: Config, *, is_training: bool = True) -> Foundation:
+    """Everything that can be wrong and be known without loading a model. Returns what it read.
+
+    is_training: False leaves out what training takes of the memory.
+    Raises ConfigError, CheckpointError, RendererError or DataError, with both values and the fix.
+    """
+    foundation = lay_foundation(config)
+    if config.fallback:
+        _check_fallback(config)
+    elif config.fault is not None and isinstance(foundation.model, ModelConfig):
+        config.fault.check(
+            model=foundation.model, name=config.model, engine=config.engine, dtype=config.dtype
+        )
+    if config.contract == TRUE_ON_POLICY and (reason := why_no_contract(config)):
+        raise ConfigError(f"contract={TRUE_ON_POLICY} cannot be kept: {reason}.")
+    if config.correction.behaviour == "averaged" and config.agent.is_truncated:
+        raise ConfigError(
+            f"correction.behaviour=averaged with agent.top_p={config.agent.top_p} "
+            f"agent.top_k={config.agent.top_k}: an engine cannot re-score the distribution that "
+            "these leave. Set agent.top_p=1 agent.top_k=0, or correction.behaviour=rollout."
+        )
+    if config.critic.model:
+        check_critic(config, foundation)
+    if isinstance(foundation.model, ModelConfig):
+        _check_replay(config, foundation.model)
+    check_parallel(config, foundation.model)
+    if is_training:
+        check_memory(config, foundation, expected_device(config))
+    config.task.check()
+    first = next(config.task.tasks(split="train", seed=config.seed), None)
+    if first is None:
+        raise DataError("the task source has no training task.")
+    next(config.task.tasks(split="eval", seed=config.seed), None)
+    _check_first_prompt(config, foundation, first)
+    return foundation
+
+
+def _check_replay(config: Config, model: ModelConfig) -> None:
+    """Raises ConfigError if there are no routes to replay, or no routers to train."""
+    if config.trainer.router_aux_coef and not model.routed_layers:
+        raise ConfigError(
+            f"trainer.router_aux_coef={config.trainer.router_aux_coef} needs a model with routers; "
+            f"model={config.model} ({model.architecture}) has none to train. Leave it at 0."
+        )
+    replay = config.trainer.routing_replay
+    if replay != "none" and not model.routed_layers:
+        raise ConfigError(
+            f"trainer.routing_replay={replay} needs a model with routers; model={config.model} "
+            f"({model.architecture}) has none to hand routes to. Set trainer.routing_replay=none."
+        )
+    if replay == "rollout" and not config.engine.can_record_routes:
+        raise ConfigError(
+            f"trainer.routing_replay=rollout: engine={tag(type(config.engine))} does not hand out "
+            "the experts that its tokens went to. Use engine=embedded, or "
+            "trainer.routing_replay=recompute."
+        )
+
+
+def check_parallel(config: ModelChoice, model: ModelConfig | FallbackConfig) -> None:
+    """Raises ConfigError if the work cannot be divided over the processes that are asked for."""
+    world = config.parallel.num_processes(os.environ)
+    if isinstance(model, ModelConfig):
+        config.parallel.check_heads(num_heads=model.num_heads, num_kv_heads=model.num_kv_heads)
+    if world == 1:
+        return
+    alone = {"fallback=true": config.fallback}
+    if isinstance(config, Config):
+        alone["fault"] = config.fault is not None
+    else:
+        alone["lockstep sft"] = True
+    for what, is_asked in alone.items():
+        if is_asked:
+            raise ConfigError(
+                f"{what} works in one process, and this run has {world}. Leave parallel.processes "
+                "at 0 and start it without torchrun."
+            )
+
+
+def check_memory(config: ModelChoice, foundation: Foundation, device: Device) -> None:
+    """Raises ConfigError if the run's predicted peak is more than there is: `memory_limit_gib`, or
+    what the device has free. That of a GPU is known once torch is there."""
+    config.trainer.check_device(device)
+    plan = memory_plan(config, foundation, device=device)
+    if plan is None:
+        return
+    limit = memory_limit(config, device)
+    if limit is not None:
+        plan.check(*limit)
+    host = _host_memory(config)
+    if plan.host_parts and host is not None:
+        plan.check_host(*host)
+
+
+def memory_limit(config: ModelChoice, device: Device) -> tuple[int, str] | None:
+    """(bytes of the device, what says so); None if that is not known."""
+    if config.memory_limit_gib:
+        return int(config.memory_limit_gib * GIB), f"memory_limit_gib={config.memory_limit_gib:g}"
+    if device == "cpu":
+        return _host_memory(config)
+    if "torch" not in sys.modules:  # a dry run, which does not start CUDA
+        return None
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    return torch.cuda.mem_get_info()[0], "free on the GPU"
+
+
+def _host_memory(config: ModelChoice) -> tuple[int, str] | None:
+    """What this machine has for one of the run's processes on it."""
+    found = available_bytes()
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or config.parallel.processes or 1
+    if found is None or here == 1:
+        return found
+    return found[0] // here, f"{found[1]}, divided by {here} processes"
+
+
+def memory_plan(
+    config: ModelChoice,
+    foundation: Foundation,
+    *,
+    device: Device,
+    numerics: Numerics | None = None,
+) -> MemoryPlan | None:
+    """The peak that is predicted; None for a model that transformers runs, of which too little is
+    known. numerics: None before a model is loaded."""
+    if isinstance(foundation.model, FallbackConfig):
+        return None
+    critic, is_invariant = None, False
+    if isinstance(config, Config):
+        if config.advantage.needs_critic:
+            critic = foundation.model
+            if config.critic.model:
+                critic = ModelConfig.from_directory(locate_model(config.critic.model))
+        may_be = config.contract != "none" and not why_no_contract(config)
+        is_invariant = may_be if numerics is None else numerics.is_kept
+    return plan_run(
+        config, foundation.model, device=device, lora=foundation.lora, critic=critic,
+        is_invariant=is_invariant,
+    )  # fmt: skip
+
+
+def expected_device(config: ModelChoice) -> Device:
+    """What `device=auto` will be, as far as can be seen without torch."""
+    if config.device == "auto":
+        return "cuda" if Path("/dev/nvidiactl").exists() else "cpu"
+    return config.device
+
+
+def lay_foundation(config: ModelChoice) -> Foundation:
+    """Model config, tokenizer, renderer and adapter of a run, checked against each other."""
+    directory = locate_model(config.model)
+    kind = FallbackConfig if config.fallback else ModelConfig
+    model = kind.from_directory(directory)
+    if config.max_tokens > model.max_positions:
+        raise ConfigError(
+            f"max_tokens={config.max_tokens} is more than the {model.max_positions} positions that "
+            f"model={config.model} was made for."
+        )
+    if not (directory / "tokenizer.json").is_file():
+        raise CheckpointError(f"model={config.model}: {directory} has no tokenizer.json.")
+    tokenizer = Tokenizer.from_file(directory)
+    if tokenizer.vocab_size > model.vocab_size:
+        raise CheckpointError(
+            f"model={config.model}: the tokenizer has ids up to {tokenizer.vocab_size - 1}, the "
+            f"model's vocabulary ends at {model.vocab_size - 1}. They belong to different models."
+        )
+    chosen = config.renderer or renderer_of(directory, model)
+    lora = None
+    if config.lora is not None and isinstance(model, ModelConfig):
+        lora = peft_format.resolve_shape(config.lora, model, directory, name=config.model)
+    return Foundation(directory, model, chosen, make_renderer(chosen, tokenizer), lora)
+
+
+def check_critic(config: Config, foundation: Foundation) -> None:
+    """Raises ConfigError if `critic.model` cannot read what the policy writes."""
+    try:
+        directory = locate_model(config.critic.model)
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("model=", "critic.model=", 1)) from None
+    model = ModelConfig.from_directory(directory)
+    where = f"critic.model={config.critic.model}"
+    if config.max_tokens > model.max_positions:
+        raise ConfigError(
+            f"max_tokens={config.max_tokens} is more than the {model.max_positions} positions that "
+            f"{where} was made for."
+        )
+    known = foundation.renderer.tokenizer
+    if (directory / "tokenizer.json").is_file():
+        theirs = Tokenizer.from_file(directory)
+        if theirs.all_token_bytes() != known.all_token_bytes():
+            raise ConfigError(
+                f"{where} has another tokenizer than model={config.model}: it would read other "
+                "text than was written. Leave critic.model empty to start from the policy."
+            )
+    if known.vocab_size > model.vocab_size:
+        raise ConfigError(
+            f"{where} has a vocabulary of {model.vocab_size}, and the policy's tokenizer ids up to "
+            f"{known.vocab_size - 1}. Leave critic.model empty to start from the policy."
+        )
+
+
+def _check_fallback(config: Config) -> None:
+    """Raises ConfigError that lists what a model which transformers runs cannot do of what is asked
+    for: before it is loaded, and before transformers is imported."""
+    problems = [
+        text
+        for is_asked, text in (
+            (
+                isinstance(config.engine, EmbeddedConfig),
+                "engine=embedded runs the decoder alone; choose an engine outside of this process",
+            ),
+            (
+                config.contract == TRUE_ON_POLICY,
+                f"contract={TRUE_ON_POLICY} is a promise of the decoder's ops; set contract=none",
+            ),
+            (
+                config.advantage.needs_critic and not config.critic.model,
+                "a critic is a decoder: name one with critic.model",
+            ),
+            (
+                config.fault is not None,
+                "faults are injected into the decoder and its engine; leave fault out",
+            ),
+            (
+                config.trainer.routing_replay != "none" or config.trainer.router_aux_coef > 0,
+                "routers are known of the decoder alone; set trainer.routing_replay=none "
+                "trainer.router_aux_coef=0",
+            ),
+        )
+        if is_asked
+    ]
+    if problems:
+        raise ConfigError(f"fallback=true: {'; '.join(problems)}.")
+    if find_spec("transformers") is None:
+        raise MissingExtraError.of("transformers", extra="transformers", needed_for="fallback=true")
+
+
+def renderer_of(directory: Path, model: ModelConfig | FallbackConfig) -> RendererConfig:
+    """The renderer that a model was trained with: its own file, or its architecture's format."""
+    path = directory / RENDERER_FILE
+    if path.is_file():
+        try:
+            return from_dict(RendererFile, json.loads(path.read_text())).renderer
+        except ValueError as error:
+            raise ConfigError(f"{path}: {error}") from None
+    default = None
+    if isinstance(model, ModelConfig):
+        default = DEFAULT_RENDERERS.get(model.architecture)
+    if default is None:
+        raise ConfigError(
+            f"no renderer is known for a model of {model.architecture}. Set renderer=KIND, or keep "
+            f"{RENDERER_FILE} beside the model's config.json; a format of your own is a renderer "
+            "of your own (docs/renderers.md)."
+        )
+    return default()
+
+
+def write_renderer(directory: Path, renderer: RendererConfig) -> None:
+    """Keeps `renderer` beside a checkpoint, for `renderer_of`."""
+    from lockstep.config import dumps
+
+    (directory / RENDERER_FILE).write_text(dumps(RendererFile(renderer=renderer)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RendererFile:
+    renderer: RendererConfig
+
+
+def _check_first_prompt(config: Config, foundation: Foundation, task: Any) -> None:
+    """Renders the first task's prompt: a format that cannot write it, or a budget that cannot hold
+    it, fails here and not in every episode."""
+    import asyncio
+
+    async def first_prompt() -> int:
+        environment = config.task.environment(task, config.agent)
+        try:
+            messages = await environment.reset()
+            return len(foundation.renderer.render(messages, environment.tools))
+        finally:
+            await environment.close()
+
+    size = asyncio.run(first_prompt())
+    if size + 1 >= config.max_tokens:
+        raise ConfigError(
+            f"the prompt of task {task.id} has {size} tokens and max_tokens={config.max_tokens}: "
+            f"no row fits. Raise max_tokens (the model allows {foundation.model.max_positions})."
+        )
+
+
+def why_no_contract(config: Config) -> str:
+    """What rules the contract out before anything is tried; empty if nothing does."""
+    if config.fallback:
+        return "fallback=true: transformers computes the model, and not ops"
+    if config.agent.is_truncated and not config.agent.record_support:
+        return (
+            f"agent.top_p={config.agent.top_p} agent.top_k={config.agent.top_k} with "
+            "agent.record_support=false: the trainer cannot know what a token was drawn from. Set "
+            "agent.record_support=true"
+        )
+    if config.contract == "auto" and config.fault is not None:
+        return f"the fault {tag(type(config.fault))} is injected, which breaks it on purpose"
+    if config.contract == "auto" and type(config.engine) is not EmbeddedConfig:
+        return f"engine={tag(type(config.engine))} does not sample with this process's own ops"
+    return ""

@@ -1,0 +1,161 @@
+"""What a run is going to do, line by line, for a person. No torch."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import fields
+from typing import TYPE_CHECKING
+
+from lockstep.agent.loop import truncation_notice
+from lockstep.config import tag
+from lockstep.foundation import (
+    Foundation,
+    Numerics,
+    expected_device,
+    lay_foundation,
+    memory_limit,
+    memory_plan,
+    why_no_contract,
+)
+from lockstep.run_config import Config, ModelChoice
+from lockstep.training.config import RoutingReplay
+
+if TYPE_CHECKING:
+    pass
+
+
+_REPLAY_PLAN: dict[RoutingReplay, str] = {
+    "rollout": "the sampler's experts are replayed in every forward of the trainer",
+    "recompute": "the experts of the forward before the updates are replayed in them",
+}
+
+
+def plan(
+    config: Config,
+    *,
+    has_support: bool = True,
+    numerics: Numerics | None = None,
+    num_trained: tuple[int, int] | None = None,
+) -> list[str]:
+    """What a run will do, in a few lines: printed by --dry-run and at the start.
+
+    has_support: the engine can record what top-p and top-k kept, as far as is known. numerics: what
+    was made of the setting `contract`; None before a model is loaded. num_trained: parameters that
+    are trained, of all; None before a model is loaded.
+    """
+    foundation = lay_foundation(config)
+    model, episodes = foundation.model, config.groups_per_step * config.group_size
+    notice = truncation_notice(config.agent, has_support=has_support)
+    replay = config.trainer.routing_replay
+    experts = f", {model.num_experts} experts, {model.num_active_experts} active"
+    lines = [
+        f"model      {config.model}: {model.architecture}, {model.num_layers} layers of width "
+        f"{model.hidden_size}{experts if model.is_moe else ''}, {config.dtype}",
+        *_trained_plan(config, foundation, num_trained),
+        f"sampler    {tag(type(config.engine))} engine; {foundation.renderer.name} tokens, token "
+        "in, token out",
+        *([f"draws      {notice}"] if notice else []),
+        f"step       {config.groups_per_step} tasks x {config.group_size} episodes = {episodes} "
+        f"trajectories of at most {config.max_tokens} tokens; {config.steps} steps",
+        f"update     {_update_plan(config, is_kept=numerics is not None and numerics.is_kept)}",
+        *([f"critic     {_critic_plan(config)}"] if config.advantage.needs_critic else []),
+        *([f"routing    {_REPLAY_PLAN[replay]}"] if replay != "none" else []),
+        *_parallel_plan(config),
+        f"numerics   {_contract_plan(config) if numerics is None else numerics.line}",
+        f"memory     {describe_memory(config, foundation, numerics=numerics)}",
+        *(f"warning    {text}" for text in config.correction.warnings()),
+    ]
+    if config.fault is not None:
+        lines.append(f"fault      {config.fault.describe()}")
+    return lines
+
+
+def describe_memory(
+    config: ModelChoice, foundation: Foundation, *, numerics: Numerics | None = None
+) -> str:
+    """The plan's line about memory; before a model is loaded also with what there is."""
+    device = expected_device(config)
+    found = memory_plan(config, foundation, device=device, numerics=numerics)
+    if found is None:
+        return "not predicted: transformers computes the model"
+    limit = memory_limit(config, device) if numerics is None else None
+    return found.describe(None if limit is None else limit[0])
+
+
+def _parallel_plan(config: Config) -> list[str]:
+    """How the work is divided, where it is."""
+    parallel = config.parallel
+    world = parallel.num_processes(os.environ)
+    if world == 1:
+        return []
+    parts = [f"{world} processes"]
+    if world > parallel.sequence:
+        parts.append(f"rows divided by {world // parallel.sequence}")
+    if parallel.sequence > 1:
+        parts.append(f"tokens of each micro-batch by {parallel.sequence}")
+    held = "sharded, with a whole copy for the engine" if parallel.shard else "whole on each"
+    return [f"parallel   {', '.join(parts)}; weights and optimizer {held}"]
+
+
+def _trained_plan(
+    config: Config, foundation: Foundation, num_trained: tuple[int, int] | None
+) -> list[str]:
+    """What of the model is trained, and how many numbers that is, where it is known."""
+    what = "the whole model" if foundation.lora is None else f"LoRA, {foundation.lora.describe()}"
+    if config.trainer.freeze:
+        what += f"; frozen: {', '.join(config.trainer.freeze)}"
+    if num_trained is None:
+        is_plain = foundation.lora is None and not config.trainer.freeze
+        return [] if is_plain else [f"trained    {what}"]
+    trained, total = num_trained
+    return [f"trained    {what}; {trained:,} of {total:,} parameters ({trained / total:.2%})"]
+
+
+def _contract_plan(config: Config) -> str:
+    """What `choose_numerics` will do, as far as is known without a model."""
+    reason = "contract=none" if config.contract == "none" else why_no_contract(config)
+    if reason:
+        return f"stock ops: {reason}"
+    return f"contract={config.contract}: the self-test decides, on the model's own shapes"
+
+
+def _update_plan(config: Config, *, is_kept: bool) -> str:
+    """One pass or two, and what each token's ratio and weight are of."""
+    correction, num_updates = config.correction, config.trainer.updates_per_batch
+    by = f"ratio to {correction.anchor}" if config.objective.has_ratio else "no ratio"
+    if correction.level != "none":
+        by += f", {correction.level} weights by {correction.bound}"
+        by += ", normalised over the batch" if correction.is_normalized else ""
+    if correction.reject:
+        by += f", {len(correction.reject)} rejection rules"
+    if correction.behaviour == "averaged":
+        by += f", behaviour averaged over {correction.rescorings} re-scorings"
+    is_recomputing = config.trainer.routing_replay == "recompute"
+    is_two_pass = (
+        correction.needs_forward(num_updates=num_updates) or num_updates > 1 or is_recomputing
+    )
+    if is_two_pass and is_kept and not is_recomputing:
+        return (
+            "recorded log-probs stand for the trainer's: no forward before the "
+            f"{num_updates} update(s); {by}"
+        )
+    if is_two_pass:
+        return f"two-pass: a forward over the whole batch, then {num_updates} update(s); {by}"
+    return f"one-pass: measured inside the training forward, before the optimizer moves; {by}"
+
+
+def _critic_plan(config: Config) -> str:
+    """What the critic starts from, and how it learns."""
+    critic = config.critic
+    settings = " ".join(
+        f"{f.name}={value}"
+        for f in fields(config.advantage)
+        if (value := getattr(config.advantage, f.name)) is not None
+    )
+    line = (
+        f"{tag(type(config.advantage))} {settings}; from {critic.model or config.model}, "
+        f"{critic.updates_per_batch} update(s) of all rows, lr {critic.lr:g}"
+    )
+    if critic.steps_before_policy:
+        line += f"; alone for {critic.steps_before_policy} steps"
+    return line
