@@ -105,6 +105,8 @@ def _trained_plan(
     if config.trainer.freeze:
         what += f"; frozen: {', '.join(config.trainer.freeze)}"
     if num_trained is None:
+        if foundation.lora is not None and not config.trainer.freeze:
+            what += f"; {foundation.lora.num_parameters:,} parameters"
         is_plain = foundation.lora is None and not config.trainer.freeze
         return [] if is_plain else [f"trained    {what}"]
     trained, total = num_trained

@@ -92,7 +92,7 @@ class LoraShape:
         groups = [g for g in GROUPS if any(site.group == g for site in self.sites)]
         return (
             f"rank {self.rank}, scale {self.scale:g}, on {len(self.sites)} projections "
-            f"({', '.join(groups)}): {self.num_parameters:,} parameters"
+            f"({', '.join(groups)})"
         )
 
 

@@ -49,7 +49,7 @@ def test_the_plan_says_what_is_trained_and_how_much(tmp_path, capsys):
     code, out, err = lockstep(*words, *own, capsys=capsys)
     assert code == OK
     text = " ".join((out + err).split())
-    assert "trained LoRA, rank 4, scale 4, on 12 projections (attention, experts): 13,824" in text
+    assert "trained LoRA, rank 4, scale 4, on 12 projections (attention, experts); frozen" in text
     assert "frozen: *.o_proj.*; 12,800 of 175,376 parameters (7.30%)" in text
 
 
