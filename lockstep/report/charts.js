@@ -67,6 +67,11 @@ function chartSpecs() {
     { title: "Critic: explained variance", unit: "1", series: [named("critic/explained_variance", "of the returns")] },
     { title: "Critic: values", unit: "reward", series: [
       named("critic/value_mean", "value"), named("critic/return_mean", "return")] },
+    { title: "Experts: load", unit: "1", series: [
+      named("moe/load_max", "largest over even"), named("moe/load_cv", "variation"), named("moe/unused_experts", "share unused")] },
+    { title: "Experts: balance loss", unit: "1", series: [named("moe/aux_loss", "loss")] },
+    { title: "Experts: routes", unit: "share", series: [
+      named("routing/replayed_share", "replayed"), named("routing/differing_share", "would differ")] },
     { title: "Response length", unit: "tokens", series: [named("response_length/mean", "mean"), named("response_length/max", "longest")] },
     { title: "Speed", unit: "tokens/s", series: [
       { label: "sampling", values: ratio("tokens/sampled", "time/sample_seconds"), meaning: "Sampled tokens per second of sampling." },
