@@ -14,12 +14,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+
+from measuring import MIB, can_measure, used_by
 
 COMMON = {
     "hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64,
@@ -120,32 +121,19 @@ def measure(side: str, directory: Path, dtype: str, is_packed: bool) -> dict[str
     torch.ones(64, 64) @ torch.ones(64, 64)  # what torch itself sets up once
     out: dict[str, float] = {}
     model = None
-    for name in ("load", "save"):
-        Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again
-        before, began = status("VmRSS"), cpu_seconds()
-        if name == "load":
-            model = load()
-            for parameter in model.parameters():  # pages of a mapped file come when they are read
-                parameter.detach().view(-1)[:: 4096 // parameter.itemsize].sum()
-        else:
-            save(model)
-        out |= {f"{name}_bytes": status("VmHWM") - before, f"{name}_seconds": cpu_seconds() - began}
+
+    def load_whole() -> None:
+        nonlocal model
+        model = load()
+        for parameter in model.parameters():  # pages of a mapped file come when they are read
+            parameter.detach().view(-1)[:: 4096 // parameter.itemsize].sum()
+
+    for name, run in (("load", load_whole), ("save", lambda: save(model))):
+        seconds, mib = used_by(run)
+        out |= {f"{name}_bytes": mib * MIB, f"{name}_seconds": seconds}
     assert model is not None
     out["model_bytes"] = sum(p.nbytes for p in model.parameters())
     return out
-
-
-def status(key: str) -> int:
-    """Bytes, of this process."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{key}:"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError(f"/proc/self/status has no {key}")
-
-
-def cpu_seconds() -> float:
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
 
 
 def compare(name: str, num_bytes: int, say: bool) -> dict[str, Any]:
@@ -201,7 +189,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.child:
         return child(*options.child)
-    if not Path("/proc/self/clear_refs").exists():
+    if not can_measure():
         print(json.dumps({"name": "load_checkpoint", "skipped": "needs Linux's /proc"}))
         return None
     rows = [compare(name, options.megabytes * 10**6, not options.json) for name in CASES]

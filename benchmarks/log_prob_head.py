@@ -29,7 +29,8 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 import torch
 import torch.nn.functional as F
-from sink_attention import best, measure, peak_of
+from measuring import used_by
+from sink_attention import best, measure
 
 from lockstep.ops import plain
 from lockstep.ops.context import Coefficients
@@ -115,7 +116,7 @@ def measure_here(side: str, num_tokens: int, vocab_size: int, trl: str) -> dict[
             out.append(function(*inputs))
             out[0].backward(upstream[: len(out[0])])
 
-        found = peak_of(run)
+        found = used_by(run)
         assert hidden.grad is not None and weight.grad is not None, "both were asked for"
         checks = {
             "logprobs": float(out[0].detach().double().sum()),

@@ -17,13 +17,10 @@ gradients are.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
 import os
-import re
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -32,6 +29,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import torch
+from measuring import can_measure, used_by
 
 from lockstep.models.config import ModelConfig
 from lockstep.models.moe import MoE
@@ -80,22 +78,6 @@ def make_layer(side: str) -> tuple[torch.nn.Module, Callable[[Tensor], Tensor]]:
     return ours, ours
 
 
-def peak_of(run: Callable[[], object]) -> tuple[float, float]:
-    """(CPU seconds, MiB above what was held before) of one call in this process."""
-
-    def status(name: str) -> int:
-        found = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
-        assert found is not None, f"/proc/self/status has no {name}"
-        return int(found[1])
-
-    ctypes.CDLL(None).malloc_trim(0)  # what the allocator kept would be taken again, and not seen
-    Path("/proc/self/clear_refs").write_text("5")  # the peak is what is held now
-    held, began = status("VmRSS"), time.process_time()
-    run()
-    seconds = time.process_time() - began
-    return seconds, (status("VmHWM") - held) / 1024
-
-
 def measure_here(case: str, side: str) -> dict[str, float]:
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -118,7 +100,7 @@ def measure_here(case: str, side: str) -> dict[str, float]:
 
     once(x.detach()[:64].requires_grad_(is_training))
     layer.zero_grad(set_to_none=True)
-    seconds, mib = peak_of(lambda: once(x))
+    seconds, mib = used_by(lambda: once(x))
     return {"seconds": seconds, "mib": mib}
 
 
@@ -158,7 +140,7 @@ def main() -> None:
     if options.measure:
         print(json.dumps(measure_here(*options.measure)))
         return
-    if not Path("/proc/self/clear_refs").exists():
+    if not can_measure():
         print(json.dumps({"name": NAME, "skipped": "memory is measured by /proc, as on Linux"}))
         return
     parts: list[dict[str, Any]] = []

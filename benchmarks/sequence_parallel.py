@@ -17,9 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import tempfile
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -29,6 +27,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
+from measuring import used_by
 
 from lockstep.models.config import ModelConfig
 from lockstep.models.decoder import Decoder
@@ -48,13 +47,6 @@ CONFIG = {
     "layer_types": ["sliding_attention", "full_attention"] * 2,
 }  # fmt: skip
 COMPARED_TOKENS = 512  # whose bits are compared: the invariant ops are slow on a long row
-
-
-def read_status(field: str) -> float:
-    """MiB, of this process."""
-    found = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found is not None, f"/proc/self/status has no {field}"
-    return int(found[1]) / 1024
 
 
 def score(model: Decoder, num_tokens: int, group: Any) -> torch.Tensor:
@@ -89,13 +81,9 @@ def work(rank: int, size: int, num_tokens: int, directory: str) -> None:
     model.zero_grad()
     if size > 1:
         dist.barrier()
-    Path("/proc/self/clear_refs").write_text("5")
-    before, began = read_status("VmRSS"), os.times()
-    score(model, num_tokens, group).sum().backward()
-    peak, ended = read_status("VmHWM"), os.times()
+    seconds, mib = used_by(lambda: score(model, num_tokens, group).sum().backward())
     gradients = sum(p.numel() * 4 for p in model.parameters()) / 2**20
-    seconds = ended.user + ended.system - began.user - began.system
-    found = {"mib": peak - before - gradients, "seconds": seconds, "logprobs": logprobs}
+    found = {"mib": mib - gradients, "seconds": seconds, "logprobs": logprobs}
     torch.save(found, f"{directory}/{size}-{rank}.pt")
     if size > 1:
         dist.barrier()

@@ -18,12 +18,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import subprocess
 import sys
-import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -32,6 +29,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import numpy as np
 import torch
 import torch.nn.functional as F
+from measuring import used_by
 
 from lockstep.ops import plain
 from lockstep.ops.context import PackedContext
@@ -106,21 +104,6 @@ def stock(window: int | None, rows: Rows) -> Callable[..., Tensor]:
     return run
 
 
-def peak_of(run: Callable[[], object]) -> tuple[float, float]:
-    """(CPU seconds, MiB above what was held before) of one call in this process."""
-
-    def status(name: str) -> int:
-        found = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
-        assert found is not None, f"/proc/self/status has no {name}"
-        return int(found[1])
-
-    Path("/proc/self/clear_refs").write_text("5")  # the peak is what is held now
-    held, began = status("VmRSS"), time.process_time()
-    run()
-    seconds = time.process_time() - began
-    return seconds, (status("VmHWM") - held) / 1024
-
-
 def measure_here(case: str, side: str) -> dict[str, float]:
     torch.set_num_threads(1)
     _, window, rows = CASES[case]
@@ -145,7 +128,7 @@ def measure_here(case: str, side: str) -> dict[str, float]:
             function(*inputs, sinks, rows=rows).backward(grad)
 
         nonlocal found
-        found = peak_of(run)
+        found = used_by(run)
 
     found = (0.0, 0.0)
     once(rows_of([300]))
