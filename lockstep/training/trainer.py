@@ -364,14 +364,12 @@ class Trainer:
         if reason:
             self.num_skipped += 1
             _log.warning("update %d skipped: %s", self.num_updates, reason)
-            self.optimizer.zero_gradients()
         else:
             clip = self.config.grad_clip
             self.optimizer.step(lr=lr, gradient_scale=clip / norm if 0 < clip < norm else 1.0)
             self.version += 1
         self.num_updates += 1
-        self._bad_loss, self._num_kept = "", 0
-        self._calls.clear()
+        self._drop_gradients()
         return {
             "train/grad_norm": norm,
             "train/lr": lr,
@@ -482,8 +480,8 @@ class Trainer:
             counters = {"num_updates": 0, "num_skipped": 0, "version": 0}
         self.num_updates, self.num_skipped = counters["num_updates"], counters["num_skipped"]
         self.version = counters["version"]
-        self.last_skip = self._bad_loss = ""
-        self._calls.clear()
+        self.last_skip = ""
+        self._drop_gradients()
 
     # -- mechanism ------------------------------------------------------------------------------
 
@@ -695,7 +693,8 @@ class Trainer:
     def _check_contract(
         self, samples: Sequence[Sample], parts: Sequence[tuple[PackedBatch, Tensor]]
     ) -> None:
-        """Raises UnequalTokenError, on all ranks, if any token breaks the contract."""
+        """Raises UnequalTokenError, on all ranks, if any token breaks the contract; whatever
+        gradients were collected by then are gone."""
         if self.contract is None:
             return
         broken: UnequalTokenError | None = None
@@ -707,7 +706,14 @@ class Trainer:
         if self.ranks is not None:
             broken = next(filter(None, self.ranks.gather_data(broken)), None)
         if broken is not None:
+            self._drop_gradients()
             raise broken
+
+    def _drop_gradients(self) -> None:
+        """What the calls since the last update have left."""
+        self.optimizer.zero_gradients()
+        self._bad_loss, self._num_kept = "", 0
+        self._calls.clear()
 
     def _gradient_norm(self) -> float:
         """Of the gradients that the ranks have together, which they all have afterwards."""

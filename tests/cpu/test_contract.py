@@ -259,6 +259,9 @@ def test_one_changed_bit_is_found_by_row_and_token(kept):
     with pytest.raises(ContractError, match=f"1 of .* token {at} of sample {rows[2].id} "):
         trainer.update(rows, PPOClip())
     assert_same_bits(snapshot(trainer), before)
+    # Nor is anything of it in the next update.
+    found, expected = (t.update(copies(kept[1]), PPOClip()) for t in (trainer, make("b")))
+    assert found["train/grad_norm"] == expected["train/grad_norm"]
 
 
 def test_tokens_of_older_versions_may_differ_and_those_of_this_one_may_not(kept):
