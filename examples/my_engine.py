@@ -14,9 +14,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from lockstep.engines.base import Capabilities
+from lockstep.engines.base import Capabilities, Scores
 from lockstep.errors import EngineError
-from lockstep.types import Delta, Distribution, Float32Array, Int32Array, Request, SamplingParams
+from lockstep.types import Delta, Distribution, Int32Array, Request, SamplingParams
 
 
 class BigramEngine:
@@ -121,11 +121,15 @@ class BigramEngine:
         distribution: Distribution = "model",
         temperature: float = 1.0,
         priority: int = 0,
-    ) -> Float32Array:
+        first: int = 1,
+        affinity: str = "",
+    ) -> Scores:
         scale = temperature if distribution == "tempered" else 1.0
         pairs = pairwise(token_ids)
         scores = [self._logprobs(int(before), scale)[int(id_)] for before, id_ in pairs]
-        return np.array([np.nan, *scores], np.float32)
+        values = np.array([np.nan, *scores], np.float32)
+        values[:first] = np.nan
+        return Scores(logprobs=values, policy_version=self._version)
 
     async def abort(self, request_id: str) -> None:
         if request_id in self._stops:

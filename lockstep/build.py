@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from lockstep.engines.base import Engine
     from lockstep.launch.ranks import Ranks
     from lockstep.models.decoder import Decoder
+    from lockstep.sync.publisher import Publisher
     from lockstep.training.critic import Critic
     from lockstep.training.trainer import Trainer
 
@@ -60,6 +61,12 @@ class Parts:
     def renderer(self) -> Renderer:
         return self.foundation.renderer
 
+    def publisher(self) -> Publisher:
+        """The way from the trainer's weights to the engine."""
+        from lockstep.sync.publisher import Publisher
+
+        return Publisher(self.engine, self.trainer.model, self.model)
+
 
 def build(
     config: Config,
@@ -68,13 +75,17 @@ def build(
     weights: Path | None = None,
     is_training: bool = True,
     ranks: Ranks | None = None,
+    scratch: Path | None = None,
+    on_wait: Callable[[str], None] = lambda text: None,
 ) -> Parts:
     """Loads the model (from `weights`, or the config's own) and wires the parts around it.
 
     ranks: the processes that train together, each with an engine of its own; where the trained
     model is sharded, `Parts.model` is the whole copy that the engine samples from. is_training:
-    False leaves out the models that only training needs, reference and critic.
+    False leaves out the models that only training needs, reference and critic. scratch: where
+    the engine may leave logs and weights on their way. on_wait: told what the engine waits for.
     """
+    from lockstep.engines.base import EngineContext
     from lockstep.engines.registry import check_capabilities, make_engine
     from lockstep.ops.invariant import ask_for_reproducible_gemm
     from lockstep.training.trainer import Trainer
@@ -91,7 +102,19 @@ def build(
         ranks.check_same({"numerics": numerics.fingerprint.text if numerics.is_kept else "none"})
     mesh = ranks.mesh() if ranks is not None and config.parallel.shard else None
     make = make_engine if config.fault is None else config.fault.make_engine
-    engine = make(config.engine, model, foundation.renderer.tokenizer.all_token_bytes())
+    context = EngineContext(
+        model=model,
+        token_bytes=foundation.renderer.tokenizer.all_token_bytes(),
+        directory=foundation.directory,
+        vocab_size=foundation.model.vocab_size,
+        max_tokens=config.max_tokens,
+        dtype=config.dtype,
+        seed=config.seed,
+        run=config.name if scratch is None else scratch.name,
+        scratch=scratch,
+        on_wait=on_wait,
+    )
+    engine = make(config.engine, context)
     if numerics.is_kept:
         _check_engine(engine, numerics, has_adapter=foundation.lora is not None)
     check_capabilities(

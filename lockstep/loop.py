@@ -103,7 +103,10 @@ def _train(
         warn=lambda text: shown.note(text, "warning"),
     )
     with directory or contextlib.nullcontext():
-        parts = build(config, foundation, ranks=ranks)
+        parts = build(
+            config, foundation, ranks=ranks,
+            scratch=path if is_leader else None, on_wait=lambda text: shown.note(text),
+        )  # fmt: skip
         run = Session(config, foundation, parts, path, directory, shown, loggers, ranks)
         if resume:
             run.restore_newest()
@@ -137,6 +140,7 @@ def evaluate_run(config: Config, path: Path, *, step: int | None) -> tuple[dict[
 
     async def play() -> dict[str, float]:
         try:
+            await parts.publisher().publish(parts.trainer.version)
             return (await tester.test())[0]
         finally:
             await parts.engine.close()

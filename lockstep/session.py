@@ -20,8 +20,7 @@ from lockstep.errors import DataError
 from lockstep.evaluation import evaluate
 from lockstep.foundation import Foundation
 from lockstep.launch.ranks import Ranks
-from lockstep.models.hf_io import hf_tensors
-from lockstep.models.sharding import copy_whole, mesh_of
+from lockstep.models.sharding import mesh_of
 from lockstep.observe.alarms import mismatch_alarm
 from lockstep.observe.live import RunHeader, View
 from lockstep.observe.loggers import GuardedLoggers
@@ -32,6 +31,7 @@ from lockstep.report.page import write_report
 from lockstep.run_config import Config
 from lockstep.step_metrics import check_failures
 from lockstep.store.run import TRAIN, RunDirectory, load_run
+from lockstep.sync.publisher import Publisher
 from lockstep.training.checkpoint import CheckpointStore
 from lockstep.training.correcting import UnequalTokenError
 from lockstep.training.critic import CRITIC, Critic
@@ -63,13 +63,13 @@ class Session:
     tested_at: int | None = None
     """The step that the last evaluation preceded, and what it gave."""
     test_reward: float | None = None
-    is_copied: bool = False
-    """The engine has had all weights of a sharded model since the run was loaded."""
+    publisher: Publisher = field(init=False)
 
     def __post_init__(self) -> None:
         config = self.config
         self.tasks = config.task.tasks(split="train", seed=config.seed)
         self.tester = Tester(config, self.parts, self.view, self.ranks)
+        self.publisher = self.parts.publisher()
         numerics = self.parts.numerics
         facts = {
             "is_one_process": self.is_one_process,
@@ -87,15 +87,8 @@ class Session:
         )
 
     async def sync(self) -> None:
-        """The engine runs the trainer's weights from here on: a version number where it shares
-        them, all tensors where it does not."""
-        engine, trainer = self.parts.engine, self.parts.trainer
-        is_shared = engine.capabilities.shares_weights
-        if is_shared and mesh_of(trainer.model.embedding) is not None:
-            copy_whole(trainer.model, self.parts.model, is_trained_only=self.is_copied)
-            self.is_copied = True
-        source = None if is_shared else dict(hf_tensors(trainer.model))
-        await engine.load_weights(source, version=trainer.version)
+        """The engine runs the trainer's weights from here on."""
+        await self.publisher.publish(self.parts.trainer.version)
 
     @property
     def trains_policy(self) -> bool:

@@ -43,7 +43,7 @@ async def rescore(
         done += 1
         if on_progress is not None:
             on_progress(done, total)
-        return found
+        return found.logprobs
 
     for _ in range(num_scorings):
         order = draw.permutation(len(rows))

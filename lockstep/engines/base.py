@@ -6,11 +6,34 @@ returns the ids that it sampled, with the log-prob of each under a stated distri
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from lockstep.types import Delta, Distribution, Float32Array, Int32Array, Request
+
+WeightSource = Literal["shared", "tensors", "directory", "adapter"]
+"""What `Engine.load_weights` takes. shared: None, for the trainer's own parameters. tensors: a
+mapping of Hugging Face names. directory: a checkpoint on a disk that the engine reads. adapter: a
+directory in PEFT's form, over the model that the engine started with."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Scores:
+    """What an engine thinks of given ids."""
+
+    logprobs: Float32Array
+    """[T] float32, natural log: of each id given those before it; NaN before the first that was
+    asked for, and at index 0."""
+    policy_version: int
+    """Of the weights that scored them."""
+    num_cached_tokens: int = 0
+    """Ids whose keys and values were found."""
+    num_prefilled_tokens: int = 0
+    """Ids that were computed."""
+    fingerprint: str = ""
+    """As of `Delta`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,11 +56,41 @@ class Capabilities:
     has_score: bool = False
     has_support: bool = False
     """It hands back what top-p and top-k kept, for requests that ask."""
-    shares_weights: bool = False
-    """It runs the trainer's own parameters: a sync is a version number."""
+    weight_sources: tuple[WeightSource, ...] = ("tensors",)
+    """What `load_weights` takes; none for an engine whose weights never change."""
     fingerprint: str = ""
     """Of the numerics that compute its log-probs (`ops.contract.Fingerprint.text`); empty if it
     cannot tell, and then no contract covers it."""
+
+    @property
+    def shares_weights(self) -> bool:
+        """It runs the trainer's own parameters: a sync is a version number."""
+        return "shared" in self.weight_sources
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineContext:
+    """What an engine is made for: the run around it."""
+
+    model: Any
+    """The trainer's decoder, for an engine in this process; others start from `directory`."""
+    token_bytes: Sequence[bytes]
+    """The bytes of each id, for stop strings."""
+    directory: Path
+    """The checkpoint that the trainer has begun from."""
+    vocab_size: int
+    max_tokens: int
+    """Longest prompt plus reply of the run."""
+    dtype: str
+    """What the trainer computes in."""
+    seed: int = 0
+    run: str = "run"
+    """Names the run to whoever shares the engine."""
+    scratch: Path | None = None
+    """Where logs of processes may be left, and weights on their way: of the run's directory; None
+    where nothing is written down, then a temporary directory serves."""
+    on_wait: Callable[[str], None] = lambda text: None
+    """Told what is being waited for, for whoever watches."""
 
 
 @runtime_checkable
@@ -68,8 +121,14 @@ class Engine(Protocol):
         distribution: Distribution = "model",
         temperature: float = 1.0,
         priority: int = 0,
-    ) -> Float32Array:
-        """[T] float32: the log-prob of each id given those before it; NaN at index 0."""
+        first: int = 1,
+        affinity: str = "",
+    ) -> Scores:
+        """The log-probs of `token_ids[first:]`, each given all ids before it.
+
+        Keys and values of ids before `first - 1` may come from the engine's cache, or not: those
+        from there on are computed. priority, affinity: as of `Request`.
+        """
         ...
 
     async def abort(self, request_id: str) -> None:
@@ -91,7 +150,7 @@ class Engine(Protocol):
         ...
 
     async def load_weights(self, source: Mapping[str, Any] | str | None, *, version: int) -> None:
-        """Takes new weights: named tensors, a checkpoint directory, or None if they are shared.
+        """Takes new weights, in one of the forms of `Capabilities.weight_sources`.
 
         Running requests end their segment with finish_reason "weight_update" and go on under the
         new version. Cached prefixes are dropped.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -70,3 +71,31 @@ class EmbeddedConfig(EngineConfig):
                 f"pages, fewer than max_tokens={max_tokens}: the longest episode could never run. "
                 "Raise the first or lower the second."
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServedConfig(EngineConfig):
+    """Base of engines behind HTTP."""
+
+    urls: tuple[str, ...] = ()
+    """Where servers answer, as http://HOST:PORT, one for each replica."""
+    start_seconds: float = 600.0
+    """How long a server may take until it answers at the start."""
+    request_seconds: float = 600.0
+    """How long a request may go without an answer before its replica counts as frozen."""
+    api_key_env: str = ""
+    """Environment variable that holds the servers' key; the key itself is never written down."""
+
+    def __post_init__(self) -> None:
+        for url in self.urls:
+            if not url.startswith(("http://", "https://")) or url.endswith("/"):
+                raise ConfigError(
+                    f"engine.urls: {url!r} must read http://HOST:PORT, without a path or a slash "
+                    "at its end."
+                )
+        if len(set(self.urls)) < len(self.urls):
+            raise ConfigError("engine.urls names a server twice: each is one replica.")
+        for name in ("start_seconds", "request_seconds"):
+            value = getattr(self, name)
+            if not 0 < value < math.inf:
+                raise ConfigError(f"engine.{name}={value} must be a finite number above 0.")

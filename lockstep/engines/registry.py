@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import singledispatch
-from typing import Any
 
-from lockstep.engines.base import Engine
+from lockstep.engines.base import Engine, EngineContext
 from lockstep.engines.config import EmbeddedConfig
 from lockstep.errors import CapabilityError, ConfigError
 
 
 @singledispatch
-def make_engine(config: object, model: Any, token_bytes: Sequence[bytes]) -> Engine:
+def make_engine(config: object, context: EngineContext) -> Engine:
     """The engine that `config` describes. The type of the config decides.
 
-    model: the trainer's decoder, for an engine in this process; others start from its checkpoint.
-    token_bytes: the bytes of each id, for stop strings. An engine of your own joins with its type:
+    Waits until the engine answers; raises EngineError if it does not in time. An engine of your own
+    joins with its type:
 
         @make_engine.register
-        def _(config: MyEngineConfig, model, token_bytes) -> Engine:
-            return MyEngine(config)
+        def _(config: MyEngineConfig, context: EngineContext) -> Engine:
+            return MyEngine(config, vocab_size=context.vocab_size)
     """
     raise ConfigError(
         f"no engine for a {type(config).__name__}; expected EmbeddedConfig, or a type registered "
@@ -29,16 +27,17 @@ def make_engine(config: object, model: Any, token_bytes: Sequence[bytes]) -> Eng
 
 
 @make_engine.register
-def _(config: EmbeddedConfig, model: Any, token_bytes: Sequence[bytes]) -> Engine:
+def _(config: EmbeddedConfig, context: EngineContext) -> Engine:
     from lockstep.engines.embedded.engine import EmbeddedEngine
     from lockstep.models.decoder import Decoder
 
+    model = context.model
     if not isinstance(model, Decoder):
         raise CapabilityError(
             f"engine embedded runs the decoder, and cannot run a {type(model).__name__}: choose an "
             "engine outside of this process."
         )
-    return EmbeddedEngine(model, config, token_bytes=token_bytes)
+    return EmbeddedEngine(model, config, token_bytes=context.token_bytes)
 
 
 def check_capabilities(

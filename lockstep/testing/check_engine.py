@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NoReturn
 
 import numpy as np
@@ -333,12 +334,19 @@ class _Checker:
             )
             delta = (await self.collect(self.request(sampling, seed=9)))[-1]
             path = np.concatenate([np.array(self.prompt_ids), delta.token_ids]).astype(np.int32)
-            scores = await self.engine.score(
-                path, distribution=distribution, temperature=temperature
+            asked = partial(
+                self.engine.score, path, distribution=distribution, temperature=temperature
             )
+            num_given = len(self.prompt_ids)
+            found, late = await asked(), await asked(first=num_given)
+            scores = found.logprobs
             if len(scores) != len(path) or not np.isnan(scores[0]):
-                self.fail(f"{len(path)} scores, NaN at 0", np.asarray(scores).tolist())
-            gap = np.abs(scores[len(self.prompt_ids) :] - delta.logprobs).max()
+                self.fail(f"{len(path)} scores, NaN at 0", scores.tolist())
+            if found.policy_version != self.engine.version:
+                self.fail(f"scores of version {self.engine.version}", found.policy_version)
+            if not np.isnan(late.logprobs[:num_given]).all():
+                self.fail(f"NaN before first={num_given}", late.logprobs.tolist())
+            gap = max(np.abs(s[num_given:] - delta.logprobs).max() for s in (scores, late.logprobs))
             if not gap <= self.tolerance:
                 self.fail(
                     f"score to agree with the recorded log-probs ({distribution}) to "

@@ -8,9 +8,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from lockstep.engines.base import Capabilities
+from lockstep.engines.base import Capabilities, Scores
 from lockstep.errors import EngineError
-from lockstep.types import Delta, Distribution, Float32Array, Int32Array, Ragged, Request
+from lockstep.types import Delta, Distribution, Int32Array, Ragged, Request
 
 Reply = Callable[[Request], Sequence[int]]
 """The ids that a model would sample after `request.prompt_ids`, its stop id included."""
@@ -184,11 +184,17 @@ class FakeEngine:
         distribution: Distribution = "model",
         temperature: float = 1.0,
         priority: int = 0,
-    ) -> Float32Array:
+        first: int = 1,
+        affinity: str = "",
+    ) -> Scores:
         """What `generate` would report for the same ids at the same places."""
         values = [self._logprob(int(id_), at) for at, id_ in enumerate(token_ids)]
-        values[:1] = [float("nan")]
-        return np.array(values, np.float32)
+        values[:first] = [float("nan")] * min(first, len(values))
+        return Scores(
+            logprobs=np.array(values, np.float32),
+            policy_version=self._version,
+            num_prefilled_tokens=max(0, len(token_ids) - 1),
+        )
 
     async def abort(self, request_id: str) -> None:
         self._aborted.add(request_id)

@@ -28,7 +28,7 @@ from lockstep.renderers.tokenizer import Tokenizer
 from lockstep.types import Float32Array, Int64Array, Ragged, Sample, frozen_ids
 
 if TYPE_CHECKING:
-    from lockstep.engines.base import Engine
+    from lockstep.engines.base import Engine, EngineContext
     from lockstep.models.decoder import Decoder
 
 LogProbs = Callable[[Sequence[Sample]], Sequence[Float32Array]]
@@ -57,13 +57,11 @@ class FaultConfig:
         Called before a model is loaded. name: the setting `model`. dtype: what it computes in.
         """
 
-    def make_engine(
-        self, config: EngineConfig, model: Decoder, token_bytes: Sequence[bytes]
-    ) -> Engine:
+    def make_engine(self, config: EngineConfig, context: EngineContext) -> Engine:
         """The engine that samples in the place of what `config` describes."""
         from lockstep.engines.registry import make_engine
 
-        return make_engine(config, model, token_bytes)
+        return make_engine(config, context)
 
     def make_trained(self, model: Decoder) -> Decoder:
         """The decoder that the trainer runs in the place of `model`, with the same parameters."""
@@ -141,12 +139,10 @@ class KernelNoise(GrowingNoise, FaultConfig):
     def check(self, *, model: ModelConfig, name: str, engine: EngineConfig, dtype: str) -> None:
         _check_embedded(self, engine)
 
-    def make_engine(
-        self, config: EngineConfig, model: Decoder, token_bytes: Sequence[bytes]
-    ) -> Engine:
+    def make_engine(self, config: EngineConfig, context: EngineContext) -> Engine:
         from lockstep.testing.faulty_engines import kernel_noise_engine
 
-        return kernel_noise_engine(self, _check_embedded(self, config), model, token_bytes)
+        return kernel_noise_engine(self, _check_embedded(self, config), context)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,12 +158,10 @@ class RouterNoise(GrowingNoise, FaultConfig):
                 f"({model.architecture}). Choose a mixture of experts, or fault=kernel_noise."
             )
 
-    def make_engine(
-        self, config: EngineConfig, model: Decoder, token_bytes: Sequence[bytes]
-    ) -> Engine:
+    def make_engine(self, config: EngineConfig, context: EngineContext) -> Engine:
         from lockstep.testing.faulty_engines import router_noise_engine
 
-        return router_noise_engine(self, _check_embedded(self, config), model, token_bytes)
+        return router_noise_engine(self, _check_embedded(self, config), context)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,12 +176,10 @@ class Bfloat16Sampling(FaultConfig):
                 "in it too. Choose dtype=float32."
             )
 
-    def make_engine(
-        self, config: EngineConfig, model: Decoder, token_bytes: Sequence[bytes]
-    ) -> Engine:
+    def make_engine(self, config: EngineConfig, context: EngineContext) -> Engine:
         from lockstep.testing.faulty_engines import bfloat16_engine
 
-        return bfloat16_engine(_check_embedded(self, config), model, token_bytes)
+        return bfloat16_engine(_check_embedded(self, config), context)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,12 +201,10 @@ class StaleWeights(FaultConfig):
     def check(self, *, model: ModelConfig, name: str, engine: EngineConfig, dtype: str) -> None:
         _check_embedded(self, engine)
 
-    def make_engine(
-        self, config: EngineConfig, model: Decoder, token_bytes: Sequence[bytes]
-    ) -> Engine:
+    def make_engine(self, config: EngineConfig, context: EngineContext) -> Engine:
         from lockstep.testing.faulty_engines import stale_engine
 
-        return stale_engine(self, _check_embedded(self, config), model, token_bytes)
+        return stale_engine(self, _check_embedded(self, config), context)
 
 
 def _check_embedded(fault: FaultConfig, engine: EngineConfig) -> EmbeddedConfig:

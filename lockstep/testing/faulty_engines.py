@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from lockstep.engines.base import Capabilities
+from lockstep.engines.base import Capabilities, EngineContext
 from lockstep.engines.config import EmbeddedConfig
 from lockstep.engines.embedded.engine import EmbeddedEngine
 from lockstep.errors import EngineError
@@ -22,35 +22,37 @@ Tensor = torch.Tensor
 
 
 def kernel_noise_engine(
-    fault: KernelNoise, config: EmbeddedConfig, model: Decoder, token_bytes: Sequence[bytes]
+    fault: KernelNoise, config: EmbeddedConfig, context: EngineContext
 ) -> NoisyEngine:
-    """Shares the parameters of `model`, and adds noise to its logits."""
+    """Shares the parameters of the trained decoder, and adds noise to its logits."""
     noise = Noise(fault)
-    noisy = with_noisy_head(model, noise, bias=fault.bias, seed=fault.seed)
-    return NoisyEngine(noisy, config, noise=noise, token_bytes=token_bytes)
+    noisy = with_noisy_head(context.model, noise, bias=fault.bias, seed=fault.seed)
+    return NoisyEngine(noisy, config, noise=noise, token_bytes=context.token_bytes)
 
 
 def router_noise_engine(
-    fault: RouterNoise, config: EmbeddedConfig, model: Decoder, token_bytes: Sequence[bytes]
+    fault: RouterNoise, config: EmbeddedConfig, context: EngineContext
 ) -> NoisyEngine:
-    """Shares the parameters of `model`, and adds noise to the logits of its routers."""
+    """Shares the parameters of the trained decoder, and adds noise to the logits of its routers."""
     noise = Noise(fault)
-    noisy = with_noisy_routers(model, noise)
-    return NoisyEngine(noisy, config, noise=noise, token_bytes=token_bytes)
+    noisy = with_noisy_routers(context.model, noise)
+    return NoisyEngine(noisy, config, noise=noise, token_bytes=context.token_bytes)
 
 
-def bfloat16_engine(
-    config: EmbeddedConfig, model: Decoder, token_bytes: Sequence[bytes]
-) -> CopyingEngine:
-    """Computes in bfloat16, over a copy of the weights of `model` that each sync casts anew."""
-    return CopyingEngine(_copy_of(model).to(torch.bfloat16), config, token_bytes=token_bytes)
+def bfloat16_engine(config: EmbeddedConfig, context: EngineContext) -> CopyingEngine:
+    """Computes in bfloat16, over a copy of the weights that each sync casts anew."""
+    return CopyingEngine(
+        _copy_of(context.model).to(torch.bfloat16), config, token_bytes=context.token_bytes
+    )
 
 
 def stale_engine(
-    fault: StaleWeights, config: EmbeddedConfig, model: Decoder, token_bytes: Sequence[bytes]
+    fault: StaleWeights, config: EmbeddedConfig, context: EngineContext
 ) -> StaleEngine:
     """Runs copies of the weights that it was given `fault.lag` versions ago."""
-    return StaleEngine(_copy_of(model), config, fault=fault, token_bytes=token_bytes)
+    return StaleEngine(
+        _copy_of(context.model), config, fault=fault, token_bytes=context.token_bytes
+    )
 
 
 def _copy_of(model: Decoder) -> Decoder:
@@ -81,7 +83,7 @@ class CopyingEngine(EmbeddedEngine):
 
     @property
     def capabilities(self) -> Capabilities:
-        return replace(super().capabilities, shares_weights=False)
+        return replace(super().capabilities, weight_sources=("tensors", "directory"))
 
     async def load_weights(self, source: Mapping[str, Any] | str | None, *, version: int) -> None:
         if source is None:

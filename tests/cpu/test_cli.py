@@ -416,11 +416,11 @@ def test_an_engine_of_ones_own_is_chosen_by_its_tag_and_gets_every_update(tmp_pa
         "class ApartEngine(EmbeddedEngine):\n"
         "    @property\n"
         "    def capabilities(self):\n"
-        "        return dataclasses.replace(super().capabilities, shares_weights=False)\n"
+        "        return dataclasses.replace(super().capabilities, weight_sources=('tensors',))\n"
         "@make_engine.register\n"
-        "def _(config: ApartConfig, model, token_bytes):\n"
+        "def _(config: ApartConfig, context):\n"
         "    settings = EmbeddedConfig(kv_cache_tokens=128 * config.pages)\n"
-        "    return ApartEngine(copy.deepcopy(model), settings, token_bytes=token_bytes)\n"
+        "    return ApartEngine(copy.deepcopy(context.model), settings)\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     path = tmp_path / "run"

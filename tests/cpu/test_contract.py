@@ -128,8 +128,8 @@ class ElsewhereConfig(EngineConfig):
 
 
 @make_engine.register
-def _(config: ElsewhereConfig, model, token_bytes):
-    return FakeEngine(lambda request: [1], vocab_size=model.config.vocab_size)
+def _(config: ElsewhereConfig, context):
+    return FakeEngine(lambda request: [1], vocab_size=context.vocab_size)
 
 
 def with_engine(config, **changes):

@@ -14,7 +14,7 @@ ROWS = [
     ["models", "correction", "report", "launch"],
     ["objectives"],
     ["engines", "training"],
-    ["agent"],
+    ["agent", "sync"],
     ["envs", "evaluation", "step_metrics", "testing"],
     ["run_config"],
     ["memory"],

@@ -139,10 +139,10 @@ def test_the_contract_is_refused_for_an_engine_that_is_given_merged_weights(
         "class MergingEngine(EmbeddedEngine):\n"
         "    @property\n"
         "    def capabilities(self):\n"
-        "        return dataclasses.replace(super().capabilities, shares_weights=False)\n"
+        "        return dataclasses.replace(super().capabilities, weight_sources=('tensors',))\n"
         "@make_engine.register\n"
-        "def _(config: MergingConfig, model, token_bytes):\n"
-        "    return MergingEngine(copy.deepcopy(model), EmbeddedConfig())\n"
+        "def _(config: MergingConfig, context):\n"
+        "    return MergingEngine(copy.deepcopy(context.model), EmbeddedConfig())\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     words = ["engine=merging", "--plugin", "merging_engine", "contract=true-on-policy"]

@@ -180,7 +180,8 @@ def test_the_trainers_forward_is_the_engines_prefill(process_settings, model, dt
         rows.append(Sample(id=str(i), token_ids=ids, loss_mask=np.arange(length) > 0))
 
     async def score_all(engine):
-        return await asyncio.gather(*(engine.score(row.token_ids) for row in rows))
+        scores = await asyncio.gather(*(engine.score(row.token_ids) for row in rows))
+        return [found.logprobs for found in scores]
 
     for (sampler, of_trainer), step_tokens in zip(THREADS, (8, 37, 130, 512), strict=True):
         torch.set_num_threads(of_trainer)
@@ -198,7 +199,8 @@ def test_the_engines_decode_steps_are_its_prefill(process_settings, model, dtype
     rows = play(trainer, seed=1)
 
     async def score_all(engine):
-        return await asyncio.gather(*(engine.score(row.token_ids) for row in rows))
+        scores = await asyncio.gather(*(engine.score(row.token_ids) for row in rows))
+        return [found.logprobs for found in scores]
 
     scores = asyncio.run(score_all(make_engine(trainer, page_size=128, max_step_tokens=100)))
     for row, found in zip(rows, scores, strict=True):

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from lockstep.config import resolve
+from lockstep.engines.base import EngineContext
 from lockstep.engines.config import EmbeddedConfig, EngineConfig
 from lockstep.engines.embedded.engine import EmbeddedEngine
 from lockstep.engines.registry import make_engine
@@ -153,7 +154,11 @@ def test_what_only_the_decoder_can_is_refused_by_name(tmp_path):
     with pytest.raises(ConfigError, match="recompute=blocks"):
         Trainer(ours, TrainerConfig(recompute="blocks"), like=tmp_path)
     with pytest.raises(CapabilityError, match="cannot run a FallbackModel"):
-        make_engine(EmbeddedConfig(), ours, ())
+        context = EngineContext(
+            model=ours, token_bytes=(), directory=tmp_path, vocab_size=64, max_tokens=64,
+            dtype="float32",
+        )  # fmt: skip
+        make_engine(EmbeddedConfig(), context)
 
 
 def test_tensors_that_transformers_would_fill_at_random_are_an_error(tmp_path):
@@ -185,13 +190,13 @@ class OutsideConfig(EngineConfig):
 class OutsideEngine(EmbeddedEngine):
     @property
     def capabilities(self):
-        return replace(super().capabilities, shares_weights=False)
+        return replace(super().capabilities, weight_sources=("tensors",))
 
 
 @make_engine.register
-def _(config: OutsideConfig, model, token_bytes):
+def _(config: OutsideConfig, context):
     decoder = load_checkpoint(locate_model("tiny-qwen3"))
-    return OutsideEngine(decoder, EmbeddedConfig(), token_bytes=token_bytes)
+    return OutsideEngine(decoder, EmbeddedConfig(), token_bytes=context.token_bytes)
 
 
 def test_a_run_trains_through_transformers_with_an_engine_that_is_sent_its_weights(tmp_path):

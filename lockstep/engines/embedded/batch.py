@@ -41,6 +41,8 @@ class Sequence:
     ids: Int32Array
     """What is to be prefilled: the prompt, and after a preemption what was sampled since."""
     is_score: bool = False
+    first_scored: int = 1
+    """The first of its ids whose score is wanted: keys before its predictor may be reused."""
     scores: Float32Array | None = None
     lease: Lease | None = None
     row: int = -1

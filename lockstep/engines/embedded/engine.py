@@ -23,7 +23,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from lockstep.engines.base import Capabilities
+from lockstep.engines.base import Capabilities, Scores
 from lockstep.engines.config import EmbeddedConfig
 from lockstep.engines.embedded.batch import Chunk, Rows, Sequence, build_inputs
 from lockstep.engines.embedded.kv_cache import PagedCache, ResidentCache
@@ -160,7 +160,7 @@ class EmbeddedEngine:
         self.stats = EngineStats()
         self._replies: OrderedDict[str, _Reply] = OrderedDict()
         self._reply_of: dict[Sequence, _Reply] = {}
-        self._scoring: dict[Sequence, tuple[asyncio.Future[Float32Array], float]] = {}
+        self._scoring: dict[Sequence, tuple[asyncio.Future[Scores], float]] = {}
         self._watched: dict[Sequence, None] = {}
         """Requests that are looked at after every token: stop strings, streams."""
         self._num_arrived = 0
@@ -185,7 +185,11 @@ class EmbeddedEngine:
             has_score=True,
             has_support=True,
             has_routed_experts=self._model.config.is_moe,
-            shares_weights=self._model is self._shared,
+            weight_sources=(
+                *(("shared",) if self._model is self._shared else ()),
+                "tensors",
+                "directory",
+            ),
             fingerprint=self._fingerprint_text,
         )
 
@@ -221,8 +225,10 @@ class EmbeddedEngine:
         distribution: Distribution = "model",
         temperature: float = 1.0,
         priority: int = 0,
-    ) -> Float32Array:
-        """As the protocol says. Nothing is taken from the prefix cache, nor left there."""
+        first: int = 1,
+        affinity: str = "",
+    ) -> Scores:
+        """As the protocol says. Nothing is left in the prefix cache."""
         if distribution == "sampled":
             raise CapabilityError(
                 "score: the distribution after top-p and top-k cannot be scored; expected 'model' "
@@ -235,14 +241,16 @@ class EmbeddedEngine:
             raise EngineError(
                 f"score: the text has {len(ids)} tokens; the engine holds {self.max_tokens}."
             )
+        if first < 1:
+            raise EngineError(f"score: first={first} must be at least 1: nothing predicts id 0.")
         scores = np.full(len(ids), np.nan, np.float32)
-        if len(ids) < 2:
-            return scores
+        if len(ids) <= first:
+            return self._scores(scores, num_cached=0, num_prefilled=0)
         request = Request(
             id="score", prompt_ids=ids, sampling=SamplingParams(max_tokens=1), priority=priority
         )
         sequence = self._arrived(request, ids, limit=0)
-        sequence.is_score, sequence.scores = True, scores
+        sequence.is_score, sequence.first_scored, sequence.scores = True, first, scores
         future = asyncio.get_running_loop().create_future()
         self._scoring[sequence] = (future, temperature if distribution == "tempered" else 1.0)
         self._scheduler.add(sequence)
@@ -253,6 +261,15 @@ class EmbeddedEngine:
             if sequence in self._scoring:  # cancelled
                 del self._scoring[sequence]
                 self._scheduler.remove(sequence)
+
+    def _scores(self, values: Float32Array, *, num_cached: int, num_prefilled: int) -> Scores:
+        return Scores(
+            logprobs=values,
+            policy_version=self._version,
+            num_cached_tokens=num_cached,
+            num_prefilled_tokens=num_prefilled,
+            fingerprint=self._fingerprint_text,
+        )
 
     async def abort(self, request_id: str) -> None:
         reply = self._replies.get(request_id)
@@ -550,7 +567,11 @@ class EmbeddedEngine:
             self._scheduler.remove(sequence)
             self._has_finished = True
             if not future.done() and sequence.scores is not None:
-                future.set_result(sequence.scores)
+                scores, num_cached = sequence.scores, max(sequence.num_cached, 0)
+                scores[: sequence.first_scored] = np.nan
+                num_prefilled = sequence.num_to_compute - num_cached
+                found = self._scores(scores, num_cached=num_cached, num_prefilled=num_prefilled)
+                future.set_result(found)
 
     # -- after a step -------------------------------------------------------------------------
 

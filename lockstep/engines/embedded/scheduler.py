@@ -134,8 +134,8 @@ class Scheduler:
                 continue
             lease = None
             if self.num_running < self.max_sequences:
-                reuse = 0 if sequence.is_score else len(sequence.ids) - 1
-                lease = self.cache.open(sequence.ids[: sequence.num_to_compute], reuse=reuse)
+                reuse = sequence.first_scored if sequence.is_score else len(sequence.ids)
+                lease = self.cache.open(sequence.ids[: sequence.num_to_compute], reuse=reuse - 1)
             if lease is None:
                 if not self.num_running:
                     break

@@ -86,7 +86,9 @@ class Broken(EmbeddedEngine):
 
     async def score(self, token_ids, **how):
         found = await super().score(token_ids, **how)
-        return np.roll(found, 1) if self.fault == "score" else found
+        if self.fault == "score":
+            found = replace(found, logprobs=np.roll(found.logprobs, 1))
+        return found
 
     async def abort(self, request_id):
         if self.fault != "abort":

@@ -393,16 +393,36 @@ def test_score_is_the_packed_forward_beside_running_requests(kind, budget):
 
     *scores, tempered, _ = asyncio.run(run())
     for ids, found in zip(texts, scores, strict=True):
-        np.testing.assert_allclose(found, packed_logprobs(model, ids), atol=2e-5)
+        np.testing.assert_allclose(found.logprobs, packed_logprobs(model, ids), atol=2e-5)
     wanted = packed_logprobs(model, texts[1], temperature=0.5)
-    np.testing.assert_allclose(tempered, wanted, atol=2e-5)
+    np.testing.assert_allclose(tempered.logprobs, wanted, atol=2e-5)
     assert engine.stats.scored_tokens == 1 + 19 + 44 + 19
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_late_score_takes_what_lies_before_from_the_cache(kind):
+    model, ids = make_model(kind), prompt(40)
+    engine = make_engine(model)
+
+    async def run():
+        sampled, _ = await reply_of(engine, request("a", ids, max_tokens=9))
+        path = np.concatenate([ids, sampled]).astype(np.int32)
+        return path, [await engine.score(path, first=first) for first in (1, 17, 40, 49)]
+
+    path, scores = asyncio.run(run())
+    wanted = packed_logprobs(model, path)
+    for first, found in zip((1, 17, 40), scores, strict=False):
+        np.testing.assert_allclose(found.logprobs[first:], wanted[first:], atol=2e-5)
+        assert np.isnan(found.logprobs[:first]).all()
+        assert found.num_cached_tokens == first - 1
+        assert found.num_cached_tokens + found.num_prefilled_tokens == len(path) - 1
+    assert np.isnan(scores[3].logprobs).all() and scores[3].num_prefilled_tokens == 0
 
 
 def test_short_texts_have_no_scores():
     engine = make_engine()
-    assert asyncio.run(engine.score(np.array([], np.int32))).tolist() == []
-    assert np.isnan(asyncio.run(engine.score(prompt(1)))).all()
+    assert asyncio.run(engine.score(np.array([], np.int32))).logprobs.tolist() == []
+    assert np.isnan(asyncio.run(engine.score(prompt(1))).logprobs).all()
 
 
 # -- weights ----------------------------------------------------------------------------------
@@ -631,7 +651,7 @@ def test_a_request_whose_numbers_break_fails_alone_and_leaves_no_trace():
     assert isinstance(failed, EngineError)
     assert "request bad: sampled token 0" in str(failed) and "version 0" in str(failed)
     assert isinstance(unscored, EngineError) and "not finite" in str(unscored)
-    assert np.isfinite(scored[1:]).all()
+    assert np.isfinite(scored.logprobs[1:]).all()
     assert engine.stats.failed_requests == 1
     after = ask(engine, *(request(f"n{i}", good, seed=i, stop_ids=(poison,)) for i in range(9)))
     assert all(np.isfinite(d.logprobs).all() for d in after)

@@ -95,7 +95,7 @@ def rescore(engine, rows, times):
 
     async def run():
         return [
-            np.concatenate([(await engine.score(r.token_ids))[r.loss_mask] for r in rows])
+            np.concatenate([(await engine.score(r.token_ids)).logprobs[r.loss_mask] for r in rows])
             for _ in range(times)
         ]
 
