@@ -80,9 +80,7 @@ def check_config(config: Config, *, is_training: bool = True) -> Foundation:
     if config.fallback:
         _check_fallback(config)
     elif config.fault is not None and isinstance(foundation.model, ModelConfig):
-        config.fault.check(
-            model=foundation.model, name=config.model, engine=config.engine, dtype=config.dtype
-        )
+        config.fault.check(model=foundation.model, name=config.model, engine=config.engine)
     if config.contract == TRUE_ON_POLICY and (reason := why_no_contract(config)):
         raise ConfigError(f"contract={TRUE_ON_POLICY} cannot be kept: {reason}.")
     if config.correction.behaviour == "averaged" and config.agent.is_truncated:
@@ -375,4 +373,9 @@ def why_no_contract(config: Config) -> str:
         return f"the fault {tag(type(config.fault))} is injected, which breaks it on purpose"
     if config.contract == "auto" and type(config.engine) is not EmbeddedConfig:
         return f"engine={tag(type(config.engine))} does not sample with this process's own ops"
+    if isinstance(config.engine, EmbeddedConfig) and config.engine.dtype not in (
+        "same",
+        config.dtype,
+    ):
+        return f"engine.dtype={config.engine.dtype} is not the trainer's {config.dtype}"
     return ""

@@ -55,7 +55,7 @@ PACKED_ELEMENTS = 1 << 14  # ops.invariant.PACKED_SIZE
 PROCESS, FREED = "process", "freed, not returned"
 """Parts that no setting makes smaller."""
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,8 +81,9 @@ class ModelChoice:
     """Of tasks, sampling and everything else that is drawn."""
     max_tokens: int = 512
     """Longest row: prompt, sampled and observed tokens of one episode."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """What the model computes in, on both sides. The optimizer keeps float32 masters."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """What the trainer computes in, and the sampler unless engine.dtype says otherwise. The
+    optimizer keeps float32 masters; float16 gradients are scaled (trainer.loss_scale)."""
     threads: int = 1
     """CPU threads of torch."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

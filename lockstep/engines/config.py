@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from lockstep.errors import ConfigError
+
+SampleDtype = Literal["same", "float32", "bfloat16", "float16"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +29,9 @@ class EmbeddedConfig(EngineConfig):
 
     can_record_routes: ClassVar[bool] = True
 
+    dtype: SampleDtype = "same"
+    """What the sampler computes in; same is the trainer's. Another one samples from a copy of the
+    weights, cast at every sync: the contract is then off, and the gap measured."""
     max_num_sequences: int = 64
     """Requests that run at the same time; more wait. A step with 64 costs little
     more than one with 1."""

@@ -28,8 +28,11 @@ def make_engine(config: object, context: EngineContext) -> Engine:
 
 @make_engine.register
 def _(config: EmbeddedConfig, context: EngineContext) -> Engine:
+    import torch
+
     from lockstep.engines.embedded.engine import EmbeddedEngine
     from lockstep.models.decoder import Decoder
+    from lockstep.models.hf_io import copy_decoder
 
     model = context.model
     if not isinstance(model, Decoder):
@@ -37,7 +40,10 @@ def _(config: EmbeddedConfig, context: EngineContext) -> Engine:
             f"engine embedded runs the decoder, and cannot run a {type(model).__name__}: choose an "
             "engine outside of this process."
         )
-    return EmbeddedEngine(model, config, token_bytes=context.token_bytes)
+    if config.dtype in ("same", context.dtype):
+        return EmbeddedEngine(model, config, token_bytes=context.token_bytes)
+    own = copy_decoder(model, dtype=getattr(torch, config.dtype))
+    return EmbeddedEngine(own, config, token_bytes=context.token_bytes, is_shared=False)
 
 
 def check_capabilities(

@@ -314,6 +314,29 @@ def check_tensors(
         )
 
 
+def decoder_like(
+    model: Decoder,
+    tensors: Mapping[str, Any],
+    *,
+    where: str,
+    dtype: torch.dtype | None = None,
+) -> Decoder:
+    """A decoder without gradients, of the shapes and on the device of `model`, with these weights.
+
+    dtype: None is that of `model`. Raises CheckpointError as `load_weights` does.
+    """
+    with torch.device("meta"):
+        made = Decoder(model.config)
+    made = made.to(dtype or model.embedding.dtype).to_empty(device=model.embedding.device)
+    load_weights(made, tensors, where=where)
+    return made.requires_grad_(False)
+
+
+def copy_decoder(model: Decoder, *, dtype: torch.dtype | None = None) -> Decoder:
+    """`decoder_like` with the weights of `model` itself, its adapter merged into them."""
+    return decoder_like(model, dict(hf_tensors(model)), where="a copy of the model", dtype=dtype)
+
+
 def load_weights(
     model: Decoder, tensors: Mapping[str, Tensor | StoredTensor], *, where: str
 ) -> None:

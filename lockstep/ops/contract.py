@@ -18,7 +18,7 @@ ContractChoice = Literal["auto", "true-on-policy", "none"]
 """auto: take the contract if the machine can keep it, else say why not and go on without."""
 
 TRUE_ON_POLICY = "true-on-policy"
-COVERED_DTYPES = ("float32", "bfloat16")
+COVERED_DTYPES = ("float32", "bfloat16", "float16")
 
 ADVICE: dict[str, str] = {
     "ops": "sample and train over the same backend of `lockstep.ops`",
@@ -57,7 +57,7 @@ class Fingerprint:
     head_quantum: int = 1
     """The same in attention."""
     gemm: str = "native"
-    """native, or float32: bfloat16 products computed there."""
+    """native, or float32: products of fewer bits computed there."""
     logprobs: str = "float32 log_softmax"
     """The function that turns logits into log-probs."""
     adapter: str = "none"

@@ -70,6 +70,11 @@ class Rules:
     """bfloat16 GEMMs are computed in float32 and rounded once at the end. Where the CPU has no
     bfloat16 arithmetic this is several times faster than the stock kernel."""
 
+    def widens(self, dtype: torch.dtype) -> bool:
+        """Whether GEMMs of this dtype are computed in float32. float16 ones are on every CPU: few
+        have the arithmetic, and sums in it overflow."""
+        return dtype == torch.float16 or (dtype == torch.bfloat16 and self.is_widening)
+
 
 def ask_for_reproducible_gemm() -> None:
     """Asks Intel's MKL for sums whose order does not depend on rows or threads.
@@ -125,7 +130,7 @@ class InvariantOps:
         extra = -M % self.rules.row_quantum
         if extra:
             x_MK = F.pad(x_MK, (0, 0, 0, extra))
-        is_wide = dtype == torch.bfloat16 and self.rules.is_widening
+        is_wide = self.rules.widens(dtype)
         if self._reads_packed(M, weight_NK, is_wide or dtype == torch.float32):
             packed, weight_NK = self._packed.of(weight_NK, owner, index)
             if is_wide:
@@ -173,7 +178,7 @@ class InvariantOps:
         self, x_RK: Tensor, weight_ENK: Tensor, bias_EN: Tensor | None, counts: list[int]
     ) -> Tensor:
         rows, quantum = counts[0], self.rules.row_quantum
-        is_wide = x_RK.dtype == torch.bfloat16 and self.rules.is_widening
+        is_wide = self.rules.widens(x_RK.dtype)
         if rows and rows <= PACKED_ROWS and not is_wide and counts.count(rows) == len(weight_ENK):
             x_EMK = x_RK.view(len(weight_ENK), rows, -1)
             if extra := -rows % quantum:
@@ -286,8 +291,8 @@ Gemm = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
 def _widen(dtype: torch.dtype, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """As float32 where bfloat16 products would be emulated: gradients of few bits gain nothing."""
-    if dtype == torch.bfloat16 and not has_bfloat16_arithmetic():
+    """As float32 where the products would be emulated: gradients of few bits gain nothing."""
+    if Rules(is_widening=not has_bfloat16_arithmetic()).widens(dtype):
         return tuple(t.float() for t in tensors)
     return tensors
 

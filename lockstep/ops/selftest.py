@@ -380,7 +380,7 @@ def fingerprint(dtype: torch.dtype, device: torch.device) -> Fingerprint:
         rules = backend.rules
         found = replace(
             found, row_quantum=rules.row_quantum, head_quantum=rules.head_quantum,
-            gemm="float32" if rules.is_widening and dtype == torch.bfloat16 else "native",
+            gemm="float32" if rules.widens(dtype) else "native",
         )  # fmt: skip
     return found
 

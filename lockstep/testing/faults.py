@@ -51,10 +51,10 @@ class FaultConfig:
     'doubled_rows'
     """
 
-    def check(self, *, model: ModelConfig, name: str, engine: EngineConfig, dtype: str) -> None:
+    def check(self, *, model: ModelConfig, name: str, engine: EngineConfig) -> None:
         """Raises ConfigError if this fault cannot be injected into such a run.
 
-        Called before a model is loaded. name: the setting `model`. dtype: what it computes in.
+        Called before a model is loaded. name: the setting `model`.
         """
 
     def make_engine(self, config: EngineConfig, context: EngineContext) -> Engine:
@@ -136,13 +136,13 @@ class KernelNoise(GrowingNoise, FaultConfig):
         if not 0 <= self.bias < math.inf:
             raise ConfigError(f"bias={self.bias} must be a finite number of at least 0.")
 
-    def check(self, *, model: ModelConfig, name: str, engine: EngineConfig, dtype: str) -> None:
-        _check_embedded(self, engine)
+    def check(self, *, model: ModelConfig, name: str, engine: EngineConfig) -> None:
+        _check_shared(self, engine)
 
     def make_engine(self, config: EngineConfig, context: EngineContext) -> Engine:
         from lockstep.testing.faulty_engines import kernel_noise_engine
 
-        return kernel_noise_engine(self, _check_embedded(self, config), context)
+        return kernel_noise_engine(self, _check_shared(self, config), context)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,8 +150,8 @@ class RouterNoise(GrowingNoise, FaultConfig):
     """Gaussian noise on the logits of every router, in the sampler only: near a tie a token goes to
     other experts than in the trainer. Keys and values that are cached have it too."""
 
-    def check(self, *, model: ModelConfig, name: str, engine: EngineConfig, dtype: str) -> None:
-        _check_embedded(self, engine)
+    def check(self, *, model: ModelConfig, name: str, engine: EngineConfig) -> None:
+        _check_shared(self, engine)
         if not model.is_moe:
             raise ConfigError(
                 f"fault=router_noise needs a model with a router; model={name} is dense "
@@ -161,25 +161,7 @@ class RouterNoise(GrowingNoise, FaultConfig):
     def make_engine(self, config: EngineConfig, context: EngineContext) -> Engine:
         from lockstep.testing.faulty_engines import router_noise_engine
 
-        return router_noise_engine(self, _check_embedded(self, config), context)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Bfloat16Sampling(FaultConfig):
-    """The sampler computes in bfloat16, over a copy of the weights that is cast at each sync."""
-
-    def check(self, *, model: ModelConfig, name: str, engine: EngineConfig, dtype: str) -> None:
-        _check_embedded(self, engine)
-        if dtype == "bfloat16":
-            raise ConfigError(
-                "fault=bfloat16_sampling changes nothing with dtype=bfloat16: the trainer computes "
-                "in it too. Choose dtype=float32."
-            )
-
-    def make_engine(self, config: EngineConfig, context: EngineContext) -> Engine:
-        from lockstep.testing.faulty_engines import bfloat16_engine
-
-        return bfloat16_engine(_check_embedded(self, config), context)
+        return router_noise_engine(self, _check_shared(self, config), context)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,7 +180,7 @@ class StaleWeights(FaultConfig):
         if self.lag < 0:
             raise ConfigError(f"lag={self.lag} must be at least 0.")
 
-    def check(self, *, model: ModelConfig, name: str, engine: EngineConfig, dtype: str) -> None:
+    def check(self, *, model: ModelConfig, name: str, engine: EngineConfig) -> None:
         _check_embedded(self, engine)
 
     def make_engine(self, config: EngineConfig, context: EngineContext) -> Engine:
@@ -217,6 +199,16 @@ def _check_embedded(fault: FaultConfig, engine: EngineConfig) -> EmbeddedConfig:
     return engine
 
 
+def _check_shared(fault: FaultConfig, engine: EngineConfig) -> EmbeddedConfig:
+    embedded = _check_embedded(fault, engine)
+    if embedded.dtype != "same":
+        raise ConfigError(
+            f"fault={tag(type(fault))} is on the trainer's own decoder; engine.dtype="
+            f"{embedded.dtype} samples from a copy. Leave engine.dtype out."
+        )
+    return embedded
+
+
 # -- the trainer differs from the sampler ----------------------------------------------------------
 
 
@@ -224,7 +216,7 @@ def _check_embedded(fault: FaultConfig, engine: EngineConfig) -> EmbeddedConfig:
 class _SinkFault(FaultConfig):
     """Base of what a training kernel gets wrong about attention sinks."""
 
-    def check(self, *, model: ModelConfig, name: str, engine: EngineConfig, dtype: str) -> None:
+    def check(self, *, model: ModelConfig, name: str, engine: EngineConfig) -> None:
         if not model.has_sinks:
             raise ConfigError(
                 f"fault={tag(type(self))} needs a model with attention sinks; model={name} "

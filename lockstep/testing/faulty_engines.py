@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from copy import deepcopy
-from dataclasses import replace
 from typing import Any
 
 import torch
 
-from lockstep.engines.base import Capabilities, EngineContext
+from lockstep.engines.base import EngineContext
 from lockstep.engines.config import EmbeddedConfig
 from lockstep.engines.embedded.engine import EmbeddedEngine
 from lockstep.errors import EngineError
 from lockstep.models.decoder import Decoder
-from lockstep.models.hf_io import read_tensors
+from lockstep.models.hf_io import copy_decoder, read_tensors
 from lockstep.testing.faults import KernelNoise, RouterNoise, StaleWeights
 from lockstep.testing.faulty_decoders import Noise, with_noisy_head, with_noisy_routers
 
@@ -39,24 +37,13 @@ def router_noise_engine(
     return NoisyEngine(noisy, config, noise=noise, token_bytes=context.token_bytes)
 
 
-def bfloat16_engine(config: EmbeddedConfig, context: EngineContext) -> CopyingEngine:
-    """Computes in bfloat16, over a copy of the weights that each sync casts anew."""
-    return CopyingEngine(
-        _copy_of(context.model).to(torch.bfloat16), config, token_bytes=context.token_bytes
-    )
-
-
 def stale_engine(
     fault: StaleWeights, config: EmbeddedConfig, context: EngineContext
 ) -> StaleEngine:
     """Runs copies of the weights that it was given `fault.lag` versions ago."""
-    return StaleEngine(
-        _copy_of(context.model), config, fault=fault, token_bytes=context.token_bytes
-    )
-
-
-def _copy_of(model: Decoder) -> Decoder:
-    return deepcopy(model).requires_grad_(False)
+    dtype = None if config.dtype == "same" else getattr(torch, config.dtype)
+    own = copy_decoder(context.model, dtype=dtype)
+    return StaleEngine(own, config, fault=fault, token_bytes=context.token_bytes)
 
 
 class NoisyEngine(EmbeddedEngine):
@@ -78,23 +65,7 @@ class NoisyEngine(EmbeddedEngine):
         self._noise.begin(version)
 
 
-class CopyingEngine(EmbeddedEngine):
-    """An engine over a copy of the weights, in its own dtype; each sync hands it all of them."""
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return replace(super().capabilities, weight_sources=("tensors", "directory"))
-
-    async def load_weights(self, source: Mapping[str, Any] | str | None, *, version: int) -> None:
-        if source is None:
-            raise EngineError(
-                "load_weights: this engine has a copy of the weights; expected named tensors or a "
-                "checkpoint directory, found None."
-            )
-        await super().load_weights(source, version=version)
-
-
-class StaleEngine(CopyingEngine):
+class StaleEngine(EmbeddedEngine):
     """An engine that is given every version of the weights, and runs an older one."""
 
     def __init__(
@@ -105,7 +76,7 @@ class StaleEngine(CopyingEngine):
         fault: StaleWeights,
         token_bytes: Sequence[bytes],
     ) -> None:
-        super().__init__(model, config, token_bytes=token_bytes)
+        super().__init__(model, config, token_bytes=token_bytes, is_shared=False)
         self._fault = fault
         self._weights: dict[int, dict[str, Tensor]] = {}
         """version -> tensors: the one that runs first, then those that will."""

@@ -151,8 +151,9 @@ def test_an_engine_that_cannot_tell_its_numerics_is_refused_by_name():
 
 
 def test_an_engine_of_another_dtype_is_refused_with_both():
-    with pytest.raises(ConfigError, match="dtype is 'bfloat16' there and 'float32' here"):
-        numerics_of("contract=true-on-policy", "fault=bfloat16_sampling")
+    with pytest.raises(ConfigError, match=r"engine\.dtype=bfloat16 is not the trainer's float32"):
+        numerics_of("contract=true-on-policy", "engine.dtype=bfloat16")
+    assert "engine.dtype=float16" in numerics_of("engine.dtype=float16").line
 
 
 def test_auto_does_not_stop_a_run_that_is_broken_on_purpose(tmp_path):

@@ -30,7 +30,7 @@ from lockstep.engines.embedded.kv_cache import PagedCache, ResidentCache
 from lockstep.engines.embedded.scheduler import Scheduler
 from lockstep.errors import CapabilityError, ConfigError, EngineError
 from lockstep.models.decoder import Decoder
-from lockstep.models.hf_io import load_weights, read_tensors
+from lockstep.models.hf_io import decoder_like, read_tensors
 from lockstep.models.moe import Routing
 from lockstep.ops.api import active_backend
 from lockstep.ops.selftest import fingerprint
@@ -104,7 +104,8 @@ class EmbeddedEngine:
     """`Engine` over a `Decoder`. Knows ids only.
 
     token_bytes: the bytes of each id, for stop strings; without it they are refused.
-    The model's parameters may be trained in place between steps: call `load_weights(None,
+    is_shared: the model is the trainer's; otherwise the engine's own, and weights must be handed
+    over. A shared one's parameters may be trained in place between steps: call `load_weights(None,
     version=v)` after every update, or cached keys and values of older weights would be used.
 
     >>> engine = EmbeddedEngine(model, EmbeddedConfig())                        # doctest: +SKIP
@@ -118,6 +119,7 @@ class EmbeddedEngine:
         *,
         token_bytes: Seq[bytes] | None = None,
         version: int = 0,
+        is_shared: bool = True,
     ) -> None:
         shape = model.config
         if token_bytes is not None and len(token_bytes) > shape.vocab_size:
@@ -125,7 +127,8 @@ class EmbeddedEngine:
                 f"token_bytes has {len(token_bytes)} entries; the model's vocabulary has "
                 f"{shape.vocab_size}. The tokenizer of another model?"
             )
-        self._shared = self._model = model
+        self._model = model
+        self._shared = model if is_shared else None
         self._config, self._token_bytes, self._version = config, token_bytes, version
         num_pages = config.kv_cache_tokens // config.page_size
         self.max_tokens = min(shape.max_positions, num_pages * config.page_size)
@@ -288,13 +291,18 @@ class EmbeddedEngine:
         self._drive()
 
     async def load_weights(self, source: Mapping[str, Any] | str | None, *, version: int) -> None:
-        """None takes the shared model's parameters as they are; named tensors (Hugging Face names)
+        """None takes a shared model's parameters as they are; named tensors (Hugging Face names)
         or a checkpoint directory become a copy of the engine's own, whole or not at all.
 
         While paused, requests keep their keys and values until `resume` says what becomes of them.
         """
         self._check_open()
         if source is None:
+            if self._shared is None:
+                raise EngineError(
+                    "load_weights: this engine has a copy of the weights; expected named tensors "
+                    "or a checkpoint directory, found None."
+                )
             self._model = self._shared
             # A fused optimizer writes without telling: what was made of the old values must go.
             torch.autograd.graph.increment_version(list(self._shared.parameters()))
@@ -761,13 +769,8 @@ class EmbeddedEngine:
             self._resident.drop()
 
     def _copy_with(self, source: Mapping[str, Any] | str) -> Decoder:
-        shared = self._shared
         if isinstance(source, str | Path):
             tensors, where = read_tensors(source), str(source)
         else:
             tensors, where = source, "load_weights"
-        with torch.device("meta"):
-            model = Decoder(shared.config)
-        model = model.to(shared.embedding.dtype).to_empty(device=shared.embedding.device)
-        load_weights(model, tensors, where=where)
-        return model.requires_grad_(False)
+        return decoder_like(self._model, tensors, where=where)

@@ -108,7 +108,7 @@ def test_stock_ops_do_not_pass():
 
 def test_a_dtype_that_the_contract_does_not_cover_is_declined():
     proof = prove(make_model().to(torch.float64))
-    assert proof.failure == "dtype float64 is not covered; covered are float32, bfloat16"
+    assert proof.failure == "dtype float64 is not covered; covered are float32, bfloat16, float16"
 
 
 def test_a_model_that_computes_outside_of_the_api_is_declined_by_the_ops_name():

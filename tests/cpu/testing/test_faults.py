@@ -84,7 +84,7 @@ def turns_of(row, *turns):
 
 def test_every_fault_is_a_choice_of_one_setting():
     assert set(choices(FaultConfig | None)) >= {
-        "kernel_noise", "router_noise", "bfloat16_sampling", "stale_weights", "retokenized_rows",
+        "kernel_noise", "router_noise", "stale_weights", "retokenized_rows",
         "shifted_logprobs", "dropped_final_tokens", "ignored_sinks", "detached_sinks",
     }  # fmt: skip
     config = resolve(find_recipe("quickstart"), ["fault=kernel_noise", "fault.std=0.01"])
@@ -113,7 +113,7 @@ def test_the_plan_says_that_a_fault_is_injected():
         ),
         (["fault=ignored_sinks", "model=tiny-qwen3"], r"model=tiny-qwen3 \(qwen3\) has none"),
         (["fault=kernel_noise", "fault.std=1", "engine=elsewhere"], "engine=elsewhere runs one of"),
-        (["fault=bfloat16_sampling", "dtype=bfloat16"], "changes nothing with dtype=bfloat16"),
+        (["fault=kernel_noise", "fault.std=1", "engine.dtype=bfloat16"], "samples from a copy"),
         (["fault=kernel_noise"], r"fault: the settings \['std'\] have no value"),
         (["fault=kernel_noise", "fault.std=-1"], "fault: std=-1.0 must be a finite number"),
         (["fault=router_noise", "fault.std=inf"], "fault: std=inf must be a finite number"),

@@ -235,29 +235,6 @@ def test_the_sizes_that_are_told_of_large_models_can_be_reached(words, gap, vari
     assert variance / 10 < scores.var(0, ddof=1).mean() < variance * 10
 
 
-# -- bfloat16 --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("model", MODELS)
-def test_a_bfloat16_sampler_follows_every_update_and_rounds(model):
-    step = play(f"model={model}", "fault=bfloat16_sampling")
-    engine = step.parts.engine
-    assert not engine.capabilities.shares_weights
-    assert engine._model.embedding.dtype == torch.bfloat16
-    assert step.parts.model.embedding.dtype == torch.float32
-    # bfloat16 has 8 bits: logits of size 10 move by some 1e-2, log-probs too, and k3 by its square.
-    assert 1e-6 < step.measure()["mismatch/k3"] < 1e-3
-    with torch.no_grad():
-        step.parts.model.embedding.add_(0.1 * torch.randn_like(step.parts.model.embedding))
-    assert step.measure()["mismatch/k3"] > 1e-3
-    asyncio.run(sync(step.parts, 1))
-    exact = [v[~np.isnan(v)] for v in step.parts.trainer.forward(step.rows[:4], column=None)]
-    gap = rescore(engine, step.rows[:4], 1)[0] - np.concatenate(exact)
-    assert 1e-6 < (gap**2).mean() / 2 < 1e-2
-    with pytest.raises(EngineError, match="has a copy of the weights; expected named tensors"):
-        asyncio.run(engine.load_weights(None, version=2))
-
-
 # -- stale weights ---------------------------------------------------------------------------------
 
 
