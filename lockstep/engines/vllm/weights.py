@@ -1,0 +1,160 @@
+"""New weights in a vLLM model that runs, equal to a fresh engine's; runs inside vLLM's worker.
+
+vLLM's own `reload_weights` is exact for dense models only (0.32, CPU): experts of Qwen3-MoE are not
+packed again, and gpt-oss' sinks and experts keep their old values with no more than a warning. Here
+every packed parameter gets the checkpoint's layout back, the model's own loader fills it, and what
+follows a load at the start of an engine follows here. What that does not cover is refused before
+anything is written, so that the engine can be started again instead.
+
+Guard: tests/vllm/test_weights.py.
+"""
+
+# pyright: reportMissingImports=false
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
+    UnquantizedFusedMoEMethod,
+)
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor
+from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
+from vllm.model_executor.model_loader.utils import process_weights_after_loading
+from vllm.platforms import current_platform
+
+from lockstep.errors import CapabilityError, CheckpointError, EngineError
+
+FAMILIES = ("gpt_oss", "llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
+"""Model types that an update was compared for with a fresh engine of the new weights."""
+
+PLAIN_LAYERS = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod, UnquantizedFusedMoEMethod)
+"""What may hold weights: their layout in memory is known, and no scale is derived from them."""
+
+UNPACKED_BACKENDS = (UnquantizedMoeBackend.TRITON, UnquantizedMoeBackend.BATCHED_TRITON)
+"""Kernels that read experts as a checkpoint has them, so that a GPU needs no unpacking."""
+
+
+def read_checkpoint(directory: str | Path) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) of every tensor in the directory's safetensors files, one at a time."""
+    files = sorted(Path(directory).glob("*.safetensors"))
+    if not files:
+        raise CheckpointError(f"{directory} has no *.safetensors file to update an engine from.")
+    for path in files:
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 (no mapping: it cannot be iterated)
+                yield name, file.get_tensor(name)
+
+
+def why_not_in_place(model: nn.Module, vllm_config: Any) -> str:
+    """Why this model's weights cannot be replaced while it runs; empty if they can."""
+    kind = vllm_config.model_config.hf_config.model_type
+    if kind not in FAMILIES:
+        return f"a model of type {kind}; known are {', '.join(FAMILIES)}"
+    if vllm_config.lora_config is not None:
+        return "an engine with adapters wraps its layers: publish the adapter instead"
+    parallel = vllm_config.parallel_config
+    if parallel.enable_eplb:
+        return "experts that vLLM moves between devices (enable_eplb)"
+    for name, module in model.named_modules():
+        method = getattr(module, "quant_method", None)
+        if method is None:
+            continue
+        if not isinstance(method, PLAIN_LAYERS):
+            return f"{name} is computed by {type(method).__name__}: quantised?"
+        if current_platform.is_cpu() or not isinstance(method, UnquantizedFusedMoEMethod):
+            continue
+        if method.unquantized_backend not in UNPACKED_BACKENDS:
+            return f"{name} packs its experts for {method.unquantized_backend.value}"
+    return ""
+
+
+@torch.no_grad()
+def update_weights(
+    model: nn.Module, vllm_config: Any, weights: Iterable[tuple[str, Tensor]]
+) -> None:
+    """Puts `weights`, all of a checkpoint's (Hugging Face name, tensor), in place of the model's.
+
+    What was computed with the old ones (cached prefixes) is the caller's to drop. No step may run
+    meanwhile. Takes at most as much memory again as the model, on a CPU; none on a GPU.
+
+    Raises CapabilityError, and has changed nothing, where the result would not equal a fresh
+    engine's; EngineError if some weight is missing or misshapen: the model is then half new, and
+    its engine must be started again.
+    """
+    if reason := why_not_in_place(model, vllm_config):
+        raise CapabilityError(
+            f"vLLM cannot take new weights while it runs: {reason}. The engine must be started "
+            "again from a checkpoint of them."
+        )
+    tied = _tied_parameters(model)
+    wanted = {name for name, _ in model.named_parameters()}
+    if current_platform.is_cpu():
+        _unpack(model)
+        _tie(model, tied)
+    try:
+        loaded = model.load_weights(weights)  # type: ignore[operator]
+    except (KeyError, ValueError, RuntimeError, AssertionError) as error:
+        raise EngineError(
+            f"vLLM did not take the new weights ({type(error).__name__}: {error}): of another "
+            "model? The engine's weights are half new, and it must be started again."
+        ) from error
+    if missing := sorted(wanted - set(loaded)):
+        shown = ", ".join(missing[:4]) + (", ..." if len(missing) > 4 else "")
+        raise EngineError(
+            f"the new weights lack {len(missing)} of the {len(wanted)} parameters of vLLM's model "
+            f"({shown}). The engine's weights are half new, and it must be started again."
+        )
+    config = vllm_config.model_config
+    device = torch.device(vllm_config.device_config.device)
+    process_weights_after_loading(model, config, device)
+    _point_to_sinks(model)
+
+
+def _tied_parameters(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
+    """Groups of places that hold one and the same parameter."""
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.numel():
+                places.setdefault(id(parameter), []).append((module, name))
+    return [group for group in places.values() if len(group) > 1]
+
+
+def _tie(model: nn.Module, tied: list[list[tuple[nn.Module, str]]]) -> None:
+    for (first, name), *others in tied:
+        for module, other in others:
+            module._parameters[other] = first._parameters[name]
+
+
+def _unpack(model: nn.Module) -> None:
+    """Gives every parameter that a CPU's kernels packed the shape that a checkpoint fills, and has
+    expert kernels made anew: they pack on their first load only."""
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if method is None:
+            continue
+        shapes, _ = get_layerwise_info(module).restore_metadata
+        for name, meta in shapes.items():
+            parameter = materialize_meta_tensor(restore_layer_refs(meta, module))
+            parameter.zero_()  # what a checkpoint leaves out is padding
+            module.register_parameter(name, parameter)  # type: ignore[arg-type]
+        if isinstance(method, UnquantizedFusedMoEMethod):
+            method.moe_kernel = None
+
+
+def _point_to_sinks(model: nn.Module) -> None:
+    """Attention reads its sinks through a tensor of its own, which a cast may have made a copy."""
+    for module in model.modules():
+        sinks = getattr(module, "sinks", None)
+        attention = getattr(module, "attn", None)
+        if isinstance(sinks, Tensor) and getattr(attention, "impl", None) is not None:
+            attention.impl.sinks = sinks  # type: ignore[union-attr]
