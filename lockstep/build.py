@@ -86,7 +86,7 @@ def build(
     the engine may leave logs and weights on their way. on_wait: told what the engine waits for.
     """
     from lockstep.engines.base import EngineContext
-    from lockstep.engines.registry import check_capabilities, make_engine
+    from lockstep.engines.registry import check_capabilities, open_engine
     from lockstep.ops.invariant import ask_for_reproducible_gemm
     from lockstep.training.trainer import Trainer
 
@@ -101,7 +101,7 @@ def build(
     if ranks is not None:
         ranks.check_same({"numerics": numerics.fingerprint.text if numerics.is_kept else "none"})
     mesh = ranks.mesh() if ranks is not None and config.parallel.shard else None
-    make = make_engine if config.fault is None else config.fault.make_engine
+    make = open_engine if config.fault is None else config.fault.make_engine
     context = EngineContext(
         model=model,
         token_bytes=foundation.renderer.tokenizer.all_token_bytes(),
@@ -124,6 +124,7 @@ def build(
         is_truncated=config.agent.is_truncated,
         is_rescored=config.correction.behaviour == "averaged",
         is_replayed=config.trainer.routing_replay == "rollout",
+        is_sharing_device=config.engine.share_device,
     )
     reference = None
     needs_reference = config.objective.reads_reference_logprobs and foundation.lora is None

@@ -14,6 +14,8 @@ thing. A message says what was expected, what was found, where, and what to do n
       CheckpointError    (ValueError)    weights are missing, misshapen, torn or of another model
       EngineError        (RuntimeError)  the engine cannot do, or did not do, what was asked
       CapabilityError    (EngineError)   the engine lacks something that the request needs
+      EngineDownError    (EngineError)   the engine is gone, frozen or not to be trusted any more
+      LeaseError         (EngineError)   somebody else's weights are in the engine
       ContractError      (RuntimeError)  a promise about the numerics cannot be or was not kept
       RolloutError       (RuntimeError)  too many episodes of a step failed to train on the rest
       RunError           (RuntimeError)  a run directory is in use, unfinished or not a run
@@ -61,6 +63,16 @@ class EngineError(LockstepError, RuntimeError):
 
 class CapabilityError(EngineError):
     """The engine lacks a capability that the request or the config needs."""
+
+
+class EngineDownError(EngineError):
+    """The engine is not reached, does not answer, or answers what cannot be: another one may serve
+    the same request. A pool takes such a replica out at once."""
+
+
+class LeaseError(EngineError):
+    """The engine has weights that this run did not put there. Nothing that it samples from then on
+    is trained on."""
 
 
 class ContractError(LockstepError, RuntimeError):

@@ -205,6 +205,7 @@ async def one_step(run: Session) -> dict[str, Any] | None:
         run.view.note(describe_first_step(groups, rows))
     try:
         metrics = await rescore_rows(run, rows)
+        await run.leave_engine()
         if rows:
             metrics |= update(run, rows, sampled_rows)
         every = config.trainer.measure_after_every

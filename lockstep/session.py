@@ -15,6 +15,7 @@ import numpy as np
 from lockstep.agent.tasks import TaskSource
 from lockstep.build import Parts, vocabulary_of
 from lockstep.config import to_dict
+from lockstep.engines.base import Leased, Reporting
 from lockstep.engines.config import EmbeddedConfig
 from lockstep.errors import DataError
 from lockstep.evaluation import evaluate
@@ -89,6 +90,16 @@ class Session:
     async def sync(self) -> None:
         """The engine runs the trainer's weights from here on."""
         await self.publisher.publish(self.parts.trainer.version)
+        if self.config.engine.share_device:
+            await self.parts.engine.wake()
+
+    async def leave_engine(self) -> None:
+        """What was sampled is this run's, and the device is the trainer's from here on."""
+        engine = self.parts.engine
+        if isinstance(engine, Leased):
+            await engine.check_lease()
+        if self.config.engine.share_device:
+            await engine.sleep()
 
     @property
     def trains_policy(self) -> bool:
@@ -128,6 +139,10 @@ class Session:
         return self.ranks is not None and self.ranks.is_stop_asked()
 
     def log(self, row: Mapping[str, Any]) -> None:
+        """Writes and shows a row, with what happened in the engine since the last one."""
+        engine = self.parts.engine
+        if isinstance(engine, Reporting):
+            row = {**row, **{f"engine/{n}": value for n, value in engine.take_metrics().items()}}
         if self.directory is not None:
             self.directory.log(row)
         self.loggers.log(row)

@@ -353,6 +353,9 @@ class Delta:
     the whole vocabulary. None unless the request is truncated and asks for it."""
     fingerprint: str = ""
     """Of the numerics that computed `logprobs`: `ops.contract.Fingerprint.text`; empty: unknown."""
+    first: int | None = None
+    """Place of the first of `token_ids` among all that the request has sampled, so that a delta
+    which came twice, late or never shows; None if the engine does not say."""
 
 
 # ---------------------------------------------------------------------------------------------

@@ -56,6 +56,11 @@ class Capabilities:
     has_score: bool = False
     has_support: bool = False
     """It hands back what top-p and top-k kept, for requests that ask."""
+    has_sleep: bool = False
+    """`sleep` gives the memory of keys and values back to the device."""
+    has_positional_draws: bool = False
+    """A draw depends on the request's seed and the token's place on its path alone: a reply that
+    was cut goes on under the same seed as if it had not been."""
     weight_sources: tuple[WeightSource, ...] = ("tensors",)
     """What `load_weights` takes; none for an engine whose weights never change."""
     fingerprint: str = ""
@@ -91,6 +96,8 @@ class EngineContext:
     where nothing is written down, then a temporary directory serves."""
     on_wait: Callable[[str], None] = lambda text: None
     """Told what is being waited for, for whoever watches."""
+    replica: int = 0
+    """Which of several engines of a pool this one is, from 0."""
 
 
 @runtime_checkable
@@ -158,9 +165,43 @@ class Engine(Protocol):
         ...
 
     async def sleep(self) -> None:
-        """Frees the memory of keys and values until `wake`. Waiting requests are refused."""
+        """Frees the memory of keys and values until `wake`. Waiting requests are refused.
+
+        Weights can be loaded meanwhile.
+        """
         ...
 
     async def wake(self) -> None: ...
 
     async def close(self) -> None: ...
+
+
+# -- what an engine may do besides -----------------------------------------------------------------
+
+
+@runtime_checkable
+class Reporting(Protocol):
+    """An engine that counts what happens in it."""
+
+    def take_metrics(self) -> dict[str, float]:
+        """What happened since the last call, by the names of `engine/NAME` in docs/metrics.md."""
+        ...
+
+
+@runtime_checkable
+class Pinged(Protocol):
+    """An engine that can be asked whether it is there, at no cost worth mentioning."""
+
+    async def ping(self) -> None:
+        """Raises EngineDownError if it is not."""
+        ...
+
+
+@runtime_checkable
+class Leased(Protocol):
+    """An engine that others could load weights into as well."""
+
+    async def check_lease(self) -> None:
+        """Raises LeaseError if it has, or had since the last call, weights that are not this
+        run's."""
+        ...

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
 
 from lockstep.errors import ConfigError
@@ -12,12 +12,76 @@ SampleDtype = Literal["same", "float32", "bfloat16", "float16"]
 
 
 @dataclass(frozen=True, kw_only=True)
+class PoolConfig:
+    """How several replicas serve one run; see docs/pool.md. Says nothing of an engine alone."""
+
+    update: Literal["together", "rolling"] = "together"
+    """together: all replicas take new weights at once. rolling: one after the other, while the
+    others go on sampling; nothing stands still, and for a moment two versions sample."""
+    drain_seconds: float = 0.0
+    """How long a replica waits for the requests in it to end before it takes new weights; those
+    that are left go on under the new ones, as a segment of their own."""
+    spill_requests: int = 8
+    """The next turn of an episode goes to the replica that has its prefix, unless that one has this
+    many requests more than the least busy one."""
+    tries: int = 3
+    """How often a request is asked for at most, the first time included."""
+    check_seconds: float = 10.0
+    """Between two looks at whether each replica is there."""
+    frozen_seconds: float = 120.0
+    """A replica with requests in it from which nothing has come for so long, not even the one token
+    that it is asked for after half of it, is frozen and taken out."""
+    reply_seconds: float = 600.0
+    """A request without a sign of its own for so long, in a replica that serves others, is lost
+    and asked for again."""
+    load_seconds: float = 600.0
+    """How long a replica may take to load weights before it is taken out."""
+    retry_seconds: tuple[float, float] = (1.0, 60.0)
+    """A replica that was taken out is tried again after the first of these; the wait doubles with
+    every failure, up to the second."""
+    wait_seconds: float = 60.0
+    """How long requests wait for a replica to come back once all are out."""
+
+    def __post_init__(self) -> None:
+        for name in ("spill_requests", "tries"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"engine.pool.{name}={getattr(self, name)} must be at least 1.")
+        for name in ("check_seconds", "frozen_seconds", "reply_seconds", "load_seconds"):
+            value = getattr(self, name)
+            if not 0 < value < math.inf:
+                raise ConfigError(f"engine.pool.{name}={value} must be a finite number above 0.")
+        for name in ("drain_seconds", "wait_seconds"):
+            value = getattr(self, name)
+            if not 0 <= value < math.inf:
+                raise ConfigError(
+                    f"engine.pool.{name}={value} must be a finite number of at least 0."
+                )
+        first, longest = self.retry_seconds
+        if not 0 < first <= longest < math.inf:
+            raise ConfigError(
+                f"engine.pool.retry_seconds={self.retry_seconds} must be two finite numbers above "
+                "0, the first not above the second."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """Base of what samples. A subclass is a choice of the setting `engine`, by its tag;
-    `registry.make_engine` makes the engine."""
+    `registry.open_engine` makes the engine, or a pool of them."""
 
     can_record_routes: ClassVar[bool] = False
     """Whether the engine hands out the experts that a mixture's tokens went to; a subclass says."""
+
+    share_device: bool = False
+    """Engine and trainer take turns on one device: before an update the engine gives back the
+    memory of its keys and values, and takes it again for the next samples. Costs the cached
+    prefixes, which an update drops anyway."""
+    pool: PoolConfig = field(default_factory=PoolConfig)
+    """Of several replicas: who serves what, and what happens when one fails."""
+
+    def replica_configs(self) -> tuple[EngineConfig, ...]:
+        """The settings of each engine that samples: itself, where it is one."""
+        return (self,)
 
     def check_budget(self, max_tokens: int) -> None:
         """Raises ConfigError if an episode of this many tokens can never run."""
@@ -104,3 +168,8 @@ class ServedConfig(EngineConfig):
             value = getattr(self, name)
             if not 0 < value < math.inf:
                 raise ConfigError(f"engine.{name}={value} must be a finite number above 0.")
+
+    def replica_configs(self) -> tuple[EngineConfig, ...]:
+        if len(self.urls) < 2:
+            return (self,)
+        return tuple(replace(self, urls=(url,)) for url in self.urls)

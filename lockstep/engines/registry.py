@@ -2,16 +2,71 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import singledispatch
 
 from lockstep.engines.base import Engine, EngineContext
-from lockstep.engines.config import EmbeddedConfig
+from lockstep.engines.config import EmbeddedConfig, EngineConfig, ServedConfig
 from lockstep.errors import CapabilityError, ConfigError
+
+Wrap = Callable[[Engine, int], Engine]
+"""(an engine, which replica it is) -> what stands in its place."""
+
+
+def open_engine(
+    config: EngineConfig, context: EngineContext, *, wrap: Wrap = lambda engine, _: engine
+) -> Engine:
+    """What samples for a run: one engine, or a pool where the config describes several replicas.
+
+    Each replica is made with its number in the context, and with a directory of its own. wrap: puts
+    something around each engine that is made.
+    """
+    configs = config.replica_configs()
+    if len(configs) == 1:
+        return wrap(make_engine(configs[0], context), 0)
+    from lockstep.engines.pool import Pool
+
+    names = [
+        of_one.urls[0] if isinstance(of_one, ServedConfig) and of_one.urls else f"replica {at}"
+        for at, of_one in enumerate(configs)
+    ]
+    contexts = [
+        replace(
+            context,
+            replica=at,
+            scratch=None if context.scratch is None else context.scratch / f"engine-{at}",
+            on_wait=lambda text, name=name: context.on_wait(f"{name}: {text}"),
+        )
+        for at, name in enumerate(names)
+    ]
+    with ThreadPoolExecutor(len(configs)) as starting:  # each may take minutes
+        made = [
+            starting.submit(make_engine, of_one, own)
+            for of_one, own in zip(configs, contexts, strict=True)
+        ]
+    errors = [error for future in made if (error := future.exception()) is not None]
+    engines = [future.result() for future in made if future.exception() is None]
+    if errors:
+        asyncio.run(_close_all(engines))
+        raise errors[0]
+    return Pool(
+        [wrap(engine, at) for at, engine in enumerate(engines)],
+        config.pool,
+        names=names,
+        on_event=context.on_wait,
+    )
+
+
+async def _close_all(engines: Sequence[Engine]) -> None:
+    await asyncio.gather(*(engine.close() for engine in engines))
 
 
 @singledispatch
 def make_engine(config: object, context: EngineContext) -> Engine:
-    """The engine that `config` describes. The type of the config decides.
+    """The one engine that `config` describes. The type of the config decides.
 
     Waits until the engine answers; raises EngineError if it does not in time. An engine of your own
     joins with its type:
@@ -54,11 +109,13 @@ def check_capabilities(
     is_truncated: bool = False,
     is_rescored: bool = False,
     is_replayed: bool = False,
+    is_sharing_device: bool = False,
 ) -> None:
     """Raises CapabilityError if the engine cannot do what a run needs, before it samples.
 
     is_truncated: top-p or top-k is on. is_rescored: what was sampled is scored again.
     is_replayed: the trainer replays the experts that the sampled tokens went to.
+    is_sharing_device: it gives its memory to the trainer while that trains.
     """
     found = engine.capabilities
     for holds, text in (
@@ -81,6 +138,11 @@ def check_capabilities(
             found.has_routed_experts or not is_replayed,
             "does not hand out the experts that tokens went to, which trainer.routing_replay="
             "rollout replays. Use recompute or none",
+        ),
+        (
+            found.has_sleep or not is_sharing_device,
+            "cannot give back the memory of its keys and values, which engine.share_device=true "
+            "asks for. Set engine.share_device=false",
         ),
         (
             found.vocab_size == vocab_size,

@@ -183,6 +183,21 @@ METRICS: tuple[Metric, ...] = (
     _metric("time/train_seconds", "seconds", "down", "Measuring, correcting and updating."),
     _metric("time/elapsed_seconds", "seconds", "none", "Since the run began, resumes included."),
     _metric("time/*_seconds", "seconds", "down", "One phase of the step."),
+    # engine
+    _metric("engine/replicas", "engines", "up", "Replicas that take requests when the row ends."),
+    _metric("engine/lost_replicas", "events", "down", "Replicas that were taken out."),
+    _metric("engine/frozen_replicas", "events", "down", "Of those, the ones that stood still."),
+    _metric("engine/returned_replicas", "events", "none", "Replicas that came back."),
+    _metric("engine/retries", "requests", "down", "Requests asked for once more, elsewhere."),
+    _metric("engine/continued_tokens", "tokens", "none", "Tokens of a cut reply that were kept."),
+    _metric("engine/dropped_tokens", "tokens", "down", "Tokens that came and were thrown away."),
+    _metric("engine/duplicated_deltas", "events", "down", "Pieces of replies that came twice."),
+    _metric("engine/misordered_deltas", "events", "down", "Pieces that followed on nothing."),
+    _metric("engine/lost_replies", "requests", "down", "Requests that one replica never answered."),
+    _metric("engine/wrong_versions", "events", "down", "Replies of weights that were not given."),
+    _metric("engine/spilled_requests", "requests", "down", "Turns sent away from their prefix."),
+    _metric("engine/failed_requests", "requests", "down", "Requests that ended in an error."),
+    _metric("engine/preemptions", "events", "down", "Requests computed again for want of pages."),
     _metric("sinks/failed_rows", "rows", "down", "Rows that an optional logger lost, so far."),
 )  # fmt: skip
 """In the order in which people read them. An exact name wins over a family."""
@@ -227,8 +242,9 @@ def held_out_label(name: str) -> str | None:
 
 
 def is_step_row(row: Mapping[str, Any]) -> bool:
-    """Whether a row is of a training step; a row that has only held-out figures stands between."""
-    return any(name != "step" and not name.startswith("eval/") for name in row)
+    """Whether a row is of a training step; a row that has only held-out figures, and the engine's
+    beside them, stands between."""
+    return any(name != "step" and not name.startswith(("eval/", "engine/")) for name in row)
 
 
 def unknown_names(names: Iterable[str]) -> list[str]:

@@ -355,9 +355,9 @@ class _Checker:
                 )
 
     async def prefix_cache(self, page_size: int) -> None:
-        first = await self.ids_of(self.request())
+        first = await self.ids_of(self.request(affinity="an episode"))
         path = [*self.prompt_ids, *first, *self.prompt_ids]
-        request = self.request(prompt_ids=np.array(path, np.int32))
+        request = self.request(prompt_ids=np.array(path, np.int32), affinity="an episode")
         delta = (await self.collect(request))[0]
         # The last sampled id was never fed, so it is computed with the turn that follows.
         least = (len(self.prompt_ids) + len(first) - 1) // page_size * page_size

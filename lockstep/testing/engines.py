@@ -67,6 +67,7 @@ class FakeEngine:
             has_seeds=True,
             has_score=True,
             has_support=support is not None,
+            has_sleep=True,
             has_routed_experts=routes is not None,
         )
         self._version = 0
@@ -161,6 +162,7 @@ class FakeEngine:
                 num_prefilled_tokens=0 if first else start,
                 support=kept,
                 routed_experts=routes,
+                first=first,
             )
 
         while done < len(ids):

@@ -59,9 +59,9 @@ class FaultConfig:
 
     def make_engine(self, config: EngineConfig, context: EngineContext) -> Engine:
         """The engine that samples in the place of what `config` describes."""
-        from lockstep.engines.registry import make_engine
+        from lockstep.engines.registry import open_engine
 
-        return make_engine(config, context)
+        return open_engine(config, context)
 
     def make_trained(self, model: Decoder) -> Decoder:
         """The decoder that the trainer runs in the place of `model`, with the same parameters."""

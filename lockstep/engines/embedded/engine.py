@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, fields, replace
@@ -161,6 +161,7 @@ class EmbeddedEngine:
             max_tokens=config.max_step_tokens,
         )
         self.stats = EngineStats()
+        self._reported: Counter[str] = Counter()
         self._replies: OrderedDict[str, _Reply] = OrderedDict()
         self._reply_of: dict[Sequence, _Reply] = {}
         self._scoring: dict[Sequence, tuple[asyncio.Future[Scores], float]] = {}
@@ -187,6 +188,8 @@ class EmbeddedEngine:
             has_seeds=True,
             has_score=True,
             has_support=True,
+            has_sleep=True,
+            has_positional_draws=True,
             has_routed_experts=self._model.config.is_moe,
             weight_sources=(
                 *(("shared",) if self._model is self._shared else ()),
@@ -273,6 +276,15 @@ class EmbeddedEngine:
             num_prefilled_tokens=num_prefilled,
             fingerprint=self._fingerprint_text,
         )
+
+    def take_metrics(self) -> dict[str, float]:
+        """Requests that failed in it, and those that were computed again for want of pages."""
+        now = Counter(
+            failed_requests=self.stats.failed_requests, preemptions=self.stats.preemptions
+        )
+        found = {name: float(count - self._reported[name]) for name, count in now.items()}
+        self._reported = now
+        return found
 
     async def abort(self, request_id: str) -> None:
         reply = self._replies.get(request_id)
@@ -655,7 +667,7 @@ class EmbeddedEngine:
         delta_ids, delta_logprobs = ids[fresh].copy(), logprobs[fresh].copy()
         delta_ids.setflags(write=False)
         delta_logprobs.setflags(write=False)
-        sequence.num_sent = len(ids)
+        first, sequence.num_sent = sequence.num_sent, len(ids)
         cached = max(sequence.num_cached, 0)
         prefilled = len(reply.request.prompt_ids) - cached if sequence.num_cached >= 0 else 0
         reply.deltas.append(
@@ -670,6 +682,7 @@ class EmbeddedEngine:
                 routed_experts=self._fresh_routes(sequence, len(delta_ids), len(ids)),
                 support=None if sequence.support is None else Ragged.of(sequence.support[fresh]),
                 fingerprint=self._fingerprint_of(sequence),
+                first=first,
             )
         )
         sequence.has_sent = True

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import ClassVar, Literal
 
-from lockstep.engines.config import ServedConfig
+from lockstep.engines.config import EngineConfig, ServedConfig
 from lockstep.errors import ConfigError
 
-OF_ATTACHED = ("urls", "start_seconds", "request_seconds", "api_key_env")
+OF_ATTACHED = (
+    "urls", "start_seconds", "request_seconds", "api_key_env", "share_device", "pool",
+)  # fmt: skip
 """The settings that say something of servers that others have started."""
 
 
@@ -84,6 +86,11 @@ class VllmConfig(ServedConfig):
         for value in self.env:
             if not value.partition("=")[0].isidentifier() or "=" not in value:
                 raise ConfigError(f"engine.env: {value!r} must read NAME=VALUE.")
+
+    def replica_configs(self) -> tuple[EngineConfig, ...]:
+        if self.replicas == 1:
+            return ServedConfig.replica_configs(self)
+        return (replace(self, replicas=1),) * self.replicas
 
     def _check_attached(self) -> None:
         for field in fields(self):
