@@ -12,7 +12,7 @@ import numpy as np
 
 from lockstep.agent.config import AgentConfig
 from lockstep.agent.dealing import collect_over
-from lockstep.agent.loop import Budget, collect, sampling_of
+from lockstep.agent.loop import Budget, EpisodeSlots, collect, sampling_of
 from lockstep.agent.task_config import TaskConfig
 from lockstep.engines.base import Engine
 from lockstep.launch.ranks import Ranks
@@ -20,6 +20,9 @@ from lockstep.renderers.base import Renderer
 from lockstep.types import Group, Task
 
 Z95 = 1.959964  # two-sided 95 % of a normal distribution
+
+FIRST = -1
+"""The order of evaluations: before episodes for training, which nobody waits for meanwhile."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,13 +88,15 @@ async def evaluate(
     success_reward: float,
     on_progress: Callable[[int, int], None] | None = None,
     ranks: Ranks | None = None,
+    slots: EpisodeSlots | None = None,
 ) -> tuple[dict[str, float], list[Group]]:
     """Plays `tasks` num_samples times each and returns (metrics `eval/NAME...`, the episodes).
 
     A failed episode counts with reward 0 and is counted under eval/NAME/failed: leaving it out
-    would reward a policy for crashing its tools. ranks: those who share the tasks. The draws
-    depend on (run_seed, name, task, sample), so that two evaluations of one policy are equal and
-    those of two are paired.
+    would reward a policy for crashing its tools. ranks: those who share the tasks. slots: shared
+    with what is sampled meanwhile; None has agent.max_in_flight of its own. The draws depend on
+    (run_seed, name, task, sample), so that two evaluations of one policy are equal and those of two
+    are paired.
     """
     total, done = len(tasks) * num_samples, 0
 
@@ -111,7 +116,8 @@ async def evaluate(
         budget=Budget.of(agent, max_tokens=max_tokens),
         run_seed=run_seed,
         split=name,
-        max_in_flight=agent.max_in_flight,
+        slots=slots or EpisodeSlots(agent.max_in_flight),
+        order=lambda: FIRST,
         score_group=task.group_scorer(),
         on_progress=progress,
     )

@@ -369,6 +369,8 @@ def why_no_contract(config: Config) -> str:
             "agent.record_support=false: the trainer cannot know what a token was drawn from. Set "
             "agent.record_support=true"
         )
+    if config.max_staleness:
+        return f"max_staleness={config.max_staleness}: older weights than the trained ones sample"
     if config.contract == "auto" and config.fault is not None:
         return f"the fault {tag(type(config.fault))} is injected, which breaks it on purpose"
     if config.contract == "auto" and type(config.engine) is not EmbeddedConfig:

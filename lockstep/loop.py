@@ -1,6 +1,7 @@
 """The training loop: eight verbs in order, and no mechanism.
 
-sample, score     agent/loop.py     episodes over the engine, token in, token out
+sample, score     agent/loop.py     episodes over the engine, token in, token out; agent/buffer.py
+                                  holds them, and samples ahead of the trainer if it may
 record            store/            trajectories and metrics, append-only
 align             training/rows.py     episodes to rows with advantages; packing lays them out
 measure, correct, update            training/trainer.py, in one pass over the rows or in two
@@ -12,13 +13,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from lockstep.agent.dealing import collect_over, deal_tasks
 from lockstep.agent.loop import Budget, collect, training_sampling
 from lockstep.agent.rescoring import rescore
 from lockstep.agent.tasks import derive_seed
@@ -38,7 +38,8 @@ from lockstep.step_metrics import check_failures, describe_first_step, step_metr
 from lockstep.store.run import RunDirectory, default_run_path, load_run
 from lockstep.training.correcting import BEHAVIOUR, UnequalTokenError
 from lockstep.training.rows import rows_for_training
-from lockstep.types import Group, Sample
+from lockstep.training.staleness import sort_by_age
+from lockstep.types import Group, Sample, Task
 
 
 def train(
@@ -156,6 +157,7 @@ async def run_steps(run: Session) -> Status:
         await run.sync()
         return await _steps(run)
     finally:
+        await run.buffer.close()
         await run.parts.engine.close()
 
 
@@ -182,9 +184,10 @@ async def _steps(run: Session) -> Status:
 
 async def one_step(run: Session) -> dict[str, Any] | None:
     """sample, score, align, measure, correct, update, record, sync. None if no task is left."""
-    config, parts, step = run.config, run.parts, run.step
+    config, step = run.config, run.step
     began = time.perf_counter()
-    groups = await sample(run)
+    batch = await run.buffer.take(step, partial(sample, run))
+    groups = batch.groups
     if not groups:
         return None
     sampled = time.perf_counter()
@@ -194,23 +197,12 @@ async def one_step(run: Session) -> dict[str, Any] | None:
         run.record(step, groups)
         raise
     run.view.phase("training")
-    control_ids = parts.renderer.tokenizer.control_ids
-    rows = sampled_rows = rows_for_training(
-        groups, config.advantage, control_ids=control_ids, critic=parts.critic
-    )
-    if config.fault is not None:
-        log_probs = partial(parts.trainer.forward, column=None)
-        rows = config.fault.change_rows(sampled_rows, parts.renderer.tokenizer, log_probs)
-    if step == 0:
-        run.view.note(describe_first_step(groups, rows))
+    rows, sampled_rows = [], []
     try:
-        metrics = await rescore_rows(run, rows)
+        rows, sampled_rows, metrics = await run.buffer.beside(partial(align, run, groups))
+        metrics |= await rescore_rows(run, rows)
         await run.leave_engine()
-        if rows:
-            metrics |= update(run, rows, sampled_rows)
-        every = config.trainer.measure_after_every
-        if rows and every and step % every == 0:
-            metrics |= parts.trainer.measure_after(rows)
+        metrics |= await run.buffer.beside(partial(update, run, rows, sampled_rows))
     except UnequalTokenError as broken:
         run.save()  # the state that samples this step again
         raise ContractError(run.explain(broken, rows)) from broken
@@ -218,13 +210,15 @@ async def one_step(run: Session) -> dict[str, Any] | None:
         # What is kept is what was sampled, whatever a fault has made of it for the trainer.
         run.record(step, groups, samples=sampled_rows)
     trained = time.perf_counter()
-    for role in filter(None, (parts.trainer, parts.critic)):
+    for role in filter(None, (run.parts.trainer, run.parts.critic)):
         if role.last_skip:
             run.view.note(f"step {step}: {role.last_skip}", "warning")
     row = step_metrics(step, groups, sampled_rows, metrics)
     run.elapsed_seconds += trained - began
     row |= {
-        "time/sample_seconds": sampled - began,
+        "time/sample_seconds": batch.sample_seconds,
+        "time/wait_seconds": batch.wait_seconds,
+        "time/idle_seconds": run.buffer.take_idle_seconds(),
         "time/train_seconds": trained - sampled,
         "time/step_seconds": trained - began,
         "time/elapsed_seconds": run.elapsed_seconds,
@@ -239,8 +233,35 @@ async def one_step(run: Session) -> dict[str, Any] | None:
         run.log(row)
     is_due = config.checkpoint.every and run.step % config.checkpoint.every == 0
     if is_due or run.tested_at == run.step:
-        run.save()
+        await run.buffer.beside(run.save)
     return row
+
+
+def align(
+    run: Session, groups: Sequence[Group]
+) -> tuple[list[Sample], list[Sample], dict[str, float]]:
+    """Episodes to rows with advantages: those that are trained, and the same as they were sampled,
+    before a fault has changed them; and how old their tokens are by now."""
+    config, parts = run.config, run.parts
+    rows = rows_for_training(
+        groups,
+        config.advantage,
+        control_ids=parts.renderer.tokenizer.control_ids,
+        critic=parts.critic,
+    )
+    rows, ages = sort_by_age(
+        rows,
+        version=parts.trainer.version,
+        limit=config.max_staleness * config.trainer.updates_per_batch,
+        over_stale=config.over_stale,
+    )
+    sampled_rows = rows
+    if config.fault is not None:
+        log_probs = partial(parts.trainer.forward, column=None)
+        rows = config.fault.change_rows(sampled_rows, parts.renderer.tokenizer, log_probs)
+    if run.step == 0:
+        run.view.note(describe_first_step(groups, rows))
+    return rows, sampled_rows, ages
 
 
 def update(run: Session, rows: Sequence[Sample], sampled_rows: Sequence[Sample]) -> dict[str, Any]:
@@ -248,12 +269,19 @@ def update(run: Session, rows: Sequence[Sample], sampled_rows: Sequence[Sample])
 
     sampled_rows: the critic's, which no fault has touched.
     """
+    if not rows:
+        return {}
     config, trainer, critic = run.config, run.parts.trainer, run.parts.critic
     if run.trains_policy:
         metrics = trainer.update(rows, config.objective, config.correction)
     else:
         metrics = trainer.measure(rows, column="logprobs", is_checking=True).to_metrics("mismatch")
-    return metrics if critic is None else metrics | critic.update(sampled_rows)
+    if critic is not None:
+        metrics |= critic.update(sampled_rows)
+    every = config.trainer.measure_after_every
+    if every and run.step % every == 0:
+        metrics |= trainer.measure_after(rows)
+    return metrics
 
 
 async def rescore_rows(run: Session, rows: Sequence[Sample]) -> dict[str, float]:
@@ -282,39 +310,27 @@ async def rescore_rows(run: Session, rows: Sequence[Sample]) -> dict[str, float]
     return metrics | {"time/rescore_seconds": time.perf_counter() - began}
 
 
-async def sample(run: Session) -> list[Group]:
-    """One group of scored episodes for each of the next tasks; [] if none is left."""
-    config, before = run.config, run.tasks.state_dict()
-    tasks = run.tasks.take(config.groups_per_step)
-    own = len(tasks) if run.ranks is None else len(deal_tasks(tasks, run.ranks.world)[0])
-    total, done = own * config.group_size, 0
-
-    def progress(_: object) -> None:
-        nonlocal done
-        done += 1
-        run.view.phase("sampling", done, total)
-
-    run.view.phase("sampling", 0, total)
-    try:
-        play = partial(
-            collect,
-            run.parts.engine,
-            run.parts.renderer,
-            lambda task: config.task.environment(task, config.agent),
-            group_size=config.group_size,
-            sampling=training_sampling(
-                config.agent,
-                run.parts.engine.capabilities,
-                record_routes=config.trainer.routing_replay == "rollout",
-            ),
-            budget=Budget.of(config.agent, max_tokens=config.max_tokens),
-            run_seed=config.seed,
-            step=run.step,
-            max_in_flight=config.agent.max_in_flight,
-            score_group=config.task.group_scorer(),
-            on_progress=progress,
-        )
-        return await collect_over(run.ranks, tasks, play)
-    except BaseException:  # an interrupted step is sampled again, with the same tasks
-        run.tasks.load_state_dict(before)
-        raise
+async def sample(
+    run: Session, step: int, tasks: Sequence[Task], on_episode: Callable[[], None]
+) -> list[Group]:
+    """One group of scored episodes for each of these tasks, for training in `step`."""
+    config = run.config
+    return await collect(
+        run.parts.engine,
+        run.parts.renderer,
+        lambda task: config.task.environment(task, config.agent),
+        tasks,
+        group_size=config.group_size,
+        sampling=training_sampling(
+            config.agent,
+            run.parts.engine.capabilities,
+            record_routes=config.trainer.routing_replay == "rollout",
+        ),
+        budget=Budget.of(config.agent, max_tokens=config.max_tokens),
+        run_seed=config.seed,
+        step=step,
+        slots=run.slots,
+        order=lambda: step - run.step,
+        score_group=config.task.group_scorer(),
+        on_progress=lambda _: on_episode(),
+    )

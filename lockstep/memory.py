@@ -170,6 +170,7 @@ def plan_run(
                 engine=config.engine if isinstance(config.engine, EmbeddedConfig) else None,
                 has_reference=config.objective.reads_reference_logprobs,
                 critic_freeze=config.critic.freeze,
+                is_overlapped=config.max_staleness > 0,
                 max_update_tokens=max(total // config.trainer.updates_per_batch, config.max_tokens),
             )
         )
@@ -199,6 +200,8 @@ class PlanFacts:
     """Ranks that share the tokens of a micro-batch."""
     is_sharded: bool = False
     """Weights, gradients and optimizer state are divided over the ranks."""
+    is_overlapped: bool = False
+    """The engine samples while the trainer trains."""
 
     @property
     def a(self) -> int:
@@ -231,9 +234,10 @@ def plan_memory(facts: PlanFacts) -> MemoryPlan:
     if facts.has_reference and facts.lora is None:
         num_bytes = facts.sharded(num_elements(decoder_shapes(facts.model)) * facts.a)
         staying.append(Part("reference policy", num_bytes, "objective.kl_coef=0 or lora"))
-    if facts.engine is not None and facts.is_sharded:
+    if facts.engine is not None and (facts.is_sharded or facts.is_overlapped):
         num_bytes = num_elements(decoder_shapes(facts.model)) * facts.a
-        staying.append(Part("the engine's copy of the weights", num_bytes, "parallel.shard=false"))
+        advice = "max_staleness=0" if facts.is_overlapped else "parallel.shard=false"
+        staying.append(Part("the engine's copy of the weights", num_bytes, advice))
     if facts.engine is not None:
         staying += _engine_state(facts, facts.engine)
     training = _training(facts)

@@ -57,6 +57,7 @@ def plan(
         *([f"draws      {notice}"] if notice else []),
         f"step       {config.groups_per_step} tasks x {config.group_size} episodes = {episodes} "
         f"trajectories of at most {config.max_tokens} tokens; {config.steps} steps",
+        *([f"overlap    {_overlap_plan(config)}"] if config.max_staleness else []),
         f"update     {_update_plan(config, is_kept=numerics is not None and numerics.is_kept)}",
         *([f"critic     {_critic_plan(config)}"] if config.advantage.needs_critic else []),
         *([f"routing    {_REPLAY_PLAN[replay]}"] if replay != "none" else []),
@@ -95,6 +96,18 @@ def _parallel_plan(config: Config) -> list[str]:
         parts.append(f"tokens of each micro-batch by {parallel.sequence}")
     held = "sharded, with a whole copy for the engine" if parallel.shard else "whole on each"
     return [f"parallel   {', '.join(parts)}; weights and optimizer {held}"]
+
+
+def _overlap_plan(config: Config) -> str:
+    """How far the sampler runs ahead."""
+    ahead = config.max_staleness
+    limit = ahead * config.trainer.updates_per_batch
+    kept = {"drop": "computed again", "keep": "kept"}[config.sync_kv]
+    over = {"drop": "dropped", "correct": "corrected like any other"}[config.over_stale]
+    return (
+        f"{ahead} later batch(es) are sampled while one is trained; keys and values are {kept} "
+        f"under new weights; a row with a token more than {limit} update(s) old is {over}"
+    )
 
 
 def _trained_plan(

@@ -138,6 +138,16 @@ class Config(ModelChoice):
     max_failed_share: float = 0.5
     """Share of a step's episodes that may fail (a tool that crashes the environment, an engine that
     answers nonsense). Above it the run stops and says why; below it the rest is trained on."""
+    max_staleness: int = 0
+    """Steps that the weights may be behind which sample a batch. 0 samples and trains in turn.
+    Above 0 sampling goes on while the trainer trains: up to this many later batches are under way,
+    and their episodes take new weights in the middle of a reply."""
+    sync_kv: Literal["drop", "keep"] = "drop"
+    """Keys and values of episodes that take new weights: drop computes them again, keep goes on
+    from those of the old weights, which is faster and samples from neither policy exactly."""
+    over_stale: Literal["correct", "drop"] = "correct"
+    """What becomes of a row with a token that is older than max_staleness allows (a replica that
+    lags behind): trained with its correction like any other, or left out; counted either way."""
     task: TaskConfig
     """What the agent is trained on."""
     contract: ContractChoice = "auto"
@@ -188,11 +198,46 @@ class Config(ModelChoice):
                 f"{self.steps}: the policy would never be trained."
             )
         self.correction.check_updates(self.trainer.updates_per_batch)
+        self._check_staleness()
         self.engine.check_budget(self.max_tokens)
         if self.agent.max_turn_tokens >= self.max_tokens:
             raise ConfigError(
                 f"agent.max_turn_tokens={self.agent.max_turn_tokens} leaves no room for a prompt "
                 f"within max_tokens={self.max_tokens}."
+            )
+
+    def _check_staleness(self) -> None:
+        if self.max_staleness < 0:
+            raise ConfigError(f"max_staleness={self.max_staleness} must be at least 0.")
+        if not self.max_staleness and self.sync_kv == "keep":
+            raise ConfigError(
+                "sync_kv=keep with max_staleness=0: no episode lasts over an update, so there are "
+                "no keys to keep. Set max_staleness=1, or leave sync_kv out."
+            )
+        if not self.max_staleness:
+            return
+        where = f"max_staleness={self.max_staleness}"
+        if self.contract == "true-on-policy":
+            raise ConfigError(
+                f"contract=true-on-policy with {where}: tokens are trained that older weights have "
+                "sampled. Set max_staleness=0, or contract=auto."
+            )
+        if self.engine.share_device:
+            raise ConfigError(
+                f"engine.share_device=true with {where}: the engine sleeps while the trainer "
+                "trains, and could not sample meanwhile. Set max_staleness=0, or give the engine a "
+                "device of its own."
+            )
+        if self.correction.anchor == "on_policy":
+            raise ConfigError(
+                f"correction.anchor=on_policy with {where}: it fixes at 1 the ratio between the "
+                "policy in training and an older one. Use correction=mis or decoupled."
+            )
+        if self.correction.behaviour == "averaged":
+            raise ConfigError(
+                f"correction.behaviour=averaged with {where}: when a batch is complete, the engine "
+                "has other weights than those that sampled, and cannot score under them. Use "
+                "correction.behaviour=rollout, or max_staleness=0."
             )
 
 

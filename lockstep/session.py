@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.agent.tasks import TaskSource
+from lockstep.agent.buffer import Buffer
+from lockstep.agent.loop import EpisodeSlots
 from lockstep.build import Parts, vocabulary_of
 from lockstep.config import to_dict
 from lockstep.engines.base import Leased, Reporting
@@ -58,7 +59,9 @@ class Session:
     """The next step."""
     elapsed_seconds: float = 0.0
     """Since the run began, resumes included."""
-    tasks: TaskSource = field(init=False)
+    slots: EpisodeSlots = field(init=False)
+    """What every episode of the run waits for."""
+    buffer: Buffer = field(init=False)
     tester: Tester = field(init=False)
     checkpoints: CheckpointStore = field(init=False)
     tested_at: int | None = None
@@ -68,8 +71,19 @@ class Session:
 
     def __post_init__(self) -> None:
         config = self.config
-        self.tasks = config.task.tasks(split="train", seed=config.seed)
-        self.tester = Tester(config, self.parts, self.view, self.ranks)
+        self.slots = EpisodeSlots(config.agent.max_in_flight)
+        self.buffer = Buffer(
+            tasks=config.task.tasks(split="train", seed=config.seed),
+            num_tasks=config.groups_per_step,
+            num_steps=config.steps,
+            max_staleness=config.max_staleness,
+            device=self.parts.trainer.device,
+            ranks=self.ranks,
+            on_progress=lambda done, num_tasks: self.view.phase(
+                "sampling", done, num_tasks * config.group_size
+            ),
+        )
+        self.tester = Tester(config, self.parts, self.view, self.ranks, self.slots)
         self.publisher = self.parts.publisher()
         numerics = self.parts.numerics
         facts = {
@@ -88,10 +102,18 @@ class Session:
         )
 
     async def sync(self) -> None:
-        """The engine runs the trainer's weights from here on."""
-        await self.publisher.publish(self.parts.trainer.version)
-        if self.config.engine.share_device:
-            await self.parts.engine.wake()
+        """The engine runs the trainer's weights from here on, episodes under way included."""
+        engine, version = self.parts.engine, self.parts.trainer.version
+        if not self.config.max_staleness:
+            await self.publisher.publish(version)
+            if self.config.engine.share_device:
+                await engine.wake()
+            return
+        await engine.pause()
+        try:
+            await self.publisher.publish(version)
+        finally:
+            await engine.resume(kv=self.config.sync_kv)
 
     async def leave_engine(self) -> None:
         """What was sampled is this run's, and the device is the trainer's from here on."""
@@ -108,8 +130,10 @@ class Session:
 
     @property
     def is_one_process(self) -> bool:
-        """Whether sampler and trainer are one process over one set of ops: what is normal then does
-        not change with a fault that is injected into it."""
+        """Whether sampler and trainer are one process over one set of ops and weights: what is
+        normal then does not change with a fault that is injected into it."""
+        if self.config.max_staleness:
+            return False
         is_embedded = isinstance(self.config.engine, EmbeddedConfig)
         return is_embedded or self.parts.engine.capabilities.shares_weights
 
@@ -159,7 +183,7 @@ class Session:
             "step": self.step,
             "elapsed_seconds": self.elapsed_seconds,
             "tested_at": self.tested_at,
-            "tasks": self.tasks.state_dict(),
+            "tasks": self.buffer.state_before(self.step),
         }
         metric = self.test_reward if self.tested_at == self.step else None
         self.checkpoints.save(
@@ -194,7 +218,7 @@ class Session:
         state = self.checkpoints.load(checkpoint, self.parts.trainer, critic=critic)
         self.step, self.elapsed_seconds = state["step"], state["elapsed_seconds"]
         self.tested_at = state["tested_at"]
-        self.tasks.load_state_dict(state["tasks"])
+        self.buffer.tasks.load_state_dict(state["tasks"])
 
     def header(self) -> RunHeader:
         return RunHeader(
@@ -272,6 +296,8 @@ class Tester:
     view: View
     ranks: Ranks | None = None
     """Those who share the tasks."""
+    slots: EpisodeSlots | None = None
+    """Shared with the episodes that are sampled for training."""
     tasks: list[Task] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -310,6 +336,7 @@ class Tester:
                     f"evaluating ({name})", done, total
                 ),
                 ranks=self.ranks,
+                slots=self.slots,
             )
             where = f"evaluation ({name})"
             check_failures(groups, config.max_failed_share, where=where)

@@ -35,7 +35,7 @@ class AgentConfig:
     top_p alone as much as the model is unsure. Without it, or where the engine cannot, the gradient
     is biased, and `mismatch/support_bias` says by how much."""
     max_in_flight: int = 256
-    """Episodes that run at the same time; 0 is all of a batch."""
+    """Episodes that run at the same time, of all batches under way; 0 has no limit."""
     tool_timeout_seconds: float = 30.0
     """After this a tool call is given up, and the model reads that it took too long."""
     tool_output_chars: int = 8192
@@ -54,7 +54,7 @@ class AgentConfig:
             (0 <= self.temperature < math.inf, "temperature", "a finite number, at least 0"),
             (0 < self.top_p <= 1, "top_p", "in (0, 1]; 1 is off"),
             (self.top_k >= 0, "top_k", "at least 0; 0 is off"),
-            (self.max_in_flight >= 0, "max_in_flight", "at least 0; 0 is all of a batch"),
+            (self.max_in_flight >= 0, "max_in_flight", "at least 0; 0 has no limit"),
             (
                 0 < self.tool_timeout_seconds < math.inf,
                 "tool_timeout_seconds",

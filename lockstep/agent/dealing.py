@@ -23,20 +23,32 @@ def deal_tasks(tasks: Sequence[Task], num_ranks: int) -> list[list[int]]:
     return out
 
 
+def own_tasks(ranks: Ranks | None, tasks: Sequence[Task]) -> list[Task]:
+    """Those that this rank plays."""
+    if ranks is None:
+        return list(tasks)
+    return [tasks[i] for i in deal_tasks(tasks, ranks.world)[ranks.rank]]
+
+
+def gather_groups(ranks: Ranks | None, tasks: Sequence[Task], own: Sequence[Group]) -> list[Group]:
+    """The groups of all tasks, in their order, on every rank. own: those of `own_tasks`.
+
+    An episode depends on its task, its sample and the weights alone, so under the contract these
+    are the groups that one process would have played. Collective.
+    """
+    if ranks is None:
+        return list(own)
+    shares = deal_tasks(tasks, ranks.world)
+    played = ranks.gather(own)
+    at = {i: group for share, groups in zip(shares, played, strict=True)
+          for i, group in zip(share, groups, strict=True)}  # fmt: skip
+    return [at[i] for i in range(len(tasks))]
+
+
 async def collect_over(
     ranks: Ranks | None,
     tasks: Sequence[Task],
     play: Callable[[Sequence[Task]], Awaitable[list[Group]]],
 ) -> list[Group]:
-    """The groups of all tasks, in their order, on every rank. play: makes those of some tasks.
-
-    An episode depends on its task, its sample and the weights alone, so under the contract these
-    are the groups that one process would have played.
-    """
-    if ranks is None:
-        return await play(tasks)
-    shares = deal_tasks(tasks, ranks.world)
-    played = ranks.gather(await play([tasks[i] for i in shares[ranks.rank]]))
-    at = {i: group for share, groups in zip(shares, played, strict=True)
-          for i, group in zip(share, groups, strict=True)}  # fmt: skip
-    return [at[i] for i in range(len(tasks))]
+    """`gather_groups` of what each rank plays. play: makes the groups of some tasks."""
+    return gather_groups(ranks, tasks, await play(own_tasks(ranks, tasks)))

@@ -11,11 +11,14 @@ episode, whose trajectory is then "failed", says why, and is never trained.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import heapq
 import inspect
 import math
+import sys
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -168,8 +171,10 @@ class _Episode:
         seed: int,
         sampling: SamplingParams,
         budget: Budget,
+        priority: Callable[[], int] = lambda: 0,
     ) -> None:
         self.engine, self.renderer, self.trajectory = engine, renderer, trajectory
+        self.priority = priority
         self.environment: Environment | None = None
         self.seed, self.budget = seed, budget
         stop_ids = tuple(dict.fromkeys((*renderer.stop_ids, *sampling.stop_ids)))
@@ -286,6 +291,7 @@ class _Episode:
             prompt_ids=prompt_ids,
             sampling=sampling,
             seed=derive_seed(self.seed, turn),
+            priority=self.priority(),
             affinity=self.trajectory.id,
             routes_from=routes_from,
         )
@@ -540,6 +546,46 @@ def _described(error: BaseException) -> str:
 # ---------------------------------------------------------------------------------------------
 
 
+class EpisodeSlots:
+    """At most `size` episodes at the same time, of one batch or of several; 0 has no limit.
+
+    Where some wait, those of the lowest order come first, and of these the first that asked.
+    """
+
+    def __init__(self, size: int = 0) -> None:
+        self._num_free = size or sys.maxsize
+        self._num_asked = 0
+        self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
+
+    @contextlib.asynccontextmanager
+    async def taken(self, order: int = 0) -> AsyncIterator[None]:
+        """Waits for a slot, and holds it in the block."""
+        if self._num_free:  # then nobody waits
+            self._num_free -= 1
+        else:
+            given = asyncio.get_running_loop().create_future()
+            self._num_asked += 1
+            heapq.heappush(self._waiting, (order, self._num_asked, given))
+            try:
+                await given
+            except asyncio.CancelledError:
+                if given.done() and not given.cancelled():
+                    self._hand_on()
+                raise
+        try:
+            yield
+        finally:
+            self._hand_on()
+
+    def _hand_on(self) -> None:
+        while self._waiting:
+            given = heapq.heappop(self._waiting)[2]
+            if not given.done():
+                given.set_result(None)
+                return
+        self._num_free += 1
+
+
 async def collect(
     engine: Engine,
     renderer: Renderer,
@@ -552,7 +598,8 @@ async def collect(
     run_seed: int,
     step: int = 0,
     split: str = "train",
-    max_in_flight: int = 0,
+    slots: EpisodeSlots | None = None,
+    order: Callable[[], int] = lambda: 0,
     score_group: GroupScorer | None = None,
     on_progress: Callable[[Trajectory], None] | None = None,
 ) -> list[Group]:
@@ -561,7 +608,9 @@ async def collect(
     Ids are `split/step/task/sample`; the draws of an episode depend on (run_seed, split, step, task
     id, sample index) and on nothing else, so that a step repeats alone or in company. A task that
     stands twice in `tasks` goes on counting its samples.
-    sampling: a template, see `run_episode`. max_in_flight: episodes at the same time; 0 is all.
+    sampling: a template, see `run_episode`. slots: what bounds the episodes at the same time; None
+    runs all. order: of these episodes among others, asked for each turn: lower ones come first, to
+    a slot and in the engine.
     on_progress: called with each trajectory when it is complete, in order of completion.
     A failed episode stays in its group with status "failed"; cancelling closes every environment.
     """
@@ -578,22 +627,23 @@ async def collect(
                 seed=derive_seed(run_seed, split, step, task.id, sample),
                 sampling=sampling,
                 budget=budget,
+                priority=order,
             )
             for sample in range(first_sample, first_sample + group_size)
         ]
         groups.append(_GroupRun(task, episodes))
-    # One shared iterator, many workers: a group's episodes start together and end early.
-    waiting = iter([(group, episode) for group in groups for episode in group.episodes])
+    slots = slots or EpisodeSlots()
 
-    async def work() -> None:
-        for group, episode in waiting:
+    async def work(group: _GroupRun, episode: _Episode) -> None:
+        async with slots.taken(order()):
             await group.run(episode, make_environment, score_group, on_progress)
 
-    total = len(groups) * group_size
     try:
+        # In this order they ask for slots: a group's episodes start together and end early.
         async with asyncio.TaskGroup() as workers:
-            for _ in range(min(total, max_in_flight or total)):
-                workers.create_task(work())
+            for group in groups:
+                for episode in group.episodes:
+                    workers.create_task(work(group, episode))
     except BaseExceptionGroup as errors:
         # Episodes do not raise, so this is a bug, or a callback: the first one says it all.
         raise errors.exceptions[0] from None

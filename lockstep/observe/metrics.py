@@ -103,6 +103,12 @@ METRICS: tuple[Metric, ...] = (
     _metric("noise/rescorings", "passes", "none", "Re-scorings by the engine that sampled."),
     _metric("noise/var_rollout", "nats^2", "down", "Variance of a log-prob between re-scorings."),
     _metric("noise/sampling_bias", "nats", "none", "Recorded minus re-scored log-prob, mean."),
+    # staleness
+    _metric("staleness/mean", "updates", "down", "Updates since a trained token was sampled."),
+    _metric("staleness/max", "updates", "down", "Updates since the oldest of them was sampled."),
+    _metric("staleness/mixed_rows", "rows", "none", "Rows that several versions sampled."),
+    _metric("staleness/over_rows", "rows", "down", "Rows with a token older than max_staleness."),
+    _metric("staleness/dropped_rows", "rows", "down", "Of these, left out by over_stale=drop."),
     # correction
     _metric("correction/weight_mean", "1", "none", "Mean weight of kept tokens, as bounded."),
     _metric("correction/weight_std", "1", "down", "Standard deviation of these weights."),
@@ -180,6 +186,10 @@ METRICS: tuple[Metric, ...] = (
     _metric("tokens/cached", "tokens", "up", "Prompt tokens whose keys and values were reused."),
     _metric("time/step_seconds", "seconds", "down", "The whole step."),
     _metric("time/sample_seconds", "seconds", "down", "Sampling the step's episodes."),
+    _metric("time/wait_seconds", "seconds", "down", "Of the step: waiting for its episodes."),
+    _metric(
+        "time/idle_seconds", "seconds", "down", "Since the last step: nothing was being sampled."
+    ),
     _metric("time/train_seconds", "seconds", "down", "Measuring, correcting and updating."),
     _metric("time/elapsed_seconds", "seconds", "none", "Since the run began, resumes included."),
     _metric("time/*_seconds", "seconds", "down", "One phase of the step."),

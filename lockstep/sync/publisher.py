@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from lockstep.engines.base import Engine
 from lockstep.models.decoder import Decoder
 from lockstep.models.hf_io import hf_tensors
-from lockstep.models.sharding import copy_whole, mesh_of
+from lockstep.models.sharding import copy_whole
 
 
 @dataclass(slots=True)
@@ -17,15 +17,16 @@ class Publisher:
     engine: Engine
     trained: Decoder
     sampled: Decoder
-    """What an engine in this process runs: the trained model itself, unless that is sharded."""
+    """What an engine in this process runs: the trained model itself, unless that is sharded or
+    trained while the engine samples."""
     is_copied: bool = False
-    """The engine has had all weights of a sharded model."""
+    """`sampled` has had all weights of a trained model that is another one."""
 
     async def publish(self, version: int) -> None:
         """The engine runs the trainer's weights from here on: a version number where it shares
         them, all tensors where it does not."""
         is_shared = self.engine.capabilities.shares_weights
-        if is_shared and mesh_of(self.trained.embedding) is not None:
+        if is_shared and self.sampled.embedding is not self.trained.embedding:
             copy_whole(self.trained, self.sampled, is_trained_only=self.is_copied)
             self.is_copied = True
         source = None if is_shared else dict(hf_tensors(self.trained))

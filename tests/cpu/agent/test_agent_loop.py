@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from lockstep.agent.config import AgentConfig
 from lockstep.agent.environment import Environment, Observation, Score
-from lockstep.agent.loop import Budget, collect, run_episode, sampling_of
+from lockstep.agent.loop import Budget, EpisodeSlots, collect, run_episode, sampling_of
 from lockstep.agent.tools import ToolEnvironment, ToolLimits, tool
 from lockstep.errors import ConfigError, EngineError
 from lockstep.renderers.config import HarmonyConfig
@@ -616,7 +616,7 @@ def requests_of(**options):
 
 
 def test_draws_depend_on_what_is_sampled_and_not_on_the_company():
-    alone, engine = requests_of(max_in_flight=1)
+    alone, engine = requests_of(slots=EpisodeSlots(1))
     together, _ = requests_of()
     assert alone == together and engine.max_running == 1
     assert not set(alone.values()) & set(requests_of(step=1)[0].values())
@@ -625,7 +625,7 @@ def test_draws_depend_on_what_is_sampled_and_not_on_the_company():
 
 def test_no_more_episodes_run_than_may():
     engine = FakeEngine(calls_then_answers(1), tokens_per_step=10, step_seconds=0.001)
-    gather(engine, lambda task: Looks(), TASKS, group_size=8, max_in_flight=7)
+    gather(engine, lambda task: Looks(), TASKS, group_size=8, slots=EpisodeSlots(7))
     assert engine.max_running == 7
 
 
@@ -731,7 +731,8 @@ def test_cancelling_closes_every_environment_and_ends_every_request():
         job = asyncio.create_task(
             collect(
                 engine, RENDERER, make, TASKS, group_size=4, sampling=sampling_of(AgentConfig()),
-                budget=Budget.of(AgentConfig(), max_tokens=10_000), run_seed=0, max_in_flight=9,
+                budget=Budget.of(AgentConfig(), max_tokens=10_000), run_seed=0,
+                slots=EpisodeSlots(9),
             )
         )  # fmt: skip
         await asyncio.sleep(0.05)

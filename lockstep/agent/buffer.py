@@ -1,0 +1,169 @@
+"""Batches of episodes, sampled up to `max_staleness` steps ahead of the trainer.
+
+Batch b is the episodes that step b trains: the same tasks, ids and draws whenever it is sampled.
+It may begin as soon as step b - max_staleness does, so that later batches fill the engine while an
+earlier one waits for its longest episodes, and while the trainer trains. Batches are trained whole
+and in order: short episodes get no head start over long ones.
+
+    take(0)            take(1)            take(2)            max_staleness=1
+    batch 0 =====|     :                  :
+    batch 1 ===========:======|           :
+                 train 0 sync batch 2 ====:========|
+                              :     train 1 sync batch 3 ========
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+
+from lockstep.agent.dealing import gather_groups, own_tasks
+from lockstep.agent.tasks import TaskSource
+from lockstep.launch.ranks import Ranks
+from lockstep.launch.threads import in_thread
+from lockstep.types import Group, Task
+
+T = TypeVar("T")
+
+Play = Callable[[int, Sequence[Task], Callable[[], None]], Awaitable[list[Group]]]
+"""(step, tasks, called after each episode) -> their groups, in the order of the tasks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The episodes of one step, complete."""
+
+    groups: list[Group]
+    """Of all ranks, in the order of the tasks; empty where no task was left."""
+    sample_seconds: float
+    """From the begin of the sampling to its end, on this rank."""
+    wait_seconds: float
+    """Of these and of the other ranks', what `take` waited for."""
+
+
+@dataclass(slots=True)
+class _Sampling:
+    """A batch under way."""
+
+    tasks: list[Task]
+    """Of all ranks."""
+    own: list[Task]
+    """Of these, what this rank plays."""
+    before: Mapping[str, Any]
+    """The state of the task stream that `tasks` come next in."""
+    began: float
+    seconds: float = 0.0
+    num_played: int = 0
+    job: asyncio.Task[list[Group]] | None = None
+    """None where the tasks have ended."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Buffer:
+    """What stands between the sampler and the trainer: with max_staleness=0, one batch at a time.
+
+    The trainer calls `take(step)` for one step after the other. Each rank has its own buffer, and
+    begins batch b in its `take(b - max_staleness)`: all of them between the same two updates. What
+    ranks tell each other is told in `take` alone, never by a batch under way.
+    """
+
+    tasks: TaskSource
+    num_tasks: int
+    """Of a batch."""
+    num_steps: int
+    """Of the run: later batches are not begun."""
+    max_staleness: int
+    device: torch.device
+    """The trainer's."""
+    ranks: Ranks | None = None
+    on_progress: Callable[[int, int], None] = lambda done, total: None
+    """Told how many episodes of how many tasks the batch has that is waited for."""
+    _begun: dict[int, _Sampling] = field(default_factory=dict, init=False)
+    """By step: taken for the step in training, under way for later ones."""
+    _awaited: int = field(default=-1, init=False)
+    _num_sampling: int = field(default=0, init=False)
+    _idle_since: float | None = field(default=None, init=False)
+    """None before the first batch, and while one is under way."""
+    _idle_seconds: float = field(default=0.0, init=False)
+
+    async def take(self, step: int, play: Play) -> Batch:
+        """Batch `step`, when all its episodes have ended. Begins those that may begin.
+
+        What ended a later batch shows when that is taken. If this is interrupted, `state_before`
+        is that of the same batch.
+        """
+        asked = time.perf_counter()
+        for ahead in range(step, min(step + 1 + self.max_staleness, self.num_steps)):
+            if ahead not in self._begun:
+                self._begin(ahead, play)
+        for done in [s for s in self._begun if s < step]:
+            del self._begun[done]
+        batch, self._awaited = self._begun[step], step
+        self._tell(batch)
+        own = [] if batch.job is None else await batch.job
+        self._awaited = -1
+        groups = await self.beside(partial(gather_groups, self.ranks, batch.tasks, own))
+        return Batch(groups, batch.seconds, time.perf_counter() - asked)
+
+    async def beside(self, work: Callable[[], T]) -> T:
+        """`work()`, while later batches are sampled: in a thread if there may be any."""
+        return await in_thread(work, device=self.device) if self.max_staleness else work()
+
+    def state_before(self, step: int) -> Mapping[str, Any]:
+        """The state of the task stream with which batch `step` is sampled again."""
+        begun = self._begun.get(step)
+        return self.tasks.state_dict() if begun is None else begun.before
+
+    def take_idle_seconds(self) -> float:
+        """How long nothing was sampled since the last call."""
+        self._end_idle()
+        found, self._idle_seconds = self._idle_seconds, 0.0
+        if not self._num_sampling:
+            self._idle_since = time.perf_counter()
+        return found
+
+    async def close(self) -> None:
+        """Ends what is under way, and closes its environments."""
+        jobs = [batch.job for batch in self._begun.values() if batch.job is not None]
+        for job in jobs:
+            job.cancel()
+        await asyncio.gather(*jobs, return_exceptions=True)
+
+    def _begin(self, step: int, play: Play) -> None:
+        before = self.tasks.state_dict()
+        tasks = self.tasks.take(self.num_tasks)
+        own = own_tasks(self.ranks, tasks)
+        batch = self._begun[step] = _Sampling(tasks, own, before, time.perf_counter())
+        if tasks:
+            batch.job = asyncio.create_task(self._sample(step, batch, play))
+
+    async def _sample(self, step: int, batch: _Sampling, play: Play) -> list[Group]:
+        def count() -> None:
+            batch.num_played += 1
+            if step == self._awaited:
+                self._tell(batch)
+
+        self._end_idle()
+        self._num_sampling += 1
+        try:
+            return await play(step, batch.own, count)
+        finally:
+            ended = time.perf_counter()
+            batch.seconds = ended - batch.began
+            self._num_sampling -= 1
+            if not self._num_sampling:
+                self._idle_since = ended
+
+    def _end_idle(self) -> None:
+        if self._idle_since is not None:
+            self._idle_seconds += time.perf_counter() - self._idle_since
+            self._idle_since = None
+
+    def _tell(self, batch: _Sampling) -> None:
+        self.on_progress(batch.num_played, len(batch.own))

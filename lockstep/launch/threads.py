@@ -1,0 +1,40 @@
+"""Work in a thread beside the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from functools import partial
+from typing import TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+
+async def in_thread(work: Callable[[], T], *, device: torch.device) -> T:
+    """`work()` in a thread, while the event loop goes on. device: of its tensors.
+
+    An interrupt does not break it off: what it changes (weights, optimizer) would be left half
+    changed. It ends first, its result is returned, and the interrupt comes at the next await.
+    """
+    ended = asyncio.ensure_future(asyncio.to_thread(partial(_on_device, work, device)))
+    num_interrupts = 0
+    while not ended.done():
+        try:
+            await asyncio.wait([ended])
+        except asyncio.CancelledError:
+            num_interrupts += 1
+    current = asyncio.current_task()
+    assert current is not None, "a coroutine runs in a task"
+    for _ in range(num_interrupts):
+        current.uncancel()  # its count tells Ctrl-C from other ends: see asyncio.Runner.run
+    if num_interrupts:
+        current.cancel()
+    return ended.result()
+
+
+def _on_device(work: Callable[[], T], device: torch.device) -> T:
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # each thread has its own; a new one begins at the first GPU
+    return work()

@@ -1,0 +1,241 @@
+"""Batches ahead of the trainer: when they begin, what a failure or an end leaves of them."""
+
+import asyncio
+import threading
+
+import pytest
+import torch
+
+from lockstep.agent.buffer import Buffer
+from lockstep.agent.loop import EpisodeSlots
+from lockstep.agent.tasks import ListSource
+from lockstep.launch.threads import in_thread
+from lockstep.types import Group, Task
+
+TASKS = [Task(id=name) for name in "abcdefghijkl"]
+CPU = torch.device("cpu")
+
+
+class Plays:
+    """Batches that end when the test says so."""
+
+    def __init__(self, *, is_held=False, broken=()):
+        self.is_held, self.broken = is_held, broken
+        self.begun: list[tuple[int, str]] = []
+        self.cancelled: list[int] = []
+        self.may_end: dict[int, asyncio.Event] = {}
+
+    async def __call__(self, step, tasks, on_episode):
+        self.begun.append((step, "".join(task.id for task in tasks)))
+        self.may_end[step] = asyncio.Event()
+        try:
+            if self.is_held:
+                await self.may_end[step].wait()
+            if step in self.broken:
+                raise RuntimeError(f"batch {step}")
+        except asyncio.CancelledError:
+            self.cancelled.append(step)
+            raise
+        for _ in tasks:
+            on_episode()
+        return [Group(task=task, trajectories=[]) for task in tasks]
+
+
+def buffer_of(max_staleness, *, num_steps=5, num_tasks=2, epochs=None, **options):
+    tasks = ListSource(TASKS, shuffle=False, epochs=epochs)
+    return Buffer(
+        tasks=tasks, num_tasks=num_tasks, num_steps=num_steps, max_staleness=max_staleness,
+        device=CPU, **options,
+    )  # fmt: skip
+
+
+def ids(batch):
+    return "".join(group.task.id for group in batch.groups)
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1, 2, 7])
+def test_a_batch_begins_max_staleness_steps_before_it_is_trained_and_no_later(max_staleness):
+    async def main():
+        buffer, play, taken = buffer_of(max_staleness), Plays(), []
+        for step in range(5):
+            taken.append(ids(await buffer.take(step, play)))
+            assert [s for s, _ in play.begun] == list(range(min(step + max_staleness + 1, 5)))
+        assert taken == ["ab", "cd", "ef", "gh", "ij"]
+        assert [names for _, names in play.begun] == taken, "each batch once, in order"
+
+    asyncio.run(main())
+
+
+def test_later_batches_are_under_way_while_the_first_is_awaited_and_while_it_is_trained():
+    async def main():
+        shown = []
+        buffer = buffer_of(1, on_progress=lambda done, total: shown.append((done, total)))
+        play = Plays(is_held=True)
+        first = asyncio.create_task(buffer.take(0, play))
+        while len(play.may_end) < 2:
+            await asyncio.sleep(0)
+        play.may_end[1].set()  # the later one ends first, and waits for its turn
+        await asyncio.sleep(0)
+        assert not first.done() and shown == [(0, 2)], "only what is awaited is shown"
+        play.may_end[0].set()
+        assert ids(await first) == "ab" and shown == [(0, 2), (1, 2), (2, 2)]
+        assert ids(await buffer.take(1, play)) == "cd" and shown[3:] == [(2, 2)]
+
+    asyncio.run(main())
+
+
+def test_a_batch_that_breaks_shows_at_its_own_turn():
+    async def main():
+        buffer, play = buffer_of(2), Plays(broken=[1])
+        assert ids(await buffer.take(0, play)) == "ab"
+        with pytest.raises(RuntimeError, match="batch 1"):
+            await buffer.take(1, play)
+        await buffer.close()
+
+    asyncio.run(main())
+
+
+def test_the_state_before_a_batch_samples_it_and_all_later_ones_again():
+    async def main():
+        buffer, play = buffer_of(2), Plays()
+        for step in range(2):
+            await buffer.take(step, play)
+            again = ListSource(TASKS, shuffle=False)
+            again.load_state_dict(buffer.state_before(step))  # broken off before its update
+            assert "".join(t.id for t in again.take(2)) == ["ab", "cd"][step]
+            again.load_state_dict(buffer.state_before(step + 1))  # after it
+            assert "".join(t.id for t in again.take(4)) == ["cdef", "efgh"][step]
+
+    asyncio.run(main())
+
+
+def test_a_stream_that_ends_gives_what_is_left_and_then_nothing():
+    async def main():
+        buffer, play = buffer_of(2, num_tasks=7, epochs=1), Plays()
+        taken = [await buffer.take(step, play) for step in range(3)]
+        assert [ids(batch) for batch in taken] == ["abcdefg", "hijkl", ""]
+
+    asyncio.run(main())
+
+
+def test_closing_ends_every_batch_that_is_under_way():
+    async def main():
+        buffer, play = buffer_of(2), Plays(is_held=True)
+        first = asyncio.create_task(buffer.take(0, play))
+        while len(play.may_end) < 3:
+            await asyncio.sleep(0)
+        first.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await first
+        await buffer.close()
+        await buffer.close()
+        assert sorted(play.cancelled) == [0, 1, 2]
+
+    asyncio.run(main())
+
+
+def test_idle_is_the_time_in_which_nothing_is_sampled():
+    async def main():
+        buffer, play = buffer_of(1), Plays(is_held=True)
+        first = asyncio.create_task(buffer.take(0, play))
+        while len(play.may_end) < 2:
+            await asyncio.sleep(0)
+        play.may_end[0].set()
+        await first
+        assert buffer.take_idle_seconds() == 0, "batch 1 is under way"
+        play.may_end[1].set()
+        await asyncio.sleep(0.02)
+        assert buffer.take_idle_seconds() > 0.01
+        await buffer.close()
+
+    asyncio.run(main())
+
+
+# -- episodes at the same time --------------------------------------------------------------------
+
+
+def test_slots_go_to_the_earliest_batch_and_there_to_who_asked_first():
+    async def main():
+        slots, held = EpisodeSlots(1), []
+
+        async def hold(name, order):
+            async with slots.taken(order):
+                held.append(name)
+                await asyncio.sleep(0)
+
+        names = [("a", 0), ("later", 1), ("later still", 1), ("b", 0), ("first", -1)]
+        await asyncio.gather(*(hold(*each) for each in names))
+        assert held == ["a", "first", "b", "later", "later still"]
+
+    asyncio.run(main())
+
+
+def test_a_slot_is_not_lost_with_an_episode_that_is_cancelled():
+    async def main():
+        slots, never = EpisodeSlots(1), asyncio.Event()
+
+        async def hold():
+            async with slots.taken():
+                await never.wait()
+
+        jobs = [asyncio.create_task(hold()) for _ in range(3)]
+        await asyncio.sleep(0)
+        jobs[0].cancel()  # hands its slot to the second, which is cancelled before it wakes
+        await asyncio.sleep(0)
+        jobs[1].cancel()
+        await asyncio.sleep(0)
+        jobs[2].cancel()
+        await asyncio.gather(*jobs, return_exceptions=True)
+        async with slots.taken():
+            pass
+
+    asyncio.run(main())
+
+
+# -- beside the event loop ------------------------------------------------------------------------
+
+
+def test_work_in_a_thread_leaves_the_event_loop_running_and_gives_its_result():
+    async def main():
+        may_end = threading.Event()
+
+        async def end():
+            may_end.set()
+
+        job = asyncio.create_task(end())
+        assert await in_thread(lambda: may_end.wait(10) and 7, device=CPU) == 7
+        await job
+        with pytest.raises(ZeroDivisionError):
+            await in_thread(lambda: 1 // 0, device=CPU)
+
+    asyncio.run(main())
+
+
+def test_an_interrupt_waits_for_the_work_and_comes_at_the_next_await():
+    async def main():
+        began, may_end, steps = threading.Event(), threading.Event(), []
+
+        def update():
+            began.set()
+            may_end.wait(10)
+            return "updated"
+
+        async def step():
+            steps.append(await in_thread(update, device=CPU))
+            steps.append("logged")  # what belongs to the update is not lost
+            await asyncio.sleep(0)
+            steps.append("never")
+
+        job = asyncio.create_task(step())
+        while not began.is_set():
+            await asyncio.sleep(0.001)
+        job.cancel()
+        await asyncio.sleep(0)
+        assert not job.done()
+        may_end.set()
+        with pytest.raises(asyncio.CancelledError):
+            await job
+        assert steps == ["updated", "logged"]
+        assert job.cancelling() == 1, "one interrupt: what asyncio takes for Ctrl-C"
+
+    asyncio.run(main())
