@@ -137,6 +137,8 @@ METRICS: tuple[Metric, ...] = (
     _metric("train/entropy", "nats", "none", "Mean entropy of the policy at sampled tokens."),
     _metric("train/lr", "1", "none", "Learning rate of the step."),
     _metric("train/skipped_updates", "updates", "down", "Updates left out as not finite, so far."),
+    _metric("train/loss_scale", "1", "none", "Factor on the loss, for float16's gradients."),
+    _metric("train/overflows", "passes", "down", "Passes repeated under a smaller factor."),
     _metric("training/rows", "rows", "none", "Rows that were trained."),
     _metric("train/ratio_mean", "1", "none", "Mean ratio of trainer to old probability."),
     _metric("train/ratio_max", "1", "none", "Largest ratio of trainer to old probability."),
@@ -150,6 +152,8 @@ METRICS: tuple[Metric, ...] = (
     _metric("critic/grad_norm", "1", "none", "Norm of the critic's gradient before clipping."),
     _metric("critic/lr", "1", "none", "Learning rate of the critic."),
     _metric("critic/skipped_updates", "updates", "down", "Critic updates left out as not finite."),
+    _metric("critic/loss_scale", "1", "none", "Factor on the critic's loss."),
+    _metric("critic/overflows", "passes", "down", "The critic's passes repeated likewise."),
     # evaluation
     _metric("eval/*", "1", "up", "A held-out figure: eval/NAME/mean@K, .../low, .../high, ..."),
     # tokens and time

@@ -58,6 +58,10 @@ class TrainerConfig:
     offload: Offload = "none"
     """optimizer: AdamW's moments and the float32 masters are in the host's memory, and the update
     is made there; gradients go to it and weights come back. For a model on a GPU."""
+    loss_scale: float = 0.0
+    """Factor on the loss, so that small gradients are not lost; a power of two. 0 is 1, and with
+    dtype=float16 found anew all the time: halved after an overflow (and the batch run backward
+    again), doubled after 100 updates without one."""
     updates_per_batch: int = 1
     """Optimizer steps on each sampled batch, each on its share of the rows."""
     routing_replay: RoutingReplay = "none"
@@ -95,6 +99,13 @@ class TrainerConfig:
                 "at least 2: a prompt token and one that it predicts",
             ),
             (self.updates_per_batch >= 1, "updates_per_batch", self.updates_per_batch, ">= 1"),
+            (
+                self.loss_scale == 0
+                or (0 < self.loss_scale < math.inf and math.frexp(self.loss_scale)[0] == 0.5),
+                "loss_scale",
+                self.loss_scale,
+                "a power of two, or 0",
+            ),
             (
                 0 <= self.router_aux_coef < math.inf,
                 "router_aux_coef",
@@ -157,6 +168,10 @@ class CriticConfig:
     freeze: tuple[str, ...] = ()
     """Parameters that stay as they are, as in trainer.freeze; the blocks' names begin with body:
     body.* trains the head alone. trainer.freeze is not about the critic."""
+    loss_scale: float = 0.0
+    """Factor on the loss, so that small gradients are not lost; a power of two. 0 is 1, and with
+    dtype=float16 found anew all the time: halved after an overflow (and the batch run backward
+    again), doubled after 100 updates without one."""
     updates_per_batch: int = 1
     """Optimizer steps on each sampled batch, each on all of its rows."""
     clip: float = 0.5
@@ -170,6 +185,13 @@ class CriticConfig:
         _check(
             "critic",
             (self.updates_per_batch >= 1, "updates_per_batch", self.updates_per_batch, ">= 1"),
+            (
+                self.loss_scale == 0
+                or (0 < self.loss_scale < math.inf and math.frexp(self.loss_scale)[0] == 0.5),
+                "loss_scale",
+                self.loss_scale,
+                "a power of two, or 0",
+            ),
             (0 <= self.clip < math.inf, "clip", self.clip, "at least 0; 0 is off"),
             (self.steps_before_policy >= 0, "steps_before_policy", self.steps_before_policy,
              "at least 0"),

@@ -31,6 +31,7 @@ from lockstep.models.sharding import let_go
 from lockstep.objectives.values import explained_variance, value_loss
 from lockstep.store.files import write_json
 from lockstep.training.config import CriticConfig, TrainerConfig
+from lockstep.training.loss_scale import LossScale
 from lockstep.training.optimizer import Optimizer, freeze, lr_share
 from lockstep.training.packing import (
     PackedBatch,
@@ -89,6 +90,9 @@ class Critic:
         model.body.recomputes_blocks = trainer.recompute == "blocks"
         freeze(model.named_parameters(), config.freeze, setting="critic.freeze")
         self.optimizer = Optimizer(model.named_parameters(), self.config)
+        self.loss_scale = LossScale.for_training(self.config.loss_scale, model.body.embedding.dtype)
+        self._calls: list[Sequence[Sample]] = []
+        """Rows whose gradients were collected since the last update."""
         self.num_updates = 0
         """Updates asked for, the skipped ones included: the place in the schedule."""
         self.num_skipped = 0
@@ -144,6 +148,7 @@ class Critic:
                         f"sample {sample.id} has no {name}: the critic learns from rows that "
                         "rows_for_training(..., critic=...) has made with advantage=gae."
                     )
+        self._calls.append(samples)
         num_trained = sum(sample.num_trained for sample in samples)
         num_tokens = max(num_trained, 1)
         sums = torch.zeros(2, dtype=torch.float64, device=self.model.device)
@@ -156,7 +161,7 @@ class Critic:
             out = value_loss(
                 values, batch.columns["values"], batch.columns["returns"], clip=self.clip
             )
-            (out.loss.sum() / num_tokens).backward()
+            (out.loss.sum() / num_tokens * self.loss_scale.value).backward()
             self.optimizer.collect_gradients()
             sums += torch.stack(
                 [
@@ -179,9 +184,9 @@ class Critic:
         lr = self.config.lr * lr_share(
             self.num_updates, self.config, total_updates=self.total_updates
         )
-        if self.ranks is not None:
-            self.optimizer.sum_gradients(self.ranks)
-        norm = float(self.optimizer.gradient_norm())
+        norm = self._gradient_norm()
+        while not (self._is_bad or np.isfinite(norm)) and self.loss_scale.lower():
+            norm = self._gradient_norm_again()
         self.last_skip = ""
         if not self._num_tokens:
             self.last_skip = "no token to learn a value of since the last update"
@@ -193,14 +198,18 @@ class Critic:
             self.optimizer.zero_gradients()
         else:
             clip = self.config.grad_clip
-            self.optimizer.step(lr=lr, gradient_scale=clip / norm if 0 < clip < norm else 1.0)
+            share = clip / norm if 0 < clip < norm else 1.0
+            self.optimizer.step(lr=lr, gradient_scale=share / self.loss_scale.value)
+            self.loss_scale.made_update()
         self.num_updates += 1
         self._is_bad, self._num_tokens = False, 0
-        return {
+        self._calls.clear()
+        metrics = {
             "critic/grad_norm": norm,
             "critic/lr": lr,
             "critic/skipped_updates": float(bool(self.last_skip)),
         }
+        return metrics | self.loss_scale.to_metrics("critic")
 
     def update(self, samples: Sequence[Sample]) -> Metrics:
         """All updates of one batch, each on all of its rows.
@@ -213,7 +222,8 @@ class Critic:
             for _ in range(self.config.updates_per_batch)
         ]
         out = {name: float(np.mean([part[name] for part in parts])) for name in parts[0]}
-        out["critic/skipped_updates"] = sum(part["critic/skipped_updates"] for part in parts)
+        for name in {"critic/skipped_updates", "critic/overflows"} & out.keys():
+            out[name] = sum(part[name] for part in parts)
         return out | _describe_values(samples)
 
     def save(self, directory: str | Path) -> None:
@@ -232,7 +242,7 @@ class Critic:
             return
         save_file(tensors, str(directory / OPTIMIZER))
         counters = {"num_updates": self.num_updates, "num_skipped": self.num_skipped}
-        write_json(directory / STATE, counters)
+        write_json(directory / STATE, counters | self.loss_scale.state())
 
     def load(self, directory: str | Path, *, weights_only: bool = False) -> None:
         """Continues what `save` wrote: the next update gives the same bits as without a stop.
@@ -256,9 +266,23 @@ class Critic:
         if weights_only:
             self.optimizer = Optimizer(self.model.named_parameters(), self.config)
         self.num_updates, self.num_skipped = counters["num_updates"], counters["num_skipped"]
+        self.loss_scale.load(counters)
         self.last_skip, self._is_bad, self._num_tokens = "", False, 0
 
     # -- mechanism ------------------------------------------------------------------------------
+
+    def _gradient_norm(self) -> float:
+        if self.ranks is not None:
+            self.optimizer.sum_gradients(self.ranks)
+        return float(self.optimizer.gradient_norm()) / self.loss_scale.value
+
+    def _gradient_norm_again(self) -> float:
+        """After an overflow: the same rows backward once more, under the factor of now."""
+        self.optimizer.zero_gradients()
+        calls, self._calls = self._calls, []
+        for samples in calls:
+            self.forward_backward(samples)
+        return self._gradient_norm()
 
     def pack(self, samples: Sequence[Sample], *, num_unread: int = 0) -> list[PackedBatch]:
         """This rank's micro-batches of `samples`, as the policy's trainer cuts them.

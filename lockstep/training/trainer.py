@@ -54,6 +54,7 @@ from lockstep.training.correcting import (
     measure_batch,
 )
 from lockstep.training.expert_load import ExpertLoad
+from lockstep.training.loss_scale import LossScale
 from lockstep.training.optimizer import Optimizer, freeze, lr_share
 from lockstep.training.packing import (
     PackedBatch,
@@ -166,6 +167,7 @@ class Trainer:
         self.total_updates = total_updates
         freeze(model.named_parameters(), config.freeze)
         self.optimizer = Optimizer(model.named_parameters(), config)
+        self.loss_scale = LossScale.for_training(config.loss_scale, model.embedding.dtype)
         self.num_updates = 0
         """Updates asked for, the skipped ones included: the place in the schedule."""
         self.num_skipped = 0
@@ -356,6 +358,8 @@ class Trainer:
         reason, norm = self._bad_loss, float("nan")
         if not reason:
             norm = self._gradient_norm()
+            while not np.isfinite(norm) and self.loss_scale.lower():
+                norm = self._gradient_norm_again()
             if not self._num_kept:
                 reason = "no token was trained since the last update: none sampled, or all rejected"
             elif not np.isfinite(norm):
@@ -366,15 +370,18 @@ class Trainer:
             _log.warning("update %d skipped: %s", self.num_updates, reason)
         else:
             clip = self.config.grad_clip
-            self.optimizer.step(lr=lr, gradient_scale=clip / norm if 0 < clip < norm else 1.0)
+            share = clip / norm if 0 < clip < norm else 1.0
+            self.optimizer.step(lr=lr, gradient_scale=share / self.loss_scale.value)
+            self.loss_scale.made_update()
             self.version += 1
         self.num_updates += 1
         self._drop_gradients()
-        return {
+        metrics = {
             "train/grad_norm": norm,
             "train/lr": lr,
             "train/skipped_updates": float(bool(reason)),
         }
+        return metrics | self.loss_scale.to_metrics("train")
 
     def update(
         self,
@@ -454,7 +461,7 @@ class Trainer:
         save_file(tensors, str(directory / OPTIMIZER))
         counters = {
             "num_updates": self.num_updates, "num_skipped": self.num_skipped,
-            "version": self.version,
+            "version": self.version, **self.loss_scale.state(),
         }  # fmt: skip
         write_json(directory / STATE, counters)
 
@@ -480,6 +487,7 @@ class Trainer:
             counters = {"num_updates": 0, "num_skipped": 0, "version": 0}
         self.num_updates, self.num_skipped = counters["num_updates"], counters["num_skipped"]
         self.version = counters["version"]
+        self.loss_scale.load(counters)
         self.last_skip = ""
         self._drop_gradients()
 
@@ -623,7 +631,8 @@ class Trainer:
         if not len(kept.tokens.logprobs):
             return None
         loss = _weighed(call.loss_fn(kept.tokens), kept) * kept.select(call.weigh(batch))
-        grads = torch.autograd.grad(loss.sum(), (logprobs, entropy), allow_unused=True)
+        total = loss.sum() * self.loss_scale.value
+        grads = torch.autograd.grad(total, (logprobs, entropy), allow_unused=True)
         of_logprobs = torch.zeros_like(logprobs) if grads[0] is None else grads[0]
         return Coefficients(of_logprobs, grads[1])
 
@@ -668,7 +677,7 @@ class Trainer:
             return done
         out = call.loss_fn(kept.tokens)
         loss = _weighed(out, kept)
-        (loss * kept.select(weight_N)).sum().backward()
+        ((loss * kept.select(weight_N)).sum() * self.loss_scale.value).backward()
         self.optimizer.collect_gradients()
         done.out, done.loss_N = out, kept.spread(loss.detach(), len(logprobs))
         return done
@@ -719,7 +728,15 @@ class Trainer:
         """Of the gradients that the ranks have together, which they all have afterwards."""
         if self.ranks is not None:
             self.optimizer.sum_gradients(self.ranks)
-        return float(self.optimizer.gradient_norm())
+        return float(self.optimizer.gradient_norm()) / self.loss_scale.value
+
+    def _gradient_norm_again(self) -> float:
+        """After an overflow: the same calls backward once more, under the factor of now."""
+        self.optimizer.zero_gradients()
+        for call in self._calls:
+            for batch in self.pack(call.samples, is_updating=True):
+                self._backward(batch, call)
+        return self._gradient_norm()
 
     def _knows_old_logprobs(self, samples: Sequence[Sample]) -> bool:
         """Whether the contract says that the trainer's log-probs are those recorded: all of them

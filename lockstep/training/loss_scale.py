@@ -1,0 +1,70 @@
+"""The factor on the loss under which float16 gradients are neither lost nor overflow."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+FIRST = 2.0**12
+LARGEST = 2.0**24
+GROWTH_UPDATES = 100
+"""Updates in a row without an overflow after which the factor doubles."""
+
+
+@dataclass(slots=True)
+class LossScale:
+    """Powers of two, so that scaling changes no bit of a gradient that neither side loses.
+
+    A float16 gradient below 6e-8 is 0 and one above 65504 is infinite; a factor on the loss moves
+    all of them between. After an overflow it is halved and the same batch is run backward again:
+    nothing that was sampled is lost (elsewhere such an update is skipped).
+    Source: Micikevicius et al. 2018, section 3.2; dynamic as in torch.amp.GradScaler.
+    """
+
+    value: float
+    is_dynamic: bool
+    num_good: int = 0
+    """Updates since the last change."""
+    num_overflows: int = 0
+    """Backward passes that were run again since `to_metrics`."""
+
+    @classmethod
+    def for_training(cls, setting: float, dtype: torch.dtype) -> LossScale:
+        """setting: `trainer.loss_scale`."""
+        if setting:
+            return cls(setting, is_dynamic=False)
+        is_needed = dtype == torch.float16
+        return cls(FIRST if is_needed else 1.0, is_dynamic=is_needed)
+
+    def lower(self) -> bool:
+        """After an overflow. Whether there is a smaller factor to try."""
+        if not self.is_dynamic or self.value <= 1.0:
+            return False
+        self.value /= 2
+        self.num_good, self.num_overflows = 0, self.num_overflows + 1
+        return True
+
+    def made_update(self) -> None:
+        """After an update whose gradient was finite."""
+        self.num_good += 1
+        if self.is_dynamic and self.num_good >= GROWTH_UPDATES and self.value < LARGEST:
+            self.value, self.num_good = self.value * 2, 0
+
+    def to_metrics(self, role: str) -> dict[str, float]:
+        """Of one update; nothing where nothing is scaled."""
+        if not self.is_dynamic and self.value == 1.0:
+            return {}
+        count, self.num_overflows = self.num_overflows, 0
+        return {f"{role}/loss_scale": self.value, f"{role}/overflows": float(count)}
+
+    def state(self) -> dict[str, float]:
+        """For a checkpoint."""
+        return {"loss_scale": self.value, "loss_scale_good_updates": self.num_good}
+
+    def load(self, state: Mapping[str, float]) -> None:
+        """What `state` wrote, where this is dynamic; a factor that is set stays."""
+        if self.is_dynamic:
+            self.value = state.get("loss_scale", self.value)
+            self.num_good = int(state.get("loss_scale_good_updates", 0))
