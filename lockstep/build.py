@@ -125,7 +125,7 @@ def build(
         vocab_size=foundation.model.vocab_size,
         max_tokens=config.max_tokens,
         is_truncated=config.agent.is_truncated,
-        is_rescored=config.correction.behaviour == "averaged",
+        is_rescored=config.chosen_correction.behaviour == "averaged",
         is_replayed=config.trainer.routing_replay == "rollout",
         is_sharing_device=config.engine.share_device,
     )

@@ -83,7 +83,7 @@ def check_config(config: Config, *, is_training: bool = True) -> Foundation:
         config.fault.check(model=foundation.model, name=config.model, engine=config.engine)
     if config.contract == TRUE_ON_POLICY and (reason := why_no_contract(config)):
         raise ConfigError(f"contract={TRUE_ON_POLICY} cannot be kept: {reason}.")
-    if config.correction.behaviour == "averaged" and config.agent.is_truncated:
+    if config.chosen_correction.behaviour == "averaged" and config.agent.is_truncated:
         raise ConfigError(
             f"correction.behaviour=averaged with agent.top_p={config.agent.top_p} "
             f"agent.top_k={config.agent.top_k}: an engine cannot re-score the distribution that "

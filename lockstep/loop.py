@@ -273,7 +273,7 @@ def update(run: Session, rows: Sequence[Sample], sampled_rows: Sequence[Sample])
         return {}
     config, trainer, critic = run.config, run.parts.trainer, run.parts.critic
     if run.trains_policy:
-        metrics = trainer.update(rows, config.objective, config.correction)
+        metrics = trainer.update(rows, config.objective, config.chosen_correction)
     else:
         metrics = trainer.measure(rows, column="logprobs", is_checking=True).to_metrics("mismatch")
     if critic is not None:
@@ -286,7 +286,7 @@ def update(run: Session, rows: Sequence[Sample], sampled_rows: Sequence[Sample])
 
 async def rescore_rows(run: Session, rows: Sequence[Sample]) -> dict[str, float]:
     """The sampler's log-probs averaged over re-scorings, where the correction reads them."""
-    correction = run.config.correction
+    correction = run.config.chosen_correction
     if correction.behaviour != "averaged":
         return {}
     began = time.perf_counter()

@@ -52,8 +52,8 @@ def plan(
         f"model      {config.model}: {model.architecture}, {model.num_layers} layers of width "
         f"{model.hidden_size}{experts if model.is_moe else ''}, {config.dtype}",
         *_trained_plan(config, foundation, num_trained),
-        f"sampler    {tag(type(config.engine))} engine; {foundation.renderer.name} tokens, token "
-        "in, token out",
+        f"sampler    {tag(type(config.engine))} engine{_dtype_apart(config)}; "
+        f"{foundation.renderer.name} tokens, token in, token out",
         *([f"draws      {notice}"] if notice else []),
         f"step       {config.groups_per_step} tasks x {config.group_size} episodes = {episodes} "
         f"trajectories of at most {config.max_tokens} tokens; {config.steps} steps",
@@ -64,11 +64,17 @@ def plan(
         *_parallel_plan(config),
         f"numerics   {_contract_plan(config) if numerics is None else numerics.line}",
         f"memory     {describe_memory(config, foundation, numerics=numerics)}",
-        *(f"warning    {text}" for text in config.correction.warnings()),
+        *(f"warning    {text}" for text in config.chosen_correction.warnings()),
     ]
     if config.fault is not None:
         lines.append(f"fault      {config.fault.describe()}")
     return lines
+
+
+def _dtype_apart(config: Config) -> str:
+    """The sampler's dtype, where it is not the trainer's."""
+    dtype = getattr(config.engine, "dtype", "same")
+    return "" if dtype in ("same", config.dtype) else f" in {dtype}, over a cast copy of the weights"
 
 
 def describe_memory(
@@ -136,7 +142,7 @@ def _contract_plan(config: Config) -> str:
 
 def _update_plan(config: Config, *, is_kept: bool) -> str:
     """One pass or two, and what each token's ratio and weight are of."""
-    correction, num_updates = config.correction, config.trainer.updates_per_batch
+    correction, num_updates = config.chosen_correction, config.trainer.updates_per_batch
     by = f"ratio to {correction.anchor}" if config.objective.has_ratio else "no ratio"
     if correction.level != "none":
         by += f", {correction.level} weights by {correction.bound}"

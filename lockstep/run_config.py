@@ -164,9 +164,10 @@ class Config(ModelChoice):
     """The model of values that advantage=gae compares with; there is none with any other."""
     objective: ObjectiveConfig = field(default_factory=PPOClip)
     """The policy loss."""
-    correction: Correction = field(default_factory=Correction)
+    correction: Correction | None = None
     """What is done about the gap between sampler and trainer; a preset by its name
-    (`correction=mis`), or one setting after another."""
+    (`correction=mis`), or one setting after another. none: bypass where the sampler runs the
+    trainer's own decoder in its dtype, and mis with every other engine."""
     fault: FaultConfig | None = None
     """A defect that is injected on purpose, to see what it does and what finds it; none for a run
     that is meant."""
@@ -178,6 +179,17 @@ class Config(ModelChoice):
     """What is saved, and how often."""
     record: RecordConfig = field(default_factory=RecordConfig)
     """What of the trajectories is kept, and extra loggers."""
+
+    @property
+    def chosen_correction(self) -> Correction:
+        """The setting `correction`, or what it is by default with this engine."""
+        if self.correction is not None:
+            return self.correction
+        is_own = isinstance(self.engine, EmbeddedConfig) and self.engine.dtype in (
+            "same",
+            self.dtype,
+        )
+        return Correction.bypass() if is_own else Correction.mis()
 
     def __post_init__(self) -> None:
         ModelChoice.__post_init__(self)
@@ -197,7 +209,7 @@ class Config(ModelChoice):
                 f"critic.steps_before_policy={self.critic.steps_before_policy} of steps="
                 f"{self.steps}: the policy would never be trained."
             )
-        self.correction.check_updates(self.trainer.updates_per_batch)
+        self.chosen_correction.check_updates(self.trainer.updates_per_batch)
         self._check_staleness()
         self.engine.check_budget(self.max_tokens)
         if self.agent.max_turn_tokens >= self.max_tokens:
