@@ -74,7 +74,9 @@ def plan(
 def _dtype_apart(config: Config) -> str:
     """The sampler's dtype, where it is not the trainer's."""
     dtype = getattr(config.engine, "dtype", "same")
-    return "" if dtype in ("same", config.dtype) else f" in {dtype}, over a cast copy of the weights"
+    if dtype in ("same", config.dtype):
+        return ""
+    return f" in {dtype}, over a cast copy of the weights"
 
 
 def describe_memory(
