@@ -2,10 +2,10 @@
 
     python benchmarks/precision.py [--steps N] [--model NAME] [--only TRAINER/SAMPLER] [--json]
 
-Each pair is a run of its own (`lockstep train quickstart dtype=... engine.dtype=...`), one after the
-other, with nothing corrected, so that the reward shows what the gap does. Seconds are CPU seconds of
+Each pair is a run of its own (`lockstep train quickstart dtype=... engine.dtype=...`), one after
+the other, with nothing corrected, so that the reward shows what the gap does. Seconds are those of
 the steps, per sampled token; the first step is left out. The ratio is that of float32 on both sides
-to the pair: above 1 the pair is faster. A CPU without arithmetic in 16 bits computes it in float32.
+to the pair: above 1 the pair is faster. A CPU without 16-bit arithmetic computes it in float32.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import tempfile
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
-
 
 PAIRS = (
     ("float32", "float32"),

@@ -167,7 +167,7 @@ class Config(ModelChoice):
     correction: Correction | None = None
     """What is done about the gap between sampler and trainer; a preset by its name
     (`correction=mis`), or one setting after another. none: bypass where the sampler runs the
-    trainer's own decoder in its dtype, and mis with every other engine."""
+    trainer's own decoder in its dtype and in step with it, and mis everywhere else."""
     fault: FaultConfig | None = None
     """A defect that is injected on purpose, to see what it does and what finds it; none for a run
     that is meant."""
@@ -185,11 +185,10 @@ class Config(ModelChoice):
         """The setting `correction`, or what it is by default with this engine."""
         if self.correction is not None:
             return self.correction
-        is_own = isinstance(self.engine, EmbeddedConfig) and self.engine.dtype in (
-            "same",
-            self.dtype,
-        )
-        return Correction.bypass() if is_own else Correction.mis()
+        is_embedded = isinstance(self.engine, EmbeddedConfig)
+        is_own = is_embedded and self.engine.dtype in ("same", self.dtype)
+        is_close = is_own and not self.max_staleness
+        return Correction.bypass() if is_close else Correction.mis()
 
     def __post_init__(self) -> None:
         ModelChoice.__post_init__(self)
@@ -240,12 +239,12 @@ class Config(ModelChoice):
                 "trains, and could not sample meanwhile. Set max_staleness=0, or give the engine a "
                 "device of its own."
             )
-        if self.correction.anchor == "on_policy":
+        if self.chosen_correction.anchor == "on_policy":
             raise ConfigError(
                 f"correction.anchor=on_policy with {where}: it fixes at 1 the ratio between the "
                 "policy in training and an older one. Use correction=mis or decoupled."
             )
-        if self.correction.behaviour == "averaged":
+        if self.chosen_correction.behaviour == "averaged":
             raise ConfigError(
                 f"correction.behaviour=averaged with {where}: when a batch is complete, the engine "
                 "has other weights than those that sampled, and cannot score under them. Use "
