@@ -224,6 +224,10 @@ class PlanFacts:
 
 def plan_memory(facts: PlanFacts) -> MemoryPlan:
     """The prediction itself."""
+    beside: list[Part] = []
+    if facts.engine is not None and facts.engine.replicas:
+        beside = _engine_processes(facts, facts.engine)
+        facts = replace(facts, engine=None)
     policy = _policy_state(facts)
     staying = [Part(PROCESS, PROCESS_BYTES[facts.device]), *policy.device]
     host = policy.host
@@ -240,6 +244,7 @@ def plan_memory(facts: PlanFacts) -> MemoryPlan:
         staying.append(Part("the engine's copy of the weights", num_bytes, advice))
     if facts.engine is not None:
         staying += _engine_state(facts, facts.engine)
+    staying += beside
     training = _training(facts)
     sampling = [] if facts.engine is None else _sampling(facts, facts.engine)
     is_training = _total(training) >= _total(sampling)
@@ -341,6 +346,22 @@ def _trained(facts: PlanFacts) -> Shapes:
         for name, shape in shapes.items()
         if not any(fnmatchcase(name, pattern) for pattern in patterns)
     }
+
+
+def _engine_processes(facts: PlanFacts, engine: EmbeddedConfig) -> list[Part]:
+    """What engines in processes of their own take of the trainer's device: of a CPU's memory all,
+    of a GPU's nothing."""
+    if facts.device == "cuda":
+        return []
+    count = math.ceil(engine.replicas / facts.num_ranks)
+    weights = num_elements(decoder_shapes(facts.model)) * facts.a
+    own = [*_engine_state(facts, engine), *_sampling(facts, engine)]
+    each = PROCESS_BYTES[facts.device] + weights + _total(own)
+    advice = "fewer engine.replicas or a smaller engine.kv_cache_tokens"
+    return [
+        Part("engines in processes of their own", count * each, advice),
+        Part("weights on their way to them", weights, "engine.replicas=0"),
+    ]
 
 
 def _engine_state(facts: PlanFacts, engine: EmbeddedConfig) -> Iterator[Part]:

@@ -89,10 +89,13 @@ class EngineConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class EmbeddedConfig(EngineConfig):
-    """The engine inside the training process: it runs the trainer's own decoder."""
+    """The engine that runs the trainer's own decoder, inside the training process or beside it."""
 
     can_record_routes: ClassVar[bool] = True
 
+    replicas: int = 0
+    """Processes of their own that sample, each with a copy of the weights (on a GPU of its own
+    where there are any). 0 samples inside the trainer's process, over its weights."""
     dtype: SampleDtype = "same"
     """What the sampler computes in; same is the trainer's. Another one samples from a copy of the
     weights, cast at every sync: the contract is then off, and the gap measured."""
@@ -120,6 +123,8 @@ class EmbeddedConfig(EngineConfig):
         for name in ("max_num_sequences", "max_step_tokens", "kv_cache_tokens", "page_size"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"engine.{name}={getattr(self, name)} must be at least 1.")
+        if self.replicas not in (0, 1):
+            raise ConfigError(f"engine.replicas={self.replicas} must be 0 or 1.")
         if self.max_step_tokens < self.max_num_sequences:
             raise ConfigError(
                 f"engine.max_step_tokens={self.max_step_tokens} is smaller than "

@@ -95,6 +95,11 @@ def _(config: EmbeddedConfig, context: EngineContext) -> Engine:
             f"engine embedded runs the decoder, and cannot run a {type(model).__name__}: choose an "
             "engine outside of this process."
         )
+    if config.replicas:
+        from lockstep.engines.embedded.worker import Replicas
+
+        (engine,) = Replicas(config, context).start_all()
+        return engine
     if config.dtype in ("same", context.dtype):
         return EmbeddedEngine(model, config, token_bytes=context.token_bytes)
     own = copy_decoder(model, dtype=getattr(torch, config.dtype))

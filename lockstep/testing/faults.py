@@ -196,6 +196,11 @@ def _check_embedded(fault: FaultConfig, engine: EngineConfig) -> EmbeddedConfig:
             f"engine={tag(type(engine))} runs one of its own. Choose engine=embedded, or a fault "
             "of the rows."
         )
+    if engine.replicas:
+        raise ConfigError(
+            f"fault={tag(type(fault))} changes the engine inside the trainer's process; "
+            f"engine.replicas={engine.replicas} samples in others. Leave engine.replicas at 0."
+        )
     return engine
 
 

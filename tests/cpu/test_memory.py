@@ -154,6 +154,9 @@ def test_an_engine_a_reference_and_the_contract_are_in_the_plan():
     assert isinstance(config.engine, EmbeddedConfig)
     cache = 2 * 2 * 2 * 32 * 2  # keys and values, layers, key heads, head width, bytes
     assert part(found, "KV cache") == cache * (config.engine.kv_cache_tokens + 128)
+    beside = plan_run(resolve(config, ["engine.replicas=1"]), GPT_OSS, device="cpu")
+    assert part(beside, "KV cache") == 0
+    assert part(beside, "engines in processes of their own") > part(found, "KV cache")
     critic = resolve(find_recipe("quickstart"), ["advantage=gae"])
     found = plan_run(critic, GPT_OSS, device="cpu", critic=GPT_OSS)
     assert {"critic's weights", "critic's AdamW moments"} <= {p.name for p in found.parts}

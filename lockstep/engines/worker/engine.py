@@ -1,0 +1,275 @@
+"""The trainer's side of an engine that runs in a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from lockstep import errors
+from lockstep.engines.base import Capabilities, Scores
+from lockstep.engines.worker.serving import READY, told
+from lockstep.engines.worker.weights import SharedWeights, bytes_of, layout_of
+from lockstep.errors import EngineError, LockstepError
+from lockstep.launch.workers import Batch, Worker
+from lockstep.types import Delta, Distribution, Int32Array, Request
+
+CLOSE_SECONDS = 10.0
+"""How long a worker may take to end after it was asked to; then it is killed."""
+
+PIECE_BYTES = 8 << 20
+"""Of weights that go over a network: small enough that requests get in between."""
+
+TELL_SECONDS = 10.0
+"""How often whoever watches is told that an engine still starts."""
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    """What one question was answered so far. Belongs to the event loop that asked."""
+
+    loop: asyncio.AbstractEventLoop
+    answers: list[tuple[str, Any]] = field(default_factory=list)
+    waiter: asyncio.Future[None] | None = None
+    is_done: bool = False
+
+    def take(self, kind: str, value: Any) -> None:
+        self.answers.append((kind, value))
+        self.is_done |= kind != "delta"
+        if self.waiter is not None and not self.waiter.done():
+            self.waiter.set_result(None)
+
+    async def next(self) -> tuple[str, Any]:
+        while not self.answers:
+            self.waiter = self.loop.create_future()
+            await self.waiter
+        return self.answers.pop(0)
+
+
+class WorkerEngine:
+    """`Engine` over a worker that runs `serving.serve`. May be used from several event loops.
+
+    A worker that dies fails every request in flight, and each later one, with an EngineError that
+    holds the end of its log; `is_lost` then says so.
+    """
+
+    def __init__(self, worker: Worker, order: Any, *, weights: SharedWeights | None) -> None:
+        """order: what the worker makes its engine of. weights: memory that the worker maps; None
+        sends them over the line. Nothing is sent yet: `wait_until_ready` before anything else."""
+        self._worker, self._weights = worker, weights
+        self._numbers = itertools.count(READY + 1)
+        self._calls: dict[int, _Call] = {}
+        self._lock = threading.Lock()
+        self._lost = ""
+        self._is_closed = False
+        self._capabilities: Capabilities | None = None
+        self._version = 0
+        self._order: Any = order
+
+    def begin(self) -> None:
+        """The engine is being made from here on, while others begin too."""
+        if self._order is not None:
+            self._worker.send([self._order])
+            self._order = None
+
+    def wait_until_ready(self, on_wait: Callable[[str], None] = lambda text: None) -> None:
+        """Returns when the engine answers. Raises the worker's own error, or EngineError with its
+        log, if it cannot be made. on_wait: told now and then what is waited for."""
+        self.begin()
+        began = told_at = time.monotonic()
+        try:
+            while (batch := self._worker.receive(seconds=0.2)) is None:
+                if time.monotonic() - told_at > TELL_SECONDS:
+                    told_at = time.monotonic()
+                    on_wait(f"{self._worker.name} starts: {told_at - began:.0f} s so far.")
+        except (EOFError, OSError):
+            raise EngineError(f"no engine: {self._worker.why_ended()}") from None
+        ((_, kind, value),) = batch
+        if kind == "error":
+            self._worker.end(seconds=CLOSE_SECONDS)
+            raise _error(*value)
+        self._capabilities, self._version = value
+        self._worker.listen(self._take, self._lose)
+
+    @property
+    def is_lost(self) -> bool:
+        """The worker has died."""
+        return bool(self._lost)
+
+    @property
+    def name(self) -> str:
+        return self._worker.name
+
+    @property
+    def pid(self) -> int:
+        return self._worker.pid
+
+    # -- the protocol -------------------------------------------------------------------------
+
+    @property
+    def capabilities(self) -> Capabilities:
+        assert self._capabilities is not None, "wait_until_ready comes first"
+        return self._capabilities
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    async def generate(self, request: Request) -> AsyncIterator[Delta]:
+        number, call = self._ask("generate", {"request": request})
+        try:
+            while True:
+                kind, value = await call.next()
+                if kind == "end":
+                    return
+                if kind == "error":
+                    raise _error(*value)
+                yield value
+        finally:
+            if not call.is_done and not self._lost:
+                self._worker.send([(number, "cancel", None)])
+            self._calls.pop(number, None)
+
+    async def score(
+        self,
+        token_ids: Int32Array,
+        *,
+        distribution: Distribution = "model",
+        temperature: float = 1.0,
+        priority: int = 0,
+        first: int = 1,
+        affinity: str = "",
+    ) -> Scores:
+        return await self._call(
+            "score", token_ids=token_ids, distribution=distribution, temperature=temperature,
+            priority=priority, first=first, affinity=affinity,
+        )  # fmt: skip
+
+    async def abort(self, request_id: str) -> None:
+        await self._call("abort", request_id=request_id)
+
+    async def pause(self) -> None:
+        await self._call("pause")
+
+    async def resume(self, *, kv: Literal["drop", "keep"] = "drop") -> None:
+        await self._call("resume", kv=kv)
+
+    async def load_weights(self, source: Mapping[str, Any] | str | None, *, version: int) -> None:
+        """Named tensors, or a directory that the worker reads by itself."""
+        if source is None:
+            raise EngineError(
+                "load_weights: the engine runs in a process of its own and shares no parameters; "
+                "expected named tensors or a directory, found None."
+            )
+        if not isinstance(source, Mapping):
+            await self._say("load_directory", directory=str(source), version=version)
+        elif self._weights is not None:
+            held = self._weights.holding(source)
+            layout = await asyncio.to_thread(held.__enter__)
+            try:
+                await self._say("load_shared", layout=layout, version=version)
+            finally:
+                held.__exit__(None, None, None)
+        else:
+            await self._send_weights(source, version)
+        self._version = version
+
+    async def sleep(self) -> None:
+        await self._call("sleep")
+
+    async def wake(self) -> None:
+        await self._call("wake")
+
+    async def read_stats(self) -> dict[str, Any]:
+        """The counters of the engine since its start, where it keeps any."""
+        return await self._say("stats")
+
+    async def close(self) -> None:
+        """The engine closes, and its process ends: killed if it does not."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        with contextlib.suppress(EngineError, TimeoutError):
+            async with asyncio.timeout(CLOSE_SECONDS):
+                await self._say("close")
+        await asyncio.to_thread(self._worker.end, seconds=CLOSE_SECONDS)
+
+    def kill(self) -> None:
+        """The process ends at once."""
+        self._is_closed = True
+        self._worker.end(seconds=0)
+
+    # -- questions and answers ----------------------------------------------------------------
+
+    async def _call(self, method: str, **arguments: Any) -> Any:
+        """A method of the worker's engine."""
+        return await self._say("call", method=method, arguments=arguments)
+
+    async def _say(self, name: str, **arguments: Any) -> Any:
+        number, call = self._ask(name, arguments)
+        try:
+            kind, value = await call.next()
+        finally:
+            self._calls.pop(number, None)
+        if kind == "error":
+            raise _error(*value)
+        return value
+
+    def _ask(self, name: str, arguments: dict[str, Any]) -> tuple[int, _Call]:
+        call = _Call(asyncio.get_running_loop())
+        with self._lock:
+            if self._is_closed and name != "close":
+                raise EngineError("the engine is closed.")
+            if self._lost:
+                raise EngineError(self._lost)
+            number = next(self._numbers)
+            self._calls[number] = call
+        self._worker.send([(number, name, arguments)])
+        return number, call
+
+    def _take(self, batch: Batch) -> None:
+        """In the reader's thread: hands each loop its answers in one go."""
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Call, str, Any]]] = {}
+        for number, kind, value in batch:
+            if (call := self._calls.get(number)) is not None:
+                by_loop.setdefault(call.loop, []).append((call, kind, value))
+        for loop, answers in by_loop.items():
+            with contextlib.suppress(RuntimeError):  # its loop has been closed: nobody waits
+                loop.call_soon_threadsafe(_deliver, answers)
+
+    def _lose(self, why: str) -> None:
+        if self._is_closed:
+            why = "the engine was closed while the request was in flight."
+        with self._lock:
+            self._lost = why
+            numbers = list(self._calls)
+        error = told(EngineError(why))
+        self._take([(number, "error", error) for number in numbers])
+
+    async def _send_weights(self, source: Mapping[str, Any], version: int) -> None:
+        layout = layout_of(source)
+        await self._say("begin_weights", num_bytes=layout.num_bytes)
+        for entry in layout.entries:
+            flat = bytes_of(source[entry.name])
+            for at in range(0, len(flat), PIECE_BYTES):
+                piece = bytes(flat[at : at + PIECE_BYTES])
+                await self._say("piece_of_weights", start=entry.start + at, piece=piece)
+        await self._say("load_arrived", layout=layout, version=version)
+
+
+def _deliver(answers: list[tuple[_Call, str, Any]]) -> None:
+    for call, kind, value in answers:
+        call.take(kind, value)
+
+
+def _error(kind: str, text: str) -> LockstepError:
+    """The worker's error, here: of its own type where it is one of Lockstep's."""
+    found = getattr(errors, kind, None)
+    if isinstance(found, type) and issubclass(found, LockstepError):
+        return found(text)
+    return EngineError(f"{kind}: {text}")

@@ -1,0 +1,189 @@
+"""The embedded engine in a process of its own answers as the one in this process does."""
+
+import asyncio
+import os
+import signal
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from engine_models import deltas_of, reply_of, request
+
+from lockstep.engines.base import EngineContext
+from lockstep.engines.config import EmbeddedConfig
+from lockstep.engines.embedded.engine import EmbeddedEngine
+from lockstep.engines.embedded.worker import Replicas
+from lockstep.engines.registry import make_engine
+from lockstep.engines.worker.weights import SharedWeights, TornWeightsError, reading
+from lockstep.errors import CapabilityError, CheckpointError, ConfigError, EngineError
+from lockstep.models.hf_io import hf_tensors, load_checkpoint, save_checkpoint
+from lockstep.models.locate import locate_model
+from lockstep.ops import api
+from lockstep.ops.invariant import InvariantOps, Rules
+from lockstep.renderers.tokenizer import Tokenizer
+from lockstep.testing.check_engine import check_engine
+
+DIRECTORY = locate_model("tiny-gpt-oss")
+CONFIG = EmbeddedConfig(replicas=1, kv_cache_tokens=2048, max_num_sequences=16)
+RULES = Rules(row_quantum=8)
+"""Not the default: the worker takes those of the trainer's process."""
+PROMPT = [1, 2, 3, 4, 5]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return load_checkpoint(DIRECTORY)
+
+
+@pytest.fixture(scope="module")
+def context(model, tmp_path_factory):
+    return EngineContext(
+        model=model, token_bytes=Tokenizer.from_file(DIRECTORY).all_token_bytes(),
+        directory=DIRECTORY, vocab_size=model.config.vocab_size, max_tokens=256, dtype="float32",
+        scratch=tmp_path_factory.mktemp("run"),
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def engine(context):
+    api.use_backend(InvariantOps(RULES))
+    engine = make_engine(CONFIG, context)
+    yield engine
+    asyncio.run(engine.close())
+
+
+def other_weights(model, seed):
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: tensor + 0.02 * torch.randn(tensor.shape, generator=generator)
+        for name, tensor in hf_tensors(model)
+    }
+
+
+def ask(engine, *requests):
+    async def run():
+        return await asyncio.gather(*(reply_of(engine, r) for r in requests))
+
+    return asyncio.run(run())
+
+
+def test_it_keeps_every_promise_of_an_engine(engine, context, model):
+    report = asyncio.run(
+        check_engine(
+            engine, prompt_ids=PROMPT, token_bytes=context.token_bytes,
+            weights=dict(hf_tensors(model)), num_tokens=6,
+        )
+    )  # fmt: skip
+    assert not report.skipped and len(report.passed) == 18
+    assert engine.capabilities.weight_sources == ("tensors", "directory")
+
+
+def test_it_samples_the_bits_of_the_engine_in_this_process(engine, context, model, tmp_path):
+    api.use_backend(InvariantOps(RULES))
+    here = EmbeddedEngine(model, CONFIG, token_bytes=context.token_bytes)
+    assert engine.capabilities.fingerprint == here.capabilities.fingerprint
+    tensors = other_weights(model, seed=1)
+    changed = load_checkpoint(DIRECTORY)
+    with torch.no_grad():
+        for (_, ours), theirs in zip(hf_tensors(changed), tensors.values(), strict=True):
+            ours.copy_(theirs)
+    save_checkpoint(changed, tmp_path / "changed", like=DIRECTORY)
+    by_pieces = engine.version + 3
+    for source in (dict(hf_tensors(model)), tensors, str(tmp_path / "changed"), tensors):
+        version = engine.version + 1
+        shared = engine._weights
+        if version == by_pieces:  # as to another machine
+            engine._weights = None
+        asyncio.run(engine.load_weights(source, version=version))
+        engine._weights = shared
+        asyncio.run(here.load_weights(source, version=version))
+        asked = [
+            request(f"{version}-{i}", [*PROMPT, i], seed=i, max_tokens=8, temperature=0.8)
+            for i in range(8)
+        ]
+        for (ids, logprobs), (expected_ids, expected) in zip(
+            ask(engine, *asked), ask(here, *asked), strict=True
+        ):
+            np.testing.assert_array_equal(ids, expected_ids)
+            np.testing.assert_array_equal(logprobs, expected)
+
+
+def test_errors_come_back_with_their_type_and_text_and_the_worker_goes_on(engine, model):
+    with pytest.raises(EngineError, match="token 0 has the id 9999999; the vocabulary has"):
+        ask(engine, request("outside", [9999999]))
+    with pytest.raises(CapabilityError, match="the distribution after top-p and top-k cannot be"):
+        asyncio.run(engine.score(np.array(PROMPT, np.int32), distribution="sampled"))
+    version, tensors = engine.version, other_weights(model, seed=2)
+    asyncio.run(engine.load_weights(tensors, version=version + 1))
+    before = ask(engine, request("before", PROMPT, temperature=0.0))
+    torn = dict(hf_tensors(model))
+    name = next(iter(torn))
+    torn[name] = torn[name][:-1]
+    with pytest.raises(CheckpointError, match=r"misshapen \(1\)"):
+        asyncio.run(engine.load_weights(torn, version=version + 2))
+    with pytest.raises(EngineError, match="expected named tensors or a directory, found None"):
+        asyncio.run(engine.load_weights(None, version=version + 2))
+    assert engine.version == version + 1
+    after = ask(engine, request("after", PROMPT, temperature=0.0))
+    np.testing.assert_array_equal(before[0], after[0])
+
+
+def test_a_worker_that_dies_fails_what_is_in_flight_and_its_place_is_taken_by_another(context):
+    replicas = Replicas(CONFIG, context)
+    engine = replicas.start(0)
+    engine.wait_until_ready()
+
+    async def kill():
+        asked = request("long", PROMPT, max_tokens=200, stream=True)
+        with pytest.raises(EngineError, match=r"engine 0 \(pid \d+\) was ended by SIGKILL"):
+            async for _ in engine.generate(asked):
+                os.kill(engine.pid, signal.SIGKILL)
+        with pytest.raises(EngineError, match="was ended by SIGKILL"):
+            await engine.score(np.array(PROMPT, np.int32))
+        assert engine.is_lost
+        await engine.close()
+
+    asyncio.run(kill())
+    again = replicas.start(0)
+    again.wait_until_ready()
+    assert len(asyncio.run(deltas_of(again, request("a", PROMPT)))) == 1
+    asyncio.run(again.close())
+    with pytest.raises(EngineError, match="the engine is closed"):
+        ask(again, request("b", PROMPT))
+
+
+def test_an_engine_that_cannot_be_made_says_why(context, tmp_path):
+    broken = replace(context, directory=tmp_path, scratch=None)
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        make_engine(CONFIG, broken)
+    with pytest.raises(CapabilityError, match="runs the decoder, and cannot run a dict"):
+        make_engine(CONFIG, replace(context, model={}))
+    with pytest.raises(ConfigError, match=r"engine\.replicas=-1"):
+        EmbeddedConfig(replicas=-1)
+
+
+def test_weights_on_their_way_are_written_once_for_all_who_read_them():
+    shared = SharedWeights()
+    first = {"a": torch.arange(5.0), "b": torch.ones(2, 3, dtype=torch.bfloat16)}
+    second = {"a": torch.zeros(5), "b": torch.zeros(2, 3, dtype=torch.bfloat16)}
+    with shared.holding(first) as layout, shared.holding(first) as same:
+        assert same is layout
+        with shared.holding(second) as other, reading(shared.fd, layout) as found:
+            assert other.start != layout.start, "the first is still read"
+            assert all(torch.equal(found[name], first[name]) for name in first)
+            assert found["b"].dtype == torch.bfloat16
+    with shared.holding(second) as again:
+        assert again.start in (layout.start, other.start), "memory is used again"
+
+
+def test_weights_that_are_written_over_while_they_are_read_are_noticed():
+    shared = SharedWeights()
+    with shared.holding({"a": torch.ones(4)}) as layout:
+        pass
+    with (
+        pytest.raises(TornWeightsError, match="written over"),
+        reading(shared.fd, layout),
+        shared.holding({"a": torch.zeros(4)}),
+    ):
+        pass

@@ -1,0 +1,94 @@
+"""Workers: messages both ways, ends that are told, and none left behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from lockstep.launch.workers import start_worker
+
+
+@pytest.fixture
+def start(tmp_path):
+    started = []
+
+    def start(work):
+        log = tmp_path / "worker.log"
+        started.append(start_worker(f"worker_functions:{work}", name="worker 3", log=log))
+        return started[-1]
+
+    yield start
+    for worker in started:
+        worker.end(seconds=0)
+
+
+def is_running(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_messages_come_back_in_order_and_a_worker_that_is_told_to_stop_ends(start):
+    worker = start("echo")
+    found, lost, known = [], [], threading.Event()
+    worker.listen(found.append, lambda why: (lost.append(why), known.set()))
+    for number in range(3):
+        worker.send([number, "x" * 1_000_000])
+    worker.send(["stop"])
+    assert known.wait(60)
+    assert [batch[:2] for batch in found] == [[worker.pid, number] for number in range(3)]
+    assert "exit code 0" in lost[0]
+
+
+def test_a_worker_that_fails_is_told_of_with_the_end_of_its_log(start, tmp_path):
+    worker = start("fail")
+    lost, known = [], threading.Event()
+    worker.listen(lambda batch: None, lambda why: (lost.append(why), known.set()))
+    assert known.wait(60)
+    assert f"worker 3 (pid {worker.pid}) has ended with exit code 1" in lost[0]
+    assert f"The end of its log {tmp_path / 'worker.log'}" in lost[0]
+    assert "  | about to fail" in lost[0] and "  | ValueError: a reason" in lost[0]
+
+
+def test_a_worker_that_is_killed_is_told_of_at_once(start):
+    worker = start("echo")
+    worker.send([1])
+    worker.receive(seconds=60)
+    lost, known = [], threading.Event()
+    worker.listen(lambda batch: None, lambda why: (lost.append(why), known.set()))
+    os.kill(worker.pid, signal.SIGKILL)
+    assert known.wait(60)
+    assert "SIGKILL (by hand, or by the system for want of memory)" in lost[0]
+    worker.send([2])  # to nobody: no error of its own
+
+
+def test_a_worker_ignores_ctrl_c_and_ends_with_the_process_that_started_it(tmp_path):
+    code = (
+        "import sys, time; from pathlib import Path\n"
+        "from lockstep.launch.workers import start_worker\n"
+        "worker = start_worker('worker_functions:echo', name='w', log=Path(sys.argv[1]))\n"
+        "worker.send([1]); worker.receive(seconds=60)\n"
+        "print(worker.pid, flush=True); time.sleep(100)"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    trainer = subprocess.Popen(
+        [sys.executable, "-c", code, tmp_path / "log"],
+        env=environment,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    pid = int(trainer.stdout.readline())
+    os.kill(pid, signal.SIGINT)
+    assert is_running(pid)
+    trainer.kill()
+    trainer.communicate()
+    deadline = time.monotonic() + 60
+    while is_running(pid) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not is_running(pid)
