@@ -124,6 +124,8 @@ def build(
         engine,
         vocab_size=foundation.model.vocab_size,
         max_tokens=config.max_tokens,
+        is_trained=is_training,
+        temperature=config.agent.temperature,
         is_truncated=config.agent.is_truncated,
         is_rescored=config.chosen_correction.behaviour == "averaged",
         is_replayed=config.trainer.routing_replay == "rollout",

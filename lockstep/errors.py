@@ -15,6 +15,9 @@ thing. A message says what was expected, what was found, where, and what to do n
       EngineError        (RuntimeError)  the engine cannot do, or did not do, what was asked
       CapabilityError    (EngineError)   the engine lacks something that the request needs
       EngineDownError    (EngineError)   the engine is gone, frozen or not to be trusted any more
+      ServerUnreachableError (EngineDownError)  its server is down, or the connection was lost
+      ServerSilentError  (EngineDownError)  its server took a request and does not answer
+      ServerRefusedError (EngineError)   its server answered that it will not
       LeaseError         (EngineError)   somebody else's weights are in the engine
       ContractError      (RuntimeError)  a promise about the numerics cannot be or was not kept
       RolloutError       (RuntimeError)  too many episodes of a step failed to train on the rest
@@ -73,6 +76,23 @@ class EngineDownError(EngineError):
 class LeaseError(EngineError):
     """The engine has weights that this run did not put there. Nothing that it samples from then on
     is trained on."""
+class ServerUnreachableError(EngineDownError):
+    """The server of an engine cannot be reached, or the connection was lost. Another replica may
+    answer; whatever was asked has not been answered here."""
+
+
+class ServerSilentError(EngineDownError):
+    """The server of an engine took a request and has said nothing for too long. Another replica may
+    answer; this one may still be at work on what was asked."""
+
+
+class ServerRefusedError(EngineError):
+    """The server of an engine answered with an error. Repeats what it said."""
+
+    def __init__(self, message: str, *, status: int = 0) -> None:
+        super().__init__(message)
+        self.status = status
+        """The HTTP status; 0 where the error came within a stream."""
 
 
 class ContractError(LockstepError, RuntimeError):

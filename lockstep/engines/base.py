@@ -54,6 +54,8 @@ class Capabilities:
     `Request.routes_from` on, whether it computed it or found it in its prefix cache."""
     has_adapters: bool = False
     has_score: bool = False
+    scored_distributions: tuple[Distribution, ...] = ("model", "tempered")
+    """What `score` gives log-probs under. At temperature 1 these two are one."""
     has_support: bool = False
     """It hands back what top-p and top-k kept, for requests that ask."""
     has_sleep: bool = False
@@ -165,9 +167,8 @@ class Engine(Protocol):
         ...
 
     async def sleep(self) -> None:
-        """Frees the memory of keys and values until `wake`. Waiting requests are refused.
-
-        Weights can be loaded meanwhile.
+        """Frees the memory of keys and values until `wake`. Requests that come meanwhile are
+        refused. Weights can be loaded meanwhile. Raises CapabilityError without `has_sleep`.
         """
         ...
 

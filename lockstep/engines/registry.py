@@ -115,19 +115,30 @@ def check_capabilities(
     is_rescored: bool = False,
     is_replayed: bool = False,
     is_sharing_device: bool = False,
+    is_trained: bool = False,
+    temperature: float = 1.0,
 ) -> None:
     """Raises CapabilityError if the engine cannot do what a run needs, before it samples.
 
     is_truncated: top-p or top-k is on. is_rescored: what was sampled is scored again.
     is_replayed: the trainer replays the experts that the sampled tokens went to.
-    is_sharing_device: it gives its memory to the trainer while that trains.
+    is_sharing_device: it gives its memory to the trainer while that trains. is_trained: its weights
+    are to follow the trainer's. temperature: of the draws; at 1 the model's log-probs are the
+    tempered ones.
     """
     found = engine.capabilities
     for holds, text in (
         (
-            "tempered" in found.distributions,
+            bool(found.weight_sources) or not is_trained,
+            "takes no new weights: it would sample from the first policy for ever. It serves "
+            "`lockstep eval`; to train, choose engine=vllm, engine=sglang or engine=embedded",
+        ),
+        (
+            "tempered" in found.distributions
+            or "sampled" in found.distributions  # where nothing is cut they are one
+            or (temperature == 1 and "model" in found.distributions),
             f"records log-probs of {', '.join(found.distributions)}; training needs those of the "
-            "distribution that was drawn from (tempered)",
+            "distribution that was drawn from (tempered). Set agent.temperature=1",
         ),
         (
             "sampled" in found.distributions or not is_truncated,
@@ -138,6 +149,12 @@ def check_capabilities(
             found.has_score or not is_rescored,
             "cannot score given ids, which correction.behaviour=averaged needs. Use "
             "correction.behaviour=rollout",
+        ),
+        (
+            "tempered" in found.scored_distributions or temperature == 1 or not is_rescored,
+            f"scores given ids under {', '.join(found.scored_distributions)}, and "
+            f"correction.behaviour=averaged needs agent.temperature={temperature:g}. Set "
+            "agent.temperature=1, or correction.behaviour=rollout",
         ),
         (
             found.has_routed_experts or not is_replayed,

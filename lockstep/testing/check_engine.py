@@ -106,7 +106,7 @@ async def check_engine(
         lambda: checker.weights(weights),
         "" if weights is not None or has.shares_weights else "no weights were given",
     )
-    await run("sleep and wake", checker.sleep_and_wake)
+    await run("sleep and wake", checker.sleep_and_wake, needs(has.has_sleep, "has_sleep"))
     return report
 
 
@@ -328,7 +328,11 @@ class _Checker:
 
     async def score(self) -> None:
         cases: tuple[tuple[Distribution, float], ...] = (("model", 1.0), ("tempered", 0.7))
+        limits = self.engine.capabilities
         for distribution, temperature in cases:
+            claimed = {*limits.distributions} & {*limits.scored_distributions}
+            if distribution not in claimed and not (temperature == 1 and claimed):
+                continue
             sampling = SamplingParams(
                 max_tokens=self.num_tokens, temperature=temperature, distribution=distribution
             )

@@ -1,0 +1,108 @@
+"""A wire without a server: the embedded engine answers as servers do, for tests of what is made of
+answers. Faults are put in by `change`."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import numpy as np
+
+from lockstep.engines.served import Chunk, WireScores
+from lockstep.types import Delta
+
+
+class EngineWire:
+    """`Wire` over an engine in this process. change: what becomes of each chunk on its way."""
+
+    def __init__(self, engine, *, ends_calls=True, change=lambda chunk: chunk, **claims):
+        self.engine, self.ends_calls, self.change = engine, ends_calls, change
+        self.claims = claims
+        self.calls = []
+        self.running = {}
+        self.told = []
+        self.is_paused = False
+        self.fails_load = False
+
+    @property
+    def capabilities(self):
+        found = self.engine.capabilities
+        sources = tuple(s for s in found.weight_sources if s != "shared")
+        claims = {"name": "wire", "has_stop_strings": False, "weight_sources": sources}
+        return replace(found, **(claims | self.claims))
+
+    async def generate(self, request):
+        self.calls.append(request)
+        self.running[request.id] = request
+        try:
+            held = []
+            streams = request.stream or not self.ends_calls
+            asked = replace(request, stream=streams)
+            async for delta in self.engine.generate(asked):
+                held.append(delta)
+                if delta.finish_reason is not None or streams:
+                    yield self.change(as_chunk(request, held))
+                    held = []
+        finally:
+            del self.running[request.id]
+
+    async def score(self, call_id, token_ids, *, first, distribution, temperature, priority):
+        found = await self.engine.score(
+            token_ids, first=first, distribution=distribution, temperature=temperature
+        )
+        return WireScores(logprobs=found.logprobs[first:], prompt_ids=token_ids)
+
+    async def abort(self, call_id):
+        self.told.append(f"abort {call_id}")
+        await self.engine.abort(call_id)
+
+    async def pause(self):
+        self.told.append("pause")
+        if self.ends_calls:
+            for call_id in list(self.running):
+                await self.engine.abort(call_id)
+        await self.engine.pause()
+
+    async def resume(self, *, drop_cache):
+        self.told.append(f"resume drop_cache={drop_cache}")
+        await self.engine.resume(kv="drop" if drop_cache else "keep")
+
+    async def load_weights(self, source, *, version):
+        if self.fails_load:
+            raise OSError("disk full")
+        await self.engine.load_weights(source, version=version)
+
+    async def sleep(self):
+        await self.engine.sleep()
+
+    async def wake(self):
+        await self.engine.wake()
+
+    async def close(self):
+        await self.engine.close()
+
+
+def as_chunk(request, deltas: list[Delta]) -> Chunk:
+    last = deltas[-1]
+    routes = [d.routed_experts for d in deltas if d.routed_experts is not None]
+    return Chunk(
+        token_ids=np.concatenate([d.token_ids for d in deltas]).tolist(),
+        logprobs=np.concatenate([d.logprobs for d in deltas]).tolist(),
+        finish_reason=last.finish_reason,
+        stop=last.stop,
+        prompt_ids=request.prompt_ids.tolist(),
+        num_cached_tokens=sum(d.num_cached_tokens for d in deltas),
+        routed_experts=np.concatenate(routes) if routes else None,
+        support=(
+            None
+            if last.support is None
+            else [list(ids) for d in deltas if d.support is not None for ids in d.support]
+        ),
+    )
+
+
+async def until(claim, *, seconds=10.0):
+    """Lets everything else run until `claim()` holds."""
+    async with asyncio.timeout(seconds):
+        while not claim():
+            await asyncio.sleep(0.001)
