@@ -76,6 +76,8 @@ class EngineDownError(EngineError):
 class LeaseError(EngineError):
     """The engine has weights that this run did not put there. Nothing that it samples from then on
     is trained on."""
+
+
 class ServerUnreachableError(EngineDownError):
     """The server of an engine cannot be reached, or the connection was lost. Another replica may
     answer; whatever was asked has not been answered here."""

@@ -146,6 +146,10 @@ class Wire(Protocol):
         what it runs: the engine then answers nothing until a load succeeds."""
         ...
 
+    async def ping(self) -> None:
+        """Raises EngineDownError if the server does not answer."""
+        ...
+
     async def sleep(self) -> None:
         """The server is paused, and frees the memory of keys and values."""
         ...
@@ -413,6 +417,10 @@ class ServedEngine:
             self._version, self._is_cache_old = version, True
             await self._open_gate()
 
+    async def ping(self) -> None:
+        self._check_open()
+        await self._wire.ping()
+
     async def sleep(self) -> None:
         """Requests in flight keep their place and go on after `wake`; those that arrive in between
         are refused."""
@@ -614,6 +622,14 @@ class ServedEngine:
             failure.__cause__ = error
             self._fail(reply, failure)
 
+    def _seed_after(self, seed: int, num_sampled: int) -> int:
+        """In [0, 2^31), which every server takes. Of what is left of a reply: another one than of
+        its beginning, whose draws would come again where the server counts them from the start."""
+        if self.capabilities.has_positional_draws:
+            num_sampled = 0
+        text = f"{seed}/{num_sampled}".encode()
+        return int.from_bytes(hashlib.blake2b(text, digest_size=4).digest(), "big") >> 1
+
     def _end_if_complete(self, reply: _Reply) -> bool:
         """A call that broke off after its last token has nothing left to ask for."""
         ids = reply.token_ids
@@ -634,7 +650,7 @@ class ServedEngine:
             id=reply.call_id,
             prompt_ids=prompt_ids,
             sampling=replace(request.sampling, max_tokens=reply.limit - num_before),
-            seed=_seed_after(request.seed, num_before),
+            seed=self._seed_after(request.seed, num_before),
             # Routes come with the end of a call: tokens that came before it would be without.
             stream=request.stream and not request.sampling.record_routes,
             routes_from=reply.num_routed,
@@ -989,10 +1005,3 @@ class ServedEngine:
                 if task is not None:
                     task.cancel()
         self._notify()
-
-
-def _seed_after(seed: int, num_sampled: int) -> int:
-    """In [0, 2^31), which every server takes. Of what is left of a reply: another one than of its
-    beginning, whose draws would else come again."""
-    text = f"{seed}/{num_sampled}".encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=4).digest(), "big") >> 1

@@ -28,7 +28,12 @@ class EngineWire:
     def capabilities(self):
         found = self.engine.capabilities
         sources = tuple(s for s in found.weight_sources if s != "shared")
-        claims = {"name": "wire", "has_stop_strings": False, "weight_sources": sources}
+        claims = {
+            "name": "wire",
+            "has_stop_strings": False,
+            "has_positional_draws": False,
+            "weight_sources": sources,
+        }
         return replace(found, **(claims | self.claims))
 
     async def generate(self, request):
@@ -71,6 +76,9 @@ class EngineWire:
         if self.fails_load:
             raise OSError("disk full")
         await self.engine.load_weights(source, version=version)
+
+    async def ping(self):
+        self.told.append("ping")
 
     async def sleep(self):
         await self.engine.sleep()
