@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from lockstep.config import from_dict
 from lockstep.errors import (
@@ -63,11 +63,11 @@ class Parts:
     def renderer(self) -> Renderer:
         return self.foundation.renderer
 
-    def publisher(self) -> Publisher:
+    def publisher(self, *, kv: Literal["drop", "keep"] = "drop") -> Publisher:
         """The way from the trainer's weights to the engine."""
         from lockstep.sync.publisher import Publisher
 
-        return Publisher(self.engine, self.trainer.model, self.model)
+        return Publisher(self.engine, self.trainer.model, self.model, kv=kv)
 
 
 def build(

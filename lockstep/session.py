@@ -84,7 +84,7 @@ class Session:
             ),
         )
         self.tester = Tester(config, self.parts, self.view, self.ranks, self.slots)
-        self.publisher = self.parts.publisher()
+        self.publisher = self.parts.publisher(kv=config.sync_kv)
         numerics = self.parts.numerics
         facts = {
             "is_one_process": self.is_one_process,
@@ -103,17 +103,9 @@ class Session:
 
     async def sync(self) -> None:
         """The engine runs the trainer's weights from here on, episodes under way included."""
-        engine, version = self.parts.engine, self.parts.trainer.version
-        if not self.config.max_staleness:
-            await self.publisher.publish(version)
-            if self.config.engine.share_device:
-                await engine.wake()
-            return
-        await engine.pause()
-        try:
-            await self.publisher.publish(version)
-        finally:
-            await engine.resume(kv=self.config.sync_kv)
+        await self.publisher.publish(self.parts.trainer.version)
+        if self.config.engine.share_device:
+            await self.parts.engine.wake()
 
     async def leave_engine(self) -> None:
         """What was sampled is this run's, and the device is the trainer's from here on."""
