@@ -185,8 +185,8 @@ class Config(ModelChoice):
         """The setting `correction`, or what it is by default with this engine."""
         if self.correction is not None:
             return self.correction
-        is_embedded = isinstance(self.engine, EmbeddedConfig)
-        is_own = is_embedded and self.engine.dtype in ("same", self.dtype)
+        engine = self.engine
+        is_own = isinstance(engine, EmbeddedConfig) and engine.dtype in ("same", self.dtype)
         is_close = is_own and not self.max_staleness
         return Correction.bypass() if is_close else Correction.mis()
 
