@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lockstep.agent.loop import Budget, collect, training_sampling
-from lockstep.agent.rescoring import rescore
+from lockstep.agent.rescoring import Rescorer
 from lockstep.agent.tasks import derive_seed
 from lockstep.build import build, checkpoint_of, resolve_device
 from lockstep.config import differences, to_dict
@@ -36,7 +36,8 @@ from lockstep.run_config import Config
 from lockstep.session import Session, Tester
 from lockstep.step_metrics import check_failures, describe_first_step, step_metrics
 from lockstep.store.run import RunDirectory, default_run_path, load_run
-from lockstep.training.correcting import BEHAVIOUR, UnequalTokenError
+from lockstep.training.averaging import average_rows
+from lockstep.training.correcting import UnequalTokenError
 from lockstep.training.rows import rows_for_training
 from lockstep.training.staleness import sort_by_age
 from lockstep.types import Group, Sample, Task
@@ -200,7 +201,6 @@ async def one_step(run: Session) -> dict[str, Any] | None:
     rows, sampled_rows = [], []
     try:
         rows, sampled_rows, metrics = await run.buffer.beside(partial(align, run, groups))
-        metrics |= await rescore_rows(run, rows)
         await run.leave_engine()
         metrics |= await run.buffer.beside(partial(update, run, rows, sampled_rows))
     except UnequalTokenError as broken:
@@ -241,7 +241,7 @@ def align(
     run: Session, groups: Sequence[Group]
 ) -> tuple[list[Sample], list[Sample], dict[str, float]]:
     """Episodes to rows with advantages: those that are trained, and the same as they were sampled,
-    before a fault has changed them; and how old their tokens are by now."""
+    before a fault has changed them; how old their tokens are by now, and how noisy."""
     config, parts = run.config, run.parts
     rows = rows_for_training(
         groups,
@@ -249,19 +249,24 @@ def align(
         control_ids=parts.renderer.tokenizer.control_ids,
         critic=parts.critic,
     )
-    rows, ages = sort_by_age(
+    rows, metrics = sort_by_age(
         rows,
         version=parts.trainer.version,
         limit=config.max_staleness * config.trainer.updates_per_batch,
         over_stale=config.over_stale,
     )
+    correction = config.chosen_correction
+    if correction.behaviour == "averaged":
+        metrics |= average_rows(
+            rows, groups, average_sampling_pass=correction.average_sampling_pass
+        )
     sampled_rows = rows
     if config.fault is not None:
         log_probs = partial(parts.trainer.forward, column=None)
         rows = config.fault.change_rows(sampled_rows, parts.renderer.tokenizer, log_probs)
     if run.step == 0:
         run.view.note(describe_first_step(groups, rows))
-    return rows, sampled_rows, ages
+    return rows, sampled_rows, metrics
 
 
 def update(run: Session, rows: Sequence[Sample], sampled_rows: Sequence[Sample]) -> dict[str, Any]:
@@ -284,30 +289,18 @@ def update(run: Session, rows: Sequence[Sample], sampled_rows: Sequence[Sample])
     return metrics
 
 
-async def rescore_rows(run: Session, rows: Sequence[Sample]) -> dict[str, float]:
-    """The sampler's log-probs averaged over re-scorings, where the correction reads them."""
+def make_rescorer(run: Session, step: int) -> Rescorer | None:
+    """What scores the finished turns of `step` again, where the correction reads the average."""
     correction = run.config.chosen_correction
     if correction.behaviour != "averaged":
-        return {}
-    began = time.perf_counter()
-    metrics: dict[str, float] = {}
-    if run.ranks is None or run.ranks.is_leader:
-        metrics = await rescore(
-            run.parts.engine,
-            rows,
-            num_scorings=correction.rescorings,
-            temperature=run.config.agent.temperature,
-            average_sampling_pass=correction.average_sampling_pass,
-            seed=derive_seed(run.config.seed, "rescore", run.step),
-            on_progress=lambda done, total: run.view.phase("re-scoring", done, total),
-        )
-    if run.ranks is not None:  # one engine's noise is enough to know it
-        column = BEHAVIOUR["averaged"]
-        found = [row.columns[column] for row in rows if column in row.columns]
-        metrics, found = run.ranks.from_leader((metrics, found))
-        for row, values in zip(rows, found, strict=True):
-            row.set(column, values)
-    return metrics | {"time/rescore_seconds": time.perf_counter() - began}
+        return None
+    return Rescorer(
+        run.parts.engine,
+        num_scorings=correction.rescorings,
+        temperature=run.config.agent.temperature,
+        max_in_flight=correction.rescorings_in_flight,
+        seed=derive_seed(run.config.seed, "rescore", step),
+    )
 
 
 async def sample(
@@ -332,5 +325,6 @@ async def sample(
         slots=run.slots,
         order=lambda: step - run.step,
         score_group=config.task.group_scorer(),
+        rescorer=make_rescorer(run, step),
         on_progress=lambda _: on_episode(),
     )

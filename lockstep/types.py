@@ -533,6 +533,31 @@ class Sample:
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
+class Rescorings:
+    """What the engine that sampled an episode said of it when it was asked again."""
+
+    logprobs: dict[int, list[Float32Array]] = field(default_factory=dict[int, list[Float32Array]])
+    """Sampled segment -> [T] float32 of its ids, once for each scoring by the weights that sampled
+    them."""
+    num_scored: int = 0
+    """Scorings of a turn that are in `logprobs`, whole or in part."""
+    num_overlapped: int = 0
+    """Those of them that were there before the last episode of the batch had ended."""
+    num_stale: int = 0
+    """Scorings that other weights than those of a segment made, or would have made."""
+    num_failed: int = 0
+    """Scorings that the engine did not give."""
+    error: str = ""
+    """Why the first one failed."""
+    num_prefix_tokens: int = 0
+    """Ids before the scored ones, over all scorings."""
+    num_cached_tokens: int = 0
+    """Those of them whose keys and values were found."""
+    waited_seconds: float = 0.0
+    """How long the batch waited for scorings after its last episode had ended."""
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
 class Trajectory:
     """The forest of segments that one episode produced, with a reward per leaf.
 
@@ -558,6 +583,8 @@ class Trajectory:
     """Why it failed or was truncated."""
     metrics: dict[str, float] = field(default_factory=dict[str, float])
     """Counters of the episode: tool errors, timeouts, tokens encoded, ..."""
+    rescorings: Rescorings | None = None
+    """Of an episode whose turns the engine scored again; not stored with it."""
 
     # -- growing ------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -50,6 +51,29 @@ FOUR_ARMS = {
     "IS + rejection + normalisation": ("correction=mis",),
 }
 FORK_STEP = 40
+
+SEED_NOISE = (
+    "fault=sampling_noise",
+    "fault.router_std=0.12",
+    "fault.bias=0.028",
+    "fault.trainer_std=5e-4",
+)
+"""What KwaiKAT's table has of a mixture: the means of two log-probs 0.008 apart, a variance of
+1e-3 in the sampler and of 1e-7 in the trainer. Over the shipped model's first batch, three seeds,
+32 scorings each, it is 0.0079, 9e-4 and 1e-7 (`python benchmarks/noise_table.py`)."""
+TEN_TIMES = (
+    "fault=sampling_noise",
+    "fault.router_std=1.2",
+    "fault.bias=0.28",
+    "fault.trainer_std=5e-3",
+)
+
+COLLAPSE_STEPS = 10
+COLLAPSE_DROP = 0.25
+"""A run collapses at the first step at which the mean reward of the last COLLAPSE_STEPS steps lies
+COLLAPSE_DROP below the best such mean before. Said before the runs: such a mean of ten times 64
+episodes moves by some 0.02 by chance, and of 1.3 between the least and the largest reward, a fifth
+is no dip any more."""
 
 SMOOTHING = 5
 """Steps of the running mean in the plots: a step has 64 episodes, and its mean reward is noisy."""
@@ -152,6 +176,27 @@ STUDIES = {
         },
         curves=("reward/mean", "response_length/mean", "mismatch/k3", "mismatch/ess"),
     ),
+    "averaging": Study(
+        title="five estimates of the old policy, under the noise of a large mixture of experts",
+        settings=("model=tiny-gpt-oss", "steps=150", *QUIET, *KEEP_LITTLE),
+        conditions={"noise as measured": SEED_NOISE, "ten times": TEN_TIMES},
+        arms={
+            "averaged, n=8": ("correction=averaged",),
+            "recomputed": BASELINE,
+            "rollout": ("correction=bypass",),
+            "TIS, 2": ("correction=tis",),
+            "replay": (*BASELINE, "trainer.routing_replay=rollout"),
+            "replay in part": (
+                *BASELINE,
+                "trainer.routing_replay=rollout",
+                "trainer.partial_routes=true",
+                "fault.lost_routes=0.5",
+            ),
+            "TIS, 1.5": ("correction=tis", "correction.limits=0,1.5"),
+            "TIS, 5": ("correction=tis", "correction.limits=0,5"),
+        },
+        curves=("reward/mean", "behaviour/k3", "mismatch/k3", "train/grad_norm", "train/entropy"),
+    ),
     "sinks": Study(
         title="attention sinks that the trainer gets wrong",
         settings=("model=tiny-gpt-oss", "steps=150", *QUIET, *KEEP_LITTLE),
@@ -225,8 +270,14 @@ class Run:
         print(f"{self.path.relative_to(RUNS)}: exit code {done.returncode}", flush=True)
 
     def rows(self) -> list[dict[str, Any]]:
+        """What it logged. behaviour/k3 is that of the log-probs which stand for the sampler's."""
         lines = (self.path / "metrics.jsonl").read_text().splitlines()
-        return [json.loads(line) for line in lines]
+        rows = [json.loads(line) for line in lines]
+        for row in rows:
+            for name in ("mismatch_averaged/k3", "mismatch/k3"):
+                if name in row:
+                    row.setdefault("behaviour/k3", row[name])
+        return rows
 
 
 def directory(name: str) -> str:
@@ -256,8 +307,8 @@ def run_all(name: str, seeds: Sequence[int], jobs: int) -> None:
     parents = [parent_of(name, seed) for seed in seeds] if study.parent else []
     runs = [
         run_of(name, condition, arm, seed)
-        for condition in study.conditions
         for seed in seeds
+        for condition in study.conditions
         for arm in study.arms
     ]
     for wave in (parents, runs):
@@ -274,6 +325,7 @@ def figures_of(run: Run) -> dict[str, Any]:
     rows = run.rows()
     steps = [row for row in rows if "reward/mean" in row]
     tests = [row for row in rows if "eval/sampled/mean@1" in row]
+    collapsed = collapse_step([row["reward/mean"] for row in steps])
 
     def over(name: str, part: slice = slice(None)) -> float | None:
         values = [row[name] for row in steps[part] if name in row]
@@ -321,8 +373,25 @@ def figures_of(run: Run) -> dict[str, Any]:
         "trained_share": sum(r["tokens/trained"] for r in steps)
         / sum(r["tokens/sampled"] for r in steps),
         "averaged_k3_mean": over("mismatch_averaged/k3"),
+        "behaviour_k3_mean": over("behaviour/k3"),
+        "behaviour_k3_largest": max(row["behaviour/k3"] for row in steps),
+        "replayed_share": over("routing/replayed_share"),
+        "collapses": float(collapsed is not None),
+        "collapse_step": collapsed,
         "noise_var_rollout": over("noise/var_rollout"),
     }
+
+
+def collapse_step(rewards: Sequence[float]) -> int | None:
+    """The step at which a run collapses, by the definition above; None if it does not."""
+    size = COLLAPSE_STEPS
+    means = [mean(rewards[at - size + 1 : at + 1]) for at in range(size - 1, len(rewards))]
+    best = -math.inf
+    for at, value in enumerate(means, start=size - 1):
+        best = max(best, value)
+        if value < best - COLLAPSE_DROP:
+            return at
+    return None
 
 
 def match_rates(run: Run) -> dict[str, float]:
@@ -399,6 +468,7 @@ LABELS = {
     "mismatch/k1": "|k1|",
     "mismatch/k2": "k2",
     "mismatch/k3": "k3",
+    "behaviour/k3": "k3 of what stands for the sampler",
     "correction/rejected_share": "rejected share",
     "mismatch/ess": "sample size share",
     "mismatch/log_ppl_abs_diff_max": "largest log-perplexity gap",
@@ -406,9 +476,12 @@ LABELS = {
     "train/entropy": "entropy",
 }
 LOGARITHMIC = (
-    "mismatch/k1", "mismatch/k2", "mismatch/k3", "mismatch/log_ppl_abs_diff_max", "train/grad_norm",
+    "mismatch/k1", "mismatch/k2", "mismatch/k3", "behaviour/k3", "mismatch/log_ppl_abs_diff_max",
+    "train/grad_norm",
 )  # fmt: skip
-COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc3311", "#7a5195")  # told apart by the colour-blind
+COLOURS = (  # told apart by the colour-blind
+    "#0072b2", "#e69f00", "#009e73", "#cc3311", "#7a5195", "#56b4e9", "#999999", "#000000",
+)  # fmt: skip
 
 
 def smooth(values: Sequence[float]) -> list[float]:

@@ -32,6 +32,7 @@ from lockstep.agent.environment import (
     GroupScorer,
     Score,
 )
+from lockstep.agent.rescoring import Rescorer
 from lockstep.agent.tasks import derive_seed
 from lockstep.engines.base import Capabilities, Engine
 from lockstep.errors import EngineError
@@ -172,9 +173,10 @@ class _Episode:
         sampling: SamplingParams,
         budget: Budget,
         priority: Callable[[], int] = lambda: 0,
+        rescorer: Rescorer | None = None,
     ) -> None:
         self.engine, self.renderer, self.trajectory = engine, renderer, trajectory
-        self.priority = priority
+        self.priority, self.rescorer = priority, rescorer
         self.environment: Environment | None = None
         self.seed, self.budget = seed, budget
         stop_ids = tuple(dict.fromkeys((*renderer.stop_ids, *sampling.stop_ids)))
@@ -219,6 +221,8 @@ class _Episode:
                 return
             leaf = reply.leaf
             path_ids = np.concatenate([path_ids, pending.ids, reply.ids])
+            if self.rescorer is not None:
+                self.rescorer.add(trajectory, leaf)
             self.count("turns", 1)
             self.count("parse_errors", bool(reply.message.parse_error))
             self.stage = "environment.step"
@@ -445,6 +449,8 @@ class _Episode:
         self.trajectory.status, self.trajectory.error = "failed", reason
         self.trajectory.rewards.clear()
         self.trajectory.reward_parts.clear()
+        if self.rescorer is not None:
+            self.rescorer.drop(self.trajectory)
 
 
 @dataclass(slots=True)
@@ -601,6 +607,7 @@ async def collect(
     slots: EpisodeSlots | None = None,
     order: Callable[[], int] = lambda: 0,
     score_group: GroupScorer | None = None,
+    rescorer: Rescorer | None = None,
     on_progress: Callable[[Trajectory], None] | None = None,
 ) -> list[Group]:
     """Plays `group_size` episodes of every task over one engine; groups in the order of `tasks`.
@@ -611,6 +618,8 @@ async def collect(
     sampling: a template, see `run_episode`. slots: what bounds the episodes at the same time; None
     runs all. order: of these episodes among others, asked for each turn: lower ones come first, to
     a slot and in the engine.
+    rescorer: scores each finished turn again while others are sampled; it is waited for at the end,
+    and closed.
     on_progress: called with each trajectory when it is complete, in order of completion.
     A failed episode stays in its group with status "failed"; cancelling closes every environment.
     """
@@ -628,6 +637,7 @@ async def collect(
                 sampling=sampling,
                 budget=budget,
                 priority=order,
+                rescorer=rescorer,
             )
             for sample in range(first_sample, first_sample + group_size)
         ]
@@ -644,11 +654,15 @@ async def collect(
             for group in groups:
                 for episode in group.episodes:
                     workers.create_task(work(group, episode))
+        if rescorer is not None:
+            await rescorer.wait(e.trajectory for group in groups for e in group.episodes)
     except BaseExceptionGroup as errors:
         # Episodes do not raise, so this is a bug, or a callback: the first one says it all.
         raise errors.exceptions[0] from None
     finally:
         await asyncio.gather(*(e.close() for group in groups for e in group.episodes))
+        if rescorer is not None:
+            await rescorer.close()
     return [
         Group(task=group.task, trajectories=[e.trajectory for e in group.episodes])
         for group in groups

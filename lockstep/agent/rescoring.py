@@ -1,80 +1,195 @@
-"""Re-scores what was sampled, several times over, by the engine that sampled it."""
+"""Re-scores finished turns, several times over, by the engine that sampled them.
+
+It happens while other episodes are still sampled, at a low priority: what the engine would idle
+away, it spends on this. A turn is scored on top of its prefix, whose keys and values the engine has
+just left in its cache.
+
+What makes two scorings of a turn differ is the company: the other tokens of the engine's step, by
+which kernels choose how they sum. So a turn is never scored twice at the same time, the turns with
+the fewest scorings go first, in an order drawn anew, and how many go together is drawn as well: in
+two scorings a turn stands in two steps, with other turns and another number of tokens. An engine
+whose numbers do not depend on the company says the same each time, and so does one that has a
+single turn to score and nothing beside it.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+import heapq
+import time
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 import numpy as np
-import torch
 
-from lockstep.correction.averaging import average_logprobs
-from lockstep.engines.base import Engine
-from lockstep.types import Float32Array, Sample
+from lockstep.engines.base import Engine, Scores
+from lockstep.types import Int32Array, Rescorings, Trajectory
 
-Metrics = dict[str, float]
+RESCORING_PRIORITY = 1 << 20  # after whatever is sampled, of later batches too
 
 
-async def rescore(
-    engine: Engine,
-    rows: Sequence[Sample],
-    *,
-    num_scorings: int,
-    temperature: float,
-    average_sampling_pass: bool = False,
-    seed: int = 0,
-    on_progress: Callable[[int, int], None] | None = None,
-) -> Metrics:
-    """Fills the column `averaged_logprobs` of `rows`; returns the `noise/...` of the engine.
+class Rescorer:
+    """Hands turns to an engine again, a bounded number at a time, and keeps what it says with their
+    trajectories (`Trajectory.rescorings`).
 
-    Each round scores every row once, all at the same time and in an order of its own, so that a row
-    meets others each time: what depends on the batch differs between rounds. The engine must still
-    run the weights that sampled. Cost: num_scorings prefills of every row.
+    >>> rescorer = Rescorer(engine, num_scorings=8, temperature=1.0)            # doctest: +SKIP
+    >>> rescorer.add(trajectory, leaf)      # when a turn has ended             # doctest: +SKIP
+    >>> await rescorer.wait([trajectory])   # when the batch has                # doctest: +SKIP
     """
-    draw = np.random.default_rng(seed)
-    rounds: list[list[Float32Array]] = []
-    done, total = 0, num_scorings * len(rows)
 
-    async def score(row: Sample) -> Float32Array:
-        nonlocal done
-        found = await engine.score(
-            row.token_ids, distribution="tempered", temperature=temperature, priority=1
-        )
-        done += 1
-        if on_progress is not None:
-            on_progress(done, total)
-        return found.logprobs
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        num_scorings: int,
+        temperature: float,
+        max_in_flight: int = 64,
+        seed: int = 0,
+    ) -> None:
+        """temperature: that of the draw. seed: of the order."""
+        self._engine, self._num_scorings = engine, num_scorings
+        self._temperature, self._max_in_flight = temperature, max_in_flight
+        self._draw = np.random.default_rng(seed)
+        self._waiting: list[tuple[int, float, _Turn]] = []
+        """A heap: the fewest scorings first, then as drawn."""
+        self._running: set[asyncio.Task[None]] = set()
+        self._is_dispatching = False
+        self._num_left: Counter[str] = Counter()
+        """Trajectory -> its turns that are not done."""
+        self._has_changed = asyncio.Event()
 
-    for _ in range(num_scorings):
-        order = draw.permutation(len(rows))
-        found = await asyncio.gather(*(score(rows[i]) for i in order))
-        scores: list[Float32Array] = [np.empty(0, np.float32)] * len(rows)
-        for i, of_row in zip(order, found, strict=True):
-            scores[i] = of_row
-        rounds.append(scores)
-    if not rows:
-        return {}
-    trained = [row.loss_mask for row in rows]
-    stacked = torch.stack(
-        [
-            torch.from_numpy(np.concatenate([s[m] for s, m in zip(scores, trained, strict=True)]))
-            for scores in rounds
+    def add(self, trajectory: Trajectory, leaf: int) -> None:
+        """Scores the turn that ends with the segment `leaf`, from here on."""
+        if trajectory.rescorings is None:
+            trajectory.rescorings = Rescorings()
+        self._num_left[trajectory.id] += 1
+        self._put_back(_Turn.ending_with(leaf, trajectory, trajectory.rescorings))
+
+    def drop(self, trajectory: Trajectory) -> None:
+        """Forgets a failed episode: what waits is not scored, what runs is not kept."""
+        trajectory.rescorings = None
+
+    async def wait(self, trajectories: Iterable[Trajectory]) -> None:
+        """Returns when all that was added of them is scored. Their episodes have ended."""
+        began = time.monotonic()
+        left = list(trajectories)
+        kept = [t.rescorings for t in left if t.rescorings is not None]
+        for rescorings in kept:
+            rescorings.num_overlapped = rescorings.num_scored
+        while left := [t for t in left if self._num_left[t.id]]:
+            self._has_changed.clear()
+            await self._has_changed.wait()
+        for rescorings in kept:
+            rescorings.waited_seconds = time.monotonic() - began
+
+    async def close(self) -> None:
+        """Gives up whatever is not done."""
+        self._waiting.clear()
+        running = list(self._running)
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+
+    # -- one scoring --------------------------------------------------------------------------
+
+    def _put_back(self, turn: _Turn) -> None:
+        heapq.heappush(self._waiting, (turn.num_tried, self._draw.random(), turn))
+        if not self._is_dispatching:  # once for all that end in the same step of the engine
+            self._is_dispatching = True
+            asyncio.get_running_loop().call_soon(self._dispatch)
+
+    def _dispatch(self) -> None:
+        self._is_dispatching = False
+        most = min(self._max_in_flight, len(self._waiting) + len(self._running))
+        least = max(1, most // 2) if most == self._max_in_flight else 1
+        width = int(self._draw.integers(least, most + 1)) if most else 0
+        while self._waiting and len(self._running) < width:
+            turn = heapq.heappop(self._waiting)[2]
+            task = asyncio.get_running_loop().create_task(self._score(turn))
+            self._running.add(task)
+            task.add_done_callback(self._running.discard)
+
+    async def _score(self, turn: _Turn) -> None:
+        if turn.is_dropped or not turn.is_by(self._engine.version):
+            if not turn.is_dropped:
+                turn.rescorings.num_stale += self._num_scorings - turn.num_tried
+            turn.num_tried = self._num_scorings
+        else:
+            turn.num_tried += 1
+            try:
+                scores = await self._engine.score(
+                    turn.ids,
+                    distribution="tempered",
+                    temperature=self._temperature,
+                    priority=RESCORING_PRIORITY,
+                    first=turn.first,
+                    affinity=turn.trajectory.id,
+                )
+            except Exception as error:  # as in an episode: noted and counted, it ends no run
+                turn.rescorings.num_failed += 1
+                turn.rescorings.error = turn.rescorings.error or f"{type(error).__name__}: {error}"
+            else:
+                turn.keep(scores)
+        self._running.discard(asyncio.current_task())  # pyright: ignore[reportArgumentType]
+        if turn.num_tried < self._num_scorings and not turn.is_dropped:
+            self._put_back(turn)
+            return
+        self._num_left[turn.trajectory.id] -= 1
+        self._has_changed.set()
+        if self._waiting and not self._is_dispatching:
+            self._is_dispatching = True
+            asyncio.get_running_loop().call_soon(self._dispatch)
+
+
+@dataclass(slots=True, eq=False)
+class _Turn:
+    """One turn to score, and how often that was tried."""
+
+    trajectory: Trajectory
+    rescorings: Rescorings
+    ids: Int32Array
+    """From the root of its path to its last id."""
+    spans: list[tuple[int, int, int]]
+    """(segment, first id, last id + 1) on the path: more than one if weights changed within it."""
+    num_tried: int = 0
+
+    @classmethod
+    def ending_with(cls, leaf: int, trajectory: Trajectory, rescorings: Rescorings) -> _Turn:
+        segments, path = trajectory.segments, trajectory.path(leaf)
+        ends = np.cumsum([len(segments[i]) for i in path]).tolist()
+        spans = [
+            (i, end - len(segments[i]), end)
+            for i, end in zip(path, ends, strict=True)
+            if segments[i].is_sampled and segments[i].turn == segments[leaf].turn
         ]
-    )
-    sampled = torch.from_numpy(
-        np.concatenate([r.columns["rollout_logprobs"][r.loss_mask] for r in rows])
-    )
-    averaged = average_logprobs(
-        stacked, rollout_logprobs=sampled, average_sampling_pass=average_sampling_pass
-    )
-    parts = np.split(averaged.logprobs.numpy(), np.cumsum([m.sum() for m in trained])[:-1])
-    for row, mask, values in zip(rows, trained, parts, strict=True):
-        column = np.full(len(row), np.nan, np.float32)
-        column[mask] = values
-        row.set("averaged_logprobs", column)
-    metrics: Metrics = {"noise/rescorings": float(num_scorings)}
-    if averaged.sampling_bias is not None:
-        metrics["noise/sampling_bias"] = float(averaged.sampling_bias.nanmean())
-    if num_scorings > 1:
-        metrics["noise/var_rollout"] = float(averaged.variance.nanmean())
-    return metrics
+        return cls(trajectory, rescorings, trajectory.path_ids(leaf), spans)
+
+    def __lt__(self, other: _Turn) -> bool:  # a heap compares what two equal draws stand before
+        return self.spans < other.spans
+
+    @property
+    def first(self) -> int:
+        return self.spans[0][1]
+
+    @property
+    def is_dropped(self) -> bool:
+        return self.trajectory.rescorings is not self.rescorings
+
+    def is_by(self, version: int) -> bool:
+        """Whether these weights sampled any of it."""
+        segments = self.trajectory.segments
+        return any(segments[i].policy_version == version for i, _, _ in self.spans)
+
+    def keep(self, scores: Scores) -> None:
+        """Keeps what the weights that sampled it say, and counts the rest."""
+        if self.is_dropped:
+            return
+        segments, rescorings = self.trajectory.segments, self.rescorings
+        own = [s for s in self.spans if segments[s[0]].policy_version == scores.policy_version]
+        for index, start, stop in own:
+            rescorings.logprobs.setdefault(index, []).append(scores.logprobs[start:stop].copy())
+        rescorings.num_scored += bool(own)
+        rescorings.num_stale += len(own) < len(self.spans)
+        rescorings.num_prefix_tokens += self.first - 1
+        rescorings.num_cached_tokens += min(scores.num_cached_tokens, self.first - 1)

@@ -173,6 +173,8 @@ class Correction:
     probability over re-scorings by the engine that sampled (`rescorings`)."""
     rescorings: int = 8
     """How often the engine re-scores what it sampled, with behaviour=averaged."""
+    rescorings_in_flight: int = 64
+    """Turns that are re-scored at the same time at most, beside what is still sampled."""
     average_sampling_pass: bool = False
     """Whether the log-prob recorded while sampling counts in the average too. It is one more, and a
     biased one: a token is drawn more often when noise favours it."""
@@ -248,8 +250,9 @@ class Correction:
                 "averaged log-probs would be computed and never read. Use anchor=rollout, or a "
                 "level."
             )
-        if self.rescorings < 1:
-            raise ConfigError(f"{where}.rescorings={self.rescorings} must be at least 1.")
+        for name in ("rescorings", "rescorings_in_flight"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{where}.{name}={getattr(self, name)} must be at least 1.")
         if not 0 <= self.kl_penalty_coef < math.inf:
             raise ConfigError(
                 f"{where}.kl_penalty_coef={self.kl_penalty_coef} must be a finite number, at "

@@ -100,9 +100,26 @@ METRICS: tuple[Metric, ...] = (
         _metric(f"mismatch_averaged/{n}", u, b, f"Of the averaged behaviour: {m}")
         for n, u, b, m in _MISMATCH
     ),
-    _metric("noise/rescorings", "passes", "none", "Re-scorings by the engine that sampled."),
+    _metric("noise/rescorings", "passes", "none", "Re-scorings of a token that its average has."),
     _metric("noise/var_rollout", "nats^2", "down", "Variance of a log-prob between re-scorings."),
     _metric("noise/sampling_bias", "nats", "none", "Recorded minus re-scored log-prob, mean."),
+    _metric(
+        "noise/fallback_tokens", "tokens", "down",
+        "Trained tokens without a re-scoring: the recorded log-prob stands for the average.",
+    ),
+    _metric(
+        "noise/stale_rescorings", "passes", "down",
+        "Re-scorings of a turn, whole or in part, by other weights than sampled it: not used.",
+    ),
+    _metric("noise/failed_rescorings", "passes", "down", "Re-scorings that the engine refused."),
+    _metric(
+        "noise/cache_hit_share", "share", "up",
+        "Tokens before a re-scored turn whose keys and values were reused.",
+    ),
+    _metric(
+        "noise/overlapped_share", "share", "up",
+        "Re-scorings that were done before the batch's last episode ended.",
+    ),
     # staleness
     _metric("staleness/mean", "updates", "down", "Updates since a trained token was sampled."),
     _metric("staleness/max", "updates", "down", "Updates since the oldest of them was sampled."),
@@ -195,6 +212,10 @@ METRICS: tuple[Metric, ...] = (
         "time/idle_seconds", "seconds", "down", "Since the last step: nothing was being sampled."
     ),
     _metric("time/train_seconds", "seconds", "down", "Measuring, correcting and updating."),
+    _metric(
+        "time/rescore_seconds", "seconds", "down",
+        "Of sampling: waiting for re-scorings after the last episode ended.",
+    ),
     _metric("time/elapsed_seconds", "seconds", "none", "Since the run began, resumes included."),
     _metric("time/*_seconds", "seconds", "down", "One phase of the step."),
     # engine

@@ -25,7 +25,7 @@ from lockstep.engines.config import EmbeddedConfig, EngineConfig
 from lockstep.errors import ConfigError
 from lockstep.models.config import ModelConfig
 from lockstep.renderers.tokenizer import Tokenizer
-from lockstep.types import Float32Array, Int64Array, Ragged, Sample, frozen_ids
+from lockstep.types import UNKNOWN_EXPERT, Float32Array, Int64Array, Ragged, Sample, frozen_ids
 
 if TYPE_CHECKING:
     from lockstep.engines.base import Engine, EngineContext
@@ -152,16 +152,65 @@ class RouterNoise(GrowingNoise, FaultConfig):
 
     def check(self, *, model: ModelConfig, name: str, engine: EngineConfig) -> None:
         _check_shared(self, engine)
-        if not model.is_moe:
-            raise ConfigError(
-                f"fault=router_noise needs a model with a router; model={name} is dense "
-                f"({model.architecture}). Choose a mixture of experts, or fault=kernel_noise."
-            )
+        _check_routed(self, model, name)
 
     def make_engine(self, config: EngineConfig, context: EngineContext) -> Engine:
         from lockstep.testing.faulty_engines import router_noise_engine
 
         return router_noise_engine(self, _check_shared(self, config), context)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingNoise(FaultConfig):
+    """The noise of a mixture of experts at work, on both sides at once: what a large one measures
+    as the mean difference of the two log-probs, their variance in the sampler, and in the trainer.
+    """
+
+    router_std: float = 0.0
+    """Standard deviation on the sampler's router logits, as `router_noise`: rare, large, new with
+    every pass."""
+    head_std: float = 0.0
+    """The same on its logits, as `kernel_noise`: small, everywhere, new with every pass."""
+    bias: float = 0.0
+    """As of `kernel_noise`: what stays the same in every pass, and no average removes."""
+    trainer_std: float = 0.0
+    """Standard deviation on what the trainer's experts give, summed by atomic adds in an order of
+    their own; in units of that output. Backward goes through the same noise, but for blocks that
+    activation checkpointing computes again, which draw other noise."""
+    lost_routes: float = 0.0
+    """Share of the later turns that find their prefix gone from the engine's cache: the routes of
+    all positions before are lost to `trainer.routing_replay=rollout`."""
+    seed: int = 0
+    """Of all of it."""
+
+    def __post_init__(self) -> None:
+        for name in ("router_std", "head_std", "bias", "trainer_std"):
+            value = getattr(self, name)
+            if not 0 <= value < math.inf:
+                raise ConfigError(f"{name}={value} must be a finite number of at least 0.")
+        if not 0 <= self.lost_routes <= 1:
+            raise ConfigError(f"lost_routes={self.lost_routes} is a share; expected 0 to 1.")
+
+    def check(self, *, model: ModelConfig, name: str, engine: EngineConfig) -> None:
+        _check_shared(self, engine)
+        _check_routed(self, model, name)
+
+    def make_engine(self, config: EngineConfig, context: EngineContext) -> Engine:
+        from lockstep.testing.faulty_engines import sampling_noise_engine
+
+        return sampling_noise_engine(self, _check_shared(self, config), context)
+
+    def make_trained(self, model: Decoder) -> Decoder:
+        from lockstep.testing.faulty_decoders import Noise, with_noisy_experts
+
+        if self.trainer_std == 0:
+            return model
+        return with_noisy_experts(model, Noise(GrowingNoise(std=self.trainer_std, seed=self.seed)))
+
+    def change_rows(
+        self, rows: Sequence[Sample], tokenizer: Tokenizer, log_probs: LogProbs
+    ) -> list[Sample]:
+        return [without_early_routes(row, self.lost_routes, seed=self.seed) for row in rows]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,6 +261,14 @@ def _check_shared(fault: FaultConfig, engine: EngineConfig) -> EmbeddedConfig:
             f"{embedded.dtype} samples from a copy. Leave engine.dtype out."
         )
     return embedded
+
+
+def _check_routed(fault: FaultConfig, model: ModelConfig, name: str) -> None:
+    if not model.is_moe:
+        raise ConfigError(
+            f"fault={tag(type(fault))} needs a model with a router; model={name} is dense "
+            f"({model.architecture}). Choose a mixture of experts, or fault=kernel_noise."
+        )
 
 
 # -- the trainer differs from the sampler ----------------------------------------------------------
@@ -386,6 +443,26 @@ def without_final(row: Sample, count: int) -> Sample:
     lost = np.flatnonzero((turn >= 0) & (turn == turn.max()))[1:][-count:]
     kept = np.delete(np.arange(len(row)), lost)
     return _taken(row, kept, row.token_ids[kept])
+
+
+def without_early_routes(row: Sample, share: float, *, seed: int) -> Sample:
+    """`row` without the routes of what stands before the last turn that found its prefix gone;
+    `row` itself if no turn did, or it has no routes."""
+    routes = row.columns.get("routed_experts")
+    turn = row.columns["turn"]
+    hit = [
+        t
+        for t in range(1, int(turn.max(initial=-1)) + 1)
+        if derive_seed(seed, "lost routes", row.id, t) < share * 2.0**63
+    ]
+    if routes is None or not hit:
+        return row
+    begin = int(np.flatnonzero(turn == hit[-1] - 1).max(initial=-1)) + 1
+    known = routes.copy()
+    known[:begin] = UNKNOWN_EXPERT
+    out = _taken(row, np.arange(len(row)), row.token_ids)
+    out.set("routed_experts", known)
+    return out
 
 
 def token_match(before: Sequence[Sample], after: Sequence[Sample]) -> float:

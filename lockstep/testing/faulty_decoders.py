@@ -17,7 +17,7 @@ from lockstep.models.attention import Attention
 from lockstep.models.config import ModelConfig
 from lockstep.models.decoder import Decoder
 from lockstep.models.lora import add_adapter
-from lockstep.models.moe import MoE
+from lockstep.models.moe import MoE, Routing
 from lockstep.ops import api as ops
 from lockstep.ops.head import CHUNK_BYTES
 from lockstep.testing.faults import GrowingNoise
@@ -38,21 +38,39 @@ def sharing(twin: AnyDecoder, model: Decoder) -> AnyDecoder:
     return twin
 
 
-def with_noisy_head(model: Decoder, noise: Noise, *, bias: float, seed: int) -> Decoder:
-    """`model` with noise on its logits. bias, seed: of the offset per token id."""
+def with_noisy_head(
+    model: Decoder, noise: Noise, *, bias: float, seed: int, of_routers: Noise | None = None
+) -> Decoder:
+    """`model` with noise on its logits. bias, seed: of the offset per token id. of_routers: on
+    those of its routers besides."""
     with torch.device("meta"):
         twin = NoisyHead(model.config, noise, bias=bias, seed=seed)
+        if of_routers is not None:
+            _put_mixtures(twin, NoisyRouter, of_routers)
     return sharing(twin, model)
 
 
 def with_noisy_routers(model: Decoder, noise: Noise) -> Decoder:
     """`model` with noise on the logits of its routers."""
+    return _with_mixtures(model, NoisyRouter, noise)
+
+
+def with_noisy_experts(model: Decoder, noise: Noise) -> Decoder:
+    """`model` with noise on what its experts give."""
+    return _with_mixtures(model, NoisyExperts, noise)
+
+
+def _with_mixtures(model: Decoder, kind: type[NoisyMoE], noise: Noise) -> Decoder:
     with torch.device("meta"):
         twin = Decoder(model.config)
-        for block in twin.layers:
-            if isinstance(block.mlp, MoE):
-                block.mlp = NoisyMoE(model.config, block.mlp.routed_layer, noise)
+        _put_mixtures(twin, kind, noise)
     return sharing(twin, model)
+
+
+def _put_mixtures(twin: Decoder, kind: type[NoisyMoE], noise: Noise) -> None:
+    for block in twin.layers:
+        if isinstance(block.mlp, MoE):
+            block.mlp = kind(twin.config, block.mlp.routed_layer, noise)
 
 
 def without_sinks(model: Decoder) -> Decoder:
@@ -108,11 +126,11 @@ class Noise:
 
     def add_to(self, logits: Tensor, x_TD: Tensor) -> Tensor:
         """logits [T, N] computed from x [T, D] -> [T, N] float32 with noise; itself if there is
-        none to add."""
+        none to add. The noise has no gradient."""
         if self.std == 0:
             return logits
         digest = hashlib.blake2b(
-            x_TD.contiguous().cpu().view(torch.uint8).numpy().data, digest_size=16
+            x_TD.detach().contiguous().cpu().view(torch.uint8).numpy().data, digest_size=16
         ).digest()
         seed = derive_seed(
             self._settings.seed, self._version, digest.hex(), self._num_draws[digest]
@@ -152,15 +170,27 @@ class NoisyHead(Decoder):
 
 
 class NoisyMoE(MoE):
-    """A mixture of experts with noise on the logits that choose and weigh them."""
+    """Base of a mixture of experts with noise."""
 
     def __init__(self, config: ModelConfig, routed_layer: int, noise: Noise) -> None:
         super().__init__(config, routed_layer)
         self._noise = noise
 
+
+class NoisyRouter(NoisyMoE):
+    """Noise on the logits that choose experts and weigh them."""
+
     def router_logits(self, x_TD: Tensor) -> Tensor:
         logits_TE = super().router_logits(x_TD)
         return self._noise.add_to(logits_TE, x_TD).to(logits_TE.dtype)
+
+
+class NoisyExperts(NoisyMoE):
+    """Noise on the sum of the experts: atomic adds, in an order of their own each time."""
+
+    def forward(self, x_TD: Tensor, routing: Routing | None = None) -> Tensor:
+        out_TD = super().forward(x_TD, routing)
+        return self._noise.add_to(out_TD, x_TD).to(out_TD.dtype)
 
 
 def _normal(shape: Sequence[int], seed: int) -> Tensor:

@@ -7,13 +7,20 @@ from typing import Any
 
 import torch
 
+from lockstep.agent.tasks import derive_seed
 from lockstep.engines.base import EngineContext
 from lockstep.engines.config import EmbeddedConfig
 from lockstep.engines.embedded.engine import EmbeddedEngine
 from lockstep.errors import EngineError
 from lockstep.models.decoder import Decoder
 from lockstep.models.hf_io import copy_decoder, read_tensors
-from lockstep.testing.faults import KernelNoise, RouterNoise, StaleWeights
+from lockstep.testing.faults import (
+    GrowingNoise,
+    KernelNoise,
+    RouterNoise,
+    SamplingNoise,
+    StaleWeights,
+)
 from lockstep.testing.faulty_decoders import Noise, with_noisy_head, with_noisy_routers
 
 Tensor = torch.Tensor
@@ -25,7 +32,7 @@ def kernel_noise_engine(
     """Shares the parameters of the trained decoder, and adds noise to its logits."""
     noise = Noise(fault)
     noisy = with_noisy_head(context.model, noise, bias=fault.bias, seed=fault.seed)
-    return NoisyEngine(noisy, config, noise=noise, token_bytes=context.token_bytes)
+    return NoisyEngine(noisy, config, noises=[noise], token_bytes=context.token_bytes)
 
 
 def router_noise_engine(
@@ -34,7 +41,21 @@ def router_noise_engine(
     """Shares the parameters of the trained decoder, and adds noise to the logits of its routers."""
     noise = Noise(fault)
     noisy = with_noisy_routers(context.model, noise)
-    return NoisyEngine(noisy, config, noise=noise, token_bytes=context.token_bytes)
+    return NoisyEngine(noisy, config, noises=[noise], token_bytes=context.token_bytes)
+
+
+def sampling_noise_engine(
+    fault: SamplingNoise, config: EmbeddedConfig, context: EngineContext
+) -> NoisyEngine:
+    """Shares the parameters of the trained decoder, with noise on its routers and its logits."""
+    of_routers, of_head = (
+        Noise(GrowingNoise(std=std, seed=derive_seed(fault.seed, name)))
+        for name, std in (("routers", fault.router_std), ("head", fault.head_std))
+    )
+    noisy = with_noisy_head(
+        context.model, of_head, bias=fault.bias, seed=fault.seed, of_routers=of_routers
+    )
+    return NoisyEngine(noisy, config, noises=[of_routers, of_head], token_bytes=context.token_bytes)
 
 
 def stale_engine(
@@ -50,10 +71,15 @@ class NoisyEngine(EmbeddedEngine):
     """An engine that shares the trainer's weights, and whose noise follows their version."""
 
     def __init__(
-        self, model: Decoder, config: EmbeddedConfig, *, noise: Noise, token_bytes: Sequence[bytes]
+        self,
+        model: Decoder,
+        config: EmbeddedConfig,
+        *,
+        noises: Sequence[Noise],
+        token_bytes: Sequence[bytes],
     ) -> None:
         super().__init__(model, config, token_bytes=token_bytes)
-        self._noise = noise
+        self._noises = noises
 
     async def load_weights(self, source: Mapping[str, Any] | str | None, *, version: int) -> None:
         if source is not None:
@@ -62,7 +88,8 @@ class NoisyEngine(EmbeddedEngine):
                 f"found {type(source).__name__}. A copy of the weights would be without noise."
             )
         await super().load_weights(None, version=version)
-        self._noise.begin(version)
+        for noise in self._noises:
+            noise.begin(version)
 
 
 class StaleEngine(EmbeddedEngine):

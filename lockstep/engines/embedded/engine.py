@@ -555,6 +555,8 @@ class EmbeddedEngine:
         whose hidden states are not finite: their keys and values would be NaN from here on."""
         finite = None
         broken: list[Sequence] = []
+        scored: dict[float, list[tuple[Chunk, slice]]] = {}
+        """Temperature -> what is scored under it, and where it stands in the step."""
         at = num_fed
         for chunk in chunks:
             sequence, here = chunk.sequence, slice(at, at + chunk.stop - chunk.start)
@@ -566,12 +568,31 @@ class EmbeddedEngine:
                     broken.append(sequence)
                     continue
             if sequence.is_score and sequence.scores is not None:
-                wanted = slice(chunk.start + 1, chunk.stop + 1)
-                ids = torch.from_numpy(sequence.ids[wanted].astype(np.int64)).to(hidden.device)
-                temperature = self._scoring[sequence][1]
-                values, _ = self._model.log_probs(hidden[here], ids, temperature=temperature)
-                sequence.scores[wanted] = values.cpu().numpy()
+                scored.setdefault(self._scoring[sequence][1], []).append((chunk, here))
+        for temperature, parts in scored.items():
+            self._write_scores(parts, hidden, temperature)
         return broken
+
+    def _write_scores(
+        self, parts: Seq[tuple[Chunk, slice]], hidden: torch.Tensor, temperature: float
+    ) -> None:
+        """The log-probs of all chunks of one temperature at once; many are a few tokens long."""
+        wanted = [slice(chunk.start + 1, chunk.stop + 1) for chunk, _ in parts]
+        ids = np.concatenate(
+            [chunk.sequence.ids[at] for (chunk, _), at in zip(parts, wanted, strict=True)]
+        )
+        places = np.concatenate([np.arange(here.start, here.stop) for _, here in parts])
+        device = hidden.device
+        values, _ = self._model.log_probs(
+            hidden.index_select(0, torch.from_numpy(places).to(device)),
+            torch.from_numpy(ids.astype(np.int64)).to(device),
+            temperature=temperature,
+        )
+        ends = np.cumsum([at.stop - at.start for at in wanted])[:-1]
+        found = np.split(values.cpu().numpy(), ends)
+        for (chunk, _), at, of_chunk in zip(parts, wanted, found, strict=True):
+            assert chunk.sequence.scores is not None, "what is scored has a place for it"
+            chunk.sequence.scores[at] = of_chunk
 
     def _after_chunk(self, chunk: Chunk) -> None:
         sequence, stats = chunk.sequence, self.stats

@@ -26,9 +26,10 @@ from lockstep.testing.faults import (
     retokenized,
     shifted,
     token_match,
+    without_early_routes,
     without_final,
 )
-from lockstep.types import Ragged, Sample, frozen_ids
+from lockstep.types import UNKNOWN_EXPERT, Ragged, Sample, frozen_ids
 
 TOKENIZER = Tokenizer.from_file(locate_model("tiny-qwen3"))
 CONTROL = min(TOKENIZER.control_ids)
@@ -84,7 +85,7 @@ def turns_of(row, *turns):
 
 def test_every_fault_is_a_choice_of_one_setting():
     assert set(choices(FaultConfig | None)) >= {
-        "kernel_noise", "router_noise", "stale_weights", "retokenized_rows",
+        "kernel_noise", "router_noise", "sampling_noise", "stale_weights", "retokenized_rows",
         "shifted_logprobs", "dropped_final_tokens", "ignored_sinks", "detached_sinks",
     }  # fmt: skip
     config = resolve(find_recipe("quickstart"), ["fault=kernel_noise", "fault.std=0.01"])
@@ -108,6 +109,10 @@ def test_the_plan_says_that_a_fault_is_injected():
     ("overrides", "message"),
     [
         (
+            ["fault=sampling_noise", "model=tiny-qwen3"],
+            "fault=sampling_noise needs a model with a router; model=tiny-qwen3 is dense",
+        ),
+        (
             ["fault=router_noise", "fault.std=0.1", "model=tiny-qwen3"],
             "needs a model with a router; model=tiny-qwen3 is dense",
         ),
@@ -118,6 +123,8 @@ def test_the_plan_says_that_a_fault_is_injected():
         (["fault=kernel_noise", "fault.std=-1"], "fault: std=-1.0 must be a finite number"),
         (["fault=router_noise", "fault.std=inf"], "fault: std=inf must be a finite number"),
         (["fault=kernel_noise", "fault.std=1", "fault.growth=nan"], "growth=nan must be"),
+        (["fault=sampling_noise", "fault.trainer_std=-1"], "trainer_std=-1.0 must be a finite"),
+        (["fault=sampling_noise", "fault.lost_routes=2"], "lost_routes=2.0 is a share; expected 0"),
         (["fault=kernel_noise", "fault.std=1", "fault.bias=-2"], "bias=-2.0 must be"),
         (["fault=kernel_noise", "fault.std=1", "fault.growth_from=-2"], "growth_from=-2 must be"),
         (["fault=stale_weights", "fault.lag=-1"], "lag=-1 must be at least 0"),
@@ -297,3 +304,32 @@ def test_a_fault_of_ones_own_is_a_choice_by_its_tag():
     config = resolve(find_recipe("quickstart"), ["fault=unmasked_rows"])
     assert config.fault == UnmaskedRows()
     check_config(config)
+
+
+# -- lost routes -----------------------------------------------------------------------------------
+
+
+def routed_row():
+    """Prompt, three turns and what was answered in between; every position has its routes."""
+    turn = np.array([-1, -1, 0, 0, -1, 1, 1, -1, 2, 2], np.int32)
+    row = Sample(id="t/4", token_ids=np.arange(10, dtype=np.int32), loss_mask=turn >= 0)
+    row.set("turn", turn)
+    row.set("routed_experts", np.ones((10, 2, 2), np.int16))
+    return row
+
+
+def test_a_turn_that_finds_its_prefix_gone_loses_the_routes_before_it():
+    row = routed_row()
+    assert without_early_routes(row, 0.0, seed=0) is row
+    lost = without_early_routes(row, 1.0, seed=0)
+    known = lost.columns["routed_experts"][:, 0, 0] != UNKNOWN_EXPERT
+    assert known.tolist() == [False] * 7 + [True] * 3  # what the last turn's request has computed
+    assert (row.columns["routed_experts"] == 1).all()
+    assert (lost.columns["turn"] == row.columns["turn"]).all()
+    begins = {
+        int(
+            (without_early_routes(row, 0.5, seed=seed).columns["routed_experts"] < 0)[:, 0, 0].sum()
+        )
+        for seed in range(20)
+    }
+    assert begins == {0, 4, 7}

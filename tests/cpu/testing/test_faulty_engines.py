@@ -19,9 +19,11 @@ from lockstep import train
 from lockstep.agent.loop import Budget, collect, sampling_of
 from lockstep.build import Parts, build
 from lockstep.config import resolve
+from lockstep.correction.averaging import noise_table
 from lockstep.errors import EngineError
 from lockstep.foundation import check_config
 from lockstep.models.hf_io import hf_tensors
+from lockstep.objectives.config import PPOClip
 from lockstep.observe.alarms import mismatch_alarm
 from lockstep.ops import api as ops
 from lockstep.ops.context import PackedContext
@@ -233,6 +235,41 @@ def test_the_sizes_that_are_told_of_large_models_can_be_reached(words, gap, vari
     assert gap / 3 < np.abs(np.concatenate(exact) - recorded).mean() < gap * 3
     scores = rescore(step.parts.engine, step.rows, 4)
     assert variance / 10 < scores.var(0, ddof=1).mean() < variance * 10
+
+
+# -- noise on both sides ---------------------------------------------------------------------------
+
+
+def test_noise_on_both_sides_has_the_sizes_that_are_told_of_a_large_mixture():
+    """Difference of the means, variance in the sampler, variance in the trainer. Few tokens make
+    most of the variances: within a factor of 2, 10 and 10."""
+    step = play(
+        "fault=sampling_noise", "fault.router_std=0.12", "fault.bias=0.028",
+        "fault.trainer_std=5e-4", num_tasks=8,
+    )  # fmt: skip
+    rollout = rescore(step.parts.engine, step.rows, 16)
+    trainer = [
+        np.concatenate(
+            [v[~np.isnan(v)] for v in step.parts.trainer.forward(step.rows, column=None)]
+        )
+        for _ in range(4)
+    ]
+    found = noise_table(torch.from_numpy(np.array(trainer)), torch.from_numpy(rollout))
+    assert 0.004 < found.diff < 0.016
+    assert 1e-4 < found.var_rollout < 1e-2
+    assert 1e-8 < found.var_train < 1e-6
+
+
+def test_noise_in_the_trainer_goes_with_its_gradients_and_is_new_each_time():
+    step = play("fault=sampling_noise", "fault.trainer_std=1e-3", num_tasks=1)
+    trainer, model = step.parts.trainer, step.parts.model
+    assert dict(trainer.model.named_parameters()).keys() == dict(model.named_parameters()).keys()
+    assert all(a is b for a, b in zip(trainer.model.parameters(), model.parameters(), strict=True))
+    one, two = (np.concatenate(trainer.forward(step.rows, column=None)) for _ in range(2))
+    assert 0 < np.nanmax(np.abs(one - two)) < 0.1
+    assert trainer.update(step.rows, PPOClip())["train/grad_norm"] > 0
+    # Nothing is added in the sampler, which is the shared model itself.
+    assert step.sampled() == play("fault=sampling_noise", num_tasks=1).sampled()
 
 
 # -- stale weights ---------------------------------------------------------------------------------

@@ -1,6 +1,5 @@
 """The trainer's two plans: judged in the training forward itself, or over the whole batch first."""
 
-import asyncio
 import copy
 import dataclasses
 import json
@@ -11,11 +10,8 @@ import pytest
 import torch
 from tiny_training import assert_same_bits, make_rows, make_trainer, set_rollout, snapshot
 
-from lockstep.agent.rescoring import rescore
 from lockstep.config import resolve
 from lockstep.correction import Correction, Layout, Rule, correct, kl
-from lockstep.engines.config import EmbeddedConfig
-from lockstep.engines.embedded.engine import EmbeddedEngine
 from lockstep.errors import AlignmentError, ConfigError
 from lockstep.loop import train
 from lockstep.objectives.config import GSPO, PPOClip, Reinforce
@@ -441,56 +437,16 @@ def test_a_missing_column_is_named_with_the_row_and_who_reads_it(tmp_path, corre
 # -- averaged behaviour ---------------------------------------------------------------------------
 
 
-def rescore_rows(trainer, rows, **options):
-    engine = EmbeddedEngine(trainer.model, EmbeddedConfig(page_size=16, kv_cache_tokens=4096))
-
-    async def run():
-        try:
-            return await rescore(engine, rows, temperature=1.0, **options)
-        finally:
-            await engine.close()
-
-    return asyncio.run(run())
-
-
-@pytest.mark.filterwarnings("ignore:all .* scorings are equal")
-def test_rescoring_fills_the_column_that_the_update_takes_for_the_sampler(tmp_path):
+def test_the_update_takes_the_averaged_column_for_the_sampler_in_one_pass(tmp_path):
     trainer, rows = make_case(tmp_path)
     sampled = at_trained(rows, "rollout_logprobs")
-    noise = rescore_rows(trainer, rows, num_scorings=2)
-    averaged = at_trained(rows, "averaged_logprobs")
     exact = [x[r.loss_mask] for x, r in zip(trainer.forward(rows, column=None), rows, strict=True)]
-    # engine and trainer run the same operations; float32, sums of 48 terms of order 1
-    np.testing.assert_allclose(averaged.numpy(), np.concatenate(exact), atol=1e-5)
-    assert torch.equal(at_trained(rows, "rollout_logprobs"), sampled), "never overwritten"
-    assert all(np.isnan(r.columns["averaged_logprobs"][~r.loss_mask]).all() for r in rows)
-    bias = float((sampled.double() - averaged.double()).mean())
-    assert noise["noise/sampling_bias"] == pytest.approx(bias, rel=1e-6)
-    assert noise["noise/rescorings"] == 2 and noise["noise/var_rollout"] == 0
+    set_trained(rows, "averaged_logprobs", torch.from_numpy(np.concatenate(exact)))
     metrics = trainer.update(rows, PPOClip(), Correction.averaged(2))
+    assert torch.equal(at_trained(rows, "rollout_logprobs"), sampled), "never overwritten"
+    assert metrics["tokens/recomputed"] == 0, "the trainer does not score the batch before it"
     assert metrics["train/log_ratio_abs_max"] < 1e-4, "the ratio is to the average"
     assert metrics["mismatch_averaged/k2"] < 1e-9 < 0.05 < metrics["mismatch/k2"]
-
-
-def test_an_engine_that_repeats_itself_warns_that_averaging_buys_nothing(tmp_path):
-    trainer, rows = make_case(tmp_path)
-    with pytest.warns(UserWarning, match="all 3 scorings are equal bit for bit"):
-        rescore_rows(trainer, rows, num_scorings=3)
-
-
-@pytest.mark.filterwarnings("ignore:all .* scorings are equal")
-def test_the_sampling_pass_counts_in_the_average_where_it_is_asked_for(tmp_path):
-    trainer, rows = make_case(tmp_path)
-    rescore_rows(trainer, rows, num_scorings=2)
-    without = at_trained(rows, "averaged_logprobs").double()
-    rescore_rows(trainer, rows, num_scorings=2, average_sampling_pass=True)
-    within = at_trained(rows, "averaged_logprobs").double()
-    sampled = at_trained(rows, "rollout_logprobs").double()
-    torch.testing.assert_close(within.exp(), (2 * without.exp() + sampled.exp()) / 3)
-
-
-def test_no_rows_are_rescored_to_nothing(tmp_path):
-    assert rescore_rows(make_trainer(tmp_path), [], num_scorings=2) == {}
 
 
 @pytest.mark.filterwarnings("ignore:all .* scorings are equal")
@@ -507,6 +463,9 @@ def test_a_run_with_averaged_behaviour_reports_both_gaps_and_the_noise(tmp_path)
     assert row["noise/rescorings"] == 2 and row["noise/var_rollout"] == 0
     assert row["mismatch_averaged/compared_tokens"] == row["mismatch/compared_tokens"] > 20
     assert row["mismatch_averaged/k3"] <= 1e-9
+    assert row["tokens/recomputed"] == row["noise/fallback_tokens"] == 0
+    assert row["noise/cache_hit_share"] > 0.9
+    assert 0 <= row["time/rescore_seconds"] <= row["time/sample_seconds"]
 
 
 # -- a reference policy ---------------------------------------------------------------------------
