@@ -17,7 +17,6 @@ from lockstep.agent.loop import EpisodeSlots
 from lockstep.build import Parts, vocabulary_of
 from lockstep.config import to_dict
 from lockstep.engines.base import Leased, Reporting
-from lockstep.engines.config import EmbeddedConfig
 from lockstep.errors import DataError
 from lockstep.evaluation import evaluate
 from lockstep.foundation import Foundation
@@ -124,10 +123,7 @@ class Session:
     def is_one_process(self) -> bool:
         """Whether sampler and trainer are one process over one set of ops and weights: what is
         normal then does not change with a fault that is injected into it."""
-        if self.config.max_staleness:
-            return False
-        is_embedded = isinstance(self.config.engine, EmbeddedConfig)
-        return is_embedded or self.parts.engine.capabilities.shares_weights
+        return self.config.is_in_step or self.parts.engine.capabilities.shares_weights
 
     async def test(self) -> dict[str, float]:
         """An evaluation of the policy as it stands; its episodes are recorded too."""
