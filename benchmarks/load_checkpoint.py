@@ -76,7 +76,7 @@ def make(directory: Path, shape: dict[str, Any], dtype: str, num_bytes: int, is_
         path.unlink()
     (directory / "it" / hf_io.INDEX).unlink(missing_ok=True)
     tensors: list[Outgoing] = []
-    for name, tensor in hf_io.hf_tensors(model):
+    for name, tensor in hf_io.hf_tensors(model).items():
         if not name.endswith(("gate_up_proj", "experts.down_proj")):
             tensors.append(Outgoing(name, tuple(tensor.shape), tensor.dtype, lambda t=tensor: t))
             continue

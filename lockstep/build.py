@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from lockstep.config import from_dict
 from lockstep.errors import (
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed.device_mesh import DeviceMesh
 
-    from lockstep.engines.base import Engine
+    from lockstep.engines.base import Engine, EngineContext
     from lockstep.launch.ranks import Ranks
     from lockstep.models.decoder import Decoder
     from lockstep.sync.publisher import Publisher
@@ -56,18 +56,14 @@ class Parts:
     engine: Engine
     trainer: Trainer
     numerics: Numerics
+    publisher: Publisher
+    """The way from the trainer's weights to the engine."""
     critic: Critic | None = None
     """Only where the advantage is made of its values."""
 
     @property
     def renderer(self) -> Renderer:
         return self.foundation.renderer
-
-    def publisher(self, *, kv: Literal["drop", "keep"] = "drop") -> Publisher:
-        """The way from the trainer's weights to the engine."""
-        from lockstep.sync.publisher import Publisher
-
-        return Publisher(self.engine, self.trainer.model, self.model, kv=kv)
 
 
 def build(
@@ -91,6 +87,7 @@ def build(
     from lockstep.engines.base import EngineContext
     from lockstep.engines.registry import check_capabilities, open_engine
     from lockstep.ops.invariant import ask_for_reproducible_gemm
+    from lockstep.sync.publisher import Publisher
     from lockstep.training.trainer import Trainer
 
     if config.contract != "none":
@@ -151,11 +148,31 @@ def build(
         contract=numerics.fingerprint if numerics.is_kept else None,
         ranks=ranks,
     )
+    publisher = Publisher(
+        engine,
+        trainer,
+        model,
+        config.sync,
+        place=_weights_place(config, context),
+        ranks=ranks,
+        kv=config.sync_kv,
+        wakes=config.engine.share_device,
+        left_out=foundation.renderer.tokenizer.control_ids,
+        max_tokens=config.max_tokens,
+        has_fault=config.fault is not None,
+    )
     critic = None
     if is_training and config.advantage.needs_critic:
         device = model.embedding.device
         critic = load_critic(config, foundation, device=device, ranks=ranks, mesh=mesh)
-    return Parts(foundation, model, engine, trainer, numerics, critic)
+    return Parts(foundation, model, engine, trainer, numerics, publisher, critic)
+
+
+def _weights_place(config: Config, context: EngineContext) -> Path | None:
+    """Where versions are written for engines that read them; None is a temporary directory."""
+    if config.sync.directory:
+        return Path(config.sync.directory).expanduser() / context.run
+    return None if context.scratch is None else context.scratch / "weights"
 
 
 def _check_critic_freeze(config: Config, foundation: Foundation) -> None:

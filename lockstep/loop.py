@@ -5,7 +5,7 @@ sample, score     agent/loop.py     episodes over the engine, token in, token ou
 record            store/            trajectories and metrics, append-only
 align             training/rows.py     episodes to rows with advantages; packing lays them out
 measure, correct, update            training/trainer.py, in one pass over the rows or in two
-sync              engines/          the engine runs the new weights, by version
+sync              sync/             the engine runs the new weights, by version, verified
 """
 
 from __future__ import annotations
@@ -142,10 +142,11 @@ def evaluate_run(config: Config, path: Path, *, step: int | None) -> tuple[dict[
 
     async def play() -> dict[str, float]:
         try:
-            await parts.publisher().publish(parts.trainer.version)
+            await parts.publisher.publish(parts.trainer.version)
             return (await tester.test())[0]
         finally:
             await parts.engine.close()
+            parts.publisher.close()
 
     metrics = asyncio.run(play())
     shown.close()
@@ -160,6 +161,7 @@ async def run_steps(run: Session) -> Status:
     finally:
         await run.buffer.close()
         await run.parts.engine.close()
+        run.parts.publisher.close()
 
 
 async def _steps(run: Session) -> Status:
@@ -225,7 +227,7 @@ async def one_step(run: Session) -> dict[str, Any] | None:
     }
     run.step += 1
     try:
-        await run.sync()
+        row |= await run.sync()
         every = config.evaluation.every
         if every and run.step % every == 0 and run.step < config.steps:
             row |= await run.test()

@@ -23,6 +23,7 @@ from lockstep.objectives.config import GRPO, AdvantageConfig, ObjectiveConfig, P
 from lockstep.ops.contract import ContractChoice
 from lockstep.renderers.config import RendererConfig
 from lockstep.store.config import RecordConfig
+from lockstep.sync.config import SyncConfig
 from lockstep.testing.faults import FaultConfig
 from lockstep.training.config import (
     CheckpointConfig,
@@ -158,6 +159,8 @@ class Config(ModelChoice):
     """Budgets of an episode and how its tokens are drawn."""
     engine: EngineConfig = field(default_factory=EmbeddedConfig)
     """What samples."""
+    sync: SyncConfig = field(default_factory=SyncConfig)
+    """How the engine gets the trainer's weights, and how that it did is verified."""
     advantage: AdvantageConfig = field(default_factory=GRPO)
     """How rewards become advantages."""
     critic: CriticConfig = field(default_factory=CriticConfig)

@@ -17,7 +17,7 @@ from lockstep.agent.loop import EpisodeSlots
 from lockstep.build import Parts, vocabulary_of
 from lockstep.config import to_dict
 from lockstep.engines.base import Leased, Reporting
-from lockstep.errors import DataError
+from lockstep.errors import DataError, EngineError
 from lockstep.evaluation import evaluate
 from lockstep.foundation import Foundation
 from lockstep.launch.ranks import Ranks
@@ -32,7 +32,6 @@ from lockstep.report.page import write_report
 from lockstep.run_config import Config
 from lockstep.step_metrics import check_failures
 from lockstep.store.run import TRAIN, RunDirectory, load_run
-from lockstep.sync.publisher import Publisher
 from lockstep.training.checkpoint import CheckpointStore
 from lockstep.training.correcting import UnequalTokenError
 from lockstep.training.critic import CRITIC, Critic
@@ -66,7 +65,6 @@ class Session:
     tested_at: int | None = None
     """The step that the last evaluation preceded, and what it gave."""
     test_reward: float | None = None
-    publisher: Publisher = field(init=False)
 
     def __post_init__(self) -> None:
         config = self.config
@@ -83,7 +81,7 @@ class Session:
             ),
         )
         self.tester = Tester(config, self.parts, self.view, self.ranks, self.slots)
-        self.publisher = self.parts.publisher(kv=config.sync_kv)
+        self.parts.publisher.warn = lambda text: self.view.note(text, "warning")
         numerics = self.parts.numerics
         facts = {
             "is_one_process": self.is_one_process,
@@ -100,11 +98,25 @@ class Session:
             keep_best=config.checkpoint.keep_best,
         )
 
-    async def sync(self) -> None:
-        """The engine runs the trainer's weights from here on, episodes under way included."""
-        await self.publisher.publish(self.parts.trainer.version)
-        if self.config.engine.share_device:
-            await self.parts.engine.wake()
+    async def sync(self) -> dict[str, float]:
+        """The engine runs the trainer's weights from here on. Returns `sync/...`.
+
+        If it does not take them, a checkpoint holds the update that they came from.
+        """
+        publisher = self.parts.publisher
+        is_first = publisher.version is None
+        try:
+            metrics = await publisher.publish(self.parts.trainer.version)
+        except EngineError:
+            if self.step:
+                self.save()
+            raise
+        if is_first:
+            if self.directory is not None:
+                self.directory.add_facts({"sync": publisher.facts()})
+            if publisher.form != "shared":
+                self.view.note(f"sync: {publisher.describe()}")
+        return metrics
 
     async def leave_engine(self) -> None:
         """What was sampled is this run's, and the device is the trainer's from here on."""
@@ -222,6 +234,7 @@ class Session:
                     numerics=self.parts.numerics,
                     num_trained=self.parts.trainer.num_trained,
                 ),
+                f"sync       {self.parts.publisher.describe()}",
                 f"run        {self.path}",
             ),
         )

@@ -161,6 +161,9 @@ class Engine(Protocol):
     async def load_weights(self, source: Mapping[str, Any] | str | None, *, version: int) -> None:
         """Takes new weights, in one of the forms of `Capabilities.weight_sources`.
 
+        Tensors are made one by one as they are asked for, in their order, and may be views of the
+        trainer's memory: what is kept of them is copied. A directory stays until the next version
+        was taken. The version may be any number, also one below 0 or lower than the last.
         Running requests end their segment with finish_reason "weight_update" and go on under the
         new version. Cached prefixes are dropped.
         """
@@ -205,4 +208,15 @@ class Leased(Protocol):
     async def check_lease(self) -> None:
         """Raises LeaseError if it has, or had since the last call, weights that are not this
         run's."""
+        ...
+
+
+@runtime_checkable
+class Restartable(Protocol):
+    """An engine whose process can be started anew. `sync` does so with each version if the engine
+    is found not to run the weights that it is sent while it runs."""
+
+    async def restart(self, directory: str, *, version: int) -> None:
+        """Ends the process and starts it from this checkpoint, as `version`; returns when it
+        answers. Running requests end their segment as at `load_weights`, and go on."""
         ...

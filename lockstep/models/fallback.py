@@ -10,7 +10,7 @@ it cannot do is refused by name, in `build.check_config` before a model is loade
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -217,13 +217,13 @@ def load_fallback(
 
 
 @hf_tensors.register
-def _(model: FallbackModel) -> Iterator[tuple[str, Tensor]]:
+def _(model: FallbackModel) -> Mapping[str, Tensor]:
     from transformers.core_model_loading import revert_weight_conversion
 
     inner = model.inner
     own = {n for n, _ in inner.named_parameters()} | {n for n, _ in inner.named_buffers()}
     state = {n: t.detach() for n, t in inner.state_dict().items() if n in own}
-    yield from revert_weight_conversion(inner, state).items()
+    return revert_weight_conversion(inner, state)
 
 
 @save_checkpoint.register

@@ -280,6 +280,8 @@ def check_tensors(
     """Raises CheckpointError that lists what of `tensors` does not fit the model: missing,
     unexpected, of another shape, or of a dtype that holds no weights."""
     config = model.config
+    if isinstance(tensors, HFTensors):
+        tensors = tensors.outlines()
     known: set[str] = {HEAD} if config.tie_embeddings else set()
     misfits: dict[str, list[str]] = {k: [] for k in ("missing", "misshapen", "unreadable")}
     for pieces in weight_map(config).values():
@@ -439,16 +441,61 @@ def _first(texts: list[str]) -> list[str]:
 # -- saving ---------------------------------------------------------------------------------------
 
 
+class HFTensors(Mapping[str, Tensor]):
+    """A decoder's weights by Hugging Face's names, in the order of the model, with its adapter
+    merged into them if it has one.
+
+    A tensor is made when it is asked for, and may be a view of the model's own memory: whoever
+    keeps it copies it. So a model that is handed over piece by piece takes no second copy of it
+    all, but of a parameter or two. One that is sharded is gathered parameter by parameter: all
+    ranks ask for the same names in the same order.
+    """
+
+    def __init__(self, model: Decoder) -> None:
+        self._model = model
+        self._parameters = dict(model.named_parameters())
+        self._places = {
+            piece.name: (ours, piece)
+            for ours, pieces in weight_map(model.config).items()
+            for piece in pieces
+        }
+        self._values: dict[str, Tensor] = {}
+
+    def __getitem__(self, name: str) -> Tensor:
+        ours, piece = self._places[name]
+        if ours not in self._values:  # the pieces of a parameter come in turn
+            self._values.clear()
+            self._values[ours] = merged(self._model, ours, whole(self._parameters[ours].detach()))
+        return piece.view(self._values[ours]).reshape(piece.shape)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def finish(self) -> None:
+        """Gathers what comes after the tensor that was asked for last: for a rank whose engine has
+        failed, while others go on."""
+        names = list(self._places)
+        last = next(iter(self._values), None)
+        done = [at for at, name in enumerate(names) if self._places[name][0] == last]
+        for name in names[max(done, default=-1) + 1 :]:
+            self[name]
+
+    def outlines(self) -> dict[str, Tensor]:
+        """The same names with tensors of the same shapes and dtypes, without memory."""
+        dtype = self._model.embedding.dtype
+        return {
+            name: torch.empty(piece.shape, dtype=dtype, device="meta")
+            for name, (_, piece) in self._places.items()
+        }
+
+
 @singledispatch
-def hf_tensors(model: Decoder) -> Iterator[tuple[str, Tensor]]:
-    """(Hugging Face name, tensor) for every parameter, in the order of the model; with its adapter
-    merged into them, if it has one. A sharded one is gathered when its turn comes: all ranks walk
-    through this in step."""
-    parameters = dict(model.named_parameters())
-    for ours, pieces in weight_map(model.config).items():
-        value = merged(model, ours, whole(parameters[ours].detach()))
-        for piece in pieces:
-            yield piece.name, piece.view(value).reshape(piece.shape)
+def hf_tensors(model: Decoder) -> Mapping[str, Tensor]:
+    """The model's weights by Hugging Face's names: see `HFTensors`."""
+    return HFTensors(model)
 
 
 @singledispatch

@@ -205,6 +205,22 @@ METRICS: tuple[Metric, ...] = (
     ),
     _metric("tokens/prefilled", "tokens", "down", "Prompt tokens that the engine computed."),
     _metric("tokens/cached", "tokens", "up", "Prompt tokens whose keys and values were reused."),
+    # sync
+    _metric("sync/bytes", "bytes", "down", "Of the weights that were handed to the engine."),
+    _metric(
+        "sync/level", "1", "up",
+        "How far the engine's weights are verified: 1 version, 2 qualified, 3 and following.",
+    ),
+    _metric("sync/probe_gap", "nats", "down", "Median of |engine - trainer| on the probe."),
+    _metric(
+        "sync/slope", "1", "none",
+        "Of the engine's change on the trainer's since the window's begin: 1 follows, 0 does not.",
+    ),
+    _metric("sync/slope_error", "1", "down", "Standard error of sync/slope; judged below 0.1."),
+    _metric("sync/last_slope", "1", "none", "As sync/slope, of the last load alone."),
+    _metric("sync/correlation", "1", "up", "Of the engine's and the trainer's change, by token."),
+    _metric("sync/alarm", "1", "down", "1 where the engine does not follow the trainer."),
+    # time
     _metric("time/step_seconds", "seconds", "down", "The whole step."),
     _metric("time/sample_seconds", "seconds", "down", "Sampling the step's episodes."),
     _metric("time/wait_seconds", "seconds", "down", "Of the step: waiting for its episodes."),

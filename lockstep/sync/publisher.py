@@ -1,43 +1,387 @@
-"""Hands the trainer's weights to the engine, in the form that the engine takes."""
+"""The way from one trainer to one engine: in the form that the engine takes, verified.
+
+publisher = Publisher(engine, trainer, model, SyncConfig())
+metrics = await publisher.publish(trainer.version)
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+import math
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from lockstep.engines.base import Engine
+from lockstep.engines.base import Capabilities, Engine, Restartable
+from lockstep.errors import CapabilityError, EngineError, LockstepError
 from lockstep.models.decoder import Decoder
-from lockstep.models.hf_io import hf_tensors
-from lockstep.models.sharding import copy_whole
+from lockstep.models.hf_io import HFTensors, hf_tensors, save_checkpoint
+from lockstep.models.peft_io import save_adapter
+from lockstep.models.sharding import copy_whole, mesh_of
+from lockstep.sync.changes import Change
+from lockstep.sync.config import Form, SyncConfig
+from lockstep.sync.directory import WeightsDirectory, size_of
+from lockstep.sync.following import Follower, Look
+from lockstep.sync.probe import Probe
+from lockstep.sync.qualify import Qualification, Qualifier
+from lockstep.training.trainer import Trainer
+
+if TYPE_CHECKING:
+    from lockstep.launch.ranks import Ranks
+
+T = TypeVar("T")
+
+Level = Literal["shared", "none", "version", "qualified", "correlated"]
+"""How far it is verified that the engine runs the trainer's weights: docs/sync.md says what each
+proves. shared: they are the same memory. none: nothing was loaded yet. version: the engine says
+so. qualified: it was seen to run a large change of every group of tensors. correlated: and to
+follow the trainer since."""
+_ORDER: tuple[Form, ...] = ("shared", "adapter", "tensors", "directory")
+_NUMBER: dict[Level, float] = {"none": 0.0, "version": 1.0, "qualified": 2.0, "correlated": 3.0}
 
 
-@dataclass(slots=True)
 class Publisher:
-    """The way from one trained model to one engine."""
+    """The only way that weights go to an engine.
 
-    engine: Engine
-    trained: Decoder
-    sampled: Decoder
-    """What an engine in this process runs: the trained model itself, unless that is sharded or
-    trained while the engine samples."""
-    kv: Literal["drop", "keep"] = "drop"
-    """What becomes of the keys and values of requests that are under way."""
-    is_copied: bool = False
-    """`sampled` has had all weights of a trained model that is another one."""
+    With several ranks each has an engine of its own, and all call `publish` in step.
+    """
 
-    async def publish(self, version: int) -> None:
-        """The engine runs the trainer's weights from here on: a version number where it shares
-        them, all tensors where it does not."""
-        is_shared = self.engine.capabilities.shares_weights
-        if self.kv == "keep":
-            await self.engine.pause()
+    def __init__(
+        self,
+        engine: Engine,
+        trainer: Trainer,
+        sampled: Decoder,
+        config: SyncConfig | None = None,
+        *,
+        place: Path | None = None,
+        ranks: Ranks | None = None,
+        kv: Literal["drop", "keep"] = "drop",
+        wakes: bool = False,
+        left_out: frozenset[int] = frozenset(),
+        max_tokens: int = 1 << 30,
+        has_fault: bool = False,
+        warn: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        """sampled: what an engine in this process runs: the trained model itself, unless that is
+        sharded, or trained while the engine samples. place: where versions are written; None is a
+        temporary directory. kv: what becomes of the keys and values of requests under way.
+        wakes: the engine sleeps while the trainer trains, and is woken once it has the weights.
+        left_out: ids that no probe has. max_tokens: of a probe. has_fault: one is injected.
+
+        Raises CapabilityError if the engine takes no form that `config` allows.
+        """
+        self.engine, self.trainer, self.sampled = engine, trainer, sampled
+        self.config, self.ranks, self.warn = config or SyncConfig(), ranks, warn
+        self.kv: Literal["drop", "keep"] = kv
+        self.wakes = wakes
+        capabilities = engine.capabilities
+        self.form: Form = choose_form(
+            self.config, capabilities, has_adapter=trainer.model.lora is not None
+        )
+        self.version: int | None = None
+        """That was loaded last."""
+        self.qualification: Qualification | None = None
+        self.last_look: Look | None = None
+        self.restarts = False
+        """The engine is started anew with each version: it does not take them while it runs."""
+        self.num_bytes = 0
+        """Handed over at the last load."""
+        self.seconds = 0.0
+        """Of the last load."""
+        self._is_copied = False
+        self._place, self._directory = place, None
+        self._loading: int | None = None
+        self._num_loads = 0
+        self._follower = Follower(self.config.window)
+        self._is_verifying = self.config.qualify == "on" or not has_fault
+        """An injected fault is meant to go on, whatever it makes of the weights."""
+        self._probe = None
+        if self.form != "shared" and capabilities.has_score and self._is_verifying:
+            self._probe = Probe.random(
+                self.config, engine, trainer, left_out=left_out, max_tokens=max_tokens
+            )
+        self._is_qualifying = self._probe is not None and self.config.qualify != "off"
+        if self.config.qualify == "on" and not self._is_qualifying:
+            raise CapabilityError(
+                f"sync.qualify=on: engine {capabilities.name} "
+                + (
+                    "shares the trainer's weights: there is nothing to qualify."
+                    if self.form == "shared"
+                    else "cannot score given ids, which shows what weights it runs."
+                )
+                + " Set sync.qualify=auto."
+            )
+
+    async def publish(self, version: int) -> dict[str, float]:
+        """The engine runs the trainer's weights, as this version, from here on. `sync/...` metrics.
+
+        The first call qualifies the engine: nothing may sample before it has returned. Raises
+        EngineError if the engine does not take the weights, or takes others: what it runs is
+        unknown then.
+        """
+        if self._loading is not None:
+            raise EngineError(
+                f"sync: version {version} was to be loaded while version {self._loading} was under "
+                "way. An engine has one trainer, and its syncs come one after another."
+            )
+        self._loading = version
         try:
-            if is_shared and self.sampled.embedding is not self.trained.embedding:
-                # No await from here to the load: no step samples with weights of two versions.
-                copy_whole(self.trained, self.sampled, is_trained_only=self.is_copied)
-                self.is_copied = True
-            source = None if is_shared else dict(hf_tensors(self.trained))
-            await self.engine.load_weights(source, version=version)
+            if self.form == "shared":
+                await self._keeping(self._send_shared(version))
+                return {}
+            return await self._publish(version)
         finally:
-            if self.kv == "keep":
-                await self.engine.resume(kv="keep")
+            self._loading = None
+
+    @property
+    def level(self) -> Level:
+        if self.form == "shared":
+            return "shared"
+        if self.version is None:
+            return "none"
+        if self.qualification is None or not self.qualification.is_passed:
+            return "version"
+        is_following = self.last_look is not None and self.last_look.is_following
+        return "correlated" if is_following else "qualified"
+
+    def describe(self) -> str:
+        """One line: the form, and how far it is verified."""
+        place = self._place or "a temporary directory"
+        how = {
+            "shared": "the engine runs the trainer's own weights: a version number, nothing moves",
+            "tensors": "tensors, one by one",
+            "directory": f"a checkpoint per version in {place}",
+            "adapter": "the adapter alone, in PEFT's form",
+        }[self.form]  # fmt: skip
+        if self.restarts:
+            how += "; the engine starts anew with each"
+        if self.form == "shared":
+            return how
+        if self.qualification is not None:
+            return f"{how}. Level {self.level}: {self.qualification.describe()}"
+        if self._is_qualifying:
+            return f"{how}; qualified before the first step"
+        why = (
+            "a fault is injected" if not self._is_verifying
+            else "sync.qualify=off" if self.config.qualify == "off"
+            else "it cannot score"
+        )  # fmt: skip
+        return f"{how}. Not qualified: {why}"
+
+    def facts(self) -> dict[str, Any]:
+        """For the run's record."""
+        return {"form": self.form, "level": self.level, "line": self.describe()}
+
+    def close(self) -> None:
+        """Removes what was written."""
+        if self._directory is not None:
+            self._directory.close()
+
+    # -- a load -----------------------------------------------------------------------------------
+
+    async def _publish(self, version: int) -> dict[str, float]:
+        if version == self.version:
+            return {}
+        self.version = None
+        if self._is_qualifying and self.qualification is None:
+            await self._qualify(version)
+        else:
+            await self._keeping(self._send(version))
+        self.version = version
+        self._num_loads += 1
+        metrics = {
+            "time/sync_seconds": self.seconds,
+            "sync/bytes": float(self.num_bytes),
+            "sync/level": _NUMBER[self.level],
+        }
+        every = self.config.verify_every
+        if self._probe is not None and every and (self._num_loads - 1) % every == 0:
+            metrics |= await self._look(self._probe, version)
+        return metrics
+
+    async def _keeping(self, load: Awaitable[None]) -> None:
+        """A load, over which running requests keep their keys and values if `kv` says so."""
+        if self.kv == "drop":
+            await load
+            return
+        await self.engine.pause()
+        try:
+            await load
+        finally:
+            await self.engine.resume(kv="keep")
+
+    async def _send_shared(self, version: int) -> None:
+        trained = self.trainer.model
+        if self.sampled.embedding is not trained.embedding:
+            # No await from here to the load: no step samples with weights of two versions.
+            copy_whole(trained, self.sampled, is_trained_only=self._is_copied)
+            self._is_copied = True
+        await self._load(None, version)
+        self.version = version
+
+    async def _send(self, version: int) -> None:
+        """Loads the trainer's weights as they stand."""
+        began = time.perf_counter()
+        if self.form == "tensors":
+            tensors = hf_tensors(self.trainer.model)
+            self.num_bytes = _size(tensors)
+            await self._load(tensors, version)
+        else:
+            directory = self._written(version)
+            await self._load(str(directory), version)
+            if self._directory is not None:
+                self._directory.keep_only(directory)
+        self.seconds = time.perf_counter() - began
+
+    async def _load(self, source: Mapping[str, Any] | str | None, version: int) -> None:
+        engine, error = self.engine, None
+        name = engine.capabilities.name
+        try:
+            if self.restarts and isinstance(engine, Restartable) and isinstance(source, str):
+                await engine.restart(source, version=version)
+            else:
+                await engine.load_weights(source, version=version)
+            if self._is_verifying and engine.version != version:
+                raise EngineError(
+                    f"it says that it runs version {engine.version} after the load of {version}"
+                )
+        except (LockstepError, OSError) as caught:
+            error = EngineError(
+                f"sync: engine {name} did not take version {version} ({self.form}): {caught} What "
+                "it runs is unknown; nothing is sampled from it. The trainer has the update: mend "
+                "the engine and go on with resume=true."
+            )
+            error.__cause__ = caught
+            if isinstance(source, HFTensors) and mesh_of(self.trainer.model.embedding) is not None:
+                source.finish()
+        self._raise_alike(error)
+        if self.wakes:
+            await engine.wake()
+
+    def _written(self, version: int) -> Path:
+        """The directory of this version; rank 0 writes it, and all gather what is sharded."""
+        model, like = self.trainer.model, self.trainer.like
+        is_leader = self.ranks is None or self.ranks.is_leader
+        if self._directory is None and is_leader:
+            self._directory = WeightsDirectory(self._place)
+
+        def write(directory: Path) -> None:
+            if self.form == "adapter":
+                save_adapter(model, directory, base=like)
+            else:
+                save_checkpoint(model, directory, like=like)
+
+        path, error = None, None
+        if self._directory is not None:
+            try:
+                self._directory.check_room(version, self._expected_bytes())
+            except EngineError as caught:
+                error = caught
+        self._raise_alike(error)
+        if self._directory is not None:
+            path = self._directory.write(version, write)
+        elif self.form == "directory":
+            save_checkpoint(model, self.trainer.like, like=like, is_writer=False)
+        if self.ranks is not None:
+            path = self.ranks.from_leader(path)
+        assert path is not None, "the leader has a directory"
+        self.num_bytes = size_of(path)
+        return path
+
+    def _expected_bytes(self) -> int:
+        if self.form == "adapter":
+            factors = (p for name, p in self.trainer.model.named_parameters() if "lora" in name)
+            return sum(p.numel() * p.element_size() for p in factors)
+        return _size(hf_tensors(self.trainer.model))
+
+    # -- verification -----------------------------------------------------------------------------
+
+    async def _qualify(self, version: int) -> None:
+        assert self._probe is not None, "only an engine that scores is qualified"
+        change = Change(self.trainer.model, is_adapter_only=self.form == "adapter")
+        qualifier = Qualifier(self._probe, change, self._send, self._share)
+        found = self.qualification = await qualifier.run(version)
+        if found.is_passed:
+            return
+        name = self.engine.capabilities.name
+        what = f"engine {name} does not run the weights that it is sent ({self.form})"
+        if isinstance(self.engine, Restartable) and "directory" in self._sources:
+            self.form, self.restarts = "directory", True
+            self.warn(
+                f"sync: {what}: {found.describe()}. It is started anew with each version instead."
+            )
+            await self._send(version)
+            return
+        others = [form for form in self._sources if form not in (self.form, "shared")]
+        raise EngineError(
+            f"sync: {what}: {found.describe()}. Nothing was sampled. "
+            + (f"Try sync.form={others[0]}, or another" if others else "Use another")
+            + " version of the engine, or engine=embedded. sync.qualify=off goes on regardless, "
+            "with a sampler that is not the policy in training."
+        )
+
+    @property
+    def _sources(self) -> tuple[Form, ...]:
+        return self.engine.capabilities.weight_sources
+
+    async def _look(self, probe: Probe, version: int) -> dict[str, float]:
+        """`sync/...` of engine and trainer on the probe; of several ranks, of the worst."""
+        began = time.perf_counter()
+        ours, theirs = probe.by_trainer(), await probe.by_engine(version=version)
+        looks = self._share(self._follower.look(ours, theirs))
+        found = max(looks, key=lambda look: (bool(look.alarm), look.gap))
+        self.last_look = found
+        if found.alarm:
+            self.warn(
+                f"sync: version {version}: {found.alarm}. The engine samples from other weights "
+                "than those in training."
+            )
+        metrics = {
+            "time/sync_verify_seconds": time.perf_counter() - began,
+            "sync/level": _NUMBER[self.level],
+            "sync/probe_gap": found.gap,
+            "sync/slope": found.slope,
+            "sync/slope_error": found.slope_error,
+            "sync/last_slope": found.last_slope,
+            "sync/correlation": found.correlation,
+            "sync/alarm": float(bool(found.alarm)),
+        }
+        return {name: value for name, value in metrics.items() if math.isfinite(value)}
+
+    # -- ranks ------------------------------------------------------------------------------------
+
+    def _share(self, mine: T) -> list[T]:
+        return [mine] if self.ranks is None else self.ranks.gather(mine)
+
+    def _raise_alike(self, error: EngineError | None) -> None:
+        """Raises on every rank if any has an error, so that none waits for another in vain."""
+        texts = self._share(None if error is None else str(error))
+        if error is not None:
+            raise error
+        for rank, text in enumerate(texts):
+            if text is not None:
+                raise EngineError(f"rank {rank}: {text}")
+
+
+def choose_form(config: SyncConfig, capabilities: Capabilities, *, has_adapter: bool) -> Form:
+    """How weights reach an engine of these capabilities. Raises CapabilityError if they cannot."""
+    offered: list[Form] = [
+        form
+        for form in _ORDER
+        if form in capabilities.weight_sources and (form != "adapter" or has_adapter)
+    ]
+    found: Form | None = next((f for f in offered if config.form in ("auto", f)), None)
+    if found is None:
+        takes = ", ".join(capabilities.weight_sources) or "no weights at all"
+        raise CapabilityError(
+            f"sync.form={config.form}: engine {capabilities.name} takes {takes}"
+            + (", and this run has no adapter" if config.form == "adapter" and not has_adapter
+               else "")
+            + f". {'Choose one of these.' if offered else 'It cannot follow a training run.'}"
+        )  # fmt: skip
+    return found
+
+
+def _size(tensors: Mapping[str, Any]) -> int:
+    outlines = tensors.outlines() if isinstance(tensors, HFTensors) else tensors
+    return sum(t.numel() * t.element_size() for t in outlines.values())

@@ -32,7 +32,9 @@ from lockstep.ops.context import PackedContext
 from lockstep.recipes import find_recipe
 from lockstep.store.run import load_run
 from lockstep.sync.publisher import Publisher
+from lockstep.training.config import TrainerConfig
 from lockstep.training.rows import rows_for_training
+from lockstep.training.trainer import Trainer
 from lockstep.types import Request, SamplingParams
 
 SMALL = (
@@ -195,9 +197,11 @@ def logprobs_under(model, ids, temperature=1.0):
 
 @pytest.mark.parametrize("kv", ["drop", "keep"])
 def test_each_segment_of_a_turn_has_the_log_probs_of_its_own_weights(kv):
-    sampled = load_checkpoint(locate_model("tiny-gpt-oss")).requires_grad_(False)
+    path = locate_model("tiny-gpt-oss")
+    sampled = load_checkpoint(path).requires_grad_(False)
     trained = deepcopy(sampled).requires_grad_(True)
-    publisher = Publisher(EmbeddedEngine(sampled, EmbeddedConfig()), trained, sampled, kv=kv)
+    trainer = Trainer(trained, TrainerConfig(), like=path)
+    publisher = Publisher(EmbeddedEngine(sampled, EmbeddedConfig()), trainer, sampled, kv=kv)
     engine, versions = publisher.engine, {0: deepcopy(sampled)}
     request = Request(
         id="a", prompt_ids=np.arange(300, 320, dtype=np.int32),

@@ -130,7 +130,7 @@ def test_log_probs_and_gradients_of_forced_experts_equal_transformers(kind, tmp_
             parameter.copy_(trainer.optimizer.gradients()[name])
     theirs = {name: parameter.grad for name, parameter in model.named_parameters()}
     num_routers = 0
-    for name, ours in hf_tensors(trainer.model):
+    for name, ours in hf_tensors(trainer.model).items():
         gradient = slice_of(theirs, name)
         gap = (ours - gradient).abs().max() / gradient.abs().max()
         # Sums over tokens and experts in another order, float32: measured up to 3e-6.

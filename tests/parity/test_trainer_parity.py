@@ -85,6 +85,6 @@ def test_packed_log_probs_and_the_ppo_gradient_equal_transformers(kind, tmp_path
         with torch.no_grad():
             parameter.copy_(trainer.optimizer.gradients()[name])
     theirs = dict(model.named_parameters())
-    for name, ours in hf_tensors(trainer.model):
+    for name, ours in hf_tensors(trainer.model).items():
         wanted = theirs[name].grad
         assert float((ours - wanted).norm()) <= 2e-5 * float(wanted.norm()) + 1e-8, name

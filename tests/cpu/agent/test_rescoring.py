@@ -276,7 +276,7 @@ def quickstart(*, num_scorings):
     parts = build(config, check_config(config))
 
     async def sample():
-        await parts.publisher().publish(0)
+        await parts.publisher.publish(0)
         rescorer = None
         if num_scorings:
             rescorer = Rescorer(parts.engine, num_scorings=num_scorings, temperature=1.0)

@@ -1,0 +1,218 @@
+"""A large, seeded change of every tensor group of a model, which is undone bit for bit.
+
+An eighth of the numbers of each matrix turn their sign: its size stays, its product with anything
+turns by about 40 degrees, and doing it again gives the same bits back without a second copy. Norms,
+biases, sinks and whatever is 0 (the B of an adapter at its start) get noise added; these are small,
+and are kept beside.
+
+# K inputs  R rank
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from lockstep.models.decoder import Decoder
+from lockstep.models.hf_io import weight_map
+from lockstep.models.lora import ExpertLowRank, LowRank
+from lockstep.models.sharding import local_part, mesh_of, whole
+from lockstep.models.tensor_file import blocks_of
+
+Tensor = torch.Tensor
+
+FLIPPED = 1 / 8
+"""Share of a matrix's numbers that turn their sign. What it multiplies then has the cosine
+1 - 2/8 = 0.75 with what it was: far from it, and far from noise, which would drown what follows."""
+NOISE = 0.5
+"""Of added noise, in root mean squares of the tensor; of one that is 0, as it is: logits of sinks
+and routers, and biases of normed streams, are of the order of 1."""
+SMALL = 1 << 16
+"""Numbers of a tensor that is kept and not undone: a sign in eight of four sinks may be none."""
+
+SILENT = 2.0**-20
+"""What as good as 0 is: of no weight, and not so even that a router's experts are all tied."""
+
+_LAYER = re.compile(r"layers\.\d+")
+
+GROUPS = (
+    "embedding", "head", "norms", "attention", "attention biases", "sinks", "router", "experts",
+    "expert biases", "mlp", "adapter",
+)  # fmt: skip
+"""In the order of a message."""
+
+
+def group_of(name: str, *, ndim: int) -> str:
+    """The group of a parameter by its name: ours, or one of transformers'.
+
+    >>> [group_of(n, ndim=2) for n in ("embedding", "layers.0.attention.qkv_proj.weight")]
+    ['embedding', 'attention']
+    >>> group_of("layers.0.mlp.down_proj", ndim=3)
+    'experts'
+    """
+    last = name.rpartition(".")[2]
+    if "lora" in name:
+        return "adapter"
+    if "embed" in name:
+        return "embedding"
+    if name == "untied_head" or "lm_head" in name:
+        return "head"
+    if "norm" in name:
+        return "norms"
+    if "sinks" in last:
+        return "sinks"
+    if "router" in name or name.endswith(".gate.weight"):
+        return "router"
+    if "attention" in name or "attn" in name:
+        return "attention biases" if last == "bias" else "attention"
+    is_bias = last.endswith("bias")
+    if ".experts" in name or ndim == 3 or (is_bias and ndim == 2):
+        return "expert biases" if is_bias else "experts"
+    return "mlp"
+
+
+@dataclass(slots=True)
+class Change:
+    """The change of one model's parameters, made and undone in place, some or all of them.
+
+    What stays the same is `requires_grad`, the optimizer and everything that it keeps. Of a sharded
+    model each rank changes its own part; all ranks make the same calls.
+    """
+
+    model: Any
+    """A decoder, or what is taken for one."""
+    seed: int = 0
+    is_adapter_only: bool = False
+    """The engine is sent the adapter and nothing else."""
+    changed: set[str] = field(default_factory=set[str])
+    """The parameters that are changed at present."""
+    _kept: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+
+    @property
+    def names(self) -> list[str]:
+        """The parameters that are sent, in the order of a checkpoint."""
+        return list(self._parameters())
+
+    def groups(self) -> dict[str, list[str]]:
+        """What tensors are for -> their parameters."""
+        found = {name: group_of(name, ndim=p.ndim) for name, p in self._parameters().items()}
+        out = {group: [n for n, of in found.items() if of == group] for group in GROUPS}
+        return {group: names for group, names in out.items() if names}
+
+    def blocks(self) -> dict[str, list[str]]:
+        """Where tensors stand (`layers.0`, or a parameter of its own) -> their parameters, in the
+        order of a checkpoint."""
+        out: dict[str, list[str]] = {}
+        for name in self._parameters():
+            layer = _LAYER.search(name)
+            out.setdefault(name if layer is None else layer[0], []).append(name)
+        return out
+
+    def num_numbers(self, names: Iterable[str]) -> int:
+        """Of these parameters together."""
+        parameters = self._parameters()
+        return sum(parameters[name].numel() for name in names)
+
+    @contextmanager
+    def made(self, names: Iterable[str]) -> Generator[None]:
+        """In the block, these parameters are changed."""
+        with self.turned(set(names) - self.changed):
+            yield
+
+    @contextmanager
+    def turned(self, names: Iterable[str]) -> Generator[None]:
+        """In the block, those of these parameters that are changed are as they were, and the
+        others are changed."""
+        before = set(self.changed)
+        try:
+            self._turn(set(names))
+            yield
+        finally:
+            self._turn(self.changed ^ before)
+
+    @contextmanager
+    def silenced(self, names: Iterable[str]) -> Generator[None]:
+        """In the block, these parameters are as good as 0, so that what an engine makes of their
+        order plays no part. They are copied: for the search of a fault."""
+        parameters = self._parameters()
+        before = {name: local_part(parameters[name].detach()).clone() for name in names}
+        try:
+            with torch.no_grad():
+                for name in before:
+                    local_part(parameters[name].detach()).mul_(SILENT)
+            yield
+        finally:
+            with torch.no_grad():
+                for name, value in before.items():
+                    local_part(parameters[name].detach()).copy_(value)
+
+    def _turn(self, names: set[str]) -> None:
+        with torch.no_grad():
+            for name, parameter in self._parameters().items():
+                if name in names:
+                    self._turn_one(name, parameter)
+                    self.changed ^= {name}
+
+    def _parameters(self) -> dict[str, Tensor]:
+        found = {
+            name: parameter
+            for name, parameter in self.model.named_parameters()
+            if parameter.is_floating_point() and (not self.is_adapter_only or "lora" in name)
+        }
+        if isinstance(self.model, Decoder):
+            sent = {name: place for place, name in enumerate(weight_map(self.model.config))}
+            return dict(sorted(found.items(), key=lambda pair: sent.get(pair[0], len(sent))))
+        return found
+
+    def _turn_one(self, name: str, parameter: Tensor) -> None:
+        own = local_part(parameter.detach())
+        if name in self._kept:
+            own.copy_(self._kept.pop(name))
+            return
+        generator = torch.Generator(own.device).manual_seed(self._seed_of(name, parameter))
+        is_empty = not whole(parameter.detach()).any()
+        if parameter.numel() <= SMALL or is_empty:
+            self._kept[name] = own.clone()
+            noise = torch.randn(own.shape, generator=generator, device=own.device)
+            own.add_((noise * self._noise_size(name, parameter)).to(own.dtype))
+            return
+        for rows in blocks_of(len(own), own.nbytes):
+            part = own[rows]
+            draws = torch.rand(part.shape, generator=generator, device=own.device)
+            part.mul_(torch.where(draws < FLIPPED, -1, 1).to(part.dtype))
+
+    def _seed_of(self, name: str, parameter: Tensor) -> int:
+        """The same on every rank for what is whole on each, and for a turn and its undoing."""
+        mesh = mesh_of(parameter)
+        place = 0 if mesh is None else mesh.get_local_rank()
+        text = f"{self.seed}/{name}/{place}".encode()
+        return int.from_bytes(hashlib.sha256(text).digest()[:8], "little") >> 1
+
+    def _noise_size(self, name: str, parameter: Tensor) -> float:
+        size = _rms(parameter)
+        if size == 0 and ".lora" in name.replace("_lora", ".lora"):
+            return self._adapter_noise(name)
+        return NOISE * (size or 1.0)
+
+    def _adapter_noise(self, name: str) -> float:
+        """For B, so that what is added to a projection has about half of its size: B A s is to
+        have NOISE times the root mean square of the weight beside it."""
+        parent = name.split(".B")[0].removesuffix(".A")
+        adapter = self.model.get_submodule(parent)
+        assert isinstance(adapter, LowRank | ExpertLowRank), f"{parent} is no adapter"
+        owner, _, attribute = parent.rpartition(".")
+        module = self.model.get_submodule(owner)
+        attribute = "weight" if attribute == "lora" else attribute.replace("_lora", "_proj")
+        weight = getattr(module, attribute)
+        inner = adapter.scale * adapter.rank**0.5 * _rms(adapter.A)
+        return NOISE * _rms(weight) / inner if inner else NOISE
+
+
+def _rms(parameter: Tensor) -> float:
+    return float(whole(parameter.detach()).float().square().mean().sqrt())

@@ -1,0 +1,107 @@
+"""Weights on their way through a file system: a directory per version, whole or not there.
+
+SCRATCH/weights/v000123/config.json, model.safetensors, ...
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from lockstep.errors import EngineError
+from lockstep.store.files import sync_directory
+
+SPARE_BYTES = 64 << 20
+"""Left free beside the weights: metrics and trajectories go to the same disk."""
+
+
+class WeightsDirectory:
+    """The versions that are written for an engine; the newest one is kept, for replicas that start
+    again."""
+
+    def __init__(self, place: Path | None) -> None:
+        """place: None makes a temporary directory. Versions that an earlier process has left there
+        are removed."""
+        self._is_temporary = place is None
+        self.path = Path(tempfile.mkdtemp(prefix="lockstep-weights-")) if place is None else place
+        for old in self._versions():
+            shutil.rmtree(old)
+
+    def check_room(self, version: int, num_bytes: int) -> None:
+        """Raises EngineError if a version of this size has no room, beside the one before it."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            free = shutil.disk_usage(self.path).free
+        except OSError as error:
+            raise self._refusal(version, error) from error
+        if free < num_bytes + SPARE_BYTES:
+            raise EngineError(
+                f"sync: {self.path} has {_mib(free)} free; the weights of version {version} take "
+                f"{_mib(num_bytes)}, beside those that the engine runs. Free space, or set "
+                "sync.directory to a larger file system that the engine sees."
+            )
+
+    def write(self, version: int, write: Callable[[Path], object]) -> Path:
+        """The directory of this version, filled by `write`; on the disk before it has its name.
+
+        Raises EngineError if the disk refuses; what is half written is removed.
+        """
+        target = self.path / f"v{version:06d}"
+        beside = self.path / f".v{version:06d}.{os.getpid()}.writing"
+        try:
+            write(beside)
+            for file in sorted(beside.iterdir()):
+                _to_disk(file)
+            shutil.rmtree(target, ignore_errors=True)
+            os.replace(beside, target)
+            sync_directory(self.path)
+        except OSError as error:
+            raise self._refusal(version, error) from error
+        finally:
+            for half in self.path.glob(".v*"):
+                shutil.rmtree(half, ignore_errors=True)
+        return target
+
+    def _refusal(self, version: int, error: OSError) -> EngineError:
+        return EngineError(
+            f"sync: the weights of version {version} cannot be written to {self.path} "
+            f"({error.strerror or error}). The engine still runs those before. Free or repair it, "
+            "or set sync.directory to another file system that the engine sees."
+        )
+
+    def keep_only(self, newest: Path) -> None:
+        """Removes every version but this one, which the engine has answered to have loaded."""
+        for old in self._versions():
+            if old != newest:
+                shutil.rmtree(old, ignore_errors=True)
+
+    def close(self) -> None:
+        """Removes what is left."""
+        for old in self._versions():
+            shutil.rmtree(old, ignore_errors=True)
+        with contextlib.suppress(OSError):  # not made, or with files of somebody else
+            self.path.rmdir()
+
+    def _versions(self) -> list[Path]:
+        return [*self.path.glob("v[0-9-]*"), *self.path.glob(".v*")]
+
+
+def size_of(directory: Path) -> int:
+    """Bytes of the files in it."""
+    return sum(file.stat().st_size for file in directory.iterdir())
+
+
+def _to_disk(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / (1 << 20):,.1f} MiB"

@@ -1,0 +1,131 @@
+"""Do the engine's log-probs follow the trainer's from load to load?
+
+Between two versions the trainer's log-probs of the probe move by D, the engine's by E. An engine
+that takes every load has E = D, up to noise; one that takes none has E = 0; one that is a version
+behind moves by what the trainer moved a load ago. The slope of E on D says which, and its standard
+error says whether it can be told yet: small updates need several loads, and more in bfloat16.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from lockstep.sync.probe import LogProbs
+
+RESOLVED = 0.1
+"""Largest standard error of a slope that is judged."""
+SLOPE_BAND = 0.3
+"""How far from 1 a slope may be, beside four standard errors. A load that is not taken gives 0, one
+that is a load late up to the correlation of two updates, 0.5 with the optimizers here."""
+LEAST_CHANGE, ROUNDING = 0.01, 1e-6
+"""Of the usual gap, and in nats: smaller changes of the trainer may leave every weight of an engine
+of another dtype as it was."""
+OUTLIER = 5.0  # medians; of a normal distribution one in a thousand is further out
+GAP_GROWTH, LEAST_GAP = 5.0, 1e-3
+"""The median gap may grow to so many times the first one; below LEAST_GAP nats it is no matter."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Look:
+    """One look at engine and trainer after a load."""
+
+    gap: float
+    """Median of |engine - trainer|, in nats."""
+    slope: float = math.nan
+    """Of the engine's change on the trainer's since the window's begin: 1 follows, 0 does not."""
+    slope_error: float = math.inf
+    """Standard error of `slope`."""
+    last_slope: float = math.nan
+    """The same of the last load alone."""
+    last_slope_error: float = math.inf
+    correlation: float = math.nan
+    """Of the two changes since the window's begin, over the tokens of the probe."""
+    alarm: str = ""
+    """What is wrong; empty if nothing is, or nothing can be told."""
+
+    @property
+    def is_following(self) -> bool:
+        """That the engine follows was seen, and not only not refuted."""
+        return not self.alarm and self.slope_error <= RESOLVED
+
+
+@dataclass(slots=True)
+class Follower:
+    """What was seen since the window's begin. The window starts anew once it is as long as `window`
+    loads and its slope can be told."""
+
+    window: int
+    _base: tuple[LogProbs, LogProbs] | None = None
+    """(trainer, engine) at the begin of the window."""
+    _last: LogProbs | None = None
+    """The trainer at the last look."""
+    _usual_gap: float = field(default=math.nan)
+    _num_loads: int = 0
+
+    def look(self, trainer: LogProbs, engine: LogProbs) -> Look:
+        """After a load, or several."""
+        gap = float(np.median(np.abs(engine - trainer)))
+        if self._base is None or self._last is None:
+            self._usual_gap, self._base, self._last = gap, (trainer, engine), trainer
+            return Look(gap=gap)
+        first_trainer, first_engine = self._base
+        ours, theirs = trainer - first_trainer, engine - first_engine
+        seen = _typical(ours, theirs)
+        slope, error = self._slope(theirs[seen], ours[seen])
+        # Of what the engine lacks on what the last update did: -1 where that load was not taken.
+        last = trainer - self._last
+        calm = seen & _typical(last)
+        lacking, last_error = self._slope((theirs - ours)[calm], last[calm])
+        found = Look(
+            gap=gap, slope=slope, slope_error=error, last_slope=1 + lacking,
+            last_slope_error=last_error, correlation=_correlation(ours[seen], theirs[seen]),
+            alarm=self._alarm(gap, (slope, error), (1 + lacking, last_error)),
+        )  # fmt: skip
+        self._last, self._num_loads = trainer, self._num_loads + 1
+        if self._num_loads >= self.window and found.is_following:
+            self._base, self._num_loads = (trainer, engine), 0
+        return found
+
+    def _slope(self, y: LogProbs, x: LogProbs) -> tuple[float, float]:
+        """(least-squares slope through the origin, its standard error whatever the noise of a
+        token), of tokens that `_typical` leaves; (nan, inf) where x is lost in rounding."""
+        size = float(x @ x)
+        if size <= len(x) * (LEAST_CHANGE * self._usual_gap + ROUNDING) ** 2:
+            return math.nan, math.inf
+        slope = float(y @ x) / size
+        rest = y - slope * x
+        return slope, math.sqrt(float(np.square(x * rest).sum())) / size
+
+    def _alarm(self, gap: float, whole: tuple[float, float], last: tuple[float, float]) -> str:
+        for (slope, error), what in (
+            (whole, "since the window's begin"), (last, "of the last load"),
+        ):  # fmt: skip
+            if error <= RESOLVED and abs(slope - 1) > SLOPE_BAND + 4 * error:
+                return (
+                    f"the engine's log-probs follow {slope:.2f} of the trainer's change {what} "
+                    "(1 is all of it)"
+                )
+        limit = max(GAP_GROWTH * self._usual_gap, LEAST_GAP)
+        if gap > limit:
+            return (
+                f"engine and trainer are {gap:.2g} nats apart on the probe, {self._usual_gap:.2g} "
+                "at the first load"
+            )
+        return ""
+
+
+def _typical(*changes: LogProbs) -> npt.NDArray[np.bool_]:
+    """[N]: tokens whose changes are at most OUTLIER times the largest median change. A token whose
+    router flips moves by nats on one side alone, and would be all that a slope sees."""
+    limit = OUTLIER * max(float(np.median(np.abs(change))) for change in changes)
+    return np.all([np.abs(change) <= limit for change in changes], axis=0)
+
+
+def _correlation(x: LogProbs, y: LogProbs) -> float:
+    if not (x.std() and y.std()):
+        return math.nan
+    return float(np.corrcoef(x, y)[0, 1])

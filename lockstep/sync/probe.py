@@ -1,0 +1,90 @@
+"""Fixed texts that engine and trainer both score: what looks at its weights are made of."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from lockstep.engines.base import Engine
+from lockstep.errors import EngineError
+from lockstep.sync.config import SyncConfig
+from lockstep.training.trainer import Trainer
+from lockstep.types import Int32Array, Sample, frozen_ids
+
+LogProbs = npt.NDArray[np.float64]
+"""[N]: of all tokens of the probe but the first of each text, in order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """Texts, and who scores them."""
+
+    texts: Sequence[Int32Array]
+    engine: Engine
+    trainer: Trainer
+
+    @classmethod
+    def random(
+        cls,
+        config: SyncConfig,
+        engine: Engine,
+        trainer: Trainer,
+        *,
+        left_out: frozenset[int] = frozenset(),
+        max_tokens: int = 1 << 30,
+        seed: int = 0,
+    ) -> Probe:
+        """Ids that are drawn from the vocabulary but `left_out`: control tokens, which an engine
+        may take for more than ids."""
+        vocab_size = min(engine.capabilities.vocab_size, trainer.model.config.vocab_size)
+        allowed = np.setdiff1d(np.arange(vocab_size), list(left_out))
+        limits = (max_tokens, engine.capabilities.max_tokens, trainer.model.config.max_positions)
+        draws = np.random.default_rng([seed, 6]).integers(
+            0, len(allowed), (config.num_probes, min(config.probe_tokens, *limits))
+        )
+        return cls([frozen_ids(allowed[row], where="probe") for row in draws], engine, trainer)
+
+    def by_trainer(self) -> LogProbs:
+        """Under the trainer's weights as they stand. Collective over the ranks of a run."""
+        rows: list[Sample] = []
+        for number, ids in enumerate(self.texts):
+            mask = np.ones(len(ids), bool)
+            mask[0] = False
+            rows.append(Sample(id=f"probe/{number}", token_ids=ids, loss_mask=mask))
+        # A model by name is one that chooses its own experts: the probe has no routes to replay.
+        found = self.trainer.forward(rows, column=None, model=self.trainer.model)
+        return np.concatenate([values[1:] for values in found]).astype(np.float64)
+
+    async def by_engine(self, *, version: int) -> LogProbs:
+        """Under the engine's. Raises EngineError for scores of another version than was loaded, and
+        for some that are not finite."""
+        temperature = self.trainer.temperature
+        found = await asyncio.gather(
+            *(
+                self.engine.score(
+                    ids,
+                    distribution="model" if temperature == 1 else "tempered",
+                    temperature=temperature,
+                )
+                for ids in self.texts
+            )
+        )
+        others = {scores.policy_version for scores in found} - {version}
+        if others:
+            raise EngineError(
+                f"sync: version {version} was loaded, and engine {self.engine.capabilities.name} "
+                f"scores under version {', '.join(map(str, sorted(others)))}: it, or one of its "
+                "replicas, has not taken the load. Look at its log."
+            )
+        values = np.concatenate([scores.logprobs[1:] for scores in found]).astype(np.float64)
+        if not np.isfinite(values).all():
+            raise EngineError(
+                f"sync: {(~np.isfinite(values)).sum()} of {len(values)} log-probs that engine "
+                f"{self.engine.capabilities.name} gives under version {version} are not finite: a "
+                "half-loaded or diverged policy."
+            )
+        return values
