@@ -398,9 +398,10 @@ def _class(value: object) -> type:
 
 
 def _subclasses(cls: type) -> list[type]:
+    """All below it, but for those that are bases alone: their names begin with an underscore."""
     out: list[type] = []
     for sub in cls.__subclasses__():
-        out += [sub, *_subclasses(sub)]
+        out += [*([] if sub.__name__.startswith("_") else [sub]), *_subclasses(sub)]
     return out
 
 

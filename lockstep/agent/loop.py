@@ -354,11 +354,13 @@ class _Episode:
         pieces: list[_Piece] = []
         part: list[Delta] = []
         last: Delta | None = None
+        num_tokens = 0
         clock = asyncio.timeout(remaining + self.budget.abort_grace_seconds)
         try:
             async with clock:
                 async for delta in deltas:
-                    _check_delta(last, delta, request)
+                    _check_delta(last, delta, request, num_tokens)
+                    num_tokens += len(delta.token_ids)
                     self.count("tokens/cached", delta.num_cached_tokens)
                     self.count("tokens/prefilled", delta.num_prefilled_tokens)
                     last = delta
@@ -489,7 +491,8 @@ class _Piece:
         self.fingerprint = deltas[-1].fingerprint
 
 
-def _check_delta(before: Delta | None, delta: Delta, request: Request) -> None:
+def _check_delta(before: Delta | None, delta: Delta, request: Request, num_tokens: int) -> None:
+    """num_tokens: that came before it."""
     asks = request.sampling.record_support and request.sampling.is_truncated
     if len(delta.token_ids) and (delta.support is not None) != asks:
         raise EngineError(
@@ -501,6 +504,11 @@ def _check_delta(before: Delta | None, delta: Delta, request: Request) -> None:
         raise EngineError(
             f"request {request.id}: {'expected' if asks else 'did not ask for'} the experts of its "
             f"{len(delta.token_ids)} tokens, and found {'none' if asks else 'some'}."
+        )
+    if len(delta.token_ids) and delta.first not in (None, num_tokens):
+        raise EngineError(
+            f"request {request.id}: a delta begins at sampled token {delta.first}, and "
+            f"{num_tokens} came before it: one was lost, came twice or out of order."
         )
     if before is None or before.finish_reason == "weight_update":
         return

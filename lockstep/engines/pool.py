@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -226,8 +227,9 @@ class Pool:
     ) -> Scores:
         self._check_awake("score")
         failures: list[str] = []
+        failed: set[_Replica] = set()
         while True:
-            replica = await self._choose(affinity)
+            replica = await self._choose(affinity, avoid=failed)
             try:
                 async with self._serving(replica) as stream:
                     found = await replica.engine.score(
@@ -245,6 +247,7 @@ class Pool:
                 raise
             except _FAILURES as error:
                 await self._suspect(replica, error)
+                failed.add(replica)
                 failures.append(f"{replica.name}: {_text(error)}")
                 if len(failures) >= self._config.tries:
                     raise EngineError(
@@ -405,12 +408,15 @@ class Pool:
     async def _serve(self, reply: _Reply) -> None:
         """Asks one replica after another until the reply is whole."""
         failures: list[str] = []
+        failed: set[_Replica] = set()
         try:
             while not reply.is_done:
                 if (end := self._ending(reply)) is not None:
                     self._end(reply, *end)
                     return
-                replica = await self._choose(reply.request.affinity, at_least=reply.version)
+                replica = await self._choose(
+                    reply.request.affinity, avoid=failed, at_least=reply.version
+                )
                 try:
                     await self._stream(replica, reply, num_tries=len(failures))
                     return
@@ -422,6 +428,7 @@ class Pool:
                     if reply.is_aborted:
                         self._end(reply, "abort")
                         return
+                    failed.add(replica)
                     failures.append(f"{replica.name}: {_text(error)}")
                     where = f"request {reply.request.id}"
                     if len(failures) >= self._config.tries:
@@ -590,15 +597,21 @@ class Pool:
     def _serving(self, replica: _Replica) -> _Serving:
         return _Serving(replica, self._config.reply_seconds)
 
-    async def _choose(self, affinity: str, *, at_least: int | None = None) -> _Replica:
-        """A ready replica, waiting for one if none is ready and one may come back."""
+    async def _choose(
+        self, affinity: str, *, avoid: AbstractSet[_Replica], at_least: int | None = None
+    ) -> _Replica:
+        """A ready replica, waiting for one if none is ready and one may come back.
+
+        avoid: those that have failed the request, as long as there are others. at_least: the
+        version of what was sampled of it.
+        """
         deadline = _now() + self._config.wait_seconds
         while True:
             self._check_open()
             oldest = -1 if at_least is None else at_least
             ready = [r for r in self._replicas if r.state == "ready" and r.version >= oldest]
             if ready:
-                return self._pick(ready, affinity)
+                return self._pick([r for r in ready if r not in avoid] or ready, affinity)
             if not self._is_updating and (_now() >= deadline or not self._can_revive):
                 raise EngineError(f"all replicas are gone. {self._last_words()}")
             waiter = asyncio.get_running_loop().create_future()
@@ -634,15 +647,18 @@ class Pool:
         """A request failed in it: it is out if it is gone, or does not answer another one."""
         if replica.state != "ready":  # it is known to be out, or what it is loading will tell
             return
-        if isinstance(error, _GONE):
+        if isinstance(error, TimeoutError):  # an OSError too
+            self._counts["lost_replies"] += 1
+        elif isinstance(error, _GONE):
             self._lose(replica, _text(error))
             return
-        if isinstance(error, TimeoutError):
-            self._counts["lost_replies"] += 1
-        if self._is_paused or self._is_asleep:
-            return
-        if not await self._probe(replica):
-            self._lose(replica, f"{_text(error)}; after that, not one token")
+        if self._may_probe and not await self._probe(replica):
+            self._lose(replica, f"{_text(error)}; after that, not one token", is_frozen=True)
+
+    @property
+    def _may_probe(self) -> bool:
+        """An engine that is paused or asleep samples nothing, and is well."""
+        return not self._is_paused and not self._is_asleep
 
     async def _probe(self, replica: _Replica) -> bool:
         """Whether it samples a token. Who asks meanwhile gets the same answer."""
@@ -705,11 +721,9 @@ class Pool:
             now = _now()
             # The loop itself may have stood still, as while a trainer in this process trains: what
             # could not be heard meanwhile says nothing of the replicas.
-            late = now - began - tick
-            if late > tick:
-                for replica in self._replicas:
-                    replica.heard_at += late
-            if self._is_paused or self._is_asleep:
+            for replica in self._replicas:
+                replica.heard_at += max(0.0, now - began - tick)
+            if not self._may_probe:
                 for replica in self._replicas:
                     self._hear(replica)
                 continue
@@ -821,13 +835,13 @@ class Pool:
             except _FAILURES as error:
                 self._lose(replica, f"it does not answer: {_text(error)}")
                 return
-        elif replica.is_frozen and not self._is_asleep and not await self._probe(replica):
-            self._lose(replica, "frozen: not one token")
+        elif replica.is_frozen and self._may_probe and not await self._probe(replica):
+            self._lose(replica, "frozen: not one token", is_frozen=True)
             return
         version = self._version
         if not await self._load(replica):
             return
-        if not self._is_asleep and not await self._probe(replica):
+        if self._may_probe and not await self._probe(replica):
             self._lose(replica, "it took the weights, and gives not one token")
             return
         if self._is_paused:

@@ -1,0 +1,155 @@
+"""Engines that fail, in a run over a pool of two: nothing is lost, nothing is trained twice, every
+event is counted."""
+
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lockstep import train
+from lockstep.config import resolve
+from lockstep.engines.base import EngineContext
+from lockstep.engines.config import EmbeddedConfig, EngineConfig
+from lockstep.engines.embedded.engine import EmbeddedEngine
+from lockstep.engines.pool import EVENTS
+from lockstep.engines.registry import make_engine, open_engine
+from lockstep.errors import ConfigError, RolloutError
+from lockstep.models.hf_io import copy_decoder
+from lockstep.observe.metrics import check_row
+from lockstep.recipes import find_recipe
+from lockstep.store.run import load_run
+from lockstep.testing.broken_engines import DeadEngine
+from lockstep.testing.faults import FaultConfig
+
+GROUPS, SAMPLES, STEPS = 2, 4, 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoneConfig(EngineConfig):
+    """One engine in this process, with weights of its own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TwinConfig(EngineConfig):
+    """Engines in this process, each with weights of its own."""
+
+    def replica_configs(self):
+        return (LoneConfig(),) * 2
+
+
+@make_engine.register
+def _(config: LoneConfig, context: EngineContext):
+    own = copy_decoder(context.model, dtype=context.model.embedding.dtype)
+    return EmbeddedEngine(own, EmbeddedConfig(), token_bytes=context.token_bytes, is_shared=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllKilled(FaultConfig):
+    """Every replica dies in the first reply of version 1."""
+
+    def make_engine(self, config, context):
+        return open_engine(config, context, wrap=lambda engine, _: DeadEngine(engine))
+
+
+QUICK = [
+    "seed=3", f"steps={STEPS}", f"groups_per_step={GROUPS}", f"group_size={SAMPLES}",
+    "evaluation.at_start=false", "evaluation.num_tasks=1", "evaluation.greedy=false",
+    "trainer.warmup_updates=0", "contract=none", "engine=twin",
+    "engine.pool.check_seconds=0.1", "engine.pool.frozen_seconds=1.5",
+    "engine.pool.load_seconds=5", "engine.pool.retry_seconds=[0.05,0.2]",
+]  # fmt: skip
+
+
+def play(path, *overrides):
+    train(resolve(find_recipe("quickstart"), [*QUICK, *overrides]), out=path, view="json")
+    run = load_run(path)
+    for row in run.metrics:
+        check_row(row)
+    return run
+
+
+@cache
+def sound(directory: Path):
+    return sampled(play(directory / "sound"))
+
+
+def sampled(run):
+    """id -> what was sampled, of every episode of the run."""
+    records = [record for step in run.steps() for record in run.trajectories(step)]
+    ids = [record.trajectory.id for record in records]
+    assert len(set(ids)) == len(ids)
+    return {
+        record.trajectory.id: [
+            s.token_ids.tolist() for s in record.trajectory.segments if s.is_sampled
+        ]
+        for record in records
+    }
+
+
+def events(run):
+    """Each event's number over all rows."""
+    return {name: sum(row.get(f"engine/{name}", 0) for row in run.metrics) for name in EVENTS}
+
+
+@pytest.mark.parametrize(
+    ("fault", "counted"),
+    [
+        ("engine_killed", {"lost_replicas": 1, "frozen_replicas": 0, "returned_replicas": 0}),
+        ("engine_killed fault.returns_after=0.01", {"lost_replicas": 1, "returned_replicas": 1}),
+        ("engine_frozen", {"lost_replicas": 1, "frozen_replicas": 1}),
+        ("duplicated_replies", {"duplicated_deltas": None, "retries": 0}),
+        (
+            "lost_replies fault.share=0.2 engine.pool.reply_seconds=1",
+            {"lost_replies": None, "retries": None},
+        ),
+        ("misordered_replies", {"misordered_deltas": None, "lost_replicas": None}),
+        ("false_versions", {"wrong_versions": None, "lost_replicas": None}),
+        ("slow_replies fault.seconds=0.01", {"retries": 0, "lost_replicas": 0}),
+    ],
+)
+def test_a_run_loses_nothing_and_trains_nothing_twice(fault, counted, tmp_path, tmp_path_factory):
+    name, *settings = fault.split()
+    run = play(tmp_path / "run", f"fault={name}", "fault.replica=1", *settings)
+    found, wanted = sampled(run), sound(tmp_path_factory.getbasetemp())
+    assert found.keys() == wanted.keys() and len(found) == STEPS * GROUPS * SAMPLES
+    # The same draws in another batch: the same tokens, but for one at the edge of its interval.
+    assert np.mean([found[name] == wanted[name] for name in found]) > 0.8
+    counts = events(run)
+    for name, number in counted.items():
+        assert counts[name] > 0 if number is None else counts[name] == number, (name, counts)
+    for row in run.metrics:
+        if "mismatch/k3" in row:
+            assert row["episodes/failed"] == 0
+            assert row["tokens/trained"] == row["tokens/sampled"]
+            assert row["mismatch/k3"] < 1e-9  # of the weights that they say they are of
+    assert counts["failed_requests"] == 0
+
+
+@pytest.mark.parametrize("fault", ["wrong_weights", "half_loaded_weights"])
+def test_weights_that_were_not_taken_show_in_the_mismatch(fault, tmp_path):
+    run = play(tmp_path / "run", f"fault={fault}", "fault.replica=1")
+    k3 = [row["mismatch/k3"] for row in run.metrics if "mismatch/k3" in row]
+    assert k3[0] < 1e-9 and min(k3[1:]) > 1e-6
+    assert all(row["tokens/trained"] == row["tokens/sampled"] for row in run.metrics if "k3" in row)
+
+
+@pytest.mark.parametrize("num", [1, 2])
+def test_when_no_replica_is_left_the_run_stops_and_says_why(num, tmp_path):
+    words = [*QUICK, "fault=engine_killed", "engine.pool.wait_seconds=0"]
+    config = resolve(find_recipe("quickstart"), words)
+    if num == 1:
+        config = replace(config, engine=LoneConfig())
+    else:
+        config = replace(config, fault=AllKilled())
+    with pytest.raises(RolloutError, match="all replicas are gone" if num == 2 else "connection"):
+        train(config, out=tmp_path / "run", view="json")
+    # What had been sampled by then is kept.
+    assert len(sampled(load_run(tmp_path / "run"))) == 2 * GROUPS * SAMPLES
+
+
+def test_a_fault_of_a_replica_that_is_not_there_is_refused():
+    config = resolve(find_recipe("quickstart"), [*QUICK, "fault=engine_killed", "fault.replica=2"])
+    with pytest.raises(ConfigError, match=r"fault\.replica=2: the engine has 2 of them"):
+        train(config, out="never")
