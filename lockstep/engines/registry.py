@@ -10,6 +10,7 @@ from functools import singledispatch
 
 from lockstep.engines.base import Engine, EngineContext
 from lockstep.engines.config import EmbeddedConfig, EngineConfig, ServedConfig
+from lockstep.engines.openai.config import OpenAIConfig
 from lockstep.errors import CapabilityError, ConfigError
 
 Wrap = Callable[[Engine, int], Engine]
@@ -104,6 +105,13 @@ def _(config: EmbeddedConfig, context: EngineContext) -> Engine:
         return EmbeddedEngine(model, config, token_bytes=context.token_bytes)
     own = copy_decoder(model, dtype=getattr(torch, config.dtype))
     return EmbeddedEngine(own, config, token_bytes=context.token_bytes, is_shared=False)
+
+
+@make_engine.register
+def _(config: OpenAIConfig, context: EngineContext) -> Engine:
+    from lockstep.engines.openai.engine import openai_engine
+
+    return openai_engine(config, context)
 
 
 def check_capabilities(

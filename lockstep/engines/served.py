@@ -170,6 +170,8 @@ class ServedStats:
     """Calls made again because the connection was lost."""
     cut_calls: int = 0
     """Calls whose connection was closed because the server did not end them when told."""
+    own_stops: int = 0
+    """Calls that the server ended at a stop id of its own, and that were gone on with."""
     failed_requests: int = 0
     sampled_tokens: int = 0
     prefilled_tokens: int = 0
@@ -188,7 +190,8 @@ class ServedStats:
 
 def equal_distributions(sampling: SamplingParams) -> frozenset[Distribution]:
     """The distributions whose log-probs are those of `sampling.distribution`, by its numbers: all
-    of them where nothing is tempered and nothing is cut.
+    of them where nothing is tempered and nothing is cut, and for greedy requests, of which every
+    engine records the model's.
 
     >>> sorted(equal_distributions(SamplingParams(max_tokens=1, temperature=0.7)))
     ['sampled', 'tempered']
@@ -196,7 +199,7 @@ def equal_distributions(sampling: SamplingParams) -> frozenset[Distribution]:
     ['model', 'tempered']
     """
     if sampling.temperature == 0:
-        return frozenset({"model"})
+        return frozenset({"model", "tempered", "sampled"})
     equal: set[Distribution] = {sampling.distribution}
     is_plain, is_whole = sampling.temperature == 1, not sampling.is_truncated
     if is_whole and equal & {"tempered", "sampled"}:
@@ -671,7 +674,7 @@ class ServedEngine:
             if has_ended or not reply.has_sent:
                 self._count_prompt(reply, len(prompt_ids), num_cached, is_counted=has_ended)
             if has_ended:
-                self._end_call(where, reply, chunk)
+                self._end_call(where, reply, chunk, len(reply.token_ids) - num_before)
             elif request.stream and not request.sampling.record_routes:
                 self._send_single(reply)
         if not has_ended:
@@ -721,7 +724,7 @@ class ServedEngine:
         reply.logprobs += values.tolist()
         self.stats.sampled_tokens += len(ids)
 
-    def _end_call(self, where: str, reply: _Reply, chunk: Chunk) -> None:
+    def _end_call(self, where: str, reply: _Reply, chunk: Chunk, num_sampled: int) -> None:
         name, ids = self.capabilities.name, reply.token_ids
         if reply.request.sampling.record_routes:
             self._take_routes(where, reply, chunk.routed_experts)
@@ -746,19 +749,22 @@ class ServedEngine:
             self._end(reply, "stop", chunk.stop)
         elif len(ids) == reply.limit:
             self._end(reply, "length")
+        elif chunk.finish_reason == "stop" and num_sampled and chunk.stop == ids[-1]:
+            # An end of the server's own, which the request did not ask for: the token is the
+            # model's, it is here, and the reply goes on after it as another call.
+            self.stats.own_stops += 1
         elif chunk.finish_reason == "length":
             raise EngineError(
                 f"{where}: engine {name} ended after {len(ids)} of {reply.limit} tokens for want "
                 f"of room, although it said that it takes {self.capabilities.max_tokens}."
             )
         else:
-            found = "another stop than the request's" if chunk.stop is None else repr(chunk.stop)
+            found = "without saying where" if chunk.stop is None else f"at {chunk.stop!r}"
             last = f"ends in {ids[-1]}" if ids else "is empty"
             raise EngineError(
-                f"{where}: engine {name} stopped at {found}, and the reply {last}: the stop id is "
-                "left out of the ids, or it is one of the server's own. A stop id that the model "
-                "chose is trained, so it cannot be guessed. Expected one of the request's stop "
-                f"ids {list(stop_ids)} as the last id."
+                f"{where}: engine {name} stopped {found}, and the reply {last}: the stop id is "
+                "left out of the ids. It was chosen by the model and is trained, so it is not put "
+                f"back by guess. Expected one of {list(stop_ids)} as the last id."
             )
 
     def _take_routes(self, where: str, reply: _Reply, routes: Routes | None) -> None:
