@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import asyncio
 import heapq
-import time
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -72,7 +71,8 @@ class Rescorer:
 
     async def wait(self, trajectories: Iterable[Trajectory]) -> None:
         """Returns when all that was added of them is scored. Their episodes have ended."""
-        began = time.monotonic()
+        loop = asyncio.get_running_loop()
+        began = loop.time()
         left = list(trajectories)
         kept = [t.rescorings for t in left if t.rescorings is not None]
         for rescorings in kept:
@@ -81,7 +81,7 @@ class Rescorer:
             self._has_changed.clear()
             await self._has_changed.wait()
         for rescorings in kept:
-            rescorings.waited_seconds = time.monotonic() - began
+            rescorings.waited_seconds = loop.time() - began
 
     async def close(self) -> None:
         """Gives up whatever is not done."""
