@@ -253,12 +253,6 @@ class Config(ModelChoice):
                 f"correction.anchor=on_policy with {where}: it fixes at 1 the ratio between the "
                 "policy in training and an older one. Use correction=mis or decoupled."
             )
-        if self.chosen_correction.behaviour == "averaged":
-            raise ConfigError(
-                f"correction.behaviour=averaged with {where}: when a batch is complete, the engine "
-                "has other weights than those that sampled, and cannot score under them. Use "
-                "correction.behaviour=rollout, or max_staleness=0."
-            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lockstep.engines.base import Engine, Scores
-from lockstep.types import Int32Array, Rescorings, Trajectory
+from lockstep.types import Distribution, Int32Array, Rescorings, Trajectory
 
 RESCORING_PRIORITY = 1 << 20  # after whatever is sampled, of later batches too
 
@@ -49,6 +49,8 @@ class Rescorer:
         """temperature: that of the draw. seed: of the order."""
         self._engine, self._num_scorings = engine, num_scorings
         self._temperature, self._max_in_flight = temperature, max_in_flight
+        # At temperature 1 they are one, and some engines score the first alone.
+        self._distribution: Distribution = "model" if temperature == 1 else "tempered"
         self._draw = np.random.default_rng(seed)
         self._waiting: list[tuple[int, float, _Turn]] = []
         """A heap: the fewest scorings first, then as drawn."""
@@ -120,7 +122,7 @@ class Rescorer:
             try:
                 scores = await self._engine.score(
                     turn.ids,
-                    distribution="tempered",
+                    distribution=self._distribution,
                     temperature=self._temperature,
                     priority=RESCORING_PRIORITY,
                     first=turn.first,
