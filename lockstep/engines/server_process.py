@@ -1,0 +1,113 @@
+"""A server that the run starts and ends: its process, its port, its log."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+
+from lockstep.engines import guard
+
+NUM_LOG_LINES = 30
+"""Of a log, in the message when its server has ended."""
+
+END_SECONDS = guard.GRACE_SECONDS + 5.0
+"""Until a server that was told to end counts as stuck, and is killed."""
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody listens on at this moment, all different. A server that then finds its port
+    taken has lost a race that is rare: start another."""
+    with contextlib.ExitStack() as held:
+        sockets = [held.enter_context(socket.socket()) for _ in range(count)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]
+
+
+class ServerProcess:
+    """One server, and whatever processes it starts, in a session of their own.
+
+    It ends with `stop`, and with this process, also when that is killed: a guard beside it looks
+    (see `guard`). log: where its output goes; overwritten.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     server = ServerProcess(["false"], log=Path(folder) / "server.log")
+    ...     server.wait(5.0)
+    ...     print(server.why_ended().splitlines()[0])
+    its process ended; the end of its log:
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        log: Path,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """environment: the whole of it; None is this process's."""
+        self.command, self.log = list(command), log
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("wb") as output:
+            self._guard = subprocess.Popen(
+                [sys.executable, guard.__file__, str(os.getpid()), *self.command],
+                stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+                env=None if environment is None else dict(environment), start_new_session=True,
+            )  # fmt: skip
+
+    @property
+    def is_running(self) -> bool:
+        return self._guard.poll() is None
+
+    def wait(self, seconds: float) -> None:
+        """Returns when it has ended, or after `seconds`."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._guard.wait(timeout=seconds)
+
+    def why_ended(self) -> str:
+        """Empty while it runs; else a sentence with the end of its log, which says why."""
+        if self.is_running:
+            return ""
+        return (
+            f"its process ended; the end of its log:\n{self.log_tail()}\n"
+            f"The whole log: {self.log}. The command: {' '.join(self.command)}"
+        )
+
+    def log_tail(self, num_lines: int = NUM_LOG_LINES) -> str:
+        with contextlib.suppress(OSError):
+            return "\n".join(self.log.read_text(errors="replace").splitlines()[-num_lines:])
+        return f"({self.log} cannot be read)"
+
+    def stop(self) -> None:
+        """Ends the whole group, and returns when it is gone. Nothing happens a second time."""
+        if self.is_running:
+            self._guard.terminate()
+            self.wait(END_SECONDS)
+        if self.is_running:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._guard.pid, signal.SIGKILL)
+            self.wait(END_SECONDS)
+
+    def kill(self) -> None:
+        """Ends the group at once, as a machine that fails does: for tests of what follows."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._guard.pid, signal.SIGKILL)
+        self.wait(END_SECONDS)
+
+    def __enter__(self) -> ServerProcess:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()
