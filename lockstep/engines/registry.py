@@ -11,6 +11,7 @@ from functools import singledispatch
 from lockstep.engines.base import Engine, EngineContext
 from lockstep.engines.config import EmbeddedConfig, EngineConfig, ServedConfig
 from lockstep.engines.openai.config import OpenAIConfig
+from lockstep.engines.vllm.config import VllmConfig
 from lockstep.errors import CapabilityError, ConfigError
 
 Wrap = Callable[[Engine, int], Engine]
@@ -112,6 +113,13 @@ def _(config: OpenAIConfig, context: EngineContext) -> Engine:
     from lockstep.engines.openai.engine import openai_engine
 
     return openai_engine(config, context)
+
+
+@make_engine.register
+def _(config: VllmConfig, context: EngineContext) -> Engine:
+    from lockstep.engines.vllm.engine import make_vllm_engine
+
+    return make_vllm_engine(config, context)
 
 
 def check_capabilities(

@@ -197,6 +197,8 @@ def equal_distributions(sampling: SamplingParams) -> frozenset[Distribution]:
     ['sampled', 'tempered']
     >>> sorted(equal_distributions(SamplingParams(max_tokens=1, top_p=0.9)))
     ['model', 'tempered']
+
+    A greedy request records the model's log-probs; no server knows another distribution for it.
     """
     if sampling.temperature == 0:
         return frozenset({"model", "tempered", "sampled"})

@@ -66,6 +66,11 @@ class ServerProcess:
     def is_running(self) -> bool:
         return self._guard.poll() is None
 
+    @property
+    def session_id(self) -> int:
+        """Of the server and all that it has started; also the id of their process group."""
+        return self._guard.pid
+
     def wait(self, seconds: float) -> None:
         """Returns when it has ended, or after `seconds`."""
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -92,13 +97,13 @@ class ServerProcess:
             self.wait(END_SECONDS)
         if self.is_running:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._guard.pid, signal.SIGKILL)
+                os.killpg(self.session_id, signal.SIGKILL)
             self.wait(END_SECONDS)
 
     def kill(self) -> None:
         """Ends the group at once, as a machine that fails does: for tests of what follows."""
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._guard.pid, signal.SIGKILL)
+            os.killpg(self.session_id, signal.SIGKILL)
         self.wait(END_SECONDS)
 
     def __enter__(self) -> ServerProcess:

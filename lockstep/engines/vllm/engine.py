@@ -1,0 +1,64 @@
+"""From vLLM's settings to one engine: attached, started, or in this process."""
+
+from __future__ import annotations
+
+from lockstep.engines.base import Engine, EngineContext
+from lockstep.engines.http import HttpClient
+from lockstep.engines.served import ServedEngine
+from lockstep.engines.vllm.config import VllmConfig
+from lockstep.engines.vllm.server import VllmServer
+from lockstep.engines.vllm.wire import VllmWire, read_facts
+
+HOW_STARTED = (
+    "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --skip-tokenizer-init --enable-scale-out "
+    "--enable-prompt-tokens-details --logprobs-mode=processed_logprobs "
+    "--generation-config=vllm --scheduling-policy=priority (docs/vllm.md)"
+)
+
+
+class VllmEngine(ServedEngine):
+    """`Engine` over a vLLM server."""
+
+    def __init__(self, wire: VllmWire) -> None:
+        super().__init__(wire)
+        self.wire = wire
+
+    async def check_lease(self) -> None:
+        """Raises LeaseError if the server runs weights that this run has not loaded."""
+        await self.wire.check_lease()
+
+
+class StartedVllmEngine(VllmEngine):
+    """`Engine` over a vLLM server that the run has started, and may start again."""
+
+    async def restart(self, directory: str, *, version: int) -> None:
+        """As `load_weights`, by a server that is started from `directory`."""
+        self.wire.must_restart = "it does not run the weights that it is sent"
+        await self.load_weights(directory, version=version)
+
+
+def make_vllm_engine(config: VllmConfig, context: EngineContext) -> Engine:
+    """Waits until the server answers. One replica: the first of engine.urls, or one that is
+    started here and ends with `close`."""
+    if config.in_process:
+        from lockstep.engines.vllm.local import make_local_engine
+
+        return make_local_engine(config, context)
+    if config.urls:
+        client = HttpClient(
+            config.urls[0],
+            name="vllm",
+            request_seconds=config.request_seconds,
+            api_key_env=config.api_key_env,
+            how_started=HOW_STARTED,
+        )
+        client.wait_until_up("/health", config.start_seconds, context.on_wait)
+        return VllmEngine(VllmWire(client, read_facts(client, context), context))
+    server = VllmServer(config, context)
+    try:
+        server.wait(context.on_wait)
+        facts = read_facts(server.client, context)
+        return StartedVllmEngine(VllmWire(server.client, facts, context, server=server))
+    except BaseException:  # Ctrl-C while it loads leaves no server either
+        server.close()
+        raise

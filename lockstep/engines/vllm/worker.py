@@ -1,0 +1,34 @@
+"""What a vLLM server with this module does more than others; runs inside its workers.
+
+Named to vLLM by --worker-extension-cls, which imports it before the model is made. Its methods are
+called by /collective_rpc, on every worker.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lockstep.engines.vllm.narrow_heads import widen_narrow_heads
+from lockstep.engines.vllm.weights import read_checkpoint, update_weights, why_not_in_place
+
+widen_narrow_heads()  # vLLM imports this module, and calls nothing of it, before it makes the model
+
+
+class LockstepWorker:
+    """Methods that vLLM adds to its worker's. No name may be one of the worker's own."""
+
+    model_runner: Any
+    vllm_config: Any
+
+    def lockstep_facts(self) -> dict[str, Any]:
+        """The model's config.json, and why its weights cannot be replaced while it runs (empty if
+        they can)."""
+        config = self.vllm_config.model_config.hf_config.to_dict()
+        plain = {k: v for k, v in config.items() if isinstance(v, (str, int, float, bool))}
+        reason = why_not_in_place(self.model_runner.get_model(), self.vllm_config)
+        return {"config": plain, "why_not_in_place": reason}
+
+    def lockstep_load_directory(self, directory: str) -> None:
+        """Takes the weights of a checkpoint. The caller pauses before, and drops caches after."""
+        model = self.model_runner.get_model()
+        update_weights(model, self.vllm_config, read_checkpoint(directory))

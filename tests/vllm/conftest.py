@@ -1,0 +1,48 @@
+"""A real vLLM on this machine's CPU: `make test-vllm`. Everywhere else these tests are skipped."""
+
+import asyncio
+import contextlib
+import importlib.util
+import sys
+
+import pytest
+
+from lockstep.engines.base import EngineContext
+from lockstep.engines.registry import make_engine
+from lockstep.engines.vllm.config import VllmConfig
+from lockstep.models.config import ModelConfig
+
+collect_ignore_glob = [] if importlib.util.find_spec("vllm") else ["test_*.py"]
+
+
+@pytest.fixture(scope="session")
+def place(tmp_path_factory):
+    """Where checkpoints and logs of all tests lie."""
+    return tmp_path_factory.mktemp("vllm")
+
+
+@pytest.fixture(scope="session")
+def started(place):
+    """started(directory, told=[], **settings): a context in which a server of it runs."""
+
+    @contextlib.contextmanager
+    def start(directory, *, told=None, **settings):
+        context = EngineContext(
+            model=None,
+            token_bytes=(),
+            directory=directory,
+            vocab_size=ModelConfig.from_directory(directory).vocab_size,
+            max_tokens=256,
+            dtype="float32",
+            run="tests",
+            scratch=place / f"server-{directory.name}",
+            on_wait=lambda text: None if told is None else told.append(text),
+        )
+        settings = {"python": sys.executable, "kv_cache_gib": 0.125} | settings
+        engine = make_engine(VllmConfig(**settings), context)
+        try:
+            yield engine
+        finally:
+            asyncio.run(engine.close())
+
+    return start

@@ -1,0 +1,208 @@
+"""vLLM's server, started by the run: what it samples, what it is told, and what it does with it."""
+
+import asyncio
+import json
+import os
+import urllib.request
+from pathlib import Path
+
+import numpy as np
+import pytest
+from vllm_models import make_changed, make_checkpoint, trainer_logprobs
+
+from lockstep.engines.vllm.server import VllmServer
+from lockstep.errors import CapabilityError, EngineError, LeaseError
+from lockstep.models.locate import locate_model
+from lockstep.testing.check_engine import check_engine
+from lockstep.types import Request, SamplingParams
+
+TOLERANCE = 1e-4  # float32 over 64 wide rows: 1e-6 is usual, one part in 10,000 is another model
+PROMPT = np.array([5, 6, 7, 8], np.int32)
+
+
+def ask(engine, name, *, prompt=PROMPT, seed=0, **sampling):
+    sampling = SamplingParams(**({"max_tokens": 24} | sampling))
+    request = Request(id=name, prompt_ids=prompt, sampling=sampling, seed=seed)
+
+    async def run():
+        return [delta async for delta in engine.generate(request)]
+
+    return asyncio.run(run())
+
+
+def path_of(deltas, prompt=PROMPT):
+    """(all ids, log-probs of the sampled ones)"""
+    return (
+        np.concatenate([prompt, *(d.token_ids for d in deltas)]),
+        np.concatenate([d.logprobs for d in deltas]),
+    )
+
+
+def url_of(engine):
+    return engine.wire.url
+
+
+def post(engine, path, body=None):
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url_of(engine) + path, data=data or b"", method="POST")
+    request.add_header("Content-Type", "application/json")
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return json.loads(answer.read() or b"null")
+
+
+def gap_to_trainer(engine, directory, ids):
+    """Largest difference of the engine's score and the trainer's log-probs of `directory`."""
+    scores = asyncio.run(engine.score(ids))
+    return np.abs(scores.logprobs - trainer_logprobs(directory, ids))[1:].max()
+
+
+def load(engine, directory, version):
+    asyncio.run(engine.load_weights(str(directory), version=version))
+
+
+@pytest.fixture(scope="module")
+def dense(started):
+    """A server of the shipped dense model, whose heads are narrower than vLLM's CPU kernels."""
+    with started(locate_model("tiny-qwen3")) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def changed(place):
+    return make_changed(locate_model("tiny-qwen3"), place / "tiny-qwen3-changed")
+
+
+def test_a_shipped_model_is_sampled_as_the_trainer_computes_it(dense):
+    for temperature in (1.0, 0.7):
+        for seed in range(4):
+            name = f"parity-{temperature}-{seed}"
+            ids, logprobs = path_of(
+                ask(dense, name, seed=seed, temperature=temperature, max_tokens=64)
+            )
+            found = trainer_logprobs(locate_model("tiny-qwen3"), ids, temperature=temperature)
+            assert np.abs(found[len(PROMPT) :] - logprobs).max() < TOLERANCE
+
+
+def test_truncated_draws_record_what_they_were_drawn_from(dense):
+    whole = path_of(ask(dense, "whole", seed=3, max_tokens=1))
+    cut = path_of(ask(dense, "cut", seed=3, max_tokens=1, top_k=1, distribution="sampled"))
+    assert whole[1][0] < 0 and cut[1][0] == 0
+    with pytest.raises(CapabilityError, match="not of the distribution 'tempered'"):
+        ask(dense, "cut-tempered", temperature=0.7, top_k=4)
+
+
+def test_the_engine_keeps_every_promise(dense, changed):
+    report = asyncio.run(
+        check_engine(dense, prompt_ids=PROMPT.tolist(), weights=str(changed), page_size=128)
+    )
+    assert set(report.skipped) == {"support", "routed experts", "stop strings", "sleep and wake"}
+
+
+def test_scores_are_the_models_whatever_the_server_records(dense):
+    ids, logprobs = path_of(ask(dense, "scored", seed=1, max_tokens=32))
+    scores = asyncio.run(dense.score(ids, first=len(PROMPT)))
+    assert np.abs(scores.logprobs[len(PROMPT) :] - logprobs).max() < TOLERANCE
+    with pytest.raises(CapabilityError, match="temperature"):
+        asyncio.run(dense.score(ids, distribution="tempered", temperature=0.7))
+
+
+def test_an_id_outside_of_the_vocabulary_never_reaches_the_server(dense):
+    # Without a tokenizer vLLM does not look at them, and the first such id ends its engine.
+    with pytest.raises(EngineError, match="vocabulary"):
+        ask(dense, "outside", prompt=np.array([5, 100_000], np.int32))
+    assert len(path_of(ask(dense, "inside"))[0]) > len(PROMPT)
+
+
+def test_a_temperature_that_vllm_would_change_is_refused(dense):
+    with pytest.raises(EngineError, match="vLLM would draw at"):
+        ask(dense, "cold", temperature=0.001)
+
+
+def test_both_routes_draw_the_same_tokens(dense):
+    settings = {"max_tokens": 8, "temperature": 1.0, "seed": 5}
+    chosen = post(
+        dense,
+        "/inference/v1/generate",
+        {
+            "token_ids": PROMPT.tolist(),
+            "sampling_params": {**settings, "logprobs": 0, "ignore_eos": True, "detokenize": False},
+        },
+    )["choices"][0]
+    other = post(
+        dense,
+        "/v1/completions",
+        {
+            "model": "lockstep", "prompt": PROMPT.tolist(), **settings, "logprobs": 0,
+            "ignore_eos": True, "return_token_ids": True, "return_tokens_as_token_ids": True,
+        },
+    )["choices"][0]  # fmt: skip
+    assert chosen["token_ids"] == other["token_ids"]
+    found = [entry["logprob"] for entry in chosen["logprobs"]["content"]]
+    assert np.allclose(found, other["logprobs"]["token_logprobs"], atol=TOLERANCE)
+
+
+def test_vllms_own_reload_of_a_dense_model_is_exact(dense, changed):
+    ids = np.arange(3, 67, dtype=np.int32)
+    started = locate_model("tiny-qwen3")
+    for directory in (changed, started):
+        call = {"method": "reload_weights", "kwargs": {"weights_path": str(directory)}}
+        post(dense, "/collective_rpc", call)
+        post(dense, "/reset_prefix_cache")
+        assert gap_to_trainer(dense, directory, ids) < TOLERANCE
+
+
+def test_weights_that_somebody_else_loads_are_noticed_by_the_next_reply(dense):
+    label = dense.wire.label
+    try:
+        post(dense, "/update_weight_version", {"new_version": "another run/7"})
+        with pytest.raises(LeaseError, match="another run/7"):
+            ask(dense, "theirs")
+    finally:
+        post(dense, "/update_weight_version", {"new_version": label})
+    ask(dense, "ours")
+
+
+def resident_bytes(server: VllmServer):
+    """Of all processes of the server's session."""
+    session, total = server.session_id, 0
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = status.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[3]) == session:
+            total += int(fields[21]) * os.sysconf("SC_PAGE_SIZE")
+    return total
+
+
+def test_sleep_on_a_cpu_frees_nothing_and_is_not_claimed(dense):
+    assert not dense.capabilities.has_sleep
+    with pytest.raises(CapabilityError, match="cannot give its memory back"):
+        asyncio.run(dense.sleep())
+    before = resident_bytes(dense.wire.server)
+    post(dense, "/sleep?level=2")  # it says that it sleeps
+    try:
+        freed = before - resident_bytes(dense.wire.server)
+        assert freed < 0.02 * before, "vLLM frees memory on a CPU: claim has_sleep there"
+    finally:
+        post(dense, "/wake_up")
+    ask(dense, "awake")
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss"])
+def test_mixtures_take_new_weights_exactly_where_vllms_own_reload_does_not(kind, started, place):
+    directory = make_checkpoint(kind, place / kind)
+    new = make_changed(directory, place / f"{kind}-new")
+    newer = make_changed(new, place / f"{kind}-newer", seed=2)
+    ids = np.random.default_rng(0).integers(0, 384, 96).astype(np.int32)
+    with started(directory) as engine:
+        assert gap_to_trainer(engine, directory, ids) < TOLERANCE
+        for version, weights in enumerate((new, newer, directory), start=1):
+            load(engine, weights, version)
+            assert gap_to_trainer(engine, weights, ids) < TOLERANCE
+            assert engine.version == version
+        call = {"method": "reload_weights", "kwargs": {"weights_path": str(new)}}
+        post(engine, "/collective_rpc", call)
+        post(engine, "/reset_prefix_cache")
+        gap = gap_to_trainer(engine, new, ids)
+        assert gap > 0.1, f"vLLM's own reload of {kind} is exact by now ({gap:g}): use it"

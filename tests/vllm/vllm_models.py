@@ -1,0 +1,89 @@
+"""Checkpoints of small random models, and of the same models with every tensor moved, for the tests
+against a real vLLM. Wide enough for it: its kernels want multiples of 32."""
+
+import json
+
+import numpy as np
+import torch
+
+from lockstep.models.config import ModelConfig
+from lockstep.models.decoder import Decoder
+from lockstep.models.hf_io import load_checkpoint, save_checkpoint
+from lockstep.ops import api as ops
+from lockstep.ops.context import PackedContext
+
+VOCAB = 384
+
+COMMON = {
+    "vocab_size": VOCAB, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 512, "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False, "eos_token_id": 1, "bos_token_id": None, "pad_token_id": 0,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, "dtype": "float32",
+}  # fmt: skip
+
+CONFIGS = {
+    "qwen3": {
+        **COMMON, "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"],
+        "intermediate_size": 128, "attention_bias": False,
+        "layer_types": ["full_attention", "full_attention"],
+    },
+    "qwen3_moe": {
+        **COMMON, "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"],
+        "intermediate_size": 128, "moe_intermediate_size": 64, "num_experts": 8,
+        "num_experts_per_tok": 2, "norm_topk_prob": True, "decoder_sparse_step": 1,
+        "mlp_only_layers": [], "attention_bias": False,
+    },
+    "gpt_oss": {
+        **COMMON, "model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"],
+        "intermediate_size": 64, "num_local_experts": 4, "num_experts_per_tok": 2,
+        "attention_bias": True, "sliding_window": 64,
+        "layer_types": ["full_attention", "sliding_attention"],
+    },
+}  # fmt: skip
+
+
+def make_checkpoint(kind, directory, *, seed=0, std=0.3):
+    """Writes a checkpoint of random weights, sinks and biases included; returns its directory."""
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(CONFIGS[kind]))
+    model = Decoder(ModelConfig.from_directory(directory))
+    model.init_weights(std=std, seed=seed)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(("sinks", "bias")):
+                parameter.normal_(0.0, std, generator=generator)
+    return save_again(model, directory, like=directory)
+
+
+def make_changed(directory, new, *, seed=1, scale=0.5):
+    """Writes the checkpoint with every tensor moved by noise of `scale` times its own spread: an
+    update that leaves one of them out is another model."""
+    model = load_checkpoint(directory)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            spread = parameter.std() if parameter.numel() > 1 else parameter.abs().mean()
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.add_(noise * (scale * spread + 0.01))
+    return save_again(model, new, like=directory)
+
+
+def save_again(model, directory, *, like):
+    filled = directory.with_name(directory.name + "-filled")
+    save_checkpoint(model, filled, like=like)
+    directory.mkdir(parents=True, exist_ok=True)
+    for file in filled.iterdir():
+        file.replace(directory / file.name)
+    filled.rmdir()
+    return directory
+
+
+def trainer_logprobs(directory, ids, *, temperature=1.0):
+    """[T] float64 log-prob of each id by the trainer's forward over the whole row; NaN at 0."""
+    model = directory if isinstance(directory, Decoder) else load_checkpoint(directory)
+    row = torch.from_numpy(np.asarray(ids, np.int64))
+    with torch.no_grad():
+        hidden = model(row, torch.arange(len(row)), PackedContext.of([len(row)]))
+        values, _ = ops.log_probs(hidden[:-1], model.head, row[1:], temperature=temperature)
+    return np.concatenate([[np.nan], values.numpy()])
