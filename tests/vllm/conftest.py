@@ -1,11 +1,11 @@
 """A real vLLM on this machine's CPU: `make test-vllm`. Everywhere else these tests are skipped."""
 
-import asyncio
 import contextlib
 import importlib.util
 import sys
 
 import pytest
+from vllm_models import run
 
 from lockstep.engines.base import EngineContext
 from lockstep.engines.registry import make_engine
@@ -43,6 +43,6 @@ def started(place):
         try:
             yield engine
         finally:
-            asyncio.run(engine.close())
+            run(engine.close())
 
     return start

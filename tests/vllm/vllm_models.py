@@ -1,6 +1,7 @@
 """Checkpoints of small random models, and of the same models with every tensor moved, for the tests
 against a real vLLM. Wide enough for it: its kernels want multiples of 32."""
 
+import asyncio
 import json
 
 import numpy as np
@@ -13,6 +14,14 @@ from lockstep.ops import api as ops
 from lockstep.ops.context import PackedContext
 
 VOCAB = 384
+
+LOOP = asyncio.new_event_loop()
+"""One for all tests: an engine keeps its connections open, each in its loop."""
+
+
+def run(awaitable):
+    return LOOP.run_until_complete(awaitable)
+
 
 COMMON = {
     "vocab_size": VOCAB, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,

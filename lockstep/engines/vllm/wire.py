@@ -51,7 +51,8 @@ NO_LOGPROB = -9999.0
 ADAPTER_FILE = "adapter_config.json"
 
 RELOADED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-"""Model types whose weights vLLM's own reload_weights replaces exactly: dense ones."""
+"""Model types whose weights vLLM's own reload_weights replaces exactly, if their output head is a
+parameter of its own: dense ones."""
 
 SHAPE_FIELDS = (
     "model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads",
@@ -119,6 +120,11 @@ def read_facts(client: HttpClient, context: EngineContext) -> ServerFacts:
             reason = (
                 f"vLLM's own reload leaves a {config['model_type']} with wrong weights (0.32: "
                 "experts that are not packed again, sinks that keep their values)"
+            )
+        elif config.get("tie_word_embeddings"):
+            reason = (
+                "vLLM's own reload leaves an output head that is the embedding with its old "
+                "weights (0.32, CPU)"
             )
     _check_same_model(config, context, client)
     probe = _asked(
