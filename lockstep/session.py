@@ -32,6 +32,7 @@ from lockstep.report.page import write_report
 from lockstep.run_config import Config
 from lockstep.step_metrics import check_failures
 from lockstep.store.run import TRAIN, RunDirectory, load_run
+from lockstep.sync.publisher import Level
 from lockstep.training.checkpoint import CheckpointStore
 from lockstep.training.correcting import UnequalTokenError
 from lockstep.training.critic import CRITIC, Critic
@@ -65,6 +66,8 @@ class Session:
     tested_at: int | None = None
     """The step that the last evaluation preceded, and what it gave."""
     test_reward: float | None = None
+    sync_level: Level = "none"
+    """How far the last load was verified."""
 
     def __post_init__(self) -> None:
         config = self.config
@@ -111,11 +114,11 @@ class Session:
             if self.step:
                 self.save()
             raise
-        if is_first:
-            if self.directory is not None:
-                self.directory.add_facts({"sync": publisher.facts()})
-            if publisher.form != "shared":
-                self.view.note(f"sync: {publisher.describe()}")
+        if is_first and publisher.form != "shared":
+            self.view.note(f"sync: {publisher.describe()}")
+        if self.directory is not None and publisher.level != self.sync_level:
+            self.directory.add_facts({"sync": publisher.facts()})
+        self.sync_level = publisher.level
         return metrics
 
     async def leave_engine(self) -> None:

@@ -108,6 +108,7 @@ def _identity(run: Run) -> dict[str, Any]:
         "num_resumes": len(environment.get("resumes", ())),
         "num_steps": len({row["step"] for row in run.metrics if is_step_row(row)}),
         "seconds": write_number(_seconds(run)),
+        "sync": environment.get("sync", {}).get("line", ""),
         "mismatch_band": band,
         "alarm": {"level": alarm.level, "value": write_number(alarm.value), "text": alarm.text},
         "config": config,

@@ -17,6 +17,7 @@ function runFacts(run) {
     ["recipe", run.recipe], ["model", run.model], ["seed", run.seed], ["steps", run.num_steps],
     ["duration", isNumber(run.seconds) && run.seconds > 0 ? formatSeconds(run.seconds) : ""],
     ["started", formatDate(run.started_at)], ["host", [run.host, run.device || run.cpu].filter(Boolean).join(", ")],
+    ["weights", run.sync],
     ["resumed", run.num_resumes ? `${run.num_resumes} times` : ""],
   ].filter(([, value]) => value !== "" && value !== null && value !== undefined).map(([name, value]) => [name, String(value)]);
 }

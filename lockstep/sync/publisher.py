@@ -158,7 +158,7 @@ class Publisher:
         if self.form == "shared":
             return how
         if self.qualification is not None:
-            return f"{how}. Level {self.level}: {self.qualification.describe()}"
+            return f"{how}. Verified as {self.level}: {self.qualification.describe()}"
         if self._is_qualifying:
             return f"{how}; qualified before the first step"
         why = (

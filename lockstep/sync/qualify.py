@@ -86,7 +86,7 @@ class Qualification:
         if self.failure:
             return f"{self.failure}: no single group of tensors explains it"
         line = (
-            f"qualified: {', '.join(self.marks)} arrive; a change of {self.change:.2g} nats is "
+            f"{', '.join(self.marks)} arrive; a change of {self.change:.2g} nats is "
             f"followed to {self.changed_gap:.1e}"
         )
         return line + (f"; not to be seen: {', '.join(self.unseen)}" * bool(self.unseen))

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from lockstep.errors import EngineError
+from lockstep.models.hf_io import HFTensors
 
 Tensor = torch.Tensor
 
@@ -61,7 +62,8 @@ class Layout:
 def layout_of(source: Mapping[str, Tensor]) -> Layout:
     """One tensor after another, in their own dtypes."""
     entries, at = [], ALIGNMENT
-    for name, tensor in source.items():
+    outlines = source.outlines() if isinstance(source, HFTensors) else source
+    for name, tensor in outlines.items():
         dtype = str(tensor.dtype).removeprefix("torch.")
         entry = Entry(name, dtype, tuple(tensor.shape), at)
         entries.append(entry)
