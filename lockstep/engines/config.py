@@ -159,6 +159,9 @@ class ServedConfig(EngineConfig):
     """How long a request may go without an answer before its replica counts as frozen."""
     api_key_env: str = ""
     """Environment variable that holds the servers' key; the key itself is never written down."""
+    take_over: bool = False
+    """Use servers that another run holds, or held when it crashed. A run that still trains with
+    them stops with an error."""
 
     def __post_init__(self) -> None:
         for url in self.urls:

@@ -19,7 +19,7 @@ import hashlib
 import itertools
 import secrets
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, Protocol
@@ -27,9 +27,12 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from lockstep.engines.base import Capabilities, Scores
+from lockstep.engines.lease import FREE, Labelled, Lease
 from lockstep.errors import (
     CapabilityError,
+    EngineDownError,
     EngineError,
+    LeaseError,
     ServerUnreachableError,
 )
 from lockstep.types import (
@@ -82,6 +85,9 @@ class Chunk:
     not among them; whole, on the last chunk of a call that asked."""
     support: Sequence[Sequence[int]] | None = None
     """For each of `token_ids`, the ids that it was drawn from; empty is the whole vocabulary."""
+    label: str | None = None
+    """Of the weights that sampled it, by a server that keeps one (`lease.Labelled`) and says so
+    with its answers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -255,9 +261,16 @@ class _Reply:
 class ServedEngine:
     """`Engine` over a `Wire`."""
 
-    def __init__(self, wire: Wire, *, version: int = 0) -> None:
+    def __init__(self, wire: Wire, *, version: int = 0, lease: Lease | None = None) -> None:
+        """lease: the run's claim to the server; kept where the wire can (`lease.Labelled`)."""
         self._wire, self._version = wire, version
+        self._labels = wire if isinstance(wire, Labelled) and lease is not None else None
+        self._lease, self._is_held = lease, False
+        self._violation: LeaseError | None = None
+        self._is_labelled = False
+        """Whether answers since the last load carried their label: each was checked then."""
         self.stats = ServedStats()
+        self._reported: Counter[str] = Counter()
         self._replies: OrderedDict[str, _Reply] = OrderedDict()
         self._running: dict[str, _Reply] = {}
         self._scores: set[asyncio.Task[WireScores]] = set()
@@ -406,11 +419,15 @@ class ServedEngine:
         async with self._lock:
             self._check_open()
             self._check_source(source)
+            await self._claim()
             await self._close_gate()
             for reply in self._running.values():
                 self._end_segment(reply)
             try:
                 await self._wire.load_weights(source, version=version)
+                if self._labels is not None and self._lease is not None:
+                    await self._labels.write_label(self._lease.label(version))
+                    self._is_held, self._is_labelled = True, False
             except BaseException as error:
                 self._broken = (
                     f"loading the weights of version {version} failed: "
@@ -421,6 +438,56 @@ class ServedEngine:
             self._broken = ""
             self._version, self._is_cache_old = version, True
             await self._open_gate()
+
+    async def _claim(self) -> None:
+        """Nobody else's weights are replaced without being told to."""
+        if self._labels is None or self._lease is None:
+            return
+        found = await self._labels.read_label()
+        if not self._is_held:
+            self._lease.check_free(found)
+            return
+        with contextlib.suppress(EngineDownError):  # a server that began again gets its weights
+            self._lease.check_held(found, self._version)
+
+    async def check_lease(self) -> None:
+        """Raises LeaseError if somebody else has loaded weights since, or the server was started
+        again and did not say so with its answers."""
+        if self._violation is not None:
+            raise self._violation
+        if self._labels is None or self._lease is None or not self._is_held:
+            return
+        try:
+            self._lease.check_held(await self._labels.read_label(), self._version)
+        except LeaseError as error:
+            self._violation = error
+            raise
+        except ServerUnreachableError:
+            raise
+        except EngineDownError as error:
+            if self._is_labelled:
+                raise
+            raise LeaseError(
+                f"{error}. What it has sampled since is of unknown weights."
+            ) from error
+
+    def _check_label(self, label: str, version: int) -> None:
+        """Of an answer of the weights of `version`."""
+        if self._lease is None or not self._is_held:
+            return
+        self._is_labelled = True
+        try:
+            self._lease.check_held(label, version)
+        except LeaseError as error:
+            self._violation = error
+            raise
+
+    def take_metrics(self) -> dict[str, float]:
+        """Requests that failed, and calls that were made again."""
+        now = Counter(failed_requests=self.stats.failed_requests, retries=self.stats.retries)
+        found = {name: float(count - self._reported[name]) for name, count in now.items()}
+        self._reported = now
+        return found
 
     async def ping(self) -> None:
         self._check_open()
@@ -457,6 +524,9 @@ class ServedEngine:
         self._fail_all(EngineError("the engine was closed while the request was in flight."))
         for call in list(self._scores):
             call.cancel()
+        if self._labels is not None and self._is_held and self._violation is None:
+            with contextlib.suppress(EngineError):  # it may be gone, and holds no claim then
+                await self._labels.write_label(FREE)
         await self._wire.close()
 
     # -- arrival ------------------------------------------------------------------------------
@@ -671,6 +741,8 @@ class ServedEngine:
             num_cached = max(num_cached, chunk.num_cached_tokens)
             if chunk.prompt_ids is not None:
                 self._check_echo(where, prompt_ids, chunk.prompt_ids)
+            if chunk.label is not None:
+                self._check_label(chunk.label, reply.version)
             self._take(where, reply, chunk)
             has_ended = chunk.finish_reason is not None
             if has_ended or not reply.has_sent:

@@ -10,7 +10,7 @@ from lockstep.engines.config import EngineConfig, ServedConfig
 from lockstep.errors import ConfigError
 
 OF_ATTACHED = (
-    "urls", "start_seconds", "request_seconds", "api_key_env", "share_device", "pool",
+    "urls", "start_seconds", "request_seconds", "api_key_env", "share_device", "pool", "take_over",
 )  # fmt: skip
 """The settings that say something of servers that others have started."""
 

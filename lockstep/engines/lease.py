@@ -1,0 +1,93 @@
+"""Who a server works for: a label that it keeps beside its weights.
+
+Two trainers that load weights into one server would each train on what the other's policy has
+sampled, and no log-prob would say so. A run therefore writes `lockstep/RUN/PROCESS/VERSION` to the
+server with every load, refuses a server that has another run's, and stops when its own is gone.
+"""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
+
+from lockstep.errors import EngineDownError, LeaseError
+
+_PREFIX = "lockstep"
+FREE = f"{_PREFIX}-free"
+"""Written when a run has ended: the server is nobody's, with the weights of its last load."""
+
+
+@runtime_checkable
+class Labelled(Protocol):
+    """A server that keeps a text for whoever loads weights into it."""
+
+    async def read_label(self) -> str: ...
+
+    async def write_label(self, label: str) -> None: ...
+
+
+@dataclass(slots=True)
+class Lease:
+    """One run's claim to one server.
+
+    >>> lease = Lease("docs", server="http://10.0.0.1:8000", process="3f")
+    >>> lease.label(7)
+    'lockstep/docs/3f/7'
+    >>> lease.check_free("lockstep/other/77/12")                 # doctest: +IGNORE_EXCEPTION_DETAIL
+    Traceback (most recent call last):
+    lockstep.errors.LeaseError: ... is in use by the run 'other' ...
+    """
+
+    run: str
+    server: str
+    """Names it in messages."""
+    take_over: bool = False
+    process: str = field(default_factory=lambda: secrets.token_hex(4))
+    """Tells this process from another one of the same run, as before a resume."""
+
+    def label(self, version: int) -> str:
+        """What is written beside the weights of this version."""
+        return f"{_PREFIX}/{self.run}/{self.process}/{version}"
+
+    def check_free(self, found: str) -> None:
+        """Raises LeaseError if the label is that of another run, before this one loads anything.
+
+        That of this run, by a process before this one, is taken over: the run is resumed.
+        """
+        holder = _holder(found)
+        if holder is None or holder[0] == self.run or self.take_over:
+            return
+        raise LeaseError(
+            f"engine at {self.server} is in use by the run {holder[0]!r}, which has loaded version "
+            f"{holder[2]}; this one is {self.run!r}. Two trainers on one engine would each train "
+            "on the other's policy. Give each an engine of its own. If that run has crashed, or "
+            "should stop, set engine.take_over=true."
+        )
+
+    def check_held(self, found: str, version: int) -> None:
+        """Raises LeaseError unless the label is the one of this process's last load, and
+        EngineDownError for none at all: the server was started again, with its first weights."""
+        if found == self.label(version):
+            return
+        holder = _holder(found)
+        if holder is None:
+            raise EngineDownError(
+                f"engine at {self.server} has the label {found!r}, and had {self.label(version)!r}:"
+                " it was started again, or its weights were loaded by something else"
+            )
+        by = f"the run {holder[0]!r}" if holder[0] != self.run else "another process of this run"
+        if holder[:2] == (self.run, self.process):
+            by = "this process, at another time"
+        raise LeaseError(
+            f"engine at {self.server} has weights of version {holder[2]}, loaded by {by}; version "
+            f"{version} of {self.run!r} was there. What it has sampled since is of unknown weights "
+            "and is not trained on. Stop the other one, and resume this run."
+        )
+
+
+def _holder(label: str) -> tuple[str, str, str] | None:
+    """(run, process, version) of a label of ours; None of any other text."""
+    prefix, _, rest = label.partition("/")
+    parts = rest.rsplit("/", 2)
+    return (parts[0], parts[1], parts[2]) if prefix == _PREFIX and len(parts) == 3 else None
