@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable, Mapping
 from copy import deepcopy
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from lockstep.config import from_dict
+from lockstep.engines.config import EmbeddedConfig
 from lockstep.errors import (
     ConfigError,
     RunError,
@@ -22,6 +24,7 @@ from lockstep.foundation import (
     why_no_contract,
     write_renderer,
 )
+from lockstep.launch.config import share_of
 from lockstep.memory import Device
 from lockstep.models import peft_format
 from lockstep.models.config import ModelConfig
@@ -39,6 +42,7 @@ if TYPE_CHECKING:
 
     from lockstep.engines.base import Engine, EngineContext
     from lockstep.launch.ranks import Ranks
+    from lockstep.launch.workers import Workers
     from lockstep.models.decoder import Decoder
     from lockstep.sync.publisher import Publisher
     from lockstep.training.critic import Critic
@@ -102,6 +106,7 @@ def build(
         ranks.check_same({"numerics": numerics.fingerprint.text if numerics.is_kept else "none"})
     mesh = ranks.mesh() if ranks is not None and config.parallel.shard else None
     make = open_engine if config.fault is None else config.fault.make_engine
+    rank, world = (0, 1) if ranks is None else (ranks.rank, ranks.world)
     context = EngineContext(
         model=model,
         token_bytes=foundation.renderer.tokenizer.all_token_bytes(),
@@ -111,10 +116,11 @@ def build(
         dtype=config.dtype,
         seed=config.seed,
         run=config.name if scratch is None else scratch.name,
-        scratch=scratch,
+        scratch=scratch if scratch is None or not rank else scratch / f"rank-{rank}",
         on_wait=on_wait,
+        workers=_workers(config, rank, world, model.embedding.device),
     )
-    engine = make(config.engine, context)
+    engine = make(config.engine.for_rank(rank, world), context)
     if numerics.is_kept:
         _check_engine(engine, numerics, has_adapter=foundation.lora is not None)
     check_capabilities(
@@ -173,6 +179,34 @@ def _weights_place(config: Config, context: EngineContext) -> Path | None:
     if config.sync.directory:
         return Path(config.sync.directory).expanduser() / context.run
     return None if context.scratch is None else context.scratch / "weights"
+
+
+def _workers(config: Config, rank: int, world: int, device: torch.device) -> Workers:
+    """Where this rank's part of the engines is, that run in processes of their own."""
+    import torch
+
+    from lockstep.launch.workers import LocalWorkers, RemoteWorkers, gpus_of_rank
+
+    engine = config.engine
+    if not isinstance(engine, EmbeddedConfig) or not engine.replicas:
+        return LocalWorkers()
+    first = share_of(engine.replicas, rank, world, "engine.replicas").start
+    if (found := RemoteWorkers.from_environment(first=first)) is not None:
+        return found
+    if device.type != "cuda":
+        return LocalWorkers()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return LocalWorkers(
+        gpus_of_rank(
+            engine.replicas,
+            rank,
+            world,
+            local_rank=device.index or 0,
+            local_world=int(os.environ.get("LOCAL_WORLD_SIZE", world)),
+            gpus=visible.split(",") if visible else [*map(str, range(torch.cuda.device_count()))],
+            is_shared=engine.share_device,
+        )
+    )
 
 
 def _check_critic_freeze(config: Config, foundation: Foundation) -> None:

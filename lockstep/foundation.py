@@ -131,6 +131,8 @@ def check_parallel(config: ModelChoice, model: ModelConfig | FallbackConfig) -> 
     world = config.parallel.num_processes(os.environ)
     if isinstance(model, ModelConfig):
         config.parallel.check_heads(num_heads=model.num_heads, num_kv_heads=model.num_kv_heads)
+    if isinstance(config, Config):
+        config.engine.for_rank(0, world)
     if world == 1:
         return
     alone = {"fallback=true": config.fallback}

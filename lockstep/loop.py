@@ -107,7 +107,7 @@ def _train(
     with directory or contextlib.nullcontext():
         parts = build(
             config, foundation, ranks=ranks,
-            scratch=path if is_leader else None, on_wait=lambda text: shown.note(text),
+            scratch=path, on_wait=lambda text: shown.note(text),
         )  # fmt: skip
         run = Session(config, foundation, parts, path, directory, shown, loggers, ranks)
         if resume:

@@ -7,10 +7,11 @@ returns the ids that it sampled, with the log-prob of each under a stated distri
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
+from lockstep.launch.workers import LocalWorkers, Workers
 from lockstep.types import Delta, Distribution, Float32Array, Int32Array, Request
 
 WeightSource = Literal["shared", "tensors", "directory", "adapter"]
@@ -100,6 +101,8 @@ class EngineContext:
     """Told what is being waited for, for whoever watches."""
     replica: int = 0
     """Which of several engines of a pool this one is, from 0."""
+    workers: Workers = field(default_factory=LocalWorkers)
+    """Where an engine in a process of its own is started."""
 
 
 @runtime_checkable

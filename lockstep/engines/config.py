@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
 
 from lockstep.errors import ConfigError
+from lockstep.launch.config import share_of
 
 SampleDtype = Literal["same", "float32", "bfloat16", "float16"]
 
@@ -83,6 +84,16 @@ class EngineConfig:
         """The settings of each engine that samples: itself, where it is one."""
         return (self,)
 
+    @property
+    def is_pool(self) -> bool:
+        """Whether requests go to one of several replicas, or to one that may come back."""
+        return len(self.replica_configs()) > 1
+
+    def for_rank(self, rank: int, world: int) -> EngineConfig:
+        """The part of one of `world` processes that train together: each samples with engines of
+        its own, inside it or dealt to it. Raises ConfigError if there are too few to deal."""
+        return self
+
     def check_budget(self, max_tokens: int) -> None:
         """Raises ConfigError if an episode of this many tokens can never run."""
 
@@ -96,6 +107,8 @@ class EmbeddedConfig(EngineConfig):
     replicas: int = 0
     """Processes of their own that sample, each with a copy of the weights (on a GPU of its own
     where there are any). 0 samples inside the trainer's process, over its weights."""
+    restarts: int = 3
+    """How often each of these processes is started again after it has died."""
     dtype: SampleDtype = "same"
     """What the sampler computes in; same is the trainer's. Another one samples from a copy of the
     weights, cast at every sync: the contract is then off, and the gap measured."""
@@ -123,8 +136,9 @@ class EmbeddedConfig(EngineConfig):
         for name in ("max_num_sequences", "max_step_tokens", "kv_cache_tokens", "page_size"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"engine.{name}={getattr(self, name)} must be at least 1.")
-        if self.replicas not in (0, 1):
-            raise ConfigError(f"engine.replicas={self.replicas} must be 0 or 1.")
+        for name in ("replicas", "restarts"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"engine.{name}={getattr(self, name)} must be at least 0.")
         if self.max_step_tokens < self.max_num_sequences:
             raise ConfigError(
                 f"engine.max_step_tokens={self.max_step_tokens} is smaller than "
@@ -136,6 +150,18 @@ class EmbeddedConfig(EngineConfig):
                 f"engine.kv_cache_tokens={self.kv_cache_tokens} holds not even one page "
                 f"(engine.page_size={self.page_size}). Raise the first or lower the second."
             )
+
+    @property
+    def is_pool(self) -> bool:
+        return self.replicas > 0
+
+    def replica_configs(self) -> tuple[EngineConfig, ...]:
+        return (replace(self, replicas=1),) * self.replicas or (self,)
+
+    def for_rank(self, rank: int, world: int) -> EngineConfig:
+        if not self.replicas:
+            return self
+        return replace(self, replicas=len(share_of(self.replicas, rank, world, "engine.replicas")))
 
     def check_budget(self, max_tokens: int) -> None:
         room = self.kv_cache_tokens // self.page_size * self.page_size
@@ -176,6 +202,12 @@ class ServedConfig(EngineConfig):
             value = getattr(self, name)
             if not 0 < value < math.inf:
                 raise ConfigError(f"engine.{name}={value} must be a finite number above 0.")
+
+    def for_rank(self, rank: int, world: int) -> EngineConfig:
+        if not self.urls:
+            return self
+        share = share_of(len(self.urls), rank, world, "engine.urls")
+        return replace(self, urls=self.urls[share.start : share.stop])
 
     def replica_configs(self) -> tuple[EngineConfig, ...]:
         if len(self.urls) < 2:

@@ -27,7 +27,7 @@ def open_engine(
     something around each engine that is made.
     """
     configs = config.replica_configs()
-    if len(configs) == 1:
+    if not config.is_pool:
         return wrap(make_engine(configs[0], context), 0)
     from lockstep.engines.pool import Pool
 
@@ -98,10 +98,9 @@ def _(config: EmbeddedConfig, context: EngineContext) -> Engine:
             "engine outside of this process."
         )
     if config.replicas:
-        from lockstep.engines.embedded.worker import Replicas
+        from lockstep.engines.embedded.worker import make_replica
 
-        (engine,) = Replicas(config, context).start_all()
-        return engine
+        return make_replica(config, context)
     if config.dtype in ("same", context.dtype):
         return EmbeddedEngine(model, config, token_bytes=context.token_bytes)
     own = copy_decoder(model, dtype=getattr(torch, config.dtype))

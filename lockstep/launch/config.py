@@ -8,6 +8,22 @@ from dataclasses import dataclass
 from lockstep.errors import ConfigError
 
 
+def share_of(count: int, rank: int, world: int, setting: str) -> range:
+    """Which of `count` things that a setting names are a rank's own: neighbours, as many as the
+    others' or one more. Raises ConfigError if there is not one for each.
+
+    >>> [list(share_of(5, rank, 2, "engine.urls")) for rank in range(2)]
+    [[0, 1], [2, 3, 4]]
+    """
+    if count < world:
+        raise ConfigError(
+            f"{setting} has {count} for {world} processes that train: each samples its share of "
+            f"the tasks with at least one engine of its own, which no other one loads weights "
+            f"into. Give {world} or more, or train with fewer processes."
+        )
+    return range(count * rank // world, count * (rank + 1) // world)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
     """How many processes train one model together, and how they divide the work.

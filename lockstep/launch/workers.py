@@ -11,16 +11,21 @@ import contextlib
 import os
 import pickle
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
+from multiprocessing import AuthenticationError, Pipe
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Protocol
+
+from lockstep.errors import ConfigError, EngineDownError
+from lockstep.launch.config import share_of
+from lockstep.launch.shared_file import SharedFile
 
 _MAIN = "from lockstep.launch.workers import main; main()"
 
@@ -29,6 +34,12 @@ NUM_LOG_LINES = 12
 
 NOTICE_SECONDS = 5.0
 """How long the end of a process may take to be known once it has closed its connection."""
+
+CONNECT_SECONDS = 10.0
+"""How long another machine may take to accept a connection."""
+
+ADDRESSES, KEY = "LOCKSTEP_ENGINES", "LOCKSTEP_ENGINES_KEY"
+"""Environment variables: where engines wait, as HOST:PORT,HOST:PORT, and what they ask for."""
 
 Batch = Sequence[Any]
 """Messages that go together: anything that can be pickled."""
@@ -40,19 +51,23 @@ class Worker:
     Messages are pickled: both ends are processes of one run, and trust each other.
     """
 
-    shares_memory = True
-    """It is on this machine, and maps files whose descriptors it was given at its start."""
-
     def __init__(
-        self, connection: Connection, process: subprocess.Popen[bytes], *, name: str, log: Path
+        self,
+        connection: Connection,
+        *,
+        name: str,
+        process: subprocess.Popen[bytes] | None = None,
+        log: Path | None = None,
     ) -> None:
-        self.name, self.log = name, log
-        self._connection, self._process = connection, process
+        """process, log: of a worker on this machine; one on another is known by its name."""
+        self.name = name
+        self._connection, self._process, self._log = connection, process, log
         self._sending = threading.Lock()
 
     @property
     def pid(self) -> int:
-        return self._process.pid
+        """0 for a process of another machine."""
+        return 0 if self._process is None else self._process.pid
 
     def send(self, batch: Batch) -> None:
         """Hands messages over. May wait while the worker is at work, never for an answer; to one
@@ -80,26 +95,125 @@ class Worker:
 
     def why_ended(self) -> str:
         """In words, how the process ended, with the end of its log."""
+        if self._process is None or self._log is None:
+            return f"{self.name} is gone: its process, its machine or the network between."
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(NOTICE_SECONDS)
-        code = self._process.returncode
-        if code is None:
-            how = "has closed its connection and goes on running"
-        elif code < 0:
-            how = f"was ended by {_signal_name(-code)}"
-            if -code == signal.SIGKILL:
-                how += " (by hand, or by the system for want of memory)"
-        else:
-            how = f"has ended with exit code {code}"
-        return f"{self.name} (pid {self._process.pid}) {how}. {log_tail(self.log)}"
+        return f"{self.name} {how_ended(self._process)}. {log_tail(self._log)}"
 
     def end(self, *, seconds: float) -> None:
-        """Waits until the process has ended, as it was asked to; kills it after the time."""
+        """Waits until the process has ended, as it was asked to; kills it after the time. One on
+        another machine ends when nobody is at the other end."""
+        if self._process is None:
+            with (
+                contextlib.suppress(OSError),
+                socket.socket(fileno=os.dup(self._connection.fileno())) as line,
+            ):
+                line.shutdown(socket.SHUT_RDWR)
+            return
         try:
             self._process.wait(seconds)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+
+
+class Workers(Protocol):
+    """Where the workers of a process are."""
+
+    @property
+    def memory(self) -> SharedFile | None:
+        """What all of them map; None where they are on other machines."""
+        ...
+
+    def start(self, index: int, work: str, *, name: str, log: Path) -> Worker:
+        """Worker `index` of this process, running `work` ("module:function"). name: for messages.
+        log: the file that takes what it prints."""
+        ...
+
+
+class LocalWorkers:
+    """On this machine. gpus: the one that each worker sees, by its index; none: there are none."""
+
+    def __init__(self, gpus: Sequence[str] = ()) -> None:
+        self._gpus = gpus
+        self.memory = SharedFile()
+
+    def start(self, index: int, work: str, *, name: str, log: Path) -> Worker:
+        environment = {"CUDA_VISIBLE_DEVICES": self._gpus[index]} if self._gpus else {}
+        return start_worker(
+            work, name=name, log=log, environment=environment, pass_fds=(self.memory.fd,)
+        )
+
+
+def gpus_of_rank(
+    count: int,
+    rank: int,
+    world: int,
+    *,
+    local_rank: int,
+    local_world: int,
+    gpus: Sequence[str],
+    is_shared: bool,
+) -> list[str]:
+    """The GPU of each of a rank's workers, of `count` that the ranks share out among them.
+
+    local_rank, local_world: of its machine, whose first GPUs the ranks train on. gpus: of this
+    machine. is_shared: workers sample on the rank's own GPU. Raises ConfigError if there are too
+    few.
+
+    >>> gpus_of_rank(4, 1, 2, local_rank=1, local_world=2, gpus="abcdef", is_shared=False)
+    ['e', 'f']
+    """
+    own = share_of(count, rank, world, "engine.replicas")
+    if is_shared:
+        return [gpus[local_rank]] * len(own)
+    begin = share_of(count, rank - local_rank, world, "engine.replicas").start
+    last = rank - local_rank + local_world - 1
+    here = share_of(count, last, world, "engine.replicas").stop - begin
+    if local_world + here > len(gpus):
+        raise ConfigError(
+            f"engine.replicas={count}: {here} of them on this machine, each with a GPU of its own "
+            f"beside the {local_world} that train, and it has {len(gpus)}. Lower engine.replicas, "
+            "or set engine.share_device=true: they then take turns with the trainer."
+        )
+    start = local_world + own.start - begin
+    return list(gpus[start : start + len(own)])
+
+
+class RemoteWorkers:
+    """Started by somebody else, who starts them again as well: reached at their addresses.
+
+    first: which of the addresses is this process's worker 0. key: what both ends prove to know.
+    """
+
+    memory = None
+
+    def __init__(self, addresses: Sequence[str], *, first: int, key: bytes) -> None:
+        self._addresses, self._first, self._key = addresses, first, key
+
+    @classmethod
+    def from_environment(cls, *, first: int) -> RemoteWorkers | None:
+        """Those that the process that started this one has started for it."""
+        if not (listed := os.environ.get(ADDRESSES)):
+            return None
+        return cls(listed.split(","), first=first, key=bytes.fromhex(os.environ[KEY]))
+
+    def start(self, index: int, work: str, *, name: str, log: Path) -> Worker:
+        address = self._addresses[self._first + index]
+        host, _, port = address.rpartition(":")
+        name = f"{name} at {address}"
+        try:
+            line = socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS)
+        except OSError as error:
+            raise EngineDownError(f"{name} is not reached: {error}.") from error
+        connection = _connection(line)
+        try:
+            answer_challenge(connection, self._key)
+            deliver_challenge(connection, self._key)
+        except (AuthenticationError, EOFError, OSError) as error:
+            raise EngineDownError(f"{name} does not answer: {error!r}.") from error
+        return Worker(connection, name=name)
 
 
 def start_worker(
@@ -112,25 +226,70 @@ def start_worker(
 ) -> Worker:
     """Starts `work` ("module:function") in a process on this machine.
 
-    name: for messages. log: the file that takes what it prints. environment: variables beside those
-    of this process. pass_fds: descriptors that it keeps, under the same numbers.
+    name, log: as of `Workers.start`. environment: variables beside those of this process. pass_fds:
+    descriptors that it keeps, under the same numbers.
     """
     ours, theirs = Pipe()
+    process = _start(
+        [work, "pipe", str(theirs.fileno())],
+        log=log,
+        environment=environment,
+        pass_fds=(theirs.fileno(), *pass_fds),
+    )
+    theirs.close()
+    return Worker(ours, name=name, process=process, log=log)
+
+
+def start_listener(
+    work: str, listening: socket.socket, *, log: Path, environment: Mapping[str, str] | None = None
+) -> subprocess.Popen[bytes]:
+    """Starts `work` in a process that waits for whoever comes first to `listening` with the key in
+    its environment, and serves that one. The socket stays open here, for another process."""
+    number = listening.fileno()
+    return _start(
+        [work, "listen", str(number)], log=log, environment=environment, pass_fds=(number,)
+    )
+
+
+def _start(
+    arguments: Sequence[str],
+    *,
+    log: Path,
+    environment: Mapping[str, str] | None,
+    pass_fds: Sequence[int],
+) -> subprocess.Popen[bytes]:
+    log.parent.mkdir(parents=True, exist_ok=True)
     # A session of its own: Ctrl-C is for the trainer, which then ends its workers in good order.
     with log.open("ab", buffering=0) as output:
-        process = subprocess.Popen(
-            [sys.executable, "-c", _MAIN, work, str(theirs.fileno())],
-            env=_environment() | dict(environment or {}), pass_fds=(theirs.fileno(), *pass_fds),
-            stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True,
-        )  # fmt: skip
-    theirs.close()
-    return Worker(ours, process, name=name, log=log)
+        return subprocess.Popen(
+            [sys.executable, "-c", _MAIN, *arguments],
+            env=_environment() | dict(environment or {}),
+            pass_fds=pass_fds,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
 
 
 def _environment() -> dict[str, str]:
     """This process's, with its modules importable: those beside a script as well."""
     found = [os.path.abspath(path) for path in sys.path]
     return os.environ | {"PYTHONPATH": os.pathsep.join(dict.fromkeys(found))}
+
+
+def how_ended(process: subprocess.Popen[bytes]) -> str:
+    """In words, with the process' number."""
+    code = process.returncode
+    if code is None:
+        how = "has closed its connection and goes on running"
+    elif code < 0:
+        how = f"was ended by {_signal_name(-code)}"
+        if -code == signal.SIGKILL:
+            how += " (by hand, or by the system for want of memory)"
+    else:
+        how = f"has ended with exit code {code}"
+    return f"(pid {process.pid}) {how}"
 
 
 def log_tail(path: Path) -> str:
@@ -183,18 +342,39 @@ class Line:
 
 
 def main() -> None:
-    """Of a worker's process: runs the function that `start_worker` was given."""
-    work, descriptor = sys.argv[1:]
+    """Of a worker's process: runs the function that it was started for."""
+    work, kind, descriptor = sys.argv[1:]
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     module, _, function = work.partition(":")
     code = 0
     try:
-        getattr(import_module(module), function)(Line(Connection(int(descriptor))))
+        run = getattr(import_module(module), function)
+        if kind == "listen":
+            connection = _accept(socket.socket(fileno=int(descriptor)))
+        else:
+            connection = Connection(int(descriptor))
+        run(Line(connection))
     except BaseException:
         traceback.print_exc()
         code = 1
     _flush(sys.stdout, sys.stderr)
     os._exit(code)  # the reader waits for messages that nobody will send
+
+
+def _accept(listening: socket.socket) -> Connection:
+    """The first that comes and knows the key; nobody else is listened to."""
+    key = bytes.fromhex(os.environ[KEY])
+    while True:
+        line, address = listening.accept()
+        connection = _connection(line)
+        try:
+            deliver_challenge(connection, key)
+            answer_challenge(connection, key)
+        except (AuthenticationError, EOFError, OSError) as error:
+            print(f"{address} was turned away: {error!r}", file=sys.stderr)
+            connection.close()
+            continue
+        return connection
 
 
 def _flush(*streams: IO[str]) -> None:
@@ -204,6 +384,13 @@ def _flush(*streams: IO[str]) -> None:
 
 
 # -- both ends ------------------------------------------------------------------------------------
+
+
+def _connection(line: socket.socket) -> Connection:
+    line.settimeout(None)
+    line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    return Connection(line.detach())
 
 
 def _send(connection: Connection, lock: threading.Lock, batch: Batch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -16,9 +15,9 @@ from lockstep.engines.config import EmbeddedConfig
 from lockstep.engines.embedded.engine import EmbeddedEngine
 from lockstep.engines.worker.engine import WorkerEngine
 from lockstep.engines.worker.serving import serve
-from lockstep.engines.worker.weights import SharedWeights, TornWeightsError
-from lockstep.errors import CapabilityError, ConfigError, EngineError
-from lockstep.launch.workers import Line, start_worker
+from lockstep.engines.worker.weights import TornWeightsError
+from lockstep.errors import CapabilityError, EngineError
+from lockstep.launch.workers import Line, Worker
 from lockstep.models.decoder import Decoder
 from lockstep.models.hf_io import check_tensors, load_checkpoint, load_weights, read_tensors
 from lockstep.ops import api, plain
@@ -42,8 +41,8 @@ class Order:
     """The backend of the trainer's process."""
     rules: Rules | None
     """Its rules, where it has any."""
-    weights_fd: int
-    """Where weights on their way stand (`SharedWeights`)."""
+    memory_fd: int
+    """The file that weights on their way stand in; -1 where they come over the line."""
 
 
 class OwnWeightsEngine(EmbeddedEngine):
@@ -72,74 +71,40 @@ class OwnWeightsEngine(EmbeddedEngine):
         await super().load_weights(None, version=version)
 
 
-class Replicas:
-    """Starts the processes of one run's engine, and starts one again that has died."""
-
-    def __init__(self, config: EmbeddedConfig, context: EngineContext) -> None:
-        model = context.model
-        if not isinstance(model, Decoder):
-            raise CapabilityError(
-                f"engine embedded runs the decoder, and cannot run a {type(model).__name__}: "
-                "choose an engine of another kind."
-            )
-        backend = api.active_backend()
-        self._weights = SharedWeights()
-        self._order = Order(
-            config=config,
-            directory=str(context.directory),
-            token_bytes=list(context.token_bytes),
-            dtype=context.dtype if config.dtype == "same" else config.dtype,
-            device=model.embedding.device.type,
-            threads=torch.get_num_threads(),
-            ops=backend.name,
-            rules=backend.rules if isinstance(backend, InvariantOps) else None,
-            weights_fd=self._weights.fd,
+def make_replica(config: EmbeddedConfig, context: EngineContext) -> WorkerEngine:
+    """An engine in a process of its own, with the weights that the run began from."""
+    model, workers = context.model, context.workers
+    if not isinstance(model, Decoder):
+        raise CapabilityError(
+            f"engine embedded runs the decoder, and cannot run a {type(model).__name__}: choose an "
+            "engine of another kind."
         )
-        self._logs = Path(context.scratch or tempfile.mkdtemp(prefix="lockstep-")) / "logs"
-        self._logs.mkdir(parents=True, exist_ok=True)
-        self._places = _places(self._order.device, config.replicas)
-        self._on_wait = context.on_wait
+    backend = api.active_backend()
+    order = Order(
+        config=config,
+        directory=str(context.directory),
+        token_bytes=list(context.token_bytes),
+        dtype=context.dtype if config.dtype == "same" else config.dtype,
+        device=model.embedding.device.type,
+        threads=torch.get_num_threads(),
+        ops=backend.name,
+        rules=backend.rules if isinstance(backend, InvariantOps) else None,
+        memory_fd=-1 if workers.memory is None else workers.memory.fd,
+    )
+    scratch = context.scratch or Path(tempfile.mkdtemp(prefix="lockstep-"))
 
-    def start(self, index: int) -> WorkerEngine:
-        """One of them, at once: `WorkerEngine.wait_until_ready` comes before its first use. It has
-        the weights that the run began from."""
-        worker = start_worker(
-            WORK,
-            name=f"engine {index}",
-            log=self._logs / f"engine-{index}.log",
-            environment=self._places[index],
-            pass_fds=(self._weights.fd,),
+    def start() -> Worker:
+        return workers.start(
+            context.replica, WORK, name=f"engine {context.replica}", log=scratch / "engine.log"
         )
-        return WorkerEngine(worker, self._order, weights=self._weights)
 
-    def start_all(self) -> list[WorkerEngine]:
-        """All of them, once they answer; none is left if one of them cannot start."""
-        engines = [self.start(index) for index in range(len(self._places))]
-        try:
-            for engine in engines:
-                engine.begin()
-            for engine in engines:
-                engine.wait_until_ready(self._on_wait)
-        except BaseException:
-            for engine in engines:
-                engine.kill()
-            raise
-        return engines
-
-
-def _places(device: str, count: int) -> list[dict[str, str]]:
-    """What the environment of each replica is told of the GPU that it takes."""
-    if device != "cuda":
-        return [{}] * count
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    gpus = visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]
-    taken = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if taken + count > len(gpus):
-        raise ConfigError(
-            f"engine.replicas={count}: each takes a GPU of its own beside the trainer's {taken}, "
-            f"and there are {len(gpus)}. Lower engine.replicas; 0 samples on the trainer's."
-        )
-    return [{"CUDA_VISIBLE_DEVICES": gpu} for gpu in gpus[taken : taken + count]]
+    return WorkerEngine(
+        start,
+        order,
+        memory=workers.memory,
+        restarts=config.restarts,
+        on_wait=context.on_wait,
+    )
 
 
 # -- in the worker --------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from typing import ClassVar, Literal
 
 from lockstep.engines.config import EngineConfig, ServedConfig
 from lockstep.errors import ConfigError
+from lockstep.launch.config import share_of
 
 OF_ATTACHED = (
     "urls", "start_seconds", "request_seconds", "api_key_env", "share_device", "pool", "take_over",
@@ -86,6 +87,11 @@ class VllmConfig(ServedConfig):
         for value in self.env:
             if not value.partition("=")[0].isidentifier() or "=" not in value:
                 raise ConfigError(f"engine.env: {value!r} must read NAME=VALUE.")
+
+    def for_rank(self, rank: int, world: int) -> EngineConfig:
+        if self.urls or self.in_process:
+            return ServedConfig.for_rank(self, rank, world)
+        return replace(self, replicas=len(share_of(self.replicas, rank, world, "engine.replicas")))
 
     def replica_configs(self) -> tuple[EngineConfig, ...]:
         if self.replicas == 1:

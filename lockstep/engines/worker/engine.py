@@ -8,14 +8,16 @@ import itertools
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from lockstep import errors
 from lockstep.engines.base import Capabilities, Scores
 from lockstep.engines.worker.serving import READY, told
-from lockstep.engines.worker.weights import SharedWeights, bytes_of, layout_of
-from lockstep.errors import EngineError, LockstepError
+from lockstep.engines.worker.weights import bytes_of, holding, layout_of
+from lockstep.errors import EngineDownError, EngineError, LockstepError
+from lockstep.launch.shared_file import SharedFile
 from lockstep.launch.workers import Batch, Worker
 from lockstep.types import Delta, Distribution, Int32Array, Request
 
@@ -54,56 +56,55 @@ class _Call:
 class WorkerEngine:
     """`Engine` over a worker that runs `serving.serve`. May be used from several event loops.
 
-    A worker that dies fails every request in flight, and each later one, with an EngineError that
-    holds the end of its log; `is_lost` then says so.
+    A worker that dies fails every request in flight, and each later one, with an EngineDownError
+    that holds the end of its log. `ping` starts it again, with the weights of the beginning.
     """
 
-    def __init__(self, worker: Worker, order: Any, *, weights: SharedWeights | None) -> None:
-        """order: what the worker makes its engine of. weights: memory that the worker maps; None
-        sends them over the line. Nothing is sent yet: `wait_until_ready` before anything else."""
-        self._worker, self._weights = worker, weights
+    def __init__(
+        self,
+        start: Callable[[], Worker],
+        order: Any,
+        *,
+        memory: SharedFile | None = None,
+        restarts: int = 0,
+        on_wait: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        """start: a worker, or another one in its place. order: what it makes its engine of. memory:
+        what it maps; None sends weights over the line. restarts: how often it is started again.
+
+        Returns when the engine answers, and tells on_wait of it now and then. Raises the worker's
+        own error, or EngineError with its log, if it cannot be made.
+        """
+        self._start, self._order, self._memory = start, order, memory
+        self._restarts, self._on_wait = restarts, on_wait
         self._numbers = itertools.count(READY + 1)
         self._calls: dict[int, _Call] = {}
         self._lock = threading.Lock()
-        self._lost = ""
         self._is_closed = False
-        self._capabilities: Capabilities | None = None
-        self._version = 0
-        self._order: Any = order
+        self._starting: Future[None] | None = None
+        self._begin()
 
-    def begin(self) -> None:
-        """The engine is being made from here on, while others begin too."""
-        if self._order is not None:
-            self._worker.send([self._order])
-            self._order = None
-
-    def wait_until_ready(self, on_wait: Callable[[str], None] = lambda text: None) -> None:
-        """Returns when the engine answers. Raises the worker's own error, or EngineError with its
-        log, if it cannot be made. on_wait: told now and then what is waited for."""
-        self.begin()
+    def _begin(self) -> None:
+        worker = self._start()
+        worker.send([self._order])
         began = told_at = time.monotonic()
         try:
-            while (batch := self._worker.receive(seconds=0.2)) is None:
+            while (batch := worker.receive(seconds=0.2)) is None:
                 if time.monotonic() - told_at > TELL_SECONDS:
                     told_at = time.monotonic()
-                    on_wait(f"{self._worker.name} starts: {told_at - began:.0f} s so far.")
+                    self._on_wait(f"{worker.name} starts: {told_at - began:.0f} s so far.")
         except (EOFError, OSError):
-            raise EngineError(f"no engine: {self._worker.why_ended()}") from None
+            raise EngineDownError(f"no engine: {worker.why_ended()}") from None
+        except BaseException:
+            worker.end(seconds=0)
+            raise
         ((_, kind, value),) = batch
         if kind == "error":
-            self._worker.end(seconds=CLOSE_SECONDS)
+            worker.end(seconds=CLOSE_SECONDS)
             raise _error(*value)
+        self._worker, self._lost = worker, ""
         self._capabilities, self._version = value
-        self._worker.listen(self._take, self._lose)
-
-    @property
-    def is_lost(self) -> bool:
-        """The worker has died."""
-        return bool(self._lost)
-
-    @property
-    def name(self) -> str:
-        return self._worker.name
+        worker.listen(self._take, self._lose)
 
     @property
     def pid(self) -> int:
@@ -113,7 +114,6 @@ class WorkerEngine:
 
     @property
     def capabilities(self) -> Capabilities:
-        assert self._capabilities is not None, "wait_until_ready comes first"
         return self._capabilities
 
     @property
@@ -168,11 +168,11 @@ class WorkerEngine:
             )
         if not isinstance(source, Mapping):
             await self._say("load_directory", directory=str(source), version=version)
-        elif self._weights is not None:
-            held = self._weights.holding(source)
-            layout = await asyncio.to_thread(held.__enter__)
+        elif self._memory is not None:
+            held = holding(self._memory, source)
+            layout, region = await asyncio.to_thread(held.__enter__)
             try:
-                await self._say("load_shared", layout=layout, version=version)
+                await self._say("load_shared", layout=layout, region=region, version=version)
             finally:
                 held.__exit__(None, None, None)
         else:
@@ -199,10 +199,36 @@ class WorkerEngine:
                 await self._say("close")
         await asyncio.to_thread(self._worker.end, seconds=CLOSE_SECONDS)
 
-    def kill(self) -> None:
-        """The process ends at once."""
-        self._is_closed = True
-        self._worker.end(seconds=0)
+    async def ping(self) -> None:
+        """Raises EngineDownError if the worker is gone: the first call after that has it started
+        again, and those after it wait for that. One that does not answer is ended, which counts
+        as gone."""
+        if not self._lost:
+            try:
+                await self._say("ping")
+            except asyncio.CancelledError:
+                await asyncio.to_thread(self._worker.end, seconds=0)
+                raise
+            return
+        if self._starting is None:
+            if not self._restarts:
+                raise EngineDownError(self._lost)
+            self._restarts -= 1
+            self._starting = Future()
+            threading.Thread(target=self._begin_again, args=(self._starting,), daemon=True).start()
+        try:
+            await asyncio.shield(asyncio.wrap_future(self._starting))
+        finally:
+            if self._starting is not None and self._starting.done():
+                self._starting = None
+
+    def _begin_again(self, starting: Future[None]) -> None:
+        try:
+            self._worker.end(seconds=0)
+            self._begin()
+            starting.set_result(None)
+        except Exception as error:
+            starting.set_exception(error)
 
     # -- questions and answers ----------------------------------------------------------------
 
@@ -226,7 +252,7 @@ class WorkerEngine:
             if self._is_closed and name != "close":
                 raise EngineError("the engine is closed.")
             if self._lost:
-                raise EngineError(self._lost)
+                raise EngineDownError(self._lost)
             number = next(self._numbers)
             self._calls[number] = call
         self._worker.send([(number, name, arguments)])
@@ -243,12 +269,11 @@ class WorkerEngine:
                 loop.call_soon_threadsafe(_deliver, answers)
 
     def _lose(self, why: str) -> None:
-        if self._is_closed:
-            why = "the engine was closed while the request was in flight."
+        closed = EngineError("the engine was closed while the request was in flight.")
         with self._lock:
             self._lost = why
             numbers = list(self._calls)
-        error = told(EngineError(why))
+        error = told(closed if self._is_closed else EngineDownError(why))
         self._take([(number, "error", error) for number in numbers])
 
     async def _send_weights(self, source: Mapping[str, Any], version: int) -> None:

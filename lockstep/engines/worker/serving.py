@@ -17,6 +17,7 @@ from typing import Any
 from lockstep.engines.base import Engine
 from lockstep.engines.worker.weights import Layout, TornWeightsError, reading, tensors_in
 from lockstep.errors import LockstepError
+from lockstep.launch.shared_file import Region
 from lockstep.launch.workers import Batch, Line
 
 READY = 0
@@ -35,7 +36,7 @@ def serve(line: Line, make: Callable[[Any], Engine]) -> None:
         line.send([(READY, "error", told(error))])
         raise
     line.send([(READY, "result", (engine.capabilities, engine.version))])
-    asyncio.run(_Server(engine, line, order.weights_fd).run())
+    asyncio.run(_Server(engine, line, order.memory_fd).run())
 
 
 def told(error: BaseException) -> tuple[str, str]:
@@ -44,8 +45,8 @@ def told(error: BaseException) -> tuple[str, str]:
 
 
 class _Server:
-    def __init__(self, engine: Engine, line: Line, weights_fd: int) -> None:
-        self._engine, self._line, self._weights_fd = engine, line, weights_fd
+    def __init__(self, engine: Engine, line: Line, memory_fd: int) -> None:
+        self._engine, self._line, self._memory_fd = engine, line, memory_fd
         self._running: dict[int, asyncio.Task[None]] = {}
         self._going_out: list[Any] = []
         self._closed = asyncio.Event()
@@ -102,8 +103,8 @@ class _Server:
     async def _load_directory(self, directory: str, version: int) -> None:
         await self._engine.load_weights(directory, version=version)
 
-    async def _load_shared(self, layout: Layout, version: int) -> None:
-        with reading(self._weights_fd, layout) as tensors:
+    async def _load_shared(self, layout: Layout, region: Region, version: int) -> None:
+        with reading(self._memory_fd, layout, region) as tensors:
             await self._engine.load_weights(tensors, version=version)
 
     async def _begin_weights(self, num_bytes: int) -> None:
@@ -117,6 +118,9 @@ class _Server:
         memory, self._arriving = self._arriving, None
         tensors = tensors_in(layout, memory)
         await self._engine.load_weights(tensors, version=version)
+
+    async def _ping(self) -> None:
+        """The answer is that there is one."""
 
     async def _stats(self) -> dict[str, Any]:
         return asdict(getattr(self._engine, "stats"))  # noqa: B009  not of every engine

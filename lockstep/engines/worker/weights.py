@@ -1,16 +1,9 @@
-"""Weights on their way to workers: laid out one after another in memory that both sides map.
-
-One copy of the model serves every worker that loads it at the same time.
-"""
+"""Weights on their way to workers: laid out one after another in memory that both sides map."""
 
 from __future__ import annotations
 
 import math
 import mmap
-import os
-import struct
-import tempfile
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,12 +12,11 @@ from typing import Any
 import torch
 
 from lockstep.errors import EngineError
-from lockstep.models.hf_io import HFTensors
+from lockstep.launch.shared_file import Region, SharedFile, is_whole, mapped
 
 Tensor = torch.Tensor
 
-ALIGNMENT = 64  # of a tensor's first byte: a cache line, and more than any dtype asks for
-HEADER = struct.Struct("<Q")  # the number of the writing, at the beginning of a region
+ALIGNMENT = 64  # of a tensor's first byte: a cache line, and more than any dtype or header takes
 
 
 class TornWeightsError(EngineError):
@@ -48,22 +40,16 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where the tensors of one writing stand."""
+    """Where the tensors of one model stand."""
 
     entries: tuple[Entry, ...]
     num_bytes: int
-    """Of the region."""
-    start: int = 0
-    """Of the region in its file."""
-    writing: int = 0
-    """What its header says while it is whole."""
 
 
 def layout_of(source: Mapping[str, Tensor]) -> Layout:
     """One tensor after another, in their own dtypes."""
     entries, at = [], ALIGNMENT
-    outlines = source.outlines() if isinstance(source, HFTensors) else source
-    for name, tensor in outlines.items():
+    for name, tensor in source.items():
         dtype = str(tensor.dtype).removeprefix("torch.")
         entry = Entry(name, dtype, tuple(tensor.shape), at)
         entries.append(entry)
@@ -92,94 +78,27 @@ def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
-@dataclass(slots=True, eq=False)
-class _Region:
-    start: int
-    num_bytes: int
-    layout: Layout | None = None
-    source: Mapping[str, Tensor] | None = None
-    """What it holds, while somebody reads it."""
-    num_readers: int = 0
+@contextmanager
+def holding(file: SharedFile, source: Mapping[str, Tensor]) -> Iterator[tuple[Layout, Region]]:
+    """In the block, the tensors stand in the region, for workers that have the file open. Blocks
+    while they are copied; several threads that hold one mapping at a time share one copy."""
+    layout = layout_of(source)
 
-
-class SharedWeights:
-    """A file in memory, without a name: gone with the processes that have it open."""
-
-    def __init__(self) -> None:
-        if hasattr(os, "memfd_create"):  # not limited by the size of /dev/shm
-            self.fd = os.memfd_create("lockstep-weights", 0)
-        else:
-            with tempfile.TemporaryFile() as file:
-                self.fd = os.dup(file.fileno())
-        self._regions: list[_Region] = []
-        self._lock = threading.Lock()
-        self._num_writings = 0
-
-    @contextmanager
-    def holding(self, source: Mapping[str, Tensor]) -> Iterator[Layout]:
-        """In the block, the tensors stand where the layout says. Blocks while they are copied;
-        several threads that hold one mapping at a time share one copy."""
-        with self._lock:
-            region = self._take(source)
-            region.num_readers += 1
-            layout = region.layout
-        assert layout is not None, "a region that is taken has been written"
-        try:
-            yield layout
-        finally:
-            with self._lock:
-                region.num_readers -= 1
-                if not region.num_readers:
-                    region.source = None
-
-    def _take(self, source: Mapping[str, Tensor]) -> _Region:
-        for region in self._regions:
-            if region.source is source:
-                return region
-        layout = layout_of(source)
-        for region in self._regions:
-            if not region.num_readers and region.num_bytes >= layout.num_bytes:
-                break
-        else:
-            end = max((r.start + r.num_bytes for r in self._regions), default=0)
-            start = -(-end // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
-            region = _Region(start, layout.num_bytes)
-            try:
-                os.posix_fallocate(self.fd, start, layout.num_bytes)
-            except OSError as error:
-                raise EngineError(
-                    f"no memory for {layout.num_bytes / 2**30:.1f} GiB of weights on their way to "
-                    f"the engine's processes: {error.strerror}."
-                ) from error
-            self._regions.append(region)
-        self._num_writings += 1
-        region.layout = Layout(layout.entries, layout.num_bytes, region.start, self._num_writings)
-        memory = _mapped(self.fd, region.layout)
-        HEADER.pack_into(memory, 0, 0)
-        for name, tensor in tensors_in(region.layout, memory).items():
+    def fill(memory: mmap.mmap) -> None:
+        for name, tensor in tensors_in(layout, memory).items():
             tensor.copy_(source[name].detach())
-        HEADER.pack_into(memory, 0, self._num_writings)
-        region.source = source
-        return region
 
-    def __del__(self) -> None:
-        os.close(self.fd)
+    with file.holding(source, layout.num_bytes, fill) as region:
+        yield layout, region
 
 
 @contextmanager
-def reading(fd: int, layout: Layout) -> Iterator[dict[str, Tensor]]:
-    """In the block, in another process: the tensors of a layout. Raises TornWeightsError after it
-    if they were written over meanwhile: whoever wrote them had given this reader up."""
-    memory = _mapped(fd, layout)
+def reading(fd: int, layout: Layout, region: Region) -> Iterator[dict[str, Tensor]]:
+    """In the block, in a worker: what `holding` handed over. Raises TornWeightsError after it if
+    the region was written over meanwhile: whoever held it had given this reader up."""
+    memory = mapped(fd, region)
     yield tensors_in(layout, memory)
-    (found,) = HEADER.unpack_from(memory, 0)
-    if found != layout.writing:
+    if not is_whole(memory, region):
         raise TornWeightsError(
-            f"weights: writing {layout.writing} was read, and {found or 'another'} has been "
-            "written over it meanwhile."
+            f"weights: writing {region.writing} was read, and written over meanwhile."
         )
-
-
-def _mapped(fd: int, layout: Layout) -> mmap.mmap:
-    """Unmapped with the last tensor that reads it."""
-    return mmap.mmap(fd, layout.num_bytes, offset=layout.start)

@@ -13,10 +13,17 @@ from engine_models import deltas_of, reply_of, request
 from lockstep.engines.base import EngineContext
 from lockstep.engines.config import EmbeddedConfig
 from lockstep.engines.embedded.engine import EmbeddedEngine
-from lockstep.engines.embedded.worker import Replicas
+from lockstep.engines.embedded.worker import make_replica
 from lockstep.engines.registry import make_engine
-from lockstep.engines.worker.weights import SharedWeights, TornWeightsError, reading
-from lockstep.errors import CapabilityError, CheckpointError, ConfigError, EngineError
+from lockstep.engines.worker.weights import TornWeightsError, holding, reading
+from lockstep.errors import (
+    CapabilityError,
+    CheckpointError,
+    ConfigError,
+    EngineDownError,
+    EngineError,
+)
+from lockstep.launch.shared_file import SharedFile
 from lockstep.models.hf_io import hf_tensors, load_checkpoint, save_checkpoint
 from lockstep.models.locate import locate_model
 from lockstep.ops import api
@@ -92,11 +99,11 @@ def test_it_samples_the_bits_of_the_engine_in_this_process(engine, context, mode
     by_pieces = engine.version + 3
     for source in (dict(hf_tensors(model)), tensors, str(tmp_path / "changed"), tensors):
         version = engine.version + 1
-        shared = engine._weights
+        shared = engine._memory
         if version == by_pieces:  # as to another machine
-            engine._weights = None
+            engine._memory = None
         asyncio.run(engine.load_weights(source, version=version))
-        engine._weights = shared
+        engine._memory = shared
         asyncio.run(here.load_weights(source, version=version))
         asked = [
             request(f"{version}-{i}", [*PROMPT, i], seed=i, max_tokens=8, temperature=0.8)
@@ -129,28 +136,29 @@ def test_errors_come_back_with_their_type_and_text_and_the_worker_goes_on(engine
     np.testing.assert_array_equal(before[0], after[0])
 
 
-def test_a_worker_that_dies_fails_what_is_in_flight_and_its_place_is_taken_by_another(context):
-    replicas = Replicas(CONFIG, context)
-    engine = replicas.start(0)
-    engine.wait_until_ready()
+def test_a_worker_that_dies_fails_what_is_in_flight_and_is_started_again(context):
+    engine = make_replica(replace(CONFIG, restarts=1), context)
 
     async def kill():
         asked = request("long", PROMPT, max_tokens=200, stream=True)
-        with pytest.raises(EngineError, match=r"engine 0 \(pid \d+\) was ended by SIGKILL"):
+        with pytest.raises(EngineDownError, match=r"engine 0 \(pid \d+\) was ended by SIGKILL"):
             async for _ in engine.generate(asked):
                 os.kill(engine.pid, signal.SIGKILL)
-        with pytest.raises(EngineError, match="was ended by SIGKILL"):
+        with pytest.raises(EngineDownError, match="was ended by SIGKILL"):
             await engine.score(np.array(PROMPT, np.int32))
-        assert engine.is_lost
+        await engine.ping()
+        await engine.ping()
+        assert len(await deltas_of(engine, request("a", PROMPT))) == 1
+        os.kill(engine.pid, signal.SIGKILL)
+        with pytest.raises(EngineDownError):
+            await engine.score(np.array(PROMPT, np.int32))
+        with pytest.raises(EngineDownError, match="SIGKILL"):  # once was all
+            await engine.ping()
         await engine.close()
+        with pytest.raises(EngineError, match="the engine is closed"):
+            await engine.score(np.array(PROMPT, np.int32))
 
     asyncio.run(kill())
-    again = replicas.start(0)
-    again.wait_until_ready()
-    assert len(asyncio.run(deltas_of(again, request("a", PROMPT)))) == 1
-    asyncio.run(again.close())
-    with pytest.raises(EngineError, match="the engine is closed"):
-        ask(again, request("b", PROMPT))
 
 
 def test_an_engine_that_cannot_be_made_says_why(context, tmp_path):
@@ -164,26 +172,26 @@ def test_an_engine_that_cannot_be_made_says_why(context, tmp_path):
 
 
 def test_weights_on_their_way_are_written_once_for_all_who_read_them():
-    shared = SharedWeights()
+    file = SharedFile()
     first = {"a": torch.arange(5.0), "b": torch.ones(2, 3, dtype=torch.bfloat16)}
     second = {"a": torch.zeros(5), "b": torch.zeros(2, 3, dtype=torch.bfloat16)}
-    with shared.holding(first) as layout, shared.holding(first) as same:
-        assert same is layout
-        with shared.holding(second) as other, reading(shared.fd, layout) as found:
-            assert other.start != layout.start, "the first is still read"
+    with holding(file, first) as (layout, region), holding(file, first) as (_, same):
+        assert same is region
+        with holding(file, second) as (_, other), reading(file.fd, layout, region) as found:
+            assert other.start != region.start, "the first is still read"
             assert all(torch.equal(found[name], first[name]) for name in first)
             assert found["b"].dtype == torch.bfloat16
-    with shared.holding(second) as again:
-        assert again.start in (layout.start, other.start), "memory is used again"
+    with holding(file, second) as (_, again):
+        assert again.start in (region.start, other.start), "memory is used again"
 
 
 def test_weights_that_are_written_over_while_they_are_read_are_noticed():
-    shared = SharedWeights()
-    with shared.holding({"a": torch.ones(4)}) as layout:
+    file = SharedFile()
+    with holding(file, {"a": torch.ones(4)}) as (layout, region):
         pass
     with (
         pytest.raises(TornWeightsError, match="written over"),
-        reading(shared.fd, layout),
-        shared.holding({"a": torch.zeros(4)}),
+        reading(file.fd, layout, region),
+        holding(file, {"a": torch.zeros(4)}),
     ):
         pass

@@ -3,6 +3,8 @@
 import pytest
 
 from lockstep.config import resolve
+from lockstep.engines.config import EmbeddedConfig
+from lockstep.engines.vllm.config import VllmConfig
 from lockstep.errors import ConfigError
 from lockstep.foundation import check_config
 from lockstep.launch.config import ParallelConfig
@@ -75,3 +77,26 @@ def test_the_plan_says_how_the_work_is_divided():
     (line,) = [line for line in plan(config) if line.startswith("parallel")]
     assert "4 processes, rows divided by 2, tokens of each micro-batch by 2" in line
     assert not [line for line in plan(find_recipe("quickstart")) if line.startswith("parallel")]
+
+
+@pytest.mark.parametrize(
+    "engine, name",
+    [
+        (EmbeddedConfig(replicas=3), "replicas"),
+        (VllmConfig(replicas=3), "replicas"),
+        (VllmConfig(urls=("http://a:1", "http://b:1", "http://c:1")), "urls"),
+    ],
+)
+def test_engines_are_dealt_to_the_processes_that_train_each_to_one(engine, name):
+    assert engine.for_rank(0, 1) == engine
+    shares = [engine.for_rank(rank, 2).replica_configs() for rank in range(2)]
+    assert [len(share) for share in shares] == [1, 2]
+    if name == "urls":
+        assert [c.urls for share in shares for c in share] == [(url,) for url in engine.urls]
+    with pytest.raises(ConfigError, match=rf"engine\.{name} has 3 for 4 processes that train"):
+        engine.for_rank(0, 4)
+
+
+def test_an_engine_inside_each_process_is_not_dealt():
+    for engine in (EmbeddedConfig(), VllmConfig(in_process=True)):
+        assert engine.for_rank(1, 2) is engine

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -9,7 +10,14 @@ import time
 
 import pytest
 
-from lockstep.launch.workers import start_worker
+from lockstep.errors import ConfigError, EngineDownError
+from lockstep.launch.workers import (
+    KEY,
+    RemoteWorkers,
+    gpus_of_rank,
+    start_listener,
+    start_worker,
+)
 
 
 @pytest.fixture
@@ -92,3 +100,52 @@ def test_a_worker_ignores_ctrl_c_and_ends_with_the_process_that_started_it(tmp_p
     while is_running(pid) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert not is_running(pid)
+
+
+def test_a_worker_of_another_machine_is_reached_by_those_who_know_the_key(tmp_path):
+    listening = socket.create_server(("127.0.0.1", 0))
+    address = f"127.0.0.1:{listening.getsockname()[1]}"
+    log = tmp_path / "log"
+    process = start_listener(
+        "worker_functions:echo", listening, log=log, environment={KEY: b"secret".hex()}
+    )
+    try:
+        with pytest.raises(EngineDownError, match=f"engine 1 at {address} does not answer"):
+            RemoteWorkers(["", address], first=1, key=b"guess").start(
+                0, "", name="engine 1", log=log
+            )
+        worker = RemoteWorkers([address], first=0, key=b"secret").start(0, "", name="e", log=log)
+        lost, known = [], threading.Event()
+        worker.send([5])
+        assert worker.receive(seconds=60) == [process.pid, 5]
+        worker.listen(lambda batch: None, lambda why: (lost.append(why), known.set()))
+        worker.end(seconds=0)
+        assert process.wait(60) == 0, "it ends when nobody is at the other end"
+        assert known.wait(60) and f"e at {address} is gone" in lost[0]
+    finally:
+        process.kill()
+        process.wait()
+        listening.close()
+    assert "was turned away" in log.read_text()
+    with pytest.raises(EngineDownError, match="is not reached"):
+        RemoteWorkers([address], first=0, key=b"secret").start(0, "", name="e", log=log)
+
+
+def test_workers_take_the_gpus_that_no_trainer_of_their_machine_has():
+    def places(count, world, local_world, gpus, is_shared=False):
+        return [
+            gpus_of_rank(
+                count, rank, world, local_rank=rank % local_world, local_world=local_world,
+                gpus=[str(gpu) for gpu in range(gpus)], is_shared=is_shared,
+            )
+            for rank in range(world)
+        ]  # fmt: skip
+
+    assert places(4, 4, 4, 8) == [["4"], ["5"], ["6"], ["7"]]
+    assert places(12, 4, 2, 8) == [["2", "3", "4"], ["5", "6", "7"]] * 2  # of two machines
+    assert places(5, 2, 2, 8) == [["2", "3"], ["4", "5", "6"]]
+    assert places(2, 2, 2, 2, is_shared=True) == [["0"], ["1"]]
+    with pytest.raises(ConfigError, match="6 of them on this machine, each with a GPU of its own"):
+        places(12, 4, 2, 7)
+    with pytest.raises(ConfigError, match=r"engine\.replicas has 3 for 4 processes that train"):
+        places(3, 4, 4, 8)
