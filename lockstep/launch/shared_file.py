@@ -31,7 +31,8 @@ class Region:
 class _Held:
     region: Region
     source: object | None = None
-    """What it was filled from, while somebody reads it."""
+    """What it was filled from, until it is written over."""
+    version: int = 0
     num_readers: int = 0
 
 
@@ -50,34 +51,38 @@ class SharedFile:
 
     @contextmanager
     def holding(
-        self, source: object, num_bytes: int, fill: Callable[[mmap.mmap], None]
+        self, source: object, version: int, num_bytes: int, fill: Callable[[mmap.mmap], None]
     ) -> Iterator[Region]:
-        """In the block, a region stands as `fill` has written it. Blocks meanwhile; threads that
-        hold one source at the same time share one writing. The first bytes are the header's."""
+        """In the block, a region stands as `fill` has written it; the first bytes are the header's.
+
+        Blocks meanwhile. A version of a source is written once, whoever holds it and when, until
+        another takes its place: what is read late is what the source was.
+        """
         with self._lock:
-            held = self._take(source, num_bytes, fill)
+            held = self._take(source, version, num_bytes, fill)
             held.num_readers += 1
         try:
             yield held.region
         finally:
             with self._lock:
                 held.num_readers -= 1
-                if not held.num_readers:
-                    held.source = None
 
-    def _take(self, source: object, num_bytes: int, fill: Callable[[mmap.mmap], None]) -> _Held:
+    def _take(
+        self, source: object, version: int, num_bytes: int, fill: Callable[[mmap.mmap], None]
+    ) -> _Held:
         for held in self._held:
-            if held.source is source:
+            if held.source is source and held.version == version:
                 return held
         free = (h for h in self._held if not h.num_readers and h.region.num_bytes >= num_bytes)
         held = next(free, None) or self._grow(num_bytes)
         self._num_writings += 1
+        held.source = None
         memory = mapped(self.fd, held.region)
         HEADER.pack_into(memory, 0, 0)
         fill(memory)
         HEADER.pack_into(memory, 0, self._num_writings)
         held.region = Region(held.region.start, held.region.num_bytes, self._num_writings)
-        held.source = source
+        held.source, held.version = source, version
         return held
 
     def _grow(self, num_bytes: int) -> _Held:

@@ -58,9 +58,11 @@ class Worker:
         name: str,
         process: subprocess.Popen[bytes] | None = None,
         log: Path | None = None,
+        maps_memory: bool = False,
     ) -> None:
-        """process, log: of a worker on this machine; one on another is known by its name."""
-        self.name = name
+        """process, log: of a worker on this machine; one on another is known by its name.
+        maps_memory: it has `Workers.memory` open."""
+        self.name, self.maps_memory = name, maps_memory
         self._connection, self._process, self._log = connection, process, log
         self._sending = threading.Lock()
 
@@ -122,8 +124,8 @@ class Workers(Protocol):
     """Where the workers of a process are."""
 
     @property
-    def memory(self) -> SharedFile | None:
-        """What all of them map; None where they are on other machines."""
+    def memory(self) -> SharedFile:
+        """Where is put what goes to all of them. Those on this machine map it."""
         ...
 
     def start(self, index: int, work: str, *, name: str, log: Path) -> Worker:
@@ -187,9 +189,8 @@ class RemoteWorkers:
     first: which of the addresses is this process's worker 0. key: what both ends prove to know.
     """
 
-    memory = None
-
     def __init__(self, addresses: Sequence[str], *, first: int, key: bytes) -> None:
+        self.memory = SharedFile()
         self._addresses, self._first, self._key = addresses, first, key
 
     @classmethod
@@ -237,7 +238,7 @@ def start_worker(
         pass_fds=(theirs.fileno(), *pass_fds),
     )
     theirs.close()
-    return Worker(ours, name=name, process=process, log=log)
+    return Worker(ours, name=name, process=process, log=log, maps_memory=bool(pass_fds))
 
 
 def start_listener(

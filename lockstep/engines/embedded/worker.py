@@ -42,7 +42,7 @@ class Order:
     rules: Rules | None
     """Its rules, where it has any."""
     memory_fd: int
-    """The file that weights on their way stand in; -1 where they come over the line."""
+    """The file that weights on their way stand in, for workers that map it."""
 
 
 class OwnWeightsEngine(EmbeddedEngine):
@@ -89,7 +89,7 @@ def make_replica(config: EmbeddedConfig, context: EngineContext) -> WorkerEngine
         threads=torch.get_num_threads(),
         ops=backend.name,
         rules=backend.rules if isinstance(backend, InvariantOps) else None,
-        memory_fd=-1 if workers.memory is None else workers.memory.fd,
+        memory_fd=workers.memory.fd,
     )
     scratch = context.scratch or Path(tempfile.mkdtemp(prefix="lockstep-"))
 
@@ -102,6 +102,7 @@ def make_replica(config: EmbeddedConfig, context: EngineContext) -> WorkerEngine
         start,
         order,
         memory=workers.memory,
+        device=model.embedding.device,
         restarts=config.restarts,
         on_wait=context.on_wait,
     )

@@ -12,12 +12,15 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import torch
+
 from lockstep import errors
 from lockstep.engines.base import Capabilities, Scores
 from lockstep.engines.worker.serving import READY, told
-from lockstep.engines.worker.weights import bytes_of, holding, layout_of
+from lockstep.engines.worker.weights import Layout, holding
 from lockstep.errors import EngineDownError, EngineError, LockstepError
-from lockstep.launch.shared_file import SharedFile
+from lockstep.launch.shared_file import Region, SharedFile, mapped
+from lockstep.launch.threads import in_thread
 from lockstep.launch.workers import Batch, Worker
 from lockstep.types import Delta, Distribution, Int32Array, Request
 
@@ -65,17 +68,20 @@ class WorkerEngine:
         start: Callable[[], Worker],
         order: Any,
         *,
-        memory: SharedFile | None = None,
+        memory: SharedFile,
+        device: torch.device,
         restarts: int = 0,
         on_wait: Callable[[str], None] = lambda text: None,
     ) -> None:
         """start: a worker, or another one in its place. order: what it makes its engine of. memory:
-        what it maps; None sends weights over the line. restarts: how often it is started again.
+        where weights are put for it, that a worker of this machine maps. device: of the trainer's
+        tensors. restarts: how often it is started again.
 
         Returns when the engine answers, and tells on_wait of it now and then. Raises the worker's
         own error, or EngineError with its log, if it cannot be made.
         """
-        self._start, self._order, self._memory = start, order, memory
+        self._start, self._order = start, order
+        self._memory, self._device = memory, device
         self._restarts, self._on_wait = restarts, on_wait
         self._numbers = itertools.count(READY + 1)
         self._calls: dict[int, _Call] = {}
@@ -168,15 +174,16 @@ class WorkerEngine:
             )
         if not isinstance(source, Mapping):
             await self._say("load_directory", directory=str(source), version=version)
-        elif self._memory is not None:
-            held = holding(self._memory, source)
-            layout, region = await asyncio.to_thread(held.__enter__)
+        else:
+            held = holding(self._memory, source, version=version)
+            layout, region = await in_thread(held.__enter__, device=self._device)
             try:
-                await self._say("load_shared", layout=layout, region=region, version=version)
+                if self._worker.maps_memory:
+                    await self._say("load_shared", layout=layout, region=region, version=version)
+                else:
+                    await self._send_weights(layout, region, version)
             finally:
                 held.__exit__(None, None, None)
-        else:
-            await self._send_weights(source, version)
         self._version = version
 
     async def sleep(self) -> None:
@@ -276,14 +283,12 @@ class WorkerEngine:
         error = told(closed if self._is_closed else EngineDownError(why))
         self._take([(number, "error", error) for number in numbers])
 
-    async def _send_weights(self, source: Mapping[str, Any], version: int) -> None:
-        layout = layout_of(source)
+    async def _send_weights(self, layout: Layout, region: Region, version: int) -> None:
+        memory = mapped(self._memory.fd, region)
         await self._say("begin_weights", num_bytes=layout.num_bytes)
-        for entry in layout.entries:
-            flat = bytes_of(source[entry.name])
-            for at in range(0, len(flat), PIECE_BYTES):
-                piece = bytes(flat[at : at + PIECE_BYTES])
-                await self._say("piece_of_weights", start=entry.start + at, piece=piece)
+        for start in range(0, layout.num_bytes, PIECE_BYTES):
+            piece = memory[start : min(start + PIECE_BYTES, layout.num_bytes)]
+            await self._say("piece_of_weights", start=start, piece=piece)
         await self._say("load_arrived", layout=layout, version=version)
 
 

@@ -13,6 +13,7 @@ import torch
 
 from lockstep.errors import EngineError
 from lockstep.launch.shared_file import Region, SharedFile, is_whole, mapped
+from lockstep.models.hf_io import HFTensors
 
 Tensor = torch.Tensor
 
@@ -69,26 +70,23 @@ def tensors_in(layout: Layout, memory: Any) -> dict[str, Tensor]:
     }  # fmt: skip
 
 
-def bytes_of(tensor: Tensor) -> memoryview:
-    """What a tensor's elements are in memory, row by row."""
-    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
-
-
 def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
 @contextmanager
-def holding(file: SharedFile, source: Mapping[str, Tensor]) -> Iterator[tuple[Layout, Region]]:
+def holding(
+    file: SharedFile, source: Mapping[str, Tensor], *, version: int
+) -> Iterator[tuple[Layout, Region]]:
     """In the block, the tensors stand in the region, for workers that have the file open. Blocks
-    while they are copied; several threads that hold one mapping at a time share one copy."""
-    layout = layout_of(source)
+    while they are copied: once for a version of a mapping, in its order (`HFTensors`)."""
+    layout = layout_of(source.outlines() if isinstance(source, HFTensors) else source)
 
     def fill(memory: mmap.mmap) -> None:
         for name, tensor in tensors_in(layout, memory).items():
             tensor.copy_(source[name].detach())
 
-    with file.holding(source, layout.num_bytes, fill) as region:
+    with file.holding(source, version, layout.num_bytes, fill) as region:
         yield layout, region
 
 

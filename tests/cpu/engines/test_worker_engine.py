@@ -64,7 +64,7 @@ def other_weights(model, seed):
     generator = torch.Generator().manual_seed(seed)
     return {
         name: tensor + 0.02 * torch.randn(tensor.shape, generator=generator)
-        for name, tensor in hf_tensors(model)
+        for name, tensor in hf_tensors(model).items()
     }
 
 
@@ -93,17 +93,14 @@ def test_it_samples_the_bits_of_the_engine_in_this_process(engine, context, mode
     tensors = other_weights(model, seed=1)
     changed = load_checkpoint(DIRECTORY)
     with torch.no_grad():
-        for (_, ours), theirs in zip(hf_tensors(changed), tensors.values(), strict=True):
+        for (_, ours), theirs in zip(hf_tensors(changed).items(), tensors.values(), strict=True):
             ours.copy_(theirs)
     save_checkpoint(changed, tmp_path / "changed", like=DIRECTORY)
     by_pieces = engine.version + 3
-    for source in (dict(hf_tensors(model)), tensors, str(tmp_path / "changed"), tensors):
+    for source in (hf_tensors(model), tensors, str(tmp_path / "changed"), tensors):
         version = engine.version + 1
-        shared = engine._memory
-        if version == by_pieces:  # as to another machine
-            engine._memory = None
+        engine._worker.maps_memory = version != by_pieces  # as to another machine
         asyncio.run(engine.load_weights(source, version=version))
-        engine._memory = shared
         asyncio.run(here.load_weights(source, version=version))
         asked = [
             request(f"{version}-{i}", [*PROMPT, i], seed=i, max_tokens=8, temperature=0.8)
@@ -175,23 +172,36 @@ def test_weights_on_their_way_are_written_once_for_all_who_read_them():
     file = SharedFile()
     first = {"a": torch.arange(5.0), "b": torch.ones(2, 3, dtype=torch.bfloat16)}
     second = {"a": torch.zeros(5), "b": torch.zeros(2, 3, dtype=torch.bfloat16)}
-    with holding(file, first) as (layout, region), holding(file, first) as (_, same):
+    with (
+        holding(file, first, version=1) as (layout, region),
+        holding(file, first, version=1) as (_, same),
+    ):
         assert same is region
-        with holding(file, second) as (_, other), reading(file.fd, layout, region) as found:
+        with (
+            holding(file, second, version=2) as (_, other),
+            reading(file.fd, layout, region) as found,
+        ):
             assert other.start != region.start, "the first is still read"
             assert all(torch.equal(found[name], first[name]) for name in first)
             assert found["b"].dtype == torch.bfloat16
-    with holding(file, second) as (_, again):
-        assert again.start in (region.start, other.start), "memory is used again"
+    with holding(file, second, version=2) as (_, again):
+        assert again == other, "it is there already"
+    first["a"] += 1
+    with (
+        holding(file, first, version=3) as (layout, newer),
+        reading(file.fd, layout, newer) as found,
+    ):
+        assert newer.start == region.start, "memory is used again"
+        assert torch.equal(found["a"], first["a"])
 
 
 def test_weights_that_are_written_over_while_they_are_read_are_noticed():
     file = SharedFile()
-    with holding(file, {"a": torch.ones(4)}) as (layout, region):
+    with holding(file, {"a": torch.ones(4)}, version=1) as (layout, region):
         pass
     with (
         pytest.raises(TornWeightsError, match="written over"),
         reading(file.fd, layout, region),
-        holding(file, {"a": torch.zeros(4)}),
+        holding(file, {"a": torch.zeros(4)}, version=2),
     ):
         pass
