@@ -54,6 +54,12 @@ ROWS = {
         "fault.bias=0.028",
         "fault.trainer_std=5e-4",
     ),
+    "embedded, three times that": (
+        "fault=sampling_noise",
+        "fault.router_std=0.36",
+        "fault.bias=0.084",
+        "fault.trainer_std=1.5e-3",
+    ),
     "embedded, ten times that": (
         "fault=sampling_noise",
         "fault.router_std=1.2",
@@ -83,7 +89,7 @@ def measure(words: tuple[str, ...], seed: int) -> dict[str, float]:
     parts = build(config, check_config(config))
 
     async def sample() -> list[Group]:
-        await parts.publisher().publish(0)
+        await parts.publisher.publish(0)
         try:
             return await collect(
                 parts.engine,
