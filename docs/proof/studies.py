@@ -3,6 +3,7 @@
     python docs/proof/studies.py                      everything (`make studies`)
     python docs/proof/studies.py fork --seeds 8       one study, seeds 0 to 7
     python docs/proof/studies.py --jobs 2             runs at a time, each on one thread
+    python docs/proof/studies.py --collect --seeds 1  what is complete of seed 0, without running
 
 A study is conditions (what is wrong) times arms (what is done about it) times seeds. Each is a run
 of the quickstart's agent, in build/studies/STUDY/CONDITION/ARM/seed-N. A run that is complete is
@@ -59,8 +60,8 @@ REPORTED_NOISE = (
     "fault.trainer_std=5e-4",
 )
 """What KwaiKAT's table has of a mixture: the means of two log-probs 0.008 apart, a variance of
-1e-3 in the sampler and of 1e-7 in the trainer. The variances are of few tokens near a tie and differ
-threefold between batches; noise.py has what was found."""
+1e-3 in the sampler and of 1e-7 in the trainer. The variances are of few tokens near a tie and
+differ threefold between batches; noise.py has what was found."""
 THREE_TIMES = (
     "fault=sampling_noise",
     "fault.router_std=0.36",
@@ -328,6 +329,18 @@ def run_all(name: str, seeds: Sequence[int], jobs: int) -> None:
                 done.result()
 
 
+def complete_conditions(name: str, seeds: Sequence[int]) -> list[str]:
+    """The conditions of which every arm and seed has been run."""
+    study = STUDIES[name]
+    return [
+        condition
+        for condition in study.conditions
+        if all(
+            run_of(name, condition, arm, seed).is_complete for arm in study.arms for seed in seeds
+        )
+    ]
+
+
 # -- figures --------------------------------------------------------------------------------------
 
 
@@ -385,6 +398,7 @@ def figures_of(run: Run) -> dict[str, Any]:
         / sum(r["tokens/sampled"] for r in steps),
         "averaged_k3_mean": over("mismatch_averaged/k3"),
         "behaviour_k3_mean": over("behaviour/k3"),
+        "behaviour_k3_last_10": over("behaviour/k3", slice(-10, None)),
         "behaviour_k3_largest": max(row["behaviour/k3"] for row in steps),
         "replayed_share": over("routing/replayed_share"),
         "collapses": float(collapsed is not None),
@@ -449,7 +463,7 @@ def aggregate(seeds: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 def figures(name: str, seeds: Sequence[int]) -> dict[str, Any]:
     study = STUDIES[name]
     conditions: dict[str, Any] = {}
-    for condition in study.conditions:
+    for condition in complete_conditions(name, seeds):
         for arm in study.arms:
             of_seeds: dict[str, Any] = {}
             for seed in seeds:
@@ -514,10 +528,11 @@ def draw(name: str, seeds: Sequence[int]) -> Path:
     """A row of panels per condition and a line per arm; with one arm, a line per condition."""
     study = STUDIES[name]
     has_arms = len(study.arms) > 1
+    conditions = complete_conditions(name, seeds)
     rows = (
-        [(c, {arm: (c, arm) for arm in study.arms}) for c in study.conditions]
+        [(c, {arm: (c, arm) for arm in study.arms}) for c in conditions]
         if has_arms
-        else [("", {c: (c, next(iter(study.arms))) for c in study.conditions})]
+        else [("", {c: (c, next(iter(study.arms))) for c in conditions})]
     )
     width = len(study.curves)
     figure, axes = pyplot.subplots(
@@ -598,13 +613,20 @@ def main() -> None:
     parser.add_argument("study", nargs="*", help=f"some of {', '.join(STUDIES)}; none is all")
     parser.add_argument("--seeds", type=int, help="how many, from 0; usually 3, of fork 5")
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
+    parser.add_argument(
+        "--collect", action="store_true", help="run nothing: write the conditions that are complete"
+    )
     options = parser.parse_args()
     if unknown := [name for name in options.study if name not in STUDIES]:
         parser.error(f"no study {', '.join(unknown)}; there are {', '.join(STUDIES)}")
     for name in options.study or STUDIES:
         print(f"== {name}", flush=True)
         seeds = range(options.seeds or STUDIES[name].num_seeds)
-        run_all(name, seeds, options.jobs)
+        if not options.collect:
+            run_all(name, seeds, options.jobs)
+        elif not complete_conditions(name, seeds):
+            print(f"no condition of {name} is complete for {len(seeds)} seeds")
+            continue
         write(name, seeds)
 
 

@@ -319,6 +319,19 @@ STUDY_COLUMNS = {
         "k3 of the averaged behaviour": "averaged_k3_mean",
         "effective sample size": "ess",
     },
+    "averaging": {
+        "runs that collapse": "collapses",
+        "at step": "collapse_step",
+        "reward, last 10 steps": "reward_last_10",
+        "worst 10 steps": "reward_worst_10",
+        "held out, greedy": "held_out_greedy",
+        "k3 of what was recorded": "k3_mean",
+        "k3 of what stands for the sampler": "behaviour_k3_mean",
+        "last 10": "behaviour_k3_last_10",
+        "largest": "behaviour_k3_largest",
+        "clipped": "clip_fraction",
+        "replayed": "replayed_share",
+    },
     "sinks": {
         "reward, last 10 steps": "reward_last_10",
         "worst 10 steps": "reward_worst_10",
@@ -355,7 +368,22 @@ def study_table(name: str) -> str:
     return "\n".join(lines) + "\n"
 
 
+def noise_rows() -> str:
+    """What `python docs/proof/noise.py` found."""
+    rows = json.loads((ROOT / "docs" / "proof" / "noise.json").read_text())["rows"]
+    lines = [
+        "| engine | diff | var rollout | var train | of probabilities | abs diff of one pass |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, row in rows.items():
+        three = [f"{row[f]:.2g}" for f in ("diff", "var_rollout", "var_train")]
+        probs = ", ".join(f"{row[f'prob_{f}']:.2g}" for f in ("diff", "var_rollout", "var_train"))
+        lines.append(f"| {name} | {' | '.join(three)} | {probs} | {row['single_diff']:.2g} |")
+    return "\n".join(lines) + "\n"
+
+
 TABLES = {
+    "noise": noise_rows,
     "metrics": metrics_table,
     "columns": columns_table,
     "rooms": rooms_table,
