@@ -85,9 +85,9 @@ class Chunk:
     not among them; whole, on the last chunk of a call that asked."""
     support: Sequence[Sequence[int]] | None = None
     """For each of `token_ids`, the ids that it was drawn from; empty is the whole vocabulary."""
-    label: str | None = None
-    """Of the weights that sampled it, by a server that keeps one (`lease.Labelled`) and says so
-    with its answers."""
+    labels: Sequence[str] = ()
+    """Of the weights that sampled it, by a server that keeps labels (`lease.Labelled`) and says so
+    with its answers: on the last chunk of a call, or on each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +99,8 @@ class WireScores:
     prompt_ids: Sequence[int] | None = None
     """As of `Chunk`."""
     num_cached_tokens: int = 0
+    labels: Sequence[str] = ()
+    """As of `Chunk`."""
 
 
 class Wire(Protocol):
@@ -471,16 +473,17 @@ class ServedEngine:
                 f"{error}. What it has sampled since is of unknown weights."
             ) from error
 
-    def _check_label(self, label: str, version: int) -> None:
-        """Of an answer of the weights of `version`."""
+    def _check_labels(self, labels: Sequence[str], version: int) -> None:
+        """Of an answer by the weights of `version`."""
         if self._lease is None or not self._is_held:
             return
-        self._is_labelled = True
-        try:
-            self._lease.check_held(label, version)
-        except LeaseError as error:
-            self._violation = error
-            raise
+        for label in labels:
+            self._is_labelled = True
+            try:
+                self._lease.check_held(label, version)
+            except LeaseError as error:
+                self._violation = error
+                raise
 
     def take_metrics(self) -> dict[str, float]:
         """Requests that failed, and calls that were made again."""
@@ -741,8 +744,7 @@ class ServedEngine:
             num_cached = max(num_cached, chunk.num_cached_tokens)
             if chunk.prompt_ids is not None:
                 self._check_echo(where, prompt_ids, chunk.prompt_ids)
-            if chunk.label is not None:
-                self._check_label(chunk.label, reply.version)
+            self._check_labels(chunk.labels, reply.version)
             self._take(where, reply, chunk)
             has_ended = chunk.finish_reason is not None
             if has_ended or not reply.has_sent:
@@ -910,6 +912,7 @@ class ServedEngine:
             elif error is not None:
                 raise error
             else:
+                self._check_labels(call.result().labels, version)
                 return call.result(), version
 
     # -- the gate -----------------------------------------------------------------------------

@@ -159,11 +159,15 @@ def test_new_weights_are_exact_where_vllms_own_reload_leaves_a_tied_head_old(den
 
 
 def test_weights_that_somebody_else_loads_are_noticed_by_the_next_reply(dense):
-    label = dense.wire.label
+    load(dense, locate_model("tiny-qwen3"), dense.version + 1)
+    label = run(dense.wire.read_label())
+    assert label.startswith("lockstep/") and label.endswith(f"/{dense.version}")
     try:
-        post(dense, "/update_weight_version", {"new_version": "another run/7"})
-        with pytest.raises(LeaseError, match="another run/7"):
+        post(dense, "/update_weight_version", {"new_version": "lockstep/another/77/7"})
+        with pytest.raises(LeaseError, match="loaded by the run 'another'"):
             ask(dense, "theirs")
+        with pytest.raises(LeaseError, match="not trained on"):
+            run(dense.check_lease())
     finally:
         post(dense, "/update_weight_version", {"new_version": label})
     ask(dense, "ours")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from lockstep.engines.base import Engine, EngineContext
 from lockstep.engines.http import HttpClient
+from lockstep.engines.lease import Lease
 from lockstep.engines.served import ServedEngine
 from lockstep.engines.vllm.config import VllmConfig
 from lockstep.engines.vllm.server import VllmServer
@@ -19,13 +20,9 @@ HOW_STARTED = (
 class VllmEngine(ServedEngine):
     """`Engine` over a vLLM server."""
 
-    def __init__(self, wire: VllmWire) -> None:
-        super().__init__(wire)
+    def __init__(self, wire: VllmWire, lease: Lease) -> None:
+        super().__init__(wire, lease=lease)
         self.wire = wire
-
-    async def check_lease(self) -> None:
-        """Raises LeaseError if the server runs weights that this run has not loaded."""
-        await self.wire.check_lease()
 
 
 class StartedVllmEngine(VllmEngine):
@@ -53,12 +50,14 @@ def make_vllm_engine(config: VllmConfig, context: EngineContext) -> Engine:
             how_started=HOW_STARTED,
         )
         client.wait_until_up("/health", config.start_seconds, context.on_wait)
-        return VllmEngine(VllmWire(client, read_facts(client, context), context))
+        lease = Lease(context.run, server=client.url, take_over=config.take_over)
+        return VllmEngine(VllmWire(client, read_facts(client, context), context), lease)
     server = VllmServer(config, context)
     try:
         server.wait(context.on_wait)
         facts = read_facts(server.client, context)
-        return StartedVllmEngine(VllmWire(server.client, facts, context, server=server))
+        lease = Lease(context.run, server=server.client.url)
+        return StartedVllmEngine(VllmWire(server.client, facts, context, server=server), lease)
     except BaseException:  # Ctrl-C while it loads leaves no server either
         server.close()
         raise

@@ -30,7 +30,7 @@ from lockstep.engines.base import Capabilities, EngineContext, WeightSource
 from lockstep.engines.http import HttpClient
 from lockstep.engines.served import Chunk, WireScores
 from lockstep.engines.vllm.server import WORKER_EXTENSION, VllmServer
-from lockstep.errors import CapabilityError, EngineError, LeaseError, ServerRefusedError
+from lockstep.errors import CapabilityError, EngineError, ServerRefusedError
 from lockstep.types import Distribution, Int32Array, Request, Routes
 
 CHECKED_VERSION = "0.32"
@@ -220,7 +220,7 @@ class VllmWire:
         server: VllmServer | None = None,
     ) -> None:
         self._client, self._facts, self._context, self.server = client, facts, context, server
-        self._owner = f"{context.run}/{secrets.token_hex(4)}"
+        self._owner = f"{context.run}-{secrets.token_hex(4)}"
         self._adapter = ""
         self._is_asleep = False
         self.must_restart = ""
@@ -231,8 +231,6 @@ class VllmWire:
                 f"--worker-extension-cls={WORKER_EXTENSION} and this package on its PYTHONPATH, or "
                 "leave engine.urls out: a server that the run starts is started again instead."
             )
-        self.label = self._label_of(0)
-        self._set_label_now()
 
     @property
     def capabilities(self) -> Capabilities:
@@ -328,7 +326,6 @@ class VllmWire:
             )
         body = self._body(call_id, token_ids, settings, priority)
         answer = await self._client.post(GENERATE, body)
-        self._check_label(answer["choices"][0])
         entries = answer["prompt_logprobs"]
         found = [
             float(entries[at][str(token_id)]["logprob"])
@@ -339,6 +336,7 @@ class VllmWire:
             logprobs=[_finite(value) for value in found],
             prompt_ids=answer["prompt_token_ids"],
             num_cached_tokens=_num_cached(answer),
+            labels=_labels(answer["choices"][0]),
         )
 
     def _body(
@@ -356,8 +354,6 @@ class VllmWire:
         return body
 
     def _chunk(self, answer: Any, choice: Any, *, has_ended: bool) -> Chunk:
-        if has_ended:
-            self._check_label(choice)
         ids = choice["token_ids"] or []
         content = (choice["logprobs"] or {}).get("content") or []
         told = [entry["token_id"] for entry in content]
@@ -378,6 +374,7 @@ class VllmWire:
             num_cached_tokens=_num_cached(answer),
             routed_experts=None if routes is None else _routes(routes),
             support=choice.get("sampling_mask"),
+            labels=_labels(choice) if has_ended else (),
         )
 
     async def abort(self, call_id: str) -> None:
@@ -422,8 +419,13 @@ class VllmWire:
                     "method": "lockstep_load_directory", "kwargs": {"directory": str(directory)}
                 }  # fmt: skip
             await self._client.post("/collective_rpc", call)
-        self.label = self._label_of(version)
-        await self._client.post("/update_weight_version", {"new_version": self.label})
+
+    async def read_label(self) -> str:
+        """Empty for a server that is gone and that the next load starts again."""
+        return "" if self._is_gone else (await self._client.get("/weight_info"))["weight_version"]
+
+    async def write_label(self, label: str) -> None:
+        await self._client.post("/update_weight_version", {"new_version": label})
 
     async def _load_adapter(self, directory: Path, version: int) -> None:
         if not self._facts.has_adapters:
@@ -433,7 +435,7 @@ class VllmWire:
                 "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1."
             )
         # A name of its own for each version: the keys of cached prefixes hold the name.
-        before, self._adapter = self._adapter, f"{self._owner}/{version}".replace("/", "-")
+        before, self._adapter = self._adapter, f"{self._owner}-{version}"
         await self._client.post(
             "/v1/load_lora_adapter", {"lora_name": self._adapter, "lora_path": str(directory)}
         )
@@ -459,29 +461,6 @@ class VllmWire:
     def _is_gone(self) -> bool:
         return self.server is not None and not self.server.is_running
 
-    def _label_of(self, version: int) -> str:
-        return f"{self._owner}/{version}"
-
-    def _set_label_now(self) -> None:
-        self._client.call_now("/update_weight_version", {"new_version": self.label})
-
-    def _check_label(self, choice: Any) -> None:
-        """Raises LeaseError unless every token was sampled by the weights that we loaded last."""
-        for span in choice.get("weight_versions") or ():
-            self._check_own(span["version"])
-
-    def _check_own(self, label: str) -> None:
-        if label != self.label:
-            raise LeaseError(
-                f"{self.url} runs the weights {label!r}; this run loaded {self.label!r} "
-                "last. The server was started anew, or another run loads weights into it: give "
-                "each run a server of its own."
-            )
-
-    async def check_lease(self) -> None:
-        """Raises LeaseError if somebody else loaded weights since we did."""
-        self._check_own((await self._client.get("/weight_info"))["weight_version"])
-
     # -- health, memory and end ---------------------------------------------------------------
 
     async def ping(self) -> None:
@@ -499,6 +478,11 @@ class VllmWire:
         await self._client.close()
         if self.server is not None:
             await asyncio.to_thread(self.server.close)
+
+
+def _labels(choice: Any) -> tuple[str, ...]:
+    """Of the weights that sampled an answer's tokens, in order."""
+    return tuple(span["version"] for span in choice.get("weight_versions") or ())
 
 
 def _num_cached(answer: Any) -> int:

@@ -33,7 +33,7 @@ class LabelledWire(EngineWire):
         self.server = server
 
     def with_label(self, chunk):
-        return replace(chunk, label=self.server.label)
+        return replace(chunk, labels=(self.server.label,))
 
     async def read_label(self):
         return self.server.label
