@@ -81,6 +81,11 @@ def mismatch_alarm(
         setting = f"for {'MoE' if architecture == 'moe' else 'dense'} across engines"
         normal = f"k3 {low:.0e}..{high:.0e}"
     normal = f"normal {setting}: {normal}"
+    age = metrics.get("staleness/max", 0)
+    is_aged = age > 0 and not is_one_process
+    if is_aged:  # the policy itself has moved: no band says by how much
+        high = math.inf
+        normal = f"tokens are up to {age:g} update(s) old; mismatch/by_age/0 is the numerics alone"
     k3 = metrics["mismatch/k3"]
     shown = f"mismatch {value:.2g}"
     if value > CRITICAL_LIMIT:
@@ -95,7 +100,7 @@ def mismatch_alarm(
         return Alarm(
             "warning",
             value,
-            f"{shown} is above {WARNING_LIMIT:g}, {place} ({normal}). The "
+            f"{shown} is above {WARNING_LIMIT:g}{'' if is_aged else f', {place}'} ({normal}). The "
             "report's trajectories, sorted by mismatch, show where.",
         )
     if k3 > high:

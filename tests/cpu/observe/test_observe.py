@@ -133,6 +133,15 @@ def test_an_alarm_says_the_value_and_what_is_normal():
     )
 
 
+def test_old_tokens_have_no_normal_gap_and_the_alarm_says_how_old_they_are():
+    row = {**row_of(k3=0.005), "staleness/max": 2.0}
+    assert mismatch_alarm(row, "dense").level == "ok"
+    row = {**row_of(k3=0.02), "staleness/max": 2.0}
+    text = mismatch_alarm(row, "dense").text
+    assert "up to 2 update(s) old" in text and "normal" not in text
+    assert mismatch_alarm(row, "dense", is_one_process=True).text.endswith("show where.")
+
+
 def test_mismatch_is_the_largest_of_the_three():
     assert mismatch(row_of(-0.5, 0.1, 0.2)) == 0.5
     assert mismatch({"mismatch_after/k1": 1, "mismatch_after/k2": 2, "mismatch_after/k3": 3},
