@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from lockstep.agent.loop import truncation_notice
 from lockstep.config import tag
+from lockstep.engines.config import EmbeddedConfig
 from lockstep.foundation import (
     Foundation,
     Numerics,
@@ -66,6 +67,15 @@ def plan(
         f"memory     {describe_memory(config, foundation, numerics=numerics)}",
         *(f"warning    {text}" for text in config.chosen_correction.warnings()),
     ]
+    if (
+        config.max_staleness
+        and isinstance(config.engine, EmbeddedConfig)
+        and (not config.engine.replicas)
+    ):
+        lines.append(
+            "warning    engine.replicas=0: sampler and trainer take turns at one Python interpreter, "
+            "which costs a small model more than it gains; engine.replicas=1 samples beside it"
+        )
     if config.fault is not None:
         lines.append(f"fault      {config.fault.describe()}")
     return lines

@@ -253,6 +253,11 @@ class Config(ModelChoice):
                 f"correction.anchor=on_policy with {where}: it fixes at 1 the ratio between the "
                 "policy in training and an older one. Use correction=mis or decoupled."
             )
+        if self.chosen_correction.behaviour == "averaged" and self.sync_kv == "keep":
+            raise ConfigError(
+                "correction.behaviour=averaged with sync_kv=keep: a re-scoring computes the keys "
+                "that the sampler went on without, and averages another policy. Set sync_kv=drop."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -138,7 +138,10 @@ class Session:
     def is_one_process(self) -> bool:
         """Whether sampler and trainer are one process over one set of ops and weights: what is
         normal then does not change with a fault that is injected into it."""
-        return self.config.is_in_step or self.parts.engine.capabilities.shares_weights
+        config, engine = self.config, self.parts.engine
+        return config.is_in_step or (
+            engine.capabilities.shares_weights and not config.max_staleness
+        )
 
     async def test(self) -> dict[str, float]:
         """An evaluation of the policy as it stands; its episodes are recorded too."""

@@ -144,11 +144,18 @@ class Publisher:
         is_following = self.last_look is not None and self.last_look.is_following
         return "correlated" if is_following else "qualified"
 
+    @property
+    def has_copy(self) -> bool:
+        """What an engine in this process runs is not the trained model itself."""
+        return self.sampled.embedding is not self.trainer.model.embedding
+
     def describe(self) -> str:
         """One line: the form, and how far it is verified."""
         place = self._place or "a temporary directory"
         how = {
-            "shared": "the engine runs the trainer's own weights: a version number, nothing moves",
+            "shared": "a copy in this process, written at every sync"
+            if self.has_copy
+            else "the engine runs the trainer's own weights: a version number, nothing moves",
             "tensors": "tensors, one by one",
             "directory": f"a checkpoint per version in {place}",
             "adapter": "the adapter alone, in PEFT's form",
@@ -211,10 +218,9 @@ class Publisher:
             await self.engine.resume(kv="keep")
 
     async def _send_shared(self, version: int) -> None:
-        trained = self.trainer.model
-        if self.sampled.embedding is not trained.embedding:
+        if self.has_copy:
             # No await from here to the load: no step samples with weights of two versions.
-            copy_whole(trained, self.sampled, is_trained_only=self._is_copied)
+            copy_whole(self.trainer.model, self.sampled, is_trained_only=self._is_copied)
             self._is_copied = True
         await self._load(None, version)
         self.version = version

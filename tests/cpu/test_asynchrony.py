@@ -322,6 +322,7 @@ def test_a_run_that_is_killed_goes_on_from_its_checkpoint_without_losing_a_task(
         (("sync_kv=keep",), "no episode lasts over an update"),
         (("contract=true-on-policy", "max_staleness=1"), "older weights have sampled"),
         (("correction=on_policy", "max_staleness=1"), "fixes at 1 the ratio"),
+        (("correction=averaged", "max_staleness=1", "sync_kv=keep"), "averages another policy"),
         (("engine.share_device=true", "max_staleness=1"), "sleeps while the trainer trains"),
     ],
 )
