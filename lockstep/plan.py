@@ -67,14 +67,11 @@ def plan(
         f"memory     {describe_memory(config, foundation, numerics=numerics)}",
         *(f"warning    {text}" for text in config.chosen_correction.warnings()),
     ]
-    if (
-        config.max_staleness
-        and isinstance(config.engine, EmbeddedConfig)
-        and (not config.engine.replicas)
-    ):
+    has_one_interpreter = isinstance(config.engine, EmbeddedConfig) and not config.engine.replicas
+    if config.max_staleness and has_one_interpreter:
         lines.append(
-            "warning    engine.replicas=0: sampler and trainer take turns at one Python interpreter, "
-            "which costs a small model more than it gains; engine.replicas=1 samples beside it"
+            "warning    engine.replicas=0: sampler and trainer take turns at one interpreter; "
+            "max_staleness can cost more than it gains then. engine.replicas=1 samples beside it"
         )
     if config.fault is not None:
         lines.append(f"fault      {config.fault.describe()}")
