@@ -73,9 +73,12 @@ class HttpClient:
 
     # -- in the event loop --------------------------------------------------------------------
 
-    async def post(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        """The JSON that the server answers to `body`; None for an empty answer."""
-        return await self._call("POST", path, body)
+    async def post(
+        self, path: str, body: Mapping[str, Any] | None = None, *, is_json: bool = True
+    ) -> Any:
+        """The JSON that the server answers to `body`; None for an empty answer. is_json=False: of
+        a route that answers in words, which are dropped."""
+        return await self._call("POST", path, body, is_json=is_json)
 
     async def get(self, path: str) -> Any:
         return await self._call("GET", path, None)
@@ -107,20 +110,23 @@ class HttpClient:
 
     async def close(self) -> None:
         """Closes the session of this event loop, and forgets those of loops that have ended."""
-        here = asyncio.get_running_loop()
-        for loop, session in list(self._sessions.items()):
-            if loop is here:
-                await session.close()
-            elif not loop.is_closed():
-                continue
-            else:
-                session.detach()  # its sockets went with their loop
-            del self._sessions[loop]
+        session = self._sessions.pop(asyncio.get_running_loop(), None)
+        if session is not None:
+            await session.close()
+        self._forget_ended_loops()
 
-    async def _call(self, method: str, path: str, body: Mapping[str, Any] | None) -> Any:
+    def _forget_ended_loops(self) -> None:
+        for loop in [loop for loop in self._sessions if loop.is_closed()]:
+            self._sessions.pop(loop).detach()  # its sockets went with their loop
+
+    async def _call(
+        self, method: str, path: str, body: Mapping[str, Any] | None, *, is_json: bool = True
+    ) -> Any:
         async with self._answer(method, path, body) as answer:
             content = await answer.read()
-        return _parsed(self._where(method, path), content) if content.strip() else None
+        if not is_json or not content.strip():
+            return None
+        return _parsed(self._where(method, path), content)
 
     @asynccontextmanager
     async def _answer(
@@ -161,6 +167,7 @@ class HttpClient:
                 raise MissingExtraError.of(
                     "aiohttp", extra="http", needed_for=f"engine {self.name}"
                 ) from None
+            self._forget_ended_loops()
             session = self._sessions[loop] = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=30.0),
                 timeout=aiohttp.ClientTimeout(

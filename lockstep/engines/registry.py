@@ -11,6 +11,7 @@ from functools import singledispatch
 from lockstep.engines.base import Engine, EngineContext
 from lockstep.engines.config import EmbeddedConfig, EngineConfig, ServedConfig
 from lockstep.engines.openai.config import OpenAIConfig
+from lockstep.engines.sglang.config import SGLangConfig
 from lockstep.engines.vllm.config import VllmConfig
 from lockstep.errors import CapabilityError, ConfigError
 
@@ -119,6 +120,13 @@ def _(config: VllmConfig, context: EngineContext) -> Engine:
     from lockstep.engines.vllm.engine import make_vllm_engine
 
     return make_vllm_engine(config, context)
+
+
+@make_engine.register
+def _(config: SGLangConfig, context: EngineContext) -> Engine:
+    from lockstep.engines.sglang.engine import sglang_engine
+
+    return sglang_engine(config, context)
 
 
 def check_capabilities(

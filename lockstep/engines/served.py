@@ -182,6 +182,8 @@ class ServedStats:
     """Calls that the server ended at a stop id of its own, and that were gone on with."""
     failed_requests: int = 0
     sampled_tokens: int = 0
+    dropped_tokens: int = 0
+    """Of those: sampled in calls that were aborted, without the routes that were asked for."""
     prefilled_tokens: int = 0
     cached_tokens: int = 0
     scored_tokens: int = 0
@@ -803,6 +805,8 @@ class ServedEngine:
     def _end_call(self, where: str, reply: _Reply, chunk: Chunk, num_sampled: int) -> None:
         name, ids = self.capabilities.name, reply.token_ids
         if reply.request.sampling.record_routes:
+            if chunk.finish_reason == "abort" and chunk.routed_experts is None:
+                self._drop_last(reply, num_sampled)  # without their routes they are of no use
             self._take_routes(where, reply, chunk.routed_experts)
         stop_ids = reply.request.sampling.stop_ids
         has_stopped = bool(ids) and ids[-1] in stop_ids
@@ -842,6 +846,14 @@ class ServedEngine:
                 "left out of the ids. It was chosen by the model and is trained, so it is not put "
                 f"back by guess. Expected one of {list(stop_ids)} as the last id."
             )
+
+    def _drop_last(self, reply: _Reply, num_sampled: int) -> None:
+        """Forgets the tokens of a call: they are sampled again."""
+        stop = len(reply.token_ids) - num_sampled
+        del reply.token_ids[stop:], reply.logprobs[stop:]
+        if reply.support is not None:
+            del reply.support[stop:]
+        self.stats.dropped_tokens += num_sampled
 
     def _take_routes(self, where: str, reply: _Reply, routes: Routes | None) -> None:
         stop = max(reply.num_routed, len(reply.request.prompt_ids) + len(reply.token_ids) - 1)

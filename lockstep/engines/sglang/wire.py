@@ -1,0 +1,398 @@
+"""SGLang's server in its own words: /generate, and the routes that change its weights.
+
+Read from the source of SGLang 0.5.23, whose request and response types are recorded in
+tests/cpu/engines/recorded; no server has run it yet.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+import secrets
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lockstep.engines.base import Capabilities, EngineContext, WeightSource
+from lockstep.engines.http import HttpClient
+from lockstep.engines.probe import (
+    NUM_TOKENS,
+    agree,
+    check_same_model,
+    prompt_of,
+    recorded_distribution,
+)
+from lockstep.engines.served import Chunk, WireScores
+from lockstep.errors import CapabilityError, EngineError, LeaseError, ServerRefusedError
+from lockstep.types import Distribution, Int32Array, Request, Routes
+
+CHECKED_VERSION = "0.5.23"
+"""Of SGLang, that this was read from."""
+
+ADAPTER_FILE = "adapter_config.json"
+
+PAUSE_SECONDS = 1.0
+"""How long aborted calls may take until the pause is asked for all the same: one that finds calls
+running looks again a second later."""
+
+FLUSH_SECONDS = 60.0
+"""How long the server may take until no request holds a cached prefix."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What a server says of itself, or shows when it is asked for some tokens."""
+
+    version: str
+    max_tokens: int
+    distribution: Distribution
+    has_score: bool
+    is_deterministic: bool
+    has_prefix_cache: bool
+    has_routes: bool
+    has_sleep: bool
+    has_adapters: bool
+    sends_increments: bool
+    """A stream's event has the tokens since the last, and not all."""
+    priority_sign: int
+    """1: lower runs first; -1: higher does; 0: it takes no priorities."""
+    num_ranks: int
+    """Processes that share the weights: each is handed them."""
+
+
+def read_facts(client: HttpClient, context: EngineContext, *, deterministic: bool) -> Facts:
+    """Asks a server that is up. Raises CapabilityError if it cannot be used, with the reason."""
+    info = client.call_now("/server_info")
+    if info.get("is_embedding"):
+        raise CapabilityError(f"engine sglang at {client.url} serves embeddings, not tokens.")
+    if deterministic and not info.get("enable_deterministic_inference"):
+        raise CapabilityError(
+            f"engine sglang at {client.url} was started without --enable-deterministic-inference, "
+            "and engine.deterministic=true wants it. Start it with the flag, or leave the setting."
+        )
+    routed, _, active = _shape_of_routes(context)
+    prompt = prompt_of(context.vocab_size)
+
+    def ask(ids: Sequence[int], **changes: Any) -> Mapping[str, Any]:
+        settings = {"max_new_tokens": NUM_TOKENS, "ignore_eos": True, **changes}
+        body = {"input_ids": list(ids), "sampling_params": settings, "return_logprob": True}
+        return client.call_now("/generate", body)["meta_info"]
+
+    greedy = _entries(ask(prompt, temperature=0.0), "output_token_logprobs")
+    if len(greedy[0]) != NUM_TOKENS:
+        raise EngineError(
+            f"engine sglang at {client.url} sampled {len(greedy[0])} tokens of {NUM_TOKENS}."
+        )
+    plain, cool = (
+        _entries(ask(prompt, temperature=t, top_k=1), "output_token_logprobs") for t in (1.0, 0.5)
+    )
+    distribution = recorded_distribution(greedy[0], plain, cool)
+    if distribution is None:
+        raise CapabilityError(
+            f"engine sglang at {client.url} does not choose the likeliest token with top_k=1: "
+            "whose log-probs it records cannot be told. A custom sampler or logits processor?"
+        )
+    check_same_model("sglang", client.url, context, prompt, *greedy)
+    body = _scoring_body([*prompt, *greedy[0]], first=len(prompt))
+    about = client.call_now("/generate", body)["meta_info"]
+    scores = _entries(about, "input_token_logprobs")[1]
+    has_priorities = info.get("enable_priority_scheduling")
+    lower_first = info.get("schedule_low_priority_values_first")
+    return Facts(
+        version=str(info.get("version", "?")),
+        max_tokens=int(info["max_req_input_len"]),
+        distribution=distribution,
+        has_score=agree(scores[1:], greedy[1]),
+        is_deterministic=bool(info.get("enable_deterministic_inference")),
+        has_prefix_cache=not info.get("disable_radix_cache"),
+        has_routes=bool(info.get("enable_return_routed_experts") and routed and active),
+        has_sleep=bool(info.get("enable_memory_saver")),
+        has_adapters=bool(info.get("enable_lora")),
+        sends_increments=bool(info.get("incremental_streaming_output")),
+        priority_sign=0 if not has_priorities else 1 if lower_first else -1,
+        num_ranks=int(info.get("tp_size") or 1),
+    )
+
+
+def _shape_of_routes(context: EngineContext) -> tuple[list[int], int, int]:
+    """(layers that route, all layers, experts per token) of the trainer's model."""
+    config = getattr(context.model, "config", None)
+    if not getattr(config, "is_moe", False):
+        return [], 0, 0
+    return list(config.routed_layers), config.num_layers, config.num_active_experts
+
+
+def _entries(about: Mapping[str, Any], name: str) -> tuple[list[int], list[float]]:
+    """(ids, log-probs) of the entries [log-prob, id, text]; NaN where there is no log-prob."""
+    rows = about.get(name) or []
+    values = [float("nan") if row[0] is None else float(row[0]) for row in rows]
+    return [int(row[1]) for row in rows], values
+
+
+def _scoring_body(ids: Sequence[int], *, first: int) -> dict[str, Any]:
+    return {
+        "input_ids": list(ids),
+        "sampling_params": {"max_new_tokens": 1, "temperature": 0.0, "ignore_eos": True},
+        "return_logprob": True,
+        # Its first entry is of the id that stands there, and has no log-prob.
+        "logprob_start_len": first - 1,
+        "return_prompt_token_ids": True,
+    }
+
+
+class SGLangWire:
+    """`Wire` to one server."""
+
+    ends_calls = True
+
+    def __init__(
+        self, client: HttpClient, facts: Facts, context: EngineContext, *, uses_ipc: bool
+    ) -> None:
+        self.url = client.url
+        self._client, self._facts, self._uses_ipc = client, facts, uses_ipc
+        self._routed, self._num_layers, self._num_active = _shape_of_routes(context)
+        self._owner = f"{context.run}/{secrets.token_hex(4)}"
+        self._label = f"{self._owner}/0"
+        self._adapter = ""
+        self._running: set[str] = set()
+        sources: tuple[WeightSource, ...] = ("tensors",) if uses_ipc else ("directory",)
+        self.capabilities = Capabilities(
+            name="sglang",
+            vocab_size=context.vocab_size,
+            max_tokens=facts.max_tokens,
+            distributions=(facts.distribution,),
+            has_seeds=facts.is_deterministic,
+            has_positional_draws=facts.is_deterministic,
+            has_prefix_cache=facts.has_prefix_cache,
+            has_routed_experts=facts.has_routes,
+            has_adapters=facts.has_adapters,
+            has_score=facts.has_score,
+            scored_distributions=("model",),  # a prompt's log-probs know no temperature
+            has_sleep=facts.has_sleep,
+            weight_sources=(*sources, *(("adapter",) if facts.has_adapters else ())),
+        )
+        client.call_now(
+            "/update_weight_version", {"new_version": self._label, "abort_all_requests": False}
+        )
+
+    # -- calls --------------------------------------------------------------------------------
+
+    async def generate(self, request: Request) -> AsyncIterator[Chunk]:
+        # The scheduler aborts every request whose id begins with the one that it is given.
+        call_id = f"{request.id}."
+        body = self._body(request, call_id)
+        self._running.add(call_id)
+        try:
+            if not request.stream:
+                yield self._chunk(await self._client.post("/generate", body), request, 0)
+                return
+            num_before = 0
+            async for event in self._client.stream("/generate", body | {"stream": True}):
+                chunk = self._chunk(event, request, num_before)
+                if not self._facts.sends_increments:
+                    num_before += len(chunk.token_ids)
+                yield chunk
+        finally:
+            self._running.discard(call_id)
+
+    def _body(self, request: Request, call_id: str) -> dict[str, Any]:
+        sampling, facts = request.sampling, self._facts
+        settings: dict[str, Any] = {
+            "max_new_tokens": sampling.max_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p if sampling.is_truncated else 1.0,
+            "top_k": sampling.top_k if sampling.is_truncated and sampling.top_k else -1,
+            # Not ignore_eos: it would ignore the stop ids as well. Without it the server also ends
+            # at ids of its own, and the reply goes on in another call.
+            "ignore_eos": not sampling.stop_ids,
+            "stop_token_ids": list(sampling.stop_ids),
+            "no_stop_trim": True,
+        }
+        if facts.is_deterministic:
+            settings["sampling_seed"] = request.seed
+        body: dict[str, Any] = {
+            "rid": call_id,
+            "input_ids": request.prompt_ids.tolist(),
+            "sampling_params": settings,
+            "return_logprob": True,
+            "return_prompt_token_ids": True,
+        }
+        if facts.priority_sign:
+            body["priority"] = facts.priority_sign * request.priority
+        if adapter := request.adapter or self._adapter:
+            body["lora_path"] = adapter
+        if sampling.record_routes:
+            body["return_routed_experts"] = True
+            body["routed_experts_start_len"] = request.routes_from
+        return body
+
+    def _chunk(self, answer: Any, request: Request, num_before: int) -> Chunk:
+        """num_before: tokens of the answer that came with an event before it."""
+        about = answer["meta_info"]
+        self._check_label(about)
+        ids, logprobs = answer["output_ids"], _entries(about, "output_token_logprobs")
+        if logprobs[0] != list(ids):
+            raise EngineError(
+                f"{self.url}: log-probs of the ids {logprobs[0][:8]} beside the ids {ids[:8]}."
+            )
+        reason = about["finish_reason"] or {}
+        kind = reason.get("type")
+        if kind not in (None, "stop", "length", "abort"):
+            raise EngineError(f"{self.url}: a reply that ended with {kind!r}.")
+        if kind == "abort" and reason.get("status_code"):
+            raise ServerRefusedError(
+                f"{self.url} refused a request: {reason.get('message')}",
+                status=int(reason["status_code"]),
+            )
+        routes = None
+        if request.sampling.record_routes and about.get("routed_experts") is not None:
+            routes = self._routes(about["routed_experts"])
+        return Chunk(
+            token_ids=ids[num_before:],
+            logprobs=logprobs[1][num_before:],
+            finish_reason=kind,
+            stop=reason.get("matched"),
+            prompt_ids=answer.get("prompt_token_ids"),
+            num_cached_tokens=int(about.get("cached_tokens") or 0),
+            routed_experts=routes,
+        )
+
+    def _routes(self, text: str) -> Routes:
+        """[T, layers that route, active]: SGLang sends every layer, as int32 in base64."""
+        flat = np.frombuffer(base64.b64decode(text), np.int32)
+        shape = (-1, self._num_layers, self._num_active)
+        if flat.size % (self._num_layers * self._num_active):
+            raise EngineError(
+                f"{self.url}: {flat.size} routes, which are no rows of {self._num_layers} layers "
+                f"and {self._num_active} experts: another model?"
+            )
+        return flat.reshape(shape)[:, self._routed].astype(np.int16)
+
+    async def score(
+        self,
+        call_id: str,
+        token_ids: Int32Array,
+        *,
+        first: int,
+        distribution: Distribution,
+        temperature: float,
+        priority: int,
+    ) -> WireScores:
+        if len(token_ids) >= self._facts.max_tokens:
+            raise EngineError(
+                f"score: the text has {len(token_ids)} tokens; SGLang scores at most "
+                f"{self._facts.max_tokens - 1}."
+            )
+        body = _scoring_body(token_ids.tolist(), first=first) | {"rid": f"{call_id}."}
+        if self._facts.priority_sign:
+            body["priority"] = self._facts.priority_sign * priority
+        if self._adapter:
+            body["lora_path"] = self._adapter
+        answer = await self._client.post("/generate", body)
+        self._check_label(answer["meta_info"])
+        return WireScores(
+            logprobs=_entries(answer["meta_info"], "input_token_logprobs")[1][1:],
+            prompt_ids=answer.get("prompt_token_ids"),
+            num_cached_tokens=int(answer["meta_info"].get("cached_tokens") or 0),
+        )
+
+    async def abort(self, call_id: str) -> None:
+        await self._client.post("/abort_request", {"rid": f"{call_id}."})
+
+    # -- weights ------------------------------------------------------------------------------
+
+    async def pause(self) -> None:
+        await self._client.post("/abort_request", {"abort_all": True})
+        deadline = asyncio.get_running_loop().time() + PAUSE_SECONDS
+        while self._running and asyncio.get_running_loop().time() < deadline:
+            await asyncio.sleep(0.005)
+        await self._client.post("/pause_generation", {"mode": "abort"})
+
+    async def resume(self, *, drop_cache: bool) -> None:
+        if drop_cache:
+            path = f"/flush_cache?timeout={FLUSH_SECONDS:g}"
+            await self._client.post(path, is_json=False)
+        await self._client.post("/continue_generation", {})
+
+    async def load_weights(self, source: Mapping[str, Any] | str | None, *, version: int) -> None:
+        """source: a checkpoint directory or an adapter's that the server can read, or tensors on
+        GPUs that it shares."""
+        label = f"{self._owner}/{version}"
+        if isinstance(source, Mapping):
+            payload = _shared_handles(source)
+            body = {
+                "serialized_named_tensors": [payload] * self._facts.num_ranks,
+                "weight_version": label,
+                "flush_cache": True,
+            }
+            await self._client.post("/update_weights_from_tensor", body)
+        elif source is not None and (Path(source) / ADAPTER_FILE).is_file():
+            await self._load_adapter(str(Path(source).absolute()), version)
+            body = {"new_version": label, "abort_all_requests": False}
+            await self._client.post("/update_weight_version", body)
+        elif source is not None:
+            body = {
+                "model_path": str(Path(source).absolute()),
+                "weight_version": label,
+                "flush_cache": True,
+            }
+            await self._client.post("/update_weights_from_disk", body)
+        self._label = label
+
+    async def _load_adapter(self, directory: str, version: int) -> None:
+        # A name of its own for each version: the keys of cached prefixes hold the name.
+        before, self._adapter = self._adapter, f"{self._owner}/{version}".replace("/", "-")
+        body = {"lora_name": self._adapter, "lora_path": directory}
+        await self._client.post("/load_lora_adapter", body)
+        if before and before != self._adapter:
+            await self._client.post("/unload_lora_adapter", {"lora_name": before})
+
+    def _check_label(self, about: Mapping[str, Any]) -> None:
+        spans = about.get("weight_versions") or ({"version": about.get("weight_version")},)
+        for span in spans:
+            self._check_own(span["version"])
+
+    def _check_own(self, label: object) -> None:
+        if label is not None and label != self._label:
+            raise LeaseError(
+                f"{self.url} runs the weights {label!r}; this run loaded {self._label!r} last. The "
+                "server was started anew, or another run loads weights into it: give each run a "
+                "server of its own."
+            )
+
+    async def check_lease(self) -> None:
+        """Raises LeaseError if the server runs weights that this run has not loaded."""
+        self._check_own((await self._client.get("/model_info")).get("weight_version"))
+
+    async def ping(self) -> None:
+        await self._client.get("/model_info")
+
+    async def sleep(self) -> None:
+        await self._client.post("/release_memory_occupation", {"tags": ["kv_cache"]})
+
+    async def wake(self) -> None:
+        await self._client.post("/resume_memory_occupation", {"tags": ["kv_cache"]})
+
+    async def close(self) -> None:
+        await self._client.close()
+
+
+def _shared_handles(tensors: Mapping[str, Any]) -> str:
+    """Handles of the memory that the tensors stand in, as SGLang's MultiprocessingSerializer writes
+    them: the server copies from there, and no weight crosses the network."""
+    import torch.multiprocessing  # noqa: F401  teaches the pickler what a tensor's handle is
+
+    elsewhere = [name for name, tensor in tensors.items() if not tensor.is_cuda]
+    if elsewhere:
+        raise EngineError(
+            f"engine.weights=ipc shares the GPU's memory, and {elsewhere[0]} is on "
+            f"{tensors[elsewhere[0]].device}. Set engine.weights=directory."
+        )
+    buffer = io.BytesIO()
+    ForkingPickler(buffer).dump(list(tensors.items()))
+    return base64.b64encode(buffer.getvalue()).decode()

@@ -1,0 +1,195 @@
+"""engine=sglang against a server that samples and has SGLang's own names. No real one runs here."""
+
+import asyncio
+import dataclasses
+import importlib.util
+
+import numpy as np
+import pytest
+from engine_models import deltas_of, make_engine, make_model, prompt, reply_of, request
+from engine_wire import until
+from fake_servers import context
+from fake_sglang import RECORDED, FakeSGLang
+from safetensors.torch import save_file
+
+from lockstep.engines.registry import make_engine as make_any
+from lockstep.engines.sglang.config import SGLangConfig
+from lockstep.errors import CapabilityError, ConfigError, EngineError, LeaseError
+from lockstep.models.hf_io import hf_tensors
+from lockstep.testing.check_engine import check_engine
+
+DETERMINISTIC = "enable_deterministic_inference"
+
+
+def engine_of(server, model=None, **settings):
+    config = SGLangConfig(urls=(server.url,), start_seconds=5, request_seconds=20, **settings)
+    return make_any(config, context(model or server.model))
+
+
+@pytest.fixture
+def weights(tmp_path):
+    def save(kind="qwen3", seed=1):
+        model = make_model(kind, seed=seed)
+        tensors = {name: t.detach().contiguous() for name, t in hf_tensors(model).items()}
+        save_file(tensors, tmp_path / "model.safetensors")
+        return str(tmp_path), model
+
+    return save
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "gpt_oss"])
+def test_sglang_keeps_every_promise_that_it_claims(kind, weights):
+    flags = (DETERMINISTIC, "enable_memory_saver", "enable_return_routed_experts")
+    with FakeSGLang(make_model(kind), flags=flags) as server:
+        engine = engine_of(server)
+        checked = check_engine(
+            engine, prompt_ids=[1, 2, 3, 4, 5], num_tokens=8, weights=weights(kind)[0], page_size=16
+        )
+        report = asyncio.run(checked)
+    skipped = {"support", "stop strings"} | ({"routed experts"} if kind == "qwen3" else set())
+    assert set(report.skipped) == skipped
+    assert {"weights", "sleep and wake", "abort", "seeds", "score"} <= set(report.passed)
+
+
+@pytest.mark.parametrize("incremental", [True, False])
+def test_a_stream_is_read_in_both_of_its_forms(incremental):
+    flags = (DETERMINISTIC, *(("incremental_streaming_output",) if incremental else ()))
+    with FakeSGLang(flags=flags) as server:
+        engine = engine_of(server)
+        whole, _ = asyncio.run(reply_of(engine, request("a", prompt(9), seed=5)))
+        streamed = asyncio.run(deltas_of(engine, request("b", prompt(9), seed=5, stream=True)))
+    assert [int(i) for d in streamed for i in d.token_ids] == whole.tolist()
+    assert [len(d.token_ids) for d in streamed] == [1] * 12
+
+
+def test_a_reply_over_an_update_is_two_segments_each_of_its_own_weights(weights):
+    directory, new = weights()
+    with FakeSGLang(flags=(DETERMINISTIC,)) as server:
+        engine = engine_of(server)
+        asked = request("a", prompt(9), max_tokens=120, temperature=0.8)
+
+        async def run():
+            task = asyncio.ensure_future(deltas_of(engine, asked))
+            sampled = server.engine.stats.sampled_tokens
+            await until(lambda: server.engine.stats.sampled_tokens > sampled + 10)
+            await engine.load_weights(directory, version=1)
+            return await task
+
+        first, second = asyncio.run(run())
+        assert (first.policy_version, second.policy_version) == (0, 1)
+        assert len(first.token_ids) + len(second.token_ids) == 120
+        path = np.concatenate([asked.prompt_ids, first.token_ids, second.token_ids])
+        turn = 9 + len(first.token_ids)
+        how = {"distribution": "tempered", "temperature": 0.8}
+        old = asyncio.run(make_engine(server.model).score(path, **how)).logprobs
+        by_new = asyncio.run(make_engine(new).score(path, **how)).logprobs
+    assert np.abs(old[9:turn] - first.logprobs).max() < 1e-4
+    assert np.abs(by_new[turn:] - second.logprobs).max() < 1e-4
+    assert server.asked["/flush_cache"] == 1 and server.asked["/continue_generation"] == 1
+
+
+def test_an_end_of_the_servers_own_is_gone_on_with(weights):
+    eos_ids = tuple(range(0, 97, 5))
+    with FakeSGLang(flags=(DETERMINISTIC,), eos_ids=eos_ids) as server:
+        engine = engine_of(server)
+        asked = request("a", prompt(9), max_tokens=60, stop_ids=(200,), seed=3)
+        ids, _ = asyncio.run(reply_of(engine, asked))
+        free = FakeSGLang(server.model, flags=(DETERMINISTIC,))
+        with free:
+            wanted, _ = asyncio.run(reply_of(engine_of(free), asked))
+    assert engine.stats.own_stops > 0 and set(ids.tolist()) & set(eos_ids)
+    assert ids.tolist() == wanted.tolist()  # draws go by place: cut or not, they are the same
+
+
+def test_ids_of_calls_are_no_beginnings_of_one_another():
+    with FakeSGLang() as server:
+        engine = engine_of(server)
+
+        async def run():
+            await asyncio.gather(
+                *(reply_of(engine, request(f"a{n}", prompt(9), max_tokens=2)) for n in range(12))
+            )
+
+        asyncio.run(run())
+    rids = [b["rid"] for path, b in server.bodies if path == "/generate" and "rid" in b]
+    assert len(rids) == 12
+    assert not any(a != b and b.startswith(a) for a in rids for b in rids)
+
+
+def test_log_probs_before_temperature_are_found_out():
+    with FakeSGLang(original_logprobs=True) as server:
+        engine = engine_of(server)
+    assert engine.capabilities.distributions == ("model",)
+    assert not engine.capabilities.has_seeds and not engine.capabilities.has_sleep
+
+
+def test_an_adapter_goes_by_its_name_and_the_one_before_is_unloaded(tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with FakeSGLang(flags=("enable_lora",)) as server:
+        engine = engine_of(server)
+        assert engine.capabilities.weight_sources == ("directory", "adapter")
+
+        async def run():
+            for version in (1, 2):
+                await engine.load_weights(str(tmp_path), version=version)
+                await reply_of(engine, request(f"a{version}", prompt(9)))
+
+        asyncio.run(run())
+        (name,) = server.adapters
+    assert name.endswith("-2") and server.bodies[-1][1]["lora_path"] == name
+
+
+def test_a_load_that_the_server_refuses_says_why(tmp_path):
+    with FakeSGLang() as server:
+        engine = engine_of(server)
+        with pytest.raises(EngineError, match="Failed to update"):
+            asyncio.run(engine.load_weights(str(tmp_path / "nothing"), version=1))
+        with pytest.raises(EngineError, match="load them again"):
+            asyncio.run(reply_of(engine, request("a", prompt(9))))
+
+
+def test_weights_of_somebody_else_are_found_by_the_first_reply():
+    with FakeSGLang() as server:
+        first, second = engine_of(server), engine_of(server)
+        asyncio.run(reply_of(second, request("a", prompt(9))))
+        with pytest.raises(LeaseError, match="another run loads weights into it"):
+            asyncio.run(reply_of(first, request("b", prompt(9))))
+        with pytest.raises(LeaseError):
+            asyncio.run(first.check_lease())
+        asyncio.run(second.check_lease())
+
+
+def test_what_a_run_needs_and_a_server_lacks_is_refused():
+    with FakeSGLang() as server:
+        with pytest.raises(CapabilityError, match="without --enable-deterministic-inference"):
+            engine_of(server, deterministic=True)
+        with pytest.raises(CapabilityError, match="another model than the trainer"):
+            engine_of(server, make_model(seed=8))
+    with pytest.raises(ConfigError, match="engine=sglang needs a server"):
+        SGLangConfig()
+
+
+def test_tensors_that_are_not_on_a_gpu_are_not_shared():
+    with FakeSGLang() as server:
+        engine = engine_of(server, weights="ipc")
+        assert engine.capabilities.weight_sources == ("tensors",)
+        with pytest.raises(EngineError, match=r"engine.weights=ipc shares the GPU's memory"):
+            asyncio.run(engine.load_weights(dict(server.model.named_parameters()), version=1))
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("sglang") is None, reason="sglang is not installed: it needs a GPU"
+)
+def test_the_recorded_names_are_those_of_the_installed_package():
+    from sglang.srt.managers import io_struct
+
+    for name, recorded in RECORDED["types"].items():
+        kind = getattr(io_struct, name, None)
+        if kind is None:
+            continue
+        fields = (
+            {f.name for f in dataclasses.fields(kind)}
+            if dataclasses.is_dataclass(kind)
+            else set(kind.__struct_fields__)
+        )
+        assert set(recorded) <= fields, name
