@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from lockstep.engines.base import EngineContext
 from lockstep.engines.http import HttpClient
+from lockstep.engines.lease import Lease
 from lockstep.engines.served import ServedEngine
 from lockstep.engines.sglang.config import SGLangConfig
 from lockstep.engines.sglang.wire import SGLangWire, read_facts
@@ -13,19 +14,7 @@ HOW_STARTED = (
 )
 
 
-class SGLangEngine(ServedEngine):
-    """`Engine` over an SGLang server."""
-
-    def __init__(self, wire: SGLangWire) -> None:
-        super().__init__(wire)
-        self.wire = wire
-
-    async def check_lease(self) -> None:
-        """Raises LeaseError if the server runs weights that this run has not loaded."""
-        await self.wire.check_lease()
-
-
-def sglang_engine(config: SGLangConfig, context: EngineContext) -> SGLangEngine:
+def sglang_engine(config: SGLangConfig, context: EngineContext) -> ServedEngine:
     """Waits until the server answers, and finds out what it can do."""
     client = HttpClient(
         config.urls[0],
@@ -36,4 +25,6 @@ def sglang_engine(config: SGLangConfig, context: EngineContext) -> SGLangEngine:
     )
     client.wait_until_up("/health", config.start_seconds, context.on_wait)
     facts = read_facts(client, context, deterministic=config.deterministic)
-    return SGLangEngine(SGLangWire(client, facts, context, uses_ipc=config.weights == "ipc"))
+    wire = SGLangWire(client, facts, context, uses_ipc=config.weights == "ipc")
+    lease = Lease(context.run, server=client.url, take_over=config.take_over)
+    return ServedEngine(wire, lease=lease)

@@ -122,7 +122,7 @@ def read_facts(client: HttpClient, context: EngineContext, *, deterministic: boo
 def _shape_of_routes(context: EngineContext) -> tuple[list[int], int, int]:
     """(layers that route, all layers, experts per token) of the trainer's model."""
     config = getattr(context.model, "config", None)
-    if not getattr(config, "is_moe", False):
+    if config is None or not getattr(config, "is_moe", False):  # transformers' have their own
         return [], 0, 0
     return list(config.routed_layers), config.num_layers, config.num_active_experts
 
@@ -156,9 +156,9 @@ class SGLangWire:
         self.url = client.url
         self._client, self._facts, self._uses_ipc = client, facts, uses_ipc
         self._routed, self._num_layers, self._num_active = _shape_of_routes(context)
-        self._owner = f"{context.run}/{secrets.token_hex(4)}"
-        self._label = f"{self._owner}/0"
         self._adapter = ""
+        self._adapters = f"lockstep-{secrets.token_hex(4)}"
+        """Before the names of adapters: those of two runs must not meet."""
         self._running: set[str] = set()
         sources: tuple[WeightSource, ...] = ("tensors",) if uses_ipc else ("directory",)
         self.capabilities = Capabilities(
@@ -175,9 +175,6 @@ class SGLangWire:
             scored_distributions=("model",),  # a prompt's log-probs know no temperature
             has_sleep=facts.has_sleep,
             weight_sources=(*sources, *(("adapter",) if facts.has_adapters else ())),
-        )
-        client.call_now(
-            "/update_weight_version", {"new_version": self._label, "abort_all_requests": False}
         )
 
     # -- calls --------------------------------------------------------------------------------
@@ -234,7 +231,6 @@ class SGLangWire:
     def _chunk(self, answer: Any, request: Request, num_before: int) -> Chunk:
         """num_before: tokens of the answer that came with an event before it."""
         about = answer["meta_info"]
-        self._check_label(about)
         ids, logprobs = answer["output_ids"], _entries(about, "output_token_logprobs")
         if logprobs[0] != list(ids):
             raise EngineError(
@@ -260,6 +256,7 @@ class SGLangWire:
             prompt_ids=answer.get("prompt_token_ids"),
             num_cached_tokens=int(about.get("cached_tokens") or 0),
             routed_experts=routes,
+            label=self._label_in(about),
         )
 
     def _routes(self, text: str) -> Routes:
@@ -294,7 +291,6 @@ class SGLangWire:
         if self._adapter:
             body["lora_path"] = self._adapter
         answer = await self._client.post("/generate", body)
-        self._check_label(answer["meta_info"])
         return WireScores(
             logprobs=_entries(answer["meta_info"], "input_token_logprobs")[1][1:],
             prompt_ids=answer.get("prompt_token_ids"),
@@ -322,52 +318,43 @@ class SGLangWire:
     async def load_weights(self, source: Mapping[str, Any] | str | None, *, version: int) -> None:
         """source: a checkpoint directory or an adapter's that the server can read, or tensors on
         GPUs that it shares."""
-        label = f"{self._owner}/{version}"
         if isinstance(source, Mapping):
             payload = _shared_handles(source)
             body = {
                 "serialized_named_tensors": [payload] * self._facts.num_ranks,
-                "weight_version": label,
                 "flush_cache": True,
             }
             await self._client.post("/update_weights_from_tensor", body)
         elif source is not None and (Path(source) / ADAPTER_FILE).is_file():
             await self._load_adapter(str(Path(source).absolute()), version)
-            body = {"new_version": label, "abort_all_requests": False}
-            await self._client.post("/update_weight_version", body)
         elif source is not None:
-            body = {
-                "model_path": str(Path(source).absolute()),
-                "weight_version": label,
-                "flush_cache": True,
-            }
+            body = {"model_path": str(Path(source).absolute()), "flush_cache": True}
             await self._client.post("/update_weights_from_disk", body)
-        self._label = label
 
     async def _load_adapter(self, directory: str, version: int) -> None:
         # A name of its own for each version: the keys of cached prefixes hold the name.
-        before, self._adapter = self._adapter, f"{self._owner}/{version}".replace("/", "-")
+        before, self._adapter = self._adapter, f"{self._adapters}-{version}"
         body = {"lora_name": self._adapter, "lora_path": directory}
         await self._client.post("/load_lora_adapter", body)
         if before and before != self._adapter:
             await self._client.post("/unload_lora_adapter", {"lora_name": before})
 
-    def _check_label(self, about: Mapping[str, Any]) -> None:
-        spans = about.get("weight_versions") or ({"version": about.get("weight_version")},)
-        for span in spans:
-            self._check_own(span["version"])
-
-    def _check_own(self, label: object) -> None:
-        if label is not None and label != self._label:
+    def _label_in(self, about: Mapping[str, Any]) -> str | None:
+        labels = {span["version"] for span in about.get("weight_versions") or ()}
+        if len(labels) > 1:
             raise LeaseError(
-                f"{self.url} runs the weights {label!r}; this run loaded {self._label!r} last. The "
-                "server was started anew, or another run loads weights into it: give each run a "
-                "server of its own."
+                f"{self.url} changed its weights within a reply, from {' to '.join(sorted(labels))}"
+                ": somebody else loads weights into it. Give each run a server of its own."
             )
+        return labels.pop() if labels else about.get("weight_version")
 
-    async def check_lease(self) -> None:
-        """Raises LeaseError if the server runs weights that this run has not loaded."""
-        self._check_own((await self._client.get("/model_info")).get("weight_version"))
+    async def read_label(self) -> str:
+        """As `lease.Labelled`: SGLang calls it the version of its weights."""
+        return str((await self._client.get("/model_info")).get("weight_version"))
+
+    async def write_label(self, label: str) -> None:
+        body = {"new_version": label, "abort_all_requests": False}
+        await self._client.post("/update_weight_version", body)
 
     async def ping(self) -> None:
         await self._client.get("/model_info")

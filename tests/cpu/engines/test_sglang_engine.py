@@ -21,9 +21,9 @@ from lockstep.testing.check_engine import check_engine
 DETERMINISTIC = "enable_deterministic_inference"
 
 
-def engine_of(server, model=None, **settings):
+def engine_of(server, model=None, *, run="run", **settings):
     config = SGLangConfig(urls=(server.url,), start_seconds=5, request_seconds=20, **settings)
-    return make_any(config, context(model or server.model))
+    return make_any(config, context(model or server.model, run=run))
 
 
 @pytest.fixture
@@ -148,15 +148,27 @@ def test_a_load_that_the_server_refuses_says_why(tmp_path):
             asyncio.run(reply_of(engine, request("a", prompt(9))))
 
 
-def test_weights_of_somebody_else_are_found_by_the_first_reply():
+def test_a_server_works_for_one_run(weights):
+    directory, _ = weights()
     with FakeSGLang() as server:
-        first, second = engine_of(server), engine_of(server)
-        asyncio.run(reply_of(second, request("a", prompt(9))))
-        with pytest.raises(LeaseError, match="another run loads weights into it"):
-            asyncio.run(reply_of(first, request("b", prompt(9))))
-        with pytest.raises(LeaseError):
-            asyncio.run(first.check_lease())
-        asyncio.run(second.check_lease())
+        first, second = engine_of(server, run="a"), engine_of(server, run="b")
+        late = engine_of(server, run="c", take_over=True)
+
+        async def run():
+            await first.load_weights(directory, version=1)
+            await deltas_of(first, request("a", prompt(9)))
+            with pytest.raises(LeaseError, match="in use by the run 'a'"):
+                await second.load_weights(directory, version=1)
+            await late.load_weights(directory, version=5)
+            with pytest.raises(LeaseError, match="loaded by the run 'c'"):
+                await deltas_of(first, request("b", prompt(9)))
+            with pytest.raises(LeaseError):
+                await first.check_lease()
+            await late.check_lease()
+            await late.close()
+            await second.load_weights(directory, version=1)
+
+        asyncio.run(run())
 
 
 def test_what_a_run_needs_and_a_server_lacks_is_refused():
