@@ -28,7 +28,7 @@ from lockstep.engines.probe import (
     recorded_distribution,
 )
 from lockstep.engines.served import Chunk, WireScores
-from lockstep.errors import CapabilityError, EngineError, LeaseError, ServerRefusedError
+from lockstep.errors import CapabilityError, EngineError, ServerRefusedError
 from lockstep.types import Distribution, Int32Array, Request, Routes
 
 CHECKED_VERSION = "0.5.23"
@@ -132,6 +132,12 @@ def _entries(about: Mapping[str, Any], name: str) -> tuple[list[int], list[float
     rows = about.get(name) or []
     values = [float("nan") if row[0] is None else float(row[0]) for row in rows]
     return [int(row[1]) for row in rows], values
+
+
+def _labels(about: Mapping[str, Any]) -> tuple[str, ...]:
+    """Of all weights that had a part in an answer."""
+    spans = about.get("weight_versions") or ({"version": about["weight_version"]},)
+    return tuple(span["version"] for span in spans)
 
 
 def _scoring_body(ids: Sequence[int], *, first: int) -> dict[str, Any]:
@@ -256,7 +262,7 @@ class SGLangWire:
             prompt_ids=answer.get("prompt_token_ids"),
             num_cached_tokens=int(about.get("cached_tokens") or 0),
             routed_experts=routes,
-            label=self._label_in(about),
+            labels=_labels(about),
         )
 
     def _routes(self, text: str) -> Routes:
@@ -295,6 +301,7 @@ class SGLangWire:
             logprobs=_entries(answer["meta_info"], "input_token_logprobs")[1][1:],
             prompt_ids=answer.get("prompt_token_ids"),
             num_cached_tokens=int(answer["meta_info"].get("cached_tokens") or 0),
+            labels=_labels(answer["meta_info"]),
         )
 
     async def abort(self, call_id: str) -> None:
@@ -338,15 +345,6 @@ class SGLangWire:
         await self._client.post("/load_lora_adapter", body)
         if before and before != self._adapter:
             await self._client.post("/unload_lora_adapter", {"lora_name": before})
-
-    def _label_in(self, about: Mapping[str, Any]) -> str | None:
-        labels = {span["version"] for span in about.get("weight_versions") or ()}
-        if len(labels) > 1:
-            raise LeaseError(
-                f"{self.url} changed its weights within a reply, from {' to '.join(sorted(labels))}"
-                ": somebody else loads weights into it. Give each run a server of its own."
-            )
-        return labels.pop() if labels else about.get("weight_version")
 
     async def read_label(self) -> str:
         """As `lease.Labelled`: SGLang calls it the version of its weights."""
