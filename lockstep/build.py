@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 from collections.abc import Callable, Mapping
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -14,6 +15,7 @@ from lockstep.config import from_dict
 from lockstep.engines.config import EmbeddedConfig
 from lockstep.errors import (
     ConfigError,
+    EngineError,
     RunError,
 )
 from lockstep.foundation import (
@@ -102,8 +104,6 @@ def build(
         check_memory(config, foundation, device)
     model = load_model(config, foundation, weights=weights)
     numerics = choose_numerics(config, model)
-    if ranks is not None:
-        ranks.check_same({"numerics": numerics.fingerprint.text if numerics.is_kept else "none"})
     mesh = ranks.mesh() if ranks is not None and config.parallel.shard else None
     make = open_engine if config.fault is None else config.fault.make_engine
     rank, world = (0, 1) if ranks is None else (ranks.rank, ranks.world)
@@ -122,7 +122,9 @@ def build(
     )
     engine = make(config.engine.for_rank(rank, world), context)
     if numerics.is_kept:
-        _check_engine(engine, numerics, has_adapter=foundation.lora is not None)
+        numerics = _with_engine(config, foundation, engine, numerics, weights, model)
+    if ranks is not None:
+        ranks.check_same({"numerics": numerics.fingerprint.text if numerics.is_kept else "none"})
     check_capabilities(
         engine,
         vocab_size=foundation.model.vocab_size,
@@ -291,17 +293,59 @@ def choose_numerics(config: Config, model: Decoder) -> Numerics:
     return Numerics(fingerprint(weight.dtype, weight.device), False, line)
 
 
-def _check_engine(engine: Engine, numerics: Numerics, *, has_adapter: bool) -> None:
-    """Raises ConfigError unless the engine computes with the trainer's numerics."""
-    found = engine.capabilities
-    reason = why_not_same(numerics.fingerprint, found.fingerprint)
-    if not reason and has_adapter and not found.shares_weights:
+def _with_engine(
+    config: Config,
+    foundation: Foundation,
+    engine: Engine,
+    numerics: Numerics,
+    weights: Path | None,
+    model: Decoder,
+) -> Numerics:
+    """The numerics that hold with this engine beside the trainer.
+
+    One that says what computes its log-probs is taken at its word; one that does not is compared
+    with the trainer, bit by bit. Raises ConfigError where the contract is named and the engine
+    cannot keep it, and for an engine of this library that should; `auto` goes on without.
+    """
+    from lockstep.engines.agreement import compare
+    from lockstep.engines.base import Vouchable
+    from lockstep.ops import api, plain
+    from lockstep.ops.selftest import fingerprint
+
+    found, line = engine.capabilities, numerics.line
+    reason = ""
+    is_known = bool(found.fingerprint)
+    if not found.shares_weights and foundation.lora is not None:
         reason = "its weights are its own, with the adapter merged into them: equal to rounding"
-    if reason:
+    elif is_known or not isinstance(engine, Vouchable):
+        reason = why_not_same(numerics.fingerprint, found.fingerprint)
+    else:
+        # Until the first sync the engine runs what it was started from, whatever the trainer does.
+        same = model if weights is None else load_model(config, foundation)
+        try:
+            agreement = asyncio.run(compare(engine, same, temperature=config.agent.temperature))
+        except EngineError as error:
+            reason = f"it could not be compared with the trainer: {error}"
+        else:
+            line += f". Engine {found.name}: {agreement.text}"
+            if agreement.num_unequal:
+                reason = agreement.text
+            else:
+                engine.vouch(numerics.fingerprint.text)
+    if not reason:
+        return replace(numerics, line=line)
+    if is_known or config.contract == TRUE_ON_POLICY:
         raise ConfigError(
             f"contract={TRUE_ON_POLICY}: engine {found.name} cannot keep it: {reason}. Or set "
             "contract=none: the gap is then measured and corrected."
         )
+    api.use_backend(plain)
+    weight = model.embedding
+    return Numerics(
+        fingerprint(weight.dtype, weight.device), False,
+        "stock ops; sampler and trainer agree to rounding. No contract: engine "
+        f"{found.name} cannot keep it: {reason}",
+    )  # fmt: skip
 
 
 def load_model(

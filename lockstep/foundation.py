@@ -375,11 +375,7 @@ def why_no_contract(config: Config) -> str:
         return f"max_staleness={config.max_staleness}: older weights than the trained ones sample"
     if config.contract == "auto" and config.fault is not None:
         return f"the fault {tag(type(config.fault))} is injected, which breaks it on purpose"
-    if config.contract == "auto" and type(config.engine) is not EmbeddedConfig:
-        return f"engine={tag(type(config.engine))} does not sample with this process's own ops"
-    if isinstance(config.engine, EmbeddedConfig) and config.engine.dtype not in (
-        "same",
-        config.dtype,
-    ):
-        return f"engine.dtype={config.engine.dtype} is not the trainer's {config.dtype}"
+    dtype = getattr(config.engine, "dtype", "same")
+    if dtype not in ("same", config.dtype):
+        return f"engine.dtype={dtype} is not the trainer's {config.dtype}"
     return ""

@@ -205,6 +205,16 @@ class Pinged(Protocol):
 
 
 @runtime_checkable
+class Vouchable(Protocol):
+    """An engine that cannot tell what computes its log-probs, and takes it from a comparison."""
+
+    def vouch(self, fingerprint: str) -> None:
+        """Its log-probs were found to be those of these numerics, to the bit: from here on what it
+        sends has this fingerprint."""
+        ...
+
+
+@runtime_checkable
 class Leased(Protocol):
     """An engine that others could load weights into as well."""
 

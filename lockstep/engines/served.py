@@ -268,6 +268,8 @@ class ServedEngine:
     def __init__(self, wire: Wire, *, version: int = 0, lease: Lease | None = None) -> None:
         """lease: the run's claim to the server; kept where the wire can (`lease.Labelled`)."""
         self._wire, self._version = wire, version
+        self._fingerprint = ""
+        """Of the numerics that a comparison has found its log-probs to be those of."""
         self._labels = wire if isinstance(wire, Labelled) and lease is not None else None
         self._lease, self._is_held = lease, False
         self._violation: LeaseError | None = None
@@ -294,7 +296,12 @@ class ServedEngine:
 
     @property
     def capabilities(self) -> Capabilities:
-        return self._wire.capabilities
+        found = self._wire.capabilities
+        return replace(found, fingerprint=self._fingerprint) if self._fingerprint else found
+
+    def vouch(self, fingerprint: str) -> None:
+        """See `Vouchable`."""
+        self._fingerprint = fingerprint
 
     @property
     def version(self) -> int:

@@ -49,6 +49,11 @@ CONFIGS = {
         "layer_types": ["full_attention", "sliding_attention"],
     },
 }  # fmt: skip
+for kind, name in (("qwen2", "Qwen2"), ("llama", "Llama"), ("mistral", "Mistral")):
+    CONFIGS[kind] = {
+        **COMMON, "model_type": kind, "architectures": [f"{name}ForCausalLM"],
+        "intermediate_size": 128, "sliding_window": None,
+    }  # fmt: skip
 
 
 def make_checkpoint(kind, directory, *, seed=0, std=0.3):

