@@ -14,7 +14,7 @@ import asyncio
 import gc
 import json
 import os
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +113,8 @@ class LocalWire:
         from vllm.utils.argparse_utils import FlexibleArgumentParser
         from vllm.v1.engine.llm_engine import LLMEngine
 
+        from lockstep.engines.vllm.weights import lacks_tied_head, read_checkpoint
+
         threads, set_threads = torch.get_num_threads(), torch.set_num_threads
         arguments = self._arguments(directory)
         parser = EngineArgs.add_cli_args(FlexibleArgumentParser(exit_on_error=False))
@@ -122,7 +124,7 @@ class LocalWire:
             raise ConfigError(f"engine.args: vLLM does not take them: {error}.") from error
         try:
             with torch.random.fork_rng():
-                return LLMEngine.from_engine_args(EngineArgs.from_cli_args(found))
+                engine = LLMEngine.from_engine_args(EngineArgs.from_cli_args(found))
         except Exception as error:
             raise EngineError(
                 f"vLLM {self._vllm.__version__} did not start with {' '.join(arguments)}: "
@@ -131,6 +133,14 @@ class LocalWire:
         finally:
             torch.set_num_threads = set_threads
             torch.set_num_threads(threads)
+        if lacks_tied_head(engine.vllm_config):
+            self._update(engine, read_checkpoint(directory))
+        return engine
+
+    def _update(self, engine: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        from lockstep.engines.vllm.weights import update_weights
+
+        engine.apply_model(lambda model: update_weights(model, engine.vllm_config, weights))
 
     def _arguments(self, directory: Path) -> list[str]:
         config, context = self._config, self._context
@@ -322,16 +332,14 @@ class LocalWire:
         self._drive()
 
     async def load_weights(self, source: Mapping[str, Any] | str | None, *, version: int) -> None:
-        from lockstep.engines.vllm.weights import read_checkpoint, update_weights
+        from lockstep.engines.vllm.weights import read_checkpoint
 
         if isinstance(source, str) and (Path(source) / peft_format.CONFIG).is_file():
             self._take_adapter(source, version)
         elif not self._why_not_in_place:
             assert source is not None, "this engine shares no weights: `capabilities` says so"
             weights = source.items() if isinstance(source, Mapping) else read_checkpoint(source)
-            self._engine.apply_model(
-                lambda model: update_weights(model, self._engine.vllm_config, weights)
-            )
+            self._update(self._engine, weights)
         elif isinstance(source, str):
             self._context.on_wait(f"vLLM is started again: {self._why_not_in_place}")
             self._shut_down()

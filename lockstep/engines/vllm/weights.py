@@ -77,6 +77,20 @@ def why_not_in_place(model: nn.Module, vllm_config: Any) -> str:
     return ""
 
 
+def lacks_tied_head(vllm_config: Any) -> bool:
+    """Whether vLLM starts this model with a head that no checkpoint fills: its gpt-oss knows none
+    that is the embedding, and says nothing. An update fills it."""
+    config = vllm_config.model_config.hf_config
+    return config.model_type == "gpt_oss" and config.tie_word_embeddings
+
+
+def _with_head(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in weights:
+        yield name, tensor
+        if name == "model.embed_tokens.weight":
+            yield "lm_head.weight", tensor
+
+
 @torch.no_grad()
 def update_weights(
     model: nn.Module, vllm_config: Any, weights: Iterable[tuple[str, Tensor]]
@@ -95,6 +109,8 @@ def update_weights(
             f"vLLM cannot take new weights while it runs: {reason}. The engine must be started "
             "again from a checkpoint of them."
         )
+    if lacks_tied_head(vllm_config):
+        weights = _with_head(weights)
     tied = _tied_parameters(model)
     wanted = {name for name, _ in model.named_parameters()}
     if current_platform.is_cpu():
