@@ -23,6 +23,6 @@ class OpenAIConfig(ServedConfig):
         ServedConfig.__post_init__(self)
         if not self.urls:
             raise ConfigError(
-                "engine=openai needs a server: engine.urls='[\"http://HOST:PORT\"]', without /v1. "
+                "engine=openai needs a server: engine.urls=http://HOST:PORT, without /v1. "
                 "docs/engines.md says how to start one."
             )

@@ -27,6 +27,6 @@ class SGLangConfig(ServedConfig):
         ServedConfig.__post_init__(self)
         if not self.urls:
             raise ConfigError(
-                "engine=sglang needs a server: engine.urls='[\"http://HOST:PORT\"]'. It is started "
-                "as docs/sglang.md says."
+                "engine=sglang needs a server: engine.urls=http://HOST:PORT. It is started as "
+                "docs/sglang.md says."
             )

@@ -251,3 +251,23 @@ def test_waiting_says_how_long_it_was_and_how_a_server_starts():
     assert text.count(HOW) == 1 and "waiting for engine test" in said[0]
     with pytest.raises(ServerUnreachableError, match="its process ended with status 3"):
         http.wait_until_up("/health", 60, is_alive=lambda: "its process ended with status 3")
+
+
+def test_three_hundred_requests_are_under_way_at_once():
+    arrived, everybody = [], asyncio.Event()
+
+    async def meet(request):
+        arrived.append(request)
+        if len(arrived) == 300:
+            everybody.set()
+        await everybody.wait()
+        return web.json_response(len(arrived))
+
+    async def use(url):
+        http = client(url, request_seconds=20)
+        try:
+            return await asyncio.gather(*(http.post("/meet", {"n": n}) for n in range(300)))
+        finally:
+            await http.close()
+
+    assert run(use, meet=meet) == [300] * 300
