@@ -215,6 +215,18 @@ class Vouchable(Protocol):
 
 
 @runtime_checkable
+class Pooled(Protocol):
+    """An engine that is several, each with weights of its own."""
+
+    async def score_by_each(
+        self, token_ids: Int32Array, *, distribution: Distribution, temperature: float
+    ) -> Mapping[str, Scores]:
+        """`Engine.score` by every one that takes requests, by its name. Without those that fail;
+        EngineError if all do."""
+        ...
+
+
+@runtime_checkable
 class Leased(Protocol):
     """An engine that others could load weights into as well."""
 

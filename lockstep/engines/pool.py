@@ -255,6 +255,35 @@ class Pool:
                     ) from error
                 self._counts["retries"] += 1
 
+    async def score_by_each(
+        self, token_ids: Int32Array, *, distribution: Distribution, temperature: float
+    ) -> dict[str, Scores]:
+        """What every replica that is ready thinks of the same ids: whether all run the same
+        weights. One that fails is suspected as by any request, and left out."""
+        self._check_awake("score")
+        found: dict[str, Scores] = {}
+
+        async def by(replica: _Replica) -> None:
+            try:
+                async with self._serving(replica) as stream:
+                    scores = await replica.engine.score(
+                        token_ids, distribution=distribution, temperature=temperature
+                    )
+                    self._hear(replica)
+                    self._check_version(replica, stream, scores.policy_version)
+                found[replica.name] = scores
+            except _OF_THE_REQUEST:
+                raise
+            except _FAILURES as error:
+                await self._suspect(replica, error)
+                failures.append(f"{replica.name}: {_text(error)}")
+
+        failures: list[str] = []
+        await _all(by(replica) for replica in self._replicas if replica.state == "ready")
+        if not found:
+            raise EngineError(f"score: no replica has answered. {'; '.join(failures)}")
+        return found
+
     async def abort(self, request_id: str) -> None:
         reply = self._replies.get(request_id)
         if reply is None or reply.is_done:

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from lockstep.engines.base import Engine
+from lockstep.engines.base import Engine, Pooled, Scores
 from lockstep.errors import EngineError
 from lockstep.sync.config import SyncConfig
 from lockstep.training.trainer import Trainer
-from lockstep.types import Int32Array, Sample, frozen_ids
+from lockstep.types import Distribution, Int32Array, Sample, frozen_ids
 
 LogProbs = npt.NDArray[np.float64]
 """[N]: of all tokens of the probe but the first of each text, in order."""
@@ -59,32 +59,49 @@ class Probe:
         found = self.trainer.forward(rows, column=None, model=self.trainer.model)
         return np.concatenate([values[1:] for values in found]).astype(np.float64)
 
-    async def by_engine(self, *, version: int) -> LogProbs:
-        """Under the engine's. Raises EngineError for scores of another version than was loaded, and
-        for some that are not finite."""
-        temperature = self.trainer.temperature
-        found = await asyncio.gather(
-            *(
-                self.engine.score(
-                    ids,
-                    distribution="model" if temperature == 1 else "tempered",
-                    temperature=temperature,
+    async def by_engines(self, *, version: int) -> dict[str, LogProbs]:
+        """Under the weights of every engine that samples: of a pool each replica by its name, of
+        one engine alone itself, as "".
+
+        Raises EngineError for scores of another version than was loaded, and for some that are not
+        finite.
+        """
+        engine, temperature = self.engine, self.trainer.temperature
+        distribution: Distribution = "model" if temperature == 1 else "tempered"
+        if isinstance(engine, Pooled):
+            by_each = await asyncio.gather(
+                *(
+                    engine.score_by_each(ids, distribution=distribution, temperature=temperature)
+                    for ids in self.texts
                 )
-                for ids in self.texts
             )
-        )
+        else:
+            found = await asyncio.gather(
+                *(
+                    engine.score(ids, distribution=distribution, temperature=temperature)
+                    for ids in self.texts
+                )
+            )
+            by_each = [{"": scores} for scores in found]
+        names = [name for name in by_each[0] if all(name in of_text for of_text in by_each)]
+        if not names:
+            raise EngineError("sync: no replica of the engine has scored the whole probe.")
+        return {name: self._values([f[name] for f in by_each], name, version) for name in names}
+
+    def _values(self, found: Sequence[Scores], replica: str, version: int) -> LogProbs:
+        name = f"{self.engine.capabilities.name}{f' ({replica})' * bool(replica)}"
         others = {scores.policy_version for scores in found} - {version}
         if others:
             raise EngineError(
-                f"sync: version {version} was loaded, and engine {self.engine.capabilities.name} "
-                f"scores under version {', '.join(map(str, sorted(others)))}: it, or one of its "
-                "replicas, has not taken the load. Look at its log."
+                f"sync: version {version} was loaded, and engine {name} scores under version "
+                f"{', '.join(map(str, sorted(others)))}: it has not taken the load. Look at its "
+                "log."
             )
         values = np.concatenate([scores.logprobs[1:] for scores in found]).astype(np.float64)
         if not np.isfinite(values).all():
             raise EngineError(
                 f"sync: {(~np.isfinite(values)).sum()} of {len(values)} log-probs that engine "
-                f"{self.engine.capabilities.name} gives under version {version} are not finite: a "
-                "half-loaded or diverged policy."
+                f"{name} gives under version {version} are not finite: a half-loaded or diverged "
+                "policy."
             )
         return values

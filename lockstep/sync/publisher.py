@@ -92,7 +92,8 @@ class Publisher:
         self._place, self._directory = place, None
         self._loading: int | None = None
         self._num_loads = 0
-        self._follower = Follower(self.config.window)
+        self._followers: dict[str, Follower] = {}
+        """Of every replica of the engine, by its name."""
         self._is_verifying = self.config.qualify == "on" or not has_fault
         """An injected fault is meant to go on, whatever it makes of the weights."""
         self._probe = None
@@ -331,16 +332,23 @@ class Publisher:
         return self.engine.capabilities.weight_sources
 
     async def _look(self, probe: Probe, version: int) -> dict[str, float]:
-        """`sync/...` of engine and trainer on the probe; of several ranks, of the worst."""
+        """`sync/...` of engine and trainer on the probe; of several replicas or ranks, of the
+        worst."""
         began = time.perf_counter()
-        ours, theirs = probe.by_trainer(), await probe.by_engine(version=version)
-        looks = self._share(self._follower.look(ours, theirs))
-        found = max(looks, key=lambda look: (bool(look.alarm), look.gap))
+        ours, by_each = probe.by_trainer(), await probe.by_engines(version=version)
+        looks: list[tuple[Look, str]] = []
+        for name, theirs in by_each.items():
+            follower = self._followers.setdefault(name, Follower(self.config.window))
+            looks.append((follower.look(ours, theirs), name))
+        found, name = max(
+            (look for of_rank in self._share(looks) for look in of_rank),
+            key=lambda look: (bool(look[0].alarm), look[0].gap),
+        )
         self.last_look = found
         if found.alarm:
             self.warn(
-                f"sync: version {version}: {found.alarm}. The engine samples from other weights "
-                "than those in training."
+                f"sync: version {version}: {f'{name}: ' * bool(name)}{found.alarm}. The engine "
+                "samples from other weights than those in training."
             )
         metrics = {
             "time/sync_verify_seconds": time.perf_counter() - began,

@@ -20,8 +20,12 @@ from typing import Any
 
 import numpy as np
 
+from lockstep.errors import EngineError
 from lockstep.sync.changes import Change
 from lockstep.sync.probe import LogProbs, Probe
+
+Who = tuple[int, str]
+"""(rank, name of a replica; "" for an engine alone)."""
 
 CHANGED_VERSION = -1
 """What the changed weights are loaded as: no policy of the run. Nothing samples from them."""
@@ -72,6 +76,8 @@ class Qualification:
     """Groups that arrive with other values than were sent, where that could be found out."""
     failure: str = ""
     """What is wrong; empty if the engine runs what it is sent."""
+    replica: str = ""
+    """Which of several engines it is of: the worst."""
 
     @property
     def is_passed(self) -> bool:
@@ -79,12 +85,15 @@ class Qualification:
 
     def describe(self) -> str:
         """One line for a person."""
+        failure = self.failure
+        if failure and self.replica:
+            failure = f"{self.replica}: {failure}"
         if self.old:
-            return f"{self.failure}: it still runs the old values of {', '.join(self.old)}"
+            return f"{failure}: it still runs the old values of {', '.join(self.old)}"
         if self.wrong:
-            return f"{self.failure}: {', '.join(self.wrong)} arrive with other values"
-        if self.failure:
-            return f"{self.failure}: no single group of tensors explains it"
+            return f"{failure}: {', '.join(self.wrong)} arrive with other values"
+        if failure:
+            return f"{failure}: no single group of tensors explains it"
         line = (
             f"{', '.join(self.marks)} arrive; a change of {self.change:.2g} nats is "
             f"followed to {self.changed_gap:.1e}"
@@ -161,28 +170,39 @@ class Qualifier:
         with self.change.made(self.change.names):
             changed = await self._stages(CHANGED_VERSION)
         restored = await self._stages(version)
-        every = [judge(a, b) for a, b in zip(changed, restored, strict=True)]
+        every = {
+            who: replace(judge(changed[who], restored[who]), replica=who[1])
+            for who in restored
+            if who in changed  # a replica that came back in between is not judged
+        }
+        if not every:
+            raise EngineError("sync: no replica has stayed while the engine was qualified.")
         worst = max(
-            range(len(every)),
-            key=lambda i: (not every[i].is_passed, every[i].changed_gap + every[i].gap),
+            every,
+            key=lambda who: (not every[who].is_passed, every[who].changed_gap + every[who].gap),
         )
         if every[worst].is_passed:
-            return every[worst]
+            return replace(every[worst], replica="")
         explained = await self._explain(every[worst], changed[worst], restored[worst], worst)
         await self._by_engines(version)
         return explained
 
-    async def _stages(self, version: int) -> list[Stage]:
-        """Of every rank's engine, under the trainer's weights as they stand."""
+    async def _stages(self, version: int) -> dict[Who, Stage]:
+        """Of every engine, under the trainer's weights as they stand."""
         theirs = await self._by_engines(version)
         ours = self.probe.by_trainer()
         marks = {group: self._with(n) - ours for group, n in self.change.groups().items()}
-        return [Stage(ours, of_engine, marks) for of_engine in theirs]
+        return {who: Stage(ours, of_engine, marks) for who, of_engine in theirs.items()}
 
-    async def _by_engines(self, version: int) -> list[LogProbs]:
-        """Sends the weights; the scores of every rank's engine."""
+    async def _by_engines(self, version: int) -> dict[Who, LogProbs]:
+        """Sends the weights; the scores of every engine of every rank."""
         await self.send(version)
-        return self.share(await self.probe.by_engine(version=version))
+        of_ranks = self.share(await self.probe.by_engines(version=version))
+        return {
+            (rank, name): values
+            for rank, by_each in enumerate(of_ranks)
+            for name, values in by_each.items()
+        }
 
     def _with(self, names: Iterable[str]) -> LogProbs:
         """The trainer's scores with these parameters in their other state."""
@@ -192,7 +212,7 @@ class Qualifier:
     # -- what is behind a failure -----------------------------------------------------------------
 
     async def _explain(
-        self, found: Qualification, changed: Stage, restored: Stage, rank: int
+        self, found: Qualification, changed: Stage, restored: Stage, who: Who
     ) -> Qualification:
         """With the names of what is old, or of what arrives wrong, as far as that can be found."""
         limit = EXPLAINED * found.change
@@ -204,7 +224,7 @@ class Qualifier:
         if old:
             return replace(found, old=old)
         with self.change.made(self.change.names):
-            return replace(found, wrong=await self._wrong(restored.ours, rank))
+            return replace(found, wrong=await self._wrong(restored.ours, who))
 
     def _old(self, theirs: LogProbs, limit: float) -> tuple[str, ...]:
         """What an engine with these scores has in the state of an earlier load, by the trainer
@@ -254,7 +274,7 @@ class Qualifier:
     def _gap_with(self, names: Iterable[str], theirs: LogProbs) -> float:
         return _median(self._with(names) - theirs)
 
-    async def _wrong(self, before: LogProbs, rank: int) -> tuple[str, ...]:
+    async def _wrong(self, before: LogProbs, who: Who) -> tuple[str, ...]:
         """The smallest group without which engine and trainer agree: a load for each."""
         groups, num_numbers = self.change.groups(), self.change.num_numbers
         found: list[str] = []
@@ -262,8 +282,10 @@ class Qualifier:
             if group in NEEDED:
                 continue
             with self.change.silenced(names):
-                theirs = (await self._by_engines(CHANGED_VERSION))[rank]
+                theirs = (await self._by_engines(CHANGED_VERSION)).get(who)
                 ours = self.probe.by_trainer()
+            if theirs is None:  # the replica has gone since
+                return ()
             if _median(theirs - ours) <= EXPLAINED * _median(ours - before):
                 found.append(group)
         return tuple(sorted(found, key=lambda group: num_numbers(groups[group])))[:1]

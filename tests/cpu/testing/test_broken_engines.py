@@ -15,7 +15,7 @@ from lockstep.engines.config import EmbeddedConfig, EngineConfig
 from lockstep.engines.embedded.engine import EmbeddedEngine
 from lockstep.engines.pool import EVENTS
 from lockstep.engines.registry import make_engine, open_engine
-from lockstep.errors import ConfigError, RolloutError
+from lockstep.errors import ConfigError, EngineError, RolloutError
 from lockstep.models.hf_io import copy_decoder
 from lockstep.observe.metrics import check_row
 from lockstep.recipes import find_recipe
@@ -133,6 +133,18 @@ def test_weights_that_were_not_taken_show_in_the_mismatch(fault, tmp_path):
     k3 = [row["mismatch/k3"] for row in run.metrics if "mismatch/k3" in row]
     assert k3[0] < 1e-9 and min(k3[1:]) > 1e-6
     assert all(row["tokens/trained"] == row["tokens/sampled"] for row in run.metrics if "k3" in row)
+
+
+@pytest.mark.parametrize("fault", ["wrong_weights", "half_loaded_weights"])
+def test_one_replica_without_the_weights_is_found_by_the_verification(fault, tmp_path):
+    """Each replica is looked at: in a median over all, one of many would not show."""
+    words = [f"fault={fault}", "fault.replica=1", "sync.qualify=on"]
+    with pytest.raises(EngineError, match=r"does not run the weights.*: replica 1: ") as caught:
+        play(tmp_path / "at-start", *words, "fault.at=0")
+    assert "Nothing was sampled" in str(caught.value)
+    run = play(tmp_path / "later", *words)
+    looks = [row["sync/alarm"] for row in run.metrics if "sync/alarm" in row]
+    assert looks[0] > 0  # the load after the first step
 
 
 @pytest.mark.parametrize("num", [1, 2])
