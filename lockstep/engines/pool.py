@@ -26,6 +26,7 @@ from lockstep.engines.base import (
     Leased,
     Pinged,
     Reporting,
+    Restartable,
     Scores,
     WeightSource,
 )
@@ -309,6 +310,9 @@ class Pool:
     async def load_weights(self, source: Mapping[str, Any] | str | None, *, version: int) -> None:
         """Every replica that is ready takes the weights, and every one that is out and due for
         another try. One that fails is out. Raises EngineError if none is left."""
+        await self._update(source, version)
+
+    async def _update(self, source: Mapping[str, Any] | str | None, version: int) -> None:
         self._check_open()
         self._source, self._version = source, version
         ready = [r for r in self._replicas if r.state == "ready"]
@@ -825,7 +829,7 @@ class Pool:
             stream.versions.add(version)
         try:
             async with asyncio.timeout(self._config.load_seconds):
-                await replica.engine.load_weights(source, version=version)
+                await self._hand_over(replica.engine, source, version)
             if replica.engine.version != version:
                 raise EngineDownError(
                     f"it was given version {version} and runs {replica.engine.version}"
@@ -845,6 +849,11 @@ class Pool:
             _wake(self._waiters)
         return replica.state != "out" or was_out
 
+    async def _hand_over(
+        self, engine: Engine, source: Mapping[str, Any] | str | None, version: int
+    ) -> None:
+        await engine.load_weights(source, version=version)
+
     async def _drain(self, replica: _Replica) -> None:
         deadline = _now() + self._config.drain_seconds
         while replica.streams and _now() < deadline:
@@ -857,10 +866,12 @@ class Pool:
 
     async def _revive(self, replica: _Replica) -> None:
         """Brings back a replica that is out, once it has the newest weights and has answered."""
-        if isinstance(replica.engine, Pinged):
+        engine = replica.engine
+        if isinstance(engine, Pinged) and not isinstance(engine, Restartable):
+            # One that can be started anew is, by the load.
             try:
                 async with asyncio.timeout(self._config.frozen_seconds / 2):
-                    await replica.engine.ping()
+                    await engine.ping()
             except _FAILURES as error:
                 self._lose(replica, f"it does not answer: {_text(error)}")
                 return
@@ -883,6 +894,30 @@ class Pool:
         self._counts["returned_replicas"] += 1
         self._on_event(f"{replica.name} is back, with version {version}.")
         _wake(self._waiters)
+
+
+class RestartablePool(Pool):
+    """A pool of engines that can be started anew: `Restartable` as they are."""
+
+    _is_restarting = False
+    """Whether the newest weights came by a restart; a replica that was out gets them so too."""
+
+    async def load_weights(self, source: Mapping[str, Any] | str | None, *, version: int) -> None:
+        self._is_restarting = False
+        await self._update(source, version)
+
+    async def restart(self, directory: str, *, version: int) -> None:
+        """Every replica is started from `directory`, together or one after the other."""
+        self._is_restarting = True
+        await self._update(directory, version)
+
+    async def _hand_over(
+        self, engine: Engine, source: Mapping[str, Any] | str | None, version: int
+    ) -> None:
+        if self._is_restarting and isinstance(engine, Restartable) and isinstance(source, str):
+            await engine.restart(source, version=version)
+        else:
+            await super()._hand_over(engine, source, version)
 
 
 class _Serving:

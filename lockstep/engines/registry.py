@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import singledispatch
 
-from lockstep.engines.base import Engine, EngineContext
+from lockstep.engines.base import Engine, EngineContext, Restartable
 from lockstep.engines.config import EmbeddedConfig, EngineConfig, ServedConfig
 from lockstep.engines.openai.config import OpenAIConfig
 from lockstep.engines.sglang.config import SGLangConfig
@@ -30,7 +30,7 @@ def open_engine(
     configs = config.replica_configs()
     if not config.is_pool:
         return wrap(make_engine(configs[0], context), 0)
-    from lockstep.engines.pool import Pool
+    from lockstep.engines.pool import Pool, RestartablePool
 
     names = [
         of_one.urls[0] if isinstance(of_one, ServedConfig) and of_one.urls else f"replica {at}"
@@ -55,12 +55,10 @@ def open_engine(
     if errors:
         asyncio.run(_close_all(engines))
         raise errors[0]
-    return Pool(
-        [wrap(engine, at) for at, engine in enumerate(engines)],
-        config.pool,
-        names=names,
-        on_event=context.on_wait,
-    )
+    wrapped = [wrap(engine, at) for at, engine in enumerate(engines)]
+    can_restart = all(isinstance(engine, Restartable) for engine in wrapped)
+    kind = RestartablePool if can_restart else Pool
+    return kind(wrapped, config.pool, names=names, on_event=context.on_wait)
 
 
 async def _close_all(engines: Sequence[Engine]) -> None:

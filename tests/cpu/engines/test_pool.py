@@ -8,9 +8,10 @@ import pytest
 from engine_models import VOCAB, deltas_of, make_engine, make_model, prompt, request
 from test_check_engine import PROMPT, TOKEN_BYTES
 
+from lockstep.engines.base import Restartable
 from lockstep.engines.config import EmbeddedConfig, PoolConfig
 from lockstep.engines.embedded.engine import EmbeddedEngine
-from lockstep.engines.pool import EVENTS, Pool
+from lockstep.engines.pool import EVENTS, Pool, RestartablePool
 from lockstep.errors import ConfigError, EngineDownError, EngineError
 from lockstep.models.hf_io import hf_tensors
 from lockstep.observe.metrics import unknown_names
@@ -361,6 +362,27 @@ def test_a_load_that_fails_in_one_replica_leaves_the_others_at_work():
     wanted = r"no replica has taken version 1\. a: weights of version 1: out of memory\. b: .*"
     with pytest.raises(EngineError, match=wanted):
         run(pool.load_weights(None, version=1), pool)
+
+
+def test_engines_that_can_be_started_anew_are_by_the_pool_too():
+    class Started(BrokenEngine):
+        async def restart(self, directory, *, version):
+            told.append(directory)
+            await self.inner.load_weights(None, version=version)
+
+    told = []
+    engines = [Started(make_engine()) for _ in range(2)]
+    pool = RestartablePool(engines, QUICK, names=["a", "b"])
+    assert isinstance(pool, Restartable)
+    assert not isinstance(make_pool(*engines), Restartable)
+
+    async def main():
+        await pool.restart("weights/3", version=3)
+        assert pool.version == 3 and told == ["weights/3"] * 2
+        await pool.load_weights(None, version=4)
+        assert pool.version == 4 and len(told) == 2
+
+    run(main(), pool)
 
 
 def test_in_a_rolling_update_one_replica_samples_while_the_other_loads():
