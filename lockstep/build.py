@@ -163,7 +163,6 @@ def build(
         config.sync,
         place=_weights_place(config, context),
         ranks=ranks,
-        kv=config.sync_kv,
         wakes=config.engine.share_device,
         left_out=foundation.renderer.tokenizer.control_ids,
         max_tokens=config.max_tokens,

@@ -117,7 +117,7 @@ def _overlap_plan(config: Config) -> str:
     """How far the sampler runs ahead."""
     ahead = config.max_staleness
     limit = ahead * config.trainer.updates_per_batch
-    kept = {"drop": "computed again", "keep": "kept"}[config.sync_kv]
+    kept = {"drop": "computed again", "keep": "kept"}[config.sync.kv]
     over = {"drop": "dropped", "correct": "corrected like any other"}[config.over_stale]
     return (
         f"{ahead} later batch(es) are sampled while one is trained; keys and values are {kept} "

@@ -145,9 +145,6 @@ class Config(ModelChoice):
     """Steps that the weights may be behind which sample a batch. 0 samples and trains in turn.
     Above 0 sampling goes on while the trainer trains: up to this many later batches are under way,
     and their episodes take new weights in the middle of a reply."""
-    sync_kv: Literal["drop", "keep"] = "drop"
-    """Keys and values of episodes that take new weights: drop computes them again, keep goes on
-    from those of the old weights, which is faster and samples from neither policy exactly."""
     over_stale: Literal["correct", "drop"] = "correct"
     """What becomes of a row with a token that is older than max_staleness allows (a replica that
     lags behind): trained with its correction like any other, or left out; counted either way."""
@@ -230,10 +227,10 @@ class Config(ModelChoice):
     def _check_staleness(self) -> None:
         if self.max_staleness < 0:
             raise ConfigError(f"max_staleness={self.max_staleness} must be at least 0.")
-        if not self.max_staleness and self.sync_kv == "keep":
+        if not self.max_staleness and self.sync.kv == "keep":
             raise ConfigError(
-                "sync_kv=keep with max_staleness=0: no episode lasts over an update, so there are "
-                "no keys to keep. Set max_staleness=1, or leave sync_kv out."
+                "sync.kv=keep with max_staleness=0: no episode lasts over an update, so there are "
+                "no keys to keep. Set max_staleness=1, or leave sync.kv out."
             )
         if not self.max_staleness:
             return
@@ -254,10 +251,10 @@ class Config(ModelChoice):
                 f"correction.anchor=on_policy with {where}: it fixes at 1 the ratio between the "
                 "policy in training and an older one. Use correction=mis or decoupled."
             )
-        if self.chosen_correction.behaviour == "averaged" and self.sync_kv == "keep":
+        if self.chosen_correction.behaviour == "averaged" and self.sync.kv == "keep":
             raise ConfigError(
-                "correction.behaviour=averaged with sync_kv=keep: a re-scoring computes the keys "
-                "that the sampler went on without, and averages another policy. Set sync_kv=drop."
+                "correction.behaviour=averaged with sync.kv=keep: a re-scoring computes the keys "
+                "that the sampler went on without, and averages another policy. Set sync.kv=drop."
             )
 
 

@@ -19,6 +19,9 @@ class SyncConfig:
     """shared: the engine runs the trainer's own memory. adapter: only the adapter is written, for
     an engine that adds it to the model. tensors: handed over one by one. directory: written as a
     checkpoint that the engine reads. auto takes the first of these that engine and model have."""
+    kv: Literal["drop", "keep"] = "drop"
+    """Keys and values of episodes that take new weights: drop computes them again, keep goes on
+    from those of the old weights, which is faster and samples from neither policy exactly."""
     qualify: Literal["auto", "on", "off"] = "auto"
     """Before the first step, a large change of every group of tensors is loaded, scored by engine
     and trainer, and taken back: two loads. An engine that fails is refused. auto: wherever weights

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -55,7 +56,6 @@ class Publisher:
         *,
         place: Path | None = None,
         ranks: Ranks | None = None,
-        kv: Literal["drop", "keep"] = "drop",
         wakes: bool = False,
         left_out: frozenset[int] = frozenset(),
         max_tokens: int = 1 << 30,
@@ -64,15 +64,14 @@ class Publisher:
     ) -> None:
         """sampled: what an engine in this process runs: the trained model itself, unless that is
         sharded, or trained while the engine samples. place: where versions are written; None is a
-        temporary directory. kv: what becomes of the keys and values of requests under way.
-        wakes: the engine sleeps while the trainer trains, and is woken once it has the weights.
-        left_out: ids that no probe has. max_tokens: of a probe. has_fault: one is injected.
+        temporary directory. wakes: the engine sleeps while the trainer trains, and is woken once it
+        has the weights. left_out: ids that no probe has. max_tokens: of a probe. has_fault: one is
+        injected.
 
         Raises CapabilityError if the engine takes no form that `config` allows.
         """
         self.engine, self.trainer, self.sampled = engine, trainer, sampled
         self.config, self.ranks, self.warn = config or SyncConfig(), ranks, warn
-        self.kv: Literal["drop", "keep"] = kv
         self.wakes = wakes
         capabilities = engine.capabilities
         self.form: Form = choose_form(
@@ -178,7 +177,10 @@ class Publisher:
 
     def facts(self) -> dict[str, Any]:
         """For the run's record."""
-        return {"form": self.form, "level": self.level, "line": self.describe()}
+        found: dict[str, Any] = {"form": self.form, "level": self.level, "line": self.describe()}
+        if self.qualification is not None:
+            found["qualification"] = asdict(self.qualification)
+        return found
 
     def close(self) -> None:
         """Removes what was written."""
@@ -208,8 +210,8 @@ class Publisher:
         return metrics
 
     async def _keeping(self, load: Awaitable[None]) -> None:
-        """A load, over which running requests keep their keys and values if `kv` says so."""
-        if self.kv == "drop":
+        """A load, over which running requests keep their keys and values if `sync.kv` says so."""
+        if self.config.kv == "drop":
             await load
             return
         await self.engine.pause()

@@ -31,6 +31,7 @@ from lockstep.observe.metrics import check_row
 from lockstep.ops.context import PackedContext
 from lockstep.recipes import find_recipe
 from lockstep.store.run import load_run
+from lockstep.sync.config import SyncConfig
 from lockstep.sync.publisher import Publisher
 from lockstep.training.config import TrainerConfig
 from lockstep.training.rows import rows_for_training
@@ -219,7 +220,9 @@ def test_each_segment_of_a_turn_has_the_log_probs_of_its_own_weights(kv):
     sampled = load_checkpoint(path).requires_grad_(False)
     trained = deepcopy(sampled).requires_grad_(True)
     trainer = Trainer(trained, TrainerConfig(), like=path)
-    publisher = Publisher(EmbeddedEngine(sampled, EmbeddedConfig()), trainer, sampled, kv=kv)
+    publisher = Publisher(
+        EmbeddedEngine(sampled, EmbeddedConfig()), trainer, sampled, SyncConfig(kv=kv)
+    )
     engine, versions = publisher.engine, {0: deepcopy(sampled)}
     request = Request(
         id="a", prompt_ids=np.arange(300, 320, dtype=np.int32),
@@ -319,10 +322,10 @@ def test_a_run_that_is_killed_goes_on_from_its_checkpoint_without_losing_a_task(
     ("settings", "said"),
     [
         (("max_staleness=-1",), "must be at least 0"),
-        (("sync_kv=keep",), "no episode lasts over an update"),
+        (("sync.kv=keep",), "no episode lasts over an update"),
         (("contract=true-on-policy", "max_staleness=1"), "older weights have sampled"),
         (("correction=on_policy", "max_staleness=1"), "fixes at 1 the ratio"),
-        (("correction=averaged", "max_staleness=1", "sync_kv=keep"), "averages another policy"),
+        (("correction=averaged", "max_staleness=1", "sync.kv=keep"), "averages another policy"),
         (("engine.share_device=true", "max_staleness=1"), "sleeps while the trainer trains"),
     ],
 )

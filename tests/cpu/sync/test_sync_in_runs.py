@@ -1,0 +1,73 @@
+"""Runs over an engine with weights of its own: what is recorded, and what a failure leaves."""
+
+from dataclasses import dataclass, replace
+
+import pytest
+from broken_engines import Taking
+
+from lockstep.config import resolve
+from lockstep.engines.config import EngineConfig
+from lockstep.engines.registry import make_engine
+from lockstep.errors import EngineError
+from lockstep.loop import train
+from lockstep.observe.metrics import check_row
+from lockstep.recipes import find_recipe
+from lockstep.report.document import build_document
+from lockstep.report.selection import Budget
+from lockstep.store.run import load_run
+
+SMALL = (
+    "steps=3", "groups_per_step=2", "group_size=4", "evaluation.num_tasks=2", "contract=none",
+    "evaluation.greedy=false", "trainer.measure_after_every=0", "sync.form=directory",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class CopyingConfig(EngineConfig):
+    """An embedded engine that reads its weights from a disk."""
+
+    fails_at: int = -9
+    """The version that it does not take."""
+
+
+@make_engine.register
+def _(config: CopyingConfig, context):
+    def take(old, new, version):
+        if version == config.fails_at:
+            raise EngineError("a worker died.")
+        return new
+
+    return Taking(context.model, take, sources=("directory",))
+
+
+def config_of(*settings, **engine):
+    found = resolve(find_recipe("quickstart"), (*SMALL, *settings))
+    return replace(found, engine=CopyingConfig(**engine))
+
+
+def test_a_run_records_how_far_its_syncs_were_verified(tmp_path):
+    outcome = train(config_of(), out=tmp_path / "run", view="json")
+    run = load_run(outcome.path)
+    facts = run.environment["sync"]
+    assert facts["form"] == "directory" and facts["level"] in ("qualified", "correlated")
+    assert facts["qualification"]["failure"] == ""
+    steps = [row for row in run.metrics if "sync/bytes" in row]
+    assert len(steps) == 3
+    for row in steps:
+        check_row(row)
+        assert row["sync/level"] >= 2 and row["sync/alarm"] == 0
+        assert row["sync/probe_gap"] < 1e-3
+    assert not (outcome.path / "weights").exists(), "nothing is left of what was sent"
+    document = build_document([run], vocabularies=[None], title="", budget=Budget())
+    assert document["runs"][0]["sync"] == facts["line"]
+
+
+def test_an_update_whose_sync_fails_is_in_a_checkpoint(tmp_path):
+    with pytest.raises(EngineError, match=r"did not take version 2 .*go on with resume=true"):
+        train(config_of(fails_at=2), out=tmp_path / "run", view="json")
+    run = load_run(tmp_path / "run")
+    assert [row["step"] for row in run.metrics if "train/loss" in row] == [0, 1]
+    outcome = train(config_of(), out=tmp_path / "run", resume=True, view="json")
+    assert outcome.status == "done"
+    rows = [row for row in load_run(outcome.path).metrics if "train/loss" in row]
+    assert [(row["step"], row["policy_version"]) for row in rows] == [(0, 0), (1, 1), (2, 2)]
