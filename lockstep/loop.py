@@ -167,7 +167,7 @@ async def run_steps(run: Session) -> Status:
 async def _steps(run: Session) -> Status:
     config = run.config
     if run.step == 0 and run.tested_at is None and config.evaluation.at_start:
-        run.log({"step": -1, **await run.test()})
+        run.log({"step": -1, **await run.test(), **run.engine_metrics()})
     while run.step < config.steps:
         if run.is_stop_asked():
             run.save()
@@ -180,7 +180,7 @@ async def _steps(run: Session) -> Status:
             run.save()
             return "stopped"
     if run.tested_at != run.step:
-        run.log({"step": run.step, **await run.test()})
+        run.log({"step": run.step, **await run.test(), **run.engine_metrics()})
     run.save()
     return "done"
 
@@ -231,6 +231,7 @@ async def one_step(run: Session) -> dict[str, Any] | None:
         every = config.evaluation.every
         if every and run.step % every == 0 and run.step < config.steps:
             row |= await run.test()
+        row |= run.engine_metrics()
     finally:  # an interrupt here must not lose the step, whose update is made
         run.log(row)
     is_due = config.checkpoint.every and run.step % config.checkpoint.every == 0

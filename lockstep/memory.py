@@ -242,11 +242,13 @@ def plan_memory(facts: PlanFacts) -> MemoryPlan:
         num_bytes = num_elements(decoder_shapes(facts.model)) * facts.a
         advice = "max_staleness=0" if facts.is_overlapped else "parallel.shard=false"
         staying.append(Part("the engine's copy of the weights", num_bytes, advice))
-    if facts.engine is not None:
-        staying += _engine_state(facts, facts.engine)
     staying += beside
     training = _training(facts)
     sampling = [] if facts.engine is None else _sampling(facts, facts.engine)
+    if facts.engine is not None:
+        # With share_device its memory is given back before an update.
+        held = sampling if facts.engine.share_device else staying
+        held += _engine_state(facts, facts.engine)
     is_training = _total(training) >= _total(sampling)
     step = training if is_training else sampling
     parts = [

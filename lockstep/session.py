@@ -5,6 +5,7 @@ What a checkpoint holds, how a run continues, what is logged and shown, and how 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -169,14 +170,24 @@ class Session:
         return self.ranks is not None and self.ranks.is_stop_asked()
 
     def log(self, row: Mapping[str, Any]) -> None:
-        """Writes and shows a row, with what happened in the engine since the last one."""
-        engine = self.parts.engine
-        if isinstance(engine, Reporting):
-            row = {**row, **{f"engine/{n}": value for n, value in engine.take_metrics().items()}}
+        """Writes and shows a row. Of one process with what happened in its engine since the last
+        one; ranks may be at different places when one of them fails, and ask each other before.
+        """
+        if self.ranks is None:
+            row = {**self.engine_metrics(), **row}
         if self.directory is not None:
             self.directory.log(row)
         self.loggers.log(row)
         self.view.step(row)
+
+    def engine_metrics(self) -> dict[str, float]:
+        """`engine/...` since the last call: of several ranks, in all their engines."""
+        engine = self.parts.engine
+        found = engine.take_metrics() if isinstance(engine, Reporting) else {}
+        total: Counter[str] = Counter()
+        for of_rank in [found] if self.ranks is None else self.ranks.gather(found):
+            total.update(of_rank)
+        return {f"engine/{name}": value for name, value in total.items()}
 
     def is_critical(self, row: Mapping[str, Any]) -> bool:
         family, is_one_process = self.foundation.model.family, self.is_one_process

@@ -169,6 +169,17 @@ def test_an_engine_a_reference_and_the_contract_are_in_the_plan():
     assert "critic's weights" in names and "critic's AdamW moments" not in names
 
 
+def test_an_engine_that_shares_the_device_has_no_memory_while_the_trainer_trains():
+    facts = PlanFacts(
+        model=QWEN3, dtype="float32", device="cuda", trainer=TrainerConfig(),
+        engine=EmbeddedConfig(kv_cache_tokens=4096), max_update_tokens=1 << 20,
+    )  # fmt: skip
+    assert plan_memory(facts).phase == "training"
+    shared = replace(facts, engine=EmbeddedConfig(kv_cache_tokens=4096, share_device=True))
+    kv = sum(p.num_bytes for p in plan_memory(facts).parts if p.name.startswith("KV cache"))
+    assert kv > 0 and plan_memory(shared).num_bytes == plan_memory(facts).num_bytes - kv
+
+
 def test_ranks_divide_state_and_tokens_and_the_engine_has_a_copy():
     wide = replace(QWEN3, num_layers=8, windows=(None,) * 8)
     one, two = (

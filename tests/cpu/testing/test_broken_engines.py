@@ -20,7 +20,7 @@ from lockstep.models.hf_io import copy_decoder
 from lockstep.observe.metrics import check_row
 from lockstep.recipes import find_recipe
 from lockstep.store.run import load_run
-from lockstep.testing.broken_engines import DeadEngine
+from lockstep.testing.broken_engines import BrokenEngine, DeadEngine
 from lockstep.testing.faults import FaultConfig
 
 GROUPS, SAMPLES, STEPS = 2, 4, 2
@@ -165,3 +165,36 @@ def test_a_fault_of_a_replica_that_is_not_there_is_refused():
     config = resolve(find_recipe("quickstart"), [*QUICK, "fault=engine_killed", "fault.replica=2"])
     with pytest.raises(ConfigError, match=r"fault\.replica=2: the engine has 2 of them"):
         train(config, out="never")
+
+
+def test_engine_and_trainer_that_take_turns_on_a_device_change_nothing(tmp_path):
+    class Watched(BrokenEngine):
+        async def sleep(self):
+            told.append("sleep")
+            await self.inner.sleep()
+
+        async def load_weights(self, source, *, version):
+            told.append(version)
+            await self.inner.load_weights(source, version=version)
+
+        async def wake(self):
+            told.append("wake")
+            await self.inner.wake()
+
+    @dataclass(frozen=True, kw_only=True)
+    class Watching(FaultConfig):
+        def make_engine(self, config, context):
+            return open_engine(config, context, wrap=lambda engine, _: Watched(engine))
+
+    told, rows = [], []
+    for shares in (False, True):
+        config = resolve(find_recipe("quickstart"), [*QUICK, f"engine.share_device={shares}"])
+        config = replace(config, engine=LoneConfig(share_device=shares), fault=Watching())
+        train(config, out=tmp_path / str(shares), view="json")
+        rows.append(load_run(tmp_path / str(shares)).metrics)
+        if not shares:
+            assert told == [0, 1, 2]
+    assert told[3:] == [0, "wake", "sleep", 1, "wake", "sleep", 2, "wake"]
+    for alone, shared in zip(*rows, strict=True):
+        same = {k: v for k, v in alone.items() if not k.startswith(("time/", "sync/"))}
+        assert same == {k: shared[k] for k in same}
