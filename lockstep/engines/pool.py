@@ -370,7 +370,9 @@ class Pool:
         found: Counter[str] = Counter({name: self._counts[name] for name in EVENTS})
         for replica in self._replicas:
             if isinstance(replica.engine, Reporting):
-                found.update(replica.engine.take_metrics())
+                of_one = replica.engine.take_metrics()
+                # What failed in one and went on in another has not failed: it is a retry.
+                found.update({n: v for n, v in of_one.items() if n != "failed_requests"})
         self._counts.clear()
         return {**{name: float(n) for name, n in found.items()}, "replicas": float(len(self.ready))}
 

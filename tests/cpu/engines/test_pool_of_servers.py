@@ -1,0 +1,88 @@
+"""A pool over HTTP: connections that break in the middle, servers that take requests and say
+nothing, and one that refuses."""
+
+import asyncio
+
+import numpy as np
+import pytest
+from engine_models import deltas_of, make_engine, prompt, request
+from fake_servers import JSON, FakeOpenAI, context
+
+from lockstep.engines.config import PoolConfig
+from lockstep.engines.openai.config import OpenAIConfig
+from lockstep.engines.pool import Pool
+from lockstep.engines.registry import open_engine
+from lockstep.errors import ServerUnreachableError
+
+QUICK = PoolConfig(check_seconds=0.1, frozen_seconds=1.0, retry_seconds=(0.1, 0.2))
+
+
+class Failing(FakeOpenAI):
+    """Sound while the run begins; from its third streamed reply on it is not."""
+
+    how, num_streamed, num_failed = "", 0, 0
+
+    async def complete(self, http):
+        is_streamed = bool(http[JSON].get("stream"))
+        self.num_streamed += is_streamed
+        if self.how == "frozen" and self.num_streamed > 2:
+            self.num_failed += 1
+            await asyncio.sleep(3600)
+        self.transport = http.transport
+        return await super().complete(http)
+
+    async def list_models(self, http):
+        if self.how == "killed" and self.num_failed:
+            http.transport.abort()
+        return await super().list_models(http)
+
+    async def parts(self, body, request):
+        num = 0
+        async for part in super().parts(body, request):
+            if self.how == "killed" and self.num_streamed > 2 and num == 3:
+                self.num_failed += 1
+                self.transport.abort()
+            num += 1
+            yield part
+
+
+@pytest.mark.parametrize("how", ["killed", "frozen"])
+def test_a_server_that_fails_in_the_middle_of_replies_loses_none_of_them(how):
+    asked = [
+        request(f"r{i}", prompt(5 + i, seed=i), stream=True, temperature=0.0) for i in range(10)
+    ]
+    told = []
+    with Failing() as bad, FakeOpenAI() as good:
+        config = OpenAIConfig(
+            urls=(bad.url, good.url), start_seconds=10, request_seconds=30, pool=QUICK
+        )
+        pool = open_engine(config, context(good.model, on_wait=told.append))
+        assert isinstance(pool, Pool) and pool.capabilities.name == "openai x2"
+        bad.how = how
+
+        async def main():
+            replies = await asyncio.gather(*(deltas_of(pool, r) for r in asked))
+            ready, counts = pool.ready, pool.take_metrics()
+            await pool.close()
+            return replies, ready, counts
+
+        replies, ready, counts = asyncio.run(main())
+
+    async def alone():
+        engine = make_engine(good.model)
+        return await asyncio.gather(*(deltas_of(engine, r) for r in asked))
+
+    for reply, sound in zip(replies, asyncio.run(alone()), strict=True):
+        ids, wanted = (np.concatenate([d.token_ids for d in r]).tolist() for r in (reply, sound))
+        assert ids == wanted
+    assert bad.num_failed > 0 and ready == [good.url]
+    assert (counts["lost_replicas"], counts["failed_requests"]) == (1, 0)
+    assert counts["retries"] > 0
+    assert any(text.startswith(f"{bad.url} is out: ") for text in told)
+
+
+def test_a_server_that_is_not_up_is_named_and_the_others_are_left():
+    with FakeOpenAI() as server:
+        config = OpenAIConfig(urls=(server.url, "http://127.0.0.1:9"), start_seconds=0.5)
+        with pytest.raises(ServerUnreachableError, match=r"127\.0\.0\.1:9"):
+            open_engine(config, context(server.model))
