@@ -6,7 +6,6 @@ import asyncio
 import os
 import shutil
 from collections.abc import Callable, Mapping
-from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -57,8 +56,7 @@ class Parts:
 
     foundation: Foundation
     model: Decoder
-    """What the engine samples from: the trained one itself, unless that is sharded, or trained
-    while the engine samples."""
+    """What the engine samples from: the trained one itself, unless that is sharded."""
     engine: Engine
     trainer: Trainer
     numerics: Numerics
@@ -85,10 +83,9 @@ def build(
     """Loads the model (from `weights`, or the config's own) and wires the parts around it.
 
     ranks: the processes that train together, each with an engine of its own; where the trained
-    model is sharded, or trained while the engine samples, `Parts.model` is the whole copy that the
-    engine samples from. is_training: False leaves out the models that only training needs,
-    reference and critic. scratch: where the engine may leave logs and weights on their way.
-    on_wait: told what the engine waits for.
+    model is sharded, `Parts.model` is the whole copy that the engine samples from. is_training:
+    False leaves out the models that only training needs, reference and critic. scratch: where
+    the engine may leave logs and weights on their way. on_wait: told what the engine waits for.
     """
     from lockstep.engines.base import EngineContext
     from lockstep.engines.registry import check_capabilities, open_engine
@@ -143,8 +140,6 @@ def build(
     trained = model if config.fault is None else config.fault.make_trained(model)
     if mesh is not None:
         trained = load_model(config, foundation, weights=weights, mesh=mesh)
-    elif is_training and config.max_staleness and engine.capabilities.shares_weights:
-        trained = deepcopy(trained)  # the engine reads its own while these change
     trainer = Trainer(
         trained,
         config.trainer,

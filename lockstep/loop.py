@@ -202,8 +202,8 @@ async def one_step(run: Session) -> dict[str, Any] | None:
     run.view.phase("training")
     rows, sampled_rows = [], []
     try:
-        rows, sampled_rows, metrics = await run.buffer.beside(partial(align, run, groups))
         await run.leave_engine()
+        rows, sampled_rows, metrics = await run.buffer.beside(partial(align, run, groups))
         metrics |= await run.buffer.beside(partial(update, run, rows, sampled_rows))
     except UnequalTokenError as broken:
         run.save()  # the state that samples this step again

@@ -170,7 +170,6 @@ def plan_run(
                 engine=config.engine if isinstance(config.engine, EmbeddedConfig) else None,
                 has_reference=config.objective.reads_reference_logprobs,
                 critic_freeze=config.critic.freeze,
-                is_overlapped=config.max_staleness > 0,
                 max_update_tokens=max(total // config.trainer.updates_per_batch, config.max_tokens),
             )
         )
@@ -200,8 +199,6 @@ class PlanFacts:
     """Ranks that share the tokens of a micro-batch."""
     is_sharded: bool = False
     """Weights, gradients and optimizer state are divided over the ranks."""
-    is_overlapped: bool = False
-    """The engine samples while the trainer trains."""
 
     @property
     def a(self) -> int:
@@ -238,10 +235,9 @@ def plan_memory(facts: PlanFacts) -> MemoryPlan:
     if facts.has_reference and facts.lora is None:
         num_bytes = facts.sharded(num_elements(decoder_shapes(facts.model)) * facts.a)
         staying.append(Part("reference policy", num_bytes, "objective.kl_coef=0 or lora"))
-    if facts.engine is not None and (facts.is_sharded or facts.is_overlapped):
+    if facts.engine is not None and facts.is_sharded:
         num_bytes = num_elements(decoder_shapes(facts.model)) * facts.a
-        advice = "max_staleness=0" if facts.is_overlapped else "parallel.shard=false"
-        staying.append(Part("the engine's copy of the weights", num_bytes, advice))
+        staying.append(Part("the engine's copy of the weights", num_bytes, "parallel.shard=false"))
     staying += beside
     training = _training(facts)
     sampling = [] if facts.engine is None else _sampling(facts, facts.engine)

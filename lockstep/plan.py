@@ -67,12 +67,6 @@ def plan(
         f"memory     {describe_memory(config, foundation, numerics=numerics)}",
         *(f"warning    {text}" for text in config.chosen_correction.warnings()),
     ]
-    has_one_interpreter = isinstance(config.engine, EmbeddedConfig) and not config.engine.replicas
-    if config.max_staleness and has_one_interpreter:
-        lines.append(
-            "warning    engine.replicas=0: sampler and trainer take turns at one interpreter; "
-            "max_staleness can cost more than it gains then. engine.replicas=1 samples beside it"
-        )
     if config.fault is not None:
         lines.append(f"fault      {config.fault.describe()}")
     return lines
@@ -119,9 +113,11 @@ def _overlap_plan(config: Config) -> str:
     limit = ahead * config.trainer.updates_per_batch
     kept = {"drop": "computed again", "keep": "kept"}[config.sync.kv]
     over = {"drop": "dropped", "correct": "corrected like any other"}[config.over_stale]
+    has_process = not isinstance(config.engine, EmbeddedConfig) or config.engine.replicas
+    when = "while one is trained" if has_process else "beside it, but not while the trainer trains"
     return (
-        f"{ahead} later batch(es) are sampled while one is trained; keys and values are {kept} "
-        f"under new weights; a row with a token more than {limit} update(s) old is {over}"
+        f"{ahead} later batch(es) are sampled {when}; keys and values are {kept} under new "
+        f"weights; a row with a token more than {limit} update(s) old is {over}"
     )
 
 

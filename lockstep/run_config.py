@@ -143,8 +143,8 @@ class Config(ModelChoice):
     answers nonsense). Above it the run stops and says why; below it the rest is trained on."""
     max_staleness: int = 0
     """Steps that the weights may be behind which sample a batch. 0 samples and trains in turn.
-    Above 0 sampling goes on while the trainer trains: up to this many later batches are under way,
-    and their episodes take new weights in the middle of a reply."""
+    Above 0 up to this many later batches are under way, their episodes take new weights in the
+    middle of a reply, and an engine in a process of its own samples while the trainer trains."""
     over_stale: Literal["correct", "drop"] = "correct"
     """What becomes of a row with a token that is older than max_staleness allows (a replica that
     lags behind): trained with its correction like any other, or left out; counted either way."""

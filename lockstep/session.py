@@ -120,6 +120,8 @@ class Session:
         if self.directory is not None and publisher.level != self.sync_level:
             self.directory.add_facts({"sync": publisher.facts()})
         self.sync_level = publisher.level
+        if self.takes_turns:
+            await self.parts.engine.resume(kv=self.config.sync.kv)
         return metrics
 
     async def leave_engine(self) -> None:
@@ -129,6 +131,14 @@ class Session:
             await engine.check_lease()
         if self.config.engine.share_device:
             await engine.sleep()
+        elif self.takes_turns:
+            await engine.pause()
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether an engine with requests under way waits while the trainer trains: it runs the
+        weights that change, in the same interpreter."""
+        return self.config.max_staleness > 0 and self.parts.publisher.form == "shared"
 
     @property
     def trains_policy(self) -> bool:

@@ -63,10 +63,9 @@ class Publisher:
         warn: Callable[[str], None] = lambda text: None,
     ) -> None:
         """sampled: what an engine in this process runs: the trained model itself, unless that is
-        sharded, or trained while the engine samples. place: where versions are written; None is a
-        temporary directory. wakes: the engine sleeps while the trainer trains, and is woken once it
-        has the weights. left_out: ids that no probe has. max_tokens: of a probe. has_fault: one is
-        injected.
+        sharded. place: where versions are written; None is a temporary directory. wakes: the engine
+        sleeps while the trainer trains, and is woken once it has the weights. left_out: ids that
+        no probe has. max_tokens: of a probe. has_fault: one is injected.
 
         Raises CapabilityError if the engine takes no form that `config` allows.
         """
