@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -14,8 +15,11 @@ from types import TracebackType
 
 from lockstep.engines import guard
 
-NUM_LOG_LINES = 30
-"""Of a log, in the message when its server has ended."""
+NUM_LOG_LINES = 12
+"""Of a log's end, in the message when its server has ended."""
+
+_ERROR = re.compile(r"\b\w*(?:Error|Exception)\b: \S")
+"""A line that says what went wrong: Python's last word of a traceback."""
 
 END_SECONDS = guard.GRACE_SECONDS + 5.0
 """Until a server that was told to end counts as stuck, and is killed."""
@@ -42,7 +46,7 @@ class ServerProcess:
     ...     server = ServerProcess(["false"], log=Path(folder) / "server.log")
     ...     server.wait(5.0)
     ...     print(server.why_ended().splitlines()[0])
-    its process ended; the end of its log:
+    its process ended
     """
 
     def __init__(
@@ -80,8 +84,10 @@ class ServerProcess:
         """Empty while it runs; else a sentence with the end of its log, which says why."""
         if self.is_running:
             return ""
+        cause = next(filter(_ERROR.search, self.log_tail(10_000).splitlines()), "")
         return (
-            f"its process ended; the end of its log:\n{self.log_tail()}\n"
+            f"its process ended{cause and f'. The first error: {cause.strip()}'}\n"
+            f"The end of its log:\n{self.log_tail()}\n"
             f"The whole log: {self.log}. The command: {' '.join(self.command)}"
         )
 

@@ -56,8 +56,11 @@ for kind, name in (("qwen2", "Qwen2"), ("llama", "Llama"), ("mistral", "Mistral"
     }  # fmt: skip
 
 
-def make_checkpoint(kind, directory, *, seed=0, std=0.3):
-    """Writes a checkpoint of random weights, sinks and biases included; returns its directory."""
+def make_checkpoint(kind, directory, *, seed=0, std=0.12):
+    """Writes a checkpoint of random weights, sinks and biases included; returns its directory.
+
+    std: with 0.3 a rounding is multiplied by a thousand on its way, and no tolerance is left.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(CONFIGS[kind]))
     model = Decoder(ModelConfig.from_directory(directory))

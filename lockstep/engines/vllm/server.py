@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import sys
@@ -15,6 +16,7 @@ from lockstep.engines.base import EngineContext
 from lockstep.engines.http import HttpClient
 from lockstep.engines.server_process import ServerProcess, free_ports
 from lockstep.engines.vllm.config import VllmConfig
+from lockstep.engines.vllm.overrides import hf_overrides
 from lockstep.errors import CapabilityError, EngineError
 
 SERVED_NAME = "lockstep"
@@ -192,6 +194,11 @@ class VllmServer:
             "generation-config": "vllm",
             "worker-extension-cls": WORKER_EXTENSION,
         }
+        if overrides := hf_overrides(self._directory):
+            settings["hf-overrides"] = json.dumps(overrides)
+        if not self._has_gpu and config.tensor_parallel == 1:
+            # In the engine's process: one less to start, and no step is sent to another.
+            settings["distributed-executor-backend"] = "uni"
         if cache_gib:
             settings["kv-cache-memory-bytes"] = int(cache_gib * 2**30)
         flags = [
@@ -223,6 +230,8 @@ class VllmServer:
                 "VLLM_CPU_OMP_THREADS_BIND": "nobind",
                 "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 2) // 2)),
                 "OMP_WAIT_POLICY": "passive",
+                # Else vLLM starts a worker of its own after all, to bind its threads.
+                "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             } | inherited
         own = {
             "PYTHONPATH": str(self._packages),

@@ -4,9 +4,9 @@ Of the two routes that take ids, /inference/v1/generate and /v1/completions, the
 draw the same tokens of a seed, and the first speaks of ids alone, where the second writes them into
 texts ("token_id:17"), and says which weights sampled each token.
 
-Weights are labelled with this run's name, and every reply carries the label of each of its tokens:
-a server that was started anew behind our back, or that another trainer loads weights into, is found
-by the first reply.
+The label of the run (`engines/lease.py`) is kept as vLLM's weight version, which every reply
+carries: a server that was started anew, or that another trainer loads weights into, is found by the
+first reply.
 
 Checked against vLLM 0.32 (tests/vllm), and against its recorded answers (tests/cpu/engines).
 """
@@ -439,7 +439,7 @@ class VllmWire:
         await self._client.post(
             "/v1/load_lora_adapter", {"lora_name": self._adapter, "lora_path": str(directory)}
         )
-        if before and before != self._adapter:
+        if before:
             await self._client.post("/v1/unload_lora_adapter", {"lora_name": before})
 
     async def _restart(self, directory: Path, reason: str) -> None:
