@@ -84,12 +84,16 @@ class ServerProcess:
         """Empty while it runs; else a sentence with the end of its log, which says why."""
         if self.is_running:
             return ""
-        cause = next(filter(_ERROR.search, self.log_tail(10_000).splitlines()), "")
         return (
-            f"its process ended{cause and f'. The first error: {cause.strip()}'}\n"
+            f"its process ended{self.first_error()}\n"
             f"The end of its log:\n{self.log_tail()}\n"
             f"The whole log: {self.log}. The command: {' '.join(self.command)}"
         )
+
+    def first_error(self) -> str:
+        """'. The first error in its log: ...', or empty: those that follow come of it."""
+        cause = next(filter(_ERROR.search, self.log_tail(10_000).splitlines()), "")
+        return f". The first error in its log: {cause.strip()}" if cause else ""
 
     def log_tail(self, num_lines: int = NUM_LOG_LINES) -> str:
         with contextlib.suppress(OSError):

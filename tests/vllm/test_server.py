@@ -1,5 +1,6 @@
 """vLLM's server, started by the run: what it samples, what it is told, and what it does with it."""
 
+import asyncio
 import json
 import os
 import urllib.request
@@ -116,6 +117,22 @@ def test_an_id_outside_of_the_vocabulary_never_reaches_the_server(dense):
     with pytest.raises(EngineError, match="vocabulary"):
         ask(dense, "outside", prompt=np.array([5, 100_000], np.int32))
     assert len(path_of(ask(dense, "inside"))[0]) > len(PROMPT)
+
+
+def test_more_prompts_than_fit_into_a_step_do_not_end_the_server(dense):
+    # vLLM would compute the last one in two parts, and on a CPU cannot take back a seeded draw.
+    prompts = [np.random.default_rng(i).integers(0, 500, 150).astype(np.int32) for i in range(40)]
+
+    async def sampled(i):
+        sampling = SamplingParams(max_tokens=4)
+        request = Request(id=f"long-{i}", prompt_ids=prompts[i], sampling=sampling, seed=i)
+        return [delta async for delta in dense.generate(request)]
+
+    async def all_of_them():
+        return await asyncio.gather(*map(sampled, range(len(prompts))))
+
+    for deltas in run(all_of_them()):
+        assert sum(len(delta.token_ids) for delta in deltas) == 4
 
 
 def test_a_temperature_that_vllm_would_change_is_refused(dense):

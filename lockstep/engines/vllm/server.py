@@ -27,6 +27,9 @@ CPU_CACHE_GIB = 1.0
 TELL_SECONDS = 15.0
 """Between two words on a server that is still starting."""
 
+CPU_STEP_TOKENS = 2048
+"""That one step computes at most, without a GPU; vLLM's own."""
+
 NUM_STARTS = 3
 """Tries, where the port was taken between choosing it and listening on it."""
 
@@ -150,6 +153,13 @@ class VllmServer:
         self._process = self._started()
         self.wait(on_wait)
 
+    def why_ended(self, seconds: float) -> str:
+        """Empty if it still runs after `seconds`; else why not."""
+        self._process.wait(seconds)
+        if self.is_running:
+            return ""
+        return f"its process ended{self._process.first_error()}. The whole log: {self.log}"
+
     def stop(self) -> None:
         self._process.stop()
 
@@ -194,11 +204,6 @@ class VllmServer:
             "generation-config": "vllm",
             "worker-extension-cls": WORKER_EXTENSION,
         }
-        if overrides := hf_overrides(self._directory):
-            settings["hf-overrides"] = json.dumps(overrides)
-        if not self._has_gpu and config.tensor_parallel == 1:
-            # In the engine's process: one less to start, and no step is sent to another.
-            settings["distributed-executor-backend"] = "uni"
         if cache_gib:
             settings["kv-cache-memory-bytes"] = int(cache_gib * 2**30)
         flags = [
@@ -208,6 +213,16 @@ class VllmServer:
             "enable-prefix-caching" if config.prefix_cache else "no-enable-prefix-caching",
             "disable-uvicorn-access-log",
         ]
+        if overrides := hf_overrides(self._directory):
+            settings["hf-overrides"] = json.dumps(overrides)
+        if not self._has_gpu:
+            # A prompt that is computed in parts rolls back its request's draws, which torch's CPU
+            # generator cannot: the engine ends ("CPU Generator does not use offset").
+            settings["max-num-batched-tokens"] = max(CPU_STEP_TOKENS, context.max_tokens)
+            flags.append("no-enable-chunked-prefill")
+            if config.tensor_parallel == 1:
+                # In the engine's process: one less to start, and no step is sent to another.
+                settings["distributed-executor-backend"] = "uni"
         if is_eager:
             flags.append("enforce-eager")
         if config.max_adapter_rank:

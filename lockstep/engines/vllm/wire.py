@@ -30,7 +30,12 @@ from lockstep.engines.base import Capabilities, EngineContext, WeightSource
 from lockstep.engines.http import HttpClient
 from lockstep.engines.served import Chunk, WireScores
 from lockstep.engines.vllm.server import WORKER_EXTENSION, VllmServer
-from lockstep.errors import CapabilityError, EngineError, ServerRefusedError
+from lockstep.errors import (
+    CapabilityError,
+    EngineDownError,
+    EngineError,
+    ServerRefusedError,
+)
 from lockstep.types import Distribution, Int32Array, Request, Routes
 
 CHECKED_VERSION = "0.32"
@@ -41,6 +46,9 @@ GENERATE = "/inference/v1/generate"
 CHUNK_TOKENS = 16
 """Tokens of one server-sent event, of a request that nobody watches. Each event is a sign of life,
 and what is kept if the server is lost; with fewer tokens the server is busy writing them."""
+
+END_SECONDS = 2.0
+"""Between the first answer of a server whose engine has ended, and its own end."""
 
 MIN_TEMPERATURE = 0.01
 """vLLM draws at this one where a lower one is asked for, with no more than a warning in its log."""
@@ -103,6 +111,14 @@ def read_facts(client: HttpClient, context: EngineContext) -> ServerFacts:
     model, cache = settings["model_config"], settings["cache_config"]
     served = model["served_model_name"]
     served = served[0] if isinstance(served, list) else served
+    scheduler = settings["scheduler_config"]
+    is_cpu = settings["device_config"].get("device_type") == "cpu"
+    if is_cpu and scheduler["enable_chunked_prefill"]:
+        raise CapabilityError(
+            f"{client.url} runs on a CPU and computes long prompts in parts: the first of them that "
+            "has a seed ends it. Start it with --no-enable-chunked-prefill and "
+            f"--max-num-batched-tokens={max(2048, context.max_tokens)}."
+        )
     if model["logprobs_mode"] not in DISTRIBUTIONS:
         raise CapabilityError(
             f"{client.url} was started with --logprobs-mode={model['logprobs_mode']}: it sends no "
@@ -143,7 +159,7 @@ def read_facts(client: HttpClient, context: EngineContext) -> ServerFacts:
         max_tokens=int(model["max_model_len"]),
         logprobs_mode=model["logprobs_mode"],
         counts_cached=bool(cache["enable_prefix_caching"]) and details is not None,
-        has_priorities=settings["scheduler_config"]["policy"] == "priority",
+        has_priorities=scheduler["policy"] == "priority",
         has_extension=has_extension,
         has_routes=bool(model.get("enable_return_routed_experts")),
         has_support=bool(model.get("return_sampling_mask")),
@@ -291,7 +307,7 @@ class VllmWire:
         settings["stream_interval"] = 1 if request.stream else CHUNK_TOKENS
         body |= {"stream": True, "stream_options": {"include_usage": True}}
         last: tuple[Any, Any] | None = None
-        async for event in self._client.stream(GENERATE, body):
+        async for event in self._events(body):
             if not event["choices"]:  # the last event, with the counts
                 if last is None:
                     break
@@ -303,6 +319,19 @@ class VllmWire:
             else:
                 last = event, choice
         raise EngineError(f"{self.url}: a stream that ended without a count of its tokens.")
+
+    async def _events(self, body: Mapping[str, Any]) -> AsyncIterator[Any]:
+        """Of a stream. What a server of ours says when it ends is in its log alone."""
+        try:
+            async for event in self._client.stream(GENERATE, body):
+                yield event
+        except EngineError as error:
+            if self.server is None:
+                raise
+            reason = await asyncio.to_thread(self.server.why_ended, END_SECONDS)
+            if not reason:
+                raise
+            raise EngineDownError(f"engine vllm at {self.url}: {reason}") from error
 
     async def score(
         self,
