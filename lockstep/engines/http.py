@@ -31,6 +31,10 @@ CONNECT_SECONDS = 10.0
 """Until a connection stands. A machine that is up takes or refuses one at once; longer is a
 firewall, or an address that nobody has."""
 
+KEEP_SECONDS = 2.0
+"""That a connection nobody uses is kept. Servers close theirs after five, and a request that is
+sent on one at that moment is lost: a pause at the end of a training step would be."""
+
 PROBE_SECONDS = 5.0
 """How long one look whether a server is up may take."""
 
@@ -169,7 +173,7 @@ class HttpClient:
                 ) from None
             self._forget_ended_loops()
             session = self._sessions[loop] = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=30.0),
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_SECONDS),
                 timeout=aiohttp.ClientTimeout(
                     total=None, sock_connect=CONNECT_SECONDS, sock_read=self.request_seconds
                 ),

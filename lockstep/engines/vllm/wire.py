@@ -112,11 +112,11 @@ def read_facts(client: HttpClient, context: EngineContext) -> ServerFacts:
     served = model["served_model_name"]
     served = served[0] if isinstance(served, list) else served
     scheduler = settings["scheduler_config"]
-    is_cpu = settings["device_config"].get("device_type") == "cpu"
+    is_cpu = settings["device_config"].get("device") == "cpu"
     if is_cpu and scheduler["enable_chunked_prefill"]:
         raise CapabilityError(
-            f"{client.url} runs on a CPU and computes long prompts in parts: the first of them that "
-            "has a seed ends it. Start it with --no-enable-chunked-prefill and "
+            f"{client.url} runs on a CPU and computes long prompts in parts: the first of them "
+            "that has a seed ends it. Start it with --no-enable-chunked-prefill and "
             f"--max-num-batched-tokens={max(2048, context.max_tokens)}."
         )
     if model["logprobs_mode"] not in DISTRIBUTIONS:
