@@ -161,7 +161,7 @@ def build(
         wakes=config.engine.share_device,
         left_out=foundation.renderer.tokenizer.control_ids,
         max_tokens=config.max_tokens,
-        has_fault=config.fault is not None,
+        is_verifying=config.fault is None or config.fault.is_verified,
     )
     critic = None
     if is_training and config.advantage.needs_critic:

@@ -25,7 +25,7 @@ class SyncConfig:
     qualify: Literal["auto", "on", "off"] = "auto"
     """Before the first step, a large change of every group of tensors is loaded, scored by engine
     and trainer, and taken back: two loads. An engine that fails is refused. auto: wherever weights
-    are sent and the engine can score, except with an injected fault."""
+    are sent and the engine can score, but for injected faults of the weights themselves."""
     verify_every: int = 1
     """Loads between two looks at whether the engine's log-probs follow the trainer's; 0 is never.
     One costs a score and a forward of the probe."""

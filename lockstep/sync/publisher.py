@@ -59,13 +59,14 @@ class Publisher:
         wakes: bool = False,
         left_out: frozenset[int] = frozenset(),
         max_tokens: int = 1 << 30,
-        has_fault: bool = False,
+        is_verifying: bool = True,
         warn: Callable[[str], None] = lambda text: None,
     ) -> None:
         """sampled: what an engine in this process runs: the trained model itself, unless that is
         sharded. place: where versions are written; None is a temporary directory. wakes: the engine
         sleeps while the trainer trains, and is woken once it has the weights. left_out: ids that
-        no probe has. max_tokens: of a probe. has_fault: one is injected.
+        no probe has. max_tokens: of a probe. is_verifying: False where a fault is injected that
+        makes of the weights what it is to make.
 
         Raises CapabilityError if the engine takes no form that `config` allows.
         """
@@ -92,8 +93,7 @@ class Publisher:
         self._num_loads = 0
         self._followers: dict[str, Follower] = {}
         """Of every replica of the engine, by its name."""
-        self._is_verifying = self.config.qualify == "on" or not has_fault
-        """An injected fault is meant to go on, whatever it makes of the weights."""
+        self._is_verifying = is_verifying or self.config.qualify == "on"
         self._probe = None
         if self.form != "shared" and capabilities.has_score and self._is_verifying:
             self._probe = Probe.random(

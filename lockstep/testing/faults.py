@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -50,6 +50,10 @@ class FaultConfig:
     >>> tag(DoubledRows)
     'doubled_rows'
     """
+
+    is_verified: ClassVar[bool] = True
+    """Whether each sync of weights is verified as ever. False for a fault that would be refused
+    before it could do anything."""
 
     def check(self, *, model: ModelConfig, name: str, engine: EngineConfig) -> None:
         """Raises ConfigError if this fault cannot be injected into such a run.
@@ -218,6 +222,8 @@ class StaleWeights(FaultConfig):
     """The sampler runs the weights of `lag` policy versions ago; in the first ones, the oldest that
     it has seen. A run that is resumed has seen none: the lag builds up from its checkpoint again.
     """
+
+    is_verified: ClassVar[bool] = False
 
     lag: int = 1
     """Policy versions by which the sampler is behind."""
@@ -434,6 +440,8 @@ class FalseVersions(_Share):
 @dataclass(frozen=True, kw_only=True)
 class _SinkFault(FaultConfig):
     """Base of what a training kernel gets wrong about attention sinks."""
+
+    is_verified: ClassVar[bool] = False
 
     def check(self, *, model: ModelConfig, name: str, engine: EngineConfig) -> None:
         if not model.has_sinks:

@@ -71,3 +71,21 @@ def test_an_update_whose_sync_fails_is_in_a_checkpoint(tmp_path):
     assert outcome.status == "done"
     rows = [row for row in load_run(outcome.path).metrics if "train/loss" in row]
     assert [(row["step"], row["policy_version"]) for row in rows] == [(0, 0), (1, 1), (2, 2)]
+
+
+@pytest.mark.parametrize("fault", ["wrong_weights", "half_loaded_weights"])
+def test_weights_that_do_not_arrive_later_in_a_run_raise_an_alarm(fault, tmp_path):
+    settings = [s for s in SMALL if not s.startswith("sync")]
+    config = resolve(find_recipe("quickstart"), (*settings, "steps=4", f"fault={fault}"))
+    train(config, out=tmp_path / "run", view="json")
+    run = load_run(tmp_path / "run")
+    assert run.environment["sync"]["qualification"]["failure"] == "", "it begins at version 1"
+    assert max(row.get("sync/alarm", 0) for row in run.metrics) == 1
+
+
+def test_weights_that_do_not_arrive_from_the_start_stop_a_run_before_it_samples(tmp_path):
+    settings = [s for s in SMALL if not s.startswith("sync")]
+    config = resolve(find_recipe("quickstart"), (*settings, "fault=wrong_weights", "fault.at=0"))
+    with pytest.raises(EngineError, match="old values of everything"):
+        train(config, out=tmp_path / "run", view="json")
+    assert not load_run(tmp_path / "run").metrics
