@@ -23,6 +23,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lockstep.engines.base import Engine, Scores
+from lockstep.errors import EngineError
 from lockstep.types import Distribution, Int32Array, Rescorings, Trajectory
 
 RESCORING_PRIORITY = 1 << 20  # after whatever is sampled, of later batches too
@@ -97,6 +98,9 @@ class Rescorer:
 
     def _put_back(self, turn: _Turn) -> None:
         heapq.heappush(self._waiting, (turn.num_tried, self._draw.random(), turn))
+        self._dispatch_soon()
+
+    def _dispatch_soon(self) -> None:
         if not self._is_dispatching:  # once for all that end in the same step of the engine
             self._is_dispatching = True
             asyncio.get_running_loop().call_soon(self._dispatch)
@@ -110,7 +114,6 @@ class Rescorer:
             turn = heapq.heappop(self._waiting)[2]
             task = asyncio.get_running_loop().create_task(self._score(turn))
             self._running.add(task)
-            task.add_done_callback(self._running.discard)
 
     async def _score(self, turn: _Turn) -> None:
         if turn.is_dropped or not turn.is_by(self._engine.version):
@@ -120,28 +123,26 @@ class Rescorer:
         else:
             turn.num_tried += 1
             try:
-                scores = await self._engine.score(
-                    turn.ids,
-                    distribution=self._distribution,
-                    temperature=self._temperature,
-                    priority=RESCORING_PRIORITY,
-                    first=turn.first,
-                    affinity=turn.trajectory.id,
+                turn.keep(
+                    await self._engine.score(
+                        turn.ids,
+                        distribution=self._distribution,
+                        temperature=self._temperature,
+                        priority=RESCORING_PRIORITY,
+                        first=turn.first,
+                        affinity=turn.trajectory.id,
+                    )
                 )
             except Exception as error:  # as in an episode: noted and counted, it ends no run
                 turn.rescorings.num_failed += 1
                 turn.rescorings.error = turn.rescorings.error or f"{type(error).__name__}: {error}"
-            else:
-                turn.keep(scores)
         self._running.discard(asyncio.current_task())  # pyright: ignore[reportArgumentType]
         if turn.num_tried < self._num_scorings and not turn.is_dropped:
             self._put_back(turn)
             return
         self._num_left[turn.trajectory.id] -= 1
         self._has_changed.set()
-        if self._waiting and not self._is_dispatching:
-            self._is_dispatching = True
-            asyncio.get_running_loop().call_soon(self._dispatch)
+        self._dispatch_soon()
 
 
 @dataclass(slots=True, eq=False)
@@ -187,6 +188,11 @@ class _Turn:
         """Keeps what the weights that sampled it say, and counts the rest."""
         if self.is_dropped:
             return
+        if len(scores.logprobs) != len(self.ids):
+            raise EngineError(
+                f"trajectory {self.trajectory.id}: the engine scored {len(scores.logprobs)} ids of "
+                f"the {len(self.ids)} that it was given."
+            )
         segments, rescorings = self.trajectory.segments, self.rescorings
         own = [s for s in self.spans if segments[s[0]].policy_version == scores.policy_version]
         for index, start, stop in own:

@@ -243,6 +243,18 @@ def test_an_engine_that_scores_nothing_ends_the_run_with_its_reason():
         average_rows(rows_of(groups), groups)
 
 
+def test_an_engine_that_scores_too_few_ids_is_not_believed_and_nobody_waits_for_ever():
+    class Short(NoisyScores):
+        async def score(self, token_ids, **options):
+            found = await super().score(token_ids, **options)
+            return replace(found, logprobs=found.logprobs[:-1])
+
+    trajectory, leaf = turn_over_an_update(0)
+    found = scored(Short(lambda request: [7]), trajectory, leaf)
+    assert found.num_failed == 2 and not found.logprobs
+    assert "scored 4 ids of the 5" in found.error
+
+
 def test_giving_up_leaves_no_scoring_behind():
     async def main():
         class Hangs(NoisyScores):
