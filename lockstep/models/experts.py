@@ -31,6 +31,10 @@ ALL_EXPERTS_MULTIPLIES = 1 << 19
 """Multiplications per matrix that may be wasted on experts that a token did not choose: below it,
 sorting tokens by expert costs more than it saves (a few dozen tokens of a tiny model on a CPU)."""
 
+READING = 16
+"""Tokens whose multiplications take as long as reading an expert from memory: with fewer, an expert
+costs what it costs with these."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExpertFactors:
@@ -216,7 +220,8 @@ class _Mix(torch.autograd.Function):
 
 def _mix(x_TD: Tensor, weights_TA: Tensor, experts_TA: Tensor, plan: _Plan) -> Tensor:
     E, _, F = plan.down.weight.shape
-    if x_TD.numel() * (E - experts_TA.shape[1]) * F <= ALL_EXPERTS_MULTIPLIES:
+    num_wasted = max(len(x_TD), READING) * x_TD.shape[1] * (E - experts_TA.shape[1]) * F
+    if num_wasted <= ALL_EXPERTS_MULTIPLIES:
         # Every expert on every token: no sorting, and the pairs that count are the same.
         x_RD = x_TD.expand(E, *x_TD.shape).flatten(0, 1)
         place_TA = torch.arange(len(x_TD), device=x_TD.device)[:, None] + experts_TA * len(x_TD)
