@@ -126,6 +126,19 @@ def test_scores_are_those_of_the_trainer(engine, first):
         asyncio.run(engine.score(ids, distribution="tempered", temperature=0.7))
 
 
+def test_more_prompts_than_one_step_computes_keep_their_seeds(engine):
+    prompts = [[5 + (i + 7 * number) % 300 for i in range(300)] for number in range(40)]
+
+    async def everyone(tag):
+        return await asyncio.gather(
+            *(reply(engine, ids, name=f"{tag} {i}", seed=i) for i, ids in enumerate(prompts))
+        )
+
+    first, again = asyncio.run(everyone("first")), asyncio.run(everyone("again"))
+    for (ids, _), (others, _) in zip(first, again, strict=True):
+        assert np.array_equal(ids, others)
+
+
 def test_tensors_and_directories_are_taken_while_it_runs(engine, first, tmp_path):
     second = make_changed(first, tmp_path / "second")
     ids = np.array(PROMPT, np.int32)

@@ -39,6 +39,9 @@ ENVIRONMENT = {
 
 CPU_KV_CACHE_BYTES = 1 << 30
 
+STEP_TOKENS = 4096
+"""Tokens that one step computes at most, on a CPU."""
+
 MIN_TEMPERATURE = 0.01
 """vLLM draws at this one where a lower one is asked for, with no more than a warning in its log."""
 
@@ -160,7 +163,14 @@ class LocalWire:
         if config.kv_cache_gib or self._is_cpu:
             size = int(config.kv_cache_gib * 2**30) or CPU_KV_CACHE_BYTES
             arguments.append(f"--kv-cache-memory-bytes={size}")
-        if not self._is_cpu:
+        if self._is_cpu:
+            # A prompt in pieces has its seed set back after each one, which a CPU's generator does
+            # not know: the step fails for all.
+            arguments += [
+                "--no-enable-chunked-prefill",
+                f"--max-num-batched-tokens={max(context.max_tokens + 1, STEP_TOKENS)}",
+            ]
+        else:
             arguments.append("--enable-sleep-mode")
         if config.max_adapter_rank:
             rank = min((r for r in LORA_RANKS if r >= config.max_adapter_rank), default=0)
