@@ -24,6 +24,7 @@ import torch
 from lockstep.engines.base import Capabilities, EngineContext, WeightSource
 from lockstep.engines.served import Chunk, ServedEngine, WireScores
 from lockstep.engines.vllm.config import VllmConfig
+from lockstep.engines.vllm.server import CPU_STEP_TOKENS, lora_rank
 from lockstep.errors import CapabilityError, ConfigError, EngineError, MissingExtraError
 from lockstep.models import peft_format
 from lockstep.types import Distribution, Int32Array, Request, SamplingParams
@@ -39,14 +40,8 @@ ENVIRONMENT = {
 
 CPU_KV_CACHE_BYTES = 1 << 30
 
-STEP_TOKENS = 4096
-"""Tokens that one step computes at most, on a CPU."""
-
 MIN_TEMPERATURE = 0.01
 """vLLM draws at this one where a lower one is asked for, with no more than a warning in its log."""
-
-LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""What vLLM takes for the largest rank of an adapter; one of a smaller rank fits in."""
 
 TURNS_AFTER_REPLY = 8
 """Turns of the event loop that the coroutines get when a call has ended: enough for an episode to
@@ -168,13 +163,12 @@ class LocalWire:
             # not know: the step fails for all.
             arguments += [
                 "--no-enable-chunked-prefill",
-                f"--max-num-batched-tokens={max(context.max_tokens + 1, STEP_TOKENS)}",
+                f"--max-num-batched-tokens={max(context.max_tokens + 1, CPU_STEP_TOKENS)}",
             ]
         else:
             arguments.append("--enable-sleep-mode")
         if config.max_adapter_rank:
-            rank = min((r for r in LORA_RANKS if r >= config.max_adapter_rank), default=0)
-            arguments += ["--enable-lora", f"--max-lora-rank={rank or config.max_adapter_rank}"]
+            arguments += ["--enable-lora", f"--max-lora-rank={lora_rank(config)}"]
         if overrides := _overrides(directory):
             arguments.append(f"--hf-overrides={json.dumps(overrides)}")
         return arguments

@@ -66,6 +66,19 @@ ADVICE = (
 )
 """What a server says as it ends, and what to do about it; the first that fits."""
 
+CPU_STEP_TOKENS = 4096
+"""Tokens that one step computes at most where there is no GPU; prompts are not taken in pieces."""
+
+
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""What vLLM takes for the largest rank of an adapter; one of a smaller rank fits in."""
+
+
+def lora_rank(config: VllmConfig) -> int:
+    """The least that vLLM takes and that engine.max_adapter_rank fits in."""
+    wanted = config.max_adapter_rank
+    return min((rank for rank in LORA_RANKS if rank >= wanted), default=wanted)
+
 
 class VllmServer:
     """The process, and how it is started anew."""
@@ -225,9 +238,14 @@ class VllmServer:
                 settings["distributed-executor-backend"] = "uni"
         if is_eager:
             flags.append("enforce-eager")
+        if not self._has_gpu:
+            # A prompt in pieces has its seed set back after each one, which a CPU's generator does
+            # not know: the step fails, and the server with it.
+            flags.append("no-enable-chunked-prefill")
+            settings["max-num-batched-tokens"] = max(context.max_tokens, CPU_STEP_TOKENS)
         if config.max_adapter_rank:
             flags.append("enable-lora")
-            settings["max-lora-rank"] = config.max_adapter_rank
+            settings["max-lora-rank"] = lora_rank(config)
         return [
             self._python, "-m", "vllm.entrypoints.openai.api_server",
             *(f"--{name}={value}" for name, value in settings.items()),
