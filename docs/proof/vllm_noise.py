@@ -61,7 +61,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         **COMMON, "model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"],
         "num_hidden_layers": 4, "intermediate_size": 256, "num_local_experts": 8,
         "num_experts_per_tok": 2, "attention_bias": True, "sliding_window": 64,
-        "layer_types": ["full_attention", "sliding_attention"] * 2,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
     },
 }  # fmt: skip
 

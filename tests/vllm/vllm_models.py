@@ -46,7 +46,7 @@ CONFIGS = {
         **COMMON, "model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"],
         "intermediate_size": 64, "num_local_experts": 4, "num_experts_per_tok": 2,
         "attention_bias": True, "sliding_window": 64,
-        "layer_types": ["full_attention", "sliding_attention"],
+        "layer_types": ["sliding_attention", "full_attention"],
     },
 }  # fmt: skip
 for kind, name in (("qwen2", "Qwen2"), ("llama", "Llama"), ("mistral", "Mistral")):

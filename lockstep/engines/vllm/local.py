@@ -23,6 +23,7 @@ import torch
 
 from lockstep.engines.base import Capabilities, EngineContext, WeightSource
 from lockstep.engines.served import Chunk, ServedEngine, WireScores
+from lockstep.engines.vllm.checkpoint import check_readable, config_overrides
 from lockstep.engines.vllm.config import VllmConfig
 from lockstep.engines.vllm.server import CPU_STEP_TOKENS, lora_rank
 from lockstep.errors import CapabilityError, ConfigError, EngineError, MissingExtraError
@@ -68,6 +69,7 @@ class LocalWire:
                 "a process group of its own. Leave engine.in_process out: the run then starts a "
                 "server."
             )
+        check_readable(context.directory, fills_head=True)
         self._config, self._context = config, context
         os.environ |= dict(value.split("=", 1) for value in config.env)
         for name, value in ENVIRONMENT.items():
@@ -169,7 +171,7 @@ class LocalWire:
             arguments.append("--enable-sleep-mode")
         if config.max_adapter_rank:
             arguments += ["--enable-lora", f"--max-lora-rank={lora_rank(config)}"]
-        if overrides := _overrides(directory):
+        if overrides := config_overrides(directory):
             arguments.append(f"--hf-overrides={json.dumps(overrides)}")
         return arguments
 
@@ -450,18 +452,3 @@ def _chunk(output: Any, sampling: SamplingParams) -> Chunk:
         num_cached_tokens=output.num_cached_tokens or 0,
         routed_experts=routes,
     )
-
-
-def _overrides(directory: Path) -> dict[str, Any]:
-    """vLLM's gpt-oss reads its rotary embedding as YaRN's alone; a plain one is YaRN's of factor
-    1."""
-    config = json.loads((directory / "config.json").read_text())
-    rope = config.get("rope_parameters") or {}
-    if config.get("model_type") != "gpt_oss" or rope.get("rope_type") != "default":
-        return {}
-    yarn = {
-        "rope_type": "yarn", "rope_theta": rope["rope_theta"], "factor": 1.0,
-        "original_max_position_embeddings": config["max_position_embeddings"],
-        "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
-    }  # fmt: skip
-    return {"rope_parameters": yarn}

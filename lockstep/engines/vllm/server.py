@@ -15,6 +15,7 @@ import lockstep
 from lockstep.engines.base import EngineContext
 from lockstep.engines.http import HttpClient
 from lockstep.engines.server_process import ServerProcess, free_ports
+from lockstep.engines.vllm.checkpoint import check_readable, config_overrides
 from lockstep.engines.vllm.config import VllmConfig
 from lockstep.engines.vllm.overrides import hf_overrides
 from lockstep.errors import CapabilityError, EngineError
@@ -89,6 +90,7 @@ class VllmServer:
         self._config, self._context = config, context
         self._python = config.python or sys.executable
         self._has_gpu = _has_gpu()
+        check_readable(context.directory, fills_head=False)
         if config.deterministic and not self._has_gpu:
             raise CapabilityError(
                 "engine.deterministic=true: vLLM's batch-invariant kernels are for GPUs, and there "
@@ -246,6 +248,8 @@ class VllmServer:
         if config.max_adapter_rank:
             flags.append("enable-lora")
             settings["max-lora-rank"] = lora_rank(config)
+        if overrides := config_overrides(self._directory):
+            settings["hf-overrides"] = json.dumps(overrides)
         return [
             self._python, "-m", "vllm.entrypoints.openai.api_server",
             *(f"--{name}={value}" for name, value in settings.items()),

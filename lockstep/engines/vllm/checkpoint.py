@@ -1,0 +1,52 @@
+"""What vLLM makes of a checkpoint's config.json that its author did not mean. No torch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from lockstep.errors import CapabilityError
+
+
+def check_readable(directory: Path, *, fills_head: bool) -> None:
+    """Raises CapabilityError for a model that vLLM 0.32 would run as another one, silently.
+
+    fills_head: whoever starts it puts the embedding in the head afterwards.
+    """
+    config = _config(directory)
+    if config.get("model_type") != "gpt_oss":
+        return
+    kinds = config.get("layer_types") or []
+    expected = ["sliding_attention", "full_attention"] * len(kinds)
+    if kinds != expected[: len(kinds)]:
+        raise CapabilityError(
+            f"vLLM's gpt-oss has its sliding windows on layers 0, 2, 4 ...; {directory} has "
+            f"layer_types {', '.join(kinds[:2])} ...: other keys would be seen than in training. "
+            "Take engine=embedded, or a model whose layers begin with sliding_attention."
+        )
+    if config.get("tie_word_embeddings") and not fills_head:
+        raise CapabilityError(
+            f"vLLM's gpt-oss has a head of its own, which {directory} has not: it is its embedding "
+            "(tie_word_embeddings), and vLLM would leave the head as the memory was. Take "
+            "engine.in_process=true, which fills it, or engine=embedded."
+        )
+
+
+def config_overrides(directory: Path) -> dict[str, Any]:
+    """For --hf-overrides. vLLM's gpt-oss reads its rotary embedding as YaRN's alone; a plain one is
+    YaRN's of factor 1."""
+    config = _config(directory)
+    rope = config.get("rope_parameters") or {}
+    if config.get("model_type") != "gpt_oss" or rope.get("rope_type") != "default":
+        return {}
+    yarn = {
+        "rope_type": "yarn", "rope_theta": rope["rope_theta"], "factor": 1.0,
+        "original_max_position_embeddings": config["max_position_embeddings"],
+        "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+    }  # fmt: skip
+    return {"rope_parameters": yarn}
+
+
+def _config(directory: Path) -> dict[str, Any]:
+    return json.loads((directory / "config.json").read_text())
