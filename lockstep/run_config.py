@@ -17,7 +17,7 @@ from lockstep.agent.config import AgentConfig
 from lockstep.agent.task_config import DialogueConfig, TaskConfig
 from lockstep.config import tag
 from lockstep.correction.config import Correction
-from lockstep.engines.config import EmbeddedConfig, EngineConfig
+from lockstep.engines.config import EmbeddedConfig, EngineConfig, PoolConfig
 from lockstep.errors import ConfigError
 from lockstep.launch.config import ParallelConfig
 from lockstep.models.lora_config import LoraConfig
@@ -218,6 +218,11 @@ class Config(ModelChoice):
         self.chosen_correction.check_updates(self.trainer.updates_per_batch)
         self._check_staleness()
         self.engine.check_budget(self.max_tokens)
+        if self.engine.pool != PoolConfig() and not self.engine.is_pool:
+            raise ConfigError(
+                "engine.pool.* is set, and there is one engine: it would do nothing. Give several "
+                "(engine.replicas, engine.urls), or leave engine.pool.* out."
+            )
         if self.agent.max_turn_tokens >= self.max_tokens:
             raise ConfigError(
                 f"agent.max_turn_tokens={self.agent.max_turn_tokens} leaves no room for a prompt "

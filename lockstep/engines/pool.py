@@ -730,10 +730,8 @@ class Pool:
         replica.state, replica.is_frozen = "out", is_frozen
         self._counts["lost_replicas"] += 1
         self._counts["frozen_replicas"] += is_frozen
-        num = len(replica.streams)
-        self._on_event(
-            f"{replica.name} is out: {reason}. {num} requests go to the {len(self.ready)} others."
-        )
+        left = sum(r.state != "out" for r in self._replicas)
+        self._on_event(f"{replica.name} is out: {reason}. Replicas left: {left}.")
         for stream in replica.streams:
             stream.hurry(_now())
         _wake(self._waiters)  # to see that nobody is left

@@ -161,6 +161,11 @@ def test_when_no_replica_is_left_the_run_stops_and_says_why(num, tmp_path):
     assert len(sampled(load_run(tmp_path / "run"))) == 2 * GROUPS * SAMPLES
 
 
+def test_settings_of_a_pool_that_is_none_are_refused():
+    with pytest.raises(ConfigError, match=r"engine\.pool\.\* is set, and there is one engine"):
+        resolve(find_recipe("quickstart"), ["engine.pool.tries=2"])
+
+
 def test_a_fault_of_a_replica_that_is_not_there_is_refused():
     config = resolve(find_recipe("quickstart"), [*QUICK, "fault=engine_killed", "fault.replica=2"])
     with pytest.raises(ConfigError, match=r"fault\.replica=2: the engine has 2 of them"):
