@@ -47,7 +47,7 @@ nats: over the 504 tokens of a probe the noise of its share is then 0.1."""
 
 EXPLAINED = 0.05
 """What may be left of the gap, as a share of the change, once it is explained."""
-GAIN = 0.8
+GAIN = 0.95
 """A group more is named only if that leaves less than this share of the gap."""
 MAX_CELLS = 128
 """Groups times layers that are tried one by one: a forward of the probe for each."""

@@ -125,10 +125,14 @@ def test_experts_in_another_order_are_found(tmp_path):
         qualify("qwen3_moe", tmp_path)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_sinks_and_experts_that_stay_old_are_found(dtype, tmp_path):
+def test_sinks_and_experts_that_stay_old_are_found(tmp_path):
     with pytest.raises(EngineError, match="the old values of sinks, experts, expert biases"):
-        qualify("gpt_oss", tmp_path, dtype=dtype)
+        qualify("gpt_oss", tmp_path)
+
+
+def test_in_bfloat16_what_moves_little_beside_its_noise_may_not_be_named(tmp_path):
+    with pytest.raises(EngineError, match="the old values of (sinks, )?experts"):
+        qualify("gpt_oss", tmp_path, dtype="bfloat16")
 
 
 def test_a_head_that_is_written_and_not_read_is_found(tmp_path):
