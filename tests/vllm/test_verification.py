@@ -131,7 +131,7 @@ def test_sinks_and_experts_that_stay_old_are_found(tmp_path):
 
 
 def test_in_bfloat16_what_moves_little_beside_its_noise_may_not_be_named(tmp_path):
-    with pytest.raises(EngineError, match="the old values of (sinks, )?experts"):
+    with pytest.raises(EngineError, match=r"the old values of (sinks, )?experts"):
         qualify("gpt_oss", tmp_path, dtype="bfloat16")
 
 
