@@ -50,6 +50,10 @@ NUM_HOMES = 65536
 CANCEL_SECONDS = 5.0
 """How long the end of a request in a replica is waited for: a frozen one may never say."""
 
+CLOSE_SECONDS = 60.0
+"""How long the end of a replica is waited for: one that stands still must not hold up a run that is
+over."""
+
 EVENTS = (
     "lost_replicas", "frozen_replicas", "returned_replicas", "retries", "continued_tokens",
     "dropped_tokens", "duplicated_deltas", "misordered_deltas", "lost_replies", "wrong_versions",
@@ -356,7 +360,8 @@ class Pool:
             await _cancel(task)
         _wake(self._waiters)
         closed = await asyncio.gather(
-            *(r.engine.close() for r in self._replicas), return_exceptions=True
+            *(asyncio.wait_for(r.engine.close(), CLOSE_SECONDS) for r in self._replicas),
+            return_exceptions=True,
         )
         for replica, result in zip(self._replicas, closed, strict=True):
             # A replica that is gone cannot be closed; a defect must show.
