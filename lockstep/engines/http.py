@@ -117,11 +117,11 @@ class HttpClient:
         session = self._sessions.pop(asyncio.get_running_loop(), None)
         if session is not None:
             await session.close()
-        self._forget_ended_loops()
+        await self._forget_ended_loops()
 
-    def _forget_ended_loops(self) -> None:
+    async def _forget_ended_loops(self) -> None:
         for loop in [loop for loop in self._sessions if loop.is_closed()]:
-            self._sessions.pop(loop).detach()  # its sockets went with their loop
+            await self._sessions.pop(loop).close()  # its sockets went with their loop
 
     async def _call(
         self, method: str, path: str, body: Mapping[str, Any] | None, *, is_json: bool = True
@@ -141,8 +141,9 @@ class HttpClient:
 
         where = self._where(method, path)
         sent = {} if body is None else {"json": body}
+        session = await self._session()
         try:
-            async with self._session().request(method, self.url + path, **sent) as answer:
+            async with session.request(method, self.url + path, **sent) as answer:
                 if answer.status >= 300:
                     raise _refusal(where, answer.status, await answer.read())
                 yield answer
@@ -161,7 +162,7 @@ class HttpClient:
                 "log."
             ) from error
 
-    def _session(self) -> Any:
+    async def _session(self) -> Any:
         loop = asyncio.get_running_loop()
         session = self._sessions.get(loop)
         if session is None or session.closed:
@@ -171,7 +172,7 @@ class HttpClient:
                 raise MissingExtraError.of(
                     "aiohttp", extra="http", needed_for=f"engine {self.name}"
                 ) from None
-            self._forget_ended_loops()
+            await self._forget_ended_loops()
             session = self._sessions[loop] = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_SECONDS),
                 timeout=aiohttp.ClientTimeout(

@@ -112,7 +112,7 @@ class FakeOpenAI(FakeServer):
         ]
 
     async def list_models(self, request):
-        found = [{"id": m, "object": "model", "max_model_len": 200} for m in self.models]
+        found = [{"id": m, "object": "model", "max_model_len": self.engine.max_tokens} for m in self.models]
         return web.json_response({"object": "list", "data": found})
 
     def request_of(self, body):

@@ -77,7 +77,7 @@ class FakeSGLang(FakeServer):
             "enable_memory_saver", "incremental_streaming_output", "disable_radix_cache",
         )  # fmt: skip
         found = {name: name in self.flags for name in flags}
-        found |= {"max_req_input_len": 200, "version": "0.5.23", "tp_size": 1}
+        found |= {"max_req_input_len": self.engine.max_tokens, "version": "0.5.23", "tp_size": 1}
         assert set(found) <= set(RECORDED["server_info"])
         return web.json_response(found)
 
