@@ -60,8 +60,9 @@ class Parts:
     engine: Engine
     trainer: Trainer
     numerics: Numerics
-    publisher: Publisher
-    """The way from the trainer's weights to the engine."""
+    publisher: Publisher | None
+    """The way from the trainer's weights to the engine; None if the engine keeps those that it has,
+    which serves an evaluation."""
     critic: Critic | None = None
     """Only where the advantage is made of its values."""
 
@@ -151,18 +152,20 @@ def build(
         contract=numerics.fingerprint if numerics.is_kept else None,
         ranks=ranks,
     )
-    publisher = Publisher(
-        engine,
-        trainer,
-        model,
-        config.sync,
-        place=_weights_place(config, context),
-        ranks=ranks,
-        wakes=config.engine.share_device,
-        left_out=foundation.renderer.tokenizer.control_ids,
-        max_tokens=config.max_tokens,
-        is_verifying=config.fault is None or config.fault.is_verified,
-    )
+    publisher = None
+    if is_training or engine.capabilities.weight_sources:
+        publisher = Publisher(
+            engine,
+            trainer,
+            model,
+            config.sync,
+            place=_weights_place(config, context),
+            ranks=ranks,
+            wakes=config.engine.share_device,
+            left_out=foundation.renderer.tokenizer.control_ids,
+            max_tokens=config.max_tokens,
+            is_verifying=config.fault is None or config.fault.is_verified,
+        )
     critic = None
     if is_training and config.advantage.needs_critic:
         device = model.embedding.device

@@ -142,11 +142,13 @@ def evaluate_run(config: Config, path: Path, *, step: int | None) -> tuple[dict[
 
     async def play() -> dict[str, float]:
         try:
-            await parts.publisher.publish(parts.trainer.version)
+            if parts.publisher is not None:
+                await parts.publisher.publish(parts.trainer.version)
             return (await tester.test())[0]
         finally:
             await parts.engine.close()
-            parts.publisher.close()
+            if parts.publisher is not None:
+                parts.publisher.close()
 
     metrics = asyncio.run(play())
     shown.close()
@@ -161,7 +163,7 @@ async def run_steps(run: Session) -> Status:
     finally:
         await run.buffer.close()
         await run.parts.engine.close()
-        run.parts.publisher.close()
+        run.publisher.close()
 
 
 async def _steps(run: Session) -> Status:

@@ -33,7 +33,7 @@ from lockstep.report.page import write_report
 from lockstep.run_config import Config
 from lockstep.step_metrics import check_failures
 from lockstep.store.run import TRAIN, RunDirectory, load_run
-from lockstep.sync.publisher import Level
+from lockstep.sync.publisher import Level, Publisher
 from lockstep.training.checkpoint import CheckpointStore
 from lockstep.training.correcting import UnequalTokenError
 from lockstep.training.critic import CRITIC, Critic
@@ -63,6 +63,7 @@ class Session:
     """What every episode of the run waits for."""
     buffer: Buffer = field(init=False)
     tester: Tester = field(init=False)
+    publisher: Publisher = field(init=False)
     checkpoints: CheckpointStore = field(init=False)
     tested_at: int | None = None
     """The step that the last evaluation preceded, and what it gave."""
@@ -85,7 +86,9 @@ class Session:
             ),
         )
         self.tester = Tester(config, self.parts, self.view, self.ranks, self.slots)
-        self.parts.publisher.warn = lambda text: self.view.note(text, "warning")
+        assert self.parts.publisher is not None, "a run that trains hands its weights over"
+        self.publisher = self.parts.publisher
+        self.publisher.warn = lambda text: self.view.note(text, "warning")
         numerics = self.parts.numerics
         facts = {
             "is_one_process": self.is_one_process,
@@ -107,7 +110,7 @@ class Session:
 
         If it does not take them, a checkpoint holds the update that they came from.
         """
-        publisher = self.parts.publisher
+        publisher = self.publisher
         is_first = publisher.version is None
         try:
             metrics = await publisher.publish(self.parts.trainer.version)
@@ -261,7 +264,7 @@ class Session:
                     numerics=self.parts.numerics,
                     num_trained=self.parts.trainer.num_trained,
                 ),
-                f"sync       {self.parts.publisher.describe()}",
+                f"sync       {self.publisher.describe()}",
                 f"run        {self.path}",
             ),
         )

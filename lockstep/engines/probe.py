@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from lockstep.engines.base import EngineContext
-from lockstep.errors import CapabilityError, EngineError
+from lockstep.errors import CapabilityError
 from lockstep.types import Distribution, Float32Array
 
 NUM_TOKENS = 12
@@ -73,8 +74,9 @@ def check_same_model(
         raise CapabilityError(
             f"engine {name} at {url} runs another model than the trainer, or other weights: of the "
             f"{len(sampled_ids)} tokens that it chose, the trainer's log-probs differ by {gap:.2f} "
-            f"nats in the mean (at most {LARGEST_GAP:g} is rounding). Start it with the checkpoint "
-            f"of this run: {context.directory}"
+            f"nats in the mean (at most {LARGEST_GAP:g} is rounding). Start it with the same "
+            "weights: `lockstep export RUN --hf DIR` writes those of a run, "
+            f"{context.directory} are those that it began from."
         )
 
 
@@ -101,9 +103,14 @@ def agree(found: Sequence[float], wanted: Sequence[float]) -> bool:
     return bool(np.abs(np.array(found) - np.array(wanted)).mean() <= LARGEST_NOISE)
 
 
-def check_vocabulary(name: str, url: str, found: int | None, context: EngineContext) -> None:
-    if found is not None and found != context.vocab_size:
-        raise EngineError(
-            f"engine {name} at {url} has a vocabulary of {found} ids, the trainer's model one of "
-            f"{context.vocab_size}: another model. Start it with {context.directory}"
-        )
+def check_same_kind(name: str, url: str, context: EngineContext, found: Mapping[str, Any]) -> None:
+    """Raises CapabilityError if a server says of its model what the config.json of the trainer's
+    does not: for one whose weights are replaced, so that those it has tell nothing."""
+    file = context.directory / "config.json"
+    own = json.loads(file.read_text()) if file.is_file() else {}
+    for key in ("model_type", "architectures"):
+        if own.get(key) and found.get(key) and own[key] != found[key]:
+            raise CapabilityError(
+                f"engine {name} at {url} serves another model than {context.directory}: {key} "
+                f"{found[key]!r}, and the trainer's is {own[key]!r}. Start it with that directory."
+            )

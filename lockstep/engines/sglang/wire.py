@@ -23,7 +23,7 @@ from lockstep.engines.http import HttpClient
 from lockstep.engines.probe import (
     NUM_TOKENS,
     agree,
-    check_same_model,
+    check_same_kind,
     prompt_of,
     recorded_distribution,
 )
@@ -75,6 +75,7 @@ def read_facts(client: HttpClient, context: EngineContext, *, deterministic: boo
             f"engine sglang at {client.url} was started without --enable-deterministic-inference, "
             "and engine.deterministic=true wants it. Start it with the flag, or leave the setting."
         )
+    check_same_kind("sglang", client.url, context, client.call_now("/model_info"))
     routed, _, active = _shape_of_routes(context)
     prompt = prompt_of(context.vocab_size)
 
@@ -97,7 +98,6 @@ def read_facts(client: HttpClient, context: EngineContext, *, deterministic: boo
             f"engine sglang at {client.url} does not choose the likeliest token with top_k=1: "
             "whose log-probs it records cannot be told. A custom sampler or logits processor?"
         )
-    check_same_model("sglang", client.url, context, prompt, *greedy)
     body = _scoring_body([*prompt, *greedy[0]], first=len(prompt))
     about = client.call_now("/generate", body)["meta_info"]
     scores = _entries(about, "input_token_logprobs")[1]

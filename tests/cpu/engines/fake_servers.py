@@ -10,6 +10,7 @@ import asyncio
 import json
 import threading
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 from aiohttp import web
@@ -26,7 +27,7 @@ def context(model=None, **changes):
     return EngineContext(
         **(
             {
-                "model": model, "token_bytes": [b"x"] * VOCAB, "directory": "CHECKPOINT",
+                "model": model, "token_bytes": [b"x"] * VOCAB, "directory": Path("CHECKPOINT"),
                 "vocab_size": VOCAB, "max_tokens": 200, "dtype": "float32",
             } | changes
         )
@@ -112,7 +113,10 @@ class FakeOpenAI(FakeServer):
         ]
 
     async def list_models(self, request):
-        found = [{"id": m, "object": "model", "max_model_len": self.engine.max_tokens} for m in self.models]
+        found = [
+            {"id": m, "object": "model", "max_model_len": self.engine.max_tokens}
+            for m in self.models
+        ]
         return web.json_response({"object": "list", "data": found})
 
     def request_of(self, body):

@@ -67,7 +67,7 @@ class FakeSGLang(FakeServer):
         return web.Response()
 
     async def model_info(self, http):
-        found = {"model_path": "m", "weight_version": self.label}
+        found = {"model_path": "m", "weight_version": self.label, "model_type": "qwen3"}
         assert set(found) <= set(RECORDED["model_info"])
         return web.json_response(found)
 

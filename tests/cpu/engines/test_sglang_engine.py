@@ -171,12 +171,13 @@ def test_a_server_works_for_one_run(weights):
         asyncio.run(run())
 
 
-def test_what_a_run_needs_and_a_server_lacks_is_refused():
+def test_what_a_run_needs_and_a_server_lacks_is_refused(tmp_path):
     with FakeSGLang() as server:
         with pytest.raises(CapabilityError, match="without --enable-deterministic-inference"):
             engine_of(server, deterministic=True)
-        with pytest.raises(CapabilityError, match="another model than the trainer"):
-            engine_of(server, make_model(seed=8))
+        (tmp_path / "config.json").write_text('{"model_type": "gpt_oss"}')
+        with pytest.raises(CapabilityError, match="model_type 'qwen3', and the trainer's is 'gpt_"):
+            make_any(SGLangConfig(urls=(server.url,)), context(directory=tmp_path))
     with pytest.raises(ConfigError, match="engine=sglang needs a server"):
         SGLangConfig()
 
