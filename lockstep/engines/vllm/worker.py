@@ -24,7 +24,11 @@ class LockstepWorker:
         """The model's config.json, and why its weights cannot be replaced while it runs (empty if
         they can)."""
         config = self.vllm_config.model_config.hf_config.to_dict()
-        plain = {k: v for k, v in config.items() if isinstance(v, (str, int, float, bool))}
+        plain = {
+            name: value
+            for name, value in config.items()
+            if isinstance(value, (str, int, float, bool)) and not name.startswith("_")
+        }
         reason = why_not_in_place(self.model_runner.get_model(), self.vllm_config)
         return {"config": plain, "why_not_in_place": reason}
 
