@@ -246,8 +246,8 @@ def _training_config(
         )
     stored = load_run(where).config
     asked = resolve(config, settings)
-    # A run goes on with any number of processes: what it computes stays the same.
-    stored["parallel"] = to_dict(asked)["parallel"]
+    # A run goes on with any number of processes, anywhere: what it computes stays the same.
+    stored |= {name: to_dict(asked)[name] for name in ("parallel", "placement")}
     changed = differences(stored, to_dict(asked))
     if changed:
         listed = ", ".join(f"{k}: {a} -> {b}" for k, (a, b) in changed.items())

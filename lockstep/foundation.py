@@ -94,7 +94,7 @@ def check_config(config: Config, *, is_training: bool = True) -> Foundation:
     if isinstance(foundation.model, ModelConfig):
         _check_replay(config, foundation.model)
     check_parallel(config, foundation.model)
-    if is_training:
+    if is_training and not config.placement.is_elsewhere():
         check_memory(config, foundation, expected_device(config))
     config.task.check()
     first = next(config.task.tasks(split="train", seed=config.seed), None)
@@ -133,6 +133,11 @@ def check_parallel(config: ModelChoice, model: ModelConfig | FallbackConfig) -> 
         config.parallel.check_heads(num_heads=model.num_heads, num_kv_heads=model.num_kv_heads)
     if isinstance(config, Config):
         config.engine.for_rank(0, world)
+        config.placement.check(
+            config.parallel,
+            num_engines=config.engine.workers[1],
+            is_shared=config.engine.share_device,
+        )
     if world == 1:
         return
     alone = {"fallback=true": config.fallback}

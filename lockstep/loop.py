@@ -61,7 +61,9 @@ def train(
     """
     check_config(config)
     return on_all_ranks(
-        config.parallel, _train, config, device=resolve_device(config),
+        config.parallel, _train, config,
+        device="cpu" if config.placement.is_elsewhere() else resolve_device(config),
+        placement=config.placement, engines=config.engine.workers,
         out=out, resume=resume, start=start, view=view,
     )  # fmt: skip
 

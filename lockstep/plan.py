@@ -63,6 +63,7 @@ def plan(
         *([f"critic     {_critic_plan(config)}"] if config.advantage.needs_critic else []),
         *([f"routing    {_REPLAY_PLAN[replay]}"] if replay != "none" else []),
         *_parallel_plan(config),
+        *config.placement.describe(config.parallel, num_engines=config.engine.workers[1]),
         f"numerics   {_contract_plan(config) if numerics is None else numerics.line}",
         f"memory     {describe_memory(config, foundation, numerics=numerics)}",
         *(f"warning    {text}" for text in config.chosen_correction.warnings()),

@@ -20,6 +20,7 @@ from lockstep.correction.config import Correction
 from lockstep.engines.config import EmbeddedConfig, EngineConfig, PoolConfig
 from lockstep.errors import ConfigError
 from lockstep.launch.config import ParallelConfig
+from lockstep.launch.placement import LocalPlacement, PlacementConfig
 from lockstep.models.lora_config import LoraConfig
 from lockstep.objectives.config import GRPO, AdvantageConfig, ObjectiveConfig, PPOClip
 from lockstep.ops.contract import ContractChoice
@@ -158,6 +159,8 @@ class Config(ModelChoice):
     """Budgets of an episode and how its tokens are drawn."""
     engine: EngineConfig = field(default_factory=EmbeddedConfig)
     """What samples."""
+    placement: PlacementConfig = field(default_factory=LocalPlacement)
+    """Where the processes of the run are started."""
     sync: SyncConfig = field(default_factory=SyncConfig)
     """How the engine gets the trainer's weights, and how that it did is verified."""
     advantage: AdvantageConfig = field(default_factory=GRPO)

@@ -227,6 +227,16 @@ class Pooled(Protocol):
 
 
 @runtime_checkable
+class Remembering(Protocol):
+    """An engine that keeps what it was given last, and can load it again by itself."""
+
+    def remembers(self, source: Mapping[str, Any], *, version: int) -> bool:
+        """Whether `load_weights` of these would not read them again: the trainer may be changing
+        them meanwhile."""
+        ...
+
+
+@runtime_checkable
 class Leased(Protocol):
     """An engine that others could load weights into as well."""
 

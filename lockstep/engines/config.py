@@ -89,6 +89,12 @@ class EngineConfig:
         """Whether requests go to one of several replicas, or to one that may come back."""
         return len(self.replica_configs()) > 1
 
+    @property
+    def workers(self) -> tuple[str, int, int]:
+        """(function, how many, how often each is started again) of the processes that sample, where
+        they are started apart from the engines in them (`launch.workers`)."""
+        return "", 0, 0
+
     def for_rank(self, rank: int, world: int) -> EngineConfig:
         """The part of one of `world` processes that train together: each samples with engines of
         its own, inside it or dealt to it. Raises ConfigError if there are too few to deal."""
@@ -154,6 +160,10 @@ class EmbeddedConfig(EngineConfig):
     @property
     def is_pool(self) -> bool:
         return self.replicas > 0
+
+    @property
+    def workers(self) -> tuple[str, int, int]:
+        return "lockstep.engines.embedded.worker:work", self.replicas, self.restarts
 
     def replica_configs(self) -> tuple[EngineConfig, ...]:
         return (replace(self, replicas=1),) * self.replicas or (self,)

@@ -25,6 +25,7 @@ from lockstep.engines.base import (
     Engine,
     Leased,
     Pinged,
+    Remembering,
     Reporting,
     Restartable,
     Scores,
@@ -652,7 +653,9 @@ class Pool:
             ready = [r for r in self._replicas if r.state == "ready" and r.version >= oldest]
             if ready:
                 return self._pick([r for r in ready if r not in avoid] or ready, affinity)
-            if not self._is_updating and (_now() >= deadline or not self._can_revive):
+            if not self._is_updating and (
+                _now() >= deadline or not any(map(self._can_revive, self._replicas))
+            ):
                 raise EngineError(f"all replicas are gone. {self._last_words()}")
             waiter = asyncio.get_running_loop().create_future()
             self._waiters.append(waiter)
@@ -768,7 +771,9 @@ class Pool:
             for replica in self._replicas:
                 if replica.state == "ready":
                     self._check_frozen(replica, now)
-                elif replica.state == "out" and now >= replica.retry_at and self._can_revive:
+                elif (
+                    replica.state == "out" and now >= replica.retry_at and self._can_revive(replica)
+                ):
                     self._start_revival(replica)
             if now - checked_at >= config.check_seconds:
                 checked_at = now
@@ -816,11 +821,13 @@ class Pool:
 
     # -- weights ------------------------------------------------------------------------------
 
-    @property
-    def _can_revive(self) -> bool:
-        """Whether the newest weights can be loaded at any time. Tensors of the trainer cannot: it
-        may be changing them, and a replica that is out waits for the next update."""
-        return self._source is None or isinstance(self._source, str)
+    def _can_revive(self, replica: _Replica) -> bool:
+        """Whether it can load the newest weights at any time. Tensors of the trainer it cannot,
+        unless it has them still: they may be changing, and it waits for the next update."""
+        source, engine = self._source, replica.engine
+        if source is None or isinstance(source, str):
+            return True
+        return isinstance(engine, Remembering) and engine.remembers(source, version=self._version)
 
     async def _load(self, replica: _Replica) -> bool:
         """Gives a replica the newest weights; it is ready afterwards, or out."""

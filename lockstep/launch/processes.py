@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from lockstep.errors import LockstepError, RankError
 from lockstep.launch.config import ParallelConfig
+from lockstep.launch.placement import PlacementConfig, RayPlacement
 from lockstep.launch.signals import end_by_sigterm
 
 if TYPE_CHECKING:
@@ -60,13 +61,26 @@ def is_follower() -> bool:
 
 
 def on_all_ranks(
-    parallel: ParallelConfig, work: Callable[..., T], *args: Any, device: str, **settings: Any
+    parallel: ParallelConfig,
+    work: Callable[..., T],
+    *args: Any,
+    device: str,
+    placement: PlacementConfig | None = None,
+    engines: tuple[str, int, int] = ("", 0, 0),
+    **settings: Any,
 ) -> T:
-    """`work(ranks, *args, **settings)` on every process; returns what it did on this one.
+    """`work(ranks, *args, **settings)` on every process; returns what it did on this one, or, where
+    all of them are elsewhere, on rank 0.
 
     ranks: None where there is one process. work, args and settings are pickled for the others, so
-    work is a function of a module. device: cpu or cuda. Raises RankError if another rank stopped.
+    work is a function of a module. device: cpu or cuda. engines: (function, how many, how often
+    each is started again) of the workers that stand with the ranks, where `placement` is not this
+    machine. Raises RankError if another rank stopped.
     """
+    if isinstance(placement, RayPlacement) and placement.is_elsewhere():
+        from lockstep.launch.ray import on_ray
+
+        return on_ray(placement, parallel, engines, work, args, settings)
     world = parallel.num_processes(os.environ)
     if world == 1:
         return work(None, *args, **settings)

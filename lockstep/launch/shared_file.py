@@ -67,6 +67,11 @@ class SharedFile:
             with self._lock:
                 held.num_readers -= 1
 
+    def has(self, source: object, version: int) -> bool:
+        """Whether `holding` this would write nothing."""
+        with self._lock:
+            return any(h.source is source and h.version == version for h in self._held)
+
     def _take(
         self, source: object, version: int, num_bytes: int, fill: Callable[[mmap.mmap], None]
     ) -> _Held:

@@ -246,10 +246,18 @@ def start_listener(
 ) -> subprocess.Popen[bytes]:
     """Starts `work` in a process that waits for whoever comes first to `listening` with the key in
     its environment, and serves that one. The socket stays open here, for another process."""
+    theirs, ours = os.pipe()
     number = listening.fileno()
-    return _start(
-        [work, "listen", str(number)], log=log, environment=environment, pass_fds=(number,)
+    process = _start(
+        [work, "listen", f"{number},{theirs}"],
+        log=log,
+        environment=environment,
+        pass_fds=(number, theirs),
     )
+    os.close(theirs)
+    # Never written to: it is closed at this end with the process that has started the other one.
+    process.lifeline = ours  # pyright: ignore[reportAttributeAccessIssue]
+    return process
 
 
 def _start(
@@ -346,12 +354,16 @@ def main() -> None:
     """Of a worker's process: runs the function that it was started for."""
     work, kind, descriptor = sys.argv[1:]
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # A thread that blocks signals, as those of a Ray actor do, hands that down to what it starts.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
     module, _, function = work.partition(":")
     code = 0
     try:
         run = getattr(import_module(module), function)
         if kind == "listen":
-            connection = _accept(socket.socket(fileno=int(descriptor)))
+            number, _, lifeline = descriptor.partition(",")
+            threading.Thread(target=_end_with, args=(int(lifeline),), daemon=True).start()
+            connection = _accept(socket.socket(fileno=int(number)))
         else:
             connection = Connection(int(descriptor))
         run(Line(connection))
@@ -360,6 +372,11 @@ def main() -> None:
         code = 1
     _flush(sys.stdout, sys.stderr)
     os._exit(code)  # the reader waits for messages that nobody will send
+
+
+def _end_with(lifeline: int) -> None:
+    os.read(lifeline, 1)
+    os._exit(0)
 
 
 def _accept(listening: socket.socket) -> Connection:

@@ -21,9 +21,7 @@ from lockstep.launch.workers import Line, Worker
 from lockstep.models.decoder import Decoder
 from lockstep.models.hf_io import check_tensors, load_checkpoint, load_weights, read_tensors
 from lockstep.ops import api, plain
-from lockstep.ops.invariant import InvariantOps, Rules
-
-WORK = "lockstep.engines.embedded.worker:work"
+from lockstep.ops.invariant import InvariantOps, Rules, ask_for_reproducible_gemm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,11 +89,12 @@ def make_replica(config: EmbeddedConfig, context: EngineContext) -> WorkerEngine
         rules=backend.rules if isinstance(backend, InvariantOps) else None,
         memory_fd=workers.memory.fd,
     )
+    run, _, _ = config.workers
     scratch = context.scratch or Path(tempfile.mkdtemp(prefix="lockstep-"))
 
     def start() -> Worker:
         return workers.start(
-            context.replica, WORK, name=f"engine {context.replica}", log=scratch / "engine.log"
+            context.replica, run, name=f"engine {context.replica}", log=scratch / "engine.log"
         )
 
     return WorkerEngine(
@@ -129,6 +128,7 @@ def _backend(order: Order) -> api.Backend:
     """The trainer's, made anew: its self-test's findings hold here too, as the fingerprint tells
     (a fixed computation is part of it)."""
     if order.ops == "invariant":
+        ask_for_reproducible_gemm()  # where the trainer's environment is not this one's
         return InvariantOps(order.rules)
     if order.ops == "cuda":
         from lockstep.ops.cuda import CudaOps

@@ -166,25 +166,37 @@ class WorkerEngine:
         await self._call("resume", kv=kv)
 
     async def load_weights(self, source: Mapping[str, Any] | str | None, *, version: int) -> None:
-        """Named tensors, or a directory that the worker reads by itself."""
+        """Named tensors, or a directory that the worker reads by itself. One that dies meanwhile
+        is started again, and given them again."""
         if source is None:
             raise EngineError(
                 "load_weights: the engine runs in a process of its own and shares no parameters; "
                 "expected named tensors or a directory, found None."
             )
+        while True:
+            try:
+                await self._load(source, version)
+            except EngineDownError:
+                if not self._restarts or self._is_closed:
+                    raise
+                await self.ping()
+            else:
+                self._version = version
+                return
+
+    async def _load(self, source: Mapping[str, Any] | str, version: int) -> None:
         if not isinstance(source, Mapping):
             await self._say("load_directory", directory=str(source), version=version)
-        else:
-            held = holding(self._memory, source, version=version)
-            layout, region = await in_thread(held.__enter__, device=self._device)
-            try:
-                if self._worker.maps_memory:
-                    await self._say("load_shared", layout=layout, region=region, version=version)
-                else:
-                    await self._send_weights(layout, region, version)
-            finally:
-                held.__exit__(None, None, None)
-        self._version = version
+            return
+        held = holding(self._memory, source, version=version)
+        layout, region = await in_thread(held.__enter__, device=self._device)
+        try:
+            if self._worker.maps_memory:
+                await self._say("load_shared", layout=layout, region=region, version=version)
+            else:
+                await self._send_weights(layout, region, version)
+        finally:
+            held.__exit__(None, None, None)
 
     async def sleep(self) -> None:
         await self._call("sleep")
@@ -205,6 +217,10 @@ class WorkerEngine:
             async with asyncio.timeout(CLOSE_SECONDS):
                 await self._say("close")
         await asyncio.to_thread(self._worker.end, seconds=CLOSE_SECONDS)
+
+    def remembers(self, source: Mapping[str, Any], *, version: int) -> bool:
+        """As `Remembering` says: they stand where they were put for the worker."""
+        return self._memory.has(source, version)
 
     async def ping(self) -> None:
         """Raises EngineDownError if the worker is gone: the first call after that has it started

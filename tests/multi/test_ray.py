@@ -1,0 +1,131 @@
+"""Runs on a Ray cluster of this machine: two processes that train, an engine beside each."""
+
+import json
+import os
+import signal
+import threading
+import time
+
+import pytest
+
+from lockstep.config import resolve
+from lockstep.errors import ConfigError, RankError
+from lockstep.loop import train
+from lockstep.recipes import find_recipe
+from lockstep.store.run import load_run
+
+ray = pytest.importorskip("ray", reason="placement=ray needs the extra `ray`")
+
+SMALL = (
+    "steps=500", "groups_per_step=2", "group_size=4", "evaluation.num_tasks=2",
+    "evaluation.greedy=false", "evaluation.at_start=false", "contract=true-on-policy",
+    "trainer.measure_after_every=0", "parallel.processes=2", "placement=ray",
+    "engine.pool.retry_seconds=[0.2,0.5]", "engine.pool.check_seconds=0.2",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    ray.init(
+        num_cpus=4, object_store_memory=80 << 20, include_dashboard=False, log_to_driver=False,
+        configure_logging=False,
+    )  # fmt: skip
+    yield
+    ray.shutdown()
+
+
+def processes_of(work):
+    """The processes of this test's user that run such a worker."""
+    found = []
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            with open(f"/proc/{name}/cmdline") as line:
+                words = line.read().split("\0")
+        except OSError:
+            continue
+        if work in words and "lockstep.launch.workers" in " ".join(words):
+            found.append(int(name))
+    return sorted(found)
+
+
+def after(path, is_wanted, act):
+    """Acts, in a thread, once a row of the run's metrics is wanted."""
+
+    def watch():
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            if (path / "metrics.jsonl").exists():
+                rows = [json.loads(r) for r in (path / "metrics.jsonl").read_text().splitlines()]
+                if any(map(is_wanted, rows)):
+                    break
+            time.sleep(0.1)
+        act()  # also when nothing came: the run must end
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    return thread
+
+
+ENGINES, RANKS = "lockstep.engines.embedded.worker:work", "lockstep.launch.ray:run_rank"
+
+
+def test_a_run_outlives_a_killed_engine_and_ends_with_ctrl_c(cluster, tmp_path, capfd):
+    path = tmp_path / "run"
+    config = resolve(
+        find_recipe("quickstart"), (*SMALL, "engine.replicas=2", "placement.colocate=true")
+    )
+    killed = []
+
+    def kill():
+        killed.extend([processes_of(ENGINES)[0], len(load_run(path).metrics)])
+        os.kill(killed[0], signal.SIGKILL)
+
+    after(path, lambda row: row["step"] >= 0, kill)
+    after(
+        path, lambda row: killed and row["step"] > killed[1] + 1,  # its rank has no other engine
+        lambda: os.kill(os.getpid(), signal.SIGINT),
+    )  # fmt: skip
+    outcome = train(config, out=path)
+    assert outcome.status == "interrupted"
+    run = load_run(path)
+    rows = [row for row in run.metrics if "train/loss" in row]
+    assert [row["step"] for row in rows] == list(range(len(rows)))
+    assert all(row["mismatch/unequal_tokens"] == 0 for row in rows)
+    assert [c.step for c in run.checkpoints()] == [len(rows)]
+    assert run.environment["processes"] == 2
+    shown = capfd.readouterr()
+    assert "step   0/500" in shown.out, "what rank 0 prints appears here"
+    assert f"(pid {killed[0]}) was ended by SIGKILL" in shown.err
+    assert "It is started again." in shown.err
+    assert not processes_of(ENGINES) and not processes_of(RANKS)
+
+
+def test_a_killed_rank_ends_the_run_and_is_named(cluster, tmp_path):
+    path = tmp_path / "run"
+
+    def kill():
+        for pid in processes_of(RANKS):
+            with open(f"/proc/{pid}/environ") as found:
+                if "\0RANK=1\0" in found.read():
+                    os.kill(pid, signal.SIGKILL)
+
+    after(path, lambda row: row["step"] >= 0, kill)
+    with pytest.raises(
+        RankError, match=r"rank 1 on [\d.]+ has stopped: rank 1 \(pid \d+\) was end"
+    ):
+        train(resolve(find_recipe("quickstart"), SMALL), out=path, view="json")
+    assert not processes_of(RANKS)
+    assert len(load_run(path).metrics) >= 1
+    deadline = time.monotonic() + 30
+    while ray.available_resources()["CPU"] < 4 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert ray.available_resources()["CPU"] == 4, "its places are given back"
+
+
+def test_a_cluster_without_room_says_what_it_has(cluster, tmp_path):
+    config = resolve(
+        find_recipe("quickstart"), (*SMALL, "placement.trainer_cpus=64", "placement.wait_seconds=1")
+    )
+    with pytest.raises(ConfigError, match=r"no room for .*64.* in 1 s\. All of it has {'CPU': 4"):
+        train(config, out=tmp_path / "run", view="json")
+    assert not (tmp_path / "run").exists()
