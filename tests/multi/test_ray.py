@@ -20,7 +20,6 @@ SMALL = (
     "steps=500", "groups_per_step=2", "group_size=4", "evaluation.num_tasks=2",
     "evaluation.greedy=false", "evaluation.at_start=false", "contract=true-on-policy",
     "trainer.measure_after_every=0", "parallel.processes=2", "placement=ray",
-    "engine.pool.retry_seconds=[0.2,0.5]", "engine.pool.check_seconds=0.2",
 )  # fmt: skip
 
 
@@ -66,13 +65,14 @@ def after(path, is_wanted, act):
     return thread
 
 
+EAGER = ("engine.pool.retry_seconds=[0.2,0.5]", "engine.pool.check_seconds=0.2")
 ENGINES, RANKS = "lockstep.engines.embedded.worker:work", "lockstep.launch.ray:run_rank"
 
 
 def test_a_run_outlives_a_killed_engine_and_ends_with_ctrl_c(cluster, tmp_path, capfd):
     path = tmp_path / "run"
     config = resolve(
-        find_recipe("quickstart"), (*SMALL, "engine.replicas=2", "placement.colocate=true")
+        find_recipe("quickstart"), (*SMALL, "engine.replicas=2", "placement.colocate=true", *EAGER)
     )
     killed = []
 
