@@ -59,6 +59,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "gpt_oss": {
         **COMMON, "model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"],
+        "rms_norm_eps": 1e-5,
         "num_hidden_layers": 4, "intermediate_size": 256, "num_local_experts": 8,
         "num_experts_per_tok": 2, "attention_bias": True, "sliding_window": 64,
         "layer_types": ["sliding_attention", "full_attention"] * 2,

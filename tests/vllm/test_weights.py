@@ -5,13 +5,16 @@ gpt-oss. Every tensor of the new checkpoint differs, so that one that is left ou
 """
 
 import asyncio
+import json
 
 import numpy as np
 import pytest
-from test_local import make_local
-from vllm_models import make_changed, make_checkpoint
+from test_local import CLOSE, PROMPT, make_local, reply
+from vllm_models import make_changed, make_checkpoint, save_again, trainer_logprobs
 
 from lockstep.errors import EngineError
+from lockstep.models.config import ModelConfig
+from lockstep.models.decoder import Decoder
 from lockstep.models.hf_io import hf_tensors, load_checkpoint
 
 ROWS = np.random.default_rng(0).integers(2, 380, (4, 64)).astype(np.int32)
@@ -53,4 +56,18 @@ def test_weights_that_lack_a_tensor_end_the_engine(tmp_path):
         asyncio.run(engine.load_weights(tensors, version=1))
     with pytest.raises(EngineError, match="not known"):
         asyncio.run(engine.score(ROWS[0]))
+    asyncio.run(engine.close())
+
+
+def test_a_tied_head_of_gpt_oss_is_filled(tmp_path):
+    seed = make_checkpoint("gpt_oss", tmp_path / "untied")
+    config = json.loads((seed / "config.json").read_text()) | {"tie_word_embeddings": True}
+    tied = tmp_path / "tied"
+    tied.mkdir()
+    (tied / "config.json").write_text(json.dumps(config))
+    directory = save_again(Decoder(ModelConfig.from_directory(tied)), tied, like=tied)
+    engine = make_local(directory)
+    ids, found = asyncio.run(reply(engine, name="tied"))
+    wanted = trainer_logprobs(directory, [*PROMPT, *ids])[len(PROMPT) :]
+    assert np.abs(found - wanted).max() < CLOSE
     asyncio.run(engine.close())

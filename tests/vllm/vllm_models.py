@@ -44,6 +44,7 @@ CONFIGS = {
     },
     "gpt_oss": {
         **COMMON, "model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"],
+        "rms_norm_eps": 1e-5,
         "intermediate_size": 64, "num_local_experts": 4, "num_experts_per_tok": 2,
         "attention_bias": True, "sliding_window": 64,
         "layer_types": ["sliding_attention", "full_attention"],

@@ -8,6 +8,9 @@ from typing import Any
 
 from lockstep.errors import CapabilityError
 
+GPT_OSS_EPS = 1e-5
+"""Written into vLLM's model."""
+
 
 def check_readable(directory: Path, *, fills_head: bool) -> None:
     """Raises CapabilityError for a model that vLLM 0.32 would run as another one, silently.
@@ -24,6 +27,12 @@ def check_readable(directory: Path, *, fills_head: bool) -> None:
             f"vLLM's gpt-oss has its sliding windows on layers 0, 2, 4 ...; {directory} has "
             f"layer_types {', '.join(kinds[:2])} ...: other keys would be seen than in training. "
             "Take engine=embedded, or a model whose layers begin with sliding_attention."
+        )
+    if (eps := config.get("rms_norm_eps", GPT_OSS_EPS)) != GPT_OSS_EPS:
+        raise CapabilityError(
+            f"vLLM's gpt-oss normalises with an epsilon of {GPT_OSS_EPS:g} whatever its config "
+            f"says; {directory} has rms_norm_eps {eps:g}. Take engine=embedded, or a model with "
+            "that one."
         )
     if config.get("tie_word_embeddings") and not fills_head:
         raise CapabilityError(

@@ -25,6 +25,11 @@ def test_windows_on_other_layers_than_vllms_are_refused():
     check_readable(locate_model("tiny-qwen3"), fills_head=False)
 
 
+def test_another_epsilon_than_vllms_is_refused(tmp_path):
+    with pytest.raises(CapabilityError, match=r"1e-05 whatever.*rms_norm_eps 1e-06"):
+        check_readable(write(tmp_path, rms_norm_eps=1e-6), fills_head=True)
+
+
 def test_a_head_that_nobody_fills_is_refused(tmp_path):
     directory = write(tmp_path, tie_word_embeddings=True)
     with pytest.raises(CapabilityError, match=r"head of its own.*engine\.in_process=true"):
