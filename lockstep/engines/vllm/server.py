@@ -17,7 +17,6 @@ from lockstep.engines.http import HttpClient
 from lockstep.engines.server_process import ServerProcess, free_ports
 from lockstep.engines.vllm.checkpoint import check_readable, config_overrides
 from lockstep.engines.vllm.config import VllmConfig
-from lockstep.engines.vllm.overrides import hf_overrides
 from lockstep.errors import CapabilityError, EngineError
 
 SERVED_NAME = "lockstep"
@@ -66,9 +65,6 @@ ADVICE = (
     ("CUDA out of memory", "lower engine.kv_cache_gib, or give the engine a GPU of its own."),
 )
 """What a server says as it ends, and what to do about it; the first that fits."""
-
-CPU_STEP_TOKENS = 4096
-"""Tokens that one step computes at most where there is no GPU; prompts are not taken in pieces."""
 
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -228,7 +224,7 @@ class VllmServer:
             "enable-prefix-caching" if config.prefix_cache else "no-enable-prefix-caching",
             "disable-uvicorn-access-log",
         ]
-        if overrides := hf_overrides(self._directory):
+        if overrides := config_overrides(self._directory):
             settings["hf-overrides"] = json.dumps(overrides)
         if not self._has_gpu:
             # A prompt that is computed in parts rolls back its request's draws, which torch's CPU
@@ -240,16 +236,9 @@ class VllmServer:
                 settings["distributed-executor-backend"] = "uni"
         if is_eager:
             flags.append("enforce-eager")
-        if not self._has_gpu:
-            # A prompt in pieces has its seed set back after each one, which a CPU's generator does
-            # not know: the step fails, and the server with it.
-            flags.append("no-enable-chunked-prefill")
-            settings["max-num-batched-tokens"] = max(context.max_tokens, CPU_STEP_TOKENS)
         if config.max_adapter_rank:
             flags.append("enable-lora")
             settings["max-lora-rank"] = lora_rank(config)
-        if overrides := config_overrides(self._directory):
-            settings["hf-overrides"] = json.dumps(overrides)
         return [
             self._python, "-m", "vllm.entrypoints.openai.api_server",
             *(f"--{name}={value}" for name, value in settings.items()),
