@@ -528,9 +528,9 @@ def test_a_cut_turn_ends_the_episode_unless_it_may_go_on():
 def test_a_reply_that_is_late_is_aborted_and_what_came_is_kept():
     engine = FakeEngine(lambda request: [65] * 100_000, tokens_per_step=10, step_seconds=0.005)
     began = time.monotonic()
-    trajectory = play(engine, Looks(), max_seconds=0.05, max_turn_tokens=100_000)
+    trajectory = play(engine, Looks(), max_seconds=0.5, max_turn_tokens=100_000)
     assert time.monotonic() - began < 25  # 50 s if it were not aborted
-    assert trajectory.status == "truncated" and trajectory.error.startswith("max_seconds: 0.05 s")
+    assert trajectory.status == "truncated" and trajectory.error.startswith("max_seconds: 0.5 s")
     assert trajectory.segments[-1].finish_reason == "abort" and len(trajectory.segments[-1]) >= 10
     assert trajectory.reward == 1.0
 
