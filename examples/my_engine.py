@@ -33,6 +33,7 @@ class BigramEngine:
             max_tokens=max_tokens,
             distributions=("model", "tempered"),
             has_seeds=True,
+            has_sleep=True,
             has_score=True,
         )
 

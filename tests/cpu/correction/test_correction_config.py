@@ -54,8 +54,14 @@ def test_every_preset_is_in_the_table():
     assert made == set(Correction.PRESETS)
 
 
-def test_the_default_is_the_bypass():
-    assert Correction() == Correction.bypass() == RECIPE.correction
+def test_the_default_is_the_bypass_where_both_sides_are_one_decoder_and_mis_elsewhere():
+    assert RECIPE.correction is None
+    assert Correction() == Correction.bypass() == RECIPE.chosen_correction
+    assert resolve(RECIPE, ["engine.replicas=2"]).chosen_correction == Correction.bypass()
+    for words in (["engine.dtype=bfloat16"], ["max_staleness=1"], ["engine=vllm"]):
+        assert resolve(RECIPE, words).chosen_correction == Correction.mis()
+        given = resolve(RECIPE, [*words, "correction=bypass"])
+        assert given.chosen_correction == Correction.bypass()
 
 
 @pytest.mark.parametrize(
