@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 from run import host
+from studies import REPORTED_NOISE, TEN_TIMES
 
 from lockstep.agent.loop import Budget, collect, training_sampling
 from lockstep.agent.rescoring import Rescorer
@@ -48,24 +49,14 @@ ROWS = {
     "embedded, sampler in bfloat16": ("contract=none", "engine.dtype=bfloat16"),
     "embedded, kernel noise 0.035": ("fault=kernel_noise", "fault.std=0.035"),
     "embedded, router noise 0.1": ("fault=router_noise", "fault.std=0.1"),
-    "embedded, noise of a large mixture": (
-        "fault=sampling_noise",
-        "fault.router_std=0.12",
-        "fault.bias=0.028",
-        "fault.trainer_std=5e-4",
-    ),
+    "embedded, noise of a large mixture": REPORTED_NOISE,
     "embedded, three times that": (
         "fault=sampling_noise",
         "fault.router_std=0.36",
         "fault.bias=0.084",
         "fault.trainer_std=1.5e-3",
     ),
-    "embedded, ten times that": (
-        "fault=sampling_noise",
-        "fault.router_std=1.2",
-        "fault.bias=0.28",
-        "fault.trainer_std=5e-3",
-    ),
+    "embedded, ten times that": TEN_TIMES,
     "tiny-qwen3, embedded, stock ops": ("model=tiny-qwen3", "contract=none"),
     "tiny-qwen3, embedded, sampler in bfloat16": (
         "model=tiny-qwen3",

@@ -62,12 +62,6 @@ REPORTED_NOISE = (
 """What KwaiKAT's table has of a mixture: the means of two log-probs 0.008 apart, a variance of
 1e-3 in the sampler and of 1e-7 in the trainer. The variances are of few tokens near a tie and
 differ threefold between batches; noise.py has what was found."""
-THREE_TIMES = (
-    "fault=sampling_noise",
-    "fault.router_std=0.36",
-    "fault.bias=0.084",
-    "fault.trainer_std=1.5e-3",
-)
 TEN_TIMES = (
     "fault=sampling_noise",
     "fault.router_std=1.2",
@@ -189,7 +183,6 @@ STUDIES = {
         settings=("model=tiny-gpt-oss", "steps=150", *QUIET, *KEEP_LITTLE),
         conditions={
             "noise as measured": REPORTED_NOISE,
-            "three times": THREE_TIMES,
             "ten times": TEN_TIMES,
         },
         arms={
