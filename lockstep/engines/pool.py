@@ -33,7 +33,7 @@ from lockstep.engines.base import (
     WeightSource,
 )
 from lockstep.engines.config import PoolConfig
-from lockstep.engines.replies import Replies, Reply, answer, wake
+from lockstep.engines.replies import Replies, Reply, answer, checked_ids, wake
 from lockstep.errors import CapabilityError, ConfigError, EngineDownError, EngineError, LeaseError
 from lockstep.types import (
     Delta,
@@ -397,13 +397,7 @@ class Pool:
                 f"{where}: the prompt has {len(ids)} tokens; {limits.name} holds "
                 f"{limits.max_tokens} of prompt and reply."
             )
-        outside = (ids < 0) | (ids >= limits.vocab_size)
-        if outside.any():
-            at = int(outside.argmax())
-            raise EngineError(
-                f"{where}: token {at} has the id {int(ids[at])}; the vocabulary has the ids "
-                f"0..{limits.vocab_size - 1}. The tokenizer of another model?"
-            )
+        checked_ids(ids, vocab_size=limits.vocab_size, where=where)
 
     async def _serve(self, reply: _Reply) -> None:
         """Asks one replica after another until the reply is whole."""

@@ -1,4 +1,5 @@
-"""Requests by their ids: each is answered once, to any number of readers."""
+"""Requests as every engine takes them: ids of the vocabulary, and each request answered once, to
+any number of readers."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from typing import TypeVar
 import numpy as np
 
 from lockstep.errors import EngineError
-from lockstep.types import Delta, Request
+from lockstep.types import Delta, Int32Array, Request
 
 NUM_REMEMBERED = 4096
 """Replies kept after their end, so that a repeated id is answered and not sampled again."""
@@ -74,6 +75,18 @@ class Replies(OrderedDict[str, R]):
 def _asked(request: Request) -> tuple[object, ...]:
     prompt = np.asarray(request.prompt_ids, np.int64).tobytes()
     return prompt, request.seed, request.sampling, request.routes_from, request.adapter
+
+
+def checked_ids(ids: np.ndarray, *, vocab_size: int, where: str) -> Int32Array:
+    """[T] int32. Raises EngineError that names the first id outside of the vocabulary."""
+    outside = (ids < 0) | (ids >= vocab_size)
+    if outside.any():
+        at = int(outside.argmax())
+        raise EngineError(
+            f"{where}: token {at} has the id {int(ids[at])}; the vocabulary has the ids "
+            f"0..{vocab_size - 1}. The tokenizer of another model?"
+        )
+    return ids.astype(np.int32)
 
 
 async def answer(

@@ -29,7 +29,7 @@ import numpy as np
 
 from lockstep.engines.base import Capabilities, Scores
 from lockstep.engines.lease import FREE, Labelled, Lease
-from lockstep.engines.replies import Replies, Reply, answer
+from lockstep.engines.replies import Replies, Reply, answer, checked_ids
 from lockstep.errors import (
     CapabilityError,
     EngineDownError,
@@ -539,15 +539,7 @@ class ServedEngine:
             )
 
     def _checked_ids(self, where: str, ids: np.ndarray) -> Int32Array:
-        vocab = self.capabilities.vocab_size
-        outside = (ids < 0) | (ids >= vocab)
-        if outside.any():
-            at = int(outside.argmax())
-            raise EngineError(
-                f"{where}: token {at} has the id {int(ids[at])}; the vocabulary has the ids "
-                f"0..{vocab - 1}. The tokenizer of another model?"
-            )
-        return ids.astype(np.int32)
+        return checked_ids(ids, vocab_size=self.capabilities.vocab_size, where=where)
 
     def _submit(self, request: Request) -> _Reply:
         self._check_open()

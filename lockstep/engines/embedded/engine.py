@@ -29,7 +29,7 @@ from lockstep.engines.config import EmbeddedConfig
 from lockstep.engines.embedded.batch import Chunk, Rows, Sequence, build_inputs
 from lockstep.engines.embedded.kv_cache import PagedCache, ResidentCache
 from lockstep.engines.embedded.scheduler import Scheduler
-from lockstep.engines.replies import Replies, Reply, answer
+from lockstep.engines.replies import Replies, Reply, answer, checked_ids
 from lockstep.errors import CapabilityError, ConfigError, EngineError
 from lockstep.models.decoder import Decoder
 from lockstep.models.hf_io import decoder_like, read_tensors
@@ -332,15 +332,7 @@ class EmbeddedEngine:
             raise EngineError("the engine is closed.")
 
     def _checked_ids(self, where: str, ids: np.ndarray) -> Int32Array:
-        vocab = self._model.config.vocab_size
-        outside = (ids < 0) | (ids >= vocab)
-        if outside.any():
-            at = int(outside.argmax())
-            raise EngineError(
-                f"{where}: token {at} has the id {int(ids[at])}; the vocabulary has the ids "
-                f"0..{vocab - 1}. The tokenizer of another model?"
-            )
-        return ids.astype(np.int32)
+        return checked_ids(ids, vocab_size=self._model.config.vocab_size, where=where)
 
     def _submit(self, request: Request) -> _Reply:
         self._check_open()
