@@ -177,6 +177,16 @@ def _report(options: argparse.Namespace) -> int:
     return OK
 
 
+def _doctor(options: argparse.Namespace) -> int:
+    from lockstep.doctor.diagnose import diagnose
+    from lockstep.doctor.diagnosis import EXIT_CODES
+    from lockstep.doctor.terminal import summary
+
+    diagnosis = diagnose(options.source, format=options.format)
+    print(json.dumps(diagnosis.to_json()) if options.json else summary(diagnosis))
+    return EXIT_CODES[diagnosis.outcome]
+
+
 def _export(options: argparse.Namespace) -> int:
     from lockstep.build import export_checkpoint
 
@@ -443,6 +453,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     report.add_argument("runs", nargs="+", metavar="RUN")
     report.add_argument("--out", metavar="FILE", help="default: RUN/report.html, or report.html")
+    doctor = verb(
+        "doctor",
+        _doctor,
+        "Say why sampler and trainer differ: of a run, or of another trainer's dump.",
+        "lockstep doctor runs/quickstart-20260101-120000",
+    )
+    doctor.add_argument("source", metavar="RUN|DUMP")
+    doctor.add_argument("--format", default="", help="of a dump; default: found out")
     export = verb(
         "export",
         _export,

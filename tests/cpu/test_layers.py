@@ -10,8 +10,8 @@ ROOT = Path(__file__).parents[2]
 ROWS = [
     ["errors"],
     ["types"],
-    ["config", "renderers", "ops", "observe", "checks", "store", "outcome"],
-    ["models", "correction", "report", "launch"],
+    ["config", "renderers", "ops", "observe", "store", "outcome"],
+    ["checks", "models", "correction", "report", "launch"],
     ["objectives"],
     ["engines", "training"],
     ["agent", "sync"],
@@ -21,7 +21,7 @@ ROWS = [
     ["foundation"],
     ["plan"],
     ["build"],
-    ["session", "supervised"],
+    ["session", "supervised", "doctor"],
     ["loop"],
     ["recipes"],
     ["cli"],
@@ -34,7 +34,7 @@ TORCH_FREE = [
     "lockstep.store.run", "lockstep.observe.live", "lockstep.report.page",
     "lockstep.agent.environment", "lockstep.agent.tools",
     "lockstep.envs.docsearch.environment", "lockstep.testing.faults",
-    "lockstep.launch.processes",
+    "lockstep.launch.processes", "lockstep.checks.examine", "lockstep.doctor.diagnose",
 ]  # fmt: skip
 
 

@@ -1,0 +1,348 @@
+"""The known causes of a mismatch, and what is done about each.
+
+A cause has a *class*: causes of one class leave the same marks on rows, and a verdict is right if
+it names one of them. The classes were fixed before the doctor was tried on anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+Room = Literal["tokens", "template", "values", "numerics", "noise", "training"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cause:
+    """One way in which sampler and trainer come to differ."""
+
+    name: str
+    room: Room
+    kind: str = ""
+    """Its class; empty: a class of its own, of its name."""
+    title: str
+    """What is wrong, in one sentence."""
+    remedy: str
+    """What to do, in any trainer."""
+    in_trainers: Mapping[str, str] = field(default_factory=dict[str, str])
+    """trainer -> the setting or the command there, where it is known."""
+    fault: str = ""
+    """Override that injects it into a healthy run of ours: `lockstep train quickstart fault=...`"""
+    is_defect: bool = True
+    """False: worth knowing, and nobody's mistake."""
+
+    @property
+    def equivalents(self) -> str:
+        return self.kind or self.name
+
+
+_CAUSES = (
+    # -- the ids are not what was sampled ---------------------------------------------------------
+    Cause(
+        name="reencoded",
+        room="tokens",
+        title="The sampled ids were decoded to text and encoded again.",
+        remedy="Keep the ids that the engine returned, from sampling to the loss; text is for "
+        "people.",
+        in_trainers={
+            "verl": "actor_rollout_ref.rollout.multi_turn.tokenization_sanity_check_mode=strict "
+            "shows it; use an agent loop (rollout.mode=async), which passes ids.",
+            "trl": "vllm_mode=colocate with environment_factory keeps ids; a rollout_func of your "
+            "own "
+            "must return completion_ids as the engine gave them.",
+            "slime": "return Sample.tokens from meta_info.output_token_logprobs, never from text.",
+        },
+        fault="retokenized_rows",
+    ),
+    Cause(
+        name="rerendered",
+        room="tokens",
+        title="Earlier turns were rendered anew from messages, and read otherwise than they were "
+        "sampled.",
+        remedy="Extend the ids turn by turn (prompt + sampled + encoded tool reply) in place of "
+        "applying the chat template to the whole history.",
+        in_trainers={
+            "verl": "use rollout.mode=async with an agent loop; its continuous tokens keep the "
+            "prefix.",
+            "tinker": "a renderer with has_extension_property, else each turn becomes a row.",
+        },
+        fault="rerendered_history",
+    ),
+    Cause(
+        name="missing_final",
+        room="tokens",
+        title="The last sampled tokens of a turn are not in the row: its end is never trained.",
+        remedy="Add the sampled ids to the row before asking the environment whether it is done, "
+        "and "
+        "keep the stop id that the engine returned.",
+        in_trainers={"vllm": "include_stop_str_in_output / return_token_ids keep the stop id."},
+        fault="dropped_final_tokens",
+    ),
+    Cause(
+        name="dropped_separator",
+        room="tokens",
+        title="What the template puts between two turns is missing from the rows.",
+        remedy="After a sampled stop id, add the template's separator (Qwen: a line break) as "
+        "observed ids before the next message.",
+        fault="dropped_separators",
+    ),
+    Cause(
+        name="shifted",
+        room="tokens",
+        title="Log-probs stand beside other tokens than their own: off by one or more places.",
+        remedy="Place the rollout's log-probs by the turn's position, and shift to 'predicts the "
+        "next token' in one place only.",
+        fault="shifted_logprobs",
+    ),
+    Cause(
+        name="after_stop",
+        room="tokens",
+        title="Tokens after a stop id are trained as if the model had chosen them.",
+        remedy="Cut the reply at its first stop id, and mask what follows.",
+        fault="tokens_after_stop",
+    ),
+    Cause(
+        name="observation_trained",
+        room="tokens",
+        title="Tokens that the model did not sample (tool replies, users' words) are trained.",
+        remedy="Mask observations: the loss is over sampled tokens only.",
+        in_trainers={
+            "verl": "response_mask must be 0 over tool replies.",
+            "slime": "loss_mask must be 0 over tool replies.",
+            "trl": "return env_mask / tool_mask with the completion.",
+        },
+        fault="trained_observations",
+    ),
+    Cause(
+        name="boundary",
+        room="tokens",
+        title="The border between prompt and response is at the wrong place.",
+        remedy="Take the prompt's length from the prompt that was sent, not from what is left "
+        "after "
+        "subtracting the reply's; a negative one means that the reply is not in the row.",
+        fault="wrong_boundary",
+    ),
+    Cause(
+        name="duplicated_prompt",
+        room="tokens",
+        title="The prompt stands in the row twice.",
+        remedy="Append what is new since the last turn, and nothing if nothing is: a slice [-0:] "
+        "is "
+        "the whole list.",
+        fault="duplicated_prompt",
+    ),
+    Cause(
+        name="fillers",
+        room="tokens",
+        title="Trained tokens have the log-prob 0.0 that stands for 'none'.",
+        remedy="Mask tokens that have no log-prob of their own; a filler says that the token was "
+        "certain.",
+        fault="filler_logprobs",
+    ),
+    Cause(
+        name="padding",
+        room="tokens",
+        title="The padding token stands inside of rows.",
+        remedy="Remove padding by the attention mask, and keep pad_token apart from the stop "
+        "token.",
+        fault="padded_rows",
+    ),
+    Cause(
+        name="post_processed",
+        room="tokens",
+        title="Replies were changed after they were sampled: stripped, cut, or completed.",
+        remedy="Train the ids as sampled; change a copy for the environment.",
+        fault="post_processed_replies",
+    ),
+    Cause(
+        name="injected_control",
+        room="tokens",
+        title="Text of a tool or a user has become control tokens.",
+        remedy="Encode text that people and tools wrote with a tokenizer that has no control "
+        "tokens.",
+        in_trainers={
+            "transformers": "split_special_tokens=True stops the special ones, and not those that "
+            "are "
+            "only 'added' (<tool_call>): encode with those removed.",
+        },
+        fault="injected_control_tokens",
+    ),
+    Cause(
+        name="template_drift",
+        room="template",
+        kind="rerendered",
+        title="The template over the whole dialogue gives other ids than the row, turn by turn.",
+        remedy="Do not render a dialogue again: extend it.",
+    ),
+    Cause(
+        name="thinking_dropped",
+        room="template",
+        title="The template drops the thinking of earlier turns: what was sampled is not in the "
+        "row.",
+        remedy="Keep thinking in the history, or make a row of each turn.",
+        in_trainers={"transformers": "a chat template that keeps reasoning, or one row per turn."},
+        fault="dropped_thinking",
+    ),
+    # -- the numbers are not log-probs of what was sampled ----------------------------------------
+    Cause(
+        name="processed",
+        room="values",
+        title="The rollout's log-probs are of the distribution after temperature, top-p or top-k; "
+        "the trainer's are not.",
+        remedy="Ask the engine for raw log-probs, or process the trainer's logits in the same way.",
+        in_trainers={
+            "vllm": "logprobs_mode=raw_logprobs against processed_logprobs",
+            "sglang": "return_logprob is after temperature from 0.5 on",
+            "verl": "actor_rollout_ref.rollout.temperature is applied by the actor too; top_p and "
+            "top_k are not: set top_p=1 and top_k=-1.",
+        },
+        fault="processed_logprobs",
+    ),
+    Cause(
+        name="clamped",
+        room="values",
+        title="Log-probs were cut at a bound.",
+        remedy="Store log-probs as they are; bound ratios where they are used.",
+        fault="clamped_logprobs",
+    ),
+    Cause(
+        name="quantised",
+        room="values",
+        title="Log-probs were rounded: to decimals, or to a narrow type.",
+        remedy="Store float32.",
+        fault="quantised_logprobs",
+    ),
+    Cause(
+        name="nonfinite",
+        room="values",
+        title="Trained tokens have log-probs that are not finite.",
+        remedy="Mask them, and find the op that overflowed: `--bisect` with the model.",
+        fault="nonfinite_logprobs",
+    ),
+    Cause(
+        name="positive",
+        room="values",
+        title="Log-probs are above 0: they are probabilities, or something else.",
+        remedy="Take the natural log of the probability of each token.",
+        fault="probabilities_as_logprobs",
+    ),
+    # -- the two sides compute other numbers ------------------------------------------------------
+    Cause(
+        name="kernel_noise",
+        room="numerics",
+        title="The sampler's kernels round otherwise: noise on every token.",
+        remedy="Correct for it (truncated importance sampling), average log-probs, or sample with "
+        "the trainer's own ops.",
+        in_trainers={
+            "lockstep": "contract=true-on-policy; or correction=mis, correction=averaged",
+            "verl": "algorithm.rollout_correction.rollout_is=token",
+            "vllm": "VLLM_BATCH_INVARIANT=1",
+        },
+        fault="kernel_noise fault.std=0.05",
+    ),
+    Cause(
+        name="routing_flips",
+        room="numerics",
+        title="Tokens near a tie go to other experts on the two sides.",
+        remedy="Replay the sampler's routes in the trainer.",
+        in_trainers={
+            "lockstep": "trainer.routing_replay=rollout",
+            "verl": "actor_rollout_ref.actor.router_replay.mode=R3",
+            "slime": "--use-rollout-routing-replay",
+        },
+        fault="router_noise fault.std=0.3",
+    ),
+    Cause(
+        name="ignored_sinks",
+        room="numerics",
+        title="The trainer's attention ignores the model's sinks.",
+        remedy="Train with an attention kernel that knows sinks.",
+        in_trainers={
+            "transformers": "attn_implementation=eager, flex_attention or "
+            "kernels-community/vllm-flash-attn3; never flash_attention_2 or sdpa for gpt-oss.",
+        },
+        fault="ignored_sinks",
+    ),
+    Cause(
+        name="ignored_window",
+        room="numerics",
+        title="One side's attention sees beyond the model's sliding window.",
+        remedy="Give the attention kernel the window of each layer.",
+        fault="ignored_window",
+    ),
+    Cause(
+        name="dropout",
+        room="numerics",
+        kind="trainer_noise",
+        title="The trainer's log-probs are computed with dropout.",
+        remedy="Put the model in eval mode, or set its dropout to 0.",
+        in_trainers={"transformers": "model.eval(), or attention_dropout=0 in the config."},
+        fault="active_dropout",
+    ),
+    Cause(
+        name="other_weights",
+        room="numerics",
+        kind="weights",
+        title="The two sides run different weights: a stale or failed sync, or the wrong "
+        "checkpoint.",
+        remedy="Verify the engine's weights after each sync, and compare versions.",
+        in_trainers={
+            "lockstep": "sync.verify=...; docs/sync.md",
+            "vllm": "reset_prefix_cache after loading; fused experts and sinks are not reloaded by "
+            "every path.",
+        },
+        fault="stale_weights",
+    ),
+    Cause(
+        name="adapter_not_merged",
+        room="numerics",
+        kind="weights",
+        title="One side runs the base model without its adapter.",
+        remedy="Load the adapter in the engine after each update.",
+        fault="unmerged_adapter",
+    ),
+    Cause(
+        name="precision",
+        room="numerics",
+        title="The two sides compute in different precisions.",
+        remedy="Nothing, or one dtype on both sides.",
+        in_trainers={"lockstep": "engine.dtype=same"},
+        is_defect=False,
+    ),
+    # -- what the training itself does ------------------------------------------------------------
+    Cause(
+        name="stale",
+        room="training",
+        kind="weights",
+        title="The tokens were sampled by weights of updates ago.",
+        remedy="Lower the staleness, or correct for it.",
+        in_trainers={
+            "lockstep": "max_staleness, correction=mis",
+            "slime": "--update-weights-interval",
+        },
+    ),
+    Cause(
+        name="after_update",
+        room="training",
+        kind="weights",
+        title="The trainer's log-probs were taken after the update that the rows made.",
+        remedy="Compute them before the first optimizer step, or take the sampler's.",
+        fault="scored_after_update",
+    ),
+    Cause(
+        name="unphysical",
+        room="training",
+        title="The statistics of training contradict each other.",
+        remedy="Look at the tokens first: such figures come from rows that are not what was "
+        "sampled.",
+    ),
+)
+
+CAUSES: Mapping[str, Cause] = {cause.name: cause for cause in _CAUSES}
+"""Every cause by name."""
+
+
+def is_same_class(one: str, other: str) -> bool:
+    """Whether a verdict of `one` is right where `other` is the cause."""
+    return CAUSES[one].equivalents == CAUSES[other].equivalents

@@ -1,0 +1,153 @@
+"""Runs checks over rows in stages, and divides the gap among the causes that were found.
+
+A defect of the rows makes every later figure wrong, so that what is obvious is repaired before what
+is subtle is judged: each stage sees the rows without the causes of the stages before it. What the
+gap loses by each repair is that cause's share; what is left at the end is unexplained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, fields
+from itertools import pairwise
+
+import numpy as np
+
+from lockstep.checks.base import Check, Gap, Setting, Share
+from lockstep.checks.findings import Finding
+from lockstep.checks.rows import Float64Array, Rows
+
+Chunks = Callable[[], Iterable[Rows]]
+"""Gives the rows from the beginning, as often as it is called."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """Checks that look at the same rows, in the order in which their repairs are made."""
+
+    checks: Sequence[type[Check]]
+    chunks: Chunks | None = None
+    """Rows of its own (a sample that was scored by a model); None: all of them."""
+
+
+@dataclass(kw_only=True)
+class Examination:
+    """What was found, and how much of the gap each cause explains."""
+
+    findings: list[Finding] = field(default_factory=list[Finding])
+    gap: Gap = field(default_factory=Gap)
+    """Of the rows as they are."""
+    shares: list[Share] = field(default_factory=list[Share])
+    """Of each cause that was found, in the order of the repairs."""
+    num_rows: int = 0
+    num_tokens: int = 0
+
+    @property
+    def unexplained_k2(self) -> float:
+        """Share of k2 that no cause accounts for; 1 where none was found."""
+        return 1.0 - sum(share.k2 for share in self.shares)
+
+
+def examine(
+    chunks: Chunks,
+    stages: Sequence[Stage],
+    setting: Setting,
+    *,
+    has: frozenset[str],
+    on_rows: Callable[[Rows], None] = lambda _: None,
+) -> Examination:
+    """Runs every check that can be made. has: columns that the rows have, somewhere.
+
+    Reads the rows once for each stage that has checks to make, and once more for each stage that
+    found a cause. Memory: one chunk, and what the checks keep.
+    """
+    out = Examination()
+    known = has | {
+        f.name for f in fields(setting) if getattr(setting, f.name) not in (None, "", frozenset())
+    }
+    found: list[Check] = []
+    left = {"k2": 1.0, "k3": 1.0}
+    for number, stage in enumerate(stages):
+        made: list[Check] = []
+        for kind in stage.checks:
+            if lacks := tuple(name for name in kind.needs if name not in known):
+                out.findings.append(kind.not_checkable(lacks))
+            else:
+                made.append(kind(setting))
+        if not made and number:
+            continue
+        for rows in (stage.chunks or chunks)():
+            if not number:
+                out.num_rows += len(rows)
+                out.num_tokens += rows.num_tokens
+                out.gap.add(gap_of(rows.gap))
+                on_rows(rows)
+            for cause in found:
+                rows = cause.repair(rows)
+            for check in made:
+                check.look(rows)
+        concluded = [(check, check.conclude()) for check in made]
+        out.findings += [finding for _, finding in concluded]
+        new = [check for check, finding in concluded if finding.verdict == "differs"]
+        if new:
+            _divide(stage.chunks or chunks, found, new, left, out)
+        found += new
+    return out
+
+
+def _divide(
+    chunks: Chunks,
+    before: Sequence[Check],
+    new: Sequence[Check],
+    left: dict[str, float],
+    out: Examination,
+) -> None:
+    """Adds the shares of `new`, and takes them from what is `left`."""
+    gaps = [Gap() for _ in range(len(new) + 1)]
+    for rows in chunks():
+        for check in before:
+            rows = check.repair(rows)
+        gaps[0].add(gap_of(rows.gap))
+        for check, gap in zip(new, gaps[1:], strict=True):
+            rows = check.repair(rows)
+            gap.add(gap_of(rows.gap))
+    whole = gaps[0]
+    shares = {
+        name: [
+            left[name] * (getattr(a, name) - getattr(b, name)) / getattr(whole, name)
+            if getattr(whole, name)
+            else 0.0
+            for a, b in pairwise(gaps)
+        ]
+        for name in left
+    }
+    for number, check in enumerate(new):
+        share = Share(
+            cause=check.cause,
+            k2=shares["k2"][number],
+            k3=shares["k3"][number],
+            before=gaps[number],
+            after=gaps[number + 1],
+        )
+        out.shares.append(share)
+    for name in left:
+        left[name] -= sum(shares[name])
+
+
+def gap_of(gap: Float64Array) -> Gap:
+    """The sums over the tokens of `gap` that were compared.
+
+    gap: [N] float64, trainer - rollout, NaN where there is nothing to compare.
+    """
+    d = gap[~np.isnan(gap)]
+    if not len(d):
+        return Gap()
+    bounded = np.minimum(d, 20.0)  # cut where the metrics of a run cut it: correction/kl.py
+    k3 = np.where(np.abs(d) < 1e-4, d * d * (0.5 + d / 6), np.expm1(bounded) - bounded)
+    return Gap(
+        tokens=len(d),
+        d=float(d.sum()),
+        k2=float(0.5 * (d @ d)),
+        k3=float(k3.sum()),
+        max_abs=float(np.abs(d).max()),
+    )

@@ -1,0 +1,1 @@
+"""Checks of the ids, and of what stands beside which."""

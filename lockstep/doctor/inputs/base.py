@@ -1,0 +1,74 @@
+"""What every kind of input gives."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from lockstep.checks.rows import Rows
+
+CHUNK_TOKENS = 1 << 18
+"""Tokens that are in memory at a time: 20 bytes each, and a check's own arrays."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What an input says about itself, beside its rows. None and empty: it does not say."""
+
+    trainer: str = ""
+    """"lockstep", "verl", "slime", "trl", "prime-rl", "tinker", or empty."""
+    model: str = ""
+    """Directory or name of the model that was trained."""
+    renderer: str = ""
+    """harmony, chatml, ..."""
+    stop_ids: frozenset[int] = frozenset()
+    pad_id: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    is_moe: bool | None = None
+
+
+class Dump(ABC):
+    """Rows of one run, read as they are asked for; memory does not grow with the file.
+
+    A subclass is one format. Opening it reads its head only; whatever is wrong with the file is
+    raised as a DataError of one clear paragraph: path, what was expected, what is there, what to
+    do. Nothing in a dump is ever executed.
+    """
+
+    format: ClassVar[str]
+    """What `--format` takes."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @classmethod
+    @abstractmethod
+    def recognises(cls, path: Path) -> bool:
+        """Whether the file or directory looks like this format, by its name and first bytes."""
+
+    @property
+    @abstractmethod
+    def facts(self) -> Facts: ...
+
+    @property
+    @abstractmethod
+    def has(self) -> frozenset[str]:
+        """Fields of `Rows` that its rows have: known from the head, before they are read."""
+
+    @property
+    def lacks(self) -> Mapping[str, str]:
+        """Field of `Rows` -> why this format does not have it, and how to get it."""
+        return {}
+
+    @abstractmethod
+    def chunks(self, *, max_tokens: int = CHUNK_TOKENS) -> Iterator[Rows]:
+        """All rows from the beginning, at most `max_tokens` (or one row) at a time."""
+
+    def step_metrics(self) -> Iterable[Mapping[str, Any]]:
+        """Rows of metrics by step, by the names of docs/metrics.md; none if it has none."""
+        return ()
