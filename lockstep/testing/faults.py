@@ -457,7 +457,7 @@ class IgnoredSinks(_SinkFault):
     attention 2 does under gpt-oss. All log-probs of the trainer are of another model."""
 
     def make_trained(self, model: Decoder) -> Decoder:
-        from lockstep.testing.faulty_decoders import without_sinks
+        from lockstep.models.variants import without_sinks
 
         return without_sinks(model)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Sequence
-from typing import TypeVar
 
 import torch
 
@@ -16,26 +15,13 @@ from lockstep.agent.tasks import derive_seed
 from lockstep.models.attention import Attention
 from lockstep.models.config import ModelConfig
 from lockstep.models.decoder import Decoder
-from lockstep.models.lora import add_adapter
 from lockstep.models.moe import MoE, Routing
+from lockstep.models.variants import sharing, with_attention
 from lockstep.ops import api as ops
 from lockstep.ops.head import CHUNK_BYTES
 from lockstep.testing.faults import GrowingNoise
 
 Tensor = torch.Tensor
-AnyDecoder = TypeVar("AnyDecoder", bound=Decoder)
-
-
-def sharing(twin: AnyDecoder, model: Decoder) -> AnyDecoder:
-    """`twin` with the very parameters of `model`: an update of one is an update of both."""
-    if model.lora is not None:
-        add_adapter(twin, model.lora, seed=0)
-    # Assigning hands down what the twin's own, thrown away, had for requires_grad.
-    trained = {name: p.requires_grad for name, p in model.named_parameters()}
-    twin.load_state_dict(model.state_dict(keep_vars=True), assign=True)
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(trained[name])
-    return twin
 
 
 def with_noisy_head(
@@ -73,29 +59,9 @@ def _put_mixtures(twin: Decoder, kind: type[NoisyMoE], noise: Noise) -> None:
             block.mlp = kind(twin.config, block.mlp.routed_layer, noise)
 
 
-def without_sinks(model: Decoder) -> Decoder:
-    """`model`, whose attention knows of no sinks. They have no gradient then."""
-    return _with_attention(model, SinklessAttention)
-
-
 def with_detached_sinks(model: Decoder) -> Decoder:
     """`model`, whose sinks take part in attention and get no gradient."""
-    return _with_attention(model, DetachedSinkAttention)
-
-
-def _with_attention(model: Decoder, kind: type[Attention]) -> Decoder:
-    with torch.device("meta"):
-        twin = Decoder(model.config)
-        for layer, block in enumerate(twin.layers):
-            block.attention = kind(model.config, layer)
-    return sharing(twin, model)
-
-
-class SinklessAttention(Attention):
-    """Attention that leaves its sinks out."""
-
-    def sink_logits(self) -> None:
-        return None
+    return with_attention(model, DetachedSinkAttention)
 
 
 class DetachedSinkAttention(Attention):

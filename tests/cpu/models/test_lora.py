@@ -10,8 +10,8 @@ from lockstep.models.config import ModelConfig
 from lockstep.models.decoder import Decoder
 from lockstep.models.lora import ExpertLowRank, LowRank, adapter_off, add_adapter, merged
 from lockstep.models.lora_config import LoraConfig, lora_shape, lora_sites
+from lockstep.models.variants import without_sinks
 from lockstep.ops.context import PackedContext
-from lockstep.testing.faulty_decoders import without_sinks
 
 COMMON = {
     "vocab_size": 41, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2,

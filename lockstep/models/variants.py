@@ -1,0 +1,102 @@
+"""Decoders that have another one's parameters and not quite its arithmetic.
+
+What a defect makes of a model: the doctor scores by them to see which one reproduces a side that
+deviates (`doctor.numerics`), the faults of a run are made of them (`testing.faulty_decoders`).
+
+# T tokens  D model width  H heads
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TypeVar
+
+import torch
+
+from lockstep.models.attention import Attention, Context
+from lockstep.models.decoder import Decoder
+from lockstep.models.lora import ExpertLowRank, LowRank, add_adapter
+
+Tensor = torch.Tensor
+AnyDecoder = TypeVar("AnyDecoder", bound=Decoder)
+
+
+def sharing(twin: AnyDecoder, model: Decoder) -> AnyDecoder:
+    """`twin` with the very parameters of `model`: an update of one is an update of both."""
+    if model.lora is not None:
+        add_adapter(twin, model.lora, seed=0)
+    # Assigning hands down what the twin's own, thrown away, had for requires_grad.
+    trained = {name: p.requires_grad for name, p in model.named_parameters()}
+    twin.load_state_dict(model.state_dict(keep_vars=True), assign=True)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(trained[name])
+    return twin
+
+
+def with_attention(model: Decoder, kind: Callable[..., Attention]) -> Decoder:
+    """`model` with attention of this kind in every layer. kind: called with config and layer."""
+    with torch.device("meta"):
+        twin = Decoder(model.config)
+        for layer, block in enumerate(twin.layers):
+            block.attention = kind(model.config, layer)
+    return sharing(twin, model)
+
+
+class SinklessAttention(Attention):
+    """Attention that leaves its sinks out."""
+
+    def sink_logits(self) -> None:
+        return None
+
+
+def without_sinks(model: Decoder) -> Decoder:
+    """`model`, whose attention knows of no sinks. They have no gradient then."""
+    return with_attention(model, SinklessAttention)
+
+
+def without_windows(model: Decoder) -> Decoder:
+    """`model`, each of whose layers sees everything before a token."""
+    with torch.device("meta"):
+        twin = Decoder(replace(model.config, windows=(None,) * model.config.num_layers))
+    return sharing(twin, model)
+
+
+class DropoutAttention(Attention):
+    """Attention that drops a share of what it adds, and scales the rest up, anew in each call."""
+
+    def __init__(self, *args, share: float, generator: torch.Generator) -> None:
+        super().__init__(*args)
+        self._share, self._generator = share, generator
+
+    def forward(self, x_TD: Tensor, cos: Tensor, sin: Tensor, context: Context) -> Tensor:
+        out_TD = super().forward(x_TD, cos, sin, context)
+        kept_TD = torch.rand(out_TD.shape, generator=self._generator) >= self._share
+        return out_TD * (kept_TD / (1 - self._share)).to(out_TD.device, out_TD.dtype)
+
+
+def with_dropout(model: Decoder, share: float, *, seed: int) -> Decoder:
+    """`model` with dropout on the output of every attention. seed: of the first of its forwards;
+    the generator is on the CPU, so that every device drops the same."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def kind(*args) -> Attention:
+        return DropoutAttention(*args, share=share, generator=generator)
+
+    return with_attention(model, kind)
+
+
+@contextmanager
+def adapter_scaled(model: Decoder, factor: float) -> Iterator[None]:
+    """In the block, `model`'s adapter counts `factor` times: 2 is one that was merged into weights
+    which had it already."""
+    adapters = [m for m in model.modules() if isinstance(m, LowRank | ExpertLowRank)]
+    before = [adapter.scale for adapter in adapters]
+    try:
+        for adapter in adapters:
+            adapter.scale *= factor
+        yield
+    finally:
+        for adapter, scale in zip(adapters, before, strict=True):
+            adapter.scale = scale
