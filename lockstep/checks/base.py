@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
+from lockstep.checks.attribution import Gap
 from lockstep.checks.causes import CAUSES
 from lockstep.checks.findings import MAX_EVIDENCE, Evidence, Finding, Verdict
 
@@ -110,35 +111,6 @@ class Check(ABC):
             measured=f"needs {', '.join(lacks)}",
             lacks=lacks,
         )
-
-
-@dataclass(slots=True)
-class Gap:
-    """Sums over compared tokens: of d = trainer - rollout, d^2 / 2, and exp(d) - 1 - d."""
-
-    tokens: int = 0
-    d: float = 0.0
-    k2: float = 0.0
-    k3: float = 0.0
-    max_abs: float = 0.0
-
-    def add(self, other: Gap) -> None:
-        self.tokens += other.tokens
-        self.d += other.d
-        self.k2 += other.k2
-        self.k3 += other.k3
-        self.max_abs = max(self.max_abs, other.max_abs)
-
-    def means(self) -> dict[str, float]:
-        """k1 = mean(rollout - trainer), k2, k3, as `docs/mismatch.md` has them."""
-        n = max(self.tokens, 1)
-        return {
-            "k1": -self.d / n,
-            "k2": self.k2 / n,
-            "k3": self.k3 / n,
-            "max_abs_diff": self.max_abs,
-            "compared_tokens": float(self.tokens),
-        }
 
 
 @dataclass(slots=True)

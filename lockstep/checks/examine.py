@@ -11,11 +11,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import pairwise
 
-import numpy as np
-
-from lockstep.checks.base import Check, Gap, Setting, Share
+from lockstep.checks.attribution import Gap, Split, gap_of
+from lockstep.checks.base import Check, Setting, Share
 from lockstep.checks.findings import Finding
-from lockstep.checks.rows import Float64Array, Rows
+from lockstep.checks.rows import Rows
 
 Chunks = Callable[[], Iterable[Rows]]
 """Gives the rows from the beginning, as often as it is called."""
@@ -35,12 +34,27 @@ class Examination:
     """What was found, and how much of the gap each cause explains."""
 
     findings: list[Finding] = field(default_factory=list[Finding])
-    gap: Gap = field(default_factory=Gap)
-    """Of the rows as they are."""
+    before: Split = field(default_factory=Split)
+    """The gap of the rows as they are, and where it is."""
+    after: Split = field(default_factory=Split)
+    """The same with the causes repaired: what is left of it is unexplained."""
     shares: list[Share] = field(default_factory=list[Share])
     """Of each cause that was found, in the order of the repairs."""
+    repairs: list[Check] = field(default_factory=list[Check])
+    """The checks that found them, in the same order: of those that looked at all rows."""
     num_rows: int = 0
     num_tokens: int = 0
+
+    @property
+    def gap(self) -> Gap:
+        """Of the rows as they are."""
+        return self.before.total
+
+    def repaired(self, rows: Rows) -> Rows:
+        """The rows as they would be without the causes that were found."""
+        for check in self.repairs:
+            rows = check.repair(rows)
+        return rows
 
     @property
     def unexplained_k2(self) -> float:
@@ -58,10 +72,10 @@ def examine(
 ) -> Examination:
     """Runs every check that can be made. has: columns that the rows have, somewhere.
 
-    Reads the rows once for each stage that has checks to make, and once more for each stage that
-    found a cause. Memory: one chunk, and what the checks keep.
+    Reads the rows once for each stage that has checks to make, once more for each stage that found
+    a cause, and once at the end if any did. Memory: one chunk, and what the checks keep.
     """
-    out = Examination()
+    out = Examination(before=Split(tokenizer=setting.tokenizer))
     known = has | {
         f.name for f in fields(setting) if getattr(setting, f.name) not in (None, "", frozenset())
     }
@@ -80,7 +94,7 @@ def examine(
             if not number:
                 out.num_rows += len(rows)
                 out.num_tokens += rows.num_tokens
-                out.gap.add(gap_of(rows.gap))
+                out.before.add(rows)
                 on_rows(rows)
             for cause in found:
                 rows = cause.repair(rows)
@@ -92,6 +106,13 @@ def examine(
         if new:
             _divide(stage.chunks or chunks, found, new, left, out)
         found += new
+        if stage.chunks is None:
+            out.repairs += new
+    out.after = out.before
+    if out.repairs:
+        out.after = Split(tokenizer=setting.tokenizer)
+        for rows in chunks():
+            out.after.add(out.repaired(rows))
     return out
 
 
@@ -132,22 +153,3 @@ def _divide(
         out.shares.append(share)
     for name in left:
         left[name] -= sum(shares[name])
-
-
-def gap_of(gap: Float64Array) -> Gap:
-    """The sums over the tokens of `gap` that were compared.
-
-    gap: [N] float64, trainer - rollout, NaN where there is nothing to compare.
-    """
-    d = gap[~np.isnan(gap)]
-    if not len(d):
-        return Gap()
-    bounded = np.minimum(d, 20.0)  # cut where the metrics of a run cut it: correction/kl.py
-    k3 = np.where(np.abs(d) < 1e-4, d * d * (0.5 + d / 6), np.expm1(bounded) - bounded)
-    return Gap(
-        tokens=len(d),
-        d=float(d.sum()),
-        k2=float(0.5 * (d @ d)),
-        k3=float(k3.sum()),
-        max_abs=float(np.abs(d).max()),
-    )

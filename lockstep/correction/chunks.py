@@ -21,7 +21,8 @@ import torch
 
 from lockstep.correction import kl
 from lockstep.correction.layout import Chunk, Layout
-from lockstep.correction.metrics import CELLS, NUM_CELLS, PARTS, Part
+from lockstep.correction.metrics import CELLS, NUM_CELLS
+from lockstep.observe.parts import PARTS, Part
 from lockstep.types import FORCED_LOGPROB
 
 Tensor = torch.Tensor

@@ -1,0 +1,40 @@
+"""The ways in which tokens are told apart in figures of the mismatch: one table for the training
+step, the doctor and whoever reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lockstep.types import TOKEN_KINDS
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One way of telling tokens apart: by a number of theirs, in half-open ranges."""
+
+    name: str
+    labels: tuple[str, ...]
+    starts: tuple[int, ...]
+    """Of each label's range, rising; a number below the first belongs to it."""
+
+
+def _part(name: str, *starts: int, labels: Sequence[str] = ()) -> Part:
+    ends = [*starts[1:], None]
+    made = [
+        f"{a}+" if b is None else str(a) if b == a + 1 else f"{a}-{b - 1}"
+        for a, b in zip(starts, ends, strict=True)
+    ]
+    return Part(name, tuple(labels) or tuple(made), starts)
+
+
+PARTS = (
+    _part("age", 0, 1, 2, 4),
+    _part("turn", 0, 1, 2, 3, 4, 8),
+    _part("position", 0, 16, 64, 256, 1024, 4096, 16384),
+    _part("kind", *range(len(TOKEN_KINDS)), labels=TOKEN_KINDS),
+    _part("forced", 0, 1, labels=("no", "yes")),
+)
+"""age: updates between the policy that sampled and the one in training (0: what differs is
+numerics, above: staleness too). turn: of the episode. position: of the token in its row. kind: see
+TOKEN_KINDS. forced: probability under the sampler over 0.99."""
