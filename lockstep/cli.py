@@ -177,12 +177,49 @@ def _report(options: argparse.Namespace) -> int:
     return OK
 
 
+def _ladder(options: argparse.Namespace) -> int:
+    from lockstep.build import checkpoint_of
+    from lockstep.config import resolve
+    from lockstep.doctor.diagnosis import EXIT_CODES
+    from lockstep.doctor.ladder import climb
+    from lockstep.doctor.terminal import ladder_summary
+    from lockstep.store.run import load_run
+
+    settings, reserved = _split(options.settings)
+    _refuse(reserved, "doctor --ladder")
+    path, step = _run_at(options.target)
+    weights = None
+    if (path / "environment.json").is_file():
+        weights = checkpoint_of(load_run(path), step) / "policy"
+    config, _, _ = _training_config(str(path), [], {})
+    ladder = climb(
+        resolve(config, settings),
+        weights=weights,
+        dump=options.dump,
+        on_rung=lambda text: None if options.json else print(f"{text} ...", file=sys.stderr),
+    )
+    if options.json:
+        print(json.dumps(ladder.to_json()))
+    else:
+        print(ladder_summary(ladder))
+    return EXIT_CODES["differs" if ladder.culprits else "consistent"]
+
+
 def _doctor(options: argparse.Namespace) -> int:
+    from lockstep.errors import ConfigError
+
+    if options.ladder:
+        return _ladder(options)
+    if options.settings or options.dump:
+        raise ConfigError(
+            f"{(options.settings or ['--dump'])[0]} belongs to --ladder, which plays a recipe; a "
+            "run or a dump is only read."
+        )
     from lockstep.doctor.diagnose import diagnose
     from lockstep.doctor.diagnosis import EXIT_CODES
     from lockstep.doctor.terminal import summary
 
-    diagnosis = diagnose(options.source, format=options.format)
+    diagnosis = diagnose(options.target, format=options.format)
     print(json.dumps(diagnosis.to_json()) if options.json else summary(diagnosis))
     return EXIT_CODES[diagnosis.outcome]
 
@@ -459,7 +496,16 @@ def _parser() -> argparse.ArgumentParser:
         "Say why sampler and trainer differ: of a run, or of another trainer's dump.",
         "lockstep doctor runs/quickstart-20260101-120000",
     )
-    doctor.add_argument("source", metavar="RUN|DUMP")
+    doctor.add_argument("target", metavar="RUN|DUMP", help="what to examine; with --ladder: "
+                        "RECIPE|config.json|RUN[@STEP]")  # fmt: skip
+    doctor.add_argument("settings", nargs="*", metavar="key=value", help="of --ladder: settings of "
+                        "the recipe")  # fmt: skip
+    doctor.add_argument("--ladder", action="store_true",
+                        help="play plain text, one turn, several turns and the training path with "
+                             "a recipe's model, template and engine")  # fmt: skip
+    doctor.add_argument("--dump", metavar="DUMP",
+                        help="with --ladder: what your trainer wrote, in place of the training "
+                             "path of Lockstep")  # fmt: skip
     doctor.add_argument("--format", default="", help="of a dump; default: found out")
     export = verb(
         "export",

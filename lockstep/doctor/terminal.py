@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from lockstep.doctor.diagnosis import Diagnosis
+
+if TYPE_CHECKING:
+    from lockstep.doctor.ladder import Ladder
 
 
 def summary(diagnosis: Diagnosis) -> str:
@@ -23,4 +28,17 @@ def summary(diagnosis: Diagnosis) -> str:
             f"    {cause.in_trainers.get(diagnosis.setting.trainer, cause.remedy)}",
         ]
     lines.append(f"unexplained: {examined.unexplained_k2:.0%} of k2")
+    return "\n".join(lines)
+
+
+def ladder_summary(ladder: Ladder) -> str:
+    """The rungs from the bottom up, the verdict, and what is ruled out."""
+    lines = [f"{'rung':30} {'k1':>9} {'k2':>9} {'k3':>9} {'largest':>9} {'tokens':>7} {'match':>7}"]
+    for rung in ladder.rungs:
+        means = rung.gap.means()
+        match = "-" if rung.match != rung.match else f"{rung.match:.1%}"
+        figures = " ".join(f"{means[name]:9.1e}" for name in ("k1", "k2", "k3", "max_abs_diff"))
+        kind = "what if" if rung.is_what_if else rung.alarm.level
+        lines.append(f"{rung.name:30} {figures} {rung.gap.tokens:7} {match:>7}  {kind}")
+    lines += ["", ladder.verdict, *(f"ruled out: {sentence}" for sentence in ladder.ruled_out)]
     return "\n".join(lines)
