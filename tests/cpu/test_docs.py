@@ -382,8 +382,37 @@ def noise_rows() -> str:
     return "\n".join(lines) + "\n"
 
 
+def investigation_rows() -> str:
+    """What `python docs/proof/investigation.py` found."""
+    models = json.loads((ROOT / "docs" / "proof" / "investigation.json").read_text())["models"]
+    lines = ["| rung | k1 | k2 | re-rendered tokens that stay | k1 | k2 | that stay |",
+             "|---|---|---|---|---|---|---|"]  # fmt: skip
+    for name in next(iter(models.values()))["rungs"]:
+        cells = [
+            f"{rung['k1']:.2g} | {rung['k2']:.2g} | {rung['match']:.1%}"
+            for rung in (model["rungs"][name] for model in models.values())
+        ]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def causes_table() -> str:
+    from lockstep.checks.causes import CAUSES
+
+    lines = ["| cause | what is wrong | what to do | inject it |", "|---|---|---|---|"]
+    for cause in CAUSES.values():
+        name = f"`{cause.name}`"
+        if cause.equivalents != cause.name:
+            name += f" (class `{cause.equivalents}`)"
+        fault = f"`fault={cause.fault}`" if cause.fault else ""
+        lines.append(f"| {name} | {cause.title} | {cause.remedy} | {fault} |")
+    return "\n".join(lines) + "\n"
+
+
 TABLES = {
     "noise": noise_rows,
+    "causes": causes_table,
+    "investigation": investigation_rows,
     "metrics": metrics_table,
     "columns": columns_table,
     "rooms": rooms_table,
