@@ -6,10 +6,12 @@ from pathlib import Path
 
 from lockstep.config import did_you_mean
 from lockstep.doctor.inputs.base import Dump
+from lockstep.doctor.inputs.files import check_place, why_no_rows
+from lockstep.doctor.inputs.native import RowsDump
 from lockstep.doctor.inputs.run import RunDump
 from lockstep.errors import DataError
 
-FORMATS: tuple[type[Dump], ...] = (RunDump,)
+FORMATS: tuple[type[Dump], ...] = (RunDump, RowsDump)
 """In the order in which they are tried: the one that is most particular first."""
 
 
@@ -22,12 +24,10 @@ def open_dump(path: str | Path, *, format: str = "") -> Dump:
     names = [kind.format for kind in FORMATS]
     if format and format not in names:
         raise DataError(f"--format {format}: no such format.{did_you_mean(format, names)}")
-    if not path.exists():
-        raise DataError(f"there is nothing at {path}. Expected a run directory or a dump.")
+    check_place(path)
     for kind in FORMATS:
         if kind.format == format or (not format and kind.recognises(path)):
             return kind(path)
-    raise DataError(
-        f"{path} is in no format that the doctor reads ({', '.join(names)}). See docs/doctor.md "
-        "for the columns of a Parquet or JSONL file of your own; --format NAME says which it is."
-    )
+    if why := why_no_rows(path):
+        raise DataError(f"{path} {why}. The doctor reads: {', '.join(names)} (docs/doctor.md).")
+    return RowsDump(path)  # says which columns it lacks
