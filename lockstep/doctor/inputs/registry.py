@@ -9,9 +9,10 @@ from lockstep.doctor.inputs.base import Dump
 from lockstep.doctor.inputs.files import check_place, why_no_rows
 from lockstep.doctor.inputs.native import RowsDump
 from lockstep.doctor.inputs.run import RunDump
+from lockstep.doctor.inputs.slime import SlimeDump
 from lockstep.errors import DataError
 
-FORMATS: tuple[type[Dump], ...] = (RunDump, RowsDump)
+FORMATS: tuple[type[Dump], ...] = (RunDump, RowsDump, SlimeDump)
 """In the order in which they are tried: the one that is most particular first."""
 
 

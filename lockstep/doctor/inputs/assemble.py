@@ -1,0 +1,132 @@
+"""Rows one by one, as a trainer's file has them, laid end to end in chunks of arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from lockstep.checks.rows import TOKEN_COLUMNS, BoolArray, Rows
+from lockstep.errors import DataError
+from lockstep.types import Int32Array
+
+Array = npt.NDArray[Any]
+
+_FILLS: Mapping[str, tuple[str, Any]] = {
+    "rollout_logprobs": ("f4", np.nan),
+    "trainer_logprobs": ("f4", np.nan),
+    "is_sampled": ("?", False),
+    "turn": ("i4", -1),
+    "policy_version": ("i4", -1),
+    "advantages": ("f4", np.nan),
+    "routed_experts": ("i2", -1),
+    "trainer_version": ("i8", -1),
+    "prompt_lengths": ("i8", -1),
+    "rewards": ("f8", np.nan),
+    "groups": ("i8", -1),
+    "steps": ("i8", -1),
+}
+"""Column -> its type, and what stands where a row has none."""
+assert _FILLS.keys() <= {f.name for f in fields(Rows)}
+
+
+@dataclass(kw_only=True)
+class Row:
+    """One row of a dump, before it is laid beside others."""
+
+    row_id: str
+    token_ids: Int32Array
+    """[T]"""
+    loss_mask: BoolArray
+    """[T]"""
+    columns: dict[str, Any] = field(default_factory=dict[str, Any])
+    """Other fields of `Rows`: [T, ...] per token, or the one value of the row."""
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+
+def in_chunks(rows: Iterable[Row], has: frozenset[str], *, max_tokens: int) -> Iterator[Rows]:
+    """At most `max_tokens` at a time, or one row; each chunk has exactly the columns `has`.
+
+    A row without one of them has NaN, -1, False or None there.
+    """
+    pending: list[Row] = []
+    size = 0
+    for row in rows:
+        if pending and size + len(row) > max_tokens:
+            yield _lay(pending, has)
+            pending, size = [], 0
+        pending.append(row)
+        size += len(row)
+    if pending:
+        yield _lay(pending, has)
+
+
+def columns_of(rows: Iterable[Row]) -> frozenset[str]:
+    """Those that any of the rows has."""
+    return frozenset(name for row in rows for name in row.columns)
+
+
+def of_response(
+    values: Sequence[Any] | Array, size: int, where: str, *, fill: Any, dtype: str
+) -> Array:
+    """[size, ...]: `values` at the end of a row of `size` tokens, `fill` before them.
+
+    If they are more than the row has tokens, the last ones: the row's prompt length is then
+    negative, which is for the check of the boundary to say. where: for an error.
+    """
+    try:
+        response = np.asarray(values, dtype)
+    except (ValueError, TypeError, OverflowError):
+        raise DataError(f"{where}: expected numbers ({dtype}), found something else.") from None
+    out = np.full((size, *response.shape[1:]), fill, dtype)
+    kept = min(size, len(response))
+    if kept:
+        out[size - kept :] = response[len(response) - kept :]
+    return out
+
+
+def ids_of(values: Any, where: str) -> Int32Array:
+    """Token ids as int32. Raises DataError if they are not whole numbers of 32 bits."""
+    if isinstance(values, list) and set(map(type, values)) <= {int}:
+        values = np.asarray(values, np.int64) if values else np.empty(0, np.int64)
+    if not isinstance(values, np.ndarray) or values.dtype.kind not in "iu" or values.ndim != 1:
+        raise DataError(f"{where}: expected a list of token ids, whole numbers.")
+    if len(values) and (values.min() < -(1 << 31) or values.max() >= 1 << 31):
+        raise DataError(f"{where}: a token id is beyond 32 bits: {values.min()} to {values.max()}.")
+    return values.astype(np.int32)
+
+
+def _lay(rows: Sequence[Row], has: frozenset[str]) -> Rows:
+    columns: dict[str, Any] = {}
+    for name in has:
+        if name not in _FILLS:  # messages, texts: one object of each row
+            columns[name] = tuple(row.columns.get(name) for row in rows)
+            continue
+        dtype, fill = _FILLS[name]
+        if name not in TOKEN_COLUMNS:
+            columns[name] = np.array([row.columns.get(name, fill) for row in rows], dtype)
+            continue
+        known = next((row.columns[name] for row in rows if name in row.columns), None)
+        shape = () if known is None else known.shape[1:]
+        if any(row.columns[name].shape[1:] != shape for row in rows if name in row.columns):
+            raise DataError(f"{name} has other shapes in other rows, around {rows[0].row_id!r}.")
+        columns[name] = np.concatenate(
+            [
+                row.columns[name].astype(dtype, copy=False)
+                if name in row.columns
+                else np.full((len(row), *shape), fill, dtype)
+                for row in rows
+            ]
+        )
+    return Rows(
+        row_ids=tuple(row.row_id for row in rows),
+        offsets=np.cumsum([0, *map(len, rows)], dtype=np.int64),
+        token_ids=np.concatenate([row.token_ids for row in rows]),
+        loss_mask=np.concatenate([row.loss_mask for row in rows]),
+        **columns,
+    )

@@ -1,0 +1,245 @@
+"""Pickles are read as data: arrays as they were saved, and nothing of them is run."""
+
+import io
+import os
+import pickle
+import struct
+import zipfile
+from collections import OrderedDict
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from lockstep.doctor.inputs.pickles import (
+    Record,
+    is_pickle,
+    is_torch_file,
+    numbers,
+    read_pickle,
+    read_torch,
+    read_torch_bytes,
+)
+from lockstep.errors import DataError
+
+
+class Hostile:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = str(path)
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+class Own:
+    """A class of the user's."""
+
+
+def save(value, path: Path, **options) -> Path:
+    torch.save(value, path, **options)
+    return path
+
+
+def repacked(path: Path, change) -> Path:
+    """The same zip archive with members as `change(name, bytes)` gives them."""
+    out = path.with_name("changed.pt")
+    with zipfile.ZipFile(path) as old, zipfile.ZipFile(out, "w") as new:
+        for member in old.infolist():
+            new.writestr(member.filename, change(member.filename, old.read(member)))
+    return out
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32,
+     torch.int16, torch.int8, torch.uint8, torch.bool],
+)  # fmt: skip
+def test_tensors_of_every_type_are_read_as_torch_wrote_them(tmp_path, dtype):
+    tensor = torch.tensor([[0, 1, 0], [1, 1, 3]]).to(dtype)
+    [read] = read_torch(save([tensor.t()[1:]], tmp_path / "a.pt"))
+    expected = tensor.float() if dtype is torch.bfloat16 else tensor
+    assert np.array_equal(read, expected.t()[1:].numpy())
+    assert read.dtype == expected.numpy().dtype
+
+
+def test_the_rest_of_a_dump_is_read_as_it_was(tmp_path):
+    value = {
+        "list": [1, 2.5, True, None, 1 << 40],
+        "array": np.arange(6, dtype=np.int32).reshape(2, 3),
+        "ordered": OrderedDict(a=1),
+        "bytes": b"\x00\xff",
+        "set": {1, 2},
+        "shape": torch.Size([2, 3]),
+        "range": range(0, 6, 2),
+        "text": "Gr\u00fc\u00dfe",
+    }
+    read = read_torch(save(value, tmp_path / "a.pt"))
+    assert np.array_equal(numbers(read.pop("array")), value.pop("array"))
+    assert read == value
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_numpy_arrays_are_read_in_every_protocol(tmp_path, protocol):
+    value = [
+        np.arange(6, dtype=np.float32).reshape(2, 3),
+        np.asfortranarray(np.arange(6.0).reshape(2, 3)),
+        np.arange(3, dtype=">i4"),
+        np.arange(6)[::2],
+    ]
+    path = tmp_path / "a.pkl"
+    path.write_bytes(pickle.dumps(value, protocol=protocol))
+    assert is_pickle(path) and not is_torch_file(path)
+    for read, array in zip(read_pickle(path), value, strict=True):
+        assert np.array_equal(numbers(read), array)
+
+
+@pytest.mark.parametrize("kind", ["torch", "pickle"])
+def test_a_pickle_with_code_in_it_is_refused_by_name_and_not_run(tmp_path, kind):
+    mark, path = tmp_path / "mark", tmp_path / "a.pt"
+    if kind == "torch":
+        save({"samples": [Hostile(mark)]}, path)
+    else:
+        path.write_bytes(pickle.dumps([Hostile(mark)]))
+    with pytest.raises(DataError, match=r"wants to call 'posix.mkdir'"):
+        (read_torch if kind == "torch" else read_pickle)(path)
+    assert not mark.exists()
+    pickle.loads(pickle.dumps(Hostile(mark)))
+    assert mark.exists(), "the same pickle does it where it is trusted"
+
+
+@pytest.mark.parametrize(
+    "name", ["builtins.eval", "builtins.getattr", "torch.load", "functools.partial",
+             "numpy.core.multiarray.fromfile", "pickle.loads", "os.system"],
+)  # fmt: skip
+def test_no_other_name_can_be_called(tmp_path, name):
+    module, _, function = name.rpartition(".")
+    path = tmp_path / "a.pkl"
+    path.write_bytes(
+        b"\x80\x02c" + f"{module}\n{function}\n".encode() + b"X\x01\x00\x00\x00a\x85R."
+    )
+    with pytest.raises(DataError, match="wants to call"):
+        read_pickle(path)
+
+
+def test_a_pickle_cannot_change_what_reads_it(tmp_path):
+    """BUILD sets attributes of whatever stands there: of a function of the table it cannot."""
+    path = tmp_path / "a.pkl"
+    state = pickle.dumps((None, {"_make": 1}), protocol=2)[2:-1]
+    path.write_bytes(b"\x80\x02ccollections\nOrderedDict\n" + state + b"b.")
+    with pytest.raises(DataError, match="may not change"):
+        read_pickle(path)
+
+
+def test_a_known_class_becomes_an_inert_record(tmp_path):
+    path = tmp_path / "a.pkl"
+    path.write_bytes(b"\x80\x02cverl.protocol\nDataProto\n)\x81}X\x01\x00\x00\x00aK\x01sb.")
+    record = read_pickle(path)
+    assert isinstance(record, Record)
+    assert (record.name, record.args, record.state) == ("verl.protocol.DataProto", (), {"a": 1})
+
+
+def test_a_class_of_ones_own_is_named_with_what_to_do(tmp_path):
+    path = tmp_path / "a.pt"
+    save({"samples": [{"metadata": {"mine": Own()}}]}, path)
+    with pytest.raises(DataError, match=r"test_pickles.Own'.*metadata"):
+        read_torch(path)
+
+
+# -- damaged files -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.9, 0.999])
+def test_a_file_that_is_cut_off_says_so(tmp_path, share):
+    path = save({"a": torch.arange(1000), "b": list(range(1000))}, tmp_path / "a.pt")
+    content = path.read_bytes()
+    path.write_bytes(content[: int(share * len(content))])
+    with pytest.raises(DataError, match=r"cut off|empty"):
+        read_torch(path)
+
+
+@pytest.mark.parametrize("at", range(3, 60, 7))
+def test_a_pickle_that_is_cut_off_says_so(tmp_path, at):
+    path = tmp_path / "a.pkl"
+    path.write_bytes(pickle.dumps({"tokens": [1, 2, 300, 70000], "text": "abc" * 20})[:at])
+    with pytest.raises(DataError, match="cut off"):
+        read_pickle(path)
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        b"r\xff\xff\xff\x7f",  # a place in the memo that would take 16 GiB
+        b"B\xff\xff\xff\x7fabc",  # 2 GiB of bytes that are not there
+        b"\x96" + struct.pack("<Q", 1 << 40),  # a bytearray of 1 TiB
+        b"\x82\x01",  # a class of copyreg's registry
+        b"ios\nsystem\n",  # INST
+        b"Pstorage\n",
+        b"\xfe",
+    ],
+)
+def test_a_pickle_that_asks_for_room_or_tricks_is_refused_before_it_is_read(tmp_path, program):
+    path = tmp_path / "a.pkl"
+    path.write_bytes(b"\x80\x02]" + program + b".")
+    with pytest.raises(DataError, match="cut off or damaged"):
+        read_pickle(path)
+
+
+def test_a_tensor_beyond_its_storage_is_refused(tmp_path):
+    path = save({"a": torch.arange(8)}, tmp_path / "a.pt")
+
+    def longer(name, content):
+        return content.replace(b"K\x08\x85", b"K\x09\x85") if name.endswith("data.pkl") else content
+
+    with pytest.raises(DataError, match=r"shape \(9,\) .* larger than its storage of 8"):
+        read_torch(repacked(path, longer))
+    shorter = repacked(path, lambda name, c: c[:-8] if name.endswith("data/0") else c)
+    with pytest.raises(DataError, match="should hold 8 of LongStorage, and has 56 bytes"):
+        read_torch(shorter)
+
+
+def test_a_compressed_archive_is_refused(tmp_path):
+    path = tmp_path / "bomb.pt"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("archive/data.pkl", b"\x00" * 10_000_000)
+    with pytest.raises(DataError, match="compressed"):
+        read_torch(path)
+
+
+def test_an_archive_of_something_else_and_an_old_file_are_named(tmp_path):
+    path = tmp_path / "a.pt"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("readme.txt", "hello")
+    with pytest.raises(DataError, match="with 0 members called"):
+        read_torch(path)
+    save([1], path, _use_new_zipfile_serialization=False)
+    assert is_torch_file(path)
+    with pytest.raises(DataError, match=r"before version 1\.6"):
+        read_torch(path)
+
+
+def test_a_sparse_file_is_refused_without_being_read(tmp_path):
+    path = tmp_path / "a.pt"
+    with open(path, "wb") as file:
+        file.truncate(10 << 30)
+    with pytest.raises(DataError, match="is no file that"):
+        read_torch(path)
+    with pytest.raises(DataError, match="10737418240 bytes"):
+        read_pickle(path)
+
+
+def test_lists_within_lists_without_end_are_read_and_never_laid_out(tmp_path):
+    wide: list = [1]
+    for _ in range(40):
+        wide = [wide, wide]  # 2^40 entries if it were laid out
+    path = tmp_path / "a.pkl"
+    path.write_bytes(pickle.dumps(wide))
+    assert numbers(read_pickle(path)) is None
+
+
+def test_a_file_in_memory_reads_as_one_on_disk():
+    buffer = io.BytesIO()
+    torch.save(torch.arange(3), buffer)
+    assert read_torch_bytes(buffer.getvalue(), "x").tolist() == [0, 1, 2]
