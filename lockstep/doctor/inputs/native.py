@@ -358,8 +358,8 @@ class _JsonPart(_Part):
     ) -> Iterator[tuple[int, dict[str, Any]]]:
         """(line, row) of each row; only those of about the first `max_bytes`, if that is given."""
         num_bytes = 0
-        for place, (line, text) in enumerate(_lines(self.path)):
-            row = _json_line(text, f"{self.path}:{line}")
+        for place, (line, text) in enumerate(lines_of(self.path)):
+            row = json_line(text, f"{self.path}:{line}")
             if HEAD in row:
                 if place:
                     raise DataError(
@@ -409,7 +409,7 @@ class _JsonPart(_Part):
         return _Block(columns=columns, numbers=range(number, number + len(pending)), where=where)
 
 
-def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+def lines_of(path: Path) -> Iterator[tuple[int, bytes]]:
     """(number, text) of each line that is not blank; DataError for one that is too long."""
     number = 0
     with open(path, "rb") as file:
@@ -442,7 +442,8 @@ def _line(file: BinaryIO, where: str) -> bytes:
     return b"".join(pieces)
 
 
-def _json_line(text: bytes, where: str) -> dict[str, Any]:
+def json_line(text: bytes, where: str) -> dict[str, Any]:
+    """The object on a line of JSON lines. Raises DataError, which begins with `where`."""
     row = _json(text, where)
     if not isinstance(row, dict):
         raise DataError(f"{where}: expected a JSON object, one row; found a {type(row).__name__}.")
