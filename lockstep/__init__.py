@@ -5,6 +5,7 @@
 
     outcome = lockstep.train(find_recipe("quickstart"))
     run = lockstep.load(outcome.path)
+    print(lockstep.diagnose(outcome.path).outcome)
 
 The pure functions are in `lockstep.renderers`, `lockstep.objectives` and `lockstep.correction`.
 Names are imported on first use: `import lockstep` costs nothing and loads no torch.
@@ -16,18 +17,20 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lockstep.doctor.diagnose import diagnose as diagnose
     from lockstep.evaluation import evaluate as evaluate
     from lockstep.loop import train as train
     from lockstep.store.run import load_run as load
     from lockstep.supervised import train_supervised as train_supervised
 
 _PUBLIC = {
+    "diagnose": ("lockstep.doctor.diagnose", "diagnose"),
     "train": ("lockstep.loop", "train"),
     "train_supervised": ("lockstep.supervised", "train_supervised"),
     "evaluate": ("lockstep.evaluation", "evaluate"),
     "load": ("lockstep.store.run", "load_run"),
 }
-__all__ = ["evaluate", "load", "train", "train_supervised"]
+__all__ = ["diagnose", "evaluate", "load", "train", "train_supervised"]
 
 
 def __getattr__(name: str) -> Any:

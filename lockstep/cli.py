@@ -13,7 +13,8 @@ from typing import Any
 EXIT_CODES = """\
 exit codes: 0 done; 1 the run failed; 2 a setting, a file or a checkpoint is wrong (nothing was
 started), or a process of several was lost; 3 stopped by an alarm that was asked to; 130 interrupted
-(go on with resume=true)."""
+(go on with resume=true). doctor: 0 sampler and trainer are consistent, 1 they differ, 2 no check
+could be made, or the input is wrong."""
 
 OK, FAILED, BAD_INPUT, STOPPED, INTERRUPTED = 0, 1, 2, 3, 130
 
@@ -215,12 +216,28 @@ def _doctor(options: argparse.Namespace) -> int:
             f"{(options.settings or ['--dump'])[0]} belongs to --ladder, which plays a recipe; a "
             "run or a dump is only read."
         )
-    from lockstep.doctor.diagnose import diagnose
-    from lockstep.doctor.diagnosis import EXIT_CODES
-    from lockstep.doctor.terminal import summary
+    from rich.console import Console
 
-    diagnosis = diagnose(options.target, format=options.format)
-    print(json.dumps(diagnosis.to_json()) if options.json else summary(diagnosis))
+    from lockstep.doctor.diagnose import diagnose, find_tokenizer
+    from lockstep.doctor.diagnosis import EXIT_CODES
+    from lockstep.doctor.progress import Reading
+    from lockstep.doctor.terminal import show
+
+    tokenizer = None
+    if options.tokenizer and (tokenizer := find_tokenizer(options.tokenizer)) is None:
+        raise ConfigError(
+            f"--tokenizer {options.tokenizer}: expected a directory with a tokenizer.json, or a "
+            "model that is shipped."
+        )
+    with Reading() as reading:
+        diagnosis = diagnose(
+            options.target, format=options.format, only=options.only, tokenizer=tokenizer,
+            on_rows=reading.on_rows,
+        )  # fmt: skip
+    if options.json:
+        print(json.dumps(diagnosis.to_json(), allow_nan=False))
+    else:
+        show(diagnosis, Console(highlight=False))
     return EXIT_CODES[diagnosis.outcome]
 
 
@@ -507,6 +524,11 @@ def _parser() -> argparse.ArgumentParser:
                         help="with --ladder: what your trainer wrote, in place of the training "
                              "path of Lockstep")  # fmt: skip
     doctor.add_argument("--format", default="", help="of a dump; default: found out")
+    doctor.add_argument("--only", action="append", default=[], metavar="CHECK",
+                        help="make this check alone, as the summary names it; may be repeated")  # fmt: skip
+    doctor.add_argument("--tokenizer", default="", metavar="DIR",
+                        help="directory with a tokenizer.json; default: the model's that the input "
+                             "names, if it is here")  # fmt: skip
     export = verb(
         "export",
         _export,

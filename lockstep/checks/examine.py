@@ -7,7 +7,7 @@ gap loses by each repair is that cause's share; what is left at the end is unexp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import pairwise
 
@@ -68,9 +68,14 @@ def examine(
     setting: Setting,
     *,
     has: frozenset[str],
+    only: Collection[str] = (),
     on_rows: Callable[[Rows], None] = lambda _: None,
 ) -> Examination:
     """Runs every check that can be made. has: columns that the rows have, somewhere.
+
+    only: names of the checks that are asked for; empty: all. Those of the stages before them are
+    made too, for their repairs, and not reported: a check says the same by itself as among all.
+    on_rows: given every chunk, as it is, once.
 
     Reads the rows once for each stage that has checks to make, once more for each stage that found
     a cause, and once at the end if any did. Memory: one chunk, and what the checks keep.
@@ -81,9 +86,14 @@ def examine(
     }
     found: list[Check] = []
     left = {"k2": 1.0, "k3": 1.0}
-    for number, stage in enumerate(stages):
+    last = max(
+        (i for i, s in enumerate(stages) if any(k.name in only for k in s.checks)), default=0
+    )
+    for number, stage in enumerate(stages[: last + 1] if only else stages):
         made: list[Check] = []
         for kind in stage.checks:
+            if only and number == last and kind.name not in only:
+                continue
             if lacks := tuple(name for name in kind.needs if name not in known):
                 out.findings.append(kind.not_checkable(lacks))
             else:
@@ -108,6 +118,8 @@ def examine(
         found += new
         if stage.chunks is None:
             out.repairs += new
+    if only:
+        out.findings = [finding for finding in out.findings if finding.check in only]
     out.after = out.before
     if out.repairs:
         out.after = Split(tokenizer=setting.tokenizer)

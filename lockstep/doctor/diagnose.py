@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,9 +11,13 @@ from lockstep.checks.base import Setting
 from lockstep.checks.examine import Stage, examine
 from lockstep.checks.rows import Rows
 from lockstep.checks.suite import STRUCTURE, TRAINING, VALUES
+from lockstep.config import did_you_mean
 from lockstep.doctor.diagnosis import Diagnosis
 from lockstep.doctor.inputs.base import Dump, Facts
 from lockstep.doctor.inputs.registry import open_dump
+from lockstep.doctor.rows import RowChoice
+from lockstep.errors import ConfigError
+from lockstep.models.locate import locate_model, shipped_models
 from lockstep.renderers.base import Renderer
 from lockstep.renderers.tokenizer import Tokenizer
 
@@ -25,31 +29,54 @@ def diagnose(
     tokenizer: Tokenizer | None = None,
     renderer: Renderer | None = None,
     facts: Facts | None = None,
+    only: Sequence[str] = (),
     on_rows: Callable[[Rows], None] = lambda _: None,
 ) -> Diagnosis:
-    """Examines a run, or a dump of any trainer.
+    """Examines a run, or a dump of any trainer. `lockstep.diagnose` is this function.
 
     source: a directory or a file (`inputs.registry.FORMATS`), or a `Dump` of your own. tokenizer,
-    renderer: for the checks of ids against text; None leaves these out. facts: in place of what
-    the input says of itself. on_rows: called with every chunk that was read, for progress.
-    Raises DataError if the input cannot be read.
+    renderer: for the checks of ids against text; None takes the tokenizer of the model that the
+    input names, if it is on this machine. facts: in place of what the input says of itself. only:
+    names of checks; empty makes all. on_rows: called with every chunk that is read, as often as it
+    is, for progress.
+    Raises DataError if the input cannot be read, ConfigError if `only` names no check.
     """
     began = time.perf_counter()
     dump = source if isinstance(source, Dump) else open_dump(source, format=format)
-    setting = make_setting(facts or dump.facts, tokenizer=tokenizer, renderer=renderer)
-    examination = examine(
-        dump.chunks,
-        [Stage(checks=STRUCTURE), Stage(checks=VALUES), Stage(checks=TRAINING)],
-        setting,
-        has=dump.has,
-        on_rows=on_rows,
-    )
+    facts = facts or dump.facts
+    tokenizer = tokenizer or find_tokenizer(facts.model)
+    setting = make_setting(facts, tokenizer=tokenizer, renderer=renderer)
+    stages = [Stage(checks=STRUCTURE), Stage(checks=VALUES), Stage(checks=TRAINING)]
+    _check_names(only, stages)
+
+    def chunks() -> Iterator[Rows]:
+        for rows in dump.chunks():
+            on_rows(rows)
+            yield rows
+
+    choice = RowChoice()
+    examination = examine(chunks, stages, setting, has=dump.has, only=only, on_rows=choice.add)
     return Diagnosis(
         dump=dump,
         setting=setting,
         examination=examination,
         seconds=time.perf_counter() - began,
+        only=tuple(only),
+        choice=choice,
     )
+
+
+def find_tokenizer(model: str) -> Tokenizer | None:
+    """Of a model that is shipped or in a directory here; None of any other: nothing is fetched."""
+    is_here = model in shipped_models() or (Path(model) / "tokenizer.json").is_file()
+    return Tokenizer.from_file(locate_model(model)) if model and is_here else None
+
+
+def _check_names(only: Sequence[str], stages: Sequence[Stage]) -> None:
+    known = [kind.name for stage in stages for kind in stage.checks]
+    for name in only:
+        if name not in known:
+            raise ConfigError(f"--only {name}: there is no such check.{did_you_mean(name, known)}")
 
 
 def make_setting(

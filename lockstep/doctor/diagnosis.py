@@ -2,18 +2,63 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from lockstep.checks.base import Setting
+from lockstep.checks.attribution import SPLIT_BY, Gap, Place, Split
+from lockstep.checks.base import Setting, Share
 from lockstep.checks.causes import CAUSES, Cause
 from lockstep.checks.examine import Examination
 from lockstep.checks.findings import Finding
 from lockstep.doctor.inputs.base import Dump
+from lockstep.doctor.rows import RowChoice
+from lockstep.store.files import encode_number
 
 Outcome = Literal["consistent", "differs", "could_not_check"]
 EXIT_CODES: Mapping[Outcome, int] = {"consistent": 0, "differs": 1, "could_not_check": 2}
+
+Certainty = Literal["proved", "likely", "possible"]
+"""How sure a cause is. proved: its repair takes most of the gap, or the ids themselves show it.
+likely: its repair takes a part of the gap, or tokens show it. possible: the figures fit, and no
+token shows it."""
+
+MOST_OF_THE_GAP = 0.5
+"""Share of k2 from which a repair is its own proof: no chance moves log-probs to where the other
+side has them."""
+PART_OF_THE_GAP = 0.05
+"""Share of k2 below which a repair says little: repairs leave out tokens, and with them noise."""
+
+HOW_TO_GET: Mapping[str, str] = {
+    "rollout_logprobs": "log the sampler's log-prob of each sampled token when it is drawn",
+    "trainer_logprobs": "log the trainer's log-probs of the same tokens before the update "
+    "(often called old_logprobs)",
+    "rescored_logprobs": "give the model that sampled: --model DIR",
+    "is_sampled": "log which tokens the model drew, beside the loss mask",
+    "turn": "log the number of each token's turn",
+    "policy_version": "log the version of the weights that sampled each token",
+    "trainer_version": "log the version of the weights that the trainer's log-probs are of",
+    "advantages": "log the advantage of each token",
+    "routed_experts": "ask the engine for the routed experts, and log them",
+    "trainer_routed_experts": "log the experts that the trainer's router chose",
+    "prompt_lengths": "log how many tokens of each row are the prompt",
+    "rewards": "log the reward of each row",
+    "groups": "log which rows are of one task",
+    "steps": "log the training step of each row",
+    "messages": "log the dialogue of each row, the model's replies included",
+    "texts": "log the text of each response as the trainer has it",
+    "engine_ids": "log the ids that the engine returned, turn by turn, beside those trained",
+    "tokenizer": "name the model's tokenizer: --tokenizer DIR",
+    "renderer": "name the template that the prompts were made with: --renderer NAME",
+    "stop_ids": "name the model, or log the ids that end a turn",
+    "pad_id": "name the model, or log the padding id",
+    "temperature": "log the sampling temperature",
+    "top_p": "log the sampling settings",
+    "top_k": "log the sampling settings",
+    "model": "give the model that sampled: --model DIR",
+}
+"""What a check lacks -> how whoever wrote the input gets it, where the format does not say."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,45 +69,163 @@ class Diagnosis:
     setting: Setting
     examination: Examination
     seconds: float
+    only: tuple[str, ...] = ()
+    """Checks that were asked for; empty: all."""
+    choice: RowChoice = field(default_factory=RowChoice)
+    """Rows to look at: the worst, and a sample of all."""
 
     @property
     def outcome(self) -> Outcome:
         verdicts = {finding.verdict for finding in self.examination.findings}
         if "differs" in verdicts:
             return "differs"
-        return "consistent" if "consistent" in verdicts else "could_not_check"
+        return "consistent" if verdicts - {"not_checkable"} else "could_not_check"
+
+    # -- what was found -----------------------------------------------------------------------
 
     @property
     def causes(self) -> list[tuple[Cause, Finding]]:
         """What was found, the one that explains most of the gap first; those that move no log-prob
-        (a missing stop token) after those that do, in the order of the checks."""
-        share = {s.cause: s.k2 for s in self.examination.shares}
-        found = [f for f in self.examination.findings if f.verdict == "differs"]
-        found.sort(key=lambda finding: -share.get(finding.cause, 0.0))
+        (a missing stop token) after those that do, in the order of the checks. A cause that two
+        checks found is there once, with the first one's finding."""
+        first: dict[str, Finding] = {}
+        for finding in self.with_verdict("differs"):
+            first.setdefault(finding.cause, finding)
+        found = sorted(first.values(), key=lambda finding: -self.share_of(finding.cause))
         return [(CAUSES[finding.cause], finding) for finding in found]
 
+    def with_verdict(self, verdict: str) -> list[Finding]:
+        return [f for f in self.examination.findings if f.verdict == verdict]
+
+    def share_of(self, cause: str) -> float:
+        """Of the sum of d^2 / 2 that goes with the cause; 0 if it moves no log-prob."""
+        return sum(share.k2 for share in self._shares(cause))
+
+    def certainty_of(self, cause: Cause, finding: Finding) -> tuple[Certainty, str]:
+        """How sure it is that this is a cause, and why."""
+        share = self.share_of(cause.name)
+        if share >= PART_OF_THE_GAP:
+            steps = self._shares(cause.name)
+            before, after = steps[0].before.means()["k2"], steps[-1].after.means()["k2"]
+            why = f"without it k2 goes from {before:.2g} to {after:.2g}"
+            level: Certainty = "proved" if share >= MOST_OF_THE_GAP else "likely"
+        elif finding.evidence and cause.room in ("tokens", "template"):
+            level, why = "proved", "the tokens show it; it moves few of the compared log-probs"
+        elif finding.evidence:
+            level, why = "likely", "tokens show it; undoing it changes little of the gap"
+        else:
+            level, why = "possible", "the figures fit it, and no single token shows it"
+        if twins := sorted(
+            c.name for c in CAUSES.values()
+            if c.equivalents == cause.equivalents and c.name != cause.name
+        ):  # fmt: skip
+            why += f"; rows alone do not tell it from {', '.join(twins)}"
+        return level, why
+
+    def remedy_for(self, cause: Cause) -> str:
+        """In the settings of the trainer that wrote the input, where it has one for it."""
+        return cause.in_trainers.get(self.setting.trainer, cause.remedy)
+
+    def command_for(self, finding: Finding) -> str:
+        """What makes this check alone, again."""
+        return f"lockstep doctor {shlex.quote(str(self.dump.path))} --only {finding.check}"
+
+    def missing_for(self, finding: Finding) -> list[str]:
+        """What a check that could not be made lacks, each with how to get it."""
+        return [
+            f"{name}: {self.dump.lacks.get(name) or HOW_TO_GET.get(name, 'not in this input')}"
+            for name in finding.lacks
+        ]
+
+    @property
+    def unexplained(self) -> list[Place]:
+        """Where what no cause accounts for sits on few tokens; empty if it is spread evenly."""
+        return self.examination.after.concentrations()
+
+    def _shares(self, cause: str) -> list[Share]:
+        return [s for s in self.examination.shares if s.cause == cause]
+
+    # -- as data ------------------------------------------------------------------------------
+
     def to_json(self) -> dict[str, Any]:
-        """Everything, as `--json` prints it."""
+        """Everything, as `--json` prints it. A number that is not finite is "NaN" or "Infinity"."""
         examined = self.examination
         return {
             "input": str(self.dump.path),
             "format": self.dump.format,
+            "trainer": self.setting.trainer,
             "outcome": self.outcome,
             "rows": examined.num_rows,
             "tokens": examined.num_tokens,
             "seconds": self.seconds,
-            "gap": examined.gap.means(),
-            "causes": [
-                {
-                    "cause": cause.name,
-                    "class": cause.equivalents,
-                    "title": cause.title,
-                    "remedy": cause.in_trainers.get(self.setting.trainer, cause.remedy),
-                }
-                for cause, _ in self.causes
-            ],
-            "shares": [{"cause": s.cause, "k2": s.k2, "k3": s.k3} for s in examined.shares],
-            "unexplained_k2": examined.unexplained_k2,
-            "findings": [asdict(finding) for finding in examined.findings],
-            "not_in_dump": dict(self.dump.lacks),
+            "only": list(self.only),
+            "gap": _means(examined.gap),
+            "causes": [self._cause_to_json(cause, finding) for cause, finding in self.causes],
+            "ruled_out": [f.check for f in self.with_verdict("consistent")],
+            "not_checkable": {
+                f.check: self.missing_for(f) for f in self.with_verdict("not_checkable")
+            },
+            "unexplained": {
+                "k2_share": encode_number(examined.unexplained_k2),
+                "gap": _means(examined.after.total),
+                "mostly_in": [_place(place) for place in self.unexplained],
+            },
+            "where": {
+                "before": split_to_json(examined.before),
+                "after": split_to_json(examined.after),
+            },
+            "findings": [finding_to_json(finding) for finding in examined.findings],
+            "not_in_input": dict(self.dump.lacks),
         }
+
+    def _cause_to_json(self, cause: Cause, finding: Finding) -> dict[str, Any]:
+        certainty, why = self.certainty_of(cause, finding)
+        return {
+            "cause": cause.name,
+            "class": cause.equivalents,
+            "title": cause.title,
+            "check": finding.check,
+            "measured": finding.measured,
+            "share_k2": self.share_of(cause.name),
+            "share_k3": sum(share.k3 for share in self._shares(cause.name)),
+            "certainty": certainty,
+            "why": why,
+            "remedy": self.remedy_for(cause),
+            "command": self.command_for(finding),
+        }
+
+
+def finding_to_json(finding: Finding) -> dict[str, Any]:
+    figures = {name: encode_number(float(value)) for name, value in finding.figures.items()}
+    return {**asdict(finding), "figures": figures}
+
+
+def split_to_json(split: Split) -> dict[str, Any]:
+    """Every part with its labels, the worst experts, the steps and the sizes of d."""
+    return {
+        "parts": {
+            part.name: [_place(place) for place in split.places(part.name)] for part in SPLIT_BY
+        },
+        "experts": [_place(place) for place in split.experts()[:20]],
+        "routes": {
+            name: _means(gap)
+            for name, gap in zip(("same", "differ"), split.routes, strict=True)
+            if gap.tokens
+        },
+        "steps": [{"step": step, **_means(gap)} for step, gap in sorted(split.steps.items())],
+        "histogram": split.histogram(),
+    }
+
+
+def _place(place: Place) -> dict[str, Any]:
+    return {
+        "part": place.part,
+        "label": place.label,
+        "share_k2": place.share_k2,
+        "share_tokens": place.share_tokens,
+        **_means(place.gap),
+    }
+
+
+def _means(gap: Gap) -> dict[str, Any]:
+    return {name: encode_number(value) for name, value in gap.means().items()}

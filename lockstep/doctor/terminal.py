@@ -1,34 +1,68 @@
-"""The diagnosis for people at a terminal, worst first."""
+"""The diagnosis for people at a terminal, worst first: a screen of 80 columns."""
 
 from __future__ import annotations
 
+import io
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from lockstep.doctor.diagnosis import Diagnosis
+import numpy as np
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from lockstep.checks.causes import Cause
+from lockstep.checks.findings import Evidence, Finding
+from lockstep.checks.rows import Rows
+from lockstep.doctor.diagnosis import Certainty, Diagnosis, Outcome
+from lockstep.doctor.rows import fetch
+from lockstep.observe.live import format_number, format_seconds
+from lockstep.renderers.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from lockstep.doctor.ladder import Ladder
 
+NUM_SHOWN = 3
+"""Causes that are shown with their tokens; the others in a line each."""
+NUM_TOKENS = 6
+"""Tokens of a piece of evidence: around the first that differs, or the largest difference."""
+NUM_LINES = 6
+"""Checks in each of the lists of those ruled out and those not made."""
 
-def summary(diagnosis: Diagnosis) -> str:
-    """A screen of text."""
-    examined = diagnosis.examination
-    gap = examined.gap.means()
-    share = {s.cause: s.k2 for s in examined.shares}
-    lines = [
-        f"{diagnosis.dump.path} ({diagnosis.dump.format}): {examined.num_rows} rows, "
-        f"{examined.num_tokens} tokens, {diagnosis.seconds:.1f} s",
-        f"gap: k1 {gap['k1']:.2e}  k2 {gap['k2']:.2e}  k3 {gap['k3']:.2e}  "
-        f"largest {gap['max_abs_diff']:.2e}",
-    ]
-    for cause, finding in diagnosis.causes:
-        lines += [
-            f"- {cause.name} ({share.get(cause.name, 0.0):.0%} of k2): {cause.title}",
-            f"    {finding.measured}",
-            f"    {cause.in_trainers.get(diagnosis.setting.trainer, cause.remedy)}",
-        ]
-    lines.append(f"unexplained: {examined.unexplained_k2:.0%} of k2")
-    return "\n".join(lines)
+_WORDS: dict[Outcome, tuple[str, str]] = {
+    "consistent": ("CONSISTENT", "bold green"),
+    "differs": ("DIFFERS", "bold red"),
+    "could_not_check": ("COULD NOT CHECK", "bold yellow"),
+}
+_CERTAINTY: dict[Certainty, str] = {"proved": "red", "likely": "yellow", "possible": "dim"}
+_LABEL_WIDTH = 12
+
+
+def show(diagnosis: Diagnosis, console: Console, *, page: str = "") -> None:
+    """Prints the diagnosis. page: where the HTML page was written, if it was."""
+    shown = diagnosis.causes[:NUM_SHOWN]
+    rows = _rows_of_evidence(diagnosis, [finding for _, finding in shown])
+    for part in (
+        _head(diagnosis),
+        *(
+            _cause(diagnosis, number, cause, finding, rows)
+            for number, (cause, finding) in enumerate(shown, 1)
+        ),
+        _other_causes(diagnosis),
+        _where(diagnosis),
+        _lists(diagnosis),
+        _last(diagnosis, page),
+    ):
+        if part is not None:
+            console.print(part)
+
+
+def summary(diagnosis: Diagnosis, *, width: int = 80) -> str:
+    """The same as text without colours."""
+    out = io.StringIO()
+    show(diagnosis, Console(file=out, width=width, highlight=False, no_color=True))
+    return out.getvalue().rstrip("\n")
 
 
 def ladder_summary(ladder: Ladder) -> str:
@@ -42,3 +76,239 @@ def ladder_summary(ladder: Ladder) -> str:
         lines.append(f"{rung.name:30} {figures} {rung.gap.tokens:7} {match:>7}  {kind}")
     lines += ["", ladder.verdict, *(f"ruled out: {sentence}" for sentence in ladder.ruled_out)]
     return "\n".join(lines)
+
+
+# -- parts of the screen --------------------------------------------------------------------------
+
+
+def _head(diagnosis: Diagnosis) -> RenderableType:
+    examined = diagnosis.examination
+    word, style = _WORDS[diagnosis.outcome]
+    gap = examined.gap
+    head = Text.assemble((word, style), f"  {printable(str(diagnosis.dump.path))}")
+    size = (
+        f"{diagnosis.dump.format}: {examined.num_rows:,} rows, {examined.num_tokens:,} tokens, "
+        f"{format_seconds(diagnosis.seconds)}"
+    )
+    if not gap.tokens:
+        measured = "not measured: no token has the log-probs of both sides"
+    else:
+        means = gap.means()
+        measured = (
+            f"k1 {means['k1']:.2e}  k2 {means['k2']:.2e}  k3 {means['k3']:.2e}  largest "
+            f"{means['max_abs_diff']:.2e}, of {gap.tokens:,} tokens"
+        )
+    return Group(head, _pairs([("input", size), ("gap", measured)]))
+
+
+def _cause(
+    diagnosis: Diagnosis, number: int, cause: Cause, finding: Finding, rows: dict[str, Rows]
+) -> RenderableType:
+    certainty, why = diagnosis.certainty_of(cause, finding)
+    share = diagnosis.share_of(cause.name)
+    title = Text.assemble(
+        (f"\n{number}. {cause.name}", "bold red"),
+        (f"  {share:.1%} of k2" if share else "  moves no compared log-prob", "bold"),
+        ("  "),
+        (certainty, _CERTAINTY[certainty]),
+    )
+    lines: list[tuple[str, RenderableType]] = [
+        ("what", cause.title),
+        ("measured", printable(finding.measured)),
+        ("sure", why),
+    ]
+    parts: list[RenderableType] = [title, _pairs(lines)]
+    for evidence in finding.evidence[:1]:
+        if evidence.row in rows:
+            parts.append(_proof(evidence, rows[evidence.row], diagnosis.setting.tokenizer))
+    remedy = Text(diagnosis.remedy_for(cause), style="green")
+    command = Text(diagnosis.command_for(finding), style="cyan")
+    parts.append(_pairs([("remedy", remedy), ("again", command)]))
+    return Group(*parts)
+
+
+def _proof(evidence: Evidence, rows: Rows, tokenizer: Tokenizer | None) -> RenderableType:
+    """The tokens that show it: ids of both sides where others are expected, else log-probs."""
+    lines: list[tuple[str, RenderableType]] = [
+        (
+            "proof",
+            f"row {printable(evidence.row)}, tokens {evidence.begin} to {evidence.end - 1}: "
+            f"{printable(evidence.note)}",
+        )
+    ]
+    begin = max(0, min(evidence.begin, rows.num_tokens))
+    end = max(begin, min(evidence.end, rows.num_tokens))
+    if evidence.expected_ids:
+        table = _ids_side_by_side(
+            rows.token_ids[begin:end], evidence.expected_ids, begin, tokenizer
+        )
+    else:
+        table = _logprobs_side_by_side(rows, begin, end, tokenizer)
+    return Group(_pairs(lines), Padding(table, (0, 0, 0, _LABEL_WIDTH)))
+
+
+def _ids_side_by_side(
+    found: Sequence[int], expected: Sequence[int], begin: int, tokenizer: Tokenizer | None
+) -> Table:
+    size = min(len(found), len(expected))
+    apart = np.flatnonzero(np.asarray(found[:size]) != np.asarray(expected[:size]))
+    first = max(0, (int(apart[0]) if len(apart) else size) - 1)
+    table = _table("place", "in the row", "expected")
+    for i in range(first, min(first + NUM_TOKENS, max(len(found), len(expected)))):
+        mine, other = (
+            token_text(int(ids[i]), tokenizer) if i < len(ids) else "-" for ids in (found, expected)
+        )
+        style = "" if mine == other else "bold red"
+        table.add_row(str(begin + i), Text(mine, style), Text(other, style))
+    return table
+
+
+def _logprobs_side_by_side(rows: Rows, begin: int, end: int, tokenizer: Tokenizer | None) -> Table:
+    gap = np.abs(np.nan_to_num(rows.gap[begin:end]))
+    worst = begin + (int(gap.argmax()) if len(gap) else 0)
+    first = max(begin, min(worst - NUM_TOKENS // 2, end - NUM_TOKENS))
+    table = _table("place", "token", "rollout", "trainer", "trainer - rollout")
+    for at in range(first, min(first + NUM_TOKENS, end)):
+        d = rows.gap[at]
+        table.add_row(
+            str(at),
+            token_text(int(rows.token_ids[at]), tokenizer),
+            _logprob(rows.rollout_logprobs, at),
+            _logprob(rows.trainer_logprobs, at),
+            Text("-" if np.isnan(d) else f"{d:+.4g}", style=gap_style(d)),
+        )
+    return table
+
+
+def _other_causes(diagnosis: Diagnosis) -> RenderableType | None:
+    rest = diagnosis.causes[NUM_SHOWN:]
+    if not rest:
+        return None
+    lines: list[tuple[str, RenderableType]] = [
+        (
+            "" if number else "\nalso",
+            ("" if number else "\n")
+            + f"{cause.name} ({diagnosis.share_of(cause.name):.1%} of k2): "
+            f"{printable(finding.measured)}",
+        )
+        for number, (cause, finding) in enumerate(rest)
+    ]
+    return _pairs(lines)
+
+
+def _where(diagnosis: Diagnosis) -> RenderableType | None:
+    """What is left, and where it sits."""
+    examined = diagnosis.examination
+    left = examined.after.total
+    if not left.tokens:
+        return None
+    means = left.means()
+    text = f"k2 {means['k2']:.2e}, largest {means['max_abs_diff']:.2e}"
+    if diagnosis.causes:
+        text = f"{max(examined.unexplained_k2, 0.0):.1%} of k2 ({text})"
+    places = diagnosis.unexplained
+    if places:
+        text += "; " + "; ".join(
+            f"{place.share_k2:.0%} of it in {place.part} {place.label} "
+            f"({place.share_tokens:.0%} of the tokens)"
+            for place in places
+        )
+    elif left.k2:
+        text += "; spread over turns, positions and kinds of token"
+    return _pairs([("\nunexplained", "\n" + text)])
+
+
+def _lists(diagnosis: Diagnosis) -> RenderableType:
+    told = [
+        *(("note", f"{f.check}: {printable(f.measured)}", "cyan")
+          for f in diagnosis.with_verdict("information")),
+        *_limited("ruled out", [
+            f"{f.check}: {printable(f.measured)}" for f in diagnosis.with_verdict("consistent")
+        ], "green"),
+        *_limited("not checked", [
+            f"{f.check} needs {'; '.join(diagnosis.missing_for(f))}"
+            for f in diagnosis.with_verdict("not_checkable")
+        ], "yellow"),
+    ]  # fmt: skip
+    lines: list[tuple[str, RenderableType]] = []
+    before = ""
+    for label, text, style in told:
+        check, colon, rest = text.partition(" ")
+        lines.append((label if label != before else "", Text.assemble((check, style), colon, rest)))
+        before = label
+    return _pairs(lines)
+
+
+def _limited(label: str, texts: Sequence[str], style: str) -> list[tuple[str, str, str]]:
+    lines = [(label, text, style) for text in texts[:NUM_LINES]]
+    if len(texts) > NUM_LINES:
+        more = f"... and {len(texts) - NUM_LINES} more: --json lists them"
+        lines.append((label, more, "dim"))
+    return lines
+
+
+def _last(diagnosis: Diagnosis, page: str) -> RenderableType | None:
+    if page:
+        return _pairs([("\npage", Text(f"\n{page}", style="cyan"))])
+    if diagnosis.outcome == "could_not_check":
+        return Text("\nNo check could be made: exit code 2.", style="yellow")
+    return None
+
+
+# -- pieces ---------------------------------------------------------------------------------------
+
+
+def token_text(id_: int, tokenizer: Tokenizer | None) -> str:
+    """`'text' id`, or the id alone; nothing in it can move a terminal's cursor."""
+    if tokenizer is None:
+        return str(id_)
+    return f"{printable(repr(tokenizer.decode([id_])))} {id_}"
+
+
+def printable(text: str) -> str:
+    """Text of a dump as it may be shown: what is no character to see is written as its escape."""
+    return "".join(
+        c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text
+    )
+
+
+def gap_style(d: float) -> str:
+    """The colour of one token's trainer - rollout: by decades, none for float noise."""
+    size = 0.0 if np.isnan(d) else abs(d)
+    if size < 1e-4:
+        return "dim"
+    if size < 0.01:
+        return ""
+    return "yellow" if size < 0.5 else "bold red"
+
+
+def _logprob(values: np.ndarray | None, at: int) -> str:
+    if values is None or np.isnan(values[at]):
+        return "-"
+    return f"{values[at]:.4f}" if abs(values[at]) >= 1e-3 else format_number(float(values[at]))
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    for number, column in enumerate(columns):
+        is_text = column in ("token", "in the row", "expected")
+        table.add_column(
+            column, justify="left" if is_text or not number else "right", no_wrap=True,
+            overflow="ellipsis",
+        )  # fmt: skip
+    return table
+
+
+def _pairs(lines: Sequence[tuple[str, RenderableType]]) -> Table:
+    """Labels in a column of their own, so that what is said wraps beside them."""
+    grid = Table.grid(padding=(0, 1, 0, 0))
+    grid.add_column(width=_LABEL_WIDTH - 1, style="dim", no_wrap=True)
+    grid.add_column(overflow="fold")
+    for label, text in lines:
+        grid.add_row(label, Text(text) if isinstance(text, str) else text)
+    return grid
+
+
+def _rows_of_evidence(diagnosis: Diagnosis, findings: Sequence[Finding]) -> dict[str, Rows]:
+    names = {finding.evidence[0].row for finding in findings if finding.evidence}
+    return {rows.row_ids[0]: rows for rows in fetch(diagnosis.dump, names=names).values()}
