@@ -221,7 +221,7 @@ def _doctor(options: argparse.Namespace) -> int:
     from lockstep.doctor.diagnose import diagnose, find_tokenizer
     from lockstep.doctor.diagnosis import EXIT_CODES
     from lockstep.doctor.progress import Reading
-    from lockstep.doctor.terminal import show
+    from lockstep.doctor.terminal import show, summary
 
     tokenizer = None
     if options.tokenizer and (tokenizer := find_tokenizer(options.tokenizer)) is None:
@@ -236,8 +236,10 @@ def _doctor(options: argparse.Namespace) -> int:
         )  # fmt: skip
     if options.json:
         print(json.dumps(diagnosis.to_json(), allow_nan=False))
+    elif (console := Console(highlight=False)).is_terminal:
+        show(diagnosis, console)
     else:
-        show(diagnosis, Console(highlight=False))
+        print(summary(diagnosis))
     return EXIT_CODES[diagnosis.outcome]
 
 
@@ -525,7 +527,8 @@ def _parser() -> argparse.ArgumentParser:
                              "path of Lockstep")  # fmt: skip
     doctor.add_argument("--format", default="", help="of a dump; default: found out")
     doctor.add_argument("--only", action="append", default=[], metavar="CHECK",
-                        help="make this check alone, as the summary names it; may be repeated")  # fmt: skip
+                        help="make this check alone, by its name in the summary; may be "
+                             "repeated")  # fmt: skip
     doctor.add_argument("--tokenizer", default="", metavar="DIR",
                         help="directory with a tokenizer.json; default: the model's that the input "
                              "names, if it is here")  # fmt: skip

@@ -58,11 +58,11 @@ def show(diagnosis: Diagnosis, console: Console, *, page: str = "") -> None:
             console.print(part)
 
 
-def summary(diagnosis: Diagnosis, *, width: int = 80) -> str:
+def summary(diagnosis: Diagnosis, *, width: int = 80, page: str = "") -> str:
     """The same as text without colours."""
     out = io.StringIO()
-    show(diagnosis, Console(file=out, width=width, highlight=False, no_color=True))
-    return out.getvalue().rstrip("\n")
+    show(diagnosis, Console(file=out, width=width, highlight=False, no_color=True), page=page)
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
 
 def ladder_summary(ladder: Ladder) -> str:
@@ -87,8 +87,8 @@ def _head(diagnosis: Diagnosis) -> RenderableType:
     gap = examined.gap
     head = Text.assemble((word, style), f"  {printable(str(diagnosis.dump.path))}")
     size = (
-        f"{diagnosis.dump.format}: {examined.num_rows:,} rows, {examined.num_tokens:,} tokens, "
-        f"{format_seconds(diagnosis.seconds)}"
+        f"{diagnosis.dump.format}: {examined.num_rows:,} rows, {examined.num_tokens:,} tokens "
+        f"({gap.tokens:,} compared), {format_seconds(diagnosis.seconds)}"
     )
     if not gap.tokens:
         measured = "not measured: no token has the log-probs of both sides"
@@ -96,7 +96,7 @@ def _head(diagnosis: Diagnosis) -> RenderableType:
         means = gap.means()
         measured = (
             f"k1 {means['k1']:.2e}  k2 {means['k2']:.2e}  k3 {means['k3']:.2e}  largest "
-            f"{means['max_abs_diff']:.2e}, of {gap.tokens:,} tokens"
+            f"{means['max_abs_diff']:.2e}"
         )
     return Group(head, _pairs([("input", size), ("gap", measured)]))
 
@@ -186,14 +186,13 @@ def _other_causes(diagnosis: Diagnosis) -> RenderableType | None:
         return None
     lines: list[tuple[str, RenderableType]] = [
         (
-            "" if number else "\nalso",
-            ("" if number else "\n")
-            + f"{cause.name} ({diagnosis.share_of(cause.name):.1%} of k2): "
+            "" if number else "also",
+            f"{cause.name} ({diagnosis.share_of(cause.name):.1%} of k2): "
             f"{printable(finding.measured)}",
         )
         for number, (cause, finding) in enumerate(rest)
     ]
-    return _pairs(lines)
+    return Group("", _pairs(lines))
 
 
 def _where(diagnosis: Diagnosis) -> RenderableType | None:
@@ -215,7 +214,7 @@ def _where(diagnosis: Diagnosis) -> RenderableType | None:
         )
     elif left.k2:
         text += "; spread over turns, positions and kinds of token"
-    return _pairs([("\nunexplained", "\n" + text)])
+    return Group("", _pairs([("unexplained", text)]))
 
 
 def _lists(diagnosis: Diagnosis) -> RenderableType:
@@ -249,7 +248,7 @@ def _limited(label: str, texts: Sequence[str], style: str) -> list[tuple[str, st
 
 def _last(diagnosis: Diagnosis, page: str) -> RenderableType | None:
     if page:
-        return _pairs([("\npage", Text(f"\n{page}", style="cyan"))])
+        return Group("", _pairs([("page", Text(page, style="cyan"))]))
     if diagnosis.outcome == "could_not_check":
         return Text("\nNo check could be made: exit code 2.", style="yellow")
     return None

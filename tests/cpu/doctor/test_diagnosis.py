@@ -1,0 +1,200 @@
+"""The verdict: worst cause first, with proof, remedy and command; what is ruled out, and what
+could not be checked."""
+
+import io
+import json
+
+import numpy as np
+import pytest
+from array_dumps import ArrayDump, make_rows
+from rich.console import Console
+
+import lockstep
+from lockstep.checks.base import Check
+from lockstep.checks.examine import Stage, examine
+from lockstep.checks.findings import Evidence
+from lockstep.cli import main
+from lockstep.doctor.diagnosis import EXIT_CODES
+from lockstep.doctor.progress import Reading
+from lockstep.doctor.rows import RowChoice, fetch
+from lockstep.doctor.terminal import show, summary
+from lockstep.errors import ConfigError
+from lockstep.store.run import RunDirectory
+from lockstep.testing.tokenizers import byte_tokenizer
+
+
+@pytest.fixture(scope="module")
+def broken():
+    dump = ArrayDump(make_rows(shifted=range(6)), trainer="verl")
+    return lockstep.diagnose(dump, tokenizer=byte_tokenizer())
+
+
+def test_a_healthy_dump_is_consistent_and_what_was_tried_is_ruled_out():
+    found = lockstep.diagnose(ArrayDump(make_rows()))
+    assert found.outcome == "consistent" and EXIT_CODES[found.outcome] == 0
+    assert found.causes == []
+    (shifted,) = (f for f in found.with_verdict("consistent") if f.check == "tokens/shifted")
+    assert "0 of 40 turns" in shifted.measured
+    text = summary(found)
+    assert text.startswith("CONSISTENT  dump.parquet")
+    assert "ruled out" in text and f"tokens/shifted: {shifted.measured}"[:40] in text
+    assert "differs" not in text.lower()
+
+
+def test_a_cause_has_its_share_its_proof_its_remedy_and_its_command(broken):
+    assert broken.outcome == "differs" and EXIT_CODES[broken.outcome] == 1
+    cause, finding = broken.causes[0]
+    assert cause.name == "shifted" and broken.share_of("shifted") > 0.99
+    certainty, why = broken.certainty_of(cause, finding)
+    assert certainty == "proved" and "without it k2 goes from 0.3" in why
+    assert broken.remedy_for(cause) == cause.in_trainers.get("verl", cause.remedy)
+    assert broken.command_for(finding) == "lockstep doctor dump.parquet --only tokens/shifted"
+    assert broken.examination.after.total.means()["k2"] < 1e-5
+
+
+def test_the_screen_shows_the_tokens_that_prove_it_with_both_sides(broken):
+    text = summary(broken)
+    (evidence, *_) = broken.causes[0][1].evidence
+    rows = next(iter(fetch(broken.dump, names={evidence.row}).values()))
+    worst = evidence.begin + int(np.nanargmax(abs(rows.gap[evidence.begin : evidence.end])))
+    line = next(part for part in text.splitlines() if part.split()[:1] == [str(worst)])
+    assert f"{rows.rollout_logprobs[worst]:.4f}" in line
+    assert f"{rows.trainer_logprobs[worst]:.4f}" in line
+    assert f"{rows.token_ids[worst]}" in line
+    assert max(map(len, text.splitlines())) <= 80
+    assert text.index("1. shifted") < text.index("unexplained")
+    assert "--only tokens/shifted" in text
+
+
+def test_a_terminal_gets_colours_and_a_pipe_gets_none(broken):
+    out = io.StringIO()
+    show(broken, Console(file=out, force_terminal=True, width=80, color_system="truecolor"))
+    assert "\x1b[" in out.getvalue() and "\x1b[" not in summary(broken)
+
+
+class Substituted(Check):
+    """Ids of the first turn's start are expected to be others."""
+
+    name = "tokens/substituted"
+    claim = "ids are as sampled"
+    cause = "reencoded"
+    needs = ("rollout_logprobs",)
+
+    def look(self, rows):
+        for name in rows.row_ids:
+            hostile = "here\x1b[31m[bold]\u202e\r\n"
+            self.show(1.0, Evidence(
+                row=name, begin=10, end=14, note=hostile,
+                expected_ids=(*rows.token_ids[10:12].tolist(), 7, 8, 9),
+            ))  # fmt: skip
+
+    def conclude(self):
+        return self.found("differs", "every row\x1b[2J")
+
+
+def test_sampled_and_expected_ids_stand_side_by_side_and_hostile_text_moves_nothing(broken):
+    dump = ArrayDump(make_rows())
+    found = examine(dump.chunks, [Stage(checks=(Substituted,))], broken.setting, has=dump.has)
+    diagnosis = lockstep.diagnose(dump, tokenizer=byte_tokenizer())
+    object.__setattr__(diagnosis, "examination", found)
+    out = io.StringIO()
+    show(diagnosis, Console(file=out, width=80, no_color=True))
+    text = out.getvalue()
+    assert "\x1b" not in text and "\u202e" not in text and "\\x1b[31m[bold]" in text
+    row = next(iter(fetch(dump, names={found.findings[0].evidence[0].row}).values()))
+    line = next(part for part in text.splitlines() if part.split()[:1] == ["12"])
+    assert str(row.token_ids[12]) in line and " 7" in line
+    cause, finding = diagnosis.causes[0]
+    certainty, why = diagnosis.certainty_of(cause, finding)
+    assert certainty == "proved" and "the tokens show it" in why
+    assert diagnosis.share_of(cause.name) == 0
+
+
+def test_what_could_not_be_checked_says_what_it_lacks_and_how_to_get_it():
+    rows = make_rows().with_(rollout_logprobs=None)
+    why = "this format has no such column; set logger.logprobs=true"
+    found = lockstep.diagnose(
+        ArrayDump(rows, lacks={"rollout_logprobs": why}), only=["tokens/shifted"]
+    )
+    assert found.outcome == "could_not_check" and EXIT_CODES[found.outcome] == 2
+    (finding,) = found.with_verdict("not_checkable")
+    assert found.missing_for(finding) == [f"rollout_logprobs: {why}"]
+    text = summary(found)
+    assert "COULD NOT CHECK" in text and "logger.logprobs=true" in " ".join(text.split())
+    assert "not measured" in text
+
+
+def test_a_check_by_itself_says_what_it_says_among_all(broken):
+    alone = lockstep.diagnose(broken.dump, only=["tokens/shifted"], tokenizer=byte_tokenizer())
+    assert [f.check for f in alone.examination.findings] == ["tokens/shifted"]
+    among = next(f for f in broken.examination.findings if f.check == "tokens/shifted")
+    assert alone.examination.findings[0] == among
+    with pytest.raises(ConfigError, match="Did you mean 'tokens/shifted'"):
+        lockstep.diagnose(broken.dump, only=["tokens/shiftet"])
+
+
+def test_the_json_is_strict_and_says_what_the_screen_says(broken):
+    said = json.loads(json.dumps(broken.to_json(), allow_nan=False))
+    assert said["outcome"] == "differs" and said["causes"][0]["cause"] == "shifted"
+    assert said["causes"][0]["share_k2"] == broken.share_of("shifted")
+    assert said["unexplained"]["gap"]["k2"] == broken.examination.after.total.means()["k2"]
+    labels = [p["label"] for p in said["where"]["before"]["parts"]["turn"]]
+    assert labels == ["0", "1"]
+    assert {s["step"] for s in said["where"]["before"]["steps"]} == {0, 1, 2, 3}
+    assert set(said["ruled_out"]) == {f.check for f in broken.with_verdict("consistent")}
+
+
+def test_an_empty_dump_could_not_be_checked_or_is_consistent_and_never_breaks():
+    rows = make_rows(1).take([])
+    found = lockstep.diagnose(ArrayDump(rows))
+    assert found.outcome != "differs"
+    json.dumps(found.to_json(), allow_nan=False)
+    assert "0 rows" in summary(found)
+
+
+# -- rows to look at ----------------------------------------------------------------------------
+
+
+def test_the_worst_rows_and_a_sample_of_all_are_chosen_in_bounded_memory():
+    rows = make_rows(900, shifted=(3, 700))
+    choice = RowChoice()
+    for chunk in ArrayDump(rows, chunk=11).chunks():
+        choice.add(chunk)
+    numbers = choice.numbers
+    assert {n for n, _ in numbers[:2]} == {3, 700}
+    assert len({n for n, _ in numbers}) == len(numbers) <= 400
+    sampled = [n for n, why in numbers if why == "sample"]
+    assert len(sampled) > 100 and min(sampled) < 200 and max(sampled) > 700
+    assert len(choice.worst) == len(choice.sample) == 200
+    found = fetch(ArrayDump(rows), numbers=[5, 700], names=["row-8"])
+    assert {n: r.row_ids for n, r in found.items()} == {
+        5: ("row-5",), 700: ("row-700",), 8: ("row-8",),
+    }  # fmt: skip
+
+
+def test_progress_is_one_line_after_a_second_and_only_in_a_terminal():
+    rows, now = make_rows(4), [0.0]
+    for is_terminal, shown in ((True, True), (False, False)):
+        now[0], out = 0.0, io.StringIO()
+        with Reading(
+            Console(file=out, force_terminal=is_terminal, width=80), clock=lambda: now[0]
+        ) as reading:
+            reading.on_rows(rows)
+            assert not out.getvalue()
+            now[0] += 2.0
+            reading.on_rows(rows)
+            assert ("read 8 rows, 960 tokens" in out.getvalue()) == shown
+
+
+# -- the command --------------------------------------------------------------------------------
+
+
+def test_exit_codes_and_errors_of_the_verb(tmp_path, capsys):
+    assert main(["doctor", str(tmp_path / "none")]) == 2
+    assert "there is nothing at" in " ".join(capsys.readouterr().err.split())
+    with RunDirectory.create(tmp_path / "run", {"recipe": "x"}):
+        pass
+    assert main(["doctor", str(tmp_path / "run"), "--only", "tokens/shifted", "--json"]) in (0, 2)
+    assert json.loads(capsys.readouterr().out)["rows"] == 0
+    assert main(["doctor", str(tmp_path / "run"), "--tokenizer", str(tmp_path)]) == 2
+    assert "tokenizer.json" in capsys.readouterr().err
