@@ -52,14 +52,14 @@ class Check(ABC):
     claim: ClassVar[str]
     """What holds of healthy data."""
     cause: ClassVar[str]
-    """Name in CAUSES."""
+    """Name in CAUSES; empty for a check that only informs."""
     needs: ClassVar[tuple[str, ...]] = ()
     """Fields of `Rows` and of `Setting` without which it cannot be made."""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         cause = cls.__dict__.get("cause")
-        assert cause is None or cause in CAUSES, f"{cls.__name__}: {cause!r} is not in CAUSES"
+        assert not cause or cause in CAUSES, f"{cls.__name__}: {cause!r} is not in CAUSES"
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from lockstep.checks.contexts import Contexts, contexts_of
 from lockstep.errors import AlignmentError
 from lockstep.types import COLUMNS, Float32Array, Int32Array, Int64Array, Message, Sample
 
@@ -182,6 +183,21 @@ class Rows:
         return np.arange(self.num_tokens) - np.repeat(self.offsets[:-1], self.sizes)
 
     @cached_property
+    def prefix_keys(self) -> npt.NDArray[np.uint64]:
+        """[N] a number for the ids of the row up to and with this one: two places of this chunk
+        have the same one if those ids are the same (else by chance, once in 2^64 / N^2)."""
+        place = _mixed(self.position.astype(np.uint64) + np.uint64(1))
+        mixed = _mixed(self.token_ids.astype(np.uint64) * _GOLDEN + place)
+        total = np.cumsum(mixed, dtype=np.uint64)
+        before = np.concatenate([np.zeros(1, np.uint64), total])[self.offsets[:-1]]
+        return total - np.repeat(before, self.sizes)
+
+    @cached_property
+    def contexts(self) -> Contexts:
+        """Where the same token, or another one, follows the same ids."""
+        return contexts_of(self)
+
+    @cached_property
     def sampled(self) -> BoolArray:
         """[N] drawn by the model, as far as is known: `is_sampled`, else the loss mask."""
         return self.loss_mask if self.is_sampled is None else self.is_sampled
@@ -233,6 +249,18 @@ class Rows:
             self.row_ids, self.offsets[:-1].tolist(), self.offsets[1:].tolist(), strict=True
         ):
             yield name, slice(begin, end)
+
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+def _mixed(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Each number as one that looks drawn at random (the finaliser of splitmix64)."""
+    out = values ^ (values >> np.uint64(30))
+    out *= np.uint64(0xBF58476D1CE4E5B9)
+    out ^= out >> np.uint64(27)
+    out *= np.uint64(0x94D049BB133111EB)
+    return out ^ (out >> np.uint64(31))
 
 
 _OF_ROWS = frozenset(

@@ -10,7 +10,7 @@ from pathlib import Path
 from lockstep.checks.base import Setting
 from lockstep.checks.examine import Stage, examine
 from lockstep.checks.rows import Rows
-from lockstep.checks.suite import STRUCTURE, TRAINING, VALUES
+from lockstep.checks.suite import STAGES
 from lockstep.config import did_you_mean
 from lockstep.doctor.diagnosis import Diagnosis
 from lockstep.doctor.inputs.base import Dump, Facts
@@ -46,7 +46,7 @@ def diagnose(
     facts = facts or dump.facts
     tokenizer = tokenizer or find_tokenizer(facts.model)
     setting = make_setting(facts, tokenizer=tokenizer, renderer=renderer)
-    stages = [Stage(checks=STRUCTURE), Stage(checks=VALUES), Stage(checks=TRAINING)]
+    stages = [Stage(checks=checks) for checks in STAGES]
     _check_names(only, stages)
 
     def chunks() -> Iterator[Rows]:
