@@ -33,6 +33,10 @@ _FILLS: Mapping[str, tuple[str, Any]] = {
 assert _FILLS.keys() <= {f.name for f in fields(Rows)}
 
 
+_TOKENS_OF_TEXT = 256
+"""That a row without ids counts for, so that a chunk of texts ends too."""
+
+
 @dataclass(kw_only=True)
 class Row:
     """One row of a dump, before it is laid beside others."""
@@ -57,11 +61,12 @@ def in_chunks(rows: Iterable[Row], has: frozenset[str], *, max_tokens: int) -> I
     pending: list[Row] = []
     size = 0
     for row in rows:
-        if pending and size + len(row) > max_tokens:
+        tokens = len(row) or _TOKENS_OF_TEXT
+        if pending and size + tokens > max_tokens:
             yield _lay(pending, has)
             pending, size = [], 0
         pending.append(row)
-        size += len(row)
+        size += tokens
     if pending:
         yield _lay(pending, has)
 

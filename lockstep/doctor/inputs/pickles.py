@@ -16,6 +16,7 @@ import pickle
 import struct
 import zipfile
 from collections.abc import Callable, Mapping
+from itertools import pairwise
 from math import prod
 from pathlib import Path
 from typing import Any, ClassVar
@@ -270,7 +271,7 @@ def _array(raw: Any, dtype: Any, shape: Any, is_fortran: bool) -> Array:
         if not isinstance(raw, list) or len(raw) != prod(shape):
             raise ValueError("an array of objects whose list is shorter or longer than its shape")
         values = np.empty(len(raw), object)
-        values[:] = [_plain(entry) for entry in raw]
+        values[:] = [plain(entry) for entry in raw]
     else:
         if isinstance(raw, str):
             raw = raw.encode("latin1")
@@ -337,6 +338,26 @@ def _tensordict(_: Any, state: Any) -> dict[str, Any]:
     return dict(state["_tensordict"])
 
 
+def _jagged(state: Any) -> list[Array]:
+    """A nested tensor of layout jagged: one array per row."""
+    values, offsets, lengths = state["values"], state["offsets"], state["lengths"]
+    if lengths is not None or state["_ragged_idx"] != 1:
+        raise ValueError("a nested tensor with holes, or ragged in another dimension than 1")
+    if not isinstance(values, np.ndarray) or not isinstance(offsets, np.ndarray):
+        raise ValueError("a nested tensor without values or offsets")
+    ends = [int(end) for end in offsets]
+    if ends != sorted(ends) or (ends and (ends[0] < 0 or ends[-1] > len(values))):
+        raise ValueError("a nested tensor whose offsets are outside of its values")
+    return [values[begin:end] for begin, end in pairwise(ends)]
+
+
+def _of_type(make: Any, _type: Any, args: Any, _state: Any) -> Any:
+    """torch._tensor._rebuild_from_type_v2: what `make` makes; its Python attributes are left."""
+    if not isinstance(make, _Maker) or not isinstance(args, tuple):
+        raise ValueError("a tensor made by something that makes no tensor")
+    return make(*args)
+
+
 def _latin1(text: Any, encoding: Any = "") -> bytes:
     """_codecs.encode, by which pickles of protocol 2 hold bytes."""
     if encoding != "latin1" or not isinstance(text, str):
@@ -356,6 +377,8 @@ _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "builtins.range": range,
     "torch.Size": lambda sizes=(): tuple(sizes),
     "torch._utils._rebuild_tensor_v2": _tensor,
+    "torch._tensor._rebuild_from_type_v2": _of_type,
+    "torch.nested._internal.nested_tensor._rebuild_njt": _jagged,
     "numpy.core.multiarray.scalar": _scalar,
     "numpy._core.multiarray.scalar": _scalar,
     "numpy.core.multiarray._reconstruct": _NumpyArray,
@@ -374,8 +397,13 @@ _CLASSES = frozenset(
     {
         "verl.protocol.DataProto",
         "slime.utils.tensor_store.DiskTensorRef",
+        "tensordict.tensorclass.NonTensorData",
+        "tensordict.tensorclass.NonTensorStack",
+        "torch._dynamo.decorators._DimRange",
         # named beside what is made of them, and never made themselves:
         "numpy.ndarray",
+        "torch.Tensor",
+        "torch.nested._internal.nested_tensor.NestedTensor",
         "tensordict._td.TensorDict",
         "tensordict.TensorDict",
     }
@@ -421,7 +449,7 @@ def _load(
     content = bytes(content)
     _look_over(content, where)
     try:
-        return _plain(_Reader(io.BytesIO(content), where, storage).load())
+        return plain(_Reader(io.BytesIO(content), where, storage).load())
     except DataError:
         raise
     except (
@@ -434,13 +462,14 @@ def _load(
         ) from None
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """A numpy array that stands within something else, as one; anything else as it is."""
     return value.values if isinstance(value, _NumpyArray) else value
 
 
 def numbers(value: Any) -> Array | None:
     """A list of numbers, a tensor or an array, as an array; None if it is something else."""
-    value = _plain(value)
+    value = plain(value)
     if isinstance(value, np.ndarray):
         return value if value.dtype.kind in "biuf" else None
     if not isinstance(value, list | tuple) or not set(map(type, value)) <= {int, float, bool}:

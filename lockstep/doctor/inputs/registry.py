@@ -10,9 +10,10 @@ from lockstep.doctor.inputs.files import check_place, why_no_rows
 from lockstep.doctor.inputs.native import RowsDump
 from lockstep.doctor.inputs.run import RunDump
 from lockstep.doctor.inputs.slime import SlimeDump
+from lockstep.doctor.inputs.verl import VerlDump, VerlTexts
 from lockstep.errors import DataError
 
-FORMATS: tuple[type[Dump], ...] = (RunDump, RowsDump, SlimeDump)
+FORMATS: tuple[type[Dump], ...] = (RunDump, RowsDump, VerlDump, VerlTexts, SlimeDump)
 """In the order in which they are tried: the one that is most particular first."""
 
 

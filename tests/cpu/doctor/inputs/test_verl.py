@@ -1,0 +1,205 @@
+"""verl's files, in the structure in which verl 0.9.1 writes them. tests/parity/test_doctor_verl.py
+has them written by verl itself."""
+
+import json
+import pickle
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lockstep.doctor.inputs.registry import open_dump
+from lockstep.doctor.inputs.verl import VerlDump, VerlTexts
+from lockstep.errors import DataError
+
+nan = np.nan
+
+
+class DataProto:
+    """What verl pickles with VERL_DATAPROTO_SERIALIZATION_METHOD=numpy."""
+
+    def __init__(self, tensors: dict, non_tensors: dict, meta: dict) -> None:
+        self.state = tensors, non_tensors, meta
+
+    def __getstate__(self) -> Any:
+        tensors, non_tensors, meta = self.state
+        encoded = {
+            name: (str(t.dtype).removeprefix("torch."), tuple(t.shape), t.view(torch.uint8).numpy())
+            for name, t in tensors.items()
+        }
+        return ((2,), None, encoded), non_tensors, meta
+
+
+DataProto.__module__, DataProto.__qualname__ = "verl.protocol", "DataProto"
+
+
+def batch() -> dict[str, torch.Tensor]:
+    """Two rows: a prompt of two ids with a reply of four (a turn, a tool's reply, a turn), and a
+    prompt of three with a reply of one."""
+    prompts = torch.tensor([[0, 5, 6], [5, 6, 7]])
+    responses = torch.tensor([[10, 20, 11, 0], [12, 0, 0, 0]])
+    return {
+        "prompts": prompts,
+        "responses": responses,
+        "input_ids": torch.cat([prompts, responses], 1),
+        "attention_mask": torch.tensor([[0, 1, 1, 1, 1, 1, 0], [1, 1, 1, 1, 0, 0, 0]]),
+        "response_mask": torch.tensor([[1, 0, 1, 0], [1, 0, 0, 0]]),
+        "rollout_log_probs": torch.tensor([[-0.5, 0.0, 0.0, 0.0], [-1.0, 0.0, 0.0, 0.0]]),
+        "old_log_probs": torch.tensor([[-0.75, -9.0, -0.25, -9.0], [-1.0, -9.0, -9.0, -9.0]]),
+        "advantages": torch.tensor([[1.0, 0.0, 1.0, 0.0], [-1.0, 0.0, 0.0, 0.0]]),
+        "rm_scores": torch.tensor([[0.0, 0.0, 0.5, 0.0], [0.25, 0.0, 0.0, 0.0]]),
+    }
+
+
+def others(**changed: Any) -> dict[str, np.ndarray]:
+    return {
+        "uid": np.array(["a", "a"], object),
+        "min_global_steps": np.array([6, None], object),
+        "max_global_steps": np.array([6, None], object),
+    } | changed
+
+
+@pytest.fixture
+def save(tmp_path, monkeypatch):
+    module = ModuleType("verl.protocol")
+    module.DataProto = DataProto
+    monkeypatch.setitem(sys.modules, "verl", ModuleType("verl"))
+    monkeypatch.setitem(sys.modules, "verl.protocol", module)
+
+    def save(
+        tensors: dict, *, non_tensors: dict | None = None, name: str = "a.dp", **meta: Any
+    ) -> Path:
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        proto = DataProto(tensors, others() if non_tensors is None else non_tensors, meta)
+        path.write_bytes(pickle.dumps(proto))
+        return path
+
+    return save
+
+
+def only(dump):
+    [rows] = dump.chunks()
+    return rows
+
+
+def check_batch(rows) -> None:
+    assert rows.sizes.tolist() == [5, 4]
+    assert rows.token_ids.tolist() == [5, 6, 10, 20, 11, 5, 6, 7, 12]
+    assert rows.loss_mask.tolist() == [False, False, True, False, True, False, False, False, True]
+    assert rows.prompt_lengths.tolist() == [2, 3]
+    expected = np.float32([nan, nan, -0.5, nan, 0.0, nan, nan, nan, -1.0])
+    assert np.array_equal(rows.rollout_logprobs, expected, equal_nan=True)
+    assert rows.groups.tolist() == [0, 0] and rows.rewards.tolist() == [0.5, 0.25]
+
+
+def test_padding_on_both_sides_is_left_out_and_log_probs_stay_at_their_tokens(save):
+    dump = open_dump(save(batch(), global_steps=7, temperature=0.7, pad_token_id=0, eos_token_id=9))
+    assert isinstance(dump, VerlDump) and dump.facts.trainer == "verl"
+    assert (dump.facts.temperature, dump.facts.pad_id, dump.facts.stop_ids) == (0.7, 0, {9})
+    rows = only(dump)
+    check_batch(rows)
+    expected = [nan, nan, -0.25, nan, -0.25, nan, nan, nan, 0.0]
+    assert np.array_equal(rows.gap, expected, equal_nan=True)
+    assert rows.advantages[[2, 4, 8]].tolist() == [1.0, 1.0, -1.0]
+    assert rows.row_ids == ("7/0", "7/1") and rows.steps.tolist() == [7, 7]
+    assert rows.policy_version.tolist() == [-1, -1, 6, -1, 6, -1, -1, -1, -1]
+    assert rows.trainer_version.tolist() == [6, -1]
+    assert all(getattr(rows, name) is not None for name in dump.has)
+    assert not dump.has & dump.lacks.keys()
+
+
+def test_a_directory_of_steps_is_read_in_their_order(save, tmp_path):
+    for step in (10, 9):
+        path = save(batch(), name=f"exp/GBS2_N1_in3_out4/{step}/gen_batch.dp")
+        path.with_name("meta.json").write_text(json.dumps({"global_steps": step}))
+    dump = open_dump(tmp_path)
+    assert [r.steps.tolist() for r in dump.chunks(max_tokens=9)] == [[9, 9], [10, 10]]
+
+
+def test_a_batch_of_the_v1_trainer_is_read_from_its_nested_tensors(tmp_path):
+    padded = batch()
+    lengths = {"prompts": ([1, 0], [3, 3]), "responses": ([0, 0], [3, 1])}
+    tensors = {
+        name: [
+            padded[name][i, begin:end]
+            for i, (begin, end) in enumerate(
+                zip(*lengths["prompts" if name == "prompts" else "responses"], strict=True)
+            )
+        ]
+        for name in ("prompts", "responses", "response_mask", "rollout_log_probs", "rm_scores")
+    }
+    saved = {
+        "tensordict": {
+            name: torch.nested.as_nested_tensor(values, layout=torch.jagged)
+            for name, values in tensors.items()
+        },
+        "tags": [{"min_global_steps": 6, "max_global_steps": 6, "seq_len": 5}] * 2,
+        "keys": ["u-1_0_0", "u-1_1_0"],
+        "global_steps": 7,
+    }
+    path = tmp_path / "7" / "0" / "tq_batch.pt"
+    path.parent.mkdir(parents=True)
+    torch.save(saved, path)
+    dump = open_dump(tmp_path)
+    assert isinstance(dump, VerlDump)
+    rows = only(dump)
+    check_batch(rows)
+    assert (
+        rows.trainer_version.tolist() == [6, 6] and "save_to_disk" in dump.lacks["trainer_logprobs"]
+    )
+
+
+def test_zeros_that_stand_for_no_experts_are_not_taken_for_expert_zero(save):
+    routes = torch.zeros(2, 7, 2, 2, dtype=torch.int16)
+    routes[0, 1:4] = torch.tensor([[0, 1], [2, 3]], dtype=torch.int16)
+    dump = VerlDump(save(batch() | {"routed_experts": routes}))
+    rows = only(dump)
+    assert dump.facts.is_moe
+    assert rows.routed_experts[:3].tolist() == [[[0, 1], [2, 3]]] * 3
+    assert (rows.routed_experts[3:] == -1).all()
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"responses": None}, "`prompts` and `responses`"),
+        ({"attention_mask": None}, "row 0: the batch has no attention_mask"),
+        ({"attention_mask": torch.ones(2, 6)}, "attention_mask has 6 places.* 7 together"),
+        ({"rollout_log_probs": torch.zeros(2, 3)}, "rollout_log_probs has 3 places.* have 4"),
+        ({"input_ids": torch.ones(2, 7, dtype=torch.int64)}, "not prompts and responses.*place 0"),
+        ({"advantages": torch.zeros(1, 4)}, "row 1: advantages has 1 rows only"),
+        ({"prompts": torch.zeros(2, 3)}, "prompts: expected a list of token ids"),
+        ({"responses": torch.zeros(0, 4, dtype=torch.int64)}, "0 rows"),
+    ],
+)
+def test_what_contradicts_itself_is_named_with_its_row(save, changed, message):
+    tensors = {n: t for n, t in (batch() | changed).items() if t is not None}
+    with pytest.raises(DataError, match=message):
+        only(open_dump(save(tensors)))
+
+
+def test_texts_are_read_as_texts_and_what_they_lack_is_said(tmp_path):
+    for step in (2, 10):
+        lines = [
+            {"input": "2 + 2?", "output": f"reply {i}", "gts": "4", "score": 0.5 * i, "step": step}
+            for i in range(2)
+        ]
+        (tmp_path / f"{step}.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
+    dump = open_dump(tmp_path)
+    assert isinstance(dump, VerlTexts)
+    rows = only(dump)
+    assert rows.num_tokens == 0 and rows.texts == ("reply 0", "reply 1") * 2
+    assert rows.steps.tolist() == [2, 2, 10, 10] and rows.rewards.tolist() == [0.0, 0.5, 0.0, 0.5]
+    assert "skip.rollout.enable=true" in dump.lacks["token_ids"]
+
+
+def test_another_pickle_is_not_taken_for_a_batch(tmp_path):
+    path = tmp_path / "gen_batch.dp"
+    path.write_bytes(pickle.dumps({"prompts": [1]}))
+    with pytest.raises(DataError, match="not a batch of verl"):
+        open_dump(path)
