@@ -68,10 +68,12 @@ def examine(
     setting: Setting,
     *,
     has: frozenset[str],
+    has_ids: bool = True,
     only: Collection[str] = (),
     on_rows: Callable[[Rows], None] = lambda _: None,
 ) -> Examination:
-    """Runs every check that can be made. has: columns that the rows have, somewhere.
+    """Runs every check that can be made. has: columns that the rows have, somewhere. has_ids: False
+    of a dump of texts: no check of it can be made.
 
     only: names of the checks that are asked for; empty: all. Those of the stages before them are
     made too, for their repairs, and not reported: a check says the same by itself as among all.
@@ -94,7 +96,8 @@ def examine(
         for kind in stage.checks:
             if only and number == last and kind.name not in only:
                 continue
-            if lacks := tuple(name for name in kind.needs if name not in known):
+            lacks = tuple(name for name in kind.needs if name not in known)
+            if lacks := lacks if has_ids else ("token_ids",):
                 out.findings.append(kind.not_checkable(lacks))
             else:
                 made.append(kind(setting))

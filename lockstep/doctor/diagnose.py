@@ -55,7 +55,15 @@ def diagnose(
             yield rows
 
     choice = RowChoice()
-    examination = examine(chunks, stages, setting, has=dump.has, only=only, on_rows=choice.add)
+    examination = examine(
+        chunks,
+        stages,
+        setting,
+        has=dump.has,
+        has_ids=dump.has_ids,
+        only=only,
+        on_rows=choice.add,
+    )
     return Diagnosis(
         dump=dump,
         setting=setting,

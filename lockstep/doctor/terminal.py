@@ -225,8 +225,8 @@ def _lists(diagnosis: Diagnosis) -> RenderableType:
             f"{f.check}: {printable(f.measured)}" for f in diagnosis.with_verdict("consistent")
         ], "green"),
         *_limited("not checked", [
-            f"{f.check} needs {'; '.join(diagnosis.missing_for(f))}"
-            for f in diagnosis.with_verdict("not_checkable")
+            f"{checks[0]} {f'and {len(checks) - 1} more need' if checks[1:] else 'needs'} {why}"
+            for why, checks in _not_checked(diagnosis).items()
         ], "yellow"),
     ]  # fmt: skip
     lines: list[tuple[str, RenderableType]] = []
@@ -236,6 +236,14 @@ def _lists(diagnosis: Diagnosis) -> RenderableType:
         lines.append((label if label != before else "", Text.assemble((check, style), colon, rest)))
         before = label
     return _pairs(lines)
+
+
+def _not_checked(diagnosis: Diagnosis) -> dict[str, list[str]]:
+    """What is missing -> the checks that need it."""
+    out: dict[str, list[str]] = {}
+    for finding in diagnosis.with_verdict("not_checkable"):
+        out.setdefault("; ".join(diagnosis.missing_for(finding)), []).append(finding.check)
+    return out
 
 
 def _limited(label: str, texts: Sequence[str], style: str) -> list[tuple[str, str, str]]:

@@ -42,6 +42,8 @@ class Dump(ABC):
 
     format: ClassVar[str]
     """What `--format` takes."""
+    has_ids: ClassVar[bool] = True
+    """False of a format of texts: its rows have no tokens, and no check can be made of them."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -50,6 +50,7 @@ class VerlTexts(Dump):
     """
 
     format: ClassVar[str] = "verl-texts"
+    has_ids: ClassVar[bool] = False
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from lockstep.doctor.diagnose import diagnose
 from lockstep.doctor.inputs.registry import open_dump
 from lockstep.doctor.inputs.verl import VerlDump, VerlTexts
 from lockstep.errors import DataError
@@ -203,3 +204,11 @@ def test_another_pickle_is_not_taken_for_a_batch(tmp_path):
     path.write_bytes(pickle.dumps({"prompts": [1]}))
     with pytest.raises(DataError, match="not a batch of verl"):
         open_dump(path)
+
+
+def test_of_texts_no_check_is_made_and_none_is_called_consistent(tmp_path):
+    logged = {"input": "2 + 2?", "output": "4", "gts": "4", "score": 1.0, "step": 1}
+    (tmp_path / "1.jsonl").write_text(json.dumps(logged) + "\n")
+    findings = diagnose(tmp_path).examination.findings
+    assert findings and {f.verdict for f in findings} == {"not_checkable"}
+    assert {f.lacks for f in findings} == {("token_ids",)}
