@@ -234,12 +234,17 @@ def _doctor(options: argparse.Namespace) -> int:
             options.target, format=options.format, only=options.only, tokenizer=tokenizer,
             on_rows=reading.on_rows,
         )  # fmt: skip
+    page = ""
+    if options.out:
+        from lockstep.doctor.page import write_page
+
+        page = str(write_page(diagnosis, options.out))
     if options.json:
-        print(json.dumps(diagnosis.to_json(), allow_nan=False))
+        print(json.dumps(diagnosis.to_json() | {"page": page}, allow_nan=False))
     elif (console := Console(highlight=False)).is_terminal:
-        show(diagnosis, console)
+        show(diagnosis, console, page=page)
     else:
-        print(summary(diagnosis))
+        print(summary(diagnosis, page=page))
     return EXIT_CODES[diagnosis.outcome]
 
 
@@ -526,6 +531,9 @@ def _parser() -> argparse.ArgumentParser:
                         help="with --ladder: what your trainer wrote, in place of the training "
                              "path of Lockstep")  # fmt: skip
     doctor.add_argument("--format", default="", help="of a dump; default: found out")
+    doctor.add_argument("--out", metavar="FILE.html",
+                        help="also write the diagnosis as one HTML file: curves, proof, "
+                             "rows")  # fmt: skip
     doctor.add_argument("--only", action="append", default=[], metavar="CHECK",
                         help="make this check alone, by its name in the summary; may be "
                              "repeated")  # fmt: skip

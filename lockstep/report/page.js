@@ -135,6 +135,7 @@ buildHeadlines(document.getElementById("headlines"));
 buildCurves(document.getElementById("curves"));
 buildResults(document.getElementById("results"));
 buildSettings(document.getElementById("settings"));
+prepareTrajectories();
 buildBrowser(document.getElementById("trajectories"));
 buildSections(document.getElementById("sections"));
 document.getElementById("foot").textContent = `Written ${formatDate(report.generated_at)}. Every figure of this page stands in the .json file beside it.`;

@@ -13,6 +13,7 @@ import json
 import os
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,26 @@ from lockstep.report.selection import Budget
 from lockstep.store.files import write_atomically
 from lockstep.store.run import Run
 
-_SCRIPTS = ("base.js", "charts.js", "trajectories.js", "page.js")
+
+@dataclass(frozen=True, kw_only=True)
+class Template:
+    """The files of this package that a sort of page is put together of."""
+
+    page: str
+    styles: tuple[str, ...]
+    scripts: tuple[str, ...]
+    label: str
+    """What the page is, behind its title."""
+    is_served: bool = False
+    """It may ask the server that it came from; a page in a file asks nobody."""
+
+
+REPORT = Template(
+    page="page.html",
+    styles=("style.css",),
+    scripts=("base.js", "charts.js", "trajectories.js", "page.js"),
+    label="Lockstep report",
+)
 
 
 def write_report(
@@ -60,10 +80,10 @@ def write_report(
     return out
 
 
-def render_page(document: dict[str, Any]) -> str:
+def render_page(document: dict[str, Any], template: Template = REPORT) -> str:
     """The HTML of a document."""
-    style = _read("style.css")
-    script = "".join(_read(name) for name in _SCRIPTS)
+    style = "".join(_read(name) for name in template.styles)
+    script = "".join(_read(name) for name in template.scripts)
     # In JSON "<" can only stand inside a string, where its escape means the same: no text can
     # end the script element, or open a comment in it.
     data = _dump(document).replace("<", "\\u003c")
@@ -71,15 +91,17 @@ def render_page(document: dict[str, Any]) -> str:
         f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(script)}; "
         "base-uri 'none'; form-action 'none'"
     )
+    if template.is_served:
+        policy += "; connect-src 'self'"
     parts = {
         "POLICY": policy,
-        "TITLE": html.escape(f"{document['title']} - Lockstep report"),
+        "TITLE": html.escape(f"{document['title']} - {template.label}"),
         "STYLE": style,
         "SCRIPT": script,
         "DATA": data,
     }
     # One pass over the template: a mark inside of a filled-in part stays what it is.
-    return re.sub(r"%([A-Z]+)%", lambda match: parts[match[1]], _read("page.html"))
+    return re.sub(r"%([A-Z]+)%", lambda match: parts[match[1]], _read(template.page))
 
 
 def _dump(document: dict[str, Any]) -> str:

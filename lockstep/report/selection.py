@@ -158,10 +158,10 @@ def to_document(
                 "reason": segment.reason,
                 "reward": None if segment.reward is None else encode_number(segment.reward),
                 "token_ids": segment.token_ids.tolist(),
-                "rollout_logprobs": _shortest(segment.logprobs),
-                "trainer_logprobs": _shortest(trainer),
-                "advantages": _shortest(advantages),
-                "importance_weights": _shortest(weights),
+                "rollout_logprobs": shortest(segment.logprobs),
+                "trainer_logprobs": shortest(trainer),
+                "advantages": shortest(advantages),
+                "importance_weights": shortest(weights),
                 "messages": [message.to_dict() for message in segment.messages],
             }
             for segment, trainer, advantages, weights in values
@@ -169,7 +169,8 @@ def to_document(
     }
 
 
-def _shortest(values: Float32Array | None) -> list[Any] | None:
+def shortest(values: Float32Array | None) -> list[Any] | None:
+    """As JSON, in the shortest decimals that are the same float32."""
     if values is None:
         return None
     # str of a float32 is the shortest text that reads back as the same float32.

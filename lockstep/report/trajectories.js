@@ -11,28 +11,31 @@ const SORTS = {
   long: { label: "most tokens", key: (t) => -t.numTokens },
 };
 
-const browser = { shown: [], chosen: null, leaf: null, mode: "messages", rows: new Map() };
+const browser = { shown: [], chosen: null, leaf: null, mode: "messages", rows: new Map(), open: null };
+const REPORT_WORDS = { title: "Trajectories", noun: "trajectories", shown: "worst mismatches, best and worst rewards, and a sample" };
 
 function prepareTrajectories() {
-  report.trajectories.forEach((t, index) => {
-    t.index = index;
-    t.numTokens = t.segments.reduce((sum, segment) => sum + segment.token_ids.length, 0);
-    t.maxDifference = null;
-    for (const segment of t.segments) {
-      segment.differences = segment.rollout_logprobs && segment.trainer_logprobs
-        ? segment.trainer_logprobs.map((value, at) => {
-          const other = segment.rollout_logprobs[at];
-          return isNumber(value) && isNumber(other) ? value - other : null;
-        })
-        : null;
-      for (const difference of segment.differences ?? []) {
-        if (difference !== null) t.maxDifference = Math.max(t.maxDifference ?? 0, Math.abs(difference));
-      }
+  report.trajectories.forEach(prepare);
+}
+
+function prepare(t, index) {
+  t.index = index;
+  t.numTokens = t.segments.reduce((sum, segment) => sum + segment.token_ids.length, 0);
+  t.maxDifference = null;
+  for (const segment of t.segments) {
+    segment.differences = segment.rollout_logprobs && segment.trainer_logprobs
+      ? segment.trainer_logprobs.map((value, at) => {
+        const other = segment.rollout_logprobs[at];
+        return isNumber(value) && isNumber(other) ? value - other : null;
+      })
+      : null;
+    for (const difference of segment.differences ?? []) {
+      if (difference !== null) t.maxDifference = Math.max(t.maxDifference ?? 0, Math.abs(difference));
     }
-    const parents = new Set(t.segments.map((segment) => segment.parent));
-    t.leaves = t.segments.map((_, at) => at).filter((at) => !parents.has(at));
-    t.words = JSON.stringify([t.id, t.task_id, t.task, t.error, t.segments.map((segment) => segment.messages)]).toLowerCase();
-  });
+  }
+  const parents = new Set(t.segments.map((segment) => segment.parent));
+  t.leaves = t.segments.map((_, at) => at).filter((at) => !parents.has(at));
+  t.words = JSON.stringify([t.id, t.task_id, t.task, t.error, t.segments.map((segment) => segment.messages)]).toLowerCase();
 }
 
 function pathTo(t, leaf) {
@@ -43,11 +46,10 @@ function pathTo(t, leaf) {
 
 // -- the list ----------------------------------------------------------------------------------
 
-function buildBrowser(section) {
-  prepareTrajectories();
+function buildBrowser(section, words = REPORT_WORDS) {
   const all = report.trajectories;
   if (!all.length) {
-    section.append(sectionTitle("Trajectories"), element("p", { class: "hint" }, "No trajectories are stored."));
+    section.append(sectionTitle(words.title), element("p", { class: "hint" }, `No ${words.noun} are stored.`));
     return;
   }
   const kinds = [...new Set(all.flatMap((t) => t.why))];
@@ -87,9 +89,17 @@ function buildBrowser(section) {
   };
   const show = (t) => {
     browser.chosen = t;
-    browser.leaf = t ? (t.rewards.length ? t.rewards[0][0] : t.leaves.at(-1)) : null;
+    browser.leaf = t ? (t.rewards.length ? t.rewards[0][0] : t.leaves.at(-1) ?? null) : null;
     mark();
     drawDetail(detail);
+  };
+  browser.open = (t) => {
+    if (!browser.rows.has(t)) { // a filter hides it
+      for (const name of ["text", "status", "why", "reward", "run"]) controls[name].value = "";
+      refresh();
+    }
+    show(t);
+    browser.rows.get(t).scrollIntoView({ block: "nearest" });
   };
   const listRow = (t) => element("div", { class: "row", role: "option", id: `t${t.index}`, onclick: () => show(t) },
     element("span", { class: "row-reward" }, formatNumber(t.reward)),
@@ -98,7 +108,7 @@ function buildBrowser(section) {
       element("span", { class: "row-facts" },
         isComparison || report.runs.length > 1 ? element("i", { class: "dot", title: report.runs[t.run].name, style: { background: colour(isComparison ? report.runs[t.run].group : t.run) } }) : null,
         t.status === "finished" ? null : element("b", { class: `status ${t.status}` }, t.status, " \u00b7 "),
-        `step ${t.step}`, t.split === "train" ? null : ` \u00b7 ${t.split}`, ` \u00b7 ${t.numTokens} tokens`,
+        t.step === null ? null : `step ${t.step} \u00b7 `, t.split === "train" ? null : `${t.split} \u00b7 `, `${t.numTokens} tokens`,
         t.maxDifference === null ? null : ` \u00b7 \u0394 ${formatNumber(t.maxDifference)}`)));
   list.addEventListener("keydown", (event) => {
     const at = browser.shown.indexOf(browser.chosen);
@@ -112,8 +122,8 @@ function buildBrowser(section) {
   for (const control of Object.values(controls)) control.addEventListener("input", refresh);
   const left = report.num_left_out_for_size ? `, ${report.num_left_out_for_size} left out as too long` : "";
   section.append(
-    sectionTitle("Trajectories", element("span", { class: "hint" },
-      `${all.length} shown of ${report.num_stored_trajectories.toLocaleString("en-US")} stored: worst mismatches, best and worst rewards, and a sample${left}.`)),
+    sectionTitle(words.title, element("span", { class: "hint" },
+      `${all.length} shown of ${report.num_stored_trajectories.toLocaleString("en-US")} stored: ${words.shown}${left}.`)),
     element("div", { class: "filters" }, controls.text, controls.sort, controls.why,
       statuses.length > 1 ? controls.status : null, rewards.length > 1 ? controls.reward : null,
       report.runs.length > 1 ? controls.run : null, count),
@@ -149,8 +159,9 @@ function drawDetail(detail) {
   if (!modes.some((mode) => mode.value === browser.mode)) browser.mode = "origin";
   const facts = [
     ["step", t.step], ["run", report.runs.length > 1 ? report.runs[t.run].name : null], ["split", t.split === "train" ? null : t.split],
-    ["task", t.task_id], ["id", t.id],
+    ["task", t.task_id || null], ["id", t.id],
     ["largest |\u0394 log-prob|", t.maxDifference === null ? "not compared" : formatNumber(t.maxDifference)],
+    ["first over 0.1", typeof t.first_divergence === "number" ? `token ${t.first_divergence}` : null], ["shown are", t.cut || null],
     ["advantage", leafAdvantage(t)], ["shown as", t.why.join(", ")],
   ].filter(([, value]) => value !== null && value !== "");
   detail.replaceChildren(
@@ -162,6 +173,7 @@ function drawDetail(detail) {
     element("dl", { class: "facts" }, facts.map(([name, value]) => element("div", {}, element("dt", {}, name), element("dd", {}, String(value))))),
     ...(t.error ? [element("p", { class: "error" }, t.error)] : []),
     ...(t.leaves.length > 1 ? [branchPicker(t, draw)] : []),
+    ...(t.evidence ?? []).map((piece) => evidenceCard(t, piece)),
     choice("View", modes, browser.mode, (mode) => { browser.mode = mode; draw(); }),
     body,
     element("details", { class: "task" }, element("summary", {}, "Task and counters"),
@@ -258,7 +270,8 @@ function segmentCard(t, at) {
     segment.finish_reason && segment.finish_reason !== "stop" ? `ended by ${segment.finish_reason.replaceAll("_", " ")}` : null,
     segment.reason ? `branch: ${segment.reason}` : null,
     segment.reward === null ? null : `own reward ${formatNumber(segment.reward)}`,
-    segment.is_sampled && t.split === "train" && !segment.advantages ? "not trained" : null,
+    segment.is_sampled && !(segment.is_trained ?? (t.split !== "train" || segment.advantages)) ? "not trained" : null,
+    !segment.is_sampled && segment.is_trained ? "trained" : null,
     segment.importance_weights ? rejectedText(segment) : null,
     segment.advantages && !segment.trainer_logprobs ? "trainer log-probs not recorded" : null,
   ].filter(Boolean);
@@ -295,6 +308,11 @@ function tokenNode(t, segment, id, place) {
     visible(text, isControl));
   if (isRejected(segment, place)) node.classList.add("rejected");
   if (browser.mode === "difference") paintDifference(node, segment.differences?.[place] ?? null);
+  if (segment.begin !== undefined) {
+    const at = segment.begin + place;
+    if (t.evidence.some((piece) => at >= piece.begin && at < piece.end)) node.classList.add("marked");
+    if (at === t.first_divergence) node.classList.add("diverges");
+  }
   node.token = { text, id, place, segment };
   return node;
 }
@@ -322,6 +340,7 @@ function showTip(node) {
   const exact = (value) => (isNumber(value) ? `${value.toPrecision(6)} (p ${formatNumber(Math.exp(value))})` : String(value ?? "\u2013"));
   tip.replaceChildren(element("code", {}, JSON.stringify(text)), element("dl", {},
     line("id", String(id)), line("position", `${place + 1} of ${segment.token_ids.length} in its segment`),
+    ...(segment.begin === undefined ? [] : [line("place in the row", String(segment.begin + place))]),
     ...(segment.is_sampled ? [
       line("rollout log-prob", exact(rollout)), line("trainer log-prob", exact(trainer)),
       line("trainer \u2212 rollout", difference === null || difference === undefined ? "\u2013" : difference.toExponential(2)),

@@ -1,0 +1,284 @@
+"""The diagnosis as one HTML file that needs nothing else, drawn by the parts of the report."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lockstep.checks.attribution import is_touched
+from lockstep.checks.findings import Evidence
+from lockstep.checks.rows import Rows
+from lockstep.doctor.diagnosis import Diagnosis
+from lockstep.doctor.rows import fetch
+from lockstep.observe.alarms import CRITICAL_LIMIT, WARNING_LIMIT
+from lockstep.renderers.tokenizer import Tokenizer
+from lockstep.report.page import Template, render_page
+from lockstep.report.selection import shortest
+from lockstep.store.files import encode_number, write_atomically
+from lockstep.types import Message
+
+TEMPLATE = Template(
+    page="doctor.html",
+    styles=("style.css", "doctor.css"),
+    scripts=("base.js", "charts.js", "trajectories.js", "doctor.js"),
+    label="Lockstep doctor",
+)
+
+MAX_PAGE_BYTES = 30_000_000
+MAX_ROW_TOKENS = 40_000
+"""Of a longer row, a piece around what it is shown for: a browser draws no more at once."""
+DIVERGENCE = 0.1
+"""|d| in nats of the first divergence of a row: over it a token is 10 % more or less likely, which
+no pair of precisions makes of an ordinary token."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PageBudget:
+    """How much a page holds: what opens at once."""
+
+    num_rows: int = 200
+    num_tokens: int = 300_000
+    """About 40 bytes each, with two log-probs and an advantage: 12 MB."""
+
+
+def write_page(
+    diagnosis: Diagnosis, out: str | os.PathLike[str], *, budget: PageBudget | None = None
+) -> Path:
+    """Writes `out`, an .html file of at most MAX_PAGE_BYTES, and returns it.
+
+    It holds the diagnosis, the rows that prove it, the worst rows and a sample of all. Where these
+    would make it larger, rows are left out, and it says how many.
+    """
+    out = Path(out)
+    budget = budget or PageBudget()
+    while True:
+        document = build_document(diagnosis, budget)
+        page = render_page(document, TEMPLATE).encode()
+        if len(page) <= MAX_PAGE_BYTES or not document["trajectories"]:
+            break
+        budget = PageBudget(num_rows=budget.num_rows // 2, num_tokens=budget.num_tokens // 2)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(out, lambda file: file.write(page))
+    return out
+
+
+def build_document(diagnosis: Diagnosis, budget: PageBudget) -> dict[str, Any]:
+    """Everything that the page says, as JSON."""
+    rows, num_left_out = _rows_to_show(diagnosis, budget)
+    tokenizer = diagnosis.setting.tokenizer
+    findings = diagnosis.examination.findings
+    return {
+        **page_frame(
+            title=diagnosis.dump.path.resolve().name, rows=rows, tokenizer=tokenizer,
+            expected=[i for f in findings for e in f.evidence for i in e.expected_ids],
+        ),
+        "num_stored_trajectories": diagnosis.examination.num_rows,
+        "num_left_out_for_size": num_left_out,
+        "diagnosis": diagnosis.to_json(),
+    }  # fmt: skip
+
+
+def page_frame(
+    *,
+    title: str,
+    rows: Sequence[Mapping[str, Any]],
+    tokenizer: Tokenizer | None,
+    expected: Sequence[int] = (),
+) -> dict[str, Any]:
+    """What the scripts of a page that shows rows expect beside its own content."""
+    return {
+        "document_version": 1,
+        "title": title,
+        "generated_at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "limits": {"warning": WARNING_LIMIT, "critical": CRITICAL_LIMIT},
+        "runs": [{"name": title, "group": 0, "mismatch_band": None}],
+        "groups": [{"label": title, "runs": [0], "seeds": [None]}],
+        "metrics": {},
+        "trajectories": list(rows),
+        "vocabularies": [vocabulary(rows, tokenizer, expected)],
+    }
+
+
+def vocabulary(
+    rows: Sequence[Mapping[str, Any]], tokenizer: Tokenizer | None, expected: Sequence[int] = ()
+) -> dict[str, Any] | None:
+    """The text of every id that is shown; None without a tokenizer: ids are shown."""
+    if tokenizer is None:
+        return None
+    used = set(expected).union(*(s["token_ids"] for row in rows for s in row["segments"]))
+    return {
+        "texts": {
+            str(i): tokenizer.decode([i]).encode("utf-8", "backslashreplace").decode()
+            for i in sorted(used)
+        },
+        "control_ids": sorted(used & tokenizer.control_ids),
+    }
+
+
+# -- rows ---------------------------------------------------------------------------------------
+
+
+def _rows_to_show(diagnosis: Diagnosis, budget: PageBudget) -> tuple[list[dict[str, Any]], int]:
+    """(documents of rows, how many were left out as too long): proof, then the worst, a sample."""
+    evidence: dict[str, list[dict[str, Any]]] = {}
+    for finding in diagnosis.examination.findings:
+        for piece in finding.evidence:
+            evidence.setdefault(piece.row, []).append(_evidence(finding.check, piece))
+    chosen = dict(diagnosis.choice.numbers)
+    found = fetch(diagnosis.dump, numbers=chosen, names=evidence)
+    order = sorted(found, key=lambda n: found[n].row_ids[0] not in evidence)
+    order += [n for n in chosen if n not in order]
+    out: list[dict[str, Any]] = []
+    tokens = left_out = 0
+    for number in (n for n in order if n in found):
+        rows = found[number]
+        if len(out) >= budget.num_rows:
+            break
+        size = min(rows.num_tokens, MAX_ROW_TOKENS)
+        if out and tokens + size > budget.num_tokens:
+            left_out += 1
+            continue
+        tokens += size
+        proof = evidence.get(rows.row_ids[0], [])
+        why = [*dict.fromkeys(piece["check"] for piece in proof)]
+        why += [chosen[number]] if number in chosen else []
+        touched = {
+            check.cause
+            for check in diagnosis.examination.repairs
+            if _changes(check.repair, rows)
+        }  # fmt: skip
+        out.append(row_document(rows, why=[*why, *sorted(touched)], evidence=proof))
+    return out, left_out
+
+
+def _changes(repair: Callable[[Rows], Rows], rows: Rows) -> bool:
+    return bool(is_touched(rows, repair(rows)).any())
+
+
+def _evidence(check: str, piece: Evidence) -> dict[str, Any]:
+    return {
+        "check": check,
+        "begin": piece.begin,
+        "end": piece.end,
+        "note": piece.note,
+        "expected_ids": list(piece.expected_ids),
+    }
+
+
+def row_document(
+    rows: Rows, *, why: Sequence[str], evidence: Sequence[Mapping[str, Any]] = ()
+) -> dict[str, Any]:
+    """One row (`rows` has no other) as the page's scripts read a trajectory: a chain of segments,
+    each sampled or observed. `begin` is the place of a segment's first token in its row."""
+    gap = np.abs(rows.gap)
+    apart = np.flatnonzero(gap > DIVERGENCE)
+    first, last = _window(rows, evidence)
+    spans = _segments(rows, first, last)
+    messages = _messages_of(rows, spans)
+    reward = None if rows.rewards is None else encode_number(float(rows.rewards[0]))
+    return {
+        "run": 0,
+        "split": "train",
+        "why": list(why),
+        "step": None if rows.steps is None else int(rows.steps[0]),
+        "group": None if rows.groups is None else int(rows.groups[0]),
+        "task_id": "",
+        "task": {},
+        "id": rows.row_ids[0],
+        "status": "finished",
+        "error": "",
+        "reward": reward,
+        "rewards": [],
+        "parts": {},
+        "metrics": {},
+        "cut": "" if last - first == rows.num_tokens
+        else f"tokens {first} to {last - 1} of {rows.num_tokens}",
+        "first_divergence": int(apart[0]) if len(apart) else None,
+        "evidence": list(evidence),
+        "segments": [
+            _segment(rows, number, begin, end, messages[number])
+            for number, (begin, end) in enumerate(spans)
+        ],
+    }  # fmt: skip
+
+
+def _window(rows: Rows, evidence: Sequence[Mapping[str, Any]]) -> tuple[int, int]:
+    """The tokens to show: all, or MAX_ROW_TOKENS around what the row is shown for."""
+    size = rows.num_tokens
+    if size <= MAX_ROW_TOKENS:
+        return 0, size
+    worst = int(np.nan_to_num(np.abs(rows.gap)).argmax())
+    centre = int(evidence[0]["begin"]) if evidence else worst
+    first = min(max(0, centre - MAX_ROW_TOKENS // 2), size - MAX_ROW_TOKENS)
+    return first, first + MAX_ROW_TOKENS
+
+
+def _segments(rows: Rows, first: int, last: int) -> list[tuple[int, int]]:
+    """Stretches of tokens that are alike: sampled or not, trained or not, of one turn."""
+    if first == last:
+        return []
+    state = np.stack([rows.sampled, rows.loss_mask, rows.turns], 1)[first:last]
+    edges = first + 1 + np.flatnonzero((state[1:] != state[:-1]).any(1))
+    edges = [first, *edges.tolist(), last]
+    return list(pairwise(edges))
+
+
+def _segment(
+    rows: Rows, number: int, begin: int, end: int, messages: Sequence[Message]
+) -> dict[str, Any]:
+    is_sampled = bool(rows.sampled[begin])
+    version = -1 if rows.policy_version is None else int(rows.policy_version[begin])
+
+    def column(values: Any) -> list[Any] | None:
+        if values is None or not is_sampled or np.isnan(values[begin:end]).all():
+            return None
+        return shortest(values[begin:end])
+
+    return {
+        "parent": number - 1 if number else None,
+        "begin": begin,
+        "is_sampled": is_sampled,
+        "is_trained": bool(rows.loss_mask[begin]),
+        "turn": max(int(rows.turns[begin]), 0),
+        "policy_version": version if version >= 0 else None,
+        "finish_reason": None,
+        "stop": None,
+        "reason": "",
+        "reward": None,
+        "token_ids": rows.token_ids[begin:end].tolist(),
+        "rollout_logprobs": column(rows.rollout_logprobs),
+        "trainer_logprobs": column(rows.trainer_logprobs),
+        "advantages": column(rows.advantages),
+        "importance_weights": None,
+        "messages": [message.to_dict() for message in messages],
+    }
+
+
+def _messages_of(rows: Rows, spans: Sequence[tuple[int, int]]) -> list[list[Message]]:
+    """The dialogue cut at the model's replies, one for each sampled turn; none where their numbers
+    are not the same: the row is then not the dialogue."""
+    out: list[list[Message]] = [[] for _ in spans]
+    dialogue = None if rows.messages is None else rows.messages[0]
+    if not dialogue or not spans:
+        return out
+    turns: dict[int, int] = {}  # turn -> its first sampled stretch
+    for number, (begin, _) in enumerate(spans):
+        if rows.sampled[begin]:
+            turns.setdefault(int(rows.turns[begin]), number)
+    replies = [i for i, message in enumerate(dialogue) if message.role == "assistant"]
+    if len(replies) != len(turns):
+        return out
+    before = 0
+    for reply, number in zip(replies, turns.values(), strict=True):
+        out[max(number - 1, 0)] += dialogue[before:reply]
+        out[number].append(dialogue[reply])
+        before = reply + 1
+    out[-1] += dialogue[before:]
+    return out

@@ -1,0 +1,193 @@
+"""The diagnosis as a page: one file that needs nothing, runs nothing foreign, within its size."""
+
+import base64
+import hashlib
+import json
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from importlib.resources import files
+
+import numpy as np
+import pytest
+from array_dumps import NUM_TOKENS, ArrayDump, make_rows
+
+import lockstep
+from lockstep.checks.rows import Rows
+from lockstep.doctor import page as doctor_page
+from lockstep.doctor.page import PageBudget, build_document, row_document, write_page
+from lockstep.testing.tokenizers import byte_tokenizer
+from lockstep.types import Message
+
+HOSTILE = "</script><script>alert(1)</script><!-- <img src=x onerror=alert(2)>"
+
+
+@pytest.fixture(scope="module")
+def diagnosis():
+    """Log-probs of six rows are shifted, whose names and dialogues are hostile."""
+    rows = make_rows(shifted=range(6))
+    dialogue = tuple(Message(role=m.role, name=m.name, content=HOSTILE) for m in rows.messages[0])
+    names = tuple(f"{HOSTILE}{i}" if i < 6 else f"row-{i}" for i in range(len(rows)))
+    rows = rows.with_(row_ids=names, messages=(dialogue,) * len(rows))
+    return lockstep.diagnose(ArrayDump(rows, trainer="verl"), tokenizer=byte_tokenizer())
+
+
+@pytest.fixture(scope="module")
+def written(diagnosis, tmp_path_factory):
+    return write_page(diagnosis, tmp_path_factory.mktemp("page") / "sub" / "doctor.html")
+
+
+class Page(HTMLParser):
+    """Collects the start tags, and the text of script and style elements."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.raw, self._open = [], [], None
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        self._open = (tag, dict(attrs)) if tag in ("script", "style") else None
+
+    def handle_endtag(self, tag):
+        self._open = None
+
+    def handle_data(self, data):
+        if self._open:
+            self.raw.append((*self._open, data))
+
+
+def document_in(path):
+    page = Page(path.read_text())
+    return json.loads("".join(text for _, a, text in page.raw if a.get("type")))
+
+
+def test_the_page_is_one_file_whose_policy_allows_its_own_script_and_style_alone(written):
+    html = written.read_text("ascii")
+    page = Page(html)
+    for tag, attributes in page.tags:
+        assert tag not in ("link", "img", "iframe", "object", "embed", "base", "form"), tag
+        assert "src" not in attributes and attributes.get("href", "#").startswith("#"), tag
+    code = [text for _, attributes, text in page.raw if "type" not in attributes]
+    for text in code:
+        for word in ("http", "url(", "@import", "fetch(", "XMLHttpRequest", "innerHTML"):
+            assert word not in text, word
+    (policy,) = (a["content"] for _, a in page.tags if "http-equiv" in a)
+    hashes = [base64.b64encode(hashlib.sha256(t.encode()).digest()).decode() for t in code]
+    assert sorted(re.findall(r"'sha256-([^']+)'", policy)) == sorted(hashes)
+    assert "connect-src" not in policy and "unsafe" not in policy
+    assert [tag for tag, _ in page.tags].count("script") == 2 and "<img" not in html
+
+
+def test_it_says_what_the_diagnosis_says_and_shows_the_proof(diagnosis, written):
+    document = document_in(written)
+    assert document["diagnosis"] == json.loads(json.dumps(diagnosis.to_json()))
+    shown = {t["id"]: t for t in document["trajectories"]}
+    for finding in diagnosis.examination.findings:
+        for evidence in finding.evidence:
+            assert finding.check in shown[evidence.row]["why"]
+    first = document["trajectories"][0]
+    assert first["evidence"] and "shifted" in first["why"], "a repair changes it"
+    assert "shifted" not in shown["row-9"]["why"] and not shown["row-9"]["evidence"]
+    assert document["num_stored_trajectories"] == 20 and len(shown) == 20
+    used = {str(i) for t in document["trajectories"] for s in t["segments"] for i in s["token_ids"]}
+    assert set(document["vocabularies"][0]["texts"]) >= used
+
+
+def test_a_row_is_a_chain_of_segments_that_holds_every_token_with_both_sides():
+    rows = make_rows(1)
+    said = row_document(rows, why=["sample"])
+    segments = said["segments"]
+    assert [s["is_sampled"] for s in segments] == [False, True, False, True, False]
+    assert [i for s in segments for i in s["token_ids"]] == rows.token_ids.tolist()
+    assert [s["parent"] for s in segments] == [None, 0, 1, 2, 3]
+    assert [s["begin"] for s in segments] == [0, 10, 50, 70, 110]
+    turn = segments[1]
+    assert np.array_equal(
+        np.array(turn["rollout_logprobs"], np.float32), rows.rollout_logprobs[10:50]
+    )
+    assert np.array_equal(
+        np.array(turn["trainer_logprobs"], np.float32), rows.trainer_logprobs[10:50]
+    )
+    assert segments[0]["rollout_logprobs"] is None
+    roles = [[m["role"] for m in s["messages"]] for s in segments]
+    assert roles == [["user"], ["assistant"], ["tool"], ["assistant"], []]
+
+
+def test_a_dialogue_that_is_not_the_row_is_not_laid_over_it():
+    rows = make_rows(1)
+    said = row_document(rows.with_(messages=(rows.messages[0][:2],)), why=[])
+    assert all(s["messages"] == [] for s in said["segments"])
+
+
+def test_rows_without_tokens_and_without_log_probs_are_shown_as_they_are():
+    rows = make_rows(1).with_(rollout_logprobs=None, trainer_logprobs=None, messages=None)
+    said = row_document(rows, why=[])
+    assert all(s["trainer_logprobs"] is None for s in said["segments"])
+    assert said["first_divergence"] is None
+    none = np.array([], np.int32)
+    empty = Rows(row_ids=("a",), offsets=np.array([0, 0]), token_ids=none, loss_mask=none > 0)
+    assert row_document(empty, why=[])["segments"] == []
+
+
+def test_a_row_that_is_too_long_is_cut_around_its_worst_token(monkeypatch):
+    monkeypatch.setattr(doctor_page, "MAX_ROW_TOKENS", 30)
+    rows = make_rows(1)
+    rollout = rows.rollout_logprobs.copy()
+    rollout[80] -= 9
+    said = row_document(rows.with_(rollout_logprobs=rollout), why=[])
+    assert said["cut"] == f"tokens 65 to 94 of {NUM_TOKENS}" and said["first_divergence"] == 80
+    assert said["segments"][0]["begin"] == 65
+    assert sum(len(s["token_ids"]) for s in said["segments"]) == 30
+
+
+def test_the_budget_holds_and_what_is_left_out_is_counted(diagnosis, tmp_path, monkeypatch):
+    document = build_document(diagnosis, PageBudget(num_tokens=5 * NUM_TOKENS))
+    assert len(document["trajectories"]) == 5 and document["num_left_out_for_size"] == 15
+    assert all(t["evidence"] for t in document["trajectories"]), "the proof comes first"
+    whole = write_page(diagnosis, tmp_path / "whole.html").stat().st_size
+    monkeypatch.setattr(doctor_page, "MAX_PAGE_BYTES", whole - 20_000)
+    smaller = write_page(diagnosis, tmp_path / "smaller.html", budget=PageBudget(num_rows=20))
+    assert smaller.stat().st_size <= whole - 20_000
+    assert len(document_in(smaller)["trajectories"]) == 10
+
+
+def test_a_healthy_dump_and_one_that_could_not_be_checked_have_a_page(tmp_path):
+    healthy = lockstep.diagnose(ArrayDump(make_rows(4)))
+    assert document_in(write_page(healthy, tmp_path / "a.html"))["vocabularies"] == [None]
+    rows = make_rows(4).with_(rollout_logprobs=None, trainer_logprobs=None)
+    lacking = lockstep.diagnose(ArrayDump(rows), only=["tokens/shifted"])
+    said = document_in(write_page(lacking, tmp_path / "b.html"))["diagnosis"]
+    assert said["outcome"] == "could_not_check" and said["not_checkable"]["tokens/shifted"]
+
+
+def test_every_file_of_the_page_is_shipped_and_in_ascii():
+    for name in ("doctor.html", "doctor.css", "doctor.js"):
+        files("lockstep.report").joinpath(name).read_text("ascii")
+
+
+def draw(path, tmp_path):
+    """(what the browser says, the page's body as it was drawn)."""
+    browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
+    if browser is None:
+        pytest.skip("no chromium on this machine to draw the page with")
+    shown = subprocess.run(
+        [
+            browser, "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic",
+            "--no-first-run", "--disable-background-networking", "--disable-component-update",
+            "--disable-sync", f"--user-data-dir={tmp_path / 'profile'}", "--window-size=1200,900",
+            "--virtual-time-budget=2000", "--enable-logging=stderr", "--dump-dom", path.as_uri(),
+        ],
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    return shown.stderr, re.sub(r"<script.*?</script>", "", shown.stdout, flags=re.DOTALL)
+
+
+def test_a_browser_draws_the_page_without_an_error_and_runs_no_foreign_script(written, tmp_path):
+    errors, body = draw(written, tmp_path)
+    assert "CONSOLE" not in errors, errors
+    assert body.count('class="card cause"') == 1 and body.count('<table class="proof-table"') == 3
+    assert body.count('class="bar-before"') >= 4 and body.count('class="bar-after"') >= 4
+    assert body.count('role="option"') == 20 and "token sampled painted" in body
+    assert "<img" not in body
