@@ -218,21 +218,17 @@ def _doctor(options: argparse.Namespace) -> int:
         )
     from rich.console import Console
 
-    from lockstep.doctor.diagnose import diagnose, find_tokenizer
+    from lockstep.doctor.diagnose import diagnose
     from lockstep.doctor.diagnosis import EXIT_CODES
     from lockstep.doctor.progress import Reading
     from lockstep.doctor.terminal import show, summary
 
-    tokenizer = None
-    if options.tokenizer and (tokenizer := find_tokenizer(options.tokenizer)) is None:
-        raise ConfigError(
-            f"--tokenizer {options.tokenizer}: expected a directory with a tokenizer.json, or a "
-            "model that is shipped."
-        )
+    if options.plugin:
+        _load_plugins(options.plugin)
     with Reading() as reading:
         diagnosis = diagnose(
-            options.target, format=options.format, only=options.only, tokenizer=tokenizer,
-            on_rows=reading.on_rows,
+            options.target, format=options.format, only=options.only,
+            tokenizer=options.tokenizer, renderer=options.renderer, on_rows=reading.on_rows,
         )  # fmt: skip
     page = ""
     if options.out:
@@ -538,8 +534,12 @@ def _parser() -> argparse.ArgumentParser:
                         help="make this check alone, by its name in the summary; may be "
                              "repeated")  # fmt: skip
     doctor.add_argument("--tokenizer", default="", metavar="DIR",
-                        help="directory with a tokenizer.json; default: the model's that the input "
-                             "names, if it is here")  # fmt: skip
+                        help="directory with a tokenizer.json, such a file, or ORGANISATION/NAME "
+                             "to fetch it; default: that of the model that the input names, if it "
+                             "is here")  # fmt: skip
+    doctor.add_argument("--renderer", default="", metavar="NAME",
+                        help="format of the dialogues: harmony, chatml, settings as JSON, or a "
+                             "renderer.json; default: the model's")  # fmt: skip
     export = verb(
         "export",
         _export,

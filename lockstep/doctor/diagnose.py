@@ -16,8 +16,8 @@ from lockstep.doctor.diagnosis import Diagnosis
 from lockstep.doctor.inputs.base import Dump, Facts
 from lockstep.doctor.inputs.registry import open_dump
 from lockstep.doctor.rows import RowChoice
+from lockstep.doctor.tokenization import Tokenization, find_tokenization
 from lockstep.errors import ConfigError
-from lockstep.models.locate import locate_model, shipped_models
 from lockstep.renderers.base import Renderer
 from lockstep.renderers.tokenizer import Tokenizer
 
@@ -26,8 +26,8 @@ def diagnose(
     source: Dump | str | Path,
     *,
     format: str = "",
-    tokenizer: Tokenizer | None = None,
-    renderer: Renderer | None = None,
+    tokenizer: Tokenizer | str | None = None,
+    renderer: Renderer | str | None = None,
     facts: Facts | None = None,
     only: Sequence[str] = (),
     on_rows: Callable[[Rows], None] = lambda _: None,
@@ -35,17 +35,18 @@ def diagnose(
     """Examines a run, or a dump of any trainer. `lockstep.diagnose` is this function.
 
     source: a directory or a file (`inputs.registry.FORMATS`), or a `Dump` of your own. tokenizer,
-    renderer: for the checks of ids against text; None takes the tokenizer of the model that the
-    input names, if it is on this machine. facts: in place of what the input says of itself. only:
-    names of checks; empty makes all. on_rows: called with every chunk that is read, as often as it
-    is, for progress.
-    Raises DataError if the input cannot be read, ConfigError if `only` names no check.
+    renderer: for the checks of ids against text, or names of them
+    (`tokenization.find_tokenization`); None takes those of the model that the input names, if it is
+    on this machine. facts: in place of what the input says of itself. only: names of checks; empty
+    makes all. on_rows: called with every chunk that is read, as often as it is, for progress.
+    Raises DataError if the input cannot be read, ConfigError if `only` names no check, or what is
+    named is not there.
     """
     began = time.perf_counter()
     dump = source if isinstance(source, Dump) else open_dump(source, format=format)
     facts = facts or dump.facts
-    tokenizer = tokenizer or find_tokenizer(facts.model)
-    setting = make_setting(facts, tokenizer=tokenizer, renderer=renderer)
+    words = _tokenization(facts, tokenizer, renderer)
+    setting = make_setting(facts, words)
     stages = [Stage(checks=checks) for checks in STAGES]
     _check_names(only, stages)
 
@@ -71,13 +72,18 @@ def diagnose(
         seconds=time.perf_counter() - began,
         only=tuple(only),
         choice=choice,
+        lacks={**words.lacks, **dump.lacks},
     )
 
 
-def find_tokenizer(model: str) -> Tokenizer | None:
-    """Of a model that is shipped or in a directory here; None of any other: nothing is fetched."""
-    is_here = model in shipped_models() or (Path(model) / "tokenizer.json").is_file()
-    return Tokenizer.from_file(locate_model(model)) if model and is_here else None
+def _tokenization(
+    facts: Facts, tokenizer: Tokenizer | str | None, renderer: Renderer | str | None
+) -> Tokenization:
+    if renderer is not None and not isinstance(renderer, str):
+        return Tokenization(tokenizer=renderer.tokenizer, renderer=renderer)
+    if isinstance(tokenizer, Tokenizer):
+        return Tokenization(tokenizer=tokenizer, lacks={"renderer": "none was given"})
+    return find_tokenization(facts, tokenizer=tokenizer or "", renderer=renderer or "")
 
 
 def _check_names(only: Sequence[str], stages: Sequence[Stage]) -> None:
@@ -87,21 +93,19 @@ def _check_names(only: Sequence[str], stages: Sequence[Stage]) -> None:
             raise ConfigError(f"--only {name}: there is no such check.{did_you_mean(name, known)}")
 
 
-def make_setting(
-    facts: Facts, *, tokenizer: Tokenizer | None, renderer: Renderer | None
-) -> Setting:
+def make_setting(facts: Facts, words: Tokenization) -> Setting:
     """What the checks may know: what the input says, and what the user gave."""
     setting = Setting(
         trainer=facts.trainer,
-        tokenizer=tokenizer,
-        renderer=renderer,
+        tokenizer=words.tokenizer,
+        renderer=words.renderer,
         stop_ids=facts.stop_ids,
-        pad_id=facts.pad_id,
+        pad_id=words.pad_id if facts.pad_id is None else facts.pad_id,
         temperature=facts.temperature,
         top_p=facts.top_p,
         top_k=facts.top_k,
         is_moe=facts.is_moe,
     )
-    if renderer is not None and not setting.stop_ids:
-        setting = replace(setting, stop_ids=frozenset(renderer.stop_ids))
+    if words.renderer is not None and not setting.stop_ids:
+        setting = replace(setting, stop_ids=frozenset(words.renderer.stop_ids))
     return setting

@@ -73,6 +73,8 @@ class Diagnosis:
     """Checks that were asked for; empty: all."""
     choice: RowChoice = field(default_factory=RowChoice)
     """Rows to look at: the worst, and a sample of all."""
+    lacks: Mapping[str, str] = field(default_factory=dict[str, str])
+    """What the input and its surroundings do not have -> why, and how to get it."""
 
     @property
     def outcome(self) -> Outcome:
@@ -133,7 +135,7 @@ class Diagnosis:
     def missing_for(self, finding: Finding) -> list[str]:
         """What a check that could not be made lacks, each with how to get it."""
         return [
-            f"{name}: {self.dump.lacks.get(name) or HOW_TO_GET.get(name, 'not in this input')}"
+            f"{name}: {self.lacks.get(name) or HOW_TO_GET.get(name, 'not in this input')}"
             for name in finding.lacks
         ]
 
@@ -175,7 +177,8 @@ class Diagnosis:
                 "after": split_to_json(examined.after),
             },
             "findings": [finding_to_json(finding) for finding in examined.findings],
-            "not_in_input": dict(self.dump.lacks),
+            "not_in_input": dict(self.lacks),
+            "notes": list(self.dump.notes),
         }
 
     def _cause_to_json(self, cause: Cause, finding: Finding) -> dict[str, Any]:

@@ -98,7 +98,8 @@ def _head(diagnosis: Diagnosis) -> RenderableType:
             f"k1 {means['k1']:.2e}  k2 {means['k2']:.2e}  k3 {means['k3']:.2e}  largest "
             f"{means['max_abs_diff']:.2e}"
         )
-    return Group(head, _pairs([("input", size), ("gap", measured)]))
+    notes = [("note", printable(note)) for note in diagnosis.dump.notes]
+    return Group(head, _pairs([("input", size), *notes, ("gap", measured)]))
 
 
 def _cause(

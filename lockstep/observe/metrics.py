@@ -121,6 +121,7 @@ METRICS: tuple[Metric, ...] = (
         "Re-scorings that were done before the batch's last episode ended.",
     ),
     # staleness
+    _metric("staleness/version", "updates", "none", "Updates behind the weights in training."),
     _metric("staleness/mean", "updates", "down", "Updates since a trained token was sampled."),
     _metric("staleness/max", "updates", "down", "Updates since the oldest of them was sampled."),
     _metric("staleness/mixed_rows", "rows", "none", "Rows that several versions sampled."),

@@ -376,9 +376,8 @@ def _array_to_dict(array: npt.NDArray[Any] | None) -> dict[str, Any] | None:
 def read_part(path: Path) -> Iterator[TrajectoryRecord]:
     """The trajectories of one part, in the order written, a few at a time."""
     with _open(path) as part:
-        for batch in part.iter_batches(batch_size=_ROW_GROUP_SIZE, use_threads=False):
-            for row in batch.to_pylist():
-                yield _record(row)
+        for rows in _read(path, part):
+            yield from map(_record, rows)
 
 
 def read_summaries(path: Path) -> list[TrajectorySummary]:
@@ -403,6 +402,14 @@ def to_groups(records: Iterable[TrajectoryRecord]) -> list[Group]:
         group = groups.setdefault(record.group, Group(task=record.task, trajectories=[]))
         group.trajectories.append(record.trajectory)
     return list(groups.values())
+
+
+def _read(path: Path, part: pq.ParquetFile) -> Iterator[list[dict[str, Any]]]:
+    try:
+        for batch in part.iter_batches(batch_size=_ROW_GROUP_SIZE, use_threads=False):
+            yield batch.to_pylist()
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"{path}: the part was damaged on its way ({error}).") from error
 
 
 def _open(path: Path) -> pq.ParquetFile:

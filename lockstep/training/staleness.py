@@ -35,6 +35,7 @@ def sort_by_age(
         kept = [row for row, over in zip(rows, is_over, strict=True) if not over]
     mixed = sum(len(np.unique(of_row)) > 1 for of_row in ages)
     return kept, {
+        "staleness/version": float(version),
         "staleness/mean": float(every.mean()),
         "staleness/max": float(every.max()),
         "staleness/mixed_rows": float(mixed),

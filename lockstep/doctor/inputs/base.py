@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -22,8 +22,10 @@ class Facts:
     """"lockstep", "verl", "slime", "trl", "prime-rl", "tinker", or empty."""
     model: str = ""
     """Directory or name of the model that was trained."""
+    tokenizer: str = ""
+    """Directory or file of its tokenizer, where that is not beside the model."""
     renderer: str = ""
-    """harmony, chatml, ..."""
+    """harmony, chatml, ..., or the settings of one as JSON: {"type": "chatml", ...}."""
     stop_ids: frozenset[int] = frozenset()
     pad_id: int | None = None
     temperature: float | None = None
@@ -66,6 +68,12 @@ class Dump(ABC):
     def lacks(self) -> Mapping[str, str]:
         """Field of `Rows` -> why this format does not have it, and how to get it."""
         return {}
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """Sentences on what these rows are of, for who reads the verdict: that they are a sample,
+        that the run still goes on."""
+        return ()
 
     @abstractmethod
     def chunks(self, *, max_tokens: int = CHUNK_TOKENS) -> Iterator[Rows]:

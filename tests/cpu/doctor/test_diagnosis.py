@@ -194,7 +194,11 @@ def test_exit_codes_and_errors_of_the_verb(tmp_path, capsys):
     assert "there is nothing at" in " ".join(capsys.readouterr().err.split())
     with RunDirectory.create(tmp_path / "run", {"recipe": "x"}):
         pass
-    assert main(["doctor", str(tmp_path / "run"), "--only", "tokens/shifted", "--json"]) in (0, 2)
-    assert json.loads(capsys.readouterr().out)["rows"] == 0
-    assert main(["doctor", str(tmp_path / "run"), "--tokenizer", str(tmp_path)]) == 2
+    assert main(["doctor", str(tmp_path / "run"), "--json"]) == 2
+    assert json.loads(capsys.readouterr().out)["error"] == "DataError"
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"token_ids": [1], "loss_mask": [true]}\n')
+    assert main(["doctor", str(rows), "--only", "tokens/shifted", "--json"]) == 2
+    assert json.loads(capsys.readouterr().out)["rows"] == 1
+    assert main(["doctor", str(rows), "--tokenizer", str(tmp_path)]) == 2
     assert "tokenizer.json" in capsys.readouterr().err

@@ -32,6 +32,7 @@ def test_rows_over_the_limit_are_counted_and_left_out_if_asked_for(over_stale, k
     rows, metrics = sort_by_age(ROWS, version=5, limit=2, over_stale=over_stale)
     assert [r.id for r in rows] == kept
     assert metrics == {
+        "staleness/version": 5.0,
         "staleness/mean": pytest.approx(5 / 6),
         "staleness/max": 3.0,
         "staleness/mixed_rows": 2.0,

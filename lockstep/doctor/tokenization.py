@@ -1,0 +1,188 @@
+"""The tokenizer and the renderer of what is examined, found by what it says of itself. No torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lockstep.config import choices, from_dict, tag
+from lockstep.doctor.inputs.base import Facts
+from lockstep.errors import CheckpointError, ConfigError, LockstepError
+from lockstep.foundation import RENDERER_FILE, RendererFile, renderer_of
+from lockstep.models.config import ModelConfig
+from lockstep.models.locate import locate_model, shipped_models
+from lockstep.renderers.base import Renderer
+from lockstep.renderers.config import RendererConfig
+from lockstep.renderers.registry import make_renderer
+from lockstep.renderers.tokenizer import Tokenizer
+
+_FILES = ("tokenizer.json", "tokenizer_config.json", "config.json", RENDERER_FILE)
+"""What is fetched of a model on the hub: a few MB, no weights."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tokenization:
+    """How the rows' ids read. What is None was not found, and `lacks` says why."""
+
+    tokenizer: Tokenizer | None = None
+    renderer: Renderer | None = None
+    pad_id: int | None = None
+    """Of the tokenizer's own settings."""
+    lacks: Mapping[str, str] = field(default_factory=dict[str, str])
+    """"tokenizer", "renderer" -> why it is not there, and how to give it."""
+
+
+def find_tokenization(facts: Facts, *, tokenizer: str = "", renderer: str = "") -> Tokenization:
+    """What `facts` name, or what the user does in its place.
+
+    tokenizer: a directory or a tokenizer.json, a shipped model, or ORGANISATION/NAME on the hub,
+    of which only the small files are fetched. renderer: harmony, chatml or another by its name, its
+    settings as JSON, or a renderer.json.
+    What the user names and is not there raises ConfigError or RendererError; what the input names
+    is left out, as nothing is fetched for it.
+    """
+    lacks: dict[str, str] = {}
+    place = _place_of(tokenizer) if tokenizer else _place_named(facts, lacks)
+    found: Tokenizer | None = None
+    if place is not None:
+        try:
+            found = Tokenizer.from_file(place)
+        except LockstepError as error:
+            if tokenizer:
+                raise
+            lacks["tokenizer"] = f"{error} Name another with --tokenizer DIR"
+    made: Renderer | None = None
+    if found is None:
+        if renderer:
+            raise ConfigError(
+                f"--renderer {renderer} needs the tokenizer of the model, which was not found: "
+                f"{lacks['tokenizer']}."
+            )
+        lacks["renderer"] = "it needs the tokenizer: --tokenizer DIR"
+    else:
+        assert place is not None
+        try:
+            config = _renderer_config(renderer or facts.renderer, _directory(place))
+            made = make_renderer(config, found)
+        except LockstepError as error:
+            if renderer:
+                raise
+            lacks["renderer"] = f"{error} Name it: --renderer {'|'.join(_names())}"
+    return Tokenization(
+        tokenizer=found,
+        renderer=made,
+        pad_id=None if found is None or place is None else _pad_id(found, _directory(place)),
+        lacks=lacks,
+    )
+
+
+def _place_of(named: str) -> Path:
+    """The directory or the file that a user means."""
+    path = Path(named).expanduser()
+    if path.is_file() or (path / "tokenizer.json").is_file():
+        return path
+    if named in shipped_models():
+        return locate_model(named)
+    if named.count("/") == 1 and not named.startswith((".", "/", "~")) and not path.exists():
+        return _from_hub(named, is_asked=True)
+    raise ConfigError(
+        f"--tokenizer {named}: expected a directory with a tokenizer.json, such a file, a shipped "
+        f"model ({', '.join(shipped_models())}), or ORGANISATION/NAME on the Hugging Face hub."
+    )
+
+
+def _place_named(facts: Facts, lacks: dict[str, str]) -> Path | None:
+    """The directory that the input means, if it is on this machine."""
+    how = "name it: --tokenizer DIR, or ORGANISATION/NAME to fetch it"
+    for named in (facts.tokenizer, facts.model):
+        if not named:
+            continue
+        path = Path(named).expanduser()
+        if path.is_file() or (path / "tokenizer.json").is_file():
+            return path
+        if named in shipped_models():
+            return locate_model(named)
+        if named.count("/") == 1 and not named.startswith((".", "/", "~")):
+            try:
+                return _from_hub(named, is_asked=False)
+            except CheckpointError:
+                pass
+    named = facts.tokenizer or facts.model
+    lacks["tokenizer"] = (
+        f"the input names the model {named}, whose tokenizer is not on this machine; {how}"
+        if named
+        else f"the input does not say of which model it is; {how}"
+    )
+    return None
+
+
+def _from_hub(named: str, *, is_asked: bool) -> Path:
+    """The directory of the small files. is_asked: they may be fetched, and not only found."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        place = Path(
+            snapshot_download(named, allow_patterns=list(_FILES), local_files_only=not is_asked)
+        )
+    except Exception as error:  # the hub's client raises a dozen kinds; each means the same here
+        raise CheckpointError(
+            f"--tokenizer {named}: no such directory, and the Hugging Face hub gave no answer "
+            f"({type(error).__name__}: {error})."
+        ) from error
+    if not (place / "tokenizer.json").is_file():
+        raise CheckpointError(f"--tokenizer {named} has no tokenizer.json.")
+    return place
+
+
+def _directory(place: Path) -> Path:
+    return place if place.is_dir() else place.parent
+
+
+def _renderer_config(named: str, directory: Path) -> RendererConfig:
+    """The renderer that `named` means; the model's own if it is empty, or the same by its name."""
+    path = Path(named).expanduser()
+    if named.lstrip().startswith("{") or (named and path.is_file()):
+        where = "--renderer" if named.lstrip().startswith("{") else str(path)
+        try:
+            tree = json.loads(named if where == "--renderer" else path.read_text())
+        except ValueError as error:
+            raise ConfigError(f"{where} is not JSON: {error}.") from None
+        try:
+            is_file = isinstance(tree, dict) and "renderer" in tree
+            return from_dict(RendererFile, tree if is_file else {"renderer": tree}).renderer
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {error}") from None
+    if named and named not in _names():
+        raise ConfigError(
+            f"--renderer {named}: expected one of {', '.join(_names())}, settings as JSON, or a "
+            f"{RENDERER_FILE}. A renderer of your own comes with --plugin MODULE."
+        )
+    try:
+        own = renderer_of(directory, ModelConfig.from_directory(directory))
+    except LockstepError:
+        if not named:
+            raise
+        own = None
+    if own is not None and named in ("", tag(type(own))):
+        return own
+    return from_dict(RendererFile, {"renderer": {"type": named}}).renderer
+
+
+def _names() -> list[str]:
+    return sorted(choices(RendererConfig))
+
+
+def _pad_id(tokenizer: Tokenizer, directory: Path) -> int | None:
+    """The padding token that tokenizer_config.json names."""
+    path = directory / "tokenizer_config.json"
+    if not path.is_file():
+        return None
+    declared: Any = json.loads(path.read_text(encoding="utf-8")).get("pad_token")
+    name = declared.get("content") if isinstance(declared, dict) else declared
+    try:
+        return tokenizer.control_id(name) if isinstance(name, str) else None
+    except LockstepError:
+        return None
