@@ -106,6 +106,29 @@ def ids_of(values: Any, where: str) -> Int32Array:
     return values.astype(np.int32)
 
 
+def floats_of(values: Any, size: int, where: str) -> Array:
+    """[size] float32 of a JSON list in which null stands for what is not known (or not finite).
+
+    Raises DataError if it is no list of `size` numbers.
+    """
+    if not isinstance(values, list) or len(values) != size:
+        found = f"{len(values)} entries" if isinstance(values, list) else type(values).__name__
+        raise DataError(f"{where}: expected {size} numbers, one per token; found {found}.")
+    if not set(map(type, values)) <= {int, float, type(None)}:
+        raise DataError(f"{where}: expected numbers; some entry is none.")
+    return np.array(values, np.float32)
+
+
+def mask_of(values: Any, size: int, where: str) -> BoolArray:
+    """[size] of a JSON list of true and false, or of 0 and 1."""
+    if not isinstance(values, list) or len(values) != size:
+        found = f"{len(values)} entries" if isinstance(values, list) else type(values).__name__
+        raise DataError(f"{where}: expected {size} of true and false; found {found}.")
+    if any(value not in (0, 1) for value in values):
+        raise DataError(f"{where}: expected true and false (or 1 and 0); found something else.")
+    return np.array(values, np.bool_)
+
+
 def _lay(rows: Sequence[Row], has: frozenset[str]) -> Rows:
     columns: dict[str, Any] = {}
     for name in has:

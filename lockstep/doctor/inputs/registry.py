@@ -8,12 +8,13 @@ from lockstep.config import did_you_mean
 from lockstep.doctor.inputs.base import Dump
 from lockstep.doctor.inputs.files import check_place, why_no_rows
 from lockstep.doctor.inputs.native import RowsDump
+from lockstep.doctor.inputs.prime_rl import PrimeRlDump
 from lockstep.doctor.inputs.run import RunDump
 from lockstep.doctor.inputs.slime import SlimeDump
 from lockstep.doctor.inputs.verl import VerlDump, VerlTexts
 from lockstep.errors import DataError
 
-FORMATS: tuple[type[Dump], ...] = (RunDump, RowsDump, VerlDump, VerlTexts, SlimeDump)
+FORMATS: tuple[type[Dump], ...] = (RunDump, PrimeRlDump, RowsDump, VerlDump, VerlTexts, SlimeDump)
 """In the order in which they are tried: the one that is most particular first."""
 
 

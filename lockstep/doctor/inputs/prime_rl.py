@@ -1,0 +1,148 @@
+"""prime-rl's token export: one line of JSON per trained sequence, with both sides' log-probs.
+
+    trainer.enable_token_export = true    OUTPUT/token_exports/step_STEP/rank_RANK.jsonl
+
+Field names as in prime-rl's main branch of November 2026 (src/prime_rl/trainer/rl/token_export.py,
+schema_version 1). Log-probs stand at their own token: the trainer shifts its right by one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+from lockstep.checks.rows import BoolArray, Rows
+from lockstep.doctor.inputs.assemble import (
+    Row,
+    columns_of,
+    floats_of,
+    ids_of,
+    in_chunks,
+    mask_of,
+)
+from lockstep.doctor.inputs.base import CHUNK_TOKENS, Dump, Facts
+from lockstep.doctor.inputs.native import json_line, lines_of
+from lockstep.errors import DataError
+
+_KEYS = frozenset({"token_ids", "loss_mask", "inference_logprobs", "trainer_logprobs"})
+"""Of every line."""
+
+
+class PrimeRlDump(Dump):
+    """A file of the token export, a directory of steps, or a run's output directory."""
+
+    format: ClassVar[str] = "prime-rl"
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._files = _files(path)
+        first = next(self._rows(), None)
+        if first is None:
+            raise DataError(
+                f"{path}: no line of prime-rl's token export is in it. It is written with "
+                "trainer.enable_token_export = true, to OUTPUT/token_exports."
+            )
+        self._has = columns_of([first])
+
+    @classmethod
+    def recognises(cls, path: Path) -> bool:
+        files = _files(path)
+        if not files:
+            return False
+        try:
+            line, text = next(lines_of(files[0]))
+            return json_line(text, f"{files[0]}:{line}").keys() >= _KEYS
+        except (DataError, StopIteration):
+            return False
+
+    @property
+    def facts(self) -> Facts:
+        return Facts(trainer="prime-rl")
+
+    @property
+    def has(self) -> frozenset[str]:
+        return self._has
+
+    @property
+    def lacks(self) -> Mapping[str, str]:
+        why = {
+            "routed_experts": "the token export leaves the experts out.",
+            "policy_version": "the token export does not say which weights sampled a token.",
+            "messages": "the token export has ids only.",
+            "texts": "the token export has ids only.",
+            "groups": "the token export does not say which rows are of one task.",
+        }
+        return {name: reason for name, reason in why.items() if name not in self._has}
+
+    def chunks(self, *, max_tokens: int = CHUNK_TOKENS) -> Iterator[Rows]:
+        return in_chunks(self._rows(), self._has, max_tokens=max_tokens)
+
+    def _rows(self) -> Iterator[Row]:
+        for path in self._files:
+            for line, text in lines_of(path):
+                yield _row(json_line(text, f"{path}:{line}"), f"{path}:{line}")
+
+
+def _files(path: Path) -> list[Path]:
+    if path.is_file():
+        return [path] if path.suffix == ".jsonl" else []
+    found = (
+        *path.glob("rank_*.jsonl"),
+        *path.glob("step_*/rank_*.jsonl"),
+        *path.glob("token_exports/step_*/rank_*.jsonl"),
+        *path.glob("*/token_exports/step_*/rank_*.jsonl"),
+    )
+    return sorted(found, key=lambda p: ([int(n) for n in re.findall(r"\d+", str(p))], str(p)))
+
+
+def _row(record: Mapping[str, Any], where: str) -> Row:
+    if lacks := sorted(_KEYS - record.keys()):
+        raise DataError(f"{where}: {', '.join(lacks)} of prime-rl's token export is missing.")
+    ids = ids_of(record["token_ids"], f"{where}: token_ids")
+    size = len(ids)
+    mask = _trained(record, size, where)
+    rollout = floats_of(record["inference_logprobs"], size, f"{where}: inference_logprobs")
+    rollout[~mask & (rollout == 0.0)] = np.nan  # what prime-rl fills prompts and tools with
+    columns: dict[str, Any] = {
+        "rollout_logprobs": rollout,
+        "trainer_logprobs": floats_of(
+            record["trainer_logprobs"], size, f"{where}: trainer_logprobs"
+        ),
+    }
+    if record.get("advantages") is not None:
+        columns["advantages"] = floats_of(record["advantages"], size, f"{where}: advantages")
+    rewards = record.get("rewards")
+    if isinstance(rewards, list):  # the row's reward at each of its tokens
+        known = [r for r in rewards if isinstance(r, int | float)]
+        columns["rewards"] = float(known[-1]) if known else np.nan
+    step = record.get("export_step", record.get("step"))
+    if isinstance(step, int):
+        columns["steps"] = step
+    run = record.get("run_id")
+    number = record.get("export_sequence_idx", "?")
+    name = f"{step}/rank{record.get('rank', 0)}/{number}"
+    return Row(
+        row_id=f"{run}/{name}" if isinstance(run, str) else name,
+        token_ids=ids,
+        loss_mask=mask,
+        columns=columns,
+    )
+
+
+def _trained(record: Mapping[str, Any], size: int, where: str) -> BoolArray:
+    """Tokens of the policy's loss. `loss_mask` is that of all losses together, imitation of given
+    tokens too, which nobody sampled."""
+    mask = mask_of(record["loss_mask"], size, f"{where}: loss_mask")
+    losses = record.get("losses")
+    if isinstance(losses, list) and len(losses) == size:
+        channels = [at.get("rl") if isinstance(at, dict) else None for at in losses]
+        if any(channels):
+            return mask & np.array([bool(c and c.get("mask")) for c in channels], np.bool_)
+    weights = record.get("rl_weights")
+    if isinstance(weights, list) and any(weights):
+        return mask & (floats_of(weights, size, f"{where}: rl_weights") != 0)
+    return mask
