@@ -46,13 +46,15 @@ class Tokenizer:
         control_tokens: Mapping[str, int],
         where: str = "tokenizer",
         fast: FastTokenizer | None = None,
+        encode_batch: Callable[[list[str]], list[list[int]]] | None = None,
     ) -> None:
         """encode: ordinary text to ids, never a control id. text_tokens: id -> its bytes.
 
         control_tokens: name -> id. fast: what `encode` stands on, if it is that; `with_dropout`
-        needs it. Raises RendererError if a probe text does not come back byte for byte.
+        needs it. encode_batch: `encode` of many texts, if that is faster. Raises RendererError if a probe text does not come back byte for byte.
         """
         self._encode = encode
+        self._encode_batch = encode_batch or (lambda texts: [encode(text) for text in texts])
         self._control_tokens = dict(control_tokens)
         self._fast = fast
         self.where = where
@@ -180,6 +182,9 @@ class Tokenizer:
             control_tokens=control,
             where=where,
             fast=fast,
+            encode_batch=lambda texts: [
+                encoding.ids for encoding in fast.encode_batch_fast(texts, add_special_tokens=False)
+            ],
         )
 
     # -- text to ids --------------------------------------------------------------------------
@@ -189,13 +194,16 @@ class Tokenizer:
 
         Halves of surrogate pairs, which JSON can spell and UTF-8 cannot hold, become U+FFFD.
         """
-        try:
-            text.encode()
-        except UnicodeEncodeError:
-            text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        text = _storable(text)
         ids = self._encode(text) if text else []
         self.num_encoded += len(ids)
         return ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """`encode` of each text, in one call: several times as fast for many short ones."""
+        out = self._encode_batch([_storable(text) for text in texts])
+        self.num_encoded += sum(map(len, out))
+        return out
 
     def control_id(self, name: str) -> int:
         """The id of the control or added token `name`; RendererError if there is none."""
@@ -277,6 +285,15 @@ class Tokenizer:
             where=self.where,
             fast=fast,
         )
+
+
+def _storable(text: str) -> str:
+    """`text` without halves of surrogate pairs."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
 
 
 def _merge(

@@ -1,0 +1,1 @@
+"""Checks of rows against what a template makes of their messages."""

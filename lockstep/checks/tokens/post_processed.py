@@ -1,0 +1,182 @@
+"""Whether replies are in the rows as they were sampled, or stripped, cut, completed, rewritten."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from lockstep.checks.base import Check, Setting
+from lockstep.checks.findings import Evidence, Finding
+from lockstep.checks.rows import Rows
+from lockstep.checks.template.dialogue import dialogues
+from lockstep.checks.tokens.reencoded import first_breaks, without_logprobs
+from lockstep.checks.tokens.replies import changed_replies, rewriting
+from lockstep.checks.tokens.spelling import Speller
+from lockstep.types import Message
+
+MIN_BROKEN_ROWS = 3
+"""Rows whose text is not their message's and whose log-probs disagree, before that is a defect.
+Other programs read replies in their own way, and a message that was stripped proves nothing."""
+MIN_BROKEN = 0.5
+"""Share of the rows with another text that must disagree."""
+
+
+class PostProcessed(Check):
+    """The engine's replies beside the row's turns; without them, the messages beside the turns."""
+
+    name = "tokens/post_processed"
+    claim = "replies stand in the rows as they were sampled"
+    cause = "post_processed"
+    needs = ("tokenizer",)
+
+    def __init__(self, setting: Setting) -> None:
+        super().__init__(setting)
+        assert setting.tokenizer is not None, "the check's needs"
+        self._speller = Speller(setting.tokenizer)
+        self._num_engine_turns = self._num_turns = 0
+        self._num_dialogues = self._num_other = self._num_broken = 0
+        self._num_texts = self._num_other_texts = 0
+        self._what = ""
+
+    def look(self, rows: Rows) -> None:
+        if rows.engine_ids is not None:
+            self._num_engine_turns += sum(len(turns or ()) for turns in rows.engine_ids)
+        for changed in changed_replies(rows, self._speller, self.setting):
+            if changed.change != "post_processed":
+                continue
+            self._num_turns += 1
+            self._what = self._what or changed.what
+            row, begin = rows.where(changed.begin)
+            self.show(
+                1e6 + changed.end - changed.first,
+                Evidence(
+                    row=row,
+                    begin=begin,
+                    end=begin + changed.end - changed.begin,
+                    note=f"{changed.what}; the engine's ids are beside",
+                    expected_ids=tuple(changed.engine_ids.tolist()),
+                ),
+            )
+        self._look_at_messages(rows)
+        self._look_at_texts(rows)
+
+    def _look_at_messages(self, rows: Rows) -> None:
+        if self.setting.renderer is None:
+            return
+        self._num_dialogues += len(dialogues(rows))
+        breaks = first_breaks(rows, has_clean_start=False)
+        seen: set[int] = set()
+        for row, begin, end, what in self._rewritten(rows):
+            if row in seen:
+                continue
+            seen.add(row)
+            self._what = self._what or what
+            is_broken = int(breaks[row]) >= begin
+            self._num_other += 1
+            self._num_broken += is_broken
+            offset = int(rows.offsets[row])
+            self.show(
+                2.0 if is_broken else 1.0,
+                Evidence(
+                    row=rows.row_ids[row],
+                    begin=begin - offset,
+                    end=end - offset,
+                    note=f"the row's text is not its message's: {what}",
+                ),
+            )
+
+    def _rewritten(self, rows: Rows) -> Iterator[tuple[int, int, int, str]]:
+        """(row, begin, end, in words) of turns that read otherwise than their message says."""
+        renderer = self.setting.renderer
+        if renderer is None:
+            return
+        for dialogue in dialogues(rows):
+            if not dialogue.is_paired:
+                continue
+            for turn, at in enumerate(dialogue.replies):
+                begin, end = int(dialogue.begin[turn]), int(dialogue.end[turn])
+                found = renderer.parse(dialogue.ids[begin:end])
+                kept = dialogue.messages[at]
+                if found.parse_error or kept.parse_error:
+                    continue  # what is malformed is kept as text in more than one way
+                told = rewriting(_words(kept), _words(found))
+                if told is not None:
+                    yield dialogue.row, dialogue.offset + begin, dialogue.offset + end, told
+
+    def _look_at_texts(self, rows: Rows) -> None:
+        if rows.texts is None:
+            return
+        is_text = self._speller.is_text(rows.token_ids)
+        for (_, tokens), text in zip(rows.rows(), rows.texts, strict=True):
+            if not text:
+                continue
+            ids = rows.token_ids[tokens][is_text[tokens]]
+            spelt = self._speller.tokenizer.decode(ids.tolist())
+            words = text
+            for name in self._control_names:
+                words = words.replace(name, "")
+            self._num_texts += 1
+            self._num_other_texts += "".join(words.split()) not in "".join(spelt.split())
+
+    @property
+    def _control_names(self) -> list[str]:
+        tokenizer = self._speller.tokenizer
+        return [tokenizer.control_name(id_) for id_ in tokenizer.control_ids]
+
+    def conclude(self) -> Finding:
+        figures = {
+            "engine_turns": self._num_engine_turns,
+            "changed_turns": self._num_turns,
+            "dialogues": self._num_dialogues,
+            "other_rows": self._num_other,
+            "broken_rows": self._num_broken,
+            "texts": self._num_texts,
+            "other_texts": self._num_other_texts,
+        }
+        if self._num_turns:
+            return self.found(
+                "differs",
+                f"{self._num_turns} of {self._num_engine_turns} turns are the engine's replies "
+                f"after a change ({self._what})",
+                **figures,
+            )
+        if self._num_broken >= max(MIN_BROKEN_ROWS, MIN_BROKEN * self._num_other):
+            return self.found(
+                "differs",
+                f"the turns of {self._num_other} of {self._num_dialogues} rows are not what their "
+                f"messages say ({self._what}), and in {self._num_broken} of them the two sides "
+                "disagree from there on",
+                **figures,
+            )
+        if self._num_other or self._num_other_texts:
+            return self.found(
+                "information",
+                f"{self._num_other} of {self._num_dialogues} rows and {self._num_other_texts} of "
+                f"{self._num_texts} texts read otherwise than their ids"
+                + (f" ({self._what})" if self._what else "")
+                + ": the log-probs do not say that the ids were changed",
+                **figures,
+            )
+        if not (self._num_engine_turns or self._num_dialogues or self._num_texts):
+            return self.not_checkable(("messages, texts or engine_ids",))
+        return self.found("consistent", "every turn reads as it was kept", **figures)
+
+    def repair(self, rows: Rows) -> Rows:
+        """NaN from the first other token of a changed turn on."""
+        if rows.rollout_logprobs is None:
+            return rows
+        begin = np.full(len(rows), rows.num_tokens, np.int64)
+        for changed in changed_replies(rows, self._speller, self.setting):
+            if changed.change == "post_processed":
+                begin[changed.row] = min(begin[changed.row], changed.first)
+        if not self._num_turns:
+            for row, first, _, _ in self._rewritten(rows):
+                begin[row] = min(begin[row], first)
+        return without_logprobs(rows, begin)
+
+
+def _words(message: Message) -> str:
+    """All that a message says."""
+    calls = [f"{call.name} {call.arguments}" for call in message.tool_calls]
+    return "\n".join(part for part in (message.thinking, message.content, *calls) if part)
