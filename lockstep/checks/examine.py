@@ -75,12 +75,14 @@ def examine(
     """Runs every check that can be made. has: columns that the rows have, somewhere. has_ids: False
     of a dump of texts: no check of it can be made.
 
-    only: names of the checks that are asked for; empty: all. Those of the stages before them are
-    made too, for their repairs, and not reported: a check says the same by itself as among all.
+    only: names of the checks that are asked for; empty: all. Those of their stage and the stages
+    before are made too, for their repairs, and not reported: a check says the same by itself as
+    among all.
     on_rows: given every chunk, as it is, once.
 
     Reads the rows once for each stage that has checks to make, once more for each stage that found
-    a cause, and once at the end if any did. Memory: one chunk, and what the checks keep.
+    a cause (twice, if several), and once at the end if any did. Memory: one chunk, and what the
+    checks keep.
     """
     out = Examination(before=Split(tokenizer=setting.tokenizer))
     known = has | {
@@ -94,8 +96,6 @@ def examine(
     for number, stage in enumerate(stages[: last + 1] if only else stages):
         made: list[Check] = []
         for kind in stage.checks:
-            if only and number == last and kind.name not in only:
-                continue
             lacks = tuple(name for name in kind.needs if name not in known)
             if lacks := lacks if has_ids else ("token_ids",):
                 out.findings.append(kind.not_checkable(lacks))
@@ -114,6 +114,7 @@ def examine(
             for check in made:
                 check.look(rows)
         concluded = [(check, check.conclude()) for check in made]
+        concluded = _without_symptoms(stage.chunks or chunks, found, concluded)
         out.findings += [finding for _, finding in concluded]
         new = [check for check, finding in concluded if finding.verdict == "differs"]
         if new:
@@ -128,6 +129,29 @@ def examine(
         out.after = Split(tokenizer=setting.tokenizer)
         for rows in chunks():
             out.after.add(out.repaired(rows))
+    return out
+
+
+def _without_symptoms(
+    chunks: Chunks, before: Sequence[Check], concluded: Sequence[tuple[Check, Finding]]
+) -> list[tuple[Check, Finding]]:
+    """Of several causes in one stage, each is looked for again in rows without those before it in
+    the order: what is gone then was their mark (log-probs behind a token that was spelt anew stand
+    at an offset, and nothing shifted them)."""
+    new = [check for check, finding in concluded if finding.verdict == "differs"]
+    if len(new) < 2:
+        return list(concluded)
+    again = {check.name: type(check)(check.setting) for check in new}
+    for rows in chunks():
+        for check in before:
+            rows = check.repair(rows)
+        for check in new:
+            again[check.name].look(rows)
+            rows = check.repair(rows)
+    out: list[tuple[Check, Finding]] = []
+    for check, finding in concluded:
+        fresh = again.get(check.name)
+        out.append((check, finding) if fresh is None else (fresh, fresh.conclude()))
     return out
 
 

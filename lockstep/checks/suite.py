@@ -3,15 +3,35 @@
 from __future__ import annotations
 
 from lockstep.checks.base import Check
+from lockstep.checks.template.drift import TemplateDrift
+from lockstep.checks.template.thinking import ThinkingDropped
 from lockstep.checks.tokens.alignment import Shifted
+from lockstep.checks.tokens.injected_control import InjectedControl
+from lockstep.checks.tokens.post_processed import PostProcessed
+from lockstep.checks.tokens.reencoded import Reencoded
+from lockstep.checks.tokens.rerendered import Rerendered
 from lockstep.checks.values.estimators import Estimators, Forced
 from lockstep.checks.values.finite import NonFinite, Positive
 from lockstep.checks.values.noise import NoisySampler, NoisyTrainer
 from lockstep.checks.values.precision import Precision
 from lockstep.checks.values.rounding import Clamped, Quantised
 
-STRUCTURE: tuple[type[Check], ...] = (Shifted, NonFinite, Positive, Estimators, Forced)
-"""What is obvious: ids, masks, and what stands beside which."""
+STRUCTURE: tuple[type[Check], ...] = (
+    # whose ids they are: what stands behind another id bears the marks of what follows here
+    InjectedControl,
+    ThinkingDropped,
+    Rerendered,
+    TemplateDrift,
+    PostProcessed,
+    Reencoded,
+    Shifted,
+    NonFinite,
+    Positive,
+    Estimators,
+    Forced,
+)
+"""What is obvious: ids, masks, and what stands beside which. A cause that is gone once those before
+it are repaired was their mark, and is not named."""
 VALUES: tuple[type[Check], ...] = (Clamped, Quantised)
 """What the log-probs are of, and how they were kept."""
 NOISE: tuple[type[Check], ...] = (Precision, NoisySampler, NoisyTrainer)

@@ -51,7 +51,8 @@ class Tokenizer:
         """encode: ordinary text to ids, never a control id. text_tokens: id -> its bytes.
 
         control_tokens: name -> id. fast: what `encode` stands on, if it is that; `with_dropout`
-        needs it. encode_batch: `encode` of many texts, if that is faster. Raises RendererError if a probe text does not come back byte for byte.
+        needs it. encode_batch: `encode` of many texts, if that is faster. Raises RendererError if a
+        probe text does not come back byte for byte.
         """
         self._encode = encode
         self._encode_batch = encode_batch or (lambda texts: [encode(text) for text in texts])

@@ -7,6 +7,8 @@ from lockstep.checks.findings import Evidence, Finding
 from lockstep.checks.rows import Rows
 from lockstep.checks.template.dialogue import dialogues, first_difference, rendered_whole
 
+MAX_DIALOGUES = 512
+"""Dialogues that are rendered, of a dump: a property of the template shows on the first few."""
 MAX_EXPECTED = 64
 """Ids that are shown beside a row from where the template differs."""
 
@@ -30,8 +32,10 @@ class TemplateDrift(Check):
     def look(self, rows: Rows) -> None:
         renderer = self.setting.renderer
         assert renderer is not None, "the check's needs"
+        if self._num_dialogues >= MAX_DIALOGUES:
+            return
         for dialogue in dialogues(rows):
-            if not dialogue.is_paired:
+            if not dialogue.is_paired or self._num_dialogues >= MAX_DIALOGUES:
                 continue
             expected = rendered_whole(dialogue, renderer)
             if expected is None:

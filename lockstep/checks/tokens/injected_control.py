@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
 import numpy as np
@@ -11,6 +10,7 @@ from lockstep.checks.base import Check, Setting
 from lockstep.checks.findings import Evidence, Finding
 from lockstep.checks.rows import Rows
 from lockstep.checks.tokens.reencoded import without_logprobs
+from lockstep.checks.tokens.spelling import control_spelling
 
 
 class InjectedControl(Check):
@@ -29,8 +29,7 @@ class InjectedControl(Check):
         self._bytes = tokenizer.all_token_bytes()
         self._control = np.zeros(tokenizer.vocab_size, np.bool_)
         self._control[list(tokenizer.control_ids)] = True
-        names = sorted((tokenizer.control_name(i) for i in tokenizer.control_ids), key=len)
-        self._spelling = re.compile("|".join(map(re.escape, reversed(names))) or r"(?!)")
+        self._spelling = control_spelling(tokenizer)
         self._num_spelt = self._num_injected = self._num_rows = 0
 
     def look(self, rows: Rows) -> None:

@@ -12,7 +12,7 @@ from lockstep.checks.rows import Rows
 from lockstep.checks.template.dialogue import dialogues
 from lockstep.checks.tokens.reencoded import first_breaks, without_logprobs
 from lockstep.checks.tokens.replies import changed_replies, rewriting
-from lockstep.checks.tokens.spelling import Speller
+from lockstep.checks.tokens.spelling import Speller, control_spelling
 from lockstep.types import Message
 
 MIN_BROKEN_ROWS = 3
@@ -34,6 +34,7 @@ class PostProcessed(Check):
         super().__init__(setting)
         assert setting.tokenizer is not None, "the check's needs"
         self._speller = Speller(setting.tokenizer)
+        self._control = control_spelling(setting.tokenizer)
         self._num_engine_turns = self._num_turns = 0
         self._num_dialogues = self._num_other = self._num_broken = 0
         self._num_texts = self._num_other_texts = 0
@@ -113,16 +114,9 @@ class PostProcessed(Check):
                 continue
             ids = rows.token_ids[tokens][is_text[tokens]]
             spelt = self._speller.tokenizer.decode(ids.tolist())
-            words = text
-            for name in self._control_names:
-                words = words.replace(name, "")
+            words = self._control.sub("", text)
             self._num_texts += 1
             self._num_other_texts += "".join(words.split()) not in "".join(spelt.split())
-
-    @property
-    def _control_names(self) -> list[str]:
-        tokenizer = self._speller.tokenizer
-        return [tokenizer.control_name(id_) for id_ in tokenizer.control_ids]
 
     def conclude(self) -> Finding:
         figures = {

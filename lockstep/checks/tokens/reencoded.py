@@ -34,6 +34,9 @@ MIN_CANONICAL = 0.95
 encoded again; the rest is for rows of another cause that look alike."""
 MIN_TEXT_BREAKS = 0.7
 """Share of the patterns that must begin at a token of text: control tokens are spelt in one way."""
+MIN_AGAINST_MOVED = 0.5
+"""Rows with the pattern, over those that one offset from their beginning explains as well: short
+rows of confident tokens cannot tell the two apart."""
 MAX_REALIGNED = 0.75
 """What is left of the disagreement where the log-probs may be moved, piece by piece: 0.4 in rows
 that were encoded again; 0.96 to 1 where other ids, other weights or noise are behind it."""
@@ -41,6 +44,8 @@ MAX_ALIGNED_ROWS = 256
 """Rows that are realigned, of a dump."""
 MAX_ALIGNED_TOKENS = 512
 """Tokens after the first disagreement that are realigned."""
+MIN_OVERLAP = 0.5
+"""Share of a row that must be left to compare at an offset, for it to explain the row."""
 _BACK, _AHEAD = 8, 24
 """Places that a log-prob may have been moved by. Canonical spellings are shorter, so that what was
 sampled lies ahead of where it is looked for."""
@@ -66,7 +71,7 @@ class Reencoded(Check):
         self._broken = {True: 0, False: 0}
         """Rows with a clean start and then disagreement, by whether they are canonical."""
         self._num_text_breaks = 0
-        self._num_aligned = 0
+        self._num_aligned = self._num_moved = 0
         self._cost = self._realigned_cost = 0.0
         self._healthy: list[Evidence] = []
         self._by_engine = False
@@ -126,6 +131,7 @@ class Reencoded(Check):
             if self._num_aligned < MAX_ALIGNED_ROWS:
                 cost, realigned, moved = realign(rows, r, at)
                 if moved:  # one offset from the row's beginning: that is another check's
+                    self._num_moved += 1
                     continue
                 self._num_aligned += 1
                 self._cost += cost
@@ -172,6 +178,7 @@ class Reencoded(Check):
         if (
             canonical >= MIN_BROKEN_ROWS
             and canonical >= MIN_CANONICAL * broken
+            and canonical >= MIN_AGAINST_MOVED * self._num_moved
             and self._num_text_breaks >= MIN_TEXT_BREAKS * broken
             and left <= MAX_REALIGNED
         ):
@@ -278,22 +285,26 @@ def realign(rows: Rows, row: int, at: int) -> tuple[float, float, bool]:
     trainer = rows.trainer_logprobs[index].astype(np.float64)
     rollout = rows.rollout_logprobs[index].astype(np.float64)
     costs = _costs(trainer, rollout)
-    after = costs[start:]
+    after = np.minimum(costs[start:], _CAP)
     best = after[0] + _CHANGE
     best[_BACK] = after[0][_BACK]
     for cost in after[1:]:
         best = np.minimum(best, best.min() + _CHANGE) + cost
-    one = costs.sum(axis=0)
-    constant = float(np.delete(one, _BACK).min())
-    realigned = float(best.min())
-    return float(after[:, _BACK].sum()), realigned, constant < realigned + costs[:start, _BACK].sum()
+    is_there = np.isfinite(costs)
+    num = is_there.sum(axis=0)
+    one = np.where(is_there, costs, 0.0).sum(axis=0) / np.maximum(num, 1) * len(costs)
+    one[num < MIN_OVERLAP * len(costs)] = np.inf
+    one[_BACK] = np.inf
+    constant = float(one.min())
+    realigned, as_is = float(best.min()), float(after[:, _BACK].sum())
+    margin = _CHANGE / 2  # the piecewise way pays one change that the other does not need
+    return as_is, realigned, constant <= realigned + float(costs[:start, _BACK].sum()) - margin
 
 
 def _costs(trainer: Float64Array, rollout: Float64Array) -> Float64Array:
-    """[T, offsets] of |trainer[i] - rollout[i + offset]|, at most _CAP, which is also the cost of
-    what is not there."""
+    """[T, offsets] of |trainer[i] - rollout[i + offset]|, at most _CAP; inf where there is none."""
     size = len(trainer)
-    out = np.full((size, _BACK + _AHEAD + 1), _CAP)
+    out = np.full((size, _BACK + _AHEAD + 1), np.inf)
     for column, offset in enumerate(range(-_BACK, _AHEAD + 1)):
         begin, end = max(0, -offset), min(size, size - offset)
         if end > begin:

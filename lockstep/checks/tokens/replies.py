@@ -125,7 +125,10 @@ def renderings(sampled_ids: Int32Array, renderer: Renderer) -> Iterator[tuple[li
     written = [
         (plain, "the message that it was read as, rendered anew"),
         (replace(plain, thinking=""), "rendered anew without its thinking"),
-        (Message(role="assistant", content=text), "its whole text, rendered as a message's content"),
+        (
+            Message(role="assistant", content=text),
+            "its whole text, rendered as a message's content",
+        ),
         (Message(role="assistant", content=words), "its words, rendered as a message's content"),
     ]
     for kept, what in written:
@@ -136,14 +139,14 @@ def renderings(sampled_ids: Int32Array, renderer: Renderer) -> Iterator[tuple[li
 
 
 def as_history(message: Message, renderer: Renderer) -> list[int]:
-    """The ids of an assistant message in a history, from where a sampled turn would begin to where
-    the next message does. RendererError if the format has no place for it."""
+    """The ids of an assistant message in a history, from where a sampled turn would begin to the
+    close that every message has. RendererError if the format has no place for it."""
     before = renderer.render([_WORDS])
     whole = renderer.render([_WORDS, message])
-    opening = 0
-    while opening < len(before) and before[-1 - opening] == whole[-1 - opening]:
-        opening += 1
-    body = whole[len(before) : len(whole) - opening]
+    close = 0  # of any message, and the opening of the next
+    while close < len(before) and before[-1 - close] == whole[-1 - close]:
+        close += 1
+    body = whole[len(before) : len(whole) - close]
     if whole[: len(before)] == before:
         return body
     # The opening's last word runs into the message's first: cut where its bytes end.
@@ -152,7 +155,7 @@ def as_history(message: Message, renderer: Renderer) -> list[int]:
     while at < len(whole) and seen < size:
         seen += len(renderer.tokenizer.token_bytes(whole[at]))
         at += 1
-    return whole[at : len(whole) - opening]
+    return whole[at : len(whole) - close]
 
 
 def rewriting(before: str, after: str) -> tuple[Change, str] | None:
@@ -164,9 +167,10 @@ def rewriting(before: str, after: str) -> tuple[Change, str] | None:
     if "".join(before.split()) == "".join(after.split()):
         return "post_processed", "its white space was changed"
     if after.startswith(before):
-        return "post_processed", f"completed by {_short(after[len(before):])}"
+        return "post_processed", f"completed by {_short(after[len(before) :])}"
     if before.startswith(after):
-        return "post_processed", f"cut before {_short(before[len(after):])}"
+        return "post_processed", f"cut before {_short(before[len(after) :])}"
+    before, after = before.strip(), after.strip()
     head, tail = _shared(before, after)
     if head + tail < MIN_SHARED * len(before):
         return None

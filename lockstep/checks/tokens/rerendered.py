@@ -12,10 +12,20 @@ import numpy as np
 from lockstep.checks.base import Check, Setting
 from lockstep.checks.findings import Evidence, Finding
 from lockstep.checks.rows import Rows
-from lockstep.checks.template.dialogue import dialogues, first_unextended, rendered_whole
-from lockstep.checks.tokens.reencoded import without_logprobs
-from lockstep.checks.tokens.replies import changed_replies
+from lockstep.checks.template.dialogue import (
+    Dialogue,
+    dialogues,
+    first_unextended,
+    rendered_whole,
+)
+from lockstep.checks.tokens.reencoded import MIN_BROKEN_ROWS, first_breaks, without_logprobs
+from lockstep.checks.tokens.replies import MIN_FORM_TOKENS, changed_replies, renderings
 from lockstep.checks.tokens.spelling import Speller
+from lockstep.errors import RendererError
+
+MIN_HARMED = 0.25
+"""Share of the rows with rendered turns whose log-probs must disagree from there on. Where the
+template writes what the model would have sampled there is nothing to disagree about."""
 
 
 class Rerendered(Check):
@@ -32,9 +42,10 @@ class Rerendered(Check):
         self._speller = Speller(setting.tokenizer)
         self._num_engine_turns = self._num_turns = 0
         self._matched = 0.0
-        self._num_dialogues = self._num_whole = 0
+        self._num_dialogues = self._num_whole = self._num_harmed = 0
 
     def look(self, rows: Rows) -> None:
+        self._num_dialogues += len(dialogues(rows))
         if rows.engine_ids is not None:
             self._num_engine_turns += sum(len(turns or ()) for turns in rows.engine_ids)
         for changed in changed_replies(rows, self._speller, self.setting):
@@ -54,61 +65,106 @@ class Rerendered(Check):
                     expected_ids=tuple(changed.engine_ids.tolist()),
                 ),
             )
-        for row, begin, end in self._whole(rows):
+        for row, begin, end, is_harmed in self._whole(rows):
             self._num_whole += 1
-            name, _ = rows.where(begin)
+            self._num_harmed += is_harmed
             offset = int(rows.offsets[row])
             self.show(
-                1.0,
+                1.0 + is_harmed,
                 Evidence(
-                    row=name,
+                    row=rows.row_ids[row],
                     begin=begin - offset,
                     end=end - offset,
-                    note="these are the ids of the template over the whole dialogue, and not what "
-                    "follows a sampled turn when it is extended",
+                    note="these are the ids that the template writes for the messages, and not a "
+                    "sampled turn with what follows it",
                 ),
             )
 
-    def _whole(self, rows: Rows) -> list[tuple[int, int, int]]:
-        """(row, begin, end) of what was rendered again and is said to be sampled."""
+    def _whole(self, rows: Rows) -> list[tuple[int, int, int, bool]]:
+        """(row, begin, end, whether log-probs disagree from there on) of what was rendered again
+        and is said to be sampled."""
         renderer = self.setting.renderer
         assert renderer is not None, "the check's needs"
-        out: list[tuple[int, int, int]] = []
+        out: list[tuple[int, int, int, bool]] = []
+        breaks = first_breaks(rows, has_clean_start=False)
+        clean = first_breaks(rows)
         for dialogue in dialogues(rows):
-            self._num_dialogues += 1
             if len(dialogue.begin) < 2 or len(dialogue.replies) < 2:
                 continue
             if dialogue.is_paired and first_unextended(dialogue, renderer) is None:
                 continue
-            expected = rendered_whole(dialogue, renderer)
-            if expected is None or len(expected) > len(dialogue.ids):
+            size = self._rendered(dialogue)
+            if not size:
                 continue
-            if np.array_equal(dialogue.ids[: len(expected)], expected):
-                begin = dialogue.offset + int(dialogue.begin[0])
-                out.append((dialogue.row, begin, dialogue.offset + len(expected)))
+            begin = dialogue.offset + int(dialogue.begin[0])
+            known = clean if self._is_whole_turn(dialogue) else breaks
+            is_harmed = int(known[dialogue.row]) >= begin
+            out.append((dialogue.row, begin, begin + size, is_harmed))
         return out
+
+    def _is_whole_turn(self, dialogue: Dialogue) -> bool:
+        """Whether the first span begins with a whole turn that reads as its message. Masks differ
+        in what they count to a turn behind its stop id, so that this alone proves nothing."""
+        renderer = self.setting.renderer
+        assert renderer is not None, "the check's needs"
+        first = dialogue.ids[int(dialogue.begin[0]) : int(dialogue.end[0])]
+        stops = np.flatnonzero(np.isin(first, list(renderer.stop_ids)))
+        if len(stops):
+            first = first[: int(stops[0]) + 1]
+        return renderer.parse(first) == dialogue.messages[dialogue.replies[0]]
+
+    def _rendered(self, dialogue: Dialogue) -> int:
+        """How many ids from the first reply on are the template's own; 0 if it is not."""
+        renderer = self.setting.renderer
+        assert renderer is not None, "the check's needs"
+        begin = int(dialogue.begin[0])
+        expected = rendered_whole(dialogue, renderer)
+        if expected is not None and np.array_equal(dialogue.ids[: len(expected)], expected):
+            return len(expected) - begin
+        first = dialogue.messages[dialogue.replies[0]]
+        if first.parse_error or self._is_whole_turn(dialogue):
+            return 0
+        try:
+            sampled = renderer.render_reply(first)
+        except RendererError:
+            return 0
+        for form, _ in renderings(np.asarray(sampled, np.int32), renderer):
+            if len(form) >= MIN_FORM_TOKENS and np.array_equal(
+                dialogue.ids[begin : begin + len(form)], form
+            ):
+                return len(form)
+        return 0
 
     def conclude(self) -> Finding:
         figures = {
             "engine_turns": self._num_engine_turns,
             "rerendered_turns": self._num_turns,
-            "match_rate": self._matched / self._num_turns if self._num_turns else 1.0,
             "dialogues": self._num_dialogues,
             "rerendered_rows": self._num_whole,
+            "harmed_rows": self._num_harmed,
         }
         if self._num_turns:
+            rate = self._matched / self._num_turns
             return self.found(
                 "differs",
                 f"{self._num_turns} of {self._num_engine_turns} turns are renderings of the "
-                f"engine's replies: {figures['match_rate']:.1%} of their ids stand at their place",
+                f"engine's replies: {rate:.1%} of their ids stand at their place",
+                **figures,
+                match_rate=rate,
+            )
+        said = (
+            f"{self._num_whole} of {self._num_dialogues} rows have earlier turns as the template "
+            "writes them, and not as turns that were extended"
+        )
+        if self._num_harmed >= max(MIN_BROKEN_ROWS, MIN_HARMED * self._num_whole):
+            return self.found(
+                "differs",
+                f"{said}; in {self._num_harmed} the two sides disagree from there on",
                 **figures,
             )
         if self._num_whole:
             return self.found(
-                "differs",
-                f"{self._num_whole} of {self._num_dialogues} rows are the template over the whole "
-                "dialogue, and earlier turns of it are said to be sampled",
-                **figures,
+                "information", f"{said}; the log-probs do not say that it did harm", **figures
             )
         if not self._num_engine_turns and not self._num_dialogues:
             return self.not_checkable(("messages or engine_ids",))
@@ -122,6 +178,7 @@ class Rerendered(Check):
         for changed in changed_replies(rows, self._speller, self.setting):
             if changed.change == "rerendered":
                 begin[changed.row] = min(begin[changed.row], changed.first)
-        for row, first, _ in self._whole(rows):
-            begin[row] = min(begin[row], first)
+        for row, first, _, is_harmed in self._whole(rows):
+            if is_harmed:
+                begin[row] = min(begin[row], first)
         return without_logprobs(rows, begin)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -31,6 +32,12 @@ class Runs:
 
     def __len__(self) -> int:
         return len(self.begin)
+
+
+def control_spelling(tokenizer: Tokenizer) -> re.Pattern[str]:
+    """Matches the name of any control token, the longest that stands there."""
+    names = sorted((tokenizer.control_name(i) for i in tokenizer.control_ids), key=len)
+    return re.compile("|".join(map(re.escape, reversed(names))) or r"(?!)")
 
 
 class Speller:
