@@ -203,10 +203,10 @@ def _spelling(foundation: Foundation, config: SupervisedConfig) -> Renderer:
     if not config.spelling_dropout:
         return foundation.renderer
     loose = foundation.renderer.tokenizer.with_dropout(config.spelling_dropout, seed=config.seed)
-    return _LooseReplies(foundation.renderer, make_renderer(foundation.renderer_config, loose))
+    return LooseReplies(foundation.renderer, make_renderer(foundation.renderer_config, loose))
 
 
-class _LooseReplies:
+class LooseReplies:
     """One renderer for what the model reads, another spelling for what it says."""
 
     def __init__(self, strict: Renderer, loose: Renderer) -> None:
