@@ -31,6 +31,7 @@ from lockstep.renderers.config import ChatMLConfig, HarmonyConfig, RendererConfi
 from lockstep.renderers.registry import make_renderer
 from lockstep.renderers.tokenizer import Tokenizer
 from lockstep.run_config import Config, ModelChoice
+from lockstep.testing.faults import Subject
 
 if TYPE_CHECKING:
     pass
@@ -80,7 +81,15 @@ def check_config(config: Config, *, is_training: bool = True) -> Foundation:
     if config.fallback:
         _check_fallback(config)
     elif config.fault is not None and isinstance(foundation.model, ModelConfig):
-        config.fault.check(model=foundation.model, name=config.model, engine=config.engine)
+        config.fault.check(
+            Subject(
+                model=foundation.model,
+                name=config.model,
+                engine=config.engine,
+                renderer=foundation.renderer,
+                has_adapter=foundation.lora is not None,
+            )
+        )
     if config.contract == TRUE_ON_POLICY and (reason := why_no_contract(config)):
         raise ConfigError(f"contract={TRUE_ON_POLICY} cannot be kept: {reason}.")
     if config.chosen_correction.behaviour == "averaged" and config.agent.is_truncated:

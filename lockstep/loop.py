@@ -270,7 +270,7 @@ def align(
     sampled_rows = rows
     if config.fault is not None:
         log_probs = partial(parts.trainer.forward, column=None)
-        rows = config.fault.change_rows(sampled_rows, parts.renderer.tokenizer, log_probs)
+        rows = config.fault.change_rows(sampled_rows, parts.renderer, log_probs)
     if run.step == 0:
         run.view.note(describe_first_step(groups, rows))
     return rows, sampled_rows, metrics
@@ -288,6 +288,8 @@ def update(run: Session, rows: Sequence[Sample], sampled_rows: Sequence[Sample])
         metrics = trainer.update(rows, config.objective, config.chosen_correction)
     else:
         metrics = trainer.measure(rows, column="logprobs", is_checking=True).to_metrics("mismatch")
+    if config.fault is not None:
+        config.fault.after_update(rows, partial(trainer.forward, column=None))
     if critic is not None:
         metrics |= critic.update(sampled_rows)
     every = config.trainer.measure_after_every

@@ -2,12 +2,12 @@
 
     python docs/proof/real_vocabulary.py [DIRECTORY]     about five minutes on one core
 
-Softmax over 151,669 ids would take hours to train here. So the model is trained on the ids that its
-demonstrations contain, and a few hundred that they do not, which it learns never to say. Then the
-embedding is laid out over the whole vocabulary: every id that was not trained takes the place of one
-that is never said. What comes out is a checkpoint like any other: Qwen3's own tokenizer, control
-tokens and chat format, and a policy that thinks, searches and answers in them. Its architecture is
-gpt-oss's, so that it has routers, sinks and a window to get wrong.
+Softmax over 151,669 ids would take hours to train here. So the model is trained on the ids that
+its demonstrations contain, and a few hundred that they do not, which it learns never to say. Then
+the embedding is laid out over the whole vocabulary: every id that was not trained takes the place
+of one that is never said. What comes out is a checkpoint like any other: Qwen3's own tokenizer,
+control tokens and chat format, and a policy that thinks, searches and answers in them. Its
+architecture is gpt-oss's, so that it has routers, sinks and a window to get wrong.
 """
 
 from __future__ import annotations
@@ -98,8 +98,8 @@ def make(directory: Path) -> None:
             short = [replace(row, token_ids=compact_ids(row, compact)) for row in rows]
             sft = SFTConfig(path="demonstrations", steps=steps, rows_per_step=ROWS_PER_STEP)
             for metrics in run_sft(trainer, endless(short, seed=done), sft, first_step=done):
-                if metrics["step"] % 50 == 0:
-                    print(f"step {metrics['step']:.0f} loss {metrics['train/loss']:.3f}", flush=True)
+                if metrics["step"] % 100 == 0:
+                    print(f"step {metrics['step']:.0f} loss {metrics['train/loss']:.3f}")
             done = steps
         whole = Decoder(ModelConfig.from_hf(config))
         state = {k: v for k, v in small.state_dict().items() if k != "embedding"}
@@ -119,7 +119,8 @@ def demonstrated_rows(tokenizer: Tokenizer) -> Iterator[Iterator[Sample]]:
     """The rows of each stage: as `lockstep sft tiny-qwen3` has them, in this vocabulary."""
     loose = tokenizer.with_dropout(0.05, seed=0)
     renderer = LooseReplies(make_renderer(RENDERER, tokenizer), make_renderer(RENDERER, loose))
-    for number, stage in enumerate(SearchDemonstrationsConfig(num_dialogues=NUM_DIALOGUES).stages(0)):
+    stages = SearchDemonstrationsConfig(num_dialogues=NUM_DIALOGUES).stages(0)
+    for number, stage in enumerate(stages):
         yield (
             sft_row(
                 SFTExample(

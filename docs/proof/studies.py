@@ -424,14 +424,14 @@ def match_rates(run: Run) -> dict[str, float]:
 
     stored = load_run(run.path)
     config = resolve(find_recipe("quickstart"), run.words[2:])
-    tokenizer = lay_foundation(config).renderer.tokenizer
+    renderer = lay_foundation(config).renderer
     out: dict[str, float] = {}
     for label, step in (("first", 0), ("last", config.steps - 1)):
         sampled = rows_for_training(stored.groups(step), config.advantage)
         trained = sampled
         if config.fault is not None:  # its ids do not depend on log-probs, so any will do
             trained = config.fault.change_rows(
-                sampled, tokenizer, lambda rows: [row.columns["rollout_logprobs"] for row in rows]
+                sampled, renderer, lambda rows: [row.columns["rollout_logprobs"] for row in rows]
             )
         pairs = [
             (a.token_ids[a.loss_mask], b.token_ids[b.loss_mask])

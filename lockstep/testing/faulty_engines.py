@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from lockstep.agent.tasks import derive_seed
-from lockstep.engines.base import EngineContext
+from lockstep.engines.base import Engine, EngineContext
 from lockstep.engines.config import EmbeddedConfig
 from lockstep.engines.embedded.engine import EmbeddedEngine
 from lockstep.errors import EngineError
 from lockstep.models.decoder import Decoder
 from lockstep.models.hf_io import copy_decoder, read_tensors
+from lockstep.testing.broken_engines import BrokenEngine
 from lockstep.testing.faults import (
     GrowingNoise,
     KernelNoise,
+    ProcessedLogprobs,
     RouterNoise,
     SamplingNoise,
     StaleWeights,
 )
 from lockstep.testing.faulty_decoders import Noise, with_noisy_head, with_noisy_routers
+from lockstep.types import Delta, Request
 
 Tensor = torch.Tensor
 
@@ -56,6 +60,42 @@ def sampling_noise_engine(
         context.model, of_head, bias=fault.bias, seed=fault.seed, of_routers=of_routers
     )
     return NoisyEngine(noisy, config, noises=[of_routers, of_head], token_bytes=context.token_bytes)
+
+
+def base_model_engine(config: EmbeddedConfig, context: EngineContext) -> EmbeddedEngine:
+    """Shares the parameters of the trained decoder, without its adapter."""
+    with torch.device("meta"):
+        base = Decoder(context.model.config)
+    of_adapter = {name for name, p in context.model.named_parameters() if p.requires_grad}
+    state = context.model.state_dict(keep_vars=True)
+    base.load_state_dict({k: v for k, v in state.items() if k not in of_adapter}, assign=True)
+    return EmbeddedEngine(base, config, token_bytes=context.token_bytes)
+
+
+class ProcessingEngine(BrokenEngine):
+    """An engine that draws in another way than it is asked to, and says nothing of it."""
+
+    def __init__(self, engine: Engine, fault: ProcessedLogprobs) -> None:
+        super().__init__(engine, at=0)
+        self._fault = fault
+
+    async def generate(self, request: Request) -> AsyncIterator[Delta]:
+        async for delta in self.inner.generate(self._processed(request)):
+            yield delta
+
+    def _processed(self, request: Request) -> Request:
+        asked, fault = request.sampling, self._fault
+        if asked.temperature == 0:  # greedy: there is nothing to process
+            return request
+        is_truncated = fault.top_p < 1 or fault.top_k > 0
+        sampling = replace(
+            asked,
+            temperature=asked.temperature * fault.temperature,
+            top_p=fault.top_p,
+            top_k=fault.top_k,
+            distribution="sampled" if is_truncated else "tempered",
+        )
+        return replace(request, sampling=sampling)
 
 
 def stale_engine(

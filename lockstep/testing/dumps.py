@@ -1,0 +1,212 @@
+"""Rows as a trainer with a known defect would have dumped them: what a doctor is tried on.
+
+The rows of a run that was sound are taken, and the fault is laid on them. Log-probs are computed
+anew wherever the fault changes them, by the decoder that has it.
+
+# T tokens  N trained tokens  L routed layers  A active experts
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from lockstep.agent.tasks import derive_seed
+from lockstep.checks.rows import Rows
+from lockstep.models.decoder import Decoder
+from lockstep.models.hf_io import copy_decoder
+from lockstep.models.lora import add_adapter
+from lockstep.models.lora_config import LoraConfig, lora_shape
+from lockstep.models.moe import Routing
+from lockstep.renderers.base import Renderer
+from lockstep.testing.faults import FaultConfig, ProcessedLogprobs
+from lockstep.training.packing import pack, plan_microbatches
+from lockstep.types import UNKNOWN_EXPERT, Float32Array, Int32Array, Message, Sample
+
+MICROBATCH_TOKENS = 16384
+"""Tokens of one forward."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """Sound rows, and the model that sampled them."""
+
+    model: Decoder
+    renderer: Renderer
+    samples: Sequence[Sample]
+    """As `training.rows.rows_for_training` makes them: with `rollout_logprobs` and `advantages`."""
+    earlier: Sequence[Sample] = ()
+    """Rows that the updates of a stale dump were made by; empty takes `samples` themselves."""
+    temperature: float = 1.0
+    """That the rows were sampled at."""
+    lr: float = 1e-3
+    """Of the updates that a fault needs."""
+    model_ids: Callable[[Int32Array], Int32Array] = field(default=lambda ids: ids)
+    """From the tokenizer's ids to the model's: not the same for a model of few ids."""
+    rewards: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Sample's id -> reward of its episode."""
+    messages: Mapping[str, Sequence[Message]] = field(default_factory=dict[str, Sequence[Message]])
+    """Sample's id -> its dialogue."""
+
+    def log_probs(self, decoder: Decoder, rows: Sequence[Sample]) -> list[Float32Array]:
+        """[T] float32 per row: of its trained tokens by `decoder`, NaN elsewhere."""
+        return [values for values, _ in self.scored(decoder, rows)]
+
+    def scored(
+        self, decoder: Decoder, rows: Sequence[Sample]
+    ) -> list[tuple[Float32Array, npt.NDArray[np.int16] | None]]:
+        """For each row, log-probs as `log_probs`, and the experts [T, L, A] that it went to, -1
+        where nothing was read; None for a dense model.
+        """
+        logprobs = [np.full(len(row), np.nan, np.float32) for row in rows]
+        routes: list[npt.NDArray[np.int16] | None] = [None for _ in rows]
+        read = [self._read(row) for row in rows]
+        for batch in pack(read, plan_microbatches(read, MICROBATCH_TOKENS)):
+            routing = Routing() if decoder.config.is_moe else None
+            with torch.no_grad():
+                hidden = decoder(batch.ids, batch.positions, batch.context, routing)
+                values, _ = decoder.log_probs(
+                    hidden[batch.predictors], batch.targets, temperature=self.temperature
+                )
+            for row, places, found in batch.unpack(values):
+                logprobs[row][places] = found
+            if routing is None:
+                continue
+            chosen = routing.stacked().numpy().astype(np.int16)
+            for row, fed in zip(batch.rows, batch.inputs, strict=True):
+                of_row = np.full((len(rows[row]), *chosen.shape[1:]), UNKNOWN_EXPERT, np.int16)
+                of_row[: len(fed)] = chosen[fed]
+                routes[row] = of_row
+        return list(zip(logprobs, routes, strict=True))
+
+    def _read(self, row: Sample) -> Sample:
+        """`row` in the model's ids, with its advantages."""
+        return Sample(
+            id=row.id,
+            token_ids=self.model_ids(row.token_ids),
+            loss_mask=row.loss_mask,
+            columns={"advantages": row.columns["advantages"]},
+        )
+
+    def learn(
+        self, num_updates: int, *, is_by_these_rows: bool = False, has_adapter: bool = False
+    ) -> Decoder:
+        """A copy of the model after so many updates by AdamW on advantage times log-prob."""
+        rows = self.samples if is_by_these_rows or not self.earlier else self.earlier
+        model = copy_decoder(self.model).requires_grad_(True)
+        if has_adapter:
+            add_adapter(model, lora_shape(LoraConfig(rank=8), model.config), seed=0)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        optimizer = torch.optim.AdamW(trained, lr=self.lr, betas=(0.9, 0.95), weight_decay=0.0)
+        read = [self._read(row) for row in rows]
+        batches = pack(read, plan_microbatches(read, MICROBATCH_TOKENS))
+        num_trained = sum(row.num_trained for row in rows)
+        for _ in range(num_updates):
+            optimizer.zero_grad()
+            for batch in batches:
+                logprobs, _ = model.score(
+                    batch.ids, batch.positions, batch.context, predictors_N=batch.predictors,
+                    targets_N=batch.targets, temperature=self.temperature,
+                )  # fmt: skip
+                (-(logprobs * batch.columns["advantages"]).sum() / num_trained).backward()
+            torch.nn.utils.clip_grad_norm_(trained, 1.0)
+            optimizer.step()
+        return model.requires_grad_(False)
+
+
+def faulty_rows(
+    source: Source,
+    *faults: FaultConfig,
+    share: float = 1.0,
+    seed: int = 0,
+    noise: FaultConfig | None = None,
+) -> Rows:
+    """What a trainer with these faults would have dumped of the rows of `source`.
+
+    share: of the rows that meet a fault of the decoders, for one that not every trainer rank or
+    engine replica has; the faults of rows have a share of their own. seed: of that choice. noise:
+    what the two sides differ by besides, in every row: KernelNoise, mostly; None computes both
+    sides alike.
+
+    Every field of `Rows` is filled that a full dump would have: `turn` and `is_sampled` as the
+    program believes them, `engine_ids` as the engine answered, `messages` and `rewards` as the
+    source has them. `without_columns` leaves out what a smaller dump has not.
+
+    Raises ValueError for a fault that `source` must be sampled with (`ProcessedLogprobs`) unless
+    its rows were, which cannot be seen: sample them by `fault.processing(engine)`, and leave the
+    fault out here.
+    """
+    if any(isinstance(fault, ProcessedLogprobs) for fault in faults):
+        raise ValueError(
+            "processed_logprobs is in how the rows are drawn: sample them by "
+            "fault.processing(engine), and call faulty_rows without the fault."
+        )
+    before, rows = list(source.samples), list(source.samples)
+    own_log_probs = partial(source.log_probs, source.model)
+    for fault in faults:
+        rows = fault.change_rows(rows, source.renderer, own_log_probs)
+    # A row whose log-probs alone are wrong is computed as it was.
+    other = source.model if noise is None else noise.make_other(source.model, source.learn)
+    scored = source.scored(other, rows)
+    for fault in faults:
+        broken = fault.make_other(source.model, source.learn)
+        if broken is source.model:
+            continue
+        hit = [
+            at
+            for at, row in enumerate(rows)
+            if derive_seed(seed, "decoder", row.id) < share * 2.0**63
+        ]
+        for at, found in zip(hit, source.scored(broken, [rows[i] for i in hit]), strict=True):
+            scored[at] = found
+    return _rows_of(source, faults, before, rows, scored)
+
+
+def _rows_of(
+    source: Source,
+    faults: Sequence[FaultConfig],
+    before: Sequence[Sample],
+    rows: Sequence[Sample],
+    scored: Sequence[tuple[Float32Array, npt.NDArray[np.int16] | None]],
+) -> Rows:
+    lengths: list[int] = []
+    for row, old in zip(rows, before, strict=True):
+        said = [n for fault in faults if (n := fault.prompt_length(row, old)) is not None]
+        lengths.append(said[-1] if said else _first_sampled(row))
+    routes = [r for _, r in scored if r is not None]
+    is_known = all(row.id in source.rewards for row in before)
+    return Rows.of(
+        rows,
+        trainer_logprobs=np.concatenate([values for values, _ in scored]),
+        trainer_routed_experts=np.concatenate(routes) if len(routes) == len(rows) else None,
+        prompt_lengths=np.array(lengths, np.int64),
+        engine_ids=tuple(_answers(row) for row in before),
+        messages=tuple(
+            tuple(source.messages[row.id]) if row.id in source.messages else None for row in before
+        )
+        if source.messages
+        else None,
+        rewards=np.array([source.rewards[row.id] for row in before]) if is_known else None,
+        steps=np.zeros(len(rows), np.int64),
+        trainer_version=np.array([int(row.columns["policy_version"].max()) for row in before]),
+    )
+
+
+def without_columns(rows: Rows, *names: str) -> Rows:
+    """`rows` of a dump that does not have these fields."""
+    return rows.with_(**dict.fromkeys(names))
+
+
+def _first_sampled(row: Sample) -> int:
+    sampled = np.flatnonzero(row.columns["turn"] >= 0)
+    return int(sampled[0]) if sampled.size else len(row)
+
+
+def _answers(row: Sample) -> tuple[Int32Array, ...]:
+    turn = row.columns["turn"]
+    return tuple(row.token_ids[turn == t] for t in range(int(turn.max(initial=-1)) + 1))

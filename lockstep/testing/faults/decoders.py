@@ -1,0 +1,116 @@
+"""Faults of the trainer's decoder, and of when it is asked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from lockstep.config import tag
+from lockstep.errors import ConfigError
+from lockstep.testing.faults.base import FaultConfig, Learn, LogProbs, Subject, check_at_least
+from lockstep.types import Sample
+
+if TYPE_CHECKING:
+    from lockstep.models.decoder import Decoder
+
+
+@dataclass(frozen=True, kw_only=True)
+class _SinkFault(FaultConfig):
+    """Base of what a training kernel gets wrong about attention sinks."""
+
+    is_verified: ClassVar[bool] = False
+
+    def check(self, run: Subject) -> None:
+        if not run.model.has_sinks:
+            raise ConfigError(
+                f"fault={tag(type(self))} needs a model with attention sinks; model={run.name} "
+                f"({run.model.architecture}) has none. Choose a gpt-oss."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class IgnoredSinks(_SinkFault):
+    """The trainer's attention has no sinks: a training kernel that drops the argument, as flash
+    attention 2 does under gpt-oss. All log-probs of the trainer are of another model."""
+
+    def make_trained(self, model: Decoder) -> Decoder:
+        from lockstep.models.variants import without_sinks
+
+        return without_sinks(model)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DetachedSinks(_SinkFault):
+    """The trainer's sinks have no gradient: a kernel whose forward knows them and whose backward
+    does not. Log-probs are right, and the sinks stay as they were loaded."""
+
+    def make_trained(self, model: Decoder) -> Decoder:
+        from lockstep.testing.faulty_decoders import with_detached_sinks
+
+        return with_detached_sinks(model)
+
+
+@dataclass(frozen=True, kw_only=True)
+class IgnoredWindow(FaultConfig):
+    """The trainer's attention sees everything before a token, in layers that have a sliding window
+    too: a kernel that is called without the window. Nothing is wrong up to the window's length."""
+
+    is_verified: ClassVar[bool] = False
+
+    def check(self, run: Subject) -> None:
+        if not any(run.model.windows):
+            raise ConfigError(
+                f"fault=ignored_window needs a model with a sliding window; model={run.name} "
+                f"({run.model.architecture}) has none. Choose a gpt-oss."
+            )
+
+    def make_trained(self, model: Decoder) -> Decoder:
+        from lockstep.models.variants import without_windows
+
+        return without_windows(model)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActiveDropout(FaultConfig):
+    """The trainer's attention drops a share of what it adds, anew in every forward: a model that
+    was left in train mode while its log-probs are computed."""
+
+    is_verified: ClassVar[bool] = False
+
+    prob: float = 0.1
+    """Share that is dropped."""
+    seed: int = 0
+    """Of the draws."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.prob < 1:
+            raise ConfigError(f"prob={self.prob} must lie in (0, 1).")
+
+    def make_trained(self, model: Decoder) -> Decoder:
+        from lockstep.models.variants import with_dropout
+
+        return with_dropout(model, self.prob, seed=self.seed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoredAfterUpdate(FaultConfig):
+    """The trainer's log-probs that are kept of a row are those after the update which the row made:
+    a program that logs them from the training forward of a later epoch, or computes them when it
+    writes. Metrics of a run are of before, as ever; its recorded trajectories are not."""
+
+    updates: int = 1
+    """In a dump, where nothing is trained: how many updates the rows have made. In a run it is
+    trainer.updates_per_batch."""
+
+    def __post_init__(self) -> None:
+        check_at_least(self, "updates", 1)
+
+    def after_update(self, rows: Sequence[Sample], log_probs: LogProbs) -> None:
+        for row, values in zip(rows, log_probs(rows), strict=True):
+            for name in ("logprobs", "old_logprobs"):
+                if name in row.columns:
+                    row.set(name, values)
+
+    def make_other(self, model: Decoder, learn: Learn) -> Decoder:
+        return learn(self.updates, is_by_these_rows=True)

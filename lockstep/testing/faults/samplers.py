@@ -1,0 +1,269 @@
+"""Faults of the sampler: its numbers, its weights, its distribution."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from lockstep.engines.config import EngineConfig
+from lockstep.errors import ConfigError
+from lockstep.renderers.base import Renderer
+from lockstep.testing.faults.base import (
+    FaultConfig,
+    Learn,
+    LogProbs,
+    Subject,
+    check_at_least,
+    check_embedded,
+    check_routed,
+    check_shared,
+)
+from lockstep.testing.faults.edits import without_early_routes
+from lockstep.types import Sample
+
+if TYPE_CHECKING:
+    from lockstep.engines.base import Engine, EngineContext
+    from lockstep.models.decoder import Decoder
+
+
+@dataclass(frozen=True, kw_only=True)
+class GrowingNoise:
+    """How large the noise of a computation is. Its standard deviation is
+
+        std + growth * max(version - growth_from, 0)
+
+    and depends on the policy version alone, so that a run that is resumed goes on with it. The
+    draws are a hash of `seed`, the version and what is computed: a run repeats bit for bit, while
+    another batch, or the same tokens scored again, come with other noise.
+    """
+
+    std: float
+    """Standard deviation, in logits."""
+    growth: float = 0.0
+    """Added to `std` with each policy version."""
+    growth_from: int = 0
+    """The policy version from which on it grows: that of the checkpoint, for a run forked late."""
+    seed: int = 0
+    """Of the noise."""
+
+    def __post_init__(self) -> None:
+        for name in ("std", "growth"):
+            value = getattr(self, name)
+            if not 0 <= value < math.inf:
+                raise ConfigError(f"{name}={value} must be a finite number of at least 0.")
+        if self.growth_from < 0:
+            raise ConfigError(f"growth_from={self.growth_from} must be at least 0.")
+
+    def std_at(self, version: int) -> float:
+        """The standard deviation under this policy version."""
+        return self.std + self.growth * max(version - self.growth_from, 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelNoise(GrowingNoise, FaultConfig):
+    """Gaussian noise on the sampler's logits: another engine's kernels, which round otherwise.
+
+    It is added before temperature, top-k and top-p. The log-prob that is recorded is that of the
+    noisy distribution which was drawn from; `score` is noisy too, by draws of its own.
+    """
+
+    bias: float = 0.0
+    """Standard deviation of a second part, one offset per token id that never changes: a systematic
+    error, which averaging does not remove. (One offset for all ids would leave softmax as it is.)
+    """
+
+    def __post_init__(self) -> None:
+        GrowingNoise.__post_init__(self)
+        if not 0 <= self.bias < math.inf:
+            raise ConfigError(f"bias={self.bias} must be a finite number of at least 0.")
+
+    def check(self, run: Subject) -> None:
+        check_shared(self, run.engine)
+
+    def make_engine(self, config: EngineConfig, context: EngineContext) -> Engine:
+        from lockstep.testing.faulty_engines import kernel_noise_engine
+
+        return kernel_noise_engine(self, check_shared(self, config), context)
+
+    def make_other(self, model: Decoder, learn: Learn) -> Decoder:
+        from lockstep.testing.faulty_decoders import Noise, with_noisy_head
+
+        return with_noisy_head(model, Noise(self), bias=self.bias, seed=self.seed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterNoise(GrowingNoise, FaultConfig):
+    """Gaussian noise on the logits of every router, in the sampler only: near a tie a token goes to
+    other experts than in the trainer. Keys and values that are cached have it too."""
+
+    def check(self, run: Subject) -> None:
+        check_shared(self, run.engine)
+        check_routed(self, run)
+
+    def make_engine(self, config: EngineConfig, context: EngineContext) -> Engine:
+        from lockstep.testing.faulty_engines import router_noise_engine
+
+        return router_noise_engine(self, check_shared(self, config), context)
+
+    def make_other(self, model: Decoder, learn: Learn) -> Decoder:
+        from lockstep.testing.faulty_decoders import Noise, with_noisy_routers
+
+        return with_noisy_routers(model, Noise(self))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingNoise(FaultConfig):
+    """The noise of a mixture of experts at work, on both sides at once: what a large one measures
+    as the mean difference of the two log-probs, their variance in the sampler, and in the trainer.
+    """
+
+    router_std: float = 0.0
+    """Standard deviation on the sampler's router logits, as `router_noise`: rare, large, new with
+    every pass."""
+    head_std: float = 0.0
+    """The same on its logits, as `kernel_noise`: small, everywhere, new with every pass."""
+    bias: float = 0.0
+    """As of `kernel_noise`: what stays the same in every pass, and no average removes."""
+    trainer_std: float = 0.0
+    """Standard deviation on what the trainer's experts give, summed by atomic adds in an order of
+    their own; in units of that output. Backward goes through the same noise, but for blocks that
+    activation checkpointing computes again, which draw other noise."""
+    lost_routes: float = 0.0
+    """Share of the later turns that find their prefix gone from the engine's cache: the routes of
+    all positions before are lost to `trainer.routing_replay=rollout`."""
+    seed: int = 0
+    """Of all of it."""
+
+    def __post_init__(self) -> None:
+        for name in ("router_std", "head_std", "bias", "trainer_std"):
+            value = getattr(self, name)
+            if not 0 <= value < math.inf:
+                raise ConfigError(f"{name}={value} must be a finite number of at least 0.")
+        if not 0 <= self.lost_routes <= 1:
+            raise ConfigError(f"lost_routes={self.lost_routes} is a share; expected 0 to 1.")
+
+    def check(self, run: Subject) -> None:
+        check_shared(self, run.engine)
+        check_routed(self, run)
+
+    def make_engine(self, config: EngineConfig, context: EngineContext) -> Engine:
+        from lockstep.testing.faulty_engines import sampling_noise_engine
+
+        return sampling_noise_engine(self, check_shared(self, config), context)
+
+    def make_trained(self, model: Decoder) -> Decoder:
+        from lockstep.testing.faulty_decoders import Noise, with_noisy_experts
+
+        if self.trainer_std == 0:
+            return model
+        return with_noisy_experts(model, Noise(GrowingNoise(std=self.trainer_std, seed=self.seed)))
+
+    def change_rows(
+        self, rows: Sequence[Sample], renderer: Renderer, log_probs: LogProbs
+    ) -> list[Sample]:
+        return [without_early_routes(row, self.lost_routes, seed=self.seed) for row in rows]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StaleWeights(FaultConfig):
+    """The sampler runs the weights of `lag` policy versions ago; in the first ones, the oldest that
+    it has seen. A run that is resumed has seen none: the lag builds up from its checkpoint again.
+    """
+
+    is_verified: ClassVar[bool] = False
+
+    lag: int = 1
+    """Policy versions by which the sampler is behind."""
+    is_honest: bool = True
+    """Tokens carry the version that sampled them, so that their age shows. False: they carry the
+    newest one, as if the sync had worked."""
+
+    def __post_init__(self) -> None:
+        if self.lag < 0:
+            raise ConfigError(f"lag={self.lag} must be at least 0.")
+
+    def check(self, run: Subject) -> None:
+        check_embedded(self, run.engine)
+
+    def make_engine(self, config: EngineConfig, context: EngineContext) -> Engine:
+        from lockstep.testing.faulty_engines import stale_engine
+
+        return stale_engine(self, check_embedded(self, config), context)
+
+    def make_other(self, model: Decoder, learn: Learn) -> Decoder:
+        return learn(self.lag)
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnmergedAdapter(FaultConfig):
+    """The sampler runs the base model, and never its adapter: a server that was started without
+    LoRA, or is asked for the base model's name. In the first step the two are still the same."""
+
+    is_verified: ClassVar[bool] = False
+
+    updates: int = 8
+    """In a dump, where nothing is trained: updates that the adapter has behind it. In a run the
+    adapter learns by itself."""
+
+    def __post_init__(self) -> None:
+        check_at_least(self, "updates", 1)
+
+    def check(self, run: Subject) -> None:
+        check_shared(self, run.engine)
+        if not run.has_adapter:
+            raise ConfigError(
+                "fault=unmerged_adapter needs an adapter to leave out: set lora.rank=8. Without "
+                "one, fault=stale_weights has the sampler behind."
+            )
+
+    def make_engine(self, config: EngineConfig, context: EngineContext) -> Engine:
+        from lockstep.testing.faulty_engines import base_model_engine
+
+        return base_model_engine(check_shared(self, config), context)
+
+    def make_other(self, model: Decoder, learn: Learn) -> Decoder:
+        return learn(self.updates, has_adapter=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessedLogprobs(FaultConfig):
+    """The sampler draws at a temperature, from the top-p or the top-k, and records log-probs of
+    that distribution; the trainer's are of the raw one, and the run's settings say nothing of it.
+    So under vLLM's logprobs_mode=processed_logprobs, and under SGLang, whose log-probs are after
+    temperature, where the trainer's loss knows of neither."""
+
+    temperature: float = 1.0
+    """That the sampler divides its logits by, whatever it was asked for."""
+    top_p: float = 1.0
+    """1 is off."""
+    top_k: int = 0
+    """0 is off."""
+
+    def __post_init__(self) -> None:
+        is_known = 0 < self.temperature < math.inf and 0 < self.top_p <= 1 and self.top_k >= 0
+        if not is_known:
+            raise ConfigError(
+                f"temperature={self.temperature} must be above 0, top_p={self.top_p} in (0, 1], "
+                f"top_k={self.top_k} at least 0."
+            )
+        if (self.temperature, self.top_p, self.top_k) == (1.0, 1.0, 0):
+            raise ConfigError(
+                "fault=processed_logprobs processes nothing: set fault.temperature, fault.top_p or "
+                "fault.top_k."
+            )
+
+    def check(self, run: Subject) -> None:
+        check_embedded(self, run.engine)
+
+    def make_engine(self, config: EngineConfig, context: EngineContext) -> Engine:
+        from lockstep.engines.registry import open_engine
+
+        return self.processing(open_engine(config, context))
+
+    def processing(self, engine: Engine) -> Engine:
+        """`engine`, which draws as this fault says. The rows of a dump must be sampled by it."""
+        from lockstep.testing.faulty_engines import ProcessingEngine
+
+        return ProcessingEngine(engine, self)
