@@ -516,7 +516,8 @@ def _parser() -> argparse.ArgumentParser:
         "Say why sampler and trainer differ: of a run, or of another trainer's dump.",
         "lockstep doctor runs/quickstart-20260101-120000",
     )
-    doctor.add_argument("target", metavar="RUN|DUMP", help="what to examine; with --ladder: "
+    doctor.add_argument("target", metavar="RUN|DUMP|example", help="what to examine (example: "
+                        "a shipped dump with two defects); with --ladder: "
                         "RECIPE|config.json|RUN[@STEP]")  # fmt: skip
     doctor.add_argument("settings", nargs="*", metavar="key=value", help="of --ladder: settings of "
                         "the recipe")  # fmt: skip

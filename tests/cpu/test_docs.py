@@ -409,7 +409,54 @@ def causes_table() -> str:
     return "\n".join(lines) + "\n"
 
 
+def doctor_formats_table() -> str:
+    from lockstep.doctor.inputs.registry import FORMATS
+
+    rows = ["| `--format` | what it is |", "|---|---|"]
+    rows += [f"| `{kind.format}` | {_first_paragraph(kind)} |" for kind in FORMATS]
+    return "\n".join(rows) + "\n"
+
+
+def doctor_columns_table() -> str:
+    """The columns, and which checks cannot be made without each."""
+    from lockstep.checks.suite import STAGES
+    from lockstep.doctor.inputs.schema import COLUMNS, REQUIRED
+
+    rows = ["| column | per | what it is | cannot be made without it |", "|---|---|---|---|"]
+    for column in COLUMNS:
+        names = sorted(
+            {kind.name for stage in STAGES for kind in stage if column.field in kind.needs}
+        )
+        cost = ", ".join(f"`{name}`" for name in names[:3])
+        if len(names) > 3:
+            cost += f" and {len(names) - 3} more"
+        if column.name in REQUIRED:
+            cost = "anything: it must be there"
+        kind = {"text": "row", "messages": "row", "turn": "row", "route": "token"}.get(
+            column.shape, column.shape
+        )
+        dtype = column.dtype or {"messages": "objects"}.get(column.shape, "text")
+        rows.append(f"| `{column.name}` {dtype} | {kind} | {column.about} | {cost} |")
+    return "\n".join(rows) + "\n"
+
+
+def doctor_facts_table() -> str:
+    from lockstep.config import field_docs
+    from lockstep.doctor.inputs.base import Facts
+
+    rows = ["| fact | what it is |", "|---|---|"]
+    rows += [f"| `{name}` | {' '.join(doc.split())} |" for name, doc in field_docs(Facts).items()]
+    return "\n".join(rows) + "\n"
+
+
+def _first_paragraph(kind: type) -> str:
+    return " ".join((kind.__doc__ or "").partition("\n\n")[0].split())
+
+
 TABLES = {
+    "doctor-formats": doctor_formats_table,
+    "doctor-columns": doctor_columns_table,
+    "doctor-facts": doctor_facts_table,
     "noise": noise_rows,
     "causes": causes_table,
     "investigation": investigation_rows,

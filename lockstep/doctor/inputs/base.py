@@ -27,11 +27,17 @@ class Facts:
     renderer: str = ""
     """harmony, chatml, ..., or the settings of one as JSON: {"type": "chatml", ...}."""
     stop_ids: frozenset[int] = frozenset()
+    """Ids that end a reply; default: the renderer's."""
     pad_id: int | None = None
+    """What rows are padded with; default: as tokenizer_config.json says."""
     temperature: float | None = None
+    """That the rows were sampled at."""
     top_p: float | None = None
+    """Likewise; 1 is all of the vocabulary."""
     top_k: int | None = None
+    """Likewise; 0 is all of the vocabulary."""
     is_moe: bool | None = None
+    """Whether the model is a mixture of experts."""
 
 
 class Dump(ABC):
