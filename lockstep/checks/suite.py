@@ -14,6 +14,7 @@ from lockstep.checks.values.estimators import Estimators, Forced
 from lockstep.checks.values.finite import NonFinite, Positive
 from lockstep.checks.values.noise import NoisySampler, NoisyTrainer
 from lockstep.checks.values.precision import Precision
+from lockstep.checks.values.processed import Processed
 from lockstep.checks.values.rounding import Clamped, Quantised
 
 STRUCTURE: tuple[type[Check], ...] = (
@@ -33,11 +34,13 @@ STRUCTURE: tuple[type[Check], ...] = (
 """What is obvious: ids, masks, and what stands beside which. A cause that is gone once those before
 it are repaired was their mark, and is not named."""
 VALUES: tuple[type[Check], ...] = (Clamped, Quantised)
-"""What the log-probs are of, and how they were kept."""
+"""How the log-probs were kept."""
+PROCESSED: tuple[type[Check], ...] = (Processed,)
+"""What they are of."""
 NOISE: tuple[type[Check], ...] = (Precision, NoisySampler, NoisyTrainer)
 """What is the same each time and what is not: of rows that are otherwise explained."""
 TRAINING: tuple[type[Check], ...] = ()
 """What the run does with them."""
 
-STAGES = (STRUCTURE, VALUES, NOISE, TRAINING)
+STAGES = (STRUCTURE, VALUES, PROCESSED, NOISE, TRAINING)
 """Each sees the rows as the repairs of those before it have left them."""
