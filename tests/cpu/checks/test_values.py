@@ -154,9 +154,9 @@ def test_a_bound_is_found_with_its_value(bound, rows_hit):
 
 
 def bits(n):
-    return lambda x: (x.view(np.uint32) & np.uint32((0xFFFFFFFF << n) & 0xFFFFFFFF)).view(
-        np.float32
-    )
+    """To the nearest number whose lowest n bits are 0."""
+    mask, half = np.uint32((0xFFFFFFFF << n) & 0xFFFFFFFF), np.uint32(1 << (n - 1))
+    return lambda x: ((x.view(np.uint32) + half) & mask).view(np.float32)
 
 
 @pytest.mark.parametrize(
