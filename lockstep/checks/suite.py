@@ -6,7 +6,10 @@ from lockstep.checks.base import Check
 from lockstep.checks.template.drift import TemplateDrift
 from lockstep.checks.template.thinking import ThinkingDropped
 from lockstep.checks.tokens.alignment import Shifted
+from lockstep.checks.tokens.endings import AfterStop, MissingFinal
+from lockstep.checks.tokens.fillers import Fillers
 from lockstep.checks.tokens.injected_control import InjectedControl
+from lockstep.checks.tokens.masks import ObservationTrained
 from lockstep.checks.tokens.post_processed import PostProcessed
 from lockstep.checks.tokens.reencoded import Reencoded
 from lockstep.checks.tokens.rerendered import Rerendered
@@ -17,6 +20,8 @@ from lockstep.checks.values.precision import Precision
 from lockstep.checks.values.processed import Processed
 from lockstep.checks.values.rounding import Clamped, Quantised
 
+MASKS: tuple[type[Check], ...] = (ObservationTrained, AfterStop, MissingFinal)
+"""Which tokens are the model's: what is not trained rightly has no right log-prob either."""
 STRUCTURE: tuple[type[Check], ...] = (
     # whose ids they are: what stands behind another id bears the marks of what follows here
     InjectedControl,
@@ -26,12 +31,13 @@ STRUCTURE: tuple[type[Check], ...] = (
     PostProcessed,
     Reencoded,
     Shifted,
+    Fillers,
     NonFinite,
     Positive,
     Estimators,
     Forced,
 )
-"""What is obvious: ids, masks, and what stands beside which. A cause that is gone once those before
+"""What is obvious: ids, and what stands beside which. A cause that is gone once those before
 it are repaired was their mark, and is not named."""
 VALUES: tuple[type[Check], ...] = (Clamped, Quantised)
 """How the log-probs were kept."""
@@ -42,5 +48,5 @@ NOISE: tuple[type[Check], ...] = (Precision, NoisySampler, NoisyTrainer)
 TRAINING: tuple[type[Check], ...] = ()
 """What the run does with them."""
 
-STAGES = (STRUCTURE, VALUES, PROCESSED, NOISE, TRAINING)
+STAGES = (MASKS, STRUCTURE, VALUES, PROCESSED, NOISE, TRAINING)
 """Each sees the rows as the repairs of those before it have left them."""
