@@ -21,7 +21,7 @@ from lockstep.checks.base import Gap, Setting
 from lockstep.checks.causes import CAUSES
 from lockstep.checks.examine import Stage, examine, gap_of
 from lockstep.checks.rows import Rows
-from lockstep.checks.suite import STRUCTURE, TRAINING, VALUES
+from lockstep.checks.suite import STAGES
 from lockstep.errors import DataError
 from lockstep.launch.config import ParallelConfig
 from lockstep.observe.alarms import Alarm, mismatch_alarm
@@ -312,7 +312,7 @@ class _Climber:
         has = frozenset({"rollout_logprobs", "trainer_logprobs", "is_sampled", "turn"})
         examined = examine(
             lambda: [rows],
-            [Stage(checks=STRUCTURE), Stage(checks=VALUES), Stage(checks=TRAINING)],
+            [Stage(checks=checks) for checks in STAGES],
             self.setting,
             has=has,
         )

@@ -10,7 +10,7 @@ import numpy as np
 from lockstep.checks.base import Check, Setting
 from lockstep.checks.findings import Evidence, Finding
 from lockstep.checks.rows import BoolArray, Rows
-from lockstep.checks.tokens.masks import indices_of, misplaced, runs_of
+from lockstep.checks.tokens.masks import misplaced, runs_of
 from lockstep.checks.tokens.template_ids import TemplateIds
 from lockstep.types import Int64Array
 
@@ -71,7 +71,9 @@ class MissingFinal(Check):
         is_last = np.ones(len(spans), np.bool_)
         is_last[:-1] = spans.row[1:] != spans.row[:-1]
         is_stop = self._template.is_stop(rows)
-        is_open = ~is_stop[spans.end - 1] & ~follows  # one that others weights went on with is not
+        stops_before = np.concatenate([[0], np.cumsum(is_stop)])
+        has_stop = stops_before[spans.end] > stops_before[spans.begin]  # else `AfterStop` has it
+        is_open = ~has_stop & ~follows  # one that other weights went on with is not open
         has_stop_behind = np.zeros(len(spans), np.bool_)
         has_stop_behind[~is_last] = is_stop[spans.end[~is_last]]
         self._open_turns += int(is_open.sum())
@@ -202,11 +204,13 @@ class AfterStop(Check):
         self._turns = 0
         self._turns_hit = 0
         self._tokens = 0
+        self._knows_sampled = False
 
     def look(self, rows: Rows) -> None:
         self._template.add(rows)
+        self._knows_sampled = rows.is_sampled is not None
         self._turns += len(rows.spans)
-        behind = self._behind(rows)
+        behind = misplaced(rows, self._template).after_stop
         if not behind.any():
             return
         self._tokens += int(behind.sum())
@@ -224,23 +228,6 @@ class AfterStop(Check):
                 ),
             )
 
-    def _behind(self, rows: Rows) -> BoolArray:
-        """[N] trained, and behind a stop id in its run of sampled tokens."""
-        out = np.zeros(rows.num_tokens, np.bool_)
-        spans = rows.spans
-        if not len(spans):
-            return out
-        at = np.flatnonzero(self._template.is_stop(rows) & rows.sampled)
-        span = np.searchsorted(spans.begin, at, side="right") - 1
-        is_inner = at < spans.end[span] - 1
-        at, span = at[is_inner], span[is_inner]
-        if not len(at):
-            return out
-        span, first = np.unique(span, return_index=True)
-        begin, end = at[first] + 1, spans.end[span]
-        out[indices_of(begin, end)] = True
-        return out & rows.loss_mask & ~misplaced(rows, self._template).observed
-
     def conclude(self) -> Finding:
         template = self._template
         if not template.stop_ids:
@@ -254,8 +241,9 @@ class AfterStop(Check):
             return self.found(
                 "consistent", f"0 of {self._turns} turns go on behind a stop id", **figures
             )
+        is_told = bool(template.openings) or self._knows_sampled
         return self.found(
-            "differs" if template.is_sure else "information",
+            "differs" if template.is_sure and is_told else "information",
             f"{self._turns_hit} of {self._turns} turns go on behind a stop id, {self._tokens} "
             "tokens that are trained",
             **figures,
@@ -263,7 +251,7 @@ class AfterStop(Check):
 
     def repair(self, rows: Rows) -> Rows:
         """What follows a stop id is not trained."""
-        behind = self._behind(rows)
+        behind = misplaced(rows, self._template).after_stop
         return rows.with_(loss_mask=rows.loss_mask & ~behind) if behind.any() else rows
 
 

@@ -90,6 +90,8 @@ class Misplaced:
     """[N] others' words."""
     early: BoolArray
     """[N] a few tokens before a turn that is trained: its border is misplaced."""
+    after_stop: BoolArray
+    """[N] behind the stop id of a turn that is trained, with no other turn after them."""
 
 
 def misplaced(rows: Rows, template: TemplateIds) -> Misplaced:
@@ -97,17 +99,19 @@ def misplaced(rows: Rows, template: TemplateIds) -> Misplaced:
 
     By the template, in a run of trained tokens: what stands behind a stop id up to the end of an
     opening, and what stands before the first opening if the run begins with its row. With a
-    renderer also runs that begin in a message of others. Behind a stop id with no opening after it
-    stands what `AfterStop` is about.
+    renderer also runs that begin in a message of others.
     """
-    none = np.zeros(rows.num_tokens, np.bool_)
+    observed = np.zeros(rows.num_tokens, np.bool_)
+    early, after = observed.copy(), observed.copy()
     if rows.is_sampled is not None:
         bad = rows.loss_mask & ~rows.is_sampled
         ends = rows.spans.begin
     else:
         bad, ends = _observed_by_template(rows, template)
+    if rows.is_sampled is not None:
+        after |= _behind_stops(rows, template)
     if not bad.any():
-        return Misplaced(observed=none, early=none)
+        return Misplaced(observed=observed, early=early, after_stop=after)
     begin, end = runs_of(bad, rows)
     size = end - begin
     is_first = rows.position[begin] == 0
@@ -117,13 +121,26 @@ def misplaced(rows: Rows, template: TemplateIds) -> Misplaced:
     is_followed = np.isin(end, ends)
     is_followed[is_followed] = rows.loss_mask[np.minimum(end, rows.num_tokens - 1)[is_followed]]
     is_early = ~is_first & ~is_joined & is_followed & (size <= MAX_BORDER)
-    is_observed = ~is_early
+    is_after = np.zeros(len(begin), np.bool_)
     if rows.is_sampled is None:
-        is_observed &= ~is_joined | np.isin(end, ends)
-    observed, early = none, none.copy()
-    observed[indices_of(begin[is_observed], end[is_observed])] = True
-    early[indices_of(begin[is_early], end[is_early])] = True
-    return Misplaced(observed=observed, early=early)
+        is_after = is_joined & ~np.isin(end, ends)
+    for where, chosen in ((early, is_early), (after, is_after), (observed, ~is_early & ~is_after)):
+        where[indices_of(begin[chosen], end[chosen])] = True
+    return Misplaced(observed=observed, early=early, after_stop=after)
+
+
+def _behind_stops(rows: Rows, template: TemplateIds) -> BoolArray:
+    """[N] trained, and behind a stop id among the sampled tokens of one turn."""
+    out = np.zeros(rows.num_tokens, np.bool_)
+    spans = rows.spans
+    if not len(spans):
+        return out
+    at = np.flatnonzero(template.is_stop(rows) & rows.sampled)
+    span = np.searchsorted(spans.begin, at, side="right") - 1
+    is_inner = at < spans.end[span] - 1
+    span, first = np.unique(span[is_inner], return_index=True)
+    out[indices_of(at[is_inner][first] + 1, spans.end[span])] = True
+    return out & rows.loss_mask
 
 
 def _observed_by_template(rows: Rows, template: TemplateIds) -> tuple[BoolArray, Int64Array]:

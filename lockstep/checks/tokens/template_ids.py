@@ -24,15 +24,20 @@ with any id, each of them rarely."""
 MIN_PRECISION = 0.9
 """Share of its sampled occurrences at which a learnt stop id must end the turn: the last character
 of calls ("}") ends many turns too, and stands within others."""
+MIN_CONTROL_PRECISION = 0.2
+"""The same of a control token. Where tool replies are trained, runs of trained tokens hold those of
+several turns."""
 TOP_OF_VOCABULARY = 0.97
 """Ids above this share of the largest one seen are taken for control tokens where there is no
 tokenizer: byte-level vocabularies have theirs at the end."""
 MIN_FOLLOWED = 0.95
 """Share of the observed occurrences of an id that one other id must follow, for it to be a part of
 the template (ChatML: a line break behind <|im_end|>)."""
-OPENING_TOKENS = 2
-"""Ids before a turn that a learnt opening has: "assistant" and a line break, or <|start|> and
-"assistant". Longer ones are of the message before it."""
+MAX_OPENING_TOKENS = 12
+"""Ids before a turn among which the one that opens messages is sought: it begins the row too."""
+MIN_OPENING_TOKENS = 2
+"""Ids that are taken for the opening where that one is not among them (rows with a token for the
+beginning of the text): "assistant" and a line break."""
 MIN_OPENING = 0.05
 """Share of the turns that a learnt opening must precede."""
 
@@ -68,30 +73,27 @@ class TemplateIds:
                 self._followers.setdefault(candidate, Counter()).update(counted(ids[at + 1]))
             self.__dict__.pop("stop_ids", None)
         if self._setting.renderer is None:
-            begin = spans.begin
-            has_room = rows.position[begin] >= OPENING_TOKENS
-            pairs = np.stack(
-                [ids[begin[has_room] - back] for back in range(OPENING_TOKENS, 0, -1)], axis=1
-            )
-            unique, num = np.unique(pairs, axis=0, return_counts=True)
-            for opening, count in zip(unique.tolist(), num.tolist(), strict=True):
-                self._openings[tuple(opening)] += count
+            self._openings.update(openings_before(rows))
             self.__dict__.pop("openings", None)
 
     def _candidates(self) -> list[int]:
-        least = max(MIN_TURNS, MIN_SHARE * self._num_turns)
-        return [id_ for id_, count in self._ends.most_common(4) if count >= least]
+        return [id_ for id_, count in self._ends.most_common(8) if count >= 2]
 
     @cached_property
     def stop_ids(self) -> frozenset[int]:
         """Ids that end a turn; empty if none is known."""
         if self._setting.stop_ids:
             return self._setting.stop_ids
-        return frozenset(
-            id_
-            for id_ in self._candidates()
-            if self._ends[id_] >= MIN_PRECISION * self._inside[id_]
-        )
+        least = max(MIN_TURNS, MIN_SHARE * self._num_turns)
+        common, rare = set[int](), set[int]()
+        for id_ in self._candidates():
+            ends, inside, is_control = self._ends[id_], self._inside[id_], self._is_control(id_)
+            precision = MIN_CONTROL_PRECISION if is_control else MIN_PRECISION
+            if ends >= least and ends >= precision * inside:
+                common.add(id_)
+            elif is_control and ends == inside:  # a second one (harmony), in few turns
+                rare.add(id_)
+        return frozenset(common | rare if common else common)
 
     @property
     def is_sure(self) -> bool:
@@ -132,6 +134,24 @@ class TemplateIds:
         for opening in self.openings:
             found.append(ends_of(opening, rows))
         return np.unique(np.concatenate(found))
+
+
+def openings_before(rows: Rows) -> Counter[tuple[int, ...]]:
+    """What stands before turns, from the id that opens messages on, and how often."""
+    begin, ids = rows.spans.begin, rows.token_ids
+    first = ids[rows.offsets[rows.spans.row]]
+    room = rows.position[begin]
+    size = np.where(room >= MIN_OPENING_TOKENS, MIN_OPENING_TOKENS, 0)
+    for back in range(min(MAX_OPENING_TOKENS, int(room.max(initial=0))), 0, -1):
+        size[(room >= back) & (ids[begin - np.minimum(back, room)] == first)] = back
+    out: Counter[tuple[int, ...]] = Counter()
+    for back in np.unique(size[size > 0]).tolist():
+        of = begin[size == back]
+        tuples = np.stack([ids[of - step] for step in range(back, 0, -1)], axis=1)
+        unique, num = np.unique(tuples, axis=0, return_counts=True)
+        for opening, count in zip(unique.tolist(), num.tolist(), strict=True):
+            out[tuple(opening)] += count
+    return out
 
 
 def opening_of(renderer: Renderer) -> tuple[int, ...]:

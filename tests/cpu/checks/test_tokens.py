@@ -1,0 +1,201 @@
+"""What the checks of ids, masks and places say of sound rows, and of each defect."""
+
+import numpy as np
+import pytest
+from made_dialogues import (
+    RENDERERS,
+    Made,
+    causes,
+    dialogues,
+    examined,
+    hit,
+    rows_of,
+    setting_of,
+    share_of,
+)
+
+from lockstep.checks.base import Setting
+
+FAMILIES = ("chatml", "harmony")
+KNOWN = pytest.mark.parametrize("is_known", [True, False], ids=["renderer", "rows alone"])
+SAMPLED = pytest.mark.parametrize("is_sampled", [True, False], ids=["sampled", "mask alone"])
+FAMILY = pytest.mark.parametrize("family", FAMILIES)
+
+
+def setting(family: str, is_known: bool) -> Setting:
+    return setting_of(family) if is_known else Setting()
+
+
+# -- sound rows ------------------------------------------------------------------------------------
+
+
+@FAMILY
+@KNOWN
+@SAMPLED
+@pytest.mark.parametrize("noise", [1e-6, 0.02])
+def test_sound_rows_have_no_cause(family, is_known, is_sampled, noise):
+    for seed in range(3):
+        rows = rows_of(
+            dialogues(family, noise=noise, seed=seed), is_sampled=is_sampled, engine=True
+        )
+        assert causes(rows, setting(family, is_known)) == []
+
+
+@FAMILY
+@KNOWN
+@SAMPLED
+@pytest.mark.parametrize("num_rows", [1, 2, 5])
+def test_a_few_sound_rows_have_no_cause(family, is_known, is_sampled, num_rows):
+    for seed in range(4):
+        made = dialogues(family, num_rows, noise=0.02, seed=seed)
+        rows = rows_of(made, is_sampled=is_sampled, engine=seed % 2 == 0, trainer=seed % 3 > 0)
+        assert causes(rows, setting(family, is_known)) == []
+
+
+@FAMILY
+@KNOWN
+@SAMPLED
+@pytest.mark.parametrize("limit", [8, 40])
+def test_replies_that_a_limit_cuts_off_are_sound(family, is_known, is_sampled, limit):
+    made = dialogues(family, max_turn_tokens=limit)
+    assert causes(rows_of(made, is_sampled=is_sampled), setting(family, is_known)) == []
+
+
+@FAMILY
+@SAMPLED
+def test_rows_that_are_cut_at_a_budget_of_the_row_are_sound(family, is_sampled):
+    made = [row.take(range(min(len(row.ids), 150))) for row in dialogues(family, 60)]
+    assert causes(rows_of(made, is_sampled=is_sampled), setting_of(family)) == []
+
+
+@FAMILY
+def test_tokens_that_were_certain_are_sound(family):
+    def certain(row: Made) -> Made:
+        row.rollout = [0.0 if lp > -1e-5 else lp for lp in row.rollout]
+        return row
+
+    assert causes(rows_of(hit(dialogues(family, noise=0.02), certain))) == []
+
+
+# -- the end of a turn -----------------------------------------------------------------------------
+
+
+@FAMILY
+@KNOWN
+@SAMPLED
+@pytest.mark.parametrize("share", [0.2, 1.0])
+@pytest.mark.parametrize("count", [1, 5])
+def test_lost_final_tokens_are_found(family, is_known, is_sampled, share, count):
+    def lose(row: Made) -> Made:
+        return row.take(range(len(row.ids) - count))
+
+    rows = rows_of(hit(dialogues(family, 60), lose, share), is_sampled=is_sampled)
+    said = causes(rows, setting(family, is_known))
+    if is_known or share < 1:
+        assert said == ["missing_final"]
+    else:  # which id would have ended the last turns cannot be learnt where none has it
+        assert said in ([], ["missing_final"])
+
+
+@FAMILY
+def test_what_the_engine_answered_beyond_the_row_is_proof(family):
+    made = hit(dialogues(family, 20), lambda row: row.take(range(len(row.ids) - 2)), 0.05)
+    finding = next(
+        f for f in examined(rows_of(made, engine=True)).findings if f.cause == "missing_final"
+    )
+    assert finding.verdict == "differs" and finding.figures["tokens_cut_off"] == 2
+    assert finding.evidence[0].expected_ids[-1] in RENDERERS[family].stop_ids
+
+
+@FAMILY
+@KNOWN
+@SAMPLED
+@pytest.mark.parametrize("share", [0.2, 1.0])
+def test_tokens_behind_a_stop_are_found(family, is_known, is_sampled, share):
+    def go_on(row: Made) -> Made:
+        begin, end = row.spans()[-1]
+        return row.take([*range(end), *range(begin, min(begin + 4, end - 1))])
+
+    made = hit(dialogues(family, 60), go_on, share)
+    rows = rows_of(made, is_sampled=is_sampled)
+    found = examined(rows, setting(family, is_known)).findings
+    finding = next(f for f in found if f.check == "tokens/after_stop")
+    if is_known:
+        assert causes(rows, setting(family, is_known)) == ["after_stop"]
+        assert finding.figures["turns_with_tokens_after_stop"] == round(share * 60)
+    elif share < 1:
+        assert finding.verdict in ("differs", "information", "consistent")
+
+
+# -- masks -----------------------------------------------------------------------------------------
+
+
+def train_behind_prompt(row: Made) -> Made:
+    begin = row.spans()[0][0]
+    row.mask = [i >= begin for i in range(len(row.ids))]
+    row.rollout = [0.0 if np.isnan(lp) else lp for lp in row.rollout]
+    row.trainer = [-2.0 if np.isnan(lp) else lp for lp in row.trainer]
+    return row
+
+
+def train_all(row: Made) -> Made:
+    row.mask = [True] * len(row.ids)
+    row.rollout = [0.0 if np.isnan(lp) else lp for lp in row.rollout]
+    row.trainer = [-2.0 if np.isnan(lp) else lp for lp in row.trainer]
+    return row
+
+
+@FAMILY
+@KNOWN
+@SAMPLED
+@pytest.mark.parametrize("share", [0.2, 1.0])
+@pytest.mark.parametrize("change", [train_behind_prompt, train_all])
+def test_trained_observations_are_found_and_nothing_else(
+    family, is_known, is_sampled, share, change
+):
+    rows = rows_of(hit(dialogues(family, 60), change, share), is_sampled=is_sampled)
+    said = causes(rows, setting(family, is_known))
+    if is_known or is_sampled or share < 1:
+        assert said == ["observation_trained"]
+        assert share_of(rows, "observation_trained", setting(family, is_known)) > 0.99
+
+
+# -- fillers ---------------------------------------------------------------------------------------
+
+
+def fill_some(value: float, every: int = 7):
+    def change(row: Made) -> Made:
+        at = [i for i, t in enumerate(row.turn) if t >= 0][::every]
+        for i in at:
+            row.rollout[i] = value
+        return row
+
+    return change
+
+
+@FAMILY
+@SAMPLED
+@pytest.mark.parametrize("value", [0.0, -1.0, -9999.0])
+@pytest.mark.parametrize("share", [0.2, 1.0])
+def test_fillers_are_found_with_all_of_the_gap(family, is_sampled, value, share):
+    made = hit(dialogues(family, 60, noise=0.02), fill_some(value), share)
+    rows = rows_of(made, is_sampled=is_sampled)
+    assert causes(rows, setting_of(family)) == ["fillers"]
+    assert share_of(rows, "fillers", setting_of(family)) > 0.9
+
+
+@FAMILY
+def test_whole_turns_of_zeros_are_found_without_a_trainer(family):
+    made = hit(dialogues(family, 40), fill_some(0.0, every=1), 0.2)
+    assert causes(rows_of(made, trainer=False), setting_of(family)) == ["fillers"]
+
+
+def test_other_weights_do_not_make_fillers_of_certain_tokens():
+    rng = np.random.default_rng(0)
+
+    def other(row: Made) -> Made:
+        row.rollout = [0.0 if -1e-6 < lp else lp for lp in row.rollout]
+        row.trainer = [lp + min(0.0, float(rng.normal(0, 1.0))) for lp in row.trainer]
+        return row
+
+    assert "fillers" not in causes(rows_of(hit(dialogues("chatml", 60), other)))
