@@ -31,7 +31,10 @@ RENDERERS: dict[str, Renderer] = {
     "harmony": HarmonyRenderer(_TOKENIZER),
 }
 PAD_ID = _TOKENIZER.control_id("<|endoftext|>")
-WORDS = "the moon is as old as the house of this man and nobody uses it but a thin mouse".split()
+WORDS = (
+    *("the", "moon", "is", "as", "old", "as", "the", "house", "of", "this", "man", "and"),
+    *("nobody", "uses", "it", "but", "a", "thin", "mouse"),
+)
 
 
 @dataclass

@@ -194,7 +194,7 @@ def test_other_weights_do_not_make_fillers_of_certain_tokens():
     rng = np.random.default_rng(0)
 
     def other(row: Made) -> Made:
-        row.rollout = [0.0 if -1e-6 < lp else lp for lp in row.rollout]
+        row.rollout = [0.0 if lp > -1e-6 else lp for lp in row.rollout]
         row.trainer = [lp + min(0.0, float(rng.normal(0, 1.0))) for lp in row.trainer]
         return row
 
