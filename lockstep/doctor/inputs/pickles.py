@@ -15,7 +15,7 @@ import mmap
 import pickle
 import struct
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import pairwise
 from math import prod
 from pathlib import Path
@@ -74,6 +74,17 @@ def is_pickle(path: Path) -> bool:
     with open(path, "rb") as file:
         head = file.read(2)
     return len(head) == 2 and head[0] == 0x80 and 2 <= head[1] <= pickle.HIGHEST_PROTOCOL
+
+
+def mentions(path: Path, words: Iterable[str]) -> bool:
+    """Whether all of these stand in the pickle of a torch file: what it is of, without reading."""
+    try:
+        with open(path, "rb") as file:
+            content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        head = bytes(_Archive(content, str(path)).member("data.pkl", limit=MAX_PICKLE_BYTES))
+    except (DataError, ValueError):
+        return False
+    return all(word.encode() in head for word in words)
 
 
 def read_pickle(path: Path) -> Any:

@@ -11,10 +11,20 @@ from lockstep.doctor.inputs.native import RowsDump
 from lockstep.doctor.inputs.prime_rl import PrimeRlDump
 from lockstep.doctor.inputs.run import RunDump
 from lockstep.doctor.inputs.slime import SlimeDump
+from lockstep.doctor.inputs.trl import TrlDump, TrlTexts
 from lockstep.doctor.inputs.verl import VerlDump, VerlTexts
 from lockstep.errors import DataError
 
-FORMATS: tuple[type[Dump], ...] = (RunDump, PrimeRlDump, RowsDump, VerlDump, VerlTexts, SlimeDump)
+FORMATS: tuple[type[Dump], ...] = (
+    RunDump,
+    PrimeRlDump,
+    RowsDump,
+    VerlDump,
+    VerlTexts,
+    TrlDump,
+    TrlTexts,
+    SlimeDump,
+)
 """In the order in which they are tried: the one that is most particular first."""
 
 EXAMPLE = Path(__file__).parents[1] / "example.parquet"
