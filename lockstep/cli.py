@@ -244,6 +244,32 @@ def _doctor(options: argparse.Namespace) -> int:
     return EXIT_CODES[diagnosis.outcome]
 
 
+def _replay(options: argparse.Namespace) -> int:
+    import io
+
+    from rich.console import Console
+
+    from lockstep.doctor.inputs.run import RunDump
+    from lockstep.doctor.replay import find, parse_target, score, show
+    from lockstep.doctor.tokenization import find_tokenization
+
+    _load_plugins(options.plugin)
+    path, step, name = parse_target(options.target)
+    tokenizer = find_tokenization(RunDump(path).facts).tokenizer
+    replay = find(path, name, tokenizer=tokenizer)
+    if options.score or step is not None:
+        score(replay, step=step)
+    if options.json:
+        print(json.dumps(replay.to_json(), allow_nan=False))
+    elif (console := Console(highlight=False)).is_terminal:
+        show(replay, console, has_all_tokens=options.tokens)
+    else:
+        out = io.StringIO()
+        show(replay, Console(file=out, highlight=False, width=100), has_all_tokens=options.tokens)
+        print("\n".join(line.rstrip() for line in out.getvalue().splitlines()))
+    return FAILED if replay.comes_back is False and replay.scores.contract else OK
+
+
 def _export(options: argparse.Namespace) -> int:
     from lockstep.build import export_checkpoint
 
@@ -541,6 +567,19 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_argument("--renderer", default="", metavar="NAME",
                         help="format of the dialogues: harmony, chatml, settings as JSON, or a "
                              "renderer.json; default: the model's")  # fmt: skip
+    replay = verb(
+        "replay",
+        _replay,
+        "Show one stored trajectory token by token, and try whether its log-probs come back.",
+        "lockstep replay 'runs/quickstart-20260101-120000#0' --score",
+    )
+    replay.add_argument("target", metavar="RUN[@STEP]#ID",
+                        help="a trajectory by its id, the end of one, or its number; with @STEP it "
+                             "is scored by that checkpoint")  # fmt: skip
+    replay.add_argument("--score", action="store_true",
+                        help="load the weights that sampled it, and run trainer and engine on it "
+                             "again; exit code 1 if a contract is broken")  # fmt: skip
+    replay.add_argument("--tokens", action="store_true", help="list every sampled token")
     export = verb(
         "export",
         _export,

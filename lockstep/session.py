@@ -296,7 +296,10 @@ class Session:
             if parting is None
             else parting.describe()
         )
-        return f"{broken} {found} Nothing was updated; {self.path} holds the trajectory."
+        return (
+            f"{broken} {found} Nothing was updated; {self.path} holds the trajectory: "
+            f"lockstep replay '{self.path}#{sample.id}' --score"
+        )
 
     def write_report(self) -> None:
         write_report(

@@ -154,7 +154,7 @@ def _ids_side_by_side(
     size = min(len(found), len(expected))
     apart = np.flatnonzero(np.asarray(found[:size]) != np.asarray(expected[:size]))
     first = max(0, (int(apart[0]) if len(apart) else size) - 1)
-    table = _table("place", "in the row", "expected")
+    table = plain_table("place", "in the row", "expected")
     for i in range(first, min(first + NUM_TOKENS, max(len(found), len(expected)))):
         mine, other = (
             token_text(int(ids[i]), tokenizer) if i < len(ids) else "-" for ids in (found, expected)
@@ -168,14 +168,14 @@ def _logprobs_side_by_side(rows: Rows, begin: int, end: int, tokenizer: Tokenize
     gap = np.abs(np.nan_to_num(rows.gap[begin:end]))
     worst = begin + (int(gap.argmax()) if len(gap) else 0)
     first = max(begin, min(worst - NUM_TOKENS // 2, end - NUM_TOKENS))
-    table = _table("place", "token", "rollout", "trainer", "trainer - rollout")
+    table = plain_table("place", "token", "rollout", "trainer", "trainer - rollout")
     for at in range(first, min(first + NUM_TOKENS, end)):
         d = rows.gap[at]
         table.add_row(
             str(at),
             token_text(int(rows.token_ids[at]), tokenizer),
-            _logprob(rows.rollout_logprobs, at),
-            _logprob(rows.trainer_logprobs, at),
+            "-" if rows.rollout_logprobs is None else logprob_text(rows.rollout_logprobs[at]),
+            "-" if rows.trainer_logprobs is None else logprob_text(rows.trainer_logprobs[at]),
             Text("-" if np.isnan(d) else f"{d:+.4g}", style=gap_style(d)),
         )
     return table
@@ -290,13 +290,14 @@ def gap_style(d: float) -> str:
     return "yellow" if size < 0.5 else "bold red"
 
 
-def _logprob(values: np.ndarray | None, at: int) -> str:
-    if values is None or np.isnan(values[at]):
+def logprob_text(value: float) -> str:
+    if np.isnan(value):
         return "-"
-    return f"{values[at]:.4f}" if abs(values[at]) >= 1e-3 else format_number(float(values[at]))
+    return f"{value:.4f}" if abs(value) >= 1e-3 else format_number(float(value))
 
 
-def _table(*columns: str) -> Table:
+def plain_table(*columns: str) -> Table:
+    """A table without lines; text stands left, numbers right."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     for number, column in enumerate(columns):
         is_text = column in ("token", "in the row", "expected")

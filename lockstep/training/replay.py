@@ -115,7 +115,8 @@ def _check_coverage(sample: Sample, routes: npt.NDArray[np.int16], replay: Routi
     found = needed - missing.size
     raise RoutingReplayError(
         f"sample {sample.id} has routes for {found} positions; {needed} of its {len(sample)} ids "
-        f"are read before the last trained one, and need them. {_cause(sample, missing, replay)}"
+        f"are read before the last trained one, and need them. {_cause(sample, missing, replay)} "
+        f"`lockstep replay 'RUN#{sample.id}'` shows it."
     )
 
 

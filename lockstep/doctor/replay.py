@@ -1,0 +1,499 @@
+"""One stored trajectory again: what was said, token by token, and whether its log-probs come back.
+
+Without scoring nothing but the record is read. Scoring loads the weights that sampled it, runs the
+trainer's forward over its row, and asks the engine for every turn again, under the seed of then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from itertools import accumulate
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from lockstep.doctor.terminal import gap_style, logprob_text, plain_table, printable, token_text
+from lockstep.errors import ConfigError, RunError
+from lockstep.renderers.tokenizer import Tokenizer
+from lockstep.report.selection import to_document
+from lockstep.store.run import Run, load_run
+from lockstep.store.trajectories import TrajectoryRecord
+from lockstep.types import Float32Array, Int32Array, Request, Sample
+
+if TYPE_CHECKING:
+    from lockstep.build import Parts
+
+NUM_NAMES = 2000
+"""Ids that are compared with one that is not there, to say which was meant."""
+NUM_TOKENS = 12
+"""Tokens of a turn that are listed, those with the largest difference; --tokens lists all."""
+
+Source = Literal["trainer", "engine"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scores:
+    """What the two sides say of the sampled tokens today."""
+
+    weights: str
+    """What was loaded, in words."""
+    version: int
+    """Of these weights; tokens of other versions are scored, and not expected to agree."""
+    contract: bool
+    """Whether the run's contract holds here: then every number must come back to the bit."""
+    trainer: Float32Array
+    """[T] of the row, NaN of what was not sampled."""
+    engine: Float32Array
+    """[T] of the engine's own draws, up to where a turn draws another token; NaN from there on."""
+    engine_ids: Int32Array
+    """[T] the engine's draws; -1 of what was not sampled, and behind the end of a reply."""
+
+
+@dataclass(kw_only=True)
+class Replay:
+    """A path of a stored trajectory, and what it was scored with."""
+
+    run: Run
+    record: TrajectoryRecord
+    split: str
+    leaf: int
+    tokenizer: Tokenizer | None
+    scores: Scores | None = None
+    row: Sample = field(init=False)
+    """The path as a row."""
+    stored_trainer: Float32Array = field(init=False)
+    """[T] the trainer's of then, NaN where none."""
+
+    def __post_init__(self) -> None:
+        trajectory = self.record.trajectory
+        self.row = trajectory.row(self.leaf)
+        parts = [
+            np.full(len(trajectory.segments[i]), np.nan, np.float32) if values is None else values
+            for i in trajectory.path(self.leaf)
+            for values in (self.record.trainer_logprobs[i],)
+        ]
+        self.stored_trainer = np.concatenate(parts)
+
+    @property
+    def spans(self) -> list[tuple[int, int, int]]:
+        """(segment, its first place in the row, the place after its last) along the path."""
+        path = self.record.trajectory.path(self.leaf)
+        ends = list(accumulate(len(self.record.trajectory.segments[i]) for i in path))
+        return list(zip(path, [0, *ends[:-1]], ends, strict=True))
+
+    def comparison(self, source: Source) -> dict[str, Any]:
+        """How what was stored and what `source` says today compare, over the tokens of the version
+        that was loaded."""
+        assert self.scores is not None, "it was not scored"
+        stored = (
+            self.stored_trainer if source == "trainer" else self.row.columns["rollout_logprobs"]
+        )
+        again = self.scores.trainer if source == "trainer" else self.scores.engine
+        same = self.row.columns["policy_version"] == self.scores.version
+        both = same & ~np.isnan(stored) & ~np.isnan(again)
+        d = np.abs(again[both].astype(np.float64) - stored[both])
+        out: dict[str, Any] = {
+            "compared_tokens": int(both.sum()),
+            "unequal_tokens": int((d != 0).sum()),
+            "max_abs_diff": float(d.max()) if len(d) else 0.0,
+            "first_unequal_token": int(np.flatnonzero(both)[d != 0][0]) if d.any() else None,
+            "other_version_tokens": int((self.row.loss_mask & ~same).sum()),
+        }
+        if source == "engine":
+            other = same & self.row.loss_mask & (self.scores.engine_ids != self.row.token_ids)
+            places = np.flatnonzero(other)
+            out["drawn_otherwise_tokens"] = len(places)
+            out["first_drawn_otherwise"] = int(places[0]) if len(places) else None
+        return out
+
+    @property
+    def comes_back(self) -> bool | None:
+        """Whether every number of the version that was loaded came back to the bit; None: it was
+        not scored, or nothing could be compared."""
+        if self.scores is None:
+            return None
+        found = [self.comparison("trainer"), self.comparison("engine")]
+        if not any(f["compared_tokens"] for f in found):
+            return None
+        return not any(f["unequal_tokens"] or f.get("drawn_otherwise_tokens") for f in found)
+
+    def to_json(self) -> dict[str, Any]:
+        """The trajectory as it is stored, the path's row, and the comparison if it was scored."""
+        document = to_document(self.record, run=0, split=self.split, why=[])
+        del document["run"], document["why"]
+        out: dict[str, Any] = {"run": str(self.run.path), "leaf": self.leaf, **document}
+        if self.scores is not None:
+            out["scores"] = {
+                "weights": self.scores.weights,
+                "version": self.scores.version,
+                "contract": self.scores.contract,
+                "comes_back": self.comes_back,
+                "trainer": self.comparison("trainer"),
+                "engine": self.comparison("engine"),
+                "trainer_logprobs": _listed(self.scores.trainer),
+                "engine_logprobs": _listed(self.scores.engine),
+                "engine_ids": self.scores.engine_ids.tolist(),
+            }
+        return out
+
+
+# -- finding it ---------------------------------------------------------------------------------
+
+
+def find(path: Path, name: str, *, tokenizer: Tokenizer | None = None) -> Replay:
+    """The stored trajectory that `name` means: its id, its id with /LEAF behind it (as messages
+    about rows have it), the end of an id that only one has, or its number among those of training.
+
+    Raises RunError if there is none, with what was meant or why it is gone.
+    """
+    run = load_run(path)
+    record, split, rest = _look_up(run, name)
+    trajectory = record.trajectory
+    leaves = trajectory.leaves()
+    leaf = next((i for i in leaves if i in trajectory.rewards), leaves[-1] if leaves else None)
+    if rest:
+        leaf = int(rest)
+        if leaf not in leaves:
+            known = ", ".join(map(str, leaves))
+            raise RunError(f"trajectory {trajectory.id} has no leaf {leaf}; it has {known}.")
+    if leaf is None:
+        raise RunError(f"trajectory {trajectory.id} has no tokens: {trajectory.error or 'empty'}.")
+    return Replay(run=run, record=record, split=split, leaf=leaf, tokenizer=tokenizer)
+
+
+def _look_up(run: Run, name: str) -> tuple[TrajectoryRecord, str, str]:
+    """(record, split, leaf or "")."""
+    stored = [
+        (summary.id, address, split)
+        for split in run.splits()
+        for summary, address in run.summaries(split=split)
+    ]
+    if not stored:
+        raise RunError(
+            f"{run.path} holds no trajectory: record.keep let them all go, or no step ended."
+        )
+    head, _, leaf = name.rpartition("/")
+    for wanted, rest in ((name, ""), (head, leaf if leaf.isdigit() else None)):
+        # The latest first: evaluations of all steps have the same ids.
+        for id_, address, split in reversed(stored):
+            if rest is not None and id_ == wanted:
+                return run.read(address), split, rest
+    if name.isdigit():
+        trained = [entry for entry in stored if entry[2] == "train"]
+        if int(name) < len(trained):
+            return run.read(trained[int(name)][1]), "train", ""
+        raise RunError(
+            f"{run.path} holds {len(trained)} trajectories of training, numbered from 0."
+        )
+    ends = (
+        {id_: (address, split) for id_, address, split in stored if id_.endswith(name)}
+        if name
+        else {}
+    )
+    if len(ends) == 1:
+        ((address, split),) = ends.values()
+        return run.read(address), split, ""
+    raise RunError(_why_not(run, name, [id_ for id_, _, _ in stored], list(ends)))
+
+
+def _why_not(run: Run, name: str, known: list[str], ends: list[str]) -> str:
+    text = f"{run.path} holds no trajectory {name!r}."
+    if not name:
+        return f"{run.path}#: which trajectory? For example {run.path}#{known[0]}"
+    if ends:
+        return f"{text} The ids of {len(ends)} end so: {', '.join(ends[:3])}, ..."
+    parts = name.split("/")
+    steps = run.steps()
+    if parts[0] == "train" and len(parts) > 1 and parts[1].isdigit() and int(parts[1]) not in steps:
+        kept = f"{steps[0]} to {steps[-1]}" if steps else "none"
+        keep = run.config.get("record", {}).get("keep", {})
+        kind = keep.get("type", "") if isinstance(keep, dict) else str(keep)
+        return (
+            f"{text} Those of step {parts[1]} are not stored (stored: {kept}): "
+            f"record.keep={kind or '?'} let them go, or the run has not come to it."
+        )
+    near = [id_ for id_ in known if id_.rpartition("/")[0] == name.rpartition("/")[0]]
+    found = get_close_matches(name, (near or known)[:NUM_NAMES], n=1, cutoff=0.6)
+    hint = f" Did you mean {found[0]!r}?" if found else f" For example: {known[0]}."
+    return f"{text}{hint} `lockstep report {run.path} --serve` lists all."
+
+
+# -- scoring it ---------------------------------------------------------------------------------
+
+
+def score(replay: Replay, *, step: int | None = None) -> Scores:
+    """Runs both sides over the row again and keeps what they say in `replay.scores`.
+
+    step: of the checkpoint to take; None takes the weights that sampled the row's first turn.
+    Raises RunError if these are not there any more.
+    """
+    from dataclasses import replace
+
+    from lockstep.build import build
+    from lockstep.config import from_dict
+    from lockstep.foundation import check_config
+    from lockstep.launch.config import ParallelConfig
+    from lockstep.run_config import Config
+
+    versions = replay.row.columns["policy_version"]
+    sampled = versions[replay.row.loss_mask]
+    if not len(sampled):
+        raise RunError(f"trajectory {replay.record.trajectory.id} has no sampled token to score.")
+    weights, version, text = _weights(replay.run, int(sampled[0]), step)
+    config = replace(from_dict(Config, replay.run.config), parallel=ParallelConfig())
+    foundation = check_config(config, is_training=False)
+    parts = build(config, foundation, weights=weights, is_training=False)
+    trainer = parts.trainer.forward([replay.row], column=None)[0]
+    engine, engine_ids = asyncio.run(_decode_again(replay, parts, config.seed))
+    replay.scores = Scores(
+        weights=text, version=version, contract=parts.numerics.is_kept,
+        trainer=trainer, engine=engine, engine_ids=engine_ids,
+    )  # fmt: skip
+    return replay.scores
+
+
+def _weights(run: Run, version: int, step: int | None) -> tuple[Path | None, int, str]:
+    """(directory or None for the run's own start, version of these weights, in words)."""
+    stored = {c.step: (c.path, _version_of(c.path)) for c in run.checkpoints()}
+    if step is not None:
+        if step not in stored:
+            steps = ", ".join(map(str, stored)) or "none"
+            raise RunError(f"{run.path} has no checkpoint of step {step}; it has {steps}.")
+        path, found = stored[step]
+        return path / "policy", found, f"checkpoint {path.name}, version {found}"
+    for path, found in stored.values():
+        if found == version:
+            return path / "policy", found, f"checkpoint {path.name}, version {found}"
+    if version == 0 and "from" not in run.environment:
+        return None, 0, f"{run.config.get('model')}, which the run began from"
+    have = ", ".join(f"@{step} (version {found})" for step, (_, found) in stored.items()) or "none"
+    raise RunError(
+        f"the weights of version {version}, which sampled this trajectory, are in no checkpoint of "
+        f"{run.path} (there are: {have}). checkpoint.every and checkpoint.keep_last decide which "
+        "stay. RUN@STEP#ID scores it by another one: the differences are then the updates'."
+    )
+
+
+def _version_of(checkpoint: Path) -> int:
+    try:
+        return int(json.loads((checkpoint / "trainer.json").read_text())["version"])
+    except (OSError, ValueError, KeyError):
+        return -1  # torn: loading it says so
+
+
+async def _decode_again(
+    replay: Replay, parts: Parts, run_seed: int
+) -> tuple[Float32Array, Int32Array]:
+    """Every sampled segment of the path drawn again after the ids that stood before it, under its
+    own seed: (log-probs, ids), each [T]."""
+    from lockstep.agent.tasks import derive_seed
+
+    trajectory = replay.record.trajectory
+    split, step, rest = trajectory.id.split("/", 2)
+    task, _, number = rest.rpartition("/")
+    seed = derive_seed(run_seed, split, int(step), task, int(number))
+    ids = replay.row.token_ids
+    logprobs = np.full(len(ids), np.nan, np.float32)
+    drawn = np.full(len(ids), -1, np.int32)
+    try:
+        if parts.publisher is not None:
+            await parts.publisher.publish(parts.trainer.version)
+        for index, begin, end in replay.spans:
+            segment = trajectory.segments[index]
+            if not segment.is_sampled or segment.sampling is None:
+                continue
+            request = Request(
+                id=f"replay/{trajectory.id}/{index}", prompt_ids=ids[:begin],
+                sampling=segment.sampling, seed=derive_seed(seed, segment.turn),
+            )  # fmt: skip
+            deltas = [delta async for delta in parts.engine.generate(request)]
+            again = np.concatenate([delta.token_ids for delta in deltas])[: end - begin]
+            values = np.concatenate([delta.logprobs for delta in deltas])[: end - begin]
+            drawn[begin : begin + len(again)] = again
+            other = np.flatnonzero(again != ids[begin : begin + len(again)])
+            same = int(other[0]) if len(other) else len(again)
+            logprobs[begin : begin + same] = values[:same]
+    finally:
+        await parts.engine.close()
+        if parts.publisher is not None:
+            parts.publisher.close()
+    return logprobs, drawn
+
+
+# -- showing it ---------------------------------------------------------------------------------
+
+
+def show(replay: Replay, console: Console, *, has_all_tokens: bool = False) -> None:
+    """The dialogue, the tokens coloured by trainer - rollout, and what came back."""
+    record, trajectory = replay.record, replay.record.trajectory
+    console.print(Text(printable(trajectory.id), style="bold"))
+    facts = [
+        f"step {record.step}", *([] if replay.split == "train" else [replay.split]),
+        trajectory.status, f"reward {trajectory.reward:.4g}", f"{len(replay.row)} tokens",
+    ]  # fmt: skip
+    console.print(Text(", ".join(facts), style="dim"))
+    if trajectory.error:
+        console.print(Text(printable(trajectory.error), style="red"))
+    others = [str(i) for i in trajectory.leaves() if i != replay.leaf]
+    if others:
+        text = f"this is the path to leaf {replay.leaf}; others: {', '.join(others)} (ID/LEAF)"
+        console.print(Text(text, style="dim"))
+    for index, begin, end in replay.spans:
+        _show_segment(replay, console, index, begin, end, has_all_tokens=has_all_tokens)
+    _show_verdict(replay, console)
+
+
+def _show_segment(
+    replay: Replay, console: Console, index: int, begin: int, end: int, *, has_all_tokens: bool
+) -> None:
+    segment = replay.record.trajectory.segments[index]
+    gap = replay.stored_trainer - replay.row.columns["rollout_logprobs"]
+    head = f"\nturn {segment.turn + 1}, sampled by version {segment.policy_version}" if (
+        segment.is_sampled
+    ) else "\nobserved"  # fmt: skip
+    head += f", tokens {begin} to {end - 1}"
+    if segment.routed_experts is not None:
+        known, layers, active = segment.routed_experts.shape
+        head += f", routes of {known} positions x {layers} layers x {active}"
+    if segment.finish_reason not in (None, "stop"):
+        head += f", ended by {segment.finish_reason}"
+    console.print(Text(head, style="bold cyan" if segment.is_sampled else "dim"))
+    for message in segment.messages:
+        who = f"{message.role} {message.name}".strip()
+        said = [
+            message.thinking,
+            message.content,
+            *(f"{c.name}({c.arguments})" for c in message.tool_calls),
+        ]
+        for text in filter(None, said):
+            console.print(Text(f"  {printable(who)}: {_lines(text)}"))
+    tokens = Text("  ")
+    for at in range(begin, end):
+        tokens.append(
+            _spelled(replay, at), style=gap_style(gap[at]) if segment.is_sampled else "dim"
+        )
+    console.print(tokens)
+    if segment.is_sampled:
+        console.print(_token_table(replay, begin, end, gap, has_all_tokens=has_all_tokens))
+
+
+def _indented(console: Console, text: Text) -> None:
+    console.print(Padding(text, (0, 0, 0, 2)))
+
+
+def _token_table(
+    replay: Replay, begin: int, end: int, gap: Float32Array, *, has_all_tokens: bool
+) -> Table:
+    """Every token, or those with the largest differences, in their order."""
+    scores, rollout = replay.scores, replay.row.columns["rollout_logprobs"]
+    size = np.nan_to_num(np.abs(gap[begin:end]))
+    if scores is not None:
+        for again, stored in ((scores.trainer, replay.stored_trainer), (scores.engine, rollout)):
+            moved = np.nan_to_num(np.abs(again[begin:end] - stored[begin:end]))
+            size = np.maximum(size, moved)
+        size[scores.engine_ids[begin:end] != replay.row.token_ids[begin:end]] = np.inf
+    places = np.argsort(-size, kind="stable")
+    chosen = np.sort(places if has_all_tokens else places[:NUM_TOKENS]) + begin
+    columns = ["place", "token", "rollout", "trainer", "trainer - rollout"]
+    table = plain_table(*columns, *([] if scores is None else ["rollout again", "trainer again"]))
+    for at in chosen.tolist():
+        d = float(gap[at])
+        cells: list[Text | str] = [
+            str(at), token_text(int(replay.row.token_ids[at]), replay.tokenizer),
+            logprob_text(rollout[at]), logprob_text(replay.stored_trainer[at]),
+            Text("-" if np.isnan(d) else f"{d:+.3g}", style=gap_style(d)),
+        ]  # fmt: skip
+        if scores is not None:
+            other = int(scores.engine_ids[at])
+            if other != replay.row.token_ids[at]:
+                drawn = "drew none" if other < 0 else f"drew {token_text(other, replay.tokenizer)}"
+                cells.append(Text(drawn, style="bold red"))
+            else:
+                cells.append(_again(rollout[at], scores.engine[at]))
+            cells.append(_again(replay.stored_trainer[at], scores.trainer[at]))
+        table.add_row(*cells)
+    if len(chosen) < end - begin:
+        table.caption = f"{len(chosen)} of {end - begin} tokens; --tokens lists all"
+        table.caption_justify = "left"
+    return table
+
+
+def _again(stored: float, again: float) -> Text:
+    if np.isnan(again):
+        return Text("-", style="dim")
+    if np.isnan(stored):
+        return Text(logprob_text(again))
+    d = float(again) - float(stored)
+    return Text("equal", style="green") if d == 0 else Text(f"{d:+.3g}", style=gap_style(d))
+
+
+def _show_verdict(replay: Replay, console: Console) -> None:
+    scores = replay.scores
+    if scores is None:
+        name = f"{replay.run.path}#{replay.record.trajectory.id}"
+        text = f"\nscore it again, by trainer and engine: lockstep replay {printable(name)} --score"
+        console.print(Text(text, style="dim"))
+        return
+    console.print(Text(f"\nscored by {printable(scores.weights)}", style="bold"))
+    for source, what in (
+        ("trainer", "the trainer's log-probs"),
+        ("engine", "the sampler's log-probs"),
+    ):
+        found = replay.comparison(source)
+        compared, unequal = found["compared_tokens"], found["unequal_tokens"]
+        if not compared:
+            text, style = "nothing to compare: none are stored for these weights", "yellow"
+        elif not unequal:
+            text, style = f"all {compared} came back, bit for bit", "green"
+        else:
+            text = (
+                f"{unequal} of {compared} differ, by {found['max_abs_diff']:.2g} at most, first at "
+                f"token {found['first_unequal_token']}"
+            )
+            style = "bold red" if scores.contract or found["max_abs_diff"] > 1e-3 else "yellow"
+        if found.get("drawn_otherwise_tokens"):
+            text += f"; from token {found['first_drawn_otherwise']} on others were drawn"
+            style = "bold red"
+        if found["other_version_tokens"]:
+            text += f" ({found['other_version_tokens']} tokens of other weights left out)"
+        console.print(Text.assemble(f"the {what}'s log-probs: ", (text, style)))
+    if replay.comes_back is False and not scores.contract:
+        text = "Without a contract, rounding differs with what else is computed beside a row."
+        console.print(Text(text, style="dim"))
+
+
+def _spelled(replay: Replay, at: int) -> str:
+    id_ = int(replay.row.token_ids[at])
+    return f"{id_} " if replay.tokenizer is None else _lines(replay.tokenizer.decode([id_]))
+
+
+def _lines(text: str) -> str:
+    """Shown as it is but for what moves a cursor; lines are kept."""
+    return "\n".join(printable(line) for line in text.split("\n"))
+
+
+def _listed(values: Sequence[float] | Float32Array) -> list[float | None]:
+    return [None if np.isnan(v) else float(v) for v in values]
+
+
+def parse_target(text: str) -> tuple[Path, int | None, str]:
+    """RUN#ID or RUN@STEP#ID. Raises ConfigError for anything else."""
+    where, hash_, name = text.partition("#")
+    if not hash_:
+        raise ConfigError(
+            f"{text!r}: expected RUN#ID, for example runs/first#0 for its first trajectory (quote "
+            "it where your shell takes # for a comment)."
+        )
+    path, at, step = where.rpartition("@")
+    if at and step.isdigit():
+        return Path(path), int(step), name
+    return Path(where), None, name
