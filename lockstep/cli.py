@@ -249,13 +249,15 @@ def _replay(options: argparse.Namespace) -> int:
 
     from rich.console import Console
 
-    from lockstep.doctor.inputs.run import RunDump
+    from lockstep.doctor.inputs.base import Facts
     from lockstep.doctor.replay import find, parse_target, score, show
     from lockstep.doctor.tokenization import find_tokenization
+    from lockstep.store.run import load_run
 
     _load_plugins(options.plugin)
     path, step, name = parse_target(options.target)
-    tokenizer = find_tokenization(RunDump(path).facts).tokenizer
+    facts = Facts(trainer="lockstep", model=str(load_run(path).config.get("model", "")))
+    tokenizer = find_tokenization(facts).tokenizer
     replay = find(path, name, tokenizer=tokenizer)
     if options.score or step is not None:
         score(replay, step=step)

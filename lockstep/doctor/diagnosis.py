@@ -25,8 +25,8 @@ likely: its repair takes a part of the gap, or tokens show it. possible: the fig
 token shows it."""
 
 MOST_OF_THE_GAP = 0.5
-"""Share of k2 from which a repair is its own proof: no chance moves log-probs to where the other
-side has them."""
+"""Share of the k2 that was left before its repair, from which the repair is its own proof: no
+chance moves log-probs to where the other side has them."""
 PART_OF_THE_GAP = 0.05
 """Share of k2 below which a repair says little: repairs leave out tokens, and with them noise."""
 
@@ -110,7 +110,8 @@ class Diagnosis:
             steps = self._shares(cause.name)
             before, after = steps[0].before.means()["k2"], steps[-1].after.means()["k2"]
             why = f"without it k2 goes from {before:.2g} to {after:.2g}"
-            level: Certainty = "proved" if share >= MOST_OF_THE_GAP else "likely"
+            taken = 1.0 - steps[-1].after.k2 / steps[0].before.k2
+            level: Certainty = "proved" if taken >= MOST_OF_THE_GAP else "likely"
         elif finding.evidence and cause.room in ("tokens", "template"):
             level, why = "proved", "the tokens show it; it moves few of the compared log-probs"
         elif finding.evidence:

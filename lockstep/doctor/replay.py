@@ -403,7 +403,7 @@ def _token_table(
         size[scores.engine_ids[begin:end] != replay.row.token_ids[begin:end]] = np.inf
     places = np.argsort(-size, kind="stable")
     chosen = np.sort(places if has_all_tokens else places[:NUM_TOKENS]) + begin
-    columns = ["place", "token", "rollout", "trainer", "trainer - rollout"]
+    columns = ["place", "token", "rollout", "trainer", "difference"]
     table = plain_table(*columns, *([] if scores is None else ["rollout again", "trainer again"]))
     for at in chosen.tolist():
         d = float(gap[at])

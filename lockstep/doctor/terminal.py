@@ -23,11 +23,11 @@ from lockstep.renderers.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from lockstep.doctor.ladder import Ladder
 
-NUM_SHOWN = 3
+NUM_SHOWN = 2
 """Causes that are shown with their tokens; the others in a line each."""
 NUM_TOKENS = 6
 """Tokens of a piece of evidence: around the first that differs, or the largest difference."""
-NUM_LINES = 6
+NUM_LINES = 4
 """Checks in each of the lists of those ruled out and those not made."""
 
 _WORDS: dict[Outcome, tuple[str, str]] = {
@@ -133,8 +133,7 @@ def _proof(evidence: Evidence, rows: Rows, tokenizer: Tokenizer | None) -> Rende
     lines: list[tuple[str, RenderableType]] = [
         (
             "proof",
-            f"row {printable(evidence.row)}, tokens {evidence.begin} to {evidence.end - 1}: "
-            f"{printable(evidence.note)}",
+            f"row {printable(evidence.row)}, {_places(evidence)}: {printable(evidence.note)}",
         )
     ]
     begin = max(0, min(evidence.begin, rows.num_tokens))
@@ -146,6 +145,12 @@ def _proof(evidence: Evidence, rows: Rows, tokenizer: Tokenizer | None) -> Rende
     else:
         table = _logprobs_side_by_side(rows, begin, end, tokenizer)
     return Group(_pairs(lines), Padding(table, (0, 0, 0, _LABEL_WIDTH)))
+
+
+def _places(evidence: Evidence) -> str:
+    if evidence.end - evidence.begin <= 1:
+        return f"token {evidence.begin}"
+    return f"tokens {evidence.begin} to {evidence.end - 1}"
 
 
 def _ids_side_by_side(
@@ -167,8 +172,12 @@ def _ids_side_by_side(
 def _logprobs_side_by_side(rows: Rows, begin: int, end: int, tokenizer: Tokenizer | None) -> Table:
     gap = np.abs(np.nan_to_num(rows.gap[begin:end]))
     worst = begin + (int(gap.argmax()) if len(gap) else 0)
-    first = max(begin, min(worst - NUM_TOKENS // 2, end - NUM_TOKENS))
-    table = plain_table("place", "token", "rollout", "trainer", "trainer - rollout")
+    # Evidence of fewer tokens is shown among its neighbours.
+    low, high = min(begin, worst - NUM_TOKENS // 2), max(end, worst + NUM_TOKENS // 2)
+    low, high = max(low, 0), min(high, rows.num_tokens)
+    first = max(low, min(worst - NUM_TOKENS // 2, high - NUM_TOKENS))
+    end = high
+    table = plain_table("place", "token", "rollout", "trainer", "difference")
     for at in range(first, min(first + NUM_TOKENS, end)):
         d = rows.gap[at]
         table.add_row(
@@ -303,7 +312,8 @@ def plain_table(*columns: str) -> Table:
         is_text = column in ("token", "in the row", "expected")
         table.add_column(
             column, justify="left" if is_text or not number else "right", no_wrap=True,
-            overflow="ellipsis",
+            overflow="ellipsis", max_width=26 if is_text else None,
+            min_width=None if is_text else max(len(column), 8 if number else 5),
         )  # fmt: skip
     return table
 

@@ -83,14 +83,19 @@ function rowNamed(name) {
   return report.trajectories.find((t) => t.id === name);
 }
 
+function places(piece) {
+  return piece.end - piece.begin > 1 ? `tokens ${piece.begin} to ${piece.end - 1}` : `token ${piece.begin}`;
+}
+
 function proof(piece) {
   const t = rowNamed(piece.row);
   const title = element("p", {}, t
     ? element("button", { type: "button", onclick: () => openRow(t) }, piece.row) : piece.row,
-  `, tokens ${piece.begin} to ${piece.end - 1}: ${piece.note}`);
+  `, ${places(piece)}: ${piece.note}`);
   if (!t) return element("div", { class: "proof" }, title);
-  const tokens = tokensBetween(t, piece.begin, piece.end);
-  return element("div", { class: "proof" }, title, piece.expected_ids.length ? sideBySide(tokens, piece) : logprobTable(tokens));
+  if (piece.expected_ids.length) return element("div", { class: "proof" }, title, sideBySide(tokensBetween(t, piece.begin, piece.end), piece));
+  const beside = Math.max(0, Math.ceil((8 - (piece.end - piece.begin)) / 2)); // few tokens are shown among their neighbours
+  return element("div", { class: "proof" }, title, logprobTable(tokensBetween(t, piece.begin - beside, piece.end + beside)));
 }
 
 // [{id, place, rollout, trainer, difference}] of a stretch of a row.
@@ -146,7 +151,7 @@ function logprobTable(tokens, limit = 8) {
 // In the row's own view, above its tokens.
 function evidenceCard(t, piece) {
   const tokens = tokensBetween(t, piece.begin, piece.end);
-  return element("div", { class: "proof" }, element("p", {}, element("b", {}, piece.check), ` tokens ${piece.begin} to ${piece.end - 1}: ${piece.note}`),
+  return element("div", { class: "proof" }, element("p", {}, element("b", {}, piece.check), ` ${places(piece)}: ${piece.note}`),
     piece.expected_ids.length ? sideBySide(tokens, piece) : null);
 }
 

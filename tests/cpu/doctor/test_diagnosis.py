@@ -3,6 +3,7 @@ could not be checked."""
 
 import io
 import json
+from importlib.resources import files
 
 import numpy as np
 import pytest
@@ -21,6 +22,8 @@ from lockstep.doctor.terminal import show, summary
 from lockstep.errors import ConfigError
 from lockstep.store.run import RunDirectory
 from lockstep.testing.tokenizers import byte_tokenizer
+
+EXAMPLE = str(files("lockstep.doctor").joinpath("example.parquet"))
 
 
 @pytest.fixture(scope="module")
@@ -202,3 +205,14 @@ def test_exit_codes_and_errors_of_the_verb(tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)["rows"] == 1
     assert main(["doctor", str(rows), "--tokenizer", str(tmp_path)]) == 2
     assert "tokenizer.json" in capsys.readouterr().err
+
+
+def test_the_verb_says_it_on_the_screen_as_json_and_as_a_page(tmp_path, capsys):
+    page = tmp_path / "page.html"
+    assert main(["doctor", EXAMPLE, "--out", str(page)]) == 1
+    text = capsys.readouterr().out
+    assert text.startswith("DIFFERS") and str(page)[:30] in text and page.stat().st_size > 50_000
+    assert main(["doctor", EXAMPLE, "--json", "--only", "tokens/shifted"]) == 1
+    said = json.loads(capsys.readouterr().out)
+    assert [c["cause"] for c in said["causes"]] == ["shifted"] and said["page"] == ""
+    assert main(["doctor", EXAMPLE, "--only", "tokens/shift"]) == 2

@@ -138,7 +138,7 @@ def test_an_unknown_name_says_what_was_meant_or_why_it_is_gone(stored):
         ("train/1/world/7/0", r"step 1 are not stored \(stored: 3 to 4\): record.keep=last"),
         ("train/4/world/7/1/9", r"no leaf 9; it has 1, 2"),
         ("world/7/1", "The ids of 2 end so"),
-        ("99", "has 4 trajectories of training, counted from 0"),
+        ("99", "holds 4 trajectories of training, numbered from 0"),
         ("", "which trajectory"),
     ):
         with pytest.raises(RunError, match=text):
