@@ -272,6 +272,26 @@ def _replay(options: argparse.Namespace) -> int:
     return FAILED if replay.comes_back is False and replay.scores.contract else OK
 
 
+def _render(options: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from lockstep.doctor.rendering import find_renderer, read_dialogue, show, text_of, to_json
+    from lockstep.renderers.origins import trace
+
+    if options.plugin:
+        _load_plugins(options.plugin)
+    messages, tools = read_dialogue(options.messages, tools_path=options.tools)
+    renderer = find_renderer(options.model, renderer=options.renderer)
+    rendering = trace(renderer, messages, tools)
+    if options.json:
+        print(json.dumps(to_json(rendering, renderer, options.model)))
+    elif (console := Console(highlight=False)).is_terminal:
+        show(rendering, renderer, options.model, console)
+    else:
+        print(text_of(rendering, renderer, options.model))
+    return OK
+
+
 def _export(options: argparse.Namespace) -> int:
     from lockstep.build import export_checkpoint
 
@@ -582,6 +602,23 @@ def _parser() -> argparse.ArgumentParser:
                         help="load the weights that sampled it, and run trainer and engine on it "
                              "again; exit code 1 if a contract is broken")  # fmt: skip
     replay.add_argument("--tokens", action="store_true", help="list every sampled token")
+    render = verb(
+        "render",
+        _render,
+        "Show a dialogue as tokens, by origin, and whether rendering it anew changes them.",
+        "lockstep render tiny-gpt-oss messages.json",
+    )
+    render.add_argument("model", metavar="MODEL",
+                        help="a shipped model, a directory with a tokenizer.json, or "
+                             "ORGANISATION/NAME")  # fmt: skip
+    render.add_argument("messages", metavar="messages.json",
+                        help="a list of chat messages, an object with `messages` and `tools`, or "
+                             "a JSONL file, of which the first line is read")  # fmt: skip
+    render.add_argument("--tools", default="", metavar="FILE",
+                        help="the tools that are declared: a JSON list")  # fmt: skip
+    render.add_argument("--renderer", default="", metavar="NAME",
+                        help="harmony, chatml, settings as JSON, or a renderer.json; default: the "
+                             "model's")  # fmt: skip
     export = verb(
         "export",
         _export,

@@ -244,6 +244,22 @@ class ToolSchema:
     parameters: Mapping[str, Any]
     """JSON schema of the arguments: an object."""
 
+    @classmethod
+    def from_dict(cls, source: Any, *, where: str = "a tool") -> ToolSchema:
+        """Reads the OpenAI form, nested under "function", or flat. Raises DataError, which begins
+        with `where`."""
+        body: Any = source.get("function", source) if isinstance(source, Mapping) else None
+        if not isinstance(body, Mapping) or not isinstance(body.get("name"), str):
+            raise DataError(
+                f"{where} must be an object with name, description and parameters, or "
+                '{"type": "function", "function": {...}}.'
+            )
+        return cls(
+            name=body["name"],
+            description=body.get("description") or "",
+            parameters=body.get("parameters") or {"type": "object", "properties": {}},
+        )
+
 
 # ---------------------------------------------------------------------------------------------
 # Engine traffic

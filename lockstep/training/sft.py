@@ -273,22 +273,10 @@ def _read_dialogue(source: Mapping[str, Any], where: str) -> SFTExample:
 
 
 def _read_tools(raw: Any, where: str) -> tuple[ToolSchema, ...]:
-    out: list[ToolSchema] = []
-    for at, tool in enumerate(raw if isinstance(raw, list) else [raw]):
-        body = tool.get("function", tool) if isinstance(tool, dict) else None
-        if not isinstance(body, dict) or not isinstance(body.get("name"), str):
-            raise DataError(
-                f"{where}: tool {at} must be an object with name, description and parameters, or "
-                '{"type": "function", "function": {...}}.'
-            )
-        out.append(
-            ToolSchema(
-                name=body["name"],
-                description=body.get("description") or "",
-                parameters=body.get("parameters") or {"type": "object", "properties": {}},
-            )
-        )
-    return tuple(out)
+    listed = raw if isinstance(raw, list) else [raw]
+    return tuple(
+        ToolSchema.from_dict(tool, where=f"{where}: tool {at}") for at, tool in enumerate(listed)
+    )
 
 
 def _read_ids(source: Mapping[str, Any], where: str) -> Sample:

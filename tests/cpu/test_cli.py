@@ -42,11 +42,11 @@ def test_help_names_every_verb_and_the_exit_codes(capsys):
         main(["--help"])
     text = capsys.readouterr().out
     assert stop.value.code == 0
-    assert all(v in text for v in ("train", "sft", "eval", "report", "export", "recipes"))
+    assert all(v in text for v in ("train", "sft", "eval", "report", "render", "export", "recipes"))
     assert "exit codes" in text
 
 
-@pytest.mark.parametrize("verb", ["train", "sft", "eval", "report", "export", "recipes"])
+@pytest.mark.parametrize("verb", ["train", "sft", "eval", "report", "render", "export", "recipes"])
 def test_every_verb_has_help_with_an_example(verb, capsys):
     try:
         main([verb, "--help"])

@@ -35,6 +35,7 @@ TORCH_FREE = [
     "lockstep.agent.environment", "lockstep.agent.tools",
     "lockstep.envs.docsearch.environment", "lockstep.testing.faults",
     "lockstep.launch.processes", "lockstep.checks.examine", "lockstep.doctor.diagnose",
+    "lockstep.doctor.rendering",
 ]  # fmt: skip
 
 

@@ -1,0 +1,159 @@
+"""Where each token of a dialogue comes from, and whether the template writes it again as it stands.
+
+A dialogue that is given as messages is written as an agent loop would have made it: the first
+prompt, and then each reply as a model samples it, followed by what the renderer adds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from lockstep.errors import RendererError
+from lockstep.renderers.base import Renderer
+from lockstep.types import Message, ToolSchema
+
+Origin = Literal["template", "system", "user", "tool", "assistant"]
+"""template: the renderer's own words and control tokens, which nobody sampled. assistant: sampled,
+its control tokens too. system, user, tool: what a message says."""
+
+ORIGINS: tuple[Origin, ...] = ("template", "system", "user", "tool", "assistant")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OriginatedToken:
+    """One id of a dialogue."""
+
+    id: int
+    origin: Origin
+    is_control: bool
+    message: int
+    """Index of the message that it is of; -1 of what is the template's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """What stands before one reply, or at the end: extended, and as the template writes it all."""
+
+    before: int
+    """Index of the reply; the number of messages for what stands at the end."""
+    extended_ids: list[int]
+    whole_ids: list[int]
+
+    @property
+    def is_same(self) -> bool:
+        return self.extended_ids == self.whole_ids
+
+    @property
+    def first_difference(self) -> int:
+        """Place of the first id that is another one; the shorter one's length if one is the other's
+        beginning."""
+        pairs = zip(self.extended_ids, self.whole_ids, strict=False)
+        size = min(len(self.extended_ids), len(self.whole_ids))
+        return next((at for at, (a, b) in enumerate(pairs) if a != b), size)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rendering:
+    """A dialogue as tokens."""
+
+    tokens: list[OriginatedToken] = field(default_factory=list[OriginatedToken])
+    prompts: list[Prompt] = field(default_factory=list[Prompt])
+
+    @property
+    def has_prefix_property(self) -> bool:
+        """Whether each prompt is also what the template gives for all messages before it: a program
+        that renders the history anew would send the same ids."""
+        return all(prompt.is_same for prompt in self.prompts)
+
+
+def trace(
+    renderer: Renderer, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()
+) -> Rendering:
+    """The tokens of a dialogue with their origins, and each prompt beside the template's own.
+
+    Raises RendererError, which begins with the message's number, for a reply that a model cannot
+    sample in one turn (two calls, under harmony).
+
+    >>> from lockstep.renderers.chatml import ChatMLRenderer
+    >>> from lockstep.renderers.config import ChatMLConfig
+    >>> from lockstep.testing.tokenizers import byte_tokenizer
+    >>> renderer = ChatMLRenderer(byte_tokenizer(), ChatMLConfig(has_empty_thinking=False))
+    >>> hi = [Message(role="user", content="hi"), Message(role="assistant", content="yo")]
+    >>> [(t.origin, t.id) for t in trace(renderer, hi).tokens if t.origin != "template"]
+    [('user', 104), ('user', 105), ('assistant', 121), ('assistant', 111), ('assistant', 264)]
+    """
+    out = Rendering()
+    begin = 0
+    sampled: list[int] = []
+    for at in (*(i for i, m in enumerate(messages) if m.role == "assistant"), len(messages)):
+        is_end = at == len(messages)
+        if is_end and begin == at and begin:
+            break  # the dialogue ends with a reply
+        new = messages[begin:at]
+        ids = renderer.extend(sampled, new) if begin else renderer.render(new, tools)
+        out.tokens.extend(_observed(renderer, ids, new, begin))
+        out.prompts.append(
+            Prompt(
+                before=at,
+                extended_ids=[token.id for token in out.tokens],
+                whole_ids=renderer.render(messages[:at], tools),
+            )
+        )
+        if is_end:
+            break
+        try:
+            sampled = renderer.render_reply(messages[at])
+        except RendererError as error:
+            raise RendererError(f"message {at}: {error}") from None
+        control = renderer.tokenizer.control_ids
+        out.tokens.extend(
+            OriginatedToken(id=id_, origin="assistant", is_control=id_ in control, message=at)
+            for id_ in sampled
+        )
+        begin = at + 1
+    return out
+
+
+def _observed(
+    renderer: Renderer, ids: Sequence[int], messages: Sequence[Message], first: int
+) -> list[OriginatedToken]:
+    """Ids that nobody sampled: those whose bytes are of a message's words, and the template's.
+
+    A token that spells both belongs to the words.
+    """
+    tokenizer = renderer.tokenizer
+    whole = tokenizer.decode_bytes(ids)
+    owner = [-1] * len(whole)
+    at = 0
+    for number, message in enumerate(messages):
+        words = message.content.encode("utf-8", errors="replace")
+        found = whole.find(words, at) if words else -1
+        if found >= 0:
+            at = found + len(words)
+            owner[found:at] = [number] * len(words)
+    out: list[OriginatedToken] = []
+    begin = 0
+    for id_ in ids:
+        size = len(tokenizer.token_bytes(id_))
+        is_control = id_ in tokenizer.control_ids
+        number = -1 if is_control else max(owner[begin : begin + size], default=-1)
+        begin += size
+        out.append(
+            OriginatedToken(
+                id=id_,
+                origin="template" if number < 0 else _origin(messages[number]),
+                is_control=is_control,
+                message=-1 if number < 0 else first + number,
+            )
+        )
+    return out
+
+
+def _origin(message: Message) -> Origin:
+    match message.role:
+        case "system" | "developer":
+            return "system"
+        case role:
+            return role
