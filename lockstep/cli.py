@@ -228,7 +228,8 @@ def _doctor(options: argparse.Namespace) -> int:
     with Reading() as reading:
         diagnosis = diagnose(
             options.target, format=options.format, only=options.only,
-            tokenizer=options.tokenizer, renderer=options.renderer, on_rows=reading.on_rows,
+            tokenizer=options.tokenizer, renderer=options.renderer, model=options.model,
+            adapter=options.adapter, against=options.against, on_rows=reading.on_rows,
         )  # fmt: skip
     page = ""
     if options.out:
@@ -581,6 +582,18 @@ def _parser() -> argparse.ArgumentParser:
                              "rows")  # fmt: skip
     doctor.add_argument("--only", action="append", default=[], metavar="CHECK",
                         help="make this check alone, by its name in the summary; may be "
+                             "repeated")  # fmt: skip
+    doctor.add_argument("--model", default="", metavar="DIR",
+                        help="score a sample of the rows again by this model; own: by the run's "
+                             "own model and checkpoints")  # fmt: skip
+    doctor.add_argument(
+        "--adapter",
+        default="",
+        metavar="DIR",
+        help="with --model: the adapter on it, in PEFT's form",
+    )
+    doctor.add_argument("--against", action="append", default=[], metavar="DIR",
+                        help="with --model: other weights that one side may have run; may be "
                              "repeated")  # fmt: skip
     doctor.add_argument("--tokenizer", default="", metavar="DIR",
                         help="directory with a tokenizer.json, such a file, or ORGANISATION/NAME "

@@ -32,6 +32,8 @@ class Setting:
     top_p: float | None = None
     top_k: int | None = None
     is_moe: bool | None = None
+    model: object | None = None
+    """What rows can be scored by again: `doctor.numerics.rescore.Rescoring`. None: not given."""
     seed: int = 0
     """Of whatever a check draws."""
 

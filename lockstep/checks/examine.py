@@ -27,6 +27,8 @@ class Stage:
     checks: Sequence[type[Check]]
     chunks: Chunks | None = None
     """Rows of its own (a sample that was scored by a model); None: all of them."""
+    has: frozenset[str] = frozenset()
+    """Columns that these have, and the others do not."""
 
 
 @dataclass(kw_only=True)
@@ -96,19 +98,22 @@ def examine(
     for number, stage in enumerate(stages[: last + 1] if only else stages):
         made: list[Check] = []
         for kind in stage.checks:
-            lacks = tuple(name for name in kind.needs if name not in known)
+            lacks = tuple(name for name in kind.needs if name not in known | stage.has)
             if lacks := lacks if has_ids else ("token_ids",):
                 out.findings.append(kind.not_checkable(lacks))
             else:
                 made.append(kind(setting))
         if not made and number:
             continue
+        # Rows that lack one side's log-probs have no gap; a later stage's, scored again, have one.
+        is_without_gap = not out.before.total.tokens
         for rows in (stage.chunks or chunks)():
             if not number:
                 out.num_rows += len(rows)
                 out.num_tokens += rows.num_tokens
-                out.before.add(rows)
                 on_rows(rows)
+            if not number or is_without_gap:
+                out.before.add(rows)
             for cause in found:
                 rows = cause.repair(rows)
             for check in made:

@@ -10,11 +10,13 @@ from pathlib import Path
 from lockstep.checks.base import Setting
 from lockstep.checks.examine import Stage, examine
 from lockstep.checks.rows import Rows
-from lockstep.checks.suite import STAGES
+from lockstep.checks.suite import NOISE, STAGES
 from lockstep.config import did_you_mean
 from lockstep.doctor.diagnosis import Diagnosis
 from lockstep.doctor.inputs.base import Dump, Facts
 from lockstep.doctor.inputs.registry import open_dump
+from lockstep.doctor.numerics.checks import NUMERICS
+from lockstep.doctor.numerics.rescore import Rescoring, open_model
 from lockstep.doctor.rows import RowChoice
 from lockstep.doctor.tokenization import Tokenization, find_tokenization
 from lockstep.errors import ConfigError
@@ -29,6 +31,9 @@ def diagnose(
     tokenizer: Tokenizer | str | None = None,
     renderer: Renderer | str | None = None,
     facts: Facts | None = None,
+    model: str | Path = "",
+    adapter: str | Path = "",
+    against: Sequence[str | Path] = (),
     only: Sequence[str] = (),
     on_rows: Callable[[Rows], None] = lambda _: None,
 ) -> Diagnosis:
@@ -37,8 +42,11 @@ def diagnose(
     source: a directory or a file (`inputs.registry.FORMATS`), or a `Dump` of your own. tokenizer,
     renderer: for the checks of ids against text, or names of them
     (`tokenization.find_tokenization`); None takes those of the model that the input names, if it is
-    on this machine. facts: in place of what the input says of itself. only: names of checks; empty
-    makes all. on_rows: called with every chunk that is read, as often as it is, for progress.
+    on this machine. facts: in place of what the input says of itself. model: what a sample of the
+    rows is scored by again, a directory or a shipped name; "own" is what a run has of itself; empty
+    leaves out the checks that need one. adapter: in PEFT's form, on that model. against: other
+    weights that may be behind a difference. only: names of checks; empty makes all. on_rows: called
+    with every chunk that is read, as often as it is, for progress.
     Raises DataError if the input cannot be read, ConfigError if `only` names no check, or what is
     named is not there.
     """
@@ -48,13 +56,27 @@ def diagnose(
     words = _tokenization(facts, tokenizer, renderer)
     setting = make_setting(facts, words)
     stages = [Stage(checks=checks) for checks in STAGES]
-    _check_names(only, stages)
+    numerics = Stage(checks=NUMERICS)
+    _check_names(only, [*stages, numerics])
 
     def chunks() -> Iterator[Rows]:
         for rows in dump.chunks():
             on_rows(rows)
             yield rows
 
+    if model:
+        opened = open_model(
+            dump, chunks, facts, model=model, adapter=adapter, against=against, seed=setting.seed
+        )
+        setting = replace(setting, model=opened)
+        if isinstance(opened, Rescoring):
+            stages = opened.stages(stages, dump.has)
+            numerics = replace(numerics, chunks=opened.sample)
+        else:
+            numerics = replace(numerics, chunks=tuple)
+    # The model knows what a deviation is; what is left over is noise. So it comes before that.
+    before_noise = next(i for i, stage in enumerate(stages) if stage.checks is NOISE)
+    stages.insert(before_noise, numerics)
     choice = RowChoice()
     examination = examine(
         chunks,

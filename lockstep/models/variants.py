@@ -18,6 +18,7 @@ import torch
 from lockstep.models.attention import Attention, Context
 from lockstep.models.decoder import Decoder
 from lockstep.models.lora import ExpertLowRank, LowRank, add_adapter
+from lockstep.models.moe import MoE
 
 Tensor = torch.Tensor
 AnyDecoder = TypeVar("AnyDecoder", bound=Decoder)
@@ -85,6 +86,33 @@ def with_dropout(model: Decoder, share: float, *, seed: int) -> Decoder:
         return DropoutAttention(*args, share=share, generator=generator)
 
     return with_attention(model, kind)
+
+
+class PerturbedRouter(MoE):
+    """A router whose logits have normal noise: near a tie, a token goes to other experts."""
+
+    def __init__(self, *args, std: float, generator: torch.Generator) -> None:
+        super().__init__(*args)
+        self._std, self._generator = std, generator
+
+    def router_logits(self, x_TD: Tensor) -> Tensor:
+        logits_TE = super().router_logits(x_TD)
+        noise_TE = self._std * torch.randn(logits_TE.shape, generator=self._generator)
+        return logits_TE + noise_TE.to(logits_TE.device, logits_TE.dtype)
+
+
+def with_perturbed_routers(model: Decoder, std: float, *, seed: int) -> Decoder:
+    """`model` with noise on the logits of its routers, anew in each forward. seed: of the first."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.device("meta"):
+        twin = Decoder(model.config)
+        for block in twin.layers:
+            if isinstance(block.mlp, MoE):
+                routed_layer = block.mlp.routed_layer
+                block.mlp = PerturbedRouter(
+                    model.config, routed_layer, std=std, generator=generator
+                )
+    return sharing(twin, model)
 
 
 @contextmanager

@@ -1,0 +1,508 @@
+"""Findings about what the two sides compute, with the model at hand.
+
+All of them read one comparison (`compare`), so that none contradicts another. Causes that a variant
+of the model reproduces come first, what is left of a side that deviates is judged as noise.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import numpy as np
+
+from lockstep.checks import findings
+from lockstep.checks.base import Check, Setting
+from lockstep.checks.findings import Finding
+from lockstep.checks.rows import BoolArray, Float64Array, Rows
+from lockstep.doctor.numerics.compare import (
+    FLOAT_K2,
+    MIN_SHARE,
+    MIN_TOKENS,
+    NOISE_FACTOR,
+    Comparison,
+    Repetition,
+    Side,
+    log_likelihood_gain,
+    variance_within,
+)
+from lockstep.doctor.numerics.rescore import Noises, Refusal, rescoring_of
+
+MIN_GAIN = 10.0
+"""Nats by which one kind of noise must tell a deviation better than another to be named: a factor
+of 20,000 in likelihood, of which a heavy tail makes some."""
+MIN_REPLAYED = 0.1
+"""Of a side's deviation that replaying the recorded routes must remove to be named."""
+MAX_EVIDENCE_TOKENS = 6
+"""Shown around the worst one."""
+
+
+class _Compared(Check):
+    """Base: looks at the sample once, as both sides against the model."""
+
+    needs: ClassVar[tuple[str, ...]] = ("model",)
+
+    def __init__(self, setting: Setting) -> None:
+        super().__init__(setting)
+        self._comparison: Comparison | None = None
+
+    def look(self, rows: Rows) -> None:
+        self._comparison = rescoring_of(self.setting).compare(rows)
+
+    def conclude(self) -> Finding:
+        if self._comparison is not None:
+            return self.judge()
+        model = self.setting.model
+        reason = model.reason if isinstance(model, Refusal) else "no row was scored"
+        if self.name != NUMERICS[0].name:
+            reason = f"the model at hand cannot be used: see {NUMERICS[0].name}"
+        return Finding(
+            check=self.name,
+            claim=self.claim,
+            verdict="not_checkable",
+            measured=reason,
+            lacks=("model",),
+        )
+
+    def judge(self) -> Finding:
+        """The finding, of rows that were scored."""
+        raise NotImplementedError
+
+    @property
+    def comparison(self) -> Comparison:
+        assert self._comparison is not None, f"{self.name} concluded before it looked at rows"
+        return self._comparison
+
+    @property
+    def sides(self) -> list[Side]:
+        return list(self.comparison.sides.values())
+
+    def show_worst(self, side: Side, rows_hit: BoolArray, note: str, other: Float64Array) -> None:
+        """The tokens of these rows that deviate most, with what each number is.
+
+        other: [N] what `note` says that it is.
+        """
+        rows = self.comparison.evidence.rows
+        d = np.abs(side.values - side.reference)
+        d[~np.isfinite(d) | ~rows_hit[rows.row_of]] = 0.0
+        for at in np.argsort(-d)[: findings.MAX_EVIDENCE].tolist():
+            if not d[at]:
+                break
+            row, place = rows.where(at)
+            held = "the model" if side.is_known[rows.row_of[at]] else "the other side"
+            text = f"{side.name} {side.values[at]:.4f}, {held} {side.reference[at]:.4f}"
+            if np.isfinite(other[at]):
+                text += f", {note} {other[at]:.4f}"
+            self.show(
+                float(d[at]),
+                findings.Evidence(row=row, begin=place, end=place + 1, note=text),
+            )
+
+    def set_side(self, rows: Rows, side: Side, chosen: BoolArray, values: Float64Array) -> Rows:
+        """`rows` with the side's log-probs replaced at the tokens that are chosen [N]."""
+        column = "rollout_logprobs" if side.name == "sampler" else "trainer_logprobs"
+        current = getattr(rows, column)
+        chosen = chosen & np.isfinite(values) & np.isfinite(side.values)
+        return rows.with_(**{column: np.where(chosen, values, current).astype(np.float32)})
+
+
+# -- what a variant of the model reproduces -------------------------------------------------------
+
+
+class Reproduced(_Compared):
+    """A side whose numbers are those of the model with one thing changed."""
+
+    is_defect: ClassVar[bool] = True
+
+    def judge(self) -> Finding:
+        comparison = self.comparison
+        tried = {v.name: v for v in comparison.evidence.variants if v.cause == self.cause}
+        if not tried:
+            return self._untried()
+        figures: dict[str, float] = {"bfloat16_k2": comparison.floor}
+        texts: list[str] = []
+        for side in self.sides:
+            is_hit = side.explained_by(self.cause)
+            if not is_hit.any():
+                continue
+            tokens = int(side.tokens[is_hit].sum())
+            before = float(side.k2[is_hit].sum()) / tokens
+            after = float(side.left[is_hit].sum()) / tokens
+            counts = np.bincount(side.hit[is_hit], minlength=len(side.variants))
+            variant = side.variants[int(counts.argmax())]
+            texts.append(
+                f"{variant.text} the model gives what the {side.name} has in {is_hit.sum()} of "
+                f"{(side.tokens > 0).sum()} rows: k2 against it falls from {before:.1e} to "
+                f"{after:.1e}"
+            )
+            figures |= {
+                f"{side.name}_rows": int(is_hit.sum()),
+                f"{side.name}_k2_before": before,
+                f"{side.name}_k2_after": after,
+            }
+            self.show_worst(side, is_hit, f"it {variant.text}", variant.logprobs)
+        if not texts:
+            names = ", ".join(v.text for v in tried.values())
+            return self.found(
+                "consistent", f"neither side has what the model gives {names}", **figures
+            )
+        whole = "; ".join([*texts, comparison.describe()])
+        return self.found("differs" if self.is_defect else "information", whole, **figures)
+
+    def _untried(self) -> Finding:
+        return Finding(
+            check=self.name,
+            claim=self.claim,
+            verdict="consistent",
+            measured="the model has nothing of the kind",
+        )
+
+    def repair(self, rows: Rows) -> Rows:
+        comparison = rescoring_of(self.setting).known(rows)
+        if comparison is None:
+            return rows
+        for side in comparison.sides.values():
+            is_hit = side.explained_by(self.cause)[rows.row_of]
+            if is_hit.any():
+                rows = self.set_side(rows, side, is_hit, side.reference)
+        return rows
+
+
+class IgnoredSinks(Reproduced):
+    """Attention without the logits that take part in its softmax and have no value (gpt-oss)."""
+
+    name = "numerics/ignored_sinks"
+    claim = "both sides' attention has the model's sinks"
+    cause = "ignored_sinks"
+
+
+class IgnoredWindow(Reproduced):
+    """Attention that sees beyond a layer's sliding window. Rows shorter than the window are the
+    same either way."""
+
+    name = "numerics/ignored_window"
+    claim = "both sides' attention keeps to the model's sliding windows"
+    cause = "ignored_window"
+
+
+class AdapterNotMerged(Reproduced):
+    """The model without its adapter, or with it twice."""
+
+    name = "numerics/adapter_not_merged"
+    claim = "both sides run the model with its adapter, once"
+    cause = "adapter_not_merged"
+
+
+class RescoredProcessed(Reproduced):
+    """Log-probs after temperature, top-p and top-k, from the whole of the model's logits: exact,
+    where the check of the values alone must infer it."""
+
+    name = "numerics/processed"
+    claim = "both sides' log-probs are of the same distribution"
+    cause = "processed"
+
+
+class OtherWeights(Reproduced):
+    """The weights at hand, each tried on each side; and, where none fits, whether what is left of a
+    side repeats wherever the same tokens are read, as it does under other weights."""
+
+    name = "numerics/other_weights"
+    claim = "both sides run the weights that they are said to run"
+    cause = "other_weights"
+
+    def judge(self) -> Finding:
+        comparison = self.comparison
+        found = super().judge()
+        if found.verdict == "differs":
+            return found
+        for side in self.sides:
+            repetition = unexplained(comparison, side)
+            if repetition is None or not repetition.is_repeated:
+                continue
+            self.show_worst(side, side.is_unexplained, "", np.full_like(side.reference, np.nan))
+            return self.found(
+                "differs",
+                f"the {side.name} deviates from the model by the same wherever the same tokens "
+                f"are read (variance within equal contexts {repetition.within:.2f} of the whole, "
+                "noise is near 1): other weights than any that were given, or another "
+                f"architecture. k2 {side.noise:.1e}; {comparison.describe()}. --against DIR tries "
+                "other checkpoints",
+                within=repetition.within,
+                k2=side.noise,
+            )
+        if comparison.is_foreign.any():
+            return self.found(
+                "information",
+                f"neither side computed {comparison.is_foreign.sum()} of "
+                f"{len(comparison.is_foreign)} rows with the weights at hand: they are nearer to "
+                "each other than to the model. Give the checkpoint that these rows were made "
+                "with, and more of them by --against DIR",
+                foreign_rows=float(comparison.is_foreign.sum()),
+            )
+        if not comparison.num_known:
+            return Finding(
+                check=self.name, claim=self.claim, verdict="not_checkable",
+                measured="no row was trained by weights that are at hand: give the checkpoint by "
+                "--model DIR", lacks=("model",),
+            )  # fmt: skip
+        return self.found(
+            "consistent",
+            f"{comparison.describe()}; scored under {comparison.evidence.distribution}",
+            **found.figures,
+        )
+
+    def _untried(self) -> Finding:
+        return self.found("consistent", "", bfloat16_k2=self.comparison.floor)
+
+    def repair(self, rows: Rows) -> Rows:
+        comparison = rescoring_of(self.setting).known(rows)
+        if comparison is None:
+            return rows
+        for side in comparison.sides.values():
+            repetition = unexplained(comparison, side)
+            if repetition is not None and repetition.is_repeated:
+                rows = self.set_side(rows, side, side.is_unexplained[rows.row_of], side.reference)
+        return super().repair(rows)
+
+
+class Precision(Reproduced):
+    """A gap of the size that computing in bfloat16 makes, or its very numbers."""
+
+    name = "numerics/precision"
+    claim = "both sides compute in one precision"
+    cause = "precision"
+    is_defect = False
+
+    def judge(self) -> Finding:
+        found = super().judge()
+        if found.verdict != "consistent":
+            return found
+        comparison = self.comparison
+        texts = [
+            f"the {side.name} is {np.sqrt(2 * side.noise):.1e} nats (root mean square) from the "
+            f"model; computing in bfloat16 makes {np.sqrt(2 * comparison.floor):.1e}"
+            for side in self.sides
+            if side.noise > FLOAT_K2 and not comparison.is_noisy(side)
+        ]
+        if texts:
+            return self.found("information", "; ".join(texts), bfloat16_k2=comparison.floor)
+        return found
+
+
+# -- what no variant reproduces -------------------------------------------------------------------
+
+
+def unexplained(comparison: Comparison, side: Side) -> Repetition | None:
+    """Whether what no variant explains of this side repeats; None if it is no more than a pair of
+    precisions makes."""
+    is_left = side.is_unexplained
+    if not comparison.is_noisy(side):
+        return None
+    if side.tokens[is_left].sum() < MIN_TOKENS:
+        return None
+    known = float(side.k2[side.is_known].sum())
+    if side.k2[is_left].sum() < MIN_SHARE * known:
+        return None  # what is left of rows beside the named cause's: strays of it
+    return variance_within(
+        comparison.evidence.rows, deviation(comparison, side), comparison.evidence.spread
+    )
+
+
+def deviation(comparison: Comparison, side: Side) -> Float64Array:
+    """[N] side - model of the rows that no variant explains, NaN elsewhere."""
+    chosen = side.is_unexplained[comparison.evidence.rows.row_of]
+    return np.where(chosen, side.values - side.reference, np.nan)
+
+
+class _Noise(_Compared):
+    """Base of what is left of a side that deviates, if it does not repeat."""
+
+    def __init__(self, setting: Setting) -> None:
+        super().__init__(setting)
+        self._hit: dict[str, float] = {}
+        """Side -> nats by which this noise explains it better than the plain one."""
+
+    def noisy(self) -> list[tuple[Side, Repetition]]:
+        found = [(side, unexplained(self.comparison, side)) for side in self.sides]
+        return [(side, r) for side, r in found if r is not None and not r.is_repeated]
+
+    def gains(self, side: Side) -> tuple[float, float]:
+        """(of noisy routers, of dropout): nats better than noise on the logits."""
+        comparison = self.comparison
+        evidence = comparison.evidence
+        noises: Noises = rescoring_of(self.setting).noises(evidence.rows)
+        d = deviation(comparison, side)
+        routers = [log_likelihood_gain(d, v, evidence.spread) for v in noises.routers]
+        dropout = noises.dropout
+        return (
+            max(routers, default=0.0),
+            0.0 if dropout is None else log_likelihood_gain(d, dropout, evidence.spread),
+        )
+
+    def replayed(self, side: Side) -> float:
+        """Share of the side's deviation that the sampler's recorded routes remove."""
+        evidence = self.comparison.evidence
+        if evidence.replayed is None:
+            return 0.0
+        d = deviation(self.comparison, side)
+        again = np.where(np.isfinite(d), side.values - evidence.replayed, np.nan)
+        both = np.isfinite(d) & np.isfinite(again)
+        whole = float((d[both] ** 2).sum())
+        return 1 - float((again[both] ** 2).sum()) / whole if whole else 0.0
+
+    def is_of_routes(self, side: Side) -> bool:
+        """Whether flips of routes are behind the side's noise: by replay where routes are recorded,
+        else by where it is large."""
+        evidence = self.comparison.evidence
+        if side.name == "sampler" and evidence.replayed is not None:
+            return self.replayed(side) >= MIN_REPLAYED
+        of_routers, of_dropout = self.gains(side)
+        rival = of_dropout if side.name == "trainer" else 0.0
+        return of_routers - max(rival, 0.0) > MIN_GAIN
+
+    def judge(self) -> Finding:
+        comparison = self.comparison
+        texts: list[str] = []
+        figures: dict[str, float] = {"bfloat16_k2": comparison.floor}
+        for side, repetition in self.noisy():
+            if not self.is_mine(side):
+                continue
+            self._hit[side.name] = 1.0
+            texts.append(self.describe(side, repetition))
+            figures |= {f"{side.name}_k2": side.noise, f"{side.name}_within": repetition.within}
+            self.show_worst(side, side.is_unexplained, "", np.full_like(side.reference, np.nan))
+        if not texts:
+            return self.found("consistent", self.ruled_out(), **figures)
+        return self.found("differs", "; ".join([*texts, comparison.describe()]), **figures)
+
+    def is_mine(self, side: Side) -> bool:
+        raise NotImplementedError
+
+    def describe(self, side: Side, repetition: Repetition) -> str:
+        raise NotImplementedError
+
+    def ruled_out(self) -> str:
+        sizes = [f"the {side.name} at k2 {side.noise:.1e}" for side in self.sides]
+        return (
+            f"no such noise: {', '.join(sizes)} of the model, where computing in bfloat16 makes "
+            f"{self.comparison.floor:.1e}"
+        )
+
+    def repair(self, rows: Rows) -> Rows:
+        comparison = rescoring_of(self.setting).known(rows)
+        if comparison is None:
+            return rows
+        for name, side in comparison.sides.items():
+            if name in self._hit:
+                rows = self.set_side(rows, side, side.is_unexplained[rows.row_of], side.reference)
+        return rows
+
+
+class RoutingFlips(_Noise):
+    """Noise of tokens that go to other experts on the two sides.
+
+    With the sampler's recorded routes: what replaying them removes. Without: whether the deviation
+    is large where noise on the routers would make it large (`log_likelihood_gain`).
+    """
+
+    name = "numerics/routing_flips"
+    claim = "tokens go to the same experts on both sides"
+    cause = "routing_flips"
+
+    def is_mine(self, side: Side) -> bool:
+        return self.is_of_routes(side)
+
+    def describe(self, side: Side, repetition: Repetition) -> str:
+        evidence = self.comparison.evidence
+        if side.name == "sampler" and evidence.routes_differ is not None:
+            is_known = np.isfinite(deviation(self.comparison, side))
+            flipped = float(evidence.routes_differ[is_known].mean())
+            return (
+                f"the model's router would have sent {flipped:.1%} of the tokens elsewhere than "
+                f"the sampler's did; replaying its routes removes {self.replayed(side):.0%} of "
+                f"the sampler's deviation (k2 {side.noise:.1e})"
+            )
+        return (
+            f"the {side.name} deviates (k2 {side.noise:.1e}) where a little noise on the routers "
+            f"changes log-probs: that tells it {self.gains(side)[0]:.0f} nats better than noise "
+            "on the logits; record the sampler's routes to be certain"
+        )
+
+    def repair(self, rows: Rows) -> Rows:
+        """With recorded routes the trainer is moved to what it gives under them, and what is left
+        is another noise; without, the side is the model's."""
+        comparison = rescoring_of(self.setting).known(rows)
+        if comparison is None or not self._hit:
+            return rows
+        evidence = comparison.evidence
+        sampler = comparison.sides.get("sampler")
+        if sampler is None or "sampler" not in self._hit or evidence.replayed is None:
+            return super().repair(rows)
+        # The same move of the sampler the other way round: it may be the only side that there is.
+        moved = sampler.values - (evidence.replayed - sampler.reference)
+        return self.set_side(rows, sampler, sampler.is_unexplained[rows.row_of], moved)
+
+
+class Dropout(_Noise):
+    """Noise of the trainer: a sampler has no dropout."""
+
+    name = "numerics/dropout"
+    claim = "the trainer's log-probs have no noise of their own"
+    cause = "dropout"
+
+    def is_mine(self, side: Side) -> bool:
+        return side.name == "trainer" and not self.is_of_routes(side)
+
+    def describe(self, side: Side, repetition: Repetition) -> str:
+        gain = self.gains(side)[1]
+        how = (
+            f"tokens that dropout would move deviate more: {gain:.0f} nats better told than by "
+            "noise on the logits"
+            if gain > MIN_GAIN
+            else "it is not told from other noise of the trainer's kernels"
+        )
+        return f"the trainer's log-probs are noisy (k2 {side.noise:.1e} from the model): {how}"
+
+
+class KernelNoise(_Noise):
+    """Noise of the sampler on every token."""
+
+    name = "numerics/kernel_noise"
+    claim = "the sampler's kernels round no more than a pair of precisions does"
+    cause = "kernel_noise"
+
+    def is_mine(self, side: Side) -> bool:
+        if side.name != "sampler":
+            return False
+        if not self.is_of_routes(side):
+            return True
+        if self.comparison.evidence.replayed is None:
+            return False
+        rest = (1 - self.replayed(side)) * side.noise
+        return rest > NOISE_FACTOR * self.comparison.floor
+
+    def describe(self, side: Side, repetition: Repetition) -> str:
+        told = (
+            "too few tokens repeat to tell it from other weights"
+            if np.isnan(repetition.within)
+            else f"another one each time that the same tokens are read (variance within equal "
+            f"contexts {repetition.within:.2f} of the whole)"
+        )
+        times = np.sqrt(side.noise / self.comparison.floor) if self.comparison.floor else np.inf
+        return (
+            f"the sampler's log-probs are noisy: {np.sqrt(2 * side.noise):.1e} nats (root mean "
+            f"square) from the model, {times:.1f} times what bfloat16 makes; {told}"
+        )
+
+
+NUMERICS: tuple[type[Check], ...] = (
+    IgnoredSinks,
+    IgnoredWindow,
+    AdapterNotMerged,
+    RescoredProcessed,
+    OtherWeights,
+    Precision,
+    RoutingFlips,
+    Dropout,
+    KernelNoise,
+)
+"""In the order of their repairs."""

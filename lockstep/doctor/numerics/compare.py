@@ -1,0 +1,362 @@
+"""Which side deviates from the model at hand, and what would explain it. numpy only.
+
+A side is held against the model's own log-probs (`reference`), row by row. Where it deviates, each
+variant (no sinks, other weights, ...) is held against it too. The one whose numbers the side has is
+the cause: not one that merely makes the gap smaller, for many do.
+
+Ties: of variants that explain a row equally well, the first in the order of `variants` is taken
+(what is wrong with the arithmetic, then an adapter, then other weights, then what is made of the
+logits, then a precision).
+
+What no variant reproduces is noise or other weights that are not at hand. Noise is another number
+each time that the same tokens are read, other weights are not: see `variance_within`.
+
+# R rows  N tokens
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal
+
+import numpy as np
+
+from lockstep.checks.rows import BoolArray, Float64Array, Rows
+from lockstep.types import Int64Array
+
+SideName = Literal["sampler", "trainer"]
+
+MAX_ROW_RESIDUAL = 0.5
+"""Of a row's deviation that a variant may leave for it to be held for the row's cause. A right
+variant leaves float noise, or that of the pair of precisions: the gap of a fault that is three
+times the noise falls to a quarter."""
+MAX_RESIDUAL = 0.35
+"""The same over all rows that a variant is held for: chance may reproduce a short row, not many."""
+MIN_MOVE = 0.25
+"""Of a row's deviation that a variant must itself be away from the model: what changes nothing
+(full attention in a row shorter than the window) explains nothing."""
+MIN_SHARE = 0.25
+"""Of a side's deviation that those rows must have together to be named. Noise has a few large
+tokens, and a variant that is right by chance on the row of one of them must not be named for it."""
+MIN_ROWS, MIN_TOKENS = 3, 8
+"""That they must have together; fewer rows where there are no more."""
+TIE = 0.05
+"""Of the deviation: variants nearer to each other than this explain equally well."""
+FLOAT_K2 = 1e-8
+"""k2 per token under which a side agrees with the model: float32 kernels that sum in another order
+are at 1e-13, TF32 is below this."""
+NOISE_FACTOR = 2.0
+"""Times the k2 that computing in bfloat16 makes, up to which what is left is put down to a pair of
+precisions: an engine in bfloat16 has kernels of its own, and other noise than ours of that size."""
+DENSE_FACTOR = 6.0
+"""The same for the typical token (the median of d^2 in units of its spread): of a mixture of
+experts the mean is that of a few tokens which bfloat16 sends to other experts, and noise on every
+token would hide below it. Another engine's bfloat16 has at most twice the rounding of ours."""
+FOREIGN = 4.0
+"""Times the gap between both sides: rows where each side is further than this from the model were
+computed by neither with these weights."""
+MAX_WITHIN = 0.65
+"""Variance within equal contexts over that of all, under which a deviation is held to repeat: not
+noise. Other weights were at 0.24 to 0.50, noise at 0.80 to 1.02 (two shipped models)."""
+MIN_REPEATED = 60
+"""Tokens in contexts that occur more than once, without which that cannot be told."""
+MIN_SPREAD = 1e-3
+"""Variance under unit noise of the logits that a token must have to say anything about noise."""
+CONTEXT = 3
+"""Last tokens that make a context; longer ones gain nothing (`variance_within`)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """Log-probs as a defect would make them."""
+
+    name: str
+    cause: str
+    text: str
+    """What the model is then: "without its sinks"."""
+    logprobs: Float64Array
+    """[N], NaN where it was not computed."""
+    plain: Float64Array | None = None
+    """[N] the model without the defect, computed in the same way; None: any move will do."""
+
+
+@dataclass(kw_only=True)
+class Evidence:
+    """What was computed of some rows by the model at hand."""
+
+    rows: Rows
+    reference: Float64Array
+    """[N] by the weights that the trainer ran; NaN where these are not at hand."""
+    variants: Sequence[Variant]
+    bfloat16: Float64Array
+    """[N] the reference computed in bfloat16: what a pair of precisions makes."""
+    spread: Float64Array
+    margin: Float64Array
+    """[N] as in `scorer.Scored`."""
+    replayed: Float64Array | None = None
+    """[N] with the sampler's recorded experts; None without any."""
+    routes_differ: BoolArray | None = None
+    distribution: str = ""
+    """That the reference is of, in words."""
+    is_scored: Mapping[SideName, bool] = field(default_factory=lambda: {})
+    """Whether the side has log-probs of its own, not the model's in their place."""
+
+    def side(self, name: SideName) -> Float64Array:
+        rows = self.rows
+        values = rows.rollout_logprobs if name == "sampler" else rows.trainer_logprobs
+        if values is None:
+            return np.full(rows.num_tokens, np.nan)
+        out = values.astype(np.float64)
+        out[~rows.loss_mask | ~np.isfinite(out)] = np.nan
+        return out
+
+
+@dataclass(kw_only=True)
+class Side:
+    """One side against the model."""
+
+    name: SideName
+    values: Float64Array
+    """[N]"""
+    reference: Float64Array
+    """[N] what it is held against: the model, or where its weights are not at hand the other side.
+    """
+    tokens: Int64Array
+    """[R] that were compared."""
+    k2: Float64Array
+    """[R] sums of (side - reference)^2 / 2."""
+    hit: Int64Array
+    """[R] the variant that reproduces the row, -1 for none."""
+    left: Float64Array
+    """[R] sums of squares that are left by it."""
+    variants: Sequence[Variant]
+    is_known: BoolArray
+    """[R] held against the model itself."""
+
+    @property
+    def deviation(self) -> float:
+        """k2 per token against the model, of the rows whose weights are at hand."""
+        return _mean(self.k2, self.tokens, self.is_known)
+
+    def explained_by(self, cause: str) -> BoolArray:
+        """[R] rows that a variant of this cause reproduces."""
+        found = np.array([v.cause == cause for v in self.variants] + [False])
+        return found[self.hit]
+
+    @cached_property
+    def is_unexplained(self) -> BoolArray:
+        """[R] known rows that no variant reproduces."""
+        return (self.hit < 0) & self.is_known & (self.tokens > 0)
+
+    @property
+    def noise(self) -> float:
+        """k2 per token that no variant explains."""
+        return _mean(self.k2, self.tokens, self.is_unexplained)
+
+
+@dataclass(kw_only=True)
+class Comparison:
+    """Both sides of some rows against the model at hand."""
+
+    evidence: Evidence
+    sides: dict[SideName, Side]
+    is_foreign: BoolArray
+    """[R] rows that neither side computed with the weights at hand."""
+    floor: float
+    """k2 per token between the model in float32 and in bfloat16."""
+    typical_floor: float
+    """The median of d^2 over the token's spread, of the same."""
+
+    def is_noisy(self, side: Side) -> bool:
+        """Whether what no variant explains of a side is more than a pair of precisions makes."""
+        if side.noise <= FLOAT_K2:
+            return False
+        rows, spread = self.evidence.rows, self.evidence.spread
+        chosen = side.is_unexplained[rows.row_of]
+        typical = _typical(np.where(chosen, side.values - side.reference, np.nan), spread)
+        is_dense = typical > DENSE_FACTOR * self.typical_floor
+        return side.noise > NOISE_FACTOR * self.floor or is_dense
+
+    def describe(self) -> str:
+        """Which side agrees with the model, in words."""
+        parts = [
+            f"the {side.name} {'agrees' if side.deviation <= FLOAT_K2 else 'does not agree'} with "
+            f"the model (k2 {side.deviation:.1e})"
+            for side in self.sides.values()
+            if side.is_known.any()
+        ]
+        return ", ".join(parts)
+
+    @property
+    def num_known(self) -> int:
+        """Rows that were held against the model itself."""
+        return max((int(side.is_known.sum()) for side in self.sides.values()), default=0)
+
+
+def compare(evidence: Evidence) -> Comparison:
+    """Holds each side that has log-probs of its own against the model and its variants."""
+    rows = evidence.rows
+    names: list[SideName] = [n for n in ("sampler", "trainer") if evidence.is_scored.get(n)]
+    values = {name: evidence.side(name) for name in ("sampler", "trainer")}
+    reference = evidence.reference
+    is_foreign = np.zeros(len(rows), np.bool_)
+    if len(names) == 2:
+        gap, _ = _sums(rows, values["trainer"] - values["sampler"])
+        far = [_sums(rows, values[name] - reference) for name in names]
+        is_foreign = np.ones(len(rows), np.bool_)
+        for k2, tokens in far:
+            is_foreign &= (k2 > FOREIGN * gap) & (k2 > FLOAT_K2 * tokens)
+    reference = np.where(is_foreign[rows.row_of], np.nan, reference)
+    floor_k2, floor_tokens = _sums(rows, evidence.bfloat16 - reference)
+    sides = {}
+    for name in names:
+        other = values["trainer" if name == "sampler" else "sampler"]
+        sides[name] = _side(evidence, name, values[name], reference, other)
+    return Comparison(
+        evidence=evidence,
+        sides=sides,
+        is_foreign=is_foreign,
+        floor=_mean(floor_k2, floor_tokens, np.ones(len(rows), np.bool_)),
+        typical_floor=_typical(evidence.bfloat16 - reference, evidence.spread),
+    )
+
+
+def _side(
+    evidence: Evidence,
+    name: SideName,
+    values: Float64Array,
+    reference: Float64Array,
+    other: Float64Array,
+) -> Side:
+    rows = evidence.rows
+    _, num_known = _sums(rows, reference)
+    is_known = num_known > 0
+    held = np.where(is_known[rows.row_of], reference, other)
+    k2, tokens = _sums(rows, values - held)
+    best = np.full(len(rows), np.inf)
+    residuals: list[Float64Array] = []
+    for variant in evidence.variants:
+        left, compared = _sums(rows, values - variant.logprobs)
+        # A variant that was not computed for a row, or not for all its tokens, explains nothing.
+        left[(compared < tokens) | (tokens == 0)] = np.inf
+        if variant.plain is not None:
+            plain = np.where(np.isfinite(variant.plain), variant.plain, held)
+            moved, _ = _sums(rows, variant.logprobs - plain)
+            left[moved < MIN_MOVE * k2] = np.inf
+        residuals.append(left)
+        best = np.minimum(best, left)
+    hit = np.full(len(rows), -1)
+    is_deviating = k2 > FLOAT_K2 * tokens
+    for number in reversed(range(len(residuals))):
+        left = residuals[number]
+        is_near = left <= best + TIE * k2
+        hit[is_deviating & is_near & (left <= MAX_ROW_RESIDUAL * k2)] = number
+    total = float(k2[is_known].sum()) if is_known.any() else float(k2.sum())
+    enough = min(MIN_ROWS, int((tokens > 0).sum()))
+    for number, left in enumerate(residuals):
+        is_hit = hit == number
+        whole, rest = float(k2[is_hit].sum()), float(left[is_hit].sum())
+        if (
+            rest > MAX_RESIDUAL * whole
+            or whole < MIN_SHARE * total
+            or is_hit.sum() < enough
+            or tokens[is_hit].sum() < MIN_TOKENS
+        ):
+            hit[is_hit] = -1
+    left = k2.copy()
+    for number, of_variant in enumerate(residuals):
+        left[hit == number] = of_variant[hit == number]
+    return Side(
+        name=name,
+        values=values,
+        reference=held,
+        tokens=tokens,
+        k2=k2,
+        hit=hit,
+        left=left,
+        variants=evidence.variants,
+        is_known=is_known,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Repetition:
+    """Whether a deviation is the same each time that the same tokens are read."""
+
+    tokens: int
+    """In contexts that occur more than once."""
+    within: float
+    """Variance within contexts over that of all: about 1 for noise, less for what repeats; NaN if
+    too few tokens repeat."""
+
+    @property
+    def is_repeated(self) -> bool:
+        return self.within <= MAX_WITHIN
+
+    @property
+    def is_noise(self) -> bool:
+        return self.within > MAX_WITHIN
+
+
+def variance_within(rows: Rows, d: Float64Array, spread: Float64Array) -> Repetition:
+    """Whether d [N] depends on what is read, or on chance.
+
+    Tokens with the same CONTEXT last tokens, themselves included, are one context: what other
+    weights make of them is much the same, whatever stood before; what noise makes of them is not.
+    Each d is taken in units of what noise on the logits would make of it, extremes are cut.
+    """
+    ids = rows.token_ids.astype(np.uint64)
+    key = np.zeros(len(ids), np.uint64)
+    for back in range(CONTEXT):
+        key = key * np.uint64(1_000_003) + np.roll(ids, back)
+    is_used = np.isfinite(d) & (spread > MIN_SPREAD) & (rows.position >= CONTEXT)
+    z, key = d[is_used] / np.sqrt(spread[is_used]), key[is_used]
+    if len(z) < MIN_REPEATED:
+        return Repetition(tokens=len(z), within=np.nan)
+    limit = np.quantile(np.abs(z), 0.98)
+    z = np.clip(z, -limit, limit)
+    _, index, count = np.unique(key, return_inverse=True, return_counts=True)
+    is_repeated = count[index] > 1
+    _, index, count = np.unique(index[is_repeated], return_inverse=True, return_counts=True)
+    z = z[is_repeated]
+    if len(z) < MIN_REPEATED or not (z * z).sum():
+        return Repetition(tokens=len(z), within=np.nan)
+    mean = np.bincount(index, z) / count
+    within = ((z - mean[index]) ** 2).sum() / (len(z) - len(count))
+    return Repetition(tokens=len(z), within=float(within / (z * z).mean()))
+
+
+def log_likelihood_gain(d: Float64Array, scale: Float64Array, plain: Float64Array) -> float:
+    """Nats by which a noise of variances `scale` [N], with any share of one of variances `plain`,
+    tells d [N] better than `plain` alone. Each is fitted in its size."""
+    is_used = np.isfinite(d) & np.isfinite(scale) & (plain > MIN_SPREAD)
+    d, scale, plain = d[is_used], scale[is_used], plain[is_used]
+    if len(d) < MIN_REPEATED or not scale.sum() or not (d * d).sum():
+        return 0.0
+    scale, plain = scale / scale.mean(), plain / plain.mean()
+
+    def fitted(share: float) -> float:
+        u = (1 - share) * scale + share * plain
+        size = float((d * d / u).mean())
+        return -0.5 * float((np.log(size * u) + d * d / (size * u)).sum())
+
+    return max(fitted(share) for share in (0.02, 0.1, 0.3, 0.6)) - fitted(1.0)
+
+
+def _sums(rows: Rows, d: Float64Array) -> tuple[Float64Array, Int64Array]:
+    """([R] sums of d^2 / 2, [R] numbers) over the tokens that are not NaN."""
+    is_known = np.isfinite(d)
+    index = rows.row_of[is_known]
+    k2 = np.bincount(index, 0.5 * d[is_known] ** 2, minlength=len(rows))
+    return k2, np.bincount(index, minlength=len(rows))
+
+
+def _typical(d: Float64Array, spread: Float64Array) -> float:
+    is_used = np.isfinite(d) & (spread > MIN_SPREAD)
+    return float(np.median(d[is_used] ** 2 / spread[is_used])) if is_used.any() else np.inf
+
+
+def _mean(k2: Float64Array, tokens: Int64Array, chosen: BoolArray) -> float:
+    return float(k2[chosen].sum() / max(tokens[chosen].sum(), 1))

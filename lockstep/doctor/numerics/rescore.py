@@ -1,0 +1,480 @@
+"""The sample of rows that is scored by the model at hand, and what was computed of it.
+
+Without torch: `scorer` is imported when the first row is scored.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from lockstep.checks.base import Check, Setting
+from lockstep.checks.examine import Chunks, Stage
+from lockstep.checks.rows import Float32Array, Float64Array, Rows
+from lockstep.checks.suite import NOISE
+from lockstep.doctor.inputs.base import Dump, Facts
+from lockstep.doctor.numerics.compare import (
+    FLOAT_K2,
+    Comparison,
+    Evidence,
+    Variant,
+    compare,
+)
+from lockstep.doctor.numerics.weights import Weights, WeightsAtHand, weights_at_hand
+from lockstep.errors import CheckpointError, MissingExtraError
+from lockstep.memory import GIB, available_bytes
+from lockstep.models.config import ModelConfig
+from lockstep.models.shapes import decoder_shapes, num_elements
+from lockstep.types import Int64Array
+
+if TYPE_CHECKING:
+    from lockstep.doctor.numerics.scorer import Distribution, Scored, Scorer
+
+MAX_TOKENS = 32_768
+"""Of the sample: errors of 1 % on a share, as far as rows are alike."""
+MIN_TOKENS = 2_048
+"""Below this too little repeats to tell noise from other weights."""
+MULTIPLIES = 4e11
+"""Of one forward over the sample: some ten seconds on a core. A larger model gets a smaller one."""
+NUM_PASSES = 4
+"""Forwards with dropout, or with noise on the routers, whose spread is compared with a deviation.
+"""
+DROPOUT_SHARE = 0.05  # the spread's shape hardly depends on it, and its size is fitted
+ROUTER_STDS = (0.03, 0.3)  # flips are rare at one and common at the other
+
+_CAUSES = {
+    "without_sinks": ("ignored_sinks", "without its sinks"),
+    "without_windows": ("ignored_window", "without its sliding window"),
+    "without_adapter": ("adapter_not_merged", "without its adapter"),
+    "adapter_twice": ("adapter_not_merged", "with its adapter added twice"),
+}
+
+
+@dataclass(kw_only=True)
+class Noises:
+    """How the deviation of a side spreads over tokens, by what may have made it."""
+
+    dropout: Float64Array | None = None
+    """[N] variance of a token's log-prob over forwards with dropout."""
+    routers: tuple[Float64Array, ...] = ()
+    """[N] each, the same with noise on the routers, by ROUTER_STDS."""
+
+
+@dataclass(kw_only=True)
+class Rescoring:
+    """The model at hand, as checks see it: `Setting.model`."""
+
+    weights: WeightsAtHand
+    temperature: float | None = None
+    """That the dump says tokens were sampled at."""
+    top_p: float | None = None
+    top_k: int | None = None
+    has_rollout: bool = True
+    has_trainer: bool = True
+    seed: int = 0
+    max_tokens: int = 0
+    """Of the sample; 0: as many as take seconds."""
+    device: str = ""
+    num_skipped: int = 0
+    """Rows of the sample that the model cannot read: longer than its positions."""
+    _sample: Rows | None = None
+    _scorer: Scorer | None = None
+    _scored: dict[bytes, Evidence] = field(default_factory=dict[bytes, Evidence])
+    _compared: dict[bytes, tuple[bytes, Comparison]] = field(
+        default_factory=dict[bytes, tuple[bytes, Comparison]]
+    )
+    _noises: dict[bytes, Noises] = field(default_factory=dict[bytes, Noises])
+
+    def __post_init__(self) -> None:
+        config = self.weights.config
+        if not isinstance(config, ModelConfig):
+            self.max_tokens = self.max_tokens or MIN_TOKENS
+            return
+        elements = num_elements(decoder_shapes(config))
+        found = available_bytes()
+        # In float32, and while a copy is cast to bfloat16 or a file is read, some of it twice.
+        needed = int(4 * elements * 1.5)
+        if found is not None and found[0] < needed and not self.device:
+            raise CheckpointError(
+                f"{self.weights.all[0].name} takes {needed / GIB:.1f} GiB to be scored by in "
+                f"float32, and there are {found[0] / GIB:.1f} GiB ({found[1]}). Run this check on "
+                "a larger machine; the checks that need no model were made."
+            )
+        if not self.max_tokens:
+            affordable = int(MULTIPLIES / max(elements, 1))
+            self.max_tokens = min(max(affordable, MIN_TOKENS), MAX_TOKENS)
+
+    # -- the sample ---------------------------------------------------------------------------
+
+    def stages(self, stages: Sequence[Stage], has: frozenset[str]) -> list[Stage]:
+        """`stages`, of which those checks that lack the log-probs of one side see a sample whose
+        log-probs are the model's. So do those of noise: there, what the model explains is repaired.
+        """
+        columns = {"rollout_logprobs": self.has_rollout, "trainer_logprobs": self.has_trainer}
+        filled = frozenset(name for name, is_there in columns.items() if not is_there)
+
+        def is_moved(check: type[Check]) -> bool:
+            lacking = set(check.needs) - has
+            return bool(lacking) and lacking & filled == lacking & set(columns)
+
+        out: list[Stage] = []
+        for stage in stages:
+            if stage.checks is NOISE:
+                out.append(replace(stage, chunks=self.sample, has=filled))
+                continue
+            late = [check for check in stage.checks if filled and is_moved(check)]
+            if late:
+                early = [check for check in stage.checks if check not in late]
+                out.append(replace(stage, checks=early))
+            else:
+                out.append(stage)
+            if late:
+                out.append(Stage(checks=late, chunks=self.sample, has=filled))
+        return out
+
+    def prepare(self, chunks: Chunks) -> None:
+        """Draws the sample and scores it. Raises CheckpointError if that cannot be done."""
+        self._sample = self._filled(self._choose(chunks()))
+
+    def sample(self) -> Iterable[Rows]:
+        """The chunks of the stages that see the sample; what a side lacks is the model's."""
+        assert self._sample is not None, "prepare() comes first"
+        return [self._sample]
+
+    def _choose(self, chunks: Iterable[Rows]) -> Rows:
+        """Rows drawn at random: half of them among those whose weights are at hand, as far as there
+        are as many. Memory: the sample, and one chunk."""
+        rng = np.random.default_rng(self.seed)
+        kept: list[tuple[Int64Array, Rows]] = []  # (ranks, rows)
+        size = 0
+        for rows in chunks:
+            ranks = rng.random(len(rows))
+            known = self._own(rows) >= 0
+            ranks = np.where(known, ranks / 2, ranks)
+            trained = np.bincount(rows.row_of, rows.loss_mask, minlength=len(rows))
+            readable = rows.sizes <= self.weights.config.max_positions
+            self.num_skipped += int((~readable).sum())
+            usable = np.flatnonzero((trained > 0) & readable)
+            if not len(usable):
+                continue
+            kept.append((ranks[usable], rows.take(usable)))
+            size += kept[-1][1].num_tokens
+            if size > 4 * self.max_tokens:
+                kept = [self._pruned(kept)]
+                size = kept[0][1].num_tokens
+        if not kept:
+            raise CheckpointError(
+                "no row has a trained token and fits the model's "
+                f"{self.weights.config.max_positions} positions: nothing to score."
+            )
+        return self._pruned(kept)[1]
+
+    def _pruned(self, kept: Sequence[tuple[Any, Rows]]) -> tuple[Any, Rows]:
+        ranks = np.concatenate([ranks for ranks, _ in kept])
+        rows = Rows.joined([rows for _, rows in kept])
+        order = np.argsort(ranks, kind="stable")
+        fits = np.cumsum(rows.sizes[order]) <= self.max_tokens
+        fits[0] = True
+        chosen = np.sort(order[fits])
+        return ranks[chosen], rows.take(chosen)
+
+    def _own(self, rows: Rows) -> Int64Array:
+        """[R] place of the weights that the trainer ran on each row; -1: not at hand."""
+        steps = [None] * len(rows) if rows.steps is None else rows.steps.tolist()
+        places = [self.weights.of_step(step) for step in steps]
+        return np.array([-1 if place is None else place for place in places], np.int64)
+
+    def _filled(self, rows: Rows) -> Rows:
+        """With the model's log-probs, which stand for a side that has none."""
+        reference = self.evidence(rows).reference.astype(np.float32)
+        found: dict[str, Any] = {"rescored_logprobs": reference}
+        if not self.has_trainer:
+            found["trainer_logprobs"] = reference
+        if not self.has_rollout:
+            found["rollout_logprobs"] = reference
+        return rows.with_(**found)
+
+    # -- what was computed --------------------------------------------------------------------
+
+    def evidence(self, rows: Rows) -> Evidence:
+        """What the model makes of these rows. Computed once for rows of the same ids."""
+        key = _digest(rows)
+        if key not in self._scored:
+            self._scored[key] = self._score(rows)
+        return replace(self._scored[key], rows=rows)
+
+    def compare(self, rows: Rows) -> Comparison:
+        """Both sides of these rows, as they are, against the model."""
+        full = _digest(rows, rows.rollout_logprobs, rows.trainer_logprobs)
+        key = _digest(rows)
+        if key not in self._compared or self._compared[key][0] != full:
+            self._compared[key] = full, compare(self.evidence(rows))
+        return self._compared[key][1]
+
+    def known(self, rows: Rows) -> Comparison | None:
+        """What was last said of rows of these ids; None if nothing was. What was repaired in their
+        log-probs since then changes nothing of it."""
+        found = self._compared.get(_digest(rows))
+        return None if found is None else found[1]
+
+    @property
+    def scorer(self) -> Scorer:
+        if self._scorer is None:
+            from lockstep.doctor.numerics.scorer import Scorer
+
+            self._scorer = Scorer(device=self.device)
+        return self._scorer
+
+    def _distributions(self) -> tuple[Distribution, ...]:
+        from lockstep.doctor.numerics.scorer import Distribution
+
+        temperature = self.temperature or 1.0  # greedy sampling records at temperature 1
+        found = [Distribution(), Distribution(temperature=temperature)]
+        top_p, top_k = self.top_p or 1.0, max(self.top_k or 0, 0)
+        found.append(Distribution(temperature=temperature, top_p=top_p, top_k=top_k))
+        return tuple(dict.fromkeys(found))
+
+    def _score(self, rows: Rows) -> Evidence:
+        vocabulary = getattr(self.weights.config, "vocab_size", 0)
+        largest = int(rows.token_ids.max(initial=0))
+        if vocabulary and (largest >= vocabulary or rows.token_ids.min(initial=0) < 0):
+            raise CheckpointError(
+                f"the rows have token ids from {rows.token_ids.min(initial=0)} to {largest}, the "
+                f"vocabulary of {self.weights.all[0].name} ends at {vocabulary - 1}: another "
+                "model's. The checks that need no model were made."
+            )
+        own = self._own(rows)
+        distributions = self._distributions()
+        scored = [
+            self._by_weights(rows, weights, np.flatnonzero(own == number), distributions)
+            for number, weights in enumerate(self.weights.all)
+        ]
+        own_of = own[rows.row_of]
+
+        def gathered(values: Sequence[Float64Array]) -> Float64Array:
+            out = np.full(rows.num_tokens, np.nan)
+            for number, of_weights in enumerate(values):
+                out = np.where(own_of == number, of_weights, out)
+            return out
+
+        def logprobs(name: str, distribution: Distribution) -> Float64Array:
+            return gathered(
+                [
+                    s[name].logprobs[distribution].astype(np.float64)
+                    if name in s
+                    else np.full(rows.num_tokens, np.nan)
+                    for s in scored
+                ]
+            )
+
+        chosen, dtype = self._reference(rows, logprobs, distributions)
+        variants = [
+            Variant(
+                name=name,
+                cause=cause,
+                text=text,
+                logprobs=logprobs(name, chosen),
+                plain=logprobs("all", chosen),
+            )
+            for name, (cause, text) in _CAUSES.items()
+            if any(name in s for s in scored)
+        ]
+        for number, weights in enumerate(self.weights.all):
+            values = scored[number]["all"].logprobs[chosen].astype(np.float64)
+            values[own_of == number] = np.nan
+            if np.isfinite(values).any():
+                variants.append(
+                    Variant(
+                        name=f"weights {weights.name}",
+                        cause="other_weights",
+                        text=f"with the weights {weights.name}",
+                        logprobs=values,
+                        plain=logprobs("all", chosen),
+                    )
+                )
+        variants += [
+            Variant(
+                name=other.describe(),
+                cause="processed",
+                text=f"after {other.describe()}",
+                logprobs=logprobs("all", other),
+                plain=logprobs("all", chosen),
+            )
+            for other in distributions
+            if other != chosen
+        ]
+        other_dtype = "bfloat16" if dtype == "all" else "all"
+        variants.append(
+            Variant(
+                name=other_dtype,
+                cause="precision",
+                text="in " + ("bfloat16" if dtype == "all" else "float32"),
+                logprobs=logprobs(other_dtype, chosen),
+            )
+        )
+        replayed = logprobs("replayed", chosen) if any("replayed" in s for s in scored) else None
+        differ = None
+        if replayed is not None:
+            differ = np.zeros(rows.num_tokens, np.bool_)
+            for s in scored:
+                if "replayed" in s:
+                    differ |= s["replayed"].routes_differ
+        reference = logprobs(dtype, chosen)
+        return Evidence(
+            rows=rows,
+            reference=reference,
+            variants=[v for v in variants if np.isfinite(v.logprobs).any()],
+            bfloat16=logprobs("bfloat16" if dtype == "all" else "all", chosen),
+            spread=gathered([s["all"].spread for s in scored]),
+            margin=gathered([s["all"].margin for s in scored]),
+            replayed=replayed,
+            routes_differ=differ,
+            distribution=chosen.describe(),
+            is_scored={"sampler": self.has_rollout, "trainer": self.has_trainer},
+        )
+
+    def _by_weights(
+        self,
+        rows: Rows,
+        weights: Weights,
+        own: Int64Array,
+        distributions: Sequence[Distribution],
+    ) -> dict[str, Scored]:
+        """By name of the variant; "all": every row as it is, the others of the `own` rows."""
+        scorer = self.scorer
+        model = scorer.load(weights)
+        everything = np.arange(len(rows))
+        out = {
+            "all": scorer.score(
+                model, rows, everything, distributions=distributions, has_details=True
+            )
+        }
+        if not len(own):
+            return out
+        if rows.routed_experts is not None and getattr(self.weights.config, "is_moe", False):
+            out["replayed"] = scorer.score(
+                model, rows, own, distributions=distributions, is_replaying=True
+            )
+        for name in scorer.variants_of(model):
+            with scorer.variant(name, model) as changed:
+                out[name] = scorer.score(changed, rows, own, distributions=distributions)
+        return out
+
+    def _reference(
+        self, rows: Rows, logprobs: Any, distributions: Sequence[Distribution]
+    ) -> tuple[Distribution, str]:
+        """What the trainer (without its log-probs: the sampler) makes of the logits, and the
+        precision it computes them in: float32 of the whole softmax unless another is nearer."""
+        values = rows.trainer_logprobs if self.has_trainer else rows.rollout_logprobs
+        best: tuple[Distribution, str] = distributions[0], "all"
+        if values is None:
+            return best
+        least = math.inf
+        for name in ("all", "bfloat16"):
+            for distribution in distributions:
+                d = (values.astype(np.float64) - logprobs(name, distribution))[rows.loss_mask]
+                d = d[np.isfinite(d)]
+                # The median: what a defect makes of some rows does not choose.
+                error = float(np.median(d * d)) if len(d) else math.inf
+                if error < 0.5 * least and not (least <= 2 * FLOAT_K2):
+                    best, least = (distribution, name), error
+        return best
+
+    # -- noise --------------------------------------------------------------------------------
+
+    def noises(self, rows: Rows) -> Noises:
+        """What dropout and noisy routers would spread over the tokens of these rows, by the first
+        weights that any of them is of. Computed when it is asked for: some more forwards."""
+        key = _digest(rows)
+        if key in self._noises:
+            return self._noises[key]
+        out = self._noises[key] = Noises()
+        own = self._own(rows)
+        number = int(np.bincount(own[own >= 0]).argmax()) if (own >= 0).any() else -1
+        weights = self.weights.all[number]
+        if number < 0 or weights.is_fallback:
+            return out
+        from lockstep.doctor.numerics.scorer import Distribution
+
+        scorer, chosen = self.scorer, np.flatnonzero(own == number)
+        model = scorer.load(weights)
+        plain = scorer.score(model, rows, chosen).logprobs[Distribution()]
+
+        def variance(make: Any) -> Float64Array:
+            total = np.zeros(rows.num_tokens)
+            for number in range(NUM_PASSES):
+                twin = make(self.seed + number)
+                total += (scorer.score(twin, rows, chosen).logprobs[Distribution()] - plain) ** 2.0
+            return total / NUM_PASSES
+
+        out.dropout = variance(lambda seed: scorer.dropout(model, DROPOUT_SHARE, seed=seed))
+        if model.config.is_moe:
+            out.routers = tuple(
+                variance(lambda seed, std=std: scorer.perturbed_routers(model, std, seed=seed))
+                for std in ROUTER_STDS
+            )
+        return out
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refusal:
+    """In place of a `Rescoring`: the model that was given cannot be used."""
+
+    reason: str
+    """One paragraph."""
+
+
+def open_model(
+    dump: Dump,
+    chunks: Chunks,
+    facts: Facts,
+    *,
+    model: str | Path,
+    adapter: str | Path = "",
+    against: Sequence[str | Path] = (),
+    seed: int = 0,
+) -> Rescoring | Refusal:
+    """The model at hand with its sample of the dump scored, or why it cannot be used: too large for
+    this machine, torn, of another vocabulary. Reads the dump once.
+
+    model, adapter, against: as in `weights.weights_at_hand`. Raises ConfigError for what names no
+    model, or nothing to compare: rows without log-probs of either side.
+    """
+    if not dump.has_ids:
+        return Refusal(reason="the rows have no token ids: nothing to score")
+    if not {"rollout_logprobs", "trainer_logprobs"} & dump.has:
+        return Refusal(reason="the rows have log-probs of neither side: nothing to compare")
+    try:
+        rescoring = Rescoring(
+            weights=weights_at_hand(dump, model, adapter=adapter, against=against),
+            temperature=facts.temperature,
+            top_p=facts.top_p,
+            top_k=facts.top_k,
+            has_rollout="rollout_logprobs" in dump.has,
+            has_trainer="trainer_logprobs" in dump.has,
+            seed=seed,
+        )
+        rescoring.prepare(chunks)
+    except (CheckpointError, MissingExtraError) as error:
+        return Refusal(reason=str(error))
+    return rescoring
+
+
+def _digest(rows: Rows, *more: Float32Array | None) -> bytes:
+    """Of the ids, of where rows begin and are trained, and of what is given besides."""
+    digest = blake2b(digest_size=16)
+    for values in (rows.token_ids, rows.offsets, rows.loss_mask, *more):
+        digest.update(b"" if values is None else np.ascontiguousarray(values).tobytes())
+    return digest.digest()
+
+
+def rescoring_of(setting: Setting) -> Rescoring:
+    """What checks that need a model read."""
+    assert isinstance(setting.model, Rescoring), f"no model at hand: {setting.model!r}"
+    return setting.model
