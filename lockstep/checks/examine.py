@@ -115,7 +115,7 @@ def examine(
             if not number or is_without_gap:
                 out.before.add(rows)
             for cause in found:
-                rows = cause.repair(rows)
+                rows = _repaired(cause, rows)
             for check in made:
                 check.look(rows)
         concluded = [(check, check.conclude()) for check in made]
@@ -149,7 +149,7 @@ def _without_symptoms(
     again = {check.name: type(check)(check.setting) for check in new}
     for rows in chunks():
         for check in before:
-            rows = check.repair(rows)
+            rows = _repaired(check, rows)
         for check in new:
             again[check.name].look(rows)
             rows = check.repair(rows)
@@ -158,6 +158,13 @@ def _without_symptoms(
         fresh = again.get(check.name)
         out.append((check, finding) if fresh is None else (fresh, fresh.conclude()))
     return out
+
+
+def _repaired(check: Check, rows: Rows) -> Rows:
+    """The rows without the check's cause; as they are if they lack what it was found by, which only
+    a sample that was scored again has."""
+    lacks = any(getattr(rows, name, True) is None for name in check.needs)
+    return rows if lacks else check.repair(rows)
 
 
 def _divide(
@@ -171,7 +178,7 @@ def _divide(
     gaps = [Gap() for _ in range(len(new) + 1)]
     for rows in chunks():
         for check in before:
-            rows = check.repair(rows)
+            rows = _repaired(check, rows)
         gaps[0].add(gap_of(rows.gap))
         for check, gap in zip(new, gaps[1:], strict=True):
             rows = check.repair(rows)

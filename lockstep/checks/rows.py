@@ -186,6 +186,12 @@ class Rows:
         """A copy with other columns; the arrays that stay are shared."""
         return replace(self, **changed)
 
+    def has_same_ids(self, other: Rows) -> bool:
+        """Whether these are the same rows, as far as their ids and ends tell."""
+        return np.array_equal(self.offsets, other.offsets) and np.array_equal(
+            self.token_ids, other.token_ids
+        )
+
     # -- read ---------------------------------------------------------------------------------
 
     @cached_property

@@ -10,7 +10,7 @@ from pathlib import Path
 from lockstep.checks.base import Setting
 from lockstep.checks.examine import Stage, examine
 from lockstep.checks.rows import Rows
-from lockstep.checks.suite import NOISE, STAGES
+from lockstep.checks.suite import STAGES
 from lockstep.config import did_you_mean
 from lockstep.doctor.diagnosis import Diagnosis
 from lockstep.doctor.inputs.base import Dump, Facts
@@ -74,9 +74,8 @@ def diagnose(
             numerics = replace(numerics, chunks=opened.sample)
         else:
             numerics = replace(numerics, chunks=tuple)
-    # The model knows what a deviation is; what is left over is noise. So it comes before that.
-    before_noise = next(i for i, stage in enumerate(stages) if stage.checks is NOISE)
-    stages.insert(before_noise, numerics)
+    # What the training does with the gap is judged behind what is behind the gap.
+    stages.insert(len(stages) - 1, numerics)
     choice = RowChoice()
     examination = examine(
         chunks,

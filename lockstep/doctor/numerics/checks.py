@@ -72,6 +72,14 @@ class _Compared(Check):
         assert self._comparison is not None, f"{self.name} concluded before it looked at rows"
         return self._comparison
 
+    def of(self, rows: Rows) -> Comparison | None:
+        """What was said of rows of these ids; None of rows that were not scored. What was repaired
+        in their log-probs since then changes nothing of it."""
+        found = self._comparison
+        if found is None or not found.evidence.rows.has_same_ids(rows):
+            return None
+        return found
+
     @property
     def sides(self) -> list[Side]:
         return list(self.comparison.sides.values())
@@ -157,7 +165,7 @@ class Reproduced(_Compared):
         )
 
     def repair(self, rows: Rows) -> Rows:
-        comparison = rescoring_of(self.setting).known(rows)
+        comparison = self.of(rows)
         if comparison is None:
             return rows
         for side in comparison.sides.values():
@@ -254,7 +262,7 @@ class OtherWeights(Reproduced):
         return self.found("consistent", "", bfloat16_k2=self.comparison.floor)
 
     def repair(self, rows: Rows) -> Rows:
-        comparison = rescoring_of(self.setting).known(rows)
+        comparison = self.of(rows)
         if comparison is None:
             return rows
         for side in comparison.sides.values():
@@ -388,7 +396,7 @@ class _Noise(_Compared):
         )
 
     def repair(self, rows: Rows) -> Rows:
-        comparison = rescoring_of(self.setting).known(rows)
+        comparison = self.of(rows)
         if comparison is None:
             return rows
         for name, side in comparison.sides.items():
@@ -430,7 +438,7 @@ class RoutingFlips(_Noise):
     def repair(self, rows: Rows) -> Rows:
         """With recorded routes the trainer is moved to what it gives under them, and what is left
         is another noise; without, the side is the model's."""
-        comparison = rescoring_of(self.setting).known(rows)
+        comparison = self.of(rows)
         if comparison is None or not self._hit:
             return rows
         evidence = comparison.evidence

@@ -86,9 +86,7 @@ class Rescoring:
     _sample: Rows | None = None
     _scorer: Scorer | None = None
     _scored: dict[bytes, Evidence] = field(default_factory=dict[bytes, Evidence])
-    _compared: dict[bytes, tuple[bytes, Comparison]] = field(
-        default_factory=dict[bytes, tuple[bytes, Comparison]]
-    )
+    _compared: dict[bytes, Comparison] = field(default_factory=dict[bytes, Comparison])
     _noises: dict[bytes, Noises] = field(default_factory=dict[bytes, Noises])
 
     def __post_init__(self) -> None:
@@ -114,8 +112,8 @@ class Rescoring:
 
     def stages(self, stages: Sequence[Stage], has: frozenset[str]) -> list[Stage]:
         """`stages`, of which those checks that lack the log-probs of one side see a sample whose
-        log-probs are the model's. So do those of noise: there, what the model explains is repaired.
-        """
+        log-probs are the model's. Those of noise are left out: they infer from equal contexts what
+        the model tells."""
         columns = {"rollout_logprobs": self.has_rollout, "trainer_logprobs": self.has_trainer}
         filled = frozenset(name for name, is_there in columns.items() if not is_there)
 
@@ -126,7 +124,6 @@ class Rescoring:
         out: list[Stage] = []
         for stage in stages:
             if stage.checks is NOISE:
-                out.append(replace(stage, chunks=self.sample, has=filled))
                 continue
             late = [check for check in stage.checks if filled and is_moved(check)]
             if late:
@@ -211,17 +208,10 @@ class Rescoring:
 
     def compare(self, rows: Rows) -> Comparison:
         """Both sides of these rows, as they are, against the model."""
-        full = _digest(rows, rows.rollout_logprobs, rows.trainer_logprobs)
-        key = _digest(rows)
-        if key not in self._compared or self._compared[key][0] != full:
-            self._compared[key] = full, compare(self.evidence(rows))
-        return self._compared[key][1]
-
-    def known(self, rows: Rows) -> Comparison | None:
-        """What was last said of rows of these ids; None if nothing was. What was repaired in their
-        log-probs since then changes nothing of it."""
-        found = self._compared.get(_digest(rows))
-        return None if found is None else found[1]
+        key = _digest(rows, rows.rollout_logprobs, rows.trainer_logprobs)
+        if key not in self._compared:
+            self._compared[key] = compare(self.evidence(rows))
+        return self._compared[key]
 
     @property
     def scorer(self) -> Scorer:

@@ -102,4 +102,5 @@ def noisy(model: str, std: float, seed: int = 0):
     )
     draws = np.random.default_rng(seed).standard_normal(rows.num_tokens)
     plain = found.logprobs[Distribution()]
-    return (plain + std * draws * np.sqrt(found.spread)).astype(np.float32)
+    noise = std * draws * np.sqrt(found.spread)
+    return np.minimum(plain + noise, -1e-6).astype(np.float32)

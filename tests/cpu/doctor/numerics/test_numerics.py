@@ -117,7 +117,7 @@ def test_without_the_trainers_log_probs_the_models_stand_for_them():
     found = diagnosed(DENSE, noisy(DENSE, 0.2), None)
     assert causes(found) == ["kernel_noise"]
     assert found.examination.gap.tokens
-    shifted = np.roll(scored(DENSE), -1)
+    shifted = np.nan_to_num(np.roll(scored(DENSE), -1), nan=-1.0)
     assert causes(diagnosed(DENSE, shifted, None)) == ["shifted"]
 
 
