@@ -30,6 +30,10 @@ from lockstep.doctor.numerics.rescore import Noises, Refusal, rescoring_of
 MIN_GAIN = 10.0
 """Nats by which one kind of noise must tell a deviation better than another to be named: a factor
 of 20,000 in likelihood, of which a heavy tail makes some."""
+MIN_LEFT = 0.01
+"""Of a side's deviation as it was recorded that must be left behind the repairs of what was found
+before, to be judged: a repair may be an estimate (log-probs after a temperature), and what it
+misses is not noise."""
 MIN_REPLAYED = 0.1
 """Of a side's deviation that replaying the recorded routes must remove to be named."""
 MAX_EVIDENCE_TOKENS = 6
@@ -83,6 +87,11 @@ class _Compared(Check):
     @property
     def sides(self) -> list[Side]:
         return list(self.comparison.sides.values())
+
+    def unexplained(self, comparison: Comparison, side: Side) -> Repetition | None:
+        """See the function."""
+        recorded = rescoring_of(self.setting).recorded.get(side.name, 0.0)
+        return unexplained(comparison, side, recorded=recorded)
 
     def show_worst(self, side: Side, rows_hit: BoolArray, note: str, other: Float64Array) -> None:
         """The tokens of these rows that deviate most, with what each number is.
@@ -223,7 +232,7 @@ class OtherWeights(Reproduced):
         if found.verdict == "differs":
             return found
         for side in self.sides:
-            repetition = unexplained(comparison, side)
+            repetition = self.unexplained(comparison, side)
             if repetition is None or not repetition.is_repeated:
                 continue
             self.show_worst(side, side.is_unexplained, "", np.full_like(side.reference, np.nan))
@@ -266,7 +275,7 @@ class OtherWeights(Reproduced):
         if comparison is None:
             return rows
         for side in comparison.sides.values():
-            repetition = unexplained(comparison, side)
+            repetition = self.unexplained(comparison, side)
             if repetition is not None and repetition.is_repeated:
                 rows = self.set_side(rows, side, side.is_unexplained[rows.row_of], side.reference)
         return super().repair(rows)
@@ -299,11 +308,11 @@ class Precision(Reproduced):
 # -- what no variant reproduces -------------------------------------------------------------------
 
 
-def unexplained(comparison: Comparison, side: Side) -> Repetition | None:
+def unexplained(comparison: Comparison, side: Side, *, recorded: float) -> Repetition | None:
     """Whether what no variant explains of this side repeats; None if it is no more than a pair of
-    precisions makes."""
+    precisions makes. recorded: k2 per token of the side as it was, before any repair."""
     is_left = side.is_unexplained
-    if not comparison.is_noisy(side):
+    if not comparison.is_noisy(side) or side.noise < MIN_LEFT * recorded:
         return None
     if side.tokens[is_left].sum() < MIN_TOKENS:
         return None
@@ -330,7 +339,7 @@ class _Noise(_Compared):
         """Side -> nats by which this noise explains it better than the plain one."""
 
     def noisy(self) -> list[tuple[Side, Repetition]]:
-        found = [(side, unexplained(self.comparison, side)) for side in self.sides]
+        found = [(side, self.unexplained(self.comparison, side)) for side in self.sides]
         return [(side, r) for side, r in found if r is not None and not r.is_repeated]
 
     def gains(self, side: Side) -> tuple[float, float]:

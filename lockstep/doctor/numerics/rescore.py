@@ -23,6 +23,7 @@ from lockstep.doctor.numerics.compare import (
     FLOAT_K2,
     Comparison,
     Evidence,
+    SideName,
     Variant,
     compare,
 )
@@ -83,6 +84,8 @@ class Rescoring:
     device: str = ""
     num_skipped: int = 0
     """Rows of the sample that the model cannot read: longer than its positions."""
+    recorded: dict[SideName, float] = field(default_factory=dict[SideName, float])
+    """k2 per token of each side against the model, as the sample has it before any repair."""
     _sample: Rows | None = None
     _scorer: Scorer | None = None
     _scored: dict[bytes, Evidence] = field(default_factory=dict[bytes, Evidence])
@@ -138,6 +141,11 @@ class Rescoring:
     def prepare(self, chunks: Chunks) -> None:
         """Draws the sample and scores it. Raises CheckpointError if that cannot be done."""
         self._sample = self._filled(self._choose(chunks()))
+        evidence = self.evidence(self._sample)
+        for side in ("sampler", "trainer"):
+            d = evidence.side(side) - evidence.reference
+            d = d[np.isfinite(d)]
+            self.recorded[side] = float(0.5 * (d @ d) / max(len(d), 1))
 
     def sample(self) -> Iterable[Rows]:
         """The chunks of the stages that see the sample; what a side lacks is the model's."""
