@@ -60,7 +60,7 @@ def diagnose(
     _check_names(only, [*stages, numerics])
 
     def chunks() -> Iterator[Rows]:
-        for rows in dump.chunks():
+        for rows in dump.read():
             on_rows(rows)
             yield rows
 

@@ -78,7 +78,7 @@ def fetch(
     first = 0
     if not wanted and not called:
         return out
-    for rows in dump.chunks():
+    for rows in dump.read():
         here = {n - first for n in wanted if first <= n < first + len(rows)}
         if called:
             for i, name in enumerate(rows.row_ids):

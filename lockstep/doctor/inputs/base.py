@@ -4,14 +4,21 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar
+
+import numpy as np
 
 from lockstep.checks.rows import Rows
 
 CHUNK_TOKENS = 1 << 18
 """Tokens that are in memory at a time: 20 bytes each, and a check's own arrays."""
+KEPT_BYTES = 64 << 20
+"""Of rows that are kept once they were read: three million tokens with both log-probs. Checks read
+all rows several times, and unpacking a run costs more than most of them."""
+_WORDS_BYTES = 16
+"""About what a token takes as words, in messages."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +57,7 @@ class Dump(ABC):
 
     format: ClassVar[str]
     """What `--format` takes."""
+    _kept: list[Rows] | None = None
     has_ids: ClassVar[bool] = True
     """False of a format of texts: its rows have no tokens, and no check can be made of them."""
 
@@ -85,6 +93,34 @@ class Dump(ABC):
     def chunks(self, *, max_tokens: int = CHUNK_TOKENS) -> Iterator[Rows]:
         """All rows from the beginning, at most `max_tokens` (or one row) at a time."""
 
+    def read(self) -> Iterator[Rows]:
+        """`chunks()`, out of memory if all of them were read before and are few (KEPT_BYTES). Their
+        arrays are read-only."""
+        if self._kept is not None:
+            yield from self._kept
+            return
+        kept: list[Rows] = []
+        size = 0
+        for rows in self.chunks():
+            size += _freeze(rows)
+            kept.append(rows)
+            if size > KEPT_BYTES:
+                kept.clear()
+            yield rows
+        if size <= KEPT_BYTES:
+            self._kept = kept
+
     def step_metrics(self) -> Iterable[Mapping[str, Any]]:
         """Rows of metrics by step, by the names of docs/metrics.md; none if it has none."""
         return ()
+
+
+def _freeze(rows: Rows) -> int:
+    """Makes the arrays read-only, and says how many bytes they take."""
+    size = 0
+    for field in fields(rows):
+        value = getattr(rows, field.name)
+        if isinstance(value, np.ndarray):
+            value.setflags(write=False)
+            size += value.nbytes
+    return size + _WORDS_BYTES * rows.num_tokens * (rows.messages is not None)

@@ -84,6 +84,9 @@ def why_no_rows(path: Path) -> str:
             return "is a directory with nothing in it. Has the trainer written its first step?"
         if any(name.endswith((".parquet", ".jsonl")) for name in names):
             return ""
+        runs = sorted(p.parent.name for p in path.glob("*/environment.json"))
+        if runs:
+            return f"holds runs and is none: give one of them, {path / runs[-1]} for example"
         shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
         return (
             f"is a directory without a .parquet or .jsonl file; it has {shown}. Give the directory "

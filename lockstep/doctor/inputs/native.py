@@ -46,13 +46,15 @@ from lockstep.store.files import write_atomically
 
 MAX_LINE_BYTES = 64 << 20
 """Of one row of JSONL: a million tokens with both log-probs. Long rows' routes are for Parquet."""
-MAX_ROW_TOKENS = 1 << 24
-"""Tokens that a row of a Parquet file may have on average: more is no training row, and would be
+MAX_ROW_BYTES = 1 << 29
+"""That a row of a Parquet file may take on average: more is no training row, and it would be
 unpacked in one piece."""
 HEAD_BYTES = 1 << 20
 """Of a JSONL file are read to find out which columns it has."""
 _LINE_PIECE = 1 << 20
 _MAX_BATCH_ROWS = 4096
+_BYTES_PER_TOKEN = 8
+"""About what a token takes in a Parquet file before compression: how many rows are asked for."""
 
 _PARQUET_TYPES: Mapping[str, pa.DataType] = {
     "token_ids": pa.list_(pa.int32()),
@@ -191,6 +193,11 @@ class _Part:
             if name in self.columns:
                 continue
             meant = sorted(n for n in self.columns if OFTEN_CALLED.get(n) == name)
+            if {"segments", "task_payload_json"} <= self.columns:
+                raise DataError(
+                    f"{self.path} is a part of a run of Lockstep; give the run's directory, with "
+                    "config.json in it."
+                )
             found = ", ".join(sorted(self.columns)[:12]) or "none"
             hint = (
                 f" If {meant[0]} is that, rename it."
@@ -215,31 +222,31 @@ def _open_part(path: Path) -> _Part:
 class _ParquetPart(_Part):
     def __init__(self, path: Path) -> None:
         self.path = path
-        with self._open() as file:
-            schema, metadata = file.schema_arrow, file.metadata
-            self.columns = frozenset(schema.names)
-            self.num_rows = metadata.num_rows
-            groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
-            self._row_tokens = max(
-                (
-                    group.column(i).num_values / max(group.num_rows, 1)
-                    for group in groups
-                    for i in range(group.num_columns)
-                    if group.column(i).path_in_schema.partition(".")[0] == "token_ids"
-                ),
-                default=1.0,
-            )
-            source = (schema.metadata or {}).get(HEAD.encode())
+        try:
+            with self._open() as file:
+                schema, metadata = file.schema_arrow, file.metadata
+                self.columns = frozenset(schema.names)
+                self.num_rows = metadata.num_rows
+                # Not asked of each column: pyarrow ends the process over statistics that a flipped
+                # bit has damaged (26.0), where reading the column raises an error.
+                groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
+                self._row_bytes = max(
+                    (group.total_byte_size / max(group.num_rows, 1) for group in groups),
+                    default=1.0,
+                )
+                source = (schema.metadata or {}).get(HEAD.encode())
+        except (pa.ArrowException, OSError, ValueError) as error:
+            raise error if isinstance(error, DataError) else self._broken(error) from None
         if not self.num_rows:
             raise DataError(
                 f"{path} has no rows: a Parquet file of 0 rows with the columns "
                 f"{', '.join(sorted(self.columns)) or '(none)'}. Was it written before the first "
                 "step?"
             )
-        if self._row_tokens > MAX_ROW_TOKENS:
+        if self._row_bytes > MAX_ROW_BYTES:
             raise DataError(
-                f"{path}: its rows have {self._row_tokens:.0f} tokens each on average; expected "
-                f"training rows, of at most {MAX_ROW_TOKENS}. Is the whole dump one row?"
+                f"{path}: its rows have {self._row_bytes / 2**20:.0f} MiB each on average; "
+                f"expected training rows, of at most {MAX_ROW_BYTES >> 20}. Is all of it one row?"
             )
         where = f"{path}: metadata {HEAD}"
         self.facts = Facts() if source is None else facts_from_dict(_json(source, where), where)
@@ -270,7 +277,8 @@ class _ParquetPart(_Part):
 
     def blocks(self, max_tokens: int) -> Iterator[_Block]:
         names = [name for name in BY_NAME if name in self.columns]
-        batch_rows = int(min(max(max_tokens / max(self._row_tokens, 1), 1), _MAX_BATCH_ROWS))
+        batch_rows = int(_BYTES_PER_TOKEN * max_tokens / max(self._row_bytes, 1.0))
+        batch_rows = min(max(batch_rows, 1), _MAX_BATCH_ROWS)
         pending: list[pa.RecordBatch] = []
         size = number = 0
         with self._open() as file:

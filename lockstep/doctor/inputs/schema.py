@@ -434,12 +434,17 @@ class _Block:
     ) -> int:
         if not len(sizes):
             return 0
+        if (sizes < 0).any():
+            raise DataError(
+                f"{where(int(np.argmax(sizes < 0)))}: {column.name} is null inside of a row; "
+                "expected -1 in each place that was not recorded."
+            )
         wrong = np.flatnonzero(sizes != sizes[0])
         if len(wrong):
             at = int(wrong[0])
             raise DataError(
-                f"{where(at)}: {column.name} has {max(int(sizes[at]), 0)} {what} at one place and "
-                f"{max(int(sizes[0]), 0)} at another; expected as many at each."
+                f"{where(at)}: {column.name} has {int(sizes[at])} {what} at one place and "
+                f"{int(sizes[0])} at another; expected as many at each."
             )
         return int(sizes[0])
 

@@ -154,9 +154,11 @@ def test_a_file_that_was_cut_off_is_said_to_be(tmp_path: Path):
 
 
 def test_every_bit_that_flips_in_a_parquet_file_is_read_or_refused(tmp_path: Path):
-    whole = parquet(tmp_path / "rows.parquet").read_bytes()
+    # Nested lists have statistics over which pyarrow ends the process if they are looked at.
+    routes = [[[[1, 2], [3, 4]]] * 2] * 3
+    whole = parquet(tmp_path / "rows.parquet", routed_experts=routes).read_bytes()
     path = tmp_path / "flipped.parquet"
-    for at in range(0, len(whole), 23):
+    for at in range(0, len(whole), 7):
         path.write_bytes(whole[:at] + bytes([whole[at] ^ 0x41]) + whole[at + 1 :])
         try:
             for _ in open_dump(path).chunks():

@@ -140,3 +140,13 @@ def test_a_damaged_part_of_a_run_is_named(tmp_path: Path, capsys: pytest.Capture
     part.write_bytes(whole[:4] + bytes(996) + whole[1000:])
     assert main(["doctor", str(run)]) == 2
     assert "step-000001.parquet: the part was damaged" in " ".join(capsys.readouterr().err.split())
+
+
+def test_what_lies_beside_a_run_or_in_it_leads_to_the_run(tmp_path: Path):
+    run = write_run(tmp_path / "runs" / "mine")
+
+    with pytest.raises(DataError, match=r"holds runs and is none: give one of them, .*mine"):
+        open_dump(tmp_path / "runs")
+    for inside in (run / "trajectories", run / "trajectories" / "step-000000.parquet"):
+        with pytest.raises(DataError, match="part of a run of Lockstep; give the run's directory"):
+            open_dump(inside)
