@@ -6,6 +6,7 @@ from pathlib import Path
 
 from lockstep.config import did_you_mean
 from lockstep.doctor.inputs.base import Dump
+from lockstep.doctor.inputs.chat import ChatDump
 from lockstep.doctor.inputs.files import check_place, why_no_rows
 from lockstep.doctor.inputs.native import RowsDump
 from lockstep.doctor.inputs.prime_rl import PrimeRlDump
@@ -23,6 +24,7 @@ FORMATS: tuple[type[Dump], ...] = (
     VerlTexts,
     TrlDump,
     TrlTexts,
+    ChatDump,
     SlimeDump,
 )
 """In the order in which they are tried: the one that is most particular first."""
