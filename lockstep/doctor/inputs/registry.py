@@ -12,6 +12,7 @@ from lockstep.doctor.inputs.native import RowsDump
 from lockstep.doctor.inputs.prime_rl import PrimeRlDump
 from lockstep.doctor.inputs.run import RunDump
 from lockstep.doctor.inputs.slime import SlimeDump
+from lockstep.doctor.inputs.tinker import TinkerDump, TinkerSummaries
 from lockstep.doctor.inputs.trl import TrlDump, TrlTexts
 from lockstep.doctor.inputs.verl import VerlDump, VerlTexts
 from lockstep.errors import DataError
@@ -24,6 +25,8 @@ FORMATS: tuple[type[Dump], ...] = (
     VerlTexts,
     TrlDump,
     TrlTexts,
+    TinkerDump,
+    TinkerSummaries,
     ChatDump,
     SlimeDump,
 )
