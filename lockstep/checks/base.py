@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from lockstep.checks.attribution import Gap
 from lockstep.checks.causes import CAUSES
@@ -34,6 +35,10 @@ class Setting:
     is_moe: bool | None = None
     model: object | None = None
     """What rows can be scored by again: `doctor.numerics.rescore.Rescoring`. None: not given."""
+    max_staleness: int | None = None
+    """Updates that a token may be behind by the run's own settings."""
+    step_metrics: Sequence[Mapping[str, Any]] = ()
+    """Rows of metrics by step, by the names of docs/metrics.md."""
     seed: int = 0
     """Of whatever a check draws."""
 

@@ -88,7 +88,9 @@ def examine(
     """
     out = Examination(before=Split(tokenizer=setting.tokenizer))
     known = has | {
-        f.name for f in fields(setting) if getattr(setting, f.name) not in (None, "", frozenset())
+        f.name
+        for f in fields(setting)
+        if getattr(setting, f.name) not in (None, "", frozenset(), ())
     }
     found: list[Check] = []
     left = {"k2": 1.0, "k3": 1.0}

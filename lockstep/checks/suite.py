@@ -13,6 +13,8 @@ from lockstep.checks.tokens.masks import ObservationTrained
 from lockstep.checks.tokens.post_processed import PostProcessed
 from lockstep.checks.tokens.reencoded import Reencoded
 from lockstep.checks.tokens.rerendered import Rerendered
+from lockstep.checks.training.staleness import AfterUpdate, Stale, StillVersion
+from lockstep.checks.training.unphysical import Unphysical
 from lockstep.checks.values.estimators import Estimators, Forced
 from lockstep.checks.values.finite import NonFinite, Positive
 from lockstep.checks.values.noise import NoisySampler, NoisyTrainer
@@ -45,7 +47,7 @@ PROCESSED: tuple[type[Check], ...] = (Processed,)
 """What they are of."""
 NOISE: tuple[type[Check], ...] = (Precision, NoisySampler, NoisyTrainer)
 """What is the same each time and what is not: of rows that are otherwise explained."""
-TRAINING: tuple[type[Check], ...] = ()
+TRAINING: tuple[type[Check], ...] = (Stale, AfterUpdate, StillVersion, Unphysical)
 """What the run does with them."""
 
 STAGES = (MASKS, STRUCTURE, VALUES, PROCESSED, NOISE, TRAINING)

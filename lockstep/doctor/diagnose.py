@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from lockstep.checks.base import Setting
 from lockstep.checks.examine import Stage, examine
@@ -54,7 +55,7 @@ def diagnose(
     dump = source if isinstance(source, Dump) else open_dump(source, format=format)
     facts = facts or dump.facts
     words = _tokenization(facts, tokenizer, renderer)
-    setting = make_setting(facts, words)
+    setting = make_setting(facts, words, tuple(dump.step_metrics()))
     stages = [Stage(checks=checks) for checks in STAGES]
     numerics = Stage(checks=NUMERICS)
     _check_names(only, [*stages, numerics])
@@ -114,7 +115,9 @@ def _check_names(only: Sequence[str], stages: Sequence[Stage]) -> None:
             raise ConfigError(f"--only {name}: there is no such check.{did_you_mean(name, known)}")
 
 
-def make_setting(facts: Facts, words: Tokenization) -> Setting:
+def make_setting(
+    facts: Facts, words: Tokenization, step_metrics: Sequence[Mapping[str, Any]] = ()
+) -> Setting:
     """What the checks may know: what the input says, and what the user gave."""
     setting = Setting(
         trainer=facts.trainer,
@@ -126,6 +129,8 @@ def make_setting(facts: Facts, words: Tokenization) -> Setting:
         top_p=facts.top_p,
         top_k=facts.top_k,
         is_moe=facts.is_moe,
+        max_staleness=facts.max_staleness,
+        step_metrics=step_metrics,
     )
     if words.renderer is not None and not setting.stop_ids:
         setting = replace(setting, stop_ids=frozenset(words.renderer.stop_ids))

@@ -359,6 +359,13 @@ class _Fit:
     def is_proof(self) -> bool:
         if self.hit.sum() < MIN_ROWS:
             return False
+        if self.processing.truncated and self.processing.slope != 1.0:
+            # One edge holds of much; the proof is in the branches alone.
+            return (
+                self.pairs >= MIN_PAIRS
+                and self.share >= MIN_SHARE
+                and self.pair_residual <= MAX_PAIR_RESIDUAL_OF_SOME
+            )
         if self.pairs >= MIN_PAIRS:
             is_whole = min(self.share, self.share_of_rows) >= MIN_SHARE
             if is_whole and self.pair_residual <= MAX_PAIR_RESIDUAL:
@@ -366,8 +373,6 @@ class _Fit:
             return (
                 self.share >= MIN_SHARE_OF_SOME and self.pair_residual <= MAX_PAIR_RESIDUAL_OF_SOME
             )
-        if self.processing.truncated and self.processing.slope != 1.0:
-            return False  # one edge alone proves nothing without branches
         return (
             min(self.share, self.share_of_rows) >= MIN_SHARE and self.residual <= MAX_LONE_RESIDUAL
         )

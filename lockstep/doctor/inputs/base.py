@@ -43,6 +43,8 @@ class Facts:
     """Likewise; 1 is all of the vocabulary."""
     top_k: int | None = None
     """Likewise; 0 is all of the vocabulary."""
+    max_staleness: int | None = None
+    """Updates that a token may be behind what it is trained on, by the run's own settings."""
     is_moe: bool | None = None
     """Whether the model is a mixture of experts."""
 

@@ -86,6 +86,8 @@ class RunDump(Dump):
             temperature=agent.get("temperature"),
             top_p=agent.get("top_p"),
             top_k=agent.get("top_k"),
+            max_staleness=int(config.get("max_staleness") or 0)
+            * int((config.get("trainer") or {}).get("updates_per_batch") or 1),
             is_moe=None if family is None else family == "moe",
         )
 
