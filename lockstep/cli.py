@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 import textwrap
@@ -166,6 +167,8 @@ def _eval(options: argparse.Namespace) -> int:
 
 
 def _report(options: argparse.Namespace) -> int:
+    if options.serve:
+        return _serve_rows(options)
     from lockstep.build import vocabulary_of
     from lockstep.report.page import write_report
     from lockstep.store.run import load_run
@@ -175,6 +178,32 @@ def _report(options: argparse.Namespace) -> int:
                                "report.html"))  # fmt: skip
     write_report(runs, out, vocabulary=[vocabulary_of(run.config) for run in runs])
     print(json.dumps({"report": str(out)}) if options.json else out)
+    return OK
+
+
+def _serve_rows(options: argparse.Namespace) -> int:
+    """All rows of a run or a dump, on demand, until Ctrl-C."""
+    from lockstep.doctor.browse import BrowsedRows
+    from lockstep.doctor.diagnose import diagnose
+    from lockstep.doctor.progress import Reading
+    from lockstep.errors import ConfigError
+    from lockstep.report.server import RowServer
+
+    if len(options.runs) > 1 or options.out:
+        raise ConfigError("--serve serves one run or one dump, and writes no file.")
+    with Reading() as reading:
+        rows = BrowsedRows(diagnose(options.runs[0], on_rows=reading.on_rows))
+    try:
+        server = RowServer(rows, host=options.host, port=options.port)
+    except OSError as error:
+        raise ConfigError(f"--host {options.host} --port {options.port}: {error}.") from error
+    with server:
+        if options.json:
+            print(json.dumps({"url": server.url}), flush=True)
+        else:
+            print(f"{server.url} serves {options.runs[0]}; Ctrl-C ends it", flush=True)
+        with contextlib.suppress(KeyboardInterrupt):
+            server.serve_forever()
     return OK
 
 
@@ -559,6 +588,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     report.add_argument("runs", nargs="+", metavar="RUN")
     report.add_argument("--out", metavar="FILE", help="default: RUN/report.html, or report.html")
+    report.add_argument("--serve", action="store_true",
+                        help="in place of a file, serve every row of a run or a dump on this "
+                             "machine: sort, filter, open")  # fmt: skip
+    report.add_argument("--port", type=int, default=0, help="of --serve; default: a free one")
+    report.add_argument("--host", default="127.0.0.1",
+                        help="of --serve; default: this machine only. Anybody who reaches another "
+                             "address reads all rows")  # fmt: skip
     doctor = verb(
         "doctor",
         _doctor,

@@ -27,7 +27,7 @@ from lockstep.types import Message
 TEMPLATE = Template(
     page="doctor.html",
     styles=("style.css", "doctor.css"),
-    scripts=("base.js", "charts.js", "trajectories.js", "doctor.js"),
+    scripts=("base.js", "charts.js", "trajectories.js", "evidence.js", "doctor.js"),
     label="Lockstep doctor",
 )
 

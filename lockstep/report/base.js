@@ -106,3 +106,14 @@ function sectionTitle(text, ...beside) {
   return element("div", { class: "section-title" }, element("h2", {}, text), ...beside);
 }
 
+function themeButton() {
+  const themes = ["light dark", "light", "dark"];
+  const names = ["auto", "light", "dark"];
+  let at = 0;
+  const button = element("button", { type: "button", class: "theme", onclick: () => {
+    at = (at + 1) % themes.length;
+    document.documentElement.style.colorScheme = themes[at];
+    button.textContent = `Theme: ${names[at]}`;
+  } }, "Theme: auto");
+  return button;
+}

@@ -13,17 +13,6 @@ function nats(value) {
   return isNumber(value) ? (value === 0 ? "0" : Math.abs(value) < 1e-3 ? value.toExponential(1) : String(Number(value.toPrecision(3)))) : String(value);
 }
 
-function themeButton() {
-  const themes = ["light dark", "light", "dark"], names = ["auto", "light", "dark"];
-  let at = 0;
-  const button = element("button", { type: "button", class: "theme", onclick: () => {
-    at = (at + 1) % themes.length;
-    document.documentElement.style.colorScheme = themes[at];
-    button.textContent = `Theme: ${names[at]}`;
-  } }, "Theme: auto");
-  return button;
-}
-
 function factList(facts) {
   return element("dl", { class: "facts" }, facts.map(([name, value]) => element("div", {}, element("dt", {}, name), element("dd", {}, value))));
 }
@@ -83,10 +72,6 @@ function rowNamed(name) {
   return report.trajectories.find((t) => t.id === name);
 }
 
-function places(piece) {
-  return piece.end - piece.begin > 1 ? `tokens ${piece.begin} to ${piece.end - 1}` : `token ${piece.begin}`;
-}
-
 function proof(piece) {
   const t = rowNamed(piece.row);
   const title = element("p", {}, t
@@ -96,43 +81,6 @@ function proof(piece) {
   if (piece.expected_ids.length) return element("div", { class: "proof" }, title, sideBySide(tokensBetween(t, piece.begin, piece.end), piece));
   const beside = Math.max(0, Math.ceil((8 - (piece.end - piece.begin)) / 2)); // few tokens are shown among their neighbours
   return element("div", { class: "proof" }, title, logprobTable(tokensBetween(t, piece.begin - beside, piece.end + beside)));
-}
-
-// [{id, place, rollout, trainer, difference}] of a stretch of a row.
-function tokensBetween(t, begin, end) {
-  const out = [];
-  for (const segment of t.segments) {
-    const first = Math.max(begin, segment.begin), last = Math.min(end, segment.begin + segment.token_ids.length);
-    for (let place = first; place < last; place += 1) {
-      const at = place - segment.begin;
-      out.push({ id: segment.token_ids[at], place, rollout: segment.rollout_logprobs?.[at], trainer: segment.trainer_logprobs?.[at], difference: segment.differences?.[at] ?? null });
-    }
-  }
-  return out;
-}
-
-function plainToken(id, extra = "") {
-  const words = report.vocabularies[0];
-  const isControl = Boolean(words) && controlIds(0).has(id);
-  return element("span", { class: `token sampled${isControl ? " control" : ""}${words ? "" : " bare"}${extra}`, title: `id ${id}` },
-    visible(words ? words.texts[id] ?? String(id) : String(id), isControl));
-}
-
-// What is in the row over what is expected there, from before the first id that differs.
-function sideBySide(tokens, piece, limit = 48) {
-  const found = tokens.map((token) => token.id), expected = piece.expected_ids;
-  let apart = 0;
-  while (apart < found.length && apart < expected.length && found[apart] === expected[apart]) apart += 1;
-  const first = Math.max(0, apart - 6);
-  const strip = (ids, other) => element("div", { class: "tokens" },
-    first ? "\u2026 " : null,
-    ids.slice(first, first + limit).map((id, at) => plainToken(id, other[first + at] === id ? "" : " apart")),
-    ids.length > first + limit ? ` \u2026 ${ids.length - first - limit} more` : null);
-  return element("div", { class: "pair" },
-    element("span", {}, "in the row"), strip(found, expected),
-    element("span", {}, "expected"), strip(expected, found),
-    element("span", {}, "first"), element("span", {}, apart < Math.max(found.length, expected.length)
-      ? `token ${piece.begin + apart}: id ${found[apart] ?? "none"}, expected ${expected[apart] ?? "none"}` : "the ids are equal"));
 }
 
 function logprobTable(tokens, limit = 8) {
@@ -146,13 +94,6 @@ function logprobTable(tokens, limit = 8) {
       element("td", {}, String(token.place)), element("td", { class: "tokens" }, plainToken(token.id), element("small", {}, ` ${token.id}`)),
       element("td", {}, number(token.rollout)), element("td", {}, number(token.trainer)),
       element("td", { class: Math.abs(token.difference ?? 0) > 0.1 ? "large" : null }, token.difference === null ? "\u2013" : token.difference.toExponential(2)))))));
-}
-
-// In the row's own view, above its tokens.
-function evidenceCard(t, piece) {
-  const tokens = tokensBetween(t, piece.begin, piece.end);
-  return element("div", { class: "proof" }, element("p", {}, element("b", {}, piece.check), ` ${places(piece)}: ${piece.note}`),
-    piece.expected_ids.length ? sideBySide(tokens, piece) : null);
 }
 
 function openRow(t) {

@@ -36,18 +36,6 @@ function groupDot(group) {
   return isComparison ? element("i", { class: "dot", style: { background: colour(group) } }) : null;
 }
 
-function themeButton() {
-  const themes = ["light dark", "light", "dark"];
-  const names = ["auto", "light", "dark"];
-  let at = 0;
-  const button = element("button", { type: "button", class: "theme", onclick: () => {
-    at = (at + 1) % themes.length;
-    document.documentElement.style.colorScheme = themes[at];
-    button.textContent = `Theme: ${names[at]}`;
-  } }, "Theme: auto");
-  return button;
-}
-
 function buildSections(nav) {
   const names = [["curves", "Curves"], ["results", "Results"], ["settings", "Settings"], ["trajectories", "Trajectories"]];
   nav.append(...names.filter(([id]) => document.getElementById(id)).map(([id, text]) => element("a", { href: `#${id}` }, text)));

@@ -163,7 +163,14 @@ def test_a_healthy_dump_and_one_that_could_not_be_checked_have_a_page(tmp_path):
 
 
 def test_every_file_of_the_page_is_shipped_and_in_ascii():
-    for name in ("doctor.html", "doctor.css", "doctor.js"):
+    for name in (
+        "doctor.html",
+        "doctor.css",
+        "doctor.js",
+        "evidence.js",
+        "served.html",
+        "served.js",
+    ):
         files("lockstep.report").joinpath(name).read_text("ascii")
 
 
