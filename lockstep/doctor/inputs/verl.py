@@ -4,7 +4,7 @@
     skip.rollout.enable=true skip.rollout.steps=[1] skip.rollout.dump_dir=DIR
                                          DIR/.../STEP/gen_batch.dp: what was sampled, with ids
     skip.rollout_tq...                   DIR/.../STEP/N/tq_batch.pt: the same of the v1 trainer
-    batch.save_to_disk(PATH)             a `DataProto` with whatever it has at that place
+    batch.save_to_disk(DIR/STEP.dp)      a `DataProto` with whatever it has at that place
 
 Field names as in verl 0.9.1 (trainer/ppo/ray_trainer.py, experimental/agent_loop/agent_loop.py,
 protocol.py, utils/skip/rollout_skip.py). The parity tests read files that its own code wrote.
@@ -151,11 +151,12 @@ class VerlDump(Dump):
 
     @classmethod
     def recognises(cls, path: Path) -> bool:
-        if path.is_dir():
-            return bool(_batches(path))
-        if path.name in _BATCHES:
+        files = _batches(path)
+        if not files:
+            return False
+        if files[0].name in _BATCHES:
             return True
-        return is_pickle(path) and b"verl.protocol" in head_of(path)
+        return is_pickle(files[0]) and b"verl.protocol" in head_of(files[0])
 
     @property
     def facts(self) -> Facts:
@@ -194,7 +195,10 @@ class VerlDump(Dump):
 def _batches(path: Path) -> list[Path]:
     if path.is_file():
         return [path]
-    return next((f for name in _BATCHES if (f := _by_step(path, f"**/{name}"))), [])
+    for pattern in ("*.dp", *(f"**/{name}" for name in _BATCHES)):
+        if files := _by_step(path, pattern):
+            return files
+    return []
 
 
 class _Batch:
@@ -209,7 +213,7 @@ class _Batch:
             saved = read_torch(path)
             tensors = saved.get("tensordict", saved) if isinstance(saved, dict) else None
             if isinstance(saved, dict) and isinstance(tags := saved.get("tags"), list):
-                for name in ("min_global_steps", "max_global_steps"):
+                for name in ("min_global_steps", "max_global_steps", "is_padding"):
                     if all(isinstance(tag, dict) for tag in tags):
                         self.per_row[name] = [tag.get(name) for tag in tags]
                 keys = saved.get("keys")
@@ -281,6 +285,8 @@ class _Batch:
         step = self._step()
         for i in range(len(self.tensors["responses"])):
             where = f"{self.path}: row {i}"
+            if self._of_row("is_padding", i):  # put in to fill a batch, never trained
+                continue
             prompt, mask_of_prompt = self._part("prompts", i, where)
             reply, mask_of_reply = self._part("responses", i, where)
             ids = np.concatenate([prompt[mask_of_prompt], reply[mask_of_reply]])
@@ -317,9 +323,8 @@ class _Batch:
                 columns["policy_version"] = np.where(loss_mask, version, -1).astype(np.int32)
                 if step is not None:  # step S trains the weights that step S - 1 made
                     columns["trainer_version"] = step - 1
-            uids = self.per_row.get("uid")
-            if uids is not None and i < len(uids):
-                columns["groups"] = groups.setdefault(str(uids[i]), len(groups))
+            if (uid := self._of_row("uid", i)) is not None:
+                columns["groups"] = groups.setdefault(str(uid), len(groups))
             if step is not None:
                 columns["steps"] = step
             name = f"{i}" if step is None else f"{step}/{i}"
@@ -337,11 +342,12 @@ class _Batch:
                 raise DataError(f"{beside} is not the JSON that skip.rollout writes.") from None
         return step if isinstance(step, int) else None
 
+    def _of_row(self, name: str, i: int) -> Any:
+        values = self.per_row.get(name, ())
+        return values[i] if i < len(values) else None
+
     def _version(self, i: int) -> int | None:
-        first, last = (
-            values[i] if (values := self.per_row.get(name)) and i < len(values) else None
-            for name in ("min_global_steps", "max_global_steps")
-        )
+        first, last = (self._of_row(name, i) for name in ("min_global_steps", "max_global_steps"))
         return first if isinstance(first, int) and first == last else None
 
     def _row(self, name: str, i: int, where: str) -> Array | None:

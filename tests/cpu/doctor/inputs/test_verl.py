@@ -122,6 +122,14 @@ def test_a_directory_of_steps_is_read_in_their_order(save, tmp_path):
     assert [r.steps.tolist() for r in dump.chunks(max_tokens=9)] == [[9, 9], [10, 10]]
 
 
+def test_batches_that_were_saved_by_hand_are_read_in_the_order_of_their_names(save, tmp_path):
+    for step in (10, 9):
+        save(batch(), name=f"{step}.dp", global_steps=step)
+    dump = open_dump(tmp_path)
+    assert isinstance(dump, VerlDump)
+    assert [r.steps.tolist() for r in dump.chunks(max_tokens=9)] == [[9, 9], [10, 10]]
+
+
 def test_a_batch_of_the_v1_trainer_is_read_from_its_nested_tensors(tmp_path):
     padded = batch()
     lengths = {"prompts": ([1, 0], [3, 3]), "responses": ([0, 0], [3, 1])}
@@ -134,13 +142,15 @@ def test_a_batch_of_the_v1_trainer_is_read_from_its_nested_tensors(tmp_path):
         ]
         for name in ("prompts", "responses", "response_mask", "rollout_log_probs", "rm_scores")
     }
+    for values in tensors.values():
+        values.append(values[0])  # a row that fills the batch
     saved = {
         "tensordict": {
             name: torch.nested.as_nested_tensor(values, layout=torch.jagged)
             for name, values in tensors.items()
         },
-        "tags": [{"min_global_steps": 6, "max_global_steps": 6, "seq_len": 5}] * 2,
-        "keys": ["u-1_0_0", "u-1_1_0"],
+        "tags": [{"min_global_steps": 6, "max_global_steps": 6}] * 2 + [{"is_padding": True}],
+        "keys": ["u-1_0_0", "u-1_1_0", "padding"],
         "global_steps": 7,
     }
     path = tmp_path / "7" / "0" / "tq_batch.pt"
