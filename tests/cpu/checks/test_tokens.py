@@ -199,3 +199,120 @@ def test_other_weights_do_not_make_fillers_of_certain_tokens():
         return row
 
     assert "fillers" not in causes(rows_of(hit(dialogues("chatml", 60), other)))
+
+
+# -- places ----------------------------------------------------------------------------------------
+
+
+def shift(offset: int):
+    """Along the trained tokens of the row, over the borders of turns."""
+
+    def change(row: Made) -> Made:
+        at = [i for i, trained in enumerate(row.mask) if trained]
+        old = [row.rollout[i] for i in at]
+        for place, i in enumerate(at):
+            source = place + offset
+            row.rollout[i] = old[source] if 0 <= source < len(old) else 0.0
+        return row
+
+    return change
+
+
+def shift_turns(offset: int):
+    """Within each turn."""
+
+    def change(row: Made) -> Made:
+        for begin, end in row.spans():
+            old = row.rollout[begin:end]
+            for place in range(end - begin):
+                source = place + offset
+                row.rollout[begin + place] = old[source] if 0 <= source < len(old) else 0.0
+        return row
+
+    return change
+
+
+def lose_one(row: Made) -> Made:
+    """The log-prob of a token in the middle of the row: those behind it move up."""
+    at = [i for i, trained in enumerate(row.mask) if trained]
+    lost = len(at) // 3
+    old = [row.rollout[i] for i in at]
+    del old[lost]
+    for i, lp in zip(at, [*old, 0.0], strict=True):
+        row.rollout[i] = lp
+    return row
+
+
+@FAMILY
+@SAMPLED
+@pytest.mark.parametrize("noise", [1e-6, 0.05])
+@pytest.mark.parametrize("share", [0.1, 1.0])
+@pytest.mark.parametrize(
+    "change", [shift(1), shift(-1), shift(2), shift(-7), shift_turns(1), shift_turns(-2)]
+)
+def test_shifted_logprobs_are_found_with_all_of_the_gap(family, is_sampled, noise, share, change):
+    rows = rows_of(hit(dialogues(family, noise=noise), change, share), is_sampled=is_sampled)
+    assert causes(rows) == ["shifted"]
+    assert share_of(rows, "shifted") > (0.97 if noise < 1e-3 else 0.9)
+
+
+@FAMILY
+def test_a_lost_logprob_moves_all_that_follow_it(family):
+    rows = rows_of(hit(dialogues(family, noise=0.02), lose_one, 0.5))
+    finding = next(f for f in examined(rows).findings if f.check == "tokens/shifted")
+    assert finding.verdict == "differs" and finding.figures["offset"] == 1
+    assert finding.figures["from_middle"] >= 15
+    assert share_of(rows, "shifted") > 0.9
+
+
+@pytest.mark.parametrize("offset", [1, -2])
+def test_short_rows_prove_a_shift_together(offset):
+    rng = np.random.default_rng(0)
+    made = []
+    for number in range(60):
+        true = (-rng.exponential(1.0, 5)).tolist()
+        nan = [float("nan")] * 2
+        lps = [*nan, *true]
+        turn = [-1] * 2 + [0] * 5
+        ids = [90, 91, *rng.integers(0, 50, 5).tolist()]
+        made.append(Made(f"s{number}", ids, turn, lps, list(lps), [t >= 0 for t in turn]))
+    rows = rows_of(hit(made, shift(offset), 0.5))
+    assert "shifted" in causes(rows)
+
+
+@FAMILY
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("std", [0.1, 0.5, 2.0])
+def test_other_weights_are_no_shift(family, seed, std):
+    rng = np.random.default_rng(seed)
+
+    def other(row: Made) -> Made:
+        row.trainer = [min(lp + float(rng.normal(0, std)), 0.0) for lp in row.trainer]
+        return row
+
+    assert "shifted" not in causes(rows_of(hit(dialogues(family, 80, seed=seed), other)))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_log_probs_of_another_model_altogether_are_no_shift(seed):
+    rng = np.random.default_rng(seed)
+
+    def other(row: Made) -> Made:
+        row.trainer = (-rng.exponential(0.8, len(row.ids))).tolist()
+        return row
+
+    assert "shifted" not in causes(rows_of(hit(dialogues("chatml", 80, seed=seed), other)))
+
+
+@FAMILY
+def test_a_shift_beside_other_weights_is_found_with_its_share(family):
+    rng = np.random.default_rng(0)
+
+    def other(row: Made) -> Made:
+        row.trainer = [min(lp + float(rng.normal(0, 0.2)), 0.0) for lp in row.trainer]
+        return row
+
+    both = rows_of(hit(hit(dialogues(family, 80), other), shift(1), 0.5))
+    alone = rows_of(hit(dialogues(family, 80), other))
+    left = (both.gap[~np.isnan(both.gap)] ** 2).sum() * (1 - share_of(both, "shifted"))
+    assert left == pytest.approx((alone.gap[~np.isnan(alone.gap)] ** 2).sum(), rel=0.2)

@@ -37,7 +37,7 @@ def test_a_healthy_dump_is_consistent_and_what_was_tried_is_ruled_out():
     assert found.outcome == "consistent" and EXIT_CODES[found.outcome] == 0
     assert found.causes == []
     (shifted,) = (f for f in found.with_verdict("consistent") if f.check == "tokens/shifted")
-    assert "0 of 40 turns" in shifted.measured
+    assert "0 of 20 rows" in shifted.measured
     text = summary(found)
     assert text.startswith("CONSISTENT  dump.parquet")
     assert "ruled out" in text and f"tokens/shifted: {shifted.measured}"[:40] in text
