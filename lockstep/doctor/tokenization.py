@@ -160,6 +160,13 @@ def _renderer_config(named: str, directory: Path) -> RendererConfig:
             f"--renderer {named}: expected one of {', '.join(_names())}, settings as JSON, or a "
             f"{RENDERER_FILE}. A renderer of your own comes with --plugin MODULE."
         )
+    if not named and not any(
+        (directory / name).is_file() for name in (RENDERER_FILE, "config.json")
+    ):
+        raise ConfigError(
+            f"nothing beside the tokenizer in {directory} says the format of its dialogues (a "
+            f"config.json, or a {RENDERER_FILE})."
+        )
     try:
         own = renderer_of(directory, ModelConfig.from_directory(directory))
     except LockstepError:

@@ -328,7 +328,7 @@ class _ParquetPart(_Part):
 def _sizes(column: pa.Array) -> list[int]:
     """Tokens of each row; 1 each of what is no list, which is refused where it is read."""
     try:
-        return pc.fill_null(pc.list_value_length(column), 0).to_pylist()
+        return pc.fill_null(pc.call_function("list_value_length", [column]), 0).to_pylist()
     except (pa.ArrowException, NotImplementedError):
         return [1] * len(column)
 

@@ -330,12 +330,11 @@ def rows_of(
         ("policy_version", parts.get("is_sampled", parts["loss_mask"])),
         ("advantages", parts["loss_mask"]),
     ):
-        values = parts.get(name)
-        if (
-            values is not None
-            and columns[name].type not in _NULL
-            and not _is_list(columns[name].type)
-        ):
+        if name not in columns:
+            continue
+        kind: pa.DataType = columns[name].type  # pyright: ignore[reportAttributeAccessIssue]
+        if not (kind in _NULL or _is_list(kind)):
+            values = parts[name]
             fill = np.array(BY_NAME[name].fill, values.dtype)
             parts[name] = np.where(over, np.repeat(values, sizes), fill)
     return Rows(**parts)
@@ -534,7 +533,7 @@ def _unnested(
         raise DataError(
             f"{where(at)}: {column.name} is {value} ({found.type}); expected {expected}."
         )
-    sizes = pc.list_value_length(found).cast(pa.int64()).fill_null(-1)
+    sizes = pc.call_function("list_value_length", [found]).cast(pa.int64()).fill_null(-1)
     return sizes.to_numpy(zero_copy_only=False), found.flatten()
 
 
