@@ -18,6 +18,7 @@ from lockstep.doctor.inputs.base import Dump, Facts
 from lockstep.doctor.inputs.registry import open_dump
 from lockstep.doctor.numerics.checks import NUMERICS
 from lockstep.doctor.numerics.rescore import Rescoring, open_model
+from lockstep.doctor.numerics.weights import OWN
 from lockstep.doctor.rows import RowChoice
 from lockstep.doctor.tokenization import Tokenization, find_tokenization
 from lockstep.errors import ConfigError
@@ -54,7 +55,8 @@ def diagnose(
     began = time.perf_counter()
     dump = source if isinstance(source, Dump) else open_dump(source, format=format)
     facts = facts or dump.facts
-    words = _tokenization(facts, tokenizer, renderer)
+    of_model = facts if str(model) in ("", OWN) else replace(facts, model=str(model), tokenizer="")
+    words = _tokenization(of_model, tokenizer, renderer)
     setting = make_setting(facts, words, tuple(dump.step_metrics()))
     stages = [Stage(checks=checks) for checks in STAGES]
     numerics = Stage(checks=NUMERICS)
@@ -94,6 +96,19 @@ def diagnose(
         seconds=time.perf_counter() - began,
         only=tuple(only),
         choice=choice,
+        options=tuple(
+            word
+            for name, value in (
+                ("--format", format),
+                ("--tokenizer", tokenizer),
+                ("--renderer", renderer),
+                ("--model", model),
+                ("--adapter", adapter),
+                *(("--against", weights) for weights in against),
+            )
+            if isinstance(value, str | Path) and value
+            for word in (name, str(value))
+        ),
         lacks={**words.lacks, **dump.lacks},
     )
 

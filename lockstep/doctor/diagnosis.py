@@ -73,6 +73,8 @@ class Diagnosis:
     """Checks that were asked for; empty: all."""
     choice: RowChoice = field(default_factory=RowChoice)
     """Rows to look at: the worst, and a sample of all."""
+    options: tuple[str, ...] = ()
+    """What was said of the input on the command line: ("--tokenizer", DIR)."""
     lacks: Mapping[str, str] = field(default_factory=dict[str, str])
     """What the input and its surroundings do not have -> why, and how to get it."""
 
@@ -131,7 +133,8 @@ class Diagnosis:
 
     def command_for(self, finding: Finding) -> str:
         """What makes this check alone, again."""
-        return f"lockstep doctor {shlex.quote(str(self.dump.path))} --only {finding.check}"
+        words = ["lockstep", "doctor", str(self.dump.path), *self.options, "--only", finding.check]
+        return shlex.join(words)
 
     def missing_for(self, finding: Finding) -> list[str]:
         """What a check that could not be made lacks, each with how to get it."""

@@ -429,7 +429,7 @@ def doctor_columns_table() -> str:
         )
         cost = ", ".join(f"`{name}`" for name in names[:3])
         if len(names) > 3:
-            cost += f" and {len(names) - 3} more"
+            cost += " and others"
         if column.name in REQUIRED:
             cost = "anything: it must be there"
         kind = {"text": "row", "messages": "row", "turn": "row", "route": "token"}.get(

@@ -119,3 +119,21 @@ def test_a_diagnosis_says_what_its_surroundings_lack(tmp_path: Path):
     found = diagnose(path)
 
     assert "--tokenizer" in found.to_json()["not_in_input"]["tokenizer"]
+
+
+def test_the_command_that_makes_a_check_again_names_what_the_user_named():
+    found = diagnose("example", tokenizer=SHIPPED, renderer="harmony")
+    (_, finding), *_ = found.causes
+
+    command = found.command_for(finding)
+
+    assert f"--tokenizer {SHIPPED} --renderer harmony --only {finding.check}" in command
+
+
+def test_the_model_that_the_user_gives_gives_the_tokenizer_too(tmp_path: Path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"token_ids": [1, 2], "loss_mask": [false, true]}\n')
+
+    found = diagnose(path, model=SHIPPED)
+
+    assert found.setting.tokenizer is not None and found.options == ("--model", SHIPPED)
