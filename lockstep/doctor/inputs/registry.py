@@ -43,10 +43,14 @@ def open_dump(path: str | Path, *, format: str = "") -> Dump:
 
     Raises DataError if there is nothing, or nothing that any format recognises.
     """
-    path = EXAMPLE if str(path) == "example" and not Path("example").exists() else Path(path)
+    path = Path(path)
     names = [kind.format for kind in FORMATS]
     if format and format not in names:
         raise DataError(f"--format {format}: no such format.{did_you_mean(format, names)}")
+    if path == Path("example") and not path.exists():
+        shipped = RowsDump(EXAMPLE)
+        shipped.path = path  # which a command that is shown should name
+        return shipped
     check_place(path)
     for kind in FORMATS:
         if kind.format == format or (not format and kind.recognises(path)):

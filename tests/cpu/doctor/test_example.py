@@ -33,7 +33,9 @@ def test_the_example_is_diagnosed_with_its_own_tokenizer_and_shows_its_defects()
     found = diagnose("example")
 
     assert found.outcome == "differs" and found.setting.renderer is not None
-    assert "shifted" in [cause.name for cause, _ in found.causes]
+    assert [cause.name for cause, _ in found.causes][:2] == ["reencoded", "shifted"]
+    assert found.examination.unexplained_k2 < 0.05
+    assert "lockstep doctor example --only" in found.command_for(found.causes[0][1])
 
 
 def test_the_verdict_on_the_example_needs_no_torch():
