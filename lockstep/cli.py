@@ -289,8 +289,7 @@ def _replay(options: argparse.Namespace) -> int:
     facts = Facts(trainer="lockstep", model=str(load_run(path).config.get("model", "")))
     tokenizer = find_tokenization(facts).tokenizer
     replay = find(path, name, tokenizer=tokenizer)
-    if options.score or step is not None:
-        score(replay, step=step)
+    scores = score(replay, step=step) if options.score or step is not None else None
     if options.json:
         print(json.dumps(replay.to_json(), allow_nan=False))
     elif (console := Console(highlight=False)).is_terminal:
@@ -299,7 +298,8 @@ def _replay(options: argparse.Namespace) -> int:
         out = io.StringIO()
         show(replay, Console(file=out, highlight=False, width=100), has_all_tokens=options.tokens)
         print("\n".join(line.rstrip() for line in out.getvalue().splitlines()))
-    return FAILED if replay.comes_back is False and replay.scores.contract else OK
+    is_broken = scores is not None and scores.contract and replay.comes_back is False
+    return FAILED if is_broken else OK
 
 
 def _render(options: argparse.Namespace) -> int:

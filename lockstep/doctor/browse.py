@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -79,11 +80,11 @@ class BrowsedRows:
         diagnosis = self._diagnosis
         document = {
             **page_frame(
-                title=diagnosis.dump.path.resolve().name,
+                title=Path(diagnosis.name).resolve().name,
                 rows=(),
                 tokenizer=diagnosis.setting.tokenizer,
             ),
-            "input": str(diagnosis.dump.path),
+            "input": diagnosis.name,
             "outcome": diagnosis.outcome,
             "num_rows": len(self._index),
             "checks": self._checks,

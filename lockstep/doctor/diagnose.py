@@ -94,6 +94,7 @@ def diagnose(
         setting=setting,
         examination=examination,
         seconds=time.perf_counter() - began,
+        source="" if isinstance(source, Dump) else str(source),
         only=tuple(only),
         choice=choice,
         options=tuple(

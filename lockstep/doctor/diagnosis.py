@@ -69,6 +69,8 @@ class Diagnosis:
     setting: Setting
     examination: Examination
     seconds: float
+    source: str = ""
+    """What the user named; empty: the dump's path."""
     only: tuple[str, ...] = ()
     """Checks that were asked for; empty: all."""
     choice: RowChoice = field(default_factory=RowChoice)
@@ -77,6 +79,11 @@ class Diagnosis:
     """What was said of the input on the command line: ("--tokenizer", DIR)."""
     lacks: Mapping[str, str] = field(default_factory=dict[str, str])
     """What the input and its surroundings do not have -> why, and how to get it."""
+
+    @property
+    def name(self) -> str:
+        """Of the input, as commands take it."""
+        return self.source or str(self.dump.path)
 
     @property
     def outcome(self) -> Outcome:
@@ -133,7 +140,7 @@ class Diagnosis:
 
     def command_for(self, finding: Finding) -> str:
         """What makes this check alone, again."""
-        words = ["lockstep", "doctor", str(self.dump.path), *self.options, "--only", finding.check]
+        words = ["lockstep", "doctor", self.name, *self.options, "--only", finding.check]
         return shlex.join(words)
 
     def missing_for(self, finding: Finding) -> list[str]:
@@ -157,7 +164,7 @@ class Diagnosis:
         """Everything, as `--json` prints it. A number that is not finite is "NaN" or "Infinity"."""
         examined = self.examination
         return {
-            "input": str(self.dump.path),
+            "input": self.name,
             "format": self.dump.format,
             "trainer": self.setting.trainer,
             "outcome": self.outcome,

@@ -76,7 +76,7 @@ def build_document(diagnosis: Diagnosis, budget: PageBudget) -> dict[str, Any]:
     findings = diagnosis.examination.findings
     return {
         **page_frame(
-            title=diagnosis.dump.path.resolve().name, rows=rows, tokenizer=tokenizer,
+            title=Path(diagnosis.name).resolve().name, rows=rows, tokenizer=tokenizer,
             expected=[i for f in findings for e in f.evidence for i in e.expected_ids],
         ),
         "num_stored_trajectories": diagnosis.examination.num_rows,

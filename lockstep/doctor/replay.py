@@ -406,10 +406,10 @@ def _token_table(
     columns = ["place", "token", "rollout", "trainer", "difference"]
     table = plain_table(*columns, *([] if scores is None else ["rollout again", "trainer again"]))
     for at in chosen.tolist():
-        d = float(gap[at])
+        d, sampled, trained = float(gap[at]), float(rollout[at]), float(replay.stored_trainer[at])
         cells: list[Text | str] = [
             str(at), token_text(int(replay.row.token_ids[at]), replay.tokenizer),
-            logprob_text(rollout[at]), logprob_text(replay.stored_trainer[at]),
+            logprob_text(sampled), logprob_text(trained),
             Text("-" if np.isnan(d) else f"{d:+.3g}", style=gap_style(d)),
         ]  # fmt: skip
         if scores is not None:
@@ -418,8 +418,8 @@ def _token_table(
                 drawn = "drew none" if other < 0 else f"drew {token_text(other, replay.tokenizer)}"
                 cells.append(Text(drawn, style="bold red"))
             else:
-                cells.append(_again(rollout[at], scores.engine[at]))
-            cells.append(_again(replay.stored_trainer[at], scores.trainer[at]))
+                cells.append(_again(sampled, float(scores.engine[at])))
+            cells.append(_again(trained, float(scores.trainer[at])))
         table.add_row(*cells)
     if len(chosen) < end - begin:
         table.caption = f"{len(chosen)} of {end - begin} tokens; --tokens lists all"
@@ -444,10 +444,8 @@ def _show_verdict(replay: Replay, console: Console) -> None:
         console.print(Text(text, style="dim"))
         return
     console.print(Text(f"\nscored by {printable(scores.weights)}", style="bold"))
-    for source, what in (
-        ("trainer", "the trainer's log-probs"),
-        ("engine", "the sampler's log-probs"),
-    ):
+    sides: tuple[tuple[Source, str], ...] = (("trainer", "trainer"), ("engine", "sampler"))
+    for source, what in sides:
         found = replay.comparison(source)
         compared, unequal = found["compared_tokens"], found["unequal_tokens"]
         if not compared:

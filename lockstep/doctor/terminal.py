@@ -85,7 +85,7 @@ def _head(diagnosis: Diagnosis) -> RenderableType:
     examined = diagnosis.examination
     word, style = _WORDS[diagnosis.outcome]
     gap = examined.gap
-    head = Text.assemble((word, style), f"  {printable(str(diagnosis.dump.path))}")
+    head = Text.assemble((word, style), f"  {printable(diagnosis.name)}")
     size = (
         f"{diagnosis.dump.format}: {examined.num_rows:,} rows, {examined.num_tokens:,} tokens "
         f"({gap.tokens:,} compared), {format_seconds(diagnosis.seconds)}"
@@ -139,9 +139,8 @@ def _proof(evidence: Evidence, rows: Rows, tokenizer: Tokenizer | None) -> Rende
     begin = max(0, min(evidence.begin, rows.num_tokens))
     end = max(begin, min(evidence.end, rows.num_tokens))
     if evidence.expected_ids:
-        table = _ids_side_by_side(
-            rows.token_ids[begin:end], evidence.expected_ids, begin, tokenizer
-        )
+        found = rows.token_ids[begin:end].tolist()
+        table = _ids_side_by_side(found, evidence.expected_ids, begin, tokenizer)
     else:
         table = _logprobs_side_by_side(rows, begin, end, tokenizer)
     return Group(_pairs(lines), Padding(table, (0, 0, 0, _LABEL_WIDTH)))

@@ -56,7 +56,7 @@ function buildCauses(section) {
       element("dl", {}, [["measured", cause.measured], ["sure", cause.why]].map(([name, value]) => [element("dt", {}, name), element("dd", {}, value)]).flat(),
         element("dt", {}, "remedy"), element("dd", { class: "remedy" }, cause.remedy),
         element("dt", {}, "again"), element("dd", {}, element("code", { class: "command" }, cause.command))),
-      element("div", { class: "proofs" }, finding.evidence.slice(0, 3).map((piece) => proof(piece))));
+      element("div", { class: "proofs" }, finding.evidence.slice(0, 2).map((piece) => proof(piece))));
   })));
   if (!diagnosis.gap.compared_tokens) return;
   const left = diagnosis.unexplained, places = left.mostly_in;

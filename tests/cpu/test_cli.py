@@ -15,6 +15,9 @@ from lockstep.cli import BAD_INPUT, OK, main
 SMALL = [
     "steps=2", "groups_per_step=2", "group_size=4", "evaluation.num_tasks=4", "checkpoint.every=1",
 ]  # fmt: skip
+VERBS = (
+    "train", "sft", "eval", "report", "doctor", "replay", "render", "export", "recipes",
+)  # fmt: skip
 
 
 def lockstep(*words, capsys=None):
@@ -42,11 +45,11 @@ def test_help_names_every_verb_and_the_exit_codes(capsys):
         main(["--help"])
     text = capsys.readouterr().out
     assert stop.value.code == 0
-    assert all(v in text for v in ("train", "sft", "eval", "report", "render", "export", "recipes"))
+    assert all(verb in text for verb in VERBS)
     assert "exit codes" in text
 
 
-@pytest.mark.parametrize("verb", ["train", "sft", "eval", "report", "render", "export", "recipes"])
+@pytest.mark.parametrize("verb", VERBS)
 def test_every_verb_has_help_with_an_example(verb, capsys):
     try:
         main([verb, "--help"])

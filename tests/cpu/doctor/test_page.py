@@ -194,7 +194,7 @@ def draw(path, tmp_path):
 def test_a_browser_draws_the_page_without_an_error_and_runs_no_foreign_script(written, tmp_path):
     errors, body = draw(written, tmp_path)
     assert "CONSOLE" not in errors, errors
-    assert body.count('class="card cause"') == 1 and body.count('<table class="proof-table"') == 3
+    assert body.count('class="card cause"') == 1 and body.count('<table class="proof-table"') == 2
     assert body.count('class="bar-before"') >= 4 and body.count('class="bar-after"') >= 4
     assert body.count('role="option"') == 20 and "token sampled painted" in body
     assert "<img" not in body

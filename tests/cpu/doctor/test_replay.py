@@ -1,6 +1,7 @@
 """One stored trajectory again: found by any of its names, shown whole, scored to the bit."""
 
 import json
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -40,7 +41,9 @@ def text_of(capsys, *words):
 def test_under_the_contract_every_log_prob_of_both_sides_comes_back_to_the_bit(run, capsys):
     code, out, _ = text_of(capsys, f"{run}#{first_id(load_run(run))}", "--score")
     assert code == OK
-    assert out.count("came back, bit for bit") == 2 and "which the run began from" in out
+    assert re.search(r"the trainer's log-probs: all \d+ came back, bit for bit", out)
+    assert re.search(r"the sampler's log-probs: all \d+ came back, bit for bit", out)
+    assert "which the run began from" in out
     assert "drew" not in out and "again" in out
 
 
