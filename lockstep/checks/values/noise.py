@@ -14,7 +14,7 @@ from lockstep.checks.contexts import Contexts
 from lockstep.checks.findings import Evidence, Finding
 from lockstep.checks.rows import Float64Array, Rows
 from lockstep.checks.values.precision import MIN_SHARE_NOISY, Marks
-from lockstep.types import FORCED_LOGPROB, Float32Array
+from lockstep.types import FORCED_LOGPROB, Float32Array, Int64Array
 
 FLOAT32_STD = 1e-4
 """Standard deviation in nats up to which a side counts as computing the same thing each time: in
@@ -27,6 +27,9 @@ MIN_VARYING = 0.5
 of some rows makes some of them vary."""
 MIN_SHARE = 0.05
 """Share of the gap on repeated tokens that noise must make to be a cause of it."""
+TYPICAL = 0.9
+"""Share of the repeated tokens, those that vary least, that must be as noisy as the gap is large:
+a few that vary by nats are those of a defect, and say nothing of the others' noise."""
 NORMAL_K2 = 1e-3
 """Between the engine and the trainer of other frameworks noise is the weather up to this k2 (the
 band of `observe/alarms.py` for dense models); within Lockstep there is none to expect."""
@@ -56,6 +59,10 @@ class Noise:
     varying_rollout: int = 0
     """Groups that vary by more than FLOAT32_STD."""
     varying_trainer: int = 0
+    typical_rollout: float = 0.0
+    """As `within_rollout`, of the TYPICAL share of the groups that vary least."""
+    typical_trainer: float = 0.0
+    typical_freedom: int = 0
     square_gap: float = 0.0
     """Sum of d^2."""
     square_bias: float = 0.0
@@ -77,6 +84,10 @@ class Noise:
     @property
     def var_trainer(self) -> float:
         return self.within_trainer / max(self.freedom, 1)
+
+    def typical_of(self, within: float) -> float:
+        """Variance of the groups that vary least. within: `typical_rollout`, `typical_trainer`."""
+        return within / max(self.typical_freedom, 1)
 
     @property
     def mean_square_gap(self) -> float:
@@ -112,6 +123,7 @@ def noise_of(rows: Rows) -> Noise:
     within = _within(contexts, values)[unforced]
     out.within_rollout = float(within.sum())
     out.varying_rollout = int((within > FLOAT32_STD**2 * (size - 1)).sum())
+    out.typical_rollout, out.typical_freedom = _typical(within, size)
     if rows.trainer_logprobs is None:
         out.within_trainer = out.square_gap = out.square_bias = np.nan
         return out
@@ -119,6 +131,7 @@ def noise_of(rows: Rows) -> Noise:
     within = _within(contexts, trainer)[unforced]
     out.within_trainer = float(within.sum())
     out.varying_trainer = int((within > FLOAT32_STD**2 * (size - 1)).sum())
+    out.typical_trainer, _ = _typical(within, size)
     d = trainer - values
     square = np.bincount(contexts.group, d * d, minlength=len(contexts.size))
     out.square_gap = float(square[unforced].sum())
@@ -136,6 +149,12 @@ def _within(contexts: Contexts, values: Float64Array) -> Float64Array:
     """[G] sum of squares about the mean of each group. values: [M]."""
     apart = values - _mean(contexts, values)[contexts.group]
     return np.bincount(contexts.group, apart * apart, minlength=len(contexts.size))
+
+
+def _typical(within: Float64Array, size: Int64Array) -> tuple[float, int]:
+    """(sum of squares, degrees of freedom) of the TYPICAL share of groups that vary least."""
+    order = np.argsort(within / (size - 1), kind="stable")[: int(np.ceil(TYPICAL * len(size)))]
+    return float(within[order].sum()), int((size[order] - 1).sum())
 
 
 class _Repeated(Check):
@@ -176,7 +195,7 @@ class _Repeated(Check):
     def _side(self, rows: Rows) -> Float32Array:
         raise NotImplementedError
 
-    def _judge(self, variance: float, varying: int) -> Finding:
+    def _judge(self, variance: float, varying: int, typical: float) -> Finding:
         noise, figures = self.noise, self.noise.figures()
         if noise.freedom < MIN_FREEDOM:
             return self.not_checkable(("several rows of one prompt in one step",))
@@ -194,6 +213,15 @@ class _Repeated(Check):
                 f"makes {max(noise.mean_square_bias, 0.0) / noise.mean_square_gap:.0%}"
             )
         is_small = share < MIN_SHARE
+        if noise.mean_square_gap > 0 and noise.typical_of(typical) < (
+            MIN_SHARE * noise.mean_square_gap
+        ):
+            is_small = True
+            told += (
+                f". But {TYPICAL:.0%} of them vary by "
+                f"{noise.typical_of(typical) ** 0.5:.1e} nats only: it is not noise that makes the "
+                "gap"
+            )
         if bits := self._marks.name(min_share=MIN_SHARE_NOISY):
             is_small = True
             told += f". Its logits are rounded to {bits}, which makes as much"
@@ -231,7 +259,9 @@ class NoisySampler(_Repeated):
         return rows.rollout_logprobs
 
     def conclude(self) -> Finding:
-        return self._judge(self.noise.var_rollout, self.noise.varying_rollout)
+        return self._judge(
+            self.noise.var_rollout, self.noise.varying_rollout, self.noise.typical_rollout
+        )
 
     def _std(self) -> float:
         return self.noise.var_rollout**0.5
@@ -251,7 +281,9 @@ class NoisyTrainer(_Repeated):
         return rows.trainer_logprobs
 
     def conclude(self) -> Finding:
-        return self._judge(self.noise.var_trainer, self.noise.varying_trainer)
+        return self._judge(
+            self.noise.var_trainer, self.noise.varying_trainer, self.noise.typical_trainer
+        )
 
     def _std(self) -> float:
         return self.noise.var_trainer**0.5

@@ -59,6 +59,18 @@ def test_noise_of_the_sampler_is_told_by_tokens_that_stand_more_than_once(std):
     assert share_of(rows, "kernel_noise") > 0.8
 
 
+def test_a_few_wild_tokens_over_little_noise_are_not_noise_that_makes_the_gap():
+    rows = policy_rows(sampler=noisy(1e-3))
+    contexts = rows.contexts
+    wild = rows.rollout_logprobs.copy()
+    wild[contexts.repeated[:1]] -= 1.5
+    noise = noise_of(rows.with_(rollout_logprobs=wild))
+    assert noise.var_rollout > 0.01 > 1e-4 > noise.typical_of(noise.typical_rollout)
+    told = {f.check: f for f in examined(rows.with_(rollout_logprobs=wild)).findings}
+    assert told["noise/sampler"].verdict == "information"
+    assert "not noise that makes the gap" in told["noise/sampler"].measured
+
+
 def test_noise_of_the_trainer_is_not_the_samplers():
     assert causes(policy_rows(trainer=noisy(0.05))) == ["dropout"]
 
