@@ -2,12 +2,13 @@
 
     python docs/proof/real_vocabulary.py [DIRECTORY]     about five minutes on one core
 
-Softmax over 151,669 ids would take hours to train here. So the model is trained on the ids that
-its demonstrations contain, and a few hundred that they do not, which it learns never to say. Then
-the embedding is laid out over the whole vocabulary: every id that was not trained takes the place
-of one that is never said. What comes out is a checkpoint like any other: Qwen3's own tokenizer,
-control tokens and chat format, and a policy that thinks, searches and answers in them. Its
-architecture is gpt-oss's, so that it has routers, sinks and a window to get wrong.
+Softmax over 151,669 ids would take hours to train here. So the model is one of the ids that its
+demonstrations contain, and of one more that stands for all others: a policy over the whole
+vocabulary that gives most of it no probability. What is sampled are Qwen3's own ids, in its chat
+format and its spellings, of a model that thinks, searches and answers. Its architecture is
+gpt-oss's, so that it has routers, sinks and a window to get wrong.
+
+Written are a checkpoint over these few ids, and ids.json: the tokenizer's id of each.
 """
 
 from __future__ import annotations
@@ -52,11 +53,7 @@ RENDERER = ChatMLConfig(tools_in_prompt=False, has_empty_thinking=False)
 STEPS = 860
 ROWS_PER_STEP = 32
 NUM_DIALOGUES = 8000
-NUM_UNSAID = 256
-"""Ids that no demonstration contains and that are trained all the same, never as a target."""
-UNSAID_SCALE = 2.0
-"""By which their embedding is multiplied where it stands for the other 150,000: so that all of them
-together have no share of the probability."""
+IDS = "ids.json"
 
 
 def ensure() -> Path:
@@ -73,21 +70,19 @@ def make(directory: Path) -> None:
     tokenizer = Tokenizer.from_file(qwen3_dir())
     stages = [list(stage) for stage in demonstrated_rows(tokenizer)]
     said = np.unique(np.concatenate([row.token_ids for rows in stages for row in rows]))
-    unsaid = np.setdiff1d(np.arange(tokenizer.vocab_size), said)
-    drawn = np.random.default_rng(0).choice(unsaid, NUM_UNSAID, replace=False)
-    known = np.concatenate([said, drawn])
-    compact = np.full(tokenizer.vocab_size, -1)
+    other = int(np.setdiff1d(np.arange(tokenizer.vocab_size), said)[-1])
+    known = np.append(said, other)
+    compact = np.full(tokenizer.vocab_size, len(said))
     compact[known] = np.arange(len(known))
     end = tokenizer.control_id("<|im_end|>")
     with tempfile.TemporaryDirectory() as scratch:
         like = Path(scratch) / "like"
         like.mkdir()
-        config = hf_config("gpt_oss", tokenizer.vocab_size, end)
-        config["pad_token_id"] = tokenizer.control_id("<|endoftext|>")
+        config = hf_config("gpt_oss", len(known), int(compact[end]))
         (like / "config.json").write_text(json.dumps(config, indent=2))
         for name in ("tokenizer.json", "tokenizer_config.json"):
             shutil.copyfile(qwen3_dir() / name, like / name)
-        small = Decoder(ModelConfig.from_hf(config | {"vocab_size": len(known)}))
+        small = Decoder(ModelConfig.from_hf(config))
         small.init_weights(std=config["initializer_range"], seed=0)
         with torch.no_grad():
             for block in small.layers:
@@ -101,16 +96,8 @@ def make(directory: Path) -> None:
                 if metrics["step"] % 100 == 0:
                     print(f"step {metrics['step']:.0f} loss {metrics['train/loss']:.3f}")
             done = steps
-        whole = Decoder(ModelConfig.from_hf(config))
-        state = {k: v for k, v in small.state_dict().items() if k != "embedding"}
-        never = small.embedding[len(said) :].detach()
-        with torch.no_grad():
-            # Another id in each place: two that are equal in everything could not be told apart.
-            fill = UNSAID_SCALE * never[torch.arange(tokenizer.vocab_size) % len(never)]
-            fill[torch.from_numpy(known)] = small.embedding.detach()
-            fill[torch.from_numpy(drawn)] *= UNSAID_SCALE
-        whole.load_state_dict(state | {"embedding": fill})
-        save_checkpoint(whole, directory, like=like)
+        save_checkpoint(small, directory, like=like)
+        (directory / IDS).write_text(json.dumps(known.tolist()))
         write_renderer(directory, RENDERER)
     print(f"{len(said)} ids are said, in {sum(map(len, stages))} dialogues: {directory}")
 

@@ -9,7 +9,7 @@ anew wherever the fault changes them, by the decoder that has it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
@@ -34,12 +34,15 @@ MICROBATCH_TOKENS = 16384
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """Sound rows, and the model that sampled them."""
+    """Sound rows, and the model that both sides should have."""
 
     model: Decoder
     renderer: Renderer
     samples: Sequence[Sample]
     """As `training.rows.rows_for_training` makes them: with `rollout_logprobs` and `advantages`."""
+    sampler: Decoder | None = None
+    """What drew them, where that is not the model itself but one with noise: for log-probs of the
+    sampler's that a fault needs besides."""
     earlier: Sequence[Sample] = ()
     """Rows that the updates of a stale dump were made by; empty takes `samples` themselves."""
     temperature: float = 1.0
@@ -119,52 +122,60 @@ class Source:
         return model.requires_grad_(False)
 
 
-def faulty_rows(
-    source: Source,
-    *faults: FaultConfig,
-    share: float = 1.0,
-    seed: int = 0,
-    noise: FaultConfig | None = None,
-) -> Rows:
+def faulty_rows(source: Source, *faults: FaultConfig, share: float = 1.0, seed: int = 0) -> Rows:
     """What a trainer with these faults would have dumped of the rows of `source`.
 
-    share: of the rows that meet a fault of the decoders, for one that not every trainer rank or
-    engine replica has; the faults of rows have a share of their own. seed: of that choice. noise:
-    what the two sides differ by besides, in every row: KernelNoise, mostly; None computes both
-    sides alike.
+    share: of the rows that meet a fault of the trainer's decoder or of its weights, for one that
+    not every rank has; the faults of rows have a share of their own. seed: of that choice.
 
     Every field of `Rows` is filled that a full dump would have: `turn` and `is_sampled` as the
     program believes them, `engine_ids` as the engine answered, `messages` and `rewards` as the
     source has them. `without_columns` leaves out what a smaller dump has not.
 
-    Raises ValueError for a fault that `source` must be sampled with (`ProcessedLogprobs`) unless
-    its rows were, which cannot be seen: sample them by `fault.processing(engine)`, and leave the
-    fault out here.
+    A fault of the sampler's numbers (`KernelNoise`, `RouterNoise`) has its log-probs and routes
+    computed anew for the same tokens. That is right to first order in the noise; for more, draw the
+    rows with it (`fault.make_engine`) and leave the fault out here. Raises ValueError for
+    `ProcessedLogprobs`, which is in how rows are drawn and nowhere else.
     """
     if any(isinstance(fault, ProcessedLogprobs) for fault in faults):
         raise ValueError(
             "processed_logprobs is in how the rows are drawn: sample them by "
             "fault.processing(engine), and call faulty_rows without the fault."
         )
-    before, rows = list(source.samples), list(source.samples)
-    own_log_probs = partial(source.log_probs, source.model)
+    before = list(source.samples)
+    sampler = source.sampler or source.model
     for fault in faults:
-        rows = fault.change_rows(rows, source.renderer, own_log_probs)
-    # A row whose log-probs alone are wrong is computed as it was.
-    other = source.model if noise is None else noise.make_other(source.model, source.learn)
-    scored = source.scored(other, rows)
+        noisy = fault.make_sampler(source.model)
+        if noisy is not source.model:
+            sampler = noisy
+            before = _drawn_by(source, sampler, before)
+    rows = before
     for fault in faults:
-        broken = fault.make_other(source.model, source.learn)
-        if broken is source.model:
+        rows = fault.change_rows(rows, source.renderer, partial(source.log_probs, sampler))
+    scored = source.scored(source.model, rows)
+    for fault in faults:
+        other = fault.make_other(source.model, source.learn)
+        if other is source.model:
             continue
         hit = [
             at
             for at, row in enumerate(rows)
             if derive_seed(seed, "decoder", row.id) < share * 2.0**63
         ]
-        for at, found in zip(hit, source.scored(broken, [rows[i] for i in hit]), strict=True):
+        for at, found in zip(hit, source.scored(other, [rows[i] for i in hit]), strict=True):
             scored[at] = found
     return _rows_of(source, faults, before, rows, scored)
+
+
+def _drawn_by(source: Source, sampler: Decoder, rows: Sequence[Sample]) -> list[Sample]:
+    """`rows` with the log-probs and routes that this sampler has for their tokens."""
+    out: list[Sample] = []
+    for row, (logprobs, routes) in zip(rows, source.scored(sampler, rows), strict=True):
+        new = replace(row, columns={**row.columns, "rollout_logprobs": logprobs})
+        if routes is not None and "routed_experts" in row.columns:
+            new.set("routed_experts", routes)
+        out.append(new)
+    return out
 
 
 def _rows_of(
@@ -193,7 +204,8 @@ def _rows_of(
         else None,
         rewards=np.array([source.rewards[row.id] for row in before]) if is_known else None,
         steps=np.zeros(len(rows), np.int64),
-        trainer_version=np.array([int(row.columns["policy_version"].max()) for row in before]),
+        trainer_version=np.array([int(row.columns["policy_version"].max()) for row in before])
+        + sum(fault.age for fault in faults),
     )
 
 

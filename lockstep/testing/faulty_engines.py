@@ -52,14 +52,18 @@ def sampling_noise_engine(
     fault: SamplingNoise, config: EmbeddedConfig, context: EngineContext
 ) -> NoisyEngine:
     """Shares the parameters of the trained decoder, with noise on its routers and its logits."""
+    noisy, noises = noisy_sampler(fault, context.model)
+    return NoisyEngine(noisy, config, noises=noises, token_bytes=context.token_bytes)
+
+
+def noisy_sampler(fault: SamplingNoise, model: Decoder) -> tuple[Decoder, list[Noise]]:
+    """`model` with noise on its routers and its logits, and the two noises."""
     of_routers, of_head = (
         Noise(GrowingNoise(std=std, seed=derive_seed(fault.seed, name)))
         for name, std in (("routers", fault.router_std), ("head", fault.head_std))
     )
-    noisy = with_noisy_head(
-        context.model, of_head, bias=fault.bias, seed=fault.seed, of_routers=of_routers
-    )
-    return NoisyEngine(noisy, config, noises=[of_routers, of_head], token_bytes=context.token_bytes)
+    noisy = with_noisy_head(model, of_head, bias=fault.bias, seed=fault.seed, of_routers=of_routers)
+    return noisy, [of_routers, of_head]
 
 
 def base_model_engine(config: EmbeddedConfig, context: EngineContext) -> EmbeddedEngine:

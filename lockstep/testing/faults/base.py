@@ -93,9 +93,17 @@ class FaultConfig:
         log_probs: by the weights as they are then."""
 
     def make_other(self, model: Decoder, learn: Learn) -> Decoder:
-        """For a dump: the trainer's decoder, where `model` has drawn the tokens. As far from it as
-        the two sides of a run with this fault are from each other, whichever of them is wrong."""
+        """For a dump: the trainer's decoder, `model` being what drew the tokens."""
         return self.make_trained(model)
+
+    def make_sampler(self, model: Decoder) -> Decoder:
+        """For a dump: the sampler's decoder, `model` being what it should run."""
+        return model
+
+    @property
+    def age(self) -> int:
+        """For a dump: versions by which it says that the tokens are older than the trainer."""
+        return 0
 
     def prompt_length(self, row: Sample, before: Sample) -> int | None:
         """For a dump: what it says of `row`, which was `before`; None where it is right."""

@@ -87,7 +87,7 @@ class KernelNoise(GrowingNoise, FaultConfig):
 
         return kernel_noise_engine(self, check_shared(self, config), context)
 
-    def make_other(self, model: Decoder, learn: Learn) -> Decoder:
+    def make_sampler(self, model: Decoder) -> Decoder:
         from lockstep.testing.faulty_decoders import Noise, with_noisy_head
 
         return with_noisy_head(model, Noise(self), bias=self.bias, seed=self.seed)
@@ -107,7 +107,7 @@ class RouterNoise(GrowingNoise, FaultConfig):
 
         return router_noise_engine(self, check_shared(self, config), context)
 
-    def make_other(self, model: Decoder, learn: Learn) -> Decoder:
+    def make_sampler(self, model: Decoder) -> Decoder:
         from lockstep.testing.faulty_decoders import Noise, with_noisy_routers
 
         return with_noisy_routers(model, Noise(self))
@@ -153,6 +153,11 @@ class SamplingNoise(FaultConfig):
 
         return sampling_noise_engine(self, check_shared(self, config), context)
 
+    def make_sampler(self, model: Decoder) -> Decoder:
+        from lockstep.testing.faulty_engines import noisy_sampler
+
+        return noisy_sampler(self, model)[0]
+
     def make_trained(self, model: Decoder) -> Decoder:
         from lockstep.testing.faulty_decoders import Noise, with_noisy_experts
 
@@ -191,6 +196,10 @@ class StaleWeights(FaultConfig):
         from lockstep.testing.faulty_engines import stale_engine
 
         return stale_engine(self, check_embedded(self, config), context)
+
+    @property
+    def age(self) -> int:
+        return self.lag if self.is_honest else 0
 
     def make_other(self, model: Decoder, learn: Learn) -> Decoder:
         return learn(self.lag)

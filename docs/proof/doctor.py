@@ -1,0 +1,542 @@
+"""Is the doctor right? Dumps whose defect is known, and what it says of them.
+
+    python docs/proof/doctor.py                    everything (`make proof` runs it)
+    python docs/proof/doctor.py matrix --seeds 1   one part, fewer dumps
+    python docs/proof/doctor.py --table            the tables of docs/doctor-proof.md, from the JSON
+
+Three parts. *matrix*: every cause in three strengths, on two tokenizers, with several seeds: is the
+cause that is named first the right one, by the classes of `checks/causes.py`? *healthy*: 500 dumps
+without a defect: is a cause named? *pairs*: two faults at once: are both named, and does each have
+the share of the gap that goes away without it?
+
+Rows are episodes that a model really sampled. What is dumped of them comes from
+`lockstep.testing.dumps`. In every dump the two sides differ by dense noise besides, as two engines
+do, and a dump of that noise alone says what is too little to be found. What came out is written to
+doctor.json, misses by name.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from lockstep.agent.config import AgentConfig
+from lockstep.agent.loop import Budget, collect, sampling_of
+from lockstep.checks.attribution import gap_of
+from lockstep.checks.causes import is_same_class
+from lockstep.checks.rows import Rows
+from lockstep.doctor.diagnose import diagnose
+from lockstep.doctor.diagnosis import Diagnosis
+from lockstep.doctor.inputs.base import CHUNK_TOKENS, Dump, Facts
+from lockstep.engines.base import Engine, EngineContext
+from lockstep.engines.config import EmbeddedConfig
+from lockstep.envs.docsearch.config import DocSearchConfig
+from lockstep.foundation import renderer_of
+from lockstep.models.config import ModelConfig
+from lockstep.models.decoder import Decoder
+from lockstep.models.hf_io import hf_tensors, load_checkpoint
+from lockstep.models.locate import locate_model
+from lockstep.objectives.config import GRPO
+from lockstep.ops import api, plain
+from lockstep.renderers.base import Renderer
+from lockstep.renderers.registry import make_renderer
+from lockstep.renderers.tokenizer import Tokenizer
+from lockstep.testing.broken_engines import BrokenEngine
+from lockstep.testing.dumps import Source, faulty_rows, without_columns
+from lockstep.testing.faults import (
+    ActiveDropout,
+    ClampedLogprobs,
+    DroppedFinalTokens,
+    DroppedSeparators,
+    DroppedThinking,
+    DuplicatedPrompt,
+    FaultConfig,
+    FillerLogprobs,
+    IgnoredSinks,
+    IgnoredWindow,
+    InjectedControlTokens,
+    KernelNoise,
+    NonfiniteLogprobs,
+    PaddedRows,
+    PostProcessedReplies,
+    ProbabilitiesAsLogprobs,
+    ProcessedLogprobs,
+    QuantisedLogprobs,
+    RerenderedHistory,
+    RetokenizedRows,
+    SamplingNoise,
+    ScoredAfterUpdate,
+    ShiftedLogprobs,
+    StaleWeights,
+    TokensAfterStop,
+    TrainedObservations,
+    UnmergedAdapter,
+    WrongBoundary,
+)
+from lockstep.training.rows import rows_for_training
+from lockstep.types import Delta, Int32Array, Request
+
+HERE = Path(__file__).parent
+NUM_TASKS, GROUP_SIZE = 8, 8
+"""64 rows in a dump: a small step. Larger ones are easier."""
+NOISE = KernelNoise(std=0.008)
+"""Between the two sides of every dump: what is told of two engines on a large dense model
+(docs/faults.md): a mean difference of 0.002."""
+FACTOR = 3.0
+"""Times the noise floor's k2 from which on a cause must be found."""
+SHARE_TOLERANCE = 0.2
+"""By which a share may differ from that of the ablation, of the whole gap."""
+
+LEAN = (
+    "turn", "is_sampled", "policy_version", "trainer_version", "engine_ids", "messages",
+    "routed_experts", "trainer_routed_experts",
+)  # fmt: skip
+"""What most trainers' dumps lack: left are ids, mask, both sides' log-probs, prompt lengths,
+advantages, rewards, groups and steps."""
+LEVELS = ("lean", "full", "model")
+"""What the doctor is given. lean: a dump without LEAN, and the tokenizer and its renderer. full:
+everything that `Rows` knows. model: that, and the model that sampled."""
+
+
+# -- who samples -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Player:
+    """A model on its tokenizer, and what it plays."""
+
+    name: str
+    model: Decoder
+    renderer: Renderer
+    max_tokens: int
+    max_turn_tokens: int
+    to_model: Int32Array | None = None
+    """[tokenizer's ids]: the model's own id of each, where these are not the same."""
+    from_model: Int32Array | None = None
+    """[model's ids]: the tokenizer's id of each."""
+
+    def model_ids(self, ids: Int32Array) -> Int32Array:
+        return ids if self.to_model is None else self.to_model[ids]
+
+    def play(
+        self,
+        seed: int,
+        *,
+        fault: FaultConfig = NOISE,
+        dtype: Literal["same", "bfloat16"] = "same",
+        num_tasks: int = NUM_TASKS,
+        group_size: int = GROUP_SIZE,
+        max_turn_tokens: int = 0,
+        max_turns: int = 5,
+    ) -> Source:
+        """Episodes of the environment as training rows. fault: of the engine that draws them."""
+        context = EngineContext(
+            model=self.model,
+            token_bytes=(),
+            directory=Path(),
+            vocab_size=self.model.config.vocab_size,
+            max_tokens=self.max_tokens,
+            dtype="float32",
+            seed=seed,
+            run="proof",
+        )
+        noisy = NOISE if isinstance(fault, ProcessedLogprobs) else fault
+        if isinstance(noisy, KernelNoise | SamplingNoise):
+            noisy = replace(noisy, seed=seed)
+        engine = noisy.make_engine(EmbeddedConfig(dtype=dtype), context)
+        if isinstance(fault, ProcessedLogprobs):
+            engine = fault.processing(engine)
+        if self.to_model is not None:
+            engine = RenamingEngine(engine, self)
+        agent = AgentConfig(
+            max_turns=max_turns, max_turn_tokens=max_turn_tokens or self.max_turn_tokens
+        )
+        task = DocSearchConfig()
+        sampling = replace(sampling_of(agent), record_routes=self.model.config.is_moe)
+
+        async def episodes():
+            shared = engine.capabilities.shares_weights
+            await engine.load_weights(None if shared else dict(hf_tensors(self.model)), version=0)
+            return await collect(
+                engine, self.renderer,
+                lambda one: task.environment(one, agent),
+                task.tasks(split="train", seed=seed).take(num_tasks),
+                group_size=group_size, sampling=sampling,
+                budget=Budget.of(agent, max_tokens=self.max_tokens), run_seed=seed,
+            )  # fmt: skip
+
+        groups = asyncio.run(episodes())
+        samples = rows_for_training(groups, GRPO(), control_ids=self.renderer.tokenizer.control_ids)
+        trajectories = {t.id: t for g in groups for t in g.trajectories}
+        messages, rewards = {}, {}
+        for sample in samples:
+            name, _, leaf = sample.id.rpartition("/")
+            messages[sample.id] = trajectories[name].messages(int(leaf))
+            rewards[sample.id] = trajectories[name].rewards[int(leaf)]
+        return Source(
+            model=self.model, renderer=self.renderer, samples=samples,
+            sampler=noisy.make_sampler(self.model),
+            model_ids=self.model_ids, messages=messages, rewards=rewards,
+        )  # fmt: skip
+
+
+class RenamingEngine(BrokenEngine):
+    """An engine of a model of few ids, asked and answering in the tokenizer's."""
+
+    def __init__(self, engine: Engine, player: Player) -> None:
+        super().__init__(engine, at=0)
+        self._player = player
+
+    async def generate(self, request: Request) -> AsyncIterator[Delta]:
+        model_ids = self._player.model_ids
+        asked = replace(
+            request,
+            prompt_ids=model_ids(request.prompt_ids),
+            sampling=replace(
+                request.sampling,
+                stop_ids=tuple(model_ids(np.array(request.sampling.stop_ids)).tolist()),
+            ),
+        )
+        async for delta in self.inner.generate(asked):
+            assert self._player.from_model is not None, "only a player whose ids differ has this"
+            stop = delta.stop
+            if isinstance(stop, int):
+                stop = int(self._player.from_model[stop])
+            yield replace(delta, token_ids=self._player.from_model[delta.token_ids], stop=stop)
+
+
+@cache
+def shipped() -> Player:
+    """tiny-gpt-oss, as the quickstart plays it."""
+    directory = locate_model("tiny-gpt-oss")
+    config = ModelConfig.from_directory(directory)
+    return Player(
+        name="tiny-gpt-oss",
+        model=load_checkpoint(directory).requires_grad_(False),
+        renderer=make_renderer(renderer_of(directory, config), Tokenizer.from_file(directory)),
+        max_tokens=256,
+        max_turn_tokens=48,
+    )
+
+
+@cache
+def real() -> Player:
+    """real_vocabulary.py's model on Qwen3's tokenizer: of the ids that it ever says, and of one that
+    stands for all others."""
+    from real_vocabulary import IDS, ensure
+
+    directory = ensure()
+    model = load_checkpoint(directory)
+    kept = np.array(json.loads((directory / IDS).read_text()), np.int32)
+    tokenizer = Tokenizer.from_file(directory)
+    to_model = np.full(tokenizer.vocab_size, len(kept) - 1, np.int32)
+    to_model[kept] = np.arange(len(kept))
+    return Player(
+        name="qwen3",
+        model=model.requires_grad_(False),
+        renderer=make_renderer(renderer_of(directory, model.config), tokenizer),
+        max_tokens=512,
+        max_turn_tokens=96,
+        to_model=to_model,
+        from_model=kept,
+    )
+
+
+PLAYERS = {"tiny-gpt-oss": shipped, "qwen3": real}
+
+
+# -- what is wrong ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A defect of one strength."""
+
+    cause: str
+    fault: FaultConfig
+    share: float = 1.0
+    """Of the rows that meet a fault of the decoders."""
+
+    @property
+    def label(self) -> str:
+        words = [w for w in self.fault.describe().split(",")[0].split()[1:] if "seed" not in w]
+        changed = [w for w in words if not w.endswith(("growth=0.0", "growth_from=0", "bias=0.0"))]
+        return " ".join([*changed, *([f"rows={self.share:g}"] if self.share < 1 else [])])
+
+
+def _shares(make: Callable[..., FaultConfig], **settings: Any) -> list[FaultConfig]:
+    return [make(share=share, **settings) for share in (0.1, 0.3, 1.0)]
+
+
+FAULTS: dict[str, Sequence[FaultConfig]] = {
+    "reencoded": _shares(RetokenizedRows),
+    "rerendered": _shares(RerenderedHistory),
+    "missing_final": [
+        DroppedFinalTokens(share=0.3), DroppedFinalTokens(), DroppedFinalTokens(count=3),
+    ],
+    "dropped_separator": _shares(DroppedSeparators),
+    "shifted": [
+        ShiftedLogprobs(share=0.1), ShiftedLogprobs(share=0.3, offset=-1), ShiftedLogprobs(offset=2),
+    ],
+    "after_stop": [
+        TokensAfterStop(share=0.3, count=1), TokensAfterStop(share=0.3), TokensAfterStop(count=8),
+    ],
+    "observation_trained": [
+        TrainedObservations(share=0.3, count=3), TrainedObservations(share=0.3),
+        TrainedObservations(),
+    ],
+    "boundary": [
+        WrongBoundary(share=0.3), WrongBoundary(by=3), WrongBoundary(kind="subtracted"),
+    ],
+    "duplicated_prompt": _shares(DuplicatedPrompt),
+    "fillers": [
+        FillerLogprobs(share=0.1), FillerLogprobs(share=0.3), FillerLogprobs(),
+    ],
+    "padding": [
+        PaddedRows(share=0.1), PaddedRows(share=0.3, place="left"), PaddedRows(),
+    ],
+    "post_processed": [
+        PostProcessedReplies(share=0.1, count=1), PostProcessedReplies(share=0.3),
+        PostProcessedReplies(count=4),
+    ],
+    "injected_control": _shares(InjectedControlTokens),
+    "thinking_dropped": _shares(DroppedThinking),
+    "processed": [
+        ProcessedLogprobs(temperature=0.8), ProcessedLogprobs(temperature=0.5),
+        ProcessedLogprobs(top_p=0.8),
+    ],
+    "clamped": [
+        ClampedLogprobs(lowest=-5.0), ClampedLogprobs(lowest=-3.0), ClampedLogprobs(lowest=-1.0),
+    ],
+    "quantised": [
+        QuantisedLogprobs(decimals=2), QuantisedLogprobs(decimals=1), QuantisedLogprobs(decimals=0),
+    ],
+    "nonfinite": [
+        NonfiniteLogprobs(token_share=0.002), NonfiniteLogprobs(value="-inf"),
+        NonfiniteLogprobs(token_share=0.2),
+    ],
+    "positive": _shares(ProbabilitiesAsLogprobs),
+    "kernel_noise": [KernelNoise(std=0.05), KernelNoise(std=0.1), KernelNoise(std=0.3)],
+    "routing_flips": [SamplingNoise(router_std=s, head_std=0.008) for s in (0.1, 0.3, 1.0)],
+    "dropout": [ActiveDropout(prob=0.02), ActiveDropout(prob=0.1), ActiveDropout(prob=0.3)],
+    "other_weights": [StaleWeights(lag=lag, is_honest=False) for lag in (1, 4, 16)],
+    "stale": [StaleWeights(lag=lag) for lag in (1, 4, 16)],
+    "adapter_not_merged": [UnmergedAdapter(updates=n) for n in (2, 8, 32)],
+    "after_update": [ScoredAfterUpdate(updates=n) for n in (1, 2, 4)],
+}  # fmt: skip
+"""Cause -> its strengths, weakest first."""
+CASES = [
+    *(Case(cause=cause, fault=fault) for cause, faults in FAULTS.items() for fault in faults),
+    *(Case(cause="ignored_sinks", fault=IgnoredSinks(), share=s) for s in (0.1, 0.3, 1.0)),
+    *(Case(cause="ignored_window", fault=IgnoredWindow(), share=s) for s in (0.1, 0.3, 1.0)),
+]
+NEEDS_MODEL = frozenset(
+    {
+        "kernel_noise", "routing_flips", "ignored_sinks", "ignored_window", "dropout",
+        "other_weights", "adapter_not_merged", "stale", "after_update",
+    }
+)  # fmt: skip
+"""What the two sides compute: told apart by the model at hand, and by nothing else."""
+IMPOSSIBLE = {
+    ("tiny-gpt-oss", "dropped_separator"): "harmony writes nothing between two messages",
+    ("tiny-gpt-oss", "thinking_dropped"): "the shipped models do not think",
+}
+"""(player, cause) that there is not."""
+
+PAIRS: Sequence[tuple[Case, Case]] = [
+    (Case(cause=a, fault=f), Case(cause=b, fault=g))
+    for (a, f), (b, g) in (
+        (
+            ("shifted", ShiftedLogprobs(share=0.3)),
+            ("reencoded", RetokenizedRows(share=0.3, seed=1)),
+        ),
+        (("shifted", ShiftedLogprobs(share=0.3)), ("clamped", ClampedLogprobs(lowest=-1.0))),
+        (("shifted", ShiftedLogprobs(share=0.3)), ("missing_final", DroppedFinalTokens())),
+        (("reencoded", RetokenizedRows(share=0.5)), ("fillers", FillerLogprobs(share=0.2, seed=1))),
+        (
+            ("rerendered", RerenderedHistory(share=0.3)),
+            ("shifted", ShiftedLogprobs(share=0.3, seed=1)),
+        ),
+        (
+            ("rerendered", RerenderedHistory(share=0.3)),
+            ("observation_trained", TrainedObservations(share=0.5, seed=1)),
+        ),
+        (("padding", PaddedRows(share=0.3)), ("shifted", ShiftedLogprobs(share=0.3, seed=1))),
+        (("fillers", FillerLogprobs(share=0.2)), ("clamped", ClampedLogprobs(lowest=-2.0))),
+        (
+            ("duplicated_prompt", DuplicatedPrompt(share=0.5)),
+            ("fillers", FillerLogprobs(share=0.2, seed=1)),
+        ),
+        (
+            ("post_processed", PostProcessedReplies(share=0.3)),
+            ("shifted", ShiftedLogprobs(share=0.2, seed=1)),
+        ),
+        (("shifted", ShiftedLogprobs(share=0.2)), ("other_weights", StaleWeights(lag=4))),
+        (("reencoded", RetokenizedRows(share=0.3)), ("ignored_sinks", IgnoredSinks())),
+        (("positive", ProbabilitiesAsLogprobs(share=0.2)), ("dropout", ActiveDropout(prob=0.3))),
+    )
+]
+
+
+# -- what the doctor is given ----------------------------------------------------------------------
+
+
+class RowsDump(Dump):
+    """Rows in memory, in chunks."""
+
+    format = "memory"
+
+    def __init__(self, rows: Rows, facts: Facts) -> None:
+        super().__init__(Path("rows"))
+        self._rows, self._facts = rows, facts
+
+    @classmethod
+    def recognises(cls, path: Path) -> bool:
+        return False
+
+    @property
+    def facts(self) -> Facts:
+        return self._facts
+
+    @property
+    def has(self) -> frozenset[str]:
+        known = {
+            name for name in Rows.__dataclass_fields__ if getattr(self._rows, name) is not None
+        }
+        return frozenset(known - {"row_ids", "offsets", "token_ids", "loss_mask"})
+
+    def chunks(self, *, max_tokens: int = CHUNK_TOKENS) -> Iterator[Rows]:
+        half = len(self._rows) // 2  # more than one, as of any file that is worth asking about
+        yield self._rows.take(np.arange(half))
+        yield self._rows.take(np.arange(half, len(self._rows)))
+
+
+def examined(player: Player, rows: Rows, level: str) -> Diagnosis:
+    """What the doctor says of `rows` at one of LEVELS."""
+    if level == "lean":
+        rows = without_columns(rows, *LEAN)
+    facts = Facts(temperature=1.0, top_p=1.0, top_k=0, is_moe=player.model.config.is_moe)
+    return diagnose(RowsDump(rows, facts), renderer=player.renderer)
+
+
+@cache
+def played(name: str, seed: int, fault: FaultConfig, num_tasks: int) -> Source:
+    player = PLAYERS[name]()
+    own = player.play(seed, fault=fault, num_tasks=num_tasks)
+    if fault is not NOISE:
+        return own
+    return replace(own, earlier=player.play(seed + 1000, num_tasks=num_tasks).samples)
+
+
+DRAWN = (KernelNoise, SamplingNoise, ProcessedLogprobs)
+"""Faults that are in how rows are drawn."""
+
+
+def dumped(name: str, seed: int, *cases: Case, num_tasks: int = NUM_TASKS) -> Rows:
+    """The rows of a dump with these defects."""
+    drawn = [c.fault for c in cases if isinstance(c.fault, DRAWN)]
+    source = played(name, seed, drawn[0] if drawn else NOISE, num_tasks)
+    faults = [c.fault for c in cases if c.fault not in drawn]
+    share = min((c.share for c in cases), default=1.0)
+    return faulty_rows(source, *faults, share=share, seed=seed)
+
+
+def k2_of(rows: Rows) -> float:
+    return gap_of(rows.gap).means()["k2"]
+
+
+# -- the parts -------------------------------------------------------------------------------------
+
+
+def matrix(
+    *,
+    seeds: int,
+    players: Sequence[str],
+    levels: Sequence[str],
+    causes: Sequence[str],
+    num_tasks: int = NUM_TASKS,
+) -> dict[str, Any]:
+    """Every cause in every strength: what is named first."""
+    found: list[dict[str, Any]] = []
+    for name in players:
+        floors = [k2_of(dumped(name, seed, num_tasks=num_tasks)) for seed in range(seeds)]
+        for case in CASES:
+            if (name, case.cause) in IMPOSSIBLE or (causes and case.cause not in causes):
+                continue
+            for seed in range(seeds):
+                rows = dumped(name, seed, case, num_tasks=num_tasks)
+                for level in levels:
+                    if level == "lean" and case.cause in NEEDS_MODEL:
+                        continue
+                    if level == "model" and case.cause not in NEEDS_MODEL:
+                        continue
+                    began = time.perf_counter()
+                    diagnosis = examined(PLAYERS[name](), rows, level)
+                    named = [c.name for c, _ in diagnosis.causes]
+                    k2 = k2_of(rows)
+                    found.append({
+                        "player": name, "cause": case.cause, "strength": case.label, "seed": seed,
+                        "level": level, "k2": k2, "times_floor": k2 / floors[seed],
+                        "named": named, "shares": [round(diagnosis.share_of(n), 3) for n in named],
+                        "is_right": bool(named) and is_same_class(named[0], case.cause),
+                        "is_found": any(is_same_class(n, case.cause) for n in named),
+                        "seconds": round(time.perf_counter() - began, 3),
+                    })  # fmt: skip
+            show(found, case, name)
+    return {"floors": floors, "cases": found}
+
+
+def show(found: Sequence[dict[str, Any]], case: Case, player: str) -> None:
+    own = [
+        f for f in found
+        if (f["player"], f["cause"], f["strength"]) == (player, case.cause, case.label)
+    ]  # fmt: skip
+    for level in LEVELS:
+        of_level = [f for f in own if f["level"] == level]
+        if not of_level:
+            continue
+        right = sum(f["is_right"] for f in of_level)
+        others = Counter(
+            f["named"][0] if f["named"] else "nothing" for f in of_level if not f["is_right"]
+        )
+        times = float(np.median([f["times_floor"] for f in of_level]))
+        said = "" if right == len(of_level) else f"   named: {dict(others)}"
+        print(
+            f"{player:13}{level:6}{case.cause:20}{case.label:34}{times:10.1f} x floor "
+            f"{right}/{len(of_level)}{said}",
+            flush=True,
+        )
+
+
+PARTS: dict[str, Callable[..., dict[str, Any]]] = {"matrix": matrix}
+
+
+def main() -> None:
+    api.use_backend(plain)
+    torch.set_num_threads(1)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("parts", nargs="*", choices=[*PARTS, []], default=list(PARTS))
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--players", nargs="+", default=list(PLAYERS), choices=list(PLAYERS))
+    parser.add_argument("--levels", nargs="+", default=list(LEVELS), choices=LEVELS)
+    parser.add_argument("--causes", nargs="+", default=[])
+    asked = parser.parse_args()
+    for part in asked.parts:
+        PARTS[part](
+            seeds=asked.seeds, players=asked.players, levels=asked.levels, causes=asked.causes
+        )
+
+
+if __name__ == "__main__":
+    main()
