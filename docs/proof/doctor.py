@@ -22,9 +22,11 @@ import asyncio
 import json
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
@@ -39,13 +41,16 @@ from lockstep.checks.rows import Rows
 from lockstep.doctor.diagnose import diagnose
 from lockstep.doctor.diagnosis import Diagnosis
 from lockstep.doctor.inputs.base import CHUNK_TOKENS, Dump, Facts
+from lockstep.doctor.numerics.rescore import MAX_TOKENS, Rescoring
+from lockstep.doctor.numerics.scorer import Scored, Scorer
+from lockstep.doctor.numerics.weights import Weights, WeightsAtHand
 from lockstep.engines.base import Engine, EngineContext
 from lockstep.engines.config import EmbeddedConfig
 from lockstep.envs.docsearch.config import DocSearchConfig
 from lockstep.foundation import renderer_of
 from lockstep.models.config import ModelConfig
 from lockstep.models.decoder import Decoder
-from lockstep.models.hf_io import hf_tensors, load_checkpoint
+from lockstep.models.hf_io import copy_decoder, hf_tensors, load_checkpoint
 from lockstep.models.locate import locate_model
 from lockstep.objectives.config import GRPO
 from lockstep.ops import api, plain
@@ -88,6 +93,7 @@ from lockstep.training.rows import rows_for_training
 from lockstep.types import Delta, Int32Array, Request
 
 HERE = Path(__file__).parent
+RESULTS = HERE / "doctor.json"
 NUM_TASKS, GROUP_SIZE = 8, 8
 """64 rows in a dump: a small step. Larger ones are easier."""
 NOISE = KernelNoise(std=0.008)
@@ -232,8 +238,8 @@ def shipped() -> Player:
 
 @cache
 def real() -> Player:
-    """real_vocabulary.py's model on Qwen3's tokenizer: of the ids that it ever says, and of one that
-    stands for all others."""
+    """real_vocabulary.py's model on Qwen3's tokenizer: of the ids that it ever says, and of one
+    that stands for all others."""
     from real_vocabulary import IDS, ensure
 
     directory = ensure()
@@ -287,7 +293,8 @@ FAULTS: dict[str, Sequence[FaultConfig]] = {
     ],
     "dropped_separator": _shares(DroppedSeparators),
     "shifted": [
-        ShiftedLogprobs(share=0.1), ShiftedLogprobs(share=0.3, offset=-1), ShiftedLogprobs(offset=2),
+        ShiftedLogprobs(share=0.1), ShiftedLogprobs(share=0.3, offset=-1),
+        ShiftedLogprobs(offset=2),
     ],
     "after_stop": [
         TokensAfterStop(share=0.3, count=1), TokensAfterStop(share=0.3), TokensAfterStop(count=8),
@@ -355,38 +362,32 @@ IMPOSSIBLE = {
 """(player, cause) that there is not."""
 
 PAIRS: Sequence[tuple[Case, Case]] = [
-    (Case(cause=a, fault=f), Case(cause=b, fault=g))
-    for (a, f), (b, g) in (
+    (Case(cause=one, fault=of_one), Case(cause=other, fault=of_other))
+    for one, of_one, other, of_other in (
+        ("shifted", ShiftedLogprobs(share=0.3), "reencoded", RetokenizedRows(share=0.3, seed=1)),
+        ("shifted", ShiftedLogprobs(share=0.3), "clamped", ClampedLogprobs(lowest=-1.0)),
+        ("shifted", ShiftedLogprobs(share=0.3), "missing_final", DroppedFinalTokens()),
+        ("reencoded", RetokenizedRows(share=0.5), "fillers", FillerLogprobs(share=0.2, seed=1)),
+        ("rerendered", RerenderedHistory(share=0.3), "shifted", ShiftedLogprobs(share=0.3, seed=1)),
+        ("rerendered", RerenderedHistory(share=0.3), "after_stop", TokensAfterStop(share=0.5)),
+        ("padding", PaddedRows(share=0.3), "shifted", ShiftedLogprobs(share=0.3, seed=1)),
+        ("fillers", FillerLogprobs(share=0.2), "clamped", ClampedLogprobs(lowest=-2.0)),
+        ("duplicated_prompt", DuplicatedPrompt(), "fillers", FillerLogprobs(share=0.1, seed=1)),
         (
-            ("shifted", ShiftedLogprobs(share=0.3)),
-            ("reencoded", RetokenizedRows(share=0.3, seed=1)),
+            "post_processed", PostProcessedReplies(share=0.3),
+            "shifted", ShiftedLogprobs(share=0.3, seed=1),
         ),
-        (("shifted", ShiftedLogprobs(share=0.3)), ("clamped", ClampedLogprobs(lowest=-1.0))),
-        (("shifted", ShiftedLogprobs(share=0.3)), ("missing_final", DroppedFinalTokens())),
-        (("reencoded", RetokenizedRows(share=0.5)), ("fillers", FillerLogprobs(share=0.2, seed=1))),
+        ("shifted", ShiftedLogprobs(share=0.1), "other_weights", StaleWeights(lag=4)),
+        ("reencoded", RetokenizedRows(share=0.1), "other_weights", StaleWeights(lag=4)),
+        ("clamped", ClampedLogprobs(lowest=-3.0), "dropout", ActiveDropout(prob=0.3)),
+        ("quantised", QuantisedLogprobs(decimals=1), "ignored_sinks", IgnoredSinks()),
         (
-            ("rerendered", RerenderedHistory(share=0.3)),
-            ("shifted", ShiftedLogprobs(share=0.3, seed=1)),
+            "quantised", QuantisedLogprobs(decimals=1),
+            "positive", ProbabilitiesAsLogprobs(share=0.3),
         ),
-        (
-            ("rerendered", RerenderedHistory(share=0.3)),
-            ("observation_trained", TrainedObservations(share=0.5, seed=1)),
-        ),
-        (("padding", PaddedRows(share=0.3)), ("shifted", ShiftedLogprobs(share=0.3, seed=1))),
-        (("fillers", FillerLogprobs(share=0.2)), ("clamped", ClampedLogprobs(lowest=-2.0))),
-        (
-            ("duplicated_prompt", DuplicatedPrompt(share=0.5)),
-            ("fillers", FillerLogprobs(share=0.2, seed=1)),
-        ),
-        (
-            ("post_processed", PostProcessedReplies(share=0.3)),
-            ("shifted", ShiftedLogprobs(share=0.2, seed=1)),
-        ),
-        (("shifted", ShiftedLogprobs(share=0.2)), ("other_weights", StaleWeights(lag=4))),
-        (("reencoded", RetokenizedRows(share=0.3)), ("ignored_sinks", IgnoredSinks())),
-        (("positive", ProbabilitiesAsLogprobs(share=0.2)), ("dropout", ActiveDropout(prob=0.3))),
     )
-]
+]  # fmt: skip
+"""Two defects of one dump, in the order in which a program would have them."""
 
 
 # -- what the doctor is given ----------------------------------------------------------------------
@@ -422,12 +423,44 @@ class RowsDump(Dump):
         yield self._rows.take(np.arange(half, len(self._rows)))
 
 
+class FewIds(Scorer):
+    """Scores by a player's own model, in its own ids."""
+
+    def __init__(self, player: Player) -> None:
+        super().__init__(device="cpu")
+        self._player = player
+
+    def load(self, weights: Weights) -> Decoder:
+        if weights.is_fallback or self._loaded is None:
+            # A copy: the doctor casts what it has loaded to narrow types, and lets it go.
+            self._loaded = (weights, copy_decoder(self._player.model).requires_grad_(False))
+        return self._loaded[1]
+
+    def score(self, model: Decoder, rows: Rows, *args: Any, **settings: Any) -> Scored:
+        own = rows.with_(token_ids=self._player.model_ids(rows.token_ids))
+        return super().score(model, own, *args, **settings)
+
+
+def at_hand(player: Player) -> Rescoring:
+    """The model that sampled, as `lockstep doctor --model` opens it."""
+    vocab_size = player.renderer.tokenizer.vocab_size
+    weights = WeightsAtHand(
+        all=(Weights(name=player.name, directory=Path(player.name)),),
+        config=replace(player.model.config, vocab_size=vocab_size),
+    )
+    return Rescoring(
+        weights=weights, temperature=1.0, top_p=1.0, top_k=0,
+        max_tokens=MAX_TOKENS, _scorer=FewIds(player),
+    )  # fmt: skip
+
+
 def examined(player: Player, rows: Rows, level: str) -> Diagnosis:
     """What the doctor says of `rows` at one of LEVELS."""
     if level == "lean":
         rows = without_columns(rows, *LEAN)
     facts = Facts(temperature=1.0, top_p=1.0, top_k=0, is_moe=player.model.config.is_moe)
-    return diagnose(RowsDump(rows, facts), renderer=player.renderer)
+    model = at_hand(player) if level == "model" else ""
+    return diagnose(RowsDump(rows, facts), renderer=player.renderer, model=model)
 
 
 @cache
@@ -443,7 +476,7 @@ DRAWN = (KernelNoise, SamplingNoise, ProcessedLogprobs)
 """Faults that are in how rows are drawn."""
 
 
-def dumped(name: str, seed: int, *cases: Case, num_tasks: int = NUM_TASKS) -> Rows:
+def dumped(name: str, seed: int, num_tasks: int, *cases: Case) -> Rows:
     """The rows of a dump with these defects."""
     drawn = [c.fault for c in cases if isinstance(c.fault, DRAWN)]
     source = played(name, seed, drawn[0] if drawn else NOISE, num_tasks)
@@ -459,83 +492,247 @@ def k2_of(rows: Rows) -> float:
 # -- the parts -------------------------------------------------------------------------------------
 
 
-def matrix(
-    *,
-    seeds: int,
-    players: Sequence[str],
-    levels: Sequence[str],
-    causes: Sequence[str],
-    num_tasks: int = NUM_TASKS,
-) -> dict[str, Any]:
+def matrix(asked: Asked) -> dict[str, Any]:
     """Every cause in every strength: what is named first."""
     found: list[dict[str, Any]] = []
-    for name in players:
-        floors = [k2_of(dumped(name, seed, num_tasks=num_tasks)) for seed in range(seeds)]
+    floors: dict[str, list[float]] = {}
+    for name in asked.players:
+        floors[name] = [k2_of(dumped(name, s, asked.num_tasks)) for s in range(asked.seeds)]
         for case in CASES:
-            if (name, case.cause) in IMPOSSIBLE or (causes and case.cause not in causes):
+            is_asked = not asked.causes or case.cause in asked.causes
+            if not is_asked or (name, case.cause) in IMPOSSIBLE:
                 continue
-            for seed in range(seeds):
-                rows = dumped(name, seed, case, num_tasks=num_tasks)
-                for level in levels:
-                    if level == "lean" and case.cause in NEEDS_MODEL:
+            own: list[dict[str, Any]] = []
+            for seed in range(asked.seeds):
+                rows = dumped(name, seed, asked.num_tasks, case)
+                k2 = k2_of(rows)
+                for level in asked.levels:
+                    if (level == "model") != (case.cause in NEEDS_MODEL):
                         continue
-                    if level == "model" and case.cause not in NEEDS_MODEL:
-                        continue
-                    began = time.perf_counter()
-                    diagnosis = examined(PLAYERS[name](), rows, level)
-                    named = [c.name for c, _ in diagnosis.causes]
-                    k2 = k2_of(rows)
-                    found.append({
+                    own.append({
                         "player": name, "cause": case.cause, "strength": case.label, "seed": seed,
-                        "level": level, "k2": k2, "times_floor": k2 / floors[seed],
-                        "named": named, "shares": [round(diagnosis.share_of(n), 3) for n in named],
-                        "is_right": bool(named) and is_same_class(named[0], case.cause),
-                        "is_found": any(is_same_class(n, case.cause) for n in named),
-                        "seconds": round(time.perf_counter() - began, 3),
+                        "level": level, "k2": k2, "times_floor": k2 / floors[name][seed],
+                        **verdict(examined(PLAYERS[name](), rows, level), case.cause),
                     })  # fmt: skip
-            show(found, case, name)
-    return {"floors": floors, "cases": found}
+            show(name, case, own)
+            found += own
+    return {"noise_floor_k2": floors, "cases": found, "summary": summary(found)}
 
 
-def show(found: Sequence[dict[str, Any]], case: Case, player: str) -> None:
-    own = [
-        f for f in found
-        if (f["player"], f["cause"], f["strength"]) == (player, case.cause, case.label)
-    ]  # fmt: skip
+def verdict(diagnosis: Diagnosis, cause: str) -> dict[str, Any]:
+    named = [c.name for c, _ in diagnosis.causes]
+    return {
+        "named": named,
+        "shares": [round(diagnosis.share_of(name), 3) for name in named],
+        "is_right": bool(named) and is_same_class(named[0], cause),
+        "is_found": any(is_same_class(name, cause) for name in named),
+        "seconds": round(diagnosis.seconds, 3),
+    }
+
+
+def show(player: str, case: Case, own: Sequence[dict[str, Any]]) -> None:
     for level in LEVELS:
         of_level = [f for f in own if f["level"] == level]
         if not of_level:
             continue
-        right = sum(f["is_right"] for f in of_level)
-        others = Counter(
-            f["named"][0] if f["named"] else "nothing" for f in of_level if not f["is_right"]
-        )
+        wrong = [f for f in of_level if not f["is_right"]]
+        first = Counter(f["named"][0] if f["named"] else "nothing" for f in wrong)
         times = float(np.median([f["times_floor"] for f in of_level]))
-        said = "" if right == len(of_level) else f"   named: {dict(others)}"
         print(
-            f"{player:13}{level:6}{case.cause:20}{case.label:34}{times:10.1f} x floor "
-            f"{right}/{len(of_level)}{said}",
+            f"{player:13}{level:6}{case.cause:20}{case.label:38}{times:10.1f} x floor "
+            f"{len(of_level) - len(wrong)}/{len(of_level)}"
+            + (f"   named: {dict(first)}" if wrong else ""),
             flush=True,
         )
 
 
-PARTS: dict[str, Callable[..., dict[str, Any]]] = {"matrix": matrix}
+def summary(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Shares of cases that are right, by what is to be expected of them; misses by name."""
+    out: dict[str, Any] = {}
+    for level in ("lean", "full or model"):
+        of_level = [f for f in found if (f["level"] == "lean") == (level == "lean")]
+        for name, is_large in (("moves the gap", True), ("moves few or none", False)):
+            own = [f for f in of_level if (f["times_floor"] >= FACTOR) == is_large]
+            out[f"{level}: {name}"] = {
+                "cases": len(own),
+                "right": sum(f["is_right"] for f in own),
+                "found": sum(f["is_found"] for f in own),
+                "missed": dict(
+                    Counter(
+                        f"{f['player']}: {f['cause']} {f['strength']}: "
+                        f"{f['named'][0] if f['named'] else 'nothing'}"
+                        for f in own
+                        if not f["is_right"]
+                    )
+                ),
+            }
+    return out
+
+
+# -- healthy ---------------------------------------------------------------------------------------
+
+HEALTHY: Mapping[str, Mapping[str, Any]] = {
+    "exact": {"fault": FaultConfig()},
+    "dense noise 0.003": {"fault": KernelNoise(std=0.003)},
+    "dense noise 0.008": {"fault": NOISE},
+    "dense noise 0.02": {"fault": KernelNoise(std=0.02)},
+    "bias 0.01": {"fault": KernelNoise(std=0.003, bias=0.01)},
+    "bfloat16 pair": {"fault": FaultConfig(), "dtype": "bfloat16"},
+    "cut turns": {"fault": NOISE, "max_turn_tokens": 12},
+    "one turn": {"fault": NOISE, "max_turns": 1},
+    "few rows": {"fault": NOISE, "num_tasks": 1, "group_size": 4},
+    "one row of a task": {"fault": NOISE, "num_tasks": 16, "group_size": 1},
+}
+"""Kinds of dumps with nothing wrong: what differs from an episode of the quickstart."""
+
+
+def healthy(asked: Asked) -> dict[str, Any]:
+    """Dumps without a defect: which causes are named."""
+    found: list[dict[str, Any]] = []
+    per_kind = -(-asked.healthy // (len(HEALTHY) * len(asked.players)))
+    for name, (kind, settings) in product(asked.players, HEALTHY.items()):
+        alarms: Counter[str] = Counter()
+        for seed in range(2000, 2000 + per_kind):
+            rows = faulty_rows(PLAYERS[name]().play(seed, **settings))
+            # Each level has its turn: the model at hand takes the most time.
+            level = asked.levels[seed % len(asked.levels)]
+            diagnosis = examined(PLAYERS[name](), rows, level)
+            named = [c.name for c, _ in diagnosis.causes]
+            alarms.update(named)
+            found.append({
+                "player": name, "kind": kind, "seed": seed, "level": level, "k2": k2_of(rows),
+                "named": named, "seconds": round(diagnosis.seconds, 3),
+            })  # fmt: skip
+        own = [f for f in found if (f["player"], f["kind"]) == (name, kind)]
+        clean = sum(not f["named"] for f in own)
+        said = f"   named: {dict(alarms)}" if alarms else ""
+        print(f"{name:13}{kind:20}{clean}/{len(own)} without a cause{said}", flush=True)
+    return {
+        "dumps": len(found),
+        "without_a_cause": sum(not f["named"] for f in found),
+        "alarms": [f for f in found if f["named"]],
+    }
+
+
+# -- two at once -----------------------------------------------------------------------------------
+
+
+def pairs(asked: Asked) -> dict[str, Any]:
+    """Two defects at once: are both named, and how far is each share from what goes away without
+    it?"""
+    found: list[dict[str, Any]] = []
+    for name, (one, other) in product(asked.players, PAIRS):
+        for seed in range(min(asked.seeds, 3)):
+            both = dumped(name, seed, asked.num_tasks, one, other)
+            whole = k2_of(both)
+            needs_model = {one.cause, other.cause} & NEEDS_MODEL
+            diagnosis = examined(PLAYERS[name](), both, "model" if needs_model else "full")
+            named = [c.name for c, _ in diagnosis.causes]
+            for case, left in ((one, other), (other, one)):
+                ablated = 1 - k2_of(dumped(name, seed, asked.num_tasks, left)) / whole
+                own = [n for n in named if is_same_class(n, case.cause)]
+                share = sum(diagnosis.share_of(n) for n in own)
+                found.append({
+                    "player": name, "pair": f"{one.cause} + {other.cause}", "seed": seed,
+                    "cause": case.cause, "is_named": bool(own), "named": named,
+                    "share": round(share, 3), "ablated": round(ablated, 3),
+                    "is_near": bool(own) and abs(share - ablated) <= SHARE_TOLERANCE,
+                })  # fmt: skip
+        own = [f for f in found if f["player"] == name and f["pair"].startswith(one.cause)]
+        for f in own[-2:]:
+            print(
+                f"{name:13}{f['pair']:36}{f['cause']:20}named {f['is_named']!s:6}"
+                f"share {f['share']:6.2f}  without it {f['ablated']:6.2f}  {f['named']}",
+                flush=True,
+            )
+    return {
+        "cases": found,
+        "causes": len(found),
+        "named": sum(f["is_named"] for f in found),
+        "near": sum(f["is_near"] for f in found),
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What is run."""
+
+    seeds: int = 5
+    players: Sequence[str] = tuple(PLAYERS)
+    levels: Sequence[str] = LEVELS
+    causes: Sequence[str] = ()
+    healthy: int = 500
+    num_tasks: int = NUM_TASKS
+
+
+PARTS: dict[str, Callable[[Asked], dict[str, Any]]] = {
+    "matrix": matrix, "healthy": healthy, "pairs": pairs,
+}  # fmt: skip
 
 
 def main() -> None:
     api.use_backend(plain)
     torch.set_num_threads(1)
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("parts", nargs="*", choices=[*PARTS, []], default=list(PARTS))
+    parser.add_argument("parts", nargs="*", default=list(PARTS), help=f"of {', '.join(PARTS)}")
     parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--healthy", type=int, default=500, metavar="DUMPS")
     parser.add_argument("--players", nargs="+", default=list(PLAYERS), choices=list(PLAYERS))
     parser.add_argument("--levels", nargs="+", default=list(LEVELS), choices=LEVELS)
-    parser.add_argument("--causes", nargs="+", default=[])
-    asked = parser.parse_args()
-    for part in asked.parts:
-        PARTS[part](
-            seeds=asked.seeds, players=asked.players, levels=asked.levels, causes=asked.causes
-        )
+    parser.add_argument("--causes", nargs="+", default=[], metavar="CAUSE")
+    parser.add_argument("--table", action="store_true", help="print the tables of doctor.json")
+    words = vars(parser.parse_args())
+    parts, is_table = words.pop("parts"), words.pop("table")
+    if is_table:
+        print(tables(json.loads(RESULTS.read_text())))
+        return
+    asked = Asked(**words)
+    figures: dict[str, Any] = {}
+    for part in parts:
+        began = time.process_time()
+        figures[part] = PARTS[part](asked)
+        figures[part]["cpu_seconds"] = round(time.process_time() - began, 1)
+        text = {k: v for k, v in figures[part].items() if k not in ("cases", "alarms")}
+        print(json.dumps(text, indent=2), flush=True)
+    if asked == Asked() and parts == list(PARTS):
+        write(figures)
+
+
+def write(figures: dict[str, Any]) -> None:
+    from run import host
+
+    document = {
+        "part": "doctor",
+        "date": datetime.now(UTC).date().isoformat(),
+        "commands": ["python docs/proof/doctor.py"],
+        "host": host(),
+        "figures": figures,
+    }
+    RESULTS.write_text(json.dumps(document, indent=1) + "\n")
+
+
+def tables(document: Mapping[str, Any]) -> str:
+    """The table of docs/doctor-proof.md: right of all cases that move the gap, and (in brackets) of
+    those that do not."""
+    columns = [(player, is_lean) for player in PLAYERS for is_lean in (True, False)]
+    heads = [f"{player}, {'lean' if is_lean else 'full or model'}" for player, is_lean in columns]
+    lines = [f"| cause | {' | '.join(heads)} |", "|---|" + "---|" * len(columns)]
+    found = document["figures"]["matrix"]["cases"]
+    for cause in dict.fromkeys(case.cause for case in CASES):
+        cells: list[str] = []
+        for player, is_lean in columns:
+            own = [
+                f for f in found
+                if f["cause"] == cause and f["player"] == player
+                and (f["level"] == "lean") == is_lean
+            ]  # fmt: skip
+            large = [f["is_right"] for f in own if f["times_floor"] >= FACTOR]
+            small = [f["is_right"] for f in own if f["times_floor"] < FACTOR]
+            parts = [f"{sum(large)}/{len(large)}"] if large else []
+            parts += [f"({sum(small)}/{len(small)})"] if small else []
+            cells.append(" ".join(parts))
+        lines.append(f"| {cause} | {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

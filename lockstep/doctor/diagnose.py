@@ -33,7 +33,7 @@ def diagnose(
     tokenizer: Tokenizer | str | None = None,
     renderer: Renderer | str | None = None,
     facts: Facts | None = None,
-    model: str | Path = "",
+    model: str | Path | Rescoring = "",
     adapter: str | Path = "",
     against: Sequence[str | Path] = (),
     only: Sequence[str] = (),
@@ -45,10 +45,10 @@ def diagnose(
     renderer: for the checks of ids against text, or names of them
     (`tokenization.find_tokenization`); None takes those of the model that the input names, if it is
     on this machine. facts: in place of what the input says of itself. model: what a sample of the
-    rows is scored by again, a directory or a shipped name; "own" is what a run has of itself; empty
-    leaves out the checks that need one. adapter: in PEFT's form, on that model. against: other
-    weights that may be behind a difference. only: names of checks; empty makes all. on_rows: called
-    with every chunk that is read, as often as it is, for progress.
+    rows is scored by again, a directory or a shipped name, or one that is open already; "own" is
+    what a run has of itself; empty leaves out the checks that need one. adapter: in PEFT's form, on
+    that model. against: other weights that may be behind a difference. only: names of checks; empty
+    makes all. on_rows: called with every chunk that is read, as often as it is, for progress.
     Raises DataError if the input cannot be read, ConfigError if `only` names no check, or what is
     named is not there.
     """
@@ -67,7 +67,7 @@ def diagnose(
             on_rows(rows)
             yield rows
 
-    if model:
+    if isinstance(model, Rescoring) or model:
         opened = open_model(
             dump, chunks, facts, model=model, adapter=adapter, against=against, seed=setting.seed
         )

@@ -24,7 +24,7 @@ from lockstep.models.lora import add_adapter
 from lockstep.models.lora_config import LoraConfig, lora_shape
 from lockstep.models.moe import Routing
 from lockstep.renderers.base import Renderer
-from lockstep.testing.faults import FaultConfig, ProcessedLogprobs
+from lockstep.testing.faults import FaultConfig, ProcessedLogprobs, RowShare
 from lockstep.training.packing import pack, plan_microbatches
 from lockstep.types import UNKNOWN_EXPERT, Float32Array, Int32Array, Message, Sample
 
@@ -197,16 +197,26 @@ def _rows_of(
         trainer_routed_experts=np.concatenate(routes) if len(routes) == len(rows) else None,
         prompt_lengths=np.array(lengths, np.int64),
         engine_ids=tuple(_answers(row) for row in before),
-        messages=tuple(
-            tuple(source.messages[row.id]) if row.id in source.messages else None for row in before
-        )
-        if source.messages
-        else None,
+        messages=_dialogues(source, faults, before, rows) if source.messages else None,
         rewards=np.array([source.rewards[row.id] for row in before]) if is_known else None,
         steps=np.zeros(len(rows), np.int64),
         trainer_version=np.array([int(row.columns["policy_version"].max()) for row in before])
         + sum(fault.age for fault in faults),
     )
+
+
+def _dialogues(
+    source: Source, faults: Sequence[FaultConfig], before: Sequence[Sample], rows: Sequence[Sample]
+) -> tuple[tuple[Message, ...] | None, ...]:
+    out: list[tuple[Message, ...] | None] = []
+    for row, old in zip(rows, before, strict=True):
+        messages = source.messages.get(old.id)
+        if messages is not None and row is not old:
+            for fault in faults:
+                if not isinstance(fault, RowShare) or fault.is_hit(old):
+                    messages = fault.said(old, messages, source.renderer)
+        out.append(None if messages is None else tuple(messages))
+    return tuple(out)
 
 
 def without_columns(rows: Rows, *names: str) -> Rows:

@@ -156,6 +156,8 @@ class Fillers(Check):
         is_unlike = (rest_gap >= MOVED_GAP * filler_gap) & (rest_num > 0)
         # Zeros between two other log-probs of their turn were never pushed over an end.
         not_zero = np.flatnonzero(rows.sampled & ~is_zero)
+        if not len(not_zero):
+            return out
         before = np.searchsorted(not_zero, at)
         span = np.searchsorted(spans.begin, at, side="right") - 1
         has_left = (before > 0) & (not_zero[np.maximum(before - 1, 0)] >= spans.begin[span])

@@ -32,7 +32,8 @@ TYPICAL = 0.9
 a few that vary by nats are those of a defect, and say nothing of the others' noise."""
 NORMAL_K2 = 1e-3
 """Between the engine and the trainer of other frameworks noise is the weather up to this k2 (the
-band of `observe/alarms.py` for dense models); within Lockstep there is none to expect."""
+band of `observe/alarms.py` for dense models); within Lockstep there is none to expect. A dump that
+does not say who wrote it is not Lockstep's."""
 NUM_STDS = 8.0
 """Standard deviations of the mean token's noise that a token's gap may have: unsure tokens have a
 few times the mean's."""
@@ -225,7 +226,7 @@ class _Repeated(Check):
         if bits := self._marks.name(min_share=MIN_SHARE_NOISY):
             is_small = True
             told += f". Its logits are rounded to {bits}, which makes as much"
-        elif self.setting.trainer not in ("", "lockstep") and variance / 2 < NORMAL_K2:
+        elif self.setting.trainer != "lockstep" and variance / 2 < NORMAL_K2:
             is_small = True
             told += ". That is normal between two engines"
         return self.found("information" if is_small else "differs", told, **figures, share=share)

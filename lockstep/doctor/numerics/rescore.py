@@ -433,7 +433,7 @@ def open_model(
     chunks: Chunks,
     facts: Facts,
     *,
-    model: str | Path,
+    model: str | Path | Rescoring,
     adapter: str | Path = "",
     against: Sequence[str | Path] = (),
     seed: int = 0,
@@ -441,14 +441,18 @@ def open_model(
     """The model at hand with its sample of the dump scored, or why it cannot be used: too large for
     this machine, torn, of another vocabulary. Reads the dump once.
 
-    model, adapter, against: as in `weights.weights_at_hand`. Raises ConfigError for what names no
-    model, or nothing to compare: rows without log-probs of either side.
+    model, adapter, against: as in `weights.weights_at_hand`; a `Rescoring` is taken as it is.
+    Raises ConfigError for what names no model, or nothing to compare: rows without log-probs of
+    either side.
     """
     if not dump.has_ids:
         return Refusal(reason="the rows have no token ids: nothing to score")
     if not {"rollout_logprobs", "trainer_logprobs"} & dump.has:
         return Refusal(reason="the rows have log-probs of neither side: nothing to compare")
     try:
+        if isinstance(model, Rescoring):
+            model.prepare(chunks)
+            return model
         rescoring = Rescoring(
             weights=weights_at_hand(dump, model, adapter=adapter, against=against),
             temperature=facts.temperature,

@@ -12,7 +12,7 @@ from lockstep.engines.config import EmbeddedConfig, EngineConfig
 from lockstep.errors import ConfigError
 from lockstep.models.config import ModelConfig
 from lockstep.renderers.base import Renderer
-from lockstep.types import Float32Array, Sample
+from lockstep.types import Float32Array, Message, Sample
 
 if TYPE_CHECKING:
     from lockstep.engines.base import Engine, EngineContext
@@ -104,6 +104,12 @@ class FaultConfig:
     def age(self) -> int:
         """For a dump: versions by which it says that the tokens are older than the trainer."""
         return 0
+
+    def said(
+        self, before: Sample, messages: Sequence[Message], renderer: Renderer
+    ) -> Sequence[Message]:
+        """For a dump: the dialogue of a row that this fault hits. before: the row as it was."""
+        return messages
 
     def prompt_length(self, row: Sample, before: Sample) -> int | None:
         """For a dump: what it says of `row`, which was `before`; None where it is right."""

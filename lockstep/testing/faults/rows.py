@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal
 
@@ -21,7 +21,7 @@ from lockstep.testing.faults.base import (
     Subject,
     check_at_least,
 )
-from lockstep.types import Sample
+from lockstep.types import Message, Sample
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -279,21 +279,48 @@ class InjectedControlTokens(_RowFault):
         check_at_least(self, "count", 1)
 
     def changed(self, row: Sample, renderer: Renderer) -> Sample:
-        observed = row.columns["turn"] < 0
-        controls = np.isin(row.token_ids, list(renderer.tokenizer.control_ids))
-        last = [begin for _, begin, _ in edits.turns(row)][-1:]
-        # In the last text that somebody else wrote, which is more than the opening of a turn.
-        ends = np.flatnonzero(observed[: last[0]] & controls[: last[0]]) if last else []
-        for begin, end in reversed(list(pairwise(ends))):
-            if end - begin >= MIN_INJECTED_TEXT and observed[begin:end].all():
-                at = int(begin + end) // 2 + 1
-                break
-        else:
+        place = self._place(row, renderer)
+        if place is None:
             return row
-        out = edits.with_inserted(row, at, [renderer.stop_ids[0]] * self.count)
+        out = edits.with_inserted(row, place[1], [renderer.stop_ids[0]] * self.count)
         unknown = np.where(out.loss_mask, np.nan, out.columns["rollout_logprobs"])
         out.set("rollout_logprobs", unknown.astype(np.float32))
         return out
+
+    def said(
+        self, before: Sample, messages: Sequence[Message], renderer: Renderer
+    ) -> Sequence[Message]:
+        """With the control tokens' names in the text that they were read in."""
+        place = self._place(before, renderer)
+        if place is None:
+            return messages
+        decode = renderer.tokenizer.decode
+        begin, at, end = place
+        text = decode(before.token_ids[begin + 1 : end])
+        offset = len(decode(before.token_ids[begin + 1 : at]))
+        name = decode([renderer.stop_ids[0]]) * self.count
+        out = list(messages)
+        for number in reversed(range(len(out))):
+            content = out[number].content
+            first = text.find(content) if content and out[number].role != "assistant" else -1
+            if 0 <= first < offset < first + len(content):
+                inside = offset - first
+                content = content[:inside] + name + content[inside:]
+                out[number] = replace(out[number], content=content)
+                break
+        return out
+
+    def _place(self, row: Sample, renderer: Renderer) -> tuple[int, int, int] | None:
+        """(control token before, place, control token behind) of the last text before the last
+        turn that somebody else wrote, and that is more than the opening of a turn."""
+        observed = row.columns["turn"] < 0
+        controls = np.isin(row.token_ids, list(renderer.tokenizer.control_ids))
+        last = [begin for _, begin, _ in edits.turns(row)][-1:]
+        ends = np.flatnonzero(observed[: last[0]] & controls[: last[0]]).tolist() if last else []
+        for begin, end in reversed(list(pairwise(ends))):
+            if end - begin >= MIN_INJECTED_TEXT and observed[begin:end].all():
+                return begin, (begin + end) // 2 + 1, end
+        return None
 
 
 MIN_INJECTED_TEXT = 5
