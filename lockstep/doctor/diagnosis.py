@@ -14,6 +14,7 @@ from lockstep.checks.examine import Examination
 from lockstep.checks.findings import Finding
 from lockstep.doctor.inputs.base import Dump
 from lockstep.doctor.rows import RowChoice
+from lockstep.observe.alarms import WARNING_LIMIT
 from lockstep.store.files import encode_number
 
 Outcome = Literal["consistent", "differs", "could_not_check"]
@@ -88,9 +89,27 @@ class Diagnosis:
     @property
     def outcome(self) -> Outcome:
         verdicts = {finding.verdict for finding in self.examination.findings}
-        if "differs" in verdicts:
+        if "differs" in verdicts or self.next_steps:
             return "differs"
         return "consistent" if verdicts - {"not_checkable"} else "could_not_check"
+
+    @property
+    def next_steps(self) -> list[str]:
+        """What would tell more, where a gap is left that no cause accounts for and that a trainer
+        would warn of (observe/alarms.py); empty where there is none, or not all was looked at."""
+        left = self.examination.after.total.means()
+        if self.only or max(left["k2"], left["k3"]) <= WARNING_LIMIT:
+            return []
+        steps: list[str] = []
+        lacking = {name for finding in self.with_verdict("not_checkable") for name in finding.lacks}
+        if "model" in lacking:
+            steps.append(HOW_TO_GET["model"])
+        if lacking & {"tokenizer", "renderer"}:
+            steps.append(HOW_TO_GET["tokenizer" if "tokenizer" in lacking else "renderer"])
+        if "engine_ids" in lacking:
+            steps.append(HOW_TO_GET["engine_ids"])
+        steps.append("play the rungs with your model and template: lockstep doctor --ladder")
+        return steps
 
     # -- what was found -----------------------------------------------------------------------
 
@@ -181,6 +200,7 @@ class Diagnosis:
             "unexplained": {
                 "k2_share": encode_number(examined.unexplained_k2),
                 "gap": _means(examined.after.total),
+                "next_steps": self.next_steps,
                 "mostly_in": [_place(place) for place in self.unexplained],
             },
             "where": {

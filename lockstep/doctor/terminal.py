@@ -223,7 +223,12 @@ def _where(diagnosis: Diagnosis) -> RenderableType | None:
         )
     elif left.k2:
         text += "; spread over turns, positions and kinds of token"
-    return Group("", _pairs([("unexplained", text)]))
+    lines: list[tuple[str, RenderableType]] = [("unexplained", text)]
+    lines += [
+        ("" if number else "next", Text(step, style="green"))
+        for number, step in enumerate(diagnosis.next_steps)
+    ]
+    return Group("", _pairs(lines))
 
 
 def _lists(diagnosis: Diagnosis) -> RenderableType:

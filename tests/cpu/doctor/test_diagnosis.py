@@ -44,6 +44,22 @@ def test_a_healthy_dump_is_consistent_and_what_was_tried_is_ruled_out():
     assert "differs" not in text.lower()
 
 
+def test_a_gap_that_no_cause_explains_differs_and_says_what_would_tell_more():
+    rows = make_rows()
+    wild = rows.trainer_logprobs.copy()
+    wild[::7] *= 0.3
+    wild[::11] -= 1.0
+    found = lockstep.diagnose(ArrayDump(rows.with_(trainer_logprobs=wild)))
+    assert found.causes == [] and found.outcome == "differs"
+    assert found.examination.unexplained_k2 == 1
+    assert found.next_steps[0].endswith("--model DIR") and "--ladder" in found.next_steps[-1]
+    assert "--ladder" in summary(found)
+    one = lockstep.diagnose(
+        ArrayDump(rows.with_(trainer_logprobs=wild)), only=["tokens/after_stop"]
+    )
+    assert one.next_steps == [] and one.outcome != "differs"
+
+
 def test_a_cause_has_its_share_its_proof_its_remedy_and_its_command(broken):
     assert broken.outcome == "differs" and EXIT_CODES[broken.outcome] == 1
     cause, finding = broken.causes[0]
