@@ -22,15 +22,22 @@ from lockstep.checks.values.precision import Precision
 from lockstep.checks.values.processed import Processed
 from lockstep.checks.values.rounding import Clamped, Quantised
 
-MASKS: tuple[type[Check], ...] = (ObservationTrained, AfterStop, MissingFinal)
-"""Which tokens are the model's: what is not trained rightly has no right log-prob either."""
-STRUCTURE: tuple[type[Check], ...] = (
-    # whose ids they are: what stands behind another id bears the marks of what follows here
+MASKS: tuple[type[Check], ...] = (
+    # whose ids they are: what stands behind another id bears the marks of what follows
     InjectedControl,
     ThinkingDropped,
     Rerendered,
     TemplateDrift,
     PostProcessed,
+    # and which of them are the model's
+    ObservationTrained,
+    AfterStop,
+    MissingFinal,
+)
+"""Which tokens are the model's: what is not trained rightly has no right log-prob either. Of
+several causes in one stage, one that is gone once those before it are repaired was their mark, and
+is not named."""
+STRUCTURE: tuple[type[Check], ...] = (
     Reencoded,
     Shifted,
     Fillers,
@@ -39,8 +46,7 @@ STRUCTURE: tuple[type[Check], ...] = (
     Estimators,
     Forced,
 )
-"""What is obvious: ids, and what stands beside which. A cause that is gone once those before
-it are repaired was their mark, and is not named."""
+"""What is obvious: ids, and what stands beside which."""
 VALUES: tuple[type[Check], ...] = (Clamped, Quantised)
 """How the log-probs were kept."""
 PROCESSED: tuple[type[Check], ...] = (Processed,)

@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 
 from lockstep.checks.base import Check, Setting
 from lockstep.checks.findings import Evidence, Finding
 from lockstep.checks.rows import Rows
-from lockstep.checks.template.dialogue import Dialogue, dialogues
-from lockstep.checks.tokens.reencoded import without_logprobs
+from lockstep.checks.tokens.reencoded import without_explained
 
 MIN_LINE = 6
 """Characters of a line of thinking that is looked for: shorter ones stand in any row."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Dropped:
+    row: int
+    turn: int
+    begin: int
+    """Index of the turn's first token; -1 where the row does not have the turn as sampled."""
+    end: int
+    thinking: str
 
 
 class ThinkingDropped(Check):
@@ -26,64 +36,77 @@ class ThinkingDropped(Check):
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
-        self._num_thoughts = self._num_dropped = self._num_rows = self._num_forked = 0
-        self._num_dialogues = 0
+        self._num_thoughts = self._num_dropped = self._num_forked = 0
+        self._num_known = 0
 
     def look(self, rows: Rows) -> None:
-        self._num_dialogues += len(dialogues(rows))
-        for dialogue, turn, thinking in self._dropped(rows):
+        assert self.setting.tokenizer is not None, "the check's needs"
+        self._num_known += sum(
+            known is not None for known in (rows.messages or ()) + (rows.engine_ids or ())
+        )
+        for dropped in self._dropped(rows):
             self._num_dropped += 1
-            if not dialogue.is_paired:
+            if dropped.begin < 0:
                 self._num_forked += 1
                 continue
-            assert self.setting.tokenizer is not None, "the check's needs"
-            self._num_rows += 1
-            at = dialogue.replies[turn]
+            offset = int(rows.offsets[dropped.row])
             self.show(
-                float(len(thinking)),
+                float(len(dropped.thinking)),
                 Evidence(
-                    row=rows.row_ids[dialogue.row],
-                    begin=int(dialogue.begin[turn]),
-                    end=int(dialogue.end[turn]),
-                    note=f"message {at} has thinking that is not in the row; it is beside",
-                    expected_ids=tuple(self.setting.tokenizer.encode(thinking)),
+                    row=rows.row_ids[dropped.row],
+                    begin=dropped.begin - offset,
+                    end=dropped.end - offset,
+                    note=f"turn {dropped.turn} was sampled with thinking that is not in the row; "
+                    "it is beside",
+                    expected_ids=tuple(self.setting.tokenizer.encode(dropped.thinking)),
                 ),
             )
 
-    def _dropped(self, rows: Rows) -> Iterator[tuple[Dialogue, int, str]]:
-        """(dialogue, turn, thinking) of each earlier reply whose thinking the row does not have."""
+    def _dropped(self, rows: Rows) -> Iterator[_Dropped]:
+        """Each earlier turn whose thinking its row does not have."""
         tokenizer, renderer = self.setting.tokenizer, self.setting.renderer
         assert tokenizer is not None and renderer is not None, "the check's needs"
-        for dialogue in dialogues(rows):
-            answered = rows.engine_ids[dialogue.row] if rows.engine_ids is not None else None
-            thoughts = [dialogue.messages[at].thinking for at in dialogue.replies[:-1]]
-            if answered is not None and len(answered) == len(dialogue.replies):
-                thoughts = [
-                    renderer.parse(ids).thinking or thought
-                    for ids, thought in zip(answered[:-1], thoughts, strict=True)
-                ]
-            if not any(thoughts):
+        spans = rows.spans
+        first = np.searchsorted(spans.row, np.arange(len(rows) + 1))
+        for r in range(len(rows)):
+            messages = None if rows.messages is None else rows.messages[r]
+            answered = None if rows.engine_ids is None else rows.engine_ids[r]
+            replies = [m.thinking for m in messages or () if m.role == "assistant"]
+            if answered is not None and (not replies or len(answered) == len(replies)):
+                replies = [renderer.parse(ids).thinking for ids in answered]
+            if not any(replies[:-1]):
                 continue
-            text = tokenizer.decode(dialogue.ids.tolist())
-            for turn, thinking in enumerate(thoughts):
+            low, high = int(first[r]), int(first[r + 1])
+            ids = rows.token_ids[int(rows.offsets[r]) : int(rows.offsets[r + 1])]
+            text = tokenizer.decode(ids.tolist())
+            for turn, thinking in enumerate(replies[:-1]):
                 lines = [line for line in thinking.splitlines() if len(line.strip()) >= MIN_LINE]
                 if not lines:
                     continue
                 self._num_thoughts += 1
-                if not any(line.strip() in text for line in lines):
-                    yield dialogue, turn, thinking
+                if any(line.strip() in text for line in lines):
+                    continue
+                is_own = len(replies) == high - low
+                span = low + turn
+                yield _Dropped(
+                    row=r,
+                    turn=turn,
+                    begin=int(spans.begin[span]) if is_own else -1,
+                    end=int(spans.end[span]) if is_own else -1,
+                    thinking=thinking,
+                )
 
     def conclude(self) -> Finding:
         figures = {
-            "dialogues": self._num_dialogues,
             "thoughts": self._num_thoughts,
             "dropped_thoughts": self._num_dropped,
+            "forked_thoughts": self._num_forked,
         }
-        if self._num_rows:
+        if own := self._num_dropped - self._num_forked:
             return self.found(
                 "differs",
-                f"the thinking of {self._num_rows} earlier turns is not in the rows that have the "
-                "turns as sampled",
+                f"the thinking of {own} earlier turns is not in the rows that have the turns as "
+                "sampled",
                 **figures,
             )
         if self._num_forked:
@@ -93,8 +116,8 @@ class ThinkingDropped(Check):
                 "rows, which train later turns alone: what is trained is what was read",
                 **figures,
             )
-        if not self._num_dialogues:
-            return self.not_checkable(("messages",))
+        if not self._num_known:
+            return self.not_checkable(("messages or engine_ids",))
         return self.found(
             "consistent",
             f"{self._num_thoughts} earlier turns have thinking, and it stands in their rows",
@@ -102,12 +125,9 @@ class ThinkingDropped(Check):
         )
 
     def repair(self, rows: Rows) -> Rows:
-        """NaN from the turn whose thinking is gone on."""
-        if rows.rollout_logprobs is None:
-            return rows
+        """Nothing is trained from the first turn whose thinking is gone on."""
         begin = np.full(len(rows), rows.num_tokens, np.int64)
-        for dialogue, turn, _ in self._dropped(rows):
-            if dialogue.is_paired:
-                first = dialogue.offset + int(dialogue.begin[turn])
-                begin[dialogue.row] = min(begin[dialogue.row], first)
-        return without_logprobs(rows, begin)
+        for dropped in self._dropped(rows):
+            if dropped.begin >= 0:
+                begin[dropped.row] = min(begin[dropped.row], dropped.begin)
+        return without_explained(rows, begin)

@@ -10,10 +10,11 @@ from lockstep.checks.base import Check, Setting
 from lockstep.checks.findings import Evidence, Finding
 from lockstep.checks.rows import Rows
 from lockstep.checks.template.dialogue import dialogues
-from lockstep.checks.tokens.reencoded import first_breaks, without_logprobs
-from lockstep.checks.tokens.replies import changed_replies, rewriting
+from lockstep.checks.tokens.reencoded import BREAK, without_explained
+from lockstep.checks.tokens.replies import Change, changed_replies, rewriting
 from lockstep.checks.tokens.spelling import Speller, control_spelling
-from lockstep.types import Message
+from lockstep.errors import RendererError
+from lockstep.types import Int32Array, Message
 
 MIN_BROKEN_ROWS = 3
 """Rows whose text is not their message's and whose log-probs disagree, before that is a defect.
@@ -66,14 +67,14 @@ class PostProcessed(Check):
         if self.setting.renderer is None:
             return
         self._num_dialogues += len(dialogues(rows))
-        breaks = first_breaks(rows, has_clean_start=False)
+        is_big = np.abs(rows.gap) > BREAK  # NaN is not
         seen: set[int] = set()
         for row, begin, end, what in self._rewritten(rows):
             if row in seen:
                 continue
             seen.add(row)
             self._what = self._what or what
-            is_broken = int(breaks[row]) >= begin
+            is_broken = bool(is_big[begin : int(rows.offsets[row + 1])].any())
             self._num_other += 1
             self._num_broken += is_broken
             offset = int(rows.offsets[row])
@@ -88,7 +89,7 @@ class PostProcessed(Check):
             )
 
     def _rewritten(self, rows: Rows) -> Iterator[tuple[int, int, int, str]]:
-        """(row, begin, end, in words) of turns that read otherwise than their message says."""
+        """(row, begin, end, in words) of the turns that read otherwise than their message says."""
         renderer = self.setting.renderer
         if renderer is None:
             return
@@ -97,13 +98,31 @@ class PostProcessed(Check):
                 continue
             for turn, at in enumerate(dialogue.replies):
                 begin, end = int(dialogue.begin[turn]), int(dialogue.end[turn])
-                found = renderer.parse(dialogue.ids[begin:end])
-                kept = dialogue.messages[at]
-                if found.parse_error or kept.parse_error:
+                ids = dialogue.ids[begin:end]
+                found, kept = renderer.parse(ids), dialogue.messages[at]
+                if kept.parse_error or found == kept:
                     continue  # what is malformed is kept as text in more than one way
-                told = rewriting(_words(kept), _words(found))
+                if not found.parse_error:
+                    told = rewriting(_words(kept), _words(found))
+                else:
+                    told = self._unreadable(kept, ids)
                 if told is not None:
-                    yield dialogue.row, dialogue.offset + begin, dialogue.offset + end, told
+                    yield dialogue.row, dialogue.offset + begin, dialogue.offset + end, told[1]
+
+    def _unreadable(self, kept: Message, ids: Int32Array) -> tuple[Change, str] | None:
+        """How a turn that cannot be read any more was changed from what its message says."""
+        renderer = self.setting.renderer
+        assert renderer is not None, "asked where there is one"
+        try:
+            was = renderer.render_reply(kept)
+        except RendererError:
+            return None
+        decode = renderer.tokenizer.decode
+        stops = set(renderer.stop_ids)
+        return rewriting(
+            decode([i for i in was if i not in stops]),
+            decode([i for i in ids.tolist() if i not in stops]),
+        )
 
     def _look_at_texts(self, rows: Rows) -> None:
         if rows.texts is None:
@@ -157,9 +176,7 @@ class PostProcessed(Check):
         return self.found("consistent", "every turn reads as it was kept", **figures)
 
     def repair(self, rows: Rows) -> Rows:
-        """NaN from the first other token of a changed turn on."""
-        if rows.rollout_logprobs is None:
-            return rows
+        """Nothing is trained from the first other token of a changed turn on."""
         begin = np.full(len(rows), rows.num_tokens, np.int64)
         for changed in changed_replies(rows, self._speller, self.setting):
             if changed.change == "post_processed":
@@ -167,7 +184,7 @@ class PostProcessed(Check):
         if not self._num_turns:
             for row, first, _, _ in self._rewritten(rows):
                 begin[row] = min(begin[row], first)
-        return without_logprobs(rows, begin)
+        return without_explained(rows, begin)
 
 
 def _words(message: Message) -> str:

@@ -11,6 +11,8 @@ that are spelt canonically without exception.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from lockstep.checks.base import Check, Setting
@@ -34,9 +36,11 @@ MIN_CANONICAL = 0.95
 encoded again; the rest is for rows of another cause that look alike."""
 MIN_TEXT_BREAKS = 0.7
 """Share of the patterns that must begin at a token of text: control tokens are spelt in one way."""
+MAX_CHANCE = 0.05
+"""Of so many rows being canonical, were they as the other rows are."""
 MIN_AGAINST_MOVED = 0.5
-"""Rows with the pattern, over those that one offset from their beginning explains as well: short
-rows of confident tokens cannot tell the two apart."""
+"""Where all rows are canonical: those with the pattern, over those that one offset from their
+beginning explains as well. Short rows of confident tokens cannot tell the two apart."""
 MAX_REALIGNED = 0.75
 """What is left of the disagreement where the log-probs may be moved, piece by piece: 0.4 in rows
 that were encoded again; 0.96 to 1 where other ids, other weights or noise are behind it."""
@@ -175,10 +179,12 @@ class Reencoded(Check):
                 **figures,
             )
         broken = canonical + other
+        others = max(self._num_rows - broken, 1)
+        chance = max(1 - (self._num_respelt_rows - other) / others, 0.0) ** canonical
         if (
             canonical >= MIN_BROKEN_ROWS
             and canonical >= MIN_CANONICAL * broken
-            and canonical >= MIN_AGAINST_MOVED * self._num_moved
+            and (chance <= MAX_CHANCE or canonical >= MIN_AGAINST_MOVED * self._num_moved)
             and self._num_text_breaks >= MIN_TEXT_BREAKS * broken
             and left <= MAX_REALIGNED
         ):
@@ -215,10 +221,8 @@ class Reencoded(Check):
         )
 
     def repair(self, rows: Rows) -> Rows:
-        """NaN from the first token that is another on: what follows stands behind other ids, and
-        its log-probs may lie at other places."""
-        if rows.rollout_logprobs is None:
-            return rows
+        """Nothing is trained from the first token that is another on: what follows stands behind
+        other ids, and its log-probs may lie at other places."""
         begin = np.full(len(rows), rows.num_tokens, np.int64)
         for changed in self._changed(rows):
             begin[changed.row] = min(begin[changed.row], changed.first)
@@ -228,18 +232,30 @@ class Reencoded(Check):
             respelt = [u for u, ids in enumerate(runs.respelt) if ids is not None]
             first[rows.row_of[runs.begin[respelt]]] = -1
             begin = np.where(first >= 0, np.minimum(begin, first), begin)
-        return without_logprobs(rows, begin)
+        return without_explained(rows, begin)
 
 
-def without_logprobs(rows: Rows, begin: Int64Array) -> Rows:
-    """`rows` without the rollout's log-probs of each row from index `begin` on."""
-    assert rows.rollout_logprobs is not None
+def without_explained(rows: Rows, begin: Int64Array) -> Rows:
+    """`rows` whose tokens from index `begin` of each row on are neither sampled nor trained, and
+    have no log-prob of the sampler's: what stands behind other ids is explained by them, and says
+    nothing about anything else. Where that is inside of a turn it is from the turn's beginning on:
+    half a turn would be another defect."""
+    spans = rows.spans
+    if len(spans):
+        turn = np.maximum(np.searchsorted(spans.begin, begin, side="right") - 1, 0)
+        is_inside = (begin >= spans.begin[turn]) & (begin < spans.end[turn])
+        begin = np.where(is_inside, spans.begin[turn], begin)
     is_lost = np.arange(rows.num_tokens) >= np.repeat(begin, rows.sizes)
     if not is_lost.any():
         return rows
-    values = rows.rollout_logprobs.copy()
-    values[is_lost] = np.nan
-    return rows.with_(rollout_logprobs=values)
+    changed: dict[str, Any] = {"loss_mask": rows.loss_mask & ~is_lost}
+    if rows.rollout_logprobs is not None:
+        changed["rollout_logprobs"] = np.where(is_lost, np.float32(np.nan), rows.rollout_logprobs)
+    if rows.is_sampled is not None:
+        changed["is_sampled"] = rows.is_sampled & ~is_lost
+    if rows.turn is not None:
+        changed["turn"] = np.where(is_lost, np.int32(-1), rows.turn)
+    return rows.with_(**changed)
 
 
 def first_breaks(rows: Rows, *, has_clean_start: bool = True) -> Int64Array:

@@ -45,6 +45,11 @@ class ChangedReply:
     """Share of the engine's ids that stand at their place in the row's turn."""
     what: str
     """How it was changed, in words."""
+    is_last: bool
+    """Of its row's turns."""
+    is_last_own: bool
+    """Whether the row's last turn is what was answered, in a spelling that is not the tokenizer's:
+    then nothing encoded the row again."""
 
 
 def changed_replies(rows: Rows, speller: Speller, setting: Setting) -> Iterator[ChangedReply]:
@@ -52,7 +57,8 @@ def changed_replies(rows: Rows, speller: Speller, setting: Setting) -> Iterator[
 
     Rows with another number of turns than the engine answered are passed over: which is which
     would be a guess. So is a turn that is the beginning of the reply, token by token, or that has
-    tokens of its neighbours: it is the border that is wrong there, and nobody wrote it anew.
+    tokens of its neighbours: it is the border that is wrong there, and nobody wrote it anew. A stop
+    id that a program put behind a reply which has none is a change.
     """
     if rows.engine_ids is None:
         return
@@ -62,6 +68,8 @@ def changed_replies(rows: Rows, speller: Speller, setting: Setting) -> Iterator[
         low, high = int(first_span[r]), int(first_span[r + 1])
         if answered is None or len(answered) != high - low:
             continue
+        last = rows.token_ids[int(spans.begin[high - 1]) : int(spans.end[high - 1])]
+        is_last_own: bool | None = None
         for s, engine in zip(range(low, high), answered, strict=True):
             begin, end = int(spans.begin[s]), int(spans.end[s])
             found = rows.token_ids[begin:end]
@@ -70,6 +78,10 @@ def changed_replies(rows: Rows, speller: Speller, setting: Setting) -> Iterator[
             told = _change(found, np.asarray(engine, np.int32), speller, setting)
             if told is None:
                 continue
+            if is_last_own is None:
+                is_last_own = np.array_equal(last, answered[-1]) and not np.array_equal(
+                    last, speller.turn(last)
+                )
             size = min(len(found), len(engine))
             same = found[:size] == engine[:size]
             first = int(np.argmin(same)) if not same.all() else size
@@ -82,6 +94,8 @@ def changed_replies(rows: Rows, speller: Speller, setting: Setting) -> Iterator[
                 engine_ids=engine,
                 match_rate=float(same.sum()) / max(len(engine), 1),
                 what=told[1],
+                is_last=s == high - 1,
+                is_last_own=is_last_own,
             )
 
 
@@ -90,6 +104,13 @@ def _change(
 ) -> tuple[Change, str] | None:
     size = min(len(found), len(engine))
     if np.array_equal(found[:size], engine[:size]):
+        stops = setting.stop_ids
+        if (
+            len(found) == size + 1
+            and found[-1] in stops
+            and engine[-1:].tolist() not in ([[stop] for stop in stops])
+        ):
+            return "post_processed", f"completed by {speller.tokenizer.decode(found[-1:])}"
         return None  # the one is the other's beginning
     if np.array_equal(_words_of(found, speller, setting), _words_of(engine, speller, setting)):
         return None  # control tokens or padding came or went: the text is as it was

@@ -18,8 +18,13 @@ from lockstep.checks.template.dialogue import (
     first_unextended,
     rendered_whole,
 )
-from lockstep.checks.tokens.reencoded import MIN_BROKEN_ROWS, first_breaks, without_logprobs
-from lockstep.checks.tokens.replies import MIN_FORM_TOKENS, changed_replies, renderings
+from lockstep.checks.tokens.reencoded import MIN_BROKEN_ROWS, first_breaks, without_explained
+from lockstep.checks.tokens.replies import (
+    MIN_FORM_TOKENS,
+    ChangedReply,
+    changed_replies,
+    renderings,
+)
 from lockstep.checks.tokens.spelling import Speller
 from lockstep.errors import RendererError
 
@@ -48,9 +53,7 @@ class Rerendered(Check):
         self._num_dialogues += len(dialogues(rows))
         if rows.engine_ids is not None:
             self._num_engine_turns += sum(len(turns or ()) for turns in rows.engine_ids)
-        for changed in changed_replies(rows, self._speller, self.setting):
-            if changed.change != "rerendered":
-                continue
+        for changed in self._changed(rows):
             self._num_turns += 1
             self._matched += changed.match_rate
             row, begin = rows.where(changed.begin)
@@ -80,6 +83,23 @@ class Rerendered(Check):
                 ),
             )
 
+    def _changed(self, rows: Rows) -> list[ChangedReply]:
+        """The turns that are renderings. Where a rendering is also the spelling of the tokenizer,
+        the row tells which it was: by another turn that is a rendering for sure, or by a last turn
+        that has kept a spelling of its own."""
+        found = list(changed_replies(rows, self._speller, self.setting))
+        sure = {reply.row for reply in found if reply.change == "rerendered"}
+        return [
+            reply
+            for reply in found
+            if reply.change == "rerendered"
+            or (
+                reply.change == "reencoded"
+                and not reply.is_last
+                and (reply.row in sure or reply.is_last_own)
+            )
+        ]
+
     def _whole(self, rows: Rows) -> list[tuple[int, int, int, bool]]:
         """(row, begin, end, whether log-probs disagree from there on) of what was rendered again
         and is said to be sampled."""
@@ -91,13 +111,15 @@ class Rerendered(Check):
         for dialogue in dialogues(rows):
             if len(dialogue.begin) < 2 or len(dialogue.replies) < 2:
                 continue
-            if dialogue.is_paired and first_unextended(dialogue, renderer) is None:
+            is_whole_turn = self._is_whole_turn(dialogue)
+            is_extended = dialogue.is_paired and first_unextended(dialogue, renderer) is None
+            if is_whole_turn and is_extended:
                 continue
-            size = self._rendered(dialogue)
+            size = self._rendered(dialogue, is_whole_turn=is_whole_turn)
             if not size:
                 continue
             begin = dialogue.offset + int(dialogue.begin[0])
-            known = clean if self._is_whole_turn(dialogue) else breaks
+            known = clean if is_whole_turn else breaks
             is_harmed = int(known[dialogue.row]) >= begin
             out.append((dialogue.row, begin, begin + size, is_harmed))
         return out
@@ -113,7 +135,7 @@ class Rerendered(Check):
             first = first[: int(stops[0]) + 1]
         return renderer.parse(first) == dialogue.messages[dialogue.replies[0]]
 
-    def _rendered(self, dialogue: Dialogue) -> int:
+    def _rendered(self, dialogue: Dialogue, *, is_whole_turn: bool) -> int:
         """How many ids from the first reply on are the template's own; 0 if it is not."""
         renderer = self.setting.renderer
         assert renderer is not None, "the check's needs"
@@ -122,7 +144,7 @@ class Rerendered(Check):
         if expected is not None and np.array_equal(dialogue.ids[: len(expected)], expected):
             return len(expected) - begin
         first = dialogue.messages[dialogue.replies[0]]
-        if first.parse_error or self._is_whole_turn(dialogue):
+        if first.parse_error or is_whole_turn:
             return 0
         try:
             sampled = renderer.render_reply(first)
@@ -171,14 +193,11 @@ class Rerendered(Check):
         return self.found("consistent", "no turn is a rendering of its message", **figures)
 
     def repair(self, rows: Rows) -> Rows:
-        """NaN from the first rendered turn's first other id on."""
-        if rows.rollout_logprobs is None:
-            return rows
+        """Nothing is trained from the first rendered turn's first other id on."""
         begin = np.full(len(rows), rows.num_tokens, np.int64)
-        for changed in changed_replies(rows, self._speller, self.setting):
-            if changed.change == "rerendered":
-                begin[changed.row] = min(begin[changed.row], changed.first)
+        for changed in self._changed(rows):
+            begin[changed.row] = min(begin[changed.row], changed.first)
         for row, first, _, is_harmed in self._whole(rows):
             if is_harmed:
                 begin[row] = min(begin[row], first)
-        return without_logprobs(rows, begin)
+        return without_explained(rows, begin)
