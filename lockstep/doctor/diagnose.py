@@ -94,7 +94,6 @@ def diagnose(
         setting=setting,
         examination=examination,
         seconds=time.perf_counter() - began,
-        source="" if isinstance(source, Dump) else str(source),
         only=tuple(only),
         choice=choice,
         options=tuple(

@@ -31,6 +31,10 @@ chance moves log-probs to where the other side has them."""
 PART_OF_THE_GAP = 0.05
 """Share of k2 below which a repair says little: repairs leave out tokens, and with them noise."""
 
+FLOAT_NOISE = 1e-4
+"""Largest |d| in nats that two float32 sides of one computation come to, with room: metrics of a
+run call a token above it an outlier (`correction/metrics.py: OUTLIER_DIFF`)."""
+
 HOW_TO_GET: Mapping[str, str] = {
     "rollout_logprobs": "log the sampler's log-prob of each sampled token when it is drawn",
     "trainer_logprobs": "log the trainer's log-probs of the same tokens before the update "
@@ -70,8 +74,6 @@ class Diagnosis:
     setting: Setting
     examination: Examination
     seconds: float
-    source: str = ""
-    """What the user named; empty: the dump's path."""
     only: tuple[str, ...] = ()
     """Checks that were asked for; empty: all."""
     choice: RowChoice = field(default_factory=RowChoice)
@@ -84,7 +86,7 @@ class Diagnosis:
     @property
     def name(self) -> str:
         """Of the input, as commands take it."""
-        return self.source or str(self.dump.path)
+        return str(self.dump.path)
 
     @property
     def outcome(self) -> Outcome:
@@ -127,8 +129,16 @@ class Diagnosis:
     def with_verdict(self, verdict: str) -> list[Finding]:
         return [f for f in self.examination.findings if f.verdict == verdict]
 
+    @property
+    def is_float_noise(self) -> bool:
+        """Whether the log-probs of both sides agree as far as float32 goes: there is no gap to
+        divide, whatever else is wrong with the rows."""
+        return self.examination.gap.max_abs < FLOAT_NOISE
+
     def share_of(self, cause: str) -> float:
         """Of the sum of d^2 / 2 that goes with the cause; 0 if it moves no log-prob."""
+        if self.is_float_noise:
+            return 0.0
         return sum(share.k2 for share in self._shares(cause))
 
     def certainty_of(self, cause: Cause, finding: Finding) -> tuple[Certainty, str]:
@@ -171,8 +181,10 @@ class Diagnosis:
 
     @property
     def unexplained(self) -> list[Place]:
-        """Where what no cause accounts for sits on few tokens; empty if it is spread evenly."""
-        return self.examination.after.concentrations()
+        """Where what no cause accounts for sits on few tokens; empty if it is spread evenly, or too
+        small to be anywhere."""
+        left = self.examination.after
+        return [] if left.total.max_abs < FLOAT_NOISE else left.concentrations()
 
     def _shares(self, cause: str) -> list[Share]:
         return [s for s in self.examination.shares if s.cause == cause]
@@ -198,6 +210,7 @@ class Diagnosis:
                 f.check: self.missing_for(f) for f in self.with_verdict("not_checkable")
             },
             "unexplained": {
+                "is_float_noise": self.is_float_noise,
                 "k2_share": encode_number(examined.unexplained_k2),
                 "gap": _means(examined.after.total),
                 "next_steps": self.next_steps,
@@ -221,7 +234,9 @@ class Diagnosis:
             "check": finding.check,
             "measured": finding.measured,
             "share_k2": self.share_of(cause.name),
-            "share_k3": sum(share.k3 for share in self._shares(cause.name)),
+            "share_k3": 0.0
+            if self.is_float_noise
+            else sum(share.k3 for share in self._shares(cause.name)),
             "certainty": certainty,
             "why": why,
             "remedy": self.remedy_for(cause),

@@ -15,7 +15,7 @@ from rich.text import Text
 from lockstep.checks.causes import Cause
 from lockstep.checks.findings import Evidence, Finding
 from lockstep.checks.rows import Rows
-from lockstep.doctor.diagnosis import Certainty, Diagnosis, Outcome
+from lockstep.doctor.diagnosis import FLOAT_NOISE, Certainty, Diagnosis, Outcome
 from lockstep.doctor.rows import fetch
 from lockstep.observe.live import format_number, format_seconds
 from lockstep.renderers.tokenizer import Tokenizer
@@ -212,6 +212,8 @@ def _where(diagnosis: Diagnosis) -> RenderableType | None:
         return None
     means = left.means()
     text = f"k2 {means['k2']:.2e}, largest {means['max_abs_diff']:.2e}"
+    if diagnosis.is_float_noise:
+        return Group("", _pairs([("gap", f"both sides agree to float noise ({text})")]))
     if diagnosis.causes:
         text = f"{max(examined.unexplained_k2, 0.0):.1%} of k2 ({text})"
     places = diagnosis.unexplained
@@ -221,7 +223,9 @@ def _where(diagnosis: Diagnosis) -> RenderableType | None:
             f"({place.share_tokens:.0%} of the tokens)"
             for place in places
         )
-    elif left.k2:
+    elif left.max_abs < FLOAT_NOISE:
+        text += "; float noise"
+    else:
         text += "; spread over turns, positions and kinds of token"
     lines: list[tuple[str, RenderableType]] = [("unexplained", text)]
     lines += [

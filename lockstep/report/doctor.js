@@ -62,12 +62,16 @@ function buildCauses(section) {
   })));
   if (!diagnosis.gap.compared_tokens) return;
   const left = diagnosis.unexplained, places = left.mostly_in;
+  if (left.is_float_noise) {
+    section.append(element("p", { class: "card left" }, element("b", {}, "The gap: "), `both sides agree to float noise (k2 ${nats(left.gap.k2)}, largest |d| ${nats(left.gap.max_abs_diff)}).`));
+    return;
+  }
   section.append(element("p", { class: "card left" },
     element("b", {}, diagnosis.causes.length ? `Unexplained: ${percent(Math.max(0, left.k2_share))} of k2. ` : "The gap: "),
     `k2 ${nats(left.gap.k2)}, largest |d| ${nats(left.gap.max_abs_diff)}`,
     places.length
       ? `; ${places.map((p) => `${percent(p.share_k2)} of it in ${p.part} ${p.label} (${percent(p.share_tokens)} of the tokens)`).join("; ")}.`
-      : left.gap.k2 > 0 ? "; spread over turns, positions and kinds of token." : "."));
+      : left.gap.max_abs_diff < 1e-4 ? "; float noise." : "; spread over turns, positions and kinds of token."));
 }
 
 function rowNamed(name) {

@@ -171,6 +171,15 @@ def test_an_empty_dump_could_not_be_checked_or_is_consistent_and_never_breaks():
     assert "0 rows" in summary(found)
 
 
+def test_a_gap_of_float_noise_is_not_divided():
+    rows = make_rows()
+    trainer = rows.rollout_logprobs * np.float32(1 + 1e-6)
+    found = lockstep.diagnose(ArrayDump(rows.with_(trainer_logprobs=trainer)))
+    assert found.is_float_noise and found.unexplained == []
+    assert "both sides agree to float noise" in summary(found)
+    assert found.to_json()["unexplained"]["is_float_noise"] is True
+
+
 # -- rows to look at ----------------------------------------------------------------------------
 
 
