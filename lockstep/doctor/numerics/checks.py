@@ -370,6 +370,8 @@ class _Noise(_Compared):
         """Whether flips of routes are behind the side's noise: by replay where routes are recorded,
         else by where it is large."""
         evidence = self.comparison.evidence
+        if evidence.is_replayed:
+            return False
         if side.name == "sampler" and evidence.replayed is not None:
             return self.replayed(side) >= MIN_REPLAYED
         of_routers, of_dropout = self.gains(side)

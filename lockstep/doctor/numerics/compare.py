@@ -17,7 +17,7 @@ each time that the same tokens are read, other weights are not: see `variance_wi
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
@@ -32,6 +32,12 @@ MAX_ROW_RESIDUAL = 0.5
 """Of a row's deviation that a variant may leave for it to be held for the row's cause. A right
 variant leaves float noise, or that of the pair of precisions: the gap of a fault that is three
 times the noise falls to a quarter."""
+MAX_FAR_RESIDUAL = 0.02
+"""The same of a row whose weights are not at hand. The model is not known there, and the weights of
+a step before are near it: they must be what the side ran, and not merely nearer than a fault."""
+MIN_FAR_TOKENS = 0.5
+"""Of the tokens in such rows that must be reproduced for it to be believed: a failed sync hits
+whole steps, chance a few rows."""
 MAX_RESIDUAL = 0.35
 """The same over all rows that a variant is held for: chance may reproduce a short row, not many."""
 MIN_MOVE = 0.25
@@ -100,8 +106,32 @@ class Evidence:
     routes_differ: BoolArray | None = None
     distribution: str = ""
     """That the reference is of, in words."""
+    is_replayed: bool = False
+    """The reference itself is of the sampler's recorded experts: the trainer replays them."""
     is_scored: Mapping[SideName, bool] = field(default_factory=lambda: {})
     """Whether the side has log-probs of its own, not the model's in their place."""
+
+    def take(self, index: Int64Array) -> Evidence:
+        """Of the rows at these places, in their order."""
+        rows = self.rows.take(index)
+        at = np.isin(self.rows.row_of, index)
+
+        def of(values):
+            return None if values is None else values[at]
+
+        return replace(
+            self,
+            rows=rows,
+            variants=[
+                replace(v, logprobs=v.logprobs[at], plain=of(v.plain)) for v in self.variants
+            ],
+            **{
+                name: of(getattr(self, name))
+                for name in (
+                    "reference", "bfloat16", "spread", "margin", "replayed", "routes_differ"
+                )
+            },
+        )  # fmt: skip
 
     def side(self, name: SideName) -> Float64Array:
         rows = self.rows
@@ -190,6 +220,14 @@ class Comparison:
         return ", ".join(parts)
 
     @property
+    def is_judged(self) -> BoolArray:
+        """[R] held against the model, or known to be of other weights."""
+        out = self.is_foreign.copy()
+        for side in self.sides.values():
+            out |= side.is_known | (side.hit >= 0)
+        return out
+
+    @property
     def num_known(self) -> int:
         """Rows that were held against the model itself."""
         return max((int(side.is_known.sum()) for side in self.sides.values()), default=0)
@@ -249,10 +287,14 @@ def _side(
         best = np.minimum(best, left)
     hit = np.full(len(rows), -1)
     is_deviating = k2 > FLOAT_K2 * tokens
+    limit = np.where(is_known, MAX_ROW_RESIDUAL, MAX_FAR_RESIDUAL) * k2
     for number in reversed(range(len(residuals))):
         left = residuals[number]
         is_near = left <= best + TIE * k2
-        hit[is_deviating & is_near & (left <= MAX_ROW_RESIDUAL * k2)] = number
+        hit[is_deviating & is_near & (left <= limit)] = number
+    is_far = ~is_known & (tokens > 0)
+    if tokens[is_far & (hit >= 0)].sum() < MIN_FAR_TOKENS * tokens[is_far].sum():
+        hit[is_far] = -1
     total = float(k2[is_known].sum()) if is_known.any() else float(k2.sum())
     enough = min(MIN_ROWS, int((tokens > 0).sum()))
     for number, left in enumerate(residuals):
@@ -349,7 +391,8 @@ def _sums(rows: Rows, d: Float64Array) -> tuple[Float64Array, Int64Array]:
     """([R] sums of d^2 / 2, [R] numbers) over the tokens that are not NaN."""
     is_known = np.isfinite(d)
     index = rows.row_of[is_known]
-    k2 = np.bincount(index, 0.5 * d[is_known] ** 2, minlength=len(rows))
+    # Of no token at all, bincount gives integers.
+    k2 = np.bincount(index, 0.5 * d[is_known] ** 2, minlength=len(rows)).astype(np.float64)
     return k2, np.bincount(index, minlength=len(rows))
 
 

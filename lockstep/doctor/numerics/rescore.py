@@ -140,8 +140,15 @@ class Rescoring:
 
     def prepare(self, chunks: Chunks) -> None:
         """Draws the sample and scores it. Raises CheckpointError if that cannot be done."""
-        self._sample = self._filled(self._choose(chunks()))
-        evidence = self.evidence(self._sample)
+        drawn = self._choose(chunks())
+        evidence = self._score(drawn)
+        # Rows whose weights are not at hand tell of other weights, and of nothing else: those that
+        # do not are let go, or a cause would have no share of them.
+        judged = np.flatnonzero(compare(evidence).is_judged)
+        if 0 < len(judged) < len(drawn):
+            evidence = evidence.take(judged)
+        self._scored[_digest(evidence.rows)] = evidence
+        self._sample = self._filled(evidence.rows)
         for side in ("sampler", "trainer"):
             d = evidence.side(side) - evidence.reference
             d = d[np.isfinite(d)]
@@ -307,16 +314,18 @@ class Rescoring:
             for other in distributions
             if other != chosen
         ]
-        other_dtype = "bfloat16" if dtype == "all" else "all"
+        other_dtype = "all" if dtype == "bfloat16" else "bfloat16"
         variants.append(
             Variant(
                 name=other_dtype,
                 cause="precision",
-                text="in " + ("bfloat16" if dtype == "all" else "float32"),
+                text="in " + ("float32" if dtype == "bfloat16" else "bfloat16"),
                 logprobs=logprobs(other_dtype, chosen),
             )
         )
-        replayed = logprobs("replayed", chosen) if any("replayed" in s for s in scored) else None
+        is_replayed = dtype == "replayed"
+        has_routes = any("replayed" in s for s in scored) and not is_replayed
+        replayed = logprobs("replayed", chosen) if has_routes else None
         differ = None
         if replayed is not None:
             differ = np.zeros(rows.num_tokens, np.bool_)
@@ -328,11 +337,12 @@ class Rescoring:
             rows=rows,
             reference=reference,
             variants=[v for v in variants if np.isfinite(v.logprobs).any()],
-            bfloat16=logprobs("bfloat16" if dtype == "all" else "all", chosen),
+            bfloat16=logprobs("bfloat16", chosen) - logprobs("all", chosen) + reference,
             spread=gathered([s["all"].spread for s in scored]),
             margin=gathered([s["all"].margin for s in scored]),
             replayed=replayed,
             routes_differ=differ,
+            is_replayed=is_replayed,
             distribution=chosen.describe(),
             is_scored={"sampler": self.has_rollout, "trainer": self.has_trainer},
         )
@@ -374,7 +384,7 @@ class Rescoring:
         if values is None:
             return best
         least = math.inf
-        for name in ("all", "bfloat16"):
+        for name in ("all", "bfloat16", "replayed"):
             for distribution in distributions:
                 d = (values.astype(np.float64) - logprobs(name, distribution))[rows.loss_mask]
                 d = d[np.isfinite(d)]
