@@ -70,9 +70,13 @@ def base_model_engine(config: EmbeddedConfig, context: EngineContext) -> Embedde
     """Shares the parameters of the trained decoder, without its adapter."""
     with torch.device("meta"):
         base = Decoder(context.model.config)
-    of_adapter = {name for name, p in context.model.named_parameters() if p.requires_grad}
+    # Assigning hands down what the base's own, thrown away, had for requires_grad: the trainer
+    # would go on to train what it froze.
+    trained = {name: p.requires_grad for name, p in context.model.named_parameters()}
     state = context.model.state_dict(keep_vars=True)
-    base.load_state_dict({k: v for k, v in state.items() if k not in of_adapter}, assign=True)
+    base.load_state_dict({k: v for k, v in state.items() if not trained.get(k)}, assign=True)
+    for name, parameter in context.model.named_parameters():
+        parameter.requires_grad_(trained[name])
     return EmbeddedEngine(base, config, token_bytes=context.token_bytes)
 
 

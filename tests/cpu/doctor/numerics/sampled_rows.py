@@ -12,6 +12,7 @@ from lockstep.doctor.numerics.scorer import Distribution, Scorer
 from lockstep.doctor.numerics.weights import Weights
 from lockstep.models.locate import locate_model
 from lockstep.ops.context import PackedContext
+from lockstep.renderers.tokenizer import Tokenizer
 
 NUM_PROMPTS, GROUP, PROMPT, SIZE = 6, 6, 24, 104  # longer than the shipped model's window of 64
 
@@ -49,8 +50,10 @@ def sampled_rows(model: str) -> Rows:
     """NUM_PROMPTS x GROUP rows without log-probs, of SIZE tokens, drawn at temperature 1."""
     scorer = Scorer(device="cpu")
     decoder = scorer.load(weights_of(model))
+    control = sorted(Tokenizer.from_file(locate_model(model)).control_ids)
+    text_ids = np.setdiff1d(np.arange(200), control)
     rng = np.random.default_rng(0)
-    ids = np.repeat(rng.integers(0, 200, (NUM_PROMPTS, PROMPT)), GROUP, 0)
+    ids = np.repeat(rng.choice(text_ids, (NUM_PROMPTS, PROMPT)), GROUP, 0)
     generator = torch.Generator().manual_seed(0)
     with torch.inference_mode():
         while ids.shape[1] < SIZE:
@@ -58,7 +61,9 @@ def sampled_rows(model: str) -> Rows:
             positions = torch.arange(ids.shape[1]).repeat(len(ids))
             context = PackedContext.of([ids.shape[1]] * len(ids))
             hidden = decoder(flat, positions, context)[ids.shape[1] - 1 :: ids.shape[1]]
-            probs = decoder.logits(hidden).softmax(-1)
+            logits = decoder.logits(hidden)
+            logits[:, control] = -torch.inf  # no turn ends, and nothing stands behind an end
+            probs = logits.softmax(-1)
             drawn = torch.multinomial(probs, 1, generator=generator)
             ids = np.concatenate([ids, drawn.numpy()], 1)
     mask = np.tile(np.arange(SIZE) >= PROMPT, len(ids))
