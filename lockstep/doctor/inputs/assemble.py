@@ -85,7 +85,8 @@ def of_response(
     negative, which is for the check of the boundary to say. where: for an error.
     """
     try:
-        response = np.asarray(values, dtype)
+        with np.errstate(over="ignore", invalid="ignore"):  # too large for float32: infinite
+            response = np.asarray(values, dtype)
     except (ValueError, TypeError, OverflowError):
         raise DataError(f"{where}: expected numbers ({dtype}), found something else.") from None
     out = np.full((size, *response.shape[1:]), fill, dtype)
@@ -98,12 +99,30 @@ def of_response(
 def ids_of(values: Any, where: str) -> Int32Array:
     """Token ids as int32. Raises DataError if they are not whole numbers of 32 bits."""
     if isinstance(values, list) and set(map(type, values)) <= {int}:
-        values = np.asarray(values, np.int64) if values else np.empty(0, np.int64)
+        try:
+            values = np.asarray(values, np.int64) if values else np.empty(0, np.int64)
+        except OverflowError:
+            raise DataError(f"{where}: a token id is beyond 64 bits.") from None
     if not isinstance(values, np.ndarray) or values.dtype.kind not in "iu" or values.ndim != 1:
         raise DataError(f"{where}: expected a list of token ids, whole numbers.")
     if len(values) and (values.min() < -(1 << 31) or values.max() >= 1 << 31):
         raise DataError(f"{where}: a token id is beyond 32 bits: {values.min()} to {values.max()}.")
     return values.astype(np.int32)
+
+
+def whole(value: Any) -> int | None:
+    """A step, a group, a version: a whole number of 31 bits; None if it is something else."""
+    is_whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    return int(value) if is_whole and abs(int(value)) < 1 << 31 else None
+
+
+def real(value: Any) -> float | None:
+    """A reward: a number; None if it is something else."""
+    try:
+        is_real = isinstance(value, int | float | np.floating | np.integer)
+        return float(value) if is_real else None
+    except OverflowError:
+        return None
 
 
 def floats_of(values: Any, size: int, where: str) -> Array:
@@ -116,7 +135,11 @@ def floats_of(values: Any, size: int, where: str) -> Array:
         raise DataError(f"{where}: expected {size} numbers, one per token; found {found}.")
     if not set(map(type, values)) <= {int, float, type(None)}:
         raise DataError(f"{where}: expected numbers; some entry is none.")
-    return np.array(values, np.float32)
+    try:
+        with np.errstate(over="ignore"):
+            return np.array(values, np.float32)
+    except OverflowError:
+        raise DataError(f"{where}: expected numbers; some entry is beyond any float.") from None
 
 
 def mask_of(values: Any, size: int, where: str) -> BoolArray:

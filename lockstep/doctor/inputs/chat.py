@@ -27,6 +27,8 @@ from lockstep.doctor.inputs.assemble import (
     floats_of,
     ids_of,
     in_chunks,
+    real,
+    whole,
 )
 from lockstep.doctor.inputs.base import CHUNK_TOKENS, Dump, Facts
 from lockstep.doctor.inputs.messages import read_messages
@@ -248,7 +250,8 @@ def _logprobs(reply: Mapping[str, Any], size: int, where: str) -> Array | None:
         content = values.get("content", values.get("token_logprobs"))
         if content is None:
             return None
-        values = [e.get("logprob") if isinstance(e, dict) else e for e in content]
+        if isinstance(content, list):
+            values = [e.get("logprob") if isinstance(e, dict) else e for e in content]
     return floats_of(values, size, f"{where}: {name}")
 
 
@@ -278,10 +281,10 @@ def _row(chain: _Chain, line: Mapping[str, Any], dialogue: tuple[Message, ...] |
                 for ids, logprobs, _ in chain.parts
             ]
         )
-    if isinstance(reward := line.get("reward"), int | float):
-        columns["rewards"] = float(reward)
-    task = line.get("_ng_task_index")
-    if isinstance(task, int):  # NeMo-Gym's
+    if (reward := real(line.get("reward"))) is not None:
+        columns["rewards"] = reward
+    task = whole(line.get("_ng_task_index"))
+    if task is not None:  # NeMo-Gym's
         columns["groups"] = task
     if dialogue is not None:
         columns["messages"] = dialogue[: chain.last_message]

@@ -23,6 +23,8 @@ from lockstep.doctor.inputs.assemble import (
     ids_of,
     in_chunks,
     mask_of,
+    real,
+    whole,
 )
 from lockstep.doctor.inputs.base import CHUNK_TOKENS, Dump, Facts
 from lockstep.doctor.inputs.native import json_line, lines_of
@@ -117,10 +119,10 @@ def _row(record: Mapping[str, Any], where: str) -> Row:
         columns["advantages"] = floats_of(record["advantages"], size, f"{where}: advantages")
     rewards = record.get("rewards")
     if isinstance(rewards, list):  # the row's reward at each of its tokens
-        known = [r for r in rewards if isinstance(r, int | float)]
-        columns["rewards"] = float(known[-1]) if known else np.nan
-    step = record.get("export_step", record.get("step"))
-    if isinstance(step, int):
+        known = [r for r in map(real, rewards) if r is not None]
+        columns["rewards"] = known[-1] if known else np.nan
+    step = whole(record.get("export_step", record.get("step")))
+    if step is not None:
         columns["steps"] = step
     run = record.get("run_id")
     number = record.get("export_sequence_idx", "?")
@@ -139,9 +141,12 @@ def _trained(record: Mapping[str, Any], size: int, where: str) -> BoolArray:
     mask = mask_of(record["loss_mask"], size, f"{where}: loss_mask")
     losses = record.get("losses")
     if isinstance(losses, list) and len(losses) == size:
-        channels = [at.get("rl") if isinstance(at, dict) else None for at in losses]
-        if any(channels):
-            return mask & np.array([bool(c and c.get("mask")) for c in channels], np.bool_)
+        if not all(isinstance(at, dict) for at in losses) or not all(
+            isinstance(at.get("rl", {}), dict) for at in losses
+        ):
+            raise DataError(f"{where}: losses must be an object per token, of objects by loss.")
+        if any("rl" in at for at in losses):
+            return mask & np.array([bool(at.get("rl", {}).get("mask")) for at in losses], np.bool_)
     weights = record.get("rl_weights")
     if isinstance(weights, list) and any(weights):
         return mask & (floats_of(weights, size, f"{where}: rl_weights") != 0)

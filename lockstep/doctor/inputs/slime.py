@@ -19,7 +19,16 @@ from typing import Any, ClassVar
 import numpy as np
 
 from lockstep.checks.rows import Rows
-from lockstep.doctor.inputs.assemble import Array, Row, columns_of, ids_of, in_chunks, of_response
+from lockstep.doctor.inputs.assemble import (
+    Array,
+    Row,
+    columns_of,
+    ids_of,
+    in_chunks,
+    of_response,
+    real,
+    whole,
+)
 from lockstep.doctor.inputs.base import CHUNK_TOKENS, Dump, Facts
 from lockstep.doctor.inputs.pickles import is_torch_file, numbers, read_torch
 from lockstep.errors import DataError
@@ -124,8 +133,7 @@ def _rows(content: Any, path: Path) -> list[Row]:
             f"{path} is a file of torch.save without `samples` or `rollout_data`: it was not "
             "written by slime's or miles' --save-debug-rollout-data or --save-debug-train-data."
         )
-    rollout = content.get("rollout_id")
-    step = rollout if isinstance(rollout, int) else None
+    step = whole(content.get("rollout_id"))
     rows: list[Row] = []
     for number, sample in enumerate(samples):
         where = f"{path}: sample {number}"
@@ -165,8 +173,9 @@ def _samples(content: Any) -> list[Any] | None:
 def _row(sample: Mapping[str, Any], step: int | None, name: Any, where: str) -> Row:
     ids = ids_of(sample["tokens"], f"{where}: tokens")
     size = len(ids)
-    length = sample.get("response_length", sample.get("response_lengths"))
-    if not isinstance(length, int):
+    said = sample.get("response_length", sample.get("response_lengths"))
+    length = whole(said)
+    if length is None:
         raise DataError(
             f"{where}: response_length must be a whole number, found {type(length).__name__}."
         )
@@ -220,9 +229,9 @@ def _row(sample: Mapping[str, Any], step: int | None, name: Any, where: str) -> 
     reward = sample.get("reward")
     if isinstance(reward, dict) and len(reward) == 1:
         reward = next(iter(reward.values()))
-    if isinstance(reward, int | float):
-        columns["rewards"] = float(reward)
-    if isinstance(group := sample.get("group_index"), int):
+    if (reward := real(reward)) is not None:
+        columns["rewards"] = reward
+    if (group := whole(sample.get("group_index"))) is not None:
         columns["groups"] = group
     if step is not None:
         columns["steps"] = step
@@ -241,7 +250,10 @@ def _versions(versions: Any, mask: Array) -> Array | None:
         return None
     if not all(isinstance(v, str | int) and str(v).isdecimal() for v in versions):
         return None
-    known = np.array([int(v) for v in versions], np.int64)
+    numbers_of = [whole(int(v)) if len(str(v)) < 10 else None for v in versions]
+    if None in numbers_of:
+        return None
+    known = np.array(numbers_of, np.int64)
     begins = np.flatnonzero(mask & ~np.concatenate([[False], mask[:-1]]))
     out = np.full(len(mask), -1, np.int32)
     if len(set(known.tolist())) == 1:

@@ -17,7 +17,15 @@ from typing import Any, ClassVar
 import numpy as np
 
 from lockstep.checks.rows import Rows
-from lockstep.doctor.inputs.assemble import Row, columns_of, floats_of, ids_of, in_chunks
+from lockstep.doctor.inputs.assemble import (
+    Row,
+    columns_of,
+    floats_of,
+    ids_of,
+    in_chunks,
+    real,
+    whole,
+)
 from lockstep.doctor.inputs.base import CHUNK_TOKENS, Dump, Facts
 from lockstep.doctor.inputs.native import json_line, lines_of
 from lockstep.errors import DataError
@@ -81,10 +89,10 @@ class TinkerSummaries(Dump):
                 columns: dict[str, Any] = {
                     "groups": groups.setdefault((str(step), str(group)), len(groups))
                 }
-                if isinstance(step, int):
-                    columns["steps"] = step
-                if isinstance(reward := summary["total_reward"], int | float):
-                    columns["rewards"] = float(reward)
+                if (number_of := whole(step)) is not None:
+                    columns["steps"] = number_of
+                if (reward := real(summary["total_reward"])) is not None:
+                    columns["rewards"] = reward
                 yield Row(
                     row_id=f"{step}/{group}.{summary['traj_idx']}",
                     token_ids=np.empty(0, np.int32),

@@ -19,7 +19,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from lockstep.checks.rows import Rows
-from lockstep.doctor.inputs.assemble import Array, Row, columns_of, ids_of, in_chunks, of_response
+from lockstep.doctor.inputs.assemble import (
+    Array,
+    Row,
+    columns_of,
+    ids_of,
+    in_chunks,
+    of_response,
+    real,
+    whole,
+)
 from lockstep.doctor.inputs.base import CHUNK_TOKENS, Dump, Facts
 from lockstep.doctor.inputs.files import PARQUET_MAGIC, head_of
 from lockstep.doctor.inputs.messages import read_messages
@@ -91,14 +100,14 @@ class TrlTexts(Dump):
     def _row(self, logged: Mapping[str, Any], where: str, number: int) -> Row:
         columns: dict[str, Any] = {}
         step, prompt, completion = logged["step"], logged["prompt"], logged["completion"]
-        if isinstance(step, int):
-            columns["steps"] = step
+        if (number_of := whole(step)) is not None:
+            columns["steps"] = number_of
         if isinstance(completion, str):
             columns["texts"] = completion
         elif isinstance(prompt, list) and isinstance(completion, list):
             columns["messages"] = read_messages([*prompt, *completion], where=where)
-        if self._reward and isinstance(reward := logged.get(self._reward), int | float):
-            columns["rewards"] = float(reward)
+        if self._reward and (reward := real(logged.get(self._reward))) is not None:
+            columns["rewards"] = reward
         return Row(
             row_id=f"{step}/{number}",
             token_ids=np.empty(0, np.int32),
@@ -253,6 +262,6 @@ def _row(of: Any, name: str, steps: list[str], where: str) -> Row:
     if advantage is not None:
         each = response("advantages") if advantage.ndim else np.full(size, advantage, np.float32)
         columns["advantages"] = each
-    if steps:
-        columns["steps"] = int(steps[-1])
+    if steps and (step := whole(int(steps[-1]))) is not None:
+        columns["steps"] = step
     return Row(row_id=name, token_ids=ids, loss_mask=loss_mask, columns=columns)

@@ -21,7 +21,16 @@ from typing import Any, ClassVar
 import numpy as np
 
 from lockstep.checks.rows import Rows
-from lockstep.doctor.inputs.assemble import Array, Row, columns_of, ids_of, in_chunks, of_response
+from lockstep.doctor.inputs.assemble import (
+    Array,
+    Row,
+    columns_of,
+    ids_of,
+    in_chunks,
+    of_response,
+    real,
+    whole,
+)
 from lockstep.doctor.inputs.base import CHUNK_TOKENS, Dump, Facts
 from lockstep.doctor.inputs.files import head_of
 from lockstep.doctor.inputs.native import json_line, lines_of
@@ -97,9 +106,9 @@ class VerlTexts(Dump):
                 if not isinstance(logged.get("output"), str):
                     raise DataError(f"{where}: `output` must be text, as verl writes it.")
                 columns: dict[str, Any] = {"texts": logged["output"]}
-                if isinstance(score := logged.get("score"), int | float):
-                    columns["rewards"] = float(score)
-                if isinstance(step := logged.get("step"), int):
+                if (score := real(logged.get("score"))) is not None:
+                    columns["rewards"] = score
+                if (step := whole(logged.get("step"))) is not None:
                     columns["steps"] = step
                 name = f"{path.stem}/{line - 1}"
                 yield Row(row_id=name, token_ids=nothing[0], loss_mask=nothing[1], columns=columns)
@@ -224,7 +233,11 @@ class _Batch:
         else:
             saved = read_pickle(path)
             tensors = self._of_proto(saved)
-        if not isinstance(tensors, dict) or not {"prompts", "responses"} <= tensors.keys():
+        if not isinstance(tensors, dict) or any(
+            not isinstance(tensors.get(name), list)
+            and not (isinstance(tensors.get(name), np.ndarray) and tensors[name].ndim == 2)
+            for name in ("prompts", "responses")
+        ):
             raise DataError(
                 f"{path} is not a batch of verl with `prompts` and `responses`: it was not written "
                 "by DataProto.save_to_disk or skip.rollout after the rollout."
@@ -251,10 +264,12 @@ class _Batch:
         return None
 
     def _of_numpy(self, name: str, value: Any) -> Any:
+        """(dtype, shape, bytes) of a tensor, or (layout, list of those) of a nested one."""
+        entries: Any = value
         if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], list):
             return [self._of_numpy(name, entry) for entry in value[1]]
         try:
-            dtype, shape, raw = value
+            dtype, shape, raw = entries
             raw = plain(raw).tobytes()
             if dtype == "bfloat16":
                 halves = np.frombuffer(raw, "<u2")
@@ -266,18 +281,13 @@ class _Batch:
     # -- rows -----------------------------------------------------------------------------------
 
     def facts(self) -> Facts:
-        def number(name: str, kind: type) -> Any:
-            value = self.meta.get(name)
-            return value if isinstance(value, kind) and not isinstance(value, bool) else None
-
         stop = self.meta.get("eos_token_id")
-        stops = [stop] if isinstance(stop, int) else stop if isinstance(stop, list) else []
-        temperature = number("temperature", int) or number("temperature", float)
+        stops = map(whole, stop if isinstance(stop, list) else [stop])
         return Facts(
             trainer="verl",
-            temperature=None if temperature is None else float(temperature),
-            pad_id=number("pad_token_id", int),
-            stop_ids=frozenset(s for s in stops if isinstance(s, int)),
+            temperature=real(self.meta.get("temperature")),
+            pad_id=whole(self.meta.get("pad_token_id")),
+            stop_ids=frozenset(s for s in stops if s is not None),
             is_moe=True if "routed_experts" in self.tensors else None,
         )
 
@@ -331,16 +341,16 @@ class _Batch:
             yield Row(row_id=name, token_ids=ids, loss_mask=loss_mask, columns=columns)
 
     def _step(self) -> int | None:
-        step = self.meta.get("global_steps")
-        if isinstance(step, int):
+        step = whole(self.meta.get("global_steps"))
+        if step is not None:
             return step
         beside = self.path.with_name("meta.json")  # written by skip.rollout
         if self.path.name in _BATCHES and beside.is_file():
             try:
-                step = json.loads(beside.read_bytes()).get("global_steps")
+                return whole(json.loads(beside.read_bytes()).get("global_steps"))
             except (ValueError, AttributeError, RecursionError):
                 raise DataError(f"{beside} is not the JSON that skip.rollout writes.") from None
-        return step if isinstance(step, int) else None
+        return None
 
     def _of_row(self, name: str, i: int) -> Any:
         values = self.per_row.get(name, ())
@@ -348,17 +358,22 @@ class _Batch:
 
     def _version(self, i: int) -> int | None:
         first, last = (self._of_row(name, i) for name in ("min_global_steps", "max_global_steps"))
-        return first if isinstance(first, int) and first == last else None
+        return first if first == last else None
 
-    def _row(self, name: str, i: int, where: str) -> Array | None:
+    def _row(self, name: str, i: int, where: str, *, ndim: int = 1) -> Array | None:
         column = self.tensors.get(name)
         if column is None or isinstance(column, Record):
             return None
+        if not isinstance(column, list) and not (isinstance(column, np.ndarray) and column.ndim):
+            raise DataError(f"{where}: {name} must be a tensor with a row per sample.")
         if i >= len(column):
             raise DataError(f"{where}: {name} has {len(column)} rows only.")
         values = numbers(column[i])
-        if values is None or not values.ndim:
-            raise DataError(f"{where}: {name} must be a tensor with a row of numbers per sample.")
+        if values is None or values.ndim != ndim:
+            raise DataError(
+                f"{where}: {name} must be a tensor with a row of numbers per sample, of "
+                f"{ndim} dimension{'s' * (ndim > 1)}."
+            )
         return values
 
     def _part(self, name: str, i: int, where: str) -> tuple[Array, Array]:
@@ -375,7 +390,8 @@ class _Batch:
                 f"{where}: the batch has no attention_mask, so that padding and text cannot be "
                 "told apart. Save it with attention_mask."
             )
-        width = len(self.tensors["prompts"][i]) + len(self.tensors["responses"][i])
+        other = self._row("responses" if name == "prompts" else "prompts", i, where)
+        width = len(ids) + (0 if other is None else len(other))
         if len(attended) != width:
             raise DataError(
                 f"{where}: attention_mask has {len(attended)} places; prompts and responses have "
@@ -410,10 +426,10 @@ class _Batch:
 
     def _routes(self, i: int, prompt: Array, reply: Array, where: str) -> Array | None:
         """[T, L, K], -1 where verl has zeros for none and at the last token."""
-        values = self._row("routed_experts", i, where)
+        values = self._row("routed_experts", i, where, ndim=3)
         if values is None:
             return None
-        if values.ndim != 3 or len(values) != len(prompt) + len(reply):
+        if len(values) != len(prompt) + len(reply):
             raise DataError(
                 f"{where}: routed_experts has shape {values.shape}; expected "
                 f"({len(prompt) + len(reply)}, layers, experts per token)."

@@ -165,6 +165,12 @@ def test_a_batch_of_the_v1_trainer_is_read_from_its_nested_tensors(tmp_path):
     )
 
 
+def test_settings_that_are_no_numbers_are_left_out(save):
+    dump = VerlDump(save(batch(), global_steps="7", temperature=1 << 2000, eos_token_id=[9, "a"]))
+    assert dump.facts.temperature is None and dump.facts.stop_ids == {9}
+    assert "steps" not in dump.has
+
+
 def test_zeros_that_stand_for_no_experts_are_not_taken_for_expert_zero(save):
     routes = torch.zeros(2, 7, 2, 2, dtype=torch.int16)
     routes[0, 1:4] = torch.tensor([[0, 1], [2, 3]], dtype=torch.int16)
@@ -184,6 +190,8 @@ def test_zeros_that_stand_for_no_experts_are_not_taken_for_expert_zero(save):
         ({"rollout_log_probs": torch.zeros(2, 3)}, "rollout_log_probs has 3 places.* have 4"),
         ({"input_ids": torch.ones(2, 7, dtype=torch.int64)}, "not prompts and responses.*place 0"),
         ({"advantages": torch.zeros(1, 4)}, "row 1: advantages has 1 rows only"),
+        ({"responses": torch.zeros(2)}, "`prompts` and `responses`"),
+        ({"old_log_probs": torch.zeros(2, 4, 1)}, "row 0: old_log_probs must be .* of 1 dimension"),
         ({"prompts": torch.zeros(2, 3)}, "prompts: expected a list of token ids"),
         ({"responses": torch.zeros(0, 4, dtype=torch.int64)}, "0 rows"),
     ],
