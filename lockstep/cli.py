@@ -195,7 +195,7 @@ def _serve_rows(options: argparse.Namespace) -> int:
         rows = BrowsedRows(diagnose(options.runs[0], on_rows=reading.on_rows))
     try:
         server = RowServer(rows, host=options.host, port=options.port)
-    except OSError as error:
+    except (OSError, OverflowError) as error:
         raise ConfigError(f"--host {options.host} --port {options.port}: {error}.") from error
     with server:
         if options.json:

@@ -39,7 +39,8 @@ class Examination:
     before: Split = field(default_factory=Split)
     """The gap of the rows as they are, and where it is."""
     after: Split = field(default_factory=Split)
-    """The same with the causes repaired: what is left of it is unexplained."""
+    """The same with the causes repaired: what is left of it is unexplained. Of the sample that was
+    scored by a model, where a cause was found in that."""
     shares: list[Share] = field(default_factory=list[Share])
     """Of each cause that was found, in the order of the repairs."""
     repairs: list[Check] = field(default_factory=list[Check])
@@ -93,6 +94,7 @@ def examine(
         if getattr(setting, f.name) not in (None, "", frozenset(), ())
     }
     found: list[Check] = []
+    rows_left = chunks  # which are left without their causes at the end
     left = {"k2": 1.0, "k3": 1.0}
     last = max(
         (i for i, s in enumerate(stages) if any(k.name in only for k in s.checks)), default=0
@@ -129,13 +131,17 @@ def examine(
         found += new
         if stage.chunks is None:
             out.repairs += new
+        elif new:
+            rows_left = stage.chunks
     if only:
         out.findings = [finding for finding in out.findings if finding.check in only]
     out.after = out.before
-    if out.repairs:
+    if found:
         out.after = Split(tokenizer=setting.tokenizer)
-        for rows in chunks():
-            out.after.add(out.repaired(rows))
+        for rows in rows_left():
+            for cause in found:
+                rows = _repaired(cause, rows)
+            out.after.add(rows)
     return out
 
 

@@ -17,6 +17,7 @@ from lockstep.checks.findings import Evidence
 from lockstep.checks.rows import Rows
 from lockstep.doctor.diagnosis import Diagnosis
 from lockstep.doctor.rows import fetch
+from lockstep.errors import ConfigError
 from lockstep.observe.alarms import CRITICAL_LIMIT, WARNING_LIMIT
 from lockstep.renderers.tokenizer import Tokenizer
 from lockstep.report.page import Template, render_page
@@ -64,8 +65,11 @@ def write_page(
         if len(page) <= MAX_PAGE_BYTES or not document["trajectories"]:
             break
         budget = PageBudget(num_rows=budget.num_rows // 2, num_tokens=budget.num_tokens // 2)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(out, lambda file: file.write(page))
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(out, lambda file: file.write(page))
+    except OSError as error:
+        raise ConfigError(f"--out {out}: the page cannot be written there ({error}).") from error
     return out
 
 

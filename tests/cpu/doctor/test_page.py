@@ -17,6 +17,7 @@ import lockstep
 from lockstep.checks.rows import Rows
 from lockstep.doctor import page as doctor_page
 from lockstep.doctor.page import PageBudget, build_document, row_document, write_page
+from lockstep.errors import ConfigError
 from lockstep.testing.tokenizers import byte_tokenizer
 from lockstep.types import Message
 
@@ -160,6 +161,13 @@ def test_a_healthy_dump_and_one_that_could_not_be_checked_have_a_page(tmp_path):
     lacking = lockstep.diagnose(ArrayDump(rows), only=["tokens/shifted"])
     said = document_in(write_page(lacking, tmp_path / "b.html"))["diagnosis"]
     assert said["outcome"] == "could_not_check" and said["not_checkable"]["tokens/shifted"]
+
+
+def test_a_page_that_cannot_be_written_is_a_clear_error(diagnosis, tmp_path):
+    (tmp_path / "file").write_text("")
+    for out in (tmp_path / "file" / "page.html", tmp_path):
+        with pytest.raises(ConfigError, match="cannot be written there"):
+            write_page(diagnosis, out)
 
 
 def test_every_file_of_the_page_is_shipped_and_in_ascii():

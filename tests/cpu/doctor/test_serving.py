@@ -213,3 +213,5 @@ def test_wrong_uses_are_named(tmp_path, capsys):
     assert main(["report", "a", "b", "--serve"]) == 2
     assert "serves one run or one dump" in capsys.readouterr().err
     assert main(["report", str(tmp_path / "none"), "--serve"]) == 2
+    assert main(["report", "example", "--serve", "--port", "99999"]) == 2
+    assert "--port 99999" in capsys.readouterr().err
