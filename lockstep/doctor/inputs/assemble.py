@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,10 @@ _FILLS: Mapping[str, tuple[str, Any]] = {
 assert _FILLS.keys() <= {f.name for f in fields(Rows)}
 
 
+HEAD_ROWS = 64
+"""That are read to find out which columns a file of lines has."""
+_NEVER_LOST = frozenset({"rollout_logprobs", "trainer_logprobs", "advantages", "routed_experts"})
+"""Columns that are read in full or not at all."""
 _TOKENS_OF_TEXT = 256
 """That a row without ids counts for, so that a chunk of texts ends too."""
 
@@ -56,11 +61,17 @@ class Row:
 def in_chunks(rows: Iterable[Row], has: frozenset[str], *, max_tokens: int) -> Iterator[Rows]:
     """At most `max_tokens` at a time, or one row; each chunk has exactly the columns `has`.
 
-    A row without one of them has NaN, -1, False or None there.
+    A row without one of them has NaN, -1, False or None there. Raises DataError for a row that has
+    numbers of its tokens which the head did not have: they would be lost.
     """
     pending: list[Row] = []
     size = 0
     for row in rows:
+        if lost := _NEVER_LOST & row.columns.keys() - has:
+            raise DataError(
+                f"row {row.row_id!r} is the first with {min(lost)}, and the head of the dump says "
+                "which columns it has. Give the part from there on by itself."
+            )
         tokens = len(row) or _TOKENS_OF_TEXT
         if pending and size + tokens > max_tokens:
             yield _lay(pending, has)
@@ -74,6 +85,11 @@ def in_chunks(rows: Iterable[Row], has: frozenset[str], *, max_tokens: int) -> I
 def columns_of(rows: Iterable[Row]) -> frozenset[str]:
     """Those that any of the rows has."""
     return frozenset(name for row in rows for name in row.columns)
+
+
+def head_of(rows: Iterator[Row]) -> list[Row]:
+    """The first HEAD_ROWS, or as many as there are."""
+    return list(islice(rows, HEAD_ROWS))
 
 
 def of_response(

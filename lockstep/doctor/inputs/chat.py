@@ -25,6 +25,7 @@ from lockstep.doctor.inputs.assemble import (
     Row,
     columns_of,
     floats_of,
+    head_of,
     ids_of,
     in_chunks,
     real,
@@ -43,8 +44,6 @@ _OF_MESSAGES = frozenset(
     {"role", "content", "thinking", "reasoning_content", "tool_calls", "name", "tool_call_id"}
 )
 """Keys of a message that are words; what else it has is of its tokens."""
-_HEAD_ROWS = 64
-"""Lines that say which columns a file has: the first reply may lack what later ones have."""
 
 
 @dataclass(kw_only=True)
@@ -80,7 +79,7 @@ class ChatDump(Dump):
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         self._files = _files(path)
-        head = [row for row, _ in zip(self._rows(), range(_HEAD_ROWS), strict=False)]
+        head = head_of(self._rows())
         if not head:
             raise DataError(
                 f"{path}: no reply with ids is in it. Expected assistant messages (or choices) "

@@ -20,6 +20,7 @@ from lockstep.doctor.inputs.assemble import (
     Row,
     columns_of,
     floats_of,
+    head_of,
     ids_of,
     in_chunks,
     mask_of,
@@ -42,13 +43,13 @@ class PrimeRlDump(Dump):
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         self._files = _files(path)
-        first = next(self._rows(), None)
-        if first is None:
+        head = head_of(self._rows())
+        if not head:
             raise DataError(
                 f"{path}: no line of prime-rl's token export is in it. It is written with "
                 "trainer.enable_token_export = true, to OUTPUT/token_exports."
             )
-        self._has = columns_of([first])
+        self._has = columns_of(head)
 
     @classmethod
     def recognises(cls, path: Path) -> bool:

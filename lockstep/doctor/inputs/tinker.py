@@ -21,6 +21,7 @@ from lockstep.doctor.inputs.assemble import (
     Row,
     columns_of,
     floats_of,
+    head_of,
     ids_of,
     in_chunks,
     real,
@@ -114,10 +115,10 @@ class TinkerDump(Dump):
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         self._files = _files(path)
-        first = next(self._rows(), None)
-        if first is None:
+        head = head_of(self._rows())
+        if not head:
             raise DataError(f"{path} has no line of a datum (docs/doctor-peers.md).")
-        self._has = columns_of([first])
+        self._has = columns_of(head)
 
     @classmethod
     def recognises(cls, path: Path) -> bool:

@@ -53,6 +53,17 @@ def test_without_the_trainers_log_probs_the_line_says_how_to_have_them(tmp_path)
     assert "train_step" in dump.lacks["trainer_logprobs"]
 
 
+def test_numbers_that_only_later_lines_have_are_not_lost_without_a_word(tmp_path):
+    early = datum()
+    del early["training_logprobs"]
+    dump = open_dump(save(tmp_path / "a.jsonl", early, datum()))
+    [rows] = dump.chunks()
+    assert np.isfinite(rows.gap).tolist() == [False] * 8 + [True] * 2 + [False, True]
+    dump = open_dump(save(tmp_path / "a.jsonl", *[early] * 64, datum()))
+    with pytest.raises(DataError, match="'a/64' is the first with trainer_logprobs"):
+        list(dump.chunks())
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
