@@ -14,12 +14,14 @@ from lockstep.checks.attribution import SPELLINGS, Spellings, is_touched
 from lockstep.checks.rows import Rows
 from lockstep.doctor.diagnosis import Diagnosis
 from lockstep.doctor.inputs.run import RunDump
-from lockstep.doctor.page import page_frame, row_document, vocabulary
+from lockstep.doctor.page import MAX_ROW_TOKENS, page_frame, row_document, vocabulary
+from lockstep.doctor.replay import path_as_rows
 from lockstep.doctor.rows import fetch, largest_gaps
 from lockstep.report.page import Template, render_page
 from lockstep.report.selection import to_document
 from lockstep.store.files import encode_number
 from lockstep.store.run import Run, TrajectoryAddress, load_run
+from lockstep.store.trajectories import TrajectoryRecord
 from lockstep.types import FORCED_LOGPROB
 
 TEMPLATE = Template(
@@ -32,6 +34,8 @@ TEMPLATE = Template(
 PAGE_ROWS = 50
 MAX_CACHED = 32
 """Rows that are kept when they have been read: going back and forth is quick."""
+MAX_CACHED_TOKENS = 4_000_000
+"""Of these rows: some 40 bytes each."""
 
 NO_TURN = -1
 SORTS = ("mismatch", "order", "long", "low", "high")
@@ -60,7 +64,7 @@ class BrowsedRows:
                         "note": piece.note, "expected_ids": list(piece.expected_ids),
                     }
                 )  # fmt: skip
-        self._cache: OrderedDict[int, dict[str, Any]] = OrderedDict()
+        self._cache: OrderedDict[int, Rows | TrajectoryRecord] = OrderedDict()
         self._orders: dict[str, npt.NDArray[np.int64]] = {}
         if self._run is None:
             self._index = _Index.of(self._looks())
@@ -131,27 +135,41 @@ class BrowsedRows:
             "rows": [index.summary(i, self._checks) for i in shown.tolist()],
         }
 
-    def read(self, number: int) -> dict[str, Any] | None:
+    def read(self, number: int, query: Mapping[str, str]) -> dict[str, Any] | None:
+        """query: first, the token to begin with, of a row that is too long to be shown at once."""
         if number >= len(self._index):
             return None
-        if number in self._cache:
-            self._cache.move_to_end(number)
-            return self._cache[number]
-        summary = self._index.summary(number, self._checks)
-        if self._run is None:
-            rows = fetch(self._diagnosis.dump, numbers=[number])[number]
-            proof = self._evidence.get(rows.row_ids[0], [])
-            row = row_document(rows, why=summary["checks"], evidence=proof)
+        first = int(query["first"]) if query.get("first") else None
+        checks = self._index.summary(number, self._checks)["checks"]
+        found = self._read(number)
+        if isinstance(found, Rows):
+            proof = self._evidence.get(found.row_ids[0], [])
+            row = row_document(found, why=checks, evidence=proof, first=first)
         else:
-            record = self._run.read(self._addresses[number])
-            row = to_document(record, run=0, split=summary["split"], why=summary["checks"])
+            split = self._index.split_names[int(self._index.splits[number])]
+            row = to_document(found, run=0, split=split, why=checks)
         row["number"] = number
         expected = [i for piece in row.get("evidence", ()) for i in piece["expected_ids"]]
         tokenizer = self._diagnosis.setting.tokenizer
-        found = {"row": row, "vocabulary": vocabulary([row], tokenizer, expected)}
+        return {"row": row, "vocabulary": vocabulary([row], tokenizer, expected)}
+
+    def _read(self, number: int) -> Rows | TrajectoryRecord:
+        """A row, or the whole trajectory of a run unless it is too long: then the path to a leaf,
+        as a row."""
+        if number in self._cache:
+            self._cache.move_to_end(number)
+            return self._cache[number]
+        if self._run is None:
+            found = fetch(self._diagnosis.dump, numbers=[number])[number]
+        else:
+            found = self._run.read(self._addresses[number])
+            if self._index.num_tokens[number] > MAX_ROW_TOKENS:
+                found = path_as_rows(found)
         self._cache[number] = found
-        while len(self._cache) > MAX_CACHED:
+        sizes = [int(self._index.num_tokens[i]) for i in self._cache]
+        while len(sizes) > 1 and (len(sizes) > MAX_CACHED or sum(sizes) > MAX_CACHED_TOKENS):
             self._cache.popitem(last=False)
+            sizes.pop(0)
         return found
 
     def _order(self, sort: str) -> npt.NDArray[np.int64]:

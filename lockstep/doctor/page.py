@@ -33,8 +33,8 @@ TEMPLATE = Template(
 )
 
 MAX_PAGE_BYTES = 30_000_000
-MAX_ROW_TOKENS = 40_000
-"""Of a longer row, a piece around what it is shown for: a browser draws no more at once."""
+MAX_ROW_TOKENS = 10_000
+"""Of a longer row, a piece around what it is shown for: a browser lays out as many in a second."""
 DIVERGENCE = 0.1
 """|d| in nats of the first divergence of a row: over it a token is 10 % more or less likely, which
 no pair of precisions makes of an ordinary token."""
@@ -177,13 +177,18 @@ def _evidence(check: str, piece: Evidence) -> dict[str, Any]:
 
 
 def row_document(
-    rows: Rows, *, why: Sequence[str], evidence: Sequence[Mapping[str, Any]] = ()
+    rows: Rows,
+    *,
+    why: Sequence[str],
+    evidence: Sequence[Mapping[str, Any]] = (),
+    first: int | None = None,
 ) -> dict[str, Any]:
     """One row (`rows` has no other) as the page's scripts read a trajectory: a chain of segments,
-    each sampled or observed. `begin` is the place of a segment's first token in its row."""
+    each sampled or observed. `begin` is the place of a segment's first token in its row. first: of
+    the MAX_ROW_TOKENS tokens to show; None shows those around the evidence, or the worst one."""
     gap = np.abs(rows.gap)
     apart = np.flatnonzero(gap > DIVERGENCE)
-    first, last = _window(rows, evidence)
+    first, last = _window(rows, evidence, first)
     spans = _segments(rows, first, last)
     messages = _messages_of(rows, spans)
     reward = None if rows.rewards is None else encode_number(float(rows.rewards[0]))
@@ -204,6 +209,9 @@ def row_document(
         "metrics": {},
         "cut": "" if last - first == rows.num_tokens
         else f"tokens {first} to {last - 1} of {rows.num_tokens}",
+        "first_token": first,
+        "last_token": last - 1,
+        "num_row_tokens": rows.num_tokens,
         "first_divergence": int(apart[0]) if len(apart) else None,
         "evidence": list(evidence),
         "segments": [
@@ -213,11 +221,17 @@ def row_document(
     }  # fmt: skip
 
 
-def _window(rows: Rows, evidence: Sequence[Mapping[str, Any]]) -> tuple[int, int]:
-    """The tokens to show: all, or MAX_ROW_TOKENS around what the row is shown for."""
+def _window(
+    rows: Rows, evidence: Sequence[Mapping[str, Any]], first: int | None
+) -> tuple[int, int]:
+    """The tokens to show: all, or MAX_ROW_TOKENS from `first`, or around what the row is shown
+    for."""
     size = rows.num_tokens
     if size <= MAX_ROW_TOKENS:
         return 0, size
+    if first is not None:
+        first = min(max(first, 0), size - 1)
+        return first, min(first + MAX_ROW_TOKENS, size)
     worst = int(np.nan_to_num(np.abs(rows.gap)).argmax())
     centre = int(evidence[0]["begin"]) if evidence else worst
     first = min(max(0, centre - MAX_ROW_TOKENS // 2), size - MAX_ROW_TOKENS)

@@ -21,6 +21,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from lockstep.checks.rows import Rows
 from lockstep.doctor.terminal import gap_style, logprob_text, plain_table, printable, token_text
 from lockstep.errors import ConfigError, RunError
 from lockstep.renderers.tokenizer import Tokenizer
@@ -74,14 +75,8 @@ class Replay:
     """[T] the trainer's of then, NaN where none."""
 
     def __post_init__(self) -> None:
-        trajectory = self.record.trajectory
-        self.row = trajectory.row(self.leaf)
-        parts = [
-            np.full(len(trajectory.segments[i]), np.nan, np.float32) if values is None else values
-            for i in trajectory.path(self.leaf)
-            for values in (self.record.trainer_logprobs[i],)
-        ]
-        self.stored_trainer = np.concatenate(parts)
+        self.row = self.record.trajectory.row(self.leaf)
+        self.stored_trainer = _stored_trainer(self.record, self.leaf)
 
     @property
     def spans(self) -> list[tuple[int, int, int]]:
@@ -146,6 +141,34 @@ class Replay:
         return out
 
 
+def _stored_trainer(record: TrajectoryRecord, leaf: int) -> Float32Array:
+    """[T] the trainer's log-probs along a path, NaN where none."""
+    trajectory = record.trajectory
+    return np.concatenate(
+        [
+            np.full(len(trajectory.segments[i]), np.nan, np.float32) if values is None else values
+            for i in trajectory.path(leaf)
+            for values in (record.trainer_logprobs[i],)
+        ]
+    )
+
+
+def first_leaf(record: TrajectoryRecord) -> int:
+    """The first rewarded leaf of a trajectory, else its last one. RunError if it has no token."""
+    trajectory = record.trajectory
+    leaves = trajectory.leaves()
+    if not leaves:
+        raise RunError(f"trajectory {trajectory.id} has no tokens: {trajectory.error or 'empty'}.")
+    return next((i for i in leaves if i in trajectory.rewards), leaves[-1])
+
+
+def path_as_rows(record: TrajectoryRecord) -> Rows:
+    """The path to the first leaf of a trajectory as a row with both sides' log-probs."""
+    leaf = first_leaf(record)
+    trained = _stored_trainer(record, leaf)
+    return Rows.of([record.trajectory.row(leaf)], trainer_logprobs=trained)
+
+
 # -- finding it ---------------------------------------------------------------------------------
 
 
@@ -157,16 +180,12 @@ def find(path: Path, name: str, *, tokenizer: Tokenizer | None = None) -> Replay
     """
     run = load_run(path)
     record, split, rest = _look_up(run, name)
-    trajectory = record.trajectory
-    leaves = trajectory.leaves()
-    leaf = next((i for i in leaves if i in trajectory.rewards), leaves[-1] if leaves else None)
+    leaf = first_leaf(record)
     if rest:
-        leaf = int(rest)
+        leaf, leaves = int(rest), record.trajectory.leaves()
         if leaf not in leaves:
             known = ", ".join(map(str, leaves))
-            raise RunError(f"trajectory {trajectory.id} has no leaf {leaf}; it has {known}.")
-    if leaf is None:
-        raise RunError(f"trajectory {trajectory.id} has no tokens: {trajectory.error or 'empty'}.")
+            raise RunError(f"trajectory {record.trajectory.id} has no leaf {leaf}; it has {known}.")
     return Replay(run=run, record=record, split=split, leaf=leaf, tokenizer=tokenizer)
 
 

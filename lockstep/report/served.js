@@ -64,11 +64,20 @@ function buildServed(section) {
     for (const [number, node] of served.nodes) node.setAttribute("aria-selected", String(number === served.chosen));
   }
 
-  async function open(number) {
+  // Of a row that is too long to be shown at once: the tokens before and after.
+  function tokenPages(row, number) {
+    if (!row.cut) return null;
+    const size = row.last_token + 1 - row.first_token;
+    const button = (text, first, isOn) => element("button", { type: "button", disabled: !isOn, onclick: () => open(number, Math.max(0, first)) }, text);
+    return element("p", { class: "pages" }, button("\u2190", row.first_token - size, row.first_token > 0), row.cut,
+      button("\u2192", row.last_token + 1, row.last_token + 1 < row.num_row_tokens));
+  }
+
+  async function open(number, first = null) {
     served.chosen = number;
     mark();
     try {
-      const { row, vocabulary } = await ask(`row/${number}`);
+      const { row, vocabulary } = await ask(`row/${number}${first === null ? "" : `?first=${first}`}`);
       if (served.chosen !== number) return;
       history.replaceState(null, "", `#${number}`);
       report.vocabularies[0] = vocabulary;
@@ -77,6 +86,8 @@ function buildServed(section) {
       browser.chosen = row;
       browser.leaf = row.rewards.length ? row.rewards[0][0] : row.leaves.at(-1) ?? null;
       drawDetail(detail);
+      const pages = tokenPages(row, number);
+      if (pages) detail.prepend(pages);
       detail.scrollTop = 0;
     } catch (error) {
       detail.replaceChildren(element("p", { class: "error" }, error.message));

@@ -34,8 +34,8 @@ class Rows(Protocol):
         nothing."""
         ...
 
-    def read(self, number: int) -> dict[str, Any] | None:
-        """One row, whole; None if there is no such number."""
+    def read(self, number: int, query: Mapping[str, str]) -> dict[str, Any] | None:
+        """One row, or as much of it as can be shown; None if there is no such number."""
         ...
 
 
@@ -90,7 +90,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif path.startswith("/row/"):
             name = path.removeprefix("/row/")
             is_number = name.isascii() and name.isdigit() and len(name) < 19
-            found = rows.read(int(name)) if is_number else None
+            found = rows.read(int(name), query) if is_number else None
             if found is None:
                 self._send_json(HTTPStatus.NOT_FOUND, {"error": f"there is no row {name[:40]!r}"})
             else:

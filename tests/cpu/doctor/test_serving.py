@@ -18,6 +18,8 @@ from test_page import Page, draw
 
 import lockstep
 from lockstep.cli import main
+from lockstep.doctor import browse
+from lockstep.doctor import page as doctor_page
 from lockstep.doctor.browse import PAGE_ROWS, BrowsedRows
 from lockstep.report.server import RowServer
 from lockstep.store.run import RunDirectory
@@ -106,6 +108,17 @@ def test_a_row_is_served_whole_with_the_text_of_its_ids(server, dump):
     assert dump.num_read == before, "what was just seen is kept"
 
 
+def test_a_row_that_is_too_long_is_served_in_pieces(server, monkeypatch):
+    monkeypatch.setattr(doctor_page, "MAX_ROW_TOKENS", 50)
+    shown = [get(server, f"row/2?first={first}")["row"] for first in (0, 50, 100, 10**9, -5)]
+    sizes = [sum(len(s["token_ids"]) for s in row["segments"]) for row in shown]
+    assert sizes == [50, 50, 20, 1, 50]
+    assert [row["cut"] for row in shown[:3]] == [
+        "tokens 0 to 49 of 120", "tokens 50 to 99 of 120", "tokens 100 to 119 of 120",
+    ]  # fmt: skip
+    assert status_of(server, "row/2?first=x")[0] == 400
+
+
 def test_what_is_not_there_is_404_and_what_means_nothing_400(server):
     for path in ("row/130", "row/-1", "row/x", "row/", "row/1e3", "row/" + "9" * 40, "secret",
                  "../etc/passwd", "row/%2e%2e", "rows/"):  # fmt: skip
@@ -169,7 +182,7 @@ def episode(name, *, gap, status="finished"):
     return out, row
 
 
-def test_of_a_run_every_trajectory_is_served_evaluations_too(tmp_path):
+def test_of_a_run_every_trajectory_is_served_evaluations_too(tmp_path, monkeypatch):
     with RunDirectory.create(tmp_path / "run", {"recipe": "x", "model": ""}) as run:
         for step in range(2):
             played = [episode(f"train/{step}/world-7/{i}", gap=0.1 * (i + 1)) for i in range(3)]
@@ -188,6 +201,11 @@ def test_of_a_run_every_trajectory_is_served_evaluations_too(tmp_path):
         (tested,) = get(server, "rows?split=greedy")["rows"]
         assert tested["status"] == "truncated" and tested["largest"] is None
         assert get(server, "rows?status=truncated&split=train")["total"] == 0
+        monkeypatch.setattr(browse, "MAX_ROW_TOKENS", 4)
+        longest = get(server, f"row/{worst['number']}")["row"]
+        assert [s["token_ids"] for s in longest["segments"]] == [[1, 2, 3], [4, 5]]
+        assert longest["segments"][1]["trainer_logprobs"] == pytest.approx([-0.8, -0.55])
+        monkeypatch.undo()
         whole = get(server, f"row/{tested['number']}")["row"]
         assert whole["id"] == test.id and whole["segments"][0]["messages"][0]["content"] == "Where?"
 
