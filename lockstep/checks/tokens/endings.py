@@ -59,7 +59,7 @@ class MissingFinal(Check):
         spans = rows.spans
         if not len(spans):
             return
-        is_cut = self._compare_with_engine(rows)
+        is_cut, is_answered = self._compare_with_engine(rows)
         counts = lengths_so_far(rows)
         self._turns += len(spans)
         self._largest = np.maximum(self._largest, counts.max(axis=0))
@@ -73,7 +73,8 @@ class MissingFinal(Check):
         is_stop = self._template.is_stop(rows)
         stops_before = np.concatenate([[0], np.cumsum(is_stop)])
         has_stop = stops_before[spans.end] > stops_before[spans.begin]  # else `AfterStop` has it
-        is_open = ~has_stop & ~follows  # one that other weights went on with is not open
+        # One that other weights went on with is not open, nor one that the engine ended so.
+        is_open = ~has_stop & ~follows & ~is_answered
         has_stop_behind = np.zeros(len(spans), np.bool_)
         has_stop_behind[~is_last] = is_stop[spans.end[~is_last]]
         self._open_turns += int(is_open.sum())
@@ -98,12 +99,13 @@ class MissingFinal(Check):
                 ),
             )
 
-    def _compare_with_engine(self, rows: Rows) -> BoolArray:
-        """[S] turns that are a beginning of what the engine answered, and not all of it."""
+    def _compare_with_engine(self, rows: Rows) -> tuple[BoolArray, BoolArray]:
+        """[S] turns that are a beginning of what the engine answered and not all of it, and [S]
+        those that are all of it."""
         spans = rows.spans
-        is_cut = np.zeros(len(spans), np.bool_)
+        is_cut, is_answered = np.zeros(len(spans), np.bool_), np.zeros(len(spans), np.bool_)
         if rows.engine_ids is None:
-            return is_cut
+            return is_cut, is_answered
         first = np.searchsorted(spans.row, np.arange(len(rows) + 1))
         for number, answers in enumerate(rows.engine_ids):
             if answers is None:
@@ -112,9 +114,11 @@ class MissingFinal(Check):
             for s, answer in zip(turns, answers, strict=False):
                 size = int(spans.size[s])
                 self._turns_of_engine += 1
-                if size >= len(answer):
-                    continue
                 begin = int(spans.begin[s])
+                if size >= len(answer):
+                    found = rows.token_ids[begin : begin + size]
+                    is_answered[s] = np.array_equal(found, answer)
+                    continue
                 if not np.array_equal(rows.token_ids[begin : begin + size], answer[:size]):
                     continue
                 is_cut[s] = True
@@ -132,7 +136,7 @@ class MissingFinal(Check):
                         expected_ids=lost,
                     ),
                 )
-        return is_cut
+        return is_cut, is_answered
 
     def conclude(self) -> Finding:
         kept = np.array(self._kept, np.int64).reshape(-1, 4)

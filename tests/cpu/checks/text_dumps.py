@@ -15,6 +15,8 @@ from lockstep.testing.tokenizers import byte_tokenizer
 from lockstep.types import Message, Sample, ToolCall, Trajectory
 
 _WORDS = ("baker", "nurse", "pilot", "Sara", "Ivan", "job", "pet", "search", "then", "answer")
+_LIMIT = 150
+"""Tokens of a turn that is cut off: more than the others have."""
 _READ = 3
 """Ids before a token that its log-prob depends on."""
 
@@ -67,7 +69,20 @@ class Played:
         return tuple(self.trajectory.messages(self.leaf))
 
 
-def play(renderer, loose, *, seed, thinks=False, cut=False, tool_text="", broken=False):
+def split_tokens(ids, tokenizer, draw, share=0.1):
+    """`ids` with a share of the tokens of text spelt in two pieces."""
+    out = []
+    for id_ in ids:
+        text = tokenizer.token_bytes(id_).decode("utf-8", errors="ignore")
+        if id_ in tokenizer.control_ids or len(text) < 2 or draw.random() > share:
+            out.append(id_)
+            continue
+        at = int(draw.integers(1, len(text)))
+        out += [*tokenizer.encode(text[:at]), *tokenizer.encode(text[at:])]
+    return out
+
+
+def play(renderer, loose, *, seed, thinks=False, cut=False, tool_text="", broken=False, split=0.0):
     """Two calls and an answer, spelt by `loose`, which is a renderer over another spelling."""
     draw = np.random.default_rng(seed)
     word = lambda: str(draw.choice(_WORDS))  # noqa: E731
@@ -84,11 +99,12 @@ def play(renderer, loose, *, seed, thinks=False, cut=False, tool_text="", broken
             call = ToolCall(name="find", arguments=arguments)
             message = Message(role="assistant", thinking=thinking, tool_calls=(call,))
         else:
-            message = Message(role="assistant", thinking=thinking, content=f"{word()} {word()} ")
-        ids = loose.render_reply(message)
+            words = " ".join(word() for _ in range(_LIMIT if cut else 2))
+            message = Message(role="assistant", thinking=thinking, content=f"{words} ")
+        ids = split_tokens(loose.render_reply(message), renderer.tokenizer, draw, split)
         reason = "stop"
         if cut and turn == 2:
-            ids, reason = ids[:-3], "length"
+            ids, reason = ids[:_LIMIT], "length"
         path = trajectory.path_ids(leaf)
         logprobs = policy([*path, *ids])[len(path) :]
         parsed = renderer.parse(ids)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from cpu.checks.text_dumps import looked, played, policy, rows_of
 
-from lockstep.checks.suite import STRUCTURE
+from lockstep.checks.suite import MASKS, STRUCTURE
 from lockstep.checks.tokens.alignment import Shifted
 from lockstep.checks.tokens.injected_control import InjectedControl
 from lockstep.checks.tokens.post_processed import PostProcessed
@@ -15,7 +15,7 @@ from lockstep.checks.tokens.replies import as_history
 from lockstep.checks.tokens.rerendered import Rerendered
 from lockstep.checks.tokens.spelling import Speller
 from lockstep.renderers.anew import rendered_anew, turns_of
-from lockstep.testing.faults import retokenized, shifted
+from lockstep.testing.faults.edits import retokenized, shifted
 from lockstep.types import Message, Sample
 
 FORMATS = pytest.mark.parametrize("name", ["harmony", "chatml"])
@@ -48,7 +48,7 @@ def test_no_cause_is_named_in_healthy_rows(name, engine, how):
     renderer, episodes = played(name, **how)
     for noise in (0.0, 0.1):
         rows = rows_of(episodes, engine=engine, noise=noise)
-        _, findings = looked(STRUCTURE, rows, renderer)
+        _, findings = looked((*MASKS, *STRUCTURE), rows, renderer)
         assert "differs" not in verdicts(findings).values(), findings
 
 
@@ -126,7 +126,7 @@ def test_turns_that_were_rendered_again_are_named(name, engine, kept):
     assert max(shares(examined), key=shares(examined).get) == "rerendered"
     assert findings["tokens/rerendered"].verdict == "differs"
     if engine and (name, kept) != ("chatml", "message"):
-        assert findings["tokens/rerendered"].figures["match_rate"] < 0.3
+        assert findings["tokens/rerendered"].figures["match_rate"] < 0.4
 
 
 def test_the_history_form_of_a_reply_begins_where_a_turn_would_and_ends_at_its_close():
