@@ -77,17 +77,21 @@ class ThinkingDropped(Check):
             if not any(replies[:-1]):
                 continue
             low, high = int(first[r]), int(first[r + 1])
-            ids = rows.token_ids[int(rows.offsets[r]) : int(rows.offsets[r + 1])]
-            text = tokenizer.decode(ids.tolist())
+            is_own = len(replies) == high - low
+            places = (int(rows.offsets[r]), int(rows.offsets[r + 1]))
+            whole = "" if is_own else tokenizer.decode(rows.token_ids[slice(*places)].tolist())
             for turn, thinking in enumerate(replies[:-1]):
                 lines = [line for line in thinking.splitlines() if len(line.strip()) >= MIN_LINE]
                 if not lines:
                     continue
                 self._num_thoughts += 1
+                span = low + turn
+                text = whole
+                if is_own:  # with what stands before it: a mask may leave the thinking out
+                    begin = int(spans.end[span - 1]) if turn else places[0]
+                    text = tokenizer.decode(rows.token_ids[begin : int(spans.end[span])].tolist())
                 if any(line.strip() in text for line in lines):
                     continue
-                is_own = len(replies) == high - low
-                span = low + turn
                 yield _Dropped(
                     row=r,
                     turn=turn,

@@ -18,6 +18,7 @@ import numpy as np
 from lockstep.checks.base import Check, Setting
 from lockstep.checks.findings import MAX_EVIDENCE, Evidence, Finding
 from lockstep.checks.rows import BoolArray, Float64Array, Rows
+from lockstep.checks.tokens.alignment import MIN_GAIN, best_moves, in_question
 from lockstep.checks.tokens.replies import ChangedReply, changed_replies
 from lockstep.checks.tokens.spelling import Speller
 from lockstep.types import Int64Array
@@ -41,6 +42,8 @@ MAX_CHANCE = 0.05
 MIN_AGAINST_MOVED = 0.5
 """Where all rows are canonical: those with the pattern, over those that one offset from their
 beginning explains as well. Short rows of confident tokens cannot tell the two apart."""
+MIN_MOVED = 2
+"""Rows of another spelling that one offset explains, for log-probs to be shifted besides."""
 MAX_REALIGNED = 0.75
 """What is left of the disagreement where the log-probs may be moved, piece by piece: 0.4 in rows
 that were encoded again; 0.96 to 1 where other ids, other weights or noise are behind it."""
@@ -75,7 +78,9 @@ class Reencoded(Check):
         self._broken = {True: 0, False: 0}
         """Rows with a clean start and then disagreement, by whether they are canonical."""
         self._num_text_breaks = 0
-        self._num_aligned = self._num_moved = 0
+        self._num_aligned = 0
+        self._moved = {True: 0, False: 0}
+        """Rows that one offset explains from their beginning on."""
         self._cost = self._realigned_cost = 0.0
         self._healthy: list[Evidence] = []
         self._by_engine = False
@@ -135,7 +140,7 @@ class Reencoded(Check):
             if self._num_aligned < MAX_ALIGNED_ROWS:
                 cost, realigned, moved = realign(rows, r, at)
                 if moved:  # one offset from the row's beginning: that is another check's
-                    self._num_moved += 1
+                    self._moved[bool(is_canonical[r])] += 1
                     continue
                 self._num_aligned += 1
                 self._cost += cost
@@ -178,13 +183,13 @@ class Reencoded(Check):
                 "replies decoded and encoded again",
                 **figures,
             )
-        broken = canonical + other
+        broken, moved = canonical + other, sum(self._moved.values())
         others = max(self._num_rows - broken, 1)
         chance = max(1 - (self._num_respelt_rows - other) / others, 0.0) ** canonical
         if (
             canonical >= MIN_BROKEN_ROWS
             and canonical >= MIN_CANONICAL * broken
-            and (chance <= MAX_CHANCE or canonical >= MIN_AGAINST_MOVED * self._num_moved)
+            and (chance <= MAX_CHANCE or canonical >= MIN_AGAINST_MOVED * moved)
             and self._num_text_breaks >= MIN_TEXT_BREAKS * broken
             and left <= MAX_REALIGNED
         ):
@@ -231,6 +236,12 @@ class Reencoded(Check):
             runs = self._speller.runs(rows)
             respelt = [u for u, ids in enumerate(runs.respelt) if ids is not None]
             first[rows.row_of[runs.begin[respelt]]] = -1
+            tokens = in_question(rows)
+            # One offset explains some rows from their beginning on, by chance, or as another cause:
+            # then it explains rows that nothing encoded again, too.
+            if self._moved[False] >= MIN_MOVED and len(tokens):
+                moves = best_moves(tokens, tokens.row, MIN_GAIN)
+                first[tokens.row[moves.low[~moves.is_late]]] = -1
             begin = np.where(first >= 0, np.minimum(begin, first), begin)
         return without_explained(rows, begin)
 
