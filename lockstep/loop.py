@@ -180,7 +180,7 @@ async def _steps(run: Session) -> Status:
         if row is None:
             run.view.note(f"the tasks ended before step {run.step}.", "warning")
             break
-        if run.is_critical(row) and config.mismatch.stop_on_critical:
+        if run.is_critical(row) and config.doctor.on_critical == "stop":
             run.save()
             return "stopped"
     if run.tested_at != run.step:
@@ -209,6 +209,7 @@ async def one_step(run: Session) -> dict[str, Any] | None:
         await run.leave_engine()
         rows, sampled_rows, metrics = await run.buffer.beside(partial(align, run, groups))
         metrics |= await run.buffer.beside(partial(update, run, rows, sampled_rows))
+        metrics |= await run.buffer.beside(partial(run.watch, rows, groups, metrics))
     except UnequalTokenError as broken:
         run.save()  # the state that samples this step again
         raise ContractError(run.explain(broken, rows)) from broken

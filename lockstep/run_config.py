@@ -15,6 +15,7 @@ import lockstep.engines.sglang.config
 import lockstep.engines.vllm.config  # noqa: F401  a kind of engine: known to --help by its import
 from lockstep.agent.config import AgentConfig
 from lockstep.agent.task_config import DialogueConfig, TaskConfig
+from lockstep.checks.config import DoctorConfig
 from lockstep.config import tag
 from lockstep.correction.config import Correction
 from lockstep.engines.config import EmbeddedConfig, EngineConfig, PoolConfig
@@ -59,14 +60,6 @@ class EvaluationConfig:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least 1.")
         if self.every < 0:
             raise ConfigError(f"every={self.every} must be at least 0 (0 is the ends only).")
-
-
-@dataclass(frozen=True, kw_only=True)
-class MismatchConfig:
-    """What the gap between sampler and trainer sets off. It is measured on every step, always."""
-
-    stop_on_critical: bool = False
-    """End the run, with a checkpoint, at the first step whose max(|k1|, k2, k3) is above 0.1."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,8 +169,8 @@ class Config(ModelChoice):
     fault: FaultConfig | None = None
     """A defect that is injected on purpose, to see what it does and what finds it; none for a run
     that is meant."""
-    mismatch: MismatchConfig = field(default_factory=MismatchConfig)
-    """Alarms on the gap between sampler and trainer."""
+    doctor: DoctorConfig = field(default_factory=DoctorConfig)
+    """What is looked for in the rows that are trained, and what is done about it."""
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     """Tests on held-out tasks."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

@@ -17,6 +17,11 @@ from lockstep.agent.buffer import Buffer
 from lockstep.agent.loop import EpisodeSlots
 from lockstep.build import Parts, vocabulary_of
 from lockstep.config import to_dict
+from lockstep.doctor.diagnose import make_setting
+from lockstep.doctor.inputs.base import Facts
+from lockstep.doctor.inputs.run import MONITOR
+from lockstep.doctor.monitor import Monitor
+from lockstep.doctor.tokenization import Tokenization
 from lockstep.engines.base import Leased, Reporting
 from lockstep.errors import DataError, EngineError
 from lockstep.evaluation import evaluate
@@ -64,6 +69,8 @@ class Session:
     buffer: Buffer = field(init=False)
     tester: Tester = field(init=False)
     publisher: Publisher = field(init=False)
+    monitor: Monitor | None = field(init=False)
+    """Of the first process, unless it is turned off."""
     checkpoints: CheckpointStore = field(init=False)
     tested_at: int | None = None
     """The step that the last evaluation preceded, and what it gave."""
@@ -99,10 +106,36 @@ class Session:
         }
         if self.directory is not None:
             self.directory.add_facts(facts)
+        self.monitor = self._make_monitor()
         self.checkpoints = CheckpointStore(
             self.path / "checkpoints",
             keep_last=config.checkpoint.keep_last,
             keep_best=config.checkpoint.keep_best,
+        )
+
+    def _make_monitor(self) -> Monitor | None:
+        config, agent = self.config, self.config.agent
+        if self.directory is None or not config.doctor.rows:
+            return None
+        renderer = self.parts.renderer
+        facts = Facts(
+            trainer="lockstep",
+            model=config.model,
+            stop_ids=frozenset(renderer.stop_ids),
+            temperature=agent.temperature,
+            top_p=agent.top_p,
+            top_k=agent.top_k,
+            is_moe=self.foundation.model.is_moe,
+            max_staleness=config.max_staleness * config.trainer.updates_per_batch,
+            is_one_process=self.is_one_process,
+        )
+        words = Tokenization(tokenizer=renderer.tokenizer, renderer=renderer)
+        return Monitor(
+            num_rows=config.doctor.rows,
+            setting=make_setting(facts, words),
+            facts=facts,
+            directory=self.path / MONITOR,
+            warn=lambda text: self.view.note(text, "warning"),
         )
 
     async def sync(self) -> dict[str, float]:
@@ -206,7 +239,19 @@ class Session:
     def is_critical(self, row: Mapping[str, Any]) -> bool:
         family, is_one_process = self.foundation.model.family, self.is_one_process
         alarm = mismatch_alarm(row, family, is_one_process=is_one_process)
-        return alarm.level == "critical"
+        return alarm.level == "critical" or row.get("doctor/causes", 0) > 0
+
+    def watch(
+        self, rows: Sequence[Sample], groups: Sequence[Group], metrics: Mapping[str, Any]
+    ) -> dict[str, float]:
+        """`doctor/...` of a step's rows, as they were trained: one process looks, all know."""
+        if not self.config.doctor.rows:
+            return {}
+        found: dict[str, float] = {}
+        if self.monitor is not None and rows:
+            version = int(metrics["staleness/version"])
+            found = self.monitor.look(self.step, rows, groups, version=version)
+        return found if self.ranks is None else self.ranks.from_leader(found)
 
     def save(self) -> None:
         """A checkpoint of everything that the next step depends on."""

@@ -35,6 +35,8 @@ class Setting:
     is_moe: bool | None = None
     model: object | None = None
     """What rows can be scored by again: `doctor.numerics.rescore.Rescoring`. None: not given."""
+    is_one_process: bool | None = None
+    """Whether sampler and trainer are one process over the same ops."""
     max_staleness: int | None = None
     """Updates that a token may be behind by the run's own settings."""
     step_metrics: Sequence[Mapping[str, Any]] = ()

@@ -125,10 +125,7 @@ class Rows:
         turn = column("turn")
         known: dict[str, Any] = {
             "rollout_logprobs": column("rollout_logprobs"),
-            "trainer_logprobs": next(
-                (c for name in ("logprobs", "old_logprobs") if (c := column(name)) is not None),
-                None,
-            ),
+            "trainer_logprobs": _trainer_logprobs(samples),
             "turn": turn,
             "is_sampled": None if turn is None else turn >= 0,
             "policy_version": column("policy_version"),
@@ -276,6 +273,25 @@ class Rows:
             self.row_ids, self.offsets[:-1].tolist(), self.offsets[1:].tolist(), strict=True
         ):
             yield name, slice(begin, end)
+
+
+def _trainer_logprobs(samples: Sequence[Sample]) -> Float32Array | None:
+    """What the trainer computed for each row before its update, NaN of rows that it computed
+    nothing of; None if that is all of them. An old policy that is the sampler's own array was taken
+    from there: comparing the two would report a gap of 0 that nobody measured."""
+    found: list[Float32Array | None] = []
+    for sample in samples:
+        rollout = sample.columns.get("rollout_logprobs")
+        columns = (sample.columns.get(name) for name in ("logprobs", "old_logprobs"))
+        found.append(next((c for c in columns if c is not None and c is not rollout), None))
+    if all(column is None for column in found):
+        return None
+    return np.concatenate(
+        [
+            np.full(len(sample), np.nan, np.float32) if column is None else column
+            for sample, column in zip(samples, found, strict=True)
+        ]
+    )
 
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)

@@ -144,6 +144,7 @@ def make_setting(
         top_p=facts.top_p,
         top_k=facts.top_k,
         is_moe=facts.is_moe,
+        is_one_process=facts.is_one_process,
         max_staleness=facts.max_staleness,
         step_metrics=step_metrics,
     )

@@ -174,6 +174,10 @@ METRICS: tuple[Metric, ...] = (
     _metric("critic/overflows", "passes", "down", "The critic's passes repeated likewise."),
     # evaluation
     _metric("eval/*", "1", "up", "A held-out figure: eval/NAME/mean@K, .../low, .../high, ..."),
+    # doctor
+    _metric("doctor/rows", "rows", "none", "Rows of the step that the checks looked at."),
+    _metric("doctor/causes", "causes", "down", "Causes of a mismatch that they show."),
+    _metric("doctor/*", "1", "down", "1 where the rows of the step show this cause."),
     # tokens and time
     _metric("tokens/sampled", "tokens", "none", "Tokens that the model sampled."),
     _metric("tokens/trained", "tokens", "none", "Tokens in the loss."),

@@ -426,12 +426,18 @@ class Trainer:
             rows, before = correct_samples(
                 samples, correction, version=self.version, device=self.device
             )
+        is_kept_by_update = is_known or not is_two_pass
+        if is_kept_by_update and num_updates > 1:
+            # What a later update computes is of another policy than the one that sampled.
+            for sample in samples:
+                sample.set("logprobs", np.full(len(sample), np.nan, np.float32))
         parts: list[Metrics] = []
         for number, part in enumerate(split_updates(rows, num_updates) or [[]]):
             metrics = self.forward_backward(
                 part, loss_fn,
                 aggregate=objective.aggregate, fixed_length=objective.fixed_length,
-                correction=correction, column=None if is_two_pass and not is_known else "logprobs",
+                correction=correction,
+                column="logprobs" if is_kept_by_update and number == 0 else None,
                 is_measuring=is_known and is_two_pass and number == 0,
                 is_fixed=_is_fixed(objective, correction),
             )  # fmt: skip

@@ -14,6 +14,7 @@ from lockstep.checks.contexts import Contexts
 from lockstep.checks.findings import Evidence, Finding
 from lockstep.checks.rows import Float64Array, Rows
 from lockstep.checks.values.precision import MIN_SHARE_NOISY, Marks
+from lockstep.observe.alarms import DENSE_BAND, MOE_BAND
 from lockstep.types import FORCED_LOGPROB, Float32Array, Int64Array
 
 FLOAT32_STD = 1e-4
@@ -30,10 +31,6 @@ MIN_SHARE = 0.05
 TYPICAL = 0.9
 """Share of the repeated tokens, those that vary least, that must be as noisy as the gap is large:
 a few that vary by nats are those of a defect, and say nothing of the others' noise."""
-NORMAL_K2 = 1e-3
-"""Between the engine and the trainer of other frameworks noise is the weather up to this k2 (the
-band of `observe/alarms.py` for dense models); within Lockstep there is none to expect. A dump that
-does not say who wrote it is not Lockstep's."""
 NUM_STDS = 8.0
 """Standard deviations of the mean token's noise that a token's gap may have: unsure tokens have a
 few times the mean's."""
@@ -226,10 +223,20 @@ class _Repeated(Check):
         if bits := self._marks.name(min_share=MIN_SHARE_NOISY):
             is_small = True
             told += f". Its logits are rounded to {bits}, which makes as much"
-        elif self.setting.trainer != "lockstep" and variance / 2 < NORMAL_K2:
+        elif self._is_between_engines and variance / 2 < self._normal_k2:
             is_small = True
             told += ". That is normal between two engines"
         return self.found("information" if is_small else "differs", told, **figures, share=share)
+
+    @property
+    def _is_between_engines(self) -> bool:
+        """Whether some noise is the weather: two engines, not one process over one set of ops. A
+        dump that does not say who wrote it is not Lockstep's."""
+        return self.setting.is_one_process is False or self.setting.trainer != "lockstep"
+
+    @property
+    def _normal_k2(self) -> float:
+        return (MOE_BAND if self.setting.is_moe else DENSE_BAND)[1]
 
     def repair(self, rows: Rows) -> Rows:
         """Noise has no place of its own: what is left of the gap is within it, up to the tokens

@@ -45,6 +45,8 @@ class Facts:
     """Likewise; 0 is all of the vocabulary."""
     max_staleness: int | None = None
     """Updates that a token may be behind what it is trained on, by the run's own settings."""
+    is_one_process: bool | None = None
+    """Whether sampler and trainer are one process over the same ops: noise is then no weather."""
     is_moe: bool | None = None
     """Whether the model is a mixture of experts."""
 

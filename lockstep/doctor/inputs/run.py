@@ -18,7 +18,7 @@ from lockstep.errors import DataError
 from lockstep.store.lock import is_locked
 from lockstep.store.run import Run, load_run
 from lockstep.store.trajectories import TrajectoryRecord
-from lockstep.types import UNKNOWN_EXPERT, Float32Array, Int32Array, Sample
+from lockstep.types import UNKNOWN_EXPERT, Float32Array, Int32Array, Sample, Trajectory
 
 _ALWAYS = frozenset(
     {
@@ -39,6 +39,10 @@ _ALWAYS = frozenset(
         "engine_ids",
     }
 )
+
+
+MONITOR = "doctor"
+"""Directory of a run in which rows are kept that showed a cause while it trained."""
 
 
 class RunDump(Dump):
@@ -86,6 +90,7 @@ class RunDump(Dump):
             temperature=agent.get("temperature"),
             top_p=agent.get("top_p"),
             top_k=agent.get("top_k"),
+            is_one_process=self._run.environment.get("is_one_process"),
             max_staleness=int(config.get("max_staleness") or 0)
             * int((config.get("trainer") or {}).get("updates_per_batch") or 1),
             is_moe=None if family is None else family == "moe",
@@ -133,6 +138,12 @@ class RunDump(Dump):
             out.append(
                 f"the run still goes on; the rows are of its steps {self._steps[0]} to "
                 f"{self._steps[-1]}"
+            )
+        kept = len(list((self.path / MONITOR).glob("step-*.parquet")))
+        if kept:
+            out.append(
+                f"while it trained, causes were found in rows of {kept} steps; as they were "
+                f"trained: lockstep doctor {self.path / MONITOR}"
             )
         fault: Mapping[str, Any] = self._run.config.get("fault") or {}
         if fault:
@@ -210,9 +221,9 @@ class RunDump(Dump):
             samples,
             rewards=np.array([r.trajectory.rewards[leaf] for r, leaf in placed]),
             steps=np.array([r.step for r in records], np.int64),
-            prompt_lengths=np.array([_prompt_length(sample) for sample in samples], np.int64),
+            prompt_lengths=np.array([prompt_length(sample) for sample in samples], np.int64),
             messages=tuple(tuple(r.trajectory.messages(leaf)) for r, leaf in placed),
-            engine_ids=tuple(_replies(r, leaf) for r, leaf in placed),
+            engine_ids=tuple(replies(r.trajectory, leaf) for r, leaf in placed),
             **more,
         )
 
@@ -241,16 +252,16 @@ def _samples(record: TrajectoryRecord) -> Iterator[Sample]:
         yield sample
 
 
-def _prompt_length(sample: Sample) -> int:
+def prompt_length(sample: Sample) -> int:
     """Tokens before the first that was sampled."""
     is_sampled = sample.columns["turn"] >= 0
     return int(np.argmax(is_sampled)) if is_sampled.any() else len(sample)
 
 
-def _replies(record: TrajectoryRecord, leaf: int) -> tuple[Int32Array, ...]:
+def replies(trajectory: Trajectory, leaf: int) -> tuple[Int32Array, ...]:
     """What the engine answered on the way to `leaf`, turn by turn. A turn that new weights cut in
     two was answered in two pieces, and is one."""
-    segments = [record.trajectory.segments[i] for i in record.trajectory.path(leaf)]
+    segments = [trajectory.segments[i] for i in trajectory.path(leaf)]
     sampled = [segment for segment in segments if segment.is_sampled]
     return tuple(
         np.concatenate([segment.token_ids for segment in turn])

@@ -1,0 +1,108 @@
+"""The checks inside of a run: what they find, what comes of it, and that they change nothing."""
+
+import numpy as np
+import pytest
+
+import lockstep
+from lockstep import diagnose
+from lockstep.config import resolve
+from lockstep.doctor.monitor import choose
+from lockstep.errors import ConfigError
+from lockstep.loop import train
+from lockstep.recipes import find_recipe
+from lockstep.types import Sample
+
+SMALL = (
+    "steps=2", "groups_per_step=2", "group_size=6", "evaluation.num_tasks=1",
+    "evaluation.greedy=false", "evaluation.at_start=false",
+)  # fmt: skip
+
+
+def run(path, *overrides):
+    return train(resolve(find_recipe("quickstart"), [*SMALL, *overrides]), out=path)
+
+
+def causes_of(row):
+    return sorted(name for name in row if name.startswith("doctor/") and "/rows" not in name)
+
+
+@pytest.mark.parametrize("model", ["tiny-gpt-oss", "tiny-qwen3"])
+def test_a_healthy_run_shows_no_cause(tmp_path, model):
+    run(tmp_path / "run", f"model={model}", "contract=none", "doctor.on_critical=stop")
+    steps = [row for row in lockstep.load(tmp_path / "run").metrics if "doctor/rows" in row]
+    assert [row["doctor/causes"] for row in steps] == [0, 0]
+    assert [causes_of(row) for row in steps] == [["doctor/causes"]] * 2
+    assert not (tmp_path / "run" / "doctor").exists()
+
+
+@pytest.mark.parametrize(
+    ("fault", "cause"),
+    [
+        ("shifted_logprobs", "shifted"),
+        ("dropped_final_tokens", "missing_final"),
+        ("retokenized_rows", "reencoded"),
+    ],
+)
+def test_a_fault_of_the_rows_stops_the_run_with_a_checkpoint_and_the_rows(
+    tmp_path, capsys, fault, cause
+):
+    path = tmp_path / "run"
+    outcome = run(path, f"fault={fault}", "doctor.on_critical=stop")
+    assert outcome.status == "stopped"
+    found = lockstep.load(path)
+    first = next(row for row in found.metrics if row["step"] == 0)
+    assert first["doctor/causes"] >= 1 and first[f"doctor/{cause}"] == 1
+    assert found.checkpoints()
+    told = "".join(capsys.readouterr())
+    assert told.count("step 0: doctor: ") == first["doctor/causes"]
+    assert f"step 0: doctor: {cause}" in told
+    # What was kept is what was trained: the doctor reads it, and says the same.
+    assert cause in [c.name for c, _ in diagnose(path / "doctor").causes]
+    assert any("doctor" in note for note in diagnose(path).dump.notes)
+
+
+def test_a_run_that_is_not_to_stop_goes_on_and_says_each_cause_once(tmp_path, capsys):
+    outcome = run(tmp_path / "run", "fault=shifted_logprobs")
+    assert outcome.status == "done"
+    assert "".join(capsys.readouterr()).count("doctor: shifted") == 1
+    kept = sorted(path.name for path in (tmp_path / "run" / "doctor").iterdir())
+    assert kept == ["step-000000.parquet", "step-000001.parquet"]
+
+
+def test_looking_changes_nothing_of_the_run(tmp_path):
+    looking, not_looking = tmp_path / "a", tmp_path / "b"
+    run(looking)
+    run(not_looking, "doctor.rows=0")
+    rows = [
+        [
+            {k: v for k, v in row.items() if not k.startswith(("time/", "doctor/"))}
+            for row in lockstep.load(path).metrics
+        ]
+        for path in (looking, not_looking)
+    ]
+    assert rows[0] == rows[1]
+    assert not any("doctor/rows" in row for row in lockstep.load(not_looking).metrics)
+
+
+def test_log_probs_of_a_later_update_are_not_taken_for_those_before_it(tmp_path):
+    run(tmp_path / "run", "trainer.updates_per_batch=2", "trainer.lr=1e-2")
+    steps = [row for row in lockstep.load(tmp_path / "run").metrics if "doctor/rows" in row]
+    assert [row["doctor/causes"] for row in steps] == [0, 0]
+    assert diagnose(tmp_path / "run").examination.gap.max_abs == 0
+
+
+def test_whole_groups_are_looked_at_and_others_in_each_step():
+    rows = [
+        Sample(id=f"{g}/{i}", token_ids=np.zeros(2, np.int32), loss_mask=np.zeros(2, bool), group=g)
+        for g in range(3)
+        for i in range(4)
+    ]
+    assert [row.id for row in choose(rows, 4, step=1)] == ["1/0", "1/1", "1/2", "1/3"]
+    assert {row.group for row in choose(rows, 6, step=2)} == {2, 0}
+    assert choose(rows, 100, step=0) == rows
+    assert choose([], 4, step=0) == []
+
+
+def test_a_number_of_rows_below_0_is_refused():
+    with pytest.raises(ConfigError, match=r"doctor\.rows=-1 must be at least 0"):
+        resolve(find_recipe("quickstart"), ["doctor.rows=-1"])
