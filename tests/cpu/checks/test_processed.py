@@ -14,7 +14,7 @@ HAS = frozenset({"rollout_logprobs", "trainer_logprobs"})
 
 def examined(rows: Rows, setting: Setting | None = None) -> Examination:
     stages = [Stage(checks=checks) for checks in STAGES]
-    return examine(lambda: [rows], stages, setting or Setting(), has=HAS)
+    return examine(lambda: [rows], stages, setting or Setting(trainer="lockstep"), has=HAS)
 
 
 def causes(rows: Rows) -> list[str]:

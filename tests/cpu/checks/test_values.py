@@ -18,7 +18,7 @@ def examined(rows: Rows, setting: Setting | None = None) -> Examination:
         if getattr(rows, name) is not None
     )
     stages = [Stage(checks=checks) for checks in STAGES]
-    return examine(lambda: [rows], stages, setting or Setting(), has=has)
+    return examine(lambda: [rows], stages, setting or Setting(trainer="lockstep"), has=has)
 
 
 def causes(rows: Rows) -> list[str]:
