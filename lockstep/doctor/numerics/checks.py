@@ -6,6 +6,7 @@ of the model reproduces come first, what is left of a side that deviates is judg
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import ClassVar
 
 import numpy as np
@@ -36,8 +37,9 @@ before, to be judged: a repair may be an estimate (log-probs after a temperature
 misses is not noise."""
 MIN_REPLAYED = 0.1
 """Of a side's deviation that replaying the recorded routes must remove to be named."""
-MAX_EVIDENCE_TOKENS = 6
-"""Shown around the worst one."""
+MOSTLY = 0.5
+"""The same, above which a deviation is one of routes though it repeats: routers as noisy as that
+make log-probs worse wherever they matter."""
 
 
 class _Compared(Check):
@@ -89,9 +91,12 @@ class _Compared(Check):
         return list(self.comparison.sides.values())
 
     def unexplained(self, comparison: Comparison, side: Side) -> Repetition | None:
-        """See the function."""
+        """See the function. What mostly goes with the sampler's routes does not repeat."""
         recorded = rescoring_of(self.setting).recorded.get(side.name, 0.0)
-        return unexplained(comparison, side, recorded=recorded)
+        found = unexplained(comparison, side, recorded=recorded)
+        if found is not None and found.is_repeated and replayed_share(comparison, side) > MOSTLY:
+            return replace(found, within=np.nan)
+        return found
 
     def show_worst(self, side: Side, rows_hit: BoolArray, note: str, other: Float64Array) -> None:
         """The tokens of these rows that deviate most, with what each number is.
@@ -320,7 +325,10 @@ def unexplained(comparison: Comparison, side: Side, *, recorded: float) -> Repet
     if side.k2[is_left].sum() < MIN_SHARE * known:
         return None  # what is left of rows beside the named cause's: strays of it
     return variance_within(
-        comparison.evidence.rows, deviation(comparison, side), comparison.evidence.spread
+        comparison.evidence.rows,
+        deviation(comparison, side),
+        comparison.evidence.spread,
+        is_shared=side.name == "trainer",
     )
 
 
@@ -328,6 +336,18 @@ def deviation(comparison: Comparison, side: Side) -> Float64Array:
     """[N] side - model of the rows that no variant explains, NaN elsewhere."""
     chosen = side.is_unexplained[comparison.evidence.rows.row_of]
     return np.where(chosen, side.values - side.reference, np.nan)
+
+
+def replayed_share(comparison: Comparison, side: Side) -> float:
+    """Of the sampler's deviation, what its recorded routes remove; 0 without any."""
+    evidence = comparison.evidence
+    if evidence.replayed is None or side.name != "sampler":
+        return 0.0
+    d = deviation(comparison, side)
+    again = np.where(np.isfinite(d), side.values - evidence.replayed, np.nan)
+    both = np.isfinite(d) & np.isfinite(again)
+    whole = float((d[both] ** 2).sum())
+    return 1 - float((again[both] ** 2).sum()) / whole if whole else 0.0
 
 
 class _Noise(_Compared):
@@ -356,27 +376,21 @@ class _Noise(_Compared):
         )
 
     def replayed(self, side: Side) -> float:
-        """Share of the side's deviation that the sampler's recorded routes remove."""
-        evidence = self.comparison.evidence
-        if evidence.replayed is None:
-            return 0.0
-        d = deviation(self.comparison, side)
-        again = np.where(np.isfinite(d), side.values - evidence.replayed, np.nan)
-        both = np.isfinite(d) & np.isfinite(again)
-        whole = float((d[both] ** 2).sum())
-        return 1 - float((again[both] ** 2).sum()) / whole if whole else 0.0
+        return replayed_share(self.comparison, side)
 
     def is_of_routes(self, side: Side) -> bool:
-        """Whether flips of routes are behind the side's noise: by replay where routes are recorded,
-        else by where it is large."""
+        """Whether flips of routes are behind the sampler's noise: by replay where routes are
+        recorded, else by where it is large. What moves a trainer's routes is its own noise."""
         evidence = self.comparison.evidence
-        if evidence.is_replayed:
+        if side.name != "sampler" or evidence.is_replayed:
             return False
-        if side.name == "sampler" and evidence.replayed is not None:
+        if evidence.replayed is not None:
             return self.replayed(side) >= MIN_REPLAYED
-        of_routers, of_dropout = self.gains(side)
-        rival = of_dropout if side.name == "trainer" else 0.0
-        return of_routers - max(rival, 0.0) > MIN_GAIN
+        return self.gains(side)[0] > MIN_GAIN
+
+    def is_all_of_routers(self, side: Side) -> bool:
+        """Whether what replay leaves is of the same routers: their noise weighs experts too."""
+        return self.is_of_routes(side) and self.gains(side)[0] > MIN_GAIN
 
     def judge(self) -> Finding:
         comparison = self.comparison
@@ -454,7 +468,7 @@ class RoutingFlips(_Noise):
             return rows
         evidence = comparison.evidence
         sampler = comparison.sides.get("sampler")
-        if sampler is None or "sampler" not in self._hit or evidence.replayed is None:
+        if sampler is None or evidence.replayed is None or self.is_all_of_routers(sampler):
             return super().repair(rows)
         # The same move of the sampler the other way round: it may be the only side that there is.
         moved = sampler.values - (evidence.replayed - sampler.reference)
@@ -494,7 +508,7 @@ class KernelNoise(_Noise):
             return False
         if not self.is_of_routes(side):
             return True
-        if self.comparison.evidence.replayed is None:
+        if self.comparison.evidence.replayed is None or self.is_all_of_routers(side):
             return False
         rest = (1 - self.replayed(side)) * side.noise
         return rest > NOISE_FACTOR * self.comparison.floor

@@ -22,6 +22,7 @@ from functools import cached_property
 from typing import Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from lockstep.checks.rows import BoolArray, Float64Array, Rows
 from lockstep.types import Int64Array
@@ -47,7 +48,9 @@ MIN_SHARE = 0.25
 """Of a side's deviation that those rows must have together to be named. Noise has a few large
 tokens, and a variant that is right by chance on the row of one of them must not be named for it."""
 MIN_ROWS, MIN_TOKENS = 3, 8
-"""That they must have together; fewer rows where there are no more."""
+"""That they must have together; fewer rows where there are no more, or where a variant leaves less
+of them than MAX_FEW_RESIDUAL."""
+MAX_FEW_RESIDUAL = 0.05
 TIE = 0.05
 """Of the deviation: variants nearer to each other than this explain equally well."""
 FLOAT_K2 = 1e-8
@@ -70,8 +73,8 @@ MIN_REPEATED = 60
 """Tokens in contexts that occur more than once, without which that cannot be told."""
 MIN_SPREAD = 1e-3
 """Variance under unit noise of the logits that a token must have to say anything about noise."""
-CONTEXT = 3
-"""Last tokens that make a context; longer ones gain nothing (`variance_within`)."""
+CONTEXTS = (3, 8)
+"""Last tokens that make a context: the short ones occur often, the long ones tell more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -303,7 +306,7 @@ def _side(
         if (
             rest > MAX_RESIDUAL * whole
             or whole < MIN_SHARE * total
-            or is_hit.sum() < enough
+            or (is_hit.sum() < enough and rest > MAX_FEW_RESIDUAL * whole)
             or tokens[is_hit].sum() < MIN_TOKENS
         ):
             hit[is_hit] = -1
@@ -342,18 +345,36 @@ class Repetition:
         return self.within > MAX_WITHIN
 
 
-def variance_within(rows: Rows, d: Float64Array, spread: Float64Array) -> Repetition:
+def variance_within(
+    rows: Rows, d: Float64Array, spread: Float64Array, *, is_shared: bool
+) -> Repetition:
     """Whether d [N] depends on what is read, or on chance.
 
-    Tokens with the same CONTEXT last tokens, themselves included, are one context: what other
-    weights make of them is much the same, whatever stood before; what noise makes of them is not.
-    Each d is taken in units of what noise on the logits would make of it, extremes are cut.
+    Tokens with the same last tokens, themselves included, are one context: what other weights make
+    of them is much the same, whatever stood before; what noise makes of them is not. Of the lengths
+    CONTEXTS, that under which most repeats. Each d is taken in units of what noise on the logits
+    would make of it, extremes are cut. is_shared: rows that begin alike may have been computed
+    once, noise included: of tokens with the same beginning one is taken.
     """
+    is_used = np.isfinite(d) & (spread > MIN_SPREAD)
+    if is_shared:
+        places = np.flatnonzero(is_used)
+        _, first = np.unique(_beginnings(rows)[places], return_index=True)
+        is_used = np.zeros_like(is_used)
+        is_used[places[first]] = True
+    found = [_within(rows, d, spread, is_used, length) for length in CONTEXTS]
+    told = [f for f in found if not np.isnan(f.within)]
+    return min(told, key=lambda f: f.within) if told else found[0]
+
+
+def _within(
+    rows: Rows, d: Float64Array, spread: Float64Array, is_used: BoolArray, length: int
+) -> Repetition:
     ids = rows.token_ids.astype(np.uint64)
     key = np.zeros(len(ids), np.uint64)
-    for back in range(CONTEXT):
+    for back in range(length):
         key = key * np.uint64(1_000_003) + np.roll(ids, back)
-    is_used = np.isfinite(d) & (spread > MIN_SPREAD) & (rows.position >= CONTEXT)
+    is_used = is_used & (rows.position >= length)
     z, key = d[is_used] / np.sqrt(spread[is_used]), key[is_used]
     if len(z) < MIN_REPEATED:
         return Repetition(tokens=len(z), within=np.nan)
@@ -363,11 +384,21 @@ def variance_within(rows: Rows, d: Float64Array, spread: Float64Array) -> Repeti
     is_repeated = count[index] > 1
     _, index, count = np.unique(index[is_repeated], return_inverse=True, return_counts=True)
     z = z[is_repeated]
-    if len(z) < MIN_REPEATED or not (z * z).sum():
+    if len(z) - len(count) < MIN_REPEATED // 2 or not (z * z).sum():
         return Repetition(tokens=len(z), within=np.nan)
     mean = np.bincount(index, z) / count
     within = ((z - mean[index]) ** 2).sum() / (len(z) - len(count))
     return Repetition(tokens=len(z), within=float(within / (z * z).mean()))
+
+
+def _beginnings(rows: Rows) -> npt.NDArray[np.uint64]:
+    """[N] a number that two tokens share if everything up to them is the same."""
+    mixed = rows.token_ids.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    mixed ^= rows.position.astype(np.uint64) * np.uint64(0xC2B2AE3D27D4EB4F)
+    mixed = (mixed ^ (mixed >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9)
+    total = np.cumsum(mixed, dtype=np.uint64)
+    before = np.concatenate([np.zeros(1, np.uint64), total])[rows.offsets[:-1]]
+    return total - np.repeat(before, rows.sizes)
 
 
 def log_likelihood_gain(d: Float64Array, scale: Float64Array, plain: Float64Array) -> float:

@@ -11,6 +11,7 @@ from lockstep.doctor.inputs.base import Dump, Facts
 from lockstep.doctor.numerics.scorer import Distribution, Scorer
 from lockstep.doctor.numerics.weights import Weights
 from lockstep.models.locate import locate_model
+from lockstep.models.moe import Routing
 from lockstep.ops.context import PackedContext
 from lockstep.renderers.tokenizer import Tokenizer
 
@@ -109,3 +110,28 @@ def noisy(model: str, std: float, seed: int = 0):
     plain = found.logprobs[Distribution()]
     noise = std * draws * np.sqrt(found.spread)
     return np.minimum(plain + noise, -1e-6).astype(np.float32)
+
+
+@cache
+def routed(model: str):
+    """[N, L, A] int16: the experts that a sampler with noisy routers would have taken."""
+    scorer, rows = Scorer(device="cpu"), sampled_rows(model)
+    twin = scorer.perturbed_routers(scorer.load(weights_of(model)), 0.5, seed=5)
+    routing = Routing()
+    with torch.inference_mode():
+        twin(
+            torch.from_numpy(rows.token_ids.astype(np.int64)),
+            torch.from_numpy(rows.position),
+            PackedContext.of(rows.sizes.tolist()),
+            routing,
+        )
+    return routing.stacked().numpy().astype(np.int16)
+
+
+def replayed_values(model: str, routes):
+    """[N] float32: what the model makes of the rows if their tokens go to these experts."""
+    scorer, rows = Scorer(device="cpu"), sampled_rows(model).with_(routed_experts=routes)
+    found = scorer.score(
+        scorer.load(weights_of(model)), rows, np.arange(len(rows)), is_replaying=True
+    )
+    return found.logprobs[Distribution()]

@@ -2,10 +2,11 @@
 
 import numpy as np
 import pytest
-from sampled_rows import ArrayDump, noisy, sampled_rows, scored
+from sampled_rows import ArrayDump, noisy, replayed_values, routed, sampled_rows, scored
 
 from lockstep.doctor.diagnose import diagnose
 from lockstep.doctor.inputs.base import Facts
+from lockstep.doctor.numerics.compare import variance_within
 
 MOE, DENSE = "tiny-gpt-oss", "tiny-qwen3"
 
@@ -163,3 +164,46 @@ def test_the_sample_is_the_same_for_a_seed_and_within_its_bound():
         assert sample.num_tokens <= 600
         kept.append(sample.row_ids)
     assert kept[0] == kept[1] != kept[2]
+
+
+def test_what_repeats_is_other_weights_and_what_does_not_is_noise():
+    rows = sampled_rows(DENSE)
+    spread = np.ones(rows.num_tokens)
+    rng = np.random.default_rng(0)
+    of_id = rng.standard_normal(1000)[rows.token_ids % 1000]
+    of_chance = rng.standard_normal(rows.num_tokens)
+    for is_shared in (True, False):
+        repeated = variance_within(rows, of_id, spread, is_shared=is_shared)
+        chance = variance_within(rows, of_chance, spread, is_shared=is_shared)
+        assert repeated.is_repeated and repeated.within < 0.1
+        assert chance.is_noise
+
+
+def test_noise_that_rows_with_one_beginning_share_does_not_count_as_repeated():
+    """The trainer computes a common beginning once: its dropout there is one draw."""
+    one = sampled_rows(DENSE).take([0])
+    rows = type(one).joined([one] * 6)
+    d = np.tile(np.random.default_rng(0).standard_normal(one.num_tokens), 6)
+    spread = np.ones(rows.num_tokens)
+    assert not variance_within(rows, d, spread, is_shared=True).is_repeated
+    assert variance_within(rows, d, spread, is_shared=False).within < 0.01
+
+
+def test_recorded_routes_tell_what_replay_would_remove():
+    rows, routes = sampled_rows(MOE), routed(MOE)
+    flipped = replayed_values(MOE, routes)
+    assert np.nanmean((flipped - scored(MOE)) ** 2) > 1e-4
+    dump = ArrayDump(
+        rows.with_(rollout_logprobs=flipped, trainer_logprobs=scored(MOE), routed_experts=routes)
+    )
+    found = diagnose(dump, model=MOE)
+    assert causes(found) == ["routing_flips"]
+    assert "replaying its routes removes 100%" in finding(found, "numerics/routing_flips").measured
+    assert found.examination.shares[0].k2 > 0.99
+
+
+def test_a_trainer_that_replays_the_routes_agrees_with_the_replayed_model():
+    rows, routes = sampled_rows(MOE), routed(MOE)
+    flipped = replayed_values(MOE, routes)
+    both = rows.with_(rollout_logprobs=flipped, trainer_logprobs=flipped, routed_experts=routes)
+    assert causes(diagnose(ArrayDump(both), model=MOE)) == []
