@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -74,6 +75,14 @@ def _complain(error: Exception, options: argparse.Namespace) -> None:
         f"{type(error).__name__}: {error}", 100, break_long_words=False, break_on_hyphens=False
     )
     print(text, file=sys.stderr)
+
+
+def _say(text: str) -> None:
+    """Prints what is long enough for `| head`: a reader who has gone is no error."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 # -- the verbs ----------------------------------------------------------------------------------
@@ -270,7 +279,7 @@ def _doctor(options: argparse.Namespace) -> int:
     elif (console := Console(highlight=False)).is_terminal:
         show(diagnosis, console, page=page)
     else:
-        print(summary(diagnosis, page=page))
+        _say(summary(diagnosis, page=page))
     return EXIT_CODES[diagnosis.outcome]
 
 
@@ -297,7 +306,7 @@ def _replay(options: argparse.Namespace) -> int:
     else:
         out = io.StringIO()
         show(replay, Console(file=out, highlight=False, width=100), has_all_tokens=options.tokens)
-        print("\n".join(line.rstrip() for line in out.getvalue().splitlines()))
+        _say("\n".join(line.rstrip() for line in out.getvalue().splitlines()))
     is_broken = scores is not None and scores.contract and replay.comes_back is False
     return FAILED if is_broken else OK
 

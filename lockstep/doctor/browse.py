@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from lockstep.checks.attribution import SPELLINGS, Spellings, is_touched
 from lockstep.checks.rows import Rows
-from lockstep.doctor.diagnosis import Diagnosis
+from lockstep.doctor.diagnosis import Diagnosis, evidence_to_json
 from lockstep.doctor.inputs.run import RunDump
 from lockstep.doctor.page import MAX_ROW_TOKENS, page_frame, row_document, vocabulary
 from lockstep.doctor.replay import path_as_rows
@@ -59,11 +59,8 @@ class BrowsedRows:
                 self._checks.append(finding.check)
             for piece in finding.evidence:
                 self._evidence.setdefault(piece.row, []).append(
-                    {
-                        "check": finding.check, "begin": piece.begin, "end": piece.end,
-                        "note": piece.note, "expected_ids": list(piece.expected_ids),
-                    }
-                )  # fmt: skip
+                    {"check": finding.check, **evidence_to_json(piece)}
+                )
         self._cache: OrderedDict[int, Rows | TrajectoryRecord] = OrderedDict()
         self._orders: dict[str, npt.NDArray[np.int64]] = {}
         if self._run is None:

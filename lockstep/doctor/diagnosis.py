@@ -11,7 +11,7 @@ from lockstep.checks.attribution import SPLIT_BY, Gap, Place, Split
 from lockstep.checks.base import Setting, Share
 from lockstep.checks.causes import CAUSES, Cause
 from lockstep.checks.examine import Examination
-from lockstep.checks.findings import Finding
+from lockstep.checks.findings import Evidence, Finding
 from lockstep.doctor.inputs.base import Dump
 from lockstep.doctor.rows import RowChoice
 from lockstep.observe.alarms import WARNING_LIMIT
@@ -34,6 +34,9 @@ PART_OF_THE_GAP = 0.05
 FLOAT_NOISE = 1e-4
 """Largest |d| in nats that two float32 sides of one computation come to, with room: metrics of a
 run call a token above it an outlier (`correction/metrics.py: OUTLIER_DIFF`)."""
+
+MAX_EXPECTED = 2000
+"""Expected ids of one place that are given: more say nothing more, and would fill a page."""
 
 HOW_TO_GET: Mapping[str, str] = {
     "rollout_logprobs": "log the sampler's log-prob of each sampled token when it is drawn",
@@ -245,8 +248,23 @@ class Diagnosis:
 
 
 def finding_to_json(finding: Finding) -> dict[str, Any]:
-    figures = {name: encode_number(float(value)) for name, value in finding.figures.items()}
-    return {**asdict(finding), "figures": figures}
+    return {
+        **asdict(finding),
+        "figures": {name: encode_number(float(value)) for name, value in finding.figures.items()},
+        "evidence": [evidence_to_json(piece) for piece in finding.evidence],
+    }
+
+
+def evidence_to_json(piece: Evidence) -> dict[str, Any]:
+    """A place; of one with very many tokens the first MAX_EXPECTED."""
+    out = asdict(piece)
+    if len(piece.expected_ids) > MAX_EXPECTED:
+        out |= {
+            "expected_ids": list(piece.expected_ids[:MAX_EXPECTED]),
+            "end": min(piece.end, piece.begin + MAX_EXPECTED),
+            "note": f"{piece.note} (the first {MAX_EXPECTED} tokens)",
+        }
+    return out
 
 
 def split_to_json(split: Split) -> dict[str, Any]:

@@ -13,9 +13,8 @@ from typing import Any
 import numpy as np
 
 from lockstep.checks.attribution import is_touched
-from lockstep.checks.findings import Evidence
 from lockstep.checks.rows import Rows
-from lockstep.doctor.diagnosis import Diagnosis
+from lockstep.doctor.diagnosis import MAX_EXPECTED, Diagnosis, evidence_to_json
 from lockstep.doctor.rows import fetch
 from lockstep.errors import ConfigError
 from lockstep.observe.alarms import CRITICAL_LIMIT, WARNING_LIMIT
@@ -81,7 +80,9 @@ def build_document(diagnosis: Diagnosis, budget: PageBudget) -> dict[str, Any]:
     return {
         **page_frame(
             title=Path(diagnosis.name).resolve().name, rows=rows, tokenizer=tokenizer,
-            expected=[i for f in findings for e in f.evidence for i in e.expected_ids],
+            expected=[
+                i for f in findings for e in f.evidence for i in e.expected_ids[:MAX_EXPECTED]
+            ],
         ),
         "num_stored_trajectories": diagnosis.examination.num_rows,
         "num_left_out_for_size": num_left_out,
@@ -134,7 +135,9 @@ def _rows_to_show(diagnosis: Diagnosis, budget: PageBudget) -> tuple[list[dict[s
     evidence: dict[str, list[dict[str, Any]]] = {}
     for finding in diagnosis.examination.findings:
         for piece in finding.evidence:
-            evidence.setdefault(piece.row, []).append(_evidence(finding.check, piece))
+            evidence.setdefault(piece.row, []).append(
+                {"check": finding.check, **evidence_to_json(piece)}
+            )
     chosen = dict(diagnosis.choice.numbers)
     found = fetch(diagnosis.dump, numbers=chosen, names=evidence)
     order = sorted(found, key=lambda n: found[n].row_ids[0] not in evidence)
@@ -164,16 +167,6 @@ def _rows_to_show(diagnosis: Diagnosis, budget: PageBudget) -> tuple[list[dict[s
 
 def _changes(repair: Callable[[Rows], Rows], rows: Rows) -> bool:
     return bool(is_touched(rows, repair(rows)).any())
-
-
-def _evidence(check: str, piece: Evidence) -> dict[str, Any]:
-    return {
-        "check": check,
-        "begin": piece.begin,
-        "end": piece.end,
-        "note": piece.note,
-        "expected_ids": list(piece.expected_ids),
-    }
 
 
 def row_document(
@@ -233,7 +226,8 @@ def _window(
         first = min(max(first, 0), size - 1)
         return first, min(first + MAX_ROW_TOKENS, size)
     worst = int(np.nan_to_num(np.abs(rows.gap)).argmax())
-    centre = int(evidence[0]["begin"]) if evidence else worst
+    small = [piece for piece in evidence if piece["end"] - piece["begin"] <= MAX_ROW_TOKENS // 2]
+    centre = int(small[0]["begin"]) if small else worst
     first = min(max(0, centre - MAX_ROW_TOKENS // 2), size - MAX_ROW_TOKENS)
     return first, first + MAX_ROW_TOKENS
 

@@ -15,7 +15,7 @@ from lockstep.checks.base import Check
 from lockstep.checks.examine import Stage, examine
 from lockstep.checks.findings import Evidence
 from lockstep.cli import main
-from lockstep.doctor.diagnosis import EXIT_CODES
+from lockstep.doctor.diagnosis import EXIT_CODES, evidence_to_json
 from lockstep.doctor.progress import Reading
 from lockstep.doctor.rows import RowChoice, fetch
 from lockstep.doctor.terminal import show, summary
@@ -169,6 +169,15 @@ def test_an_empty_dump_could_not_be_checked_or_is_consistent_and_never_breaks():
     assert found.outcome != "differs"
     json.dumps(found.to_json(), allow_nan=False)
     assert "0 rows" in summary(found)
+
+
+def test_of_evidence_with_very_many_tokens_the_first_are_given():
+    piece = Evidence(row="a", begin=5, end=9005, note="all", expected_ids=tuple(range(9000)))
+    said = evidence_to_json(piece)
+    assert said["expected_ids"] == list(range(2000)) and said["end"] == 2005
+    assert said["note"] == "all (the first 2000 tokens)"
+    short = evidence_to_json(Evidence(row="a", begin=5, end=7, note="two", expected_ids=(1, 2)))
+    assert (short["end"], short["expected_ids"]) == (7, (1, 2))
 
 
 def test_a_gap_of_float_noise_is_not_divided():
