@@ -40,6 +40,9 @@ MIN_OPENING_TOKENS = 2
 beginning of the text): "assistant" and a line break."""
 MIN_OPENING = 0.05
 """Share of the turns that a learnt opening must precede."""
+MAX_OPENINGS = 4096
+"""Openings that are counted: where something else stands before each turn, memory would grow with
+the dump. Those that are rarer than all of these are none."""
 
 
 class TemplateIds:
@@ -74,6 +77,8 @@ class TemplateIds:
             self.__dict__.pop("stop_ids", None)
         if self._setting.renderer is None:
             self._openings.update(openings_before(rows))
+            if len(self._openings) > MAX_OPENINGS:
+                self._openings = Counter(dict(self._openings.most_common(MAX_OPENINGS // 2)))
             self.__dict__.pop("openings", None)
 
     def _candidates(self) -> list[int]:
