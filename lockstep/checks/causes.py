@@ -46,12 +46,12 @@ _CAUSES = (
         remedy="Keep the ids that the engine returned, from sampling to the loss; text is for "
         "people.",
         in_trainers={
-            "verl": "actor_rollout_ref.rollout.multi_turn.tokenization_sanity_check_mode=strict "
-            "shows it; use an agent loop (rollout.mode=async), which passes ids.",
-            "trl": "vllm_mode=colocate with environment_factory keeps ids; a rollout_func of your "
-            "own "
-            "must return completion_ids as the engine gave them.",
-            "slime": "return Sample.tokens from meta_info.output_token_logprobs, never from text.",
+            "verl": "actor_rollout_ref.rollout.agent.default_agent_loop=tool_agent passes ids; "
+            "rollout.multi_turn.tokenization_sanity_check_mode=strict warns of rows that were "
+            "encoded.",
+            "trl": "a rollout_func of your own must return completion_ids as the engine gave them.",
+            "slime": "append the ids in meta_info.output_token_logprobs to Sample.tokens, never an "
+            "encoding of Sample.response.",
         },
         fault="retokenized_rows",
     ),
@@ -63,9 +63,10 @@ _CAUSES = (
         remedy="Extend the ids turn by turn (prompt + sampled + encoded tool reply) in place of "
         "applying the chat template to the whole history.",
         in_trainers={
-            "verl": "use rollout.mode=async with an agent loop; its continuous tokens keep the "
-            "prefix.",
-            "tinker": "a renderer with has_extension_property, else each turn becomes a row.",
+            "verl": "actor_rollout_ref.rollout.agent.default_agent_loop=tool_agent appends ids "
+            "turn by turn.",
+            "tinker": "take a renderer whose has_extension_property is True; with another one "
+            "each turn must be a row of its own.",
         },
         fault="rerendered_history",
     ),
@@ -181,7 +182,10 @@ _CAUSES = (
         title="The template drops the thinking of earlier turns: what was sampled is not in the "
         "row.",
         remedy="Keep thinking in the history, or make a row of each turn.",
-        in_trainers={"transformers": "a chat template that keeps reasoning, or one row per turn."},
+        in_trainers={
+            "verl": "actor_rollout_ref.rollout.multi_turn.use_inference_chat_template=False keeps "
+            "it.",
+        },
         fault="dropped_thinking",
     ),
     # -- the numbers are not log-probs of what was sampled ----------------------------------------
