@@ -201,7 +201,11 @@ def _serve_rows(options: argparse.Namespace) -> int:
     if len(options.runs) > 1 or options.out:
         raise ConfigError("--serve serves one run or one dump, and writes no file.")
     with Reading() as reading:
-        rows = BrowsedRows(diagnose(options.runs[0], on_rows=reading.on_rows))
+        found = diagnose(
+            options.runs[0], format=options.format, tokenizer=options.tokenizer,
+            on_rows=reading.on_rows,
+        )  # fmt: skip
+        rows = BrowsedRows(found)
     try:
         server = RowServer(rows, host=options.host, port=options.port)
     except (OSError, OverflowError) as error:
@@ -600,6 +604,10 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("--serve", action="store_true",
                         help="in place of a file, serve every row of a run or a dump on this "
                              "machine: sort, filter, open")  # fmt: skip
+    report.add_argument("--format", default="", help="of a dump that is served; default: found out")
+    report.add_argument("--tokenizer", default="", metavar="DIR",
+                        help="of a dump that is served, to show text for ids; default: that of the "
+                             "model that it names, if it is here")  # fmt: skip
     report.add_argument("--port", type=int, default=0, help="of --serve; default: a free one")
     report.add_argument("--host", default="127.0.0.1",
                         help="of --serve; default: this machine only. Anybody who reaches another "

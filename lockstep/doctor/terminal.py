@@ -109,7 +109,7 @@ def _cause(
     share = diagnosis.share_of(cause.name)
     title = Text.assemble(
         (f"\n{number}. {cause.name}", "bold red"),
-        (f"  {share:.1%} of k2" if share else "  moves no compared log-prob", "bold"),
+        (f"  {share:.1%} of k2" if share >= 0.001 else "  moves few log-probs, or none", "bold"),
         ("  "),
         (certainty, _CERTAINTY[certainty]),
     )
