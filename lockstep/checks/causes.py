@@ -194,12 +194,20 @@ _CAUSES = (
         room="values",
         title="The rollout's log-probs are of the distribution after temperature, top-p or top-k; "
         "the trainer's are not.",
-        remedy="Ask the engine for raw log-probs, or process the trainer's logits in the same way.",
+        remedy="Divide the trainer's logits by the temperature, ask the engine for log-probs after "
+        "it, and sample with top_p=1 and without top_k, or renormalise over the kept tokens.",
         in_trainers={
-            "vllm": "logprobs_mode=raw_logprobs against processed_logprobs",
-            "sglang": "return_logprob is after temperature from 0.5 on",
-            "verl": "actor_rollout_ref.rollout.temperature is applied by the actor too; top_p and "
-            "top_k are not: set top_p=1 and top_k=-1.",
+            "lockstep": "agent.record_support=true (the default) keeps the ids that top_p and "
+            "top_k left; an engine that cannot needs agent.top_p=1 agent.top_k=0.",
+            "vllm": "--logprobs-mode processed_logprobs; its default, raw_logprobs, is before "
+            "temperature, top_p and top_k.",
+            "sglang": "leave SGLANG_RETURN_ORIGINAL_LOGPROB unset: with it log-probs are before "
+            "temperature.",
+            "verl": "actor_rollout_ref.rollout.logprobs_mode=processed_logprobs (the default) "
+            "with top_p=1 and top_k=-1: the actor divides by the temperature, and does not "
+            "truncate.",
+            "trl": "vllm_mode=colocate asks vLLM for processed log-probs; a server of your own "
+            "needs --logprobs-mode processed_logprobs. Keep top_p=1.",
         },
         fault="processed_logprobs",
     ),
