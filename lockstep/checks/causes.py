@@ -260,7 +260,9 @@ _CAUSES = (
         remedy="Replay the sampler's routes in the trainer.",
         in_trainers={
             "lockstep": "trainer.routing_replay=rollout",
-            "verl": "actor_rollout_ref.actor.router_replay.mode=R3",
+            "verl": "with the Megatron engine: "
+            "actor_rollout_ref.rollout.enable_rollout_routing_replay=true "
+            "actor_rollout_ref.actor.megatron.router_replay.mode=R3",
             "slime": "--use-rollout-routing-replay",
         },
         fault="router_noise fault.std=0.3",

@@ -26,9 +26,9 @@ import numpy.typing as npt
 
 from lockstep.errors import DataError
 
-MAX_PICKLE_BYTES = 1 << 30
-"""Of one pickle. Numbers in it take up to six times its size as Python objects; tensors stand
-beside it and do not count."""
+MAX_PICKLE_OPCODES = 1 << 27
+"""Of one pickle: 40 million tokens as lists of numbers. Each makes at most one Python object, of
+about 40 bytes; a tensor is a dozen of them, whatever its size."""
 
 Array = npt.NDArray[Any]
 
@@ -79,9 +79,7 @@ def is_pickle(path: Path) -> bool:
 def mentions(path: Path, words: Iterable[str]) -> bool:
     """Whether all of these stand in the pickle of a torch file: what it is of, without reading."""
     try:
-        with open(path, "rb") as file:
-            content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        head = bytes(_Archive(content, str(path)).member("data.pkl", limit=MAX_PICKLE_BYTES))
+        head = bytes(_Archive(_mapped(path), str(path)).member("data.pkl"))
     except (DataError, ValueError):
         return False
     return all(word.encode() in head for word in words)
@@ -92,13 +90,7 @@ def read_pickle(path: Path) -> Any:
 
     Raises DataError if the file is torn, too large, or names anything that is not in the table.
     """
-    size = path.stat().st_size
-    if size > MAX_PICKLE_BYTES:
-        raise DataError(
-            f"{path}: a pickle of {size} bytes; at most {MAX_PICKLE_BYTES} are read, since all of "
-            "it must be in memory at once. Save fewer rows per file."
-        )
-    return _load(path.read_bytes(), str(path))
+    return _load(_mapped(path), str(path))
 
 
 def read_torch(path: Path) -> Any:
@@ -106,11 +98,14 @@ def read_torch(path: Path) -> Any:
 
     Raises DataError as `read_pickle` does, and if a tensor does not fit in its storage.
     """
+    return read_torch_bytes(_mapped(path), str(path))
+
+
+def _mapped(path: Path) -> mmap.mmap:
     with open(path, "rb") as file:
         if not path.stat().st_size:
-            raise DataError(f"{path} is empty. Expected a file that torch.save wrote.")
-        content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    return read_torch_bytes(content, str(path))
+            raise DataError(f"{path} is empty: nothing was written, or it was not finished.")
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
 
 def read_torch_bytes(content: bytes | mmap.mmap, where: str) -> Any:
@@ -122,7 +117,7 @@ def read_torch_bytes(content: bytes | mmap.mmap, where: str) -> Any:
             "made and save it again with torch.save."
         )
     archive = _Archive(content, where)
-    return _load(archive.member("data.pkl", limit=MAX_PICKLE_BYTES), where, archive.storage)
+    return _load(bytes(archive.member("data.pkl")), where, archive.storage)
 
 
 class _Archive:
@@ -157,7 +152,7 @@ class _Archive:
         order = self._folder + "byteorder"
         self._order = ">" if order in self._members and self.member("byteorder") == b"big" else "<"
 
-    def member(self, name: str, *, limit: int | None = None) -> memoryview | bytes:
+    def member(self, name: str) -> memoryview:
         found = self._members.get(self._folder + name)
         if found is None:
             raise DataError(f"{self._where}: member {name!r} is not in it: the file is damaged.")
@@ -165,11 +160,6 @@ class _Archive:
             raise DataError(
                 f"{self._where}: member {name!r} is compressed; torch.save stores plain bytes. It "
                 "was packed by something else: unpack it, and save it with torch.save."
-            )
-        if limit is not None and found.file_size > limit:
-            raise DataError(
-                f"{self._where}: member {name!r} has {found.file_size} bytes; at most {limit} are "
-                "read. Save fewer rows per file, or keep numbers in tensors."
             )
         head = self._content[found.header_offset : found.header_offset + 30]
         if len(head) != 30 or head[:4] != b"PK\x03\x04":
@@ -376,6 +366,12 @@ def _latin1(text: Any, encoding: Any = "") -> bytes:
     return text.encode("latin1")
 
 
+def _range(begin: Any, end: Any, step: Any) -> range:
+    if any(type(n) is not int or abs(n) >= 1 << 31 for n in (begin, end, step)):
+        raise ValueError("a range beyond 31 bits")
+    return range(begin, end, step)
+
+
 def _dict(*args: Any) -> dict[Any, Any]:
     return dict(*args[:1])
 
@@ -384,8 +380,8 @@ _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "collections.OrderedDict": _dict,
     "_codecs.encode": _latin1,
     "__builtin__.set": lambda values=(): set(values),
-    "__builtin__.xrange": range,
-    "builtins.range": range,
+    "__builtin__.xrange": _range,
+    "builtins.range": _range,
     "torch.Size": lambda sizes=(): tuple(sizes),
     "torch._utils._rebuild_tensor_v2": _tensor,
     "torch._tensor._rebuild_from_type_v2": _of_type,
@@ -426,7 +422,7 @@ class _Reader(pickle.Unpickler):
     """The standard reader, whose every name comes out of the tables above."""
 
     def __init__(
-        self, content: io.BytesIO, where: str, storage: Callable[[Any], Array] | None
+        self, content: io.BytesIO | mmap.mmap, where: str, storage: Callable[[Any], Array] | None
     ) -> None:
         super().__init__(content)
         self._where = where
@@ -455,12 +451,12 @@ class _Reader(pickle.Unpickler):
 
 
 def _load(
-    content: bytes | memoryview, where: str, storage: Callable[[Any], Array] | None = None
+    content: bytes | mmap.mmap, where: str, storage: Callable[[Any], Array] | None = None
 ) -> Any:
-    content = bytes(content)
     _look_over(content, where)
+    file = io.BytesIO(content) if isinstance(content, bytes) else content
     try:
-        return plain(_Reader(io.BytesIO(content), where, storage).load())
+        return plain(_Reader(file, where, storage).load())
     except DataError:
         raise
     except (
@@ -508,14 +504,14 @@ _COUNTED = {
 _STEP = [_LENGTHS.get(code, 0) for code in range(256)]
 
 
-def _look_over(content: bytes, where: str) -> None:
+def _look_over(content: bytes | mmap.mmap, where: str) -> None:
     """Goes over the opcodes before any is carried out: each is known, no count of bytes goes beyond
     the end, and no place of the memo is beyond how many were written (the standard reader makes
     room for what a pickle claims, before it looks)."""
     at, written, end = 0, 0, len(content)
     step = _STEP
     try:
-        while True:
+        for _ in range(MAX_PICKLE_OPCODES):
             code = content[at]
             if length := step[code]:
                 at += length
@@ -535,12 +531,22 @@ def _look_over(content: bytes, where: str) -> None:
                 if at > end:
                     break
             elif code == 0x63:  # GLOBAL: two lines
-                at = content.index(b"\n", content.index(b"\n", at + 1) + 1) + 1
+                module = content.find(b"\n", at + 1)
+                name = content.find(b"\n", module + 1) if module > 0 else -1
+                if name < 0:
+                    break
+                at = name + 1
             elif code == 0x2E:  # STOP
                 return
             else:
                 break
-    except (IndexError, ValueError):
+        else:
+            raise DataError(
+                f"{where} holds more than {MAX_PICKLE_OPCODES} numbers and texts outside of "
+                "tensors, which would all be in memory at once. Save fewer rows per file, or keep "
+                "the numbers in tensors."
+            )
+    except IndexError:
         at = end
     raise DataError(
         f"{where} holds a pickle that is cut off or damaged (byte {min(at, end)} of {end}). If it "

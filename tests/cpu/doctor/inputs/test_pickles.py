@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from lockstep.doctor.inputs import pickles
 from lockstep.doctor.inputs.pickles import (
     Record,
     is_pickle,
@@ -226,8 +227,16 @@ def test_a_sparse_file_is_refused_without_being_read(tmp_path):
         file.truncate(10 << 30)
     with pytest.raises(DataError, match="is no file that"):
         read_torch(path)
-    with pytest.raises(DataError, match="10737418240 bytes"):
+    with pytest.raises(DataError, match="byte 0 of 10737418240"):
         read_pickle(path)
+
+
+def test_more_objects_than_fit_into_memory_are_refused_before_they_are_made(tmp_path, monkeypatch):
+    path = save({"tokens": list(range(2000))}, tmp_path / "a.pt")
+    assert len(read_torch(path)["tokens"]) == 2000
+    monkeypatch.setattr(pickles, "MAX_PICKLE_OPCODES", 1000)
+    with pytest.raises(DataError, match="more than 1000 numbers"):
+        read_torch(path)
 
 
 def test_lists_within_lists_without_end_are_read_and_never_laid_out(tmp_path):
@@ -243,3 +252,11 @@ def test_a_file_in_memory_reads_as_one_on_disk():
     buffer = io.BytesIO()
     torch.save(torch.arange(3), buffer)
     assert read_torch_bytes(buffer.getvalue(), "x").tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("names", [b"a", b"a\nb", b""])
+def test_a_name_that_does_not_end_is_refused_at_once(tmp_path, names):
+    path = tmp_path / "a.pkl"
+    path.write_bytes(b"\x80\x02X\x02\x00\x00\x00\n\nc" + names)
+    with pytest.raises(DataError, match="cut off or damaged"):
+        read_pickle(path)
