@@ -112,8 +112,6 @@ def _change(
         ):
             return "post_processed", f"completed by {speller.tokenizer.decode(found[-1:])}"
         return None  # the one is the other's beginning
-    if np.array_equal(_words_of(found, speller, setting), _words_of(engine, speller, setting)):
-        return None  # control tokens or padding came or went: the text is as it was
     again = speller.turn(engine)
     if np.array_equal(found, again) or (
         len(found) == len(engine) and np.array_equal(found, again[: len(found)])
@@ -124,6 +122,8 @@ def _change(
             shared = min(len(form), len(found))
             if shared >= MIN_FORM_TOKENS and np.array_equal(found[:shared], form[:shared]):
                 return "rerendered", what
+    if np.array_equal(_words_of(found, speller, setting), _words_of(engine, speller, setting)):
+        return None  # control tokens or padding came or went: the text is as it was
     before, after = (speller.tokenizer.decode(ids.tolist()) for ids in (engine, found))
     return rewriting(before, after)
 

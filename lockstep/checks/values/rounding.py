@@ -18,7 +18,8 @@ from lockstep.types import Float32Array
 MIN_CUT = 4
 """Tokens at one bound, after different ids: as many equal float32 numbers are no chance."""
 MIN_CUT_SHARE = 0.95
-"""Of the tokens at a bound that the other side must have beyond it: half are if it is none."""
+"""Of the tokens at a bound, but for those within CUT_MARGIN of it, that the other side must have
+beyond it: half are if it is none."""
 CUT_MARGIN = 0.02
 """Nats beyond the bound that count: noise of two engines is about as large."""
 MAX_BOUNDS = 64
@@ -99,7 +100,7 @@ class Clamped(Check):
             key: bound
             for key, bound in self._bounds.items()
             if bound.different >= MIN_CUT
-            and bound.beyond >= MIN_CUT_SHARE * (bound.at + bound.crossed)
+            and bound.beyond >= MIN_CUT_SHARE * (bound.beyond + bound.inside + bound.crossed)
         }
 
 
@@ -109,6 +110,8 @@ class _Bound:
 
     at: int = 0
     beyond: int = 0
+    inside: int = 0
+    """Tokens at it that the other side has clearly inside: as many as beyond it, if it is none."""
     crossed: int = 0
     """Tokens of the same rows that go beyond it themselves: the end of a row is crossed by none,
     and any other number by some."""
@@ -119,6 +122,7 @@ class _Bound:
     def add(self, more: _Bound) -> None:
         self.at += more.at
         self.beyond += more.beyond
+        self.inside += more.inside
         self.crossed += more.crossed
         self.different += more.different
         self.evidence = (self.evidence + more.evidence)[:4]
@@ -146,11 +150,14 @@ def _bounds_of(
             continue
         inside = judged & np.isin(rows.row_of, np.unique(rows.row_of[equal]))
         crossed = inside & ((side < value) if is_low else (side > value))
+        is_at = judged & (side == value)
+        is_inside = (other > value + margin) if is_low else (other < value - margin)
         row, begin = rows.where(int(equal[0]))
         note = f"{float(value):.6g} exactly, where the other side has {float(other[equal[0]]):.4f}"
         out[float(value)] = _Bound(
-            at=int((judged & (side == value)).sum()),
+            at=int(is_at.sum()),
             beyond=len(equal),
+            inside=int((is_at & is_inside).sum()),
             crossed=int(crossed.sum()),
             different=different,
             evidence=(Evidence(row=row, begin=begin, end=begin + 1, note=note),),
