@@ -94,8 +94,8 @@ def rerendered(row: Sample, renderer: Renderer, *, is_text: bool) -> Sample:
             message = Message(role="assistant", content=text)
         else:
             message = renderer.parse(sampled)
-        new = written(message, renderer)
-        ids += row.token_ids[begin:first].tolist() + new
+        opening, new = written(message, renderer)
+        ids += [*row.token_ids[begin : first - len(opening)].tolist(), *opening, *new]
         source += [*range(begin, first), *(min(first + i, end - 1) for i in range(len(new)))]
         is_written += [False] * (first - begin) + [i >= len(sampled) for i in range(len(new))]
         begin = end
@@ -104,18 +104,22 @@ def rerendered(row: Sample, renderer: Renderer, *, is_text: bool) -> Sample:
     return observed_at(out, np.array([*is_written, *(False for _ in rest)], np.bool_))
 
 
-def written(message: Message, renderer: Renderer) -> list[int]:
-    """The ids of an assistant's message inside of a history, up to what ends it."""
+def written(message: Message, renderer: Renderer) -> tuple[list[int], list[int]]:
+    """(the end of the opening before it, as far as that reads otherwise; the ids from where a
+    sampled turn would begin) of an assistant's message inside of a history, up to what ends it.
+
+    The opening's last word may run into the message's first: a line break and a line break.
+    """
     user = Message(role="user", content="x")
     before, two = renderer.render([user]), renderer.render([user, user])
     whole = renderer.render([user, message, user])
     begin = _num_equal(before, whole)
     tail = len(two) - _num_equal(before, two)
     # What is left ends with the token that opens the next message, and maybe a line break before.
-    body = whole[begin : len(whole) - tail - 1]
+    body = whole[len(before) : len(whole) - tail - 1]
     while body and body[-1] not in renderer.tokenizer.control_ids:
         body.pop()
-    return body
+    return whole[begin : len(before)], body
 
 
 def _num_equal(one: Sequence[int], other: Sequence[int]) -> int:
