@@ -48,7 +48,8 @@ MAX_REALIGNED = 0.75
 """What is left of the disagreement where the log-probs may be moved, piece by piece: 0.4 in rows
 that were encoded again; 0.96 to 1 where other ids, other weights or noise are behind it."""
 MAX_ALIGNED_ROWS = 256
-"""Rows that are realigned, of a dump."""
+"""Rows that are realigned, of a dump; those after them are not counted as broken, for it is not
+known whether one offset would explain them."""
 MAX_ALIGNED_TOKENS = 512
 """Tokens after the first disagreement that are realigned."""
 MIN_OVERLAP = 0.5
@@ -137,14 +138,15 @@ class Reencoded(Check):
         self._num_compared += int((~np.isnan(rows.gap)).sum())
         for r in np.flatnonzero(first >= 0).tolist():
             at = int(first[r])
-            if self._num_aligned < MAX_ALIGNED_ROWS:
-                cost, realigned, moved = realign(rows, r, at)
-                if moved:  # one offset from the row's beginning: that is another check's
-                    self._moved[bool(is_canonical[r])] += 1
-                    continue
-                self._num_aligned += 1
-                self._cost += cost
-                self._realigned_cost += realigned
+            if self._num_aligned >= MAX_ALIGNED_ROWS:
+                break
+            cost, realigned, moved = realign(rows, r, at)
+            if moved:  # one offset from the row's beginning: that is another check's
+                self._moved[bool(is_canonical[r])] += 1
+                continue
+            self._num_aligned += 1
+            self._cost += cost
+            self._realigned_cost += realigned
             self._broken[bool(is_canonical[r])] += 1
             self._num_text_breaks += bool(self._speller.is_text(rows.token_ids[at : at + 1])[0])
             if is_canonical[r]:
@@ -194,11 +196,12 @@ class Reencoded(Check):
             and left <= MAX_REALIGNED
         ):
             self._by_logprobs = True
+            tried = " (more were not tried)" if self._num_aligned >= MAX_ALIGNED_ROWS else ""
             return self.found(
                 "differs",
-                f"{canonical} rows agree up to some token and then have log-probs of other places, "
-                f"and {canonical} of {broken} such rows are spelt as the tokenizer spells; of all "
-                f"rows {1 - share:.0%} are",
+                f"{canonical} rows{tried} agree up to some token and then have log-probs of other "
+                f"places, and {canonical} of {broken} such rows are spelt as the tokenizer "
+                f"spells; of all rows {1 - share:.0%} are",
                 **figures,
             )
         self._evidence.clear()

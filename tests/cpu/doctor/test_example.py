@@ -38,6 +38,14 @@ def test_the_example_is_diagnosed_with_its_own_tokenizer_and_shows_its_defects()
     assert "lockstep doctor example --only" in found.command_for(found.causes[0][1])
 
 
+def test_rows_beyond_those_that_are_realigned_do_not_hide_what_was_encoded_again(monkeypatch):
+    monkeypatch.setattr("lockstep.checks.tokens.reencoded.MAX_ALIGNED_ROWS", 10)
+
+    found = diagnose("example")
+
+    assert [cause.name for cause, _ in found.causes][:2] == ["reencoded", "shifted"]
+
+
 def test_the_verdict_on_the_example_needs_no_torch():
     code = (
         "import sys\nfrom lockstep.cli import main\n"
