@@ -6,10 +6,11 @@ from lockstep.checks.base import Check
 from lockstep.checks.template.drift import TemplateDrift
 from lockstep.checks.template.thinking import ThinkingDropped
 from lockstep.checks.tokens.alignment import Shifted
+from lockstep.checks.tokens.context import DroppedSeparator, DuplicatedPrompt, Padding
 from lockstep.checks.tokens.endings import AfterStop, MissingFinal
 from lockstep.checks.tokens.fillers import Fillers
 from lockstep.checks.tokens.injected_control import InjectedControl
-from lockstep.checks.tokens.masks import ObservationTrained
+from lockstep.checks.tokens.masks import Boundary, ObservationTrained
 from lockstep.checks.tokens.post_processed import PostProcessed
 from lockstep.checks.tokens.reencoded import Reencoded
 from lockstep.checks.tokens.rerendered import Rerendered
@@ -23,6 +24,7 @@ from lockstep.checks.values.processed import Processed
 from lockstep.checks.values.rounding import Clamped, Quantised
 
 MASKS: tuple[type[Check], ...] = (
+    Boundary,
     # whose ids they are: what stands behind another id bears the marks of what follows
     InjectedControl,
     ThinkingDropped,
@@ -41,6 +43,9 @@ STRUCTURE: tuple[type[Check], ...] = (
     Reencoded,
     Shifted,
     Fillers,
+    Padding,
+    DuplicatedPrompt,
+    DroppedSeparator,
     NonFinite,
     Positive,
     Estimators,

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from made_dialogues import (
+    PAD_ID,
     RENDERERS,
     Made,
     causes,
@@ -316,3 +317,173 @@ def test_a_shift_beside_other_weights_is_found_with_its_share(family):
     alone = rows_of(hit(dialogues(family, 80), other))
     left = (both.gap[~np.isnan(both.gap)] ** 2).sum() * (1 - share_of(both, "shifted"))
     assert left == pytest.approx((alone.gap[~np.isnan(alone.gap)] ** 2).sum(), rel=0.2)
+
+
+# -- borders, and what stands between --------------------------------------------------------------
+
+
+def too_early(row: Made) -> Made:
+    begin = row.spans()[0][0]
+    for i in range(begin - 3, begin):
+        row.mask[i], row.rollout[i], row.trainer[i] = True, -1.0, -1.0
+    row.prompt_length = begin - 3
+    return row
+
+
+def too_late(row: Made) -> Made:
+    begin = row.spans()[0][0]
+    for i in range(begin, begin + 3):
+        row.mask[i], row.turn[i] = False, -1
+        row.rollout[i] = row.trainer[i] = float("nan")
+    row.prompt_length = begin + 3
+    return row
+
+
+def subtracted(row: Made) -> Made:
+    """The last reply is not in the row, and the prompt is what is left without all replies."""
+    cut = row.spans()[-1][0]
+    replies = [lp for lp, t in zip(row.rollout, row.turn, strict=True) if t >= 0]
+    length = cut - len(replies)
+    out = row.take(range(cut))
+    begin = max(length, 1)
+    out.rollout = [float("nan")] * begin + replies[begin - length :][: cut - begin]
+    out.trainer = [-1.0] * cut
+    out.turn = [-1] * begin + [0] * (cut - begin)
+    out.mask = [t >= 0 for t in out.turn]
+    out.prompt_length = length
+    return out
+
+
+@FAMILY
+@pytest.mark.parametrize("share", [0.1, 1.0])
+@pytest.mark.parametrize("change", [too_early, too_late, subtracted])
+def test_a_border_at_the_wrong_place_is_found(family, share, change):
+    rows = rows_of(hit(dialogues(family), change, share), engine=True)
+    assert causes(rows, setting_of(family))[0] == "boundary"
+    assert set(causes(rows, setting_of(family))) <= {"boundary", "missing_final"}
+
+
+@FAMILY
+@SAMPLED
+def test_a_border_too_early_is_found_without_the_engines_answer(family, is_sampled):
+    rows = rows_of(hit(dialogues(family), too_early, 0.5), is_sampled=is_sampled)
+    rows = rows.with_(prompt_lengths=None)
+    assert causes(rows, setting_of(family)) == ["boundary"]
+
+
+def disturb(row: Made, begin: int) -> Made:
+    """The trainer computes other numbers from here on."""
+    rng = np.random.default_rng(len(row.ids))
+    row.trainer = [
+        min(lp + float(rng.normal(0, 0.5)), 0.0) if i >= begin else lp
+        for i, lp in enumerate(row.trainer)
+    ]
+    return row
+
+
+def pad_inside(row: Made) -> Made:
+    begin = row.spans()[0][0]
+    return disturb(row.insert(begin, [PAD_ID] * 8), begin)
+
+
+def pad_left(row: Made) -> Made:
+    return disturb(row.insert(0, [PAD_ID] * 8), 0)
+
+
+@FAMILY
+@KNOWN
+@SAMPLED
+@pytest.mark.parametrize("share", [0.2, 1.0])
+@pytest.mark.parametrize("change", [pad_inside, pad_left])
+def test_padding_in_rows_is_found_with_its_gap(family, is_known, is_sampled, share, change):
+    rows = rows_of(hit(dialogues(family), change, share), is_sampled=is_sampled)
+    rows = rows.with_(prompt_lengths=None)
+    assert causes(rows, setting(family, is_known)) == ["padding"]
+    assert share_of(rows, "padding", setting(family, is_known)) > 0.95
+
+
+@FAMILY
+@KNOWN
+def test_padding_behind_rows_is_said_and_no_cause(family, is_known):
+    known = Setting(pad_id=PAD_ID) if not is_known else setting_of(family)
+    made = [row.insert(len(row.ids), [PAD_ID] * 5) for row in dialogues(family)]
+    found = {f.check: f.verdict for f in examined(rows_of(made), known).findings}
+    assert found["tokens/padding"] == "information"
+    assert causes(rows_of(made), known) == []
+
+
+def test_a_stop_id_that_also_pads_is_no_padding_at_the_end_of_a_turn():
+    known = setting_of("chatml")
+    stop = RENDERERS["chatml"].stop_ids[0]
+    known = Setting(renderer=known.renderer, stop_ids=known.stop_ids, pad_id=stop)
+    assert causes(rows_of(dialogues("chatml")), known) == []
+
+
+def prompt_again(row: Made) -> Made:
+    begin = row.spans()[-1][0]
+    prompt = row.ids[: row.spans()[0][0]]
+    return disturb(row.insert(begin, prompt), begin)
+
+
+@FAMILY
+@KNOWN
+@SAMPLED
+@pytest.mark.parametrize("share", [0.2, 1.0])
+def test_a_prompt_that_stands_twice_is_found_with_its_gap(family, is_known, is_sampled, share):
+    rows = rows_of(hit(dialogues(family), prompt_again, share), is_sampled=is_sampled)
+    rows = rows.with_(prompt_lengths=None)
+    assert causes(rows, setting(family, is_known)) == ["duplicated_prompt"]
+    assert share_of(rows, "duplicated_prompt", setting(family, is_known)) > 0.7
+
+
+def test_a_user_who_says_the_same_twice_is_no_duplicate():
+    from lockstep.types import Message
+
+    renderer = RENDERERS["chatml"]
+    say = Message(role="user", content="the house of the moon is as old as this man")
+    made = []
+    for row in dialogues("chatml", 12, max_turns=1):
+        first = renderer.render([say])
+        reply = row.ids[row.spans()[0][0] :]
+        ids = [*first, *reply, *renderer.extend(reply, [say]), *reply]
+        turn = [*[-1] * len(first), *[0] * len(reply)]
+        turn += [*[-1] * (len(ids) - len(turn) - len(reply)), *[1] * len(reply)]
+        lps = [-0.1 * (i % 7) if t >= 0 else float("nan") for i, t in enumerate(turn)]
+        made.append(Made(row.name, ids, turn, lps, list(lps), [t >= 0 for t in turn], len(first)))
+    assert "duplicated_prompt" not in causes(rows_of(made), setting_of("chatml"))
+
+
+def drop_separators(row: Made) -> Made:
+    """The line break behind each <|im_end|> that was sampled."""
+    lost = {end for _, end in row.spans() if end < len(row.ids)}
+    out = row.take([i for i in range(len(row.ids)) if i not in lost])
+    return disturb(out, min(lost)) if lost else out
+
+
+@KNOWN
+@SAMPLED
+@pytest.mark.parametrize("share", [0.2, 1.0])
+def test_lost_separators_are_found_with_their_gap(is_known, is_sampled, share):
+    rows = rows_of(hit(dialogues("chatml"), drop_separators, share), is_sampled=is_sampled)
+    assert causes(rows, setting("chatml", is_known)) == ["dropped_separator"]
+    assert share_of(rows, "dropped_separator", setting("chatml", is_known)) > 0.95
+
+
+# -- several at once -------------------------------------------------------------------------------
+
+
+@FAMILY
+@pytest.mark.parametrize(
+    "changes, expected",
+    [
+        ((shift(1), train_behind_prompt), {"shifted", "observation_trained"}),
+        ((fill_some(0.0), pad_inside), {"fillers", "padding"}),
+        ((shift(1), prompt_again), {"shifted", "duplicated_prompt"}),
+        ((fill_some(-1.0), too_early), {"fillers", "boundary"}),
+    ],
+)
+def test_two_defects_in_different_rows_are_both_named(family, changes, expected):
+    made = dialogues(family, 80, noise=0.01)
+    made = [*hit(made[:40], changes[0], 0.7), *hit(made[40:], changes[1], 0.7)]
+    rows = rows_of(made).with_(prompt_lengths=None)
+    assert set(causes(rows, setting_of(family))) == expected
