@@ -25,6 +25,8 @@ MIN_PROMPT = 16
 """Tokens of a prompt that is looked for again: a short one is said again by people."""
 MIN_RUN = 2
 """Padding tokens in a row: one by itself is an end, or a beginning, of a text."""
+MIN_LEARNT_RUN = 4
+"""The same of an id that only the rows show to pad: a text may well begin with one id twice."""
 PAD_NAMES = (
     "<|endoftext|>",
     "<|finetune_right_pad_id|>",
@@ -35,8 +37,7 @@ PAD_NAMES = (
 )
 """Control tokens that pad where the dump does not say which does."""
 MIN_PADDED_ROWS = 2
-"""Rows that must begin with a run of one id, or have one right before the first reply, for it to be
-the padding where neither the dump nor a tokenizer says."""
+"""Rows that must show it, for an id to pad where neither the dump nor a tokenizer says so."""
 MIN_DROPPED = 2
 """Turns without their separator before a cause is named."""
 
@@ -147,18 +148,19 @@ class Padding(_Context):
         return self._given or frozenset(learnt)
 
     def _learn(self, rows: Rows) -> None:
-        """An id that rows begin with twice, or that stands twice before their first reply."""
+        """An id that rows begin with again and again, or that so stands before their replies."""
         ids, spans = rows.token_ids, rows.spans
-        starts = rows.offsets[:-1][rows.sizes >= MIN_RUN]
+        starts = rows.offsets[:-1][rows.sizes >= MIN_LEARNT_RUN]
         is_first = np.diff(spans.row, prepend=-1) > 0
-        replies = spans.begin[is_first & (rows.position[spans.begin] >= MIN_RUN)]
-        for at in (starts, replies - MIN_RUN):
-            twice = at[ids[at] == ids[at + 1]]
-            self._learnt.update(ids[twice].tolist())
+        replies = spans.begin[is_first & (rows.position[spans.begin] >= MIN_LEARNT_RUN)]
+        for at in (starts, replies - MIN_LEARNT_RUN):
+            for step in range(1, MIN_LEARNT_RUN):
+                at = at[ids[at] == ids[at + step]]
+            self._learnt.update(ids[at].tolist())
 
     def _runs(self, rows: Rows) -> tuple[Int64Array, Int64Array]:
         begin, end = runs_of(is_one_of(rows.token_ids, self._pads), rows)
-        kept = end - begin >= MIN_RUN
+        kept = end - begin >= (MIN_RUN if self._given else MIN_LEARNT_RUN)
         return begin[kept], end[kept]
 
     def _has_trained(self, rows: Rows, begin: Int64Array, end: Int64Array) -> BoolArray:

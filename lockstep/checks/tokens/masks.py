@@ -23,6 +23,8 @@ MAX_BORDER = 8
 message that is trained."""
 MIN_ANSWER = 8
 """Tokens of the engine's answer, for it to be looked for in the row."""
+MAX_ALIKE = 64
+"""Tokens of it that are compared where a reply begins."""
 MIN_ALIKE = 0.75
 """Share of them that are the engine's where a reply begins at its place, and was changed."""
 LOST_GAP = 0.5
@@ -261,14 +263,15 @@ def moved_to(ids: Int32Array, first: int, answer: Int32Array) -> int | None:
     """Places from `first` to where `answer` stands in `ids`, the nearest such; None if nowhere, and
     0 if something like it stands there: it was changed, which is not about borders."""
     answer = np.asarray(answer)
-    head = ids[first : first + MIN_ANSWER]
-    if (head == answer[: len(head)]).mean() >= MIN_ALIKE:
+    head = ids[first : first + min(len(answer), MAX_ALIKE)]
+    alike = float((head == answer[: len(head)]).mean())
+    if alike == 1.0:
         return 0
     at = np.flatnonzero(ids[: max(len(ids) - len(answer) + 1, 0)] == answer[0])
     for step in range(1, len(answer)):
         at = at[ids[at + step] == answer[step]]
         if not len(at):
-            return None
+            return 0 if alike >= MIN_ALIKE else None
     return int(at[np.argmin(np.abs(at - first))]) - first if len(at) else None
 
 
