@@ -9,6 +9,7 @@ from lockstep.doctor.inputs.base import Dump
 from lockstep.doctor.inputs.chat import ChatDump
 from lockstep.doctor.inputs.files import check_place, why_no_rows
 from lockstep.doctor.inputs.native import RowsDump
+from lockstep.doctor.inputs.nemo_rl import NemoRlDump
 from lockstep.doctor.inputs.prime_rl import PrimeRlDump
 from lockstep.doctor.inputs.run import RunDump
 from lockstep.doctor.inputs.slime import SlimeDump
@@ -20,6 +21,7 @@ from lockstep.errors import DataError
 FORMATS: tuple[type[Dump], ...] = (
     RunDump,
     PrimeRlDump,
+    NemoRlDump,
     RowsDump,
     VerlDump,
     VerlTexts,
