@@ -26,7 +26,7 @@ class Facts:
     """What an input says about itself, beside its rows. None and empty: it does not say."""
 
     trainer: str = ""
-    """"lockstep", "verl", "slime", "trl", "prime-rl", "tinker", or empty."""
+    """"lockstep", "verl", "slime", "trl", "prime-rl", "nemo-rl", "tinker", or empty."""
     model: str = ""
     """Directory or name of the model that was trained."""
     tokenizer: str = ""
