@@ -273,17 +273,26 @@ def _doctor(options: argparse.Namespace) -> int:
             tokenizer=options.tokenizer, renderer=options.renderer, model=options.model,
             adapter=options.adapter, against=options.against, on_rows=reading.on_rows,
         )  # fmt: skip
+    bisection = None
+    if options.bisect is not None:
+        from lockstep.doctor.numerics.bisecting import bisect_row
+
+        bisection = bisect_row(diagnosis.setting.model, options.bisect)
     page = ""
     if options.out:
         from lockstep.doctor.page import write_page
 
         page = str(write_page(diagnosis, options.out))
     if options.json:
-        print(json.dumps(diagnosis.to_json() | {"page": page}, allow_nan=False))
-    elif (console := Console(highlight=False)).is_terminal:
+        more = {} if bisection is None else {"bisect": bisection.to_json()}
+        print(json.dumps(diagnosis.to_json() | {"page": page} | more, allow_nan=False))
+        return EXIT_CODES[diagnosis.outcome]
+    if (console := Console(highlight=False)).is_terminal:
         show(diagnosis, console, page=page)
     else:
         _say(summary(diagnosis, page=page))
+    if bisection is not None:
+        _say(bisection.describe())
     return EXIT_CODES[diagnosis.outcome]
 
 
@@ -645,6 +654,9 @@ def _parser() -> argparse.ArgumentParser:
         metavar="DIR",
         help="with --model: the adapter on it, in PEFT's form",
     )
+    doctor.add_argument("--bisect", nargs="?", const="", metavar="ROW",
+                        help="with --model: the first op that differs, of this row or of the one "
+                             "that deviates most")  # fmt: skip
     doctor.add_argument("--against", action="append", default=[], metavar="DIR",
                         help="with --model: other weights that one side may have run; may be "
                              "repeated")  # fmt: skip

@@ -249,7 +249,8 @@ _CAUSES = (
         in_trainers={
             "lockstep": "contract=true-on-policy; or correction=mis, correction=averaged",
             "verl": "algorithm.rollout_correction.rollout_is=token",
-            "vllm": "VLLM_BATCH_INVARIANT=1",
+            "vllm": "VLLM_BATCH_INVARIANT=1 makes it repeat itself in any batch; it does not make "
+            "it equal to another trainer",
         },
         fault="kernel_noise fault.std=0.05",
     ),
@@ -273,8 +274,9 @@ _CAUSES = (
         title="The trainer's attention ignores the model's sinks.",
         remedy="Train with an attention kernel that knows sinks.",
         in_trainers={
-            "transformers": "attn_implementation=eager, flex_attention or "
-            "kernels-community/vllm-flash-attn3; never flash_attention_2 or sdpa for gpt-oss.",
+            "transformers": "attn_implementation=eager, flex_attention, flash_attention_4 or "
+            "kernels-community/vllm-flash-attn3 (Hopper): for gpt-oss, flash_attention_2 and sdpa "
+            "are not among those that its model lists.",
         },
         fault="ignored_sinks",
     ),
@@ -291,7 +293,10 @@ _CAUSES = (
         kind="trainer_noise",
         title="The trainer's log-probs are computed with dropout.",
         remedy="Put the model in eval mode, or set its dropout to 0.",
-        in_trainers={"transformers": "model.eval(), or attention_dropout=0 in the config."},
+        in_trainers={
+            "transformers": "model.eval(), or attention_dropout=0 in the config.",
+            "slime": "--attention-dropout 0 --hidden-dropout 0: Megatron's default is 0.1.",
+        },
         fault="active_dropout",
     ),
     Cause(
@@ -302,9 +307,9 @@ _CAUSES = (
         "checkpoint.",
         remedy="Verify the engine's weights after each sync, and compare versions.",
         in_trainers={
-            "lockstep": "sync.verify=...; docs/sync.md",
-            "vllm": "reset_prefix_cache after loading; fused experts and sinks are not reloaded by "
-            "every path.",
+            "lockstep": "sync.verify_every=1; docs/sync.md",
+            "vllm": "reset_prefix_cache after loading: keys and values of the old weights stay "
+            "otherwise.",
         },
         fault="stale_weights",
     ),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby, pairwise, zip_longest
@@ -206,6 +207,41 @@ def bisect(
         fed_token=fed_token,
         ops=differences,
     )
+
+
+def first_difference(
+    model: Model,
+    other: Model,
+    token_ids: npt.NDArray[Any],
+    *,
+    around_other: Callable[[], AbstractContextManager[Model]] | None = None,
+) -> tuple[int | None, tuple[OpDifference, ...]]:
+    """(the first token for which the two models' ops differ, and what differs for it), over one
+    packed forward of each; (None, ()) if nothing does.
+
+    Of two models that call the same ops: one without sinks, of other weights, in another dtype.
+    around_other: gives what runs in the place of `other`, for a model that is switched in between.
+    `OpDifference.trainer` is the model's number, `sampler` the other's.
+    Raises AlignmentError if they call other ops.
+    """
+    ids = torch.from_numpy(np.asarray(token_ids, np.int64)).to(model.head.device)
+    positions = torch.arange(len(ids), device=ids.device)
+
+    def run(of_other: bool, keep: Keep) -> Record:
+        context = PackedContext.of([len(ids)], device=ids.device)
+        if not of_other:
+            return record(model, ids, positions, context, keep=keep)
+        with nullcontext(other) if around_other is None else around_other() as twin:
+            return record(twin, ids, positions, context, keep=keep)
+
+    first, second = run(False, digests), run(True, digests)
+    _check_calls(first.calls, second.calls)
+    is_unequal_T = (torch.stack(first.kept) != torch.stack(second.kept)).any(0)
+    if not is_unequal_T.any():
+        return None, ()
+    token = int(is_unequal_T.nonzero()[0])
+    keep = partial(at_token, token=token)
+    return token, _differences(first.calls, run(False, keep).kept, run(True, keep).kept)
 
 
 # -- the two sides --------------------------------------------------------------------------------

@@ -86,6 +86,8 @@ class Rescoring:
     """Rows of the sample that the model cannot read: longer than its positions."""
     recorded: dict[SideName, float] = field(default_factory=dict[SideName, float])
     """k2 per token of each side against the model, as the sample has it before any repair."""
+    last: Comparison | None = None
+    """Of the sample, as its checks first saw it; None before."""
     _sample: Rows | None = None
     _scorer: Scorer | None = None
     _scored: dict[bytes, Evidence] = field(default_factory=dict[bytes, Evidence])
@@ -226,7 +228,13 @@ class Rescoring:
         key = _digest(rows, rows.rollout_logprobs, rows.trainer_logprobs)
         if key not in self._compared:
             self._compared[key] = compare(self.evidence(rows))
+            self.last = self.last or self._compared[key]
         return self._compared[key]
+
+    def weights_of(self, rows: Rows) -> Weights:
+        """Those that the trainer ran on the first of these rows; the first of all, where they are
+        not at hand."""
+        return self.weights.all[max(int(self._own(rows)[0]), 0)]
 
     @property
     def scorer(self) -> Scorer:
@@ -344,6 +352,7 @@ class Rescoring:
             routes_differ=differ,
             is_replayed=is_replayed,
             distribution=chosen.describe(),
+            temperature=chosen.temperature,
             is_scored={"sampler": self.has_rollout, "trainer": self.has_trainer},
         )
 
