@@ -12,7 +12,7 @@ the share of the gap that goes away without it?
 Rows are episodes that a model really sampled. What is dumped of them comes from
 `lockstep.testing.dumps`. In every dump the two sides differ by dense noise besides, as two engines
 do, and a dump of that noise alone says what is too little to be found. What came out is written to
-doctor.json, misses by name.
+doctor-PLAYER.json, misses by name.
 """
 
 from __future__ import annotations
@@ -93,7 +93,6 @@ from lockstep.training.rows import rows_for_training
 from lockstep.types import Delta, Int32Array, Request
 
 HERE = Path(__file__).parent
-RESULTS = HERE / "doctor.json"
 NUM_TASKS, GROUP_SIZE = 8, 8
 """64 rows in a dump: a small step. Larger ones are easier."""
 NOISE = KernelNoise(std=0.008)
@@ -589,7 +588,7 @@ HEALTHY: Mapping[str, Mapping[str, Any]] = {
 def healthy(asked: Asked) -> dict[str, Any]:
     """Dumps without a defect: which causes are named."""
     found: list[dict[str, Any]] = []
-    per_kind = -(-asked.healthy // (len(HEALTHY) * len(asked.players)))
+    per_kind = -(-asked.healthy // (len(HEALTHY) * len(PLAYERS)))
     for name, (kind, settings) in product(asked.players, HEALTHY.items()):
         alarms: Counter[str] = Counter()
         for seed in range(2000, 2000 + per_kind):
@@ -622,7 +621,7 @@ def pairs(asked: Asked) -> dict[str, Any]:
     it?"""
     found: list[dict[str, Any]] = []
     for name, (one, other) in product(asked.players, PAIRS):
-        for seed in range(min(asked.seeds, 3)):
+        for seed in range(asked.seeds):
             both = dumped(name, seed, asked.num_tasks, one, other)
             whole = k2_of(both)
             needs_model = {one.cause, other.cause} & NEEDS_MODEL
@@ -680,44 +679,50 @@ def main() -> None:
     parser.add_argument("--players", nargs="+", default=list(PLAYERS), choices=list(PLAYERS))
     parser.add_argument("--levels", nargs="+", default=list(LEVELS), choices=LEVELS)
     parser.add_argument("--causes", nargs="+", default=[], metavar="CAUSE")
-    parser.add_argument("--table", action="store_true", help="print the tables of doctor.json")
+    parser.add_argument("--table", action="store_true", help="print the tables of what was written")
     words = vars(parser.parse_args())
     parts, is_table = words.pop("parts"), words.pop("table")
     if is_table:
-        print(tables(json.loads(RESULTS.read_text())))
+        print(tables({p: json.loads(results(p).read_text()) for p in PLAYERS}))
         return
     asked = Asked(**words)
-    figures: dict[str, Any] = {}
-    for part in parts:
-        began = time.process_time()
-        figures[part] = PARTS[part](asked)
-        figures[part]["cpu_seconds"] = round(time.process_time() - began, 1)
-        text = {k: v for k, v in figures[part].items() if k not in ("cases", "alarms")}
-        print(json.dumps(text, indent=2), flush=True)
-    if asked == Asked() and parts == list(PARTS):
-        write(figures)
+    for player in asked.players:
+        figures: dict[str, Any] = {}
+        for part in parts:
+            began = time.process_time()
+            figures[part] = PARTS[part](replace(asked, players=(player,)))
+            figures[part]["cpu_seconds"] = round(time.process_time() - began, 1)
+            text = {k: v for k, v in figures[part].items() if k not in ("cases", "alarms")}
+            print(json.dumps(text, indent=2), flush=True)
+        if parts == list(PARTS) and not asked.causes:
+            write(player, asked, figures)
 
 
-def write(figures: dict[str, Any]) -> None:
+def results(player: str) -> Path:
+    return HERE / f"doctor-{player}.json"
+
+
+def write(player: str, asked: Asked, figures: dict[str, Any]) -> None:
     from run import host
 
+    words = f"--players {player} --seeds {asked.seeds} --healthy {asked.healthy}"
     document = {
         "part": "doctor",
         "date": datetime.now(UTC).date().isoformat(),
-        "commands": ["python docs/proof/doctor.py"],
+        "commands": [f"python docs/proof/doctor.py {words}"],
         "host": host(),
         "figures": figures,
     }
-    RESULTS.write_text(json.dumps(document, indent=1) + "\n")
+    results(player).write_text(json.dumps(document, indent=1) + "\n")
 
 
-def tables(document: Mapping[str, Any]) -> str:
+def tables(documents: Mapping[str, Mapping[str, Any]]) -> str:
     """The table of docs/doctor-proof.md: right of all cases that move the gap, and (in brackets) of
-    those that do not."""
+    those that do not. documents: by player."""
     columns = [(player, is_lean) for player in PLAYERS for is_lean in (True, False)]
     heads = [f"{player}, {'lean' if is_lean else 'full or model'}" for player, is_lean in columns]
     lines = [f"| cause | {' | '.join(heads)} |", "|---|" + "---|" * len(columns)]
-    found = document["figures"]["matrix"]["cases"]
+    found = [f for d in documents.values() for f in d["figures"]["matrix"]["cases"]]
     for cause in dict.fromkeys(case.cause for case in CASES):
         cells: list[str] = []
         for player, is_lean in columns:

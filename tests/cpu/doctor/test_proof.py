@@ -26,7 +26,7 @@ def test_the_cause_that_was_injected_is_named_first(cause, level):
 
 
 def test_nothing_is_named_where_nothing_is_wrong():
-    found = doctor.healthy(doctor.Asked(healthy=10, **ASKED))
+    found = doctor.healthy(doctor.Asked(healthy=20, **ASKED))
     assert found["dumps"] == 10
     assert found["alarms"] == []
 
