@@ -73,6 +73,7 @@ bench: install-dev
 proof: install-dev
 	LOCKSTEP_PROOF=1 $(PYTEST)
 	$(BIN)/python docs/proof/run.py
+	$(BIN)/python docs/proof/doctor.py
 
 studies: install-dev
 	$(BIN)/python docs/proof/studies.py
