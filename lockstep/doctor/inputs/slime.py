@@ -113,7 +113,7 @@ class SlimeDump(Dump):
 
 def _files(path: Path) -> list[Path]:
     if path.is_file():
-        return [path] if path.suffix == ".pt" else []
+        return [path] if path.suffix in (".pt", ".pth", "") else []
     folder = next((path / name for name in _FOLDERS if (path / name).is_dir()), path)
     files = [p for p in folder.glob("*.pt") if not p.name.startswith("eval_")]
     return sorted(files, key=lambda p: ([int(n) for n in re.findall(r"[0-9]+", p.stem)], p.name))
