@@ -134,6 +134,8 @@ class Reproduced(_Compared):
     """A side whose numbers are those of the model with one thing changed."""
 
     is_defect: ClassVar[bool] = True
+    is_of_decoder: ClassVar[bool] = False
+    """Its variants are of Lockstep's decoder, and cannot be made of a model of transformers."""
 
     def judge(self) -> Finding:
         comparison = self.comparison
@@ -171,6 +173,15 @@ class Reproduced(_Compared):
         return self.found("differs" if self.is_defect else "information", whole, **figures)
 
     def _untried(self) -> Finding:
+        if self.is_of_decoder and rescoring_of(self.setting).weights.all[0].is_fallback:
+            return Finding(
+                check=self.name,
+                claim=self.claim,
+                verdict="not_checkable",
+                measured="transformers computes this model, whose attention and adapters are its "
+                "own",
+                lacks=("model",),
+            )
         return Finding(
             check=self.name,
             claim=self.claim,
@@ -195,6 +206,7 @@ class IgnoredSinks(Reproduced):
     name = "numerics/ignored_sinks"
     claim = "both sides' attention has the model's sinks"
     cause = "ignored_sinks"
+    is_of_decoder = True
 
 
 class IgnoredWindow(Reproduced):
@@ -204,6 +216,7 @@ class IgnoredWindow(Reproduced):
     name = "numerics/ignored_window"
     claim = "both sides' attention keeps to the model's sliding windows"
     cause = "ignored_window"
+    is_of_decoder = True
 
 
 class AdapterNotMerged(Reproduced):
@@ -212,6 +225,7 @@ class AdapterNotMerged(Reproduced):
     name = "numerics/adapter_not_merged"
     claim = "both sides run the model with its adapter, once"
     cause = "adapter_not_merged"
+    is_of_decoder = True
 
 
 class RescoredProcessed(Reproduced):

@@ -188,6 +188,8 @@ class Scorer:
         place = at[targets]
         if not isinstance(model, Decoder):
             for distribution, values in out.logprobs.items():
+                if distribution.top_p < 1 or distribution.top_k:
+                    continue  # its logits are not handed out: this is left unknown
                 logprobs, _ = model.score(
                     ids_T, positions_T, context, predictors_N=predictors_P, targets_N=targets_P,
                     temperature=distribution.temperature,
