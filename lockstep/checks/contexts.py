@@ -41,35 +41,62 @@ class Contexts:
 
 
 def contexts_of(rows: Rows) -> Contexts:
-    """What `Rows.contexts` holds. Two sorts of the trained tokens."""
-    trained = rows.loss_mask.copy()
+    """What `Rows.contexts` holds.
+
+    Rows that begin alike are followed together, trained token by trained token, until each has
+    parted from all others: the work is that of the parts that they share.
+    """
+    at = np.flatnonzero(rows.loss_mask)
+    at = at[rows.position[at] > 0]
+    num = np.bincount(rows.row_of[at], minlength=len(rows))
+    first = np.cumsum(num) - num
+    finite = np.ones(rows.num_tokens, np.bool_)
     for side in (rows.rollout_logprobs, rows.trainer_logprobs):
         if side is not None:
-            trained &= np.isfinite(side)
-    at = np.flatnonzero(trained)
-    at = at[rows.position[at] > 0]
-    weights = _weights_keys(rows, at)
-    keys = rows.prefix_keys[at] + weights
-    order = np.argsort(keys)
-    key = keys[order]
-    same = np.zeros(len(key) + 1, np.bool_)
-    same[1:-1] = key[1:] == key[:-1]
-    after, before = same[:-1], same[1:]  # equal to the one before it, to the one after it
-    is_repeated = after | before
-    begins = (is_repeated & ~after)[is_repeated]
-    group = np.cumsum(begins) - 1
-    first = order[~after]  # one of each different token
-    context = rows.prefix_keys[at[first] - 1] + weights[first]
-    order_of_first = np.argsort(context, kind="stable")
-    is_pair = np.diff(context[order_of_first]) == 0
-    different = at[first[order_of_first]]
+            finite &= np.isfinite(side)
+    repeated: list[Int64Array] = []
+    sizes: list[Int64Array] = []
+    pairs: list[tuple[Int64Array, Int64Array]] = []
+    alive, k = np.flatnonzero(num), 0
+    while len(alive) > 1:
+        token = at[first[alive] + k]
+        weights = _weights_keys(rows, token)
+        is_shared = _stands_twice(rows.prefix_keys[token - 1] + weights)
+        alive, token, weights = alive[is_shared], token[is_shared], weights[is_shared]
+        key = rows.prefix_keys[token] + weights
+        known = np.flatnonzero(finite[token])
+        order = known[np.argsort(key[known], kind="stable")]
+        begins = np.ones(len(order), np.bool_)
+        begins[1:] = key[order][1:] != key[order][:-1]
+        size = np.diff(np.flatnonzero(np.append(begins, True)))
+        repeated.append(token[order][np.repeat(size > 1, size)])
+        sizes.append(size[size > 1])
+        different = token[order[begins]]
+        context = (rows.prefix_keys[token - 1] + weights)[order[begins]]
+        by_context = np.argsort(context, kind="stable")
+        is_pair = context[by_context][1:] == context[by_context][:-1]
+        pairs.append((different[by_context[:-1]][is_pair], different[by_context[1:]][is_pair]))
+        k += 1
+        alive = alive[_stands_twice(key) & (num[alive] > k)]
+    size = np.concatenate([*sizes, np.empty(0, np.int64)])
+    none = np.empty(0, np.int64)
     return Contexts(
-        repeated=at[order[is_repeated]],
-        group=group,
-        size=np.bincount(group, minlength=int(begins.sum())),
-        one=different[:-1][is_pair],
-        other=different[1:][is_pair],
+        repeated=np.concatenate([*repeated, none]),
+        group=np.repeat(np.arange(len(size)), size),
+        size=size,
+        one=np.concatenate([*(one for one, _ in pairs), none]),
+        other=np.concatenate([*(other for _, other in pairs), none]),
     )
+
+
+def _stands_twice(keys: npt.NDArray[np.uint64]) -> npt.NDArray[np.bool_]:
+    """Which of these numbers are not the only one of their value."""
+    order = np.argsort(keys)
+    same = np.zeros(len(keys) + 1, np.bool_)
+    same[1:-1] = keys[order][1:] == keys[order][:-1]
+    out = np.empty(len(keys), np.bool_)
+    out[order] = same[:-1] | same[1:]
+    return out
 
 
 def _weights_keys(rows: Rows, at: Int64Array) -> npt.NDArray[np.uint64]:

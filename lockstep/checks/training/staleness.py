@@ -55,10 +55,13 @@ class Stale(Check):
 
     def look(self, rows: Rows) -> None:
         age, gap = ages(rows), rows.gap
+        self._backwards += len(rows_going_back(rows))
         compared = ~np.isnan(gap)
+        if not age.any():
+            self._by_age[0].add(gap_of(gap))
+            return
         for number in np.unique(age[compared]).tolist():
             self._by_age[number].add(gap_of(np.where(age == number, gap, np.nan)))
-        self._backwards += len(rows_going_back(rows))
         old = np.flatnonzero(compared & ((age > self._allowed) | (age < 0)))
         for at in old[np.argsort(-np.abs(gap[old]), kind="stable")][:4].tolist():
             assert rows.policy_version is not None and rows.trainer_version is not None, "needs"
@@ -164,7 +167,8 @@ class AfterUpdate(Check):
             total = np.bincount(row[of_sign], d[of_sign], minlength=len(rows))
             mean = total[num > 0] / num[num > 0]
             sums += [len(mean), mean.sum(), mean @ mean]
-        for i in np.argsort(-d * sign, kind="stable")[:4].tolist():
+        worst = np.argpartition(-d * sign, min(4, len(d) - 1))[:4] if len(d) else np.empty(0, int)
+        for i in worst.tolist():
             name, begin = rows.where(int(at[i]))
             where = "above" if sign[i] > 0 else "below"
             note = f"advantage {where} 0, trainer - sampler {d[i]:+.4f}"

@@ -198,7 +198,7 @@ def kinds_of(
             as_prob &= 2 * count(values > 0.5) >= count(values > -1.0)
         kinds = np.where(is_turned, np.where(as_prob, 1, 2), kinds)
         kinds = np.where(has_above & ~is_turned, 1, kinds)
-    if other is not None:
+    if other is not None and _has_units(rows, side, other):
         truth = other[at].astype(np.float64)
         with np.errstate(divide="ignore", invalid="ignore"):
             ratio = values / truth
@@ -208,6 +208,16 @@ def kinds_of(
             is_unit = (count(unforced) >= MIN_UNIT_TOKENS) & (count(fits) == count(unforced))
             kinds = np.where(is_unit & (kinds == 0), number, kinds)
     return kinds
+
+
+def _has_units(rows: Rows, side: Float32Array, other: Float32Array) -> bool:
+    """Whether the sums of some row stand in the ratio of a unit, as those of all its tokens do: a
+    look at sums, before each token is looked at."""
+    known = rows.loss_mask & np.isfinite(side) & np.isfinite(other)
+    sums = [np.bincount(rows.row_of, np.where(known, x, 0.0), len(rows)) for x in (side, other)]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratio = sums[0] / sums[1]
+    return any((np.abs(ratio * factor - 1.0) < 2 * MAX_UNIT_ERROR).any() for _, factor in UNITS)
 
 
 def _sides(rows: Rows) -> list[tuple[str, Float32Array, Float32Array | None]]:

@@ -133,13 +133,17 @@ def _bounds_of(
 ) -> dict[float, _Bound]:
     """Numbers that several trained tokens of this chunk have on one side, and the other side is
     beyond them."""
-    margin = np.maximum(CUT_MARGIN, 2 * _half_steps(rows, side, grids_of(rows, side)))
     with np.errstate(invalid="ignore"):
-        beyond = (other < side - margin) if is_low else (other > side + margin)
-        judged = rows.loss_mask & np.isfinite(side) & np.isfinite(other)
+        apart = (side - other) if is_low else (other - side)
+        judged = rows.loss_mask & np.isfinite(apart)
         if not is_low:
             judged &= side < -1e-6  # 0 is where log-probs end
-    at = np.flatnonzero(judged & beyond)
+        beyond = judged & (apart > CUT_MARGIN)
+        if not beyond.any():
+            return {}
+        margin = np.maximum(CUT_MARGIN, 2 * _half_steps(rows, side, grids_of(rows, side)))
+        beyond &= apart > margin
+    at = np.flatnonzero(beyond)
     values, count = np.unique(side[at], return_counts=True)
     values = values[count >= 2][np.argsort(-count[count >= 2], kind="stable")][:MAX_BOUNDS]
     out: dict[float, _Bound] = {}
@@ -202,6 +206,8 @@ GRIDS = (
     Grid("4 decimals", decimals=4),
 )
 """The coarsest first, of types and of decimals: what is on one is on the finer ones after it."""
+NUM_TYPES = 4
+"""Of these, before the decimals."""
 
 
 class Quantised(Check):
@@ -294,7 +300,11 @@ def grids_of(rows: Rows, side: Float32Array) -> npt.NDArray[np.int64]:
     row, values = rows.row_of[at], side[at]
     judged = np.bincount(row, minlength=len(rows))
     out = np.full(len(rows), -1, np.int64)
+    # What is on no finest grid of its family is on none of it.
+    finest = [GRIDS[n].holds(values) for n in (NUM_TYPES - 1, len(GRIDS) - 1)]
     for number in reversed(range(len(GRIDS))):
+        if np.count_nonzero(finest[number >= NUM_TYPES]) < MIN_ROW:
+            continue
         count = np.bincount(row[GRIDS[number].holds(values)], minlength=len(rows))
         is_held = (judged >= MIN_ROW) & (count >= MIN_ROW_SHARE * judged)
         out[is_held] = number

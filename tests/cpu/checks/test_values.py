@@ -206,3 +206,20 @@ def test_forced_tokens_are_counted_and_the_gap_is_said_without_them():
     told = next(f for f in examined(rows).findings if f.check == "values/forced")
     assert told.verdict == "information" and 0.05 < told.figures["forced_share"] < 0.6
     assert told.figures["k2_unforced"] > 0
+
+
+def test_contexts_are_those_that_a_search_over_all_pairs_of_tokens_finds():
+    rows = policy_rows(groups=3, size=6, length=8)
+    prefixes: dict[tuple[int, ...], list[int]] = {}
+    for at in np.flatnonzero(rows.loss_mask).tolist():
+        begin = int(rows.offsets[rows.row_of[at]])
+        prefixes.setdefault(tuple(rows.token_ids[begin : at + 1].tolist()), []).append(at)
+    contexts = rows.contexts
+    found = np.split(contexts.repeated, np.cumsum(contexts.size)[:-1])
+    expected = sorted(places for places in prefixes.values() if len(places) > 1)
+    assert sorted(sorted(group.tolist()) for group in found) == expected
+    num_branches = len({p for p in prefixes}) - len({p[:-1] for p in prefixes})
+    assert len(contexts.one) == num_branches > 0
+    for one, other in zip(contexts.one.tolist(), contexts.other.tolist(), strict=True):
+        assert rows.prefix_keys[one - 1] == rows.prefix_keys[other - 1]
+        assert rows.token_ids[one] != rows.token_ids[other]
