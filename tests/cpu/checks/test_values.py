@@ -218,7 +218,7 @@ def test_contexts_are_those_that_a_search_over_all_pairs_of_tokens_finds():
     found = np.split(contexts.repeated, np.cumsum(contexts.size)[:-1])
     expected = sorted(places for places in prefixes.values() if len(places) > 1)
     assert sorted(sorted(group.tolist()) for group in found) == expected
-    num_branches = len({p for p in prefixes}) - len({p[:-1] for p in prefixes})
+    num_branches = len(prefixes) - len({p[:-1] for p in prefixes})
     assert len(contexts.one) == num_branches > 0
     for one, other in zip(contexts.one.tolist(), contexts.other.tolist(), strict=True):
         assert rows.prefix_keys[one - 1] == rows.prefix_keys[other - 1]
