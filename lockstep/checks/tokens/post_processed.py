@@ -8,19 +8,28 @@ import numpy as np
 
 from lockstep.checks.base import Check, Setting
 from lockstep.checks.findings import Evidence, Finding
-from lockstep.checks.rows import Rows
+from lockstep.checks.rows import BoolArray, Rows
 from lockstep.checks.template.dialogue import dialogues
-from lockstep.checks.tokens.reencoded import BREAK, without_explained
+from lockstep.checks.tokens.reencoded import BREAK, first_breaks, without_explained
 from lockstep.checks.tokens.replies import Change, changed_replies, rewriting
 from lockstep.checks.tokens.spelling import Speller, control_spelling
 from lockstep.errors import RendererError
-from lockstep.types import Int32Array, Message
+from lockstep.types import Int32Array, Int64Array, Message
 
 MIN_BROKEN_ROWS = 3
 """Rows whose text is not their message's and whose log-probs disagree, before that is a defect.
 Other programs read replies in their own way, and a message that was stripped proves nothing."""
 MIN_BROKEN = 0.5
 """Share of the rows with another text that must disagree."""
+
+
+MIN_IMPROBABLE = 1.0
+"""Nats by which the trainer finds the end of a turn less probable than the sampler said."""
+MIN_AT_ENDS = 0.7
+"""Share of the rows with a clean start whose first disagreement must be at the end of a turn, where
+neither the engine's ids nor messages are known: of other causes it is anywhere."""
+NUM_END_TOKENS = 2
+"""Control tokens that close a turn: of a call, and of the turn."""
 
 
 class PostProcessed(Check):
@@ -39,6 +48,8 @@ class PostProcessed(Check):
         self._num_engine_turns = self._num_turns = 0
         self._num_dialogues = self._num_other = self._num_broken = 0
         self._num_texts = self._num_other_texts = 0
+        self._num_ends = self._num_clean = 0
+        self._by_ends = False
         self._what = ""
 
     def look(self, rows: Rows) -> None:
@@ -62,6 +73,8 @@ class PostProcessed(Check):
             )
         self._look_at_messages(rows)
         self._look_at_texts(rows)
+        if rows.engine_ids is None and rows.messages is None:
+            self._look_at_ends(rows)
 
     def _look_at_messages(self, rows: Rows) -> None:
         if self.setting.renderer is None:
@@ -124,6 +137,37 @@ class PostProcessed(Check):
             decode([i for i in ids.tolist() if i not in stops]),
         )
 
+    def _look_at_ends(self, rows: Rows) -> None:
+        first, is_end = self._ends(rows)
+        self._num_clean += int((first >= 0).sum())
+        self._num_ends += int(is_end.sum())
+        for r in np.flatnonzero(is_end).tolist():
+            at = int(first[r])
+            row, place = rows.where(at)
+            self.show(
+                -float(rows.gap[at]),
+                Evidence(
+                    row=row,
+                    begin=place,
+                    end=place + 1,
+                    note="both sides agree up to here; to end the turn here is what the trainer "
+                    "finds improbable: something stood before it",
+                ),
+            )
+
+    def _ends(self, rows: Rows) -> tuple[Int64Array, BoolArray]:
+        """([R] index of each row's first disagreement after a clean start, -1 without one; [R]
+        whether that is an improbable end of a turn)."""
+        first = first_breaks(rows, min_tokens=1)
+        spans = rows.spans
+        if not len(spans):
+            return first, np.zeros(len(rows), np.bool_)
+        span = np.maximum(np.searchsorted(spans.begin, first, side="right") - 1, 0)
+        is_close = first >= spans.end[span] - NUM_END_TOKENS
+        is_control = ~self._speller.is_text(rows.token_ids[first])
+        is_low = rows.gap[first] < -MIN_IMPROBABLE
+        return first, (first >= 0) & is_close & is_control & is_low
+
     def _look_at_texts(self, rows: Rows) -> None:
         if rows.texts is None:
             return
@@ -146,6 +190,7 @@ class PostProcessed(Check):
             "broken_rows": self._num_broken,
             "texts": self._num_texts,
             "other_texts": self._num_other_texts,
+            "improbable_ends": self._num_ends,
         }
         if self._num_turns:
             return self.found(
@@ -162,6 +207,14 @@ class PostProcessed(Check):
                 "disagree from there on",
                 **figures,
             )
+        if self._num_ends >= max(MIN_BROKEN_ROWS, MIN_AT_ENDS * self._num_clean):
+            self._by_ends = True
+            return self.found(
+                "differs",
+                f"{self._num_ends} of {self._num_clean} rows that begin to disagree do so at the "
+                "end of a turn, which the trainer finds improbable there: text before it is gone",
+                **figures,
+            )
         if self._num_other or self._num_other_texts:
             return self.found(
                 "information",
@@ -171,7 +224,9 @@ class PostProcessed(Check):
                 + ": the log-probs do not say that the ids were changed",
                 **figures,
             )
-        if not (self._num_engine_turns or self._num_dialogues or self._num_texts):
+        if not (
+            self._num_engine_turns or self._num_dialogues or self._num_texts or self._num_clean
+        ):
             return self.not_checkable(("messages, texts or engine_ids",))
         return self.found("consistent", "every turn reads as it was kept", **figures)
 
@@ -184,6 +239,9 @@ class PostProcessed(Check):
         if not self._num_turns:
             for row, first, _, _ in self._rewritten(rows):
                 begin[row] = min(begin[row], first)
+        if self._by_ends:
+            first, is_end = self._ends(rows)
+            begin[is_end] = np.minimum(begin[is_end], first[is_end])
         return without_explained(rows, begin)
 
 

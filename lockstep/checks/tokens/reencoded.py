@@ -272,9 +272,12 @@ def without_explained(rows: Rows, begin: Int64Array) -> Rows:
     return rows.with_(**changed)
 
 
-def first_breaks(rows: Rows, *, has_clean_start: bool = True) -> Int64Array:
+def first_breaks(
+    rows: Rows, *, has_clean_start: bool = True, min_tokens: int = MIN_BROKEN_TOKENS
+) -> Int64Array:
     """[R] index of the first token of each row on which the two sides disagree, in a row where
-    they go on to; -1 where they do not, or (has_clean_start) where they do not agree before."""
+    they do on `min_tokens`; -1 where they do not, or (has_clean_start) where they do not agree
+    before."""
     gap = np.abs(rows.gap)
     is_compared = ~np.isnan(gap)
     row_of = rows.row_of
@@ -283,7 +286,7 @@ def first_breaks(rows: Rows, *, has_clean_start: bool = True) -> Int64Array:
     first = np.full(len(rows), -1, np.int64)
     first[row_of[at[::-1]]] = at[::-1]  # the last one written is the first of its row
     num_big = np.bincount(row_of[at], minlength=len(rows))
-    first[num_big < MIN_BROKEN_TOKENS] = -1
+    first[num_big < min_tokens] = -1
     if not has_clean_start:
         return first
     compared = np.flatnonzero(is_compared)

@@ -11,7 +11,7 @@ import numpy as np
 
 from lockstep.checks.base import Check, Setting
 from lockstep.checks.findings import Evidence, Finding
-from lockstep.checks.rows import Rows
+from lockstep.checks.rows import Float64Array, Rows
 from lockstep.checks.template.dialogue import (
     Dialogue,
     dialogues,
@@ -33,6 +33,19 @@ MIN_HARMED = 0.25
 template writes what the model would have sampled there is nothing to disagree about."""
 
 
+IMPROBABLE = -1.0
+"""Trainer - rollout from which on a token is one that the sampler did not draw there."""
+MIN_EARLY = 0.3
+"""Share of such tokens in a row's earlier turns. Asked only where neither the engine's ids nor
+messages are known."""
+MAX_LAST = 0.35
+"""Share of such tokens in the last turns of these rows, over that in their earlier turns: the last
+one is as it was sampled. Of other weights it is 1."""
+MAX_PROBABLE = 0.15
+"""Share of the earlier turns' tokens that may be as much more probable: log-probs that stand at
+other places are wrong in both directions."""
+
+
 class Rerendered(Check):
     """Sampled turns, compared with what the renderer writes for the messages that they became."""
 
@@ -48,6 +61,9 @@ class Rerendered(Check):
         self._num_engine_turns = self._num_turns = 0
         self._matched = 0.0
         self._num_dialogues = self._num_whole = self._num_harmed = 0
+        self._num_early = 0
+        self._early_rates = np.zeros(4)
+        self._by_early = False
 
     def look(self, rows: Rows) -> None:
         self._num_dialogues += len(dialogues(rows))
@@ -68,6 +84,8 @@ class Rerendered(Check):
                     expected_ids=tuple(changed.engine_ids.tolist()),
                 ),
             )
+        if rows.engine_ids is None and rows.messages is None:
+            self._look_at_early(rows)
         for row, begin, end, is_harmed in self._whole(rows):
             self._num_whole += 1
             self._num_harmed += is_harmed
@@ -82,6 +100,54 @@ class Rerendered(Check):
                     "sampled turn with what follows it",
                 ),
             )
+
+    def _look_at_early(self, rows: Rows) -> None:
+        early, rates = self._early(rows)
+        self._num_early += len(early)
+        self._early_rates += rates
+        spans = rows.spans
+        for s in early:
+            row, begin = rows.where(int(spans.begin[s]))
+            self.show(
+                float(spans.size[s]),
+                Evidence(
+                    row=row,
+                    begin=begin,
+                    end=begin + int(spans.size[s]),
+                    note="the trainer finds these ids improbable and the row's last turn not: the "
+                    "model did not sample this turn as it stands",
+                ),
+            )
+
+    def _early(self, rows: Rows) -> tuple[list[int], Float64Array]:
+        """(the first span of each row whose earlier turns are improbable; improbable tokens and all
+        tokens of the earlier turns of these rows, and of their last ones)."""
+        renderer = self.setting.renderer
+        assert renderer is not None, "the check's needs"
+        spans, gap = rows.spans, rows.gap
+        if not len(spans) or np.isnan(gap).all():
+            return [], np.zeros(4)
+        number = np.full(rows.num_tokens, -1, np.int64)
+        number[rows.sampled] = np.repeat(np.arange(len(spans)), spans.size)
+        known = np.flatnonzero((number >= 0) & ~np.isnan(gap))
+        is_last = np.append(spans.row[1:] != spans.row[:-1], True)
+        # [R, 2] of earlier turns and of the last one
+        where = spans.row[number[known]] * 2 + is_last[number[known]]
+        size = 2 * len(rows)
+        num = np.bincount(where, minlength=size).reshape(-1, 2)
+        low = np.bincount(where[gap[known] < IMPROBABLE], minlength=size).reshape(-1, 2)
+        high = np.bincount(where[gap[known] > -IMPROBABLE], minlength=size).reshape(-1, 2)
+        is_early = (num[:, 0] >= MIN_FORM_TOKENS) & (low[:, 0] >= MIN_EARLY * num[:, 0])
+        is_early &= high[:, 0] <= MAX_PROBABLE * num[:, 0]
+        out: list[int] = []
+        rates = np.zeros(4)
+        for r in np.flatnonzero(is_early).tolist():
+            s = int(np.searchsorted(spans.row, r))
+            turn = renderer.parse(rows.token_ids[int(spans.begin[s]) : int(spans.end[s])])
+            if not turn.tool_calls:  # a call that can be read was not written over
+                out.append(s)
+                rates += (low[r, 0], num[r, 0], low[r, 1], num[r, 1])
+        return out, rates
 
     def _changed(self, rows: Rows) -> list[ChangedReply]:
         """The turns that are renderings. Where a rendering is also the spelling of the tokenizer,
@@ -164,6 +230,7 @@ class Rerendered(Check):
             "dialogues": self._num_dialogues,
             "rerendered_rows": self._num_whole,
             "harmed_rows": self._num_harmed,
+            "improbable_rows": self._num_early,
         }
         if self._num_turns:
             rate = self._matched / self._num_turns
@@ -184,6 +251,16 @@ class Rerendered(Check):
                 f"{said}; in {self._num_harmed} the two sides disagree from there on",
                 **figures,
             )
+        low, num, last_low, last_num = self._early_rates.tolist()
+        is_last_own = last_low * num <= MAX_LAST * low * max(last_num, 1.0)
+        if self._num_early >= MIN_BROKEN_ROWS and is_last_own:
+            self._by_early = True
+            return self.found(
+                "differs",
+                f"in {self._num_early} rows the earlier turns are ids that the trainer finds "
+                "improbable, and the last turn is not: they were written by a template",
+                **figures,
+            )
         if self._num_whole:
             return self.found(
                 "information", f"{said}; the log-probs do not say that it did harm", **figures
@@ -200,4 +277,9 @@ class Rerendered(Check):
         for row, first, _, is_harmed in self._whole(rows):
             if is_harmed:
                 begin[row] = min(begin[row], first)
+        if self._by_early:
+            spans = rows.spans
+            for s in self._early(rows)[0]:
+                row = int(spans.row[s])
+                begin[row] = min(begin[row], int(spans.begin[s]))
         return without_explained(rows, begin)

@@ -230,3 +230,44 @@ def test_a_run_is_spelt_once_and_half_characters_are_no_canonical_spelling():
     before = renderer.tokenizer.num_encoded
     speller.respelt([euro, euro[:2]])
     assert renderer.tokenizer.num_encoded == before
+
+
+LEAN = ("turn", "is_sampled", "engine_ids", "messages")
+
+
+@FORMATS
+def test_without_messages_turns_that_nobody_sampled_are_told_by_the_trainer(name):
+    renderer, episodes = played(name, rows=32)
+    samples = [
+        rendered_anew(
+            turns_of(e.trajectory, e.leaf), renderer, id=e.row.id,
+            written=lambda t: Message(
+                role="assistant", content=renderer.tokenizer.decode(t.token_ids)
+            ),
+        )[0]
+        for e in episodes
+    ]  # fmt: skip
+    rows = rows_of(episodes, samples, messages=False)
+    is_early = rows.sampled & (rows.turn < 2)
+    unlikely = np.where(is_early, np.float32(-9.0), rows.trainer_logprobs)
+    lean = rows.with_(trainer_logprobs=unlikely, **dict.fromkeys(LEAN))
+    _, findings = looked(TEXT, lean, renderer)
+    assert findings["tokens/rerendered"].verdict == "differs"
+    assert "were written by a template" in findings["tokens/rerendered"].measured
+    everywhere = np.where(rows.sampled, np.float32(-9.0), rows.trainer_logprobs)
+    lean = rows.with_(trainer_logprobs=everywhere, **dict.fromkeys(LEAN))
+    _, findings = looked(TEXT, lean, renderer)
+    assert findings["tokens/rerendered"].verdict != "differs"
+
+
+@FORMATS
+def test_without_messages_a_cut_reply_shows_by_its_improbable_end(name):
+    renderer, episodes = played(name, rows=32)
+    rows = rows_of(episodes, messages=False)
+    is_end = np.zeros(rows.num_tokens, np.bool_)
+    is_end[rows.spans.end - 1] = True
+    unlikely = np.where(is_end, np.float32(-7.0), rows.trainer_logprobs)
+    lean = rows.with_(trainer_logprobs=unlikely, **dict.fromkeys(LEAN))
+    _, findings = looked(TEXT, lean, renderer)
+    assert findings["tokens/post_processed"].verdict == "differs"
+    assert "at the end of a turn" in findings["tokens/post_processed"].measured
