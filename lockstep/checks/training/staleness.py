@@ -114,7 +114,7 @@ class Stale(Check):
 
     def repair(self, rows: Rows) -> Rows:
         """Older tokens as the trainer has them: all of their gap beyond that of age 0 is by age."""
-        assert rows.trainer_logprobs is not None, "the check's needs"
+        assert rows.rollout_logprobs is not None and rows.trainer_logprobs is not None, "needs"
         old = (ages(rows) != 0) & ~np.isnan(rows.gap)
         return rows.with_(
             rollout_logprobs=np.where(old, rows.trainer_logprobs, rows.rollout_logprobs)
@@ -206,7 +206,7 @@ class AfterUpdate(Check):
 
     def repair(self, rows: Rows) -> Rows:
         """An update moves every token of its rows."""
-        assert rows.trainer_logprobs is not None, "the check's needs"
+        assert rows.rollout_logprobs is not None and rows.trainer_logprobs is not None, "needs"
         return rows.with_(
             rollout_logprobs=np.where(
                 np.isnan(rows.gap), rows.rollout_logprobs, rows.trainer_logprobs
@@ -276,7 +276,8 @@ class StillVersion(Check):
 
     def repair(self, rows: Rows) -> Rows:
         """The first step's gap is the two sides' own; what later ones have is the weights'."""
-        assert rows.steps is not None and rows.trainer_logprobs is not None, "the check's needs"
+        assert rows.steps is not None and rows.rollout_logprobs is not None, "the check's needs"
+        assert rows.trainer_logprobs is not None, "the check's needs"
         later = (rows.steps > min(self._by_step, default=0))[rows.row_of] & self._young(rows)
         later &= ~np.isnan(rows.gap)
         return rows.with_(

@@ -146,7 +146,8 @@ def _mean(contexts: Contexts, values: Float64Array) -> Float64Array:
 def _within(contexts: Contexts, values: Float64Array) -> Float64Array:
     """[G] sum of squares about the mean of each group. values: [M]."""
     apart = values - _mean(contexts, values)[contexts.group]
-    return np.bincount(contexts.group, apart * apart, minlength=len(contexts.size))
+    total = np.bincount(contexts.group, apart * apart, minlength=len(contexts.size))
+    return total.astype(np.float64)
 
 
 def _typical(within: Float64Array, size: Int64Array) -> tuple[float, int]:
@@ -164,10 +165,18 @@ class _Repeated(Check):
         super().__init__(setting)
         self.noise = Noise()
         self._marks = Marks()
+        self._unforced, self._square = 0, 0.0
+        """Compared tokens that are not as good as forced, and the sum of d^2 of all."""
 
     def look(self, rows: Rows) -> None:
         self.noise.add(noise_of(rows))
         side = self._side(rows)
+        d = rows.gap[~np.isnan(rows.gap)]
+        self._square += float(d @ d)
+        if rows.rollout_logprobs is not None:
+            with np.errstate(invalid="ignore"):
+                unforced = rows.loss_mask & (rows.rollout_logprobs < FORCED_LOGPROB)
+            self._unforced += int(unforced.sum())
         self._marks.add(rows, side, temperature=self.setting.temperature)
         contexts = rows.contexts
         values = side[contexts.repeated].astype(np.float64)
@@ -220,6 +229,9 @@ class _Repeated(Check):
                 f"{noise.typical_of(typical) ** 0.5:.1e} nats only: it is not noise that makes the "
                 "gap"
             )
+        if self._square > 0 and variance * self._unforced < MIN_SHARE * self._square:
+            is_small = True
+            told += ". As much noise on every token is a small part of the gap of all of them"
         if bits := self._marks.name(min_share=MIN_SHARE_NOISY):
             is_small = True
             told += f". Its logits are rounded to {bits}, which makes as much"
