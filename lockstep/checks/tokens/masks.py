@@ -173,6 +173,10 @@ class Boundary(Check):
                 moved = moved_to(ids, int(first[r]), answers[0])
                 is_nowhere[r] = moved is None
                 moved_by[r] = moved or 0
+        if rows.is_sampled is None:
+            # Trained from the middle of what others wrote on.
+            observed = misplaced(rows, self._template).observed[begin]
+            is_nowhere[spans.row[is_first]] |= observed & (rows.position[begin] > 0)
         return Borders(
             first=first,
             is_impossible=is_impossible,
@@ -314,12 +318,30 @@ def misplaced(rows: Rows, template: TemplateIds) -> Misplaced:
     is_followed = np.isin(end, ends)
     is_followed[is_followed] = rows.loss_mask[np.minimum(end, rows.num_tokens - 1)[is_followed]]
     is_early = ~is_first & ~is_joined & is_followed & (size <= MAX_BORDER)
-    is_after = np.zeros(len(begin), np.bool_)
+    is_after, is_none = np.zeros(len(begin), np.bool_), np.zeros(len(begin), np.bool_)
     if rows.is_sampled is None:
         is_after = is_joined & ~np.isin(end, ends)
-    for where, chosen in ((early, is_early), (after, is_after), (observed, ~is_early & ~is_after)):
+        is_after &= ~_opens_message(rows, begin, template)
+        # No opening until the run ends, from the row's first token on: a dump of replies alone.
+        is_none |= is_first & ~np.isin(end, ends)
+    for where, chosen in (
+        (early, is_early),
+        (after, is_after),
+        (observed, ~is_early & ~is_after & ~is_none),
+    ):
         where[indices_of(begin[chosen], end[chosen])] = True
     return Misplaced(observed=observed, early=early, after_stop=after)
+
+
+def _opens_message(rows: Rows, begin: Int64Array, template: TemplateIds) -> BoolArray:
+    """Whether what stands behind a stop id begins a message of the template: at once, or behind
+    one id between."""
+    out = np.zeros(len(begin), np.bool_)
+    for opener in {opening[0] for opening in template.openings}:
+        for step in (0, 1):
+            at = np.minimum(begin + step, rows.num_tokens - 1)
+            out |= (rows.token_ids[at] == opener) & (rows.row_of[at] == rows.row_of[begin])
+    return out
 
 
 def _behind_stops(rows: Rows, template: TemplateIds) -> BoolArray:

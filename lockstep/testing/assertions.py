@@ -1,0 +1,352 @@
+"""Assertions for the tests of any trainer: its ids, places and statistics, as `lockstep doctor`
+checks them.
+
+Each takes lists, numpy arrays or torch tensors, says nothing if all is well, and raises an
+AssertionError that names the token, the place and both values. The judgement is the doctor's own:
+its checks run here on rows made of what was given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any, Protocol, cast, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+
+from lockstep.checks.base import Setting
+from lockstep.checks.causes import CAUSES
+from lockstep.checks.examine import Stage, examine
+from lockstep.checks.findings import Finding
+from lockstep.checks.rows import Rows
+from lockstep.checks.suite import STAGES
+from lockstep.checks.training.unphysical import Unphysical
+from lockstep.renderers.base import Renderer
+from lockstep.renderers.tokenizer import Tokenizer
+from lockstep.types import Message
+
+MAX_MEAN_DIFF = 0.05
+"""Mean |trainer - rollout| in nats up to which two engines with the same weights are in step: five
+times what 16-bit kernels of two engines make."""
+NEXT = "For all rows at once, and what each cause explains: `lockstep doctor DUMP`."
+_SHOWN = 3
+_PLACES = ("tokens/shifted", "tokens/fillers", "values/nonfinite", "values/positive")
+
+
+def assert_token_exact(
+    row_ids: Any,
+    sampled_turns: Sequence[Any],
+    *,
+    loss_mask: Any = None,
+    tokenizer: Tokenizer | None = None,
+    name: str = "row",
+) -> None:
+    """The row that is trained holds each turn as the engine sampled it, whole and in order.
+
+    row_ids: [T] ids. sampled_turns: ids of each turn, as the engine returned them. loss_mask: [T]
+    what is trained; then exactly those tokens must be. tokenizer: for what the ids say.
+
+    >>> assert_token_exact([1, 2, 7, 8, 3, 9], [[7, 8], [9]], loss_mask=[0, 0, 1, 1, 0, 1])
+    >>> assert_token_exact([1, 2, 7, 3, 9], [[7, 8], [9]])
+    Traceback (most recent call last):
+    AssertionError: row: turn 0 is not in the row as it was sampled. Token 1 of 2 was sampled as \
+id 8; at place 3 of the row stands id 3. Train the ids that the engine returned. For all rows at \
+once, and what each cause explains: `lockstep doctor DUMP`.
+    """
+    ids = _ids(row_ids)
+    turns = [_ids(turn) for turn in sampled_turns]
+    mask = None if loss_mask is None else _array(loss_mask).astype(np.bool_)
+    if mask is not None and len(mask) != len(ids):
+        raise AssertionError(f"{name}: {len(ids)} ids and a loss mask of {len(mask)} entries.")
+    begin = 0
+    places: list[int] = []
+    for number, turn in enumerate(turns):
+        at, num_equal = _find(ids, turn, begin)
+        if num_equal < len(turn):
+            raise AssertionError(
+                f"{name}: turn {number} is not in the row as it was sampled. "
+                + _first_other(ids, turn, at, num_equal, tokenizer)
+                + f" Train the ids that the engine returned. {NEXT}"
+            )
+        places.append(at)
+        begin = at + len(turn)
+    if mask is None:
+        return
+    expected = np.zeros(len(ids), np.bool_)
+    for at, turn in zip(places, turns, strict=True):
+        expected[at : at + len(turn)] = True
+    other = np.flatnonzero(mask != expected)
+    if len(other):
+        at = int(other[0])
+        what = (
+            "was sampled and is not trained" if expected[at] else "is trained and was not sampled"
+        )
+        cause = CAUSES["missing_final" if expected[at] else "observation_trained"]
+        raise AssertionError(
+            f"{name}: {_token(ids, at, tokenizer)} {what}, and {len(other) - 1} others so. "
+            f"{cause.remedy} {NEXT}"
+        )
+
+
+def assert_aligned(
+    rollout_logprobs: Any,
+    trainer_logprobs: Any,
+    loss_mask: Any = None,
+    *,
+    row_ids: Any = None,
+    max_mean_diff: float = MAX_MEAN_DIFF,
+    name: str = "row",
+) -> None:
+    """Each log-prob of the sampler stands beside the token that the trainer's is of.
+
+    rollout_logprobs, trainer_logprobs: [T] of one row, or one such list for each row; natural log,
+    each at its own token's place (not at the one that predicts it). loss_mask: the same shape;
+    None compares all. row_ids: the ids, for the message. max_mean_diff: nats that the two sides may
+    be apart in the mean, on the same weights.
+
+    >>> logprobs = [-2.0, -0.1, -1.5, -0.7, -3.0, -0.2, -1.1, -2.4]
+    >>> assert_aligned(logprobs, logprobs)
+    """
+    rows = _rows(rollout_logprobs, trainer_logprobs, loss_mask, row_ids, name)
+    has = frozenset({"rollout_logprobs", "trainer_logprobs"})
+    stages = [Stage(checks=[k for k in checks if k.name in _PLACES]) for checks in STAGES]
+    found = examine(lambda: [rows], [s for s in stages if s.checks], Setting(), has=has).findings
+    if wrong := [finding for finding in found if finding.verdict == "differs"]:
+        raise AssertionError("\n".join(_said(finding, rows) for finding in wrong) + f"\n{NEXT}")
+    gap = np.abs(rows.gap)
+    if np.isnan(gap).all():
+        raise AssertionError(
+            f"{name}: no token has a log-prob of both sides; {int(rows.loss_mask.sum())} are "
+            "trained. Were the sampler's log-probs asked for?"
+        )
+    mean = float(np.nanmean(gap))
+    if mean > max_mean_diff:
+        raise AssertionError(
+            f"the two sides are {mean:.3g} nats apart in the mean, at most {max_mean_diff:g} were "
+            f"expected; no offset explains it. The worst: {_worst(rows)}. {NEXT}"
+        )
+
+
+def assert_prefix(shorter_ids: Any, longer_ids: Any, *, tokenizer: Tokenizer | None = None) -> None:
+    """The first ids are a prefix of the second: of a row and the next prompt, for one.
+
+    >>> assert_prefix([1, 2], [1, 2, 3])
+    """
+    one, other = _ids(shorter_ids), _ids(longer_ids)
+    num_equal = _num_equal(one, other)
+    if num_equal == len(one):
+        return
+    there = _token(other, num_equal, tokenizer) if num_equal < len(other) else "nothing"
+    raise AssertionError(
+        f"{num_equal} of {len(one)} ids are a prefix; then {_token(one, num_equal, tokenizer)} "
+        f"against {there}. Extend the ids turn by turn in place of rendering the history again. "
+        f"{NEXT}"
+    )
+
+
+@runtime_checkable
+class ChatTemplate(Protocol):
+    """What a tokenizer of transformers has."""
+
+    def apply_chat_template(self, conversation: Any, **settings: Any) -> Any: ...
+
+
+def assert_incremental(
+    template: Renderer | ChatTemplate, messages: Sequence[Message | Mapping[str, Any]]
+) -> None:
+    """A template over the whole dialogue begins with what was there after each turn.
+
+    template: a renderer of Lockstep, whose replies are those that a model would sample, or a
+    tokenizer of transformers with a chat template. messages: a dialogue with at least two replies
+    of the assistant. Where this fails, rows must be made by extending ids, and never of the last
+    prompt: it does not hold the turns as they were sampled.
+    """
+    replies = [at for at, m in enumerate(messages) if _role(m) == "assistant"]
+    if len(replies) < 2:
+        raise AssertionError(
+            f"{len(replies)} messages of the assistant: the template of one turn cannot change an "
+            "earlier one. Give a dialogue with two replies."
+        )
+    tokenizer = template.tokenizer if isinstance(template, Renderer) else None
+    for number, (at, then) in enumerate(pairwise(replies)):
+        try:
+            assert_prefix(
+                _with_reply(template, messages[: at + 1]),
+                _prompt(template, messages[:then]),
+                tokenizer=tokenizer,
+            )
+        except AssertionError as error:
+            raise AssertionError(
+                f"the prompt of reply {number + 1} does not begin with the dialogue up to reply "
+                f"{number}: {error}"
+            ) from None
+
+
+def assert_physical(metrics: Sequence[Mapping[str, Any]]) -> None:
+    """The statistics of training can stand beside each other.
+
+    metrics: one mapping per step, by the names of docs/metrics.md (mismatch/k1, train/clip_fraction
+    and so on); rules whose metrics are not there are not tried.
+    """
+    finding = Unphysical(Setting(step_metrics=tuple(metrics))).conclude()
+    if finding.verdict == "differs":
+        raise AssertionError(f"{finding.measured}. {CAUSES['unphysical'].remedy} {NEXT}")
+
+
+# -- what is given, as rows ------------------------------------------------------------------------
+
+
+def _array(values: Any) -> npt.NDArray[Any]:
+    """A list, an array, or a tensor: of any device, with a gradient, of 16 bits."""
+    if hasattr(values, "detach"):
+        values = values.detach().cpu()
+        values = (values.float() if values.is_floating_point() else values).numpy()
+    return np.asarray(values)
+
+
+def _ids(values: Any) -> npt.NDArray[np.int32]:
+    return _array(values).astype(np.int32).reshape(-1)
+
+
+def _rows(rollout: Any, trainer: Any, mask: Any, ids: Any, name: str) -> Rows:
+    sides = [_ragged(values) for values in (rollout, trainer)]
+    sizes = [[len(row) for row in side] for side in sides]
+    if sizes[0] != sizes[1]:
+        at = next(
+            (i for i, (a, b) in enumerate(zip(*sizes, strict=False)) if a != b),
+            min(map(len, sizes)),
+        )
+        found = [side[at] if at < len(side) else "none" for side in sizes]
+        raise AssertionError(
+            f"{name} {at}: {found[0]} log-probs of the sampler, {found[1]} of the trainer. Each "
+            "token must have one of both, at its own place."
+        )
+    num = sum(sizes[0])
+    flat = [np.concatenate([*side, np.empty(0)]).astype(np.float32) for side in sides]
+    masks = None if mask is None else np.concatenate([*_ragged(mask), np.empty(0)])
+    known = None if ids is None else np.concatenate([*_ragged(ids), np.empty(0)])
+    for what, values in (("loss_mask", masks), ("row_ids", known)):
+        if values is not None and len(values) != num:
+            raise AssertionError(f"{what} has {len(values)} entries, the log-probs {num}.")
+    return Rows(
+        row_ids=tuple(f"{name} {i}" if len(sizes[0]) > 1 else name for i in range(len(sizes[0]))),
+        offsets=np.cumsum([0, *sizes[0]], dtype=np.int64),
+        token_ids=(np.arange(num) if known is None else known).astype(np.int32),
+        loss_mask=np.ones(num, np.bool_) if masks is None else masks.astype(np.bool_),
+        rollout_logprobs=flat[0],
+        trainer_logprobs=flat[1],
+    )
+
+
+def _ragged(values: Any) -> list[npt.NDArray[Any]]:
+    """One array per row."""
+    if len(values) and np.ndim(_array(values[0])):
+        return [_array(row).reshape(-1) for row in values]
+    return [_array(values).reshape(-1)]
+
+
+def _role(message: Message | Mapping[str, Any]) -> str:
+    return message.role if isinstance(message, Message) else str(message["role"])
+
+
+def _prompt(
+    template: Renderer | ChatTemplate, messages: Sequence[Message | Mapping[str, Any]]
+) -> npt.NDArray[np.int32]:
+    """Up to where the next reply begins."""
+    if isinstance(template, Renderer):
+        return _ids(template.render([_message(m) for m in messages]))
+    return _applied(template, messages, is_prompt=True)
+
+
+def _with_reply(
+    template: Renderer | ChatTemplate, messages: Sequence[Message | Mapping[str, Any]]
+) -> npt.NDArray[np.int32]:
+    """Up to the end of the last message, a reply."""
+    if isinstance(template, Renderer):
+        reply = template.render_reply(_message(messages[-1]))
+        return np.concatenate([_prompt(template, messages[:-1]), _ids(reply)])
+    return _applied(template, messages, is_prompt=False)
+
+
+def _applied(
+    template: ChatTemplate, messages: Sequence[Message | Mapping[str, Any]], *, is_prompt: bool
+) -> npt.NDArray[np.int32]:
+    given = [m.to_dict() if isinstance(m, Message) else m for m in messages]
+    found = template.apply_chat_template(given, add_generation_prompt=is_prompt, tokenize=True)
+    return _ids(cast("Any", found)["input_ids"] if isinstance(found, Mapping) else found)
+
+
+def _message(message: Message | Mapping[str, Any]) -> Message:
+    return message if isinstance(message, Message) else Message.from_dict(dict(message))
+
+
+# -- where they differ -----------------------------------------------------------------------------
+
+
+def _num_equal(one: npt.NDArray[Any], other: npt.NDArray[Any]) -> int:
+    size = min(len(one), len(other))
+    differs = np.flatnonzero(one[:size] != other[:size])
+    return int(differs[0]) if len(differs) else size
+
+
+def _find(ids: npt.NDArray[np.int32], turn: npt.NDArray[np.int32], begin: int) -> tuple[int, int]:
+    """(place in `ids` from `begin` on where most of `turn` stands, how many of its ids do)."""
+    if not len(turn):
+        return begin, 0
+    at = np.flatnonzero(ids[begin:] == turn[0]) + begin
+    best = (begin, 0)
+    for place in at.tolist():
+        num = _num_equal(turn, ids[place:])
+        if num > best[1]:
+            best = (place, num)
+        if num == len(turn):
+            break
+    return best
+
+
+def _first_other(
+    ids: npt.NDArray[np.int32],
+    turn: npt.NDArray[np.int32],
+    at: int,
+    num_equal: int,
+    tokenizer: Tokenizer | None,
+) -> str:
+    if not num_equal:
+        return f"None of its {len(turn)} ids stands in the row from place {at} on."
+    place = at + num_equal
+    there = _token(ids, place, tokenizer, where=False) if place < len(ids) else "nothing more"
+    return (
+        f"Token {num_equal} of {len(turn)} was sampled as "
+        f"{_token(turn, num_equal, tokenizer, where=False)}; at place {place} of the row stands "
+        f"{there}."
+    )
+
+
+def _token(
+    ids: npt.NDArray[np.int32], at: int, tokenizer: Tokenizer | None, *, where: bool = True
+) -> str:
+    text = "" if tokenizer is None else f" ({tokenizer.decode([int(ids[at])])!r})"
+    return f"id {int(ids[at])}{text}" + (f" at place {at}" if where else "")
+
+
+def _worst(rows: Rows) -> str:
+    gap = np.abs(rows.gap)
+    at = int(np.nanargmax(gap))
+    row, place = rows.where(at)
+    assert rows.rollout_logprobs is not None and rows.trainer_logprobs is not None
+    return (
+        f"{row}, place {place}, id {int(rows.token_ids[at])}: sampler "
+        f"{rows.rollout_logprobs[at]:.4g}, trainer {rows.trainer_logprobs[at]:.4g}"
+    )
+
+
+def _said(finding: Finding, rows: Rows) -> str:
+    """The finding, its proof, and what to do."""
+    cause = CAUSES[finding.cause]
+    lines = [f"{cause.title} {finding.measured}."]
+    for evidence in finding.evidence[:_SHOWN]:
+        lines.append(f"  {evidence.row}, places {evidence.begin}-{evidence.end}: {evidence.note}")
+    if not np.isnan(rows.gap).all():
+        lines.append(f"  the worst: {_worst(rows)}")
+    return "\n".join([*lines, f"  {cause.remedy}"])

@@ -1,0 +1,132 @@
+"""The assertions for tests of any trainer: silent on what is sound, and clear about what is not."""
+
+import doctest
+
+import numpy as np
+import pytest
+import torch
+
+from lockstep.renderers.chatml import ChatMLRenderer
+from lockstep.renderers.config import ChatMLConfig
+from lockstep.testing import (
+    assert_aligned,
+    assert_incremental,
+    assert_physical,
+    assert_prefix,
+    assert_token_exact,
+    assertions,
+)
+from lockstep.testing.tokenizers import byte_tokenizer
+from lockstep.types import Message
+
+RNG = np.random.default_rng(0)
+TRUE = -RNG.exponential(1.0, (6, 40))
+
+
+def test_the_examples_in_the_docstrings_hold():
+    found = doctest.testmod(assertions, optionflags=doctest.ELLIPSIS)
+    assert found.attempted and not found.failed
+
+
+@pytest.mark.parametrize("kind", [list, np.array, torch.tensor])
+def test_sound_rows_pass_as_lists_arrays_and_tensors(kind):
+    ids, mask = [5, 6, 7, 8, 9], [False, True, True, False, True]
+    assert_token_exact(kind(ids), [kind([6, 7]), kind([9])], loss_mask=kind(mask))
+    assert_aligned(kind(TRUE[0].tolist()), kind((TRUE[0] + 1e-3).tolist()))
+    assert_aligned([kind(row.tolist()) for row in TRUE], [kind(row.tolist()) for row in TRUE])
+
+
+def test_tensors_of_sixteen_bits_with_a_gradient_are_read():
+    trainer = torch.tensor(TRUE, dtype=torch.bfloat16, requires_grad=True)
+    assert_aligned(TRUE, trainer)
+
+
+def test_a_turn_that_was_encoded_again_is_shown_with_both_ids():
+    tokenizer = byte_tokenizer(merges=[("a", "b")])
+    merged = tokenizer.encode("ab")
+    with pytest.raises(AssertionError, match=r"sampled as id 98 \('b'\).* stands id"):
+        assert_token_exact(
+            [1, *b"xa", *merged, 2], [list(b"xab")], tokenizer=tokenizer, name="sample 17"
+        )
+
+
+def test_a_lost_end_and_a_trained_observation_are_named():
+    with pytest.raises(AssertionError, match="Token 2 of 3 was sampled as id 9"):
+        assert_token_exact([1, 7, 8], [[7, 8, 9]])
+    with pytest.raises(AssertionError, match="place 0 is trained and was not sampled"):
+        assert_token_exact([1, 7, 8], [[7, 8]], loss_mask=[1, 1, 1])
+    with pytest.raises(AssertionError, match="place 2 was sampled and is not trained"):
+        assert_token_exact([1, 7, 8], [[7, 8]], loss_mask=[0, 1, 0])
+    with pytest.raises(AssertionError, match="3 ids and a loss mask of 2"):
+        assert_token_exact([1, 7, 8], [[7, 8]], loss_mask=[0, 1])
+
+
+def test_shifted_logprobs_say_by_how_much():
+    with pytest.raises(AssertionError, match=r"(?s)moved by -1.*place 39.*lockstep doctor"):
+        assert_aligned(np.roll(TRUE, 1, axis=1), TRUE)
+
+
+def test_fillers_and_nan_are_named():
+    filled = TRUE.copy()
+    filled[:, 5:9] = 0.0
+    with pytest.raises(AssertionError, match=r"0\.0 that stands for 'none'"):
+        assert_aligned(filled, TRUE)
+    filled[:, 5:9] = np.nan
+    with pytest.raises(AssertionError, match="not finite"):
+        assert_aligned(filled, TRUE)
+
+
+def test_a_gap_that_no_offset_explains_shows_its_worst_token():
+    with pytest.raises(AssertionError, match=r"nats apart.*place \d+, id 7: sampler -.*trainer -"):
+        assert_aligned(
+            TRUE,
+            np.minimum(TRUE + 0.3 * RNG.standard_normal(TRUE.shape), 0),
+            row_ids=[[7] * 40] * 6,
+        )
+
+
+def test_other_lengths_and_no_tokens_are_said():
+    with pytest.raises(AssertionError, match="40 log-probs of the sampler, 39 of the trainer"):
+        assert_aligned(TRUE[0], TRUE[0][1:])
+    with pytest.raises(AssertionError, match="no token has a log-prob of both sides"):
+        assert_aligned(TRUE[0], TRUE[0], np.zeros(40, bool))
+
+
+def test_a_prefix_is_held_against_what_follows():
+    with pytest.raises(AssertionError, match="1 of 2 ids are a prefix; then id 2 at place 1"):
+        assert_prefix([1, 2], [1, 3, 4])
+
+
+def test_a_template_that_drops_thinking_is_not_incremental():
+    dialogue = [
+        Message(role="user", content="one"),
+        Message(role="assistant", content="1", thinking="so"),
+        Message(role="user", content="two"),
+        Message(role="assistant", content="2"),
+        Message(role="user", content="three"),
+        Message(role="assistant", content="3"),
+    ]
+    tokenizer = byte_tokenizer()
+    assert_incremental(ChatMLRenderer(tokenizer, ChatMLConfig(has_empty_thinking=False)), dialogue)
+    with pytest.raises(AssertionError, match="the prompt of reply 1 does not begin with the dialogue"):
+        assert_incremental(ChatMLRenderer(tokenizer, ChatMLConfig(thinking="drop")), dialogue)
+    with pytest.raises(AssertionError, match="two replies"):
+        assert_incremental(ChatMLRenderer(tokenizer), dialogue[:2])
+
+
+def test_a_tokenizer_of_transformers_is_asked_through_its_template():
+    class Template:
+        def apply_chat_template(self, conversation, *, add_generation_prompt, tokenize):
+            assert tokenize and add_generation_prompt == (conversation[-1]["role"] == "user")
+            return {"input_ids": [len(m["content"]) for m in conversation]}
+
+    assert_incremental(
+        Template(),
+        [{"role": role, "content": "a"} for role in ("user", "assistant") * 2],
+    )
+
+
+def test_statistics_that_cannot_be_are_named():
+    assert_physical([{"step": 0, "mismatch/k3": 0.01, "mismatch/k2": 0.01}])
+    with pytest.raises(AssertionError, match="k3"):
+        assert_physical([{"step": s, "mismatch/k3": -0.5, "mismatch/k2": 0.01} for s in range(5)])
