@@ -108,7 +108,7 @@ def test_a_template_that_drops_thinking_is_not_incremental():
     ]
     tokenizer = byte_tokenizer()
     assert_incremental(ChatMLRenderer(tokenizer, ChatMLConfig(has_empty_thinking=False)), dialogue)
-    with pytest.raises(AssertionError, match="the prompt of reply 1 does not begin with the dialogue"):
+    with pytest.raises(AssertionError, match="reply 1 does not begin with the dialogue"):
         assert_incremental(ChatMLRenderer(tokenizer, ChatMLConfig(thinking="drop")), dialogue)
     with pytest.raises(AssertionError, match="two replies"):
         assert_incremental(ChatMLRenderer(tokenizer), dialogue[:2])
