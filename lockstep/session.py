@@ -129,7 +129,8 @@ class Session:
             max_staleness=config.max_staleness * config.trainer.updates_per_batch,
             is_one_process=self.is_one_process,
         )
-        words = Tokenization(tokenizer=renderer.tokenizer, renderer=renderer)
+        # Without the renderer: what renders again costs more than all other checks together.
+        words = Tokenization(tokenizer=renderer.tokenizer)
         return Monitor(
             num_rows=config.doctor.rows,
             setting=make_setting(facts, words),

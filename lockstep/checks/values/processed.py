@@ -244,7 +244,8 @@ class _Sample:
     def of(cls, rows: Rows) -> _Sample:
         """Of the first rows of a chunk."""
         num_rows = int(np.searchsorted(rows.offsets, SAMPLE_TOKENS, side="right")) - 1
-        some = rows.take(np.arange(max(min(num_rows, len(rows)), min(len(rows), 1))))
+        num_rows = max(min(num_rows, len(rows)), min(len(rows), 1))
+        some = rows if num_rows == len(rows) else rows.take(np.arange(num_rows))
         at = np.flatnonzero(~np.isnan(some.gap))
         assert some.rollout_logprobs is not None and some.trainer_logprobs is not None, "needs"
         to = np.full(some.num_tokens, -1, np.int64)
