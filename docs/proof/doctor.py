@@ -694,8 +694,8 @@ def main() -> None:
             figures[part]["cpu_seconds"] = round(time.process_time() - began, 1)
             text = {k: v for k, v in figures[part].items() if k not in ("cases", "alarms")}
             print(json.dumps(text, indent=2), flush=True)
-        if parts == list(PARTS) and not asked.causes:
-            write(player, asked, figures)
+            if not asked.causes:
+                write(player, asked, figures)
 
 
 def results(player: str) -> Path:
@@ -703,17 +703,20 @@ def results(player: str) -> Path:
 
 
 def write(player: str, asked: Asked, figures: dict[str, Any]) -> None:
+    """Each part as it is done; those that were not run again stay as they are."""
     from run import host
 
+    path = results(player)
+    before = json.loads(path.read_text())["figures"] if path.is_file() else {}
     words = f"--players {player} --seeds {asked.seeds} --healthy {asked.healthy}"
     document = {
         "part": "doctor",
         "date": datetime.now(UTC).date().isoformat(),
         "commands": [f"python docs/proof/doctor.py {words}"],
         "host": host(),
-        "figures": figures,
+        "figures": before | figures,
     }
-    results(player).write_text(json.dumps(document, indent=1) + "\n")
+    path.write_text(json.dumps(document, indent=1) + "\n")
 
 
 def tables(documents: Mapping[str, Mapping[str, Any]]) -> str:
