@@ -59,6 +59,11 @@ are at 1e-13, TF32 is below this."""
 NOISE_FACTOR = 2.0
 """Times the k2 that computing in bfloat16 makes, up to which what is left is put down to a pair of
 precisions: an engine in bfloat16 has kernels of its own, and other noise than ours of that size."""
+NUM_ERRORS = 2.0
+"""Standard errors of that k2 by which it must be larger: a token or two that bfloat16 sends to
+other experts make a mean that says nothing of the rest."""
+WILD_FACTOR = 6.0
+"""Times that k2, above which a few tokens are enough: more than bfloat16 sends elsewhere."""
 DENSE_FACTOR = 6.0
 """The same for the typical token (the median of d^2 in units of its spread): of a mixture of
 experts the mean is that of a few tokens which bfloat16 sends to other experts, and noise on every
@@ -210,9 +215,13 @@ class Comparison:
             return False
         rows, spread = self.evidence.rows, self.evidence.spread
         chosen = side.is_unexplained[rows.row_of]
-        typical = _typical(np.where(chosen, side.values - side.reference, np.nan), spread)
-        is_dense = typical > DENSE_FACTOR * self.typical_floor
-        return side.noise > NOISE_FACTOR * self.floor or is_dense
+        d = np.where(chosen, side.values - side.reference, np.nan)
+        if _typical(d, spread) > DENSE_FACTOR * self.typical_floor:
+            return True
+        squares = 0.5 * d[np.isfinite(d)] ** 2
+        error = float(squares.std() / np.sqrt(len(squares)))
+        is_many = side.noise - NUM_ERRORS * error > NOISE_FACTOR * self.floor
+        return is_many or side.noise > WILD_FACTOR * self.floor
 
     def describe(self) -> str:
         """Which side agrees with the model, in words."""

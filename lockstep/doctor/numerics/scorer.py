@@ -19,7 +19,7 @@ from lockstep.models.decoder import Decoder
 from lockstep.models.fallback import load_fallback
 from lockstep.models.hf_io import load_checkpoint
 from lockstep.models.lora import adapter_off, add_adapter
-from lockstep.models.moe import Routing
+from lockstep.models.moe import MoE, Routing
 from lockstep.models.peft_format import read_shape
 from lockstep.models.peft_io import load_adapter
 from lockstep.models.variants import (
@@ -237,7 +237,7 @@ def _margins(model: Decoder) -> Iterator[list[Tensor]]:
     kept: list[Tensor] = []
     hooks = []
     for block in model.layers:
-        if getattr(block.mlp, "num_active", 0):
+        if isinstance(block.mlp, MoE):
 
             def keep(mlp: Any, inputs: tuple[Any, ...], _: Any) -> None:
                 logits = mlp.router_logits(inputs[0]).float()
