@@ -192,7 +192,7 @@ class Tokens:
 
     @property
     def num_rows(self) -> int:
-        return len(np.unique(self.row))
+        return int(np.count_nonzero(np.diff(self.row, prepend=-1)))
 
 
 def in_question(rows: Rows) -> Tokens:
