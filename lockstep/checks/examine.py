@@ -182,25 +182,41 @@ def _divide(
     left: dict[str, float],
     out: Examination,
 ) -> None:
-    """Adds the shares of `new`, and takes them from what is `left`."""
+    """Adds the shares of `new`, and takes them from what is `left`.
+
+    A token that two causes have hit loses its gap to whichever is repaired first. It is both's: the
+    repairs are made in their order and from the last to the first, and a share is the mean of what
+    goes away in either.
+    """
     gaps = [Gap() for _ in range(len(new) + 1)]
+    """In their order: before the first, and behind each."""
+    back = [Gap() for _ in range(len(new) + 1)] if len(new) > 1 else gaps
+    """From the last to the first: with all repaired from so many on."""
     for rows in chunks():
         for check in before:
             rows = _repaired(check, rows)
         gaps[0].add(gap_of(rows.gap))
+        one = rows
         for check, gap in zip(new, gaps[1:], strict=True):
+            one = check.repair(one)
+            gap.add(gap_of(one.gap))
+        if len(new) < 2:
+            continue
+        back[-1].add(gap_of(rows.gap))
+        for check, gap in zip(reversed(new), reversed(back[:-1]), strict=True):
             rows = check.repair(rows)
             gap.add(gap_of(rows.gap))
     whole = gaps[0]
-    shares = {
-        name: [
-            left[name] * (getattr(a, name) - getattr(b, name)) / getattr(whole, name)
-            if getattr(whole, name)
-            else 0.0
-            for a, b in pairwise(gaps)
-        ]
-        for name in left
-    }
+    # What is left at the end is that of their order: it is what later stages go on with.
+    shares: dict[str, list[float]] = {}
+    for name in left:
+        total = getattr(whole, name)
+        lost = [getattr(a, name) - getattr(b, name) for a, b in pairwise(gaps)]
+        other = [getattr(b, name) - getattr(a, name) for a, b in pairwise(back)]
+        if len(new) > 1 and sum(other) > 0:
+            scale = sum(lost) / sum(other)
+            lost = [(one + scale * two) / 2 for one, two in zip(lost, other, strict=True)]
+        shares[name] = [left[name] * value / total if total else 0.0 for value in lost]
     for number, check in enumerate(new):
         share = Share(
             cause=check.cause,

@@ -43,6 +43,8 @@ MIN_VOTES = 8
 """Short rows that must agree on one offset, where no row proves it alone."""
 VOTES_LEAD = 4.0
 """How many times more often than any other one."""
+LONG = 12
+"""Tokens of a row that prove an offset, if it has one: 12 log(1 / MAX_LEFT) > MIN_GAIN."""
 MIN_SHARE = 0.02
 """Share of the rows in question at one offset: less is chance among rows of another cause."""
 ALONE_GAIN = 25.0
@@ -70,6 +72,7 @@ class Shifted(Check):
         super().__init__(setting)
         self._num_rows = 0
         self._in_question = 0
+        self._long = 0
         self._proved: Counter[int] = Counter()
         self._votes: Counter[int] = Counter()
         self._from_middle = 0
@@ -81,6 +84,7 @@ class Shifted(Check):
         if not len(tokens):
             return
         self._in_question += tokens.num_rows
+        self._long += int((np.unique(tokens.row, return_counts=True)[1] >= LONG).sum())
         for moves in aligned(tokens, WEAK_GAIN):
             is_proved = moves.gain >= np.where(moves.is_late, MIN_GAIN + LATE_PENALTY, MIN_GAIN)
             self._votes.update(moves.by[~moves.is_late].tolist())
@@ -110,6 +114,10 @@ class Shifted(Check):
         found = {by for by, num in self._proved.items() if num >= least}
         if not found and self._best_gain >= ALONE_GAIN and self._in_question <= 1 / MIN_SHARE:
             found = set(self._proved)
+        if not found and self._long >= MIN_VOTES:
+            return (
+                frozenset()
+            )  # short rows by themselves are not shifted: long ones have been asked
         first, second = [*self._votes.most_common(2), (0, 0), (0, 0)][:2]
         if first[1] >= max(MIN_VOTES, VOTES_LEAD * second[1], MIN_SHARE * self._in_question):
             found.add(first[0])

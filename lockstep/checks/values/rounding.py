@@ -136,9 +136,8 @@ def _bounds_of(
     with np.errstate(invalid="ignore"):
         apart = (side - other) if is_low else (other - side)
         judged = rows.loss_mask & np.isfinite(apart)
-        if not is_low:
-            judged &= side < -1e-6  # 0 is where log-probs end
-        beyond = judged & (apart > CUT_MARGIN)
+        # 0 is where log-probs end, and one of 0 where the other side is below is a filler.
+        beyond = judged & (side < -1e-6) & (apart > CUT_MARGIN)
         if not beyond.any():
             return {}
         margin = np.maximum(CUT_MARGIN, 2 * _half_steps(rows, side, grids_of(rows, side)))

@@ -281,6 +281,26 @@ def test_short_rows_prove_a_shift_together(offset):
     assert "shifted" in causes(rows)
 
 
+def test_short_rows_prove_no_shift_that_long_rows_deny():
+    rng = np.random.default_rng(0)
+    short, long = [], []
+    for number, length in [*((n, 5) for n in range(30)), *((n, 30) for n in range(30, 60))]:
+        true = (-rng.exponential(1.0, length)).tolist()
+        ids = [90, 91, *rng.integers(0, 50, length).tolist()]
+        lps, turn = [float("nan")] * 2 + true, [-1] * 2 + [0] * length
+        near = [lp - float(rng.uniform(0.04, 0.12)) for lp in lps]
+        row = Made(f"s{number}", ids, turn, lps, near, [t >= 0 for t in turn])
+        (short if length == 5 else long).append(row)
+
+    def other(row: Made) -> Made:
+        row.trainer = [min(lp + float(rng.normal(0, 1.0)), 0.0) for lp in row.trainer]
+        return row
+
+    moved = hit(short, shift(-2), 1.0)
+    assert "shifted" in causes(rows_of(moved))
+    assert "shifted" not in causes(rows_of([*moved, *hit(long, other)]))
+
+
 @FAMILY
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("std", [0.1, 0.5, 2.0])

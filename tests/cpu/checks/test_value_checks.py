@@ -165,6 +165,15 @@ def test_a_bound_is_found_with_its_value(bound, rows_hit):
     assert out.shares[0].k2 > 0.99
 
 
+def test_zeros_of_rows_with_nothing_else_to_compare_are_no_bound():
+    zeros = HEALTHY.loss_mask & (HEALTHY.row_of < 8)
+    rows = HEALTHY.with_(
+        rollout_logprobs=np.where(zeros, np.float32(0.0), HEALTHY.rollout_logprobs),
+        trainer_logprobs=np.where(zeros, HEALTHY.trainer_logprobs, np.float32(np.nan)),
+    )
+    assert "clamped" not in causes(rows)
+
+
 def bits(n):
     """To the nearest number whose lowest n bits are 0."""
     mask, half = np.uint32((0xFFFFFFFF << n) & 0xFFFFFFFF), np.uint32(1 << (n - 1))
