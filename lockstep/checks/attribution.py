@@ -88,6 +88,11 @@ def gap_of(gap: Float64Array) -> Gap:
     )
 
 
+def gap_of_all(rows: Rows) -> Gap:
+    """The sums over all rows of a chunk, not to be changed."""
+    return rows.once("gap", lambda: gap_of(rows.gap))
+
+
 def k3_of(d: Float64Array) -> Float64Array:
     """[n] exp(d) - 1 - d of each, d cut at RATIO_LIMIT; from its series where that is small."""
     out = np.minimum(d, RATIO_LIMIT)
@@ -152,7 +157,7 @@ class Split:
 
     def add(self, rows: Rows) -> None:
         """Takes in the compared tokens of a chunk."""
-        at = np.flatnonzero(~np.isnan(rows.gap))
+        at = rows.compared
         if not len(at):
             return
         d = rows.gap[at]

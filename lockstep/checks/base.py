@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from lockstep.checks.attribution import Gap
 from lockstep.checks.causes import CAUSES
 from lockstep.checks.findings import MAX_EVIDENCE, Evidence, Finding, Verdict
+from lockstep.checks.once import Once
 
 if TYPE_CHECKING:
     from lockstep.checks.rows import Rows
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setting:
+class Setting(Once):
     """What is known of a run beside its rows. None and empty: not known."""
 
     trainer: str = ""

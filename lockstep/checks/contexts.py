@@ -19,6 +19,9 @@ import numpy.typing as npt
 
 from lockstep.types import Int64Array
 
+FIRST_STRIDE, MAX_STRIDE = 4, 64
+"""Places that rows are followed over at once, while none of them parts from its like."""
+
 if TYPE_CHECKING:
     from lockstep.checks.rows import Rows
 
@@ -44,7 +47,8 @@ def contexts_of(rows: Rows) -> Contexts:
     """What `Rows.contexts` holds.
 
     Rows that begin alike are followed together, trained token by trained token, until each has
-    parted from all others: the work is that of the parts that they share.
+    parted from all others: the work is that of the parts that they share. Over places where none
+    parts they go many at a time, and nothing is sorted.
     """
     at = np.flatnonzero(rows.loss_mask)
     at = at[rows.position[at] > 0]
@@ -57,8 +61,30 @@ def contexts_of(rows: Rows) -> Contexts:
     repeated: list[Int64Array] = []
     sizes: list[Int64Array] = []
     pairs: list[tuple[Int64Array, Int64Array]] = []
-    alive, k = np.flatnonzero(num), 0
+    alive, k, stride = np.flatnonzero(num), 0, 0
+    alike = _Alike(key=np.empty(0, np.uint64), weights=np.empty(0, np.uint64))
+
+    def going_on() -> tuple[Int64Array, _Alike]:
+        """Those of `alive` that have a k-th token, and another row beside them that does."""
+        has_more = num[alive] > k
+        left = alike.where(has_more)
+        is_paired = left.is_paired
+        return alive[has_more][is_paired], left.where(is_paired)
+
     while len(alive) > 1:
+        if stride:
+            ahead = min(stride, int(num[alive].min()) - k)
+            ahead_at = at[first[alive] + (k + np.arange(ahead))[:, None]]
+            passed = alike.num_kept(rows, ahead_at, finite)
+            if passed:
+                repeated.append(ahead_at[:passed].reshape(-1))
+                sizes.append(np.tile(alike.sizes, passed))
+                k += passed
+                alive, alike = going_on()
+            stride = min(2 * stride, MAX_STRIDE) if passed == ahead else 0
+            if stride or len(alive) < 2:
+                continue
+        stride = FIRST_STRIDE
         token = at[first[alive] + k]
         weights = _weights_keys(rows, token)
         is_shared = _stands_twice(rows.prefix_keys[token - 1] + weights)
@@ -77,7 +103,9 @@ def contexts_of(rows: Rows) -> Contexts:
         is_pair = context[by_context][1:] == context[by_context][:-1]
         pairs.append((different[by_context[:-1]][is_pair], different[by_context[1:]][is_pair]))
         k += 1
-        alive = alive[_stands_twice(key) & (num[alive] > k)]
+        order = np.argsort(key, kind="stable")
+        alive, alike = alive[order], _Alike(key=key[order], weights=weights[order])
+        alive, alike = going_on()
     size = np.concatenate([*sizes, np.empty(0, np.int64)])
     none = np.empty(0, np.int64)
     return Contexts(
@@ -87,6 +115,43 @@ def contexts_of(rows: Rows) -> Contexts:
         one=np.concatenate([*(one for one, _ in pairs), none]),
         other=np.concatenate([*(other for _, other in pairs), none]),
     )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Alike:
+    """Rows that have gone the same way so far, side by side. A of them."""
+
+    key: npt.NDArray[np.uint64]
+    """[A] equal for rows that are alike."""
+    weights: npt.NDArray[np.uint64]
+    """[A] of the token that they were compared at last: `_weights_keys`."""
+
+    def where(self, is_kept: npt.NDArray[np.bool_]) -> _Alike:
+        return _Alike(key=self.key[is_kept], weights=self.weights[is_kept])
+
+    @property
+    def is_paired(self) -> npt.NDArray[np.bool_]:
+        """[A] has another beside it."""
+        same = np.zeros(len(self.key) + 1, np.bool_)
+        same[1:-1] = self.key[1:] == self.key[:-1]
+        return same[:-1] | same[1:]
+
+    @property
+    def sizes(self) -> Int64Array:
+        """Rows of each kind."""
+        ends = np.flatnonzero(self.key[1:] != self.key[:-1]) + 1
+        return np.diff(ends, prepend=0, append=len(self.key))
+
+    def num_kept(self, rows: Rows, token: Int64Array, finite: npt.NDArray[np.bool_]) -> int:
+        """Over how many of the next places no row parts from its like, none that was parted comes
+        together (as it may under other weights), and all log-probs are finite. token: [P, A]."""
+        weights = _weights_keys(rows, token)
+        same = self.key[1:] == self.key[:-1]
+        kept = finite[token].all(1) & (weights == self.weights).all(1)
+        for until in (token - 1, token):
+            key = rows.prefix_keys[until]
+            kept &= ((key[:, 1:] == key[:, :-1]) == same).all(1)
+        return len(kept) if kept.all() else int(np.argmin(kept))
 
 
 def _stands_twice(keys: npt.NDArray[np.uint64]) -> npt.NDArray[np.bool_]:
@@ -100,8 +165,8 @@ def _stands_twice(keys: npt.NDArray[np.uint64]) -> npt.NDArray[np.bool_]:
 
 
 def _weights_keys(rows: Rows, at: Int64Array) -> npt.NDArray[np.uint64]:
-    """A number for the weights that the tokens `at` were sampled and scored by."""
-    out = np.zeros(len(at), np.uint64)
+    """A number for the weights that the tokens `at` (any shape) were sampled and scored by."""
+    out = np.zeros(at.shape, np.uint64)
     if rows.policy_version is not None:
         out += rows.policy_version[at].astype(np.uint64)
     for of_row in (rows.steps, rows.trainer_version):

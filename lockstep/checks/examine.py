@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import pairwise
 
-from lockstep.checks.attribution import Gap, Split, gap_of
+from lockstep.checks.attribution import Gap, Split, gap_of_all
 from lockstep.checks.base import Check, Setting, Share
 from lockstep.checks.findings import Finding
 from lockstep.checks.rows import Rows
@@ -195,17 +195,17 @@ def _divide(
     for rows in chunks():
         for check in before:
             rows = _repaired(check, rows)
-        gaps[0].add(gap_of(rows.gap))
+        gaps[0].add(gap_of_all(rows))
         one = rows
         for check, gap in zip(new, gaps[1:], strict=True):
             one = check.repair(one)
-            gap.add(gap_of(one.gap))
+            gap.add(gap_of_all(one))
         if len(new) < 2:
             continue
-        back[-1].add(gap_of(rows.gap))
+        back[-1].add(gap_of_all(rows))
         for check, gap in zip(reversed(new), reversed(back[:-1]), strict=True):
             rows = check.repair(rows)
-            gap.add(gap_of(rows.gap))
+            gap.add(gap_of_all(rows))
     whole = gaps[0]
     # What is left at the end is that of their order: it is what later stages go on with.
     shares: dict[str, list[float]] = {}

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep.checks.contexts import Contexts, contexts_of
+from lockstep.checks.once import Once
 from lockstep.errors import AlignmentError
 from lockstep.types import COLUMNS, Float32Array, Int32Array, Int64Array, Message, Sample
 
@@ -22,7 +23,7 @@ Float64Array = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Rows:
+class Rows(Once):
     """Some rows of a run or of a dump. What is None is not known, and checks that need it cannot
     be made; nothing is ever filled in.
 
@@ -261,6 +262,11 @@ class Rows:
             gap = self.trainer_logprobs.astype(np.float64) - self.rollout_logprobs
         gap[~self.loss_mask | ~np.isfinite(gap)] = np.nan
         return gap
+
+    @cached_property
+    def compared(self) -> Int64Array:
+        """[n] the tokens that `gap` is known of."""
+        return np.flatnonzero(~np.isnan(self.gap))
 
     def where(self, at: int) -> tuple[str, int]:
         """(row's id, place in the row) of the token `at`."""

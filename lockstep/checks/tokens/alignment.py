@@ -207,7 +207,7 @@ def in_question(rows: Rows) -> Tokens:
     """The tokens of rows whose two sides differ by more than kernels do."""
     assert rows.rollout_logprobs is not None and rows.trainer_logprobs is not None
     gap = rows.gap
-    compared = np.flatnonzero(~np.isnan(gap))
+    compared = rows.compared
     row = rows.row_of[compared]
     total = np.bincount(row, np.minimum(np.abs(gap[compared]), CAP), minlength=len(rows))
     num = np.bincount(row, minlength=len(rows))

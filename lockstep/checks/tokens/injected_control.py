@@ -44,7 +44,12 @@ class InjectedControl(Check):
         self._spelling = control_spelling(tokenizer)
         self._control = np.zeros(tokenizer.vocab_size + 1, np.bool_)
         self._control[list(tokenizer.control_ids)] = True
-        self._pairs = None if setting.renderer is None else written_pairs(setting.renderer)
+        renderer = setting.renderer
+        self._pairs = (
+            None
+            if renderer is None
+            else setting.once("pairs of control ids", lambda: written_pairs(renderer))
+        )
         self._num_messages = self._num_spelt = self._num_injected = self._num_rows = 0
         self._num_stretches = self._num_irregular = 0
         self._irregular: Counter[str] = Counter()

@@ -12,7 +12,7 @@ from lockstep.checks.rows import BoolArray, Rows
 from lockstep.checks.template.dialogue import dialogues
 from lockstep.checks.tokens.reencoded import BREAK, first_breaks, without_explained
 from lockstep.checks.tokens.replies import Change, changed_replies, rewriting
-from lockstep.checks.tokens.spelling import Speller, control_spelling
+from lockstep.checks.tokens.spelling import control_spelling, speller_of
 from lockstep.errors import RendererError
 from lockstep.types import Int32Array, Int64Array, Message
 
@@ -43,7 +43,7 @@ class PostProcessed(Check):
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
         assert setting.tokenizer is not None, "the check's needs"
-        self._speller = Speller(setting.tokenizer)
+        self._speller = speller_of(setting)
         self._control = control_spelling(setting.tokenizer)
         self._num_engine_turns = self._num_turns = 0
         self._num_dialogues = self._num_other = self._num_broken = 0

@@ -20,7 +20,7 @@ from lockstep.checks.findings import MAX_EVIDENCE, Evidence, Finding
 from lockstep.checks.rows import BoolArray, Float64Array, Rows
 from lockstep.checks.tokens.alignment import MIN_GAIN, best_moves, in_question
 from lockstep.checks.tokens.replies import ChangedReply, changed_replies
-from lockstep.checks.tokens.spelling import Speller
+from lockstep.checks.tokens.spelling import speller_of
 from lockstep.types import Int64Array
 
 BREAK = 0.5
@@ -71,8 +71,7 @@ class Reencoded(Check):
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
-        assert setting.tokenizer is not None, "the check's needs"
-        self._speller = Speller(setting.tokenizer)
+        self._speller = speller_of(setting)
         self._num_rows = self._num_runs = self._num_respelt_runs = self._num_respelt_rows = 0
         self._num_engine_turns = self._num_changed_turns = 0
         self._num_compared = 0

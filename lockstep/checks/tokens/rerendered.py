@@ -25,7 +25,7 @@ from lockstep.checks.tokens.replies import (
     changed_replies,
     renderings,
 )
-from lockstep.checks.tokens.spelling import Speller
+from lockstep.checks.tokens.spelling import speller_of
 from lockstep.errors import RendererError
 
 MIN_HARMED = 0.25
@@ -56,8 +56,7 @@ class Rerendered(Check):
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
-        assert setting.tokenizer is not None, "the check's needs"
-        self._speller = Speller(setting.tokenizer)
+        self._speller = speller_of(setting)
         self._num_engine_turns = self._num_turns = 0
         self._matched = 0.0
         self._num_dialogues = self._num_whole = self._num_harmed = 0

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from lockstep.checks.base import Setting
 from lockstep.checks.rows import BoolArray, Rows
 from lockstep.renderers.tokenizer import Tokenizer
 from lockstep.types import Int32Array, Int64Array
@@ -38,6 +39,14 @@ def control_spelling(tokenizer: Tokenizer) -> re.Pattern[str]:
     """Matches the name of any control token, the longest that stands there."""
     names = sorted((tokenizer.control_name(i) for i in tokenizer.control_ids), key=len)
     return re.compile("|".join(map(re.escape, reversed(names))) or r"(?!)")
+
+
+def speller_of(setting: Setting) -> Speller:
+    """The one of the setting's tokenizer, shared by all checks: what one has encoded the others
+    need not."""
+    tokenizer = setting.tokenizer
+    assert tokenizer is not None, "the check's needs"
+    return setting.once("speller", lambda: Speller(tokenizer))
 
 
 class Speller:

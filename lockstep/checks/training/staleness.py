@@ -9,8 +9,8 @@ from collections import defaultdict
 
 import numpy as np
 
+from lockstep.checks.attribution import gap_of, gap_of_all
 from lockstep.checks.base import Check, Gap, Setting
-from lockstep.checks.examine import gap_of
 from lockstep.checks.findings import Evidence, Finding
 from lockstep.checks.rows import BoolArray, Float64Array, Rows
 from lockstep.types import Int64Array
@@ -56,13 +56,14 @@ class Stale(Check):
     def look(self, rows: Rows) -> None:
         age, gap = ages(rows), rows.gap
         self._backwards += len(rows_going_back(rows))
-        compared = ~np.isnan(gap)
         if not age.any():
-            self._by_age[0].add(gap_of(gap))
+            self._by_age[0].add(gap_of_all(rows))
             return
-        for number in np.unique(age[compared]).tolist():
-            self._by_age[number].add(gap_of(np.where(age == number, gap, np.nan)))
-        old = np.flatnonzero(compared & ((age > self._allowed) | (age < 0)))
+        compared = rows.compared
+        age = age[compared]
+        for number in np.unique(age).tolist():
+            self._by_age[number].add(gap_of(gap[compared[age == number]]))
+        old = compared[(age > self._allowed) | (age < 0)]
         for at in old[np.argsort(-np.abs(gap[old]), kind="stable")][:4].tolist():
             assert rows.policy_version is not None and rows.trainer_version is not None, "needs"
             row, begin = rows.where(at)
@@ -123,7 +124,11 @@ class Stale(Check):
 
 def ages(rows: Rows) -> Int64Array:
     """[N] updates between what sampled a token and what its row is trained on; 0 of what was not
-    sampled."""
+    sampled. Not to be changed."""
+    return rows.once("ages", lambda: _ages(rows))
+
+
+def _ages(rows: Rows) -> Int64Array:
     assert rows.policy_version is not None and rows.trainer_version is not None, "the check's needs"
     age = rows.trainer_version[rows.row_of] - rows.policy_version
     age[rows.policy_version < 0] = 0
@@ -157,8 +162,9 @@ class AfterUpdate(Check):
         sign = signs(rows)
         if sign is None:
             return
-        at = np.flatnonzero(~np.isnan(rows.gap) & (sign != 0))
-        d, sign, row = rows.gap[at], sign[at], rows.row_of[at]
+        sign, at = sign[rows.compared], rows.compared
+        at, sign = at[sign != 0], sign[sign != 0]
+        d, row = rows.gap[at], rows.row_of[at]
         self._directed += float(d @ sign)
         self._whole += float(np.abs(d).sum())
         for s, sums in self._rows.items():
@@ -248,9 +254,11 @@ class StillVersion(Check):
     def look(self, rows: Rows) -> None:
         assert rows.steps is not None, "the check's needs"
         young = self._young(rows)
-        step = rows.steps[rows.row_of]
-        for number in np.unique(rows.steps).tolist():
-            gap = gap_of(np.where(young & (step == number), rows.gap, np.nan))
+        at = rows.compared[young[rows.compared]]
+        step, d = rows.steps[rows.row_of[at]], rows.gap[at]
+        numbers = np.unique(rows.steps).tolist()
+        for number in numbers:
+            gap = gap_of(d if len(numbers) == 1 else d[step == number])
             if gap.tokens:
                 self._by_step[number].add(gap)
 

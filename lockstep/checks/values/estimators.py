@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from lockstep.checks.attribution import gap_of, gap_of_all
 from lockstep.checks.base import Check, Gap, Setting
-from lockstep.checks.examine import gap_of
 from lockstep.checks.findings import Finding
 from lockstep.checks.rows import Rows
 from lockstep.types import FORCED_LOGPROB
@@ -33,7 +33,7 @@ class Estimators(Check):
         self._gap = Gap()
 
     def look(self, rows: Rows) -> None:
-        self._gap.add(gap_of(rows.gap))
+        self._gap.add(gap_of_all(rows))
 
     def conclude(self) -> Finding:
         figures = self._gap.means()
@@ -67,12 +67,11 @@ class Forced(Check):
 
     def look(self, rows: Rows) -> None:
         assert rows.rollout_logprobs is not None, "the check's needs"
-        gap = rows.gap
-        self._all.add(gap_of(gap))
-        with np.errstate(invalid="ignore"):
-            unforced = rows.rollout_logprobs < FORCED_LOGPROB  # the seed's second mask
-        self._unforced.add(gap_of(np.where(unforced, gap, np.nan)))
-        self._zero += int(((rows.rollout_logprobs == 0) & ~np.isnan(gap)).sum())
+        self._all.add(gap_of_all(rows))
+        rollout = rows.rollout_logprobs[rows.compared]
+        unforced = rows.compared[rollout < FORCED_LOGPROB]  # the seed's second mask
+        self._unforced.add(gap_of(rows.gap[unforced]))
+        self._zero += int(np.count_nonzero(rollout == 0))
 
     def conclude(self) -> Finding:
         whole, left = self._all, self._unforced

@@ -9,8 +9,8 @@ import numpy as np
 
 from lockstep.checks.base import Check, Setting
 from lockstep.checks.findings import Evidence, Finding
-from lockstep.checks.rows import BoolArray, Rows
-from lockstep.types import Float32Array
+from lockstep.checks.rows import BoolArray, Float64Array, Rows
+from lockstep.types import Float32Array, Int64Array
 
 ROUNDING = 1e-3
 """Nats above 0 that rounding may make: a softmax in 16 bits. Beyond it a number is no log-prob."""
@@ -198,7 +198,7 @@ def kinds_of(
             as_prob &= 2 * count(values > 0.5) >= count(values > -1.0)
         kinds = np.where(is_turned, np.where(as_prob, 1, 2), kinds)
         kinds = np.where(has_above & ~is_turned, 1, kinds)
-    if other is not None and _has_units(rows, side, other):
+    if other is not None and _has_units(row, values, other[at], num_rows):
         truth = other[at].astype(np.float64)
         with np.errstate(divide="ignore", invalid="ignore"):
             ratio = values / truth
@@ -210,11 +210,13 @@ def kinds_of(
     return kinds
 
 
-def _has_units(rows: Rows, side: Float32Array, other: Float32Array) -> bool:
+def _has_units(row: Int64Array, values: Float64Array, other: Float32Array, num_rows: int) -> bool:
     """Whether the sums of some row stand in the ratio of a unit, as those of all its tokens do: a
     look at sums, before each token is looked at."""
-    known = rows.loss_mask & np.isfinite(side) & np.isfinite(other)
-    sums = [np.bincount(rows.row_of, np.where(known, x, 0.0), len(rows)) for x in (side, other)]
+    known = np.isfinite(other)
+    if not known.all():
+        row, values, other = row[known], values[known], other[known]
+    sums = [np.bincount(row, x, num_rows) for x in (values, other)]
     with np.errstate(divide="ignore", invalid="ignore"):
         ratio = sums[0] / sums[1]
     return any((np.abs(ratio * factor - 1.0) < 2 * MAX_UNIT_ERROR).any() for _, factor in UNITS)

@@ -110,8 +110,12 @@ class Noise:
 
 
 def noise_of(rows: Rows) -> Noise:
-    """The noise of one chunk. Needs `rollout_logprobs`; tokens that are as good as forced are left
-    out: there is nothing to vary."""
+    """The noise of one chunk, not to be changed. Needs `rollout_logprobs`; tokens that are as good
+    as forced are left out: there is nothing to vary."""
+    return rows.once("noise", lambda: _noise_of(rows))
+
+
+def _noise_of(rows: Rows) -> Noise:
     contexts, rollout = rows.contexts, rows.rollout_logprobs
     assert rollout is not None, "the caller's check of needs"
     values = rollout[contexts.repeated].astype(np.float64)
@@ -136,6 +140,12 @@ def noise_of(rows: Rows) -> Noise:
     of_noise = _within(contexts, d)[unforced] / (size - 1)
     out.square_bias = float((size * _mean(contexts, d)[unforced] ** 2 - of_noise).sum())
     return out
+
+
+def _num_unforced(rows: Rows) -> int:
+    assert rows.rollout_logprobs is not None, "asked only where there are some"
+    with np.errstate(invalid="ignore"):
+        return int(np.count_nonzero(rows.loss_mask & (rows.rollout_logprobs < FORCED_LOGPROB)))
 
 
 def _mean(contexts: Contexts, values: Float64Array) -> Float64Array:
@@ -171,20 +181,19 @@ class _Repeated(Check):
     def look(self, rows: Rows) -> None:
         self.noise.add(noise_of(rows))
         side = self._side(rows)
-        d = rows.gap[~np.isnan(rows.gap)]
+        d = rows.gap[rows.compared]
         self._square += float(d @ d)
         if rows.rollout_logprobs is not None:
-            with np.errstate(invalid="ignore"):
-                unforced = rows.loss_mask & (rows.rollout_logprobs < FORCED_LOGPROB)
-            self._unforced += int(unforced.sum())
+            self._unforced += rows.once("unforced", lambda: _num_unforced(rows))
         self._marks.add(rows, side, temperature=self.setting.temperature)
         contexts = rows.contexts
         values = side[contexts.repeated].astype(np.float64)
         spread = np.sqrt(_within(contexts, values) / (contexts.size - 1))
         begin = np.cumsum(contexts.size) - contexts.size
-        for g in np.argsort(-spread, kind="stable")[:4].tolist():
-            if spread[g] <= FLOAT32_STD:
-                break
+        largest = np.flatnonzero(spread > FLOAT32_STD)
+        if len(largest) > 4:
+            largest = largest[spread[largest] >= np.partition(spread[largest], -4)[-4]]
+        for g in largest[np.argsort(-spread[largest], kind="stable")][:4].tolist():
             places = contexts.repeated[begin[g] : begin[g] + contexts.size[g]]
             row, at = rows.where(int(places[0]))
             told = ", ".join(f"{v:.4f}" for v in side[places[:4]].tolist())

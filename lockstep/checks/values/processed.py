@@ -150,7 +150,7 @@ class Processed(Check):
         if self._chosen is None:
             return rows
         assert rows.rollout_logprobs is not None and rows.trainer_logprobs is not None, "needs"
-        at = np.flatnonzero(~np.isnan(rows.gap))
+        at = rows.compared
         trainer = rows.trainer_logprobs[at].astype(np.float64)
         rollout = rows.rollout_logprobs.astype(np.float64)
         left = self._chosen.left_over(rollout[at], trainer)
@@ -246,7 +246,7 @@ class _Sample:
         num_rows = int(np.searchsorted(rows.offsets, SAMPLE_TOKENS, side="right")) - 1
         num_rows = max(min(num_rows, len(rows)), min(len(rows), 1))
         some = rows if num_rows == len(rows) else rows.take(np.arange(num_rows))
-        at = np.flatnonzero(~np.isnan(some.gap))
+        at = some.compared
         assert some.rollout_logprobs is not None and some.trainer_logprobs is not None, "needs"
         to = np.full(some.num_tokens, -1, np.int64)
         to[at] = np.arange(len(at))

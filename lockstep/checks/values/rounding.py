@@ -13,7 +13,7 @@ import numpy.typing as npt
 from lockstep.checks.base import Check, Setting
 from lockstep.checks.findings import Evidence, Finding
 from lockstep.checks.rows import BoolArray, Float64Array, Rows
-from lockstep.types import Float32Array
+from lockstep.types import Float32Array, Int64Array
 
 MIN_CUT = 4
 """Tokens at one bound, after different ids: as many equal float32 numbers are no chance."""
@@ -133,16 +133,15 @@ def _bounds_of(
 ) -> dict[float, _Bound]:
     """Numbers that several trained tokens of this chunk have on one side, and the other side is
     beyond them."""
-    with np.errstate(invalid="ignore"):
-        apart = (side - other) if is_low else (other - side)
-        judged = rows.loss_mask & np.isfinite(apart)
-        # 0 is where log-probs end, and one of 0 where the other side is below is a filler.
-        beyond = judged & (side < -1e-6) & (apart > CUT_MARGIN)
-        if not beyond.any():
-            return {}
-        margin = np.maximum(CUT_MARGIN, 2 * _half_steps(rows, side, grids_of(rows, side)))
-        beyond &= apart > margin
-    at = np.flatnonzero(beyond)
+    judged = rows.compared
+    apart = (side[judged] - other[judged]) * np.float32(1 if is_low else -1)
+    # 0 is where log-probs end, and one of 0 where the other side is below is a filler.
+    beyond = np.flatnonzero((side[judged] < -1e-6) & (apart > CUT_MARGIN))
+    if not len(beyond):
+        return {}
+    grids = grids_of(rows, side)
+    at, apart = judged[beyond], apart[beyond]
+    at = at[apart > _margins(rows, side, grids, at)]
     values, count = np.unique(side[at], return_counts=True)
     values = values[count >= 2][np.argsort(-count[count >= 2], kind="stable")][:MAX_BOUNDS]
     out: dict[float, _Bound] = {}
@@ -151,21 +150,31 @@ def _bounds_of(
         different = len(np.unique(np.round(other[equal] / CUT_MARGIN)))
         if different < 2:
             continue
-        inside = judged & np.isin(rows.row_of, np.unique(rows.row_of[equal]))
-        crossed = inside & ((side < value) if is_low else (side > value))
-        is_at = judged & (side == value)
-        is_inside = (other > value + margin) if is_low else (other < value - margin)
+        has_it = np.zeros(len(rows), np.bool_)
+        has_it[rows.row_of[equal]] = True
+        crossed = (side[judged] < value) if is_low else (side[judged] > value)
+        crossed = has_it[rows.row_of[judged[crossed]]]
+        is_at = judged[side[judged] == value]
+        margin = _margins(rows, side, grids, is_at)
+        is_inside = (other[is_at] > value + margin) if is_low else (other[is_at] < value - margin)
         row, begin = rows.where(int(equal[0]))
         note = f"{float(value):.6g} exactly, where the other side has {float(other[equal[0]]):.4f}"
         out[float(value)] = _Bound(
-            at=int(is_at.sum()),
+            at=len(is_at),
             beyond=len(equal),
-            inside=int((is_at & is_inside).sum()),
-            crossed=int(crossed.sum()),
+            inside=int(np.count_nonzero(is_inside)),
+            crossed=int(np.count_nonzero(crossed)),
             different=different,
             evidence=(Evidence(row=row, begin=begin, end=begin + 1, note=note),),
         )
     return out
+
+
+def _margins(
+    rows: Rows, side: Float32Array, grids: npt.NDArray[np.int64], at: Int64Array
+) -> Float64Array:
+    """Nats beyond a bound that count, of the tokens `at`. grids: [R]."""
+    return np.maximum(CUT_MARGIN, 2 * _half_steps(rows, side, grids, at))
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,11 +277,11 @@ class Quantised(Check):
         found = self._found()
         room = np.zeros(rows.num_tokens)
         for who, side, _ in _sides(rows):
-            number_of_row = grids_of(rows, side)
+            number_of_row = grids_of(rows, side).copy()
             for number, grid in enumerate(GRIDS):
                 if (who, grid) not in found:
                     number_of_row[number_of_row == number] = -1
-            half = _half_steps(rows, side, number_of_row)
+            half = _half_steps(rows, side, number_of_row, np.arange(rows.num_tokens))
             room += half * (1 + 1e-3) + 1e-6 * (half > 0)  # and float32's own
         with np.errstate(invalid="ignore"):
             d = trainer.astype(np.float64) - rollout
@@ -294,7 +303,13 @@ def _judged(rows: Rows, side: Float32Array) -> BoolArray:
 
 
 def grids_of(rows: Rows, side: Float32Array) -> npt.NDArray[np.int64]:
-    """[R] index into GRIDS of the coarsest grid that holds a row's log-probs; -1 for none."""
+    """[R] index into GRIDS of the coarsest grid that holds a row's log-probs; -1 for none. Not to
+    be changed. side: one of the two of `rows`."""
+    name = "sampler" if side is rows.rollout_logprobs else "trainer"
+    return rows.once(f"{name}'s grids", lambda: _grids_of(rows, side))
+
+
+def _grids_of(rows: Rows, side: Float32Array) -> npt.NDArray[np.int64]:
     at = np.flatnonzero(_judged(rows, side))
     row, values = rows.row_of[at], side[at]
     judged = np.bincount(row, minlength=len(rows))
@@ -310,12 +325,15 @@ def grids_of(rows: Rows, side: Float32Array) -> npt.NDArray[np.int64]:
     return out
 
 
-def _half_steps(rows: Rows, side: Float32Array, grid_of_row: npt.NDArray[np.int64]) -> Float64Array:
-    """[N] the largest error of rounding to the grid of its row; 0.0 of a row with none (-1)."""
-    out = np.zeros(rows.num_tokens)
+def _half_steps(
+    rows: Rows, side: Float32Array, grid_of_row: npt.NDArray[np.int64], at: Int64Array
+) -> Float64Array:
+    """[M] the largest error of rounding the tokens `at` [M] to the grid of their row; 0.0 of a row
+    with none (-1)."""
+    out = np.zeros(len(at))
     for number in np.unique(grid_of_row[grid_of_row >= 0]).tolist():
-        at = np.flatnonzero((grid_of_row == number)[rows.row_of] & np.isfinite(side))
-        out[at] = GRIDS[number].half_step(side[at])
+        here = np.flatnonzero((grid_of_row == number)[rows.row_of[at]] & np.isfinite(side[at]))
+        out[here] = GRIDS[number].half_step(side[at[here]])
     return out
 
 
