@@ -73,7 +73,8 @@ class ThinkingDropped(Check):
             answered = None if rows.engine_ids is None else rows.engine_ids[r]
             replies = [m.thinking for m in messages or () if m.role == "assistant"]
             if answered is not None and (not replies or len(answered) == len(replies)):
-                replies = [renderer.parse(ids).thinking for ids in answered]
+                # The last turn's is not asked for.
+                replies = [*(renderer.parse(ids).thinking for ids in answered[:-1]), ""]
             if not any(replies[:-1]):
                 continue
             low, high = int(first[r]), int(first[r + 1])
