@@ -26,7 +26,9 @@ class Cause:
     remedy: str
     """What to do, in any trainer."""
     in_trainers: Mapping[str, str] = field(default_factory=dict[str, str])
-    """trainer -> the setting or the command there, where it is known."""
+    """What writes dumps -> the setting or the command there, where it is known."""
+    in_engines: Mapping[str, str] = field(default_factory=dict[str, str])
+    """The same of what any trainer may stand on: an engine, a library of models."""
     fault: str = ""
     """Override that injects it into a healthy run of ours: `lockstep train quickstart fault=...`"""
     is_defect: bool = True
@@ -75,9 +77,11 @@ _CAUSES = (
         room="tokens",
         title="The last sampled tokens of a turn are not in the row: its end is never trained.",
         remedy="Add the sampled ids to the row before asking the environment whether it is done, "
-        "and "
-        "keep the stop id that the engine returned.",
-        in_trainers={"vllm": "include_stop_str_in_output / return_token_ids keep the stop id."},
+        "and keep the stop id that the engine returned.",
+        in_engines={
+            "vllm": "take the ids (token_ids; over HTTP return_token_ids=true): they have the stop "
+            "id, which the text leaves out.",
+        },
         fault="dropped_final_tokens",
     ),
     Cause(
@@ -109,9 +113,10 @@ _CAUSES = (
         title="Tokens that the model did not sample (tool replies, users' words) are trained.",
         remedy="Mask observations: the loss is over sampled tokens only.",
         in_trainers={
-            "verl": "response_mask must be 0 over tool replies.",
-            "slime": "loss_mask must be 0 over tool replies.",
-            "trl": "return env_mask / tool_mask with the completion.",
+            "verl": "AgentLoopOutput.response_mask must be 0 over tool replies.",
+            "slime": "Sample.loss_mask must be 0 over tool replies.",
+            "trl": "a rollout_func of your own must return env_mask: 0 over what the model did not "
+            "sample.",
         },
         fault="trained_observations",
     ),
@@ -120,8 +125,7 @@ _CAUSES = (
         room="tokens",
         title="The border between prompt and response is at the wrong place.",
         remedy="Take the prompt's length from the prompt that was sent, not from what is left "
-        "after "
-        "subtracting the reply's; a negative one means that the reply is not in the row.",
+        "after subtracting the reply's; a negative one means that the reply is not in the row.",
         fault="wrong_boundary",
     ),
     Cause(
@@ -129,8 +133,7 @@ _CAUSES = (
         room="tokens",
         title="The prompt stands in the row twice.",
         remedy="Append what is new since the last turn, and nothing if nothing is: a slice [-0:] "
-        "is "
-        "the whole list.",
+        "is the whole list.",
         fault="duplicated_prompt",
     ),
     Cause(
@@ -162,10 +165,9 @@ _CAUSES = (
         title="Text of a tool or a user has become control tokens.",
         remedy="Encode text that people and tools wrote with a tokenizer that has no control "
         "tokens.",
-        in_trainers={
+        in_engines={
             "transformers": "split_special_tokens=True stops the special ones, and not those that "
-            "are "
-            "only 'added' (<tool_call>): encode with those removed.",
+            "are only 'added' (<tool_call>): encode with those removed.",
         },
         fault="injected_control_tokens",
     ),
@@ -199,15 +201,17 @@ _CAUSES = (
         in_trainers={
             "lockstep": "agent.record_support=true (the default) keeps the ids that top_p and "
             "top_k left; an engine that cannot needs agent.top_p=1 agent.top_k=0.",
-            "vllm": "--logprobs-mode processed_logprobs; its default, raw_logprobs, is before "
-            "temperature, top_p and top_k.",
-            "sglang": "leave SGLANG_RETURN_ORIGINAL_LOGPROB unset: with it log-probs are before "
-            "temperature.",
             "verl": "actor_rollout_ref.rollout.logprobs_mode=processed_logprobs (the default) "
             "with top_p=1 and top_k=-1: the actor divides by the temperature, and does not "
             "truncate.",
             "trl": "vllm_mode=colocate asks vLLM for processed log-probs; a server of your own "
             "needs --logprobs-mode processed_logprobs. Keep top_p=1.",
+        },
+        in_engines={
+            "vllm": "--logprobs-mode processed_logprobs; its default, raw_logprobs, is before "
+            "temperature, top_p and top_k.",
+            "sglang": "leave SGLANG_RETURN_ORIGINAL_LOGPROB unset: with it log-probs are before "
+            "temperature.",
         },
         fault="processed_logprobs",
     ),
@@ -249,6 +253,8 @@ _CAUSES = (
         in_trainers={
             "lockstep": "contract=true-on-policy; or correction=mis, correction=averaged",
             "verl": "algorithm.rollout_correction.rollout_is=token",
+        },
+        in_engines={
             "vllm": "VLLM_BATCH_INVARIANT=1 makes it repeat itself in any batch; it does not make "
             "it equal to another trainer",
         },
@@ -273,7 +279,7 @@ _CAUSES = (
         room="numerics",
         title="The trainer's attention ignores the model's sinks.",
         remedy="Train with an attention kernel that knows sinks.",
-        in_trainers={
+        in_engines={
             "transformers": "attn_implementation=eager, flex_attention, flash_attention_4 or "
             "kernels-community/vllm-flash-attn3 (Hopper): for gpt-oss, flash_attention_2 and sdpa "
             "are not among those that its model lists.",
@@ -294,8 +300,10 @@ _CAUSES = (
         title="The trainer's log-probs are computed with dropout.",
         remedy="Put the model in eval mode, or set its dropout to 0.",
         in_trainers={
-            "transformers": "model.eval(), or attention_dropout=0 in the config.",
             "slime": "--attention-dropout 0 --hidden-dropout 0: Megatron's default is 0.1.",
+        },
+        in_engines={
+            "transformers": "model.eval(), or attention_dropout=0 in the config.",
         },
         fault="active_dropout",
     ),
@@ -308,6 +316,8 @@ _CAUSES = (
         remedy="Verify the engine's weights after each sync, and compare versions.",
         in_trainers={
             "lockstep": "sync.verify_every=1; docs/sync.md",
+        },
+        in_engines={
             "vllm": "reset_prefix_cache after loading: keys and values of the old weights stay "
             "otherwise.",
         },

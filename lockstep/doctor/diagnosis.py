@@ -243,6 +243,7 @@ class Diagnosis:
             "certainty": certainty,
             "why": why,
             "remedy": self.remedy_for(cause),
+            "in_engines": dict(cause.in_engines),
             "command": self.command_for(finding),
         }
 

@@ -124,7 +124,11 @@ def _cause(
             parts.append(_proof(evidence, rows[evidence.row], diagnosis.setting.tokenizer))
     remedy = Text(diagnosis.remedy_for(cause), style="green")
     command = Text(diagnosis.command_for(finding), style="cyan")
-    parts.append(_pairs([("remedy", remedy), ("again", command)]))
+    engines: list[tuple[str, RenderableType]] = [
+        (f"in {name}"[: _LABEL_WIDTH - 1], Text(text, style="green"))
+        for name, text in cause.in_engines.items()
+    ]
+    parts.append(_pairs([("remedy", remedy), *engines, ("again", command)]))
     return Group(*parts)
 
 

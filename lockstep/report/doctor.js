@@ -57,6 +57,7 @@ function buildCauses(section) {
       element("p", {}, cause.title),
       element("dl", {}, [["measured", cause.measured], ["sure", cause.why]].map(([name, value]) => [element("dt", {}, name), element("dd", {}, value)]).flat(),
         element("dt", {}, "remedy"), element("dd", { class: "remedy" }, cause.remedy),
+        Object.entries(cause.in_engines).map(([name, text]) => [element("dt", {}, `in ${name}`), element("dd", { class: "remedy" }, text)]).flat(),
         element("dt", {}, "again"), element("dd", {}, element("code", { class: "command" }, cause.command))),
       element("div", { class: "proofs" }, finding.evidence.slice(0, 2).map((piece) => proof(piece))));
   })));

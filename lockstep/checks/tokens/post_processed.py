@@ -163,7 +163,8 @@ class PostProcessed(Check):
         if not len(spans):
             return first, np.zeros(len(rows), np.bool_)
         span = np.maximum(np.searchsorted(spans.begin, first, side="right") - 1, 0)
-        is_close = first >= spans.end[span] - NUM_END_TOKENS
+        # Behind the end it is another's words that are trained, and not a reply that was cut.
+        is_close = (first >= spans.end[span] - NUM_END_TOKENS) & (first < spans.end[span])
         is_control = ~self._speller.is_text(rows.token_ids[first])
         is_low = rows.gap[first] < -MIN_IMPROBABLE
         return first, (first >= 0) & is_close & is_control & is_low
