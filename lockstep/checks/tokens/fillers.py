@@ -35,6 +35,12 @@ MIN_LEAD = 5.0
 """How many times more often than the next one: rounded log-probs repeat all alike."""
 MIN_ABOVE = 0.2
 """Share of the tokens with a repeated value at which the trainer's must be above it."""
+MAX_ASKED = 4
+"""Values of a chunk, the most common ones, that are asked whether they are a lower bound."""
+MAX_CROSSED = 0.05
+"""Of the tokens at a value: as many of their rows that are below it make it no lower bound."""
+MIN_BELOW = 0.8
+"""Of the tokens at a lower bound, that the trainer has below it, anywhere in the same rows."""
 MOVED_GAP = 0.5
 """Of the gap at the fillers: rows whose other tokens disagree as much have been moved."""
 LEAST_LOGPROB = -50.0
@@ -178,9 +184,27 @@ class Fillers(Check):
             return
         values, of, num = np.unique(logprobs[far], return_inverse=True, return_counts=True)
         above = np.bincount(of, gap[far] > 0, minlength=len(values))
-        for v in np.flatnonzero(num >= 3).tolist():  # a value by itself is no filler
+        repeated = np.flatnonzero(num >= 3)  # a value by itself is no filler
+        repeated = repeated[np.argsort(-num[repeated], kind="stable")]
+        for rank, v in enumerate(repeated.tolist()):
+            if rank < MAX_ASKED and self._is_lower_bound(rows, own, values[v]):
+                continue
             self._above[float(values[v])] += int(above[v])
             self._below[float(values[v])] += int(num[v] - above[v])
+
+    @staticmethod
+    def _is_lower_bound(rows: Rows, own: BoolArray, value: np.float32) -> bool:
+        """Whether log-probs were cut at it: none is below, and the trainer's are about as often,
+        be it beside other tokens because the rows are shifted besides."""
+        rollout, trainer = rows.rollout_logprobs, rows.trainer_logprobs
+        assert rollout is not None and trainer is not None, "asked where there is a gap"
+        at = own & (rollout == value)
+        has = np.bincount(rows.row_of[at], minlength=len(rows)) > 0
+        beside = own & has[rows.row_of]
+        crossed = np.count_nonzero(beside & (rollout < value))
+        below = np.count_nonzero(beside & (trainer < value))
+        num = np.count_nonzero(at)
+        return crossed <= MAX_CROSSED * num and below >= MIN_BELOW * num
 
     def _all_zero_turns(self, rows: Rows, is_zero: BoolArray) -> Int64Array:
         """Turns of which every token is 0.0."""

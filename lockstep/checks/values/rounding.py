@@ -22,6 +22,15 @@ MIN_CUT_SHARE = 0.95
 beyond it: half are if it is none."""
 CUT_MARGIN = 0.02
 """Nats beyond the bound that count: noise of two engines is about as large."""
+MIN_PILE = 8
+"""Tokens at one number that tell of a bound by themselves, where the other side's log-probs of the
+same tokens do not (they stand beside other tokens, or are noisy)."""
+MIN_OTHERS = 0.8
+"""Of the tokens at it, that the other side must have beyond it: a filler's are anywhere."""
+MIN_PILE_LEAD = 2.0
+"""Times as many as lie within PILE_WIDTH inside of it: log-probs do not crowd at their rarest."""
+PILE_WIDTH = 0.25
+"""Nats."""
 MAX_BOUNDS = 64
 """Values that are kept as possible bounds."""
 
@@ -99,8 +108,7 @@ class Clamped(Check):
         return {
             key: bound
             for key, bound in self._bounds.items()
-            if bound.different >= MIN_CUT
-            and bound.beyond >= MIN_CUT_SHARE * (bound.beyond + bound.inside + bound.crossed)
+            if bound.different >= MIN_CUT and (bound.is_cut or bound.is_pile)
         }
 
 
@@ -117,7 +125,26 @@ class _Bound:
     and any other number by some."""
     different: int = 0
     """Different log-probs of the other side among those beyond it."""
+    others: int = 0
+    """Tokens of the same rows that the other side has beyond it, wherever they stand."""
+    close: int = 0
+    """Tokens of these rows that are within PILE_WIDTH inside of it."""
     evidence: tuple[Evidence, ...] = ()
+
+    @property
+    def is_cut(self) -> bool:
+        """The other side is beyond it at the same tokens."""
+        return self.beyond >= MIN_CUT_SHARE * (self.beyond + self.inside + self.crossed)
+
+    @property
+    def is_pile(self) -> bool:
+        """One side ends at it, and has as many tokens there as the other has beyond it: of the same
+        rows, and not of the same tokens, as beside a shift or noise."""
+        return (
+            self.at >= max(MIN_PILE, MIN_PILE_LEAD * self.close)
+            and self.crossed <= (1 - MIN_CUT_SHARE) * self.at
+            and self.others >= MIN_OTHERS * self.at
+        )
 
     def add(self, more: _Bound) -> None:
         self.at += more.at
@@ -125,6 +152,8 @@ class _Bound:
         self.inside += more.inside
         self.crossed += more.crossed
         self.different += more.different
+        self.others += more.others
+        self.close += more.close
         self.evidence = (self.evidence + more.evidence)[:4]
 
 
@@ -152,8 +181,10 @@ def _bounds_of(
             continue
         has_it = np.zeros(len(rows), np.bool_)
         has_it[rows.row_of[equal]] = True
-        crossed = (side[judged] < value) if is_low else (side[judged] > value)
-        crossed = has_it[rows.row_of[judged[crossed]]]
+        beside = judged[has_it[rows.row_of[judged]]]
+        inward, inward_other = (
+            (values_of[beside] - value) * (1 if is_low else -1) for values_of in (side, other)
+        )
         is_at = judged[side[judged] == value]
         margin = _margins(rows, side, grids, is_at)
         is_inside = (other[is_at] > value + margin) if is_low else (other[is_at] < value - margin)
@@ -163,8 +194,10 @@ def _bounds_of(
             at=len(is_at),
             beyond=len(equal),
             inside=int(np.count_nonzero(is_inside)),
-            crossed=int(np.count_nonzero(crossed)),
+            crossed=int(np.count_nonzero(inward < 0)),
             different=different,
+            others=int(np.count_nonzero(inward_other < 0)),
+            close=int(np.count_nonzero((inward > 0) & (inward <= PILE_WIDTH))),
             evidence=(Evidence(row=row, begin=begin, end=begin + 1, note=note),),
         )
     return out

@@ -165,6 +165,27 @@ def test_a_bound_is_found_with_its_value(bound, rows_hit):
     assert out.shares[0].k2 > 0.99
 
 
+def clamped(rows: Rows, bound: float) -> Rows:
+    assert rows.rollout_logprobs is not None
+    return rows.with_(rollout_logprobs=np.fmax(rows.rollout_logprobs, np.float32(bound)))
+
+
+def test_a_bound_is_found_beside_noise_on_both_of_its_sides():
+    rows = clamped(policy_rows(trainer=noisy(0.7)), -2.0)
+    found = {f.check: f for f in examined(rows).findings}["values/clamped"]
+    assert found.cause == "clamped" and found.figures["bound"] == -2.0
+    assert "clamped" not in causes(policy_rows(trainer=noisy(0.7)))
+
+
+def test_a_bound_beside_shifted_log_probs_is_no_filler():
+    rows = policy_rows()
+    moved = rows.rollout_logprobs.copy()
+    for row in range(24):
+        at = np.flatnonzero(rows.loss_mask & (rows.row_of == row))
+        moved[at] = np.append(moved[at[1:]], np.float32(0.0))
+    assert set(causes(clamped(rows.with_(rollout_logprobs=moved), -2.0))) == {"shifted", "clamped"}
+
+
 def test_zeros_of_rows_with_nothing_else_to_compare_are_no_bound():
     zeros = HEALTHY.loss_mask & (HEALTHY.row_of < 8)
     rows = HEALTHY.with_(
