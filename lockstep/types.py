@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -248,8 +248,10 @@ class ToolSchema:
     def from_dict(cls, source: Any, *, where: str = "a tool") -> ToolSchema:
         """Reads the OpenAI form, nested under "function", or flat. Raises DataError, which begins
         with `where`."""
-        body: Any = source.get("function", source) if isinstance(source, Mapping) else None
-        if not isinstance(body, Mapping) or not isinstance(body.get("name"), str):
+        of_call = cast("Mapping[str, Any]", source if isinstance(source, Mapping) else {})
+        inside: Any = of_call.get("function", of_call)
+        body = cast("Mapping[str, Any]", inside if isinstance(inside, Mapping) else {})
+        if not isinstance(body.get("name"), str):
             raise DataError(
                 f"{where} must be an object with name, description and parameters, or "
                 '{"type": "function", "function": {...}}.'

@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lockstep.agent.environment import Environment, Observation, Score
+from lockstep.checks.attribution import gap_of_all
 from lockstep.checks.base import Gap, Setting
 from lockstep.checks.causes import CAUSES
-from lockstep.checks.examine import Stage, examine, gap_of
+from lockstep.checks.examine import Stage, examine
 from lockstep.checks.rows import Rows
 from lockstep.checks.suite import STAGES
 from lockstep.errors import DataError
@@ -282,7 +283,7 @@ class _Climber:
         rows = sampled
         if config.fault is not None:
             log_probs = partial(self.parts.trainer.forward, column=None)
-            rows = config.fault.change_rows(sampled, self.renderer.tokenizer, log_probs)
+            rows = config.fault.change_rows(sampled, self.renderer, log_probs)
         return self.measured(
             "the training path", "what is made of the rows on their way to the loss",
             rows, match=token_match(sampled, rows),
@@ -316,7 +317,7 @@ class _Climber:
             self.setting,
             has=has,
         )
-        gap = gap_of(rows.gap)
+        gap = gap_of_all(rows)
         shares = {share.cause: share.k2 for share in examined.shares}
         causes = [f.cause for f in examined.findings if f.verdict == "differs"]
         return Rung(

@@ -194,7 +194,9 @@ def by_subtraction(row: Sample) -> tuple[Sample, int]:
             continue
         if not COLUMNS[name].is_of_inputs and name != "token_kind":
             fill = COLUMNS[name].fill
-            out.set(name, np.where(is_reply, row.columns[name][first], fill).astype(column.dtype))
+            laid_out = np.full(cut, fill, column.dtype)
+            laid_out[is_reply] = row.columns[name][first]
+            out.set(name, laid_out)
     out.set("rollout_logprobs", laid)
     out.set("turn", np.where(is_reply, 0, -1).astype(np.int32))
     out.loss_mask[:] = is_reply
