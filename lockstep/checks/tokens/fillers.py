@@ -187,13 +187,13 @@ class Fillers(Check):
         repeated = np.flatnonzero(num >= 3)  # a value by itself is no filler
         repeated = repeated[np.argsort(-num[repeated], kind="stable")]
         for rank, v in enumerate(repeated.tolist()):
-            if rank < MAX_ASKED and self._is_lower_bound(rows, own, values[v]):
+            if rank < MAX_ASKED and self._is_lower_bound(rows, own, float(values[v])):
                 continue
             self._above[float(values[v])] += int(above[v])
             self._below[float(values[v])] += int(num[v] - above[v])
 
     @staticmethod
-    def _is_lower_bound(rows: Rows, own: BoolArray, value: np.float32) -> bool:
+    def _is_lower_bound(rows: Rows, own: BoolArray, value: float) -> bool:
         """Whether log-probs were cut at it: none is below, and the trainer's are about as often,
         be it beside other tokens because the rows are shifted besides."""
         rollout, trainer = rows.rollout_logprobs, rows.trainer_logprobs
@@ -204,7 +204,7 @@ class Fillers(Check):
         crossed = np.count_nonzero(beside & (rollout < value))
         below = np.count_nonzero(beside & (trainer < value))
         num = np.count_nonzero(at)
-        return crossed <= MAX_CROSSED * num and below >= MIN_BELOW * num
+        return bool(crossed <= MAX_CROSSED * num and below >= MIN_BELOW * num)
 
     def _all_zero_turns(self, rows: Rows, is_zero: BoolArray) -> Int64Array:
         """Turns of which every token is 0.0."""
