@@ -19,21 +19,16 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from lockstep.checks.rows import Rows
 from lockstep.doctor.inputs.assemble import (
     Array,
     Row,
-    columns_of,
     floats_of,
-    head_of,
     ids_of,
-    in_chunks,
     real,
     whole,
 )
-from lockstep.doctor.inputs.base import CHUNK_TOKENS, Dump, Facts
+from lockstep.doctor.inputs.lines import LineDump, by_number
 from lockstep.doctor.inputs.messages import read_messages
-from lockstep.doctor.inputs.native import json_line, lines_of
 from lockstep.errors import DataError
 from lockstep.types import Int32Array, Message
 
@@ -71,74 +66,39 @@ class _Chain:
         return np.concatenate([part[0] for part in self.parts])
 
 
-class ChatDump(Dump):
+class ChatDump(LineDump):
     """A JSONL file of dialogues with ids, or a directory of them."""
 
     format: ClassVar[str] = "chat"
+    no_row: ClassVar[str] = (
+        ": no reply with ids is in it. Expected assistant messages (or choices) with "
+        f"{' or '.join(_IDS)}, as vLLM gives them with return_token_ids=true."
+    )
+    why: ClassVar[Mapping[str, str]] = {
+        "rollout_logprobs": "ask the engine for them: logprobs=true.",
+        "trainer_logprobs": "an engine's answers have the sampler's log-probs only; write the "
+        "trainer's beside them in the doctor's own columns (docs/doctor-inputs.md).",
+        "messages": "the lines have no `messages`, or parts in them that are not text.",
+        "advantages": "an engine's answers have none.",
+        "policy_version": "an engine's answers have none.",
+    }
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        self._files = _files(path)
-        head = head_of(self._rows())
-        if not head:
-            raise DataError(
-                f"{path}: no reply with ids is in it. Expected assistant messages (or choices) "
-                f"with {' or '.join(_IDS)}, as vLLM gives them with return_token_ids=true."
-            )
-        self._has = columns_of(head)
+    @staticmethod
+    def files_of(path: Path) -> list[Path]:
+        if path.is_file():
+            return [path] if path.suffix in (".jsonl", ".json") else []
+        return sorted(path.glob("*.jsonl"), key=by_number)
 
-    @classmethod
-    def recognises(cls, path: Path) -> bool:
-        files = _files(path)
-        if not files:
-            return False
-        try:
-            number, text = next(lines_of(files[0]))
-            line = json_line(text, f"{files[0]}:{number}")
-        except (DataError, StopIteration):
-            return False
+    @staticmethod
+    def is_own(line: Mapping[str, Any]) -> bool:
         _, replies = _replies(line)
         return any(_has_ids(reply) for reply in replies)
 
-    @property
-    def facts(self) -> Facts:
-        return Facts()
-
-    @property
-    def has(self) -> frozenset[str]:
-        return self._has
-
-    @property
-    def lacks(self) -> Mapping[str, str]:
-        why = {
-            "rollout_logprobs": "ask the engine for them: logprobs=true.",
-            "trainer_logprobs": "an engine's answers have the sampler's log-probs only; write the "
-            "trainer's beside them in the doctor's own columns (docs/doctor-inputs.md).",
-            "messages": "the lines have no `messages`, or parts in them that are not text.",
-            "advantages": "an engine's answers have none.",
-            "policy_version": "an engine's answers have none.",
-        }
-        return {name: reason for name, reason in why.items() if name not in self._has}
-
-    def chunks(self, *, max_tokens: int = CHUNK_TOKENS) -> Iterator[Rows]:
-        return in_chunks(self._rows(), self._has, max_tokens=max_tokens)
-
-    def _rows(self) -> Iterator[Row]:
-        for path in self._files:
-            prefix = f"{path.stem}:" if len(self._files) > 1 else ""
-            for number, text in lines_of(path):
-                where = f"{path}:{number}"
-                line = json_line(text, where)
-                for part, row in enumerate(_rows(line, where)):
-                    row.row_id = f"{prefix}{number - 1}" + (f".{part}" if part else "")
-                    yield row
-
-
-def _files(path: Path) -> list[Path]:
-    if path.is_file():
-        return [path] if path.suffix in (".jsonl", ".json") else []
-    found = path.glob("*.jsonl")
-    return sorted(found, key=lambda p: ([int(n) for n in re.findall(r"\d+", p.stem)], p.name))
+    def rows_of(self, line: Mapping[str, Any], path: Path, number: int) -> Iterator[Row]:
+        prefix = f"{path.stem}:" if len(self._files) > 1 else ""
+        for part, row in enumerate(_rows(line, f"{path}:{number}")):
+            row.row_id = f"{prefix}{number - 1}" + (f".{part}" if part else "")
+            yield row
 
 
 def _replies(line: Mapping[str, Any]) -> tuple[bool, list[Any]]:

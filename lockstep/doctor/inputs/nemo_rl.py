@@ -17,19 +17,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from lockstep.checks.rows import Rows
-from lockstep.doctor.inputs.assemble import (
-    Row,
-    columns_of,
-    floats_of,
-    head_of,
-    ids_of,
-    in_chunks,
-    real,
-    whole,
-)
-from lockstep.doctor.inputs.base import CHUNK_TOKENS, Dump, Facts
-from lockstep.doctor.inputs.native import json_line, lines_of
+from lockstep.doctor.inputs.assemble import Row, floats_of, ids_of, real, whole
+from lockstep.doctor.inputs.lines import LineDump, by_number
 from lockstep.errors import DataError
 
 _KEYS = frozenset(
@@ -38,70 +27,38 @@ _KEYS = frozenset(
 """Of every line that has ids. Earlier versions logged texts and log-probs without them."""
 
 
-class NemoRlDump(Dump):
+class NemoRlDump(LineDump):
     """`train_data_step*.jsonl` of a run's log directory, or one such file."""
 
     format: ClassVar[str] = "nemo-rl"
+    trainer: ClassVar[str] = "nemo-rl"
+    no_row: ClassVar[str] = (
+        ": no line of NeMo-RL's train_data_step*.jsonl is in it. Give the run's log directory "
+        "(logger.log_dir/exp_NNN)."
+    )
+    why: ClassVar[Mapping[str, str]] = {
+        "trainer_logprobs": "all of prev_logprobs are 0.0: with loss_fn.force_on_policy_ratio "
+        "NeMo-RL computes none before the update.",
+        "routed_experts": "the logged rows leave the experts out.",
+        "policy_version": "the logged rows do not say which weights sampled a token.",
+        "messages": "the logged rows have the dialogue as text.",
+        "groups": "the logged rows do not say which are of one task.",
+    }
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        self._files = _files(path)
-        head = head_of(self._rows())
-        if not head:
-            raise DataError(
-                f"{path}: no line of NeMo-RL's train_data_step*.jsonl is in it. Give the run's "
-                "log directory (logger.log_dir/exp_NNN)."
-            )
-        self._has = columns_of(head)
+    @staticmethod
+    def files_of(path: Path) -> list[Path]:
+        if path.is_file():
+            return [path] if path.suffix == ".jsonl" else []
+        return sorted(path.glob("train_data_step*.jsonl"), key=by_number)
 
-    @classmethod
-    def recognises(cls, path: Path) -> bool:
-        files = _files(path)
-        if not files:
-            return False
-        try:
-            number, text = next(lines_of(files[0]))
-            return json_line(text, f"{files[0]}:{number}").keys() >= _KEYS
-        except (DataError, StopIteration):
-            return False
+    @staticmethod
+    def is_own(line: Mapping[str, Any]) -> bool:
+        return line.keys() >= _KEYS
 
-    @property
-    def facts(self) -> Facts:
-        return Facts(trainer="nemo-rl")
-
-    @property
-    def has(self) -> frozenset[str]:
-        return self._has
-
-    @property
-    def lacks(self) -> Mapping[str, str]:
-        why = {
-            "trainer_logprobs": "all of prev_logprobs are 0.0: with loss_fn.force_on_policy_ratio "
-            "NeMo-RL computes none before the update.",
-            "routed_experts": "the logged rows leave the experts out.",
-            "policy_version": "the logged rows do not say which weights sampled a token.",
-            "messages": "the logged rows have the dialogue as text.",
-            "groups": "the logged rows do not say which are of one task.",
-        }
-        return {name: reason for name, reason in why.items() if name not in self._has}
-
-    def chunks(self, *, max_tokens: int = CHUNK_TOKENS) -> Iterator[Rows]:
-        return in_chunks(self._rows(), self._has, max_tokens=max_tokens)
-
-    def _rows(self) -> Iterator[Row]:
-        for path in self._files:
-            steps = re.findall(r"\d{1,9}", path.stem)
-            step = int(steps[-1]) if steps else None
-            for number, text in lines_of(path):
-                where = f"{path}:{number}"
-                yield _row(json_line(text, where), step, number - 1, where)
-
-
-def _files(path: Path) -> list[Path]:
-    if path.is_file():
-        return [path] if path.suffix == ".jsonl" else []
-    found = path.glob("train_data_step*.jsonl")
-    return sorted(found, key=lambda p: ([int(n) for n in re.findall(r"\d+", p.stem)], p.name))
+    def rows_of(self, line: Mapping[str, Any], path: Path, number: int) -> Iterator[Row]:
+        steps = re.findall(r"\d{1,9}", path.stem)
+        step = int(steps[-1]) if steps else None
+        yield _row(line, step, number - 1, f"{path}:{number}")
 
 
 def _row(logged: Mapping[str, Any], step: int | None, number: int, where: str) -> Row:

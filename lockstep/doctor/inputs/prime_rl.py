@@ -8,98 +8,63 @@ schema_version 1). Log-probs stand at their own token: the trainer shifts its ri
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 
-from lockstep.checks.rows import BoolArray, Rows
+from lockstep.checks.rows import BoolArray
 from lockstep.doctor.inputs.assemble import (
     Row,
-    columns_of,
     floats_of,
-    head_of,
     ids_of,
-    in_chunks,
     mask_of,
     real,
     whole,
 )
-from lockstep.doctor.inputs.base import CHUNK_TOKENS, Dump, Facts
-from lockstep.doctor.inputs.native import json_line, lines_of
+from lockstep.doctor.inputs.lines import LineDump, by_number
 from lockstep.errors import DataError
 
 _KEYS = frozenset({"token_ids", "loss_mask", "inference_logprobs", "trainer_logprobs"})
 """Of every line."""
 
 
-class PrimeRlDump(Dump):
+class PrimeRlDump(LineDump):
     """A file of the token export, a directory of steps, or a run's output directory."""
 
     format: ClassVar[str] = "prime-rl"
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        self._files = _files(path)
-        head = head_of(self._rows())
-        if not head:
-            raise DataError(
-                f"{path}: no line of prime-rl's token export is in it. It is written with "
-                "trainer.enable_token_export = true, to OUTPUT/token_exports."
-            )
-        self._has = columns_of(head)
-
-    @classmethod
-    def recognises(cls, path: Path) -> bool:
-        files = _files(path)
-        if not files:
-            return False
-        try:
-            line, text = next(lines_of(files[0]))
-            return json_line(text, f"{files[0]}:{line}").keys() >= _KEYS
-        except (DataError, StopIteration):
-            return False
-
-    @property
-    def facts(self) -> Facts:
-        return Facts(trainer="prime-rl")
-
-    @property
-    def has(self) -> frozenset[str]:
-        return self._has
-
-    @property
-    def lacks(self) -> Mapping[str, str]:
-        why = {
-            "routed_experts": "the token export leaves the experts out.",
-            "policy_version": "the token export does not say which weights sampled a token.",
-            "messages": "the token export has ids only.",
-            "texts": "the token export has ids only.",
-            "groups": "the token export does not say which rows are of one task.",
-        }
-        return {name: reason for name, reason in why.items() if name not in self._has}
-
-    def chunks(self, *, max_tokens: int = CHUNK_TOKENS) -> Iterator[Rows]:
-        return in_chunks(self._rows(), self._has, max_tokens=max_tokens)
-
-    def _rows(self) -> Iterator[Row]:
-        for path in self._files:
-            for line, text in lines_of(path):
-                yield _row(json_line(text, f"{path}:{line}"), f"{path}:{line}")
-
-
-def _files(path: Path) -> list[Path]:
-    if path.is_file():
-        return [path] if path.suffix == ".jsonl" else []
-    found = (
-        *path.glob("rank_*.jsonl"),
-        *path.glob("step_*/rank_*.jsonl"),
-        *path.glob("token_exports/step_*/rank_*.jsonl"),
-        *path.glob("*/token_exports/step_*/rank_*.jsonl"),
+    trainer: ClassVar[str] = "prime-rl"
+    no_row: ClassVar[str] = (
+        ": no line of prime-rl's token export is in it. It is written with "
+        "trainer.enable_token_export = true, to OUTPUT/token_exports."
     )
-    return sorted(found, key=lambda p: ([int(n) for n in re.findall(r"\d+", str(p))], str(p)))
+    why: ClassVar[Mapping[str, str]] = {
+        "routed_experts": "the token export leaves the experts out.",
+        "policy_version": "the token export does not say which weights sampled a token.",
+        "messages": "the token export has ids only.",
+        "texts": "the token export has ids only.",
+        "groups": "the token export does not say which rows are of one task.",
+    }
+
+    @staticmethod
+    def files_of(path: Path) -> list[Path]:
+        if path.is_file():
+            return [path] if path.suffix == ".jsonl" else []
+        found = (
+            *path.glob("rank_*.jsonl"),
+            *path.glob("step_*/rank_*.jsonl"),
+            *path.glob("token_exports/step_*/rank_*.jsonl"),
+            *path.glob("*/token_exports/step_*/rank_*.jsonl"),
+        )
+        return sorted(found, key=by_number)
+
+    @staticmethod
+    def is_own(line: Mapping[str, Any]) -> bool:
+        return line.keys() >= _KEYS
+
+    def rows_of(self, line: Mapping[str, Any], path: Path, number: int) -> Iterator[Row]:
+        yield _row(line, f"{path}:{number}")
 
 
 def _row(record: Mapping[str, Any], where: str) -> Row:

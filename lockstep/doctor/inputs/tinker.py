@@ -9,7 +9,6 @@ The parity tests read what its own functions made.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -17,17 +16,9 @@ from typing import Any, ClassVar
 import numpy as np
 
 from lockstep.checks.rows import Rows
-from lockstep.doctor.inputs.assemble import (
-    Row,
-    columns_of,
-    floats_of,
-    head_of,
-    ids_of,
-    in_chunks,
-    real,
-    whole,
-)
+from lockstep.doctor.inputs.assemble import Row, floats_of, ids_of, in_chunks, real, whole
 from lockstep.doctor.inputs.base import CHUNK_TOKENS, Dump, Facts
+from lockstep.doctor.inputs.lines import LineDump, by_number, first_line
 from lockstep.doctor.inputs.native import json_line, lines_of
 from lockstep.errors import DataError
 
@@ -55,7 +46,8 @@ class TinkerSummaries(Dump):
     @classmethod
     def recognises(cls, path: Path) -> bool:
         files = _summaries(path)
-        return bool(files) and _begins_with(files[0], _SUMMARY)
+        line = first_line(files[0]) if files else None
+        return line is not None and line.keys() >= _SUMMARY
 
     @property
     def facts(self) -> Facts:
@@ -102,7 +94,7 @@ class TinkerSummaries(Dump):
                 )
 
 
-class TinkerDump(Dump):
+class TinkerDump(LineDump):
     """Datums, one per line of a JSONL file: the ids that go in, and of each the target with the
     sampler's log-prob. `training_logprobs`, of the forward pass of the step, are the trainer's.
 
@@ -111,74 +103,37 @@ class TinkerDump(Dump):
     """
 
     format: ClassVar[str] = "tinker"
+    trainer: ClassVar[str] = "tinker"
+    no_row: ClassVar[str] = " has no line of a datum (docs/doctor-peers.md)."
+    why: ClassVar[Mapping[str, str]] = {
+        "trainer_logprobs": "write train_step's return value beside each datum, as "
+        "training_logprobs (docs/doctor-peers.md).",
+        "routed_experts": "Tinker does not return the experts.",
+        "policy_version": "a datum does not say which weights sampled it.",
+        "rewards": "a datum has advantages; rewards are in train_rollout_summaries.jsonl.",
+        "messages": "a datum has ids only.",
+        "texts": "a datum has ids only.",
+    }
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        self._files = _files(path)
-        head = head_of(self._rows())
-        if not head:
-            raise DataError(f"{path} has no line of a datum (docs/doctor-peers.md).")
-        self._has = columns_of(head)
+    @staticmethod
+    def files_of(path: Path) -> list[Path]:
+        if path.is_file():
+            return [path] if path.suffix == ".jsonl" else []
+        return sorted(path.glob("*.jsonl"), key=by_number)
 
-    @classmethod
-    def recognises(cls, path: Path) -> bool:
-        files = _files(path)
-        return bool(files) and _begins_with(files[0], _DATUM)
+    @staticmethod
+    def is_own(line: Mapping[str, Any]) -> bool:
+        return line.keys() >= _DATUM
 
-    @property
-    def facts(self) -> Facts:
-        return Facts(trainer="tinker")
-
-    @property
-    def has(self) -> frozenset[str]:
-        return self._has
-
-    @property
-    def lacks(self) -> Mapping[str, str]:
-        why = {
-            "trainer_logprobs": "write train_step's return value beside each datum, as "
-            "training_logprobs (docs/doctor-peers.md).",
-            "routed_experts": "Tinker does not return the experts.",
-            "policy_version": "a datum does not say which weights sampled it.",
-            "rewards": "a datum has advantages; rewards are in train_rollout_summaries.jsonl.",
-            "messages": "a datum has ids only.",
-            "texts": "a datum has ids only.",
-        }
-        return {name: reason for name, reason in why.items() if name not in self._has}
-
-    def chunks(self, *, max_tokens: int = CHUNK_TOKENS) -> Iterator[Rows]:
-        return in_chunks(self._rows(), self._has, max_tokens=max_tokens)
-
-    def _rows(self) -> Iterator[Row]:
-        for path in self._files:
-            for number, text in lines_of(path):
-                where = f"{path}:{number}"
-                yield _row(json_line(text, where), f"{path.stem}/{number - 1}", where)
-
-
-def _files(path: Path) -> list[Path]:
-    if path.is_file():
-        return [path] if path.suffix == ".jsonl" else []
-    return sorted(path.glob("*.jsonl"), key=_order)
+    def rows_of(self, line: Mapping[str, Any], path: Path, number: int) -> Iterator[Row]:
+        yield _row(line, f"{path.stem}/{number - 1}", f"{path}:{number}")
 
 
 def _summaries(path: Path) -> list[Path]:
     if path.is_file():
         return [path] if path.name.endswith("_rollout_summaries.jsonl") else []
     found = (*path.glob(_SUMMARIES), *path.glob(f"iteration_*/{_SUMMARIES}"))
-    return sorted(found, key=_order)
-
-
-def _order(path: Path) -> tuple[list[int], str]:
-    return [int(n) for n in re.findall(r"\d+", str(path))], str(path)
-
-
-def _begins_with(path: Path, keys: frozenset[str]) -> bool:
-    try:
-        number, text = next(lines_of(path))
-        return json_line(text, f"{path}:{number}").keys() >= keys
-    except (DataError, StopIteration):
-        return False
+    return sorted(found, key=by_number)
 
 
 def _row(datum: Mapping[str, Any], name: str, where: str) -> Row:
