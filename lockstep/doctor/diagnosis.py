@@ -94,7 +94,8 @@ class Diagnosis:
     @property
     def outcome(self) -> Outcome:
         verdicts = {finding.verdict for finding in self.examination.findings}
-        if "differs" in verdicts or self.next_steps:
+        has_found_before = bool(self.dump.found_before) and not self.only
+        if "differs" in verdicts or self.next_steps or has_found_before:
             return "differs"
         return "consistent" if verdicts - {"not_checkable"} else "could_not_check"
 
@@ -224,6 +225,7 @@ class Diagnosis:
                 "after": split_to_json(examined.after),
             },
             "findings": [finding_to_json(finding) for finding in examined.findings],
+            "found_while_training": dict(self.dump.found_before),
             "not_in_input": dict(self.lacks),
             "notes": list(self.dump.notes),
         }

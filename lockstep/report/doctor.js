@@ -37,6 +37,8 @@ function verdictText() {
   if (diagnosis.outcome === "could_not_check") return "No check could be made with what this input has.";
   const next = diagnosis.unexplained.next_steps;
   if (!causes.length && next.length) return `The gap is larger than healthy ones are, and no known cause explains it. Next: ${next.join("; ")}.`;
+  const before = Object.keys(diagnosis.found_while_training);
+  if (!causes.length && before.length) return `While it trained, ${before.join(", ")} ${before.length === 1 ? "was" : "were"} found in the rows as they were trained; these rows are what was sampled.`;
   if (!causes.length) return `${diagnosis.ruled_out.length} checks hold; nothing was found.`;
   const share = causes.reduce((sum, cause) => sum + cause.share_k2, 0);
   return `${causes.length === 1 ? "One cause" : `${causes.length} causes`} found${share > 0 ? `; without ${causes.length === 1 ? "it" : "them"} ${percent(share)} of k2 is gone` : ""}.`;

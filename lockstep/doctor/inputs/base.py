@@ -93,6 +93,12 @@ class Dump(ABC):
         that the run still goes on."""
         return ()
 
+    @property
+    def found_before(self) -> Mapping[str, int]:
+        """Cause -> steps in whose rows it was found while they were trained; the rows that are read
+        here may no longer show it."""
+        return {}
+
     @abstractmethod
     def chunks(self, *, max_tokens: int = CHUNK_TOKENS) -> Iterator[Rows]:
         """All rows from the beginning, at most `max_tokens` (or one row) at a time."""

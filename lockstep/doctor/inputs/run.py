@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
+from lockstep.checks.causes import CAUSES
 from lockstep.checks.rows import Rows
 from lockstep.doctor.inputs.base import CHUNK_TOKENS, Dump, Facts
 from lockstep.errors import DataError
@@ -139,10 +140,10 @@ class RunDump(Dump):
                 f"the run still goes on; the rows are of its steps {self._steps[0]} to "
                 f"{self._steps[-1]}"
             )
-        kept = len(list((self.path / MONITOR).glob("step-*.parquet")))
-        if kept:
+        if found := self.found_before:
+            told = ", ".join(f"{cause} in {steps}" for cause, steps in found.items())
             out.append(
-                f"while it trained, causes were found in rows of {kept} steps; as they were "
+                f"while it trained, causes were found in rows of its steps ({told}); as they were "
                 f"trained: lockstep doctor {self.path / MONITOR}"
             )
         fault: Mapping[str, Any] = self._run.config.get("fault") or {}
@@ -152,6 +153,11 @@ class RunDump(Dump):
                 "sampled: what a fault does to the rows on their way to the trainer is not in it"
             )
         return out
+
+    @cached_property
+    def found_before(self) -> Mapping[str, int]:
+        steps = {name: self._run.column(f"doctor/{name}")[1] for name in CAUSES}
+        return {name: len(values) for name, values in steps.items() if values}
 
     def chunks(self, *, max_tokens: int = CHUNK_TOKENS) -> Iterator[Rows]:
         pending: list[tuple[Sample, TrajectoryRecord]] = []

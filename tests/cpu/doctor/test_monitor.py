@@ -58,7 +58,10 @@ def test_a_fault_of_the_rows_stops_the_run_with_a_checkpoint_and_the_rows(
     assert f"step 0: doctor: {cause}" in told
     # What was kept is what was trained: the doctor reads it, and says the same.
     assert cause in [c.name for c, _ in diagnose(path / "doctor").causes]
-    assert any("doctor" in note for note in diagnose(path).dump.notes)
+    # The run itself has what was sampled: it is not called consistent for that.
+    of_run = diagnose(path)
+    assert of_run.dump.found_before[cause] == 1 and of_run.outcome == "differs"
+    assert any(f"{cause} in 1" in note for note in of_run.dump.notes)
 
 
 def test_a_run_that_is_not_to_stop_goes_on_and_says_each_cause_once(tmp_path, capsys):
