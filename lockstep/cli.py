@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         RendererError,
         RunError,
     )
-    from lockstep.launch.signals import end_by_sigterm
+    from lockstep.launch.processes import end_by_sigterm
 
     parser = _parser()
     options = _options(parser, argv)

@@ -10,9 +10,6 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-import lockstep.engines.openai.config
-import lockstep.engines.sglang.config
-import lockstep.engines.vllm.config  # noqa: F401  a kind of engine: known to --help by its import
 from lockstep.agent.config import AgentConfig
 from lockstep.agent.gateway.config import GatewayConfig
 from lockstep.agent.task_config import DialogueConfig, TaskConfig

@@ -27,8 +27,8 @@ import numpy as np
 import torch
 
 from lockstep.engines.base import Engine, EngineContext
+from lockstep.engines.config import VllmConfig
 from lockstep.engines.registry import make_engine
-from lockstep.engines.vllm.config import VllmConfig
 from lockstep.models.config import ModelConfig
 from lockstep.models.decoder import Decoder
 from lockstep.models.hf_io import load_checkpoint, save_checkpoint

@@ -33,7 +33,7 @@ from lockstep.engines.base import (
     WeightSource,
 )
 from lockstep.engines.config import PoolConfig
-from lockstep.engines.replies import Replies, Reply, answer, checked_ids, wake
+from lockstep.engines.ledger import Replies, Reply, answer, checked_ids, wake
 from lockstep.errors import CapabilityError, ConfigError, EngineDownError, EngineError, LeaseError
 from lockstep.types import (
     Delta,

@@ -9,10 +9,14 @@ from dataclasses import replace
 from functools import singledispatch
 
 from lockstep.engines.base import Engine, EngineContext, Restartable
-from lockstep.engines.config import EmbeddedConfig, EngineConfig, ServedConfig
-from lockstep.engines.openai.config import OpenAIConfig
-from lockstep.engines.sglang.config import SGLangConfig
-from lockstep.engines.vllm.config import VllmConfig
+from lockstep.engines.config import (
+    EmbeddedConfig,
+    EngineConfig,
+    OpenAIConfig,
+    ServedConfig,
+    SGLangConfig,
+    VllmConfig,
+)
 from lockstep.errors import CapabilityError, ConfigError
 
 Wrap = Callable[[Engine, int], Engine]
@@ -97,7 +101,7 @@ def _(config: EmbeddedConfig, context: EngineContext) -> Engine:
             "engine outside of this process."
         )
     if config.replicas:
-        from lockstep.engines.embedded.worker import make_replica
+        from lockstep.engines.embedded.replica import make_replica
 
         return make_replica(config, context)
     if config.dtype in ("same", context.dtype):
@@ -108,7 +112,7 @@ def _(config: EmbeddedConfig, context: EngineContext) -> Engine:
 
 @make_engine.register
 def _(config: OpenAIConfig, context: EngineContext) -> Engine:
-    from lockstep.engines.openai.engine import openai_engine
+    from lockstep.engines.openai import openai_engine
 
     return openai_engine(config, context)
 
@@ -122,7 +126,7 @@ def _(config: VllmConfig, context: EngineContext) -> Engine:
 
 @make_engine.register
 def _(config: SGLangConfig, context: EngineContext) -> Engine:
-    from lockstep.engines.sglang.engine import sglang_engine
+    from lockstep.engines.sglang import sglang_engine
 
     return sglang_engine(config, context)
 

@@ -29,7 +29,7 @@ import numpy as np
 
 from lockstep.engines.base import Capabilities, Scores
 from lockstep.engines.lease import FREE, Labelled, Lease
-from lockstep.engines.replies import Replies, Reply, answer, checked_ids
+from lockstep.engines.ledger import Replies, Reply, answer, checked_ids
 from lockstep.errors import (
     CapabilityError,
     EngineDownError,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -18,7 +19,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from lockstep.errors import LockstepError, RankError
 from lockstep.launch.config import ParallelConfig
 from lockstep.launch.placement import PlacementConfig, RayPlacement
-from lockstep.launch.signals import end_by_sigterm
 
 if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess
@@ -53,6 +53,17 @@ class Place:
             local_rank=int(found.get("LOCAL_RANK", "0")),
             address=found["MASTER_ADDR"], port=int(found["MASTER_PORT"]),
         )  # fmt: skip
+
+
+def end_by_sigterm() -> None:
+    """SIGTERM, by which a cluster's scheduler ends a job, is Ctrl-C: it leaves the same checkpoint.
+
+    A script starts its background jobs with SIGINT ignored, and SIGTERM would then be lost with it:
+    such a job hears both from here on.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
 
 
 def is_follower() -> bool:

@@ -32,8 +32,7 @@ from lockstep import errors
 from lockstep.errors import ConfigError, LockstepError, MissingExtraError, RankError
 from lockstep.launch.config import ParallelConfig
 from lockstep.launch.placement import Bundle, RayPlacement
-from lockstep.launch.processes import END_SECONDS, on_all_ranks
-from lockstep.launch.signals import end_by_sigterm
+from lockstep.launch.processes import END_SECONDS, end_by_sigterm, on_all_ranks
 from lockstep.launch.workers import (
     ADDRESSES,
     KEY,

@@ -8,8 +8,8 @@ import pytest
 from vllm_models import run
 
 from lockstep.engines.base import EngineContext
+from lockstep.engines.config import VllmConfig
 from lockstep.engines.registry import make_engine
-from lockstep.engines.vllm.config import VllmConfig
 from lockstep.models.config import ModelConfig
 
 FOUND = importlib.util.find_spec("vllm")

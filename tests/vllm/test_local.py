@@ -8,7 +8,7 @@ import torch
 from vllm_models import make_changed, make_checkpoint, trainer_logprobs
 
 from lockstep.engines.base import EngineContext
-from lockstep.engines.vllm.config import VllmConfig
+from lockstep.engines.config import VllmConfig
 from lockstep.engines.vllm.local import make_local_engine
 from lockstep.errors import CapabilityError, ConfigError
 from lockstep.models import peft_format

@@ -5,7 +5,7 @@ import pytest
 from vllm_models import make_changed, run, trainer_logprobs
 
 from lockstep.engines.base import EngineContext
-from lockstep.engines.openai.config import OpenAIConfig
+from lockstep.engines.config import OpenAIConfig
 from lockstep.engines.registry import make_engine
 from lockstep.errors import CapabilityError
 from lockstep.models.decoder import Decoder

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from vllm_models import make_changed, make_checkpoint, run, trainer_logprobs
 
-from lockstep.engines.vllm.server import VllmServer
+from lockstep.engines.vllm.started import VllmServer
 from lockstep.errors import CapabilityError, EngineError, LeaseError
 from lockstep.models.locate import locate_model
 from lockstep.testing.check_engine import check_engine

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from lockstep.engines.base import Engine, EngineContext
+from lockstep.engines.config import VllmConfig
 from lockstep.engines.http import HttpClient
 from lockstep.engines.lease import Lease
 from lockstep.engines.served import ServedEngine
-from lockstep.engines.vllm.config import VllmConfig
-from lockstep.engines.vllm.server import VllmServer
-from lockstep.engines.vllm.wire import VllmWire, read_facts
+from lockstep.engines.vllm.http_wire import VllmWire, read_facts
+from lockstep.engines.vllm.started import VllmServer
 
 HOW_STARTED = (
     "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --skip-tokenizer-init --enable-scale-out "

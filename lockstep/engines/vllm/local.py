@@ -22,10 +22,10 @@ import numpy as np
 import torch
 
 from lockstep.engines.base import Capabilities, EngineContext, WeightSource
+from lockstep.engines.config import VllmConfig
 from lockstep.engines.served import Chunk, ServedEngine, WireScores
 from lockstep.engines.vllm.checkpoint import check_readable, config_overrides
-from lockstep.engines.vllm.config import VllmConfig
-from lockstep.engines.vllm.server import CPU_STEP_TOKENS, lora_rank
+from lockstep.engines.vllm.started import CPU_STEP_TOKENS, lora_rank
 from lockstep.errors import CapabilityError, ConfigError, EngineError, MissingExtraError
 from lockstep.models import peft_format
 from lockstep.types import Distribution, Int32Array, Request, SamplingParams

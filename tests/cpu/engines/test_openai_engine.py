@@ -8,7 +8,7 @@ from engine_models import make_engine, make_model, prompt, reply_of, request
 from fake_servers import FakeOpenAI, context
 
 from lockstep.config import resolve
-from lockstep.engines.openai.config import OpenAIConfig
+from lockstep.engines.config import OpenAIConfig
 from lockstep.engines.registry import check_capabilities
 from lockstep.engines.registry import make_engine as make_any
 from lockstep.errors import CapabilityError, ConfigError, EngineError, ServerUnreachableError

@@ -8,8 +8,7 @@ import pytest
 from engine_models import deltas_of, make_engine, prompt, request
 from fake_servers import JSON, FakeOpenAI, context
 
-from lockstep.engines.config import PoolConfig
-from lockstep.engines.openai.config import OpenAIConfig
+from lockstep.engines.config import OpenAIConfig, PoolConfig
 from lockstep.engines.pool import Pool
 from lockstep.engines.registry import open_engine
 from lockstep.errors import ServerUnreachableError

@@ -12,8 +12,8 @@ from fake_servers import context
 from fake_sglang import RECORDED, FakeSGLang
 from safetensors.torch import save_file
 
+from lockstep.engines.config import SGLangConfig
 from lockstep.engines.registry import make_engine as make_any
-from lockstep.engines.sglang.config import SGLangConfig
 from lockstep.errors import CapabilityError, ConfigError, EngineError, LeaseError
 from lockstep.models.hf_io import hf_tensors
 from lockstep.testing.check_engine import check_engine

@@ -3,7 +3,7 @@
 import pytest
 
 from lockstep.config import resolve
-from lockstep.engines.vllm.config import VllmConfig
+from lockstep.engines.config import VllmConfig
 from lockstep.errors import ConfigError
 from lockstep.recipes import RECIPES
 

@@ -13,9 +13,9 @@ from engine_models import deltas_of, reply_of, request
 from lockstep.engines.base import EngineContext
 from lockstep.engines.config import EmbeddedConfig
 from lockstep.engines.embedded.engine import EmbeddedEngine
-from lockstep.engines.embedded.worker import make_replica
+from lockstep.engines.embedded.replica import make_replica
 from lockstep.engines.registry import make_engine
-from lockstep.engines.worker.weights import TornWeightsError, holding, reading
+from lockstep.engines.worker_weights import TornWeightsError, holding, reading
 from lockstep.errors import (
     CapabilityError,
     CheckpointError,

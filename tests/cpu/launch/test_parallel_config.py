@@ -3,8 +3,7 @@
 import pytest
 
 from lockstep.config import resolve
-from lockstep.engines.config import EmbeddedConfig
-from lockstep.engines.vllm.config import VllmConfig
+from lockstep.engines.config import EmbeddedConfig, VllmConfig
 from lockstep.errors import ConfigError
 from lockstep.foundation import check_config
 from lockstep.launch.config import ParallelConfig

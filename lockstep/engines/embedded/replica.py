@@ -13,9 +13,9 @@ import torch
 from lockstep.engines.base import Capabilities, EngineContext
 from lockstep.engines.config import EmbeddedConfig
 from lockstep.engines.embedded.engine import EmbeddedEngine
-from lockstep.engines.worker.engine import WorkerEngine
-from lockstep.engines.worker.serving import serve
-from lockstep.engines.worker.weights import TornWeightsError
+from lockstep.engines.worker_engine import WorkerEngine
+from lockstep.engines.worker_host import serve
+from lockstep.engines.worker_weights import TornWeightsError
 from lockstep.errors import CapabilityError, EngineError
 from lockstep.launch.workers import Line, Worker
 from lockstep.models.decoder import Decoder

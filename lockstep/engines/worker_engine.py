@@ -16,8 +16,8 @@ import torch
 
 from lockstep import errors
 from lockstep.engines.base import Capabilities, Scores
-from lockstep.engines.worker.serving import READY, told
-from lockstep.engines.worker.weights import Layout, holding
+from lockstep.engines.worker_host import READY, told
+from lockstep.engines.worker_weights import Layout, holding
 from lockstep.errors import EngineDownError, EngineError, LockstepError
 from lockstep.launch.shared_file import Region, SharedFile, mapped
 from lockstep.launch.threads import in_thread

@@ -15,15 +15,16 @@ from typing import Any, Literal
 import numpy as np
 
 from lockstep.engines.base import Capabilities, EngineContext
+from lockstep.engines.config import OpenAIConfig
 from lockstep.engines.http import HttpClient
-from lockstep.engines.probe import (
+from lockstep.engines.served import Chunk, ServedEngine, WireScores
+from lockstep.engines.server_checks import (
     NUM_TOKENS,
     agree,
     check_same_model,
     prompt_of,
     recorded_distribution,
 )
-from lockstep.engines.served import Chunk, WireScores
 from lockstep.errors import CapabilityError, EngineError
 from lockstep.types import Distribution, Int32Array, Request
 
@@ -357,3 +358,18 @@ class OpenAIWire:
 
     async def close(self) -> None:
         await self._client.close()
+
+
+def openai_engine(config: OpenAIConfig, context: EngineContext) -> ServedEngine:
+    """Waits until the server answers, and finds out what it can do."""
+    client = HttpClient(
+        config.urls[0],
+        name="openai",
+        request_seconds=config.request_seconds,
+        api_key_env=config.api_key_env,
+        how_started=HOW_STARTED,
+    )
+    client.wait_until_up("/v1/models", config.start_seconds, context.on_wait)
+    return ServedEngine(
+        OpenAIWire(client, read_facts(client, config.served_model, context), context)
+    )

@@ -19,15 +19,17 @@ from typing import Any
 import numpy as np
 
 from lockstep.engines.base import Capabilities, EngineContext, WeightSource
+from lockstep.engines.config import SGLangConfig
 from lockstep.engines.http import HttpClient
-from lockstep.engines.probe import (
+from lockstep.engines.lease import Lease
+from lockstep.engines.served import Chunk, ServedEngine, WireScores
+from lockstep.engines.server_checks import (
     NUM_TOKENS,
     agree,
     check_same_kind,
     prompt_of,
     recorded_distribution,
 )
-from lockstep.engines.served import Chunk, WireScores
 from lockstep.errors import CapabilityError, EngineError, ServerRefusedError
 from lockstep.types import Distribution, Int32Array, Request, Routes
 
@@ -381,3 +383,24 @@ def _shared_handles(tensors: Mapping[str, Any]) -> str:
     buffer = io.BytesIO()
     ForkingPickler(buffer).dump(list(tensors.items()))
     return base64.b64encode(buffer.getvalue()).decode()
+
+
+HOW_STARTED = (
+    "python -m sglang.launch_server --model-path MODEL --skip-tokenizer-init (docs/sglang.md)"
+)
+
+
+def sglang_engine(config: SGLangConfig, context: EngineContext) -> ServedEngine:
+    """Waits until the server answers, and finds out what it can do."""
+    client = HttpClient(
+        config.urls[0],
+        name="sglang",
+        request_seconds=config.request_seconds,
+        api_key_env=config.api_key_env,
+        how_started=HOW_STARTED,
+    )
+    client.wait_until_up("/health", config.start_seconds, context.on_wait)
+    facts = read_facts(client, context, deterministic=config.deterministic)
+    wire = SGLangWire(client, facts, context, uses_ipc=config.weights == "ipc")
+    lease = Lease(context.run, server=client.url, take_over=config.take_over)
+    return ServedEngine(wire, lease=lease)

@@ -29,7 +29,7 @@ import numpy as np
 from lockstep.engines.base import Capabilities, EngineContext, WeightSource
 from lockstep.engines.http import HttpClient
 from lockstep.engines.served import Chunk, WireScores
-from lockstep.engines.vllm.server import WORKER_EXTENSION, VllmServer
+from lockstep.engines.vllm.started import WORKER_EXTENSION, VllmServer
 from lockstep.errors import (
     CapabilityError,
     EngineDownError,

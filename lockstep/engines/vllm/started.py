@@ -13,10 +13,10 @@ from pathlib import Path
 
 import lockstep
 from lockstep.engines.base import EngineContext
+from lockstep.engines.config import VllmConfig
 from lockstep.engines.http import HttpClient
 from lockstep.engines.server_process import ServerProcess, free_ports
 from lockstep.engines.vllm.checkpoint import check_readable, config_overrides
-from lockstep.engines.vllm.config import VllmConfig
 from lockstep.errors import CapabilityError, EngineError
 
 SERVED_NAME = "lockstep"

@@ -15,7 +15,7 @@ from dataclasses import asdict
 from typing import Any
 
 from lockstep.engines.base import Engine
-from lockstep.engines.worker.weights import Layout, TornWeightsError, reading, tensors_in
+from lockstep.engines.worker_weights import Layout, TornWeightsError, reading, tensors_in
 from lockstep.errors import LockstepError
 from lockstep.launch.shared_file import Region
 from lockstep.launch.workers import Batch, Line
