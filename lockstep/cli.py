@@ -225,7 +225,7 @@ def _serve(options: argparse.Namespace) -> int:
     """Ctrl-C is its ordinary end."""
     from lockstep.config import to_dict
     from lockstep.errors import ConfigError
-    from lockstep.serving import find_served, serve
+    from lockstep.model_server import find_served, serve
 
     _load_plugins(options.plugin)
     settings = list(options.settings)

@@ -207,6 +207,7 @@ async def one_step(run: Session) -> dict[str, Any] | None:
         check_failures(groups, config.max_failed_share, where=f"step {step}")
     except RolloutError:
         run.record(step, groups)
+        run.save()  # the updates so far, and the state that samples this step again
         raise
     run.view.phase("training")
     rows, sampled_rows = [], []

@@ -271,6 +271,16 @@ def test_a_later_batch_that_fails_waits_for_its_turn_and_leaves_nothing_open(tmp
     assert not OPEN
 
 
+def test_a_step_whose_episodes_mostly_fail_keeps_the_updates_before_it(tmp_path):
+    config = config_of("steps=4", "checkpoint.every=0", failing_step=2)
+    with pytest.raises(RolloutError, match="step 2: 4 of 4 episodes failed"):
+        train(config, out=tmp_path / "run", view="json")
+    assert [c.step for c in load_run(tmp_path / "run").checkpoints()] == [2]
+    train(replace(config, task=replace(config.task, failing_step=-1)),
+          out=tmp_path / "run", resume=True, view="json")  # fmt: skip
+    assert [r["step"] for r in load_run(tmp_path / "run").metrics] == [0, 1, 2, 3, 4]
+
+
 def test_ctrl_c_saves_and_a_resume_samples_again_what_was_not_trained(tmp_path):
     path = tmp_path / "run"
     config = config_of("steps=500", "max_staleness=2")

@@ -37,7 +37,7 @@ TORCH_FREE = [
     "lockstep.envs.docsearch.environment", "lockstep.envs.math.retool", "lockstep.testing.faults",
     "lockstep.launch.processes", "lockstep.checks.examine", "lockstep.doctor.diagnose",
     "lockstep.doctor.rendering",
-    "lockstep.agent.gateway.config", "lockstep.agent.gateway.exchange", "lockstep.serving",
+    "lockstep.agent.gateway.config", "lockstep.agent.gateway.exchange", "lockstep.model_server",
 ]  # fmt: skip
 
 

@@ -19,10 +19,10 @@ import pytest
 from lockstep.cli import main
 from lockstep.config import resolve, to_dict
 from lockstep.errors import ConfigError, LockstepError, RunError
+from lockstep.model_server import BackgroundServer, SessionStore, find_served
 from lockstep.models.locate import locate_model
 from lockstep.recipes import find_recipe
 from lockstep.run_config import ServeConfig
-from lockstep.serving import BackgroundServer, SessionStore, find_served
 from lockstep.store.run import RunDirectory, load_run
 from lockstep.types import Trajectory
 

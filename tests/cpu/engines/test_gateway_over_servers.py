@@ -7,9 +7,9 @@ import urllib.request
 import torch
 from fake_servers import FakeOpenAI
 
+from lockstep.model_server import BackgroundServer
 from lockstep.models.hf_io import load_checkpoint
 from lockstep.models.locate import locate_model
-from lockstep.serving import BackgroundServer
 
 
 def ask(url: str, text: str) -> dict:
