@@ -26,9 +26,9 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import numpy as np
 
-from lockstep.checks.base import Check, Setting
-from lockstep.checks.rows import Rows
-from lockstep.checks.suite import STAGES
+from lockstep.doctor.checks.base import Check, Setting
+from lockstep.doctor.checks.rows import Rows
+from lockstep.doctor.checks.suite import STAGES
 from lockstep.doctor.inputs.base import CHUNK_TOKENS
 from lockstep.models.locate import locate_model
 from lockstep.renderers.chatml import ChatMLRenderer

@@ -13,7 +13,6 @@ from typing import Literal
 from lockstep.agent.config import AgentConfig
 from lockstep.agent.gateway.config import GatewayConfig
 from lockstep.agent.task_config import DialogueConfig, TaskConfig
-from lockstep.checks.config import DoctorConfig
 from lockstep.config import tag
 from lockstep.correction.config import Correction
 from lockstep.engines.config import EmbeddedConfig, EngineConfig, PoolConfig
@@ -58,6 +57,22 @@ class EvaluationConfig:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least 1.")
         if self.every < 0:
             raise ConfigError(f"every={self.every} must be at least 0 (0 is the ends only).")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DoctorConfig:
+    """Checks that a run makes of the rows it trains, and what it does when they find a cause."""
+
+    rows: int = 16
+    """Rows of each step to check, whole groups, other tasks in turn; 0 checks none. Only checks
+    that need no model are made; they take milliseconds."""
+    on_critical: Literal["note", "stop"] = "note"
+    """stop: end the run with a checkpoint at the first step in which a cause is found or
+    max(|k1|, k2, k3) is above 0.1. note: report it and continue."""
+
+    def __post_init__(self) -> None:
+        if self.rows < 0:
+            raise ConfigError(f"doctor.rows={self.rows} must be at least 0 (0 checks none).")
 
 
 @dataclass(frozen=True, kw_only=True)

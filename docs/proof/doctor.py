@@ -35,9 +35,9 @@ import torch
 
 from lockstep.agent.config import AgentConfig
 from lockstep.agent.loop import Budget, collect, sampling_of
-from lockstep.checks.attribution import gap_of
-from lockstep.checks.causes import is_same_class
-from lockstep.checks.rows import Rows
+from lockstep.doctor.checks.attribution import gap_of
+from lockstep.doctor.checks.causes import is_same_class
+from lockstep.doctor.checks.rows import Rows
 from lockstep.doctor.diagnose import diagnose
 from lockstep.doctor.diagnosis import Diagnosis
 from lockstep.doctor.inputs.base import CHUNK_TOKENS, Dump, Facts

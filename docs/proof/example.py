@@ -19,8 +19,8 @@ import lockstep.doctor
 from lockstep.agent.loop import Budget, collect, training_sampling
 from lockstep.agent.tasks import derive_seed
 from lockstep.build import build
-from lockstep.checks.rows import Rows
 from lockstep.config import resolve
+from lockstep.doctor.checks.rows import Rows
 from lockstep.doctor.inputs.base import Facts
 from lockstep.doctor.inputs.native import write_rows
 from lockstep.foundation import check_config

@@ -23,8 +23,8 @@ from run import host
 
 from lockstep.agent.tasks import derive_seed
 from lockstep.build import Parts, build
-from lockstep.checks.rows import Rows
 from lockstep.config import resolve
+from lockstep.doctor.checks.rows import Rows
 from lockstep.doctor.ladder import climb
 from lockstep.foundation import check_config
 from lockstep.recipes import find_recipe

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lockstep.checks.attribution import SPELLINGS, Spellings, is_touched
-from lockstep.checks.rows import Rows
+from lockstep.doctor.checks.attribution import SPELLINGS, Spellings, is_touched
+from lockstep.doctor.checks.rows import Rows
 from lockstep.doctor.diagnosis import Diagnosis, evidence_to_json
 from lockstep.doctor.inputs.run import RunDump
 from lockstep.doctor.page import MAX_ROW_TOKENS, page_frame, row_document, vocabulary

@@ -8,11 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lockstep.checks.base import Setting
-from lockstep.checks.examine import Stage, examine
-from lockstep.checks.rows import Rows
-from lockstep.checks.suite import STAGES
 from lockstep.config import did_you_mean
+from lockstep.doctor.checks.base import Setting
+from lockstep.doctor.checks.examine import Stage, examine
+from lockstep.doctor.checks.rows import Rows
+from lockstep.doctor.checks.suite import STAGES
 from lockstep.doctor.diagnosis import Diagnosis
 from lockstep.doctor.inputs.base import Dump, Facts
 from lockstep.doctor.inputs.registry import open_dump

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from lockstep.checks.attribution import SPLIT_BY, Gap, Place, Split
-from lockstep.checks.base import Setting, Share
-from lockstep.checks.causes import CAUSES, Cause
-from lockstep.checks.examine import Examination
-from lockstep.checks.findings import Evidence, Finding
+from lockstep.doctor.checks.attribution import SPLIT_BY, Gap, Place, Split
+from lockstep.doctor.checks.base import Setting, Share
+from lockstep.doctor.checks.causes import CAUSES, Cause
+from lockstep.doctor.checks.examine import Examination
+from lockstep.doctor.checks.findings import Evidence, Finding
 from lockstep.doctor.inputs.base import Dump
 from lockstep.doctor.rows import RowChoice
 from lockstep.observe.alarms import WARNING_LIMIT

@@ -18,13 +18,13 @@ import numpy as np
 
 from lockstep.agent.environment import Environment, Observation, Score
 from lockstep.agent.harness import Harness
-from lockstep.checks.attribution import gap_of_all
-from lockstep.checks.base import Gap, Setting
-from lockstep.checks.causes import CAUSES
-from lockstep.checks.examine import Stage, examine
-from lockstep.checks.rows import Rows
-from lockstep.checks.suite import STAGES
 from lockstep.config import tag
+from lockstep.doctor.checks.attribution import gap_of_all
+from lockstep.doctor.checks.base import Gap, Setting
+from lockstep.doctor.checks.causes import CAUSES
+from lockstep.doctor.checks.examine import Stage, examine
+from lockstep.doctor.checks.rows import Rows
+from lockstep.doctor.checks.suite import STAGES
 from lockstep.errors import ConfigError, DataError
 from lockstep.launch.config import ParallelConfig
 from lockstep.observe.alarms import Alarm, mismatch_alarm

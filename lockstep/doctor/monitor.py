@@ -9,11 +9,11 @@ from pathlib import Path
 
 import numpy as np
 
-from lockstep.checks.base import Setting
-from lockstep.checks.causes import CAUSES
-from lockstep.checks.examine import Examination, Stage, examine
-from lockstep.checks.rows import Rows
-from lockstep.checks.suite import STAGES
+from lockstep.doctor.checks.base import Setting
+from lockstep.doctor.checks.causes import CAUSES
+from lockstep.doctor.checks.examine import Examination, Stage, examine
+from lockstep.doctor.checks.rows import Rows
+from lockstep.doctor.checks.suite import STAGES
 from lockstep.doctor.inputs.base import Facts
 from lockstep.doctor.inputs.native import write_rows
 from lockstep.doctor.inputs.run import prompt_length, replies

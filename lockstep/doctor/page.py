@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.checks.attribution import is_touched
-from lockstep.checks.rows import Rows
+from lockstep.doctor.checks.attribution import is_touched
+from lockstep.doctor.checks.rows import Rows
 from lockstep.doctor.diagnosis import MAX_EXPECTED, Diagnosis, evidence_to_json
 from lockstep.doctor.rows import fetch
 from lockstep.errors import ConfigError

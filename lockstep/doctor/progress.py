@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from lockstep.checks.rows import Rows
+from lockstep.doctor.checks.rows import Rows
 from lockstep.observe.live import format_number
 
 SILENT_SECONDS = 1.0

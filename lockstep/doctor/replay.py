@@ -21,7 +21,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from lockstep.checks.rows import Rows
+from lockstep.doctor.checks.rows import Rows
 from lockstep.doctor.terminal import gap_style, logprob_text, plain_table, token_text
 from lockstep.errors import ConfigError, RunError, printable
 from lockstep.renderers.tokenizer import Tokenizer

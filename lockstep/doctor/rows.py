@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from lockstep.checks.rows import Float64Array, Rows
+from lockstep.doctor.checks.rows import Float64Array, Rows
 from lockstep.doctor.inputs.base import Dump
 
 MAX_WORST = 200

@@ -12,9 +12,9 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from lockstep.checks.causes import Cause
-from lockstep.checks.findings import Evidence, Finding
-from lockstep.checks.rows import Rows
+from lockstep.doctor.checks.causes import Cause
+from lockstep.doctor.checks.findings import Evidence, Finding
+from lockstep.doctor.checks.rows import Rows
 from lockstep.doctor.diagnosis import FLOAT_NOISE, Certainty, Diagnosis, Outcome
 from lockstep.doctor.rows import fetch
 from lockstep.errors import printable

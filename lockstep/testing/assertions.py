@@ -15,13 +15,13 @@ from typing import Any, Protocol, cast, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from lockstep.checks.base import Setting
-from lockstep.checks.causes import CAUSES
-from lockstep.checks.examine import Stage, examine
-from lockstep.checks.findings import Finding
-from lockstep.checks.rows import Rows
-from lockstep.checks.suite import STAGES
-from lockstep.checks.training.unphysical import Unphysical
+from lockstep.doctor.checks.base import Setting
+from lockstep.doctor.checks.causes import CAUSES
+from lockstep.doctor.checks.examine import Stage, examine
+from lockstep.doctor.checks.findings import Finding
+from lockstep.doctor.checks.rows import Rows
+from lockstep.doctor.checks.suite import STAGES
+from lockstep.doctor.checks.training.unphysical import Unphysical
 from lockstep.renderers.base import Renderer
 from lockstep.renderers.tokenizer import Tokenizer
 from lockstep.types import Message

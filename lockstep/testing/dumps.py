@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 
 from lockstep.agent.tasks import derive_seed
-from lockstep.checks.rows import Rows
+from lockstep.doctor.checks.rows import Rows
 from lockstep.models.decoder import Decoder
 from lockstep.models.hf_io import copy_decoder
 from lockstep.models.lora import add_adapter

@@ -519,7 +519,7 @@ def investigation_rows() -> str:
 
 
 def causes_table() -> str:
-    from lockstep.checks.causes import CAUSES
+    from lockstep.doctor.checks.causes import CAUSES
 
     lines = ["| cause | what is wrong | what to do | inject it |", "|---|---|---|---|"]
     for cause in CAUSES.values():
@@ -541,7 +541,7 @@ def doctor_formats_table() -> str:
 
 def doctor_columns_table() -> str:
     """The columns, and which checks cannot be made without each."""
-    from lockstep.checks.suite import STAGES
+    from lockstep.doctor.checks.suite import STAGES
     from lockstep.doctor.inputs.schema import COLUMNS, REQUIRED
 
     rows = ["| column | per | what it is | cannot be made without it |", "|---|---|---|---|"]

@@ -11,7 +11,7 @@ ROWS = [
     ["errors"],
     ["types"],
     ["config", "renderers", "ops", "observe", "store", "outcome"],
-    ["checks", "models", "correction", "report", "launch"],
+    ["models", "correction", "report", "launch"],
     ["objectives"],
     ["engines", "training"],
     ["agent", "sync"],
@@ -35,7 +35,7 @@ TORCH_FREE = [
     "lockstep.store.run", "lockstep.observe.live", "lockstep.report.page",
     "lockstep.agent.environment", "lockstep.agent.tools",
     "lockstep.envs.docsearch.environment", "lockstep.envs.math.retool", "lockstep.testing.faults",
-    "lockstep.launch.processes", "lockstep.checks.examine", "lockstep.doctor.diagnose",
+    "lockstep.launch.processes", "lockstep.doctor.checks.examine", "lockstep.doctor.diagnose",
     "lockstep.doctor.rendering",
     "lockstep.agent.gateway.config", "lockstep.agent.gateway.exchange", "lockstep.model_server",
 ]  # fmt: skip

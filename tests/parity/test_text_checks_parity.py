@@ -2,17 +2,17 @@
 
 import numpy as np
 import pytest
-from cpu.checks.text_dumps import looked, play, policy, rows_of
+from cpu.doctor.checks.text_dumps import looked, play, policy, rows_of
 from real_tokenizers import o200k_harmony, tokenizer_of
 
-from lockstep.checks.rows import Rows
-from lockstep.checks.suite import MASKS, STRUCTURE
-from lockstep.checks.tokens.alignment import Shifted
-from lockstep.checks.tokens.injected_control import InjectedControl, written_pairs
-from lockstep.checks.tokens.post_processed import PostProcessed
-from lockstep.checks.tokens.reencoded import Reencoded
-from lockstep.checks.tokens.rerendered import Rerendered
-from lockstep.checks.tokens.spelling import Speller
+from lockstep.doctor.checks.rows import Rows
+from lockstep.doctor.checks.suite import MASKS, STRUCTURE
+from lockstep.doctor.checks.tokens.alignment import Shifted
+from lockstep.doctor.checks.tokens.injected_control import InjectedControl, written_pairs
+from lockstep.doctor.checks.tokens.post_processed import PostProcessed
+from lockstep.doctor.checks.tokens.reencoded import Reencoded
+from lockstep.doctor.checks.tokens.rerendered import Rerendered
+from lockstep.doctor.checks.tokens.spelling import Speller
 from lockstep.renderers.anew import rendered_anew, turns_of
 from lockstep.renderers.chatml import ChatMLRenderer
 from lockstep.renderers.harmony import HarmonyRenderer

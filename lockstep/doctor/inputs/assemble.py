@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lockstep.checks.rows import TOKEN_COLUMNS, BoolArray, Rows
+from lockstep.doctor.checks.rows import TOKEN_COLUMNS, BoolArray, Rows
 from lockstep.errors import DataError
 from lockstep.types import Int32Array
 

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from lockstep.checks.rows import Rows
+from lockstep.doctor.checks.rows import Rows
 
 CHUNK_TOKENS = 1 << 18
 """Tokens that are in memory at a time: 20 bytes each, and a check's own arrays."""

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from lockstep.checks.rows import Rows
+from lockstep.doctor.checks.rows import Rows
 from lockstep.doctor.inputs.assemble import Row, columns_of, head_of, in_chunks
 from lockstep.doctor.inputs.base import CHUNK_TOKENS, Dump, Facts
 from lockstep.doctor.inputs.native import json_line, lines_of

@@ -21,8 +21,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from lockstep.checks.rows import Rows
 from lockstep.config import did_you_mean
+from lockstep.doctor.checks.rows import Rows
 from lockstep.doctor.inputs.base import CHUNK_TOKENS, Dump, Facts
 from lockstep.doctor.inputs.files import (
     BYTE_ORDER_MARK,

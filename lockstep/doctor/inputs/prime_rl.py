@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from lockstep.checks.rows import BoolArray
+from lockstep.doctor.checks.rows import BoolArray
 from lockstep.doctor.inputs.assemble import (
     Row,
     floats_of,

@@ -12,8 +12,8 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from lockstep.checks.causes import CAUSES
-from lockstep.checks.rows import Rows
+from lockstep.doctor.checks.causes import CAUSES
+from lockstep.doctor.checks.rows import Rows
 from lockstep.doctor.inputs.base import CHUNK_TOKENS, Dump, Facts
 from lockstep.errors import DataError
 from lockstep.store.lock import is_locked

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from lockstep.checks.rows import Rows
+from lockstep.doctor.checks.rows import Rows
 from lockstep.doctor.inputs.base import Facts
 from lockstep.doctor.inputs.messages import read_messages
 from lockstep.errors import DataError

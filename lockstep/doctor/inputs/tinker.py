@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from lockstep.checks.rows import Rows
+from lockstep.doctor.checks.rows import Rows
 from lockstep.doctor.inputs.assemble import Row, floats_of, ids_of, in_chunks, real, whole
 from lockstep.doctor.inputs.base import CHUNK_TOKENS, Dump, Facts
 from lockstep.doctor.inputs.lines import LineDump, by_number, first_line

@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from lockstep.checks.rows import Rows
+from lockstep.doctor.checks.rows import Rows
 from lockstep.doctor.inputs.assemble import (
     Array,
     Row,

@@ -11,10 +11,10 @@ from typing import ClassVar
 
 import numpy as np
 
-from lockstep.checks import findings
-from lockstep.checks.base import Check, Setting
-from lockstep.checks.findings import Finding
-from lockstep.checks.rows import BoolArray, Float64Array, Rows
+from lockstep.doctor.checks import findings
+from lockstep.doctor.checks.base import Check, Setting
+from lockstep.doctor.checks.findings import Finding
+from lockstep.doctor.checks.rows import BoolArray, Float64Array, Rows
 from lockstep.doctor.numerics.compare import (
     FLOAT_K2,
     MIN_SHARE,

@@ -24,7 +24,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from lockstep.checks.rows import BoolArray, Float64Array, Rows
+from lockstep.doctor.checks.rows import BoolArray, Float64Array, Rows
 from lockstep.types import Int64Array
 
 SideName = Literal["sampler", "trainer"]

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lockstep.checks.base import Check, Setting
-from lockstep.checks.examine import Chunks, Stage
-from lockstep.checks.rows import Float32Array, Float64Array, Rows
-from lockstep.checks.suite import NOISE
+from lockstep.doctor.checks.base import Check, Setting
+from lockstep.doctor.checks.examine import Chunks, Stage
+from lockstep.doctor.checks.rows import Float32Array, Float64Array, Rows
+from lockstep.doctor.checks.suite import NOISE
 from lockstep.doctor.inputs.base import Dump, Facts
 from lockstep.doctor.numerics.compare import (
     FLOAT_K2,

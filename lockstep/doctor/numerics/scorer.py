@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lockstep.checks.rows import BoolArray, Float32Array, Float64Array, Rows
+from lockstep.doctor.checks.rows import BoolArray, Float32Array, Float64Array, Rows
 from lockstep.doctor.numerics.weights import Weights
 from lockstep.models.decoder import Decoder
 from lockstep.models.fallback import load_fallback

@@ -11,10 +11,10 @@ from array_dumps import ArrayDump, make_rows
 from rich.console import Console
 
 import lockstep
-from lockstep.checks.base import Check
-from lockstep.checks.examine import Stage, examine
-from lockstep.checks.findings import Evidence
 from lockstep.cli import main
+from lockstep.doctor.checks.base import Check
+from lockstep.doctor.checks.examine import Stage, examine
+from lockstep.doctor.checks.findings import Evidence
 from lockstep.doctor.diagnosis import EXIT_CODES, evidence_to_json
 from lockstep.doctor.progress import Reading
 from lockstep.doctor.rows import RowChoice, fetch

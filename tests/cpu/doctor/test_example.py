@@ -39,7 +39,7 @@ def test_the_example_is_diagnosed_with_its_own_tokenizer_and_shows_its_defects()
 
 
 def test_rows_beyond_those_that_are_realigned_do_not_hide_what_was_encoded_again(monkeypatch):
-    monkeypatch.setattr("lockstep.checks.tokens.reencoded.MAX_ALIGNED_ROWS", 10)
+    monkeypatch.setattr("lockstep.doctor.checks.tokens.reencoded.MAX_ALIGNED_ROWS", 10)
 
     found = diagnose("example")
 

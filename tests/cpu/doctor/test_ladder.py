@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from lockstep.checks.base import Gap
 from lockstep.cli import main
 from lockstep.config import resolve
+from lockstep.doctor.checks.base import Gap
 from lockstep.doctor.ladder import Ladder, Rung, climb
 from lockstep.errors import DataError
 from lockstep.observe.alarms import mismatch_alarm

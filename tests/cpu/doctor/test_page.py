@@ -14,8 +14,8 @@ import pytest
 from array_dumps import NUM_TOKENS, ArrayDump, make_rows
 
 import lockstep
-from lockstep.checks.rows import Rows
 from lockstep.doctor import page as doctor_page
+from lockstep.doctor.checks.rows import Rows
 from lockstep.doctor.page import PageBudget, build_document, row_document, write_page
 from lockstep.errors import ConfigError
 from lockstep.testing.tokenizers import byte_tokenizer

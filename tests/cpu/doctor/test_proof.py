@@ -32,8 +32,8 @@ def test_nothing_is_named_where_nothing_is_wrong():
 
 
 def test_every_cause_with_a_fault_is_in_the_matrix_and_every_fault_is_a_setting():
-    from lockstep.checks.causes import CAUSES
     from lockstep.config import choices
+    from lockstep.doctor.checks.causes import CAUSES
     from lockstep.testing.faults import FaultConfig
 
     of_matrix = {case.cause for case in doctor.CASES}

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from lockstep.checks.rows import Rows
+from lockstep.doctor.checks.rows import Rows
 from lockstep.doctor.inputs.base import Facts
 from lockstep.doctor.inputs.native import RowsDump, write_rows
 from lockstep.doctor.inputs.registry import open_dump

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from lockstep.checks.rows import Rows
+from lockstep.doctor.checks.rows import Rows
 from lockstep.doctor.inputs.base import Dump, Facts
 from lockstep.doctor.numerics.scorer import Distribution, Scorer
 from lockstep.doctor.numerics.weights import Weights

@@ -1,0 +1,406 @@
+"""Where the gap is: sums of it over positions, turns, kinds of token, ages, experts and steps.
+
+# N tokens  n compared tokens  C cells of all parts crossed  L layers  K active experts
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from lockstep.doctor.checks.rows import BoolArray, Float64Array, Rows
+from lockstep.observe.parts import PARTS, Part
+from lockstep.types import FORCED_LOGPROB, Int64Array
+
+if TYPE_CHECKING:
+    from lockstep.renderers.tokenizer import Tokenizer
+
+SPELLINGS = ("word", "number", "punctuation", "space", "bytes", "control")
+"""Of one token: it has a letter, else a digit; neither; blanks alone; half a character; a token
+of the protocol."""
+SPELLING = Part("spelling", SPELLINGS, tuple(range(len(SPELLINGS))))
+SPLIT_BY = (*PARTS, SPELLING)
+"""As the metrics of a training step tell tokens apart (`by_turn/0/k3`), and by spelling."""
+RATIO_LIMIT = 20.0
+"""Log ratios are cut here before exp, as those of a run are: correction/kl.py."""
+HISTOGRAM_EDGES = np.array([10.0**e for e in np.arange(-8.0, 2.01, 0.5)])
+"""Of |d|: two bins per decade from 1e-8, far below float noise, to 100 nats."""
+MIN_EXPERT_TOKENS = 30
+"""Tokens that an expert must have served to be named: the mean of fewer is chance."""
+
+_CELLS = tuple(len(part.labels) for part in SPLIT_BY)
+_TABLES = [
+    np.searchsorted(part.starts, np.arange(part.starts[-1] + 1), side="right").clip(1) - 1
+    for part in SPLIT_BY
+]
+"""Of each part: number -> label, up to the start of the last label."""
+
+
+@dataclass(slots=True)
+class Gap:
+    """Sums over compared tokens: of d = trainer - rollout, d^2 / 2, and exp(d) - 1 - d."""
+
+    tokens: int = 0
+    d: float = 0.0
+    k2: float = 0.0
+    k3: float = 0.0
+    max_abs: float = 0.0
+
+    def add(self, other: Gap) -> None:
+        self.tokens += other.tokens
+        self.d += other.d
+        self.k2 += other.k2
+        self.k3 += other.k3
+        self.max_abs = max(self.max_abs, other.max_abs)
+
+    def means(self) -> dict[str, float]:
+        """k1 = mean(rollout - trainer), k2, k3, as `docs/mismatch.md` has them."""
+        n = max(self.tokens, 1)
+        return {
+            "k1": -self.d / n,
+            "k2": self.k2 / n,
+            "k3": self.k3 / n,
+            "max_abs_diff": self.max_abs,
+            "compared_tokens": float(self.tokens),
+        }
+
+
+def gap_of(gap: Float64Array) -> Gap:
+    """The sums over the tokens of `gap` that were compared.
+
+    gap: [N] float64, trainer - rollout, NaN where there is nothing to compare.
+    """
+    d = gap[~np.isnan(gap)]
+    if not len(d):
+        return Gap()
+    return Gap(
+        tokens=len(d),
+        d=float(d.sum()),
+        k2=float(0.5 * (d @ d)),
+        k3=float(k3_of(d).sum()),
+        max_abs=float(np.abs(d).max()),
+    )
+
+
+def gap_of_all(rows: Rows) -> Gap:
+    """The sums over all rows of a chunk, not to be changed."""
+    return rows.once("gap", lambda: gap_of(rows.gap))
+
+
+def k3_of(d: Float64Array) -> Float64Array:
+    """[n] exp(d) - 1 - d of each, d cut at RATIO_LIMIT; from its series where that is small."""
+    out = np.minimum(d, RATIO_LIMIT)
+    out = np.expm1(out) - out
+    small = np.flatnonzero(np.abs(d) < 1e-4)  # below, the subtraction loses what is left
+    if len(small):
+        near = d[small]
+        out[small] = near * near * (0.5 + near / 6)
+    return out
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """One label of a part, and how much of the gap is there."""
+
+    part: str
+    label: str
+    gap: Gap
+    share_k2: float
+    """Of the whole gap's sum of d^2 / 2."""
+    share_tokens: float
+    """Of the compared tokens."""
+
+
+@dataclass(kw_only=True)
+class Split:
+    """The gap of all rows that were added, told apart by SPLIT_BY, experts and steps.
+
+    Memory does not grow with the rows. One pass; cells of all parts crossed are summed at once.
+
+    >>> split = Split()
+    >>> split.add(
+    ...     Rows(
+    ...         row_ids=("a",),
+    ...         offsets=np.array([0, 3]),
+    ...         token_ids=np.array([7, 8, 9], np.int32),
+    ...         loss_mask=np.array([False, True, True]),
+    ...         rollout_logprobs=np.array([np.nan, -1.0, -0.001], np.float32),
+    ...         trainer_logprobs=np.array([np.nan, -1.0, -2.001], np.float32),
+    ...     )
+    ... )
+    >>> [(p.label, round(p.gap.k2, 3)) for p in split.places("forced")]
+    [('no', 0.0), ('yes', 2.0)]
+    """
+
+    tokenizer: Tokenizer | None = None
+    """Tells control tokens and spellings; None leaves these two out."""
+    steps: dict[int, Gap] = field(default_factory=dict[int, Gap])
+    routes: tuple[Gap, Gap] = field(default_factory=lambda: (Gap(), Gap()))
+    """Of tokens that the trainer's experts predicted as the sampler's did, and of the others;
+    empty where not both are recorded."""
+
+    def __post_init__(self) -> None:
+        self._sums = np.zeros((4, prod(_CELLS)))  # tokens, d, k2, k3
+        self._largest = np.zeros(prod(_CELLS))
+        self._known: set[str] = set()
+        self._histogram = np.zeros((2, len(HISTOGRAM_EDGES) + 1), np.int64)
+        self._num_equal = 0
+        self._experts: Float64Array | None = None  # tokens and k2, layer, expert
+
+    # -- taking in ----------------------------------------------------------------------------
+
+    def add(self, rows: Rows) -> None:
+        """Takes in the compared tokens of a chunk."""
+        at = rows.compared
+        if not len(at):
+            return
+        d = rows.gap[at]
+        sums = (d, 0.5 * d * d, k3_of(d))
+        cell = self._cells(rows, at)
+        size = prod(_CELLS)
+        self._sums[0] += np.bincount(cell, minlength=size)
+        for out, values in zip(self._sums[1:], sums, strict=True):
+            out += np.bincount(cell, values, minlength=size)
+        size_d = np.abs(d)
+        np.maximum.at(self._largest, cell, size_d)
+        is_apart = size_d > 0
+        self._num_equal += len(d) - int(is_apart.sum())
+        bins = np.searchsorted(HISTOGRAM_EDGES, size_d[is_apart], side="right")
+        for side, is_side in enumerate((d[is_apart] < 0, d[is_apart] > 0)):
+            self._histogram[side] += np.bincount(bins[is_side], minlength=len(HISTOGRAM_EDGES) + 1)
+        self._add_steps(rows, at, d)
+        self._add_routes(rows, at, d)
+
+    def _cells(self, rows: Rows, at: Int64Array) -> Int64Array:
+        """[n] the cell of each compared token."""
+        cell = np.zeros(len(at), np.int64)
+        for part, table, size in zip(SPLIT_BY, _TABLES, _CELLS, strict=True):
+            cell *= size
+            numbers = self._numbers(part.name, rows, at)
+            if numbers is not None:
+                self._known.add(part.name)
+                cell += table[np.clip(numbers, 0, len(table) - 1)]
+        return cell
+
+    def _numbers(self, part: str, rows: Rows, at: Int64Array) -> npt.NDArray[Any] | None:
+        """[n] what the part tells tokens apart by; None: not known."""
+        if part == "age":
+            if rows.policy_version is None or rows.trainer_version is None:
+                return None
+            return rows.trainer_version[rows.row_of[at]] - rows.policy_version[at]
+        if part == "turn":
+            return rows.turns[at]
+        if part == "position":
+            return rows.position[at]
+        if part == "forced":
+            assert rows.rollout_logprobs is not None, "a gap has both sides"
+            return rows.rollout_logprobs[at] > FORCED_LOGPROB
+        if self._spellings is None:
+            return None
+        spelling = self._spellings.of(rows.token_ids[at])
+        return spelling == SPELLINGS.index("control") if part == "kind" else spelling
+
+    @cached_property
+    def _spellings(self) -> Spellings | None:
+        return None if self.tokenizer is None else Spellings(self.tokenizer)
+
+    def _add_steps(self, rows: Rows, at: Int64Array, d: Float64Array) -> None:
+        if rows.steps is None:
+            return
+        steps, index = np.unique(rows.steps, return_inverse=True)
+        of_token = index.reshape(-1)[rows.row_of[at]]
+        for number, step in enumerate(steps.tolist()):
+            here = d if len(steps) == 1 else d[of_token == number]
+            self.steps.setdefault(int(step), Gap()).add(gap_of(here))
+
+    def _add_routes(self, rows: Rows, at: Int64Array, d: Float64Array) -> None:
+        """A token is predicted by what the position before it computed: its routes count."""
+        if rows.routed_experts is None:
+            return
+        inside = rows.position[at] > 0
+        before, d = at[inside] - 1, d[inside]
+        routes = rows.routed_experts[before]
+        if not routes.size:
+            return
+        num_layers, num_active = routes.shape[1:]
+        self._widen(num_layers, int(routes.max()) + 1)
+        assert self._experts is not None, "just made"
+        k2 = 0.5 * d * d
+        for layer in range(num_layers):
+            for slot in range(num_active):
+                experts = routes[:, layer, slot].astype(np.int64)
+                served = experts >= 0
+                for out, weights in zip(self._experts, (None, k2[served]), strict=True):
+                    out[layer] += np.bincount(experts[served], weights, minlength=out.shape[1])
+        if rows.trainer_routed_experts is not None:
+            mine, theirs = np.sort(routes, 2), np.sort(rows.trainer_routed_experts[before], 2)
+            differs = (mine != theirs).any((1, 2))
+            for total, where in zip(self.routes, (~differs, differs), strict=True):
+                total.add(gap_of(d[where]))
+
+    def _widen(self, num_layers: int, num_experts: int) -> None:
+        if self._experts is None:
+            self._experts = np.zeros((2, num_layers, num_experts))
+        more = num_experts - self._experts.shape[2]
+        if more > 0:
+            self._experts = np.pad(self._experts, ((0, 0), (0, 0), (0, more)))
+
+    # -- reading ------------------------------------------------------------------------------
+
+    @property
+    def total(self) -> Gap:
+        tokens, d, k2, k3 = self._sums.sum(1)
+        return Gap(int(tokens), float(d), float(k2), float(k3), float(self._largest.max()))
+
+    def places(self, part: str) -> list[Place]:
+        """The labels of a part that have compared tokens, in the part's order."""
+        if part not in self._known:
+            return []
+        axis = next(i for i, p in enumerate(SPLIT_BY) if p.name == part)
+        others = tuple(i for i in range(len(_CELLS)) if i != axis)
+        sums = self._sums.reshape(4, *_CELLS).sum(tuple(i + 1 for i in others))
+        largest = self._largest.reshape(_CELLS).max(others)
+        tokens, _, k2, _ = sums.sum(1)
+        return [
+            Place(
+                part=part,
+                label=label,
+                gap=Gap(int(s[0]), float(s[1]), float(s[2]), float(s[3]), float(top)),
+                share_k2=float(s[2] / k2) if k2 else 0.0,
+                share_tokens=float(s[0] / tokens),
+            )
+            for label, s, top in zip(SPLIT_BY[axis].labels, sums.T, largest, strict=True)
+            if s[0]
+        ]
+
+    def experts(self) -> list[Place]:
+        """Every expert that served enough tokens, the one with the largest mean k2 first. A token
+        counts for each expert that took part in predicting it, so the shares of a layer sum to the
+        number of active experts."""
+        if self._experts is None:
+            return []
+        whole = self.total
+        tokens, k2 = self._experts
+        found = [
+            Place(
+                part="expert",
+                label=f"layer {layer} expert {expert}",
+                gap=Gap(int(tokens[layer, expert]), 0.0, float(k2[layer, expert])),
+                share_k2=float(k2[layer, expert] / whole.k2) if whole.k2 else 0.0,
+                share_tokens=float(tokens[layer, expert] / max(whole.tokens, 1)),
+            )
+            for layer, expert in np.argwhere(tokens >= MIN_EXPERT_TOKENS).tolist()
+        ]
+        return sorted(found, key=lambda place: -place.gap.k2 / place.gap.tokens)
+
+    def histogram(self) -> dict[str, Any]:
+        """Tokens by the size of d: `edges` of |d|, counts `below` (trainer less likely) and `above`
+        of each of len(edges) + 1 bins, and how many are `equal` to the bit."""
+        return {
+            "edges": HISTOGRAM_EDGES.tolist(),
+            "below": self._histogram[0].tolist(),
+            "above": self._histogram[1].tolist(),
+            "equal": self._num_equal,
+        }
+
+    def figures(self) -> dict[str, float]:
+        """`by_PART/LABEL/k2` ..., by the names that a run's metrics have behind `mismatch/`;
+        of parts with more than one label seen."""
+        out: dict[str, float] = {}
+        for part in SPLIT_BY:
+            places = self.places(part.name)
+            for place in places if len(places) > 1 else []:
+                name = f"by_{part.name}/{place.label}"
+                out |= {f"{name}/{k}": v for k, v in place.gap.means().items()}
+        same, differ = self.routes
+        if same.tokens and differ.tokens:
+            for label, gap in (("same", same), ("differ", differ)):
+                out |= {f"by_routes/{label}/{k}": v for k, v in gap.means().items()}
+        return out
+
+    def concentrations(self, *, limit: int = 3) -> list[Place]:
+        """Where most of the gap is on few of the tokens: labels with more than half of k2 and at
+        least twice their part of the tokens, the most concentrated first."""
+        found = [
+            place
+            for part in SPLIT_BY
+            for place in self.places(part.name)
+            if place.share_k2 > 0.5 and place.share_k2 >= 2 * place.share_tokens
+        ]
+        return sorted(found, key=lambda p: p.share_tokens / p.share_k2)[:limit]
+
+
+class Spellings:
+    """What kind of text each id is; an id is decoded the first time that it is seen."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        # One place more for the ids that the tokenizer does not have.
+        self._table = np.full(tokenizer.vocab_size + 1, -1, np.int8)
+        self._table[-1] = SPELLINGS.index("bytes")
+
+    def of(self, token_ids: npt.NDArray[Any]) -> npt.NDArray[np.int8]:
+        """[n] index in SPELLINGS. An id that the tokenizer does not know is "bytes"."""
+        last = len(self._table) - 1
+        index = np.where((token_ids < 0) | (token_ids > last), last, token_ids)
+        out = self._table[index]
+        if (out < 0).any():
+            for id_ in np.unique(index[out < 0]).tolist():
+                self._table[id_] = SPELLINGS.index(self._spelling(id_))
+            out = self._table[index]
+        return out
+
+    def _spelling(self, id_: int) -> str:
+        if id_ in self._tokenizer.control_ids:
+            return "control"
+        try:
+            text = self._tokenizer.token_bytes(id_).decode()
+        except UnicodeDecodeError:
+            return "bytes"
+        if not text:
+            return "bytes"
+        if text.isspace():
+            return "space"
+        if any(c.isalpha() for c in text):
+            return "word"
+        return "number" if any(c.isnumeric() for c in text) else "punctuation"
+
+
+def moved(before: Split, after: Split) -> Mapping[str, tuple[Gap, Gap]]:
+    """`PART/LABEL` -> the gap there before and after the causes were repaired."""
+    out: dict[str, tuple[Gap, Gap]] = {}
+    for part in SPLIT_BY:
+        left = {p.label: p.gap for p in after.places(part.name)}
+        for place in before.places(part.name):
+            out[f"{part.name}/{place.label}"] = (place.gap, left.get(place.label, Gap()))
+    return out
+
+
+def is_touched(rows: Rows, repaired: Rows) -> BoolArray:
+    """[R] rows in which a repair changed an id, the mask or a log-prob.
+
+    Rows of which the repair took or added tokens count as changed.
+    """
+    if len(rows) != len(repaired) or not np.array_equal(rows.offsets, repaired.offsets):
+        sizes = dict(zip(repaired.row_ids, repaired.sizes.tolist(), strict=True))
+        return np.array(
+            [sizes.get(i) != n for i, n in zip(rows.row_ids, rows.sizes.tolist(), strict=True)]
+        )
+    changed = np.zeros(rows.num_tokens, np.bool_)
+    for name in ("token_ids", "loss_mask", "rollout_logprobs", "trainer_logprobs"):
+        one, other = getattr(rows, name), getattr(repaired, name)
+        if one is other or one is None or other is None:
+            continue
+        equal = one == other
+        if one.dtype.kind == "f":
+            equal |= np.isnan(one) & np.isnan(other)
+        changed |= ~equal
+    out = np.zeros(len(rows), np.bool_)
+    out[rows.row_of[changed]] = True
+    return out

@@ -1,0 +1,111 @@
+"""A row beside the messages that it shows: which span is which reply, and what a template would
+have made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from lockstep.doctor.checks.rows import Rows
+from lockstep.errors import RendererError
+from lockstep.renderers.base import Renderer
+from lockstep.types import Int32Array, Int64Array, Message
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Dialogue:
+    """One row with its messages."""
+
+    row: int
+    ids: Int32Array
+    """[T] of the row."""
+    offset: int
+    """Index of the row's first token."""
+    begin: Int64Array
+    """[S] place in the row of each sampled turn."""
+    end: Int64Array
+    """[S]"""
+    messages: tuple[Message, ...]
+    replies: list[int]
+    """Indices of the assistant's messages."""
+
+    @property
+    def is_paired(self) -> bool:
+        """Whether each of the assistant's messages is a sampled turn of this row."""
+        return len(self.replies) == len(self.begin)
+
+    def between(self, turn: int) -> Sequence[Message]:
+        """The messages behind sampled turn `turn`, before the next one."""
+        return self.messages[self.replies[turn] + 1 : self.replies[turn + 1]]
+
+
+def dialogues(rows: Rows) -> list[Dialogue]:
+    """The rows whose messages are known and that have a reply."""
+    if rows.messages is None:
+        return []
+    spans = rows.spans
+    first = np.searchsorted(spans.row, np.arange(len(rows) + 1))
+    out: list[Dialogue] = []
+    for r, messages in enumerate(rows.messages):
+        low, high = int(first[r]), int(first[r + 1])
+        offset, end = int(rows.offsets[r]), int(rows.offsets[r + 1])
+        if not messages or low == high:
+            continue
+        out.append(
+            Dialogue(
+                row=r,
+                ids=rows.token_ids[offset:end],
+                offset=offset,
+                begin=spans.begin[low:high] - offset,
+                end=spans.end[low:high] - offset,
+                messages=messages,
+                replies=[i for i, message in enumerate(messages) if message.role == "assistant"],
+            )
+        )
+    return out
+
+
+def first_unextended(dialogue: Dialogue, renderer: Renderer) -> tuple[int, list[int]] | None:
+    """(place, ids that should stand there) of the first observed token that is not what the
+    renderer adds behind the sampled turn before it; None if the row is its turns, extended.
+
+    Only for a paired dialogue. What stands before the first turn is not looked at: it declares
+    tools, which a row does not tell.
+    """
+    for turn in range(len(dialogue.begin) - 1):
+        begin, end = int(dialogue.end[turn]), int(dialogue.begin[turn + 1])
+        sampled = dialogue.ids[int(dialogue.begin[turn]) : begin]
+        try:
+            glue = renderer.extend(sampled.tolist(), dialogue.between(turn))
+        except RendererError:
+            return None
+        found = dialogue.ids[begin:end]
+        if not np.array_equal(found, glue):
+            return begin + first_difference(found, np.asarray(glue, np.int32)), glue
+    return None
+
+
+def rendered_whole(dialogue: Dialogue, renderer: Renderer) -> Int32Array | None:
+    """The ids that the renderer writes for all messages before the last reply, behind the row's own
+    first prompt; None if there is no earlier reply, or the first prompt is not the beginning of
+    the whole one."""
+    if len(dialogue.replies) < 2:
+        return None
+    try:
+        first = renderer.render(dialogue.messages[: dialogue.replies[0]])
+        whole = renderer.render(dialogue.messages[: dialogue.replies[-1]])
+    except RendererError:
+        return None
+    if whole[: len(first)] != first:
+        return None
+    prompt = dialogue.ids[: int(dialogue.begin[0])]
+    return np.concatenate([prompt, np.asarray(whole[len(first) :], np.int32)])
+
+
+def first_difference(one: Int32Array, other: Int32Array) -> int:
+    """Place of the first id that is another one, or the shorter one's length."""
+    size = min(len(one), len(other))
+    same = one[:size] == other[:size]
+    return size if same.all() else int(np.argmin(same))

@@ -1,0 +1,116 @@
+"""What the ids of rows would become if their text were encoded again.
+
+# N tokens  U runs of sampled text
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from lockstep.doctor.checks.base import Setting
+from lockstep.doctor.checks.rows import BoolArray, Rows
+from lockstep.renderers.tokenizer import Tokenizer
+from lockstep.types import Int32Array, Int64Array
+
+MAX_KNOWN_TOKENS = 1 << 20
+"""Tokens of runs whose spelling is remembered: 10 MB, however large the dump is."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Runs:
+    """Sampled text between two control tokens, and how the tokenizer spells it."""
+
+    begin: Int64Array
+    """[U] index of the first token."""
+    end: Int64Array
+    """[U]"""
+    respelt: Sequence[Int32Array | None]
+    """[U] the ids that its text is encoded to, if they are others."""
+
+    def __len__(self) -> int:
+        return len(self.begin)
+
+
+def control_spelling(tokenizer: Tokenizer) -> re.Pattern[str]:
+    """Matches the name of any control token, the longest that stands there."""
+    names = sorted((tokenizer.control_name(i) for i in tokenizer.control_ids), key=len)
+    return re.compile("|".join(map(re.escape, reversed(names))) or r"(?!)")
+
+
+def speller_of(setting: Setting) -> Speller:
+    """The one of the setting's tokenizer, shared by all checks: what one has encoded the others
+    need not."""
+    tokenizer = setting.tokenizer
+    assert tokenizer is not None, "the check's needs"
+    return setting.once("speller", lambda: Speller(tokenizer))
+
+
+class Speller:
+    """Decodes and encodes runs of text, each different one once."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self._bytes = tokenizer.all_token_bytes()
+        size = tokenizer.vocab_size
+        is_text = np.zeros(size + 1, np.bool_)  # one more: every id beyond the vocabulary
+        is_text[:size] = [len(piece) > 0 for piece in self._bytes]
+        is_text[list(tokenizer.control_ids)] = False
+        self._is_text = is_text
+        self._known: dict[bytes, Int32Array | None] = {}
+        self._num_known = 0
+
+    def is_text(self, ids: Int32Array) -> BoolArray:
+        """[N] whether each id is a token of text: no control token, and in the vocabulary."""
+        index = np.where((ids < 0) | (ids >= len(self._is_text)), len(self._is_text) - 1, ids)
+        return self._is_text[index]
+
+    def runs(self, rows: Rows) -> Runs:
+        """All runs of sampled text in `rows`. A run ends at a control token and with its turn."""
+        is_text = rows.sampled & self.is_text(rows.token_ids)
+        number = np.full(rows.num_tokens, -1, np.int64)
+        spans = rows.spans
+        number[rows.sampled] = np.repeat(np.arange(len(spans)), spans.size)
+        begins = is_text.copy()
+        begins[1:] &= ~is_text[:-1] | (number[1:] != number[:-1])
+        ends = is_text.copy()
+        ends[:-1] &= ~is_text[1:] | (number[1:] != number[:-1])
+        begin, end = np.flatnonzero(begins), np.flatnonzero(ends) + 1
+        ids = np.ascontiguousarray(rows.token_ids)
+        parts = [ids[b:e] for b, e in zip(begin.tolist(), end.tolist(), strict=True)]
+        return Runs(begin=begin, end=end, respelt=self.respelt(parts))
+
+    def respelt(self, runs: Sequence[Int32Array]) -> list[Int32Array | None]:
+        """What each run of text tokens is encoded to again; None where that is itself."""
+        if self._num_known > MAX_KNOWN_TOKENS:
+            self._known.clear()
+            self._num_known = 0
+        keys = [run.tobytes() for run in runs]
+        new: dict[bytes, list[int]] = {}
+        for key, run in zip(keys, runs, strict=True):
+            if key not in self._known and key not in new:
+                new[key] = run.tolist()
+        of = self._bytes
+        texts = [
+            b"".join([of[i] for i in ids]).decode("utf-8", errors="replace") for ids in new.values()
+        ]
+        for (key, ids), again in zip(new.items(), self.tokenizer.encode_batch(texts), strict=True):
+            self._known[key] = None if ids == again else np.array(again, np.int32)
+            self._num_known += len(ids)
+        return [self._known[key] for key in keys]
+
+    def turn(self, ids: Int32Array) -> Int32Array:
+        """One sampled turn with all of its text encoded again; its control tokens stay."""
+        is_text = self.is_text(ids)
+        at = np.flatnonzero(np.diff(is_text)) + 1
+        parts = np.split(np.asarray(ids, np.int32), at)
+        texts = [p for p in parts if len(p) and self.is_text(p[:1])[0]]
+        again = iter(self.respelt(texts))
+        out: list[Int32Array] = []
+        for part in parts:
+            spelt = next(again) if len(part) and self.is_text(part[:1])[0] else None
+            out.append(part if spelt is None else spelt)
+        return np.concatenate(out) if out else np.empty(0, np.int32)

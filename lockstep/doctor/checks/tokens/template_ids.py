@@ -1,0 +1,199 @@
+"""Which ids end a turn and which open one: said by the setting, or learnt from the rows.
+
+# N tokens  S spans (sampled turns)
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from functools import cached_property
+
+import numpy as np
+
+from lockstep.doctor.checks.base import Setting
+from lockstep.doctor.checks.rows import BoolArray, Rows
+from lockstep.renderers.base import Renderer
+from lockstep.types import Int32Array, Int64Array, Message
+
+MIN_TURNS = 8
+"""Turns that must end with an id before it is taken for a stop id: fewer end alike by chance."""
+MIN_SHARE = 0.2
+"""Share of the turns that a learnt stop id must end. Harmony has two; a reply that is cut off ends
+with any id, each of them rarely."""
+MIN_PRECISION = 0.9
+"""Share of its sampled occurrences at which a learnt stop id must end the turn: the last character
+of calls ("}") ends many turns too, and stands within others."""
+MIN_CONTROL_PRECISION = 0.2
+"""The same of a control token. Where tool replies are trained, runs of trained tokens hold those of
+several turns."""
+TOP_OF_VOCABULARY = 0.97
+"""Ids above this share of the largest one seen are taken for control tokens where there is no
+tokenizer: byte-level vocabularies have theirs at the end."""
+MIN_FOLLOWED = 0.95
+"""Share of the observed occurrences of an id that one other id must follow, for it to be a part of
+the template (ChatML: a line break behind <|im_end|>)."""
+MAX_OPENING_TOKENS = 12
+"""Ids before a turn among which the one that opens messages is sought: it begins the row too."""
+MIN_OPENING_TOKENS = 2
+"""Ids that are taken for the opening where that one is not among them (rows with a token for the
+beginning of the text): "assistant" and a line break."""
+MIN_OPENING = 0.05
+"""Share of the turns that a learnt opening must precede."""
+MAX_OPENINGS = 4096
+"""Openings that are counted: where something else stands before each turn, memory would grow with
+the dump. Those that are rarer than all of these are none."""
+
+
+class TemplateIds:
+    """What a check knows of the template. Counts over chunks; holds no rows."""
+
+    def __init__(self, setting: Setting) -> None:
+        self._setting = setting
+        self._num_turns = 0
+        self._ends: Counter[int] = Counter()
+        self._inside: Counter[int] = Counter()
+        self._followers: dict[int, Counter[int]] = {}
+        self._openings: Counter[tuple[int, ...]] = Counter()
+        self._max_id = 0
+
+    def add(self, rows: Rows) -> None:
+        """Learns from a chunk; what the setting says is not asked for again."""
+        spans, ids = rows.spans, rows.token_ids
+        if not len(spans):
+            return
+        if not self._setting.stop_ids:
+            self._num_turns += len(spans)
+            self._max_id = max(self._max_id, int(ids.max()))
+            self._ends.update(counted(ids[spans.end - 1]))
+            for candidate in self._candidates():
+                at = np.flatnonzero(ids == candidate)
+                is_sampled = rows.sampled[at]
+                self._inside[candidate] += int(is_sampled.sum())
+                at = at[~is_sampled]
+                at = at[at + 1 < rows.num_tokens]
+                at = at[rows.row_of[at + 1] == rows.row_of[at]]
+                self._followers.setdefault(candidate, Counter()).update(counted(ids[at + 1]))
+            self.__dict__.pop("stop_ids", None)
+        if self._setting.renderer is None:
+            self._openings.update(openings_before(rows))
+            if len(self._openings) > MAX_OPENINGS:
+                self._openings = Counter(dict(self._openings.most_common(MAX_OPENINGS // 2)))
+            self.__dict__.pop("openings", None)
+
+    def _candidates(self) -> list[int]:
+        return [id_ for id_, count in self._ends.most_common(8) if count >= 2]
+
+    @cached_property
+    def stop_ids(self) -> frozenset[int]:
+        """Ids that end a turn; empty if none is known."""
+        if self._setting.stop_ids:
+            return self._setting.stop_ids
+        least = max(MIN_TURNS, MIN_SHARE * self._num_turns)
+        common, rare = set[int](), set[int]()
+        for id_ in self._candidates():
+            ends, inside, is_control = self._ends[id_], self._inside[id_], self._is_control(id_)
+            precision = MIN_CONTROL_PRECISION if is_control else MIN_PRECISION
+            if ends >= least and ends >= precision * inside:
+                common.add(id_)
+            elif is_control and ends == inside:  # a second one (harmony), in few turns
+                rare.add(id_)
+        return frozenset(common | rare if common else common)
+
+    @property
+    def is_sure(self) -> bool:
+        """The stop ids are control tokens beyond doubt, and not what replies happen to end with."""
+        if self._setting.stop_ids:
+            return True
+        return bool(self.stop_ids) and all(self._is_control(id_) for id_ in self.stop_ids)
+
+    def _is_control(self, id_: int) -> bool:
+        if self._setting.tokenizer is not None:
+            return id_ in self._setting.tokenizer.control_ids
+        if id_ >= TOP_OF_VOCABULARY * self._max_id:
+            return True
+        followers = self._followers.get(id_, Counter())
+        num = followers.total()
+        return num >= MIN_TURNS and followers.most_common(1)[0][1] >= MIN_FOLLOWED * num
+
+    @property
+    def is_exact(self) -> bool:
+        """The opening is the renderer's, and not what was learnt."""
+        return self._setting.renderer is not None
+
+    @cached_property
+    def openings(self) -> tuple[tuple[int, ...], ...]:
+        """Ids directly before a turn; one of them if the renderer is known, which is then all."""
+        if self._setting.renderer is not None:
+            return (opening_of(self._setting.renderer),)
+        least = max(MIN_TURNS, MIN_OPENING * self._openings.total())
+        return tuple(opening for opening, num in self._openings.items() if num >= least)
+
+    def is_stop(self, rows: Rows) -> BoolArray:
+        """[N]"""
+        return is_one_of(rows.token_ids, self.stop_ids)
+
+    def opening_ends(self, rows: Rows) -> Int64Array:
+        """[X] index after each opening in the rows, in order."""
+        found = [np.empty(0, np.int64)]
+        for opening in self.openings:
+            found.append(ends_of(opening, rows))
+        return np.unique(np.concatenate(found))
+
+
+def openings_before(rows: Rows) -> Counter[tuple[int, ...]]:
+    """What stands before turns, from the id that opens messages on, and how often."""
+    begin, ids = rows.spans.begin, rows.token_ids
+    first = ids[rows.offsets[rows.spans.row]]
+    room = rows.position[begin]
+    size = np.where(room >= MIN_OPENING_TOKENS, MIN_OPENING_TOKENS, 0)
+    for back in range(min(MAX_OPENING_TOKENS, int(room.max(initial=0))), 0, -1):
+        size[(room >= back) & (ids[begin - np.minimum(back, room)] == first)] = back
+    out: Counter[tuple[int, ...]] = Counter()
+    for back in np.unique(size[size > 0]).tolist():
+        of = begin[size == back]
+        tuples = np.stack([ids[of - step] for step in range(back, 0, -1)], axis=1)
+        unique, num = np.unique(tuples, axis=0, return_counts=True)
+        for opening, count in zip(unique.tolist(), num.tolist(), strict=True):
+            out[tuple(opening)] += count
+    return out
+
+
+def opening_of(renderer: Renderer) -> tuple[int, ...]:
+    """What a renderer writes before each turn, whatever came before it."""
+    stop = [renderer.stop_ids[0]]
+    user = [Message(role="user", content="a")]
+    first = renderer.render(user)
+    then = renderer.extend(stop, [Message(role="user", content="b")])
+    size = 0
+    while size < min(len(first), len(then)) and first[-size - 1] == then[-size - 1]:
+        size += 1
+    # The close of the user's message is the same in both too: the opening begins with the id that
+    # each of the messages begins with.
+    opening = first[len(first) - size :]
+    starts = [at for at, id_ in enumerate(opening) if id_ == first[0]]
+    return tuple(opening[starts[-1] :] if starts else opening)
+
+
+def ends_of(sequence: Sequence[int], rows: Rows) -> Int64Array:
+    """[X] index after each place where `sequence` stands inside of one row."""
+    ids, size = rows.token_ids, len(sequence)
+    at = np.flatnonzero(ids == sequence[0])
+    at = at[at + size <= rows.num_tokens]
+    for step, id_ in enumerate(sequence[1:], start=1):
+        at = at[ids[at + step] == id_]
+    at = at[rows.row_of[at] == rows.row_of[at + size - 1]] if len(at) else at
+    return at + size
+
+
+def is_one_of(ids: Int32Array, wanted: frozenset[int]) -> BoolArray:
+    """[N]; one comparison per id wanted, of which there are few."""
+    out = np.zeros(len(ids), np.bool_)
+    for id_ in wanted:
+        out |= ids == id_
+    return out
+
+
+def counted(values: Int32Array) -> dict[int, int]:
+    unique, num = np.unique(values, return_counts=True)
+    return dict(zip(unique.tolist(), num.tolist(), strict=True))

@@ -1,0 +1,385 @@
+"""Whether both sides' log-probs are of the distribution that was drawn from: temperature, top-p
+and top-k on one side only.
+
+Temperature. With T on the sampler's side alone and a = 1/T, the log-odds of a drawn token are
+
+    logit(p_sampler) = a * logit(p_trainer) + (a - 1) * H
+
+where H >= 0 is a Renyi entropy of what else could have been drawn: a line that is the lower edge of
+all tokens (upper, for T > 1), whatever the context. At a branch (different tokens after the same
+ids) the normaliser falls out, and the differences of log-probs stand in the ratio a exactly.
+
+Truncation. Top-p and top-k divide by the mass that they kept: the sampler's log-prob is above the
+trainer's by -log(mass), never below, and by the same for all tokens at a branch.
+
+# N tokens  R rows  B pairs at branches
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from lockstep.doctor.checks.base import Check, Setting
+from lockstep.doctor.checks.findings import Evidence, Finding
+from lockstep.doctor.checks.rows import BoolArray, Float64Array, Rows
+from lockstep.types import Int64Array
+
+SAMPLE_TOKENS = 4096
+"""Tokens of a chunk that are looked at; a pass over all of a dump would tell no more."""
+NUM_SAMPLES = 16
+"""Chunks that are kept of; with more, every second one is let go."""
+TEMPERATURES = tuple(round(0.3 + 0.05 * i, 2) for i in range(35) if i != 14)
+"""That are tried, 0.3 to 2.0 without 1.0, beside the one that is declared; then finer."""
+ENTROPY = 4.0
+"""Nats of H that are allowed for: above it lie a few tokens of undecided places."""
+MIN_GAP = 1e-4
+"""|d| in nats from which on a token tells something."""
+MIN_TOLD = 5
+"""Such tokens of a row before it is judged."""
+MAX_RESIDUAL = 0.1
+"""Share of a row's sum of |d| that the processing may leave unexplained: noise of two engines makes
+less beside any processing that matters, and other causes leave a third and more."""
+MIN_SHARE = 0.8
+"""Of the judged rows, and of their gap, that must be explained where branches say nothing."""
+MIN_ROWS = 4
+MIN_PAIRS = 6
+"""Branches in explained rows, from which on they have the last word."""
+MAX_PAIR_RESIDUAL = 0.25
+"""Share of the squares at branches that may be left: exact processing leaves float noise, another
+engine's noise a few per cent, other weights a fifth and more."""
+MAX_PAIR_RESIDUAL_OF_SOME = 0.01
+"""The same where only some rows are explained: chosen among many, they may fit by chance."""
+MIN_SHARE_OF_SOME = 0.2
+"""Of the gap of judged rows, if only some are explained."""
+MAX_LONE_RESIDUAL = 0.03
+"""In place of MAX_RESIDUAL over all explained rows, where there are no branches to ask."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Processing:
+    """What one side did to the logits and the other did not."""
+
+    slope: float = 1.0
+    """1/T on the sampler's side."""
+    truncated: int = 0
+    """1: the sampler renormalised, -1: the trainer did, 0: neither."""
+
+    def left_over(self, rollout: Float64Array, trainer: Float64Array) -> Float64Array:
+        """What it cannot explain of the sampler's log-prob: 0.0 where it can be all of the gap."""
+        d = trainer - rollout
+        if self.truncated and self.slope == 1.0:
+            return -np.maximum(d, 0.0) if self.truncated > 0 else -np.minimum(d, 0.0)
+        edge = self.slope * _logit(trainer)
+        room = (self.slope - 1.0) * ENTROPY
+        at = np.clip(_logit(rollout), edge + min(room, 0.0), edge + max(room, 0.0))
+        left = rollout + np.logaddexp(0.0, -at)
+        if self.truncated:  # what was divided by comes on top
+            left = np.minimum(left, 0.0) if self.truncated > 0 else np.maximum(left, 0.0)
+        return np.where((rollout > -MIN_GAP) & (trainer > -MIN_GAP), 0.0, left)
+
+    def __str__(self) -> str:
+        told: list[str] = []
+        if self.slope != 1.0:
+            ratio = 1 / self.slope
+            told.append(f"the sampler's are of a temperature {ratio:.3g} times the trainer's")
+        if self.truncated:
+            who, other = ("sampler", "trainer")[:: self.truncated]
+            told.append(f"the {who}'s are renormalised over the kept tokens, the {other}'s are not")
+        return " and ".join(told)
+
+
+class Processed(Check):
+    """Log-probs after temperature, top-p or top-k against log-probs before them."""
+
+    name = "values/processed"
+    claim = "both sides' log-probs are of the distribution that was drawn from"
+    cause = "processed"
+    needs = ("rollout_logprobs", "trainer_logprobs")
+
+    def __init__(self, setting: Setting) -> None:
+        super().__init__(setting)
+        self._samples: list[_Sample] = []
+        self._stride, self._num_chunks = 1, 0
+        self._chosen: Processing | None = None
+
+    def look(self, rows: Rows) -> None:
+        if self._num_chunks % self._stride == 0:
+            self._samples.append(_Sample.of(rows))
+            if len(self._samples) > NUM_SAMPLES:
+                self._samples = self._samples[::2]
+                self._stride *= 2
+        self._num_chunks += 1
+
+    def conclude(self) -> Finding:
+        sample = _Sample.joined(self._samples)
+        told = f"{len(sample.rollout)} tokens of {sample.num_rows} rows were looked at"
+        if sample.is_judged.sum() < MIN_ROWS:
+            return self.found("consistent", f"{told}: they agree, or are too few")
+        fits = [_Fit.of(processing, sample) for processing in self._candidates(sample)]
+        best = max(fits, key=lambda fit: fit.score)
+        if best.processing.slope != 1.0:
+            best = self._refined(best, sample)
+        if not best.is_proof and (slope := sample.slope_at_branches()) is not None:
+            both = [Processing(slope=slope, truncated=who) for who in (1, -1)]
+            best = max((_Fit.of(kind, sample) for kind in both), key=lambda fit: fit.score)
+        figures = {
+            "judged_rows": float(sample.is_judged.sum()),
+            "explained_rows": float(best.hit.sum()),
+            "explained_gap": best.share,
+            "left_of_it": best.residual,
+            "branches": float(best.pairs),
+        }
+        if not best.is_proof:
+            return self.found("consistent", f"{told}: no processing explains the gap", **figures)
+        self._chosen = best.processing
+        told = (
+            f"in {int(best.hit.sum())} of {int(sample.is_judged.sum())} judged rows "
+            f"{best.processing}: it leaves {best.residual:.1%} of their gap"
+        )
+        if best.pairs >= MIN_PAIRS:
+            told += f", and {best.pair_residual:.1%} at {best.pairs} branches"
+        told += self._meaning(best, sample)
+        self._show(best, sample)
+        return self.found("differs", told, **figures, temperature_ratio=1 / best.processing.slope)
+
+    def repair(self, rows: Rows) -> Rows:
+        """Without the part of each token's gap that the processing can make: what it was exactly is
+        not in the dump, for it hangs on the whole distribution."""
+        if self._chosen is None:
+            return rows
+        assert rows.rollout_logprobs is not None and rows.trainer_logprobs is not None, "needs"
+        at = rows.compared
+        trainer = rows.trainer_logprobs[at].astype(np.float64)
+        rollout = rows.rollout_logprobs.astype(np.float64)
+        left = self._chosen.left_over(rollout[at], trainer)
+        row = rows.row_of[at]
+        total = np.bincount(row, np.abs(rows.gap[at]), minlength=len(rows))
+        is_hit = np.bincount(row, np.abs(left), minlength=len(rows)) <= MAX_RESIDUAL * total
+        kept = is_hit[row]
+        repaired = rollout.copy()
+        repaired[at[kept]] = (trainer + left)[kept]
+        # What varies from one time to the next is no processing: it stays, where it can be seen.
+        contexts = rows.contexts
+        again = contexts.repeated
+        mean = np.bincount(contexts.group, rollout[again], minlength=len(contexts.size))
+        num_hit = np.bincount(contexts.group, is_hit[rows.row_of[again]])
+        is_whole = (num_hit == contexts.size)[contexts.group]
+        again, mean = again[is_whole], (mean / contexts.size)[contexts.group[is_whole]]
+        repaired[again] = rows.trainer_logprobs[again] + rollout[again] - mean
+        return rows.with_(rollout_logprobs=repaired.astype(np.float32))
+
+    def _candidates(self, sample: _Sample) -> list[Processing]:
+        declared = self.setting.temperature
+        tried = set(TEMPERATURES)
+        if declared and declared != 1.0:
+            tried |= {declared, 1 / declared}
+        if (slope := sample.slope_at_branches()) is not None:
+            tried.add(1 / slope)
+        return [
+            Processing(truncated=1),
+            Processing(truncated=-1),
+            *(Processing(slope=1 / t) for t in sorted(tried)),
+        ]
+
+    def _refined(self, best: _Fit, sample: _Sample) -> _Fit:
+        """The same with the temperature read off the branches, or tried in smaller steps."""
+        truncated = best.processing.truncated
+        if best.pairs >= MIN_PAIRS:
+            slope = sample.slope_at_branches(best.hit)
+            if slope is None:
+                return best
+            return _Fit.of(Processing(slope=slope, truncated=truncated), sample)
+        around = [
+            _Fit.of(Processing(slope=1 / (1 / best.processing.slope + step)), sample)
+            for step in (-0.04, -0.03, -0.02, -0.01, 0.01, 0.02, 0.03, 0.04)
+        ]
+        return max(best, *around, key=lambda fit: fit.score)
+
+    def _meaning(self, best: _Fit, sample: _Sample) -> str:
+        """What the figures say beside the fit: the mass that was kept, and what was drawn from."""
+        d = (sample.trainer - sample.rollout)[best.hit[sample.row]]
+        if best.processing.truncated and best.processing.slope == 1.0:
+            kept = float(np.exp(-np.abs(d).max()))
+            return f"; at least {kept:.3g} of the mass was kept at each place"
+        drawn = float(-d.mean()) / max(float(d.std()) / max(len(d), 1) ** 0.5, 1e-12)
+        if abs(drawn) < 3.0:  # standard errors: k1 is above 0 for draws from the sampler's
+            return ""
+        return f"; the tokens were drawn from the {'sampler' if drawn > 0 else 'trainer'}'s"
+
+    def _show(self, best: _Fit, sample: _Sample) -> None:
+        d = np.abs(sample.trainer - sample.rollout)
+        hit = np.flatnonzero(best.hit[sample.row])
+        for i in hit[np.argsort(-d[hit])][:8].tolist():
+            self.show(
+                float(d[i]),
+                Evidence(
+                    row=sample.names[int(sample.row[i])],
+                    begin=int(sample.place[i]),
+                    end=int(sample.place[i]) + 1,
+                    note=f"sampler {sample.rollout[i]:.4f}, trainer {sample.trainer[i]:.4f}",
+                ),
+            )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Sample:
+    """Compared tokens of some whole rows."""
+
+    names: tuple[str, ...]
+    """[R]"""
+    row: Int64Array
+    """[N]"""
+    place: Int64Array
+    """[N] in its row."""
+    rollout: Float64Array
+    """[N] at most 0."""
+    trainer: Float64Array
+    one: Int64Array
+    """[B] into N: a token at a branch, and ..."""
+    other: Int64Array
+
+    @classmethod
+    def of(cls, rows: Rows) -> _Sample:
+        """Of the first rows of a chunk."""
+        num_rows = int(np.searchsorted(rows.offsets, SAMPLE_TOKENS, side="right")) - 1
+        num_rows = max(min(num_rows, len(rows)), min(len(rows), 1))
+        some = rows if num_rows == len(rows) else rows.take(np.arange(num_rows))
+        at = some.compared
+        assert some.rollout_logprobs is not None and some.trainer_logprobs is not None, "needs"
+        to = np.full(some.num_tokens, -1, np.int64)
+        to[at] = np.arange(len(at))
+        one, other = to[some.contexts.one], to[some.contexts.other]
+        known = (one >= 0) & (other >= 0)
+        return cls(
+            names=some.row_ids,
+            row=some.row_of[at],
+            place=some.position[at],
+            rollout=np.minimum(some.rollout_logprobs[at].astype(np.float64), 0.0),
+            trainer=np.minimum(some.trainer_logprobs[at].astype(np.float64), 0.0),
+            one=one[known],
+            other=other[known],
+        )
+
+    @classmethod
+    def joined(cls, samples: list[_Sample]) -> _Sample:
+        rows = np.cumsum([0, *(len(s.names) for s in samples)])
+        tokens = np.cumsum([0, *(len(s.rollout) for s in samples)])
+
+        def ends(name: str, first: Int64Array | None = None) -> Int64Array:
+            parts = [getattr(s, name) for s in samples]
+            if first is not None:
+                parts = [part + begin for part, begin in zip(parts, first, strict=False)]
+            return np.concatenate(parts) if parts else np.empty(0, np.int64)
+
+        return cls(
+            names=tuple(name for s in samples for name in s.names),
+            row=ends("row", rows),
+            place=ends("place"),
+            rollout=ends("rollout").astype(np.float64),
+            trainer=ends("trainer").astype(np.float64),
+            one=ends("one", tokens),
+            other=ends("other", tokens),
+        )
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.names)
+
+    @property
+    def is_judged(self) -> BoolArray:
+        """[R]"""
+        tells = np.abs(self.trainer - self.rollout) > MIN_GAP
+        return np.bincount(self.row, tells, minlength=self.num_rows) >= MIN_TOLD
+
+    def slope_at_branches(self, hit: BoolArray | None = None) -> float | None:
+        """The ratio of the two sides' differences at branches between rows of `hit` [R]: the median
+        of those that are clear, and not 1."""
+        of_rollout = self.rollout[self.one] - self.rollout[self.other]
+        of_trainer = self.trainer[self.one] - self.trainer[self.other]
+        clear = np.abs(of_trainer) > 0.2  # nats: the ratio is then known to noise
+        if hit is not None:
+            clear &= hit[self.row[self.one]] & hit[self.row[self.other]]
+        ratio = of_rollout[clear] / of_trainer[clear]
+        ratio = ratio[np.abs(ratio - 1.0) > 0.01]
+        if len(ratio) < MIN_PAIRS:
+            return None
+        slope = float(np.median(ratio))
+        return slope if 0.2 < slope < 5.0 else None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Fit:
+    """How far one processing explains a sample."""
+
+    processing: Processing
+    hit: BoolArray
+    """[R] rows that it explains."""
+    share: float
+    """Of the judged rows' sum of |d| that is theirs."""
+    share_of_rows: float
+    residual: float
+    """Share of their sum of |d| that is left."""
+    score: float
+    pairs: int
+    """Branches between explained rows."""
+    pair_residual: float
+
+    @classmethod
+    def of(cls, processing: Processing, sample: _Sample) -> _Fit:
+        d = sample.trainer - sample.rollout
+        left = processing.left_over(sample.rollout, sample.trainer)
+        num_rows, judged = sample.num_rows, sample.is_judged
+        whole = np.bincount(sample.row, np.abs(d), minlength=num_rows)
+        rest = np.bincount(sample.row, np.abs(left), minlength=num_rows)
+        hit = judged & (rest <= MAX_RESIDUAL * whole)
+        explained, unexplained = float(whole[hit].sum()), float(rest[hit].sum())
+        one, other = sample.one, sample.other
+        both = hit[sample.row[one]] & hit[sample.row[other]]
+        one, other = one[both], other[both]
+        if processing.slope == 1.0:
+            apart = d[one] - d[other]
+            base = d[one] ** 2 + d[other] ** 2
+        else:
+            of_trainer = sample.trainer[one] - sample.trainer[other]
+            apart = sample.rollout[one] - sample.rollout[other] - processing.slope * of_trainer
+            base = (sample.rollout[one] - sample.rollout[other] - of_trainer) ** 2
+        return cls(
+            processing=processing,
+            hit=hit,
+            share=explained / max(float(whole[judged].sum()), 1e-300),
+            share_of_rows=float(hit.sum()) / max(float(judged.sum()), 1.0),
+            residual=unexplained / max(explained, 1e-300),
+            score=explained - 5.0 * unexplained,  # a near temperature explains the same rows, worse
+            pairs=len(one),
+            pair_residual=float((apart**2).sum() / max(float(base.sum()), 1e-300)),
+        )
+
+    @property
+    def is_proof(self) -> bool:
+        if self.hit.sum() < MIN_ROWS:
+            return False
+        if self.processing.truncated and self.processing.slope != 1.0:
+            # One edge holds of much; the proof is in the branches alone.
+            return (
+                self.pairs >= MIN_PAIRS
+                and self.share >= MIN_SHARE
+                and self.pair_residual <= MAX_PAIR_RESIDUAL_OF_SOME
+            )
+        if self.pairs >= MIN_PAIRS:
+            is_whole = min(self.share, self.share_of_rows) >= MIN_SHARE
+            if is_whole and self.pair_residual <= MAX_PAIR_RESIDUAL:
+                return True
+            return (
+                self.share >= MIN_SHARE_OF_SOME and self.pair_residual <= MAX_PAIR_RESIDUAL_OF_SOME
+            )
+        return (
+            min(self.share, self.share_of_rows) >= MIN_SHARE and self.residual <= MAX_LONE_RESIDUAL
+        )
+
+
+def _logit(logprobs: Float64Array) -> Float64Array:
+    """log(p / (1 - p)); of what is as good as certain, as far as float32 tells."""
+    bounded = np.minimum(logprobs, -1e-6)
+    return bounded - np.log(-np.expm1(bounded))

@@ -1,0 +1,72 @@
+"""Checks of rows against what a template makes of their messages."""
+
+import numpy as np
+from cpu.doctor.checks.text_dumps import looked, played, rows_of
+
+from lockstep.doctor.checks.template.drift import TemplateDrift
+from lockstep.doctor.checks.template.thinking import ThinkingDropped
+from lockstep.types import Sample
+
+
+def test_a_template_without_the_prefix_property_is_information_with_the_first_other_id():
+    renderer, episodes = played("harmony", dropout=0.0)
+    rows = rows_of(episodes)
+    _, findings = looked([TemplateDrift], rows, renderer)
+    finding = findings["template/template_drift"]
+    assert finding.verdict == "information"
+    assert finding.figures == {"dialogues": len(episodes), "other_rows": len(episodes)}
+    evidence = finding.evidence[0]
+    row = episodes[rows.row_ids.index(evidence.row)].row
+    assert row.token_ids[evidence.begin] != evidence.expected_ids[0]
+    assert "from message 1 (assistant) on" in evidence.note
+
+
+def test_a_template_that_writes_what_was_sampled_is_consistent():
+    renderer, episodes = played("chatml", dropout=0.0)
+    _, findings = looked([TemplateDrift], rows_of(episodes), renderer)
+    assert findings["template/template_drift"].verdict == "consistent"
+
+
+def without_early_thinking(renderer, row):
+    """`row` without what stands between the thinking tags of its first two turns."""
+    think, end = map(renderer.tokenizer.control_id, ("<think>", "</think>"))
+    kept, inside = [], False
+    for at, id_ in enumerate(row.token_ids.tolist()):
+        turn = row.columns["turn"][at]
+        inside |= id_ == think and turn < 2
+        if not inside:
+            kept.append(at)
+        inside &= id_ != end
+    return Sample(
+        id=row.id,
+        token_ids=row.token_ids[kept],
+        loss_mask=row.loss_mask[kept],
+        columns={k: row.columns[k][np.array(kept)] for k in ("rollout_logprobs", "turn")},
+    )
+
+
+def test_thinking_that_is_not_in_its_row_is_named_with_what_was_thought():
+    renderer, episodes = played("chatml", thinks=True)
+    _, findings = looked([ThinkingDropped], rows_of(episodes), renderer)
+    assert findings["template/thinking_dropped"].verdict == "consistent"
+    assert findings["template/thinking_dropped"].figures["thoughts"] == 2 * len(episodes)
+    samples = [without_early_thinking(renderer, e.row) for e in episodes]
+    examined, findings = looked([ThinkingDropped], rows_of(episodes, samples), renderer)
+    finding = findings["template/thinking_dropped"]
+    assert finding.verdict == "differs"
+    assert finding.figures["dropped_thoughts"] == 2 * len(episodes)
+    assert "search for" in renderer.tokenizer.decode(finding.evidence[0].expected_ids)
+    assert examined.shares[0].k2 > 0.9
+
+
+def test_rows_that_train_the_last_turn_alone_may_have_dropped_what_was_thought_before():
+    renderer, episodes = played("chatml", thinks=True)
+    samples = []
+    for episode in episodes:
+        row = without_early_thinking(renderer, episode.row)
+        is_last = row.columns["turn"] == 2
+        row.columns["turn"] = np.where(is_last, 0, -1).astype(np.int32)
+        row.loss_mask = row.loss_mask & is_last
+        samples.append(row)
+    _, findings = looked([ThinkingDropped], rows_of(episodes, samples), renderer)
+    assert findings["template/thinking_dropped"].verdict == "information"

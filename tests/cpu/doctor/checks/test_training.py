@@ -1,0 +1,194 @@
+"""What the checks of training say of ages, of updates, and of figures that cannot be."""
+
+import numpy as np
+import pytest
+from made_rows import noisy, policy_rows
+
+from lockstep.doctor.checks.base import Setting
+from lockstep.doctor.checks.examine import Examination, Stage, examine
+from lockstep.doctor.checks.findings import Finding
+from lockstep.doctor.checks.rows import Rows
+from lockstep.doctor.checks.suite import TRAINING
+from lockstep.doctor.checks.training.unphysical import RULES
+
+EXACT = policy_rows(sampler=noisy(1e-6))
+NUM_ROWS, SIZE = len(EXACT), 28
+
+
+def examined(rows: Rows, **setting) -> Examination:
+    has = frozenset(
+        name
+        for name in (
+            "rollout_logprobs", "trainer_logprobs", "policy_version", "trainer_version",
+            "advantages", "rewards", "groups", "steps",
+        )
+        if getattr(rows, name) is not None
+    )  # fmt: skip
+    return examine(lambda: [rows], [Stage(checks=TRAINING)], Setting(**setting), has=has)
+
+
+def finding(rows: Rows, check: str, **setting) -> Finding:
+    return next(f for f in examined(rows, **setting).findings if f.check == check)
+
+
+def moved(rows: Rows, by) -> Rows:
+    """`rows` with the trainer's log-probs moved by [N]."""
+    return rows.with_(trainer_logprobs=(rows.trainer_logprobs + by).astype(np.float32))
+
+
+def aged(ages, gap=0.3) -> Rows:
+    """Rows of version 5, whose tokens are of these ages by row, the older ones apart by `gap`."""
+    ages = np.repeat(np.resize(ages, NUM_ROWS), SIZE)
+    noise = np.random.default_rng(0).normal(0, gap, len(ages)) * (ages != 0)
+    version = np.where(EXACT.loss_mask, 5 - ages, -1).astype(np.int32)
+    return moved(EXACT, noise).with_(policy_version=version, trainer_version=np.full(NUM_ROWS, 5))
+
+
+def test_tokens_of_age_0_are_consistent():
+    assert finding(aged([0]), "training/staleness").verdict == "consistent"
+
+
+def test_a_gap_that_comes_with_age_is_staleness():
+    out = examined(aged([0, 1, 2]))
+    told = next(f for f in out.findings if f.check == "training/staleness")
+    assert told.verdict == "differs" and told.figures["max_age"] == 2
+    assert "sampled by version" in told.evidence[0].note
+    assert [s.cause for s in out.shares] == ["stale"] and out.shares[0].k2 > 0.999
+
+
+def test_an_age_that_the_settings_allow_is_information():
+    assert finding(aged([0, 1]), "training/staleness", max_staleness=1).verdict == "information"
+
+
+def test_an_age_without_a_gap_is_information():
+    assert finding(aged([0, 1], gap=0.0), "training/staleness").verdict == "information"
+
+
+def test_versions_of_the_future_differ():
+    told = finding(aged([0, -1]), "training/staleness")
+    assert told.verdict == "differs" and "newer" in told.measured
+
+
+def test_versions_that_go_backwards_are_counted():
+    rows = aged([1])
+    version = rows.policy_version.copy()
+    version[SIZE - 2 : SIZE] = 3
+    told = finding(rows.with_(policy_version=version), "training/staleness")
+    assert told.figures["rows_going_back"] == 1
+
+
+def updated(strength, noise=0.0, seed=0, columns=("advantages",)) -> Rows:
+    """Rows with advantages whose trainer has learned from them already."""
+    rng = np.random.default_rng(seed)
+    advantage = np.repeat(rng.choice([-1.0, 1.0], NUM_ROWS), SIZE)
+    learned = strength * advantage * rng.exponential(1.0, len(advantage))
+    rows = moved(EXACT, learned + noise * rng.normal(0, 1.0, len(advantage)))
+    known = {
+        "advantages": advantage.astype(np.float32),
+        "rewards": (advantage[::SIZE] + 1) / 2,
+    }
+    return rows.with_(**{name: known[name] for name in columns})
+
+
+@pytest.mark.parametrize("columns", [("advantages",), ("rewards",)])
+@pytest.mark.parametrize(("strength", "noise"), [(0.01, 0.0), (0.1, 0.1)])
+def test_log_probs_that_know_the_advantage_are_of_after_the_update(strength, noise, columns):
+    out = examined(updated(strength, noise, columns=columns))
+    told = next(f for f in out.findings if f.check == "training/after_update")
+    assert told.verdict == "differs"
+    assert out.shares[0].cause == "after_update" and out.shares[0].k2 > 0.99
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_noise_does_not_know_the_advantage(seed):
+    told = finding(updated(0.0, 0.1, seed), "training/after_update")
+    assert told.verdict == "consistent"
+
+
+def test_a_gap_that_makes_bad_rows_unlikelier_alone_is_no_update():
+    rows = updated(0.0)
+    worse = -0.1 * (rows.advantages < 0) * np.random.default_rng(1).exponential(1, len(rows.gap))
+    assert finding(moved(rows, worse), "training/after_update").verdict == "consistent"
+
+
+def test_without_an_advantage_of_either_sign_it_cannot_be_checked():
+    rows = updated(0.1).with_(advantages=np.ones(NUM_ROWS * SIZE, np.float32))
+    assert finding(rows, "training/after_update").verdict == "not_checkable"
+
+
+def stepped(sizes) -> Rows:
+    """As many rows of each step, whose gaps have these sizes by step."""
+    step = np.sort(np.resize(np.arange(len(sizes)), NUM_ROWS))
+    noise = np.random.default_rng(0).normal(0, 1, NUM_ROWS * SIZE)
+    return moved(EXACT, np.array(sizes)[np.repeat(step, SIZE)] * noise).with_(steps=step)
+
+
+@pytest.mark.parametrize("sizes", [[0, 0.1, 0.1, 0.1], [0.01, 0.05, 0.1, 0.2, 0.3], [0, 0.1, 0.2]])
+def test_a_gap_that_grows_while_ages_are_0_is_of_other_weights(sizes):
+    out = examined(stepped(sizes))
+    assert [s.cause for s in out.shares] == ["other_weights"]
+
+
+@pytest.mark.parametrize("sizes", [[0, 0, 0], [0.1, 0.1, 0.1, 0.1], [0.3, 0.01, 0.2, 0.1, 0.05]])
+def test_a_gap_that_is_there_from_the_first_step_is_not(sizes):
+    assert finding(stepped(sizes), "training/growing_gap").verdict == "consistent"
+
+
+HEALTHY_STEP = {
+    "mismatch/k1": 1e-4, "mismatch/k2": 4e-5, "mismatch/k3": 4e-5, "mismatch/max_abs_diff": 0.1,
+    "mismatch/ess": 0.999, "mismatch/forced_share": 0.3, "mismatch_after/k2": 1e-3,
+    "train/clip_fraction": 0.05, "train/log_ratio_abs_max": 0.8, "train/loss": 0.01,
+    "train/grad_norm": 0.3, "train/lr": 1e-3, "advantage/max_abs": 2.0, "perplexity": 1.5,
+    "response_length/mean": 20.0, "reward/mean": 0.4, "reward/std": 0.3, "policy_version": 0,
+}  # fmt: skip
+
+
+def steps_of(num=8, **changed):
+    """Rows of metrics whose figures move as those of a run do; `changed` ones are as given."""
+    rng = np.random.default_rng(0)
+    rows = []
+    for step in range(num):
+        row = {k: v * float(1 + 0.1 * rng.random()) for k, v in HEALTHY_STEP.items()}
+        row |= {"step": step, "policy_version": step, "mismatch/ess": 0.999, "train/lr": 1e-3}
+        rows.append(row | {k: v(step) if callable(v) else v for k, v in changed.items()})
+    return tuple(rows)
+
+
+def unphysical(**changed) -> Finding:
+    return finding(EXACT, "training/unphysical", step_metrics=steps_of(**changed))
+
+
+def test_the_figures_of_a_healthy_run_stand_beside_each_other():
+    told = unphysical()
+    assert told.verdict == "consistent" and told.figures["rules_tried"] == len(RULES)
+
+
+@pytest.mark.parametrize(
+    ("rule", "changed"),
+    [
+        ("negative_k3", {"mismatch/k3": -1e-3}),
+        ("k2_below_k1", {"mismatch/k1": 0.5}),
+        ("k2_above_largest", {"mismatch/max_abs_diff": 1e-4}),
+        ("shares", {"train/clip_fraction": 1.7}),
+        (
+            "unchanged_outputs",
+            {"mismatch/k3": 4.0, "perplexity": 1.5, "response_length/mean": 20.0},
+        ),
+        ("all_clipped", {"train/clip_fraction": 0.97}),
+        ("none_clipped", {"train/clip_fraction": 0.0, "train/log_ratio_abs_max": 3.0}),
+        ("ratio_of_one", {"train/log_ratio_abs_max": 0.0}),
+        ("flat_reward", {"reward/mean": 0.25}),
+        ("no_gradient", {"train/grad_norm": 0.0}),
+        ("still_version", {"policy_version": 1}),
+        ("update_without_effect", {"mismatch_after/k2": 4e-5, "mismatch/k2": 4e-5}),
+    ],
+)
+def test_figures_that_cannot_be_are_named_with_their_steps(rule, changed):
+    told = unphysical(**changed)
+    assert rule in told.figures and "steps" in told.measured
+    assert told.verdict == next(r.verdict for r in RULES if r.name == rule)
+
+
+def test_every_rule_has_a_reason_and_a_test():
+    assert len({rule.name for rule in RULES}) == len(RULES) == 12
+    assert all(rule.reason and rule.says for rule in RULES)
