@@ -24,6 +24,9 @@ thing. A message says what was expected, what was found, where, and what to do n
       RolloutError       (RuntimeError)  too many episodes of a step failed to train on the rest
       JudgeError         (RuntimeError)  a model that judges gave no grade
       ToolServerError    (RuntimeError)  a server of tools cannot be used as it is
+      ChildError         (RuntimeError)  a child process died, hangs or wrote nonsense
+      ChildTimeoutError  (ChildError, TimeoutError)  a child process did not answer in time
+      ChildRefusal       (ChildError)    a child process answered a request with an error
       RunError           (RuntimeError)  a run directory is in use, unfinished or not a run
       RankError          (RuntimeError)  processes of one run disagree, or one of them is gone
       MissingExtraError  (ImportError)   an optional package is needed: names the extra
@@ -121,6 +124,24 @@ class JudgeError(LockstepError, RuntimeError):
 class ToolServerError(LockstepError, RuntimeError):
     """A server of tools does not start, is gone, or offers what no tool can be made of. Names the
     server, and the tool."""
+
+
+class ChildError(LockstepError, RuntimeError):
+    """A child process cannot be started, died, or wrote something that is no reply. Names how it
+    ended and repeats the last lines that it printed."""
+
+
+class ChildTimeoutError(ChildError, TimeoutError):
+    """A child process did not answer within the time of the request, and was killed."""
+
+
+class ChildRefusal(ChildError):
+    """A child process is well and answered a request with an error. The message is its text."""
+
+    def __init__(self, text: str, *, kind: str) -> None:
+        super().__init__(text)
+        self.kind = kind
+        """Name of the exception's class in the child."""
 
 
 class RunError(LockstepError, RuntimeError):

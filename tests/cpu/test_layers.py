@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[2]
 
 ROWS = [
     ["errors"],
-    ["types"],
+    ["types", "children"],
     ["config", "renderers", "ops", "observe", "store", "outcome"],
     ["models", "correction", "report", "launch"],
     ["objectives"],

@@ -1,0 +1,316 @@
+"""Child processes that answer requests.
+
+Foreign code that may hang, eat memory or crash (a chat template, a verifier, an environment of
+another package) runs in a child. The parent holds a `Child`; the child's program calls `serve`, or
+follows the same protocol where Lockstep is not installed.
+
+Protocol: one JSON object per line, in both directions. A request has `id`, `seconds` (null: no
+limit) and the arguments of the caller; its reply has the same `id`, and `error` with `text` if the
+request failed. Request 0 is the opening and comes before all others. `{"cancel": ID}` asks a child
+that answers several requests at a time to give one up. The child ends at the end of its input.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, InvalidStateError
+from typing import Any
+
+from lockstep.errors import ChildError, ChildRefusal, ChildTimeoutError
+
+NUM_LINES = 12
+"""Lines of a child's error output that an error repeats."""
+NOTICE_SECONDS = 5.0
+"""Seconds until the end of a process that closed its output must be known."""
+ORPHAN_SECONDS = 30
+"""Seconds past the limit of a request after which a child ends itself: its parent, which should
+have ended it, is gone."""
+
+Reply = dict[str, Any]
+
+
+class Child:
+    """A child process, started by the first request and again by the first one after its end.
+
+    It may be asked from any thread. It ends with `close`, with this object, and with this process.
+
+    >>> echo = "import sys; from lockstep.children import serve; serve(lambda text: {'said': text})"
+    >>> child = Child([sys.executable, "-c", echo], name="the echo")
+    >>> child.ask({"text": "hello"}, seconds=60)
+    {'said': 'hello'}
+    >>> child.close()
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        name: str,
+        opening: Mapping[str, Any] | None = None,
+        start_seconds: float = 60.0,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """name: what errors call it. opening: arguments of the first request to each process.
+        start_seconds: limit of the start and of that request. environment: variables on top of
+        those of this process."""
+        self._command, self._name, self._start_seconds = list(command), name, start_seconds
+        self._opening, self._environment = dict(opening or {}), dict(environment or {})
+        self._turn, self._starting = threading.Lock(), threading.Lock()
+        self._process: _Process | None = None
+        self._opened: Reply = {}
+
+    @classmethod
+    def of_module(cls, module: str, **options: Any) -> Child:
+        """A child that runs `module` with this Python, which finds the modules that this process
+        finds. options: those of `Child`."""
+        path = os.pathsep.join(dict.fromkeys(os.path.abspath(each) for each in sys.path))
+        environment = {"PYTHONPATH": path, **options.pop("environment", {})}
+        return cls([sys.executable, "-P", "-m", module], environment=environment, **options)
+
+    def open(self) -> Reply:
+        """Starts the process unless it runs. Returns the reply to its opening.
+
+        Raises ChildError, ChildTimeoutError or ChildRefusal, as `ask` does.
+        """
+        with self._starting:
+            if self._process is None or not self._process.is_usable:
+                self._process = _Process(self._command, self._environment, self._name)
+                weakref.finalize(self, self._process.end)
+                try:
+                    self._opened = self._process.ask(self._opening, self._start_seconds)
+                except BaseException:
+                    self._process.end()
+                    raise
+            return self._opened
+
+    def ask(self, request: Mapping[str, Any], *, seconds: float) -> Reply:
+        """The reply to one request; other threads wait for their turn, which `seconds` leaves out.
+
+        Raises ChildTimeoutError when the time is over and ChildError when the child died or
+        answered with anything but a reply: the process has then ended, and the next request starts
+        another. Raises ChildRefusal for an error that the child answered with.
+        """
+        with self._turn:
+            self.open()
+            process = self._process
+            assert process is not None, "opened"
+            try:
+                return process.ask(request, seconds)
+            except ChildRefusal:
+                raise
+            except BaseException:  # KeyboardInterrupt too: a late reply would be the next one's
+                process.end()
+                raise
+
+    async def ask_beside(self, request: Mapping[str, Any]) -> Reply:
+        """The reply to one of several requests that the child works on at a time. There is no
+        limit on time: a caller that is cancelled cancels the request. Raises as `ask` does."""
+        await asyncio.to_thread(self.open)
+        process = self._process
+        assert process is not None, "opened"
+        number, reply = process.send(request, None)
+        try:
+            return _checked(await asyncio.wrap_future(reply))
+        except asyncio.CancelledError:
+            process.write({"cancel": number})
+            raise
+
+    def close(self, *, seconds: float = 0.0) -> None:
+        """Ends the process, after giving it `seconds` to end by itself."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.end(seconds)
+
+
+class _Process:
+    """One process, from its start to its end."""
+
+    def __init__(self, command: list[str], environment: dict[str, str], name: str) -> None:
+        try:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                env=os.environ | environment,
+                start_new_session=True,  # a group of its own, which is killed as one
+            )
+        except OSError as error:
+            raise ChildError(f"{name}: {command[0]} cannot be started: {error}.") from error
+        self._name, self._owner = name, os.getpid()
+        self._numbers = itertools.count()
+        self._writing, self._lock = threading.Lock(), threading.Lock()
+        self._waiting: dict[int, Future[Reply]] = {}
+        self._why_ended = ""
+        self._printed: deque[str] = deque(maxlen=NUM_LINES)
+        self._listener = threading.Thread(target=self._listen, daemon=True)
+        self._printing = threading.Thread(target=self._keep_printed, daemon=True)
+        self._listener.start()
+        self._printing.start()
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether it runs and is this process's own: a fork has no right to its parent's."""
+        return self._owner == os.getpid() and not self._why_ended and self._process.poll() is None
+
+    def ask(self, request: Mapping[str, Any], seconds: float) -> Reply:
+        late = threading.Event()
+
+        def end_late() -> None:  # also frees a thread that writes to a child that does not read
+            late.set()
+            end_group(self._process)
+
+        timer = threading.Timer(seconds, end_late)
+        timer.daemon = True
+        timer.start()
+        try:
+            return _checked(self.send(request, seconds)[1].result())
+        except ChildError:
+            if late.is_set():
+                raise ChildTimeoutError(
+                    f"{self._name} did not answer within {seconds:g} s.{self._tail()}"
+                ) from None
+            raise
+        finally:
+            timer.cancel()
+
+    def send(self, request: Mapping[str, Any], seconds: float | None) -> tuple[int, Future[Reply]]:
+        number, reply = next(self._numbers), Future[Reply]()
+        with self._lock:
+            if self._why_ended:
+                raise ChildError(self._why_ended)
+            self._waiting[number] = reply
+        self.write({**request, "id": number, "seconds": seconds})
+        return number, reply
+
+    def write(self, line: Mapping[str, Any]) -> None:
+        assert self._process.stdin is not None
+        # A broken pipe is the end of the child, of which `_listen` tells those who wait.
+        with self._writing, contextlib.suppress(OSError, ValueError):
+            self._process.stdin.write(json.dumps(line).encode() + b"\n")
+            self._process.stdin.flush()
+
+    def end(self, seconds: float = 0.0) -> None:
+        """Kills the group, after `seconds` to end by itself; a fork leaves its parent's alone."""
+        if self._owner != os.getpid():
+            return
+        assert self._process.stdin is not None
+        if seconds:
+            with self._writing, contextlib.suppress(OSError):
+                self._process.stdin.close()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(seconds)
+        end_group(self._process)
+        self._listener.join(NOTICE_SECONDS)
+        self._printing.join(NOTICE_SECONDS)
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()
+
+    def _listen(self) -> None:
+        """Hands each reply to the thread that waits for it, and the end to all that still do."""
+        assert self._process.stdout is not None
+        problem = ""
+        for line in self._process.stdout:
+            try:
+                reply = json.loads(line)
+                waiting = self._waiting.pop(reply.pop("id"))
+            except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
+                text = line[:200].decode("utf-8", "replace").rstrip()
+                problem = f"{self._name} wrote what is no reply: {text!r}."
+                end_group(self._process)
+                break
+            with contextlib.suppress(InvalidStateError):  # cancelled
+                waiting.set_result(reply)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(NOTICE_SECONDS)
+        self._printing.join(NOTICE_SECONDS)
+        with self._lock:
+            ended = problem or f"{self._name} {how_ended(self._process)}."
+            self._why_ended = ended + self._tail()
+            waiting_still, self._waiting = list(self._waiting.values()), {}
+        for each in waiting_still:
+            with contextlib.suppress(InvalidStateError):
+                each.set_exception(ChildError(self._why_ended))
+        self._process.stdout.close()
+
+    def _keep_printed(self) -> None:
+        assert self._process.stderr is not None
+        for line in self._process.stderr:
+            self._printed.append(line[:2000].decode("utf-8", "replace").rstrip())
+        self._process.stderr.close()
+
+    def _tail(self) -> str:
+        lines = "".join(f"\n  | {line}" for line in list(self._printed))
+        return f" The end of what it printed:{lines}" if lines else " It printed nothing."
+
+
+def _checked(reply: Reply) -> Reply:
+    if "error" in reply:
+        raise ChildRefusal(str(reply.get("text", "")), kind=str(reply["error"]))
+    return reply
+
+
+def end_group(process: subprocess.Popen[bytes]) -> None:
+    """Kills a process that leads a group, and all of the group, and waits for its end."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def how_ended(process: subprocess.Popen[bytes]) -> str:
+    """How a process ended, in words that follow its name.
+
+    >>> process = subprocess.Popen(["false"])
+    >>> _ = process.wait()
+    >>> how_ended(process).partition(") ")[2]
+    'ended with exit code 1'
+    """
+    code = process.returncode
+    if code is None:
+        how = "closed its connection and goes on running"
+    elif code >= 0:
+        how = f"ended with exit code {code}"
+    else:
+        try:
+            name = signal.Signals(-code).name
+        except ValueError:
+            name = f"signal {-code}"
+        how = f"was ended by {name}"
+        if name == "SIGKILL":
+            how += " (by hand, or by the system for want of memory)"
+    return f"(pid {process.pid}) {how}"
+
+
+def serve(answer: Callable[..., Reply], *, opened: Callable[..., Reply] | None = None) -> None:
+    """Answers requests one after the other until the input ends. What anything prints here goes to
+    the error output.
+
+    answer: called with the arguments of a request. opened: called with those of the opening. An
+    Exception of either is the reply, by its class and its text.
+    """
+    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    for line in sys.stdin.buffer:
+        request = json.loads(line)
+        number, seconds = request.pop("id"), request.pop("seconds")
+        function = answer if number else opened or (lambda: {})
+        signal.alarm(0 if seconds is None else math.ceil(seconds) + ORPHAN_SECONDS)
+        try:
+            reply = function(**request)
+        except Exception as error:
+            reply = {"error": type(error).__name__, "text": str(error)}
+        signal.alarm(0)
+        replies.write(json.dumps({**reply, "id": number}) + "\n")
+        replies.flush()
