@@ -1,13 +1,14 @@
-"""Tool calls in tags with one parameter each, as Qwen3-Coder and Qwen3.5 write them.
+"""Tool calls as tags with one parameter each. Three dialects:
 
-    <function=find>
-    <parameter=q>
-    Bela
+    qwen (Qwen3-Coder, Qwen3.5)      glm (GLM-4.5 and later)        minimax (MiniMax-M2)
+    <function=find>                  find                           <invoke name="find">
+    <parameter=q>                    <arg_key>q</arg_key>           <parameter name="q">Bela</parameter>
+    Bela                             <arg_value>Bela</arg_value>    </invoke>
     </parameter>
     </function>
 
-The text says no types: `1` may be a number or a word. A parameter that its tool declared as text is
-text; any other is JSON, or Python's True, False and None, where it reads as such.
+The tags carry no types: `1` may be a number or a word. A parameter that its tool declares as a
+string is read as text; any other is read as JSON, or as Python's True, False or None, if it can be.
 """
 
 from __future__ import annotations
@@ -15,17 +16,60 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, cast
 
 from lockstep.errors import RendererError
 from lockstep.types import ToolCall, ToolSchema
 
-_FUNCTION = re.compile(r"\s*<function=([^>\n]+)>\s*(.*?)\s*</function>\s*", re.DOTALL)
-_PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
+
+@dataclass(frozen=True)
+class TagDialect:
+    """How one family of models writes the tags of a call."""
+
+    open: str
+    """Before the name of the function."""
+    close: str
+    """After the parameters; empty if only the markers around the call end it."""
+    call: re.Pattern[str]
+    """Matches a whole call: its name, and its parameters as one text."""
+    parameter: re.Pattern[str]
+    """Matches one parameter: its name and its value."""
+    sketch: str
+    """The form of a call, for error messages."""
+
+
+def _pattern(text: str) -> re.Pattern[str]:
+    return re.compile(text, re.DOTALL)
+
+
+DIALECTS = {
+    "qwen": TagDialect(
+        open="<function=",
+        close="</function>",
+        call=_pattern(r"\s*<function=([^>\n]+)>\s*(.*?)\s*</function>\s*"),
+        parameter=_pattern(r"\s*<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>"),
+        sketch="<function=NAME> ... </function>",
+    ),
+    "glm": TagDialect(
+        open="",
+        close="",
+        call=_pattern(r"\s*([^<\n]+?)\s*((?:<arg_key>.*)?)\s*"),
+        parameter=_pattern(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>"),
+        sketch="NAME <arg_key>KEY</arg_key><arg_value>VALUE</arg_value> ...",
+    ),
+    "minimax": TagDialect(
+        open='<invoke name="',
+        close="</invoke>",
+        call=_pattern(r'\s*<invoke name="([^"\n]+)">\s*(.*?)\s*</invoke>\s*'),
+        parameter=_pattern(r'\s*<parameter name="([^"\n]+)">(.*?)</parameter>'),
+        sketch='<invoke name="NAME"> ... </invoke>',
+    ),
+}
 
 
 class TextParameters:
-    """Which parameters take text, of every tool that a renderer has declared."""
+    """The parameters that take a string, for every tool that a renderer has declared."""
 
     def __init__(self) -> None:
         self._known: dict[str, frozenset[str]] = {}
@@ -45,20 +89,22 @@ class TextParameters:
         return parameter in self._known.get(tool, ())
 
 
-def read_xml_call(text: str, texts: TextParameters) -> ToolCall | str:
-    """The call that `text` makes, its arguments as JSON; or why it makes none.
+def read_xml_call(
+    text: str, texts: TextParameters, dialect: TagDialect = DIALECTS["qwen"]
+) -> ToolCall | str:
+    """Reads one call; its arguments become JSON. Returns the reason, as text, if it is malformed.
 
     >>> read_xml_call("<function=f><parameter=x>1</parameter></function>", TextParameters())
     ToolCall(name='f', arguments='{"x": 1}', id='')
     """
-    found = _FUNCTION.fullmatch(text)
+    found = dialect.call.fullmatch(text)
     if found is None:
-        return "a call is not <function=NAME> ... </function>"
+        return f"a call is not {dialect.sketch}"
     name, body = found[1].strip(), found[2]
     arguments: dict[str, Any] = {}
     at = 0
     while body[at:].strip():
-        parameter = _PARAMETER.match(body, at)
+        parameter = dialect.parameter.match(body, at)
         if parameter is None:
             return "a call has words between its parameters"
         key, value = parameter[1].strip(), parameter[2]
@@ -67,18 +113,18 @@ def read_xml_call(text: str, texts: TextParameters) -> ToolCall | str:
         arguments[key] = value if texts.has(name, key) else _json_or_text(value)
         at = parameter.end()
     if not name or not name.isprintable():
-        return "a call's name is not a printable text"
+        return "a call's name is not printable text"
     return ToolCall(name=name, arguments=json.dumps(arguments, ensure_ascii=False))
 
 
 def xml_call_text(call: ToolCall) -> str:
-    """What `read_xml_call` reads, as Qwen3.5's template writes it: an object or a list as JSON, any
-    other value as Python prints it. Raises RendererError if the arguments are no JSON object."""
+    """Writes a call as Qwen3.5's template does: objects and lists as JSON, any other value as Python
+    prints it. Raises RendererError if the arguments are not a JSON object."""
     arguments = arguments_of(call)
     if arguments is None:
         raise RendererError(
-            f"the arguments of the call {call.name} are no JSON object, and are written one by "
-            f"one: {call.arguments[:80]!r}."
+            f"the arguments of the call {call.name} are written one by one and must be a JSON "
+            f"object; found {call.arguments[:80]!r}."
         )
     lines = [f"<function={call.name}>\n"]
     for key, value in arguments.items():
@@ -89,7 +135,7 @@ def xml_call_text(call: ToolCall) -> str:
 
 
 def arguments_of(call: ToolCall) -> dict[str, Any] | None:
-    """The arguments of a call, if they are a JSON object."""
+    """Returns the arguments of a call as a dict, or None if they are not a JSON object."""
     try:
         arguments: Any = json.loads(call.arguments or "{}")
     except (ValueError, RecursionError):

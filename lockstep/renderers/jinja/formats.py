@@ -15,7 +15,7 @@ from typing import Any, Literal, cast
 
 from lockstep.renderers.calls import read_call
 from lockstep.renderers.jinja.marks import Marks, unmarked
-from lockstep.renderers.xml_calls import TextParameters, read_xml_call
+from lockstep.renderers.xml_calls import DIALECTS, TextParameters, read_xml_call
 from lockstep.types import ToolCall
 
 
@@ -39,11 +39,13 @@ class CallFormat:
     """The template makes one call a turn."""
     other_keys: tuple[str, ...] = ()
     """json: other keys that the template writes beside the two."""
+    dialect: str = "qwen"
+    """xml: which of `xml_calls.DIALECTS`."""
 
     def __str__(self) -> str:
         inside = {
             "json": f'{{"name", "{self.arguments_key}"}}',
-            "xml": "<function=NAME>",
+            "xml": DIALECTS[self.dialect].sketch.partition(" ")[0],
             "fields": f"NAME{self.between}ARGUMENTS",
         }[self.kind]
         return "".join((self.head, self.open, inside, self.close, self.tail)).replace("\n", "\\n")
@@ -82,11 +84,11 @@ def derive_format(one: str, two: str, calls: Sequence[ToolCall], marks: Marks) -
     if len(spans) == 2:
         text = two
         first, last = spans
-        middle = _units(text[first.end : last.begin].strip(), marks)
-        before = _units(text[: first.begin].strip(), marks)
-        after = _units(text[last.end :].strip(), marks)
-        opened = _common(before[::-1], middle[::-1])[::-1]
-        closed = _common(after, middle)
+        middle = units(text[first.end : last.begin].strip(), marks)
+        before = units(text[: first.begin].strip(), marks)
+        after = units(text[last.end :].strip(), marks)
+        opened = common(before[::-1], middle[::-1])[::-1]
+        closed = common(after, middle)
         head, tail = before[: len(before) - len(opened)], after[len(closed) :]
         return replace(
             first.format,
@@ -120,16 +122,20 @@ def _spans(text: str, calls: Sequence[ToolCall]) -> list[_Span]:
 
 
 def _xml_span(text: str, at: int, call: ToolCall) -> _Span | None:
-    begin = text.find(f"<function={call.name}>", at)
-    end = text.find("</function>", begin)
-    if begin < 0 or end < 0:
-        return None
-    end += len("</function>")
-    read = read_xml_call(text[begin:end], TextParameters())
-    is_same = isinstance(read, ToolCall) and json.loads(read.arguments) == json.loads(
-        call.arguments
-    )
-    return _Span(begin, end, CallFormat(kind="xml")) if is_same else None
+    for name, dialect in DIALECTS.items():
+        written = re.compile(
+            re.escape(dialect.open + call.name)
+            + rf'"?>?\s*(?:{dialect.parameter.pattern})+\s*'
+            + re.escape(dialect.close),
+            re.DOTALL,
+        )
+        found = written.search(text, at)
+        if found is None:
+            continue
+        read = read_xml_call(found[0], TextParameters(), dialect)
+        if isinstance(read, ToolCall) and json.loads(read.arguments) == json.loads(call.arguments):
+            return _Span(found.start(), found.end(), CallFormat(kind="xml", dialect=name))
+    return None
 
 
 def _json_span(text: str, at: int, call: ToolCall) -> _Span | None:
@@ -164,7 +170,7 @@ def _fields_span(text: str, at: int, call: ToolCall) -> _Span | None:
     return _Span(begin, end, CallFormat(kind="fields", between=between))
 
 
-def _units(text: str, marks: Marks) -> list[str]:
+def units(text: str, marks: Marks) -> list[str]:
     """Control names whole, everything else by characters."""
     out: list[str] = []
     begin = 0
@@ -174,7 +180,7 @@ def _units(text: str, marks: Marks) -> list[str]:
     return [*out, *text[begin:]]
 
 
-def _common(left: Sequence[str], right: Sequence[str]) -> list[str]:
+def common(left: Sequence[str], right: Sequence[str]) -> list[str]:
     size = 0
     while size < min(len(left), len(right)) and left[size] == right[size]:
         size += 1
@@ -205,7 +211,7 @@ def read_calls(
     turn = ReadTurn([], [])
     if format is None:
         turn.texts.append(text)
-    elif format.open:
+    elif format.open or format.kind == "xml":
         _read_blocks(text, format, parameters, mark, turn)
     elif format.kind == "json":
         _read_list(text, format, mark, turn)
@@ -219,12 +225,15 @@ def read_calls(
 def _read_blocks(
     text: str, format: CallFormat, parameters: TextParameters, mark: str, turn: ReadTurn
 ) -> None:
+    opening = format.open or DIALECTS[format.dialect].open
     at = 0
     while True:
-        begin = text.find(format.open, at)
+        begin = text.find(opening, at)
         words = text[at:] if begin < 0 else text[at:begin].removesuffix(format.gap)
         if format.head:
-            words = words.replace(format.head, "", 1).removesuffix(format.gap)
+            words, found, behind = words.partition(format.head)
+            words = words.removesuffix(format.gap) if found else words
+            words += behind if behind.strip() else ""
         if turn.calls:
             words = words.replace(format.tail, "", 1) if format.tail else words
         if words.strip() or not turn.calls:
@@ -233,19 +242,19 @@ def _read_blocks(
             return
         inside = begin + len(format.open)
         if format.kind == "xml" and not format.close:
-            end = text.find("</function>", inside) + len("</function>")
-            after = end
+            last = DIALECTS[format.dialect].close
+            end = after = text.find(last, inside) + len(last)
         else:
             begins = text.find(format.between.strip(), inside) if format.between else inside
             begins = begins + len(format.between.strip()) if begins >= 0 else inside
             end = text.find(format.close, begins) if format.close else len(text)
             after = end + len(format.close)
-        other = text.find(format.open, inside)
+        other = text.find(opening, begin + len(opening))
         if end < inside or 0 <= other < end:
             end = after = other if other >= 0 else len(text)
             turn.fail("a call is not closed", text[begin:end])
         else:
-            read = _read_one(unmarked(text[inside:end], mark), format, parameters)
+            read = _read_one(text[inside:end], format, parameters, mark)
             if isinstance(read, ToolCall):
                 turn.calls.append(read)
             else:
@@ -253,9 +262,15 @@ def _read_blocks(
         at = after
 
 
-def _read_one(text: str, format: CallFormat, parameters: TextParameters) -> ToolCall | str:
-    if format.kind == "xml":
-        return read_xml_call(text, parameters)
+def _read_one(
+    text: str, format: CallFormat, parameters: TextParameters, mark: str
+) -> ToolCall | str:
+    if format.kind == "xml":  # a tag that is a control token counts only as that
+        read = read_xml_call(text, parameters, DIALECTS[format.dialect])
+        if isinstance(read, str):
+            return read
+        return ToolCall(name=unmarked(read.name, mark), arguments=unmarked(read.arguments, mark))
+    text = unmarked(text, mark)
     if format.kind == "json":
         return read_call(text, arguments_key=format.arguments_key, ignored_keys=format.other_keys)
     name, found, arguments = text.partition(format.between.strip())

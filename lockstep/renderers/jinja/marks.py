@@ -45,6 +45,27 @@ _PLAIN = frozenset(
     ]
 )
 """Words that templates compare with; none of them is a control token's name in full."""
+_PROTOCOL_KEYS = frozenset(
+    [
+        "role",
+        "content",
+        "name",
+        "id",
+        "type",
+        "function",
+        "arguments",
+        "tool_calls",
+        "tool_call_id",
+        "reasoning_content",
+        "reasoning",
+        "thinking",
+        "thinking_text",
+        "description",
+        "parameters",
+    ]
+)
+"""Keys by which a template reads messages and tools. A mark would hide the field from it: Granite's
+`<|start_of_role|>` contains `role`, and Kimi's `[start_header_id]` contains `id`."""
 
 
 class Marks:
@@ -80,7 +101,10 @@ class Marks:
             return self.mark(value, mark)
         if isinstance(value, Mapping):
             fields = cast("Mapping[str, Any]", value)
-            return {self.mark(k, mark): self.marked(v, mark) for k, v in fields.items()}
+            return {
+                k if k in _PROTOCOL_KEYS else self.mark(k, mark): self.marked(v, mark)
+                for k, v in fields.items()
+            }
         if isinstance(value, list | tuple):
             return [self.marked(v, mark) for v in cast("list[Any]", value)]
         return value

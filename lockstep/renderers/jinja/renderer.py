@@ -125,11 +125,18 @@ class JinjaRenderer:
         if num_calls:
             turn = Message(role="assistant", tool_calls=calls_of(num_calls))
         text, mark = self._write(messages, before=(HELLO, turn), has_opening=True)
-        behind = text[self._end_of(turn, text) :]
+        behind = self.shape.opening
+        if messages or not self.shape.is_ended_by_next:
+            behind = text[self._end_of(turn, text) :]
         self._require_words(messages, behind, mark)
         close: list[Piece] = []
+        stop = self.shape.call_stop if num_calls else self.shape.stop
         if not ids or ids[-1] not in self.stop_ids:
-            close = self._close(ids)
+            close = self._close(ids, stop if self.shape.is_ended_by_next else self.shape.stop)
+        elif self.shape.is_ended_by_next and ids[-1] != self.tokenizer.control_id(stop):
+            close = self._marks.pieces(
+                stop, ""
+            )  # the model named another role than the one to come
         return encode_pieces(self.tokenizer, [*close, *self._marks.pieces(behind, mark)])
 
     def render_reply(self, message: Message) -> list[int]:
@@ -185,14 +192,19 @@ class JinjaRenderer:
         """As the template writes the turn in a history: without the thinking and its tags."""
         ids = [int(id_) for id_ in sampled_ids]
         how = self.shape.thinking
-        if how is None or (how.open.strip() and not self._starts_with(ids, how.open.strip())):
+        if how is None:
+            return ids
+        tag = how.open.strip()
+        blanks = self._ids(how.open.partition(tag)[0]) if tag else []
+        at = len(blanks) if ids[: len(blanks)] == blanks else 0
+        if tag and not self._starts_with(ids[at:], tag):
             return ids
         is_ended = bool(ids) and ids[-1] in self.stop_ids
         lead = self._ids(self.shape.lead)
         end = ids[-1:] if is_ended else self._ids(self.shape.words_end)
         if not is_ended and not self.thinking_opening:
             end = []
-        body = ids[:-1] if is_ended else ids
+        body = ids[at:-1] if is_ended else ids[at:]
         rest = self._behind_thinking(body, how)
         return [*lead, *(rest if rest is not None else []), *end]
 
@@ -280,8 +292,10 @@ class JinjaRenderer:
             for part in parts
         )
         thinking, text, is_open = self._split_thinking(text)
-        if text.strip() and not self.shape.lead.strip():
+        if text.strip() and (self.shape.thinking is None or not self.shape.lead.strip()):
             text = text.removeprefix(self.shape.lead)  # Mistral's space before the words
+        if not error:
+            text = text.removesuffix(self.shape.words_end.removesuffix(self.shape.stop))
         error = error or ("the thinking is not closed" if is_open else "")
         turn = read_calls(text, self.shape.calls, self._texts, mark)
         error = error or turn.error
@@ -302,9 +316,10 @@ class JinjaRenderer:
         if how is None:
             return "", text, False
         opened, closed = how.open.strip(), how.close.strip()
-        if opened and not text.startswith(opened):
+        begin = text.removeprefix(how.open.partition(opened)[0]) if opened else text
+        if not begin.startswith(opened):
             return "", text, False
-        inside = text[len(opened) :]
+        inside = begin[len(opened) :]
         if opened:
             inside = inside.removeprefix(how.open[len(how.open.rstrip()) :])
         end = inside.find(closed)
@@ -316,8 +331,9 @@ class JinjaRenderer:
         rest = inside[end + len(closed) :].removeprefix(behind)
         return inside[:end].removesuffix(before), rest, False
 
-    def _close(self, ids: list[int]) -> list[Piece]:
-        """What ends a turn that did not end itself."""
+    def _close(self, ids: list[int], stop: str) -> list[Piece]:
+        """The end of a turn that did not end itself: open thinking is closed, then the text that
+        precedes a stop token, then `stop`."""
         text = "".join(
             self._marks.protect(part, "\0")
             if isinstance(part, str)
@@ -327,7 +343,10 @@ class JinjaRenderer:
         _, _, is_open = self._split_thinking(text)
         how = self.shape.thinking
         thinking = how.close if how is not None and is_open else ""
-        return self._marks.pieces(thinking + self.shape.words_end, "")
+        before = self.shape.words_end.removesuffix(self.shape.stop)
+        if before and text.endswith(before):
+            before = ""
+        return self._marks.pieces(thinking + before + stop, "")
 
     # -- writing with the template ------------------------------------------------------------
 
@@ -390,6 +409,9 @@ class JinjaRenderer:
                 f"{text[: len(base)]!r} then, and with {base!r} without it."
             )
         text = text[len(base) :]
+        if not after and not self._has_end(message, text):
+            # GLM-4.5 ends a turn with the token of the next role, Apriel the last one with nothing.
+            text += shape.call_stop if message.tool_calls else shape.words_end
         text = text[: self._end_of(message, text)]
         self._require_words([message], text, mark)
         if text.startswith(shape.opening):
@@ -415,6 +437,11 @@ class JinjaRenderer:
                     f"the chat template leaves out words of the {message.role}'s message: "
                     f"{message.content.strip()[:80]!r}."
                 )
+
+    def _has_end(self, turn: Message, text: str) -> bool:
+        """Whether the template writes the token that ends `turn`, the last message, behind it."""
+        stop = self.shape.call_stop if turn.tool_calls else self.shape.stop
+        return any(name == stop for _, name in self._marks.names(text))
 
     def _end_of(self, turn: Message, text: str) -> int:
         """Where a turn ends in what was written: behind its stop token."""

@@ -12,8 +12,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from lockstep.errors import RendererError
-from lockstep.renderers.jinja.formats import FORMATS, CallFormat, derive_format
+from lockstep.renderers.jinja.formats import (
+    FORMATS,
+    CallFormat,
+    common,
+    derive_format,
+    units,
+)
 from lockstep.renderers.jinja.marks import Marks
+from lockstep.renderers.jinja.template import TemplateRefusal
 from lockstep.renderers.xml_calls import arguments_of
 from lockstep.types import Message, ToolCall
 
@@ -54,6 +61,9 @@ class Shape:
     words_end: str
     """From the words of a turn to its end, stop token included."""
     stop: str
+    is_ended_by_next: bool = False
+    """A turn ends with the token that opens the next message (GLM-4.5: `<|user|>`, or after calls
+    `<|observation|>`): the template writes nothing behind the last one."""
     call_stop: str = ""
     """Empty if the template writes no calls."""
     thinking: Thinking | None = None
@@ -100,7 +110,7 @@ class ShapeFinder:
                 f"the user's. It wrote {plain[:200]!r}."
             )
         text = plain[len(base) :]
-        header = opening[: _num_common(opening, text)]
+        header = "".join(common(units(opening, self._marks), units(text, self._marks)))
         lead, _, rest = text[len(header) :].partition(WORDS)
         names = self._marks.names(rest)
         if not names:
@@ -109,12 +119,14 @@ class ShapeFinder:
                 f"writes {rest[:80]!r} behind them; an engine would never stop."
             )
         at, stop = names[0]
+        last = self._run(_dicts(HELLO, Message(role="assistant", content=WORDS)), [], False)
         shape = Shape(
             opening=opening,
             header=header,
             lead=lead,
             words_end=rest[: at + len(stop)],
             stop=stop,
+            is_ended_by_next=not self._marks.names(last.partition(WORDS)[2]),
         )
         shape = replace(shape, thinking=self._find_thinking(base, shape))
         return self._with_calls(base, shape)
@@ -155,6 +167,9 @@ class ShapeFinder:
                 tried = replace(shape, has_text_arguments=has_text, empty_content=empty)
                 try:
                     one = self._calling(base, tried, 1)
+                except TemplateRefusal as refusal:
+                    problem = f"it takes no tool's reply: {refusal}"
+                    continue
                 except RendererError as error:
                     problem = str(error)
                     continue
@@ -173,10 +188,13 @@ class ShapeFinder:
         if shape.stop in names:
             stop = shape.stop
         else:
-            last = self._run(
-                [message_dict(m, shape) for m in (HELLO, _calling(1))], [], False
-            ).partition(value_of(CALLS[0]))[2]
-            stop = ([name for _, name in self._marks.names(last)] or [""])[-1]
+            last = _behind(
+                self._run([message_dict(m, shape) for m in (HELLO, _calling(1))], [], False), 0
+            )
+            stops = [name for _, name in self._marks.names(last)][-1:]
+            if shape.is_ended_by_next:
+                stops = [name for at, name in self._marks.names(_behind(one, 0)) if at >= len(last)]
+            stop = (stops or [""])[0]
         if not stop:
             return replace(shape, problems={"tools": "no control token ends a turn that calls"})
         one = one[: one.find(stop, len(one) - len(_behind(one, 0)))]
@@ -227,11 +245,6 @@ def _behind(text: str, number: int) -> str:
 
 def _dicts(*messages: Message) -> list[dict[str, Any]]:
     return [message_dict(message, None) for message in messages]
-
-
-def _num_common(left: str, right: str) -> int:
-    pairs = zip(left, right, strict=False)
-    return next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(left), len(right)))
 
 
 def value_of(call: ToolCall) -> str:

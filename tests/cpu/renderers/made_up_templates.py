@@ -169,6 +169,71 @@ BRACKET_TOKENS = (
     "[/TOOL_RESULTS]",
 )  # fmt: skip
 
+NEXT_ROLE = """\
+{{- '<sop>' }}
+{%- if tools %}{{ '<|system|>\\nTools:' }}
+{%- for tool in tools %}{{ '\\n' + tool | tojson }}{% endfor %}{% endif %}
+{%- set ns = namespace(last=-1) %}
+{%- for message in messages %}
+{%- if message.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}
+{%- endfor %}
+{%- for message in messages %}
+{%- if message.role == 'tool' %}
+{%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{ '<|observation|>' }}{% endif %}
+{{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}
+{%- elif message.role == 'assistant' %}
+{{- '<|assistant|>\\n<think>' }}
+{%- if message.reasoning_content and loop.index0 > ns.last %}{{ message.reasoning_content }}{% endif %}
+{{- '</think>' }}
+{%- if message.content %}{{ '\\n' + message.content }}{% endif %}
+{%- for call in message.tool_calls %}
+{{- '\\n<tool_call>' + call.function.name + '\\n' }}
+{%- for key, value in call.function.arguments | items %}
+{{- '<arg_key>' + key + '</arg_key>\\n<arg_value>' }}
+{{- value if value is string else value | tojson }}{{ '</arg_value>\\n' }}
+{%- endfor %}
+{{- '</tool_call>' }}
+{%- endfor %}
+{%- else %}{{ '<|' + message.role + '|>\\n' + message.content }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}
+"""
+"""A turn ends with the token of the role that speaks next: GLM-4.5's way."""
+NEXT_ROLE_TOKENS = (
+    "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>", "<think>", "</think>",
+    "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<arg_key>", "</arg_key>",
+    "<arg_value>", "</arg_value>",
+)  # fmt: skip
+
+FIELD_NAMES = """\
+{%- macro open(role) %}{{ '<|start_of_role|>' + role + '<|end_of_role|>' }}{% endmacro %}
+{%- if tools %}{{ open('tools') }}{% for tool in tools %}{{ tool | tojson }}{% endfor %}
+{{- '<|end_of_content|>\\n' }}{% endif %}
+{%- for message in messages %}
+{%- if message['role'] == 'tool' %}
+{{- open('tool') + '<|call_id|>' + message['content'] }}
+{%- else %}{{ open(message['role']) + message['content'] }}
+{%- for call in message['tool_calls'] %}
+{%- if loop.first %}{{ '<invocations>\\n' }}{% endif %}
+{{- '<invoke name="' + call['function']['name'] + '">\\n' }}
+{%- for key, value in call['function']['arguments'] | items %}
+{{- '<parameter name="' + key + '">' }}{{ value if value is string else value | tojson }}
+{{- '</parameter>\\n' }}{% endfor %}
+{{- '</invoke>\\n' }}{% if loop.last %}{{ '</invocations>' }}{% endif %}
+{%- endfor %}
+{%- endif %}
+{{- '\\n<|end_of_content|>\\n' if message['role'] == 'assistant' else '<|end_of_content|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ open('assistant') }}{% endif %}
+"""
+"""Control tokens whose names contain the keys of messages, and a line break before the end of a turn:
+Granite, Kimi-K2 and Apriel in one. Calls are tags as MiniMax-M2 writes them."""
+FIELD_NAME_TOKENS = (
+    "<|start_of_role|>", "<|end_of_role|>", "<|end_of_content|>", "<|call_id|>", "<invocations>",
+    "</invocations>",
+)  # fmt: skip
+
 BARE = """\
 {%- for message in messages %}
 {{- '<|start|>' + ('ipython' if message.role == 'tool' else message.role) + '<|message|>' }}

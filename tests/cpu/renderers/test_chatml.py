@@ -351,5 +351,5 @@ def test_qwen35_refuses_what_its_template_refuses():
     with pytest.raises(RendererError, match="only at the beginning"):
         QWEN35.extend(ids_of("x<|im_end|>"), [Message(role="system", content="Obey.")])
     call = Message(role="assistant", tool_calls=(ToolCall(name="f", arguments="[]"),))
-    with pytest.raises(RendererError, match="arguments of the call f are no JSON object"):
+    with pytest.raises(RendererError, match="arguments of the call f are written one by one"):
         QWEN35.render_reply(call)

@@ -13,9 +13,13 @@ from made_up_templates import (
     BRACKET_TOKENS,
     BRACKETS,
     COUNTS,
+    FIELD_NAME_TOKENS,
+    FIELD_NAMES,
     FIRST_CALL_IS_OTHER,
     HOSTILE,
     NEVER_ENDS,
+    NEXT_ROLE,
+    NEXT_ROLE_TOKENS,
     NO_TOOLS,
     THINKS_AT_ONCE,
     template,
@@ -28,7 +32,7 @@ from lockstep.renderers.jinja import template as jinja_template
 from lockstep.renderers.jinja.marks import Marks, unmarked
 from lockstep.renderers.jinja.renderer import JinjaRenderer
 from lockstep.testing import check_renderer
-from lockstep.testing.renderers import DIALOGUES, MAY_REFUSE
+from lockstep.testing.renderers import DIALOGUES, MAY_REFUSE, TOOLS
 from lockstep.testing.tokenizers import byte_tokenizer
 from lockstep.types import Message, ToolCall, ToolSchema
 
@@ -110,6 +114,45 @@ def test_all_invariants_hold_for_other_forms(what, tmp_path):
     check_renderer(renderer, has_thinking=False, may_refuse=may_refuse, num_garbage=20)
 
 
+@pytest.mark.parametrize("thinking", ["keep", "drop"])
+def test_all_invariants_hold_where_a_turn_ends_with_the_token_of_the_next_role(tmp_path, thinking):
+    (tmp_path / "it.jinja").write_text(NEXT_ROLE)
+    tokenizer = byte_tokenizer(control_tokens=NEXT_ROLE_TOKENS)
+    config = JinjaConfig(template=str(tmp_path / "it.jinja"), thinking=thinking)
+    renderer = JinjaRenderer(tokenizer, config)
+    assert renderer.proof.line == (
+        "12 of 13 dialogues extend exactly; refused: take a system message later on"
+    )
+    assert set(map(tokenizer.control_name, renderer.stop_ids)) == {"<|user|>", "<|observation|>"}
+    check_renderer(renderer, dialogues=SOME, num_garbage=20)
+
+
+def test_a_turn_that_names_another_role_than_the_next_one_keeps_its_token(tmp_path):
+    (tmp_path / "it.jinja").write_text(NEXT_ROLE)
+    tokenizer = byte_tokenizer(control_tokens=NEXT_ROLE_TOKENS)
+    renderer = JinjaRenderer(tokenizer, JinjaConfig(template=str(tmp_path / "it.jinja")))
+    call = renderer.render_reply(CALL)
+    assert tokenizer.control_name(call[-1]) == "<|observation|>"
+    wrong = [*call[:-1], tokenizer.control_id("<|user|>")]
+    whole = renderer.extend(call, [REPLY])
+    assert renderer.extend(wrong, [REPLY]) == [call[-1], *whole]
+    assert renderer.parse(wrong).tool_calls == renderer.parse(call).tool_calls
+
+
+def test_all_invariants_hold_where_names_of_control_tokens_contain_the_keys_of_messages(tmp_path):
+    (tmp_path / "it.jinja").write_text(FIELD_NAMES)
+    tokenizer = byte_tokenizer(control_tokens=FIELD_NAME_TOKENS)
+    renderer = JinjaRenderer(tokenizer, JinjaConfig(template=str(tmp_path / "it.jinja")))
+    assert renderer.proof.line == "11 of 11 dialogues extend exactly"
+    check_renderer(renderer, has_thinking=False, dialogues=SOME, num_garbage=20)
+
+
+def test_a_template_without_a_tool_role_is_named_as_the_reason_that_it_takes_no_tools(make):
+    renderer = make(NO_TOOLS.replace("bos_token", "''").replace("<|end|>", "<|im_end|>"))
+    with pytest.raises(RendererError, match=r"take tools. it takes no tool's reply"):
+        renderer.render([USER], TOOLS)
+
+
 def test_the_pieces_are_those_of_the_renderer_that_is_written_by_hand(make):
     """The made-up template writes dialogues as Qwen3's does, but for its words about tools."""
     ours = ChatMLRenderer(TOKENIZER, ChatMLConfig(thinking="drop", has_empty_thinking=False))
@@ -150,7 +193,7 @@ def test_what_a_template_cannot_do_is_refused_later_with_its_reason(make):
         (lambda: renderer.render([USER], [tool]), "no way to take tools.*Roles must alternate"),
         (lambda: renderer.render([Message(role="system", content="x")]), "Roles must alternate"),
         (lambda: renderer.extend(reply, [REPLY]), "no way to take a tool's reply"),
-        (lambda: renderer.render_reply(CALL), "calls a tool: the chat template refuses"),
+        (lambda: renderer.render_reply(CALL), "calls a tool: it takes no tool's reply"),
         (lambda: renderer.render_reply(THOUGHT), "the chat template of this model writes none"),
         (lambda: renderer.extend(reply, [ANSWER]), "was given an assistant message"),
     ):
