@@ -1,9 +1,9 @@
 """Tool calls as tags with one parameter each. Three dialects:
 
-    qwen (Qwen3-Coder, Qwen3.5)      glm (GLM-4.5 and later)        minimax (MiniMax-M2)
-    <function=find>                  find                           <invoke name="find">
-    <parameter=q>                    <arg_key>q</arg_key>           <parameter name="q">Bela</parameter>
-    Bela                             <arg_value>Bela</arg_value>    </invoke>
+    qwen (Qwen3-Coder, 3.5)   glm (GLM-4.5 and later)       minimax (MiniMax-M2)
+    <function=find>           find                          <invoke name="find">
+    <parameter=q>             <arg_key>q</arg_key>          <parameter name="q">Bela</parameter>
+    Bela                      <arg_value>Bela</arg_value>   </invoke>
     </parameter>
     </function>
 
@@ -118,8 +118,8 @@ def read_xml_call(
 
 
 def xml_call_text(call: ToolCall) -> str:
-    """Writes a call as Qwen3.5's template does: objects and lists as JSON, any other value as Python
-    prints it. Raises RendererError if the arguments are not a JSON object."""
+    """Writes a call as Qwen3.5's template does: objects and lists as JSON, other values as Python
+    prints them. Raises RendererError if the arguments are not a JSON object."""
     arguments = arguments_of(call)
     if arguments is None:
         raise RendererError(

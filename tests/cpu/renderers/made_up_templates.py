@@ -183,7 +183,9 @@ NEXT_ROLE = """\
 {{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}
 {%- elif message.role == 'assistant' %}
 {{- '<|assistant|>\\n<think>' }}
-{%- if message.reasoning_content and loop.index0 > ns.last %}{{ message.reasoning_content }}{% endif %}
+{%- if message.reasoning_content and loop.index0 > ns.last %}
+{{- message.reasoning_content }}
+{%- endif %}
 {{- '</think>' }}
 {%- if message.content %}{{ '\\n' + message.content }}{% endif %}
 {%- for call in message.tool_calls %}
@@ -227,8 +229,8 @@ FIELD_NAMES = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{ open('assistant') }}{% endif %}
 """
-"""Control tokens whose names contain the keys of messages, and a line break before the end of a turn:
-Granite, Kimi-K2 and Apriel in one. Calls are tags as MiniMax-M2 writes them."""
+"""Control tokens whose names contain the keys of messages, and a line break before the end of a
+turn: Granite, Kimi-K2 and Apriel in one. Calls are tags as MiniMax-M2 writes them."""
 FIELD_NAME_TOKENS = (
     "<|start_of_role|>", "<|end_of_role|>", "<|end_of_content|>", "<|call_id|>", "<invocations>",
     "</invocations>",
