@@ -42,31 +42,12 @@ def make_renderer(config: object, tokenizer: Tokenizer) -> Renderer:
     )
 
 
-@make_renderer.register
-def _(config: HarmonyConfig, tokenizer: Tokenizer) -> Renderer:
-    return HarmonyRenderer(tokenizer, config)
-
-
-@make_renderer.register
-def _(config: ChatMLConfig, tokenizer: Tokenizer) -> Renderer:
-    return ChatMLRenderer(tokenizer, config)
-
-
-@make_renderer.register
-def _(config: Llama3Config, tokenizer: Tokenizer) -> Renderer:
-    return Llama3Renderer(tokenizer, config)
-
-
-@make_renderer.register
-def _(config: DeepSeekConfig, tokenizer: Tokenizer) -> Renderer:
-    return DeepSeekRenderer(tokenizer, config)
-
-
-@make_renderer.register
-def _(config: GemmaConfig, tokenizer: Tokenizer) -> Renderer:
-    return GemmaRenderer(tokenizer, config)
-
-
-@make_renderer.register
-def _(config: JinjaConfig, tokenizer: Tokenizer) -> Renderer:
-    return JinjaRenderer(tokenizer, config)
+for _config, _renderer in (
+    (HarmonyConfig, HarmonyRenderer),
+    (ChatMLConfig, ChatMLRenderer),
+    (Llama3Config, Llama3Renderer),
+    (DeepSeekConfig, DeepSeekRenderer),
+    (GemmaConfig, GemmaRenderer),
+    (JinjaConfig, JinjaRenderer),
+):
+    make_renderer.register(_config, lambda config, tokenizer, make=_renderer: make(tokenizer, config))

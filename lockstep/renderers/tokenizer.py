@@ -11,7 +11,6 @@ ordinary text only. A control token is reached by its name, `control_id`, and by
 
 from __future__ import annotations
 
-import base64
 import json
 import random
 import re
@@ -27,19 +26,11 @@ from lockstep.renderers.vocabulary import characters_of, merge_parts, read_vocab
 _PROBE = 'Hello, world!\n\t  {"key": [1, 2]} <|x|> \u00e9\u4e2d\u0416\U0001f600\n\n end '
 """Round-trips byte for byte through every tokenizer that keeps text; anything else is refused."""
 
-_TEKKEN_NAMES = (
-    *("<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]"),
-    *("[TOOL_RESULTS]", "[/TOOL_RESULTS]", "[TOOL_CALLS]", "[IMG]", "<pad>", "[IMG_BREAK]"),
-    *("[IMG_END]", "[PREFIX]", "[MIDDLE]", "[SUFFIX]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]"),
-    "[TOOL_CONTENT]",
-)
-"""Control tokens of the tekken files that do not name their own (mistral-common 1.13)."""
-
 
 class Tokenizer:
     """A BPE vocabulary that keeps every byte: a token is a run of bytes, or a control token.
 
-    Make one with `from_file`, `from_json`, `from_tiktoken` or `from_tekken`. Which added tokens of
+    Make one with `from_file`, `from_json` or `from_tiktoken`. Which added tokens of
     a file are control: see `vocabulary`.
 
     >>> from lockstep.testing.tokenizers import byte_tokenizer
@@ -125,69 +116,28 @@ class Tokenizer:
         Llama 3's `tokenizer.model` is such a file. pattern: the regular expression that splits text
         first. special_tokens: name -> id. Raises MissingExtraError without the package tiktoken.
         """
-        _require_tiktoken("reading a .tiktoken file")
-        from tiktoken.load import load_tiktoken_bpe
+        try:
+            import tiktoken
+            from tiktoken.load import load_tiktoken_bpe
+        except ImportError as error:
+            raise MissingExtraError.of(
+                "tiktoken", extra="parity", needed_for="reading a .tiktoken file"
+            ) from error
 
         if not Path(ranks_path).is_file():
             raise RendererError(f"no tokenizer at {ranks_path}: expected a .tiktoken file.")
         ranks = load_tiktoken_bpe(str(ranks_path))
-        return cls._from_ranks(
-            ranks, pattern=pattern, special_tokens=special_tokens, where=str(ranks_path)
-        )
-
-    @classmethod
-    def from_tekken(cls, path: str | Path) -> Tokenizer:
-        """Reads Mistral's `tekken.json`, whose control tokens have the first ids.
-
-        A file of 2024 names none of them: the first twenty are those that mistral-common gives it.
-        The rest are called <SPECIAL_n>.
-
-        Raises MissingExtraError without the package tiktoken.
-        """
-        _require_tiktoken("reading a tekken.json")
-        if not Path(path).is_file():
-            raise RendererError(f"no tokenizer at {path}: expected a tekken.json.")
-        content = _read_json(Path(path))
-        try:
-            config = content["config"]
-            num_special = int(config["default_num_special_tokens"])
-            num_text = int(config["default_vocab_size"]) - num_special
-            names = dict(enumerate(_TEKKEN_NAMES))
-            if declared := content.get("special_tokens"):
-                names = {int(token["rank"]): token["token_str"] for token in declared}
-            ranks = {
-                base64.b64decode(token["token_bytes"]): num_special + int(token["rank"])
-                for token in content["vocab"][:num_text]
-            }
-            pattern: str = config["pattern"]
-        except (KeyError, TypeError, ValueError) as error:
-            raise RendererError(
-                f"{path} is not a tekken.json: {error!r}. Expected config (pattern, "
-                "default_vocab_size, default_num_special_tokens) and vocab (rank, token_bytes)."
-            ) from error
-        special = {names.get(id_, f"<SPECIAL_{id_}>"): id_ for id_ in range(num_special)}
-        return cls._from_ranks(ranks, pattern=pattern, special_tokens=special, where=str(path))
-
-    @classmethod
-    def _from_ranks(
-        cls,
-        ranks: Mapping[bytes, int],
-        *,
-        pattern: str,
-        special_tokens: Mapping[str, int],
-        where: str,
-    ) -> Tokenizer:
-        encoding = _require_tiktoken("reading ranks of tokens").Encoding(
-            Path(where).stem,
+        encoding = tiktoken.Encoding(
+            Path(ranks_path).stem,
             pat_str=pattern,
-            mergeable_ranks=dict(ranks),
+            mergeable_ranks=ranks,
             special_tokens=dict(special_tokens),
         )
         return cls(
             encoding.encode_ordinary,
             text_tokens={id_: piece for piece, id_ in ranks.items()},
             control_tokens=special_tokens,
-            where=where,
+            where=str(ranks_path),
         )
 
     @classmethod
@@ -344,14 +294,6 @@ def _merge(
         at = best[1]
         pieces[at : at + 2] = [pieces[at] + pieces[at + 1]]
     return pieces
-
-
-def _require_tiktoken(needed_for: str) -> Any:
-    try:
-        import tiktoken
-    except ImportError as error:
-        raise MissingExtraError.of("tiktoken", extra="parity", needed_for=needed_for) from error
-    return tiktoken
 
 
 def _read_json(file: Path) -> dict[str, Any]:

@@ -18,51 +18,13 @@ from lockstep.renderers.tokenizer import Tokenizer
 
 _CANDIDATES = range(0xE000, 0xF8FF)  # private use: no font, no language and no protocol has them
 _PLAIN = frozenset(
-    [
-        "system",
-        "developer",
-        "user",
-        "assistant",
-        "tool",
-        "function",
-        "type",
-        "name",
-        "description",
-        "parameters",
-        "properties",
-        "required",
-        "items",
-        "enum",
-        "default",
-        "string",
-        "object",
-        "array",
-        "number",
-        "integer",
-        "boolean",
-        "null",
-        "strict",
-    ]
+    "system developer user assistant tool function type name description parameters properties "
+    "required items enum default string object array number integer boolean null strict".split()
 )
-"""Words that templates compare with; none of them is a control token's name in full."""
+"""Values that templates compare with; none of them is the whole name of a control token."""
 _PROTOCOL_KEYS = frozenset(
-    [
-        "role",
-        "content",
-        "name",
-        "id",
-        "type",
-        "function",
-        "arguments",
-        "tool_calls",
-        "tool_call_id",
-        "reasoning_content",
-        "reasoning",
-        "thinking",
-        "thinking_text",
-        "description",
-        "parameters",
-    ]
+    "role content name id type function arguments tool_calls tool_call_id reasoning_content "
+    "reasoning thinking thinking_text description parameters".split()
 )
 """Keys by which a template reads messages and tools. A mark would hide the field from it: Granite's
 `<|start_of_role|>` contains `role`, and Kimi's `[start_header_id]` contains `id`."""

@@ -12,11 +12,6 @@ from lockstep.errors import RendererError
 from lockstep.renderers.config import JinjaConfig
 from lockstep.renderers.tokenizer import Tokenizer
 
-_SPECIAL = (
-    "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token",
-    "image_token", "boi_token", "eoi_token", "audio_token",
-)  # fmt: skip
-
 
 @dataclass(frozen=True, kw_only=True)
 class TemplateSource:
@@ -37,7 +32,7 @@ def read_template(tokenizer: Tokenizer, config: JinjaConfig) -> TemplateSource:
     """The template's text. Raises RendererError if there is none."""
     directory = Path(tokenizer.where).parent if Path(tokenizer.where).is_file() else None
     fields: Mapping[str, Any] = {} if directory is None else _tokenizer_config(directory)
-    special = {name: _content(fields.get(name)) for name in _SPECIAL}
+    special = {name: _content(token) for name, token in fields.items() if name.endswith("_token")}
     found = _text(directory, fields, config)
     return TemplateSource(
         text=found[0],

@@ -49,10 +49,8 @@ def main() -> None:
         separators: Any = None,
         sort_keys: bool = False,
     ) -> str:
-        return json.dumps(
-            value, ensure_ascii=ensure_ascii, indent=indent, separators=separators,
-            sort_keys=sort_keys,
-        )  # fmt: skip
+        options = {"indent": indent, "separators": separators, "sort_keys": sort_keys}
+        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
     # The settings are transformers' (utils/chat_template_utils.py).
     environment: Any = sandbox.ImmutableSandboxedEnvironment(
