@@ -50,4 +50,6 @@ for _config, _renderer in (
     (GemmaConfig, GemmaRenderer),
     (JinjaConfig, JinjaRenderer),
 ):
-    make_renderer.register(_config, lambda config, tokenizer, make=_renderer: make(tokenizer, config))
+    make_renderer.register(
+        _config, lambda config, tokenizer, make=_renderer: make(tokenizer, config)
+    )

@@ -17,15 +17,16 @@ from lockstep.renderers.pieces import Piece
 from lockstep.renderers.tokenizer import Tokenizer
 
 _CANDIDATES = range(0xE000, 0xF8FF)  # private use: no font, no language and no protocol has them
-_PLAIN = frozenset(
-    "system developer user assistant tool function type name description parameters properties "
-    "required items enum default string object array number integer boolean null strict".split()
-)
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+_JSON_TYPES = ("string", "object", "array", "number", "integer", "boolean", "null")
+_SCHEMA_KEYS = ("type", "properties", "required", "items", "enum", "default", "strict")
+_TOOL_KEYS = ("function", "name", "description", "parameters", "arguments")
+_MESSAGE_KEYS = ("role", "content", "id", "tool_calls", "tool_call_id")
+_THINKING_KEYS = ("reasoning_content", "reasoning", "thinking", "thinking_text")
+
+_PLAIN = frozenset((*_ROLES, *_JSON_TYPES, *_SCHEMA_KEYS, *_TOOL_KEYS[:-1]))
 """Values that templates compare with; none of them is the whole name of a control token."""
-_PROTOCOL_KEYS = frozenset(
-    "role content name id type function arguments tool_calls tool_call_id reasoning_content "
-    "reasoning thinking thinking_text description parameters".split()
-)
+_PROTOCOL_KEYS = frozenset((*_MESSAGE_KEYS, *_TOOL_KEYS, *_THINKING_KEYS, "type"))
 """Keys by which a template reads messages and tools. A mark would hide the field from it: Granite's
 `<|start_of_role|>` contains `role`, and Kimi's `[start_header_id]` contains `id`."""
 

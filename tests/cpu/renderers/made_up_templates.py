@@ -108,25 +108,25 @@ HOSTILE = {
     "loops": (
         "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}"
         "{% endfor %}{% endfor %}{% endfor %}",
-        "did not come to an end|takes more memory",
+        "did not finish|takes more memory",
     ),
     "doubles": (
         "{% set ns = namespace(x='ab') %}{% for a in range(64) %}{% set ns.x = ns.x ~ ns.x %}"
         "{% endfor %}{{ ns.x }}",
-        "more memory|did not come to an end",
+        "more memory|did not finish",
     ),
     "multiplies": ("{{ 'a' * 10 ** 12 }}", "more memory"),
     "writes without an end": (
         "{% for a in range(99999) %}{% for b in range(99999) %}{{ 'abcdefghijklmnop' * 64 }}"
         "{% endfor %}{% endfor %}",
-        "more memory|did not come",
+        "more memory|did not finish",
     ),
     "calls itself": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "calls itself"),
     "compares shared lists": (
         "{% set ns = namespace(x=[1], y=[1]) %}{% for a in range(99) %}"
         "{% set ns.x = [ns.x, ns.x] %}{% set ns.y = [ns.y, ns.y] %}{% endfor %}"
         "{{ ns.x == ns.y }}",
-        "did not come to an end",
+        "did not finish",
     ),
     "reads attributes": ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "sandbox forbids"),
     "reaches the interpreter": (
@@ -136,7 +136,7 @@ HOSTILE = {
     "includes a file": ("{% include '/etc/passwd' %}", "another file"),
     "imports a file": ("{% import '/etc/passwd' as x %}", "another file"),
     "extends a file": ("{% extends '/etc/passwd' %}", "another file"),
-    "is no template": ("{% for x in %}", "it is no Jinja: line 1"),
+    "is no template": ("{% for x in %}", "it is not valid Jinja: line 1"),
     "changes what it is given": ("{{ messages.append(1) }}", "sandbox forbids|it fails"),
     "fails": ("{{ messages[0].a.b.c }}", "it fails: UndefinedError"),
 }

@@ -252,20 +252,16 @@ def test_a_template_that_turns_hostile_on_a_word_fails_then_and_works_again(make
     trap = "{% if messages[0].content == 'now' %}" + HOSTILE["loops"][0] + "{% endif %}"
     renderer = make(trap + template())
     monkeypatch.setattr(jinja_template, "RENDER_SECONDS", 0.5)
-    with pytest.raises(RendererError, match=r"did not come to an end within 0\.5 s"):
+    with pytest.raises(RendererError, match=r"did not finish within 0\.5 s"):
         renderer.render([Message(role="user", content="now")])
     assert renderer.render([USER]) == make(template()).render([USER])
 
 
-def test_the_worker_can_open_no_file_and_ends_with_its_parent(make):
-    renderer = make(template())
-    process = renderer._template._process
+def test_the_worker_can_open_no_file(make):
+    process = make(template())._template._child._process._process
     limits = Path(f"/proc/{process.pid}/limits")
     if limits.is_file():
         assert "Max open files            0" in limits.read_text()
-    del renderer, make
-    process.kill()
-    assert process.wait() != 0
 
 
 NAMES = [TOKENIZER.control_name(id_) for id_ in sorted(TOKENIZER.control_ids)]

@@ -244,38 +244,6 @@ def test_added_tokens_that_only_the_config_declares_are_control_tokens(tmp_path)
     assert tokenizer.decode([998]) == "<|unused:998|>"
 
 
-TEKKEN = {
-    "config": {
-        "pattern": r"\s+|\S+",
-        "default_vocab_size": 263,
-        "default_num_special_tokens": 5,
-    },
-    "special_tokens": [{"rank": 1, "token_str": "<s>"}, {"rank": 3, "token_str": "[INST]"}],
-    "vocab": [
-        {"rank": rank, "token_bytes": base64.b64encode(piece).decode()}
-        for rank, piece in enumerate([*(bytes([byte]) for byte in range(256)), b"IN", b"ST", b"xx"])
-    ],
-}
-
-
-def test_a_tekken_file_has_its_control_tokens_first(tmp_path):
-    pytest.importorskip("tiktoken")
-    path = tmp_path / "tekken.json"
-    path.write_text(json.dumps(TEKKEN))
-    tokenizer = Tokenizer.from_tekken(path)
-    assert tokenizer.encode("[INST]") == [5 + ord("["), 5 + 256, 5 + 257, 5 + ord("]")]
-    assert tokenizer.control_id("[INST]") == 3 and tokenizer.control_name(4) == "<SPECIAL_4>"
-    assert tokenizer.vocab_size == 263
-    assert tokenizer.decode_bytes(tokenizer.encode("\u4e2d x")) == "\u4e2d x".encode()
-    path.write_text(json.dumps(TEKKEN | {"special_tokens": None}))
-    assert Tokenizer.from_tekken(path).control_id("[INST]") == 3
-    path.write_text("{}")
-    with pytest.raises(RendererError, match=r"is not a tekken\.json: KeyError\('config'\)"):
-        Tokenizer.from_tekken(path)
-    with pytest.raises(RendererError, match=r"expected a tekken\.json"):
-        Tokenizer.from_tekken(tmp_path / "none")
-
-
 def changed(**parts):
     return json.dumps(json.loads(trained()) | parts)
 

@@ -1,13 +1,13 @@
-"""The process that renders a chat template: started as a script, it knows nothing of Lockstep.
+"""The process that renders a chat template. It runs as a script and imports nothing of Lockstep.
 
 A template is a program that came with a model's weights. Jinja's sandbox keeps it from attributes
-and from files, but a loop in a loop, a power or a doubled list can take any time and any memory,
-and no step of Python's interrupts them. So it runs here: bounded in memory, without the right to
-open a file, and killed by the parent when it takes too long.
+and files, but a loop in a loop, a power or a doubled list can take any time and any memory, and
+Python cannot interrupt such a step. So the template runs here: its memory is bounded, it may not
+open a file, and the parent kills it when it takes too long.
 
-One JSON object per line. In: {"source", "date"} first, then {"variables"}. Out: {"text"}, or
-{"kind", "message"}: "refused" (the template's own raise_exception), "syntax", "unsafe", "loader",
-"memory", "failed".
+The protocol is that of `lockstep.children`. Request 0 has `source` and `date`, later ones have
+`variables`; a reply has `text`. Kinds of errors: "refused" (the template called raise_exception),
+"syntax", "unsafe", "loader", "memory", "failed".
 """
 
 import json
@@ -16,9 +16,9 @@ from datetime import datetime
 from typing import Any
 
 MEMORY_BYTES = 1 << 30
-"""Address space of this process; it starts with about 40 MB."""
+"""Address space of this process, which starts with about 40 MB."""
 MAX_TEXT = 1 << 26
-"""Characters that a template may write: 64 Mi, some hundred times the longest dialogues."""
+"""Characters that a template may write: 64 Mi, about a hundred times the longest dialogues."""
 
 
 def main() -> None:
@@ -30,7 +30,7 @@ def main() -> None:
         pass
 
     class Generation(jinja2.ext.Extension):
-        """`{% generation %}`, by which transformers marks what the model wrote: nothing here."""
+        """`{% generation %}`, with which transformers marks replies, has no effect here."""
 
         tags = {"generation"}  # noqa: RUF012  (as the base class declares it)
 
@@ -52,7 +52,7 @@ def main() -> None:
         options = {"indent": indent, "separators": separators, "sort_keys": sort_keys}
         return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
-    # The settings are transformers' (utils/chat_template_utils.py).
+    # Settings as in transformers, utils/chat_template_utils.py.
     environment: Any = sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
     )
@@ -60,7 +60,7 @@ def main() -> None:
     environment.globals["raise_exception"] = refuse
 
     def answer(kind: str, error: BaseException) -> dict[str, str]:
-        return {"kind": kind, "message": f"{error}"[:2000] or type(error).__name__}
+        return {"error": kind, "text": f"{error}"[:2000] or type(error).__name__}
 
     def render(request: dict[str, Any]) -> dict[str, str]:
         try:
@@ -78,18 +78,18 @@ def main() -> None:
             return answer("unsafe", error)
         except (MemoryError, RecursionError, OverflowError) as error:
             return answer("memory", error)
-        except TypeError as error:  # Jinja's own words: it has no exception for this
+        except TypeError as error:  # Jinja has no exception of its own for this
             if "no loader for this environment" in str(error):
                 return answer("loader", error)
-            return {"kind": "failed", "message": f"TypeError: {error}"[:2000]}
-        except Exception as error:  # whatever a foreign program raises is its failure
-            return {"kind": "failed", "message": f"{type(error).__name__}: {error}"[:2000]}
+            return {"error": "failed", "text": f"TypeError: {error}"[:2000]}
+        except Exception as error:  # any exception is the template's failure
+            return {"error": "failed", "text": f"{type(error).__name__}: {error}"[:2000]}
 
-    def reply(to: dict[str, str]) -> None:
-        sys.stdout.buffer.write(json.dumps(to).encode() + b"\n")
+    def reply(fields: dict[str, str], *, number: int) -> None:
+        sys.stdout.buffer.write(json.dumps({**fields, "id": number}).encode() + b"\n")
         sys.stdout.buffer.flush()
 
-    # A first render and a first error load what jinja2 loads late: no file can be opened below.
+    # Render and fail once, so that jinja2 imports everything now: no file can be opened later.
     warm = "{% for x in [1] %}{{ 'a\\n\\u00e9' ~ x|tojson|trim }}{% endfor %}{{ none.a.b }}"
     template = environment.from_string(warm)
     render({"variables": {}})
@@ -100,14 +100,15 @@ def main() -> None:
     try:
         template = environment.from_string(first["source"])
     except jinja2.exceptions.TemplateSyntaxError as error:
-        reply({"kind": "syntax", "message": f"line {error.lineno}: {error.message}"})
+        reply({"error": "syntax", "text": f"line {error.lineno}: {error.message}"}, number=0)
         return
     except (MemoryError, RecursionError, OverflowError) as error:
-        reply(answer("memory", error))
+        reply(answer("memory", error), number=0)
         return
-    reply({"text": ""})
+    reply({"text": ""}, number=0)
     for line in sys.stdin.buffer:
-        reply(render(json.loads(line)))
+        request = json.loads(line)
+        reply(render(request), number=request["id"])
 
 
 def _limit() -> None:
