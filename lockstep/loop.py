@@ -301,7 +301,7 @@ def update(run: Session, rows: Sequence[Sample], sampled_rows: Sequence[Sample])
         metrics |= critic.update(sampled_rows)
     every = config.trainer.measure_after_every
     if every and run.step % every == 0:
-        metrics |= trainer.measure_after(rows)
+        metrics |= trainer.measure(rows).to_metrics("mismatch_after", by_part=False)
     return metrics
 
 

@@ -249,6 +249,16 @@ class MismatchReport:
         return {k: v + 0.0 for k, v in named.items()}  # + 0.0: -0.0 is shown as 0.0
 
 
+def merge_reports(
+    left: Mapping[str, MismatchReport], right: Mapping[str, MismatchReport]
+) -> dict[str, MismatchReport]:
+    """Name -> the report of both."""
+    out = dict(left)
+    for name, report in right.items():
+        out[name] = out[name].merge(report) if name in out else report
+    return out
+
+
 def codes_of(d: Tensor) -> Tensor:
     """[N] int32 in [0, NUM_CODES): sign, exponent and highest bits of each float32, finite."""
     return (d.float().view(torch.int32) >> (23 - _SUB_BITS)) + NUM_CODES // 2

@@ -181,9 +181,21 @@ def weigh(
     layout = as_layout(layout, logprobs)
     facts = facts or TokenFacts()
     _check(logprobs, rollout_logprobs, correction, layout, facts)
-    batch = Batch(logprobs.reshape(-1), rollout_logprobs.reshape(-1), layout, facts)
+    host = torch.device("cpu")
+    on_host = Layout(
+        layout.shape,
+        layout.offsets,
+        None if layout.mask is None else layout.mask.to(host),
+        layout.group,
+    )
+    given = {n: getattr(facts, n) for n in ("advantages", "ages", "turns", "positions", "kinds")}
+    facts = TokenFacts(**{n: None if x is None else x.to(host) for n, x in given.items()})
+    batch = Batch(
+        logprobs.to(host).reshape(-1), rollout_logprobs.to(host).reshape(-1), on_host, facts
+    )
     with _one_thread(batch.device):
         weights_N, keep_N, report = _weigh(batch, correction)
+    weights_N, keep_N = weights_N.to(logprobs.device), keep_N.to(logprobs.device)
     return Weighed(
         weights_N.view(layout.shape), keep_N.view(layout.shape), report, correction,
         logprobs, rollout_logprobs, layout,

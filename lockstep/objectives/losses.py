@@ -52,6 +52,28 @@ class TokenBatch:
     row: Tensor
     """[T] int64 in [0, num_rows), not decreasing: which row a token belongs to."""
     num_rows: int
+    weights: Tensor | None = None
+    """[T] float32 without gradient: the correction's weights, by which the trainer multiplies the
+    loss; None multiplies by nothing."""
+    kept: Tensor | None = None
+    """[T] int64: index of each token among the `num_all` trained tokens of its micro-batch, of
+    which the correction rejected the others. None: all were kept."""
+    num_all: int = 0
+
+    def select(self, values: Tensor) -> Tensor:
+        """[num_all] -> [T]: the values of the tokens that were kept."""
+        return values if self.kept is None else values.index_select(0, self.kept)
+
+    def spread(self, values: Tensor) -> Tensor:
+        """[T] -> [num_all]: the values at their tokens, 0.0 at those that were rejected."""
+        if self.kept is None:
+            return values
+        return values.new_zeros(self.num_all).index_copy(0, self.kept, values)
+
+    def weights_or_ones(self) -> Tensor:
+        if self.weights is not None:
+            return self.weights
+        return torch.ones(len(self.logprobs), device=self.logprobs.device)
 
     @property
     def layout(self) -> Layout:

@@ -207,7 +207,8 @@ class CriticConfig:
             policy,
             lr=self.lr, weight_decay=self.weight_decay, warmup_updates=self.warmup_updates,
             schedule=self.schedule, min_lr_share=self.min_lr_share, grad_clip=self.grad_clip,
-            freeze=self.freeze, updates_per_batch=self.updates_per_batch,
+            freeze=self.freeze, loss_scale=self.loss_scale,
+            updates_per_batch=self.updates_per_batch,
         )  # fmt: skip
 
 

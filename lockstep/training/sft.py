@@ -200,7 +200,7 @@ def run_sft(
         batch = [next(rows) for _ in range(config.rows_per_step)]
         weight = sum(float(s.columns["weights"][s.loss_mask].sum()) for s in batch)
         metrics = trainer.forward_backward(
-            batch, supervised_loss, denominator=weight, is_fixed=True
+            batch, supervised_loss, denominator=weight, is_linear=True
         )
         yield {"step": float(step), **metrics, **trainer.optim_step()}
 

@@ -321,7 +321,7 @@ def test_tokens_of_older_versions_may_differ_and_those_of_this_one_may_not(kept)
     make, rows = kept
     rows = copies(rows)
     trainer = make("a")
-    trainer.version = 3
+    trainer.num_updates = 3
     versions = [3, 2, 3, 1]
     for row, version in zip(rows, versions, strict=True):
         row.set("policy_version", np.full(len(row), version, np.int32))

@@ -17,7 +17,7 @@ from lockstep.loop import train
 from lockstep.objectives.config import GSPO, PPOClip, Reinforce
 from lockstep.objectives.losses import make_loss
 from lockstep.recipes import find_recipe
-from lockstep.training.correcting import correct_samples
+from lockstep.training.correcting import weigh_samples
 
 LENGTHS = [9, 31, 14, 22, 40, 12]
 NAN = math.nan
@@ -93,13 +93,13 @@ def test_one_pass_gives_the_bits_of_two(tmp_path, name, objective):
             set_trained(rows, "averaged_logprobs", at_trained(rows, "rollout_logprobs") - 0.1)
     metrics = one.update(one_rows, objective, correction)
     two.forward(two_rows, column="old_logprobs")
-    rows, reports = correct_samples(two_rows, correction, version=0, device=two.device)
+    rows, reports = weigh_samples(two_rows, correction, version=0)
     rejected = (at_trained(rows, "importance_weights") == 0).sum()
     assert bool(rejected) == bool(correction.reject or correction.bound == "mask")
     again = two.forward_backward(
         rows, make_loss(objective), aggregate=objective.aggregate, correction=correction
     )
-    again |= two.optim_step() | reports.to_metrics()
+    again |= two.optim_step() | reports
     assert_same_bits(snapshot(one), snapshot(two))
     for key in again:
         # sums over micro-batches and over the whole, float64
@@ -144,7 +144,7 @@ def test_weights_multiply_the_loss_of_their_tokens(tmp_path):
     correction = Correction.mis(0.9, 1.1, level="geometric")
     (weighed, rows), (plain, plain_rows) = make_case(tmp_path), make_case(tmp_path)
     weighed.forward(rows)
-    correct_samples(rows, correction, version=0, device=weighed.device)
+    weigh_samples(rows, correction, version=0)
     found = weighed.forward_backward(rows, make_loss(Reinforce()), correction=correction)
     plain.forward(plain_rows)
     weights = correct(
@@ -164,7 +164,7 @@ def test_weights_multiply_the_loss_of_their_tokens(tmp_path):
 def test_weights_of_an_earlier_update_are_not_taken_for_those_of_this_one(tmp_path):
     (again, rows), (fresh, fresh_rows) = make_case(tmp_path), make_case(tmp_path)
     again.forward(rows)
-    correct_samples(rows, Correction.mis(0.9, 1.1), version=0, device=again.device)
+    weigh_samples(rows, Correction.mis(0.9, 1.1), version=0)
     again.update(rows, PPOClip(), Correction.bypass())
     fresh.update(fresh_rows, PPOClip(), Correction.bypass())
     assert_same_bits(snapshot(again), snapshot(fresh))
@@ -356,7 +356,7 @@ def test_an_update_on_its_own_share_is_that_share_with_the_weights_of_the_whole(
     )  # fmt: skip
     together.update(rows, PPOClip(), correction)
     apart.forward(other_rows)
-    trained, _ = correct_samples(other_rows, correction, version=0, device=apart.device)
+    trained, _ = weigh_samples(other_rows, correction, version=0)
     for share in (trained[0::2], trained[1::2]):
         apart.forward_backward(share, make_loss(PPOClip()), correction=correction)
         apart.optim_step()
@@ -399,14 +399,14 @@ def test_on_policy_refuses_several_updates_of_a_batch(tmp_path):
 
 def test_staleness_is_reported_by_age(tmp_path):
     trainer, rows = make_case(tmp_path)
-    trainer.version = 3
+    trainer.num_updates = 3
     for i, row in enumerate(rows):
         row.set("policy_version", np.where(row.loss_mask, 3 - i % 2, -1).astype(np.int32))
     for correction in (Correction.bypass(), Correction.tis()):
         found = trainer.measure(rows).to_metrics()
         metrics = trainer.update([copy.deepcopy(r) for r in rows], PPOClip(), correction)
         trainer, _ = make_case(tmp_path)
-        trainer.version = 3
+        trainer.num_updates = 3
         for age, chosen in (("0", rows[0::2]), ("1", rows[1::2])):
             count = sum(r.num_trained for r in chosen)
             for name in ("k1", "k3"):

@@ -77,7 +77,7 @@ def test_a_fixed_gradient_is_formed_in_the_forward_and_is_the_same(
     options = {"correction": correction, "aggregate": objective.aggregate}
     wanted, forwards = gradients(trainer, rows, make_loss(objective), **options)
     assert forwards == {True: 0, False: 1}
-    found, forwards = gradients(trainer, rows, make_loss(objective), is_fixed=True, **options)
+    found, forwards = gradients(trainer, rows, make_loss(objective), is_linear=True, **options)
     assert forwards == {True: 1, False: 0}
     assert agree(found, wanted)
 
@@ -85,7 +85,7 @@ def test_a_fixed_gradient_is_formed_in_the_forward_and_is_the_same(
 def test_supervised_training_forms_its_gradients_in_the_forward(tmp_path, small_chunks):
     trainer, rows = make_case(tmp_path)
     wanted, _ = gradients(trainer, rows, supervised_loss)
-    found, forwards = gradients(trainer, rows, supervised_loss, is_fixed=True)
+    found, forwards = gradients(trainer, rows, supervised_loss, is_linear=True)
     assert forwards == {True: 1, False: 0} and agree(found, wanted)
 
 
@@ -150,7 +150,7 @@ def test_a_loss_that_was_wrongly_called_fixed_has_its_gradient_all_the_same(tmp_
     trainer, rows = make_case(tmp_path, max_tokens_per_microbatch=60)
     wanted, forwards = gradients(trainer, rows, square)
     assert forwards == {True: 0, False: 2}
-    found, forwards = gradients(trainer, rows, square, is_fixed=True)
+    found, forwards = gradients(trainer, rows, square, is_linear=True)
     assert forwards == {True: 1, False: 2}
     assert torch.equal(found, wanted)
 
@@ -161,19 +161,19 @@ def test_a_loss_that_weighs_by_the_entropy_is_found_out(tmp_path, small_chunks):
 
     trainer, rows = make_case(tmp_path)
     wanted, _ = gradients(trainer, rows, weighed)
-    found, _ = gradients(trainer, rows, weighed, is_fixed=True)
+    found, _ = gradients(trainer, rows, weighed, is_linear=True)
     assert torch.equal(found, wanted)
 
 
 def test_where_logits_are_formed_once_anyway_nothing_is_tried(tmp_path):
     trainer, rows = make_case(tmp_path)
     loss_fn = mock.Mock(side_effect=make_loss(Reinforce()))
-    _, forwards = gradients(trainer, rows, loss_fn, is_fixed=True)
+    _, forwards = gradients(trainer, rows, loss_fn, is_linear=True)
     assert forwards == {True: 0, False: 1} and loss_fn.call_count == 1
 
 
 def test_a_frozen_head_under_an_adapter_has_the_same_gradient(tmp_path, small_chunks):
     trainer, rows = make_case(tmp_path, lora={"rank": 2})
     wanted, _ = gradients(trainer, rows, make_loss(Reinforce()))
-    found, forwards = gradients(trainer, rows, make_loss(Reinforce()), is_fixed=True)
+    found, forwards = gradients(trainer, rows, make_loss(Reinforce()), is_linear=True)
     assert forwards == {True: 1, False: 0} and agree(found, wanted)

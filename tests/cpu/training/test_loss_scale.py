@@ -123,3 +123,12 @@ def test_a_float16_critic_repeats_what_overflows(tmp_path):
     metrics = critic.update(rows)
     assert metrics["critic/overflows"] > 0 and metrics["critic/skipped_updates"] == 0
     assert metrics["critic/loss_scale"] == critic.loss_scale.value < 2.0**24
+
+
+def test_the_critics_own_loss_scale_is_used(tmp_path):
+    critic = make_critic(tmp_path, loss_scale=64.0)
+    rows = make_rows(LENGTHS)
+    critic.values(rows)
+    for row in rows:
+        row.set("returns", np.ones(len(row), np.float32))
+    assert critic.update(rows)["critic/loss_scale"] == critic.loss_scale.value == 64.0

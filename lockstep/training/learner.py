@@ -1,0 +1,360 @@
+"""A model, its optimizer and their counters: what the policy and the critic share in training."""
+
+from __future__ import annotations
+
+import json
+import logging
+import signal
+import threading
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from safetensors.torch import load_file, save_file
+
+from lockstep.errors import CheckpointError
+from lockstep.models.config import FallbackConfig, ModelConfig
+from lockstep.models.critic import ValueModel
+from lockstep.models.decoder import Decoder
+from lockstep.models.sequence_parallel import SequenceParallel
+from lockstep.models.sharding import local_part
+from lockstep.store.files import write_json
+from lockstep.training.config import TrainerConfig
+from lockstep.training.loss_scale import LossScale
+from lockstep.training.optimizer import Optimizer, freeze, lr_share
+from lockstep.training.packing import (
+    PackedBatch,
+    budget_for_ranks,
+    check_readable,
+    pack,
+    plan_microbatches,
+)
+from lockstep.types import Sample
+
+if TYPE_CHECKING:
+    from lockstep.launch.ranks import Ranks
+
+Tensor = torch.Tensor
+Metrics = dict[str, float]
+
+OPTIMIZER = "optimizer.safetensors"
+
+MAX_NAMED_ROWS = 3  # rows named as the cause of a skipped update; more would hide the first
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class Pass:
+    """One `forward_backward`, so that it can be repeated on all or some of its rows."""
+
+    samples: Sequence[Sample]
+    backward: Callable[[PackedBatch], object]
+    """Runs one micro-batch forward and backward, and collects its gradients."""
+
+
+class Learner:
+    """Base of `Trainer` (the policy) and `Critic`: gradients add up call by call, and `optim_step`
+    applies them.
+
+    Parameters are updated in place, so an engine in this process can run the same ones.
+    """
+
+    role: ClassVar[str]
+    """First part of the metric names."""
+    setting: ClassVar[str]
+    """Name of the settings, for errors."""
+    state_file: ClassVar[str]
+    """JSON file of a checkpoint with the counters."""
+
+    def __init__(
+        self,
+        model: Decoder | ValueModel,
+        config: TrainerConfig,
+        *,
+        like: str | Path,
+        total_updates: int | None = None,
+        ranks: Ranks | None = None,
+    ) -> None:
+        """like: the checkpoint directory whose config and tokenizer files `save` copies.
+
+        total_updates: updates of the whole run; needed by a schedule that falls.
+        ranks: the processes that train together. All of them call every method with the same rows;
+        only forward and backward are divided.
+        """
+        self._module = model
+        self.decoder = model.body if isinstance(model, ValueModel) else model
+        self.decoder.recomputes_blocks = config.recompute == "blocks"
+        self.config, self.like = config, Path(like)
+        self.total_updates, self.ranks = total_updates, ranks
+        self._sequence = None
+        if ranks is not None and ranks.sequence_group is not None:
+            self._sequence = SequenceParallel(ranks.sequence_group)
+        freeze(model.named_parameters(), config.freeze, setting=f"{self.setting}.freeze")
+        self.optimizer = Optimizer(model.named_parameters(), config)
+        self.loss_scale = LossScale.for_training(config.loss_scale, self.decoder.embedding.dtype)
+        self.num_updates = 0
+        """Updates asked for, skipped ones included: the place in the schedule."""
+        self.num_skipped = 0
+        self.last_skip = ""
+        """Why the last update was skipped and which row caused it; empty if it was made."""
+        self._bad_loss = ""
+        self._num_kept = 0
+        """Tokens trained since the last update."""
+        self._passes: list[Pass] = []
+        """Calls whose gradients are collected and not yet applied."""
+        lr_share(config.warmup_updates, config, total_updates=total_updates)
+
+    @property
+    def version(self) -> int:
+        """Updates made so far: the version of the policy."""
+        return self.num_updates - self.num_skipped
+
+    @property
+    def is_writer(self) -> bool:
+        """Whether this process writes the files of `save`."""
+        return self.ranks is None or self.ranks.is_leader
+
+    @property
+    def device(self) -> torch.device:
+        return self.decoder.embedding.device
+
+    # -- update ---------------------------------------------------------------------------------
+
+    def optim_step(self) -> Metrics:
+        """One update by the gradients collected so far, or none if a loss or gradient is not
+        finite.
+
+        A skipped update leaves weights and optimizer state as they are and counts in
+        `ROLE/skipped_updates`; `last_skip` and the log say why and name the row. The schedule moves
+        on either way. An interrupt takes effect after the update, never within it.
+        """
+        lr = self.config.lr * lr_share(
+            self.num_updates, self.config, total_updates=self.total_updates
+        )
+        reason, norm = self._bad_loss, float("nan")
+        if not reason:
+            norm = self._gradient_norm()
+            while not np.isfinite(norm) and self.loss_scale.lower():
+                norm = self._gradient_norm_again()
+            if not self._num_kept:
+                reason = "no token was trained since the last update: none sampled, or all rejected"
+            elif not np.isfinite(norm):
+                reason = self._name_bad_gradients()
+        self.last_skip = reason
+        if reason:
+            _log.warning("%s update %d skipped: %s", self.setting, self.num_updates, reason)
+        with uninterrupted():
+            if reason:
+                self.num_skipped += 1
+            else:
+                clip = self.config.grad_clip
+                share = clip / norm if 0 < clip < norm else 1.0
+                self.optimizer.step(lr=lr, gradient_scale=share / self.loss_scale.value)
+                self.loss_scale.made_update()
+            self.num_updates += 1
+            self._drop_gradients()
+        metrics = {
+            f"{self.role}/grad_norm": norm,
+            f"{self.role}/lr": lr,
+            f"{self.role}/skipped_updates": float(bool(reason)),
+        }
+        return metrics | self.loss_scale.to_metrics(self.role)
+
+    def _drop_gradients(self) -> None:
+        """Forgets the calls since the last update."""
+        self.optimizer.zero_gradients()
+        self._bad_loss, self._num_kept = "", 0
+        self._passes.clear()
+
+    def _gradient_norm(self) -> float:
+        """Norm of the gradients summed over all ranks; every rank holds the sum afterwards."""
+        if self.ranks is not None:
+            self.optimizer.sum_gradients(self.ranks)
+        return float(self.optimizer.gradient_norm()) / self.loss_scale.value
+
+    def _gradient_norm_again(self) -> float:
+        """After an overflow: repeats the collected calls under the lowered loss scale."""
+        self.optimizer.zero_gradients()
+        for call in self._passes:
+            for batch in self.pack(call.samples):
+                call.backward(batch)
+        return self._gradient_norm()
+
+    # -- micro-batches --------------------------------------------------------------------------
+
+    def pack(self, samples: Sequence[Sample]) -> list[PackedBatch]:
+        """This rank's micro-batches of `samples`: always the same for the same samples.
+
+        Raises TokenError for a row that the model cannot read, besides what `packing` raises.
+        """
+        return self._pack(samples)
+
+    def _pack(
+        self,
+        samples: Sequence[Sample],
+        *,
+        routes: Sequence[npt.NDArray[np.int16]] | None = None,
+        num_unread: int = 0,
+    ) -> list[PackedBatch]:
+        """routes: experts to replay, per sample. num_unread: tokens at each row's end that the
+        model does not read."""
+        model = self.decoder.config
+        check_readable(
+            samples,
+            vocab_size=model.vocab_size,
+            max_positions=model.max_positions + num_unread,
+        )
+        rank, num_ranks = 0, 1
+        if self.ranks is not None:
+            rank, num_ranks = self.ranks.data_rank, self.ranks.data_size
+        max_tokens = self.config.max_tokens_per_microbatch + num_unread
+        plan = plan_microbatches(samples, budget_for_ranks(samples, max_tokens, num_ranks))
+        return pack(
+            samples, plan, device=self.device, routes=routes, rank=rank, num_ranks=num_ranks
+        )
+
+    # -- checkpoints ----------------------------------------------------------------------------
+
+    def save(self, directory: str | Path) -> None:
+        """Writes the model in Hugging Face's form (an adapter alone in PEFT's), the optimizer and
+        the counters into `directory`.
+
+        The files are the same for any number of ranks; rank 0 writes them. `CheckpointStore` makes
+        the write atomic and checks it on reading.
+        """
+        directory = Path(directory)
+        if self.is_writer:
+            directory.mkdir(parents=True, exist_ok=True)
+        self._save_model(directory)
+        tensors: dict[str, Tensor] = {}
+        for name, tensor in self.optimizer.stream_state():
+            if self.is_writer:
+                tensors[name] = tensor.contiguous().cpu()
+        if not self.is_writer:
+            return
+        save_file(tensors, str(directory / OPTIMIZER))
+        counters = {
+            "num_updates": self.num_updates,
+            "num_skipped": self.num_skipped,
+            "version": self.version,
+        }
+        write_json(directory / self.state_file, counters | self.loss_scale.state())
+
+    def load(self, directory: str | Path, *, weights_only: bool = False) -> None:
+        """Continues from a `save`: the next update gives the same bits as without a stop.
+
+        weights_only: loads the model alone; optimizer and counters begin anew. Raises
+        CheckpointError listing everything that does not fit this model, before anything is changed.
+        """
+        directory = Path(directory)
+        self._check_saved(directory)
+        counters: Mapping[str, Any] = {"num_updates": 0, "num_skipped": 0}
+        if not weights_only:
+            counters = _read(directory / self.state_file, lambda path: json.loads(path.read_text()))
+            tensors = _read(directory / OPTIMIZER, lambda path: load_file(str(path)))
+            self.optimizer.load_state_tensors(tensors, where=str(directory / OPTIMIZER))
+        self._load_model(directory)
+        self.optimizer.read_parameters()
+        if weights_only:
+            self.optimizer = Optimizer(self._module.named_parameters(), self.config)
+        self.num_updates, self.num_skipped = counters["num_updates"], counters["num_skipped"]
+        self.loss_scale.load(counters)
+        self.last_skip = ""
+        self._drop_gradients()
+
+    def _save_model(self, directory: Path) -> None:
+        raise NotImplementedError
+
+    def _check_saved(self, directory: Path) -> None:
+        raise NotImplementedError
+
+    def _load_model(self, directory: Path) -> None:
+        raise NotImplementedError
+
+    # -- the cause of a bad gradient ------------------------------------------------------------
+
+    def _name_bad_gradients(self) -> str:
+        """Finds the rows whose own gradient is not finite by halving the batch; costs up to two
+        more passes over it."""
+        found = "the gradient is not finite"
+        parts = [local_part(p.detach()) for p in self._module.parameters()]
+        has_bad_weights = not all(bool(torch.isfinite(p).all()) for p in parts)
+        if self.ranks is not None:
+            has_bad_weights = any(self.ranks.gather(has_bad_weights))
+        if has_bad_weights:
+            return f"{found}, because the weights are not: an earlier state must be loaded"
+        bad: list[str] = []
+        for call in self._passes:
+            rows = [i for i, s in enumerate(call.samples) if s.num_trained]
+            while rows and len(bad) < MAX_NAMED_ROWS:
+                row = self._first_bad_row(call, rows)
+                if row is None:
+                    break
+                bad.append(f"{call.samples[row].id} (row {row})")
+                rows = [i for i in rows if i > row]
+        if not bad:
+            return f"{found}, but each row's own is: their sum is too large for float32"
+        return f"{found}; it comes from {', '.join(bad)}"
+
+    def _first_bad_row(self, call: Pass, rows: list[int]) -> int | None:
+        if not self._has_bad_gradient(call, rows):
+            return None
+        while len(rows) > 1:
+            half = rows[: len(rows) // 2]
+            rows = half if self._has_bad_gradient(call, half) else rows[len(half) :]
+        return rows[0] if self._has_bad_gradient(call, rows) else None
+
+    def _has_bad_gradient(self, call: Pass, rows: Sequence[int]) -> bool:
+        self.optimizer.zero_gradients()
+        for batch in self.pack([call.samples[i] for i in rows]):
+            call.backward(batch)
+        return not np.isfinite(self._gradient_norm())
+
+
+@contextmanager
+def uninterrupted() -> Generator[None]:
+    """Delays Ctrl-C until the block has ended: an update is made whole or not at all.
+
+    Python raises KeyboardInterrupt in the main thread alone; elsewhere this does nothing.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    is_interrupted = False
+
+    def note(*_: object) -> None:
+        nonlocal is_interrupted
+        is_interrupted = True
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if is_interrupted:
+            signal.raise_signal(signal.SIGINT)
+
+
+def check_same_shapes(directory: Path, expected: ModelConfig | FallbackConfig) -> None:
+    """Raises CheckpointError naming every setting in which the model saved there differs."""
+    saved = type(expected).from_directory(directory)
+    differing = [
+        f"{f.name} is {getattr(saved, f.name)} there and {getattr(expected, f.name)} here"
+        for f in fields(expected)
+        if getattr(saved, f.name) != getattr(expected, f.name)
+    ]
+    if differing:
+        raise CheckpointError(f"{directory} holds another model: {'; '.join(differing)}.")
+
+
+def _read(path: Path, read: Callable[[Path], Any]) -> Any:
+    try:
+        return read(path)
+    except Exception as error:
+        raise CheckpointError(f"{path} cannot be read ({error}). A torn copy?") from error
