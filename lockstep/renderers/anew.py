@@ -1,8 +1,9 @@
-"""What a program that keeps messages and no ids makes of a dialogue: the mistake, made on purpose.
+"""Re-rendering, the commonest mistake of agent training, made on purpose.
 
-Before each turn it renders the whole history anew, and after the last one it has a row: the last
-prompt, the last reply, and the log-probs of each turn laid where that turn begins by now. Nothing
-in Lockstep trains on such rows. They show what would become of a run if something did.
+A program that keeps messages and no ids renders the whole history before each turn. After the last
+turn it has one row: the last prompt, the last reply, and each turn's log-probs at the positions
+where that turn begins in the last prompt. Nothing in Lockstep trains on such rows; they show what
+such a program would train on.
 """
 
 from __future__ import annotations
@@ -22,15 +23,16 @@ class SampledTurn:
     """One turn of a dialogue as it was sampled."""
 
     before: tuple[Message, ...]
-    """What was new to the model since the turn before: the prompt, or tools' and users' replies."""
+    """Messages since the previous turn: the first prompt, or replies of tools and users."""
     token_ids: Int32Array
     logprobs: Float32Array
     message: Message
-    """What the renderer read in the ids."""
+    """The turn as the renderer parsed it."""
 
 
 def turns_of(trajectory: Trajectory, leaf: int) -> list[SampledTurn]:
-    """The sampled turns on the path to `leaf`. A turn that crossed a weight update is one."""
+    """Returns the sampled turns on the path to `leaf`. A turn that spans a weight update counts
+    once."""
     turns: list[SampledTurn] = []
     before: list[Message] = []
     ids: list[Int32Array] = []
@@ -64,11 +66,12 @@ def rendered_anew(
     id: str = "",
     written: Callable[[SampledTurn], Message] = lambda turn: turn.message,
 ) -> tuple[Sample, list[int]]:
-    """(the row, how many tokens of each turn stand where the turn's own would stand).
+    """Returns (row, number of tokens of each turn that are unchanged at their position).
 
-    written: the message that the program keeps of a turn. The row's `rollout_logprobs` are each
-    turn's, by position from where its message begins in the last prompt; `turn` says which. The
-    last turn is never rendered: it stands as it was sampled. Raises DataError for no turn at all.
+    written: the message that the program keeps for a turn. The row's `rollout_logprobs` are each
+    turn's own, laid from the position where its message begins in the last prompt; the column
+    `turn` says which turn. The last turn is not rendered: its ids are those that were sampled.
+    Raises DataError if there is no turn.
     """
     if not turns:
         raise DataError(f"{id or 'the dialogue'} has no sampled turn: there is nothing to render.")

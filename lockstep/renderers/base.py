@@ -1,7 +1,7 @@
-"""The border between words and ids.
+"""The renderer protocol: messages to token ids and back.
 
-Above this room there are messages, below it there are ids. An id that the model sampled never comes
-back across: `parse` reads it, and nothing ever encodes what was read.
+Code above this room sees messages, code below it sees ids. An id that the model sampled is read by
+`parse` and never encoded again.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from lockstep.renderers.tokenizer import Tokenizer
 from lockstep.types import Int32Array, Message, ToolSchema
 
 TokenIds = Sequence[int] | Int32Array
-"""Ids of one turn: a list, or the array that an engine sent."""
+"""Token ids of one turn: a list, or the array that an engine returned."""
 
 
 @runtime_checkable
 class Renderer(Protocol):
-    """Writes one dialogue as ids, piece by piece, and reads the model's pieces.
+    """Writes one dialogue as ids, piece by piece, and parses the model's turns.
 
-    For every dialogue, `render(m) + sampled_1 + extend(sampled_1, reply_1) + sampled_2 + ...` is
-    what the engine sees. `lockstep.testing.check_renderer` runs an implementation through this.
+    The engine sees `render(m) + sampled_1 + extend(sampled_1, reply_1) + sampled_2 + ...` for every
+    dialogue. `lockstep.testing.check_renderer` checks an implementation.
     """
 
     name: str
@@ -29,59 +29,60 @@ class Renderer(Protocol):
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
-        """Ids that end a turn. The engine stops after the first; it is sampled and trained."""
+        """Ids that end a turn. The engine stops after the first one, which is sampled and
+        trained."""
         ...
 
     def render(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> list[int]:
-        """The first prompt, up to and including what precedes the model's first sampled id."""
+        """Returns the first prompt, up to the model's first sampled id."""
         ...
 
     def extend(self, sampled_ids: TokenIds, messages: Sequence[Message]) -> list[int]:
-        """What follows a sampled turn: its close if it was cut off, `messages`, the next opening.
+        """Returns the ids after a sampled turn: its end if it was cut off, `messages`, the next
+        opening.
 
-        Never contains `sampled_ids`: they stand already. `messages` are those since the turn (tool
-        replies, a user's next words), never an assistant's. A turn that ended by its own stop id
-        needs no close; one that hit its length limit gets one, as observed ids.
+        The result never contains `sampled_ids`. `messages` are those since the turn (tool replies,
+        a user's next message), never an assistant's. A turn that ended with a stop id needs no end;
+        one that reached its length limit gets one, as observed ids.
         """
         ...
 
     @property
     def thinking_opening(self) -> tuple[int, ...]:
-        """The ids at the end of an opening that begin the thinking of the turn behind it; empty if
-        the model itself samples that (Qwen3) or never thinks. Qwen3.5: `<think>` and a line break.
-        A path on which the turn's thinking is forgotten ends its opening before them."""
+        """Ids at the end of an opening that begin the thinking of the turn. Empty if the model
+        samples them itself (Qwen3) or never thinks; `<think>` and a line break for Qwen3.5. On a
+        path whose thinking was dropped, openings end before them."""
         ...
 
     def forgets(self, messages: Sequence[Message]) -> bool:
-        """Whether the thinking of all earlier turns goes when `messages` arrive after a turn.
+        """Whether the thinking of all earlier turns is dropped when `messages` follow a turn.
 
-        By the renderer's policy, with `thinking=drop` only: a user speaks again. What the model saw
-        is never rewritten: the dialogue goes on as a new branch, whose earlier turns are
-        `without_thinking`, and whose tokens are observed there. That branch is what `render` writes
-        for the same history, as far as the model spelled its turns as `render` does.
+        Only with `thinking=drop`, when a user speaks again. The dialogue then continues as a new
+        branch: its earlier turns are `without_thinking`, and their tokens are observed there. The
+        branch equals what `render` writes for the same history, as far as the model spelled its
+        turns as `render` does.
         """
         ...
 
     def without_thinking(self, sampled_ids: TokenIds) -> list[int]:
-        """The ids of a turn, as it was sampled, without its thinking; the same ids if there is none
-        to cut. What this returned is a turn no more: it stands on a path whose openings lost their
-        `thinking_opening`, and is not cut again. Where there is such an opening, a turn that was
-        cut off comes back closed: without the opening nothing tells whether it was still thinking.
+        """Returns the ids of a sampled turn without its thinking, or the same ids if it has none.
 
-        By cutting: text is encoded again only where no border of tokens lies at the cut. `extend`
-        takes what it returns as it takes a sampled turn.
+        Ids are cut; text is encoded again only where the cut lies inside a token. `extend` accepts
+        the result like a sampled turn. The result lies on a path whose openings lost their
+        `thinking_opening`, and is not cut again. With such an opening, a turn that was cut off
+        comes back closed: without the opening nothing shows whether it was still thinking.
         """
         ...
 
     def parse(self, sampled_ids: TokenIds) -> Message:
-        """Reads one sampled turn. Never raises: what is malformed is said in `parse_error`, and
-        all text that the model wrote is kept."""
+        """Parses one sampled turn. Never raises: `parse_error` says what is malformed, and all text
+        that the model wrote is kept."""
         ...
 
     def render_reply(self, message: Message) -> list[int]:
-        """An assistant message as the ids that a model would sample for it, stop id included.
+        """Returns the ids that a model would sample for an assistant message, stop id included.
 
-        For supervised data; `parse` reads it back equal. Continues what `render` or `extend` ended
-        with.
+        For supervised data. The ids continue after `render` or `extend`; `parse` reads them back
+        equal.
         """
         ...

@@ -1,4 +1,4 @@
-"""Tool calls that a model writes as JSON, read with the text of their arguments as it stands."""
+"""Tool calls written as JSON, read without changing the text of their arguments."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from lockstep.types import ToolCall, ToolSchema
 def read_call(
     text: str, *, arguments_key: str = "arguments", ignored_keys: Collection[str] = ()
 ) -> ToolCall | str:
-    """The call that a JSON object of "name" and `arguments_key` makes, or why it makes none.
+    """Reads a JSON object of "name" and `arguments_key`. Returns the call, or the reason it is
+    none.
 
-    The arguments are any JSON, kept as it was written. ignored_keys: keys that may stand there too.
+    The arguments may be any JSON; their text is kept. ignored_keys: other keys that may be present.
 
     >>> read_call('{"name": "f", "arguments": {"x":1e3}}')
     ToolCall(name='f', arguments='{"x":1e3}', id='')
@@ -39,10 +40,10 @@ def read_call(
 def read_whole_call(
     text: str, *, arguments_key: str = "arguments", ignored_keys: Collection[str] = ()
 ) -> ToolCall | str | None:
-    """The call that a text is, in a format without tags for it; None for a text that is words.
+    """Reads a whole text as one call, in formats that have no tags for calls.
 
-    Another JSON object is words too: an answer may be one. What begins as a call does and is not
-    JSON is a call that failed: why, as a text.
+    Returns None for text that is no call: an answer may be a JSON object too. Returns the reason,
+    as text, if it begins like a call and is not valid JSON.
 
     >>> read_whole_call('{"name": "Bela", "age": 3}') is None
     True
@@ -59,7 +60,7 @@ def read_whole_call(
 
 
 def json_extent(text: str, begin: int) -> int:
-    """Where the JSON value ends that begins at `begin`; -1 if there is none."""
+    """Returns the end of the JSON value that begins at `begin`, or -1 if there is none."""
     try:
         return json.JSONDecoder().raw_decode(text, begin)[1]
     except (ValueError, RecursionError):
@@ -67,13 +68,14 @@ def json_extent(text: str, begin: int) -> int:
 
 
 def call_text(call: ToolCall, *, arguments_key: str = "arguments") -> str:
-    """The JSON object that `read_call` reads, with the arguments as they are."""
+    """Writes a call as the JSON object that `read_call` reads; the text of the arguments is
+    kept."""
     name = json.dumps(call.name, ensure_ascii=False)
     return f'{{"name": {name}, "{arguments_key}": {call.arguments}}}'
 
 
 def function_json(tool: ToolSchema) -> dict[str, Any]:
-    """A tool as chat templates are given it."""
+    """Returns a tool in the form that chat templates expect."""
     return {
         "type": "function",
         "function": {
@@ -93,7 +95,7 @@ def _is_json(text: str) -> bool:
 
 
 def _value_text(text: str, key: str) -> str:
-    """The text of the value of `key` in the JSON object `text`, as it was written."""
+    """Returns the text of the value of `key` in the JSON object `text`, unchanged."""
     decoder = json.JSONDecoder()
     found = ""
     at = text.index("{") + 1

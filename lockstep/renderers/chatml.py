@@ -75,7 +75,8 @@ _QWEN35_REMINDER = (
     "no function call available, answer the question like normal with your current knowledge and "
     "do not tell the user about function calls\n</IMPORTANT>",
 )
-"""Qwen3.5's words about tools; where they show the call tags, those are the control tokens."""
+"""Qwen3.5's instructions for tools. Where they show the tags of a call, those are control tokens.
+"""
 _QWEN3_TOKENS = ("<think>", "</think>", "<tool_response>", "</tool_response>")
 
 
@@ -103,7 +104,7 @@ class ChatMLRenderer:
     name = "chatml"
 
     def __init__(self, tokenizer: Tokenizer, config: ChatMLConfig | None = None) -> None:
-        """Raises RendererError, naming all of them, if control tokens are missing."""
+        """Raises RendererError, which lists the missing control tokens."""
         self.tokenizer = tokenizer
         self.config = config or ChatMLConfig()
         self._thinks = self.config.variant != "qwen2.5"
@@ -122,7 +123,8 @@ class ChatMLRenderer:
         elif self._is_35:
             self._opening += [self._think, "\n"]
         self._spoken = [self._think] if self._is_35 and self.config.enable_thinking else []
-        """What of a turn its opening has said: read as if it had been sampled."""
+        """The part of a turn that its opening already contains; parsed as if it had been sampled.
+        """
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
@@ -131,9 +133,9 @@ class ChatMLRenderer:
     # -- messages to ids ----------------------------------------------------------------------
 
     def render(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> list[int]:
-        """The first prompt, as the Qwen3 template renders it with a generation prompt.
+        """Returns the first prompt, as the Qwen3 template renders it with a generation prompt.
 
-        A developer message is written as a system message: ChatML has no developer.
+        A developer message is written as a system message: ChatML has no developer role.
         """
         declared = tools if self.config.tools_in_prompt else ()
         self._texts.declare(tools)
@@ -159,9 +161,9 @@ class ChatMLRenderer:
         return encode_pieces(self.tokenizer, [*pieces, *self._opening])
 
     def extend(self, sampled_ids: TokenIds, messages: Sequence[Message]) -> list[int]:
-        """The line break behind <|im_end|>, `messages`, and the next opening.
+        """Returns the line break after <|im_end|>, `messages`, and the next opening.
 
-        A turn that was cut off gets its <|im_end|> first, and a closed thinking block if it was
+        A turn that was cut off gets its <|im_end|> first, after a closed thinking block if it was
         thinking. An open <tool_call> stays open: closing it would say that a call was made.
         """
         refuse_replies(messages)
@@ -170,18 +172,18 @@ class ChatMLRenderer:
 
     @property
     def thinking_opening(self) -> tuple[int, ...]:
-        """The empty block of `enable_thinking=False`; else Qwen3.5's <think> and a line break, and
-        nothing for a model that writes them itself."""
+        """Ids of the empty block if `enable_thinking` is off; <think> and a line break for Qwen3.5;
+        empty for Qwen3, whose models sample them."""
         return tuple(encode_pieces(self.tokenizer, self._opening[2:]))
 
     def forgets(self, messages: Sequence[Message]) -> bool:
-        """With thinking=drop, when a user speaks: as the Qwen3 template, which takes a user's
-        words between <tool_response> tags for a tool's."""
+        """With thinking=drop, when a user speaks. Like the Qwen3 template, a user message between
+        <tool_response> tags counts as a tool's reply."""
         return self.config.thinking == "drop" and self._thinks and any(map(_is_query, messages))
 
     def without_thinking(self, sampled_ids: TokenIds) -> list[int]:
-        """Without a leading <think> ... </think> and the empty line behind it; without everything
-        but the stop id if the block is not closed."""
+        """Cuts a leading <think> ... </think> and the empty line after it. Only the stop id remains
+        if the block is not closed."""
         ids = [*self._spoken, *(int(id_) for id_ in sampled_ids)]
         if not self._thinks or not ids or ids[0] != self._think:
             return ids
@@ -198,9 +200,9 @@ class ChatMLRenderer:
         return [*text, *ids[end:]]
 
     def render_reply(self, message: Message) -> list[int]:
-        """The ids that Qwen3 samples for `message`, up to <|im_end|>.
+        """Returns the ids that Qwen3 samples for `message`, up to <|im_end|>.
 
-        Raises RendererError for thinking where the opening has already closed it.
+        Raises RendererError for thinking if the opening already closed the thinking block.
         """
         require_reply(message)
         pieces: list[Piece] = []
@@ -219,8 +221,8 @@ class ChatMLRenderer:
         return encode_pieces(self.tokenizer, [*pieces, self._end])
 
     def _dialogue_pieces(self, messages: Sequence[Message]) -> list[Piece]:
-        """Whole messages, each with the line break behind it. Tool replies in a row share one
-        user turn."""
+        """Writes whole messages, each with the line break after it. Consecutive tool replies share
+        one user turn."""
         pieces: list[Piece] = []
         last_query = _last_query_index(messages)
         for at, message in enumerate(messages):
@@ -248,8 +250,8 @@ class ChatMLRenderer:
         return pieces
 
     def _history_pieces(self, message: Message, is_after_query: bool, is_last: bool) -> list[Piece]:
-        """An assistant message given in a history. The template strips line breaks around the
-        thinking and before the content, and closes an empty block in the very last message."""
+        """Writes an assistant message of a history. The template strips line breaks around the
+        thinking and before the content, and writes an empty block in the very last message."""
         if self._is_35:
             has_block = is_after_query or self.config.thinking == "keep"
         elif self.config.thinking == "keep":
@@ -284,7 +286,8 @@ class ChatMLRenderer:
         return pieces
 
     def _tools_pieces(self, tools: Sequence[ToolSchema]) -> list[Piece]:
-        """The template's words. Where they show the call tags, they are the control tokens."""
+        """The template's instructions. Where they show the tags of a call, those are control
+        tokens."""
         lines = "".join(
             f"\n{json.dumps(function_json(tool), ensure_ascii=False)}" for tool in tools
         )
@@ -302,7 +305,7 @@ class ChatMLRenderer:
         ]
 
     def _qwen35_system(self, rest: list[Message], tools: Sequence[ToolSchema]) -> list[Piece]:
-        """The system message, which it takes from `rest`: behind the tools, where there are any."""
+        """Returns the system message, after the tools if there are any; removes it from `rest`."""
         words = ""
         has_system = bool(rest) and rest[0].role in ("system", "developer")
         if has_system:
@@ -322,7 +325,7 @@ class ChatMLRenderer:
         ]
 
     def _close(self, sampled_ids: TokenIds) -> list[Piece]:
-        """What ends a turn that did not end itself."""
+        """The end of a turn that was cut off."""
         if len(sampled_ids) and sampled_ids[-1] == self._end:
             return []
         for id_ in reversed([*self._spoken, *sampled_ids]):
@@ -335,12 +338,12 @@ class ChatMLRenderer:
     # -- ids to a message ---------------------------------------------------------------------
 
     def parse(self, sampled_ids: TokenIds) -> Message:
-        """Reads one turn: [<think> ... </think>] text and <tool_call> ... </tool_call> <|im_end|>.
+        """Parses one turn: [<think> ... </think>] text and <tool_call> ... </tool_call> <|im_end|>.
 
-        Tags count only as control tokens; spelled out as text they are text. A call must be a JSON
-        object of "name" and "arguments", whose text is kept as it was written; one that is complete
-        counts even if the turn was cut off behind it. What is malformed stays in `content`, control
-        tokens by name, and `parse_error` says why.
+        Tags count only as control tokens; spelled out they are text. A call must be a JSON object
+        of "name" and "arguments", whose text is kept; a complete call counts even if the turn was
+        cut off after it. Malformed parts stay in `content`, control tokens by name, and
+        `parse_error` says why.
         """
         parts, error = split_turn(self.tokenizer, sampled_ids, self.stop_ids)
         parts = [*self._spoken, *parts]
@@ -391,9 +394,9 @@ class ChatMLRenderer:
         )
 
     def _block_end(self, parts: Sequence[Piece], at: int, closer: int) -> int:
-        """Index of the `closer` of the block that opens at `at`; len(parts) without one.
+        """Returns the index of the `closer` of the block that opens at `at`, or len(parts).
 
-        A block holds text only: any other control token in it leaves it open.
+        A block contains only text: any other control token in it leaves it open.
         """
         for index in range(at + 1, len(parts)):
             if parts[index] == closer:
@@ -404,7 +407,7 @@ class ChatMLRenderer:
 
 
 def _last_query_index(messages: Sequence[Message]) -> int:
-    """Index of the user's last own words; the template takes wrapped tool replies for none."""
+    """Returns the index of the last user message that is not a wrapped tool reply."""
     for at in range(len(messages) - 1, -1, -1):
         if _is_query(messages[at]):
             return at

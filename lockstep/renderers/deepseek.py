@@ -37,7 +37,7 @@ from lockstep.types import Message, ToolCall, ToolSchema
 
 
 def control_name(name: str) -> str:
-    """DeepSeek's spelling of a control token: "tool calls begin" with its bars and underscores.
+    """Returns DeepSeek's spelling of a control token, given its words: "tool calls begin".
 
     >>> control_name("User").isascii(), len(control_name("User"))
     (False, 8)
@@ -63,7 +63,7 @@ class DeepSeekRenderer(TurnRenderer):
     name = "deepseek"
 
     def __init__(self, tokenizer: Tokenizer, config: DeepSeekConfig | None = None) -> None:
-        """Raises RendererError, naming all of them, if control tokens are missing."""
+        """Raises RendererError, which lists the missing control tokens."""
         names = (
             *("begin of sentence", "end of sentence", "User", "Assistant", "tool sep"),
             *("tool calls begin", "tool calls end", "tool call begin", "tool call end"),
@@ -159,7 +159,7 @@ class DeepSeekRenderer(TurnRenderer):
         )
 
     def _read_calls(self, block: Sequence[Piece]) -> list[ToolCall] | str:
-        """The calls in a block, or why it has none."""
+        """Returns the calls in a block, or the reason why there is none."""
         calls: list[ToolCall] = []
         pieces = [part for part in block if not isinstance(part, str) or part.strip()]
         for at in range(0, len(pieces), 5):

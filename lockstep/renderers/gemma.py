@@ -75,7 +75,7 @@ class GemmaRenderer(TurnRenderer):
     name = "gemma"
 
     def __init__(self, tokenizer: Tokenizer, config: GemmaConfig | None = None) -> None:
-        """Raises RendererError, naming all of them, if control tokens are missing."""
+        """Raises RendererError, which lists the missing control tokens."""
         names = ("<bos>", "<start_of_turn>", "<end_of_turn>", "<eos>")
         self._begin, self._start, self._end, eos = tokenizer.require(names).values()
         super().__init__(tokenizer, stop_ids=(self._end, eos))
@@ -90,8 +90,8 @@ class GemmaRenderer(TurnRenderer):
         return ["\n", *self._dialogue(messages, ())]
 
     def _dialogue(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> list[Piece]:
-        """Turns, each with the line break behind it, and the next opening. Messages between two
-        turns of the model share one turn of the user."""
+        """Writes turns, each with the line break after it, and the next opening. Messages between
+        two turns of the model share one user turn."""
         pieces: list[Piece] = []
         rest = list(messages)
         words: list[str] = []
@@ -114,7 +114,7 @@ class GemmaRenderer(TurnRenderer):
         return pieces
 
     def _body(self, message: Message, *, is_given: bool = False) -> list[Piece]:
-        """is_given: it stands in a history, where the template strips it."""
+        """is_given: the message is part of a history, where the template strips it."""
         self._refuse_thinking(message)
         content = message.content.strip() if is_given else message.content
         calls = [call_text(call, arguments_key=_KEY) for call in message.tool_calls]
@@ -124,12 +124,11 @@ class GemmaRenderer(TurnRenderer):
         return ["\n".join([*([content] if content or not calls else []), *fenced]), self._end]
 
     def parse(self, sampled_ids: TokenIds) -> Message:
-        """Reads one turn: words and calls.
+        """Parses one turn: text and calls.
 
-        A JSON object of "name" and "parameters" is a call if it is all that was written, or stands
-        between fences of `json` or `tool_code`; the text of its parameters is kept as it was
-        written. What is malformed stays in `content`, control tokens by name, and `parse_error`
-        says why.
+        A JSON object of "name" and "parameters" is a call if it is the whole turn, or lies between
+        fences of `json` or `tool_code`; the text of its parameters is kept. Malformed parts stay in
+        `content`, control tokens by name, and `parse_error` says why.
         """
         parts, error = split_turn(self.tokenizer, sampled_ids, self.stop_ids)
         text = text_of(self.tokenizer, parts)
@@ -148,7 +147,7 @@ class GemmaRenderer(TurnRenderer):
 
 
 def _read_fenced(text: str) -> tuple[str, list[ToolCall], str]:
-    """(the words, the calls between fences, why one that begins as a call is none)."""
+    """Returns (text, calls between fences, the first reason why a fenced call is malformed)."""
     words: list[str] = []
     calls: list[ToolCall] = []
     error = ""

@@ -57,7 +57,7 @@ class HarmonyRenderer:
     name = "harmony"
 
     def __init__(self, tokenizer: Tokenizer, config: HarmonyConfig | None = None) -> None:
-        """Raises RendererError, naming all of them, if control tokens are missing."""
+        """Raises RendererError, which lists the missing control tokens."""
         self.tokenizer = tokenizer
         self.config = config or HarmonyConfig()
         ids = tokenizer.require(
@@ -73,17 +73,17 @@ class HarmonyRenderer:
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
-        """<|call|> and <|return|>; <|end|> too with `stop_at_end`."""
+        """<|call|> and <|return|>, and <|end|> with `stop_at_end`."""
         end = (self._end,) if self.config.stop_at_end else ()
         return (self._call, self._return, *end)
 
     # -- messages to ids ----------------------------------------------------------------------
 
     def render(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> list[int]:
-        """The first prompt, as openai-harmony renders a conversation for completion.
+        """Returns the first prompt, as openai-harmony renders a conversation for completion.
 
         Leading system or developer text becomes the developer message, which also declares the
-        tools; the system message of harmony comes from the config alone.
+        tools. Harmony's own system message comes from the settings.
         """
         declared = tools if self.config.tools_in_prompt else ()
         pieces: list[Piece] = []
@@ -101,11 +101,11 @@ class HarmonyRenderer:
         return encode_pieces(self.tokenizer, [*pieces, *self._opening])
 
     def extend(self, sampled_ids: TokenIds, messages: Sequence[Message]) -> list[int]:
-        """The close of a turn that was cut off, `messages`, and the next <|start|>assistant.
+        """Returns the end of a turn that was cut off, `messages`, and the next <|start|>assistant.
 
-        How a cut-off turn is closed: inside a message by <|end|>, even inside a call, since
-        <|call|> would say that a call was made; inside a header by <|message|><|end|>, an empty
-        message; after a message's <|end|> by nothing. What was sampled stays as it is, half
+        A turn that was cut off inside a message ends with <|end|>, also inside a call, since
+        <|call|> would say that a call was made; inside a header with <|message|><|end|>, an empty
+        message; after a message's <|end|> with nothing. Sampled ids stay as they are, incomplete
         characters included.
         """
         refuse_replies(messages)
@@ -115,9 +115,9 @@ class HarmonyRenderer:
         return encode_pieces(self.tokenizer, [*pieces, *self._opening])
 
     def render_reply(self, message: Message) -> list[int]:
-        """The ids that gpt-oss samples for `message`: the recipient stands behind the channel.
+        """Returns the ids that gpt-oss samples for `message`, with the recipient after the channel.
 
-        Raises RendererError for what one sampled turn cannot hold: several calls.
+        Raises RendererError for several calls: one sampled turn makes one.
         """
         require_reply(message)
         if len(message.tool_calls) > 1:
@@ -156,16 +156,16 @@ class HarmonyRenderer:
         return ()
 
     def forgets(self, messages: Sequence[Message]) -> bool:
-        """With thinking=drop, when anybody but a tool speaks: the turn before was a final answer.
+        """With thinking=drop, when anybody but a tool speaks: the previous turn was a final answer.
 
-        One that was none, because it was cut off or called a tool that never replied, is taken for
-        one here; `render` keeps the thinking before it.
+        A previous turn that was cut off, or called a tool that never replied, counts as an answer
+        here; `render` keeps the thinking before it.
         """
         return self.config.thinking == "drop" and any(m.role != "tool" for m in messages)
 
     def without_thinking(self, sampled_ids: TokenIds) -> list[int]:
-        """Without its messages in the analysis channel, one that was cut off too. The first message
-        that is kept loses its <|start|>assistant: that stands in the prompt."""
+        """Cuts the messages of the analysis channel, also one that was cut off. The first message
+        that remains loses its <|start|>assistant, which the prompt already contains."""
         ids = [int(id_) for id_ in sampled_ids]
         parts = self._split(ids)
         kept: list[list[int]] = []
@@ -184,7 +184,8 @@ class HarmonyRenderer:
     def _block(
         self, author: str, text: str, *, channel: str = "", is_call: bool = False
     ) -> list[Piece]:
-        """One whole message. `author` includes the recipient: "assistant to=functions.find"."""
+        """Writes one whole message. `author` includes the recipient: "assistant
+        to=functions.find"."""
         header: list[Piece] = [self._start, author]
         if channel:
             header += [self._channel, channel]
@@ -196,7 +197,7 @@ class HarmonyRenderer:
         return [self._channel, channel, self._message, text, self._end]
 
     def _pieces(self, message: Message) -> list[Piece]:
-        """One message of a dialogue that is given, not sampled."""
+        """Writes one message of a given history."""
         author = f":{message.name}" if message.name else ""
         match message.role:
             case "tool":
@@ -210,8 +211,8 @@ class HarmonyRenderer:
                 return self._history_pieces(message)
 
     def _history_pieces(self, message: Message) -> list[Piece]:
-        """An assistant message given in a history, which openai-harmony writes with the recipient
-        before the channel."""
+        """Writes an assistant message of a history. openai-harmony puts the recipient before the
+        channel."""
         pieces: list[Piece] = []
         if message.thinking:
             pieces += self._block("assistant", message.thinking, channel="analysis")
@@ -233,7 +234,7 @@ class HarmonyRenderer:
         return "\n\n".join(sections)
 
     def _close(self, sampled_ids: TokenIds) -> list[Piece]:
-        """What ends a turn that did not end itself."""
+        """The end of a turn that was cut off."""
         if len(sampled_ids) and int(sampled_ids[-1]) in self._closers:
             return []
         for id_ in reversed(sampled_ids):
@@ -246,12 +247,12 @@ class HarmonyRenderer:
     # -- ids to a message ---------------------------------------------------------------------
 
     def parse(self, sampled_ids: TokenIds) -> Message:
-        """Reads one turn: analysis becomes `thinking`, final and commentary `content`, a call to
-        functions.NAME a tool call.
+        """Parses one turn: analysis becomes `thinking`, final and commentary become `content`, a
+        call to functions.NAME becomes a tool call.
 
-        Accepted: the recipient before or after the channel, any spaces in a header, a content type
-        with or without <|constrain|>. A call counts only if <|call|> ended it. A message that is
-        malformed is kept whole in `content`, control tokens by name, and `parse_error` says why.
+        The recipient may come before or after the channel, a header may have any spaces, and the
+        content type may lack <|constrain|>. A call counts only if <|call|> ended it. A malformed
+        message is kept whole in `content`, control tokens by name, and `parse_error` says why.
         """
         turn = _Turn()
         sampled = self._split([int(id_) for id_ in sampled_ids])
@@ -281,7 +282,7 @@ class HarmonyRenderer:
         return parts
 
     def _read(self, part: _Part, turn: _Turn, *, is_first: bool, is_last: bool) -> None:
-        """Adds one message of a turn to `turn`."""
+        """Adds one message to `turn`."""
         show = self.tokenizer.decode
         if part.body is None:
             turn.fail("a message has no <|message|>", show(part.ids))
@@ -317,7 +318,7 @@ class HarmonyRenderer:
             turn.fail(f"tokens follow {show([part.end])}, which ends a turn")
 
     def _read_header(self, ids: list[int], *, is_first: bool) -> _Header | str:
-        """What a header says, or why it is none.
+        """Parses a header; returns the reason, as text, if it is malformed.
 
         [<|start|>] author [to=R] <|channel|> channel [to=R] [type] [<|constrain|> type]; the first
         message's <|start|>assistant belongs to the prompt.
@@ -364,16 +365,16 @@ class _Part:
 
     ids: list[int]
     body: int | None
-    """Where the text begins, after <|message|>; None without one."""
+    """Index of the text, after <|message|>; None if there is no <|message|>."""
     end: int | None
-    """The id that closed it; None if the turn was cut off."""
+    """The id that closed the message; None if the turn was cut off."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Header:
     channel: str
     recipient: str
-    """The function's name, empty if the message is not a call."""
+    """Name of the function that is called; empty if the message is no call."""
 
 
 @dataclass(slots=True)
@@ -384,17 +385,18 @@ class _Turn:
     error: str = ""
 
     def fail(self, reason: str, text: str = "") -> None:
-        """Keeps the first reason, and all text."""
+        """Records the first reason, and keeps all text."""
         self.error = self.error or reason
         if text:
             self.content.append(text)
 
 
 def _without_dropped_thinking(messages: Sequence[Message], policy: str) -> Iterable[Message]:
-    """With "drop": everything up to the last final answer loses its thinking, that answer too.
+    """With "drop", removes the thinking of everything up to and including the last final answer.
 
-    As vLLM prepares a history for openai-harmony, which by itself drops only what stands before the
-    first final answer, and writes it again while a call is open: no dialogue could be extended so.
+    vLLM prepares a history for openai-harmony in this way. openai-harmony itself drops only
+    thinking before the first final answer, and writes it again while a call is open; no dialogue
+    could be extended like that.
     """
     answers = [at for at, m in enumerate(messages) if m.role == "assistant" and not m.tool_calls]
     last = answers[-1] if answers and policy == "drop" else -1

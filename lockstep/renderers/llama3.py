@@ -82,7 +82,7 @@ class Llama3Renderer(TurnRenderer):
     name = "llama3"
 
     def __init__(self, tokenizer: Tokenizer, config: Llama3Config | None = None) -> None:
-        """Raises RendererError, naming all of them, if control tokens are missing."""
+        """Raises RendererError, which lists the missing control tokens."""
         ids = tokenizer.require(
             (
                 *("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>"),
@@ -155,7 +155,7 @@ class Llama3Renderer(TurnRenderer):
         return [*pieces, *self._opening]
 
     def _body(self, message: Message, *, is_given: bool = False) -> list[Piece]:
-        """is_given: it stands in a history, where the template strips it."""
+        """is_given: the message is part of a history, where the template strips it."""
         self._refuse_thinking(message)
         content = message.content.strip() if is_given else message.content
         calls = [call_text(call, arguments_key=_KEY) for call in message.tool_calls]
@@ -166,12 +166,12 @@ class Llama3Renderer(TurnRenderer):
         return [content, self._python, "; ".join(calls), self._handover]
 
     def parse(self, sampled_ids: TokenIds) -> Message:
-        """Reads one turn: words, or a call as JSON, or words <|python_tag|> calls.
+        """Parses one turn: text, or a call as JSON, or text <|python_tag|> calls.
 
-        A JSON object of "name" and "parameters" is a call if it is all that was written, or stands
-        behind <|python_tag|>; the text of its parameters is kept as it was written. Code behind
-        <|python_tag|>, which Llama writes for its built-in tools, is none. What is malformed stays
-        in `content`, control tokens by name, and `parse_error` says why.
+        A JSON object of "name" and "parameters" is a call if it is the whole turn or follows
+        <|python_tag|>; the text of its parameters is kept. Code after <|python_tag|>, which Llama
+        writes for its built-in tools, is not a call. Malformed parts stay in `content`, control
+        tokens by name, and `parse_error` says why.
         """
         parts, error = split_turn(self.tokenizer, sampled_ids, self.stop_ids)
         words, calls = text_of(self.tokenizer, parts), list[ToolCall]()
@@ -198,7 +198,8 @@ class Llama3Renderer(TurnRenderer):
 
 
 def _read_calls(text: str) -> list[ToolCall] | str:
-    """The calls behind <|python_tag|>, with semicolons between them, or why there are none."""
+    """Returns the calls after <|python_tag|>, separated by semicolons, or the reason why there are
+    none."""
     calls: list[ToolCall] = []
     rest = text.strip()
     while rest:

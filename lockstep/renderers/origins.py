@@ -1,7 +1,7 @@
-"""Where each token of a dialogue comes from, and whether the template writes it again as it stands.
+"""The origin of each token of a dialogue, and whether re-rendering would write the same tokens.
 
-A dialogue that is given as messages is written as an agent loop would have made it: the first
-prompt, and then each reply as a model samples it, followed by what the renderer adds.
+A dialogue that is given as messages is written as an agent loop would: the first prompt, then each
+reply as a model samples it, followed by what the renderer adds.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from lockstep.renderers.base import Renderer
 from lockstep.types import Message, ToolSchema
 
 Origin = Literal["template", "system", "user", "tool", "assistant"]
-"""template: the renderer's own words and control tokens, which nobody sampled. assistant: sampled,
-its control tokens too. system, user, tool: what a message says."""
+"""template: the renderer's own text and control tokens. assistant: sampled, control tokens
+included. system, user, tool: the text of a message."""
 
 ORIGINS: tuple[Origin, ...] = ("template", "system", "user", "tool", "assistant")
 
@@ -29,15 +29,16 @@ class OriginatedToken:
     origin: Origin
     is_control: bool
     message: int
-    """Index of the message that it is of; -1 of what is the template's."""
+    """Index of the message; -1 for tokens of the template."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """What stands before one reply, or at the end: extended, and as the template writes it all."""
+    """The prompt before one reply, or the end of the dialogue: extended, and re-rendered as a
+    whole."""
 
     before: int
-    """Index of the reply; the number of messages for what stands at the end."""
+    """Index of the reply; the number of messages for the end of the dialogue."""
     extended_ids: list[int]
     whole_ids: list[int]
 
@@ -47,8 +48,8 @@ class Prompt:
 
     @property
     def first_difference(self) -> int:
-        """Place of the first id that is another one; the shorter one's length if one is the other's
-        beginning."""
+        """Index of the first id that differs; the shorter length if one list begins with the
+        other."""
         pairs = zip(self.extended_ids, self.whole_ids, strict=False)
         size = min(len(self.extended_ids), len(self.whole_ids))
         return next((at for at, (a, b) in enumerate(pairs) if a != b), size)
@@ -63,18 +64,18 @@ class Rendering:
 
     @property
     def has_prefix_property(self) -> bool:
-        """Whether each prompt is also what the template gives for all messages before it: a program
-        that renders the history anew would send the same ids."""
+        """Whether each prompt equals the template's rendering of all messages before it: a program
+        that re-renders the history would send the same ids."""
         return all(prompt.is_same for prompt in self.prompts)
 
 
 def trace(
     renderer: Renderer, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()
 ) -> Rendering:
-    """The tokens of a dialogue with their origins, and each prompt beside the template's own.
+    """Returns the tokens of a dialogue with their origins, and each prompt beside its re-rendering.
 
-    Raises RendererError, which begins with the message's number, for a reply that a model cannot
-    sample in one turn (two calls, under harmony).
+    Raises RendererError, which begins with the index of the message, for a reply that a model
+    cannot sample in one turn (two calls in harmony).
 
     >>> from lockstep.renderers.chatml import ChatMLRenderer
     >>> from lockstep.renderers.config import ChatMLConfig
@@ -119,9 +120,10 @@ def trace(
 def _observed(
     renderer: Renderer, ids: Sequence[int], messages: Sequence[Message], first: int
 ) -> list[OriginatedToken]:
-    """Ids that nobody sampled: those whose bytes are of a message's words, and the template's.
+    """Assigns ids that nobody sampled to the messages whose bytes they spell, the rest to the
+    template.
 
-    A token that spells both belongs to the words.
+    A token that spells both belongs to the message.
     """
     tokenizer = renderer.tokenizer
     whole = tokenizer.decode_bytes(ids)

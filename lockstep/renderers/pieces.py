@@ -1,4 +1,4 @@
-"""A prompt as a list of pieces: text, which can never control, and control ids."""
+"""A prompt as a list of pieces: text, which never becomes a control token, and control ids."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from lockstep.renderers.tokenizer import Tokenizer
 from lockstep.types import Int32Array, Message
 
 Piece = str | int
-"""Text that is encoded, or the id of a control token."""
+"""Text to encode, or the id of a control token."""
 
 
 def encode_pieces(tokenizer: Tokenizer, pieces: Iterable[Piece]) -> list[int]:
-    """The ids of `pieces`. Text between two control tokens is encoded in one go: a seam inside it
-    would give other tokens than the model was trained on."""
+    """Returns the ids of `pieces`. Text between two control tokens is encoded in one call: a seam
+    inside it would give other tokens than the model was trained on."""
     ids: list[int] = []
     text = ""
     for piece in pieces:
@@ -30,7 +30,8 @@ def encode_pieces(tokenizer: Tokenizer, pieces: Iterable[Piece]) -> list[int]:
 
 
 def split_ids(tokenizer: Tokenizer, ids: Sequence[int] | Int32Array) -> list[Piece]:
-    """A sampled turn as pieces: runs of text, and control ids. Half characters become U+FFFD."""
+    """Splits a sampled turn into runs of text and control ids. Incomplete characters become
+    U+FFFD."""
     ids = list(map(int, ids))
     control_ids = tokenizer.control_ids
     parts: list[Piece] = []
@@ -46,7 +47,8 @@ def split_ids(tokenizer: Tokenizer, ids: Sequence[int] | Int32Array) -> list[Pie
 def split_turn(
     tokenizer: Tokenizer, ids: Sequence[int] | Int32Array, stop_ids: Collection[int]
 ) -> tuple[list[Piece], str]:
-    """The pieces of a sampled turn without its stop id, and why it is not whole; empty if it is."""
+    """Returns the pieces of a sampled turn without its stop id, and the reason, if any, why the
+    turn is incomplete."""
     parts = split_ids(tokenizer, ids)
     if not parts:
         return parts, "the turn is empty"
@@ -56,14 +58,14 @@ def split_turn(
 
 
 def text_of(tokenizer: Tokenizer, parts: Iterable[Piece]) -> str:
-    """What people see of `parts`: control tokens by name."""
+    """Returns `parts` as readable text, with control tokens by name."""
     return "".join(
         part if isinstance(part, str) else tokenizer.control_name(part) for part in parts
     )
 
 
 def refuse_replies(messages: Iterable[Message]) -> None:
-    """Raises RendererError for an assistant message among what is to follow a sampled turn."""
+    """Raises RendererError if an assistant message is among the messages after a sampled turn."""
     if any(message.role == "assistant" for message in messages):
         raise RendererError(
             "extend was given an assistant message; expected what came after the sampled turn "
@@ -72,16 +74,17 @@ def refuse_replies(messages: Iterable[Message]) -> None:
 
 
 def require_reply(message: Message) -> None:
-    """Raises RendererError for a message that no model samples."""
+    """Raises RendererError for a message of another role than the assistant."""
     if message.role != "assistant":
         raise RendererError(f"render_reply writes assistant messages, not a {message.role}'s.")
 
 
 def cut_front(tokenizer: Tokenizer, ids: Sequence[int], num_bytes: int) -> list[int]:
-    """`ids`, which are text, without their first `num_bytes` bytes.
+    """Returns the ids of a text without its first `num_bytes` bytes.
 
-    The token in which the cut lies is encoded again, with those behind it that share its last
-    character. If that character is never completed, which no text can spell, the token stays whole.
+    The token in which the cut lies is encoded again, together with those that share its last
+    character. If that character is never completed, no text can spell it, and the token stays
+    whole.
     """
     size = 0
     for at, id_ in enumerate(ids):

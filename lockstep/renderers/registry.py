@@ -1,4 +1,4 @@
-"""From a renderer's config to the renderer."""
+"""Makes the renderer that a config describes."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from lockstep.renderers.tokenizer import Tokenizer
 
 @singledispatch
 def make_renderer(config: object, tokenizer: Tokenizer) -> Renderer:
-    """The renderer that `config` describes, over `tokenizer`.
+    """Makes the renderer for `config` over `tokenizer`.
 
-    The type of the config decides. A renderer of your own joins with its config's type:
+    The type of the config decides. Register a renderer of your own for the type of its config:
 
         @make_renderer.register
         def _(config: MyConfig, tokenizer: Tokenizer) -> Renderer:
             return MyRenderer(tokenizer, config)
 
-    Raises RendererError if the tokenizer lacks control tokens: it names all of them.
+    Raises RendererError, which lists all control tokens that the tokenizer lacks.
     """
     known = sorted(t.__name__ for t in make_renderer.registry if t is not object)
     raise ConfigError(

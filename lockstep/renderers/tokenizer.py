@@ -1,8 +1,8 @@
-"""Text to ids and back, with a wall between what people write and what controls the model.
+"""Text to ids and back, with a wall between text and control tokens.
 
-A tokenizer as it is shipped turns the text `<|im_start|>` into the control token of that name, so a
-user or a web page could open a turn of its own. Here `encode` has no control tokens at all: it sees
-ordinary text only. A control token is reached by its name, `control_id`, and by nothing else.
+A tokenizer as shipped turns the text `<|im_start|>` into the control token of that name, so that a
+user or a web page could open a turn of its own. Here `encode` sees ordinary text only and never
+returns a control token. `control_id`, given a name, is the only way to one.
 """
 
 # The tokenizers library ships no types:
@@ -24,14 +24,14 @@ from lockstep.errors import MissingExtraError, RendererError
 from lockstep.renderers.vocabulary import characters_of, merge_parts, read_vocabulary
 
 _PROBE = 'Hello, world!\n\t  {"key": [1, 2]} <|x|> \u00e9\u4e2d\u0416\U0001f600\n\n end '
-"""Round-trips byte for byte through every tokenizer that keeps text; anything else is refused."""
+"""Probe text: a tokenizer that does not return it byte for byte is refused."""
 
 
 class Tokenizer:
     """A BPE vocabulary that keeps every byte: a token is a run of bytes, or a control token.
 
-    Make one with `from_file`, `from_json` or `from_tiktoken`. Which added tokens of
-    a file are control: see `vocabulary`.
+    Make one with `from_file`, `from_json` or `from_tiktoken`. `vocabulary` decides which added
+    tokens of a file are control tokens.
 
     >>> from lockstep.testing.tokenizers import byte_tokenizer
     >>> tokenizer = byte_tokenizer()
@@ -51,24 +51,24 @@ class Tokenizer:
         fast: FastTokenizer | None = None,
         encode_batch: Callable[[list[str]], list[list[int]]] | None = None,
     ) -> None:
-        """encode: ordinary text to ids, never a control id. text_tokens: id -> its bytes.
+        """encode: turns ordinary text into ids, never control ids. text_tokens: id -> its bytes.
+        control_tokens: name -> id. fast: the tokenizer behind `encode`, which `with_dropout` needs.
+        encode_batch: a faster `encode` of many texts.
 
-        control_tokens: name -> id. fast: what `encode` stands on, if it is that; `with_dropout`
-        needs it. encode_batch: `encode` of many texts, if that is faster. Raises RendererError if a
-        probe text does not come back byte for byte.
+        Raises RendererError if the probe text does not come back byte for byte.
         """
         self._encode = encode
         self._encode_batch = encode_batch or (lambda texts: [encode(text) for text in texts])
         self._control_tokens = dict(control_tokens)
         self._fast = fast
         self.where = where
-        """Where it came from, for messages."""
+        """Source of the vocabulary, for messages."""
         self.num_encoded = 0
-        """Tokens that `encode` has produced so far: what tokenisation has cost."""
+        """Number of tokens that `encode` has produced: the cost of tokenization."""
         self.vocab_size: int = 1 + max((*text_tokens, *control_tokens.values()), default=-1)
-        """One more than the largest id. The model's own may be larger: it is often padded."""
+        """Largest id plus 1. A model's vocabulary may be larger: it is often padded."""
         self.control_ids: frozenset[int] = frozenset(control_tokens.values())
-        """Every added token that is not text, the special ones and those that are not."""
+        """Ids of all added tokens that are not text, "special" or not."""
         self._token_bytes = [b""] * self.vocab_size
         for id_, piece in text_tokens.items():
             self._token_bytes[id_] = piece
@@ -87,9 +87,9 @@ class Tokenizer:
 
     @classmethod
     def from_file(cls, path: str | Path) -> Tokenizer:
-        """Reads a Hugging Face `tokenizer.json`, or the directory that holds it.
+        """Reads a Hugging Face `tokenizer.json`, given its path or its directory.
 
-        Added tokens that only a `tokenizer_config.json` beside it declares count as well.
+        Also reads the added tokens that only a `tokenizer_config.json` beside it declares.
         """
         path = Path(path)
         file = path / "tokenizer.json" if path.is_dir() else path
@@ -104,17 +104,18 @@ class Tokenizer:
 
     @classmethod
     def from_json(cls, text: str, *, where: str = "tokenizer") -> Tokenizer:
-        """Reads the text of a `tokenizer.json`: `tokenizers.Tokenizer.to_str()` gives it."""
+        """Reads the text of a `tokenizer.json`, as `tokenizers.Tokenizer.to_str()` returns it."""
         return cls._from_spec(json.loads(text), where=where, extra={})
 
     @classmethod
     def from_tiktoken(
         cls, ranks_path: str | Path, *, pattern: str, special_tokens: Mapping[str, int]
     ) -> Tokenizer:
-        """Reads a `.tiktoken` file: a base64 token and its rank per line, the rank being the id.
+        """Reads a `.tiktoken` file: on each line a base64 token and its rank, which is its id.
+        Llama 3's `tokenizer.model` is such a file.
 
-        Llama 3's `tokenizer.model` is such a file. pattern: the regular expression that splits text
-        first. special_tokens: name -> id. Raises MissingExtraError without the package tiktoken.
+        pattern: regular expression that splits text first. special_tokens: name -> id. Raises
+        MissingExtraError without the package tiktoken.
         """
         try:
             import tiktoken
@@ -160,9 +161,9 @@ class Tokenizer:
     # -- text to ids --------------------------------------------------------------------------
 
     def encode(self, text: str) -> list[int]:
-        """`text` as ids. Whatever it spells, no id is a control token.
+        """Returns the ids of `text`. No id is a control token, whatever the text spells.
 
-        Halves of surrogate pairs, which JSON can spell and UTF-8 cannot hold, become U+FFFD.
+        Halves of surrogate pairs, which JSON can spell and UTF-8 cannot, become U+FFFD.
         """
         text = _storable(text)
         ids = self._encode(text) if text else []
@@ -170,17 +171,19 @@ class Tokenizer:
         return ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """`encode` of each text, in one call: several times as fast for many short ones."""
+        """Encodes many texts in one call, several times as fast as `encode` for short ones."""
         out = self._encode_batch([_storable(text) for text in texts])
         self.num_encoded += sum(map(len, out))
         return out
 
     def control_id(self, name: str) -> int:
-        """The id of the control or added token `name`; RendererError if there is none."""
+        """Returns the id of the control or added token `name`. Raises RendererError if there is
+        none."""
         return self.require((name,))[name]
 
     def require(self, names: Iterable[str]) -> dict[str, int]:
-        """name -> id for all `names`; one RendererError that lists every missing one."""
+        """Returns name -> id for all `names`. Raises one RendererError that lists every missing
+        name."""
         names = list(names)
         missing = [name for name in names if name not in self._control_tokens]
         if missing:
@@ -194,7 +197,7 @@ class Tokenizer:
         return {name: self._control_tokens[name] for name in names}
 
     def control_name(self, id_: int) -> str:
-        """The name of a control id: `<|end|>`. KeyError for any other id."""
+        """Returns the name of a control id, such as `<|end|>`. Raises KeyError for any other id."""
         if id_ not in self.control_ids:
             raise KeyError(id_)
         return self._token_bytes[id_].decode()
@@ -202,20 +205,20 @@ class Tokenizer:
     # -- ids to text --------------------------------------------------------------------------
 
     def token_bytes(self, id_: int) -> bytes:
-        """The bytes of one token; a control token's are its name's, an unused id has none."""
+        """Returns the bytes of one token: a control token's name, nothing for an unused id."""
         return self._token_bytes[id_] if 0 <= id_ < self.vocab_size else b""
 
     def all_token_bytes(self) -> list[bytes]:
-        """[vocab_size] bytes per id: what matching stop strings across tokens needs."""
+        """[vocab_size] bytes of each id, for matching stop strings across tokens."""
         return list(self._token_bytes)
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
-        """The exact bytes of `ids`, without guessing at half characters."""
+        """Returns the exact bytes of `ids`; incomplete characters stay incomplete."""
         return b"".join(self.token_bytes(int(id_)) for id_ in ids)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text for people: control tokens by name, half characters as U+FFFD, an id that the
-        tokenizer does not know as `<|unused:ID|>`. Never encode this again."""
+        """Returns readable text: control tokens by name, incomplete characters as U+FFFD, unknown
+        ids as `<|unused:ID|>`. Do not encode the result."""
         parts = [
             self._token_bytes[id_] if id_ in self._known else f"<|unused:{id_}|>".encode()
             for id_ in map(int, ids)
@@ -225,10 +228,11 @@ class Tokenizer:
     # -- other spellings ----------------------------------------------------------------------
 
     def with_dropout(self, prob: float, *, seed: int = 0) -> Tokenizer:
-        """A copy whose `encode` skips each merge with `prob` (BPE dropout, Provilkov et al. 2020).
+        """Returns a copy whose `encode` skips each merge with `prob` (BPE dropout, Provilkov et al.
+        2020).
 
-        Training on it teaches a model that one text has many spellings. Repeats with `seed`, unlike
-        the dropout of the tokenizers library, which draws from a generator that cannot be seeded.
+        Training on it teaches a model that a text has many spellings. `seed` makes it repeatable;
+        the dropout of the tokenizers library draws from a generator that cannot be seeded.
         """
         if self._fast is None:
             raise RendererError(f"{self.where}: BPE dropout needs a tokenizer.json.")
@@ -266,7 +270,7 @@ class Tokenizer:
 
 
 def _storable(text: str) -> str:
-    """`text` without halves of surrogate pairs."""
+    """Returns `text` without halves of surrogate pairs."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -280,7 +284,7 @@ def _merge(
     prob: float,
     generator: random.Random,
 ) -> list[str]:
-    """Byte-pair merging of one word, where every candidate is skipped with `prob` at each step."""
+    """Merges one word by byte-pair encoding, skipping each candidate with `prob` at each step."""
     while len(pieces) > 1:
         best: tuple[int, int] | None = None
         for at in range(len(pieces) - 1):

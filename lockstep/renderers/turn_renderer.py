@@ -1,5 +1,5 @@
-"""What the formats share whose every message is a block with one end, and whose models do not
-think: Llama 3, DeepSeek V3, Gemma 3."""
+"""The base of renderers whose messages are blocks with one end and whose models do not think: Llama
+3, DeepSeek V3, Gemma 3."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from lockstep.types import Message, ToolSchema
 
 
 class TurnRenderer(ABC):
-    """Writes a dialogue from three parts that a format gives: its beginning, what follows a turn,
-    and the body of a turn. `base.Renderer` says what each method is for."""
+    """Writes a dialogue from three parts that a format defines: the beginning, the text after a
+    turn, and the body of a turn. `base.Renderer` documents the methods."""
 
     name: str
     thinking_opening: tuple[int, ...] = ()
 
     def __init__(self, tokenizer: Tokenizer, *, stop_ids: tuple[int, ...]) -> None:
-        """stop_ids: the first is the one that closes a turn which was cut off."""
+        """stop_ids: the first one closes a turn that was cut off."""
         self.tokenizer = tokenizer
         self._stop_ids = stop_ids
 
@@ -30,22 +30,23 @@ class TurnRenderer(ABC):
         return self._stop_ids
 
     def render(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> list[int]:
-        """The first prompt, as the model's own template writes it; the module lists where not."""
+        """Returns the first prompt, as the model's template writes it; the module lists
+        exceptions."""
         return encode_pieces(self.tokenizer, self._prompt(messages, tools))
 
     def extend(self, sampled_ids: TokenIds, messages: Sequence[Message]) -> list[int]:
-        """The end of a turn that was cut off, even inside a call: to close the call as well would
-        say that it was made; then `messages`, and the next opening."""
+        """Returns the end of a turn that was cut off, `messages`, and the next opening. A turn that
+        was cut off inside a call gets no end of the call: it would say that the call was made."""
         refuse_replies(messages)
         is_whole = len(sampled_ids) > 0 and int(sampled_ids[-1]) in self._stop_ids
         close: list[Piece] = [] if is_whole else [self._stop_ids[0]]
         return encode_pieces(self.tokenizer, [*close, *self._follow_up(messages)])
 
     def render_reply(self, message: Message) -> list[int]:
-        """The ids that the model samples for `message`, stop id included.
+        """Returns the ids that the model samples for `message`, stop id included.
 
-        Raises RendererError for what would not be read back: thinking, and words or arguments
-        that make another call of it.
+        Raises RendererError for messages that would be read back as another one: with thinking, or
+        with text or arguments that change the calls.
         """
         require_reply(message)
         ids = encode_pieces(self.tokenizer, self._body(message))
@@ -64,7 +65,7 @@ class TurnRenderer(ABC):
 
     @abstractmethod
     def parse(self, sampled_ids: TokenIds) -> Message:
-        """Reads one sampled turn."""
+        """Parses one sampled turn."""
 
     def forgets(self, messages: Sequence[Message]) -> bool:
         return False
@@ -74,15 +75,15 @@ class TurnRenderer(ABC):
 
     @abstractmethod
     def _prompt(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> list[Piece]:
-        """The first prompt with its opening."""
+        """The first prompt, opening included."""
 
     @abstractmethod
     def _follow_up(self, messages: Sequence[Message]) -> list[Piece]:
-        """From behind a stop id to the end of the next opening."""
+        """The pieces from a stop id to the end of the next opening."""
 
     @abstractmethod
     def _body(self, message: Message) -> list[Piece]:
-        """An assistant message from behind the opening, with the stop id."""
+        """An assistant message without its opening, stop id included."""
 
     def _refuse_thinking(self, message: Message) -> None:
         if message.thinking:

@@ -1,7 +1,7 @@
-"""Tools as gpt-oss is told about them: JSON schemas as TypeScript types.
+"""Tools in the form that gpt-oss was trained on: JSON schemas as TypeScript types.
 
-Source: openai/harmony, src/encoding.rs at 14648ba, whose every odd line break is part of what the
-model was trained on. Guard: tests/parity/test_harmony_parity.py.
+Source: openai/harmony, src/encoding.rs at 14648ba. Its odd line breaks are kept: the model was
+trained on them. Guard: tests/parity/test_harmony_parity.py.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from lockstep.types import ToolSchema
 
 
 def tools_text(tools: Sequence[ToolSchema]) -> str:
-    """The tools as gpt-oss is told about them: a TypeScript namespace.
+    """Writes tools as a TypeScript namespace.
 
     >>> city = {"type": "object", "properties": {"city": {"type": "string"}}}
     >>> print(tools_text([ToolSchema(name="weather", description="Of today.", parameters=city)]))
@@ -45,7 +45,7 @@ def _lines(text: str) -> list[str]:
 
 
 def _type_text(schema: Mapping[str, Any], indent: str) -> str:
-    """A JSON schema as a TypeScript type, with descriptions and defaults as comments."""
+    """Writes a JSON schema as a TypeScript type, with descriptions and defaults as comments."""
     if variants := _variants(schema):
         return "".join(
             f"\n{indent} | {_variant_text(v, indent, _notes(v, quoted=True))}" for v in variants
@@ -133,7 +133,7 @@ def _notes(schema: Mapping[str, Any], *, quoted: bool) -> list[str]:
 
 
 def _default_note(schema: Mapping[str, Any], *, quoted: bool = False) -> list[str]:
-    """ "default: 5"; a text is in quotation marks, except that of an enum in a property."""
+    """Writes "default: 5". Strings are quoted, except for an enum in a property."""
     if "default" not in schema:
         return []
     default = schema["default"]

@@ -1,19 +1,18 @@
-"""What a `tokenizer.json` holds, taken apart: text with its bytes, and what controls the model.
+"""Reads a `tokenizer.json`: the bytes of each text token, and the control tokens.
 
-Two kinds of byte-pair encoding keep every byte of a text, and are read:
+Two kinds of byte-pair encoding keep every byte of a text:
 
 byte-level (gpt-oss, Qwen, Llama 3, DeepSeek)
     A token is a run of bytes, each written as a printable character.
-SentencePiece's, with byte fallback (Gemma)
-    A token is a run of characters, U+2581 for a space; a character without a token is the tokens of
-    its bytes, `<0x00>` to `<0xFF>`. U+2581 in a text comes back as a space: they are one token.
+SentencePiece with byte fallback (Gemma)
+    A token is a run of characters, with U+2581 for a space. A character without a token becomes the
+    tokens of its bytes, `<0x00>` to `<0xFF>`. U+2581 in a text comes back as a space.
 
-An added token is text if ordinary text is meant to use it, and control otherwise. The rule: it is
-text if it is not "special", takes no space from what stands beside it, and is either white space
-only (runs of spaces, tabs and line breaks), or, in a SentencePiece vocabulary, the tag of markup
-(`<table>`, `</h1>`: MARKUP has all names). Everything else is control, whatever the file says
-of it: Qwen's `<tool_call>` is not "special", nor are Gemma's `<unused0>` and `<mask>`, and models
-are trained to obey them.
+An added token is text if it is not "special", takes no space from its neighbours, and is either
+white space only (runs of spaces, tabs and line breaks) or, in a SentencePiece vocabulary, a
+markup tag from MARKUP (`<table>`, `</h1>`). Every other added token is a control token, whatever
+the file says: Qwen's `<tool_call>` is not "special", nor are Gemma's `<unused0>` and `<mask>`,
+and models are trained to obey them.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ MARKUP: frozenset[str] = frozenset(
         *("strong", "sub", "sup", "table", "tbody", "td", "tfoot", "th", "thead", "tr", "u", "ul"),
     )
 )
-"""Names of the tags that SentencePiece vocabularies hold as symbols of text: Gemma's list."""
+"""Names of the tags that SentencePiece vocabularies use as text, from Gemma's list."""
 
 SPACE = "\u2581"
 """How SentencePiece writes a space."""
@@ -42,24 +41,24 @@ Kind = Literal["byte-level", "sentencepiece"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vocabulary:
-    """A `tokenizer.json` without what could give a control token."""
+    """A `tokenizer.json` without anything that could produce a control token."""
 
     kind: Kind
     text_tokens: Mapping[int, bytes]
     control_tokens: Mapping[str, int]
     symbols: Mapping[str, int]
-    """Added tokens that are text: their spelling -> id."""
+    """Added tokens that are text: spelling -> id."""
     plain: Mapping[str, Any]
-    """The file for the tokenizers library: text only."""
+    """The file as the tokenizers library gets it: text only."""
 
 
 def read_vocabulary(
     spec: Mapping[str, Any], *, extra: Mapping[int, Mapping[str, Any]], where: str
 ) -> Vocabulary:
-    """Takes the content of a `tokenizer.json` apart.
+    """Reads the content of a `tokenizer.json`.
 
-    extra: id -> added token, of those that another file declares; the first file counts if both do.
-    Raises RendererError for what cannot give every byte of a text back.
+    extra: added tokens that another file declares, by id; `spec` wins if both declare one. Raises
+    RendererError for a tokenizer that cannot return every byte of a text.
     """
     model: dict[str, Any] = spec.get("model") or {}
     kind = _kind(spec, where)
@@ -107,13 +106,14 @@ def read_vocabulary(
 
 
 def merge_parts(merge: str | Sequence[str]) -> list[str]:
-    """Left, right and product of a merge, which files write as "a b" or as ["a", "b"]."""
+    """Returns left, right and product of a merge, which files write as "a b" or as ["a", "b"]."""
     left, right = merge.split(" ") if isinstance(merge, str) else merge
     return [left, right, left + right]
 
 
 def characters_of(word: str, vocab: Mapping[str, int]) -> list[str]:
-    """What the merges of a word begin with: its characters, or the tokens of their bytes."""
+    """Returns the units that a word's merges begin with: characters, or the tokens of their
+    bytes."""
     pieces: list[str] = []
     for character in word:
         if character in vocab:
@@ -124,7 +124,7 @@ def characters_of(word: str, vocab: Mapping[str, int]) -> list[str]:
 
 
 def _is_text(token: Mapping[str, Any], kind: Kind) -> bool:
-    """The rule that the module's docstring gives."""
+    """Applies the rule in the module's docstring."""
     takes_space = any(token.get(key) for key in ("lstrip", "rstrip", "single_word"))
     if token.get("special") or takes_space:
         return False
@@ -154,7 +154,7 @@ def _kind(spec: Mapping[str, Any], where: str) -> Kind:
 
 
 def _refuse_prefix(spec: Mapping[str, Any], decoders: Sequence[Any], where: str) -> None:
-    """Raises RendererError for SentencePiece's dummy prefix."""
+    """Raises RendererError if the tokenizer uses SentencePiece's dummy prefix."""
     normalizers = [step.get("type") for step in _steps(spec.get("normalizer"), "normalizers")]
     splits = _steps(spec.get("pre_tokenizer"), "pretokenizers")
     prefixes = [
@@ -172,7 +172,7 @@ def _refuse_prefix(spec: Mapping[str, Any], decoders: Sequence[Any], where: str)
 
 
 def _steps(part: Any, key: str) -> Iterator[Mapping[str, Any]]:
-    """The steps of a normalizer, pre-tokenizer or decoder, those of a sequence one by one."""
+    """Yields the steps of a normalizer, pre-tokenizer or decoder, also those inside a sequence."""
     step = cast("dict[str, Any]", part or {})
     if step.get("type") != "Sequence":
         yield step
@@ -185,10 +185,10 @@ def _steps(part: Any, key: str) -> Iterator[Mapping[str, Any]]:
 
 
 def _byte_of_character() -> dict[str, int]:
-    """The printable characters that byte-level BPE files write in place of bytes.
+    """Maps the printable characters of byte-level BPE files to bytes.
 
-    Source: GPT-2's encoder: printable Latin-1 stands for itself, the other 68 bytes for the
-    characters from U+0100 on.
+    Source: GPT-2's encoder. Printable Latin-1 represents itself; the other 68 bytes are the
+    characters from U+0100.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     table = {chr(byte): byte for byte in printable}

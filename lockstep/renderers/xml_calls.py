@@ -25,12 +25,12 @@ from lockstep.types import ToolCall, ToolSchema
 
 @dataclass(frozen=True)
 class TagDialect:
-    """How one family of models writes the tags of a call."""
+    """The tags that one family of models uses for calls."""
 
     open: str
-    """Before the name of the function."""
+    """Text before the name of the function."""
     close: str
-    """After the parameters; empty if only the markers around the call end it."""
+    """Text after the parameters; empty if only the markers around the call end it."""
     call: re.Pattern[str]
     """Matches a whole call: its name, and its parameters as one text."""
     parameter: re.Pattern[str]
@@ -69,7 +69,7 @@ DIALECTS = {
 
 
 class TextParameters:
-    """The parameters that take a string, for every tool that a renderer has declared."""
+    """Remembers which parameters of each declared tool take a string."""
 
     def __init__(self) -> None:
         self._known: dict[str, frozenset[str]] = {}

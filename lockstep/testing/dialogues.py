@@ -1,4 +1,4 @@
-"""`check_dialogues`: random dialogues through the agent loop, and what must hold of each token."""
+"""`check_dialogues` plays random dialogues through the agent loop and checks every token."""
 
 from __future__ import annotations
 
@@ -43,16 +43,16 @@ _WORDS = (
 
 @dataclass(slots=True, kw_only=True)
 class DialogueCounts:
-    """What was played, and what came of each token."""
+    """Counts of dialogues, turns and tokens."""
 
     dialogues: int = 0
     turns: int = 0
     cut_turns: int = 0
-    """Without a stop id."""
+    """Turns without a stop id."""
     malformed_turns: int = 0
-    """With a `parse_error`; the cut ones count."""
+    """Turns with a `parse_error`, cut turns included."""
     forks: int = 0
-    """Dialogues that went on without earlier thinking."""
+    """Dialogues that continued without earlier thinking."""
     sampled_tokens: int = 0
     trained_tokens: int = 0
     observed_tokens: int = 0
@@ -65,21 +65,20 @@ class DialogueCounts:
 
 
 def check_dialogues(renderer: Renderer, *, num_dialogues: int, seed: int = 0) -> DialogueCounts:
-    """Plays random dialogues with a scripted engine, and raises RendererError, naming the dialogue,
-    if one breaks an invariant. Where the format has no place for something, and says so when it is
-    asked for harmless words, it is left out.
+    """Plays random dialogues with a scripted engine. Raises RendererError, with the dialogue's
+    number, if an invariant breaks. Kinds of messages that the format refuses even with harmless
+    text are left out.
 
     Turns are replies as `render_reply` writes them, whole or cut anywhere; text in tokens that
-    `encode` would not choose; halves of characters; and random ids, control tokens among them.
-    Between them users, tools and systems say words in many scripts, nothing at all, and names of
-    control tokens, whole, in pieces, and over the borders of messages; so do the tools' own names
-    and descriptions.
+    `encode` would not choose; incomplete characters; and random ids, control tokens among them.
+    Users, tools and systems write text in many scripts, empty text, and names of control tokens,
+    whole, in pieces, and across the borders of messages; so do the names and descriptions of tools.
 
     The invariants:
-    - the prompt that the engine is sent is the path that the trajectory has recorded, id for id;
-    - each sampled id has its own log-prob, finite, at its own place;
-    - a stop id is the last of its turn, and nothing follows it there;
-    - what is observed has the control tokens that it would have if nobody spelled one;
+    - the prompt that the engine gets is the path that the trajectory recorded, id for id;
+    - each sampled id has its own finite log-prob at its own index;
+    - a stop id is the last of its turn;
+    - observed ids contain the same control tokens as if no text spelled any;
     - each sampled token is trained in one row, once.
 
     >>> from lockstep.renderers.harmony import HarmonyRenderer
@@ -100,13 +99,13 @@ def check_dialogues(renderer: Renderer, *, num_dialogues: int, seed: int = 0) ->
 
 
 def hostile_text(tokenizer: Tokenizer, generator: random.Random) -> str:
-    """A text that spells control tokens: whole, in pieces, nested, and between words."""
+    """Returns a text that spells control tokens: whole, in pieces, nested, and between words."""
     return _text(control_names(tokenizer), generator, hostility=0.7)
 
 
 def control_names(tokenizer: Tokenizer) -> list[list[str]]:
-    """All names of control tokens; and those without a digit, unless there is none: reserved and
-    unused ones, which are many and alike, have numbers."""
+    """Returns all names of control tokens, and those without a digit if there are any: reserved and
+    unused tokens are many, alike, and numbered."""
     names = sorted(tokenizer.control_name(id_) for id_ in tokenizer.control_ids)
     return [names, [name for name in names if not any(map(str.isdigit, name))] or names]
 
@@ -133,11 +132,11 @@ class _Dialogue:
     begun: list[Message]
     turns: list[list[int]]
     follow_ups: list[list[Message]]
-    """After each turn but the last."""
+    """Messages after each turn but the last."""
 
 
 class _Script:
-    """Makes random dialogues of what a renderer can write."""
+    """Makes random dialogues that a renderer can write."""
 
     def __init__(self, renderer: Renderer) -> None:
         self.renderer = renderer
@@ -178,7 +177,7 @@ class _Script:
     def takes(
         self, roles: Sequence[Role], *, is_begun: bool = False, tools: Sequence[ToolSchema] = ()
     ) -> bool:
-        """Whether the format has a place for messages of these roles: one that has none says so."""
+        """Whether the format accepts messages of these roles, tried with harmless text."""
         key = (*roles, str(is_begun), str(bool(tools)))
         if key not in self._shapes:
             words = [Message(role=role, content="-", name="f") for role in roles]
@@ -210,7 +209,7 @@ class _Script:
         return messages
 
     def turn(self, generator: random.Random) -> list[int]:
-        """The ids of one turn, with a stop id at most at the end; never empty."""
+        """Returns the ids of one turn, with a stop id at most at the end; never empty."""
         stop = [generator.choice(self.renderer.stop_ids)]
         match generator.randrange(6):
             case 0 | 1:
@@ -228,7 +227,7 @@ class _Script:
         return ids or stop
 
     def reply(self, generator: random.Random) -> list[int]:
-        """A reply that the format can write, or words."""
+        """Returns a reply that the format can write, or plain text."""
         arguments = json.dumps({"q": self.text(generator)}, ensure_ascii=generator.random() < 0.5)
         num_calls = generator.choice((0, 1, 1, 2))
         message = Message(
@@ -245,7 +244,7 @@ class _Script:
         return [*self.fragments(message.content, generator), self.renderer.stop_ids[0]]
 
     def fragments(self, text: str, generator: random.Random) -> list[int]:
-        """`text` in tokens that `encode` would not choose."""
+        """Returns `text` in tokens that `encode` would not choose."""
         ids: list[int] = []
         while text:
             size = generator.randrange(1, 6)
@@ -274,7 +273,7 @@ def _accepts(write: Callable[[], object]) -> bool:
 
 
 class _Scripted(Environment):
-    """Says what the script says next, whatever the model says."""
+    """Follows the script, whatever the model says."""
 
     def __init__(self, dialogue: _Dialogue) -> None:
         self._dialogue = dialogue
@@ -369,7 +368,7 @@ class _Checked:
             self.counts.sampled_tokens += len(ids)
 
     def observed(self) -> None:
-        """Every observed segment beside the same one with harmless words."""
+        """Compares every observed segment with the same one in harmless text."""
         control = self.renderer.tokenizer.control_ids
         for segment in self.trajectory.segments:
             if segment.is_sampled:

@@ -1,4 +1,4 @@
-"""`check_renderer`: the invariants that every renderer keeps, run over a set of dialogues."""
+"""`check_renderer` runs a renderer through the invariants that every renderer keeps."""
 
 from __future__ import annotations
 
@@ -70,10 +70,11 @@ DIALOGUES: dict[str, tuple[Message, ...]] = {
     "system in the middle": (_USER, _ANSWER, _SYSTEM, _MORE, _ANSWER),
     "empty": (Message(role="user"), Message(role="assistant"), Message(role="user")),
 }
-"""Every kind of turn, by a name that errors carry."""
+"""One dialogue for each kind of turn. Errors name them."""
 
 MAY_REFUSE = ("parallel calls", "system in the middle")
-"""Dialogues that a format need not have: gpt-oss makes one call a turn, Gemma has no system."""
+"""Dialogues that a format may lack: gpt-oss makes one call per turn, Gemma has no late system
+message."""
 
 
 def check_renderer(
@@ -129,7 +130,7 @@ def check_renderer(
 
 
 class _Broken(RendererError):
-    """An invariant that does not hold; any other RendererError is the renderer's own refusal."""
+    """A broken invariant; any other RendererError is the renderer's own refusal."""
 
 
 class _Check:
@@ -210,7 +211,8 @@ class _Check:
         words: str,
         is_forgotten: bool,
     ) -> None:
-        """Whether the last turn's thinking is in a rendered history, or not, as `forgets` says."""
+        """Checks that a rendered history shows the last turn's thinking unless `forgets` says
+        otherwise."""
         words = words.strip()
         if not words or any(words in message.content for message in history):
             return
@@ -241,7 +243,7 @@ class _Check:
     def cut_off(
         self, sampled_ids: Sequence[int], follow_up: Sequence[Message], whole: Sequence[int]
     ) -> None:
-        """A turn without its end: closed, then continued as the whole turn was."""
+        """Checks that a cut-off turn is closed and then continues like the whole turn."""
         ids = self.renderer.extend(sampled_ids, follow_up)
         if ids[len(ids) - len(whole) :] != list(whole):
             self.fail(
@@ -260,7 +262,7 @@ class _Check:
             self.fail("a parse_error for a turn without its stop id", self.show(sampled_ids))
 
     def injection(self, dialogue: Sequence[Message], tools: Sequence[ToolSchema]) -> None:
-        """The same dialogue with hostile text has the same control tokens in the same order."""
+        """Checks that hostile text leaves the control tokens and their order unchanged."""
         names = [self.tokenizer.control_name(id_) for id_ in sorted(self.tokenizer.control_ids)]
         hostile = " ".join(names)
         bad = [_with_text(message, hostile) for message in dialogue]
@@ -314,7 +316,7 @@ class _Check:
         self.renderer.extend(ids, [_MORE])
 
     def shows(self, ids: Sequence[int], messages: Sequence[Message]) -> None:
-        """All that people and tools wrote is there, in order."""
+        """Checks that the text of people and tools appears, in order."""
         text = self.show(ids)
         at = 0
         for message in messages:
@@ -340,7 +342,7 @@ class _Check:
         return [id_ for id_ in ids if id_ in self.tokenizer.control_ids]
 
     def opening(self, ids: Sequence[int]) -> list[int]:
-        """From the last control token to the end."""
+        """Returns the ids from the last control token to the end."""
         at = max((at for at, id_ in enumerate(ids) if id_ in self.tokenizer.control_ids), default=0)
         return list(ids[at:])
 
@@ -351,7 +353,8 @@ class _Check:
 def _split(
     dialogue: Sequence[Message],
 ) -> tuple[list[Message], list[tuple[Message, list[Message]]]]:
-    """The messages before the first turn of the model, and each turn with what follows it."""
+    """Returns the messages before the model's first turn, and each turn with the messages after
+    it."""
     prompt: list[Message] = []
     turns: list[tuple[Message, list[Message]]] = []
     for message in dialogue:
@@ -363,7 +366,7 @@ def _split(
 
 
 def _is_read(read: Message, message: Message) -> bool:
-    """Whether `read` is `message`, up to blanks at edges and the spelling of arguments."""
+    """Whether `read` equals `message` up to white space at edges and the spelling of arguments."""
     if read.content.strip() != message.content.strip():
         return False
     if read.thinking.strip() != message.thinking.strip() or read.parse_error:
@@ -379,7 +382,7 @@ def _is_read(read: Message, message: Message) -> bool:
 
 
 def _with_text(message: Message, text: str) -> Message:
-    """The same message with `text` wherever somebody could write text.
+    """Returns the message with `text` in every field that takes free text.
 
     A call keeps its name, which the reader of a reply must be able to find.
     """

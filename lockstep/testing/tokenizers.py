@@ -1,4 +1,4 @@
-"""Small tokenizers made by hand, for tests that need exact ids and no file."""
+"""Small hand-made tokenizers for tests that need exact ids and no file."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ GEMMA_TOKENS = ("<pad>", "<eos>", "<bos>", "<start_of_turn>", "<end_of_turn>")
 def byte_tokenizer(
     *, merges: Sequence[tuple[str, str]] = (), control_tokens: Sequence[str] | None = None
 ) -> Tokenizer:
-    """The tokenizer of `byte_tokenizer_json`."""
+    """Returns the tokenizer of `byte_tokenizer_json`."""
     text = byte_tokenizer_json(merges=merges, control_tokens=control_tokens)
     return Tokenizer.from_json(text, where="byte_tokenizer")
 
@@ -41,12 +41,12 @@ def byte_tokenizer(
 def byte_tokenizer_json(
     *, merges: Sequence[tuple[str, str]] = (), control_tokens: Sequence[str] | None = None
 ) -> str:
-    """A `tokenizer.json`: ids 0..255 are the bytes, then one per merge, then the control tokens in
-    order.
+    """Returns a `tokenizer.json`: ids 0..255 are the bytes, followed by one id per merge and by the
+    control tokens in order.
 
-    merges: pairs of ASCII pieces without spaces that join, best first: `("<", "think>")` needs
-    "think>" to exist. control_tokens: those of harmony and ChatML together by default; they are
-    declared as added tokens, half of them not "special", as Qwen declares `<tool_call>`.
+    merges: pairs of ASCII pieces without spaces that join, best first; `("<", "think>")` needs
+    "think>" to exist. control_tokens: by default those of harmony and ChatML. They are declared as
+    added tokens, half of them not "special", as Qwen declares `<tool_call>`.
     """
     names = (*HARMONY_TOKENS, *CHATML_TOKENS) if control_tokens is None else tuple(control_tokens)
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
@@ -84,7 +84,7 @@ def byte_tokenizer_json(
 def sentencepiece_tokenizer(
     *, merges: Sequence[tuple[str, str]] = (), control_tokens: Sequence[str] = GEMMA_TOKENS
 ) -> Tokenizer:
-    """The tokenizer of `sentencepiece_json`."""
+    """Returns the tokenizer of `sentencepiece_json`."""
     text = sentencepiece_json(merges=merges, control_tokens=control_tokens)
     return Tokenizer.from_json(text, where="sentencepiece_tokenizer")
 
@@ -92,10 +92,10 @@ def sentencepiece_tokenizer(
 def sentencepiece_json(
     *, merges: Sequence[tuple[str, str]] = (), control_tokens: Sequence[str] = GEMMA_TOKENS
 ) -> str:
-    """A `tokenizer.json` such as Gemma's: the control tokens, the symbols of text, the bytes, the
-    characters of ASCII, and one token per merge, in this order.
+    """Returns a `tokenizer.json` like Gemma's: in this order the control tokens, the text symbols,
+    the bytes, the characters of ASCII, and one token per merge.
 
-    merges: pairs of pieces that join, best first, with U+2581 for a space. The symbols, added
+    merges: pairs of pieces that join, best first, with U+2581 for a space. The text symbols, added
     tokens that are text, are runs of line breaks and spaces, and `<table>`. A control token is
     "special" if its name has no digit: `<unused0>` is not.
     """

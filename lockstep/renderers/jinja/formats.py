@@ -1,8 +1,8 @@
-"""How a template writes tool calls: found in what it writes for a known call, and read from turns.
+"""Formats of tool calls: derived from what a template writes for a known call, and read from turns.
 
-Three kinds: a JSON object of name and arguments (Hermes, Qwen, Llama, Mistral), tags with one
-parameter each (Qwen3-Coder, Qwen3.5), and a name and a JSON text with fixed words around them
-(DeepSeek, Kimi).
+There are three kinds: a JSON object of name and arguments (Hermes, Qwen, Llama, Mistral), tags with
+one parameter each (Qwen3-Coder, GLM, MiniMax), and a name and JSON arguments with fixed text around
+them (DeepSeek, Kimi).
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from lockstep.types import ToolCall
 
 @dataclass(frozen=True, kw_only=True)
 class CallFormat:
-    """[head] (open ... close)+ [tail], with any blanks between."""
+    """[head] (open ... close)+ [tail], with any white space between."""
 
     kind: Literal["json", "xml", "fields"]
     open: str = ""
     close: str = ""
     head: str = ""
-    """Before the first call, if it is not part of `open`: Mistral's [TOOL_CALLS] [."""
+    """Text before the first call that is not part of `open`: Mistral's [TOOL_CALLS] [."""
     tail: str = ""
     arguments_key: str = "arguments"
-    """json: beside "name"."""
+    """json: key of the arguments, beside "name"."""
     between: str = ""
-    """fields: what stands between the name and the arguments."""
+    """fields: text between the name and the arguments."""
     gap: str = "\n"
-    """Between the words of a turn and its calls."""
+    """Text between the content of a turn and its calls."""
     is_single: bool = False
-    """The template makes one call a turn."""
+    """Whether the template makes only one call per turn."""
     other_keys: tuple[str, ...] = ()
-    """json: other keys that the template writes beside the two."""
+    """json: other keys that the template writes."""
     dialect: str = "qwen"
-    """xml: which of `xml_calls.DIALECTS`."""
+    """xml: key of `xml_calls.DIALECTS`."""
 
     def __str__(self) -> str:
         inside = {
@@ -65,7 +65,7 @@ FORMATS = {
         tail="<\uff5ctool\u2581calls\u2581end\uff5c>",
     ),
 }
-"""The formats that `renderer.tool_calls` can name."""
+"""Formats by the names that `renderer.tool_calls` accepts."""
 
 
 @dataclass(frozen=True)
@@ -76,9 +76,9 @@ class _Span:
 
 
 def derive_format(one: str, two: str, calls: Sequence[ToolCall], marks: Marks) -> CallFormat | None:
-    """The format of a turn's text that makes the first call, and of one that makes both.
+    """Derives the format from a turn that makes the first call and a turn that makes both.
 
-    two: empty if the template makes one call at a time. None if no format is recognised.
+    two: empty if the template makes one call at a time. Returns None if no format is recognized.
     """
     spans = _spans(two, calls) if two else []
     if len(spans) == 2:
@@ -106,7 +106,7 @@ def derive_format(one: str, two: str, calls: Sequence[ToolCall], marks: Marks) -
 
 
 def _spans(text: str, calls: Sequence[ToolCall]) -> list[_Span]:
-    """Where each call stands, if all are written in one way that is known."""
+    """Returns the extent of each call, or [] if the calls are not all written in one known way."""
     for find in (_xml_span, _json_span, _fields_span):
         spans: list[_Span] = []
         at = 0
@@ -171,7 +171,7 @@ def _fields_span(text: str, at: int, call: ToolCall) -> _Span | None:
 
 
 def units(text: str, marks: Marks) -> list[str]:
-    """Control names whole, everything else by characters."""
+    """Splits a text into whole control names and single other characters."""
     out: list[str] = []
     begin = 0
     for at, name in marks.names(text):
@@ -192,7 +192,7 @@ def common(left: Sequence[str], right: Sequence[str]) -> list[str]:
 
 @dataclass(slots=True)
 class ReadTurn:
-    """What was read behind the thinking."""
+    """The text and calls of a turn, after its thinking."""
 
     texts: list[str]
     calls: list[ToolCall]
@@ -206,8 +206,8 @@ class ReadTurn:
 def read_calls(
     text: str, format: CallFormat | None, parameters: TextParameters, mark: str
 ) -> ReadTurn:
-    """The words and the calls of a turn in which control tokens stand by name, and names that were
-    spelled have `mark` inside. All text is kept, in `texts` where it makes no call."""
+    """Reads text and calls of a turn. In `text`, control tokens appear by name, and names that the
+    model spelled contain `mark`. Text that makes no call is kept in `texts`."""
     turn = ReadTurn([], [])
     if format is None:
         turn.texts.append(text)
@@ -285,7 +285,8 @@ def _read_one(
 
 
 def _read_list(text: str, format: CallFormat, mark: str, turn: ReadTurn) -> None:
-    """JSON objects one after another, behind `head` or, without one, as the whole turn."""
+    """Reads consecutive JSON objects, after `head` or, if the format has none, as the whole
+    turn."""
     words = ""
     head = format.head.rstrip("[ ")
     if head:

@@ -1,9 +1,9 @@
-"""What a template wrote, as ids in which no word of the dialogue has become a control token.
+"""Rendered text to ids, so that no text of the dialogue becomes a control token.
 
-A template mixes its own control tokens and the dialogue's words in one text. Before it renders,
-each word that could be part of a control token's name gets a mark: a character that occurs nowhere
-in the dialogue. A name with a mark inside it, or across the seam between the template's text and
-the dialogue's, is text. The marks are taken out before text is encoded.
+A template mixes its own control tokens and the dialogue's text in one string. Before it renders,
+each text that could be part of a control token's name gets a mark: a character that occurs nowhere
+in the dialogue. A name that contains a mark, or lies across the seam between the template's text
+and the dialogue's, is text. Marks are removed before text is encoded.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _PROTOCOL_KEYS = frozenset((*_MESSAGE_KEYS, *_TOOL_KEYS, *_THINKING_KEYS, "type"
 
 
 class Marks:
-    """The marks of one tokenizer's control tokens."""
+    """Marks for the control tokens of one tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         names = {tokenizer.control_name(id_): id_ for id_ in tokenizer.control_ids}
@@ -51,7 +51,8 @@ class Marks:
         }
 
     def choose(self, texts: Iterable[str]) -> str:
-        """A character that no text has, neither itself nor spelled as JSON escapes it."""
+        """Returns a character that occurs in none of the texts, neither itself nor as a JSON
+        escape."""
         whole = "\0".join(texts)
         for code in _CANDIDATES:
             if chr(code) not in whole and f"\\u{code:04x}" not in whole.lower():
@@ -59,7 +60,8 @@ class Marks:
         raise RendererError("the dialogue has every character of the private use area.")
 
     def marked(self, value: Any, mark: str) -> Any:
-        """`value` (JSON) with marks in all its texts, keys too. Equal texts stay equal."""
+        """Returns `value` (JSON) with marks in all its texts, and in keys that are not the
+        protocol's. Equal texts stay equal."""
         if isinstance(value, str):
             return self.mark(value, mark)
         if isinstance(value, Mapping):
@@ -73,8 +75,9 @@ class Marks:
         return value
 
     def mark(self, text: str, mark: str) -> str:
-        """A mark behind each character that begins a name and before each that ends one; at both
-        edges, inside the blanks that a template may strip, of what could be the middle of one."""
+        """Puts a mark after each character that begins a name and before each that ends one. Text
+        that could be the middle of a name is also marked at both edges, inside the white space that
+        a template may strip."""
         core = text.strip()
         if not core or text in _PLAIN:
             return text
@@ -92,7 +95,7 @@ class Marks:
         return out
 
     def protect(self, text: str, mark: str) -> str:
-        """`text` with a mark inside each name that it spells."""
+        """Returns `text` with a mark inside each name that it spells."""
         out: list[str] = []
         begin = 0
         for at, _ in self._found(text):
@@ -101,7 +104,7 @@ class Marks:
         return "".join([*out, text[begin:]])
 
     def pieces(self, text: str, mark: str) -> list[Piece]:
-        """What was rendered: control ids, and text without marks. Of several names at one place
+        """Splits rendered text into control ids and text without marks. Where several names begin,
         the longest counts, as in the tokenizers library."""
         out: list[Piece] = []
         begin = 0
@@ -116,7 +119,7 @@ class Marks:
         return [*out, rest] if rest else out
 
     def names(self, text: str) -> list[tuple[int, str]]:
-        """(place, name) of the control tokens in what was rendered."""
+        """Returns (position, name) of the control tokens in rendered text."""
         out: list[tuple[int, str]] = []
         end = 0
         for at, name in self._found(text):
@@ -126,7 +129,7 @@ class Marks:
         return out
 
     def _found(self, text: str) -> Iterator[tuple[int, str]]:
-        """Every place where a name stands, overlapping ones too; the longest of each place."""
+        """Yields every position of a name, also overlapping ones; the longest name per position."""
         if self._first is None:
             return
         for found in self._first.finditer(text):
@@ -138,7 +141,7 @@ class Marks:
 
 
 def unmarked(text: str, mark: str) -> str:
-    """Without the marks, and without those that a template wrote as JSON escapes."""
+    """Returns `text` without marks, also without those that a template wrote as JSON escapes."""
     if not mark:
         return text
     text = text.replace(mark, "")

@@ -1,4 +1,4 @@
-"""The proof before the first prompt: a template's pieces are the template, dialogue by dialogue."""
+"""Checks, before the first prompt, that extending a dialogue gives the ids of the template."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _EMPTY = Message(role="tool", name="find")
 class _Dialogue:
     messages: tuple[Message, ...]
     shows: str = ""
-    """What a template must be able to do; empty: without it the template is refused."""
+    """The ability that the dialogue needs; empty: every template must have it."""
     has_tools: bool = False
     is_cut: bool = False
 
@@ -96,18 +96,19 @@ DIALOGUES: Mapping[str, _Dialogue] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Proof:
-    """What was proved of a template."""
+    """Result of the check."""
 
     held: tuple[str, ...]
-    """Dialogues whose pieces are the template's ids."""
+    """Dialogues whose extended ids are the template's."""
     num_asked: int
-    """Dialogues that were tried: those with thinking only where the template has any."""
+    """Number of dialogues that were tried. Those with thinking are tried if the template has
+    thinking."""
     unsupported: Mapping[str, str]
-    """What the template cannot be asked -> why: its own refusal, or the first difference."""
+    """Ability -> reason why the template lacks it: its own refusal, or the first difference."""
 
     @property
     def line(self) -> str:
-        """For a person, at the start of a run."""
+        """One line for the start of a run."""
         out = f"{len(self.held)} of {self.num_asked} dialogues extend exactly"
         if self.unsupported:
             out += f"; refused: {', '.join(self.unsupported)}"
@@ -115,10 +116,10 @@ class Proof:
 
 
 def prove(renderer: JinjaRenderer) -> Proof:
-    """Extends each dialogue and compares with the template's own ids over the whole.
+    """Extends each dialogue and compares the ids with the template's rendering of the whole.
 
-    Raises RendererError, naming the dialogue and showing the difference, for a template whose plain
-    dialogues are not their pieces, or whose thinking is to be dropped and cannot be.
+    Raises RendererError, with the dialogue's name and the first difference, if a plain dialogue
+    differs, or if thinking is to be dropped and differs.
     """
     held: list[str] = []
     num_asked = 0
@@ -151,7 +152,7 @@ def prove(renderer: JinjaRenderer) -> Proof:
 
 
 def _hold(renderer: JinjaRenderer, dialogue: _Dialogue) -> None:
-    """Raises RendererError if the dialogue's pieces are not the template's ids."""
+    """Raises RendererError if the extended dialogue differs from the template's ids."""
     messages = dialogue.messages
     if renderer.shape.thinking is not None and renderer.thinking_opening:
         messages = [  # a model that is opened with thinking thinks
@@ -189,8 +190,8 @@ def _hold(renderer: JinjaRenderer, dialogue: _Dialogue) -> None:
 def forgotten(
     renderer: JinjaRenderer, path: Sequence[tuple[list[int], bool]]
 ) -> list[tuple[list[int], bool]]:
-    """(ids, whether they are a turn as it was sampled) of a path, as they stand where its thinking
-    is dropped: each turn loses it once, and the opening before the turn what begins it."""
+    """Returns a path of (ids, is_sampled) with its thinking dropped: each sampled turn loses its
+    thinking, and the opening before it the ids that begin thinking."""
     opening = list(renderer.thinking_opening)
     out: list[tuple[list[int], bool]] = []
     for at, (ids, is_sampled) in enumerate(path):
@@ -203,7 +204,7 @@ def forgotten(
 
 
 def _is_same(read: Message, message: Message) -> bool:
-    """Equal but for how the arguments are spelled."""
+    """Whether two messages are equal up to the spelling of arguments."""
     from lockstep.renderers.xml_calls import arguments_of
 
     left = [(call.name, arguments_of(call)) for call in read.tool_calls]

@@ -1,12 +1,14 @@
-"""Any Hugging Face chat template, piece by piece: what follows a turn is found by writing a short
-dialogue with the template and taking what stands behind the turn's end.
+"""Any Hugging Face chat template, written piece by piece.
+
+The text after a turn is found by rendering a short dialogue with the template and taking what
+follows the turn's end:
 
     the template of [Hello., a turn, the new messages]
         <|im_start|>user\\nHello.<|im_end|>\\n<|im_start|>assistant\\n the turn <|im_end|>
-        \\n<|im_start|>user\\n...                  <- from here on: what `extend` adds
+        \\n<|im_start|>user\\n...                  <- `extend` returns the text from here
 
-So the work of a turn does not grow with the dialogue. Whether the template writes a long dialogue
-as these pieces is proved before the first prompt (`proof`); what it writes otherwise is refused.
+So the work per turn does not grow with the dialogue. `proof` checks before the first prompt that
+the template writes long dialogues as these pieces; what it writes in another way is refused.
 """
 
 from __future__ import annotations
@@ -50,18 +52,18 @@ from lockstep.types import Message, ToolSchema
 
 
 class JinjaRenderer:
-    """Messages to the tokens of a model's own chat template, and back.
+    """Writes and parses the tokens of a model's own chat template.
 
-    `shape` is what was found of the template, `proof` what was proved of it.
+    `shape` holds what was found of the template, `proof` the result of the check.
     """
 
     name = "jinja"
 
     def __init__(self, tokenizer: Tokenizer, config: JinjaConfig | None = None) -> None:
-        """Reads the template, finds its pieces, and proves them.
+        """Reads the template, finds its pieces and checks them.
 
-        Raises RendererError for a template that is missing, malformed, hostile or no sequence of
-        pieces; MissingExtraError without jinja2.
+        Raises RendererError if the template is missing, malformed or hostile, or cannot be extended
+        exactly; MissingExtraError without jinja2.
         """
         self.tokenizer = tokenizer
         self.config = config or JinjaConfig()
@@ -85,17 +87,17 @@ class JinjaRenderer:
             self._set_stops(self.shape.stop)
 
     def _set_stops(self, *names: str) -> None:
-        """What ends a turn of words and one of calls, and `renderer.stop_tokens`."""
+        """Sets the tokens that end a turn of text and one of calls, and `renderer.stop_tokens`."""
         stops = dict.fromkeys(name for name in (*names, *self.config.stop_tokens) if name)
         self.stop_ids: tuple[int, ...] = tuple(self.tokenizer.require(stops).values())
 
     # -- messages to ids ----------------------------------------------------------------------
 
     def render(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> list[int]:
-        """The first prompt, as the template writes it with its generation prompt.
+        """Returns the first prompt, as the template writes it with its generation prompt.
 
-        With thinking=keep a history that the template would rob of its thinking is written piece by
-        piece instead. Raises RendererError, with the template's own words, for what it refuses.
+        With thinking=keep, a history whose thinking the template would drop is written piece by
+        piece instead. Raises RendererError, with the template's own message, for what it refuses.
         """
         declared = tools if self.config.tools_in_prompt else ()
         self._texts.declare(tools)
@@ -108,14 +110,15 @@ class JinjaRenderer:
     def render_whole(
         self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()
     ) -> list[int]:
-        """What the template itself writes for a history, with its generation prompt."""
+        """Returns the template's own rendering of a history, with its generation prompt."""
         text, mark = self._write(messages, tools, has_opening=True)
         self._require_words(messages, text, mark)
         return encode_pieces(self.tokenizer, self._marks.pieces(text, mark))
 
     def extend(self, sampled_ids: TokenIds, messages: Sequence[Message]) -> list[int]:
-        """The close of a turn that was cut off, and what the template writes behind a turn's end:
-        `messages` and the next opening. Raises RendererError for what the proof found no way to."""
+        """Returns the end of a turn that was cut off, and what the template writes after a turn:
+        `messages` and the next opening. Raises RendererError for an ability that the proof refused.
+        """
         refuse_replies(messages)
         for what in _kinds(messages):
             self._require(what)
@@ -140,10 +143,10 @@ class JinjaRenderer:
         return encode_pieces(self.tokenizer, [*close, *self._marks.pieces(behind, mark)])
 
     def render_reply(self, message: Message) -> list[int]:
-        """The ids that a model samples for `message` by its template, stop id included.
+        """Returns the ids that a model samples for `message`, stop id included.
 
-        Raises RendererError for what the template does not write: thinking where it has none,
-        several calls where it makes one, arguments that are no JSON object.
+        Raises RendererError for what the template cannot write: thinking or several calls where it
+        has no form for them, arguments that are not a JSON object.
         """
         require_reply(message)
         ids = self.reply_ids(message)
@@ -161,20 +164,20 @@ class JinjaRenderer:
         return ids
 
     def reply_ids(self, message: Message, after: Sequence[Message] = ()) -> list[int]:
-        """A turn as the template writes it before `after`; as the last message without any."""
+        """Returns a turn as the template writes it before `after`; as the last message if empty."""
         text, mark = self._turn(message, after)
         return encode_pieces(self.tokenizer, self._marks.pieces(text, mark))
 
     # -- thinking -----------------------------------------------------------------------------
 
     def forgets(self, messages: Sequence[Message]) -> bool:
-        """With thinking=drop: whether the template leaves the thinking of a turn out when
-        `messages` follow it."""
+        """With thinking=drop: whether the template drops the thinking of a turn that `messages`
+        follow."""
         return self.config.thinking == "drop" and self.template_forgets(messages)
 
     def template_forgets(self, messages: Sequence[Message]) -> bool:
-        """Whether the template itself does so, whatever the policy; also with the empty block that
-        an opening without thinking may have."""
+        """Whether the template drops it, regardless of the setting. Also true of an empty block
+        that belongs to an opening without thinking."""
         how = self.shape.thinking
         has_field = how is not None and bool(how.key)
         if not messages or (how is None and self.shape.opening == self.shape.header):
@@ -189,7 +192,8 @@ class JinjaRenderer:
         return not text[len(base) :].startswith(self.shape.opening)
 
     def without_thinking(self, sampled_ids: TokenIds) -> list[int]:
-        """As the template writes the turn in a history: without the thinking and its tags."""
+        """Returns the turn as the template writes it in a history, without the thinking and its
+        tags."""
         ids = [int(id_) for id_ in sampled_ids]
         how = self.shape.thinking
         if how is None:
@@ -209,7 +213,7 @@ class JinjaRenderer:
         return [*lead, *(rest if rest is not None else []), *end]
 
     def _behind_thinking(self, ids: list[int], how: Thinking) -> list[int] | None:
-        """What follows the thinking and its closing tag; None if it is not closed."""
+        """Returns the ids after the thinking and its closing tag, or None if it is not closed."""
         opened, closed = self._control(how.open.strip()), self._control(how.close.strip())
         control = self.tokenizer.control_ids
         first = next(
@@ -233,7 +237,7 @@ class JinjaRenderer:
         return [*run, *rest[end:]]
 
     def _ids(self, text: str) -> list[int]:
-        """The template's own text, as ids."""
+        """Encodes the template's own text."""
         return encode_pieces(self.tokenizer, self._marks.pieces(text, ""))
 
     def _starts_with(self, ids: list[int], tag: str) -> bool:
@@ -247,7 +251,7 @@ class JinjaRenderer:
         return pieces[0] if len(pieces) == 1 and isinstance(pieces[0], int) else None
 
     def _thinking_opening(self) -> tuple[int, ...]:
-        """The ids of the opening behind its header, if that is where a token ends."""
+        """Returns the ids of the opening after its header, if a token ends there."""
         whole, header = self._ids(self.shape.opening), self._ids(self.shape.header)
         return tuple(whole[len(header) :]) if whole[: len(header)] == header else ()
 
@@ -259,7 +263,7 @@ class JinjaRenderer:
         return self.template_forgets(after)
 
     def _pieces_of(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> list[int]:
-        """A history as it was extended turn by turn, each turn with its thinking."""
+        """Writes a history turn by turn, each turn with its thinking."""
         turns = [at for at, message in enumerate(messages) if message.role == "assistant"]
         ids = self.render_whole(messages[: turns[0]], tools)
         for at, next_turn in zip(turns, [*turns[1:], len(messages)], strict=True):
@@ -272,11 +276,11 @@ class JinjaRenderer:
     # -- ids to a message ---------------------------------------------------------------------
 
     def parse(self, sampled_ids: TokenIds) -> Message:
-        """Reads one turn: thinking, words and calls, as the template writes them.
+        """Parses one turn: thinking, text and calls, as the template writes them.
 
-        A tag that is a control token counts only as that. A call's arguments stay as they were
-        written; of tags with one parameter each they become JSON. What is malformed stays in
-        `content`, control tokens by name, and `parse_error` says why.
+        A tag that is a control token counts only as that. The text of a call's arguments is kept;
+        tags with one parameter each become JSON. Malformed parts stay in `content`, control tokens
+        by name, and `parse_error` says why.
         """
         parts = split_ids(self.tokenizer, sampled_ids)
         error = ""
@@ -311,7 +315,7 @@ class JinjaRenderer:
         )
 
     def _split_thinking(self, text: str) -> tuple[str, str, bool]:
-        """(thinking, what follows it, whether it was left open)."""
+        """Returns (thinking, the text after it, whether the thinking was left open)."""
         how = self.shape.thinking
         if how is None:
             return "", text, False
@@ -332,8 +336,8 @@ class JinjaRenderer:
         return inside[:end].removesuffix(before), rest, False
 
     def _close(self, ids: list[int], stop: str) -> list[Piece]:
-        """The end of a turn that did not end itself: open thinking is closed, then the text that
-        precedes a stop token, then `stop`."""
+        """The end of a turn that was cut off: the end of open thinking, the text before a stop
+        token, `stop`."""
         text = "".join(
             self._marks.protect(part, "\0")
             if isinstance(part, str)
@@ -358,7 +362,8 @@ class JinjaRenderer:
         before: Sequence[Message] = (),
         has_opening: bool = False,
     ) -> tuple[str, str]:
-        """(what the template writes, the mark in it). `before`: messages of ours, without marks."""
+        """Returns (rendered text, the mark in it). Messages in `before` are ours and get no
+        marks."""
         shape = self.shape
         dicts = [message_dict(m, shape) for m in (*before, *messages)]
         declared = [function_json(tool) for tool in tools]
@@ -385,7 +390,7 @@ class JinjaRenderer:
         )
 
     def _turn(self, message: Message, after: Sequence[Message] = ()) -> tuple[str, str]:
-        """(a turn from behind its opening to its stop token, the mark in it)."""
+        """Returns (a turn without its opening, stop token included; the mark in it)."""
         shape = self.shape
         how = shape.thinking
         if message.thinking and how is None:
@@ -428,7 +433,7 @@ class JinjaRenderer:
         return text, mark
 
     def _require_words(self, messages: Sequence[Message], text: str, mark: str) -> None:
-        """Raises RendererError if the template left out what a message says."""
+        """Raises RendererError if the template left out text of a message."""
         for message in messages:
             words = self._marks.mark(message.content, mark).strip()
             forms = (words, *(json.dumps(words, ensure_ascii=a)[1:-1] for a in (False, True)))
@@ -439,12 +444,12 @@ class JinjaRenderer:
                 )
 
     def _has_end(self, turn: Message, text: str) -> bool:
-        """Whether the template writes the token that ends `turn`, the last message, behind it."""
+        """Whether the template ends `turn`, the last message, with its stop token."""
         stop = self.shape.call_stop if turn.tool_calls else self.shape.stop
         return any(name == stop for _, name in self._marks.names(text))
 
     def _end_of(self, turn: Message, text: str) -> int:
-        """Where a turn ends in what was written: behind its stop token."""
+        """Returns the end of a turn in rendered text, after its stop token."""
         stop = self.shape.call_stop if turn.tool_calls else self.shape.stop
         begin = 0
         is_ours = turn.content == WORDS or (turn.tool_calls and turn.tool_calls[0] is CALLS[0])
@@ -460,13 +465,14 @@ class JinjaRenderer:
         )
 
     def _require(self, what: str) -> None:
-        """Raises RendererError for what the proof refused; during the proof everything is tried."""
+        """Raises RendererError for an ability that the proof refused. During the proof everything
+        is tried."""
         if self.proof is not None and (problem := self.proof.unsupported.get(what)):
             raise RendererError(f"this model's chat template has no way to {what}. {problem}")
 
 
 def _kinds(messages: Sequence[Message]) -> list[str]:
-    """What `messages` ask of a template, by the proof's names."""
+    """Returns the abilities, by the proof's names, that `messages` need."""
     replies = [message for message in messages if message.role == "tool"]
     found = {
         "take a tool's reply": bool(replies),

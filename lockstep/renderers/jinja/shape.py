@@ -1,7 +1,7 @@
-"""What a chat template does with a turn, found by writing short dialogues with it.
+"""Finds out how a chat template writes a turn, by rendering short dialogues.
 
-Words that no template contains stand for a turn's; where they come out tells what stands around
-them: the generation prompt, the end of a turn, the tags of thinking, the form of a call.
+The dialogues contain words that no template contains; the text around them is the generation
+prompt, the end of a turn, the tags of thinking, the format of a call.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ CALLS = tuple(
     ToolCall(name=f"qz7_call_{n}", arguments=json.dumps({"qz7_key": f"Qz7value{n}"}))
     for n in range(64)
 )
-"""What stands for a turn. No template and no control token contains such words."""
+"""Calls of the probe dialogues. No template and no control token contains such words."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,40 +40,40 @@ class Thinking:
     """How the template writes thinking."""
 
     key: str
-    """The field of a message that it is given in: reasoning_content, or "content" for a template
-    that takes it out of the content; empty if a history never shows it."""
+    """Field of a message that holds the thinking, such as reasoning_content; "content" if the
+    template takes it from the content; empty if a history never shows it."""
     open: str
-    """Before it, behind the opening; empty if the opening has it."""
+    """Text before the thinking, after the opening; empty if the opening contains it."""
     close: str
-    """Between it and the words."""
+    """Text between the thinking and the content."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """What the template does with a turn, found once."""
+    """The pieces of a turn, as the template writes them."""
 
     opening: str
     """The generation prompt."""
     header: str
-    """Its part that stands before the turn in a history too."""
+    """The part of the opening that precedes the turn in a history too."""
     lead: str
-    """What a history has between that and the words of a turn without thinking."""
+    """Text between the header and the content of a turn without thinking, in a history."""
     words_end: str
-    """From the words of a turn to its end, stop token included."""
+    """Text from the content of a turn to its end, stop token included."""
     stop: str
     is_ended_by_next: bool = False
-    """A turn ends with the token that opens the next message (GLM-4.5: `<|user|>`, or after calls
-    `<|observation|>`): the template writes nothing behind the last one."""
+    """Whether a turn ends with the token that opens the next message (GLM-4.5: `<|user|>`, or
+    `<|observation|>` after calls). The template then writes no end for the last turn."""
     call_stop: str = ""
-    """Empty if the template writes no calls."""
+    """Token that ends a turn of calls; empty if the template writes no calls."""
     thinking: Thinking | None = None
     has_text_arguments: bool = False
-    """Arguments are given as JSON text; else as an object."""
+    """Whether the template takes arguments as JSON text rather than as an object."""
     empty_content: str | None = ""
-    """What a turn of calls without words is given as content."""
+    """Content that the template expects for a turn of calls without text."""
     calls: CallFormat | None = None
     problems: Mapping[str, str] = field(default_factory=dict[str, str])
-    """"tools" -> why the template can make no call."""
+    """"tools" -> reason why the template can make no call."""
 
 
 class ShapeFinder:
@@ -88,7 +88,7 @@ class ShapeFinder:
         where: str,
         tool_calls: str,
     ) -> None:
-        """run: the template over messages, tools and whether a reply is asked for. tool_calls: the
+        """run: renders messages and tools, with or without the generation prompt. tool_calls: the
         setting."""
         self._run, self._marks = run, marks
         self._source, self._where, self._tool_calls = source, where, tool_calls
@@ -160,7 +160,7 @@ class ShapeFinder:
         return None
 
     def _with_calls(self, base: str, shape: Shape) -> Shape:
-        """`shape` with how the template makes calls, or why it makes none."""
+        """Adds the format of calls, or the reason why there is none."""
         problem = "it writes nothing for a call"
         for has_text in (True, False):
             for empty in ("", None):
@@ -210,7 +210,7 @@ class ShapeFinder:
         return replace(shape, call_stop=stop, calls=self._with_gap(found, shape))
 
     def _with_gap(self, found: CallFormat, shape: Shape) -> CallFormat:
-        """The format with what the template writes between words and a call."""
+        """Adds the text that the template writes between content and a call."""
         turn = replace(_calling(1), content=WORDS)
         try:
             text = self._run([message_dict(m, shape) for m in (HELLO, turn)], [], False)
@@ -220,7 +220,7 @@ class ShapeFinder:
         return replace(found, gap=gap) if begins and not gap.strip() else found
 
     def _calling(self, base: str, shape: Shape, count: int) -> str:
-        """What the template writes for so many calls, up to the first tool's reply."""
+        """Returns the template's text for `count` calls, up to the first tool's reply."""
         replies = [replace(_REPLY, name=call.name) for call in CALLS[:count]]
         dicts = [message_dict(m, shape) for m in (HELLO, _calling(count), *replies)]
         text = self._run(dicts, [], False)
@@ -239,7 +239,7 @@ def _calling(count: int) -> Message:
 
 
 def _behind(text: str, number: int) -> str:
-    """What stands behind the arguments of a call of ours."""
+    """Returns the text after the arguments of a probe call."""
     return text.partition(value_of(CALLS[number]))[2]
 
 
@@ -252,14 +252,14 @@ def value_of(call: ToolCall) -> str:
 
 
 def calls_of(count: int) -> tuple[ToolCall, ...]:
-    """Calls that so many tool replies answer."""
+    """Returns as many probe calls as there are tool replies."""
     if count > len(CALLS):
         raise RendererError(f"{count} tool replies follow one turn; at most {len(CALLS)} may.")
     return CALLS[:count]
 
 
 def message_dict(message: Message, shape: Shape | None) -> dict[str, Any]:
-    """A message as transformers hands it to templates."""
+    """Returns a message in the form that transformers gives to templates."""
     role = "system" if message.role == "developer" else message.role
     out: dict[str, Any] = {"role": role, "content": message.content}
     if message.role == "tool":
@@ -289,7 +289,7 @@ def message_dict(message: Message, shape: Shape | None) -> dict[str, Any]:
 
 
 def with_inline(message: dict[str, Any], how: Thinking) -> dict[str, Any]:
-    """Thinking in front of the words, between the tags that the template looks for."""
+    """Moves the thinking in front of the content, between the tags that the template looks for."""
     thinking = message.get("thinking_text")
     if thinking is None:
         return message

@@ -1,4 +1,4 @@
-"""Where a model's chat template is: beside its tokenizer, or in a file that the run names."""
+"""Finds a model's chat template: beside its tokenizer, or in the file that the run names."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class TemplateSource:
     text: str
     where: str
     special_tokens: Mapping[str, str]
-    """bos_token and its like by name: templates write them."""
+    """Special tokens that templates write, by name: bos_token, eos_token, ..."""
 
 
 def has_template(directory: Path) -> bool:
@@ -29,7 +29,7 @@ def has_template(directory: Path) -> bool:
 
 
 def read_template(tokenizer: Tokenizer, config: JinjaConfig) -> TemplateSource:
-    """The template's text. Raises RendererError if there is none."""
+    """Reads the template. Raises RendererError if there is none."""
     directory = Path(tokenizer.where).parent if Path(tokenizer.where).is_file() else None
     fields: Mapping[str, Any] = {} if directory is None else _tokenizer_config(directory)
     special = {name: _content(token) for name, token in fields.items() if name.endswith("_token")}
@@ -78,7 +78,7 @@ def _tokenizer_config(directory: Path) -> Mapping[str, Any]:
 
 
 def _content(token: Any) -> str | None:
-    """A special token's text, which files write plain or as an object."""
+    """Returns the text of a special token, which files write as a string or as an object."""
     if isinstance(token, dict):
         token = cast("Mapping[str, Any]", token).get("content")
     return token if isinstance(token, str) else None
