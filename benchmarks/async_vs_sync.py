@@ -72,8 +72,8 @@ class Arm:
 def run_arm(arm: Arm, path: Path) -> None:
     """In a process of its own."""
     from lockstep.config import resolve
-    from lockstep.loop import train
     from lockstep.recipes import find_recipe
+    from lockstep.run.train import train
 
     settings = (
         f"steps={arm.steps}", f"max_staleness={arm.max_staleness}", f"seed={arm.seed}",

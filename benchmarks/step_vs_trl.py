@@ -77,22 +77,22 @@ class SideFailed(Exception):
 def run_ours(overrides: list[str]) -> dict[str, Any]:
     """Steps of the training loop itself: everything between two steps is in the time, the record of
     the trajectories and metrics included."""
-    from lockstep.build import build
     from lockstep.config import resolve, to_dict
-    from lockstep.foundation import check_config
-    from lockstep.loop import one_step
     from lockstep.observe.live import open_view
     from lockstep.observe.loggers import open_loggers
     from lockstep.recipes import find_recipe
-    from lockstep.session import Session
+    from lockstep.run.build import build
+    from lockstep.run.preflight import preflight
+    from lockstep.run.train import one_step
+    from lockstep.run.training_run import TrainingRun
     from lockstep.store.run import RunDirectory
 
     config = resolve(find_recipe(RECIPE), overrides)
-    foundation = check_config(config)
+    model_files = preflight(config)
     view = open_view(is_json=True)
     measured: list[dict[str, float]] = []
 
-    async def play(run: Session) -> None:
+    async def play(run: TrainingRun) -> None:
         for _ in range(config.steps):
             print(READY, flush=True)
             sys.stdin.readline()
@@ -116,8 +116,8 @@ def run_ours(overrides: list[str]) -> dict[str, Any]:
         path = Path(parent) / "run"
         loggers = open_loggers((), run_path=path, project="", config={}, warn=note)
         with RunDirectory.create(path, to_dict(config), record=config.record) as directory:
-            parts = build(config, foundation)
-            asyncio.run(play(Session(config, foundation, parts, directory, view, loggers)))
+            parts = build(config, model_files)
+            asyncio.run(play(TrainingRun(config, model_files, parts, directory, view, loggers)))
     return {
         "steps": measured,
         "versions": {"lockstep": version("lockstep-rl"), "torch": version("torch")},

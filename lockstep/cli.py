@@ -100,10 +100,10 @@ def _train(options: argparse.Namespace) -> int:
     config = resolve(config, settings)
     if options.dry_run:
         return _dry_run(config, options)
-    from lockstep.foundation import check_config
+    from lockstep.run.preflight import preflight
 
-    check_config(config)
-    from lockstep.loop import train
+    preflight(config)
+    from lockstep.run.train import train
 
     outcome = train(
         config, out=reserved.get("out") or run, resume=run is not None, start=start,
@@ -161,10 +161,10 @@ def _eval(options: argparse.Namespace) -> int:
     _refuse(reserved, "eval")
     path, step = _run_at(options.target)
     config = resolve(from_dict(Config, load_run(path).config), settings)
-    from lockstep.foundation import check_config
+    from lockstep.run.preflight import preflight
 
-    check_config(config, is_training=False)
-    from lockstep.loop import evaluate_run
+    preflight(config, is_training=False)
+    from lockstep.run.train import evaluate_run
 
     metrics, name = evaluate_run(config, path, step=step)
     if options.json:
@@ -179,8 +179,8 @@ def _eval(options: argparse.Namespace) -> int:
 def _report(options: argparse.Namespace) -> int:
     if options.serve:
         return _serve_rows(options)
-    from lockstep.build import vocabulary_of
     from lockstep.report.page import write_report
+    from lockstep.run.build import vocabulary_of
     from lockstep.store.run import load_run
 
     runs = [load_run(path) for path in options.runs]
@@ -252,11 +252,11 @@ def _serve(options: argparse.Namespace) -> int:
 
 
 def _ladder(options: argparse.Namespace) -> int:
-    from lockstep.build import checkpoint_of
     from lockstep.config import resolve
     from lockstep.doctor.diagnosis import EXIT_CODES
     from lockstep.doctor.ladder import climb
     from lockstep.doctor.terminal import ladder_summary
+    from lockstep.run.build import checkpoint_of
     from lockstep.store.run import load_run
 
     settings, reserved = _split(options.settings)
@@ -376,7 +376,7 @@ def _render(options: argparse.Namespace) -> int:
 
 
 def _export(options: argparse.Namespace) -> int:
-    from lockstep.build import export_checkpoint
+    from lockstep.run.build import export_checkpoint
 
     path, step = _run_at(options.target)
     name = export_checkpoint(path, Path(options.hf), step=step, is_merged=options.merged)
@@ -520,10 +520,10 @@ def _load_plugins(modules: Sequence[str]) -> None:
 
 
 def _dry_run(config: Any, options: argparse.Namespace) -> int:
-    from lockstep.foundation import check_config
-    from lockstep.plan import plan
+    from lockstep.run.plan import plan
+    from lockstep.run.preflight import preflight
 
-    check_config(config)
+    preflight(config)
     if options.json:
         from lockstep.config import to_dict
 

@@ -21,14 +21,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.agent.tasks import derive_seed
-from lockstep.build import checkpoint_of, load_model
 from lockstep.config import from_dict, resolve, to_dict
 from lockstep.engines.config import EmbeddedConfig
 from lockstep.errors import ConfigError, RunError
-from lockstep.foundation import Foundation, lay_foundation
 from lockstep.models import peft_format
 from lockstep.models.config import FallbackConfig, ModelConfig
 from lockstep.models.locate import locate_model
+from lockstep.run.build import checkpoint_of, load_model
+from lockstep.run.preflight import ModelFiles, read_model_files
 from lockstep.run_config import ServeConfig
 from lockstep.store.run import RunDirectory, load_run
 from lockstep.types import Group, SamplingParams, Task, Trajectory
@@ -99,16 +99,16 @@ def _default_max_tokens(config: ServeConfig) -> int:
 
 def open_served(
     served: Served, *, scratch: Path | None, on_wait: Callable[[str], None] = lambda text: None
-) -> tuple[Foundation, Engine]:
+) -> tuple[ModelFiles, Engine]:
     """The engine, and what its ids mean."""
     from lockstep.engines.base import EngineContext
     from lockstep.engines.registry import check_capabilities, open_engine
 
     config = served.config
-    foundation = lay_foundation(config)
-    directory, model = foundation.directory, None
+    model_files = read_model_files(config)
+    directory, model = model_files.directory, None
     if isinstance(config.engine, EmbeddedConfig):
-        model = load_model(config, foundation, weights=served.weights)
+        model = load_model(config, model_files, weights=served.weights)
     elif served.weights is not None:
         if (served.weights / peft_format.CONFIG).is_file():
             raise ConfigError(
@@ -118,9 +118,9 @@ def open_served(
         directory = served.weights
     context = EngineContext(
         model=model,
-        token_bytes=foundation.renderer.tokenizer.all_token_bytes(),
+        token_bytes=model_files.renderer.tokenizer.all_token_bytes(),
         directory=directory,
-        vocab_size=foundation.model.vocab_size,
+        vocab_size=model_files.model.vocab_size,
         max_tokens=config.max_tokens,
         dtype=config.dtype,
         seed=config.seed,
@@ -129,8 +129,10 @@ def open_served(
         on_wait=on_wait,
     )
     engine = open_engine(config.engine.for_rank(0, 1), context)
-    check_capabilities(engine, vocab_size=foundation.model.vocab_size, max_tokens=config.max_tokens)
-    return foundation, engine
+    check_capabilities(
+        engine, vocab_size=model_files.model.vocab_size, max_tokens=config.max_tokens
+    )
+    return model_files, engine
 
 
 class SessionStore:
@@ -204,10 +206,10 @@ async def opened(
             store = SessionStore(stack.enter_context(directory))
             stack.callback(store.write)
         scratch = None if out is None else Path(out)
-        foundation, engine = open_served(served, scratch=scratch, on_wait=on_wait)
+        model_files, engine = open_served(served, scratch=scratch, on_wait=on_wait)
         stack.push_async_callback(engine.close)
         sessions = SessionRegistry(
-            lambda task: _session(served, foundation, engine, task),
+            lambda task: _session(served, model_files, engine, task),
             max_sessions=served.config.max_sessions,
             idle_seconds=served.config.idle_seconds,
             on_finished=lambda session: None if store is None else store.add(session),
@@ -218,7 +220,7 @@ async def opened(
         config = served.config
         server = GatewayServer(
             sessions,
-            renderer=foundation.renderer,
+            renderer=model_files.renderer,
             model=config.model.rstrip("/").rpartition("/")[2],
             config=config.gateway,
             key=key,
@@ -320,7 +322,7 @@ class BackgroundServer:
 
 
 def _session(
-    served: Served, foundation: Foundation, engine: Engine, task: Task | None
+    served: Served, model_files: ModelFiles, engine: Engine, task: Task | None
 ) -> GatewaySession:
     from lockstep.agent.gateway.session import GatewaySession
     from lockstep.agent.turns import Budget
@@ -329,7 +331,7 @@ def _session(
     id_ = secrets.token_hex(8)
     return GatewaySession(
         engine,
-        foundation.renderer,
+        model_files.renderer,
         Trajectory(id=id_, task_id=task.id if task else ""),
         id=id_,
         seed=derive_seed(config.seed, id_),

@@ -14,24 +14,23 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from lockstep.build import load_model, resolve_device
 from lockstep.config import to_dict
-from lockstep.foundation import (
-    Foundation,
-    check_memory,
-    check_parallel,
-    expected_device,
-    lay_foundation,
-    write_renderer,
-)
 from lockstep.observe.live import RunHeader, open_view
-from lockstep.outcome import Outcome, Status
-from lockstep.plan import describe_memory
 from lockstep.renderers.base import Renderer, TokenIds
 from lockstep.renderers.registry import make_renderer
 from lockstep.renderers.tokenizer import Tokenizer
+from lockstep.run.build import load_model, resolve_device
+from lockstep.run.plan import describe_memory
+from lockstep.run.preflight import (
+    ModelFiles,
+    check_memory,
+    check_parallel,
+    expected_device,
+    read_model_files,
+    write_renderer,
+)
 from lockstep.run_config import SupervisedConfig
-from lockstep.store.run import RunDirectory, default_run_path
+from lockstep.store.run import Outcome, RunDirectory, Status, default_run_path
 from lockstep.types import Message, Sample, ToolSchema
 
 if TYPE_CHECKING:
@@ -59,13 +58,13 @@ def train_supervised(
             create_tiny_model(
                 config.create, created, dialogues, renderer=config.renderer, seed=config.seed
             )
-            foundation = lay_foundation(replace(config, model=str(created), create=""))
+            model_files = read_model_files(replace(config, model=str(created), create=""))
         else:
-            foundation = lay_foundation(config)
-        check_parallel(config, foundation.model)
-        check_memory(config, foundation, resolve_device(config))
-        parts = _rows(config, foundation)
-        return _train(config, foundation, parts, out=out, view=view)
+            model_files = read_model_files(config)
+        check_parallel(config, model_files.model)
+        check_memory(config, model_files, resolve_device(config))
+        parts = _rows(config, model_files)
+        return _train(config, model_files, parts, out=out, view=view)
 
 
 def check_supervised(config: SupervisedConfig) -> None:
@@ -74,15 +73,15 @@ def check_supervised(config: SupervisedConfig) -> None:
     Raises DataError `file:line`, ConfigError, CheckpointError or RendererError.
     """
     if not config.create:
-        foundation = lay_foundation(config)
-        check_parallel(config, foundation.model)
-        check_memory(config, foundation, expected_device(config))
-        _rows(config, foundation)
+        model_files = read_model_files(config)
+        check_parallel(config, model_files.model)
+        check_memory(config, model_files, expected_device(config))
+        _rows(config, model_files)
 
 
 def _train(
     config: SupervisedConfig,
-    foundation: Foundation,
+    model_files: ModelFiles,
     parts: Sequence[_Part],
     *,
     out: str | Path | None,
@@ -96,21 +95,21 @@ def _train(
     path = Path(out) if out else default_run_path(config.name)
     shown = open_view(is_json=view == "json")
     num_steps = sum(part.num_steps for part in parts)
-    facts = {"architecture": foundation.model.architecture, "family": foundation.model.family}
+    facts = {"architecture": model_files.model.architecture, "family": model_files.model.family}
     last: dict[str, float] = {}
-    memory = describe_memory(config, foundation)
+    memory = describe_memory(config, model_files)
     with RunDirectory.create(path, to_dict(config), facts=facts) as run:
         trainer = Trainer(
-            load_model(config, foundation),
+            load_model(config, model_files),
             config.trainer,
-            like=foundation.directory,
+            like=model_files.directory,
             total_updates=num_steps,
         )
         shown.start(
             RunHeader(
                 name=path.name,
                 num_steps=num_steps,
-                architecture=foundation.model.family,
+                architecture=model_files.model.family,
                 lines=(
                     f"memory     {memory}",
                     f"run        {path}",
@@ -128,9 +127,9 @@ def _train(
         except KeyboardInterrupt:  # what was learnt so far is a model too
             status = "interrupted"
         shown.close()
-        made = path / ("model" if foundation.lora is None else "adapter")
-        save_policy(trainer.model, made, like=foundation.directory)
-        write_renderer(made, foundation.renderer_config)
+        made = path / ("model" if model_files.lora is None else "adapter")
+        save_policy(trainer.model, made, like=model_files.directory)
+        write_renderer(made, model_files.renderer_config)
     summary = {k: last[k] for k in ("train/loss", "time/elapsed_seconds") if k in last}
     return Outcome(path, status, {"steps": num_steps, made.name: str(made), **summary})
 
@@ -156,11 +155,11 @@ class _Part:
     rows: Iterator[Sample]
 
 
-def _rows(config: SupervisedConfig, foundation: Foundation) -> list[_Part]:
+def _rows(config: SupervisedConfig, model_files: ModelFiles) -> list[_Part]:
     """The rows of each stage; a file is one stage."""
     from lockstep.training.sft import SFTExample, SFTRows, load_examples, sft_row
 
-    renderer = _spelling(foundation, config)
+    renderer = _spelling(model_files, config)
 
     def stream(examples, sft, seed):
         return SFTRows(examples, lambda _: renderer, sft, max_tokens=config.max_tokens, seed=seed)
@@ -198,12 +197,12 @@ def _rows(config: SupervisedConfig, foundation: Foundation) -> list[_Part]:
     return parts
 
 
-def _spelling(foundation: Foundation, config: SupervisedConfig) -> Renderer:
+def _spelling(model_files: ModelFiles, config: SupervisedConfig) -> Renderer:
     """The run's renderer, with `spelling_dropout` in what the model is to say."""
     if not config.spelling_dropout:
-        return foundation.renderer
-    loose = foundation.renderer.tokenizer.with_dropout(config.spelling_dropout, seed=config.seed)
-    return LooseReplies(foundation.renderer, make_renderer(foundation.renderer_config, loose))
+        return model_files.renderer
+    loose = model_files.renderer.tokenizer.with_dropout(config.spelling_dropout, seed=config.seed)
+    return LooseReplies(model_files.renderer, make_renderer(model_files.renderer_config, loose))
 
 
 class LooseReplies:

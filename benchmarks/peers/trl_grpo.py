@@ -34,10 +34,10 @@ from trl import GRPOConfig, GRPOTrainer
 from lockstep.config import resolve
 from lockstep.envs.docsearch.config import DocSearchConfig
 from lockstep.envs.docsearch.environment import INVALID_CALL
-from lockstep.foundation import lay_foundation
 from lockstep.objectives.config import PPOClip
 from lockstep.recipes import find_recipe
 from lockstep.renderers.base import Renderer
+from lockstep.run.preflight import read_model_files
 from lockstep.run_config import Config
 from lockstep.types import Message, Task, ToolCall
 
@@ -244,11 +244,11 @@ def main() -> None:
     config = resolve(find_recipe(options.recipe), options.overrides)
     if not isinstance(config.task, DocSearchConfig) or not isinstance(config.objective, PPOClip):
         raise SystemExit("this peer plays document search with objective=ppo_clip alone")
-    foundation = lay_foundation(config)
-    renderer = foundation.renderer
+    model_files = read_model_files(config)
+    renderer = model_files.renderer
     form = FORMATS[renderer.name]
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_file=str(foundation.directory / "tokenizer.json"),
+        tokenizer_file=str(model_files.directory / "tokenizer.json"),
         eos_token=form["end"],
         pad_token="<|endoftext|>",
     )
@@ -279,10 +279,12 @@ def main() -> None:
     # the dense model make no difference; TRL's continuous batching ends no step in a minute there.
     kinds = (
         {"attn_implementation": "eager", "experts_implementation": "eager"}
-        if foundation.model.is_moe
+        if model_files.model.is_moe
         else {"attn_implementation": "sdpa"}
     )
-    model = AutoModelForCausalLM.from_pretrained(foundation.directory, dtype=torch.float32, **kinds)
+    model = AutoModelForCausalLM.from_pretrained(
+        model_files.directory, dtype=torch.float32, **kinds
+    )
     model.generation_config.eos_token_id = tokenizer.convert_tokens_to_ids(list(form["stop"]))
     model.generation_config.pad_token_id = tokenizer.pad_token_id
     trainer, objective = config.trainer, config.objective

@@ -47,7 +47,6 @@ from lockstep.doctor.numerics.weights import Weights, WeightsAtHand
 from lockstep.engines.base import Engine, EngineContext
 from lockstep.engines.config import EmbeddedConfig
 from lockstep.envs.docsearch.config import DocSearchConfig
-from lockstep.foundation import renderer_of
 from lockstep.models.config import ModelConfig
 from lockstep.models.decoder import Decoder
 from lockstep.models.hf_io import copy_decoder, hf_tensors, load_checkpoint
@@ -57,6 +56,7 @@ from lockstep.ops import api, plain
 from lockstep.renderers.base import Renderer
 from lockstep.renderers.registry import make_renderer
 from lockstep.renderers.tokenizer import Tokenizer
+from lockstep.run.preflight import renderer_of
 from lockstep.testing.broken_engines import BrokenEngine
 from lockstep.testing.dumps import Source, faulty_rows, without_columns
 from lockstep.testing.faults import (

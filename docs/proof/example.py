@@ -18,13 +18,13 @@ import numpy as np
 import lockstep.doctor
 from lockstep.agent.loop import Budget, collect, training_sampling
 from lockstep.agent.tasks import derive_seed
-from lockstep.build import build
 from lockstep.config import resolve
 from lockstep.doctor.checks.rows import Rows
 from lockstep.doctor.inputs.base import Facts
 from lockstep.doctor.inputs.native import write_rows
-from lockstep.foundation import check_config
 from lockstep.recipes import find_recipe
+from lockstep.run.build import build
+from lockstep.run.preflight import preflight
 from lockstep.testing.faults import retokenized, shifted
 from lockstep.training.rows import rows_for_training
 from lockstep.types import Sample
@@ -42,7 +42,7 @@ def kind_of(row: Sample) -> str:
 
 def make_rows() -> Rows:
     config = resolve(find_recipe("quickstart"), list(SETTINGS))
-    parts = build(config, check_config(config))
+    parts = build(config, preflight(config))
     tokenizer = parts.renderer.tokenizer
     groups = asyncio.run(
         collect(

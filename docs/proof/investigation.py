@@ -22,12 +22,12 @@ import numpy as np
 from run import host
 
 from lockstep.agent.tasks import derive_seed
-from lockstep.build import Parts, build
 from lockstep.config import resolve
 from lockstep.doctor.checks.rows import Rows
 from lockstep.doctor.ladder import climb
-from lockstep.foundation import check_config
 from lockstep.recipes import find_recipe
+from lockstep.run.build import Parts, build
+from lockstep.run.preflight import preflight
 from lockstep.run_config import Config
 from lockstep.types import Message, Request, Sample, SamplingParams, Task
 
@@ -118,10 +118,10 @@ async def by_messages(config: Config, parts: Parts) -> dict[str, float]:
 def investigate(model: str, seed: int) -> dict[str, Any]:
     settings = [f"model={model}", f"seed={seed}", "contract=none"]
     config = resolve(find_recipe("quickstart"), settings)
-    foundation = check_config(config)
+    model_files = preflight(config)
     ladder = climb(config, num_episodes=NUM_EPISODES)
     rungs = {r.name: {**r.gap.means(), "match": r.match} for r in ladder.rungs}
-    before = asyncio.run(by_messages(config, build(config, foundation)))
+    before = asyncio.run(by_messages(config, build(config, model_files)))
     return {"rungs": rungs, "by messages, as published": before, "verdict": ladder.verdict}
 
 

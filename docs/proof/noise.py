@@ -30,11 +30,11 @@ from studies import REPORTED_NOISE, TEN_TIMES
 
 from lockstep.agent.loop import Budget, collect, training_sampling
 from lockstep.agent.rescoring import Rescorer
-from lockstep.build import build
 from lockstep.config import resolve
 from lockstep.correction.averaging import noise_table
-from lockstep.foundation import check_config
 from lockstep.recipes import find_recipe
+from lockstep.run.build import build
+from lockstep.run.preflight import preflight
 from lockstep.training.rows import rows_for_training
 from lockstep.types import Group
 
@@ -77,7 +77,7 @@ def measure(words: tuple[str, ...], seed: int) -> dict[str, float]:
     config = resolve(find_recipe("quickstart"), [f"seed={seed}", *words])
     if config.fault is not None and hasattr(config.fault, "seed"):
         config = replace(config, fault=replace(config.fault, seed=seed))  # other offsets per id
-    parts = build(config, check_config(config))
+    parts = build(config, preflight(config))
 
     async def sample() -> list[Group]:
         await parts.publisher.publish(0)

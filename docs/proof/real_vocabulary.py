@@ -32,7 +32,6 @@ sys.path.insert(0, str(ROOT / "tests" / "parity"))
 from real_tokenizers import directory_of  # noqa: E402  fetched once, checked by its hash
 
 from lockstep.envs.docsearch.demonstrations import SearchDemonstrationsConfig  # noqa: E402
-from lockstep.foundation import write_renderer  # noqa: E402
 from lockstep.models.config import ModelConfig  # noqa: E402
 from lockstep.models.decoder import Decoder  # noqa: E402
 from lockstep.models.hf_io import save_checkpoint  # noqa: E402
@@ -42,6 +41,7 @@ from lockstep.recipes.tiny_models import TRAINER  # noqa: E402
 from lockstep.renderers.config import ChatMLConfig  # noqa: E402
 from lockstep.renderers.registry import make_renderer  # noqa: E402
 from lockstep.renderers.tokenizer import Tokenizer  # noqa: E402
+from lockstep.run.preflight import write_renderer  # noqa: E402
 from lockstep.supervised import LooseReplies  # noqa: E402
 from lockstep.training.config import SFTConfig  # noqa: E402
 from lockstep.training.sft import SFTExample, run_sft, sft_row  # noqa: E402

@@ -109,18 +109,18 @@ def describe_model(model: str) -> dict[str, Any]:
     """Sinks' share of attention; share of sampled turns that a tokenizer would spell otherwise."""
     import torch
 
-    from lockstep.build import load_model
     from lockstep.config import resolve
-    from lockstep.foundation import lay_foundation
     from lockstep.ops.context import PackedContext
     from lockstep.ops.trace import tracing
     from lockstep.recipes import find_recipe
+    from lockstep.run.build import load_model
+    from lockstep.run.preflight import read_model_files
     from lockstep.store.run import load_run
 
     config = resolve(find_recipe(SHIPPED[model]), [f"model={model}"])
-    foundation = lay_foundation(config)
-    decoder = load_model(config, foundation)
-    tokenizer = foundation.renderer.tokenizer
+    model_files = read_model_files(config)
+    decoder = load_model(config, model_files)
+    tokenizer = model_files.renderer.tokenizer
     with tempfile.TemporaryDirectory() as scratch:
         out = Path(scratch) / "run"
         words = ["train", SHIPPED[model], f"model={model}", "steps=1", "evaluation.num_tasks=1"]

@@ -417,14 +417,14 @@ def match_rates(run: Run) -> dict[str, float]:
     sampled ones: of the first and of the last step. A fault of the rows is made again from the
     trajectories, which are kept as they were sampled."""
     from lockstep.config import resolve
-    from lockstep.foundation import lay_foundation
     from lockstep.recipes import find_recipe
+    from lockstep.run.preflight import read_model_files
     from lockstep.store.run import load_run
     from lockstep.training.rows import rows_for_training
 
     stored = load_run(run.path)
     config = resolve(find_recipe("quickstart"), run.words[2:])
-    renderer = lay_foundation(config).renderer
+    renderer = read_model_files(config).renderer
     out: dict[str, float] = {}
     for label, step in (("first", 0), ("last", config.steps - 1)):
         sampled = rows_for_training(stored.groups(step), config.advantage)

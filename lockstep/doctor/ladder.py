@@ -33,7 +33,7 @@ from lockstep.run_config import Config
 from lockstep.types import Message, Sample, SamplingParams, Task, Trajectory
 
 if TYPE_CHECKING:
-    from lockstep.build import Parts
+    from lockstep.run.build import Parts
 
 NUM_EPISODES = 32
 """Per rung: some hundred sampled tokens, where a gap that matters shows at once."""
@@ -132,14 +132,14 @@ def climb(
     this model: the last rung is then its rows, and not those that Lockstep would train.
     on_rung: told what is played. Raises ConfigError or DataError before a model is loaded.
     """
-    from lockstep.build import build
     from lockstep.doctor.inputs.registry import open_dump
-    from lockstep.foundation import check_config
+    from lockstep.run.build import build
+    from lockstep.run.preflight import preflight
 
     if num_episodes < 1:
         raise DataError(f"{num_episodes} episodes show nothing; expected at least 1.")
     config = replace(config, parallel=ParallelConfig())
-    foundation = check_config(config, is_training=False)
+    model_files = preflight(config, is_training=False)
     first = next(config.task.tasks(split="train", seed=config.seed))
     if isinstance(config.task.environment(first, config.agent), Harness):
         raise ConfigError(
@@ -149,7 +149,7 @@ def climb(
         )
     theirs = None if dump is None else open_dump(dump)
     on_rung("loading the model")
-    parts = build(config, foundation, weights=weights, is_training=False)
+    parts = build(config, model_files, weights=weights, is_training=False)
     return asyncio.run(_climb(_Climber(config, parts, num_episodes), theirs, on_rung))
 
 
@@ -344,7 +344,7 @@ class _Climber:
         parts = self.parts
         return mismatch_alarm(
             {f"mismatch/{name}": value for name, value in gap.means().items()},
-            parts.foundation.model.family,
+            parts.model_files.model.family,
             is_one_process=self.config.is_in_step or parts.engine.capabilities.shares_weights,
         )
 

@@ -31,7 +31,7 @@ from lockstep.store.trajectories import TrajectoryRecord
 from lockstep.types import Float32Array, Int32Array, Request, Sample
 
 if TYPE_CHECKING:
-    from lockstep.build import Parts
+    from lockstep.run.build import Parts
 
 NUM_NAMES = 2000
 """Ids that are compared with one that is not there, to say which was meant."""
@@ -257,10 +257,10 @@ def score(replay: Replay, *, step: int | None = None) -> Scores:
     """
     from dataclasses import replace
 
-    from lockstep.build import build
     from lockstep.config import from_dict
-    from lockstep.foundation import check_config
     from lockstep.launch.config import ParallelConfig
+    from lockstep.run.build import build
+    from lockstep.run.preflight import preflight
     from lockstep.run_config import Config
 
     versions = replay.row.columns["policy_version"]
@@ -269,8 +269,8 @@ def score(replay: Replay, *, step: int | None = None) -> Scores:
         raise RunError(f"trajectory {replay.record.trajectory.id} has no sampled token to score.")
     weights, version, text = _weights(replay.run, int(sampled[0]), step)
     config = replace(from_dict(Config, replay.run.config), parallel=ParallelConfig())
-    foundation = check_config(config, is_training=False)
-    parts = build(config, foundation, weights=weights, is_training=False)
+    model_files = preflight(config, is_training=False)
+    parts = build(config, model_files, weights=weights, is_training=False)
     trainer = parts.trainer.forward([replay.row], column=None)[0]
     engine, engine_ids = asyncio.run(_decode_again(replay, parts, config.seed))
     replay.scores = Scores(

@@ -11,7 +11,6 @@ from typing import Any
 from lockstep.config import choices, from_dict, tag
 from lockstep.doctor.inputs.base import Facts
 from lockstep.errors import CheckpointError, ConfigError, LockstepError
-from lockstep.foundation import RENDERER_FILE, RendererFile, renderer_of
 from lockstep.models.config import ModelConfig
 from lockstep.models.locate import locate_model, shipped_models
 from lockstep.renderers.base import Renderer
@@ -19,6 +18,7 @@ from lockstep.renderers.config import JinjaConfig, RendererConfig
 from lockstep.renderers.jinja.source import has_template
 from lockstep.renderers.registry import make_renderer
 from lockstep.renderers.tokenizer import Tokenizer
+from lockstep.run.preflight import RENDERER_FILE, RendererFile, renderer_of
 
 _FILES = (
     "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "config.json", RENDERER_FILE,

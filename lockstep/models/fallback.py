@@ -2,7 +2,7 @@
 
 Its own code computes it, so nothing here can promise equal bits, cached pages, replayed routes or
 shared beginnings: rows run as padded batches, and an engine outside of this process samples. What
-it cannot do is refused by name, in `build.check_config` before a model is loaded and here.
+it cannot do is refused by name, in `build.preflight` before a model is loaded and here.
 
 # T tokens  D model width  N trained tokens  V vocabulary  B rows of a block  L its length
 """

@@ -26,7 +26,7 @@ from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 from lockstep.errors import RunError
 from lockstep.store.config import LastConfig, RecordConfig, SampleConfig
@@ -58,6 +58,21 @@ _PACKAGES = (
     "lockstep-rl", "torch", "numpy", "tokenizers", "safetensors", "huggingface_hub", "pyarrow",
     "transformers", "rich",
 )  # fmt: skip
+
+
+Status = Literal["done", "interrupted", "stopped"]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a run ended."""
+
+    path: Path
+    """The run directory."""
+    status: Status
+    """done; interrupted: resume=true continues the run; stopped: by an alarm."""
+    summary: dict[str, Any]
+    """Last figures: steps, reward, evaluation."""
 
 
 def default_run_path(name: str, *, root: str | os.PathLike[str] = "runs") -> Path:

@@ -17,19 +17,19 @@ import pytest
 import torch
 
 from lockstep.agent.loop import Budget, collect, training_sampling
-from lockstep.build import build
 from lockstep.config import resolve
 from lockstep.engines.config import EmbeddedConfig
 from lockstep.engines.embedded.engine import EmbeddedEngine
 from lockstep.envs.docsearch.config import DocSearchConfig
 from lockstep.errors import ConfigError, RolloutError
-from lockstep.foundation import check_config
-from lockstep.loop import train
 from lockstep.models.hf_io import load_checkpoint
 from lockstep.models.locate import locate_model
 from lockstep.observe.metrics import check_row
 from lockstep.ops.context import PackedContext
 from lockstep.recipes import find_recipe
+from lockstep.run.build import build
+from lockstep.run.preflight import preflight
+from lockstep.run.train import train
 from lockstep.store.run import load_run
 from lockstep.sync.config import SyncConfig
 from lockstep.sync.publisher import Publisher
@@ -177,7 +177,7 @@ def test_turns_are_scored_again_by_the_weights_that_sampled_them_or_not_at_all(t
 def test_without_staleness_a_run_is_the_plain_loop_bit_for_bit(tmp_path):
     config = replace(config_of("steps=2", "contract=auto"), task=DocSearchConfig())
     outcome = train(config, out=tmp_path / "run", view="json")
-    parts = build(config, check_config(config))
+    parts = build(config, preflight(config))
     engine, trainer = parts.engine, parts.trainer
     tasks = config.task.tasks(split="train", seed=config.seed)
     assert trainer.model is parts.model, "one copy of the weights"

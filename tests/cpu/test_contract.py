@@ -15,20 +15,20 @@ from cpu.training.tiny_training import (
     snapshot,
 )  # fmt: skip
 
-from lockstep.build import build
 from lockstep.config import resolve
 from lockstep.correction.config import Correction
 from lockstep.engines.config import EmbeddedConfig, EngineConfig
 from lockstep.engines.registry import make_engine
 from lockstep.errors import ConfigError, ContractError
-from lockstep.foundation import check_config
-from lockstep.loop import train
 from lockstep.objectives.config import PPOClip
 from lockstep.ops import api, plain
 from lockstep.ops.contract import Fingerprint, check_rows, check_same
 from lockstep.ops.invariant import InvariantOps
 from lockstep.ops.selftest import fingerprint
 from lockstep.recipes import find_recipe
+from lockstep.run.build import build
+from lockstep.run.preflight import preflight
+from lockstep.run.train import train
 from lockstep.store.run import load_run
 from lockstep.testing.engines import FakeEngine
 from lockstep.types import Request, SamplingParams
@@ -48,7 +48,7 @@ def run(path, *overrides):
 
 def numerics_of(*overrides):
     config = resolve(find_recipe("quickstart"), [*SMALL, *overrides])
-    return build(config, check_config(config)).numerics
+    return build(config, preflight(config)).numerics
 
 
 # -- fingerprints ----------------------------------------------------------------------------------
@@ -138,7 +138,7 @@ def with_engine(config, **changes):
 
 def test_an_engine_that_cannot_tell_its_numerics_goes_on_without_under_auto():
     config = with_engine(resolve(find_recipe("quickstart"), SMALL))
-    parts = build(config, check_config(config))
+    parts = build(config, preflight(config))
     assert not parts.numerics.is_kept and parts.trainer.contract is None
     assert "engine fake cannot keep it: it does not say" in parts.numerics.line
     assert api.active_backend() is plain
@@ -147,7 +147,7 @@ def test_an_engine_that_cannot_tell_its_numerics_goes_on_without_under_auto():
 def test_an_engine_that_cannot_tell_its_numerics_is_refused_by_name():
     config = with_engine(resolve(find_recipe("quickstart"), [*SMALL, "contract=true-on-policy"]))
     with pytest.raises(ConfigError, match=r"engine .* cannot keep it: .*no fingerprint"):
-        build(config, check_config(config))
+        build(config, preflight(config))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,7 +185,7 @@ def _(config: AskedConfig, context):
 
 def test_an_engine_whose_log_probs_are_the_trainers_to_the_bit_is_under_the_contract():
     config = resolve(find_recipe("quickstart"), [*SMALL, "contract=true-on-policy"])
-    parts = build(replace(config, engine=AskedConfig()), check_config(config))
+    parts = build(replace(config, engine=AskedConfig()), preflight(config))
     assert parts.numerics.is_kept
     assert parts.engine.capabilities.fingerprint == parts.numerics.fingerprint.text
     assert "compared log-probs differ from the trainer's" in parts.numerics.line
@@ -193,12 +193,12 @@ def test_an_engine_whose_log_probs_are_the_trainers_to_the_bit_is_under_the_cont
 
 def test_an_engine_that_differs_is_declined_with_the_share_that_does():
     config = resolve(find_recipe("quickstart"), SMALL)
-    parts = build(replace(config, engine=AskedConfig(gap=1e-3)), check_config(config))
+    parts = build(replace(config, engine=AskedConfig(gap=1e-3)), preflight(config))
     assert not parts.numerics.is_kept and api.active_backend() is plain
     assert "compared log-probs (25.3%) differ from the trainer's" in parts.numerics.line
     named = replace(config, engine=AskedConfig(gap=1e-3), contract="true-on-policy")
     with pytest.raises(ConfigError, match=r"cannot keep it: .* by up to 0\.001 nats"):
-        build(named, check_config(config))
+        build(named, preflight(config))
 
 
 def test_an_engine_of_another_dtype_is_refused_with_both():
@@ -217,7 +217,7 @@ def test_tokens_drawn_from_an_unrecorded_support_are_outside_of_the_contract():
     assert "agent.top_k=8" in numerics_of(*cut).line
     config = resolve(find_recipe("quickstart"), [*SMALL, *cut, "contract=true-on-policy"])
     with pytest.raises(ConfigError, match=r"agent\.record_support=true"):
-        check_config(config)
+        preflight(config)
     assert numerics_of("agent.top_k=8").is_kept
 
 

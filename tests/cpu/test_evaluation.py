@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from lockstep.evaluation import Estimate, mean_at_k, pass_at_k
+from lockstep.run.evaluation import Estimate, mean_at_k, pass_at_k
 
 
 def test_mean_at_k_averages_each_task_first():

@@ -11,7 +11,6 @@ from lockstep.cli import main
 from lockstep.config import resolve
 from lockstep.engines.config import EmbeddedConfig
 from lockstep.errors import ConfigError
-from lockstep.foundation import check_config
 from lockstep.memory import (
     DTYPE_BYTES,
     EXPERT_CHUNK_ROWS,
@@ -34,8 +33,9 @@ from lockstep.ops import api as ops
 from lockstep.ops import head, invariant, plain
 from lockstep.ops.context import PackedContext
 from lockstep.ops.invariant import InvariantOps
-from lockstep.plan import plan
 from lockstep.recipes import find_recipe, find_supervised_recipe
+from lockstep.run.plan import plan
+from lockstep.run.preflight import preflight
 from lockstep.supervised import check_supervised
 from lockstep.training.config import TrainerConfig
 
@@ -220,7 +220,7 @@ def test_an_adapter_on_gpt_oss_20b_with_a_long_row_is_planned():
 def test_a_plan_that_exceeds_memory_is_refused_with_the_parts_and_the_settings(capsys):
     settings = ["memory_limit_gib=0.25", "dtype=float32"]
     with pytest.raises(ConfigError) as error:
-        check_config(resolve(find_recipe("quickstart"), settings))
+        preflight(resolve(find_recipe("quickstart"), settings))
     text = str(error.value)
     assert "there are 0.25 GiB (memory_limit_gib=0.25)" in text and "The largest parts: " in text
     assert "GiB (less with trainer.recompute=blocks or a smaller" in text

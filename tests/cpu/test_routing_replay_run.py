@@ -9,10 +9,10 @@ import pytest
 from lockstep.config import resolve
 from lockstep.engines.config import EngineConfig
 from lockstep.errors import ConfigError
-from lockstep.foundation import check_config
-from lockstep.loop import train
-from lockstep.plan import plan
 from lockstep.recipes import find_recipe, find_supervised_recipe
+from lockstep.run.plan import plan
+from lockstep.run.preflight import preflight
+from lockstep.run.train import train
 from lockstep.store.run import load_run
 
 SMALL = [
@@ -84,7 +84,7 @@ class NoRoutes(EngineConfig):
 )
 def test_replay_of_what_cannot_be_is_refused_before_a_model_is_loaded(overrides, text):
     with pytest.raises(ConfigError, match=text):
-        check_config(resolve(find_recipe("quickstart"), overrides))
+        preflight(resolve(find_recipe("quickstart"), overrides))
 
 
 def test_supervised_training_has_no_routes_to_replay():

@@ -6,9 +6,9 @@ import pytest
 
 from lockstep.config import resolve
 from lockstep.errors import ConfigError
-from lockstep.foundation import check_config
-from lockstep.loop import train
 from lockstep.recipes import find_recipe
+from lockstep.run.preflight import preflight
+from lockstep.run.train import train
 
 SMALL = [
     "steps=1", "groups_per_step=3", "group_size=4", "evaluation.num_tasks=2",
@@ -41,7 +41,7 @@ def test_sampler_and_trainer_agree_over_the_recorded_support(tmp_path, filters):
 def test_averaged_log_probs_of_truncated_tokens_are_refused_before_a_model_is_loaded():
     settings = ["agent.top_k=8", "correction.behaviour=averaged"]
     with pytest.raises(ConfigError, match=r"behaviour=averaged with agent\.top_p=1\.0"):
-        check_config(resolve(find_recipe("quickstart"), settings))
+        preflight(resolve(find_recipe("quickstart"), settings))
 
 
 def test_a_run_that_does_not_truncate_says_nothing_of_a_support(tmp_path):

@@ -1,8 +1,8 @@
 """Sampling ahead on two processes, each with its own engine and its share of every batch."""
 
 from lockstep.config import resolve
-from lockstep.loop import train
 from lockstep.recipes import find_recipe
+from lockstep.run.train import train
 from lockstep.store.run import load_run
 
 

@@ -11,9 +11,9 @@ import pytest
 
 from lockstep.config import resolve
 from lockstep.errors import ConfigError
-from lockstep.foundation import check_config
-from lockstep.loop import train
 from lockstep.recipes import find_recipe
+from lockstep.run.preflight import preflight
+from lockstep.run.train import train
 from lockstep.store.run import load_run
 
 SMALL = (
@@ -59,7 +59,7 @@ def test_a_fault_of_the_engine_inside_is_refused_for_engines_of_other_processes(
         ("fault=kernel_noise", "fault.std=0.1", "engine.replicas=1"),
     )
     with pytest.raises(ConfigError, match=r"engine\.replicas=1 samples in others"):
-        check_config(config)
+        preflight(config)
 
 
 def test_each_of_two_ranks_samples_with_its_own_part_of_the_engines(tmp_path):

@@ -16,9 +16,9 @@ from conftest import PROOF
 from lockstep.agent.dealing import deal_tasks
 from lockstep.cli import main
 from lockstep.config import from_dict, resolve
-from lockstep.loop import train
 from lockstep.ops import api as ops
 from lockstep.recipes import find_recipe
+from lockstep.run.train import train
 from lockstep.run_config import Config
 from lockstep.store.run import load_run
 from lockstep.types import Task

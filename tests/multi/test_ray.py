@@ -10,8 +10,8 @@ import pytest
 
 from lockstep.config import resolve
 from lockstep.errors import ConfigError, RankError
-from lockstep.loop import train
 from lockstep.recipes import find_recipe
+from lockstep.run.train import train
 from lockstep.store.run import load_run
 
 ray = pytest.importorskip("ray", reason="placement=ray needs the extra `ray`")

@@ -13,7 +13,6 @@ from lockstep.engines.config import EmbeddedConfig, EngineConfig
 from lockstep.engines.embedded.engine import EmbeddedEngine
 from lockstep.engines.registry import make_engine
 from lockstep.errors import CapabilityError, CheckpointError, ConfigError
-from lockstep.loop import train
 from lockstep.models.config import FallbackConfig
 from lockstep.models.hf_io import hf_tensors, load_checkpoint, read_tensors
 from lockstep.models.locate import locate_model
@@ -21,6 +20,7 @@ from lockstep.objectives.config import Reinforce
 from lockstep.objectives.losses import make_loss
 from lockstep.ops.context import PackedContext, Support
 from lockstep.recipes import find_recipe
+from lockstep.run.train import train
 from lockstep.training.config import TrainerConfig
 from lockstep.training.trainer import Trainer
 from lockstep.types import Ragged, Sample

@@ -12,13 +12,13 @@ from test_agent_loop import ANSWER, RENDERER, Looks, calls_then_answers
 from lockstep.agent.config import AgentConfig
 from lockstep.agent.loop import Budget, collect, sampling_of, training_sampling
 from lockstep.agent.rescoring import RESCORING_PRIORITY, Rescorer
-from lockstep.build import build
 from lockstep.config import resolve
 from lockstep.correction.averaging import average_logprobs
 from lockstep.errors import EngineError
-from lockstep.foundation import check_config
 from lockstep.objectives.config import GRPO
 from lockstep.recipes import find_recipe
+from lockstep.run.build import build
+from lockstep.run.preflight import preflight
 from lockstep.testing.engines import FakeEngine
 from lockstep.training.averaging import average_rows
 from lockstep.training.rows import rows_for_training
@@ -285,7 +285,7 @@ def test_no_episode_is_scored_to_nothing():
 def quickstart(*, num_scorings):
     """The first batch of the quickstart under the contract, as bytes; its rows and metrics."""
     config = resolve(find_recipe("quickstart"), ["contract=true-on-policy"])
-    parts = build(config, check_config(config))
+    parts = build(config, preflight(config))
 
     async def sample():
         await parts.publisher.publish(0)

@@ -8,8 +8,8 @@ from lockstep import diagnose
 from lockstep.config import resolve
 from lockstep.doctor.monitor import choose
 from lockstep.errors import ConfigError
-from lockstep.loop import train
 from lockstep.recipes import find_recipe
+from lockstep.run.train import train
 from lockstep.types import Sample
 
 SMALL = (

@@ -228,8 +228,8 @@ def test_agents_that_connect_claim_tasks_over_http_until_the_run_ends():
 
 def test_a_model_is_trained_by_an_unmodified_openai_client(tmp_path):
     pytest.importorskip("openai")
-    from lockstep.loop import train
     from lockstep.recipes import find_recipe
+    from lockstep.run.train import train
     from lockstep.run_config import EvaluationConfig
 
     path = tmp_path / "agent.py"

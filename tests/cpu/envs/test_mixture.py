@@ -13,9 +13,9 @@ from lockstep.agent.task_config import TaskConfig
 from lockstep.agent.tasks import GeneratedSource
 from lockstep.envs.mixture import MixtureConfig
 from lockstep.errors import ConfigError, DataError
-from lockstep.foundation import check_config
 from lockstep.recipes import find_recipe
-from lockstep.step_metrics import step_metrics
+from lockstep.run.preflight import preflight
+from lockstep.run.step_metrics import step_metrics
 from lockstep.types import Group, Message, Task, Trajectory
 
 AGENT = AgentConfig()
@@ -169,7 +169,7 @@ def test_the_first_task_of_each_part_is_tried_before_a_model_is_loaded():
          "task.parts.many.instructions=" + "Search well. " * 200, "task.weights.many=1e-9"],
     )  # fmt: skip
     with pytest.raises(ConfigError, match="no row fits"):
-        check_config(config)
+        preflight(config)
 
 
 def test_labels_carry_the_part():

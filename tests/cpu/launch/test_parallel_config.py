@@ -5,10 +5,10 @@ import pytest
 from lockstep.config import resolve
 from lockstep.engines.config import EmbeddedConfig, VllmConfig
 from lockstep.errors import ConfigError
-from lockstep.foundation import check_config
 from lockstep.launch.config import ParallelConfig
-from lockstep.plan import plan
 from lockstep.recipes import find_recipe
+from lockstep.run.plan import plan
+from lockstep.run.preflight import preflight
 from lockstep.run_config import SupervisedConfig
 from lockstep.supervised import check_supervised
 from lockstep.training.config import SFTConfig
@@ -60,7 +60,7 @@ def test_a_head_count_that_cannot_be_split_is_refused_with_those_that_can(
 )
 def test_what_cannot_be_divided_is_refused_before_a_process_is_started(settings, message):
     with pytest.raises(ConfigError, match=message):
-        check_config(resolve(find_recipe("quickstart"), settings))
+        preflight(resolve(find_recipe("quickstart"), settings))
 
 
 def test_supervised_training_is_refused_in_several_processes():

@@ -4,10 +4,10 @@ import pytest
 
 from lockstep.config import resolve
 from lockstep.errors import ConfigError
-from lockstep.foundation import check_config
 from lockstep.launch.placement import RayPlacement
-from lockstep.plan import plan
 from lockstep.recipes import find_recipe
+from lockstep.run.plan import plan
+from lockstep.run.preflight import preflight
 
 RAY = ("placement=ray", "parallel.processes=2", "engine.replicas=4")
 
@@ -54,4 +54,4 @@ def test_the_plan_shows_the_places():
 )
 def test_what_cannot_be_placed_is_refused_before_ray_is_started(settings, message):
     with pytest.raises(ConfigError, match=message):
-        check_config(resolve(find_recipe("quickstart"), (*RAY, *settings)))
+        preflight(resolve(find_recipe("quickstart"), (*RAY, *settings)))

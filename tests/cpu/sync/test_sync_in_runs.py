@@ -9,11 +9,11 @@ from lockstep.config import resolve
 from lockstep.engines.config import EngineConfig
 from lockstep.engines.registry import make_engine
 from lockstep.errors import EngineError
-from lockstep.loop import train
 from lockstep.observe.metrics import check_row
 from lockstep.recipes import find_recipe
 from lockstep.report.document import build_document
 from lockstep.report.selection import Budget
+from lockstep.run.train import train
 from lockstep.store.run import load_run
 
 SMALL = (

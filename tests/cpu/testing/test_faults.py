@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from lockstep.config import choices, from_dict, resolve, to_dict
 from lockstep.engines.config import EngineConfig
 from lockstep.errors import ConfigError
-from lockstep.foundation import check_config
 from lockstep.models.locate import locate_model
-from lockstep.plan import plan
 from lockstep.recipes import find_recipe
 from lockstep.renderers.chatml import ChatMLRenderer
 from lockstep.renderers.config import ChatMLConfig
 from lockstep.renderers.tokenizer import Tokenizer
+from lockstep.run.plan import plan
+from lockstep.run.preflight import preflight
 from lockstep.run_config import Config
 from lockstep.testing.faults import (
     DroppedFinalTokens,
@@ -139,7 +139,7 @@ def test_the_plan_says_that_a_fault_is_injected():
 )
 def test_a_fault_that_cannot_be_is_refused_before_a_model_is_loaded(overrides, message):
     with pytest.raises(ConfigError, match=message):
-        check_config(resolve(find_recipe("quickstart"), overrides))
+        preflight(resolve(find_recipe("quickstart"), overrides))
 
 
 def test_noise_grows_with_the_policy_version_alone():
@@ -306,7 +306,7 @@ def test_a_fault_of_ones_own_is_a_choice_by_its_tag():
 
     config = resolve(find_recipe("quickstart"), ["fault=unmasked_rows"])
     assert config.fault == UnmaskedRows()
-    check_config(config)
+    preflight(config)
 
 
 # -- lost routes -----------------------------------------------------------------------------------

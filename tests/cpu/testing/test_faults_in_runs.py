@@ -6,8 +6,8 @@ import pytest
 from lockstep import train
 from lockstep.config import resolve
 from lockstep.errors import ConfigError
-from lockstep.foundation import check_config
 from lockstep.recipes import find_recipe
+from lockstep.run.preflight import preflight
 from lockstep.store.run import load_run
 
 SMALL = (
@@ -71,4 +71,4 @@ def test_log_probs_that_are_taken_after_the_update_are_what_is_recorded(tmp_path
 )
 def test_a_fault_that_cannot_be_is_refused_before_a_model_is_loaded(words, message):
     with pytest.raises((ConfigError, ValueError), match=message):
-        check_config(resolve(find_recipe("quickstart"), list(words)))
+        preflight(resolve(find_recipe("quickstart"), list(words)))

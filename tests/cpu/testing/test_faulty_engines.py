@@ -17,17 +17,17 @@ import torch
 
 from lockstep import train
 from lockstep.agent.loop import Budget, collect, sampling_of
-from lockstep.build import Parts, build
 from lockstep.config import resolve
 from lockstep.correction.averaging import noise_table
 from lockstep.errors import EngineError
-from lockstep.foundation import check_config
 from lockstep.models.hf_io import hf_tensors
 from lockstep.objectives.config import PPOClip
 from lockstep.observe.alarms import mismatch_alarm
 from lockstep.ops import api as ops
 from lockstep.ops.context import PackedContext
 from lockstep.recipes import find_recipe
+from lockstep.run.build import Parts, build
+from lockstep.run.preflight import preflight
 from lockstep.store.run import load_run
 from lockstep.training.rows import rows_for_training
 
@@ -62,7 +62,7 @@ class Step:
 def play(*overrides, num_tasks=4, version=0):
     # Stock ops with and without a fault, so that nothing else differs.
     config = resolve(find_recipe("quickstart"), ["seed=3", "contract=none", *overrides])
-    parts = build(config, check_config(config))
+    parts = build(config, preflight(config))
 
     async def sample():
         await sync(parts, version)

@@ -13,10 +13,10 @@ from tiny_training import assert_same_bits, make_rows, make_trainer, set_rollout
 from lockstep.config import resolve
 from lockstep.correction import Correction, Layout, Rule, correct, kl
 from lockstep.errors import AlignmentError, ConfigError
-from lockstep.loop import train
 from lockstep.objectives.config import GSPO, PPOClip, Reinforce
 from lockstep.objectives.losses import make_loss
 from lockstep.recipes import find_recipe
+from lockstep.run.train import train
 from lockstep.training.correcting import weigh_samples
 
 LENGTHS = [9, 31, 14, 22, 40, 12]

@@ -17,14 +17,6 @@ from lockstep.errors import (
     EngineError,
     RunError,
 )
-from lockstep.foundation import (
-    Foundation,
-    Numerics,
-    RendererFile,
-    check_memory,
-    why_no_contract,
-    write_renderer,
-)
 from lockstep.launch.config import share_of
 from lockstep.memory import Device
 from lockstep.models import peft_format
@@ -34,6 +26,14 @@ from lockstep.ops.contract import TRUE_ON_POLICY, why_not_same
 from lockstep.renderers.base import Renderer
 from lockstep.renderers.tokenizer import Tokenizer
 from lockstep.report.document import Vocabulary
+from lockstep.run.preflight import (
+    ModelFiles,
+    Numerics,
+    RendererFile,
+    check_memory,
+    why_no_contract,
+    write_renderer,
+)
 from lockstep.run_config import Config, ModelChoice
 from lockstep.store.run import Run, load_run
 
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 class Parts:
     """The loaded parts of one run, in one process."""
 
-    foundation: Foundation
+    model_files: ModelFiles
     model: Decoder
     """What the engine samples from: the trained one itself, unless that is sharded."""
     engine: Engine
@@ -68,12 +68,12 @@ class Parts:
 
     @property
     def renderer(self) -> Renderer:
-        return self.foundation.renderer
+        return self.model_files.renderer
 
 
 def build(
     config: Config,
-    foundation: Foundation,
+    model_files: ModelFiles,
     *,
     weights: Path | None = None,
     is_training: bool = True,
@@ -97,19 +97,19 @@ def build(
     if config.contract != "none":
         ask_for_reproducible_gemm()
     if is_training and config.advantage.needs_critic:
-        _check_critic_freeze(config, foundation)
+        _check_critic_freeze(config, model_files)
     if is_training and (device := resolve_device(config)) == "cuda":
-        check_memory(config, foundation, device)
-    model = load_model(config, foundation, weights=weights)
+        check_memory(config, model_files, device)
+    model = load_model(config, model_files, weights=weights)
     numerics = choose_numerics(config, model)
     mesh = ranks.mesh() if ranks is not None and config.parallel.shard else None
     make = open_engine if config.fault is None else config.fault.make_engine
     rank, world = (0, 1) if ranks is None else (ranks.rank, ranks.world)
     context = EngineContext(
         model=model,
-        token_bytes=foundation.renderer.tokenizer.all_token_bytes(),
-        directory=foundation.directory,
-        vocab_size=foundation.model.vocab_size,
+        token_bytes=model_files.renderer.tokenizer.all_token_bytes(),
+        directory=model_files.directory,
+        vocab_size=model_files.model.vocab_size,
         max_tokens=config.max_tokens,
         dtype=config.dtype,
         seed=config.seed,
@@ -120,12 +120,12 @@ def build(
     )
     engine = make(config.engine.for_rank(rank, world), context)
     if numerics.is_kept:
-        numerics = _with_engine(config, foundation, engine, numerics, weights, model)
+        numerics = _with_engine(config, model_files, engine, numerics, weights, model)
     if ranks is not None:
         ranks.check_same({"numerics": numerics.fingerprint.text if numerics.is_kept else "none"})
     check_capabilities(
         engine,
-        vocab_size=foundation.model.vocab_size,
+        vocab_size=model_files.model.vocab_size,
         max_tokens=config.max_tokens,
         is_trained=is_training,
         temperature=config.agent.temperature,
@@ -135,16 +135,16 @@ def build(
         is_sharing_device=config.engine.share_device,
     )
     reference = None
-    needs_reference = config.objective.reads_reference_logprobs and foundation.lora is None
+    needs_reference = config.objective.reads_reference_logprobs and model_files.lora is None
     if is_training and needs_reference:
-        reference = load_model(config, foundation, mesh=mesh).requires_grad_(False)
+        reference = load_model(config, model_files, mesh=mesh).requires_grad_(False)
     trained = model if config.fault is None else config.fault.make_trained(model)
     if mesh is not None:
-        trained = load_model(config, foundation, weights=weights, mesh=mesh)
+        trained = load_model(config, model_files, weights=weights, mesh=mesh)
     trainer = Trainer(
         trained,
         config.trainer,
-        like=foundation.directory,
+        like=model_files.directory,
         temperature=config.agent.temperature,
         total_updates=(config.steps - config.critic.steps_before_policy)
         * config.trainer.updates_per_batch,
@@ -162,15 +162,15 @@ def build(
             place=_weights_place(config, context),
             ranks=ranks,
             wakes=config.engine.share_device,
-            left_out=foundation.renderer.tokenizer.control_ids,
+            left_out=model_files.renderer.tokenizer.control_ids,
             max_tokens=config.max_tokens,
             is_verifying=config.fault is None or config.fault.is_verified,
         )
     critic = None
     if is_training and config.advantage.needs_critic:
         device = model.embedding.device
-        critic = load_critic(config, foundation, device=device, ranks=ranks, mesh=mesh)
-    return Parts(foundation, model, engine, trainer, numerics, publisher, critic)
+        critic = load_critic(config, model_files, device=device, ranks=ranks, mesh=mesh)
+    return Parts(model_files, model, engine, trainer, numerics, publisher, critic)
 
 
 def _weights_place(config: Config, context: EngineContext) -> Path | None:
@@ -208,7 +208,7 @@ def _workers(config: Config, rank: int, world: int, device: torch.device) -> Wor
     )
 
 
-def _check_critic_freeze(config: Config, foundation: Foundation) -> None:
+def _check_critic_freeze(config: Config, model_files: ModelFiles) -> None:
     """Tries the setting on a critic without memory, before weights are read."""
     import torch
 
@@ -216,7 +216,7 @@ def _check_critic_freeze(config: Config, foundation: Foundation) -> None:
     from lockstep.training.optimizer import freeze
 
     name = config.critic.model
-    shape = ModelConfig.from_directory(locate_model(name) if name else foundation.directory)
+    shape = ModelConfig.from_directory(locate_model(name) if name else model_files.directory)
     with torch.device("meta"):
         model = ValueModel(shape)
     freeze(model.named_parameters(), config.critic.freeze, setting="critic.freeze")
@@ -224,7 +224,7 @@ def _check_critic_freeze(config: Config, foundation: Foundation) -> None:
 
 def load_critic(
     config: Config,
-    foundation: Foundation,
+    model_files: ModelFiles,
     *,
     device: torch.device,
     ranks: Ranks | None = None,
@@ -240,7 +240,7 @@ def load_critic(
     from lockstep.training.critic import Critic
 
     name = config.critic.model
-    directory = locate_model(name) if name else foundation.directory
+    directory = locate_model(name) if name else model_files.directory
     return Critic(
         load_value_model(directory, dtype=getattr(torch, config.dtype), device=device, mesh=mesh),
         config.critic,
@@ -292,7 +292,7 @@ def choose_numerics(config: Config, model: Decoder) -> Numerics:
 
 def _with_engine(
     config: Config,
-    foundation: Foundation,
+    model_files: ModelFiles,
     engine: Engine,
     numerics: Numerics,
     weights: Path | None,
@@ -312,13 +312,13 @@ def _with_engine(
     found, line = engine.capabilities, numerics.line
     reason = ""
     is_known = bool(found.fingerprint)
-    if not found.shares_weights and foundation.lora is not None:
+    if not found.shares_weights and model_files.lora is not None:
         reason = "its weights are its own, with the adapter merged into them: equal to rounding"
     elif is_known or not isinstance(engine, Vouchable):
         reason = why_not_same(numerics.fingerprint, found.fingerprint)
     else:
         # Until the first sync the engine runs what it was started from, whatever the trainer does.
-        same = model if weights is None else load_model(config, foundation)
+        same = model if weights is None else load_model(config, model_files)
         try:
             agreement = asyncio.run(compare(engine, same, temperature=config.agent.temperature))
         except EngineError as error:
@@ -347,7 +347,7 @@ def _with_engine(
 
 def load_model(
     config: ModelChoice,
-    foundation: Foundation,
+    model_files: ModelFiles,
     *,
     weights: Path | None = None,
     mesh: DeviceMesh | None = None,
@@ -372,16 +372,16 @@ def load_model(
     if config.fallback:
         from lockstep.models.fallback import load_fallback
 
-        found = load_fallback(weights or foundation.directory, dtype=dtype, device=device)
+        found = load_fallback(weights or model_files.directory, dtype=dtype, device=device)
         return cast("Decoder", found)
-    _check_freeze(config, foundation)
-    if config.lora is None or foundation.lora is None:
-        source = weights or foundation.directory
+    _check_freeze(config, model_files)
+    if config.lora is None or model_files.lora is None:
+        source = weights or model_files.directory
         return load_checkpoint(source, dtype=dtype, device=device, mesh=mesh)
-    model = load_checkpoint(foundation.directory, dtype=dtype, device=device, mesh=mesh)
-    add_adapter(model, foundation.lora, seed=config.lora.seed)
+    model = load_checkpoint(model_files.directory, dtype=dtype, device=device, mesh=mesh)
+    add_adapter(model, model_files.lora, seed=config.lora.seed)
     if weights is not None:
-        check_policy(model, weights, like=foundation.directory)
+        check_policy(model, weights, like=model_files.directory)
     if source := weights or config.lora.path:
         load_adapter(model, Path(source).expanduser())
     return model
@@ -397,7 +397,7 @@ def resolve_device(config: ModelChoice) -> Device:
     return "cuda" if has_gpu and config.device != "cpu" else "cpu"
 
 
-def _check_freeze(config: ModelChoice, foundation: Foundation) -> None:
+def _check_freeze(config: ModelChoice, model_files: ModelFiles) -> None:
     """Tries the setting on a model without memory: an error comes before weights are read."""
     import torch
 
@@ -405,12 +405,12 @@ def _check_freeze(config: ModelChoice, foundation: Foundation) -> None:
     from lockstep.models.lora import add_adapter
     from lockstep.training.optimizer import freeze
 
-    if not config.trainer.freeze or not isinstance(foundation.model, ModelConfig):
+    if not config.trainer.freeze or not isinstance(model_files.model, ModelConfig):
         return
     with torch.device("meta"):
-        model = Decoder(foundation.model)
-    if foundation.lora is not None:
-        add_adapter(model, foundation.lora, seed=0)
+        model = Decoder(model_files.model)
+    if model_files.lora is not None:
+        add_adapter(model, model_files.lora, seed=0)
     freeze(model.named_parameters(), config.trainer.freeze)
 
 

@@ -62,7 +62,7 @@ Those of deepseek_v3 differ in whether they think: their templates say it."""
 
 
 @dataclass(frozen=True, slots=True)
-class Foundation:
+class ModelFiles:
     """What a run stands on, known without torch."""
 
     directory: Path
@@ -85,23 +85,23 @@ class Numerics:
     """For a person: what is promised, or why nothing is."""
 
 
-def check_config(config: Config, *, is_training: bool = True) -> Foundation:
+def preflight(config: Config, *, is_training: bool = True) -> ModelFiles:
     """Everything that can be wrong and be known without loading a model. Returns what it read.
 
     is_training: False leaves out what training takes of the memory, and its tasks.
     Raises ConfigError, CheckpointError, RendererError or DataError, with both values and the fix.
     """
-    foundation = lay_foundation(config)
+    model_files = read_model_files(config)
     if config.fallback:
         _check_fallback(config)
-    elif config.fault is not None and isinstance(foundation.model, ModelConfig):
+    elif config.fault is not None and isinstance(model_files.model, ModelConfig):
         config.fault.check(
             Subject(
-                model=foundation.model,
+                model=model_files.model,
                 name=config.model,
                 engine=config.engine,
-                renderer=foundation.renderer,
-                has_adapter=foundation.lora is not None,
+                renderer=model_files.renderer,
+                has_adapter=model_files.lora is not None,
             )
         )
     if config.contract == TRUE_ON_POLICY and (reason := why_no_contract(config)):
@@ -113,12 +113,12 @@ def check_config(config: Config, *, is_training: bool = True) -> Foundation:
             "these leave. Set agent.top_p=1 agent.top_k=0, or correction.behaviour=rollout."
         )
     if config.critic.model:
-        check_critic(config, foundation)
-    if isinstance(foundation.model, ModelConfig):
-        _check_replay(config, foundation.model)
-    check_parallel(config, foundation.model)
+        check_critic(config, model_files)
+    if isinstance(model_files.model, ModelConfig):
+        _check_replay(config, model_files.model)
+    check_parallel(config, model_files.model)
     if is_training and not config.placement.is_elsewhere():
-        check_memory(config, foundation, expected_device(config))
+        check_memory(config, model_files, expected_device(config))
     config.task.check()
     split = "train" if is_training else "eval"
     firsts = config.task.first_tasks(split=split, seed=config.seed)
@@ -127,8 +127,8 @@ def check_config(config: Config, *, is_training: bool = True) -> Foundation:
         raise DataError(f"the task source has no {kind} task.")
     next(config.task.tasks(split="eval", seed=config.seed), None)
     for first in firsts:
-        _check_first_prompt(config, foundation, first)
-    return foundation
+        _check_first_prompt(config, model_files, first)
+    return model_files
 
 
 def _check_replay(config: Config, model: ModelConfig) -> None:
@@ -179,11 +179,11 @@ def check_parallel(config: ModelChoice, model: ModelConfig | FallbackConfig) -> 
             )
 
 
-def check_memory(config: ModelChoice, foundation: Foundation, device: Device) -> None:
+def check_memory(config: ModelChoice, model_files: ModelFiles, device: Device) -> None:
     """Raises ConfigError if the run's predicted peak is more than there is: `memory_limit_gib`, or
     what the device has free. That of a GPU is known once torch is there."""
     config.trainer.check_device(device)
-    plan = memory_plan(config, foundation, device=device)
+    plan = memory_plan(config, model_files, device=device)
     if plan is None:
         return
     limit = memory_limit(config, device)
@@ -220,25 +220,25 @@ def _host_memory(config: ModelChoice) -> tuple[int, str] | None:
 
 def memory_plan(
     config: ModelChoice,
-    foundation: Foundation,
+    model_files: ModelFiles,
     *,
     device: Device,
     numerics: Numerics | None = None,
 ) -> MemoryPlan | None:
     """The peak that is predicted; None for a model that transformers runs, of which too little is
     known. numerics: None before a model is loaded."""
-    if isinstance(foundation.model, FallbackConfig):
+    if isinstance(model_files.model, FallbackConfig):
         return None
     critic, is_invariant = None, False
     if isinstance(config, Config):
         if config.advantage.needs_critic:
-            critic = foundation.model
+            critic = model_files.model
             if config.critic.model:
                 critic = ModelConfig.from_directory(locate_model(config.critic.model))
         may_be = config.contract != "none" and not why_no_contract(config)
         is_invariant = may_be if numerics is None else numerics.is_kept
     return plan_run(
-        config, foundation.model, device=device, lora=foundation.lora, critic=critic,
+        config, model_files.model, device=device, lora=model_files.lora, critic=critic,
         is_invariant=is_invariant,
     )  # fmt: skip
 
@@ -250,7 +250,7 @@ def expected_device(config: ModelChoice) -> Device:
     return config.device
 
 
-def lay_foundation(config: ModelChoice) -> Foundation:
+def read_model_files(config: ModelChoice) -> ModelFiles:
     """Model config, tokenizer, renderer and adapter of a run, checked against each other."""
     directory = locate_model(config.model)
     kind = FallbackConfig if config.fallback else ModelConfig
@@ -272,10 +272,10 @@ def lay_foundation(config: ModelChoice) -> Foundation:
     lora = None
     if config.lora is not None and isinstance(model, ModelConfig):
         lora = peft_format.resolve_shape(config.lora, model, directory, name=config.model)
-    return Foundation(directory, model, chosen, make_renderer(chosen, tokenizer), lora)
+    return ModelFiles(directory, model, chosen, make_renderer(chosen, tokenizer), lora)
 
 
-def check_critic(config: Config, foundation: Foundation) -> None:
+def check_critic(config: Config, model_files: ModelFiles) -> None:
     """Raises ConfigError if `critic.model` cannot read what the policy writes."""
     try:
         directory = locate_model(config.critic.model)
@@ -288,7 +288,7 @@ def check_critic(config: Config, foundation: Foundation) -> None:
             f"max_tokens={config.max_tokens} is more than the {model.max_positions} positions that "
             f"{where} was made for."
         )
-    known = foundation.renderer.tokenizer
+    known = model_files.renderer.tokenizer
     if (directory / "tokenizer.json").is_file():
         theirs = Tokenizer.from_file(directory)
         if theirs.all_token_bytes() != known.all_token_bytes():
@@ -383,7 +383,7 @@ class RendererFile:
     renderer: RendererConfig
 
 
-def _check_first_prompt(config: Config, foundation: Foundation, task: Any) -> None:
+def _check_first_prompt(config: Config, model_files: ModelFiles, task: Any) -> None:
     """Renders the first task's prompt: a format that cannot write it, or a budget that cannot hold
     it, fails here and not in every episode."""
     import asyncio
@@ -396,7 +396,7 @@ def _check_first_prompt(config: Config, foundation: Foundation, task: Any) -> No
             return 0
         try:
             messages = await environment.reset()
-            return len(foundation.renderer.render(messages, environment.tools))
+            return len(model_files.renderer.render(messages, environment.tools))
         finally:
             await environment.close()
 
@@ -404,7 +404,7 @@ def _check_first_prompt(config: Config, foundation: Foundation, task: Any) -> No
     if size + 1 >= config.max_tokens:
         raise ConfigError(
             f"the prompt of task {task.id} has {size} tokens and max_tokens={config.max_tokens}: "
-            f"no row fits. Raise max_tokens (the model allows {foundation.model.max_positions})."
+            f"no row fits. Raise max_tokens (the model allows {model_files.model.max_positions})."
         )
 
 

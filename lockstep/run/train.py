@@ -22,20 +22,19 @@ from typing import Any, Literal
 from lockstep.agent.loop import Budget, collect, training_sampling
 from lockstep.agent.rescoring import Rescorer
 from lockstep.agent.tasks import derive_seed
-from lockstep.build import build, checkpoint_of, resolve_device
 from lockstep.config import differences, to_dict
 from lockstep.errors import ContractError, RolloutError
-from lockstep.foundation import check_config
 from lockstep.launch.config import ParallelConfig
 from lockstep.launch.processes import on_all_ranks
 from lockstep.launch.ranks import Ranks
 from lockstep.observe.live import SilentView, open_view
 from lockstep.observe.loggers import open_loggers
-from lockstep.outcome import Outcome, Status
+from lockstep.run.build import build, checkpoint_of, resolve_device
+from lockstep.run.preflight import preflight
+from lockstep.run.step_metrics import check_failures, describe_first_step, step_metrics
+from lockstep.run.training_run import Tester, TrainingRun, make_gateway
 from lockstep.run_config import Config
-from lockstep.session import Session, Tester, make_gateway
-from lockstep.step_metrics import check_failures, describe_first_step, step_metrics
-from lockstep.store.run import RunDirectory, default_run_path, load_run
+from lockstep.store.run import Outcome, RunDirectory, Status, default_run_path, load_run
 from lockstep.training.averaging import average_rows
 from lockstep.training.correcting import UnequalTokenError
 from lockstep.training.rows import rows_for_training
@@ -59,7 +58,7 @@ def train(
     recorded. Raises ConfigError, DataError or CheckpointError before a model is loaded where that
     can be known.
     """
-    check_config(config)
+    preflight(config)
     return on_all_ranks(
         config.parallel, _train, config,
         device="cpu" if config.placement.is_elsewhere() else resolve_device(config),
@@ -83,10 +82,10 @@ def _train(
     if ranks is not None:
         ranks.check_same(to_dict(config))
         path = ranks.from_leader(path)
-    foundation = check_config(config)
+    model_files = preflight(config)
     facts: dict[str, Any] = {
-        "architecture": foundation.model.architecture,
-        "family": foundation.model.family,
+        "architecture": model_files.model.architecture,
+        "family": model_files.model.family,
     }
     if start is not None:
         parent = load_run(start[0])
@@ -108,10 +107,10 @@ def _train(
     )
     with directory or contextlib.nullcontext():
         parts = build(
-            config, foundation, ranks=ranks,
+            config, model_files, ranks=ranks,
             scratch=path, on_wait=lambda text: shown.note(text),
         )  # fmt: skip
-        run = Session(config, foundation, parts, path, directory, shown, loggers, ranks)
+        run = TrainingRun(config, model_files, parts, path, directory, shown, loggers, ranks)
         if resume:
             run.restore_newest()
         elif start is not None:
@@ -137,8 +136,8 @@ def evaluate_run(config: Config, path: Path, *, step: int | None) -> tuple[dict[
     """Plays the held-out tasks with a run's checkpoint. Returns (metrics, checkpoint name)."""
     checkpoint = checkpoint_of(load_run(path), step)
     config = replace(config, parallel=ParallelConfig())  # one process is enough to play
-    foundation = check_config(config, is_training=False)
-    parts = build(config, foundation, weights=checkpoint / "policy", is_training=False)
+    model_files = preflight(config, is_training=False)
+    parts = build(config, model_files, weights=checkpoint / "policy", is_training=False)
     shown = open_view()
     gateway = make_gateway(config, parts, shown)
     tester = Tester(config, parts, shown, gateway)
@@ -160,7 +159,7 @@ def evaluate_run(config: Config, path: Path, *, step: int | None) -> tuple[dict[
     return metrics, checkpoint.name
 
 
-async def run_steps(run: Session) -> Status:
+async def run_steps(run: TrainingRun) -> Status:
     """All steps that are left. Saves at its end, and at each stop that was asked for."""
     try:
         await run.sync()
@@ -173,7 +172,7 @@ async def run_steps(run: Session) -> Status:
         run.publisher.close()
 
 
-async def _steps(run: Session) -> Status:
+async def _steps(run: TrainingRun) -> Status:
     config = run.config
     if run.step == 0 and run.tested_at is None and config.evaluation.at_start:
         run.log({"step": -1, **await run.test(), **run.engine_metrics()})
@@ -194,7 +193,7 @@ async def _steps(run: Session) -> Status:
     return "done"
 
 
-async def one_step(run: Session) -> dict[str, Any] | None:
+async def one_step(run: TrainingRun) -> dict[str, Any] | None:
     """sample, score, align, measure, correct, update, record, sync. None if no task is left."""
     config, step = run.config, run.step
     began = time.perf_counter()
@@ -252,7 +251,7 @@ async def one_step(run: Session) -> dict[str, Any] | None:
 
 
 def align(
-    run: Session, groups: Sequence[Group]
+    run: TrainingRun, groups: Sequence[Group]
 ) -> tuple[list[Sample], list[Sample], dict[str, float]]:
     """Episodes to rows with advantages: those that are trained, and the same as they were sampled,
     before a fault has changed them; how old their tokens are by now, and how noisy."""
@@ -283,7 +282,9 @@ def align(
     return rows, sampled_rows, metrics
 
 
-def update(run: Session, rows: Sequence[Sample], sampled_rows: Sequence[Sample]) -> dict[str, Any]:
+def update(
+    run: TrainingRun, rows: Sequence[Sample], sampled_rows: Sequence[Sample]
+) -> dict[str, Any]:
     """measure, correct, update: the policy, and the critic if there is one. Returns the metrics.
 
     sampled_rows: the critic's, which no fault has touched.
@@ -305,7 +306,7 @@ def update(run: Session, rows: Sequence[Sample], sampled_rows: Sequence[Sample])
     return metrics
 
 
-def make_rescorer(run: Session, step: int) -> Rescorer | None:
+def make_rescorer(run: TrainingRun, step: int) -> Rescorer | None:
     """What scores the finished turns of `step` again, where the correction reads the average."""
     correction = run.config.chosen_correction
     if correction.behaviour != "averaged":
@@ -320,7 +321,7 @@ def make_rescorer(run: Session, step: int) -> Rescorer | None:
 
 
 async def sample(
-    run: Session, step: int, tasks: Sequence[Task], on_episode: Callable[[], None]
+    run: TrainingRun, step: int, tasks: Sequence[Task], on_episode: Callable[[], None]
 ) -> list[Group]:
     """One group of scored episodes for each of these tasks, for training in `step`."""
     config = run.config

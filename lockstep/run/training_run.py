@@ -16,7 +16,6 @@ import numpy as np
 from lockstep.agent.buffer import Buffer
 from lockstep.agent.gateway.opening import RunGateway
 from lockstep.agent.loop import EpisodeSlots
-from lockstep.build import Parts, vocabulary_of
 from lockstep.config import to_dict
 from lockstep.doctor.diagnose import make_setting
 from lockstep.doctor.inputs.base import Facts
@@ -25,8 +24,6 @@ from lockstep.doctor.monitor import Monitor
 from lockstep.doctor.tokenization import Tokenization
 from lockstep.engines.base import Leased, Reporting
 from lockstep.errors import DataError, EngineError
-from lockstep.evaluation import evaluate
-from lockstep.foundation import Foundation
 from lockstep.launch.ranks import Ranks
 from lockstep.models.sharding import mesh_of
 from lockstep.observe.alarms import mismatch_alarm
@@ -34,10 +31,13 @@ from lockstep.observe.live import RunHeader, View
 from lockstep.observe.loggers import GuardedLoggers
 from lockstep.ops.bisect import bisect
 from lockstep.ops.contract import TRUE_ON_POLICY
-from lockstep.plan import plan
 from lockstep.report.page import write_report
+from lockstep.run.build import Parts, vocabulary_of
+from lockstep.run.evaluation import evaluate
+from lockstep.run.plan import plan
+from lockstep.run.preflight import ModelFiles
+from lockstep.run.step_metrics import check_failures
 from lockstep.run_config import Config
-from lockstep.step_metrics import check_failures
 from lockstep.store.run import TRAIN, RunDirectory, load_run
 from lockstep.sync.publisher import Level, Publisher
 from lockstep.training.checkpoint import CheckpointStore
@@ -49,11 +49,11 @@ NUM_COMPANIONS = 8  # rows beside the one that broke the contract: enough to cha
 
 
 @dataclass(slots=True)
-class Session:
+class TrainingRun:
     """The parts, the task stream and the counters of one run."""
 
     config: Config
-    foundation: Foundation
+    model_files: ModelFiles
     parts: Parts
     path: Path
     directory: RunDirectory | None
@@ -131,7 +131,7 @@ class Session:
             temperature=agent.temperature,
             top_p=agent.top_p,
             top_k=agent.top_k,
-            is_moe=self.foundation.model.is_moe,
+            is_moe=self.model_files.model.is_moe,
             max_staleness=config.max_staleness * config.trainer.updates_per_batch,
             is_one_process=self.is_one_process,
         )
@@ -244,7 +244,7 @@ class Session:
         return {f"engine/{name}": value for name, value in total.items()}
 
     def is_critical(self, row: Mapping[str, Any]) -> bool:
-        family, is_one_process = self.foundation.model.family, self.is_one_process
+        family, is_one_process = self.model_files.model.family, self.is_one_process
         alarm = mismatch_alarm(row, family, is_one_process=is_one_process)
         return alarm.level == "critical" or row.get("doctor/causes", 0) > 0
 
@@ -308,7 +308,7 @@ class Session:
             name=self.path.name,
             num_steps=self.config.steps,
             first_step=self.step,
-            architecture=self.foundation.model.family,
+            architecture=self.model_files.model.family,
             is_one_process=self.is_one_process,
             lines=(
                 *plan(

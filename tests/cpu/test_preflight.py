@@ -7,10 +7,10 @@ import pytest
 
 from lockstep.config import resolve
 from lockstep.errors import CheckpointError, ConfigError, RendererError
-from lockstep.foundation import check_config, lay_foundation
 from lockstep.models.locate import SHIPPED_ROOT
-from lockstep.plan import plan
 from lockstep.recipes import find_recipe
+from lockstep.run.plan import plan
+from lockstep.run.preflight import preflight, read_model_files
 from lockstep.testing.tokenizers import LLAMA3_TOKENS, byte_tokenizer_json, sentencepiece_json
 
 
@@ -22,19 +22,19 @@ def directory(tmp_path):
     return tmp_path
 
 
-def foundation_of(directory, *overrides, **changes):
+def model_files_of(directory, *overrides, **changes):
     path = directory / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-    return lay_foundation(resolve(find_recipe("quickstart"), [f"model={directory}", *overrides]))
+    return read_model_files(resolve(find_recipe("quickstart"), [f"model={directory}", *overrides]))
 
 
 def test_a_family_without_a_renderer_of_ours_asks_for_one(directory):
     changes = {"model_type": "mistral", "sliding_window": None}
-    assert foundation_of(directory, **changes).model.architecture == "mistral"
+    assert model_files_of(directory, **changes).model.architecture == "mistral"
     (directory / "renderer.json").unlink()
     with pytest.raises(ConfigError, match=r"mistral, and .* has no chat template\. Set"):
-        foundation_of(directory)
-    assert foundation_of(directory, "renderer=chatml").renderer.name == "chatml"
+        model_files_of(directory)
+    assert model_files_of(directory, "renderer=chatml").renderer.name == "chatml"
 
 
 TEMPLATE = """\
@@ -51,14 +51,14 @@ def test_a_model_with_a_chat_template_is_written_by_it_where_no_format_of_ours_i
     (directory / "renderer.json").unlink()
     (directory / "chat_template.jinja").write_text(TEMPLATE)
     mistral = {"model_type": "mistral", "sliding_window": None}
-    assert foundation_of(directory, **mistral).renderer.name == "jinja"
-    assert foundation_of(directory, model_type="llama").renderer.name == "jinja"  # ChatML's tokens
-    assert foundation_of(directory, model_type="qwen3").renderer.name == "chatml"
-    assert foundation_of(directory, "renderer=jinja").renderer.name == "jinja"
+    assert model_files_of(directory, **mistral).renderer.name == "jinja"
+    assert model_files_of(directory, model_type="llama").renderer.name == "jinja"  # ChatML's tokens
+    assert model_files_of(directory, model_type="qwen3").renderer.name == "chatml"
+    assert model_files_of(directory, "renderer=jinja").renderer.name == "jinja"
     (directory / "chat_template.jinja").unlink()
     settings = json.dumps({"chat_template": [{"name": "default", "template": TEMPLATE}]})
     (directory / "tokenizer_config.json").write_text(settings)
-    assert foundation_of(directory, "fallback=true", model_type="olmo2").renderer.name == "jinja"
+    assert model_files_of(directory, "fallback=true", model_type="olmo2").renderer.name == "jinja"
 
 
 def test_the_plan_of_a_run_says_what_was_proved_of_its_template(directory):
@@ -68,35 +68,35 @@ def test_the_plan_of_a_run_says_what_was_proved_of_its_template(directory):
     (line,) = [line for line in said if line.startswith("template")]
     assert "dialogues extend exactly; refused: take tools" in line
     with pytest.raises(RendererError, match="no way to take tools"):
-        check_config(resolve(recipe, [f"model={directory}", "renderer=jinja"]))
+        preflight(resolve(recipe, [f"model={directory}", "renderer=jinja"]))
 
 
 def test_a_llama_is_written_as_llama_3_and_one_with_other_tokens_is_told_so(directory):
     (directory / "renderer.json").unlink()
     with pytest.raises(RendererError, match=r"lacks the control tokens <\|begin_of_text\|>"):
-        foundation_of(directory, model_type="llama")
+        model_files_of(directory, model_type="llama")
     (directory / "tokenizer.json").write_text(byte_tokenizer_json(control_tokens=LLAMA3_TOKENS))
-    assert foundation_of(directory).renderer.name == "llama3"
+    assert model_files_of(directory).renderer.name == "llama3"
 
 
 def test_the_qwen_families_are_written_in_chatml(directory):
     (directory / "renderer.json").unlink()
     moe = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
     for architecture in ("qwen2", "qwen3", "qwen3_moe"):
-        found = foundation_of(directory, model_type=architecture, **moe)
+        found = model_files_of(directory, model_type=architecture, **moe)
         assert found.renderer.name == "chatml"
         assert found.renderer_config.variant == ("qwen2.5" if architecture == "qwen2" else "qwen3")
 
 
 def test_an_unknown_architecture_is_refused_before_anything_is_read(directory):
     with pytest.raises(CheckpointError, match=r"'olmo2' is not supported.*fallback=true"):
-        foundation_of(directory, model_type="olmo2")
+        model_files_of(directory, model_type="olmo2")
 
 
 def test_a_fallback_is_refused_what_only_the_decoder_can_and_all_of_it_is_listed(directory):
     def check(*overrides):
         words = [f"model={directory}", "fallback=true", *overrides]
-        return check_config(resolve(find_recipe("quickstart"), words))
+        return preflight(resolve(find_recipe("quickstart"), words))
 
     with pytest.raises(ConfigError) as error:
         check("contract=true-on-policy", "advantage=gae", "fault=kernel_noise", "fault.std=0.1",
@@ -112,16 +112,16 @@ def test_a_fallback_is_refused_what_only_the_decoder_can_and_all_of_it_is_listed
 
 
 def test_a_fallback_without_a_renderer_asks_for_one(directory):
-    found = foundation_of(directory, "fallback=true", model_type="olmo2").model
+    found = model_files_of(directory, "fallback=true", model_type="olmo2").model
     assert (found.architecture, found.num_layers, found.family) == ("olmo2", 2, "dense")
     (directory / "renderer.json").unlink()
     with pytest.raises(ConfigError, match="no renderer is known for a model of olmo2"):
-        foundation_of(directory, "fallback=true")
+        model_files_of(directory, "fallback=true")
 
 
 def test_a_fallback_is_written_in_the_format_of_its_architecture(directory):
     (directory / "renderer.json").unlink()
-    assert foundation_of(directory, "fallback=true").renderer.name == "chatml"
+    assert model_files_of(directory, "fallback=true").renderer.name == "chatml"
     (directory / "tokenizer.json").write_text(sentencepiece_json())
-    gemma = foundation_of(directory, "fallback=true", model_type="gemma3_text")
+    gemma = model_files_of(directory, "fallback=true", model_type="gemma3_text")
     assert gemma.renderer.name == "gemma"

@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING
 from lockstep.agent.loop import truncation_notice
 from lockstep.config import tag
 from lockstep.engines.config import EmbeddedConfig
-from lockstep.foundation import (
-    Foundation,
+from lockstep.renderers.jinja.renderer import JinjaRenderer
+from lockstep.run.preflight import (
+    ModelFiles,
     Numerics,
     expected_device,
-    lay_foundation,
     memory_limit,
     memory_plan,
+    read_model_files,
     why_no_contract,
 )
-from lockstep.renderers.jinja.renderer import JinjaRenderer
 from lockstep.run_config import Config, ModelChoice
 from lockstep.training.config import RoutingReplay
 from lockstep.types import Message
@@ -46,19 +46,19 @@ def plan(
     was made of the setting `contract`; None before a model is loaded. num_trained: parameters that
     are trained, of all; None before a model is loaded.
     """
-    foundation = lay_foundation(config)
-    model, episodes = foundation.model, config.groups_per_step * config.group_size
+    model_files = read_model_files(config)
+    model, episodes = model_files.model, config.groups_per_step * config.group_size
     notice = truncation_notice(config.agent, has_support=has_support)
     replay = config.trainer.routing_replay
     experts = f", {model.num_experts} experts, {model.num_active_experts} active"
     lines = [
         f"model      {config.model}: {model.architecture}, {model.num_layers} layers of width "
         f"{model.hidden_size}{experts if model.is_moe else ''}, {config.dtype}",
-        *_trained_plan(config, foundation, num_trained),
+        *_trained_plan(config, model_files, num_trained),
         f"sampler    {tag(type(config.engine))} engine{_dtype_apart(config)}; "
-        f"{foundation.renderer.name} tokens, token in, token out",
-        *_template_plan(foundation),
-        *_thinking_plan(foundation),
+        f"{model_files.renderer.name} tokens, token in, token out",
+        *_template_plan(model_files),
+        *_thinking_plan(model_files),
         *([f"draws      {notice}"] if notice else []),
         f"step       {config.groups_per_step} tasks x {config.group_size} episodes = {episodes} "
         f"trajectories of at most {config.max_tokens} tokens; {config.steps} steps",
@@ -69,7 +69,7 @@ def plan(
         *_parallel_plan(config),
         *config.placement.describe(config.parallel, num_engines=config.engine.workers[1]),
         f"numerics   {_contract_plan(config) if numerics is None else numerics.line}",
-        f"memory     {describe_memory(config, foundation, numerics=numerics)}",
+        f"memory     {describe_memory(config, model_files, numerics=numerics)}",
         *(f"warning    {text}" for text in config.chosen_correction.warnings()),
     ]
     if config.fault is not None:
@@ -77,17 +77,17 @@ def plan(
     return lines
 
 
-def _template_plan(foundation: Foundation) -> list[str]:
+def _template_plan(model_files: ModelFiles) -> list[str]:
     """What was proved of the model's own chat template, where that is the format."""
-    renderer = foundation.renderer
+    renderer = model_files.renderer
     if not isinstance(renderer, JinjaRenderer) or renderer.proof is None:
         return []
     return [f"template   {renderer.proof.line}"]
 
 
-def _thinking_plan(foundation: Foundation) -> list[str]:
+def _thinking_plan(model_files: ModelFiles) -> list[str]:
     """What becomes of earlier thinking, where it goes."""
-    if not foundation.renderer.forgets([Message(role="user", content="?")]):
+    if not model_files.renderer.forgets([Message(role="user", content="?")]):
         return []
     return [
         "thinking   dropped when a user speaks again: that begins a branch (dropped_thinking), "
@@ -104,11 +104,11 @@ def _dtype_apart(config: Config) -> str:
 
 
 def describe_memory(
-    config: ModelChoice, foundation: Foundation, *, numerics: Numerics | None = None
+    config: ModelChoice, model_files: ModelFiles, *, numerics: Numerics | None = None
 ) -> str:
     """The plan's line about memory; before a model is loaded also with what there is."""
     device = expected_device(config)
-    found = memory_plan(config, foundation, device=device, numerics=numerics)
+    found = memory_plan(config, model_files, device=device, numerics=numerics)
     if found is None:
         return "not predicted: transformers computes the model"
     limit = memory_limit(config, device) if numerics is None else None
@@ -145,16 +145,16 @@ def _overlap_plan(config: Config) -> str:
 
 
 def _trained_plan(
-    config: Config, foundation: Foundation, num_trained: tuple[int, int] | None
+    config: Config, model_files: ModelFiles, num_trained: tuple[int, int] | None
 ) -> list[str]:
     """What of the model is trained, and how many numbers that is, where it is known."""
-    what = "the whole model" if foundation.lora is None else f"LoRA, {foundation.lora.describe()}"
+    what = "the whole model" if model_files.lora is None else f"LoRA, {model_files.lora.describe()}"
     if config.trainer.freeze:
         what += f"; frozen: {', '.join(config.trainer.freeze)}"
     if num_trained is None:
-        if foundation.lora is not None and not config.trainer.freeze:
-            what += f"; {foundation.lora.num_parameters:,} parameters"
-        is_plain = foundation.lora is None and not config.trainer.freeze
+        if model_files.lora is not None and not config.trainer.freeze:
+            what += f"; {model_files.lora.num_parameters:,} parameters"
+        is_plain = model_files.lora is None and not config.trainer.freeze
         return [] if is_plain else [f"trained    {what}"]
     trained, total = num_trained
     return [f"trained    {what}; {trained:,} of {total:,} parameters ({trained / total:.2%})"]
