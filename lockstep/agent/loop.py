@@ -13,13 +13,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import heapq
-import inspect
-import math
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar, cast
+from functools import partial
+from typing import Any, cast
 
 import numpy as np
 
@@ -28,10 +27,18 @@ from lockstep.agent.environment import (
     Environment,
     EnvironmentFactory,
     GroupScorer,
+    Observation,
     Score,
 )
 from lockstep.agent.gateway.registry import Gateway
 from lockstep.agent.gateway.session import GatewaySession
+from lockstep.agent.guard import (
+    described,
+    guarded,
+    number_problem,
+    numbers_problem,
+    shortened,
+)
 from lockstep.agent.harness import Endpoint, Harness
 from lockstep.agent.rescoring import Rescorer
 from lockstep.agent.tasks import derive_seed
@@ -42,7 +49,6 @@ from lockstep.agent.turns import (
     Turn,
     TurnSampler,
     count,
-    described,
     fork_without_thinking,
 )
 from lockstep.engines.base import Capabilities, Engine
@@ -51,6 +57,7 @@ from lockstep.renderers.base import Renderer
 from lockstep.types import (
     Group,
     Int32Array,
+    Message,
     SamplingParams,
     Task,
     Trajectory,
@@ -58,8 +65,6 @@ from lockstep.types import (
 
 CLOSE_SECONDS = 10.0
 """How long an environment may take to close."""
-
-T = TypeVar("T")
 
 OpenGateway = Callable[[], Awaitable[Gateway]]
 """Starts the gateway if it does not run yet."""
@@ -190,14 +195,21 @@ class _Episode:
                 await self._play(environment, started)
         except Exception as error:
             self.fail(self.stage, error)
+        except asyncio.CancelledError as error:
+            if cast("asyncio.Task[Any]", asyncio.current_task()).cancelling():
+                raise
+            # Nobody cancelled the episode: something in it was, and it must not vanish.
+            self.fail(self.stage, error)
         self.trajectory.metrics["seconds"] = time.monotonic() - started
 
     async def _play(self, environment: Environment, started: float) -> None:
         trajectory, budget = self.trajectory, self.budget
         self.stage = "environment.reset"
-        messages = await _within(environment.reset(), budget.max_seconds)
+        messages = await guarded(environment.reset, seconds=budget.max_seconds)
+        _check_messages(messages)
+        tools = await guarded(lambda: environment.tools)
         self.stage = "renderer.render"
-        path_ids = np.asarray(self.renderer.render(messages, environment.tools), np.int32)
+        path_ids = np.asarray(self.renderer.render(messages, tools), np.int32)
         count(self.trajectory, "tokens/encoded", len(path_ids))
         if len(path_ids) >= self.max_tokens:
             self.fail(
@@ -225,12 +237,16 @@ class _Episode:
             count(self.trajectory, "turns", 1)
             count(self.trajectory, "parse_errors", bool(reply.message.parse_error))
             self.stage = "environment.step"
-            observation = await _within(environment.step(reply.message), budget.max_seconds)
-            for name, value in observation.metrics.items():
-                count(self.trajectory, name, value)
+            observation = await guarded(
+                partial(environment.step, reply.message), seconds=budget.max_seconds
+            )
+            if not isinstance(observation, Observation):
+                raise TypeError(f"returned {shortened(observation)}; expected an Observation")
+            self._count(observation.metrics)
             if observation.done:
                 trajectory.status = "finished"
                 return
+            _check_messages(observation.messages)
             trajectory.error = self._exhausted(reply, len(path_ids), turn, deadline)
             if not trajectory.error:
                 self.stage = "renderer.extend"
@@ -293,19 +309,28 @@ class _Episode:
         )
         late = ""
         try:
-            self.given_score = await _within(
-                harness.run(task, endpoint), limit, setting="agent.max_seconds"
+            self.given_score = await guarded(
+                partial(harness.run, task, endpoint), seconds=limit, setting="agent.max_seconds"
             )
         except TimeoutError as error:
             late = f"harness.run: {error}{_shown_output(harness)}"
         finally:
-            if not session.is_finished:  # its agent may have ended it
+            # Its agent may have ended it, or be ending it.
+            if session.is_finished:
+                await session.finish()
+            else:
                 await session.finish(error="" if session.has_reward else late)
             await gateway.sessions.remove(session.id)
-            for name, value in harness.metrics.items():
-                count(trajectory, name, value)
+            self._count(harness.metrics)
         if late and trajectory.status == "finished":
             trajectory.status, trajectory.error = "truncated", late
+
+    def _count(self, metrics: Mapping[str, float]) -> None:
+        """Adds an environment's counters to the trajectory's."""
+        if problem := numbers_problem(metrics, "metrics"):
+            raise ValueError(problem)
+        for name, value in metrics.items():
+            count(self.trajectory, name, value)
 
     def _rescore(self, leaf: int) -> None:
         if self.rescorer is not None:
@@ -366,7 +391,7 @@ class _Episode:
             self._score_harness(self.environment)
             return
         try:
-            score = await _within(self.environment.score(), self.budget.max_seconds)
+            score = await guarded(self.environment.score, seconds=self.budget.max_seconds)
         except Exception as error:
             self.fail("environment.score", error)
         else:
@@ -383,12 +408,20 @@ class _Episode:
 
     def set_score(self, score: Score) -> None:
         """Puts rewards on the leaves and on turns: a path that was left because thinking was
-        forgotten led to the same end. A score that cannot be trained on fails the episode."""
+        forgotten led to the same end. A score that cannot be trained on fails the episode.
+
+        The score is the only reward: what the agent posted to its session is dropped, and counted
+        as gateway/ignored_rewards.
+        """
         trajectory = self.trajectory
         leaves, turn_ends = trajectory.leaves(), self.turn_ends
         if self.session is not None:
+            self.session.drop_rewards()
             leaves, turn_ends = self.session.rewarded_leaves(), self.session.turn_ends
-        if problem := _score_problem(score, num_turns=len(turn_ends)):
+        problem = _score_problem(score, num_turns=len(turn_ends))
+        if not leaves:
+            problem = "the agent left before it received a reply: there is no turn to reward"
+        if problem:
             self.fail(f"{'harness.run' if self.session else 'environment.score'}: {problem}")
             return
         for leaf in leaves:
@@ -403,7 +436,7 @@ class _Episode:
         if environment is None:
             return
         try:
-            await _within(environment.close(), CLOSE_SECONDS)
+            await guarded(environment.close, seconds=CLOSE_SECONDS)
         except Exception as error:
             count(self.trajectory, "close_errors", 1)
             if not self.trajectory.error:
@@ -427,32 +460,31 @@ def _shown_output(harness: Harness) -> str:
     return f". It printed: {harness.output}" if harness.output else ""
 
 
-def _score_problem(score: Score, *, num_turns: int) -> str:
-    """Why it cannot be trained on; "" if it can."""
+def _check_messages(messages: Any) -> None:
+    """Raises TypeError for what an environment may not say."""
+    if isinstance(messages, str) or not isinstance(messages, Sequence):
+        raise TypeError(f"returned {shortened(messages)}; expected a list of messages")
+    for message in messages:
+        if not isinstance(message, Message) or not isinstance(message.content, str):
+            raise TypeError(f"returned {shortened(message)} among its messages; expected a Message")
+
+
+def _score_problem(score: Any, *, num_turns: int) -> str:
+    """Why the score cannot be trained on; "" if it can."""
     if not isinstance(score, Score):
         return f"returned {type(score).__name__}; expected lockstep.agent.environment.Score"
-    numbers = {"reward": score.reward, **score.parts}
-    numbers |= {f"turn_rewards[{turn}]": value for turn, value in score.turn_rewards.items()}
-    for name, value in numbers.items():
-        if not isinstance(value, int | float | np.number) or not math.isfinite(value):
-            return f"{name} is {value!r}; expected a finite number"
-    for turn in score.turn_rewards:
-        if turn not in range(num_turns):
-            return f"turn_rewards has turn {turn}; the episode has turns 0 to {num_turns - 1}"
-    return ""
-
-
-async def _within(awaitable: Awaitable[T], seconds: float, *, setting: str = "") -> T:
-    """Its result; TimeoutError with a text after `seconds`. setting: the one that allows more."""
-    clock = asyncio.timeout(seconds)
-    try:
-        async with clock:
-            return await awaitable
-    except TimeoutError as error:
-        if clock.expired():
-            limit = f" ({setting})" if setting else ""
-            raise TimeoutError(f"took longer than {seconds:g} s{limit}") from error
-        raise
+    turn_rewards = score.turn_rewards
+    if not isinstance(turn_rewards, Mapping):
+        return f"turn_rewards is {shortened(turn_rewards)}; expected a mapping from turns"
+    for turn, reward in turn_rewards.items():
+        if not isinstance(turn, int) or turn not in range(num_turns):
+            return (
+                f"turn_rewards has turn {shortened(turn)}; "
+                f"the episode has turns 0 to {num_turns - 1}"
+            )
+        if problem := number_problem(reward, f"turn_rewards[{turn}]"):
+            return problem
+    return number_problem(score.reward, "reward") or numbers_problem(score.parts, "parts")
 
 
 # ---------------------------------------------------------------------------------------------
@@ -596,7 +628,9 @@ class _GroupRun:
         on_progress: Callable[[Trajectory], None] | None,
     ) -> None:
         try:
-            environment = make_environment(self.task)
+            environment = await guarded(
+                partial(make_environment, self.task), seconds=episode.budget.max_seconds
+            )
         except Exception as error:
             episode.fail("the environment could not be made", error)
         else:
@@ -619,9 +653,10 @@ class _GroupRun:
         if not alive:
             return
         try:
-            scores: Any = score_group([cast("Environment", e.environment) for e in alive])
-            if inspect.isawaitable(scores):
-                scores = await _within(scores, alive[0].budget.max_seconds)
+            scores: Any = await guarded(
+                lambda: score_group([cast("Environment", e.environment) for e in alive]),
+                seconds=alive[0].budget.max_seconds,
+            )
             if len(scores) != len(alive):
                 raise ValueError(f"{len(scores)} scores for {len(alive)} environments")
         except Exception as error:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import collections.abc
+import contextlib
 import contextvars
+import functools
 import inspect
 import json
 import re
@@ -20,6 +22,14 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from lockstep.agent.environment import Environment, Observation
+from lockstep.agent.guard import (
+    ForeignExit,
+    Settled,
+    TookTooLong,
+    guarded,
+    result_of,
+    settle,
+)
 from lockstep.agent.json_schema import json_type, mismatch
 from lockstep.errors import ConfigError, SandboxError
 from lockstep.types import Message, ToolCall, ToolSchema
@@ -326,7 +336,7 @@ class ToolRunner:
             return self._result(f"error: {error}", "invalid_arguments")
         try:
             output = await self._invoke(entry, arguments)
-        except TimeoutError:
+        except TookTooLong:
             return self._result(
                 f"error: {entry.name} took longer than {self.limits.timeout_seconds:g} s",
                 "timeouts",
@@ -348,30 +358,31 @@ class ToolRunner:
         return ToolResult(text=text, outcome=outcome, is_truncated=is_truncated, metrics=metrics)
 
     async def _invoke(self, entry: Tool, arguments: dict[str, Any]) -> ToolOutput:
-        """What the tool returned. Raises TimeoutError, or ToolFailure for what it raised."""
-        if entry.is_instant:
-            return _guarded(lambda: entry.function(**arguments))
-        loop = asyncio.get_running_loop()
-        pending: asyncio.Future[ToolOutput]
-        if inspect.iscoroutinefunction(entry.function) or inspect.iscoroutinefunction(
-            getattr(entry.function, "__call__", None)  # noqa: B004 - an object with async __call__
-        ):
-            pending = loop.create_task(_guarded_async(entry.function, arguments))
-        else:
-            pending = _run_in_daemon_thread(loop, lambda: entry.function(**arguments))
+        """What the tool returned. Raises TookTooLong, SandboxError because the model did nothing
+        wrong then, and ToolFailure for everything else that the tool raised."""
+        call = functools.partial(entry.function, **arguments)
         try:
-            # `wait` and not `timeout`: a coroutine that swallows its cancellation must not hold us.
-            timeout = None if entry.bounds_itself else self.limits.timeout_seconds
-            done, _ = await asyncio.wait({pending}, timeout=timeout)
-        finally:
-            if not pending.done():
-                pending.cancel()
-        if not done:
-            pending.add_done_callback(lambda late: late.cancelled() or late.exception())
-            raise TimeoutError
-        if pending.cancelled():
-            raise ToolFailure("the tool cancelled itself")
-        return pending.result()
+            if entry.is_instant:
+                return _as_output(result_of(settle(call)))
+            is_coroutine = inspect.iscoroutinefunction(
+                entry.function
+            ) or inspect.iscoroutinefunction(
+                getattr(entry.function, "__call__", None)  # noqa: B004 - an object with async __call__
+            )
+            found = await guarded(
+                call if is_coroutine else lambda: _in_daemon_thread(call),
+                seconds=None if entry.bounds_itself else self.limits.timeout_seconds,
+            )
+            return _as_output(found if is_coroutine else result_of(found))
+        except (TookTooLong, SandboxError, ToolFailure):
+            raise
+        except ForeignExit as error:
+            is_cancelled = isinstance(error.__cause__, asyncio.CancelledError)
+            text = "the tool cancelled itself" if is_cancelled else str(error)
+            raise ToolFailure(text) from error
+        except Exception as error:
+            name = type(error).__name__
+            raise ToolFailure(f"{name}: {error}" if str(error) else name) from error
 
 
 def _as_output(value: Any) -> ToolOutput:
@@ -389,58 +400,21 @@ def _as_output(value: Any) -> ToolOutput:
         return ToolOutput(text=str(value))
 
 
-def _failure(error: BaseException) -> ToolFailure:
-    if isinstance(error, ToolFailure):
-        return error
-    return ToolFailure(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
-
-
-def _guarded(call: Callable[[], Any]) -> ToolOutput:
-    try:
-        return _as_output(call())
-    except (Exception, SystemExit) as error:
-        # SystemExit too: a tool that calls sys.exit() must not end the training run.
-        raise _failure(error) from error
-
-
-async def _guarded_async(function: Callable[..., Any], arguments: dict[str, Any]) -> ToolOutput:
-    try:
-        return _as_output(await function(**arguments))
-    except SandboxError:
-        raise  # nothing that the model did: the episode fails, and the run if all do
-    except (Exception, SystemExit) as error:
-        raise _failure(error) from error
-
-
-def _run_in_daemon_thread(
-    loop: asyncio.AbstractEventLoop, call: Callable[[], Any]
-) -> asyncio.Future[ToolOutput]:
+def _in_daemon_thread(call: Callable[[], Any]) -> asyncio.Future[Settled]:
     """Runs `call` in a thread of its own. Not a pool: hanging calls would use a pool up, and the
     interpreter waits at exit for a pool's threads, but not for daemons."""
-    future: asyncio.Future[ToolOutput] = loop.create_future()
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[Settled] = loop.create_future()
     context = contextvars.copy_context()
 
-    def deliver(result: ToolOutput | None, error: BaseException | None) -> None:
-        if future.done():  # given up before the call came back
-            return
-        if error is not None:
-            future.set_exception(error)
-        else:
-            future.set_result(result or ToolOutput(text=""))
+    def deliver(outcome: Settled) -> None:
+        if not future.done():  # else it was given up before the call came back
+            future.set_result(outcome)
 
     def work() -> None:
-        result: ToolOutput | None = None
-        failure: BaseException | None = None
-        try:
-            result = context.run(_guarded, call)
-        except ToolFailure as error:
-            failure = error
-        except BaseException as error:  # KeyboardInterrupt raised by the tool itself
-            failure = _failure(error)
-        try:
-            loop.call_soon_threadsafe(deliver, result, failure)
-        except RuntimeError:  # the loop is closed: the run ended while the tool hung
-            return
+        outcome = context.run(settle, call)
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the run ended meanwhile
+            loop.call_soon_threadsafe(deliver, outcome)
 
     threading.Thread(target=work, name="lockstep-tool", daemon=True).start()
     return future

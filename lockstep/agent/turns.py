@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 
@@ -280,13 +278,6 @@ class TurnSampler:
             await self.engine.abort(request_id)
         except Exception:
             count(self.trajectory, "abort_errors", 1)
-
-
-def described(error: BaseException) -> str:
-    """`Type: text (file:line)`: the place is where it was raised."""
-    text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-    frames = traceback.extract_tb(error.__traceback__)
-    return f"{text} ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else text
 
 
 def turn_segments(trajectory: Trajectory, leaf: int) -> list[int]:

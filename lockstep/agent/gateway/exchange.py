@@ -138,6 +138,10 @@ class Session(Turns, Protocol):
         are finite, which the server has checked. Once more for the same leaf replaces it."""
         ...
 
+    def lost(self, leaf: int) -> None:
+        """The client that was given the turn that ends with `leaf` was gone by then."""
+        ...
+
     async def finish(self, *, error: str = "") -> None:
         """Ends the session; the trajectory is complete. error: why the episode failed, if it did.
         A second time is no error if nothing differs."""

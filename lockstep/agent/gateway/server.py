@@ -23,6 +23,7 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import ModuleType
 from typing import Any, cast
 from urllib.parse import urlsplit
@@ -389,6 +390,7 @@ class GatewayServer:
         except (asyncio.CancelledError, ConnectionError):  # the client is gone
             if not key:
                 work.cancel()
+            work.add_done_callback(partial(_lost, session))
             raise
         return _json(dialect.write(answered(replies)), headers=_headers(session, replies))
 
@@ -701,6 +703,13 @@ def _is_anthropic(request: web.Request) -> bool:
 
 def _told(reply: TurnReply) -> Message:
     return replace(told(reply.message, reply.stop), parse_error="")
+
+
+def _lost(session: Session, work: asyncio.Task[list[TurnReply]]) -> None:
+    """The turns were sampled, and their client is gone."""
+    if not work.cancelled() and work.exception() is None:
+        for reply in work.result():
+            session.lost(reply.leaf)
 
 
 def _forget_oldest(memory: dict[Any, Any]) -> None:

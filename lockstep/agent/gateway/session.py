@@ -36,6 +36,7 @@ from lockstep.agent.gateway.tree import (
     altered_from,
     with_call_ids,
 )
+from lockstep.agent.guard import described
 from lockstep.agent.tasks import derive_seed
 from lockstep.agent.turns import (
     Budget,
@@ -43,7 +44,6 @@ from lockstep.agent.turns import (
     OutOfTime,
     TurnSampler,
     count,
-    described,
     fork_without_thinking,
     turn_ids,
     turn_segments,
@@ -107,7 +107,7 @@ class GatewaySession:
         """How often the engine was asked, by a digest of the prompt."""
         self._rewards: dict[int | None, float] = {}
         """By leaf; None is every leaf's without one of its own."""
-        self._is_finished = False
+        self._finishing: asyncio.Task[None] | None = None
         self._exhausted = ""
         """The budget that refused the last request; "" after a turn."""
         self.last_used = time.monotonic()
@@ -128,7 +128,7 @@ class GatewaySession:
 
     @property
     def is_finished(self) -> bool:
-        return self._is_finished
+        return self._finishing is not None
 
     @property
     def trajectory(self) -> Trajectory:
@@ -146,7 +146,7 @@ class GatewaySession:
 
     @property
     def rewards(self) -> dict[int, float]:
-        return self._trajectory.rewards if self._is_finished else self._due_rewards()
+        return self._trajectory.rewards if self.ended.is_set() else self._due_rewards()
 
     def _due_rewards(self) -> dict[int, float]:
         out: dict[int, float] = {}
@@ -222,15 +222,39 @@ class GatewaySession:
         self._rewards[leaf] = float(reward)
         self._trajectory.reward_parts.update({name: float(v) for name, v in parts.items()})
 
+    def lost(self, leaf: int) -> None:
+        """Takes back that a client received the turn that ends with `leaf`: it was gone when the
+        reply was there. A turn that no client received, and that no request goes on from, is not
+        rewarded."""
+        for answer in self._tree.answers:
+            if answer.segment == leaf:
+                answer.num_receivers -= 1
+
+    def drop_rewards(self) -> None:
+        """Forgets the rewards that were posted, because a score replaces them."""
+        trajectory = self._trajectory
+        if self._rewards:
+            count(trajectory, "gateway/ignored_rewards", len(self._rewards))
+        for leaf in self._rewards:
+            if leaf is not None:
+                trajectory.segments[leaf] = replace(trajectory.segments[leaf], reward=None)
+        self._rewards.clear()
+        trajectory.rewards.clear()
+        trajectory.reward_parts.clear()
+
     async def finish(self, *, error: str = "") -> None:
         """Ends the session; turns under way are given up. The trajectory is "failed" with an error,
-        "truncated" if a budget refused the last request, else "finished"."""
+        "truncated" if a budget refused the last request, else "finished".
+
+        The end is carried out whole, also if this call is cancelled."""
+        if self._finishing is None:
+            self._finishing = asyncio.create_task(self._finish(error))
+        elif error and error != self._trajectory.error:
+            raise self._closed()
+        await asyncio.shield(self._finishing)
+
+    async def _finish(self, error: str) -> None:
         trajectory = self._trajectory
-        if self._is_finished:
-            if error and error != trajectory.error:
-                raise self._closed()
-            return
-        self._is_finished = True
         running = list(self._running)
         for job in running:
             job.cancel()
@@ -409,6 +433,7 @@ class GatewaySession:
     def _told(self, answer: Answer, *, is_repeated: bool = False) -> TurnReply:
         """What stands of it: kept once, in the trajectory."""
         assert answer.segment is not None, "a turn is told when it stands"
+        answer.num_receivers += 1
         trajectory, leaf = self._trajectory, answer.segment
         last = trajectory.segments[leaf]
         if is_repeated:
@@ -433,7 +458,7 @@ class GatewaySession:
     # -- refusals -----------------------------------------------------------------------------
 
     def _check_open(self) -> None:
-        if self._is_finished:
+        if self.is_finished:
             raise self._closed()
 
     def _closed(self) -> Refusal:

@@ -87,11 +87,14 @@ class Answer:
     places: dict[Key, Place] = field(default_factory=dict[Key, Place])
     is_retried: bool = False
     """The same was asked and answered anew when this had been given."""
+    num_receivers: int = 0
+    """Clients that received the turn."""
 
     @property
     def is_abandoned(self) -> bool:
-        """A retry took its place, and nothing goes on from it."""
-        return self.is_retried and not any(place.is_used for place in self.places.values())
+        """A retry took its place or no client received it, and nothing goes on from it."""
+        is_left = self.is_retried or self.num_receivers <= 0
+        return is_left and not any(place.is_used for place in self.places.values())
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -68,6 +69,9 @@ class AgentProgramConfig(_AgentTasks):
     it; `python` is the one that runs Lockstep. It finds OPENAI_BASE_URL, OPENAI_API_KEY,
     ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY, LOCKSTEP_MODEL, LOCKSTEP_SESSION_URL and LOCKSTEP_TASK
     (JSON; also on stdin) in its environment."""
+    pass_variables: tuple[str, ...] = ()
+    """Environment variables that the program gets beside PATH, HOME, PYTHONPATH and the like. It
+    sees no others: your keys and tokens stay yours unless you name them."""
     scorer: ScorerConfig | None = None
     """How what it printed is scored. none: the last line that it prints is the reward, a number or
     {"reward": ..., "parts": {...}}; if it is neither, the program has posted it to its session."""
@@ -76,6 +80,9 @@ class AgentProgramConfig(_AgentTasks):
         from lockstep.envs.programs.program import words_of
 
         words_of(self.command)
+        for name in self.pass_variables:
+            if name not in os.environ:
+                raise ConfigError(f"task.pass_variables: {name} is not set in the environment.")
         if self.path:
             _ = self._tasks
         if self.scorer is not None:
@@ -86,7 +93,9 @@ class AgentProgramConfig(_AgentTasks):
     def environment(self, task: Task, agent: AgentConfig) -> Harness:
         from lockstep.envs.programs.program import ProgramHarness, words_of
 
-        return ProgramHarness(words_of(self.command), self.scorer)
+        return ProgramHarness(
+            words_of(self.command), self.scorer, pass_variables=self.pass_variables
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

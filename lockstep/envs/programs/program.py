@@ -24,6 +24,32 @@ KEPT_BYTES = 1 << 16
 """Of what a program prints: the end."""
 SHOWN_CHARS = 2000
 """Of it, in an error."""
+DRAIN_SECONDS = 1.0
+"""Seconds that output may take to arrive when the program has ended."""
+PASSED = frozenset(
+    [
+        "PATH",
+        "HOME",
+        "USER",
+        "LOGNAME",
+        "SHELL",
+        "TERM",
+        "LANG",
+        "LANGUAGE",
+        "TZ",
+        "TMPDIR",
+        "PWD",
+        "VIRTUAL_ENV",
+        "CONDA_PREFIX",
+        "LD_LIBRARY_PATH",
+        "SSL_CERT_FILE",
+        "SSL_CERT_DIR",
+        "CUDA_VISIBLE_DEVICES",
+        "NO_PROXY",
+        "no_proxy",
+    ]
+)
+PASSED_PREFIXES = ("LC_", "PYTHON", "XDG_", "OMP_", "NODE_PATH")
 MAX_VARIABLE_BYTES = 100_000
 """Of LOCKSTEP_TASK: Linux refuses a variable of 128 KiB. A larger task comes on stdin alone."""
 
@@ -46,15 +72,21 @@ def words_of(command: str) -> tuple[str, ...]:
 
 
 class ProgramHarness(Harness):
-    """Runs the words of a command in a group of processes of its own, which ends with it."""
+    """Runs a command in a process group of its own, which ends with it."""
 
     lacks_reward = (
         'the last line of the program\'s output is no number and no {"reward": NUMBER}, '
         "there is no task.scorer"
     )
 
-    def __init__(self, words: Sequence[str], scorer: ScorerConfig | None = None) -> None:
-        self._words, self._scorer = words, scorer
+    def __init__(
+        self,
+        words: Sequence[str],
+        scorer: ScorerConfig | None = None,
+        *,
+        pass_variables: Sequence[str] = (),
+    ) -> None:
+        self._words, self._scorer, self._pass_variables = words, scorer, pass_variables
         self._process: asyncio.subprocess.Process | None = None
 
     async def run(self, task: Task, endpoint: Endpoint) -> Score | None:
@@ -64,21 +96,27 @@ class ProgramHarness(Harness):
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
-            env={**os.environ, **_variables(endpoint, text)},
+            env={**own_variables(self._pass_variables), **_variables(endpoint, text)},
             start_new_session=True,
         )
         assert process.stdin and process.stdout and process.stderr, "all three are pipes"
         printed, complaints = bytearray(), bytearray()
+        pipes = [
+            asyncio.create_task(_feed(process.stdin, text.encode() + b"\n")),
+            asyncio.create_task(_drain(process.stdout, printed)),
+            asyncio.create_task(_drain(process.stderr, complaints)),
+            asyncio.create_task(process.wait()),  # until the pipes are closed
+        ]
         try:
-            await asyncio.gather(
-                _feed(process.stdin, text.encode() + b"\n"),
-                _drain(process.stdout, printed),
-                _drain(process.stderr, complaints),
-                process.wait(),
-            )
+            await _ended(process)
+            # A child that it left behind may hold the pipes open for as long as it likes.
+            await asyncio.wait(pipes, timeout=DRAIN_SECONDS)
         finally:
             self.output = _end(bytes(printed) + b"\n" + bytes(complaints))
             self._kill()
+            await asyncio.wait(pipes, timeout=DRAIN_SECONDS)
+            for pipe in pipes:
+                pipe.cancel()
         if process.returncode:
             raise RolloutError(
                 f"the program ended with {_ending(process.returncode)}: {_end(bytes(complaints))}"
@@ -93,13 +131,23 @@ class ProgramHarness(Harness):
     async def close(self) -> None:
         if self._process is not None:
             self._kill()
-            await self._process.wait()
+            await _ended(self._process)
 
     def _kill(self) -> None:
-        """Also what the program has started and left behind."""
+        """Also kills what the program has started and left behind."""
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
+
+
+def own_variables(names: Sequence[str]) -> dict[str, str]:
+    """Environment variables of this process that a program gets: those that it needs to start, and
+    `names`. Keys and tokens of the user are not among them."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name in names or name in PASSED or name.startswith(PASSED_PREFIXES)
+    }
 
 
 def score_of(output: str) -> Score | None:
@@ -142,6 +190,13 @@ def _variables(endpoint: Endpoint, task_text: str) -> Mapping[str, str]:
     if len(task_text.encode()) <= MAX_VARIABLE_BYTES:
         out["LOCKSTEP_TASK"] = task_text
     return out
+
+
+async def _ended(process: asyncio.subprocess.Process) -> None:
+    """Returns when the process has ended. `Process.wait` waits for its pipes as well, which a
+    child that was left behind may hold open."""
+    while process.returncode is None:
+        await asyncio.sleep(0.01)
 
 
 async def _feed(stdin: asyncio.StreamWriter, text: bytes) -> None:

@@ -156,6 +156,55 @@ def test_a_program_that_is_late_is_killed_with_all_that_it_started(tmp_path):
     assert not mark.exists()
 
 
+def test_a_program_whose_child_holds_its_output_open_is_rewarded_at_its_own_end(tmp_path):
+    mark = tmp_path / "mark"
+    child = f"import time; time.sleep(3); open({str(mark)!r}, 'w')"
+    body = f"""
+    import subprocess
+    ask("a")
+    subprocess.Popen([sys.executable, "-c", {child!r}])
+    print(0.5)
+    """
+    began = time.monotonic()
+    (trajectory,) = play(program(tmp_path, body), [TASK])
+    assert time.monotonic() - began < 3
+    assert (trajectory.status, trajectory.reward) == ("finished", 0.5), trajectory.error
+    time.sleep(2)
+    assert not mark.exists(), "what it left behind is ended"
+
+
+def test_a_program_does_not_see_the_users_keys(tmp_path, monkeypatch):
+    monkeypatch.setenv("HUB_TOKEN", "7")
+    monkeypatch.setenv("MY_SETTING", "5")
+    body = """
+    ask("a")
+    known = {name: float(os.environ.get(name) or 0) for name in ("HUB_TOKEN", "MY_SETTING")}
+    print(json.dumps({"reward": float("PATH" in os.environ), "parts": known}))
+    """
+    (trajectory,) = play(program(tmp_path, body), [TASK])
+    assert trajectory.reward == 1
+    assert trajectory.reward_parts == {"HUB_TOKEN": 0.0, "MY_SETTING": 0.0}
+    (trajectory,) = play(program(tmp_path, body, pass_variables=("MY_SETTING",)), [TASK])
+    assert trajectory.reward_parts == {"HUB_TOKEN": 0.0, "MY_SETTING": 5.0}
+    with pytest.raises(ConfigError, match=r"pass_variables: NO_SUCH is not set"):
+        program(tmp_path, body, pass_variables=("NO_SUCH",)).check()
+
+
+def test_a_score_replaces_whatever_the_agent_posted(tmp_path):
+    body = """
+    ask("a")
+    ask("a")
+    post(os.environ["LOCKSTEP_SESSION_URL"] + "/reward",
+         {"reward": 1000, "leaf": 1, "parts": {"own": 1}})
+    post(os.environ["LOCKSTEP_SESSION_URL"] + "/reward", {"reward": 1000})
+    print("five")
+    """
+    (trajectory,) = play(program(tmp_path, body, scorer=ExactScorer()), [TASK])
+    assert set(trajectory.rewards.values()) == {0.0} and "own" not in trajectory.reward_parts
+    assert not any(segment.reward for segment in trajectory.segments)
+    assert trajectory.metrics["gateway/ignored_rewards"] == 2
+
+
 def test_a_command_is_checked_before_a_model_is_loaded():
     with pytest.raises(ConfigError, match=r"task\.command is empty"):
         AgentProgramConfig().check()

@@ -371,3 +371,46 @@ def test_a_turn_that_crosses_a_weight_update_is_one_turn_of_the_session():
     assert trajectory.num_turns == 2
     sampled = [s for s in trajectory.segments if s.is_sampled]
     assert [s.policy_version for s in sampled] == [0, 1, 1]
+
+
+# -- the end, and turns that nobody received ------------------------------------------------------
+
+
+def test_a_finish_that_is_cut_off_still_ends_the_session():
+    engine = FakeEngine(turns(said("x")), tokens_per_step=1, step_seconds=0.02)
+
+    async def main():
+        session = make_session(engine)
+        await Agent(session).ask(user("a"))
+        turn = asyncio.create_task(Agent(session).ask(user("b" * 50)))
+        await asyncio.sleep(0.01)
+        finishing = asyncio.create_task(session.finish())
+        await asyncio.sleep(0)
+        finishing.cancel()
+        await asyncio.gather(finishing, return_exceptions=True)
+        await asyncio.wait_for(session.ended.wait(), 5)
+        await session.finish()  # once more, and it waits for the same end
+        await asyncio.gather(turn, return_exceptions=True)
+        return session
+
+    session = asyncio.run(main())
+    assert session.is_finished and session.trajectory.status == "finished"
+
+
+def test_a_turn_that_no_client_received_is_not_rewarded_unless_the_agent_goes_on_from_it():
+    async def main(*, goes_on):
+        session = make_session(FakeEngine(turns(said("one"), said("two"), said("three"))))
+        agent, other = Agent(session), Agent(session)
+        await agent.ask(user("a"))
+        lost = await other.ask(user("b"))
+        session.lost(lost.leaf)
+        if goes_on:
+            await other.ask(user("c"))
+        await session.set_reward(1.0, parts={})
+        await session.finish()
+        return session.trajectory
+
+    left = asyncio.run(main(goes_on=False))
+    assert list(left.rewards) == [1] and left.metrics["gateway/abandoned_turns"] == 1
+    kept = asyncio.run(main(goes_on=True))
+    assert len(kept.rewards) == 2 and kept.metrics["gateway/abandoned_turns"] == 0

@@ -101,6 +101,21 @@ def test_a_posted_reward_is_the_score():
     assert trajectory.reward == 0.75 and trajectory.reward_parts == {"p": 1.0}
 
 
+def test_a_harness_score_is_the_only_reward():
+    async def script(agent):
+        first = await agent.ask(user("a"))
+        await agent.ask(user("b"))
+        await agent.session.set_reward(1000.0, parts={"own": 1.0}, leaf=first.leaf)
+        await agent.session.set_reward(1000.0, parts={})
+        await agent.session.finish()
+        return Score(reward=0.0)
+
+    (trajectory,), _, _ = play(lambda: Plays(script))
+    assert list(trajectory.rewards.values()) == [0.0] and not trajectory.reward_parts
+    assert not any(s.reward for s in trajectory.segments)
+    assert trajectory.metrics["gateway/ignored_rewards"] == 2
+
+
 async def returns_nothing(agent):
     await agent.ask(user("a"))
 

@@ -1,0 +1,198 @@
+"""The one guard for foreign code: hooks of environments, harnesses, scorers and tools.
+
+Whatever such code does becomes an ordinary exception of the call. A `sys.exit()`, a stray
+cancellation, a hang or a swallowed cancellation neither ends nor hangs the run. Only code that
+blocks the event loop without awaiting cannot be cut off.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import math
+import traceback
+from collections.abc import Callable, Coroutine, Generator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lockstep.errors import RolloutError
+
+CANCEL_SECONDS = 1.0
+"""Seconds that a cancelled hook has to clean up before it is closed by force."""
+
+
+class ForeignExit(RolloutError):
+    """Foreign code raised something that is no Exception: SystemExit, or a CancelledError that
+    nobody sent. The original is the `__cause__`."""
+
+
+class TookTooLong(TimeoutError):
+    """The guard cut the call off. A TimeoutError of the foreign code's own is not one of these."""
+
+
+Settled = tuple[Any, BaseException | None]
+"""(result, None), or (None, what was raised)."""
+
+
+async def guarded(
+    hook: Callable[[], Any], *, seconds: float | None = None, setting: str = ""
+) -> Any:
+    """Returns the result of `hook()`, awaited if it is awaitable.
+
+    seconds: time limit; None is none. setting: name of the setting that raises the limit.
+    Raises TookTooLong after `seconds`, ForeignExit in place of anything that is no Exception, and
+    otherwise what the hook raised. A late hook is cancelled; if it does not end within
+    CANCEL_SECONDS, its coroutine is closed. A CancelledError comes through only if the task of the
+    caller was cancelled from outside.
+
+    The hook runs in the caller's task, so `close` can leave a cancel scope that `reset` entered.
+
+    >>> await guarded(environment.reset, seconds=600)                           # doctest: +SKIP
+    """
+    late = TookTooLong(f"took longer than {seconds or 0:g} s{f' ({setting})' if setting else ''}")
+    return await _Driven(_called(hook), seconds, late)
+
+
+async def _called(hook: Callable[[], Any]) -> Any:
+    result = hook()
+    return await result if inspect.isawaitable(result) else result
+
+
+class _Driven:
+    """Steps a foreign coroutine, so that it can be closed where it ignores a cancellation."""
+
+    def __init__(
+        self, coroutine: Coroutine[Any, Any, Any], seconds: float | None, late: TookTooLong
+    ) -> None:
+        self._coroutine, self._seconds, self._late = coroutine, seconds, late
+        task = asyncio.current_task()
+        assert task is not None, "hooks are called in a task"
+        self._task = task
+        self._num_cancelled = task.cancelling()
+        """Cancellations of the task that are not due to the hook."""
+        self._num_cuts = 0
+        """Times that the limit cancelled the task."""
+
+    def _cut(self) -> None:
+        self._num_cuts += 1
+        self._task.cancel()
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        loop, seconds = asyncio.get_running_loop(), self._seconds
+        limits = () if seconds is None else (seconds, seconds + CANCEL_SECONDS)
+        timers = [loop.call_later(limit, self._cut) for limit in limits]
+        num_own = 0  # cancellations by the hook of its own task
+        thrown: BaseException | None = None
+        try:
+            while True:
+                before = self._task.cancelling()
+                try:
+                    if thrown is None:
+                        awaited = self._coroutine.send(None)
+                    else:
+                        awaited = self._coroutine.throw(thrown)
+                except StopIteration as stop:
+                    settled: Settled = stop.value, None
+                    break
+                except KeyboardInterrupt:
+                    raise
+                except BaseException as error:
+                    settled = None, error
+                    break
+                finally:
+                    num_own += max(0, self._task.cancelling() - before)
+                thrown = None
+                try:
+                    yield awaited
+                except GeneratorExit:
+                    raise
+                except BaseException as error:
+                    thrown = error
+                if self._num_cuts > 1:
+                    settled = None, self._late
+                    break
+        finally:
+            for timer in timers:
+                timer.cancel()
+            settle(self._coroutine.close)
+        num_outside = self._task.cancelling() - self._num_cancelled - self._num_cuts - num_own
+        while self._task.cancelling() > self._num_cancelled + max(0, num_outside):
+            self._task.uncancel()
+        if num_own:  # the last one may be pending still
+            with contextlib.suppress(asyncio.CancelledError):
+                yield
+        if num_outside > 0 and isinstance(settled[1], asyncio.CancelledError):
+            raise settled[1]
+        if self._num_cuts:
+            raise self._late from settled[1]
+        return result_of(settled)
+
+
+def settle(call: Callable[[], Any]) -> Settled:
+    """Runs plain code, in whatever thread this is."""
+    try:
+        return call(), None
+    except BaseException as error:
+        return None, error
+
+
+def result_of(outcome: Settled) -> Any:
+    """Returns the result, or raises what was raised as an Exception."""
+    result, error = outcome
+    if error is None:
+        return result
+    if isinstance(error, Exception):
+        raise error
+    text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    raise ForeignExit(text) from error
+
+
+def described(error: BaseException) -> str:
+    """Returns `Type: text (file:line)`; the place is where it was raised."""
+    text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    if isinstance(error, TookTooLong):
+        text = f"TimeoutError: {error}"
+    elif isinstance(error, ForeignExit):
+        text, error = str(error), error.__cause__ or error
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{text} ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else text
+
+
+# -- numbers of foreign code ----------------------------------------------------------------------
+
+
+def numbers_problem(found: Any, where: str) -> str:
+    """Why `found` is no mapping from names to finite numbers, or "".
+
+    >>> numbers_problem({"right": 10**400}, "parts")
+    'parts.right is too large for a float; expected a finite number'
+    """
+    if not isinstance(found, Mapping):
+        return f"{where} is {shortened(found)}; expected a mapping from names to finite numbers"
+    for name, value in found.items():
+        if not isinstance(name, str):
+            return f"{where} has the key {shortened(name)}; expected text"
+        if problem := number_problem(value, f"{where}.{name}"):
+            return problem
+    return ""
+
+
+def number_problem(value: Any, where: str) -> str:
+    """Why `value` is no finite number, or ""."""
+    try:
+        if isinstance(value, int | float | np.number) and math.isfinite(value):
+            return ""
+    except OverflowError:
+        return f"{where} is too large for a float; expected a finite number"
+    except TypeError:  # a complex number
+        pass
+    return f"{where} is {shortened(value)}; expected a finite number"
+
+
+def shortened(value: Any) -> str:
+    """Returns the beginning of `repr(value)`, or the type where there is no repr."""
+    text, _ = settle(lambda: repr(value))
+    return text[:80] if isinstance(text, str) else type(value).__name__
