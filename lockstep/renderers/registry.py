@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import singledispatch
+from typing import Any
 
 from lockstep.errors import ConfigError
 from lockstep.renderers.base import Renderer
@@ -42,14 +44,15 @@ def make_renderer(config: object, tokenizer: Tokenizer) -> Renderer:
     )
 
 
-for _config, _renderer in (
-    (HarmonyConfig, HarmonyRenderer),
-    (ChatMLConfig, ChatMLRenderer),
-    (Llama3Config, Llama3Renderer),
-    (DeepSeekConfig, DeepSeekRenderer),
-    (GemmaConfig, GemmaRenderer),
-    (JinjaConfig, JinjaRenderer),
-):
-    make_renderer.register(
-        _config, lambda config, tokenizer, make=_renderer: make(tokenizer, config)
-    )
+def _register(config_type: type[Any], renderer: Callable[[Tokenizer, Any], Renderer]) -> None:
+    @make_renderer.register(config_type)
+    def _(config: Any, tokenizer: Tokenizer) -> Renderer:
+        return renderer(tokenizer, config)
+
+
+_register(HarmonyConfig, HarmonyRenderer)
+_register(ChatMLConfig, ChatMLRenderer)
+_register(Llama3Config, Llama3Renderer)
+_register(DeepSeekConfig, DeepSeekRenderer)
+_register(GemmaConfig, GemmaRenderer)
+_register(JinjaConfig, JinjaRenderer)

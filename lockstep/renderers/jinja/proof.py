@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from lockstep.errors import RendererError
+from lockstep.renderers.base import Renderer
+from lockstep.renderers.config import JinjaConfig
+from lockstep.renderers.jinja.shape import Shape
+from lockstep.renderers.xml_calls import arguments_of
 from lockstep.types import Message, ToolCall, ToolSchema
-
-if TYPE_CHECKING:
-    from lockstep.renderers.jinja.renderer import JinjaRenderer
 
 _TOOL = ToolSchema(
     name="find",
@@ -94,6 +95,19 @@ DIALOGUES: Mapping[str, _Dialogue] = {
 }
 
 
+class TemplateRenderer(Renderer, Protocol):
+    """A renderer that can also write with the template itself, for comparison."""
+
+    config: JinjaConfig
+    shape: Shape
+
+    def render_whole(
+        self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()
+    ) -> list[int]: ...
+    def reply_ids(self, message: Message, after: Sequence[Message] = ()) -> list[int]: ...
+    def template_forgets(self, messages: Sequence[Message]) -> bool: ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class Proof:
     """Result of the check."""
@@ -115,7 +129,7 @@ class Proof:
         return out
 
 
-def prove(renderer: JinjaRenderer) -> Proof:
+def prove(renderer: TemplateRenderer) -> Proof:
     """Extends each dialogue and compares the ids with the template's rendering of the whole.
 
     Raises RendererError, with the dialogue's name and the first difference, if a plain dialogue
@@ -151,7 +165,7 @@ def prove(renderer: JinjaRenderer) -> Proof:
     return Proof(held=tuple(held), num_asked=num_asked, unsupported=unsupported)
 
 
-def _hold(renderer: JinjaRenderer, dialogue: _Dialogue) -> None:
+def _hold(renderer: TemplateRenderer, dialogue: _Dialogue) -> None:
     """Raises RendererError if the extended dialogue differs from the template's ids."""
     messages = dialogue.messages
     if renderer.shape.thinking is not None and renderer.thinking_opening:
@@ -188,7 +202,7 @@ def _hold(renderer: JinjaRenderer, dialogue: _Dialogue) -> None:
 
 
 def forgotten(
-    renderer: JinjaRenderer, path: Sequence[tuple[list[int], bool]]
+    renderer: TemplateRenderer, path: Sequence[tuple[list[int], bool]]
 ) -> list[tuple[list[int], bool]]:
     """Returns a path of (ids, is_sampled) with its thinking dropped: each sampled turn loses its
     thinking, and the opening before it the ids that begin thinking."""
@@ -205,15 +219,13 @@ def forgotten(
 
 def _is_same(read: Message, message: Message) -> bool:
     """Whether two messages are equal up to the spelling of arguments."""
-    from lockstep.renderers.xml_calls import arguments_of
-
     left = [(call.name, arguments_of(call)) for call in read.tool_calls]
     right = [(call.name, arguments_of(call)) for call in message.tool_calls]
     same = (read.content, read.thinking) == (message.content, message.thinking)
     return same and left == right and not read.parse_error
 
 
-def _compare(renderer: JinjaRenderer, ids: list[int], whole: list[int]) -> None:
+def _compare(renderer: TemplateRenderer, ids: list[int], whole: list[int]) -> None:
     if ids == whole:
         return
     pairs = zip(ids, whole, strict=False)

@@ -49,7 +49,11 @@ def main() -> None:
         separators: Any = None,
         sort_keys: bool = False,
     ) -> str:
-        options = {"indent": indent, "separators": separators, "sort_keys": sort_keys}
+        options: dict[str, Any] = {
+            "indent": indent,
+            "separators": separators,
+            "sort_keys": sort_keys,
+        }
         return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
     # Settings as in transformers, utils/chat_template_utils.py.
