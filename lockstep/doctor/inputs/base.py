@@ -1,4 +1,4 @@
-"""What every kind of input gives."""
+"""The interface of a dump format, and the registry of formats."""
 
 from __future__ import annotations
 
@@ -13,57 +13,79 @@ import numpy as np
 from lockstep.doctor.checks.rows import Rows
 
 CHUNK_TOKENS = 1 << 18
-"""Tokens that are in memory at a time: 20 bytes each, and a check's own arrays."""
+"""Tokens held in memory at a time: 20 bytes each, plus the arrays of the check that runs."""
 KEPT_BYTES = 64 << 20
-"""Of rows that are kept once they were read: three million tokens with both log-probs. Checks read
-all rows several times, and unpacking a run costs more than most of them."""
+"""Size up to which rows stay in memory after the first reading: three million tokens with both
+log-probs. Checks read all rows several times, and unpacking a run costs more than most of them."""
 _WORDS_BYTES = 16
-"""About what a token takes as words, in messages."""
+"""Approximate bytes per token of the text in messages."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What an input says about itself, beside its rows. None and empty: it does not say."""
+    """Facts that a dump states beside its rows. None and empty values are unknown."""
 
     trainer: str = ""
-    """"lockstep", "verl", "slime", "trl", "prime-rl", "nemo-rl", "tinker", or empty."""
+    """Program that wrote the rows: "lockstep", "verl", "slime", "trl", "prime-rl", "nemo-rl",
+    "tinker", or a name of your own."""
     model: str = ""
-    """Directory or name of the model that was trained."""
+    """Directory or name of the trained model."""
     tokenizer: str = ""
-    """Directory or file of its tokenizer, where that is not beside the model."""
+    """Directory or file of the tokenizer, if it is not beside the model."""
     renderer: str = ""
-    """harmony, chatml, ..., or the settings of one as JSON: {"type": "chatml", ...}."""
+    """Name of the renderer (harmony, chatml, ...), or its settings as JSON: {"type": "chatml"}."""
     stop_ids: frozenset[int] = frozenset()
-    """Ids that end a reply; default: the renderer's."""
+    """Ids that end a reply; default: those of the renderer."""
     pad_id: int | None = None
-    """What rows are padded with; default: as tokenizer_config.json says."""
+    """Id of the padding token; default: the one in tokenizer_config.json."""
     temperature: float | None = None
-    """That the rows were sampled at."""
+    """Sampling temperature."""
     top_p: float | None = None
-    """Likewise; 1 is all of the vocabulary."""
+    """Sampling top-p; 1 keeps the whole vocabulary."""
     top_k: int | None = None
-    """Likewise; 0 is all of the vocabulary."""
+    """Sampling top-k; 0 keeps the whole vocabulary."""
     max_staleness: int | None = None
-    """Updates that a token may be behind what it is trained on, by the run's own settings."""
+    """Number of updates that a token may lag behind, according to the settings of the run."""
     is_one_process: bool | None = None
-    """Whether sampler and trainer are one process over the same ops: noise is then no weather."""
+    """Whether sampler and trainer share one process and the same ops, so that noise is a defect."""
     is_moe: bool | None = None
     """Whether the model is a mixture of experts."""
 
 
 class Dump(ABC):
-    """Rows of one run, read as they are asked for; memory does not grow with the file.
+    """The rows of one run, read on demand; memory does not grow with the file.
 
-    A subclass is one format. Opening it reads its head only; whatever is wrong with the file is
-    raised as a DataError of one clear paragraph: path, what was expected, what is there, what to
-    do. Nothing in a dump is ever executed.
+    Each subclass with a `format` is one format, known from its definition on: a file of your own
+    that defines one is loaded with `lockstep doctor PATH --plugin FILE.py`. Most formats need only
+    `FileDump` or `LineDump` (inputs/lines.py). Opening a dump reads its head only. A defect of the
+    file raises a DataError of one paragraph: path, what was expected, what was found, what to do.
+    Nothing in a dump is ever executed.
     """
 
-    format: ClassVar[str]
-    """What `--format` takes."""
-    _kept: list[Rows] | None = None
+    format: ClassVar[str] = ""
+    """Name for `--format`."""
+    formats: ClassVar[list[type[Dump]]] = []
+    """Every format that is defined, in the order of definition."""
     has_ids: ClassVar[bool] = True
-    """False of a format of texts: its rows have no tokens, and no check can be made of them."""
+    """Whether rows have token ids. False for logs of texts: no check can run on them."""
+
+    facts: Facts = Facts()
+    """Facts about the run beside its rows."""
+    has: frozenset[str] = frozenset()
+    """Fields of `Rows` that the rows have; known from the head of the file."""
+    lacks: Mapping[str, str] = {}
+    """Missing field of `Rows` -> why it is missing and how to get it."""
+    notes: Sequence[str] = ()
+    """Sentences for the reader of the verdict: the rows are a sample, the run still goes on."""
+    found_before: Mapping[str, int] = {}
+    """Cause -> number of steps in which it was found during training; the rows that are stored may
+    no longer show it."""
+    _kept: list[Rows] | None = None
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if cls.__dict__.get("format"):
+            Dump.formats.append(cls)
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -73,39 +95,14 @@ class Dump(ABC):
     def recognises(cls, path: Path) -> bool:
         """Whether the file or directory looks like this format, by its name and first bytes."""
 
-    @property
-    @abstractmethod
-    def facts(self) -> Facts: ...
-
-    @property
-    @abstractmethod
-    def has(self) -> frozenset[str]:
-        """Fields of `Rows` that its rows have: known from the head, before they are read."""
-
-    @property
-    def lacks(self) -> Mapping[str, str]:
-        """Field of `Rows` -> why this format does not have it, and how to get it."""
-        return {}
-
-    @property
-    def notes(self) -> Sequence[str]:
-        """Sentences on what these rows are of, for who reads the verdict: that they are a sample,
-        that the run still goes on."""
-        return ()
-
-    @property
-    def found_before(self) -> Mapping[str, int]:
-        """Cause -> steps in whose rows it was found while they were trained; the rows that are read
-        here may no longer show it."""
-        return {}
-
     @abstractmethod
     def chunks(self, *, max_tokens: int = CHUNK_TOKENS) -> Iterator[Rows]:
-        """All rows from the beginning, at most `max_tokens` (or one row) at a time."""
+        """All rows from the beginning, at most `max_tokens` tokens (or one row) at a time."""
 
     def read(self) -> Iterator[Rows]:
-        """`chunks()`, out of memory if all of them were read before and are few (KEPT_BYTES). Their
-        arrays are read-only."""
+        """`chunks()`, from memory if all rows were read before and fit into KEPT_BYTES.
+
+        The arrays are read-only."""
         if self._kept is not None:
             yield from self._kept
             return
@@ -121,12 +118,12 @@ class Dump(ABC):
             self._kept = kept
 
     def step_metrics(self) -> Iterable[Mapping[str, Any]]:
-        """Rows of metrics by step, by the names of docs/metrics.md; none if it has none."""
+        """Metrics of each step, under the names of docs/reference/metrics.md."""
         return ()
 
 
 def _freeze(rows: Rows) -> int:
-    """Makes the arrays read-only, and says how many bytes they take."""
+    """Makes the arrays read-only and returns their size in bytes."""
     size = 0
     for field in fields(rows):
         value = getattr(rows, field.name)

@@ -5,8 +5,8 @@
                                          generation_token_ids, generation_log_probs on the items
     {"prompt_token_ids": ..., "choices"} vLLM's answers to requests with return_token_ids=true
 
-A reply whose prompt goes on where the reply before it ended stands in the same row; one whose
-prompt reads otherwise begins a new row, since nothing says that they were trained as one.
+A reply whose prompt begins with all ids of the row so far continues that row. Any other reply
+begins a new row, because nothing says that they were trained as one.
 """
 
 from __future__ import annotations
@@ -19,57 +19,27 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from lockstep.doctor.inputs.assemble import (
-    Array,
-    Row,
-    floats_of,
-    ids_of,
-    real,
-    whole,
-)
-from lockstep.doctor.inputs.lines import LineDump, by_number
+from lockstep.doctor.inputs.assemble import Array, Row, floats_of, ids_of
+from lockstep.doctor.inputs.lines import LineDump
 from lockstep.doctor.inputs.messages import read_messages
 from lockstep.errors import DataError
 from lockstep.types import Int32Array, Message
 
 _IDS = ("generation_token_ids", "token_ids")
-"""What the ids of a reply are called: by NeMo-Gym, by vLLM."""
+"""Keys of the ids of a reply: NeMo-Gym's, vLLM's."""
 _LOGPROBS = ("generation_log_probs", "logprobs")
 _OF_MESSAGES = frozenset(
     {"role", "content", "thinking", "reasoning_content", "tool_calls", "name", "tool_call_id"}
 )
-"""Keys of a message that are words; what else it has is of its tokens."""
-
-
-@dataclass(kw_only=True)
-class _Turn:
-    """One reply of the engine."""
-
-    prompt: Int32Array
-    ids: Int32Array
-    logprobs: Array | None
-    last_message: int = 0
-    """Messages up to and with the reply."""
-
-
-@dataclass(kw_only=True)
-class _Chain:
-    """Replies of which each continues the one before."""
-
-    prompt_length: int
-    parts: list[tuple[Int32Array, Array | None, int]] = field(default_factory=list)
-    """(ids, their log-probs if they have any, turn or -1 if they were not sampled)."""
-    size: int = 0
-    last_message: int = 0
-
-    def ids(self) -> Int32Array:
-        return np.concatenate([part[0] for part in self.parts])
+"""Keys of a message that are text; its other keys are about its tokens."""
 
 
 class ChatDump(LineDump):
     """A JSONL file of dialogues with ids, or a directory of them."""
 
     format: ClassVar[str] = "chat"
+    suffixes: ClassVar[tuple[str, ...]] = (".jsonl", ".json")
+    keys: ClassVar[frozenset[str]] = frozenset()
     no_row: ClassVar[str] = (
         ": no reply with ids is in it. Expected assistant messages (or choices) with "
         f"{' or '.join(_IDS)}, as vLLM gives them with return_token_ids=true."
@@ -77,126 +47,148 @@ class ChatDump(LineDump):
     why: ClassVar[Mapping[str, str]] = {
         "rollout_logprobs": "ask the engine for them: logprobs=true.",
         "trainer_logprobs": "an engine's answers have the sampler's log-probs only; write the "
-        "trainer's beside them in the doctor's own columns (docs/doctor-inputs.md).",
+        "trainer's beside them in the doctor's own columns (docs/doctor-dumps.md).",
         "messages": "the lines have no `messages`, or parts in them that are not text.",
         "advantages": "an engine's answers have none.",
         "policy_version": "an engine's answers have none.",
     }
 
-    @staticmethod
-    def files_of(path: Path) -> list[Path]:
-        if path.is_file():
-            return [path] if path.suffix in (".jsonl", ".json") else []
-        return sorted(path.glob("*.jsonl"), key=by_number)
+    @classmethod
+    def is_own_line(cls, line: Mapping[str, Any]) -> bool:
+        return any(_has_ids(reply) for reply in _replies(line)[1])
 
-    @staticmethod
-    def is_own(line: Mapping[str, Any]) -> bool:
-        _, replies = _replies(line)
-        return any(_has_ids(reply) for reply in replies)
+    def rows_of(
+        self, line: Mapping[str, Any], path: Path, number: int, where: str
+    ) -> Iterator[Row]:
+        prefix = f"{path.stem}:" if len(self.files) > 1 else ""
+        are_apart, replies = _replies(line)
+        is_dialogue = "messages" in line and replies is line["messages"]
+        chains: list[_Chain] = []
+        for prompt, ids, logprobs, last_message in _turns(replies, where, is_dialogue):
+            if are_apart or not chains or not chains[-1].is_prefix_of(prompt):
+                chains.append(_Chain(prompt_length=len(prompt)))
+            chains[-1].extend(prompt, ids, logprobs, last_message)
+        dialogue = _messages(line["messages"], where) if is_dialogue else None
+        for part, chain in enumerate(chains):
+            name = f"{prefix}{number - 1}" + (f".{part}" if part else "")
+            yield chain.row(name, line, dialogue)
 
-    def rows_of(self, line: Mapping[str, Any], path: Path, number: int) -> Iterator[Row]:
-        prefix = f"{path.stem}:" if len(self._files) > 1 else ""
-        for part, row in enumerate(_rows(line, f"{path}:{number}")):
-            row.row_id = f"{prefix}{number - 1}" + (f".{part}" if part else "")
-            yield row
+
+@dataclass(kw_only=True)
+class _Chain:
+    """Replies, each of which continues the one before."""
+
+    prompt_length: int
+    ids: Int32Array = field(default_factory=lambda: np.empty(0, np.int32))
+    turn: Int32Array = field(default_factory=lambda: np.empty(0, np.int32))
+    """Number of the reply of each token; -1 for tokens that were not sampled."""
+    logprobs: Array = field(default_factory=lambda: np.empty(0, np.float32))
+    last_message: int = 0
+    has_logprobs: bool = False
+
+    def is_prefix_of(self, prompt: Int32Array) -> bool:
+        return np.array_equal(prompt[: len(self.ids)], self.ids)
+
+    def extend(
+        self, prompt: Int32Array, ids: Int32Array, logprobs: Array | None, last_message: int
+    ) -> None:
+        observed = prompt[len(self.ids) :]
+        number = int(self.turn.max(initial=-1)) + 1
+        nan = np.full(len(observed) + len(ids), np.nan, np.float32)
+        if logprobs is not None:
+            nan[len(observed) :] = logprobs
+            self.has_logprobs = True
+        self.ids = np.concatenate([self.ids, observed, ids])
+        turns = np.repeat(np.array([-1, number], np.int32), [len(observed), len(ids)])
+        self.turn = np.concatenate([self.turn, turns])
+        self.logprobs = np.concatenate([self.logprobs, nan])
+        self.last_message = last_message
+
+    def row(
+        self, name: str, line: Mapping[str, Any], dialogue: tuple[Message, ...] | None
+    ) -> Row:
+        return Row(
+            row_id=name,
+            token_ids=self.ids,
+            loss_mask=self.turn >= 0,
+            columns={
+                "turn": self.turn,
+                "is_sampled": self.turn >= 0,
+                "prompt_lengths": self.prompt_length,
+                "rollout_logprobs": self.logprobs if self.has_logprobs else None,
+                "rewards": line.get("reward"),
+                "groups": line.get("_ng_task_index"),  # NeMo-Gym's
+                "messages": None if dialogue is None else dialogue[: self.last_message],
+            },
+        )
 
 
 def _replies(line: Mapping[str, Any]) -> tuple[bool, list[Any]]:
-    """(whether each is a dialogue of its own, what may be replies) of a line of any of the forms.
+    """(whether each is a dialogue of its own, candidates for replies) of a line of any form.
 
-    Of messages all are given, so that their places are known.
+    For messages all are returned, so that their places are known.
     """
     response = line.get("response")
     answer = response if isinstance(response, dict) else line
     if isinstance(choices := answer.get("choices"), list):
         shared = {"prompt_token_ids": answer.get("prompt_token_ids")}
-        return True, [
-            shared | {k: v for k, v in choice.items() if v is not None}
-            | _of_message(choice.get("message"))
-            for choice in choices if isinstance(choice, dict)
-        ]  # fmt: skip
+        names = (*_IDS, *_LOGPROBS, "prompt_token_ids")
+        out: list[Any] = []
+        for choice in (c for c in choices if isinstance(c, dict)):
+            reply = shared | {k: v for k, v in choice.items() if v is not None}
+            if isinstance(message := choice.get("message"), dict):  # NeMo-Gym's servers
+                reply |= {name: message[name] for name in names if message.get(name) is not None}
+            out.append(reply)
+        return True, out
     for name in ("output", "messages"):
         if isinstance(found := answer.get(name, line.get(name)), list):
             return False, found
     return False, []
 
 
-def _of_message(message: Any) -> dict[str, Any]:
-    """What NeMo-Gym's servers put into the message of a choice."""
-    if not isinstance(message, dict):
-        return {}
-    names = (*_IDS, *_LOGPROBS, "prompt_token_ids")
-    return {name: message[name] for name in names if message.get(name) is not None}
-
-
 def _has_ids(reply: Any) -> bool:
     return isinstance(reply, dict) and any(isinstance(reply.get(name), list) for name in _IDS)
 
 
-def _rows(line: Mapping[str, Any], where: str) -> list[Row]:
-    are_apart, replies = _replies(line)
-    is_dialogue = "messages" in line and replies is line["messages"]
-    turns = list(_turns(replies, where, is_dialogue))
-    chains: list[_Chain] = []
-    for turn in turns:
-        chain = None if are_apart or not chains else chains[-1]
-        if chain is not None:
-            before = chain.ids()
-            if len(turn.prompt) < len(before) or (turn.prompt[: len(before)] != before).any():
-                chain = None
-        if chain is None:
-            chain = _Chain(prompt_length=len(turn.prompt))
-            chains.append(chain)
-        number = sum(1 for part in chain.parts if part[2] >= 0)
-        chain.parts.append((turn.prompt[chain.size :], None, -1))
-        chain.parts.append((turn.ids, turn.logprobs, number))
-        chain.size = len(turn.prompt) + len(turn.ids)
-        chain.last_message = turn.last_message
-    dialogue = _messages(line["messages"], where) if is_dialogue else None
-    return [_row(chain, line, dialogue) for chain in chains]
+def _turns(
+    replies: Sequence[Any], where: str, is_dialogue: bool
+) -> Iterator[tuple[Int32Array, Int32Array, Array | None, int]]:
+    """(whole prompt, ids, log-probs, number of messages so far) of each reply.
 
-
-def _turns(replies: Sequence[Any], where: str, is_dialogue: bool) -> Iterator[_Turn]:
-    """Each reply with its whole prompt: as it says, or as the messages before it have ids."""
+    The prompt is the one that the reply names, or the ids of all messages before it.
+    """
     known: list[Int32Array] | None = []  # ids of the messages so far, while all have them
     for number, reply in enumerate(replies):
         place = f"{where}: {'message' if is_dialogue else 'reply'} {number}"
-        is_reply = isinstance(reply, dict) and reply.get("role", "assistant") == "assistant"
         if not _has_ids(reply):
             known = None
             continue
-        ids = _ids(reply, place)
-        if is_reply:
+        name = next(name for name in _IDS if isinstance(reply.get(name), list))
+        ids = _ids(reply[name], f"{place}: {name}")
+        if reply.get("role", "assistant") == "assistant":
             prompt = reply.get("prompt_token_ids")
-            if prompt is None and (known is None or not known):
+            if prompt is None and not known:
                 raise DataError(
                     f"{place} has ids and its prompt has not: give prompt_token_ids with it, or "
-                    "token_ids with every message before it. What stood before the reply cannot "
-                    "be made of the words again."
+                    "token_ids with every message before it. The prompt cannot be made again from "
+                    "its text."
                 )
-            yield _Turn(
-                prompt=np.concatenate(known or [])
+            whole = (
+                np.concatenate(known or [])
                 if prompt is None
-                else ids_of(_numbered(prompt), f"{place}: prompt_token_ids"),
-                ids=ids,
-                logprobs=_logprobs(reply, len(ids), place),
-                last_message=number + 1,
+                else _ids(prompt, f"{place}: prompt_token_ids")
             )
+            yield whole, ids, _logprobs(reply, len(ids), place), number + 1
         if known is not None:
             known.append(ids)
 
 
-def _ids(reply: Mapping[str, Any], where: str) -> Int32Array:
-    name = next(name for name in _IDS if isinstance(reply.get(name), list))
-    return ids_of(_numbered(reply[name]), f"{where}: {name}")
-
-
-def _numbered(values: Any) -> Any:
-    """Ids as numbers where they are written `token_id:7` (vLLM's return_tokens_as_token_ids)."""
-    if not isinstance(values, list) or str not in set(map(type, values)):
-        return values
-    found = [re.fullmatch(r"token_id:(\d+)", v) if isinstance(v, str) else None for v in values]
-    return [int(m[1]) for m in found if m] if all(found) else values
+def _ids(values: Any, where: str) -> Int32Array:
+    """Ids, also where they are written `token_id:7` (vLLM's return_tokens_as_token_ids)."""
+    if isinstance(values, list) and str in set(map(type, values)):
+        found = [re.fullmatch(r"token_id:(\d+)", v) if isinstance(v, str) else None for v in values]
+        values = [int(m[1]) for m in found if m] if all(found) else values
+    return ids_of(values, where)
 
 
 def _logprobs(reply: Mapping[str, Any], size: int, where: str) -> Array | None:
@@ -215,7 +207,7 @@ def _logprobs(reply: Mapping[str, Any], size: int, where: str) -> Array | None:
 
 
 def _messages(source: Any, where: str) -> tuple[Message, ...] | None:
-    """The dialogue; None if it has images or sounds in it, which no message here can hold."""
+    """The dialogue; None if it has images or audio, which no `Message` can hold."""
     words = [
         {k: v for k, v in m.items() if k in _OF_MESSAGES} if isinstance(m, dict) else m
         for m in source
@@ -223,28 +215,3 @@ def _messages(source: Any, where: str) -> tuple[Message, ...] | None:
     if any(isinstance(m, dict) and isinstance(m.get("content"), list) for m in words):
         return None
     return read_messages(words, where=where)
-
-
-def _row(chain: _Chain, line: Mapping[str, Any], dialogue: tuple[Message, ...] | None) -> Row:
-    turn = np.concatenate([np.full(len(ids), number) for ids, _, number in chain.parts])
-    sampled = turn >= 0
-    columns: dict[str, Any] = {
-        "turn": turn.astype(np.int32),
-        "is_sampled": sampled,
-        "prompt_lengths": chain.prompt_length,
-    }
-    if any(logprobs is not None for _, logprobs, _ in chain.parts):
-        columns["rollout_logprobs"] = np.concatenate(
-            [
-                np.full(len(ids), np.nan, np.float32) if logprobs is None else logprobs
-                for ids, logprobs, _ in chain.parts
-            ]
-        )
-    if (reward := real(line.get("reward"))) is not None:
-        columns["rewards"] = reward
-    task = whole(line.get("_ng_task_index"))
-    if task is not None:  # NeMo-Gym's
-        columns["groups"] = task
-    if dialogue is not None:
-        columns["messages"] = dialogue[: chain.last_message]
-    return Row(row_id="", token_ids=chain.ids(), loss_mask=sampled, columns=columns)

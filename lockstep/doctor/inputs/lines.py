@@ -1,89 +1,193 @@
-"""Formats with a row, or a few, on each line of JSONL files."""
+"""Formats that are read file by file or line by line: the bases of most formats."""
 
 from __future__ import annotations
 
+import json
 import re
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
+from itertools import islice
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, BinaryIO, ClassVar
 
-from lockstep.doctor.checks.rows import Rows
-from lockstep.doctor.inputs.assemble import Row, columns_of, head_of, in_chunks
+from lockstep.checks.rows import Rows
+from lockstep.doctor.inputs.assemble import Row, in_chunks
 from lockstep.doctor.inputs.base import CHUNK_TOKENS, Dump, Facts
-from lockstep.doctor.inputs.native import json_line, lines_of
+from lockstep.doctor.inputs.files import BYTE_ORDER_MARK
 from lockstep.errors import DataError
 
+MAX_LINE_BYTES = 64 << 20
+"""Longest line of a JSONL file: a million tokens with both log-probs."""
+HEAD_ROWS = 64
+"""Rows that are read on opening, to find out which columns a dump has."""
+_LINE_PIECE = 1 << 20
 
-class LineDump(Dump):
-    """Base of these formats: a subclass says which files, which lines are its own, and what rows
-    are on a line."""
+
+class FileDump(Dump):
+    """A format that yields `Row`s file by file. A subclass says which files and which rows."""
 
     trainer: ClassVar[str] = ""
     """`Facts.trainer`."""
-    no_row: ClassVar[str]
-    """What is said of an input without a row, behind its path."""
-    why: ClassVar[Mapping[str, str]]
-    """Field of `Rows` -> why a file may not have it, and how to get it."""
+    patterns: ClassVar[tuple[str, ...]] = ("*.jsonl",)
+    """Files of a directory, as globs."""
+    suffixes: ClassVar[tuple[str, ...]] = (".jsonl",)
+    """Names of a file that is given by itself."""
+    no_row: ClassVar[str] = " has no row of this format."
+    """Error of a dump without rows; follows the path."""
+    why: ClassVar[Mapping[str, str]] = {}
+    """Field of `Rows` -> why a dump may lack it, and how to get it."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
-        self._files = self.files_of(path)
-        head = head_of(self._rows())
+        self.files = self.files_of(path)
+        head = list(islice(self.rows(), HEAD_ROWS))
         if not head:
             raise DataError(f"{path}{self.no_row}")
-        self._has = columns_of(head)
+        self.has = frozenset(name for row in head for name in row.columns)
+        self.facts = Facts(trainer=self.trainer)
+        self.lacks = {name: reason for name, reason in self.why.items() if name not in self.has}
 
-    @staticmethod
-    @abstractmethod
-    def files_of(path: Path) -> list[Path]:
-        """The files of an input, in order; none if it cannot be of this format."""
-
-    @staticmethod
-    @abstractmethod
-    def is_own(line: Mapping[str, Any]) -> bool:
-        """Whether the first line of a file is of this format."""
-
-    @abstractmethod
-    def rows_of(self, line: Mapping[str, Any], path: Path, number: int) -> Iterator[Row]:
-        """The rows of a line. number: of the line in its file, from 1."""
+    @classmethod
+    def files_of(cls, path: Path) -> list[Path]:
+        """The files of a dump in the order of the numbers in their names: step_2 before step_10."""
+        if path.is_file():
+            return [path] if path.name.endswith(cls.suffixes) else []
+        found = {file for pattern in cls.patterns for file in path.glob(pattern) if file.is_file()}
+        return sorted(found, key=lambda file: (numbers_in(str(file)), str(file)))
 
     @classmethod
     def recognises(cls, path: Path) -> bool:
         files = cls.files_of(path)
-        line = first_line(files[0]) if files else None
-        return line is not None and cls.is_own(line)
+        return bool(files) and cls.is_own(files[0])
 
-    @property
-    def facts(self) -> Facts:
-        return Facts(trainer=self.trainer)
+    @classmethod
+    @abstractmethod
+    def is_own(cls, path: Path) -> bool:
+        """Whether a file is of this format, by its first bytes."""
 
-    @property
-    def has(self) -> frozenset[str]:
-        return self._has
+    @abstractmethod
+    def rows_in(self, path: Path) -> Iterator[Row]:
+        """The rows of one file."""
 
-    @property
-    def lacks(self) -> Mapping[str, str]:
-        return {name: reason for name, reason in self.why.items() if name not in self._has}
+    def rows(self) -> Iterator[Row]:
+        for path in self.files:
+            yield from self.rows_in(path)
 
     def chunks(self, *, max_tokens: int = CHUNK_TOKENS) -> Iterator[Rows]:
-        return in_chunks(self._rows(), self._has, max_tokens=max_tokens)
-
-    def _rows(self) -> Iterator[Row]:
-        for path in self._files:
-            for number, text in lines_of(path):
-                yield from self.rows_of(json_line(text, f"{path}:{number}"), path, number)
+        return in_chunks(self.rows(), self.has, max_tokens=max_tokens)
 
 
-def first_line(path: Path) -> Mapping[str, Any] | None:
-    """The object on the first line that is not blank; None if there is none."""
+class LineDump(FileDump):
+    """A format with one row, or several, on each line of JSONL files."""
+
+    keys: ClassVar[frozenset[str]]
+    """Keys of every line."""
+    kind: ClassVar[str]
+    """Kind of line, for an error: "a datum"."""
+
+    @classmethod
+    def is_own(cls, path: Path) -> bool:
+        try:
+            number, text = next(lines_of(path))
+            return cls.is_own_line(json_line(text, f"{path}:{number}"))
+        except (DataError, StopIteration):
+            return False
+
+    @classmethod
+    def is_own_line(cls, line: Mapping[str, Any]) -> bool:
+        return line.keys() >= cls.keys
+
+    def rows_in(self, path: Path) -> Iterator[Row]:
+        for number, text in lines_of(path):
+            where = f"{path}:{number}"
+            line = json_line(text, where)
+            if missing := sorted(self.keys - line.keys()):
+                raise DataError(f"{where}: {', '.join(missing)} of {self.kind} is missing.")
+            yield from self.rows_of(line, path, number, where)
+
+    @abstractmethod
+    def rows_of(
+        self, line: Mapping[str, Any], path: Path, number: int, where: str
+    ) -> Iterator[Row]:
+        """The rows of a line. number: of the line in its file, from 1. where: begins an error."""
+
+
+def numbers_in(text: str) -> list[int]:
+    """The numbers in a name: "step_2/rank_10" -> [2, 10]."""
+    return [int(n) for n in re.findall(r"[0-9]+", text)]
+
+
+def step_in(path: Path) -> int | None:
+    """The last number in the name of a file, if it can be a step."""
+    found = numbers_in(path.stem)
+    return found[-1] if found and found[-1] < 1 << 31 else None
+
+
+# -- JSON lines ------------------------------------------------------------------------------------
+
+
+def lines_of(path: Path) -> Iterator[tuple[int, bytes]]:
+    """(number from 1, text) of each line that is not blank; DataError for one that is too long."""
+    number = 0
+    with open(path, "rb") as file:
+        while text := _line(file, f"{path}:{number + 1}"):
+            number += 1
+            if number == 1:
+                text = text.removeprefix(BYTE_ORDER_MARK)
+            if not text.isspace() and text:
+                yield number, text
+
+
+def _line(file: BinaryIO, where: str) -> bytes:
+    pieces: list[bytes] = []
+    size = 0
+    while piece := file.readline(_LINE_PIECE):
+        if b"\0" in piece:
+            raise DataError(
+                f"{where}: zero bytes in place of text: space that was reserved and never written, "
+                "or a copy that failed. Write or copy the file again."
+            )
+        pieces.append(piece)
+        size += len(piece)
+        if size > MAX_LINE_BYTES:
+            raise DataError(
+                f"{where}: the line is longer than {MAX_LINE_BYTES >> 20} MiB; expected one row "
+                "per line. Write rows that large as Parquet."
+            )
+        if piece.endswith(b"\n"):
+            break
+    return b"".join(pieces)
+
+
+def json_line(text: bytes, where: str) -> dict[str, Any]:
+    """The object on a line. Raises DataError, which begins with `where`."""
+    row = parse_json(text, where)
+    if not isinstance(row, dict):
+        raise DataError(f"{where}: expected a JSON object, one row; found a {type(row).__name__}.")
+    return row
+
+
+def parse_json(text: bytes, where: str) -> Any:
     try:
-        number, text = next(lines_of(path))
-        return json_line(text, f"{path}:{number}")
-    except (DataError, StopIteration):
-        return None
-
-
-def by_number(path: Path) -> tuple[list[int], str]:
-    """Orders files by the numbers in their names: step_2 before step_10."""
-    return [int(n) for n in re.findall(r"\d+", str(path))], str(path)
+        return json.loads(text)
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{where}: byte {error.start} is not UTF-8 ({error.reason}). Write the text as UTF-8."
+        ) from None
+    except RecursionError:
+        raise DataError(f"{where}: JSON that is nested too deeply to be a row.") from None
+    except ValueError as error:
+        at = getattr(error, "pos", 0)
+        if text.strip() in (b"{", b"["):
+            why = (
+                "the object goes on over several lines; expected each row on one line: "
+                "jq -c . FILE > rows.jsonl"
+            )
+        elif not text.endswith(b"\n"):
+            why = (
+                f"the file ends in the middle of a row (character {at}): it was cut off, or is "
+                "still being written. Write or copy it again, or remove the last line"
+            )
+        else:
+            why = f"not JSON at character {at} ({getattr(error, 'msg', error)})"
+        raise DataError(f"{where}: {why}.") from None

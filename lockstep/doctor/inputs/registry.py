@@ -1,4 +1,4 @@
-"""Which format a path is in."""
+"""Finds the format of a path."""
 
 from __future__ import annotations
 
@@ -32,31 +32,32 @@ FORMATS: tuple[type[Dump], ...] = (
     ChatDump,
     SlimeDump,
 )
-"""In the order in which they are tried: the one that is most particular first."""
+"""The formats of the package, in the order in which they are tried: the most specific first."""
 
 EXAMPLE = Path(__file__).parents[1] / "example.parquet"
-"""A dump with two defects, which `example` means where nothing is called so. docs/proof/example.py
-makes it."""
+"""A dump with two defects, written by docs/proof/example.py: `lockstep doctor example`."""
 
 
 def open_dump(path: str | Path, *, format: str = "") -> Dump:
-    """The run or dump at `path`; "example" is the one that is shipped. format: one of FORMATS by
-    name; empty finds it out.
+    """The run or dump at `path`; "example" is the shipped one, unless a file has that name.
 
-    Raises DataError if there is nothing, or nothing that any format recognises.
+    format: name of a format; empty recognises it. Formats of a plugin are tried before those of
+    the package. Raises DataError if there is nothing, or nothing that a format recognises.
     """
     path = Path(path)
-    names = [kind.format for kind in FORMATS]
+    formats = [*(kind for kind in Dump.formats if kind not in FORMATS), *FORMATS]
+    names = [kind.format for kind in formats]
     if format and format not in names:
         raise DataError(f"--format {format}: no such format.{did_you_mean(format, names)}")
     if path == Path("example") and not path.exists():
         shipped = RowsDump(EXAMPLE)
-        shipped.path = path  # which a command that is shown should name
+        shipped.path = path  # the name in the commands that a diagnosis shows
         return shipped
     check_place(path)
-    for kind in FORMATS:
+    for kind in formats:
         if kind.format == format or (not format and kind.recognises(path)):
             return kind(path)
     if why := why_no_rows(path):
-        raise DataError(f"{path} {why}. The doctor reads: {', '.join(names)} (docs/doctor.md).")
-    return RowsDump(path)  # says which columns it lacks
+        known = ", ".join(kind.format for kind in FORMATS)
+        raise DataError(f"{path} {why}. The doctor reads: {known} (docs/doctor.md).")
+    return RowsDump(path)  # names the missing columns

@@ -1,6 +1,6 @@
 """slime and miles: the rollouts and the training batches that they save for debugging.
 
-    --save-debug-rollout-data DIR/{rollout_id}.pt    what was sampled
+    --save-debug-rollout-data DIR/{rollout_id}.pt    sampled rows
     --save-debug-train-data DIR/{rollout_id}.pt      the same with the trainer's log-probs
     --dump-details DIR                               both, in DIR/rollout_data and DIR/train_data
 
@@ -10,123 +10,94 @@ observability/rollout_data_utils.py and train_data_utils.py) and miles' (utils/t
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 
-from lockstep.doctor.checks.rows import Rows
-from lockstep.doctor.inputs.assemble import (
-    Array,
-    Row,
-    columns_of,
-    ids_of,
-    in_chunks,
-    of_response,
-    real,
-    whole,
-)
-from lockstep.doctor.inputs.base import CHUNK_TOKENS, Dump, Facts
-from lockstep.doctor.inputs.pickles import is_torch_file, numbers, read_torch
+from lockstep.doctor.inputs.assemble import Array, Row, at_the_end, ids_of, numbers, row_name, whole
+from lockstep.doctor.inputs.lines import FileDump
+from lockstep.doctor.inputs.pickles import is_torch_file, read_torch
 from lockstep.errors import DataError
 
 _FOLDERS = ("train_data", "rollout_data")
-"""That --dump-details makes, the more telling one first."""
+"""Directories that --dump-details writes; the first has more columns."""
 
 
-class SlimeDump(Dump):
+class SlimeDump(FileDump):
     """A `.pt` file of slime or miles, or a directory of them.
 
-    Each file is read whole, one after the other. In a directory those of evaluations are left out,
-    which nothing was trained on; where it holds train_data/ and rollout_data/, the first is read.
+    In a directory, files of evaluations are left out: they are never trained. A directory with
+    train_data/ and rollout_data/ is read from the first.
     """
 
     format: ClassVar[str] = "slime"
+    trainer: ClassVar[str] = "slime"
+    patterns: ClassVar[tuple[str, ...]] = ("*.pt",)
+    suffixes: ClassVar[tuple[str, ...]] = (".pt", ".pth")
+    no_row: ClassVar[str] = (
+        " has 0 samples of a training rollout (.pt). Give a file or directory that "
+        "--save-debug-rollout-data or --save-debug-train-data of slime or miles wrote."
+    )
+    why: ClassVar[Mapping[str, str]] = {
+        "rollout_logprobs": "the samples have no rollout_log_probs: a custom generate function "
+        "must set them from meta_info.output_token_logprobs.",
+        "trainer_logprobs": "the trainer's log-probs are in the files of --save-debug-train-data, "
+        "unless --use-rollout-logprobs leaves them out.",
+        "advantages": "they are in the files of --save-debug-train-data.",
+        "routed_experts": "--use-rollout-routing-replay records the sampler's experts.",
+        "policy_version": "weight_versions are in the files of --save-debug-rollout-data; tokens "
+        "get them only if each turn has one, or all are the same number.",
+        "texts": "the response as text is in the files of --save-debug-rollout-data.",
+        "messages": "slime keeps no parsed messages.",
+    }
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
-        self._files = _files(path)
-        if not self._files:
-            raise DataError(
-                f"{path}: no .pt file of a training rollout is in it. Expected what slime's or "
-                "miles' --save-debug-rollout-data or --save-debug-train-data wrote."
-            )
-        head = next(self._batches())
-        if not head:
-            raise DataError(f"{self._files[0]} has 0 samples: there is nothing to look at.")
-        self._has = columns_of(head)
+        self.facts = replace(self.facts, is_moe=True if "routed_experts" in self.has else None)
 
     @classmethod
-    def recognises(cls, path: Path) -> bool:
-        files = _files(path)
-        return bool(files) and is_torch_file(files[0])
+    def files_of(cls, path: Path) -> list[Path]:
+        if path.is_file() and not path.suffix:
+            return [path]
+        folder = next((path / name for name in _FOLDERS if (path / name).is_dir()), path)
+        return [file for file in super().files_of(folder) if not file.name.startswith("eval_")]
 
-    @property
-    def facts(self) -> Facts:
-        return Facts(trainer="slime", is_moe=True if "routed_experts" in self._has else None)
+    @classmethod
+    def is_own(cls, path: Path) -> bool:
+        return is_torch_file(path)
 
-    @property
-    def has(self) -> frozenset[str]:
-        return self._has
+    def rows_in(self, path: Path) -> Iterator[Row]:
+        yield from _rows(read_torch(path), path)
 
-    @property
-    def lacks(self) -> Mapping[str, str]:
-        why = {
-            "rollout_logprobs": "the samples have no rollout_log_probs: a custom generate function "
-            "must set them from meta_info.output_token_logprobs.",
-            "trainer_logprobs": "the trainer's log-probs are in what --save-debug-train-data "
-            "writes, unless --use-rollout-logprobs leaves them out.",
-            "advantages": "they are in what --save-debug-train-data writes.",
-            "routed_experts": "--use-rollout-routing-replay records the sampler's experts.",
-            "policy_version": "weight_versions are in what --save-debug-rollout-data writes; they "
-            "are given to tokens only if each turn has one, or all are the same number.",
-            "texts": "the response as text is in what --save-debug-rollout-data writes.",
-            "messages": "slime keeps no parsed messages.",
-        }
-        return {name: reason for name, reason in why.items() if name not in self.has}
-
-    def chunks(self, *, max_tokens: int = CHUNK_TOKENS) -> Iterator[Rows]:
-        rows = (row for batch in self._batches() for row in batch)
-        return in_chunks(rows, self.has, max_tokens=max_tokens)
-
-    def _batches(self) -> Iterator[list[Row]]:
-        """The rows of each file, or of all ranks' files of one rollout."""
-        read = ((read_torch(path), path) for path in self._files)
+    def rows(self) -> Iterator[Row]:
+        read = ((read_torch(path), path) for path in self.files)
         for (_, is_shard), group in groupby(read, lambda pair: _batch_of(pair[0])):
+            rows = (row for content, path in group for row in _rows(content, path))
             if not is_shard:
-                for content, path in group:
-                    yield _rows(content, path)
+                yield from rows
                 continue
-            # Every rank saved its share: tensor-parallel ones the same, and only those of the last
-            # pipeline stage with the trainer's log-probs.
+            # Every rank saved its share: tensor-parallel ranks the same rows, and only the last
+            # pipeline stage the trainer's log-probs. The row with the most columns is kept.
             kept: dict[str, Row] = {}
-            for content, path in group:
-                for row in _rows(content, path):
-                    other = kept.get(row.row_id)
-                    if other is None or len(row.columns) > len(other.columns):
-                        kept[row.row_id] = row
-            yield list(kept.values())
-
-
-def _files(path: Path) -> list[Path]:
-    if path.is_file():
-        return [path] if path.suffix in (".pt", ".pth", "") else []
-    folder = next((path / name for name in _FOLDERS if (path / name).is_dir()), path)
-    files = [p for p in folder.glob("*.pt") if not p.name.startswith("eval_")]
-    return sorted(files, key=lambda p: ([int(n) for n in re.findall(r"[0-9]+", p.stem)], p.name))
+            for row in rows:
+                other = kept.get(row.row_id)
+                if other is None or len(row.columns) > len(other.columns):
+                    kept[row.row_id] = row
+            yield from kept.values()
 
 
 def _batch_of(content: Any) -> tuple[Any, bool]:
-    """(the rollout, whether the file is one rank's share of it)."""
+    """(the rollout, whether the file is the share of one rank)."""
     if not isinstance(content, dict):
         return None, False
     return content.get("rollout_id"), "rollout_data" in content
 
 
-def _rows(content: Any, path: Path) -> list[Row]:
+def _rows(content: Any, path: Path) -> Iterator[Row]:
     samples = _samples(content)
     if samples is None:
         raise DataError(
@@ -134,34 +105,29 @@ def _rows(content: Any, path: Path) -> list[Row]:
             "written by slime's or miles' --save-debug-rollout-data or --save-debug-train-data."
         )
     step = whole(content.get("rollout_id"))
-    rows: list[Row] = []
     for number, sample in enumerate(samples):
         where = f"{path}: sample {number}"
         if not isinstance(sample, dict) or "tokens" not in sample:
             raise DataError(f"{where}: expected a dict with `tokens`, as Sample.to_dict() makes.")
-        rows.append(_row(sample, step, sample.get("rollout_position", number), where))
-    return rows
+        yield _row(sample, step, sample.get("rollout_position", number), where)
 
 
 def _samples(content: Any) -> list[Any] | None:
-    """The samples of a file, each a dict by slime's names; None if it is of something else."""
+    """The samples of a file, each a dict by slime's names; None for any other content."""
     if not isinstance(content, dict):
         return None
-    samples = content.get("samples")
+    samples, raw = content.get("samples"), content.get("raw_reward")
     shard = content.get("rollout_data")
-    if isinstance(samples, list):
-        raw = content.get("raw_reward")
-    elif isinstance(shard, dict) and isinstance(shard.get("tokens"), list):
-        # One rank's share: field -> list over samples; partition: their places in the whole batch.
-        size = len(shard["tokens"])
+    if not isinstance(samples, list):
+        if not isinstance(shard, dict) or not isinstance(shard.get("tokens"), list):
+            return None
+        # The share of one rank: field -> list over samples; partition: places in the whole batch.
+        raw, size = shard.get("raw_reward"), len(shard["tokens"])
         lists = {n: v for n, v in shard.items() if isinstance(v, list | range) and len(v) == size}
         samples = [{name: values[i] for name, values in lists.items()} for i in range(size)]
         for number, sample in enumerate(samples):
             rank = content.get("rank")
             sample["rollout_position"] = sample.get("partition", f"rank{rank}/{number}")
-        raw = shard.get("raw_reward")
-    else:
-        return None
     if isinstance(raw, list):  # of the whole batch, before it was normalised
         for number, sample in enumerate(samples):
             at = sample.get("rollout_position", number) if isinstance(sample, dict) else None
@@ -177,11 +143,11 @@ def _row(sample: Mapping[str, Any], step: int | None, name: Any, where: str) -> 
     length = whole(said)
     if length is None:
         raise DataError(
-            f"{where}: response_length must be a whole number, found {type(length).__name__}."
+            f"{where}: response_length must be a whole number, found {type(said).__name__}."
         )
 
     def response(*names: str, fill: Any = np.nan, dtype: str = "f4") -> Array | None:
-        """[T, ...] of the first of these fields that the sample has."""
+        """[T, ...] the first of these fields that the sample has."""
         field = next((n for n in names if sample.get(n) is not None), None)
         if field is None:
             return None
@@ -194,66 +160,57 @@ def _row(sample: Mapping[str, Any], step: int | None, name: Any, where: str) -> 
                 "slime needs one per token of the response; if the run had context parallelism, "
                 "each rank saved a part of it: dump with --context-parallel-size 1."
             )
-        return of_response(values, size, f"{where}: {field}", fill=fill, dtype=dtype)
+        return at_the_end(values, size, f"{where}: {field}", fill=fill, dtype=dtype)
 
     mask = response("loss_mask", "loss_masks", fill=False, dtype="?")
-    if mask is None:  # slime trains all of the response then
-        mask = of_response(np.ones(max(length, 0), np.bool_), size, where, fill=False, dtype="?")
-    columns: dict[str, Any] = {"prompt_lengths": size - length}
-    for ours, theirs in (
-        ("rollout_logprobs", "rollout_log_probs"),
-        ("trainer_logprobs", "log_probs"),
-        ("advantages", "advantages"),
-    ):
-        values = response(theirs)
-        if values is not None:
-            if ours == "rollout_logprobs":
-                values[~mask & (values == 0.0)] = np.nan  # what slime writes for tool replies
-            columns[ours] = values
-    versions = _versions(sample.get("weight_versions"), mask)
-    if versions is not None:
-        columns["policy_version"] = versions
-    routes = numbers(sample.get("rollout_routed_experts"))
-    if routes is not None and routes.ndim == 3:
-        if len(routes) not in (size - 1, size):
-            raise DataError(
-                f"{where}: rollout_routed_experts has {len(routes)} positions; {size} tokens need "
-                f"{size - 1}."
-            )
-        columns["routed_experts"] = np.full((size, *routes.shape[1:]), -1, np.int16)
-        columns["routed_experts"][: len(routes)] = routes
-    if sample.get("remove_sample"):
-        mask = np.zeros(size, np.bool_)
-    if isinstance(response_text := sample.get("response"), str) and response_text:
-        columns["texts"] = response_text
-    reward = sample.get("reward")
+    if mask is None:  # slime trains the whole response then
+        mask = at_the_end(np.ones(max(length, 0), np.bool_), size, where, fill=False, dtype="?")
+    text, reward = sample.get("response"), sample.get("reward")
     if isinstance(reward, dict) and len(reward) == 1:
         reward = next(iter(reward.values()))
-    if (reward := real(reward)) is not None:
-        columns["rewards"] = reward
-    if (group := whole(sample.get("group_index"))) is not None:
-        columns["groups"] = group
-    if step is not None:
-        columns["steps"] = step
     return Row(
-        row_id=f"{name}" if step is None else f"{step}/{name}",
+        row_id=row_name(step, name),
         token_ids=ids,
-        loss_mask=mask,
-        columns=columns,
+        loss_mask=np.zeros(size, np.bool_) if sample.get("remove_sample") else mask,
+        columns={
+            "prompt_lengths": size - length,
+            "rollout_logprobs": response("rollout_log_probs"),
+            "trainer_logprobs": response("log_probs"),
+            "advantages": response("advantages"),
+            "policy_version": _versions(sample.get("weight_versions"), mask),
+            "routed_experts": _routes(numbers(sample.get("rollout_routed_experts")), size, where),
+            "texts": text if isinstance(text, str) and text else None,
+            "rewards": reward,
+            "groups": sample.get("group_index"),
+            "steps": step,
+        },
     )
 
 
+def _routes(routes: Array | None, size: int, where: str) -> Array | None:
+    """[T, L, K], -1 at the last token."""
+    if routes is None or routes.ndim != 3:
+        return None
+    if len(routes) not in (size - 1, size):
+        raise DataError(
+            f"{where}: rollout_routed_experts has {len(routes)} positions; {size} tokens need "
+            f"{size - 1}."
+        )
+    out = np.full((size, *routes.shape[1:]), -1, np.int16)
+    out[: len(routes)] = routes
+    return out
+
+
 def _versions(versions: Any, mask: Array) -> Array | None:
-    """[T] int32 of the weights by turn, -1 elsewhere; None if the file does not say which turn is
-    which version. versions: one text per request, as the engine numbers them."""
+    """[T] int32 version of the weights of each turn, -1 elsewhere; None if the file does not say
+    which turn has which. versions: one text per request, as the engine numbers them."""
     if not isinstance(versions, list) or not versions:
         return None
     if not all(isinstance(v, str | int) and str(v).isdecimal() for v in versions):
         return None
-    numbers_of = [whole(int(v)) if len(str(v)) < 10 else None for v in versions]
-    if None in numbers_of:
+    if any(len(str(v)) > 9 for v in versions):
         return None
-    known = np.array(numbers_of, np.int64)
+    known = np.array([int(v) for v in versions], np.int64)
     begins = np.flatnonzero(mask & ~np.concatenate([[False], mask[:-1]]))
     out = np.full(len(mask), -1, np.int32)
     if len(set(known.tolist())) == 1:
