@@ -161,9 +161,10 @@ class Diagnosis:
         else:
             level, why = "possible", "the figures fit it, and no single token shows it"
         if twins := sorted(
-            c.name for c in CAUSES.values()
+            c.name
+            for c in CAUSES.values()
             if c.equivalents == cause.equivalents and c.name != cause.name
-        ):  # fmt: skip
+        ):
             why += f"; rows alone do not tell it from {', '.join(twins)}"
         return level, why
 

@@ -160,20 +160,30 @@ async def _climb(climber: _Climber, theirs: Any, on_rung: Callable[[str], None])
         if parts.publisher is not None:
             await parts.publisher.publish(parts.trainer.version)
         on_rung("plain text")
-        rungs.append(climber.rung_of(
-            "plain text", "kernels, precision or weights of the two sides",
-            await climber.plain_text(),
-        ))  # fmt: skip
+        rungs.append(
+            climber.rung_of(
+                "plain text",
+                "kernels, precision or weights of the two sides",
+                await climber.plain_text(),
+            )
+        )
         on_rung("one turn")
-        rungs.append(climber.rung_of(
-            "one turn", "the template's prompt and its control tokens",
-            await climber.episodes("one-turn", max_turns=1),
-        ))  # fmt: skip
+        rungs.append(
+            climber.rung_of(
+                "one turn",
+                "the template's prompt and its control tokens",
+                await climber.episodes("one-turn", max_turns=1),
+            )
+        )
         on_rung("several turns")
         played = await climber.episodes("several-turns")
-        rungs.append(climber.rung_of(
-            "several turns, extended", "what stands between turns, and keys kept over them", played
-        ))  # fmt: skip
+        rungs.append(
+            climber.rung_of(
+                "several turns, extended",
+                "what stands between turns, and keys kept over them",
+                played,
+            )
+        )
         on_rung("the same, rendered anew")
         rungs.append(climber.rendered_anew(played))
         on_rung("the training path")
@@ -225,11 +235,17 @@ class _Climber:
         if max_turns is not None:
             budget = replace(budget, max_turns=max_turns)
         groups = await collect(
-            self.parts.engine, self.renderer,
+            self.parts.engine,
+            self.renderer,
             lambda task: config.task.environment(task, config.agent),
-            self.tasks, group_size=1, sampling=self.sampling, budget=budget,
-            run_seed=config.seed, split=split, slots=EpisodeSlots(config.agent.max_in_flight),
-        )  # fmt: skip
+            self.tasks,
+            group_size=1,
+            sampling=self.sampling,
+            budget=budget,
+            run_seed=config.seed,
+            split=split,
+            slots=EpisodeSlots(config.agent.max_in_flight),
+        )
         return _with_turns([t for group in groups for t in group.trajectories], split)
 
     async def plain_text(self) -> list[Trajectory]:
@@ -246,13 +262,17 @@ class _Climber:
             finally:
                 await environment.close()
         groups = await collect(
-            self.parts.engine, _PlainText(self.renderer),
+            self.parts.engine,
+            _PlainText(self.renderer),
             lambda task: _OneReply(words[task.id]),
-            self.tasks, group_size=1, sampling=self.sampling,
+            self.tasks,
+            group_size=1,
+            sampling=self.sampling,
             budget=Budget.of(config.agent, max_tokens=config.max_tokens),
-            run_seed=config.seed, split="plain-text",
+            run_seed=config.seed,
+            split="plain-text",
             slots=EpisodeSlots(config.agent.max_in_flight),
-        )  # fmt: skip
+        )
         return _with_turns([t for group in groups for t in group.trajectories], "plain text")
 
     # -- measured -------------------------------------------------------------------------------
@@ -277,9 +297,12 @@ class _Climber:
             num_same += sum(same[:-1])
             num_anew += sum(len(turn.token_ids) for turn in turns[:-1])
         return self.measured(
-            "several turns, rendered anew", "rendering the history anew, where a program does",
-            samples, match=num_same / num_anew if num_anew else float("nan"), is_what_if=True,
-        )  # fmt: skip
+            "several turns, rendered anew",
+            "rendering the history anew, where a program does",
+            samples,
+            match=num_same / num_anew if num_anew else float("nan"),
+            is_what_if=True,
+        )
 
     def training_path(self, played: Sequence[Trajectory]) -> Rung:
         """The rows that a step of this run would be trained on, its fault included."""
@@ -299,9 +322,11 @@ class _Climber:
             log_probs = partial(self.parts.trainer.forward, column=None)
             rows = config.fault.change_rows(sampled, self.renderer, log_probs)
         return self.measured(
-            "the training path", "what is made of the rows on their way to the loss",
-            rows, match=token_match(sampled, rows),
-        )  # fmt: skip
+            "the training path",
+            "what is made of the rows on their way to the loss",
+            rows,
+            match=token_match(sampled, rows),
+        )
 
     def rung_of_dump(self, dump: Any) -> Rung:
         from lockstep.doctor.diagnose import diagnose
@@ -318,9 +343,14 @@ class _Climber:
         )
 
     def measured(
-        self, name: str, adds: str, samples: Sequence[Sample], *, match: float,
+        self,
+        name: str,
+        adds: str,
+        samples: Sequence[Sample],
+        *,
+        match: float,
         is_what_if: bool = False,
-    ) -> Rung:  # fmt: skip
+    ) -> Rung:
         """The trainer's log-probs of these rows beside the recorded ones."""
         trainer = self.parts.trainer.forward(samples, column=None)
         rows = Rows.of(samples, trainer_logprobs=np.concatenate(trainer))
@@ -335,10 +365,15 @@ class _Climber:
         shares = {share.cause: share.k2 for share in examined.shares}
         causes = [f.cause for f in examined.findings if f.verdict == "differs"]
         return Rung(
-            name=name, adds=adds, gap=gap, alarm=self.alarm(gap), match=match,
-            num_rows=len(samples), is_what_if=is_what_if,
+            name=name,
+            adds=adds,
+            gap=gap,
+            alarm=self.alarm(gap),
+            match=match,
+            num_rows=len(samples),
+            is_what_if=is_what_if,
             causes=tuple(sorted(causes, key=lambda cause: -shares.get(cause, 0.0))),
-        )  # fmt: skip
+        )
 
     def alarm(self, gap: Gap) -> Alarm:
         parts = self.parts

@@ -79,7 +79,9 @@ def build_document(diagnosis: Diagnosis, budget: PageBudget) -> dict[str, Any]:
     findings = diagnosis.examination.findings
     return {
         **page_frame(
-            title=Path(diagnosis.name).resolve().name, rows=rows, tokenizer=tokenizer,
+            title=Path(diagnosis.name).resolve().name,
+            rows=rows,
+            tokenizer=tokenizer,
             expected=[
                 i for f in findings for e in f.evidence for i in e.expected_ids[:MAX_EXPECTED]
             ],
@@ -87,7 +89,7 @@ def build_document(diagnosis: Diagnosis, budget: PageBudget) -> dict[str, Any]:
         "num_stored_trajectories": diagnosis.examination.num_rows,
         "num_left_out_for_size": num_left_out,
         "diagnosis": diagnosis.to_json(),
-    }  # fmt: skip
+    }
 
 
 def page_frame(
@@ -157,10 +159,8 @@ def _rows_to_show(diagnosis: Diagnosis, budget: PageBudget) -> tuple[list[dict[s
         why = [*dict.fromkeys(piece["check"] for piece in proof)]
         why += [chosen[number]] if number in chosen else []
         touched = {
-            check.cause
-            for check in diagnosis.examination.repairs
-            if _changes(check.repair, rows)
-        }  # fmt: skip
+            check.cause for check in diagnosis.examination.repairs if _changes(check.repair, rows)
+        }
         out.append(row_document(rows, why=[*why, *sorted(touched)], evidence=proof))
     return out, left_out
 
@@ -200,7 +200,8 @@ def row_document(
         "rewards": [],
         "parts": {},
         "metrics": {},
-        "cut": "" if last - first == rows.num_tokens
+        "cut": ""
+        if last - first == rows.num_tokens
         else f"tokens {first} to {last - 1} of {rows.num_tokens}",
         "first_token": first,
         "last_token": last - 1,
@@ -211,7 +212,7 @@ def row_document(
             _segment(rows, number, begin, end, messages[number])
             for number, (begin, end) in enumerate(spans)
         ],
-    }  # fmt: skip
+    }
 
 
 def _window(

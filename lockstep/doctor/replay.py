@@ -274,9 +274,13 @@ def score(replay: Replay, *, step: int | None = None) -> Scores:
     trainer = parts.trainer.forward([replay.row], column=None)[0]
     engine, engine_ids = asyncio.run(_decode_again(replay, parts, config.seed))
     replay.scores = Scores(
-        weights=text, version=version, contract=parts.numerics.is_kept,
-        trainer=trainer, engine=engine, engine_ids=engine_ids,
-    )  # fmt: skip
+        weights=text,
+        version=version,
+        contract=parts.numerics.is_kept,
+        trainer=trainer,
+        engine=engine,
+        engine_ids=engine_ids,
+    )
     return replay.scores
 
 
@@ -331,9 +335,11 @@ async def _decode_again(
             if not segment.is_sampled or segment.sampling is None:
                 continue
             request = Request(
-                id=f"replay/{trajectory.id}/{index}", prompt_ids=ids[:begin],
-                sampling=segment.sampling, seed=derive_seed(seed, segment.turn),
-            )  # fmt: skip
+                id=f"replay/{trajectory.id}/{index}",
+                prompt_ids=ids[:begin],
+                sampling=segment.sampling,
+                seed=derive_seed(seed, segment.turn),
+            )
             deltas = [delta async for delta in parts.engine.generate(request)]
             again = np.concatenate([delta.token_ids for delta in deltas])[: end - begin]
             values = np.concatenate([delta.logprobs for delta in deltas])[: end - begin]
@@ -356,9 +362,12 @@ def show(replay: Replay, console: Console, *, has_all_tokens: bool = False) -> N
     record, trajectory = replay.record, replay.record.trajectory
     console.print(Text(printable(trajectory.id), style="bold"))
     facts = [
-        f"step {record.step}", *([] if replay.split == "train" else [replay.split]),
-        trajectory.status, f"reward {trajectory.reward:.4g}", f"{len(replay.row)} tokens",
-    ]  # fmt: skip
+        f"step {record.step}",
+        *([] if replay.split == "train" else [replay.split]),
+        trajectory.status,
+        f"reward {trajectory.reward:.4g}",
+        f"{len(replay.row)} tokens",
+    ]
     console.print(Text(", ".join(facts), style="dim"))
     if trajectory.error:
         console.print(Text(_lines(trajectory.error), style="red"))
@@ -376,9 +385,11 @@ def _show_segment(
 ) -> None:
     segment = replay.record.trajectory.segments[index]
     gap = replay.stored_trainer - replay.row.columns["rollout_logprobs"]
-    head = f"\nturn {segment.turn + 1}, sampled by version {segment.policy_version}" if (
-        segment.is_sampled
-    ) else "\nobserved"  # fmt: skip
+    head = (
+        f"\nturn {segment.turn + 1}, sampled by version {segment.policy_version}"
+        if (segment.is_sampled)
+        else "\nobserved"
+    )
     head += f", tokens {begin} to {end - 1}"
     if segment.routed_experts is not None:
         known, layers, active = segment.routed_experts.shape
@@ -427,10 +438,12 @@ def _token_table(
     for at in chosen.tolist():
         d, sampled, trained = float(gap[at]), float(rollout[at]), float(replay.stored_trainer[at])
         cells: list[Text | str] = [
-            str(at), token_text(int(replay.row.token_ids[at]), replay.tokenizer),
-            logprob_text(sampled), logprob_text(trained),
+            str(at),
+            token_text(int(replay.row.token_ids[at]), replay.tokenizer),
+            logprob_text(sampled),
+            logprob_text(trained),
             Text("-" if np.isnan(d) else f"{d:+.3g}", style=gap_style(d)),
-        ]  # fmt: skip
+        ]
         if scores is not None:
             other = int(scores.engine_ids[at])
             if other != replay.row.token_ids[at]:

@@ -242,16 +242,24 @@ def _where(diagnosis: Diagnosis) -> RenderableType | None:
 
 def _lists(diagnosis: Diagnosis) -> RenderableType:
     told = [
-        *(("note", f"{f.check}: {printable(f.measured)}", "cyan")
-          for f in diagnosis.with_verdict("information")),
-        *_limited("ruled out", [
-            f"{f.check}: {printable(f.measured)}" for f in diagnosis.with_verdict("consistent")
-        ], "green"),
-        *_limited("not checked", [
-            f"{checks[0]} {f'and {len(checks) - 1} more need' if checks[1:] else 'needs'} {why}"
-            for why, checks in _not_checked(diagnosis).items()
-        ], "yellow"),
-    ]  # fmt: skip
+        *(
+            ("note", f"{f.check}: {printable(f.measured)}", "cyan")
+            for f in diagnosis.with_verdict("information")
+        ),
+        *_limited(
+            "ruled out",
+            [f"{f.check}: {printable(f.measured)}" for f in diagnosis.with_verdict("consistent")],
+            "green",
+        ),
+        *_limited(
+            "not checked",
+            [
+                f"{checks[0]} {f'and {len(checks) - 1} more need' if checks[1:] else 'needs'} {why}"
+                for why, checks in _not_checked(diagnosis).items()
+            ],
+            "yellow",
+        ),
+    ]
     lines: list[tuple[str, RenderableType]] = []
     before = ""
     for label, text, style in told:
@@ -317,10 +325,13 @@ def plain_table(*columns: str) -> Table:
     for number, column in enumerate(columns):
         is_text = column in ("token", "in the row", "expected")
         table.add_column(
-            column, justify="left" if is_text or not number else "right", no_wrap=True,
-            overflow="ellipsis", max_width=26 if is_text else None,
+            column,
+            justify="left" if is_text or not number else "right",
+            no_wrap=True,
+            overflow="ellipsis",
+            max_width=26 if is_text else None,
             min_width=None if is_text else max(len(column), 8 if number else 5),
-        )  # fmt: skip
+        )
     return table
 
 

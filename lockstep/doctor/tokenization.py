@@ -21,8 +21,12 @@ from lockstep.renderers.tokenizer import Tokenizer
 from lockstep.run.preflight import RENDERER_FILE, RendererFile, renderer_of
 
 _FILES = (
-    "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "config.json", RENDERER_FILE,
-)  # fmt: skip
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "config.json",
+    RENDERER_FILE,
+)
 """What is fetched of a model on the hub: a few MB, no weights."""
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +14,7 @@ from lockstep.errors import DataError
 from lockstep.types import Int32Array
 
 Array = npt.NDArray[Any]
+T = TypeVar("T")
 
 _FILLS: Mapping[str, tuple[str, Any]] = {
     "rollout_logprobs": ("f4", np.nan),
@@ -87,22 +88,37 @@ def in_chunks(rows: Iterable[Row], has: frozenset[str], *, max_tokens: int) -> I
     A row that lacks a column gets NaN, -1, False or None. Raises DataError for a row whose values
     per token are in a column that the head of the dump does not have.
     """
-    pending: list[Row] = []
+
+    def checked() -> Iterator[tuple[int, Row]]:
+        for row in rows:
+            if lost := _NEVER_LOST & row.columns.keys() - has:
+                raise DataError(
+                    f"row {row.row_id!r} is the first with {min(lost)}; expected every column in "
+                    "the first rows of the dump. Give the part from that row on by itself."
+                )
+            yield len(row) or _TOKENS_OF_TEXT, row
+
+    for pending in grouped(checked(), max_tokens):
+        yield _join(pending, has)
+
+
+def grouped(pieces: Iterable[tuple[int, T]], max_tokens: int) -> Iterator[list[T]]:
+    """Pieces in order, in lists of at most `max_tokens` tokens, or of one piece. pieces: (tokens,
+    piece) each.
+
+    >>> list(grouped([(3, "a"), (4, "b"), (9, "c"), (1, "d")], 8))
+    [['a', 'b'], ['c'], ['d']]
+    """
+    pending: list[T] = []
     size = 0
-    for row in rows:
-        if lost := _NEVER_LOST & row.columns.keys() - has:
-            raise DataError(
-                f"row {row.row_id!r} is the first with {min(lost)}; expected every column in the "
-                "first rows of the dump. Give the part from that row on by itself."
-            )
-        tokens = len(row) or _TOKENS_OF_TEXT
+    for tokens, piece in pieces:
         if pending and size + tokens > max_tokens:
-            yield _join(pending, has)
+            yield pending
             pending, size = [], 0
-        pending.append(row)
+        pending.append(piece)
         size += tokens
     if pending:
-        yield _join(pending, has)
+        yield pending
 
 
 def _join(rows: Sequence[Row], has: frozenset[str]) -> Rows:

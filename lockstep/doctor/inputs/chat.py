@@ -104,9 +104,7 @@ class _Chain:
         self.logprobs = np.concatenate([self.logprobs, nan])
         self.last_message = last_message
 
-    def row(
-        self, name: str, line: Mapping[str, Any], dialogue: tuple[Message, ...] | None
-    ) -> Row:
+    def row(self, name: str, line: Mapping[str, Any], dialogue: tuple[Message, ...] | None) -> Row:
         return Row(
             row_id=name,
             token_ids=self.ids,

@@ -32,9 +32,20 @@ _ZIP = b"PK\x03\x04"
 _OLD_TORCH = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 """First bytes of torch.save before it wrote zip archives (torch 1.6)."""
 _UNREADABLE = (
-    pickle.UnpicklingError, ArithmeticError, AttributeError, EOFError, ImportError, LookupError,
-    MemoryError, OSError, RecursionError, RuntimeError, TypeError, ValueError, zipfile.BadZipFile,
-)  # fmt: skip
+    pickle.UnpicklingError,
+    ArithmeticError,
+    AttributeError,
+    EOFError,
+    ImportError,
+    LookupError,
+    MemoryError,
+    OSError,
+    RecursionError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+    zipfile.BadZipFile,
+)
 
 
 class Record:
@@ -111,11 +122,13 @@ def read_torch(source: Path | bytes, where: str = "") -> Any:
     module = SimpleNamespace(Unpickler=_reader(where), __name__="lockstep")
     return _guarded(
         lambda: torch.load(
-            file, map_location="cpu", pickle_module=module, weights_only=False,
-            mmap=isinstance(source, Path),
+            file,
+            map_location="cpu",
+            pickle_module=module,
+            weights_only=False,
         ),
         where,
-    )  # fmt: skip
+    )
 
 
 def _head(path: Path) -> bytes:

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from lockstep.checks.rows import BoolArray
+from lockstep.doctor.checks.rows import BoolArray
 from lockstep.doctor.inputs.assemble import Row, floats_of, ids_of, mask_of, real
 from lockstep.doctor.inputs.lines import LineDump
 from lockstep.errors import DataError
@@ -28,8 +28,11 @@ class PrimeRlDump(LineDump):
     format: ClassVar[str] = "prime-rl"
     trainer: ClassVar[str] = "prime-rl"
     patterns: ClassVar[tuple[str, ...]] = (
-        "rank_*.jsonl", "step_*/rank_*.jsonl", _EXPORTS, f"*/{_EXPORTS}",
-    )  # fmt: skip
+        "rank_*.jsonl",
+        "step_*/rank_*.jsonl",
+        _EXPORTS,
+        f"*/{_EXPORTS}",
+    )
     keys: ClassVar[frozenset[str]] = frozenset(
         {"token_ids", "loss_mask", "inference_logprobs", "trainer_logprobs"}
     )

@@ -245,8 +245,9 @@ def _samples(record: TrajectoryRecord) -> Iterator[Sample]:
     trajectory = record.trajectory
     for leaf, owned, sample in trajectory.rows():
         for name, values in (
-            ("logprobs", record.trainer_logprobs), ("advantages", record.advantages)
-        ):  # fmt: skip
+            ("logprobs", record.trainer_logprobs),
+            ("advantages", record.advantages),
+        ):
             column: list[Float32Array] = [
                 np.full(len(trajectory.segments[i]), np.nan, np.float32)
                 if i not in owned or (of_segment := values[i]) is None

@@ -42,8 +42,10 @@ class TinkerSummaries(LineDump):
         f" has no {_SUMMARIES}. Give tinker-cookbook's log_path, or one of its iterations."
     )
     why: ClassVar[Mapping[str, str]] = {
-        "token_ids": _NO_IDS, "rollout_logprobs": _NO_IDS, "trainer_logprobs": _NO_IDS,
-    }  # fmt: skip
+        "token_ids": _NO_IDS,
+        "rollout_logprobs": _NO_IDS,
+        "trainer_logprobs": _NO_IDS,
+    }
 
     def rows(self) -> Iterator[Row]:
         self._groups: dict[tuple[str, str], int] = {}

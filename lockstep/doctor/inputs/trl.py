@@ -40,16 +40,19 @@ class TrlTexts(FileDump):
     trainer: ClassVar[str] = "trl"
     has_ids: ClassVar[bool] = False
     patterns: ClassVar[tuple[str, ...]] = (
-        "completions/completions_*.parquet", "completions_*.parquet",
-    )  # fmt: skip
+        "completions/completions_*.parquet",
+        "completions_*.parquet",
+    )
     suffixes: ClassVar[tuple[str, ...]] = ("",)
     no_row: ClassVar[str] = (
         f" has no Parquet file with the columns {', '.join(sorted(_COLUMNS))}, which TRL writes to "
         "OUTPUT/completions with log_completions=True."
     )
     why: ClassVar[Mapping[str, str]] = {
-        "token_ids": _NO_IDS, "rollout_logprobs": _NO_IDS, "trainer_logprobs": _NO_IDS,
-    }  # fmt: skip
+        "token_ids": _NO_IDS,
+        "rollout_logprobs": _NO_IDS,
+        "trainer_logprobs": _NO_IDS,
+    }
 
     @classmethod
     def is_own(cls, path: Path) -> bool:

@@ -65,8 +65,10 @@ class VerlTexts(LineDump):
     kind: ClassVar[str] = "a line that verl's trainer.rollout_data_dir writes"
     no_row: ClassVar[str] = " has no line of verl's trainer.rollout_data_dir (.jsonl)."
     why: ClassVar[Mapping[str, str]] = {
-        "token_ids": _NO_IDS, "rollout_logprobs": _NO_IDS, "trainer_logprobs": _NO_IDS,
-    }  # fmt: skip
+        "token_ids": _NO_IDS,
+        "rollout_logprobs": _NO_IDS,
+        "trainer_logprobs": _NO_IDS,
+    }
 
     def rows_of(
         self, line: Mapping[str, Any], path: Path, number: int, where: str
@@ -147,7 +149,7 @@ class _Batch:
         self.step = self._step()
 
     def _of_torch(self) -> Any:
-        """The batch of the v1 trainer: tensors, a dict of tags per row, and the keys of the rows."""
+        """The batch of the v1 trainer: tensors, tags by row, and the keys of the rows."""
         saved = read_torch(self.path)
         if not isinstance(saved, dict):
             return None
@@ -258,9 +260,7 @@ class _Batch:
                 if version is None
                 else np.where(mask, version, -1).astype(np.int32),
                 # step S trains the weights that step S - 1 made
-                "trainer_version": None
-                if version is None or self.step is None
-                else self.step - 1,
+                "trainer_version": None if version is None or self.step is None else self.step - 1,
                 "groups": None if uid is None else groups.setdefault(str(uid), len(groups)),
                 "steps": self.step,
             },

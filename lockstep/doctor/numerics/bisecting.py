@@ -140,9 +140,11 @@ def _bisect(
             else:
                 # An adapter is switched within the model itself: each is run in its own state.
                 token, ops = first_difference(
-                    plain, plain, one.token_ids,
+                    plain,
+                    plain,
+                    one.token_ids,
                     around_other=lambda: scorer.variant(variant, plain),
-                )  # fmt: skip
+                )
         return Bisection(row=row_id, pair=text, token=token, ops=ops)
     # Over ops that give both sides the same bits, where the machine has them: what parts the two
     # then is in the model, and not rounding.

@@ -276,10 +276,13 @@ class OtherWeights(Reproduced):
             )
         if not comparison.num_known:
             return Finding(
-                check=self.name, claim=self.claim, verdict="not_checkable",
+                check=self.name,
+                claim=self.claim,
+                verdict="not_checkable",
                 measured="no row was trained by weights that are at hand: give the checkpoint by "
-                "--model DIR", lacks=("model",),
-            )  # fmt: skip
+                "--model DIR",
+                lacks=("model",),
+            )
         return self.found(
             "consistent",
             f"{comparison.describe()}; scored under {comparison.evidence.distribution}",

@@ -138,10 +138,15 @@ class Evidence:
             **{
                 name: of(getattr(self, name))
                 for name in (
-                    "reference", "bfloat16", "spread", "margin", "replayed", "routes_differ"
+                    "reference",
+                    "bfloat16",
+                    "spread",
+                    "margin",
+                    "replayed",
+                    "routes_differ",
                 )
             },
-        )  # fmt: skip
+        )
 
     def side(self, name: SideName) -> Float64Array:
         rows = self.rows

@@ -191,9 +191,13 @@ class Scorer:
                 if distribution.top_p < 1 or distribution.top_k:
                     continue  # its logits are not handed out: this is left unknown
                 logprobs, _ = model.score(
-                    ids_T, positions_T, context, predictors_N=predictors_P, targets_N=targets_P,
+                    ids_T,
+                    positions_T,
+                    context,
+                    predictors_N=predictors_P,
+                    targets_N=targets_P,
                     temperature=distribution.temperature,
-                )  # fmt: skip
+                )
                 values[place] = logprobs.float().cpu().numpy()
             return
         routing = self._routing(model, rows, at, is_replaying)

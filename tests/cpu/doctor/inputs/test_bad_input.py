@@ -84,7 +84,7 @@ GOOD_COLUMNS: dict[str, Any] = {name: [value] * 3 for name, value in GOOD.items(
         ({"messages": "[" * 100_000}, "messages is text that is not JSON: nested too deeply"),
         (
             {"engine_ids": [1, 2]},
-            "engine_ids is 1 (int64); expected a list of whole numbers per row",
+            "engine_ids is 1 (int64); expected a list per row, of a list of ids per reply",
         ),
         ({"routed_experts": [[[1, 2]]]}, "routed_experts has 1 entries and token_ids 2"),
         ({"routed_experts": [[[1, 2]], [[1]]]}, "has 1 experts at one place and 2 at another"),
@@ -181,7 +181,7 @@ def test_every_bit_that_flips_in_a_parquet_file_is_read_or_refused(tmp_path: Pat
         (b'{"prompt": "a", "completion": "b"}\n', "has no column token_ids"),
         (b'{"tokens": [1], "loss_mask": [1]}\n', "If tokens is that, rename it."),
         (b'{"lockstep.doctor": {}}\n', "has no rows"),
-        (b'{"lockstep.doctor": {"modle": "x"}}\n', "no fact is called 'modle'"),
+        (b'{"lockstep.doctor": {"modle": "x"}}\n', "'modle'"),
         (b'{"lockstep.doctor": {"stop_ids": 3}}\n', "stop_ids must be a list of ids, found 3"),
         (b'{"lockstep.doctor": {"version": 9}}\n', "its schema is of version 9"),
         (b'{"token_ids": [1], "loss_mask": [1], "text": "\xff"}\n', "byte 46 is not UTF-8"),
@@ -249,7 +249,7 @@ def test_a_sparse_file_of_10_gb_is_refused_at_once(tmp_path: Path):
 def test_a_line_without_end_is_refused_before_it_is_in_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("lockstep.doctor.inputs.native.MAX_LINE_BYTES", 3 << 20)
+    monkeypatch.setattr("lockstep.doctor.inputs.lines.MAX_LINE_BYTES", 3 << 20)
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b'{"token_ids": [' + b"1," * (4 << 20))
 

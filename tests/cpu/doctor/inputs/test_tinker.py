@@ -95,4 +95,4 @@ def test_summaries_are_read_and_what_they_lack_is_said(tmp_path):
     [rows] = dump.chunks()
     assert rows.steps.tolist() == [9, 9, 10, 10] and rows.groups.tolist() == [0, 0, 1, 1]
     assert rows.rewards.tolist() == [0.0, 0.5, 0.0, 0.5]
-    assert "docs/doctor-peers.md" in dump.lacks["token_ids"]
+    assert "docs/doctor-dumps.md" in dump.lacks["token_ids"]
