@@ -296,8 +296,7 @@ def _doctor(options: argparse.Namespace) -> int:
     from lockstep.doctor.progress import Reading
     from lockstep.doctor.terminal import show, summary
 
-    if options.plugin:
-        _load_plugins(options.plugin)
+    _import_plugins(options.plugin)
     with Reading() as reading:
         diagnosis = diagnose(
             options.target, format=options.format, only=options.only,
@@ -361,8 +360,7 @@ def _render(options: argparse.Namespace) -> int:
     from lockstep.doctor.rendering import find_renderer, read_dialogue, show, text_of, to_json
     from lockstep.renderers.origins import trace
 
-    if options.plugin:
-        _load_plugins(options.plugin)
+    _import_plugins(options.plugin)
     messages, tools = read_dialogue(options.messages, tools_path=options.tools)
     renderer = find_renderer(options.model, renderer=options.renderer)
     rendering = trace(renderer, messages, tools)
@@ -499,21 +497,39 @@ def _truth(text: str) -> bool:
     return text.lower() in ("true", "1")
 
 
-def _load_plugins(modules: Sequence[str]) -> None:
-    """Imports a user's modules, whose dataclasses and recipes are then known by their tags."""
-    import importlib
-
+def _load_plugins(names: Sequence[str]) -> None:
+    """Imports plugins after the package's own kinds, which they may extend."""
     import lockstep.recipes  # noqa: F401  with them come the kinds of tasks and dialogues
+
+    _import_plugins(names)
+
+
+def _import_plugins(names: Sequence[str]) -> None:
+    """Imports a user's files and modules, and the modules that installed packages name under the
+    entry point `lockstep.plugins`. Their kinds (tasks, losses, dump formats) are known then."""
+    import importlib
+    from importlib.metadata import entry_points
+
     from lockstep.errors import ConfigError
 
-    sys.path.insert(0, "")  # a module beside the user is importable, as with `python -m`
-    for module in modules:
+    for point in entry_points(group="lockstep.plugins"):
+        point.load()
+    sys.path.insert(0, "")  # a module in the working directory is importable, as with `python -m`
+    for name in names:
+        path = Path(name).resolve() if name.endswith(".py") else None
+        if path is not None:
+            sys.path.insert(0, str(path.parent))
         try:
-            importlib.import_module(module)
+            module = importlib.import_module(name if path is None else path.stem)
         except ModuleNotFoundError as error:
-            if error.name and not module.startswith(error.name):
+            if error.name and not (name if path is None else path.stem).startswith(error.name):
                 raise
-            raise ConfigError(f"--plugin {module}: there is no such module here.") from None
+            kind = "module here" if path is None else "file"
+            raise ConfigError(f"--plugin {name}: there is no such {kind}.") from None
+        if path is not None and Path(module.__file__ or "").resolve() != path:
+            raise ConfigError(
+                f"--plugin {name}: another module is called {path.stem}. Rename the file."
+            )
 
 
 # -- showing settings -----------------------------------------------------------------------------
@@ -597,8 +613,8 @@ def _parser() -> argparse.ArgumentParser:
                               help="this text; with a recipe, every setting of it")  # fmt: skip
             made.add_argument("--dry-run", action="store_true",
                               help="print the resolved config and plan, start nothing")  # fmt: skip
-        made.add_argument("--plugin", action="append", default=[], metavar="MODULE",
-                          help="a Python module with recipes or kinds of your own")  # fmt: skip
+        made.add_argument("--plugin", action="append", default=[], metavar="PLUGIN",
+                          help="Python file or module with kinds of your own")  # fmt: skip
         _HELP[name] = made
         return made
 

@@ -172,7 +172,7 @@ def test_a_pickle_that_is_cut_off_says_so(tmp_path, at):
 def test_a_pickle_of_odd_instructions_is_refused(tmp_path, program):
     path = tmp_path / "a.pkl"
     path.write_bytes(b"\x80\x02]" + program + b".")
-    with pytest.raises(DataError, match="wants to call|cut off, damaged"):
+    with pytest.raises(DataError, match=r"wants to call|cut off, damaged"):
         read_pickle(path)
 
 
@@ -182,7 +182,7 @@ def test_a_tensor_beyond_its_storage_is_refused(tmp_path):
     def longer(name, content):
         return content.replace(b"K\x08\x85", b"K\x09\x85") if name.endswith("data.pkl") else content
 
-    with pytest.raises(DataError, match="cannot be read as data.*storage"):
+    with pytest.raises(DataError, match=r"cannot be read as data.*storage"):
         read_torch(repacked(path, longer))
     shorter = repacked(path, lambda name, c: c[:-8] if name.endswith("data/0") else c)
     with pytest.raises(DataError, match="cannot be read as data"):
