@@ -1,4 +1,4 @@
-"""What every inference engine is to Lockstep: ids in, ids and log-probs out.
+"""The protocol of an inference engine: token ids in, sampled ids and their log-probs out.
 
 An engine knows nothing of messages, templates or text. It is handed the exact ids of a path and
 returns the ids that it sampled, with the log-prob of each under a stated distribution.
@@ -11,118 +11,124 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
+from lockstep.errors import CapabilityError
 from lockstep.launch.workers import LocalWorkers, Workers
 from lockstep.types import Delta, Distribution, Float32Array, Int32Array, Request
 
 WeightSource = Literal["shared", "tensors", "directory", "adapter"]
-"""What `Engine.load_weights` takes. shared: None, for the trainer's own parameters. tensors: a
-mapping of Hugging Face names. directory: a checkpoint on a disk that the engine reads. adapter: a
-directory in PEFT's form, over the model that the engine started with."""
+"""A form of weights that `Engine.load_weights` accepts. shared: None, the trainer's own parameters.
+tensors: a mapping of Hugging Face names. directory: a checkpoint that the engine can read. adapter:
+a directory in PEFT's format, applied to the model that the engine started with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Scores:
-    """What an engine thinks of given ids."""
+    """Log-probs that an engine gives to ids that it did not sample."""
 
     logprobs: Float32Array
-    """[T] float32, natural log: of each id given those before it; NaN before the first that was
+    """[T] float32, natural log, of each id given those before it; NaN before the first id that was
     asked for, and at index 0."""
     policy_version: int
-    """Of the weights that scored them."""
+    """Version of the weights that scored the ids."""
     num_cached_tokens: int = 0
-    """Ids whose keys and values were found."""
+    """Ids whose keys and values were found in the cache."""
     num_prefilled_tokens: int = 0
     """Ids that were computed."""
     fingerprint: str = ""
-    """As of `Delta`."""
+    """Numerics that computed the log-probs, as in `Delta`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
-    """What an engine can do; compared with what the config needs before anything starts."""
+    """Features of an engine, compared with the needs of a run before anything starts."""
 
     name: str
     vocab_size: int
     max_tokens: int
     """Longest prompt plus reply."""
     distributions: tuple[Distribution, ...]
-    """Whose log-probs it can record."""
+    """Distributions under which the engine can record log-probs."""
     has_stop_strings: bool = False
     has_prefix_cache: bool = False
     has_seeds: bool = False
     has_routed_experts: bool = False
-    """It hands back the experts that tokens went to, for requests that ask: of every position from
-    `Request.routes_from` on, whether it computed it or found it in its prefix cache."""
+    """Requests that ask get the experts of every position from `Request.routes_from` on, computed
+    or found in the prefix cache."""
     has_adapters: bool = False
     has_score: bool = False
     scored_distributions: tuple[Distribution, ...] = ("model", "tempered")
-    """What `score` gives log-probs under. At temperature 1 these two are one."""
+    """Distributions that `score` supports. At temperature 1 these two are the same."""
     has_support: bool = False
-    """It hands back what top-p and top-k kept, for requests that ask."""
+    """Requests that ask get the ids that top-p and top-k kept."""
     has_sleep: bool = False
-    """`sleep` gives the memory of keys and values back to the device."""
+    """`sleep` returns the memory of keys and values to the device."""
     has_positional_draws: bool = False
-    """A draw depends on the request's seed and the token's place on its path alone: a reply that
-    was cut goes on under the same seed as if it had not been."""
+    """A draw depends only on the request's seed and the token's position on its path, so a reply
+    that was interrupted continues under the same seed as if it had not been."""
+    has_restart: bool = False
+    """`restart` starts the engine's process again from a checkpoint."""
+    takes_fingerprint: bool = False
+    """The engine cannot name its numerics; a comparison with the trainer may establish them, and
+    `set_fingerprint` then records them."""
     weight_sources: tuple[WeightSource, ...] = ("tensors",)
-    """What `load_weights` takes; none for an engine whose weights never change."""
+    """Forms that `load_weights` accepts; empty for an engine whose weights never change."""
     fingerprint: str = ""
-    """Of the numerics that compute its log-probs (`ops.contract.Fingerprint.text`); empty if it
-    cannot tell, and then no contract covers it."""
+    """Numerics that compute the log-probs (`ops.contract.Fingerprint.text`); empty if unknown, and
+    then no contract covers them."""
 
     @property
     def shares_weights(self) -> bool:
-        """It runs the trainer's own parameters: a sync is a version number."""
+        """Whether the engine runs the trainer's own parameters: a sync is a version number."""
         return "shared" in self.weight_sources
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineContext:
-    """What an engine is made for: the run around it."""
+    """The run that an engine is made for."""
 
     model: Any
     """The trainer's decoder, for an engine in this process; others start from `directory`."""
     token_bytes: Sequence[bytes]
-    """The bytes of each id, for stop strings."""
+    """Bytes of each id, for stop strings."""
     directory: Path
-    """The checkpoint that the trainer has begun from."""
+    """Checkpoint that the trainer started from."""
     vocab_size: int
     max_tokens: int
     """Longest prompt plus reply of the run."""
     dtype: str
-    """What the trainer computes in."""
+    """Dtype that the trainer computes in."""
     seed: int = 0
     run: str = "run"
-    """Names the run to whoever shares the engine."""
+    """Name of the run, shown to others who use the same server."""
     scratch: Path | None = None
-    """Where logs of processes may be left, and weights on their way: of the run's directory; None
-    where nothing is written down, then a temporary directory serves."""
+    """Directory for logs and for weights in transit; None uses a temporary directory."""
     on_wait: Callable[[str], None] = lambda text: None
-    """Told what is being waited for, for whoever watches."""
+    """Called with a sentence about whatever the engine is waiting for."""
     replica: int = 0
-    """Which of several engines of a pool this one is, from 0."""
+    """Index of this engine in its pool, from 0."""
     workers: Workers = field(default_factory=LocalWorkers)
-    """Where an engine in a process of its own is started."""
+    """Starts the processes of engines that run in one of their own."""
 
 
 @runtime_checkable
 class Engine(Protocol):
-    """The protocol. `lockstep.testing.check_engine` runs an implementation through it."""
+    """The protocol. Subclass it: the methods after `close` have defaults.
+    `lockstep.testing.check_engine` tests an implementation."""
 
     @property
     def capabilities(self) -> Capabilities: ...
 
     @property
     def version(self) -> int:
-        """Policy version of the weights that the next token is sampled with."""
+        """Policy version of the weights that sample the next token."""
         ...
 
     def generate(self, request: Request) -> AsyncIterator[Delta]:
         """Samples one reply. Yields at least one delta; the last one has a `finish_reason`.
 
-        A request of a known id that is still running or just ended is answered with the same
-        tokens again, never sampled twice. Closing the iterator early aborts the request.
-        Raises EngineError where no delta can be given (prompt too long, id out of vocabulary).
+        A request whose id is known, running or recently ended, gets the same tokens again and is
+        never sampled twice. Closing the iterator early aborts the request.
+        Raises EngineError if no delta can be given (prompt too long, id out of the vocabulary).
         """
         ...
 
@@ -138,8 +144,8 @@ class Engine(Protocol):
     ) -> Scores:
         """The log-probs of `token_ids[first:]`, each given all ids before it.
 
-        Keys and values of ids before `first - 1` may come from the engine's cache, or not: those
-        from there on are computed. priority, affinity: as of `Request`.
+        Keys and values of ids before `first - 1` may come from the cache; the others are computed.
+        priority, affinity: as in `Request`.
         """
         ...
 
@@ -155,103 +161,64 @@ class Engine(Protocol):
         ...
 
     async def resume(self, *, kv: Literal["drop", "keep"] = "drop") -> None:
-        """Goes on. "drop" recomputes the keys and values of waiting requests, "keep" does not.
+        """Continues. "drop" recomputes the keys and values of waiting requests, "keep" does not.
 
-        What is sampled from keys of older weights has a fingerprint that says so (`kv=kept`).
+        Tokens sampled from keys of older weights have a fingerprint that says so (`kv=kept`).
         """
         ...
 
     async def load_weights(self, source: Mapping[str, Any] | str | None, *, version: int) -> None:
         """Takes new weights, in one of the forms of `Capabilities.weight_sources`.
 
-        Tensors are made one by one as they are asked for, in their order, and may be views of the
-        trainer's memory: what is kept of them is copied. A directory stays until the next version
-        was taken. The version may be any number, also one below 0 or lower than the last.
-        Running requests end their segment with finish_reason "weight_update" and go on under the
-        new version. Cached prefixes are dropped.
+        Tensors are produced one by one, in order, and may be views of the trainer's memory: an
+        engine copies what it keeps. A directory exists until the next version has been taken. The
+        version may be any number, also negative or lower than the last.
+        Running requests end their segment with finish_reason "weight_update" and continue under
+        the new version. Cached prefixes are dropped.
         """
         ...
 
     async def sleep(self) -> None:
-        """Frees the memory of keys and values until `wake`. Requests that come meanwhile are
-        refused. Weights can be loaded meanwhile. Raises CapabilityError without `has_sleep`.
-        """
+        """Frees the memory of keys and values until `wake`; new requests are refused, weights can
+        be loaded. Raises CapabilityError without `has_sleep`."""
         ...
 
     async def wake(self) -> None: ...
 
     async def close(self) -> None: ...
 
-
-# -- what an engine may do besides -----------------------------------------------------------------
-
-
-@runtime_checkable
-class Reporting(Protocol):
-    """An engine that counts what happens in it."""
-
-    def take_metrics(self) -> dict[str, float]:
-        """What happened since the last call, by the names of `engine/NAME` in docs/metrics.md."""
-        ...
-
-
-@runtime_checkable
-class Pinged(Protocol):
-    """An engine that can be asked whether it is there, at no cost worth mentioning."""
+    # -- optional: what an engine may add ---------------------------------------------------------
 
     async def ping(self) -> None:
-        """Raises EngineDownError if it is not."""
-        ...
+        """Raises EngineDownError if the engine is gone. Costs next to nothing."""
 
+    def take_metrics(self) -> dict[str, float]:
+        """Events since the last call, by the names of `engine/NAME` in the reference of metrics."""
+        return {}
 
-@runtime_checkable
-class Vouchable(Protocol):
-    """An engine that cannot tell what computes its log-probs, and takes it from a comparison."""
+    async def check_lease(self) -> None:
+        """Raises LeaseError if the engine has, or had since the last call, weights that this run
+        did not load."""
 
-    def vouch(self, fingerprint: str) -> None:
-        """Its log-probs were found to be those of these numerics, to the bit: from here on what it
-        sends has this fingerprint."""
-        ...
-
-
-@runtime_checkable
-class Pooled(Protocol):
-    """An engine that is several, each with weights of its own."""
+    def remembers(self, source: Mapping[str, Any], *, version: int) -> bool:
+        """Whether `load_weights` of these tensors would not read them again, so that the trainer
+        may be changing them."""
+        return False
 
     async def score_by_each(
         self, token_ids: Int32Array, *, distribution: Distribution, temperature: float
     ) -> Mapping[str, Scores]:
-        """`Engine.score` by every one that takes requests, by its name. Without those that fail;
-        EngineError if all do."""
-        ...
+        """`score` by each engine that has weights of its own: by the name of each replica of a
+        pool, by "" for a single engine. Replicas that fail are left out; EngineError if all do."""
+        return {"": await self.score(token_ids, distribution=distribution, temperature=temperature)}
 
-
-@runtime_checkable
-class Remembering(Protocol):
-    """An engine that keeps what it was given last, and can load it again by itself."""
-
-    def remembers(self, source: Mapping[str, Any], *, version: int) -> bool:
-        """Whether `load_weights` of these would not read them again: the trainer may be changing
-        them meanwhile."""
-        ...
-
-
-@runtime_checkable
-class Leased(Protocol):
-    """An engine that others could load weights into as well."""
-
-    async def check_lease(self) -> None:
-        """Raises LeaseError if it has, or had since the last call, weights that are not this
-        run's."""
-        ...
-
-
-@runtime_checkable
-class Restartable(Protocol):
-    """An engine whose process can be started anew. `sync` does so with each version if the engine
-    is found not to run the weights that it is sent while it runs."""
+    def set_fingerprint(self, fingerprint: str) -> None:
+        """Records that the log-probs were found bit-equal to those of these numerics; replies carry
+        this fingerprint from here on. For engines that claim `takes_fingerprint`."""
+        raise CapabilityError(f"engine {self.capabilities.name} names its numerics itself.")
 
     async def restart(self, directory: str, *, version: int) -> None:
-        """Ends the process and starts it from this checkpoint, as `version`; returns when it
-        answers. Running requests end their segment as at `load_weights`, and go on."""
-        ...
+        """Starts the process again from this checkpoint, as `version`; returns when it answers.
+        Running requests continue as after `load_weights`. For engines that claim `has_restart`;
+        sync uses it if the engine is found not to run the weights that it is sent."""
+        raise CapabilityError(f"engine {self.capabilities.name} cannot be restarted.")

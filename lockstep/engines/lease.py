@@ -1,30 +1,21 @@
-"""Who a server works for: a label that it keeps beside its weights.
+"""The label that a run writes beside a server's weights, so that two trainers never share one.
 
 Two trainers that load weights into one server would each train on what the other's policy has
-sampled, and no log-prob would say so. A run therefore writes `lockstep/RUN/PROCESS/VERSION` to the
-server with every load, refuses a server that has another run's, and stops when its own is gone.
+sampled, and no log-prob would show it. A run therefore writes `lockstep/RUN/PROCESS/VERSION` to the
+server with every load, refuses a server that has another run's label, and stops when its own label
+is gone.
 """
 
 from __future__ import annotations
 
 import secrets
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
 
 from lockstep.errors import EngineDownError, LeaseError
 
 _PREFIX = "lockstep"
 FREE = f"{_PREFIX}-free"
-"""Written when a run has ended: the server is nobody's, with the weights of its last load."""
-
-
-@runtime_checkable
-class Labelled(Protocol):
-    """A server that keeps a text for whoever loads weights into it."""
-
-    async def read_label(self) -> str: ...
-
-    async def write_label(self, label: str) -> None: ...
+"""Label after the end of a run: anybody may use the server, which keeps its last weights."""
 
 
 @dataclass(slots=True)
@@ -41,19 +32,19 @@ class Lease:
 
     run: str
     server: str
-    """Names it in messages."""
+    """Address of the server, for messages."""
     take_over: bool = False
     process: str = field(default_factory=lambda: secrets.token_hex(4))
-    """Tells this process from another one of the same run, as before a resume."""
+    """Distinguishes this process from an earlier one of the same run."""
 
     def label(self, version: int) -> str:
-        """What is written beside the weights of this version."""
+        """The label for the weights of this version."""
         return f"{_PREFIX}/{self.run}/{self.process}/{version}"
 
     def check_free(self, found: str) -> None:
-        """Raises LeaseError if the label is that of another run, before this one loads anything.
+        """Raises LeaseError if the label is another run's, before this one loads anything.
 
-        That of this run, by a process before this one, is taken over: the run is resumed.
+        The label of an earlier process of this run is taken over: the run is resumed.
         """
         holder = _holder(found)
         if holder is None or holder[0] == self.run or self.take_over:
@@ -66,8 +57,8 @@ class Lease:
         )
 
     def check_held(self, found: str, version: int) -> None:
-        """Raises LeaseError unless the label is the one of this process's last load, and
-        EngineDownError for none at all: the server was started again, with its first weights."""
+        """Raises LeaseError unless the label is that of this process's last load, and
+        EngineDownError if there is no label: the server was restarted with its first weights."""
         if found == self.label(version):
             return
         holder = _holder(found)
@@ -87,7 +78,7 @@ class Lease:
 
 
 def _holder(label: str) -> tuple[str, str, str] | None:
-    """(run, process, version) of a label of ours; None of any other text."""
+    """(run, process, version) of one of our labels; None for any other text."""
     prefix, _, rest = label.partition("/")
     parts = rest.rsplit("/", 2)
     return (parts[0], parts[1], parts[2]) if prefix == _PREFIX and len(parts) == 3 else None

@@ -1,80 +1,357 @@
-"""Requests as every engine takes them: ids of the vocabulary, and each request answered once, to
-any number of readers."""
+"""One account of requests, kept alike by the embedded engine, served engines and the pool.
+
+A ledger admits each request once, delivers each token once and in order, ends each request once,
+and counts what happened. It also holds the engine's state (paused, asleep, closed, broken) and lets
+requests wait for it to change.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass, field
-from typing import TypeVar
+from dataclasses import dataclass, field, fields, replace
+from typing import Generic, TypeVar
 
 import numpy as np
 
-from lockstep.errors import EngineError
-from lockstep.types import Delta, Int32Array, Request
+from lockstep.engines.base import Capabilities
+from lockstep.errors import CapabilityError, EngineDownError, EngineError
+from lockstep.types import Delta, Distribution, FinishReason, Int32Array, Ragged, Request
 
 NUM_REMEMBERED = 4096
-"""Replies kept after their end, so that a repeated id is answered and not sampled again."""
+"""Ended replies that are kept, so that a repeated id is answered and not sampled again."""
 
 
-def wake(waiters: list[asyncio.Future[None]]) -> None:
-    """All who wait go on; nobody is left in the list."""
-    for waiter in waiters:
-        if not waiter.done():
-            waiter.set_result(None)
-    waiters.clear()
+@dataclass(slots=True)
+class Stats:
+    """Counters since the start of an engine or the last `reset`; each kind of engine uses some."""
+
+    requests: int = 0
+    failed_requests: int = 0
+    sampled_tokens: int = 0
+    prefilled_tokens: int = 0
+    """Prompt tokens computed, including those computed again after a preemption."""
+    cached_tokens: int = 0
+    """Prompt tokens whose keys and values were found in the cache."""
+    scored_tokens: int = 0
+    retries: int = 0
+    """Calls repeated after a lost connection or in another replica."""
+
+    steps: int = 0
+    step_seconds: float = 0.0
+    """Time inside steps: the cost of the embedded engine itself."""
+    preemptions: int = 0
+    """Requests computed again because the cache was out of pages."""
+    busy_sequences: int = 0
+    """Sampling requests summed over steps; divided by `steps` it is the mean batch."""
+
+    calls: int = 0
+    """Calls to a server; more than requests after weight updates, pauses and lost connections."""
+    cut_calls: int = 0
+    """Calls whose connection was closed because the server did not end them when told to."""
+    own_stops: int = 0
+    """Calls that a server ended at a stop id of its own, and that were continued."""
+    paused_seconds: float = 0.0
+
+    lost_replicas: int = 0
+    frozen_replicas: int = 0
+    returned_replicas: int = 0
+    continued_tokens: int = 0
+    """Tokens that had arrived of requests that were continued in another replica."""
+    dropped_tokens: int = 0
+    duplicated_deltas: int = 0
+    misordered_deltas: int = 0
+    lost_replies: int = 0
+    wrong_versions: int = 0
+    spilled_requests: int = 0
+    """Requests sent away from the replica with their prefix, because it was too busy."""
+
+    def reset(self) -> None:
+        """Sets every counter to 0."""
+        for entry in fields(self):
+            setattr(self, entry.name, entry.default)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Reply:
-    """What one request was answered so far. An engine adds what it needs to go on with it."""
+class Entry:
+    """One request in a ledger. An engine adds the fields that it needs to work on it."""
 
     request: Request
     deltas: list[Delta] = field(default_factory=list)
+    num_sent: int = 0
+    """Tokens delivered."""
     error: Exception | None = None
     is_done: bool = False
+    is_aborted: bool = False
+    """Somebody wants it ended: it is not resumed."""
     num_readers: int = 0
     waiters: list[asyncio.Future[None]] = field(default_factory=list)
 
-    def notify(self) -> None:
-        """To be called after a delta, an error or the end has been put here."""
-        wake(self.waiters)
+    @property
+    def where(self) -> str:
+        """Begins the messages about this request."""
+        return f"request {self.request.id}"
+
+    @property
+    def version(self) -> int | None:
+        """Policy version of the last token that was delivered; None before the first."""
+        return next((d.policy_version for d in reversed(self.deltas) if len(d.token_ids)), None)
 
 
-R = TypeVar("R", bound=Reply)
+E = TypeVar("E", bound=Entry)
 
 
-class Replies(OrderedDict[str, R]):
-    """By request id: those that are under way, and the last ones that have ended."""
+class Ledger(Generic[E]):
+    """The requests of one engine, and its state.
+
+    >>> from lockstep.types import SamplingParams
+    >>> async def demo():
+    ...     ledger = Ledger()
+    ...     sampling = SamplingParams(max_tokens=2)
+    ...     request = Request(id="a", prompt_ids=np.array([1], np.int32), sampling=sampling)
+    ...     def start(request):
+    ...         entry = Entry(request=request)
+    ...         ledger.deliver(entry, end_delta(entry, "stop", version=3))
+    ...         return entry
+    ...     twice = [ledger.answer(request, start, lambda entry: None) for _ in range(2)]
+    ...     return [d.finish_reason for deltas in twice async for d in deltas]
+    >>> asyncio.run(demo())
+    ['stop', 'stop']
+    """
 
     def __init__(self) -> None:
-        super().__init__()
-        self._limit = 2 * NUM_REMEMBERED
+        self.running: dict[str, E] = {}
+        """Requests that have not ended, by id."""
+        self.stats = Stats()
+        self.is_paused = self.is_asleep = self.is_closed = False
+        self.broken = ""
+        """Why the engine cannot answer anything; empty if it can."""
+        self._known: OrderedDict[str, E] = OrderedDict()
+        self._max_known = 2 * NUM_REMEMBERED
+        self._waiters: list[asyncio.Future[None]] = []
+        self._reported: dict[str, float] = {}
 
-    def known(self, request: Request) -> R | None:
-        """The reply to this id, if there is one. Raises EngineError if another thing was asked."""
-        reply = self.get(request.id)
-        if reply is not None and _asked(reply.request) != _asked(request):
+    # -- state ------------------------------------------------------------------------------------
+
+    @property
+    def may_sample(self) -> bool:
+        return not (self.is_paused or self.is_asleep or self.is_closed)
+
+    def check_open(self) -> None:
+        """Raises EngineError once the engine is closed."""
+        if self.is_closed:
+            raise EngineError("the engine is closed.")
+
+    def check_ready(self, where: str) -> None:
+        """Raises EngineError unless the engine takes requests, now or after a pause."""
+        self.check_open()
+        if self.is_asleep:
+            raise EngineError(f"{where}: the engine is asleep; call wake() first.")
+        if self.broken:
+            raise EngineError(self.broken)
+
+    async def changed(self, seconds: float | None = None) -> None:
+        """Waits for the next `wake`, at most for `seconds`."""
+        waiter = asyncio.get_running_loop().create_future()
+        self._waiters.append(waiter)
+        await asyncio.wait([waiter], timeout=seconds)
+
+    def wake(self) -> None:
+        """Lets everybody who waits for the state look at it again."""
+        _wake(self._waiters)
+
+    def take_counts(self, *names: str) -> dict[str, float]:
+        """How much these counters have grown since the last call."""
+        now = {name: float(getattr(self.stats, name)) for name in names}
+        found = {name: count - self._reported.get(name, 0.0) for name, count in now.items()}
+        self._reported |= now
+        return found
+
+    # -- requests ---------------------------------------------------------------------------------
+
+    async def answer(
+        self,
+        request: Request,
+        start: Callable[[Request], E],
+        abandon: Callable[[E], Awaitable[None] | None],
+    ) -> AsyncIterator[Delta]:
+        """The deltas of a request: those that have arrived, then each as it arrives.
+
+        start: called with a request that is new, when its first delta is asked for. abandon: called
+        when the last reader leaves before the end. Raises the error that the request failed with.
+        """
+        self.check_open()
+        entry = self._known.get(request.id)
+        if entry is not None and _asked(entry.request) != _asked(request):
             raise EngineError(
-                f"request {request.id}: the id was used for another prompt, seed, routes_from, "
-                "adapter or sampling parameters. An id names one generation; make ids unique."
+                f"{entry.where}: the id was used for another prompt, seed, routes_from, adapter or "
+                "sampling parameters. An id names one generation; make ids unique."
             )
-        return reply
+        if entry is None:
+            self.check_ready(f"request {request.id}")
+            entry = start(request)
+            self._add(entry)
+        entry.num_readers += 1
+        try:
+            at = 0
+            while True:
+                while at < len(entry.deltas):
+                    at += 1
+                    yield entry.deltas[at - 1]
+                if entry.error is not None:
+                    raise entry.error
+                if entry.is_done:
+                    return
+                waiter = asyncio.get_running_loop().create_future()
+                entry.waiters.append(waiter)
+                await waiter
+        finally:
+            entry.num_readers -= 1
+            if not entry.is_done and entry.num_readers == 0:
+                ending = abandon(entry)
+                if ending is not None:
+                    await ending
 
-    def add(self, reply: R) -> None:
-        """Remembers it, and in the long run forgets the oldest that have ended."""
-        self[reply.request.id] = reply
-        if len(self) > self._limit:
-            ended = [name for name, known in self.items() if known.is_done]
+    def _add(self, entry: E) -> None:
+        """Remembers a request, and now and then forgets the oldest that have ended."""
+        self.stats.requests += 1
+        self._known[entry.request.id] = entry
+        if not entry.is_done:
+            self.running[entry.request.id] = entry
+        if len(self._known) > self._max_known:
+            ended = [name for name, known in self._known.items() if known.is_done]
             for name in ended[:-NUM_REMEMBERED]:
-                del self[name]
-            self._limit = max(2 * NUM_REMEMBERED, 2 * len(self))  # not at every request
+                del self._known[name]
+            self._max_known = max(2 * NUM_REMEMBERED, 2 * len(self._known))
+
+    def deliver(self, entry: E, delta: Delta) -> bool:
+        """Hands a delta to the readers of a request. Returns False for a duplicate, which is
+        counted and dropped.
+
+        Tokens of another version than the last ones begin a segment: if the last delta did not end
+        its segment, an empty one with finish_reason "weight_update" is put between. Raises
+        EngineDownError for a delta that leaves tokens out, or comes before its predecessors.
+        """
+        count, stats = len(delta.token_ids), self.stats
+        first = entry.num_sent if delta.first is None else delta.first
+        if entry.is_done or (count and first + count <= entry.num_sent):
+            stats.duplicated_deltas += 1
+            stats.dropped_tokens += count
+            return False
+        if count and first != entry.num_sent:
+            stats.misordered_deltas += 1
+            stats.dropped_tokens += count
+            raise EngineDownError(
+                f"a delta of request {entry.request.id} begins at sampled token {first}; "
+                f"{entry.num_sent} came before it: one was lost, or came out of order"
+            )
+        last = entry.deltas[-1] if entry.deltas else None
+        if last is not None and not last.finish_reason and (
+            last.policy_version != delta.policy_version
+        ):  # fmt: skip
+            entry.deltas.append(end_delta(entry, "weight_update", version=last.policy_version))
+        entry.deltas.append(replace(delta, first=entry.num_sent))
+        entry.num_sent += count
+        if delta.finish_reason not in (None, "weight_update"):
+            # Whoever repeats an aborted id wants an answer, not the news that somebody gave up.
+            self._close(entry, is_forgotten=delta.finish_reason == "abort")
+        _wake(entry.waiters)
+        return True
+
+    def fail(self, entry: E, error: Exception) -> None:
+        """Ends a request with an error, which its readers get. A repeated id is sampled anew."""
+        if entry.is_done:
+            return
+        self.stats.failed_requests += 1
+        entry.error = error
+        self._close(entry, is_forgotten=True)
+        _wake(entry.waiters)
+
+    def forget(self, entry: E) -> None:
+        """Drops a request that nobody reads, so that a repeated id is sampled anew."""
+        self._close(entry, is_forgotten=True)
+
+    def _close(self, entry: E, *, is_forgotten: bool) -> None:
+        entry.is_done = True
+        self.running.pop(entry.request.id, None)
+        if is_forgotten:
+            self._known.pop(entry.request.id, None)
 
 
-def _asked(request: Request) -> tuple[object, ...]:
-    prompt = np.asarray(request.prompt_ids, np.int64).tobytes()
-    return prompt, request.seed, request.sampling, request.routes_from, request.adapter
+def end_delta(
+    entry: Entry, reason: FinishReason, *, version: int, stop: int | str | None = None
+) -> Delta:
+    """A delta without tokens that ends a segment or a reply."""
+    last = next((delta for delta in reversed(entry.deltas) if len(delta.token_ids)), None)
+    empty = Delta(
+        token_ids=np.empty(0, np.int32),
+        logprobs=np.empty(0, np.float32),
+        policy_version=version,
+        finish_reason=reason,
+        stop=stop,
+        first=entry.num_sent,
+    )
+    if last is None:
+        return empty
+    return replace(
+        empty,
+        policy_version=last.policy_version,
+        fingerprint=last.fingerprint,
+        support=None if last.support is None else Ragged.of([]),
+        routed_experts=None if last.routed_experts is None else last.routed_experts[:0],
+    )
+
+
+def checked_prompt(request: Request, limits: Capabilities) -> Int32Array:
+    """[T] int32. Raises EngineError for a prompt that is empty, too long, or has an id outside of
+    the vocabulary."""
+    where, ids = f"request {request.id}", np.asarray(request.prompt_ids)
+    if not len(ids):
+        raise EngineError(f"{where}: the prompt is empty; at least one id is needed.")
+    if len(ids) >= limits.max_tokens:
+        raise EngineError(
+            f"{where}: the prompt has {len(ids)} tokens; engine {limits.name} holds "
+            f"{limits.max_tokens} tokens of prompt and reply."
+        )
+    if request.sampling.record_routes and not 0 <= request.routes_from <= len(ids):
+        raise EngineError(
+            f"{where}: routes_from={request.routes_from} lies outside of its {len(ids)} prompt ids."
+        )
+    return checked_ids(ids, vocab_size=limits.vocab_size, where=where)
+
+
+def checked_text(
+    token_ids: Int32Array,
+    limits: Capabilities,
+    *,
+    distribution: Distribution,
+    temperature: float,
+    first: int,
+) -> Int32Array:
+    """[T] int32: ids to be scored. Raises CapabilityError or EngineError if they cannot be."""
+    if not limits.has_score:
+        raise CapabilityError(f"score: engine {limits.name} cannot score given ids.")
+    if distribution == "sampled":
+        raise CapabilityError(
+            "score: the distribution after top-p and top-k cannot be scored; expected 'model' or "
+            "'tempered'."
+        )
+    if temperature != 1 and distribution not in limits.scored_distributions:
+        raise CapabilityError(
+            f"score: engine {limits.name} scores under {', '.join(limits.scored_distributions)}, "
+            f"and not under {distribution!r} at temperature={temperature:g}."
+        )
+    if distribution == "tempered" and temperature <= 0:
+        raise EngineError(f"score: temperature={temperature} must be above 0.")
+    if first < 1:
+        raise EngineError(f"score: first={first} must be at least 1: nothing predicts id 0.")
+    if len(token_ids) > limits.max_tokens:
+        raise EngineError(
+            f"score: the text has {len(token_ids)} tokens; engine {limits.name} holds "
+            f"{limits.max_tokens}."
+        )
+    return checked_ids(np.asarray(token_ids), vocab_size=limits.vocab_size, where="score")
 
 
 def checked_ids(ids: np.ndarray, *, vocab_size: int, where: str) -> Int32Array:
@@ -89,32 +366,13 @@ def checked_ids(ids: np.ndarray, *, vocab_size: int, where: str) -> Int32Array:
     return ids.astype(np.int32)
 
 
-async def answer(
-    submit: Callable[[], R], abandon: Callable[[R], Awaitable[None] | None]
-) -> AsyncIterator[Delta]:
-    """The deltas of one reply: those that have come, then each as it comes.
+def _wake(waiters: list[asyncio.Future[None]]) -> None:
+    for waiter in waiters:
+        if not waiter.done():
+            waiter.set_result(None)
+    waiters.clear()
 
-    submit: makes the reply, or finds it; called with the first delta that is asked for. abandon:
-    called when its last reader leaves before its end. Raises what stands in `Reply.error`.
-    """
-    reply = submit()
-    reply.num_readers += 1
-    try:
-        at = 0
-        while True:
-            while at < len(reply.deltas):
-                at += 1
-                yield reply.deltas[at - 1]
-            if reply.error is not None:
-                raise reply.error
-            if reply.is_done:
-                return
-            waiter = asyncio.get_running_loop().create_future()
-            reply.waiters.append(waiter)
-            await waiter
-    finally:
-        reply.num_readers -= 1
-        if not reply.is_done and reply.num_readers == 0:
-            ending = abandon(reply)
-            if ending is not None:
-                await ending
+
+def _asked(request: Request) -> tuple[object, ...]:
+    prompt = np.asarray(request.prompt_ids, np.int64).tobytes()
+    return prompt, request.seed, request.sampling, request.routes_from, request.adapter

@@ -17,7 +17,7 @@ import numpy as np
 from lockstep.engines.base import Capabilities, EngineContext
 from lockstep.engines.config import OpenAIConfig
 from lockstep.engines.http import HttpClient
-from lockstep.engines.served import Chunk, ServedEngine, WireScores
+from lockstep.engines.served import Chunk, ServedEngine, Wire, WireScores
 from lockstep.engines.server_checks import (
     NUM_TOKENS,
     agree,
@@ -224,7 +224,7 @@ def _scores(answer: Any, ids: Sequence[int], way: str) -> list[float]:
     return [np.nan, *scored]
 
 
-class OpenAIWire:
+class OpenAIWire(Wire):
     """`Wire` to one server."""
 
     ends_calls = False
@@ -309,14 +309,7 @@ class OpenAIWire:
         )
 
     async def score(
-        self,
-        call_id: str,
-        token_ids: Int32Array,
-        *,
-        first: int,
-        distribution: Distribution,
-        temperature: float,
-        priority: int,
+        self, call_id: str, token_ids: Int32Array, *, first: int, priority: int
     ) -> WireScores:
         ids, way = token_ids.tolist(), self._facts.scores_by
         if len(ids) >= self._facts.max_tokens:
@@ -335,26 +328,8 @@ class OpenAIWire:
             logprobs=found[first:], prompt_ids=_choice(answer).get("prompt_token_ids")
         )
 
-    async def abort(self, call_id: str) -> None:
-        """Nothing is left to tell: the connection is closed."""
-
-    async def pause(self) -> None:
-        """Nothing to tell: the engine closes the connections of its calls."""
-
-    async def resume(self, *, drop_cache: bool) -> None:
-        """Cached prefixes stay: the weights that they were computed with do, too."""
-
-    async def load_weights(self, source: Mapping[str, Any] | str | None, *, version: int) -> None:
-        raise CapabilityError("load_weights: a server of OpenAI's protocol takes no new weights.")
-
     async def ping(self) -> None:
         await self._client.get("/v1/models")
-
-    async def sleep(self) -> None:
-        raise CapabilityError("sleep: a server of OpenAI's protocol keeps its memory.")
-
-    async def wake(self) -> None:
-        """It never sleeps."""
 
     async def close(self) -> None:
         await self._client.close()

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import singledispatch
 
-from lockstep.engines.base import Engine, EngineContext, Restartable
+from lockstep.engines.base import Engine, EngineContext
 from lockstep.engines.config import (
     EmbeddedConfig,
     EngineConfig,
@@ -34,7 +34,7 @@ def open_engine(
     configs = config.replica_configs()
     if not config.is_pool:
         return wrap(make_engine(configs[0], context), 0)
-    from lockstep.engines.pool import Pool, RestartablePool
+    from lockstep.engines.pool import Pool
 
     names = [
         of_one.urls[0] if isinstance(of_one, ServedConfig) and of_one.urls else f"replica {at}"
@@ -60,9 +60,7 @@ def open_engine(
         asyncio.run(_close_all(engines))
         raise errors[0]
     wrapped = [wrap(engine, at) for at, engine in enumerate(engines)]
-    can_restart = all(isinstance(engine, Restartable) for engine in wrapped)
-    kind = RestartablePool if can_restart else Pool
-    return kind(wrapped, config.pool, names=names, on_event=context.on_wait)
+    return Pool(wrapped, config.pool, names=names, on_event=context.on_wait)
 
 
 async def _close_all(engines: Sequence[Engine]) -> None:

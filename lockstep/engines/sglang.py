@@ -22,7 +22,7 @@ from lockstep.engines.base import Capabilities, EngineContext, WeightSource
 from lockstep.engines.config import SGLangConfig
 from lockstep.engines.http import HttpClient
 from lockstep.engines.lease import Lease
-from lockstep.engines.served import Chunk, ServedEngine, WireScores
+from lockstep.engines.served import Chunk, ServedEngine, Wire, WireScores
 from lockstep.engines.server_checks import (
     NUM_TOKENS,
     agree,
@@ -153,10 +153,10 @@ def _scoring_body(ids: Sequence[int], *, first: int) -> dict[str, Any]:
     }
 
 
-class SGLangWire:
+class SGLangWire(Wire):
     """`Wire` to one server."""
 
-    ends_calls = True
+    keeps_labels = True
 
     def __init__(
         self, client: HttpClient, facts: Facts, context: EngineContext, *, uses_ipc: bool
@@ -279,14 +279,7 @@ class SGLangWire:
         return flat.reshape(shape)[:, self._routed].astype(np.int16)
 
     async def score(
-        self,
-        call_id: str,
-        token_ids: Int32Array,
-        *,
-        first: int,
-        distribution: Distribution,
-        temperature: float,
-        priority: int,
+        self, call_id: str, token_ids: Int32Array, *, first: int, priority: int
     ) -> WireScores:
         if len(token_ids) >= self._facts.max_tokens:
             raise EngineError(

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 
 from lockstep import errors
-from lockstep.engines.base import Capabilities, Scores
+from lockstep.engines.base import Capabilities, Engine, Scores
 from lockstep.engines.worker_host import READY, told
 from lockstep.engines.worker_weights import Layout, holding
 from lockstep.errors import EngineDownError, EngineError, LockstepError
@@ -56,7 +56,7 @@ class _Call:
         return self.answers.pop(0)
 
 
-class WorkerEngine:
+class WorkerEngine(Engine):
     """`Engine` over a worker that runs `serving.serve`. May be used from several event loops.
 
     A worker that dies fails every request in flight, and each later one, with an EngineDownError
@@ -219,7 +219,7 @@ class WorkerEngine:
         await asyncio.to_thread(self._worker.end, seconds=CLOSE_SECONDS)
 
     def remembers(self, source: Mapping[str, Any], *, version: int) -> bool:
-        """As `Remembering` says: they stand where they were put for the worker."""
+        """Whether they still lie where they were put for the worker."""
         return self._memory.has(source, version)
 
     async def ping(self) -> None:

@@ -305,7 +305,6 @@ def _with_engine(
     cannot keep it, and for an engine of this library that should; `auto` goes on without.
     """
     from lockstep.engines.agreement import compare
-    from lockstep.engines.base import Vouchable
     from lockstep.ops import api, plain
     from lockstep.ops.selftest import fingerprint
 
@@ -314,7 +313,7 @@ def _with_engine(
     is_known = bool(found.fingerprint)
     if not found.shares_weights and model_files.lora is not None:
         reason = "its weights are its own, with the adapter merged into them: equal to rounding"
-    elif is_known or not isinstance(engine, Vouchable):
+    elif is_known or not found.takes_fingerprint:
         reason = why_not_same(numerics.fingerprint, found.fingerprint)
     else:
         # Until the first sync the engine runs what it was started from, whatever the trainer does.
@@ -328,7 +327,7 @@ def _with_engine(
             if agreement.num_unequal:
                 reason = agreement.text
             else:
-                engine.vouch(numerics.fingerprint.text)
+                engine.set_fingerprint(numerics.fingerprint.text)
     if not reason:
         return replace(numerics, line=line)
     if is_known or config.contract == TRUE_ON_POLICY:

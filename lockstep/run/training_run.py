@@ -22,7 +22,6 @@ from lockstep.doctor.inputs.base import Facts
 from lockstep.doctor.inputs.run import MONITOR
 from lockstep.doctor.monitor import Monitor
 from lockstep.doctor.tokenization import Tokenization
-from lockstep.engines.base import Leased, Reporting
 from lockstep.errors import DataError, EngineError
 from lockstep.launch.ranks import Ranks
 from lockstep.models.sharding import mesh_of
@@ -170,8 +169,7 @@ class TrainingRun:
     async def leave_engine(self) -> None:
         """What was sampled is this run's, and the device is the trainer's from here on."""
         engine = self.parts.engine
-        if isinstance(engine, Leased):
-            await engine.check_lease()
+        await engine.check_lease()
         if self.config.engine.share_device:
             await engine.sleep()
         elif self.takes_turns:
@@ -237,7 +235,7 @@ class TrainingRun:
     def engine_metrics(self) -> dict[str, float]:
         """`engine/...` since the last call: of several ranks, in all their engines."""
         engine = self.parts.engine
-        found = engine.take_metrics() if isinstance(engine, Reporting) else {}
+        found = engine.take_metrics()
         total: Counter[str] = Counter()
         for of_rank in [found] if self.ranks is None else self.ranks.gather(found):
             total.update(of_rank)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from lockstep.engines.base import Engine, Pooled, Scores
+from lockstep.engines.base import Engine, Scores
 from lockstep.errors import EngineError
 from lockstep.sync.config import SyncConfig
 from lockstep.training.trainer import Trainer
@@ -68,21 +68,12 @@ class Probe:
         """
         engine, temperature = self.engine, self.trainer.temperature
         distribution: Distribution = "model" if temperature == 1 else "tempered"
-        if isinstance(engine, Pooled):
-            by_each = await asyncio.gather(
-                *(
-                    engine.score_by_each(ids, distribution=distribution, temperature=temperature)
-                    for ids in self.texts
-                )
+        by_each = await asyncio.gather(
+            *(
+                engine.score_by_each(ids, distribution=distribution, temperature=temperature)
+                for ids in self.texts
             )
-        else:
-            found = await asyncio.gather(
-                *(
-                    engine.score(ids, distribution=distribution, temperature=temperature)
-                    for ids in self.texts
-                )
-            )
-            by_each = [{"": scores} for scores in found]
+        )
         names = [name for name in by_each[0] if all(name in of_text for of_text in by_each)]
         if not names:
             raise EngineError("sync: no replica of the engine has scored the whole probe.")

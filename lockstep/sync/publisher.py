@@ -13,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from lockstep.engines.base import Capabilities, Engine, Restartable
+from lockstep.engines.base import Capabilities, Engine
 from lockstep.errors import CapabilityError, EngineError, LockstepError
 from lockstep.models.decoder import Decoder
 from lockstep.models.hf_io import HFTensors, hf_tensors, save_checkpoint
@@ -245,7 +245,7 @@ class Publisher:
         engine, error = self.engine, None
         name = engine.capabilities.name
         try:
-            if self.restarts and isinstance(engine, Restartable) and isinstance(source, str):
+            if self.restarts and isinstance(source, str):
                 await engine.restart(source, version=version)
             else:
                 await engine.load_weights(source, version=version)
@@ -313,7 +313,7 @@ class Publisher:
             return
         name = self.engine.capabilities.name
         what = f"engine {name} does not run the weights that it is sent ({self.form})"
-        if isinstance(self.engine, Restartable) and "directory" in self._sources:
+        if self.engine.capabilities.has_restart and "directory" in self._sources:
             self.form, self.restarts = "directory", True
             self.warn(
                 f"sync: {what}: {found.describe()}. It is started anew with each version instead."

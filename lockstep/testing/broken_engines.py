@@ -9,15 +9,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from lockstep.agent.tasks import derive_seed
-from lockstep.engines.base import Capabilities, Engine, Reporting, Scores
+from lockstep.engines.base import Capabilities, Engine, Scores
 from lockstep.errors import EngineDownError, EngineError
 from lockstep.models.hf_io import read_tensors
-from lockstep.types import Delta, Distribution, Int32Array, Request
+from lockstep.types import Delta, Int32Array, Request
 
 
 class BrokenEngine:
@@ -39,56 +39,8 @@ class BrokenEngine:
         """Whether this request is one of those that go wrong."""
         return self.is_due and derive_seed(self.seed, request.id) < self.share * 2.0**63
 
-    @property
-    def capabilities(self) -> Capabilities:
-        return self.inner.capabilities
-
-    @property
-    def version(self) -> int:
-        return self.inner.version
-
-    async def generate(self, request: Request) -> AsyncIterator[Delta]:
-        async for delta in self.inner.generate(request):
-            yield delta
-
-    async def score(
-        self,
-        token_ids: Int32Array,
-        *,
-        distribution: Distribution = "model",
-        temperature: float = 1.0,
-        priority: int = 0,
-        first: int = 1,
-        affinity: str = "",
-    ) -> Scores:
-        return await self.inner.score(
-            token_ids, distribution=distribution, temperature=temperature, priority=priority,
-            first=first, affinity=affinity,
-        )  # fmt: skip
-
-    async def abort(self, request_id: str) -> None:
-        await self.inner.abort(request_id)
-
-    async def pause(self) -> None:
-        await self.inner.pause()
-
-    async def resume(self, *, kv: Literal["drop", "keep"] = "drop") -> None:
-        await self.inner.resume(kv=kv)
-
-    async def load_weights(self, source: Mapping[str, Any] | str | None, *, version: int) -> None:
-        await self.inner.load_weights(source, version=version)
-
-    async def sleep(self) -> None:
-        await self.inner.sleep()
-
-    async def wake(self) -> None:
-        await self.inner.wake()
-
-    async def close(self) -> None:
-        await self.inner.close()
-
-    def take_metrics(self) -> dict[str, float]:
-        return self.inner.take_metrics() if isinstance(self.inner, Reporting) else {}
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
 
 
 class DeadEngine(BrokenEngine):

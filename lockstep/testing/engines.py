@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from lockstep.engines.base import Capabilities, Scores
+from lockstep.engines.base import Capabilities, Engine, Scores
 from lockstep.errors import EngineError
 from lockstep.types import Delta, Distribution, Int32Array, Ragged, Request
 
@@ -22,7 +22,7 @@ def fake_logprob(token_id: int, position: int) -> float:
     return -(1 + (31 * token_id + 7 * position) % 97) / 50.0
 
 
-class FakeEngine:
+class FakeEngine(Engine):
     """An engine without a model. Keeps what it was asked, for tests to look at.
 
     reply: what to sample, cut after the first stop id or `max_tokens`. tokens_per_step: 0 gives a

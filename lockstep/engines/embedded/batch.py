@@ -59,8 +59,6 @@ class Sequence:
     not ask."""
     num_routed: int = 0
     """The position up to which routes were handed over or saved."""
-    segment_start: int = 0
-    """The first sampled token of the running policy version."""
     has_old_keys: bool = False
     """Some of its keys were computed by weights before the running version's, and kept."""
     num_sent: int = 0

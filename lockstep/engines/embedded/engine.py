@@ -13,10 +13,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -24,12 +23,12 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from lockstep.engines.base import Capabilities, Scores
+from lockstep.engines.base import Capabilities, Engine, Scores
 from lockstep.engines.config import EmbeddedConfig
 from lockstep.engines.embedded.batch import Chunk, Rows, Sequence, build_inputs
 from lockstep.engines.embedded.kv_cache import PagedCache, ResidentCache
 from lockstep.engines.embedded.scheduler import Scheduler
-from lockstep.engines.ledger import Replies, Reply, answer, checked_ids
+from lockstep.engines.ledger import Entry, Ledger, Stats, checked_prompt, checked_text
 from lockstep.errors import CapabilityError, ConfigError, EngineError
 from lockstep.models.decoder import Decoder
 from lockstep.models.hf_io import decoder_like, read_tensors
@@ -53,39 +52,14 @@ YIELDS_AFTER_REPLY = 3
 to parse the reply, call a tool that does not wait, and send its next turn into the next step."""
 
 
-@dataclass(slots=True)
-class EngineStats:
-    """Counters since the start or the last `reset`."""
-
-    steps: int = 0
-    step_seconds: float = 0.0
-    """Time inside steps: what the engine itself costs."""
-    sampled_tokens: int = 0
-    prefilled_tokens: int = 0
-    """Prompt tokens computed, also those computed again after a preemption."""
-    cached_tokens: int = 0
-    """Prompt tokens whose keys and values were found."""
-    scored_tokens: int = 0
-    preemptions: int = 0
-    busy_sequences: int = 0
-    """Sampling requests summed over steps; over `steps` it is the mean batch."""
-    requests: int = 0
-    failed_requests: int = 0
-
-    def reset(self) -> None:
-        """Every counter to 0."""
-        for entry in fields(self):
-            setattr(self, entry.name, entry.default)
-
-
 @dataclass(slots=True, eq=False, kw_only=True)
-class _Reply(Reply):
+class _Entry(Entry):
     sequence: Sequence
     text: bytearray = field(default_factory=bytearray)
     """The sampled bytes, of a request with stop strings."""
 
 
-class EmbeddedEngine:
+class EmbeddedEngine(Engine):
     """`Engine` over a `Decoder`. Knows ids only.
 
     token_bytes: the bytes of each id, for stop strings; without it they are refused.
@@ -145,16 +119,12 @@ class EmbeddedEngine:
             max_sequences=config.max_num_sequences,
             max_tokens=config.max_step_tokens,
         )
-        self.stats = EngineStats()
-        self._reported: Counter[str] = Counter()
-        self._replies: Replies[_Reply] = Replies()
-        self._reply_of: dict[Sequence, _Reply] = {}
+        self._ledger: Ledger[_Entry] = Ledger()
         self._scoring: dict[Sequence, tuple[asyncio.Future[Scores], float]] = {}
         self._watched: dict[Sequence, None] = {}
         """Requests that are looked at after every token: stop strings, streams."""
         self._num_arrived = 0
         self._has_finished = False
-        self._is_paused = self._is_asleep = self._is_closed = False
         self._fingerprint = fingerprint(model.embedding.dtype, model.embedding.device)
         self._fingerprint_text = self._fingerprint.text
         self._driver: asyncio.Task[None] | None = None
@@ -188,8 +158,13 @@ class EmbeddedEngine:
     def version(self) -> int:
         return self._version
 
+    @property
+    def stats(self) -> Stats:
+        """Counters since the start or the last `reset`."""
+        return self._ledger.stats
+
     def generate(self, request: Request) -> AsyncIterator[Delta]:
-        return answer(partial(self._submit, request), partial(self._end, reason="abort"))
+        return self._ledger.answer(request, self._start, partial(self._end, reason="abort"))
 
     async def score(
         self,
@@ -202,20 +177,10 @@ class EmbeddedEngine:
         affinity: str = "",
     ) -> Scores:
         """As the protocol says. Nothing is left in the prefix cache."""
-        if distribution == "sampled":
-            raise CapabilityError(
-                "score: the distribution after top-p and top-k cannot be scored; expected 'model' "
-                "or 'tempered'."
-            )
-        if distribution == "tempered" and temperature <= 0:
-            raise EngineError(f"score: temperature={temperature} must be above 0.")
-        ids = self._checked_ids("score", np.asarray(token_ids))
-        if len(ids) > self.max_tokens:
-            raise EngineError(
-                f"score: the text has {len(ids)} tokens; the engine holds {self.max_tokens}."
-            )
-        if first < 1:
-            raise EngineError(f"score: first={first} must be at least 1: nothing predicts id 0.")
+        ids = checked_text(
+            token_ids, self.capabilities, distribution=distribution, temperature=temperature,
+            first=first,
+        )  # fmt: skip
         scores = np.full(len(ids), np.nan, np.float32)
         if len(ids) <= first:
             return self._scores(scores, num_cached=0, num_prefilled=0)
@@ -245,28 +210,22 @@ class EmbeddedEngine:
         )
 
     def take_metrics(self) -> dict[str, float]:
-        """Requests that failed in it, and those that were computed again for want of pages."""
-        now = Counter(
-            failed_requests=self.stats.failed_requests, preemptions=self.stats.preemptions
-        )
-        found = {name: float(count - self._reported[name]) for name, count in now.items()}
-        self._reported = now
-        return found
+        """Requests that failed, and requests computed again for want of pages."""
+        return self._ledger.take_counts("failed_requests", "preemptions")
 
     async def abort(self, request_id: str) -> None:
-        reply = self._replies.get(request_id)
-        if reply is not None and not reply.is_done:
+        if (reply := self._ledger.running.get(request_id)) is not None:
             self._end(reply, "abort")
 
     async def pause(self) -> None:
         # A step never spans a turn of the event loop: none is running here.
-        self._is_paused = True
+        self._ledger.is_paused = True
 
     async def resume(self, *, kv: Literal["drop", "keep"] = "drop") -> None:
-        self._check_open()
-        if kv == "drop" and self._is_paused:
+        self._ledger.check_open()
+        if kv == "drop" and self._ledger.is_paused:
             self._drop_cache()
-        self._is_paused = False
+        self._ledger.is_paused = False
         self._drive()
 
     async def load_weights(self, source: Mapping[str, Any] | str | None, *, version: int) -> None:
@@ -275,7 +234,7 @@ class EmbeddedEngine:
 
         While paused, requests keep their keys and values until `resume` says what becomes of them.
         """
-        self._check_open()
+        self._ledger.check_open()
         if source is None:
             if self._shared is None:
                 raise EngineError(
@@ -288,10 +247,10 @@ class EmbeddedEngine:
         else:
             self._model = self._copy_with(source)
         for sequence in self._scheduler.sequences():
-            if (reply := self._reply_of.get(sequence)) is not None:
-                self._end_segment(reply)
+            if not sequence.is_score:
+                self._end_segment(self._entry_of(sequence))
         self._version = version
-        if self._is_paused:
+        if self._ledger.is_paused:
             self._cache.forget()
             for sequence in [*self._rows.sequences, *self._scheduler.prefilling]:
                 sequence.has_old_keys = True
@@ -301,46 +260,37 @@ class EmbeddedEngine:
     async def sleep(self) -> None:
         """Requests in flight keep their place and are computed again after `wake`; those that
         arrive in between are refused."""
-        self._check_open()
-        if not self._is_asleep:
+        self._ledger.check_open()
+        if not self._ledger.is_asleep:
             self._drop_cache()
             self._cache.deallocate()
             self._drop_resident()
-            self._is_asleep = True
+            self._ledger.is_asleep = True
 
     async def wake(self) -> None:
-        self._check_open()
-        if self._is_asleep:
+        self._ledger.check_open()
+        if self._ledger.is_asleep:
             self._cache.allocate()
-            self._is_asleep = False
+            self._ledger.is_asleep = False
             self._drive()
 
     async def close(self) -> None:
         """Requests in flight fail; the memory is given back."""
-        if self._is_closed:
+        if self._ledger.is_closed:
             return
         self._fail_all(EngineError("the engine was closed while the request was in flight."))
-        self._is_closed = True
-        if not self._is_asleep:
+        self._ledger.is_closed = True
+        if not self._ledger.is_asleep:
             self._cache.deallocate()
             self._drop_resident()
 
     # -- arrival ------------------------------------------------------------------------------
 
-    def _check_open(self) -> None:
-        if self._is_closed:
-            raise EngineError("the engine is closed.")
+    def _entry_of(self, sequence: Sequence) -> _Entry:
+        return self._ledger.running[sequence.request.id]
 
-    def _checked_ids(self, where: str, ids: np.ndarray) -> Int32Array:
-        return checked_ids(ids, vocab_size=self._model.config.vocab_size, where=where)
-
-    def _submit(self, request: Request) -> _Reply:
-        self._check_open()
-        if (known := self._replies.known(request)) is not None:
-            return known
+    def _start(self, request: Request) -> _Entry:
         where = f"request {request.id}"
-        if self._is_asleep:
-            raise EngineError(f"{where}: the engine is asleep; call wake() first.")
         if request.adapter:
             raise CapabilityError(
                 f"{where}: adapter {request.adapter!r} is asked for; the embedded engine has none."
@@ -350,15 +300,7 @@ class EmbeddedEngine:
                 f"{where}: stop strings need the bytes of the tokens; give the engine token_bytes, "
                 "or use stop_ids."
             )
-        ids = self._checked_ids(where, np.asarray(request.prompt_ids))
-        if not len(ids):
-            raise EngineError(f"{where}: the prompt is empty; at least one id is needed.")
-        if len(ids) >= self.max_tokens:
-            raise EngineError(
-                f"{where}: the prompt has {len(ids)} tokens; the engine holds {self.max_tokens} "
-                "tokens of prompt and reply (the smaller of the model's positions and "
-                "kv_cache_tokens)."
-            )
+        ids = checked_prompt(request, self.capabilities)
         limit = min(request.sampling.max_tokens, self.max_tokens - len(ids))
         sequence = self._arrived(request, ids, limit=limit)
         if request.sampling.record_support and request.sampling.is_truncated:
@@ -366,12 +308,9 @@ class EmbeddedEngine:
         if request.sampling.record_routes:
             self._keep_routes(request)
             sequence.routes, sequence.num_routed = [], request.routes_from
-        reply = _Reply(request=request, sequence=sequence)
-        self._replies.add(reply)
-        self._reply_of[sequence] = reply
+        reply = _Entry(request=request, sequence=sequence)
         if request.stream or request.sampling.stop_strings:
             self._watched[sequence] = None
-        self.stats.requests += 1
         self._scheduler.add(sequence)
         self._drive()
         return reply
@@ -385,11 +324,6 @@ class EmbeddedEngine:
                 f"request {request.id}: routes are asked for, and the model is dense "
                 f"({model.architecture}): no token is routed. Set sampling.record_routes=False."
             )
-        if not 0 <= request.routes_from <= len(request.prompt_ids):
-            raise EngineError(
-                f"request {request.id}: routes_from={request.routes_from} lies outside of "
-                f"its {len(request.prompt_ids)} prompt ids."
-            )
         if self._cache.routes is None:
             self._cache.keep_routes(
                 num_layers=len(model.routed_layers),
@@ -398,7 +332,7 @@ class EmbeddedEngine:
             )
 
     def _arrived(self, request: Request, ids: Int32Array, *, limit: int) -> Sequence:
-        self._check_open()
+        self._ledger.check_open()
         self._num_arrived += 1
         return Sequence(request, self._num_arrived, limit, ids)
 
@@ -406,7 +340,7 @@ class EmbeddedEngine:
 
     def _drive(self) -> None:
         """Starts the task that runs steps, unless it runs or there is nothing to do."""
-        if self._is_paused or self._is_asleep or self._is_closed or not self._scheduler.has_work:
+        if not (self._ledger.may_sample and self._scheduler.has_work):
             return
         loop = asyncio.get_running_loop()
         driver = self._driver
@@ -414,9 +348,7 @@ class EmbeddedEngine:
             self._driver = loop.create_task(self._run())
 
     async def _run(self) -> None:
-        while self._scheduler.has_work and not (
-            self._is_paused or self._is_asleep or self._is_closed
-        ):
+        while self._scheduler.has_work and self._ledger.may_sample:
             self._has_finished = False
             try:
                 self.step()
@@ -572,7 +504,7 @@ class EmbeddedEngine:
             if (text := self._matched_string(sequence)) is not None:
                 self._finish_row(sequence, "stop", text)
             elif sequence.request.stream and sequence not in finished:
-                self._send(self._reply_of[sequence], None, None)
+                self._send(self._entry_of(sequence), None, None)
         for sequence in finished:
             if sequence.row >= 0:
                 self._finish_row(sequence)
@@ -592,7 +524,7 @@ class EmbeddedEngine:
         last = int(rows.sampled_ids[row, at])
         if stop is None and last in sequence.request.sampling.stop_ids:
             reason, stop = "stop", last
-        self._end(self._reply_of[sequence], reason, stop)
+        self._end(self._entry_of(sequence), reason, stop)
 
     def _matched_string(self, sequence: Sequence) -> str | None:
         """The stop string that the last token completed, wherever in the token it ends."""
@@ -600,7 +532,7 @@ class EmbeddedEngine:
             return None
         assert self._token_bytes is not None, "stop strings are refused without token_bytes"
         rows, row = self._rows, sequence.row
-        reply = self._reply_of[sequence]
+        reply = self._entry_of(sequence)
         token = int(rows.last_ids[row])
         added = self._token_bytes[token] if token < len(self._token_bytes) else b""
         reply.text += added
@@ -621,7 +553,7 @@ class EmbeddedEngine:
             return np.empty(0, np.int32), np.empty(0, np.float32)
         return sequence.sampled_ids, sequence.sampled_logprobs
 
-    def _send(self, reply: _Reply, reason: FinishReason | None, stop: int | str | None) -> None:
+    def _send(self, reply: _Entry, reason: FinishReason | None, stop: int | str | None) -> None:
         """Hands over what was sampled since the last delta."""
         sequence = reply.sequence
         ids, logprobs = self._sampled(sequence)
@@ -629,10 +561,11 @@ class EmbeddedEngine:
         delta_ids, delta_logprobs = ids[fresh].copy(), logprobs[fresh].copy()
         delta_ids.setflags(write=False)
         delta_logprobs.setflags(write=False)
-        first, sequence.num_sent = sequence.num_sent, len(ids)
+        sequence.num_sent = len(ids)
         cached = max(sequence.num_cached, 0)
         prefilled = len(reply.request.prompt_ids) - cached if sequence.num_cached >= 0 else 0
-        reply.deltas.append(
+        self._ledger.deliver(
+            reply,
             Delta(
                 token_ids=delta_ids,
                 logprobs=delta_logprobs,
@@ -644,11 +577,9 @@ class EmbeddedEngine:
                 routed_experts=self._fresh_routes(sequence, len(delta_ids), len(ids)),
                 support=None if sequence.support is None else Ragged.of(sequence.support[fresh]),
                 fingerprint=self._fingerprint_of(sequence),
-                first=first,
-            )
+            ),
         )
         sequence.has_sent = True
-        reply.notify()
 
     def _fresh_routes(self, sequence: Sequence, num_fresh: int, num_sampled: int) -> Routes | None:
         """Of all that was read for the last `num_fresh` sampled tokens and was not handed over."""
@@ -669,36 +600,24 @@ class EmbeddedEngine:
             return replace(self._fingerprint, kv="kept").text
         return self._fingerprint_text
 
-    def _end_segment(self, reply: _Reply) -> None:
-        """The weights change: what was sampled under the old ones is a segment of its own. Nothing
-        is sent if nothing was sampled since the last change."""
-        sequence = reply.sequence
-        count = len(self._sampled(sequence)[0])
-        if count > sequence.segment_start:
+    def _end_segment(self, reply: _Entry) -> None:
+        """Hands over what was sampled under the old weights, as a segment of its own."""
+        if len(self._sampled(reply.sequence)[0]) > reply.sequence.num_sent:
             self._send(reply, "weight_update", None)
-            sequence.segment_start = count
 
-    def _end(self, reply: _Reply, reason: FinishReason, stop: int | str | None = None) -> None:
+    def _end(self, reply: _Entry, reason: FinishReason, stop: int | str | None = None) -> None:
         """The last delta, and the request leaves."""
         self._send(reply, reason, stop)
         self._leave(reply)
-        if reason == "abort":
-            # Whoever asks again wants an answer, not the news that somebody else gave up.
-            self._replies.pop(reply.request.id, None)
 
-    def _leave(self, reply: _Reply, *, keep: bool = True) -> None:
+    def _leave(self, reply: _Entry, *, keep: bool = True) -> None:
         self._scheduler.remove(reply.sequence, keep=keep)
-        del self._reply_of[reply.sequence]
         self._watched.pop(reply.sequence, None)
-        reply.is_done = True
         self._has_finished = True
-        reply.notify()
 
-    def _fail(self, reply: _Reply, error: EngineError) -> None:
-        reply.error = error
+    def _fail(self, reply: _Entry, error: EngineError) -> None:
         self._leave(reply, keep=False)
-        self._replies.pop(reply.request.id, None)
-        self.stats.failed_requests += 1
+        self._ledger.fail(reply, error)
 
     def _fail_unfinite(self, sequence: Sequence, found: str) -> None:
         """A request whose numbers broke fails alone: its pages are zeroed, the others go on."""
@@ -712,14 +631,14 @@ class EmbeddedEngine:
             if not future.done():
                 future.set_exception(EngineError(f"score: {cause}"))
         else:
-            reply = self._reply_of[sequence]
+            reply = self._entry_of(sequence)
             self._fail(reply, EngineError(f"request {reply.request.id}: {cause}"))
         self._cache.forget()
         self._cache.clear_free_pages()
         self._drop_resident()
 
     def _fail_all(self, error: EngineError) -> None:
-        for reply in list(self._reply_of.values()):
+        for reply in list(self._ledger.running.values()):
             self._fail(reply, error)
         for sequence, (future, _) in list(self._scoring.items()):
             self._scheduler.remove(sequence, keep=False)

@@ -62,7 +62,7 @@ class Scheduler:
             count = int(rows.counts[row])
             sequence.sampled_ids = rows.sampled_ids[row, :count].copy()
             sequence.sampled_logprobs = rows.logprobs[row, :count].copy()
-            if sequence.routes is not None and count > sequence.segment_start:
+            if sequence.routes is not None and count > sequence.num_sent:
                 # What was sampled was sampled by these; computed again, some may be others.
                 assert sequence.lease is not None, "a running request holds pages"
                 stop = int(rows.positions[row])

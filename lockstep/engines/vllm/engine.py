@@ -17,23 +17,6 @@ HOW_STARTED = (
 )
 
 
-class VllmEngine(ServedEngine):
-    """`Engine` over a vLLM server."""
-
-    def __init__(self, wire: VllmWire, lease: Lease) -> None:
-        super().__init__(wire, lease=lease)
-        self.wire = wire
-
-
-class StartedVllmEngine(VllmEngine):
-    """`Engine` over a vLLM server that the run has started, and may start again."""
-
-    async def restart(self, directory: str, *, version: int) -> None:
-        """As `load_weights`, by a server that is started from `directory`."""
-        self.wire.must_restart = "it does not run the weights that it is sent"
-        await self.load_weights(directory, version=version)
-
-
 def make_vllm_engine(config: VllmConfig, context: EngineContext) -> Engine:
     """Waits until the server answers. One replica: the first of engine.urls, or one that is
     started here and ends with `close`."""
@@ -51,13 +34,13 @@ def make_vllm_engine(config: VllmConfig, context: EngineContext) -> Engine:
         )
         client.wait_until_up("/health", config.start_seconds, context.on_wait)
         lease = Lease(context.run, server=client.url, take_over=config.take_over)
-        return VllmEngine(VllmWire(client, read_facts(client, context), context), lease)
+        return ServedEngine(VllmWire(client, read_facts(client, context), context), lease=lease)
     server = VllmServer(config, context)
     try:
         server.wait(context.on_wait)
         facts = read_facts(server.client, context)
         lease = Lease(context.run, server=server.client.url)
-        return StartedVllmEngine(VllmWire(server.client, facts, context, server=server), lease)
+        return ServedEngine(VllmWire(server.client, facts, context, server=server), lease=lease)
     except BaseException:  # Ctrl-C while it loads leaves no server either
         server.close()
         raise

@@ -28,7 +28,7 @@ import numpy as np
 
 from lockstep.engines.base import Capabilities, EngineContext, WeightSource
 from lockstep.engines.http import HttpClient
-from lockstep.engines.served import Chunk, WireScores
+from lockstep.engines.served import Chunk, Wire, WireScores
 from lockstep.engines.vllm.started import WORKER_EXTENSION, VllmServer
 from lockstep.errors import (
     CapabilityError,
@@ -222,10 +222,10 @@ def _check_same_model(
         )
 
 
-class VllmWire:
+class VllmWire(Wire):
     """`Wire` to one vLLM server. server: the process, if the run has started it."""
 
-    ends_calls = True
+    keeps_labels = True
 
     def __init__(
         self,
@@ -239,8 +239,6 @@ class VllmWire:
         self._owner = f"{context.run}-{secrets.token_hex(4)}"
         self._adapter = ""
         self._is_asleep = False
-        self.must_restart = ""
-        """Why the next load starts the server again; empty if it does not."""
         if facts.why_not_in_place and not facts.has_adapters and server is None:
             raise CapabilityError(
                 f"{client.url} cannot take new weights: {facts.why_not_in_place}. Start it with "
@@ -268,6 +266,7 @@ class VllmWire:
             has_support=facts.has_support,
             has_adapters=facts.has_adapters,
             has_sleep=facts.has_sleep,
+            has_restart=self.server is not None,
             weight_sources=sources,
         )
 
@@ -334,14 +333,7 @@ class VllmWire:
             raise EngineDownError(f"engine vllm at {self.url}: {reason}") from error
 
     async def score(
-        self,
-        call_id: str,
-        token_ids: Int32Array,
-        *,
-        first: int,
-        distribution: Distribution,
-        temperature: float,
-        priority: int,
+        self, call_id: str, token_ids: Int32Array, *, first: int, priority: int
     ) -> WireScores:
         settings = {
             "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False,

@@ -23,12 +23,12 @@ import torch
 
 from lockstep.engines.base import Capabilities, EngineContext, WeightSource
 from lockstep.engines.config import VllmConfig
-from lockstep.engines.served import Chunk, ServedEngine, WireScores
+from lockstep.engines.served import Chunk, ServedEngine, Wire, WireScores
 from lockstep.engines.vllm.checkpoint import check_readable, config_overrides
 from lockstep.engines.vllm.started import CPU_STEP_TOKENS, lora_rank
 from lockstep.errors import CapabilityError, ConfigError, EngineError, MissingExtraError
 from lockstep.models import peft_format
-from lockstep.types import Distribution, Int32Array, Request, SamplingParams
+from lockstep.types import Int32Array, Request, SamplingParams
 
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -58,7 +58,7 @@ def make_local_engine(config: VllmConfig, context: EngineContext) -> ServedEngin
     return ServedEngine(LocalWire(config, context))
 
 
-class LocalWire:
+class LocalWire(Wire):
     """`Wire` over an LLMEngine of this process."""
 
     def __init__(self, config: VllmConfig, context: EngineContext) -> None:
@@ -208,10 +208,6 @@ class LocalWire:
     def capabilities(self) -> Capabilities:
         return self._found
 
-    @property
-    def ends_calls(self) -> bool:
-        return True
-
     # -- calls ----------------------------------------------------------------------------------
 
     async def generate(self, request: Request) -> AsyncIterator[Chunk]:
@@ -246,14 +242,7 @@ class LocalWire:
             self._drop(request.id)
 
     async def score(
-        self,
-        call_id: str,
-        token_ids: Int32Array,
-        *,
-        first: int,
-        distribution: Distribution,
-        temperature: float,
-        priority: int,
+        self, call_id: str, token_ids: Int32Array, *, first: int, priority: int
     ) -> WireScores:
         asked = self._vllm.SamplingParams(
             max_tokens=1, temperature=0.0, ignore_eos=True, prompt_logprobs=0, detokenize=False,
@@ -372,9 +361,6 @@ class LocalWire:
         if before is not None:
             self._engine.remove_lora(before.lora_int_id)
         self._engine.add_lora(self._adapter)
-
-    async def ping(self) -> None:
-        """It is here."""
 
     async def sleep(self) -> None:
         self._engine.sleep(level=1, mode="abort")

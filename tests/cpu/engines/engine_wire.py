@@ -8,11 +8,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from lockstep.engines.served import Chunk, WireScores
+from lockstep.engines.served import Chunk, Wire, WireScores
 from lockstep.types import Delta
 
 
-class EngineWire:
+class EngineWire(Wire):
     """`Wire` over an engine in this process. change: what becomes of each chunk on its way."""
 
     def __init__(self, engine, *, ends_calls=True, change=lambda chunk: chunk, **claims):
@@ -32,6 +32,7 @@ class EngineWire:
             "name": "wire",
             "has_stop_strings": False,
             "has_positional_draws": False,
+            "scored_distributions": ("model",),
             "weight_sources": sources,
         }
         return replace(found, **(claims | self.claims))
@@ -51,10 +52,8 @@ class EngineWire:
         finally:
             del self.running[request.id]
 
-    async def score(self, call_id, token_ids, *, first, distribution, temperature, priority):
-        found = await self.engine.score(
-            token_ids, first=first, distribution=distribution, temperature=temperature
-        )
+    async def score(self, call_id, token_ids, *, first, priority):
+        found = await self.engine.score(token_ids, first=first)
         return WireScores(logprobs=found.logprobs[first:], prompt_ids=token_ids)
 
     async def abort(self, call_id):

@@ -99,9 +99,7 @@ class Broken(EmbeddedEngine):
             await super().pause()
 
     async def load_weights(self, source, *, version):
-        if self.fault == "weights":
-            self._version = version
-        else:
+        if self.fault != "weights":
             await super().load_weights(source, version=version)
 
     async def sleep(self):

@@ -145,7 +145,7 @@ def test_one_request_may_take_all_pages_and_no_more():
     assert engine.capabilities.max_tokens == 64
     delta = ask(engine, request("all", prompt(10), max_tokens=500))[0]
     assert delta.finish_reason == "length" and len(delta.token_ids) == 54
-    with pytest.raises(EngineError, match="prompt has 64 tokens; the engine holds 64"):
+    with pytest.raises(EngineError, match="prompt has 64 tokens; engine embedded holds 64"):
         ask(engine, request("more", prompt(64)))
 
 
@@ -664,7 +664,7 @@ def test_bad_requests_are_refused_with_what_was_expected():
         ask(engine, request("a", [1, 2, 97]))
     with pytest.raises(EngineError, match="the prompt is empty"):
         ask(engine, request("b", []))
-    with pytest.raises(EngineError, match="prompt has 256 tokens; the engine holds 256"):
+    with pytest.raises(EngineError, match="prompt has 256 tokens; engine embedded holds 256"):
         ask(engine, request("c", prompt(256)))
     with pytest.raises(CapabilityError, match="token_bytes"):
         ask(engine, request("d", [1], stop_strings=("x",)))

@@ -8,10 +8,9 @@ import pytest
 from engine_models import VOCAB, deltas_of, make_engine, make_model, prompt, request
 from test_check_engine import PROMPT, TOKEN_BYTES
 
-from lockstep.engines.base import Restartable
 from lockstep.engines.config import EmbeddedConfig, PoolConfig
 from lockstep.engines.embedded.engine import EmbeddedEngine
-from lockstep.engines.pool import EVENTS, Pool, RestartablePool
+from lockstep.engines.pool import EVENTS, Pool
 from lockstep.errors import ConfigError, EngineDownError, EngineError
 from lockstep.models.hf_io import hf_tensors
 from lockstep.observe.metrics import unknown_names
@@ -366,15 +365,19 @@ def test_a_load_that_fails_in_one_replica_leaves_the_others_at_work():
 
 def test_engines_that_can_be_started_anew_are_by_the_pool_too():
     class Started(BrokenEngine):
+        @property
+        def capabilities(self):
+            return replace(self.inner.capabilities, has_restart=True)
+
         async def restart(self, directory, *, version):
             told.append(directory)
             await self.inner.load_weights(None, version=version)
 
     told = []
     engines = [Started(make_engine()) for _ in range(2)]
-    pool = RestartablePool(engines, QUICK, names=["a", "b"])
-    assert isinstance(pool, Restartable)
-    assert not isinstance(make_pool(*engines), Restartable)
+    pool = make_pool(*engines)
+    assert pool.capabilities.has_restart
+    assert not make_pool(engines[0], make_engine()).capabilities.has_restart
 
     async def main():
         await pool.restart("weights/3", version=3)

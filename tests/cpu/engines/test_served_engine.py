@@ -273,7 +273,7 @@ def test_a_run_whose_engine_takes_no_weights_is_refused():
 
     engine, _ = served()
     fixed, _ = served(distributions=("model",))
-    fixed._wire.claims["weight_sources"] = ()
+    fixed.wire.claims["weight_sources"] = ()
     engine_limits = {"vocab_size": 97, "max_tokens": 200}
     check_capabilities(engine, **engine_limits, is_trained=True)
     check_capabilities(fixed, **engine_limits)

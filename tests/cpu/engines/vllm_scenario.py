@@ -13,7 +13,7 @@ from aiohttp import ClientSession, web
 
 from lockstep.engines.http import HttpClient
 from lockstep.engines.lease import Lease
-from lockstep.engines.vllm.engine import VllmEngine
+from lockstep.engines.served import ServedEngine
 from lockstep.engines.vllm.http_wire import VllmWire, read_facts
 from lockstep.types import Request, SamplingParams
 
@@ -38,7 +38,7 @@ async def play(url, context, directory, read=read_facts):
     client = HttpClient(url, name="vllm")
     facts = await asyncio.to_thread(read, client, context)
     lease = Lease("recorded", server=url, process="1")
-    engine = VllmEngine(VllmWire(client, facts, context), lease)
+    engine = ServedEngine(VllmWire(client, facts, context), lease=lease)
     found = {"max_tokens": facts.max_tokens, "vocab_size": facts.vocab_size}
 
     async def ask(name, **sampling):

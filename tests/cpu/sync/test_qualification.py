@@ -4,6 +4,7 @@ Healthy engines in other dtypes pass; those that keep, permute or lose weights a
 """
 
 from copy import deepcopy
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -170,6 +171,10 @@ def test_a_single_norm_that_is_ignored_is_found_in_float32():
 
 def test_a_restartable_engine_is_started_anew_where_its_reload_is_wrong(tmp_path):
     class Restarting(Taking):
+        @property
+        def capabilities(self):
+            return replace(super().capabilities, has_restart=True)
+
         async def restart(self, directory, *, version):
             self.take = lambda old, new, version: new
             await self.load_weights(directory, version=version)
