@@ -25,7 +25,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import Future, InvalidStateError, wait
 from typing import Any
 
 from lockstep.errors import ChildError, ChildRefusal, ChildTimeoutError
@@ -176,15 +176,16 @@ class _Process:
         timer.daemon = True
         timer.start()
         try:
-            return _checked(self.send(request, seconds)[1].result())
-        except ChildError:
-            if late.is_set():
-                raise ChildTimeoutError(
-                    f"{self._name} did not answer within {seconds:g} s.{self._tail()}"
-                ) from None
-            raise
+            _, answered = self.send(request, seconds)
+            wait([answered])
         finally:
             timer.cancel()
+            timer.join()  # it may be ending the process at this moment
+        if late.is_set():
+            raise ChildTimeoutError(
+                f"{self._name} did not answer within {seconds:g} s.{self._tail()}"
+            )
+        return _checked(answered.result())
 
     def send(self, request: Mapping[str, Any], seconds: float | None) -> tuple[int, Future[Reply]]:
         number, reply = next(self._numbers), Future[Reply]()

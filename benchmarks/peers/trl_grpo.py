@@ -32,8 +32,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerC
 from trl import GRPOConfig, GRPOTrainer
 
 from lockstep.config import resolve
-from lockstep.envs.docsearch.config import DocSearchConfig
-from lockstep.envs.docsearch.environment import INVALID_CALL
+from lockstep.envs.docsearch.config import INVALID_CALL, DocSearchConfig
 from lockstep.objectives.config import PPOClip
 from lockstep.recipes import find_recipe
 from lockstep.renderers.base import Renderer

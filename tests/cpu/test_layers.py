@@ -34,7 +34,7 @@ TORCH_FREE = [
     "lockstep.run.build", "lockstep.renderers.registry",
     "lockstep.store.run", "lockstep.observe.live", "lockstep.report.page",
     "lockstep.agent.environment", "lockstep.agent.tools",
-    "lockstep.envs.docsearch.environment", "lockstep.envs.math.retool", "lockstep.testing.faults",
+    "lockstep.envs.docsearch.config", "lockstep.envs.math.config", "lockstep.testing.faults",
     "lockstep.launch.processes", "lockstep.doctor.checks.examine", "lockstep.doctor.diagnose",
     "lockstep.doctor.rendering",
     "lockstep.agent.gateway.config", "lockstep.agent.gateway.exchange", "lockstep.model_server",

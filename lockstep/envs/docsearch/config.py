@@ -1,21 +1,39 @@
-"""Settings of the document-search environment."""
+"""The task kind `docsearch`: its settings and its episodes."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from lockstep.agent.config import AgentConfig
-from lockstep.agent.environment import Environment
+from lockstep.agent.environment import Environment, Observation, Score
 from lockstep.agent.task_config import Split, TaskConfig
-from lockstep.agent.tasks import GeneratedSource, ListSource, TaskSource, hold_out
-from lockstep.errors import ConfigError, DataError
-from lockstep.types import Task
+from lockstep.agent.tasks import GeneratedSource, ListSource, TaskSource
+from lockstep.agent.tools import Tool, ToolLimits, ToolRunner
+from lockstep.envs.data_files import split_tasks
+from lockstep.envs.docsearch.folder import Library, Question, is_correct, read_documents
+from lockstep.envs.docsearch.worlds import NO_RESULTS, World, world_of
+from lockstep.errors import ConfigError
+from lockstep.types import Message, Task, ToolCall
 
-if TYPE_CHECKING:
-    from lockstep.envs.docsearch.folder import Library, Question
+TOOL_NAME = "get_document_chunks"
+INVALID_CALL = "error: invalid call"
+"""Result of a call that could not be run, in a generated world."""
+
+_PARAMETERS = {
+    "type": "object",
+    "properties": {
+        "keywords": {
+            "type": "array",
+            "items": {"type": "string"},
+            "description": "Words that the chunks should contain.",
+        }
+    },
+    "required": ["keywords"],
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,36 +47,36 @@ class DocSearchConfig(TaskConfig):
     TAG: ClassVar[str] = "docsearch"
 
     docs: str = ""
-    """Folder of .txt, .md and .markdown documents, searched in depth. Empty: small worlds of 30
-    facts, made anew for every episode, that nobody can know by heart."""
+    """Folder of .txt, .md and .markdown documents, with its subfolders. Empty: generated worlds of
+    30 facts, a new one for each task, which no model can memorize."""
     questions: str = ""
     """JSONL: {"id", "question", "answer" or "answers", "gold": ["FILE#CHUNK" or {"document",
-    "quote"}]}. Needed with docs."""
+    "quote"}]}. Required with docs."""
     eval_questions: str = ""
     """JSONL of the same form for evaluation. Empty: eval_share of `questions` is held out."""
     eval_share: float = 0.1
-    """Share of `questions` that is held out, chosen by their ids."""
+    """Share of `questions` that is held out, chosen by id."""
     instructions: str = "Search, then answer."
-    """The developer message."""
+    """Developer message."""
     two_hop_share: float = 0.5
-    """Of the questions about worlds: "the city of the friend of Bela" instead of "of Bela"."""
+    """Share of questions about worlds with two hops: "the city of the friend of Bela"."""
     max_calls: int = 4
-    """Calls per episode. The episode is over with the last one, answered or not."""
+    """Calls per episode. The last one ends it, with or without an answer."""
     num_results: int = 2
-    """Chunks that one call returns at most."""
+    """Most chunks that one call returns."""
     chunk_chars: tuple[int, int] = (200, 600)
-    """Smallest and largest chunk that documents are cut into, in characters: paragraphs are joined
-    up to the second, and end a chunk from the first on where a heading follows."""
+    """(smallest, largest) chunk of a document, in characters. Paragraphs are joined up to the
+    largest; a heading starts a new chunk once the smallest is reached."""
     chunk_overlap_chars: int = 80
-    """Characters at the end of a chunk that the next one repeats, in whole words."""
+    """Characters that a chunk repeats from the end of the one before, in whole words."""
     accept_contained: bool = False
-    """Count an answer as correct if it contains an accepted one as whole words."""
+    """Whether an answer that contains an accepted one, as whole words, is correct."""
     retrieval_weight: float = 0.3
-    """Of the share of gold chunks that calls returned."""
+    """Weight of the share of gold passages that calls returned."""
     correctness_weight: float = 0.7
-    """Of the answer being right: 0 or 1."""
+    """Weight of a right answer (0 or 1)."""
     format_penalty_weight: float = 0.3
-    """Of the penalty: 0.5 per call that could not be run, 1 if there is no answer, at most 1."""
+    """Weight of the penalty: 0.5 per call that could not be run, 1 without an answer, at most 1."""
 
     def __post_init__(self) -> None:
         smallest, largest = self.chunk_chars
@@ -103,8 +121,8 @@ class DocSearchConfig(TaskConfig):
             _ = self._questions
 
     def tasks(self, *, split: Split, seed: int) -> TaskSource:
-        """Worlds without end, another stream per split and seed; or the split's questions, shuffled
-        anew in every epoch of training, once and in the file's order for evaluation."""
+        """Worlds: endless, one stream per split and seed. Questions: training reshuffles in each
+        epoch; evaluation goes once through them, in the file's order."""
         if not self.docs:
             return GeneratedSource(self._world_task, seed=seed, split=split)
         return ListSource.of_split(
@@ -115,14 +133,6 @@ class DocSearchConfig(TaskConfig):
         )
 
     def environment(self, task: Task, agent: AgentConfig) -> Environment:
-        from lockstep.agent.tools import ToolLimits
-        from lockstep.envs.docsearch.environment import (
-            DocSearchEnvironment,
-            library_problem,
-            world_problem,
-        )
-        from lockstep.envs.docsearch.worlds import world_of
-
         if self.docs:
             problem = library_problem(self._library, self._by_id[task.id], self)
         else:
@@ -133,14 +143,12 @@ class DocSearchConfig(TaskConfig):
         return DocSearchEnvironment(problem, self, limits)
 
     def label(self, task: Task) -> str:
-        """ "1-hop" or "2-hop"; of the user's questions, their own `label`."""
+        """Number of hops ("1-hop", "2-hop"); the `label` of a question of the user."""
         if self.docs:
             return self._by_id[task.id].label
         return f"{task.payload['hops']}-hop"
 
     def _world_task(self, seed: int, index: int) -> Task:
-        from lockstep.envs.docsearch.worlds import world_of
-
         world = world_of(seed, self.two_hop_share)
         return Task(
             id=f"world-{seed:016x}",
@@ -152,13 +160,10 @@ class DocSearchConfig(TaskConfig):
             },
         )
 
-    # Read once per config object, on demand. `cached_property` keeps what it made beside the
-    # fields, so it is neither compared nor written to a file.
+    # `cached_property` keeps its value beside the fields: it is neither compared nor written.
 
     @cached_property
     def _library(self) -> Library:
-        from lockstep.envs.docsearch.folder import Library, read_documents
-
         return Library(
             read_documents(self.docs),
             chunk_chars=self.chunk_chars,
@@ -168,24 +173,156 @@ class DocSearchConfig(TaskConfig):
     @cached_property
     def _questions(self) -> dict[str, list[Question]]:
         questions = self._library.read_questions(self.questions)
+        held_out = None
         if self.eval_questions:
-            train, held_out = questions, self._library.read_questions(self.eval_questions)
-            both = {q.id for q in train} & {q.id for q in held_out}
-            if both:
-                raise DataError(
-                    f"{self.eval_questions}: the id {min(both)!r} stands in {self.questions} too; "
-                    "a question that is trained on cannot be evaluated on."
-                )
-        else:
-            train, held_out = hold_out(questions, self.eval_share, key=lambda q: q.id)
-        if not train or not held_out:
-            raise DataError(
-                f"{self.questions}: {len(questions)} questions with eval_share={self.eval_share} "
-                f"leave {len(train)} to train on and {len(held_out)} to evaluate on. Give more, "
-                "another share, or eval_questions."
-            )
-        return {"train": train, "eval": held_out}
+            held_out = self._library.read_questions(self.eval_questions)
+        return split_tasks(
+            questions, held_out, self.eval_share, name=self.questions, key=lambda q: q.id
+        )
 
     @cached_property
     def _by_id(self) -> dict[str, Question]:
         return {q.id: q for split in self._questions.values() for q in split}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """One question about one set of chunks."""
+
+    question: str
+    search: Callable[[Sequence[str]], Sequence[tuple[str, str]]]
+    """keywords -> (chunk id, text for the model), best first."""
+    gold: tuple[frozenset[str], ...]
+    """Per gold passage, the ids of chunks that each contain it."""
+    is_correct: Callable[[str], bool]
+    separator: str
+    """Text between the chunks of one result."""
+    explains_errors: bool
+    """Whether the model reads why a call could not be run."""
+
+
+def world_problem(world: World, config: DocSearchConfig) -> Problem:
+    """The question of a generated world. The id of a fact is its text; an answer must be exact."""
+
+    def search(keywords: Sequence[str]) -> list[tuple[str, str]]:
+        facts = world.search(keywords, num_results=config.num_results)
+        return [(fact.text, fact.text) for fact in facts]
+
+    return Problem(
+        question=world.question,
+        search=search,
+        gold=tuple(frozenset((fact.text,)) for fact in world.path),
+        is_correct=lambda answer: answer == world.answer,
+        separator=" ",
+        explains_errors=False,
+    )
+
+
+def library_problem(library: Library, question: Question, config: DocSearchConfig) -> Problem:
+    """A question about the user's documents."""
+
+    def search(keywords: Sequence[str]) -> list[tuple[str, str]]:
+        chunks = library.index.search(keywords, num_results=config.num_results)
+        return [(chunk.id, f"[{chunk.id}]\n{chunk.text}") for chunk in chunks]
+
+    return Problem(
+        question=question.question,
+        search=search,
+        gold=question.gold,
+        is_correct=lambda answer: is_correct(
+            answer, question.answers, accept_contained=config.accept_contained
+        ),
+        separator="\n\n",
+        explains_errors=True,
+    )
+
+
+class DocSearchEnvironment(Environment):
+    """Search with `get_document_chunks`, then answer without a call.
+
+    A turn that is not an answer, or cannot be read, counts as a call; call number `max_calls` ends
+    the episode. Score parts: `retrieval` (share of the gold passages that calls returned),
+    `correctness` (0 or 1), `format_penalty` (0.5 per call that could not be run, 1 without an
+    answer, at most 1).
+    """
+
+    def __init__(
+        self, problem: Problem, config: DocSearchConfig, limits: ToolLimits | None = None
+    ) -> None:
+        self._problem, self._config = problem, config
+        search = Tool(
+            name=TOOL_NAME,
+            description="Finds the chunks of the documents that match the keywords best.",
+            parameters=_PARAMETERS,
+            function=self._search,
+            is_instant=True,
+        )
+        self.tools: Sequence[Tool] = (search,)
+        self._runner = ToolRunner(self.tools, limits)
+        self.found: set[str] = set()
+        """Ids of the chunks that calls returned."""
+        self.num_calls = 0
+        self.num_invalid_calls = 0
+        self.answer: str | None = None
+
+    async def reset(self) -> Sequence[Message]:
+        return (
+            Message(role="developer", content=self._config.instructions),
+            Message(role="user", content=self._problem.question),
+        )
+
+    async def step(self, message: Message) -> Observation:
+        if not message.parse_error and not message.tool_calls:
+            self.answer = message.content.strip() or None
+            return Observation(done=True)
+        calls = () if message.parse_error else message.tool_calls
+        left = self._config.max_calls - self.num_calls
+        replies: list[Message] = []
+        counters: dict[str, float] = {}
+        for call in calls[:left]:
+            replies.append(await self._run(call, counters))
+        if message.parse_error:
+            self.num_invalid_calls += 1
+            replies.append(_reply(self._error_text(f"error: {message.parse_error}")))
+        self.num_calls += len(replies)
+        return Observation(
+            messages=replies, done=self.num_calls >= self._config.max_calls, metrics=counters
+        )
+
+    async def _run(self, call: ToolCall, counters: dict[str, float]) -> Message:
+        (reply,), counted = await self._runner.run((call,))
+        for name, value in counted.items():
+            counters[name] = counters.get(name, 0.0) + value
+        text = reply.content
+        if "tool/invalid_arguments" in counted or "tool/unknown" in counted:
+            self.num_invalid_calls += 1
+            text = self._error_text(text)
+        return _reply(text, call.id)
+
+    def _error_text(self, explained: str) -> str:
+        return explained if self._problem.explains_errors else INVALID_CALL
+
+    def _search(self, keywords: list[str]) -> str:
+        chunks = self._problem.search(keywords)
+        self.found.update(chunk_id for chunk_id, _ in chunks)
+        return self._problem.separator.join(text for _, text in chunks) or NO_RESULTS
+
+    async def score(self) -> Score:
+        config, gold = self._config, self._problem.gold
+        retrieval = sum(not self.found.isdisjoint(ids) for ids in gold) / len(gold)
+        correctness = float(self.answer is not None and self._problem.is_correct(self.answer))
+        format_penalty = min(1.0, 0.5 * self.num_invalid_calls + (self.answer is None))
+        return Score(
+            reward=config.retrieval_weight * retrieval
+            + config.correctness_weight * correctness
+            - config.format_penalty_weight * format_penalty,
+            parts={
+                "retrieval": retrieval,
+                "correctness": correctness,
+                "format_penalty": format_penalty,
+            },
+        )
+
+
+def _reply(text: str, call_id: str = "") -> Message:
+    return Message(role="tool", name=TOOL_NAME, content=text, tool_call_id=call_id)

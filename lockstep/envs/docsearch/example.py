@@ -3,8 +3,7 @@
     python -m lockstep.envs.docsearch.example town
     lockstep train docsearch task.docs=town/docs task.questions=town/questions.jsonl
 
-Over 1,000 chunks and 480 questions, the same ones for the same seed. It is made on demand, so
-that it need not be shipped. Nothing in it is in any model's memory.
+Over 600 chunks and 480 questions, the same for the same seed. No model can have memorized them.
 """
 
 from __future__ import annotations
@@ -50,19 +49,12 @@ _MONTHS = (
     "January", "February", "March", "April", "May", "June", "July", "August", "September",
     "October", "November", "December",
 )  # fmt: skip
-_PASTIMES = (
-    "archery", "beekeeping", "chess", "dominoes", "embroidery", "falconry", "gardening", "juggling",
-    "kite flying", "lace making", "map drawing", "orienteering", "puppetry", "quilting", "rowing",
-)  # fmt: skip
-
 NUM_RESIDENTS = 480
-NUM_CLUBS = 225
-NUM_EVENTS = 240
 
 
 @dataclass(frozen=True, slots=True)
 class Passage:
-    """One section of a document: the sentences that questions are about, among others."""
+    """One section of a document: sentences that questions are about, and others."""
 
     document: str
     title: str
@@ -87,9 +79,6 @@ def make_example(seed: int = 0) -> tuple[dict[str, str], list[dict[str, Any]]]:
         passage = _resident_passage(person, shop, _STREETS[number % len(_STREETS)], rng)
         passages.append(passage)
         questions.append(_question(number, person, shop, passage, street_of[shop], founded[shop]))
-    clubs = [f"{street} {pastime} circle" for street in _STREETS for pastime in _PASTIMES]
-    passages += [_club_passage(club, rng) for club in rng.sample(clubs, NUM_CLUBS)]
-    passages += [_event_passage(number, rng) for number in range(NUM_EVENTS)]
     documents: dict[str, str] = {}
     for passage in passages:
         opening = f"# {passage.document.removesuffix('.md').replace('-', ' ').capitalize()}\n"
@@ -124,7 +113,7 @@ def _works(person: str, shop: str) -> str:
 def _question(
     number: int, person: str, shop: str, passage: Passage, street: str, year: str
 ) -> dict[str, Any]:
-    """One question about a resident; every second one needs the place of work looked up too."""
+    """One question about a resident. Every second one needs the passage of the workplace too."""
     works = {"document": passage.document, "quote": _works(person, shop)}
     shop_document = _shop_document(shop)
     match number % 4:
@@ -182,36 +171,6 @@ def _resident_passage(person: str, shop: str, street: str, rng: random.Random) -
             f"The {pet} that sleeps on the doorstep of {person} is called "
             f"{rng.choice(_PET_NAMES)}.",
             f"The garden is open to visitors in {rng.choice(_MONTHS)}.",
-        ),
-    )
-
-
-def _club_passage(club: str, rng: random.Random) -> Passage:
-    return Passage(
-        document=f"clubs-{club.split()[0].lower()}.md",
-        title=club,
-        sentences=(
-            f"The {club} meets every {rng.choice(_DAYS)} in the back room of the "
-            f"{rng.choice(_SIGNS)} {rng.choice(_TRADES)}.",
-            f"It counts {rng.randrange(4, 60)} members and charges {rng.randrange(1, 12)} pennies "
-            "a month.",
-            f"Beginners are welcome from {rng.choice(_MONTHS)} on, and bring their own chair.",
-            f"The trophy of the circle shows a silver {rng.choice(_PETS)}.",
-        ),
-    )
-
-
-def _event_passage(number: int, rng: random.Random) -> Passage:
-    month, instrument = rng.choice(_MONTHS), rng.choice(_INSTRUMENTS)
-    return Passage(
-        document=f"calendar-{month.lower()}.md",
-        title=f"Notice {number + 1}: the {instrument} evening",
-        sentences=(
-            f"On the {rng.randrange(1, 29)} of {month} the town gathers in {rng.choice(_STREETS)} "
-            f"for {instrument} music.",
-            f"The {rng.choice(_SIGNS)} {rng.choice(_TRADES)} pays for lanterns and bread.",
-            f"Should it rain, the evening moves to the {rng.choice(_DAYS)} after.",
-            f"Last year a {rng.choice(_PETS)} named {rng.choice(_PET_NAMES)} stole the soup.",
         ),
     )
 

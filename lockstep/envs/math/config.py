@@ -1,31 +1,33 @@
-"""Settings of mathematics: where problems come from, and how their answers are graded."""
+"""The task kinds `math` and `retool`: their settings and their episodes."""
 
 from __future__ import annotations
 
 import math
 import uuid
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from lockstep.agent.config import AgentConfig
-from lockstep.agent.environment import Environment
+from lockstep.agent.environment import Environment, Observation, Score
+from lockstep.agent.sandbox.base import Sandbox
 from lockstep.agent.sandbox.config import MontyConfig, SandboxConfig
+from lockstep.agent.sandbox.tool import python_tool
 from lockstep.agent.task_config import Split, TaskConfig
-from lockstep.agent.tasks import GeneratedSource, ListSource, TaskSource, hold_out
+from lockstep.agent.tasks import GeneratedSource, ListSource, TaskSource
+from lockstep.agent.tools import ToolEnvironment, ToolLimits
+from lockstep.children import Child
+from lockstep.envs.data_files import split_tasks
+from lockstep.envs.math.grading import Form, grade_reply, math_verify_child
+from lockstep.envs.math.problem_sets import PUBLIC, Problem, files_of, locate, read_problems
 from lockstep.envs.math.problems import Kind, make_problem
-from lockstep.envs.math.verifier import Form
 from lockstep.errors import ConfigError, DataError
-from lockstep.types import Task
-
-if TYPE_CHECKING:
-    from lockstep.agent.sandbox.base import Sandbox
-    from lockstep.envs.math.answers import ExpressionJudge
-    from lockstep.envs.math.datasets import Problem
+from lockstep.types import Message, Task
 
 Source = Literal["arithmetic", "chain", "gsm8k", "dapo", "aime", "file"]
-_MADE: dict[str, Kind] = {"arithmetic": "word", "chain": "chain"}
-"""Sources whose problems are made on demand."""
+_GENERATED: dict[str, Kind] = {"arithmetic": "word", "chain": "chain"}
+"""Sources whose problems a program makes."""
 
 FORM_INSTRUCTIONS: dict[Form, str] = {
     "boxed": "Reason step by step, and put your final answer within \\boxed{}.",
@@ -36,19 +38,16 @@ FORM_INSTRUCTIONS: dict[Form, str] = {
     "last_number": "Reason step by step, and end with the final answer.",
 }
 TOOL_INSTRUCTIONS = " You can run Python code with the tool python before you answer."
+FAILED = "error"
+"""Result of a call whose code failed, if errors are not explained."""
 
-
-def _made_task(kind: Kind, task_seed: int) -> Task:
-    made = make_problem(task_seed, kind)
-    return Task(
-        id=f"made-{task_seed:016x}",
-        payload={"question": made.question, "answer": made.answer, "label": made.label},
-    )
+Grade = Callable[[str], Awaitable[Score]]
+"""reply -> its reward, with the parts `correctness` and `format`, each 0 or 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MathConfig(TaskConfig):
-    """A problem, one reply, and its final answer graded.
+    """A problem and one reply, whose final answer is graded.
 
     reward = correctness_weight * correctness + format_weight * format
     """
@@ -56,39 +55,39 @@ class MathConfig(TaskConfig):
     TAG: ClassVar[str] = "math"
 
     source: Source = "arithmetic"
-    """arithmetic: word problems of two or three steps, made without end. chain: products of larger
-    numbers with a second step, made without end. gsm8k, dapo, aime: the public data sets, as
-    published. file: your own problems, a row each: question, answer."""
+    """arithmetic: endless generated word problems of two or three steps. chain: endless generated
+    products of larger numbers with a second step. gsm8k, dapo, aime: the published data sets.
+    file: your own problems, with the columns question and answer."""
     path: str = ""
-    """Of a data set: its .parquet or .jsonl file, the folder that it was downloaded to, or
-    ORGANISATION/NAME on the Hugging Face hub. Empty: the repository it was published in."""
+    """Data set: a .parquet or .jsonl file, a folder, or ORGANISATION/NAME of the Hugging Face hub.
+    Empty: the repository that the source was published in."""
     eval_source: Source | None = None
-    """Where held-out problems come from; none is the test split of `source` or, where it has none,
-    eval_share of its problems."""
+    """Source of held-out problems. none: the test split of `source` or, if it has none, eval_share
+    of its problems."""
     eval_path: str = ""
-    """As `path`, for evaluation: a file, or a folder whose test files are taken, or if it has none
-    its train files."""
+    """Data set to evaluate on, as `path`. Of a folder the test files are taken, or the training
+    files if it has no test files."""
     eval_share: float = 0.02
-    """Share of the problems that is held out, chosen by their text, if there is no test split."""
+    """Share of the problems that is held out if there is no test split, chosen by their text."""
     bad_rows: Literal["error", "drop"] = "error"
-    """A question with an answer that cannot be graded, with two different answers, or both trained
-    and evaluated on: refuse the data and say where it stands, or leave the question out."""
+    """error: refuse data with a question whose answer cannot be graded, that has two different
+    answers, or that is in both splits. drop: leave such questions out."""
     form: Form | None = None
-    """Where the final answer is looked for: boxed, hashes (####), tag (<answer>), answer_line
-    (Answer: ...) or last_number; none is the source's own."""
+    """Place of the final answer: boxed, hashes (####), tag (<answer>), answer_line (Answer: ...) or
+    last_number. none: the source's own."""
     lenient: bool = False
-    """Grade the last number of a reply that has no answer in that form. Its format is 0."""
+    """Grade the last number of a reply that has no answer in that form; its format scores 0."""
     instructions: str | None = None
-    """The developer message; none tells the form, unless the source's questions do so themselves;
-    empty sends no such message."""
+    """Developer message. none: one that states the form, unless the source's questions do. Empty:
+    no message."""
     correctness_weight: float = 0.9
-    """Of the answer being right: 0 or 1."""
+    """Weight of a right answer (0 or 1)."""
     format_weight: float = 0.1
-    """Of an answer in the form asked for: 0 or 1."""
+    """Weight of an answer in the right form (0 or 1)."""
 
     def __post_init__(self) -> None:
         weights = (self.correctness_weight, self.format_weight)
-        evaluates_a_set = (self.eval_source or self.source) not in _MADE
+        evaluates_a_set = (self.eval_source or self.source) not in _GENERATED
         for ok, text in (
             (0 < self.eval_share < 1, f"eval_share={self.eval_share} must lie in (0, 1)"),
             (
@@ -96,9 +95,9 @@ class MathConfig(TaskConfig):
                 f"the weights {weights} must be finite and at least 0",
             ),
             (
-                not self.path or self.source not in _MADE,
-                f"path={self.path!r} belongs to a data set; source={self.source} is made on "
-                "demand. Set source=gsm8k, dapo, aime or file",
+                not self.path or self.source not in _GENERATED,
+                f"path={self.path!r} belongs to a data set, and source={self.source} is "
+                "generated. Set source=gsm8k, dapo, aime or file",
             ),
             (
                 not self.eval_path or evaluates_a_set,
@@ -113,55 +112,61 @@ class MathConfig(TaskConfig):
         _ = self._problems
 
     def tasks(self, *, split: Split, seed: int) -> TaskSource:
-        """Made problems without end, another stream per split and seed; or the split's problems,
-        shuffled anew in every epoch of training, once and in their order for evaluation."""
+        """Generated problems: endless, one stream per split and seed. Data sets: reshuffled in each
+        epoch of training; once and in order for evaluation."""
         source = self._source_of(split)
-        if source in _MADE:
-            kind = _MADE[source]
+        if source in _GENERATED:
             return GeneratedSource(
-                lambda task_seed, _: _made_task(kind, task_seed), seed=seed, split=split
+                lambda task_seed, _: _generated_task(_GENERATED[source], task_seed),
+                seed=seed,
+                split=split,
             )
-        return ListSource.of_split(
-            [
-                Task(id=p.id, payload={"question": p.question, "answer": p.answer})
-                for p in self._problems[split]
-            ],
-            split=split,
-            seed=seed,
-            name=source,
-        )
+        tasks = [
+            Task(id=p.id, payload={"question": p.question, "answer": p.answer})
+            for p in self._problems[split]
+        ]
+        return ListSource.of_split(tasks, split=split, seed=seed, name=source)
 
     def environment(self, task: Task, agent: AgentConfig) -> Environment:
-        from lockstep.envs.math.environment import MathEnvironment
-
-        form = self._form_of(task)
-        return MathEnvironment(
-            question=task.payload["question"],
-            expected=task.payload["answer"],
-            form=form,
-            instructions=self._instructions_for(task, form),
-            config=self,
-        )
+        return MathEnvironment(self._opening(task), self._grade_of(task))
 
     def label(self, task: Task) -> str:
-        """Of made problems: "2-step", "3-step", "chain" or "choice"."""
+        """Kind of a generated problem: "2-step", "3-step", "chain" or "choice"."""
         return task.payload.get("label", "")
 
     async def close(self) -> None:
-        self.judge.close()
+        self._comparer.close()
+
+    def _grade_of(self, task: Task) -> Grade:
+        async def grade(reply: str) -> Score:
+            verdict = await grade_reply(
+                reply,
+                task.payload["answer"],
+                form=self._form_of(task),
+                lenient=self.lenient,
+                comparer=self._comparer,
+            )
+            correctness, has_form = float(verdict.is_correct), float(verdict.has_form)
+            return Score(
+                reward=self.correctness_weight * correctness + self.format_weight * has_form,
+                parts={"correctness": correctness, "format": has_form},
+            )
+
+        return grade
+
+    def _opening(self, task: Task) -> list[Message]:
+        instructions = self._instructions_for(task, self._form_of(task))
+        said = [Message(role="developer", content=instructions)] if instructions else []
+        return [*said, Message(role="user", content=task.payload["question"])]
 
     def _source_of(self, split: Split) -> Source:
         return (self.eval_source or self.source) if split == "eval" else self.source
 
     def _form_of(self, task: Task) -> Form:
-        from lockstep.envs.math.datasets import PUBLIC
-
         source = task.id.partition("-")[0]
         return self.form or (PUBLIC[source].form if source in PUBLIC else "hashes")
 
     def _instructions_for(self, task: Task, form: Form) -> str:
-        from lockstep.envs.math.datasets import PUBLIC
-
         if self.instructions is not None:
             return self.instructions
         source = task.id.partition("-")[0]
@@ -169,82 +174,70 @@ class MathConfig(TaskConfig):
             return ""
         return FORM_INSTRUCTIONS[form]
 
-    # Read once per config object, on demand. `cached_property` keeps what it made beside the
-    # fields, so it is neither compared nor written to a file.
+    # `cached_property` keeps its value beside the fields: it is neither compared nor written.
+
+    @cached_property
+    def _comparer(self) -> Child:
+        """Compares answers that are not numbers, for all episodes."""
+        return math_verify_child()
 
     @cached_property
     def _problems(self) -> dict[str, list[Problem]]:
-        """Of both splits; a split that is made on demand has none."""
-        train = [] if self.source in _MADE else self._read(self.source, self.path, "train")
-        held_out_source = self._source_of("eval")
-        if held_out_source in _MADE:
+        """Problems of both splits, [] for a generated one."""
+        train = [] if self.source in _GENERATED else self._read(self.source, self.path, "train")
+        eval_source = self._source_of("eval")
+        if eval_source in _GENERATED:
             return {"train": train, "eval": []}
         if self.eval_path or self.eval_source not in (None, self.source):
-            held_out = self._read(held_out_source, self.eval_path, "eval")
-            held_out = held_out or self._read(held_out_source, self.eval_path, "train")
+            held_out = self._read(eval_source, self.eval_path, "eval")
+            held_out = held_out or self._read(eval_source, self.eval_path, "train")
         else:
             held_out = self._read(self.source, self.path, "eval")
             if not held_out:
-                return self._split(train)
+                where = train[0].where
+                return split_tasks(
+                    train, None, self.eval_share, name=where, key=lambda p: p.question
+                )
         return {"train": self._without(train, held_out), "eval": held_out}
 
     def _read(self, source: Source, path: str, split: Split) -> list[Problem]:
-        from lockstep.envs.math.datasets import files_of, locate, read_problems
-
         files = files_of(source, locate(source, path), split)
         return read_problems(source, files, bad_rows=self.bad_rows) if files else []
-
-    def _split(self, problems: list[Problem]) -> dict[str, list[Problem]]:
-        train, held_out = hold_out(problems, self.eval_share, key=lambda p: p.question)
-        if not train or not held_out:
-            raise DataError(
-                f"{problems[0].where}: {len(problems)} problems with eval_share={self.eval_share} "
-                f"leave {len(train)} to train on and {len(held_out)} to evaluate on. Give more, "
-                "another share, or task.eval_path."
-            )
-        return {"train": train, "eval": held_out}
 
     def _without(self, train: list[Problem], held_out: list[Problem]) -> list[Problem]:
         held = {p.question: p for p in held_out}
         both = next((p for p in train if p.question in held), None)
         if both is not None and self.bad_rows == "error":
             raise DataError(
-                f"{both.where}: the question stands at {held[both.question].where} too; one that "
-                "is trained on cannot be evaluated on. Leave such questions out of training with "
+                f"{both.where}: the question is at {held[both.question].where} too; one that is "
+                "trained on cannot be evaluated on. Leave such questions out of training with "
                 "task.bad_rows=drop."
             )
         return [p for p in train if p.question not in held]
 
-    @cached_property
-    def judge(self) -> ExpressionJudge:
-        """Compares answers that are no number; all episodes share it."""
-        from lockstep.envs.math.answers import ExpressionJudge
-
-        return ExpressionJudge()
-
 
 @dataclass(frozen=True, kw_only=True)
 class RetoolConfig(MathConfig):
-    """A problem, calls of a Python tool over several turns, and the final answer graded (ReTool).
+    """A problem, calls of a Python tool over several turns, and a graded final answer (ReTool).
 
-    The code runs in a sandbox; what it prints, its errors included, is what the model reads.
+    The code runs in a sandbox. The model reads its output, errors included.
     """
 
     TAG: ClassVar[str] = "retool"
 
     source: Source = "chain"
-    """As of `math`. chain: products of larger numbers with a second step, made without end: what no
-    small model can do in its head."""
+    """As of `math`. chain: endless generated products of larger numbers with a second step, which
+    no small model can compute without a tool."""
     tool: bool = True
-    """Give the model the tool. false: the same problems without it, to see what it is worth."""
+    """Give the model the tool. false: the same problems without it, to measure its worth."""
     sandbox: SandboxConfig = field(default_factory=MontyConfig)
-    """Where the code runs."""
+    """Sandbox that runs the code."""
     keeps_variables: bool = False
     """Whether programs of one episode see each other's variables."""
     explains_errors: bool = True
-    """Tell the model what was wrong with a program, and not only that it failed."""
+    """Show the model the error of a program, and not only that it failed."""
     head_instructions: str | None = None
-    """The developer message with tool=false; none is what `math` says."""
+    """Developer message with tool=false. none: that of `math`."""
 
     def check(self) -> None:
         super().check()
@@ -252,18 +245,12 @@ class RetoolConfig(MathConfig):
             self.sandbox.check()
 
     def environment(self, task: Task, agent: AgentConfig) -> Environment:
-        from lockstep.agent.tools import ToolLimits
-        from lockstep.envs.math.retool import RetoolEnvironment
-
-        form = self._form_of(task)
         return RetoolEnvironment(
-            question=task.payload["question"],
-            expected=task.payload["answer"],
-            form=form,
-            instructions=self._instructions_for(task, form),
-            config=self,
+            self._opening(task),
+            self._grade_of(task),
             sandbox=self._sandbox if self.tool else None,
             session=uuid.uuid4().hex if self.keeps_variables else "",
+            explains_errors=self.explains_errors,
             limits=ToolLimits(
                 timeout_seconds=agent.tool_timeout_seconds, output_chars=agent.tool_output_chars
             ),
@@ -271,7 +258,7 @@ class RetoolConfig(MathConfig):
 
     async def close(self) -> None:
         await super().close()
-        if "_sandbox" in vars(self):  # nothing was opened otherwise
+        if "_sandbox" in vars(self):
             await self._sandbox.close()
 
     def _instructions_for(self, task: Task, form: Form) -> str:
@@ -286,3 +273,75 @@ class RetoolConfig(MathConfig):
     @cached_property
     def _sandbox(self) -> Sandbox:
         return self.sandbox.open()
+
+
+def _generated_task(kind: Kind, task_seed: int) -> Task:
+    made = make_problem(task_seed, kind)
+    return Task(
+        id=f"made-{task_seed:016x}",
+        payload={"question": made.question, "answer": made.answer, "label": made.label},
+    )
+
+
+class MathEnvironment(Environment):
+    """One reply, which is graded."""
+
+    def __init__(self, opening: list[Message], grade: Grade) -> None:
+        self._opening, self._grade = opening, grade
+        self.reply = ""
+
+    async def reset(self) -> Sequence[Message]:
+        return self._opening
+
+    async def step(self, message: Message) -> Observation:
+        self.reply = "" if message.parse_error else message.content
+        return Observation(done=True)
+
+    async def score(self) -> Score:
+        return await self._grade(self.reply)
+
+
+class RetoolEnvironment(ToolEnvironment):
+    """Calls of `python(code)` until a turn has no call; that turn's final answer is graded.
+
+    A turn with a call, and one that was cut off, is no answer. Output and errors of the code are
+    observations, and its endings are the metrics `sandbox/...`.
+    """
+
+    def __init__(
+        self,
+        opening: list[Message],
+        grade: Grade,
+        *,
+        sandbox: Sandbox | None,
+        session: str,
+        explains_errors: bool,
+        limits: ToolLimits,
+    ) -> None:
+        """sandbox: None for an episode without the tool. session: see `Sandbox.run`."""
+        self._opening, self._grade = opening, grade
+        self._sandbox, self._session = sandbox, session
+        self._explains_errors, self.limits = explains_errors, limits
+        self.tools = () if sandbox is None else (python_tool(sandbox, session=session),)
+
+    async def reset(self) -> Sequence[Message]:
+        return self._opening
+
+    async def step(self, message: Message) -> Observation:
+        seen = await super().step(message)
+        if self._explains_errors or not _has_failed(seen):
+            return seen
+        return replace(seen, messages=[replace(m, content=FAILED) for m in seen.messages])
+
+    async def score(self) -> Score:
+        return await self._grade(self.answer or "")
+
+    async def close(self) -> None:
+        if self._sandbox is not None and self._session:
+            await self._sandbox.end_session(self._session)
+
+
+def _has_failed(seen: Observation) -> bool:
+    """Whether a call could not be run, or its program did not end well."""
+    good = {"tool/calls", "sandbox/programs", "sandbox/truncated"}
+    return bool(seen.messages) and any(name not in good for name in seen.metrics)

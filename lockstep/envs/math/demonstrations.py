@@ -1,17 +1,17 @@
-"""An imperfect demonstrator for word problems and chains: what a tiny model first learns from.
+"""Demonstrations of word problems and chains, with and without mistakes: what a tiny model first
+learns from.
 
-It knows the way, and goes it only part of the time, on purpose: what reinforcement learning then
-has to do is to find out which of its habits pay.
+The demonstrator knows the solution and makes mistakes on purpose. Reinforcement learning then has
+to find out which of the habits pay.
 """
 
 from __future__ import annotations
 
 import json
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
-from lockstep.agent.task_config import DialogueConfig, DialogueStage
+from lockstep.envs.demonstrations import _Demonstrations
 from lockstep.envs.math.problems import Made, Operation, chain, word_problem
 from lockstep.errors import ConfigError
 from lockstep.types import Message, ToolCall
@@ -19,51 +19,49 @@ from lockstep.types import Message, ToolCall
 STEPS_INSTRUCTIONS = "Work it out."
 TOOL_INSTRUCTIONS = "Use python."
 HEAD_INSTRUCTIONS = "Answer at once."
-"""The developer messages that a tiny model knows: word problems; chains with the tool, without."""
+"""Developer messages that the tiny model knows: for word problems, for chains with the tool, for
+chains without it."""
 
 TOOL_NAME = "python"
 FAILED_CODE = "error"
-"""All that a tiny model is told of code that failed."""
+"""Result of a call whose code failed: a tiny model is told no more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Noise:
-    """How often the demonstrator goes wrong: probabilities, each drawn on its own."""
+    """Probability of each mistake, drawn independently."""
 
     # Word problems.
     uses_distractor: float = 0.4
-    """Adds the other person's number too, where there is one."""
+    """The number of the other person is added too, if there is one."""
     wrong_sign: float = 0.15
-    """Of a step: adds in place of taking away, or the reverse."""
+    """Per step: adds instead of subtracting, or the reverse."""
     slip: float = 0.1
-    """Of a step: a digit of its result is wrong."""
+    """Per step: a digit of the result is wrong."""
     drops_last_step: float = 0.2
-    """Ends one step early."""
+    """The solution ends one step early."""
     # Chains.
     from_head: float = 0.3
-    """Answers without the tool, which it cannot know."""
+    """The answer comes without the tool. It is right here; a model cannot know it."""
     broken_code: float = 0.2
-    """Of a step: code that does not parse, before the proper one."""
+    """Per step: code that does not parse comes before the proper code."""
     wrong_operation: float = 0.15
-    """Of a step: another sign."""
+    """Per step: another operation."""
     wrong_branch: float = 0.25
-    """Takes the number of the other case, where there are two."""
+    """The number of the other case is taken, if there are two."""
     stops_early: float = 0.35
-    """Answers with the first step's result."""
+    """The result of the first step is the answer."""
     # Both.
     bare_answer: float = 0.15
-    """Answers without the mark that the answer is looked for by."""
+    """The answer lacks the mark that the grader looks for."""
 
 
 NOISY = Noise()
-CLEAN = Noise(
-    uses_distractor=0.0, wrong_sign=0.0, slip=0.0, drops_last_step=0.0, from_head=0.0,
-    broken_code=0.0, wrong_operation=0.0, wrong_branch=0.0, stops_early=0.0, bare_answer=0.0,
-)  # fmt: skip
+CLEAN = Noise(**{field.name: 0.0 for field in fields(Noise)})
 
 
 def demonstrate_steps(made: Made, rng: random.Random, noise: Noise) -> list[Message]:
-    """A word problem with its steps written out, one a line."""
+    """A word problem with its steps written out, one per line."""
     steps = list(made.steps)
     if made.unused and rng.random() < noise.uses_distractor:
         at = rng.randint(0, len(steps))
@@ -90,7 +88,7 @@ def demonstrate_steps(made: Made, rng: random.Random, noise: Noise) -> list[Mess
 
 
 def demonstrate_calls(made: Made, rng: random.Random, noise: Noise) -> list[Message]:
-    """A chain with a call for each step. Results are those that the sandbox would give."""
+    """A chain with one call per step. Results are those of the sandbox."""
     dialogue = _opening(TOOL_INSTRUCTIONS, made)
     if rng.random() < noise.from_head:
         return [*dialogue, Message(role="assistant", content=_answer(int(made.answer), rng, noise))]
@@ -116,7 +114,7 @@ def demonstrate_calls(made: Made, rng: random.Random, noise: Noise) -> list[Mess
 
 
 def demonstrate_head(made: Made) -> list[Message]:
-    """A chain without the tool: the true answer, of which a model learns what it can."""
+    """A chain answered without the tool, with the true answer."""
     return [
         *_opening(HEAD_INSTRUCTIONS, made),
         Message(role="assistant", content=f"#### {made.answer}"),
@@ -143,45 +141,20 @@ def _answer(number: int, rng: random.Random, noise: Noise) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MathDemonstrationsConfig(DialogueConfig):
-    """Word problems and chains, in equal parts: first by a demonstrator without fault, so that
-    steps and copying are learnt at all; then by one that errs on purpose, so that there is
-    something left for reinforcement learning to find."""
+class MathDemonstrationsConfig(_Demonstrations):
+    """Word problems and chains, in equal parts: a stage without mistakes, in which the model learns
+    steps and copying, then a stage with them."""
 
-    num_dialogues: int = 40000
-    """Dialogues over both stages, each of a problem of its own."""
-    clean_share: float = 0.75
-    """Of the steps and dialogues."""
     head_share: float = 0.1
-    """Of the chains: answered without the tool."""
+    """Share of the chains that is answered without the tool."""
 
     def __post_init__(self) -> None:
-        if self.num_dialogues < 2 or not 0 < self.clean_share < 1 or not 0 <= self.head_share <= 1:
-            raise ConfigError(
-                f"num_dialogues={self.num_dialogues} must be at least 2, clean_share="
-                f"{self.clean_share} in (0, 1) and head_share={self.head_share} in [0, 1]."
-            )
+        super().__post_init__()
+        if not 0 <= self.head_share <= 1:
+            raise ConfigError(f"head_share={self.head_share} must lie in [0, 1].")
 
-    def stages(self, seed: int) -> Sequence[DialogueStage]:
-        rng = random.Random(seed)
-        clean = self.clean_share
-        num_clean = round(self.num_dialogues * clean)
-
-        def play(count: int, noise: Noise) -> list[list[Message]]:
-            return [self._play(rng, noise) for _ in range(count)]
-
-        return (
-            DialogueStage(
-                share=self.clean_share, dialogues=play(num_clean, CLEAN), word_weights={}
-            ),
-            DialogueStage(
-                share=1 - self.clean_share,
-                dialogues=play(self.num_dialogues - num_clean, NOISY),
-                word_weights={},
-            ),
-        )
-
-    def _play(self, rng: random.Random, noise: Noise) -> list[Message]:
+    def demonstrate(self, rng: random.Random, *, is_noisy: bool) -> list[Message]:
+        noise = NOISY if is_noisy else CLEAN
         if rng.random() < 0.5:
             return demonstrate_steps(word_problem(rng), rng, noise)
         made = chain(rng)

@@ -1,4 +1,4 @@
-"""Settings of reasoning-gym's procedural tasks."""
+"""The task kind `reasoning-gym`: its settings and its episodes."""
 
 from __future__ import annotations
 
@@ -6,18 +6,30 @@ import asyncio
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
+from importlib.util import find_spec
 from typing import Any, ClassVar, Literal
 
+from lockstep import errors
 from lockstep.agent.config import AgentConfig
 from lockstep.agent.environment import Environment, Observation, Score
 from lockstep.agent.task_config import Split, TaskConfig
 from lockstep.agent.tasks import GeneratedSource, TaskSource
-from lockstep.envs.reasoning_gym.worker import VerifierError, shared_worker
-from lockstep.errors import ConfigError, DataError
+from lockstep.children import Child
+from lockstep.errors import (
+    ChildError,
+    ChildRefusal,
+    ChildTimeoutError,
+    ConfigError,
+    DataError,
+    MissingExtraError,
+)
 from lockstep.types import Message, Task
 
+START_SECONDS = 120.0
+"""Seconds for the child process to import the package on a busy machine."""
 DRAW_SECONDS = 120.0
-"""For one task. Most take a millisecond, a few (knight_swap) a second."""
+"""Seconds to make one task. Most take a millisecond, a few (knight_swap) a second."""
 
 AnswerRule = Literal["tag", "last_line", "whole"]
 
@@ -30,7 +42,7 @@ INSTRUCTIONS: dict[AnswerRule, str] = {
 
 @dataclass(frozen=True, kw_only=True)
 class ReasoningGymConfig(TaskConfig):
-    """A dataset of reasoning-gym: tasks made without end, scored by its own verifier (0 to 1).
+    """A dataset of reasoning-gym: endless generated tasks, scored 0 to 1 by its own verifier.
 
     Needs the extra `reasoning-gym`.
     """
@@ -38,21 +50,21 @@ class ReasoningGymConfig(TaskConfig):
     TAG: ClassVar[str] = "reasoning-gym"
 
     dataset: str = "chain_sum"
-    """Its name in reasoning-gym. Several: task=mixture with a part for each."""
+    """Name of the dataset in reasoning-gym. For several, use task=mixture with a part for each."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """Of the dataset's own config: task.settings.max_terms=3. Others keep its defaults."""
+    """Settings of the dataset, e.g. task.settings.max_terms=3. Unset ones keep its defaults."""
     level: int | None = None
-    """Of the dataset's curriculum, from 0; `settings` go before. none: its config's defaults."""
+    """Level of the dataset's curriculum, from 0; `settings` override it. none: no curriculum."""
     answer: AnswerRule = "tag"
-    """Where the answer stands in the reply: within the last <answer> tag, on the last line that is
-    not empty, or in all of it."""
+    """Part of the reply that is the answer: the last <answer> tag, the last line that is not
+    empty, or the whole reply."""
     instructions: str | None = None
-    """The developer message; none says where the answer must stand. Empty: no such message."""
+    """Developer message. none: one that states the `answer` rule. Empty: no message."""
     eval_share: float = 0.1
-    """Share of all questions that is held out, chosen by what they say: no question is in both
+    """Share of all questions that is held out, chosen by their text: no question is in both
     splits."""
     verifier_seconds: float = 10.0
-    """For scoring one answer. One that takes longer gets 0 and is counted."""
+    """Seconds to score one answer. A slower one scores 0 and is counted."""
 
     def __post_init__(self) -> None:
         if not 0 < self.eval_share < 1:
@@ -61,28 +73,27 @@ class ReasoningGymConfig(TaskConfig):
             raise ConfigError(f"verifier_seconds={self.verifier_seconds} must be above 0.")
 
     def check(self) -> None:
-        shared_worker().ask("check", seconds=DRAW_SECONDS, **self._dataset)
+        self.ask("check", seconds=DRAW_SECONDS)
 
     def tasks(self, *, split: Split, seed: int) -> TaskSource:
-        """Without end; a task depends on (seed, split, its index) and the settings alone."""
+        """Endless; a task depends on (seed, split, index) and the settings alone."""
 
         def make(task_seed: int, index: int) -> Task:
             try:
-                drawn = shared_worker().ask(
+                drawn = self.ask(
                     "draw",
                     seconds=DRAW_SECONDS,
-                    **self._dataset,
                     seed=task_seed,
                     split=split,
                     eval_share=self.eval_share,
                 )
-            except TimeoutError as error:
+            except ChildTimeoutError as error:
                 raise DataError(
                     f"dataset={self.dataset} took longer than {DRAW_SECONDS:g} s to make a task of "
                     f"the split {split!r}. Make it easier (settings, level), or raise "
-                    f"eval_share={self.eval_share}: of the others' questions none is used."
+                    f"eval_share={self.eval_share}: questions of the other split are thrown away."
                 ) from error
-            except VerifierError as error:
+            except ChildError as error:
                 raise DataError(f"dataset={self.dataset} cannot make a task: {error}.") from error
             return Task(id=f"{self.dataset}-{drawn['seed']:08x}", payload=drawn)
 
@@ -95,9 +106,32 @@ class ReasoningGymConfig(TaskConfig):
         """The dataset."""
         return self.dataset
 
-    @property
-    def _dataset(self) -> dict[str, Any]:
-        return {"dataset": self.dataset, "settings": dict(self.settings), "level": self.level}
+    def ask(self, do: str, *, seconds: float, **arguments: Any) -> dict[str, Any]:
+        """One request to the child process, about this dataset. Raises ChildRefusal for what
+        reasoning-gym raises, ConfigError or DataError for settings that it cannot take."""
+        request = {"dataset": self.dataset, "settings": dict(self.settings), "level": self.level}
+        try:
+            return shared_child().ask({"do": do, **request, **arguments}, seconds=seconds)
+        except ChildRefusal as refusal:
+            if refusal.kind in ("ConfigError", "DataError"):
+                raise getattr(errors, refusal.kind)(str(refusal)) from None
+            raise
+
+
+@cache
+def shared_child() -> Child:
+    """The process that runs reasoning-gym for all tasks: the import is slow and large."""
+    if find_spec("reasoning_gym") is None:
+        raise MissingExtraError.of(
+            "reasoning-gym", extra="reasoning-gym", needed_for="task=reasoning-gym"
+        )
+    return Child.of_module(
+        f"{__package__}.child",
+        name="reasoning-gym",
+        start_seconds=START_SECONDS,
+        # The hash seed gives sets of text the same order in every process.
+        environment={"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"},
+    )
 
 
 class ReasoningGymEnvironment(Environment):
@@ -122,20 +156,19 @@ class ReasoningGymEnvironment(Environment):
         if not message.parse_error:
             self.answer = extract_answer(message.content, self.config.answer)
         if self.answer is None:
-            # Not asked: some of its verifiers give a reply without an answer 0.01.
+            # The verifier is not asked: some give a reply without an answer 0.01.
             return Observation(done=True, metrics={"verifier/unanswered": 1.0})
         try:
             reply = await asyncio.to_thread(
-                shared_worker().ask,
+                self.config.ask,
                 "score",
                 seconds=self.config.verifier_seconds,
-                **self.config._dataset,
                 seed=self.task.payload["seed"],
                 answer=self.answer,
             )
-        except TimeoutError:
+        except ChildTimeoutError:
             return Observation(done=True, metrics={"verifier/timeouts": 1.0})
-        except VerifierError:
+        except ChildRefusal:
             return Observation(done=True, metrics={"verifier/errors": 1.0})
         self.correctness = reply["score"]
         return Observation(done=True)
@@ -148,7 +181,7 @@ class ReasoningGymEnvironment(Environment):
 
 
 def extract_answer(text: str, rule: AnswerRule) -> str | None:
-    """The answer in a reply, stripped; None if there is none, or an empty one.
+    """The answer in a reply, stripped; None if it is missing or empty.
 
     >>> extract_answer("so <answer>3</answer>, no: <answer> 4 </answer>.", "tag")
     '4'

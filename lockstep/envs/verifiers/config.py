@@ -1,62 +1,69 @@
-"""Settings of verifiers environments."""
+"""The task kind `verifiers`: its settings, its child process and its episodes."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any, ClassVar
 
 from lockstep.agent.config import AgentConfig
 from lockstep.agent.environment import Score
 from lockstep.agent.harness import Endpoint, Harness
 from lockstep.agent.task_config import Split, TaskConfig
-from lockstep.agent.tasks import ListSource, TaskSource, is_held_out
-from lockstep.envs.verifiers.worker import Worker
-from lockstep.errors import ConfigError, DataError, ToolServerError
+from lockstep.agent.tasks import ListSource, TaskSource
+from lockstep.children import Child
+from lockstep.envs.data_files import split_tasks
+from lockstep.errors import ChildError, ChildRefusal, ConfigError, ToolServerError
 from lockstep.types import Task
+
+STOP_SECONDS = 10.0
+"""Seconds for the child process to end its environment by itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class VerifiersConfig(TaskConfig):
-    """An environment of verifiers 0.4: its taskset, its agent and its rewards. The agent asks its
-    model at the gateway, whose sessions are what is trained.
+    """An environment of verifiers 0.4: its taskset, agent and rewards. The agent calls its model
+    through the gateway, and the gateway's sessions are trained.
 
-    verifiers is installed beside Lockstep (the extra `verifiers`), or in an environment of its own
-    that `python` names.
+    verifiers is installed beside Lockstep (extra `verifiers`), or for the Python that `python`
+    names.
     """
 
     TAG: ClassVar[str] = "verifiers"
 
     taskset: str = ""
-    """Id of an installed taskset: gsm8k-v1, OWNER/NAME, a module's name."""
+    """Id of an installed taskset: gsm8k-v1, OWNER/NAME, or a module name."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """Of the taskset: task.settings.split=train."""
+    """Settings of the taskset, e.g. task.settings.split=train."""
     env: str = ""
-    """Id of the environment; empty is the taskset's own, or one agent alone."""
+    """Id of the environment. Empty: the taskset's own, or a single agent."""
     harness: str = ""
-    """Id of the agent's program; empty is the taskset's own, or bash."""
+    """Id of the agent's program. Empty: the taskset's own, or bash."""
     agent: Mapping[str, Any] = field(default_factory=dict)
-    """More of the agent's settings, as in verifiers' [env.agent]: task.agent.max_turns=8."""
+    """Further settings of the agent, as in verifiers' [env.agent]: task.agent.max_turns=8."""
     runtime: str = "docker"
-    """Where the agent's program runs: docker, subprocess (this machine), prime, modal, ..."""
+    """Place where the agent's program runs: docker, subprocess (this machine), prime, modal, ..."""
     allow_code_here: bool = False
-    """Let a program that runs what the model writes do so on this machine (runtime=subprocess)."""
+    """Allow an agent's program to run the model's code on this machine (runtime=subprocess)."""
     limit: int = 0
-    """Tasks to take of the taskset; 0 is all. Needed where they never end."""
+    """Number of tasks to take. 0: all. Required for an endless taskset."""
     eval_share: float = 0.1
     """Share of the tasks that is held out, chosen by their content."""
     python: str = ""
-    """The Python that has verifiers; empty is the one that runs Lockstep."""
+    """Python that has verifiers installed. Empty: the one that runs Lockstep."""
     start_seconds: float = 600.0
-    """Until the taskset is loaded: some fetch a dataset."""
+    """Seconds to load the taskset, which may download a dataset."""
 
     def __post_init__(self) -> None:
         if not 0 < self.eval_share < 1:
             raise ConfigError(f"eval_share={self.eval_share} must lie in (0, 1).")
         if self.limit < 0:
-            raise ConfigError(f"limit={self.limit} must be at least 0 (0 is all).")
+            raise ConfigError(f"limit={self.limit} must be at least 0 (0: all).")
         if not 0 < self.start_seconds < float("inf"):
             raise ConfigError(f"start_seconds={self.start_seconds} must be above 0.")
         for name, mapping, key in (
@@ -69,39 +76,32 @@ class VerifiersConfig(TaskConfig):
                 raise ConfigError(f"{name}: give it once, as task.{own}=...")
 
     def check(self) -> None:
-        """Loads the taskset, in the process that will play it."""
+        """Loads the taskset in the child process that will run it."""
         if not self.taskset:
             raise ConfigError("taskset is empty: give the taskset's id, task.taskset=ID.")
-        opened = self._worker.opened()
+        opened = self._open()
         if opened["runs_code_here"] and not self.allow_code_here:
             raise ConfigError(
-                f"verifiers: the program of {', '.join(opened['runs_code_here'])} runs what the "
-                "model writes, and runtime=subprocess is this machine. Use runtime=docker, "
-                "harness=null (a chat with tools), or allow_code_here=true where the machine is "
-                "one to lose."
+                f"verifiers: the program of {', '.join(opened['runs_code_here'])} runs the model's "
+                "code, and runtime=subprocess is this machine. Use runtime=docker, harness=null (a "
+                "chat with tools), or allow_code_here=true on a disposable machine."
             )
         _ = self._tasks
 
     def tasks(self, *, split: Split, seed: int) -> TaskSource:
-        """Shuffled anew in every epoch of training; once and in the taskset's order for
-        evaluation."""
-        return ListSource.of_split(
-            self._tasks[split],
-            split=split,
-            seed=seed,
-            name=self.taskset,
-        )
+        """Training: reshuffled in each epoch. Evaluation: once, in the taskset's order."""
+        return ListSource.of_split(self._tasks[split], split=split, seed=seed, name=self.taskset)
 
     def environment(self, task: Task, agent: AgentConfig) -> Harness:
-        return VerifiersHarness(self._worker)
+        return VerifiersHarness(self._child)
 
     async def close(self) -> None:
-        """Ends the process."""
-        if "_worker" in self.__dict__:
-            await asyncio.to_thread(self._worker.close)
+        """Ends the child process."""
+        if "_child" in vars(self):
+            await asyncio.to_thread(self._child.close, seconds=STOP_SECONDS)
 
     @cached_property
-    def _worker(self) -> Worker:
+    def _child(self) -> Child:
         agent = dict(self.agent)
         agent["runtime"] = {"type": self.runtime, **agent.get("runtime", {})}
         if self.harness:
@@ -111,49 +111,66 @@ class VerifiersConfig(TaskConfig):
             "taskset": {"id": self.taskset, **self.settings},
             "agent": agent,
         }
-        return Worker(
-            self.python,
-            {"environment": environment, "limit": self.limit},
+        return Child(
+            [self.python or sys.executable, str(Path(__file__).with_name("child.py"))],
+            name="verifiers",
+            opening={"environment": environment, "limit": self.limit},
             start_seconds=self.start_seconds,
         )
 
+    def _open(self) -> dict[str, Any]:
+        """Starts the child process unless it runs. Returns `tasks` and `runs_code_here`."""
+        with _own_errors():
+            return self._child.open()
+
     @cached_property
     def _tasks(self) -> dict[str, list[Task]]:
-        tasks: dict[str, list[Task]] = {"train": [], "eval": []}
-        opened = self._worker.opened()["tasks"]
-        for index, each in enumerate(opened):
-            split = "eval" if is_held_out(self.eval_share, each["key"]) else "train"
-            tasks[split].append(
-                Task(
-                    id=f"{each['name'] or self.taskset}-{index}".replace("/", "-"),
-                    payload={"index": index, "question": each["question"]},
-                )
+        opened = self._open()["tasks"]
+        tasks = [
+            Task(
+                id=f"{each['name'] or self.taskset}-{index}".replace("/", "-"),
+                payload={"index": index, "question": each["question"]},
             )
-        if not tasks["train"] or not tasks["eval"]:
-            raise DataError(
-                f"taskset={self.taskset}: {len(opened)} tasks with eval_share="
-                f"{self.eval_share} leave {len(tasks['train'])} to train on and "
-                f"{len(tasks['eval'])} to evaluate on. Take more, or another share."
-            )
-        return tasks
+            for index, each in enumerate(opened)
+        ]
+        keys = {task.id: each["key"] for task, each in zip(tasks, opened, strict=True)}
+        return split_tasks(
+            tasks, None, self.eval_share, name=f"taskset={self.taskset}", key=lambda t: keys[t.id]
+        )
+
+
+@contextmanager
+def _own_errors() -> Iterator[None]:
+    """Raises ConfigError for what verifiers refuse, ToolServerError for other failures."""
+    try:
+        yield
+    except ChildRefusal as refusal:
+        error = ConfigError if refusal.kind == "Refused" else ToolServerError
+        raise error(f"verifiers: {refusal}") from None
+    except ChildError as error:
+        if isinstance(error.__cause__, OSError):
+            raise ConfigError(f"task.python: {error}") from None
+        raise ToolServerError(str(error)) from None
 
 
 class VerifiersHarness(Harness):
-    """One episode, played in the process of verifiers against a session of the gateway."""
+    """One episode, played by the child process against a session of the gateway."""
 
-    def __init__(self, worker: Worker) -> None:
-        self._worker = worker
+    def __init__(self, child: Child) -> None:
+        self._child = child
 
     async def run(self, task: Task, endpoint: Endpoint) -> Score:
-        """The rewards of verifiers' rubric. Raises ToolServerError for an episode that it calls
-        failed: its rewards are of nothing."""
-        reply = await self._worker.ask(
-            "run",
-            index=task.payload["index"],
-            url=f"{endpoint.base_url}/v1",
-            api_key=endpoint.api_key,
-            model=endpoint.model,
-        )
+        """Returns the mean reward of the trainable agents. Raises ToolServerError for an episode
+        that verifiers report as failed."""
+        with _own_errors():
+            reply = await self._child.ask_beside(
+                {
+                    "index": task.payload["index"],
+                    "url": f"{endpoint.base_url}/v1",
+                    "api_key": endpoint.api_key,
+                    "model": endpoint.model,
+                }
+            )
         if not reply["ok"]:
             raise ToolServerError("verifiers: " + ("; ".join(reply["errors"]) or "it failed"))
         rewards, parts = reply["rewards"], reply["parts"]

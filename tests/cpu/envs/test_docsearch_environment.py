@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from lockstep.agent.config import AgentConfig
 from lockstep.config import from_dict, tag, to_dict
-from lockstep.envs.docsearch.config import DocSearchConfig
-from lockstep.envs.docsearch.demonstrator import CLEAN, NOISY, demonstration, oracle
-from lockstep.envs.docsearch.environment import INVALID_CALL, TOOL_NAME
+from lockstep.envs.docsearch.config import INVALID_CALL, TOOL_NAME, DocSearchConfig
+from lockstep.envs.docsearch.demonstrations import CLEAN, NOISY, demonstration, oracle
 from lockstep.envs.docsearch.worlds import (
     ENTITY_WORDS,
     LINKS,
@@ -69,7 +68,7 @@ def play(environment, turns):
 
 
 def environment_of(world: World, config: DocSearchConfig = CONFIG):
-    from lockstep.envs.docsearch.environment import DocSearchEnvironment, world_problem
+    from lockstep.envs.docsearch.config import DocSearchEnvironment, world_problem
 
     return DocSearchEnvironment(world_problem(world, config), config)
 
@@ -252,9 +251,9 @@ def demonstrations(count: int, **options):
         yield world, demonstration(world, rng, **options)
 
 
-@pytest.mark.parametrize("noisy", [True, False])
-def test_demonstrations_show_what_the_environment_would_have_said(noisy):
-    for world, dialogue in demonstrations(300, noisy=noisy):
+@pytest.mark.parametrize("noise", [NOISY, CLEAN], ids=["noisy", "clean"])
+def test_demonstrations_show_what_the_environment_would_have_said(noise):
+    for world, dialogue in demonstrations(300, noise=noise):
         environment = environment_of(world)
         opening = tuple(asyncio.run(environment.reset()))
         assert tuple(dialogue[:2]) == opening
@@ -284,7 +283,7 @@ def test_the_noisy_demonstrator_errs_as_often_as_it_should():
 
 
 def test_the_clean_demonstrator_makes_no_mistake_and_repeats():
-    for world, dialogue in demonstrations(200, noisy=False):
+    for world, dialogue in demonstrations(200, noise=CLEAN):
         assert [m for m in dialogue if m.role == "assistant"] == oracle(world)
         assert dialogue == demonstration(world, random.Random(0), noise=CLEAN)
     first, second = ([d for _, d in demonstrations(50)] for _ in range(2))

@@ -16,8 +16,7 @@ from lockstep.agent.config import AgentConfig
 from lockstep.config import from_dict, tag, to_dict
 from lockstep.envs.instructions.checkers import KINDS, Verdict, instruction
 from lockstep.envs.instructions.config import InstructionsConfig
-from lockstep.envs.instructions.demonstrations import InstructionDemonstrationsConfig
-from lockstep.envs.instructions.demonstrator import reply
+from lockstep.envs.instructions.demonstrations import InstructionDemonstrationsConfig, reply
 from lockstep.envs.instructions.generated import World, are_compatible
 from lockstep.envs.instructions.published import read_published
 from lockstep.envs.instructions.text import count_capital_words, count_words, sentences

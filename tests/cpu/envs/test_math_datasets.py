@@ -8,8 +8,8 @@ import pyarrow.parquet
 import pytest
 
 from lockstep.agent.config import AgentConfig
-from lockstep.envs.math.answers import has_math_verify
 from lockstep.envs.math.config import FORM_INSTRUCTIONS, MathConfig
+from lockstep.envs.math.grading import has_math_verify
 from lockstep.errors import ConfigError, DataError
 
 GSM8K = [
@@ -153,7 +153,7 @@ def test_an_answer_that_needs_math_verify_names_the_extra_or_is_left_out(tmp_pat
 def test_a_question_of_both_splits_is_refused_or_not_trained_on(tmp_path):
     write(tmp_path / "train.jsonl", GSM8K[:10])
     write(tmp_path / "test.jsonl", GSM8K[9:12])
-    with pytest.raises(DataError, match=r"train\.jsonl:10: the question stands at .*test\.jsonl:1"):
+    with pytest.raises(DataError, match=r"train\.jsonl:10: the question is at .*test\.jsonl:1"):
         MathConfig(source="gsm8k", path=str(tmp_path)).check()
     config = MathConfig(source="gsm8k", path=str(tmp_path), bad_rows="drop")
     assert len(all_of(config, "train")) == 9 and len(all_of(config, "eval")) == 3

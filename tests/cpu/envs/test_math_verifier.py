@@ -7,14 +7,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.envs.math.answers import ExpressionJudge, grade_reply, has_math_verify, why_ungradable
-from lockstep.envs.math.verifier import (
+from lockstep.envs.math.grading import (
     FORMS,
     MAX_ANSWER_CHARS,
     Verdict,
     find_answer,
     grade,
+    grade_reply,
+    has_math_verify,
+    math_verify_child,
     parse_number,
+    why_ungradable,
 )
 
 NUMBERS = {
@@ -118,5 +121,5 @@ def test_an_answer_that_is_no_number_needs_math_verify():
 
 def test_numbers_are_graded_without_a_worker():
     reply = "It is \\boxed{\\frac{2}{4}}."
-    verdict = asyncio.run(grade_reply(reply, "0.5", form="boxed", judge=ExpressionJudge()))
+    verdict = asyncio.run(grade_reply(reply, "0.5", form="boxed", comparer=math_verify_child()))
     assert verdict == Verdict("\\frac{2}{4}", True, True)

@@ -12,9 +12,8 @@ import pytest
 from lockstep import config as C
 from lockstep.agent.config import AgentConfig
 from lockstep.envs.mixture import MixtureConfig
-from lockstep.envs.reasoning_gym.config import ReasoningGymConfig, extract_answer
-from lockstep.envs.reasoning_gym.worker import Worker, shared_worker
-from lockstep.errors import ConfigError, DataError
+from lockstep.envs.reasoning_gym.config import ReasoningGymConfig, extract_answer, shared_child
+from lockstep.errors import ChildTimeoutError, ConfigError, DataError
 from lockstep.recipes import find_recipe
 from lockstep.types import Message
 
@@ -25,10 +24,8 @@ AGENT = AgentConfig()
 
 
 def score(dataset, answer, seed=5, settings=None):
-    return shared_worker().ask(
-        "score", seconds=20, dataset=dataset, settings=settings or {}, level=None, seed=seed,
-        answer=answer,
-    )["score"]  # fmt: skip
+    config = ReasoningGymConfig(dataset=dataset, settings=settings or {})
+    return config.ask("score", seconds=20, seed=seed, answer=answer)["score"]
 
 
 def play(config, task, reply):
@@ -73,15 +70,11 @@ def test_a_task_depends_on_seed_split_and_index_alone():
 
 def test_another_process_makes_the_same_tasks():
     """ransom_note orders a set of text, which Python's string hashes shuffle in every process."""
-    request = {
-        "dataset": "ransom_note", "settings": {}, "level": None, "seed": 7, "split": "train",
-        "eval_share": 0.1,
-    }  # fmt: skip
-    other = Worker()
-    try:
-        drawn = [worker.ask("draw", seconds=60, **request) for worker in (shared_worker(), other)]
-    finally:
-        other.close()
+    config = ReasoningGymConfig(dataset="ransom_note")
+    drawn = []
+    for _ in range(2):
+        drawn.append(config.ask("draw", seconds=60, seed=7, split="train", eval_share=0.1))
+        shared_child().close()  # the next request starts another
     assert drawn[0] == drawn[1]
 
 
@@ -187,14 +180,10 @@ def test_an_answer_that_a_verifier_breaks_on_is_counted():
 
 
 def test_a_verifier_that_takes_too_long_is_given_up_and_the_next_is_asked():
-    worker = Worker()
-    try:
-        with pytest.raises(TimeoutError, match="longer than"):
-            worker.ask("draw", seconds=-200.0, dataset="chain_sum", settings={}, level=None,
-                       seed=1, split="train", eval_share=0.1)  # fmt: skip
-        assert worker.ask("check", seconds=60, dataset="chain_sum", settings={}, level=None) == {}
-    finally:
-        worker.close()
+    config = ReasoningGymConfig()
+    with pytest.raises(ChildTimeoutError, match=r"did not answer within 1e-09 s"):
+        config.ask("draw", seconds=1e-9, seed=1, split="train", eval_share=0.1)
+    config.check()
 
 
 @pytest.mark.parametrize(
@@ -223,10 +212,8 @@ def test_what_the_model_wrote_is_never_run(dataset, tmp_path):
 
 def test_answers_that_are_expressions_are_still_read():
     assert score("simple_integration", "sin(", seed=1) == 0.0
-    drawn = shared_worker().ask(
-        "draw", seconds=60, dataset="countdown", settings={}, level=None, seed=1, split="train",
-        eval_share=0.1,
-    )  # fmt: skip
+    config = ReasoningGymConfig(dataset="countdown")
+    drawn = config.ask("draw", seconds=60, seed=1, split="train", eval_share=0.1)
     assert score("countdown", drawn["answer"], seed=drawn["seed"]) == 1.0
     assert score("countdown", f"({drawn['answer']}) + 1", seed=drawn["seed"]) == 0.05
 

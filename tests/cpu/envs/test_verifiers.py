@@ -95,7 +95,7 @@ def guess():
         config.check()
         yield config
     finally:
-        config._worker.close()
+        config._child.close()
         monkeypatch.undo()
 
 
@@ -147,9 +147,8 @@ def test_splits_share_no_task(guess):
 
 @needs_verifiers
 def test_a_process_that_ended_is_started_again(guess):
-    guess._worker.opened()
-    guess._worker._process.kill()
-    guess._worker._process.wait()
+    guess._open()
+    guess._child.close()
     with model_server(right) as (endpoint, _):
         assert play(guess, endpoint)[0].reward == pytest.approx(1.1)
 
@@ -176,7 +175,7 @@ def test_what_cannot_be_played_is_refused_before_a_model_is_loaded(
         with pytest.raises(error, match=message):
             config.check()
     finally:
-        config._worker.close()
+        config._child.close()
 
 
 def test_a_python_without_verifiers_is_told_what_to_install(tmp_path):
@@ -195,7 +194,7 @@ def test_settings_are_given_on_the_command_line():
          "task.agent.max_turns=8", "task.harness=null"],
     ).task  # fmt: skip
     assert task.settings == {"split": "train"}
-    assert task._worker._opening["environment"] == {
+    assert task._child._opening["environment"] == {
         "id": "",
         "taskset": {"id": "gsm8k-v1", "split": "train"},
         "agent": {"max_turns": 8, "runtime": {"type": "docker"}, "harness": {"id": "null"}},

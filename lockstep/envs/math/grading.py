@@ -1,39 +1,46 @@
-"""The final answer of a reply: where it stands, and whether it is the right number.
+"""Grading of final answers: finding the answer in a reply, and comparing it with the expected one.
 
-Numbers are compared exactly, as fractions. Nothing is evaluated: a text is a number if it is
-written as one, and `10**10**10` is not. Every function takes any text of any length, never raises,
-and works in time linear in the text with a small constant: at most `MAX_ANSWER_CHARS` of it are
-looked at as an answer.
+Numbers are compared exactly, as fractions, and nothing is evaluated: `10**10**10` is not a number.
+These functions take any text of any length, never raise, and run in linear time: an answer has at
+most `MAX_ANSWER_CHARS`. Other answers (expressions, sets, tuples) are compared by math-verify in a
+child process with limits on time and memory.
 """
 
 from __future__ import annotations
 
+import asyncio
 import re
 from dataclasses import dataclass
 from fractions import Fraction
+from importlib.util import find_spec
 from typing import Literal, get_args
 
+from lockstep.children import Child
+from lockstep.errors import ChildError
+
 Form = Literal["boxed", "hashes", "tag", "answer_line", "last_number"]
-"""Where the final answer stands. boxed: in the last `\\boxed{}`. hashes: after the last `####`, to
-the end of its line (GSM8K). tag: in the last `<answer>...</answer>`. answer_line: after the last
-`Answer:`, to the end of its line (DAPO). last_number: the last number of the reply."""
+"""Place of the final answer in a reply. boxed: in the last `\\boxed{}`. hashes: after the last
+`####`, to the end of its line (GSM8K). tag: in the last `<answer>...</answer>`. answer_line: after
+the last `Answer:`, to the end of its line (DAPO). last_number: the last number of the reply."""
 
 FORMS: tuple[Form, ...] = get_args(Form)
 
 MAX_ANSWER_CHARS = 1000
-"""A longer answer is none: the longest of MATH-500 has 159 characters."""
+"""Longest answer in characters; the longest of MATH-500 has 159."""
 MAX_EXPONENT = 1000
-"""Of scientific notation. `1e999999999` would have a gigabyte of digits."""
+"""Largest exponent of scientific notation: `1e999999999` would have a gigabyte of digits."""
+LIMIT_SECONDS = 5.0
+"""Seconds for one comparison by math-verify. A slower one counts as wrong."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What became of one reply."""
+    """Result of grading one reply."""
 
     answer: str
-    """As it was found, without spaces around it; "" if there is none."""
+    """Text of the answer, stripped; "" if none was found."""
     has_form: bool
-    """It stands where it was asked for."""
+    """Whether the answer was found in the form asked for."""
     is_correct: bool
 
 
@@ -54,10 +61,10 @@ def grade(reply: str, expected: Fraction, *, form: Form, lenient: bool = False) 
 
 
 def find_answer(reply: str, *, form: Form, lenient: bool = False) -> tuple[str, bool]:
-    """(the answer's text, whether it stands in the `form` asked for); ("", False) if there is none.
+    """(text of the answer, whether it has the `form`); ("", False) if there is no answer.
 
-    The last place counts. A last `\\boxed{` or `<answer>` that is not closed, in a reply that was
-    cut, is no answer, and no earlier one is taken for it.
+    The last occurrence counts. A reply that was cut within its last `\\boxed{` or `<answer>` has no
+    answer, even if an earlier one is complete.
     """
     found = _FINDERS[form](reply)
     if found is not None and found.strip() and len(found) <= MAX_ANSWER_CHARS:
@@ -67,8 +74,60 @@ def find_answer(reply: str, *, form: Form, lenient: bool = False) -> tuple[str, 
     return "", False
 
 
+async def grade_reply(
+    reply: str, expected: str, *, form: Form, lenient: bool = False, comparer: Child
+) -> Verdict:
+    """Whether the answer in `reply` equals `expected`, in bounded time.
+
+    comparer: a child of `math_verify_child`, asked only if `expected` is not a number.
+    """
+    number = parse_number(expected)
+    if number is not None:
+        return grade(reply, number, form=form, lenient=lenient)
+    answer, has_form = find_answer(reply, form=form, lenient=lenient)
+    is_correct = bool(answer) and await asyncio.to_thread(are_equal, comparer, expected, answer)
+    return Verdict(answer, has_form, is_correct)
+
+
 # ---------------------------------------------------------------------------------------------
-# Where the answer stands
+# math-verify
+# ---------------------------------------------------------------------------------------------
+
+
+def has_math_verify() -> bool:
+    """Whether the extra `math` is installed. Does not import it."""
+    return find_spec("math_verify") is not None
+
+
+def why_ungradable(answer: str) -> str:
+    """Why replies cannot be compared with `answer`; "" if they can."""
+    if parse_number(answer) is not None or has_math_verify():
+        return ""
+    return (
+        "it is not one number; expressions, sets and tuples are compared by math-verify, which "
+        "`pip install 'lockstep-rl[math]'` installs"
+    )
+
+
+def math_verify_child() -> Child:
+    """A child process for `are_equal`, started by the first comparison."""
+    return Child.of_module("lockstep.envs.math.child", name="math-verify")
+
+
+def are_equal(
+    comparer: Child, expected: str, answer: str, *, seconds: float = LIMIT_SECONDS
+) -> bool:
+    """Whether math-verify finds two expressions equal. False if it cannot read one of them, or
+    exceeds its time or memory."""
+    try:
+        request = {"expected": expected, "answer": answer}
+        return comparer.ask(request, seconds=seconds)["is_equal"]
+    except ChildError:
+        return False
+
+
+# ---------------------------------------------------------------------------------------------
+# Finding the answer
 # ---------------------------------------------------------------------------------------------
 
 
@@ -127,7 +186,7 @@ _FINDERS = {
 }
 
 # ---------------------------------------------------------------------------------------------
-# What number it is
+# Reading a number
 # ---------------------------------------------------------------------------------------------
 
 _UNSIGNED = r"(?:[0-9]{1,3}(?:[, ][0-9]{3})+(?:\.[0-9]*)?|[0-9]+\.?[0-9]*|\.[0-9]+)"
@@ -147,7 +206,7 @@ _NOTHING = re.compile(
     r"\\[!;, ()\[\]]|\\left|\\right|\\displaystyle|\\mathbf|\\mathrm(?=\{[-0-9])|\{\}|\\?\$"
     r"|[`\u00a0\u200b]"
 )
-"""Marks that say nothing about a number: spaces, bold, dollar signs of mathematics or of money."""
+"""Marks without meaning for a number: spaces, bold, dollar signs of mathematics or of money."""
 _CURRENCY = re.compile(r"^(?:US|USD|EUR|GBP|Rs\.?)? ?[\u20ac\u00a3\u00a5\u20b9]? ?(?=[-+0-9.\\])")
 _NAMED = re.compile(r"^[^=]*=")
 _TEXT_UNIT = re.compile(
@@ -160,22 +219,21 @@ _GLUED_UNITS = frozenset(
     ("mm", "cm", "m", "km", "in", "ft", "yd", "mi", "g", "kg", "mg", "lb", "lbs", "oz", "l", "L",
      "ml", "mL", "s", "sec", "min", "h", "hr", "hrs", "am", "pm", "mph", "kph")
 )  # fmt: skip
-"""What may stand right behind the digits, or be a single letter: 5x is no number with a unit."""
+"""Units that may follow digits without a space, or be a single letter. 5x has no unit."""
 _MULTIPLIERS = {"hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9}
 _NO_UNITS = frozenset(
     ("and", "or", "to", "plus", "minus", "times", "over", "dozen", "half", "trillion", "pi", "sqrt")
 )
-"""Words that make another number of the one before them."""
+"""Words that change the number before them, and so are no units."""
 
 
 def parse_number(text: str) -> Fraction | None:
-    """The number that `text` is, exactly; None if it is not written as one number.
+    """The exact value of `text`; None if it is not written as one number.
 
     Read: signs, thousands separators (a comma or a space between groups of three), decimals,
     `1.5e3`, `1.5 \\times 10^3`, `3/4`, `\\frac{3}{4}`, `2\\frac34` and `2 3/4` (mixed), "2
-    million". Left out by rule: `$` and other currencies, `\\text{...}`, words behind the number, %,
-    degrees, a name and what stands before `=`, a full stop at the end.
-    25% is 25: percent is a unit, as it is in GSM8K.
+    million". Ignored: `$` and other currencies, `\\text{...}`, words after the number, %, degrees,
+    everything before `=`, a final full stop. 25% is 25: percent is a unit, as in GSM8K.
 
     >>> parse_number("x = -1,234.50"), parse_number("\\\\frac{6}{8}"), parse_number("12 apples")
     (Fraction(-2469, 2), Fraction(3, 4), Fraction(12, 1))
@@ -201,7 +259,7 @@ def parse_number(text: str) -> Fraction | None:
 
 
 def _without_units(text: str) -> tuple[str, int]:
-    """The number's own text, and what a word behind it multiplies it by."""
+    """(text of the number, factor that the word after it stands for)."""
     text = text.strip().rstrip(".,;: ")
     text = _TEXT_UNIT.sub(lambda m: " " + m[1].strip(), text).rstrip(" .")
     text = " ".join(_CIRCLE.sub("", _PERCENT.sub(" ", text)).split())

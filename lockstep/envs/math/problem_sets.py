@@ -1,18 +1,19 @@
-"""Public sets of problems, as they were published: from a file, a folder, or the Hugging Face hub.
+"""Public sets of mathematical problems, read from their files as published.
 
-Each source has the columns, the prompt and the answer's form of its own, so that a file is read as
-it was downloaded. Every row is looked at before a model is loaded.
+Each source has its own columns, prompt and form of the answer. Every row is checked before a model
+is loaded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from lockstep.agent.tasks import derive_seed, read_jsonl
-from lockstep.envs.math.verifier import Form
+from lockstep.agent.tasks import derive_seed
+from lockstep.envs.data_files import locate_data, read_rows
+from lockstep.envs.math.grading import Form, find_answer, why_ungradable
 from lockstep.errors import DataError
 
 BadRows = Literal["error", "drop"]
@@ -24,7 +25,7 @@ class Problem:
 
     id: str
     question: str
-    """What the user says."""
+    """Text of the user message."""
     answer: str
     """The final answer alone, without a solution."""
     where: str = ""
@@ -33,22 +34,22 @@ class Problem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublicSource:
-    """How one set of problems was published."""
+    """Form in which one set of problems was published."""
 
     repository: str
-    """On the Hugging Face hub; "" for a user's own file."""
+    """Data set on the Hugging Face hub; "" for a user's own file."""
     columns: tuple[str, ...]
-    """Those that are read."""
+    """Columns that are read."""
     train: tuple[str, ...]
-    """Patterns of the files of the split that is trained on; the first that matches is taken."""
+    """Patterns of the training files; the first pattern with a match is taken."""
     eval: tuple[str, ...]
-    """The same of the test split; () if none was published."""
+    """Patterns of the test files; () if none were published."""
     form: Form
-    """Where a reply's answer is looked for."""
+    """Place of the answer in a reply."""
     read: Callable[[Mapping[str, Any], str], tuple[str, str]]
     """(row, where) -> (question, answer). Raises DataError."""
     is_prompt_whole: bool = False
-    """The question itself says how to answer: no instructions are put before it."""
+    """Whether the question says how to answer, so that no instructions precede it."""
 
 
 def _text(row: Mapping[str, Any], key: str, where: str) -> str:
@@ -83,8 +84,6 @@ def _read_aime(row: Mapping[str, Any], where: str) -> tuple[str, str]:
     if row.get("answer") is not None:
         return _text(row, "problem", where), _text(row, "answer", where)
     # math-ai/aime24 has the answer in its column `solution` alone, as \boxed{204}.
-    from lockstep.envs.math.verifier import find_answer
-
     solution = _text(row, "solution", where)
     answer, is_found = find_answer(solution, form="boxed")
     if not is_found:
@@ -131,42 +130,24 @@ PUBLIC: dict[str, PublicSource] = {
         read=_read_own,
     ),
 }
-"""By the setting `task.source`."""
+"""Sources by the setting `task.source`."""
 
 
 def locate(source: str, path: str) -> Path:
-    """The file or folder that `path` means: one on this machine, or a repository of the hub, which
-    is downloaded; "" is the repository that the source was published in.
-
-    Raises DataError that names what to download, if the hub has no answer.
-    """
+    """The file or folder that `path` names, downloaded if it is a data set of the hub. "" is the
+    data set that the source was published as."""
     public = PUBLIC[source]
     name = path or public.repository
     if not name:
-        raise DataError(f"task.source={source} needs task.path: a .jsonl or .parquet file, or a "
-                        "folder with train and test files.")  # fmt: skip
-    if Path(name).expanduser().exists():
-        return Path(name).expanduser()
-    if path and (path.count("/") != 1 or path.startswith((".", "/", "~"))):
-        raise DataError(f"{path}: no such file or folder.")
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(
-            snapshot_download(
-                name, repo_type="dataset", allow_patterns=[*public.train, *public.eval]
-            )
-        )
-    except Exception as error:  # the hub's client raises a dozen kinds; each means the same here
         raise DataError(
-            f"task.source={source}: the Hugging Face hub gave no answer for the data set {name} "
-            f"({type(error).__name__}). On a machine that reaches it: `hf download --repo-type "
-            f"dataset {name} --local-dir DIR`; then task.path=DIR."
-        ) from error
+            f"task.source={source} needs task.path: a .jsonl or .parquet file, or a folder with "
+            "train and test files."
+        )
+    return locate_data(name, patterns=[*public.train, *public.eval])
 
 
 def files_of(source: str, root: Path, split: Literal["train", "eval"]) -> list[Path]:
-    """The files of a split; a file itself is the split that is trained on. [] if it has none."""
+    """The files of a split, [] if it has none. A single file is the training split."""
     if root.is_file():
         return [root] if split == "train" else []
     public = PUBLIC[source]
@@ -179,20 +160,19 @@ def files_of(source: str, root: Path, split: Literal["train", "eval"]) -> list[P
 
 
 def read_problems(source: str, files: list[Path], *, bad_rows: BadRows) -> list[Problem]:
-    """All problems of `files`, once each: a row that repeats another's question and answer (each
-    row of DAPO's file stands there about a hundred times) is the same problem.
+    """All problems of `files`. Rows with the same question and answer are one problem: DAPO's file
+    has each row about a hundred times.
 
-    bad_rows: what a row is that has no answer that can be graded, or another answer than an equal
-    question: an error, or left out, the question in all its rows. Malformed rows are errors always.
-    Raises DataError, `path:line` first.
+    bad_rows: what to do with an answer that cannot be graded, and with a question that has two
+    answers: raise DataError, or leave out all rows of the question. A malformed row always raises.
     """
-    from lockstep.envs.math.answers import why_ungradable
-
     public = PUBLIC[source]
     by_question: dict[str, Problem] = {}
     dropped: set[str] = set()
     for path in files:
-        for where, row in _rows(path, source):
+        for number, (where, row) in enumerate(read_rows(path, columns=public.columns)):
+            if not number or path.suffix != ".parquet":  # a parquet file has one schema
+                _check_columns(row, source, where)
             question, answer = public.read(row, where)
             known = by_question.get(question)
             if known is not None and known.answer == answer:
@@ -216,44 +196,18 @@ def read_problems(source: str, files: list[Path], *, bad_rows: BadRows) -> list[
     problems = [p for p in by_question.values() if p.question not in dropped]
     if not problems:
         names = ", ".join(map(str, files))
-        raise DataError(f"{names}: no problem is left of {len(by_question)} that stand there.")
+        raise DataError(f"{names}: none of {len(by_question)} problems is usable.")
     return problems
 
 
-def _rows(path: Path, source: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    if path.suffix == ".parquet":
-        yield from _parquet_rows(path, source)
-        return
-    for number, row in read_jsonl(path):
-        _check_columns(row, source, f"{path}:{number}")
-        yield f"{path}:{number}", row
-
-
-def _parquet_rows(path: Path, source: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            _check_columns(file.schema_arrow.names, source, str(path))
-            wanted = [c for c in PUBLIC[source].columns if c in file.schema_arrow.names]
-            number = 0
-            for batch in file.iter_batches(batch_size=4096, columns=wanted):
-                for row in batch.to_pylist():
-                    number += 1
-                    yield f"{path}:row {number}", row
-    except (OSError, pyarrow.ArrowException) as error:
-        raise DataError(f"{path}: cannot be read as parquet: {error}.") from error
-
-
-def _check_columns(names: Any, source: str, where: str) -> None:
-    # One of AIME's two answer columns is enough: two repositories have it under another name.
+def _check_columns(row: Mapping[str, Any], source: str, where: str) -> None:
+    # AIME's two repositories name the answer's column differently; one of the two is enough.
     needed = {"aime": ("problem",)}.get(source, PUBLIC[source].columns)
-    missing = [c for c in needed if c not in names]
+    missing = [c for c in needed if c not in row]
     if not missing:
         return
-    fits = [s for s, p in PUBLIC.items() if s != source and all(c in names for c in p.columns)]
+    fits = [s for s, p in PUBLIC.items() if s != source and all(c in row for c in p.columns)]
     hint = f" They look like those of task.source={fits[0]}." if fits else ""
     raise DataError(
-        f"{where}: no column {missing[0]!r}, which {source} has; found {sorted(names)}.{hint}"
+        f"{where}: no column {missing[0]!r}, which {source} has; found {sorted(row)}.{hint}"
     )

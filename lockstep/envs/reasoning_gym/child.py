@@ -1,31 +1,26 @@
-"""The process in which reasoning-gym runs: one JSON request per line in, one JSON reply out.
+"""The child process in which reasoning-gym runs.
 
-    python -m lockstep.envs.reasoning_gym.serve
+    python -m lockstep.envs.reasoning_gym.child          (started by `config.shared_child`)
 
 It is a process of its own for three reasons. Five datasets order sets by Python's string hashes, so
-the same seed gives another task in every process unless PYTHONHASHSEED is fixed. Nine verifiers
-hand what the model wrote to `eval`, by themselves or through sympy, and arithmetic such as
-9**9**9**9 never ends; here such text is refused before it is evaluated, and the process can be
-killed. And the import takes seconds, which `--help` does not pay.
+the same seed gives another task in each process unless PYTHONHASHSEED is fixed. Nine verifiers pass
+the model's text to `eval`, directly or through sympy, and arithmetic such as 9**9**9**9 never ends:
+such text is refused before it is evaluated, and the process can be killed. And the import takes
+seconds, which `--help` does not pay.
 
-Source of what is said of reasoning-gym: its version 0.1.25.
+Facts about reasoning-gym are those of its version 0.1.25.
 """
 
 from __future__ import annotations
 
 import ast
-import contextlib
 import dataclasses
 import datetime
 import enum
 import functools
 import importlib
-import io
 import json
-import os
 import resource
-import signal
-import sys
 import typing
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -35,15 +30,16 @@ import sympy
 from reasoning_gym.factory import CURRICULA, DATASETS
 
 from lockstep.agent.tasks import derive_seed, is_held_out
+from lockstep.children import serve
 from lockstep.config import did_you_mean, from_dict
-from lockstep.errors import ConfigError, DataError, LockstepError
+from lockstep.errors import ConfigError, DataError
 
 MAX_MEMORY_BYTES = 4 << 30
 MAX_DRAWS = 1000
-"""Questions drawn to find one of the split that is asked for."""
+"""Questions drawn at most to find one of the requested split."""
 
 OWNED = ("seed", "size")
-"""Fields of every dataset's config that Lockstep sets: a task is item 0 of a dataset of its own."""
+"""Fields of a dataset's config that Lockstep sets: each task is item 0 of its own dataset."""
 
 REFUSED = {
     "composite": "a mixture is task=mixture, with a part for each dataset",
@@ -58,10 +54,10 @@ LITERAL_MODULES = (
     "algorithmic.string_insertion",
     "games.n_queens",
 )
-"""Their verifiers `eval` the answer, meaning a Python list."""
+"""Modules whose verifiers `eval` the answer, which should be a Python list."""
 EXPRESSION_MODULES = ("games.countdown", "games.puzzle24")
-"""Their verifiers import sympy's `parse_expr`, which evaluates; three others reach it through
-`sympy`."""
+"""Modules whose verifiers import sympy's `parse_expr`, which evaluates; three more call it as
+`sympy.parse_expr`."""
 
 MATH_FUNCTIONS = (
     "Abs", "acos", "acosh", "asin", "asinh", "atan", "atanh", "cos", "cosh", "cot", "csc", "erf",
@@ -75,37 +71,36 @@ MAX_EXPONENT = 1000
 
 
 def check_expression(text: str) -> None:
-    """Raises ValueError unless `text` is arithmetic over numbers, names and known functions, with
-    exponents that are small numbers or names: evaluating it can neither call nor reach anything
-    else, and ends."""
+    """Raises ValueError unless `text` is arithmetic over numbers, names and known functions with
+    small exponents. Evaluating such text ends, and cannot call or reach anything else."""
     if len(text) > MAX_EXPRESSION_CHARS:
         raise ValueError("the expression is too long")
     for node in ast.walk(ast.parse(text.strip(), mode="eval")):
         if isinstance(node, ast.Call):
             name = node.func.id if isinstance(node.func, ast.Name) else ""
             if name not in MATH_FUNCTIONS or node.keywords:
-                raise ValueError("a call of something else than a function of mathematics")
+                raise ValueError("a call of something other than a mathematical function")
             if name == "factorial" and not _is_small(node.args):
-                raise ValueError("the factorial of more than a small number")
+                raise ValueError("the factorial of a large number")
         elif isinstance(node, ast.Name):
             if node.id.startswith("_"):
-                raise ValueError("a name that is no variable's")
+                raise ValueError("a name that begins with an underscore")
         elif isinstance(node, ast.Constant):
             if isinstance(node.value, bool) or not isinstance(node.value, int | float):
-                raise ValueError("a constant that is no number")
+                raise ValueError("a constant that is not a number")
         elif isinstance(node, ast.BinOp):
             if isinstance(node.op, ast.Pow) and not _is_small([node.right]):
                 raise ValueError("an exponent that is not small")
             if not isinstance(node.op, ast.Add | ast.Sub | ast.Mult | ast.Div | ast.Pow):
-                raise ValueError("an operation that is not of arithmetic")
+                raise ValueError("an operator that is not arithmetic")
         elif not isinstance(
             node, ast.Expression | ast.UnaryOp | ast.UAdd | ast.USub | ast.operator | ast.Load
         ):
-            raise ValueError(f"{type(node).__name__} is not of arithmetic")
+            raise ValueError(f"{type(node).__name__} is not arithmetic")
 
 
 def _is_small(nodes: list[ast.expr]) -> bool:
-    """Whether these have no power in them and no number above MAX_EXPONENT."""
+    """Whether these contain no power, product or call, and no number above MAX_EXPONENT."""
     for node in (inner for outer in nodes for inner in ast.walk(outer)):
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow | ast.Mult):
             return False
@@ -118,7 +113,7 @@ def _is_small(nodes: list[ast.expr]) -> bool:
 
 
 def guard_verifiers() -> None:
-    """Puts a check, or `literal_eval`, in the place of each `eval` that an answer can reach."""
+    """Replaces each `eval` that an answer can reach by `literal_eval` or a checked parser."""
     for name in LITERAL_MODULES:
         importlib.import_module(f"reasoning_gym.{name}").eval = ast.literal_eval  # type: ignore[attr-defined]
     parse: Callable[..., Any] = sympy.parse_expr
@@ -137,7 +132,7 @@ def guard_verifiers() -> None:
 
 
 def config_of(dataset: str, settings: Mapping[str, Any], level: int | None) -> Any:
-    """The dataset's own config, validated by itself. ConfigError names the setting."""
+    """The dataset's own config, validated by the dataset. Raises ConfigError naming the setting."""
     if dataset in REFUSED:
         raise ConfigError(f"dataset={dataset} cannot be trained on: {REFUSED[dataset]}.")
     if dataset not in DATASETS:
@@ -174,7 +169,7 @@ def _at_level(dataset: str, level: int) -> Any:
 
 
 def _is_special(hint: Any) -> bool:
-    """Whether a JSON value becomes it by a rule of this file, and not of `lockstep.config`."""
+    """Whether `_special` converts a JSON value to this type, and not `lockstep.config`."""
     if typing.get_origin(hint) in (typing.Literal, None):
         return isinstance(hint, type) and issubclass(
             hint, enum.Enum | datetime.date | datetime.time
@@ -216,8 +211,8 @@ def draw(
     split: str,
     eval_share: float,
 ) -> dict[str, Any]:
-    """A task of one split. A question is held out by what it says, so that no split can hold
-    another's, whatever the seeds: of those that `seed` leads to, the first of the split."""
+    """The first question of the split among those that `seed` leads to. A question's text decides
+    its split, so no question is in both, whatever the seeds."""
     for attempt in range(MAX_DRAWS):
         # 32 bits: some datasets seed numpy, which takes no more.
         own_seed = derive_seed("reasoning-gym", seed, attempt) % 2**32
@@ -255,34 +250,11 @@ def _entry(dataset: str, settings: str, level: int | None, seed: int) -> tuple[A
 REQUESTS: dict[str, Callable[..., dict[str, Any]]] = {"check": check, "draw": draw, "score": score}
 
 
-def reply_to(line: str) -> dict[str, Any]:
-    request = json.loads(line)
-    function, seconds = REQUESTS[request.pop("do")], request.pop("seconds")
-    # Whoever asked kills this process when time is over. Should it be gone, nobody would.
-    signal.alarm(int(seconds) + 30)
-    try:
-        with contextlib.redirect_stdout(io.StringIO()):
-            return function(**request)
-    except LockstepError as error:
-        return {"error": type(error).__name__, "text": str(error)}
-    except Exception as error:  # of a verifier that cannot read an answer: told, and counted
-        return {"error": "", "text": f"{type(error).__name__}: {error}"}
-    finally:
-        signal.alarm(0)
-
-
 def main() -> None:
-    for limit, value in (
-        (resource.RLIMIT_AS, MAX_MEMORY_BYTES),
-        (resource.RLIMIT_CORE, 0),
-    ):
+    for limit, value in ((resource.RLIMIT_AS, MAX_MEMORY_BYTES), (resource.RLIMIT_CORE, 0)):
         resource.setrlimit(limit, (value, value))
     guard_verifiers()
-    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # what a dataset prints is not a reply
-    for line in sys.stdin:
-        replies.write(json.dumps(reply_to(line)) + "\n")
-        replies.flush()
+    serve(lambda do, **request: REQUESTS[do](**request))
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""The process in which a verifiers environment runs: JSON requests in, JSON replies out, by line.
+"""The child process in which an environment of verifiers runs.
 
-    python serve.py            (by the Python of an environment that has verifiers 0.4)
+    python child.py            (started by `config`, with a Python that has verifiers 0.4)
 
-It needs verifiers and nothing of Lockstep, so that the two need not be installed together:
-verifiers pins packages that a trainer needs in other versions. Requests run beside each other; a
-reply carries the id of its request. Source: verifiers 0.4.0, v1/env.py, v1/configs/env.py.
+It follows the protocol of `lockstep.children` without importing Lockstep, since verifiers pins
+packages that a trainer needs in other versions and may be installed elsewhere. Requests run
+concurrently. Source: verifiers 0.4.0, v1/env.py, v1/configs/env.py.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ SERIES = "0.4."
 
 
 class Refused(Exception):
-    """What the user must mend."""
+    """A mistake that the user can correct."""
 
 
 class Server:
@@ -32,7 +32,7 @@ class Server:
         self.keys = itertools.count()
 
     async def open(self, *, environment: dict[str, Any], limit: int) -> dict[str, Any]:
-        """Loads the environment and up to `limit` of its tasks (0: all)."""
+        """Loads the environment and at most `limit` of its tasks (0: all)."""
         try:
             found = version("verifiers")
         except PackageNotFoundError:
@@ -49,7 +49,7 @@ class Server:
             raise Refused(f"{type(error).__name__}: {error}") from None
         taskset = self.env.taskset
         if not limit and not taskset.bounded:
-            raise Refused("its tasks never end: say how many to take with task.limit=N.")
+            raise Refused("its tasks never end: set how many to take with task.limit=N.")
         self.tasks = list(taskset.take(limit) if limit else taskset)
         seats = self.env._agent_specs
         self.serving = self.env.serving()
@@ -92,13 +92,13 @@ class Server:
         }
 
     async def answer(self, request: dict[str, Any], write: Any) -> None:
-        number, do = request.pop("id"), request.pop("do")
+        number = request.pop("id")
+        request.pop("seconds")
         try:
-            reply = await {"open": self.open, "run": self.run}[do](**request)
-        except Refused as error:
-            reply = {"refused": str(error)}
+            reply = await (self.run if number else self.open)(**request)
         except Exception as error:
-            reply = {"error": f"{type(error).__name__}: {error}"}
+            text = str(error) if isinstance(error, Refused) else f"{type(error).__name__}: {error}"
+            reply = {"error": type(error).__name__, "text": text}
         write({"id": number, **reply})
 
 
@@ -122,8 +122,8 @@ async def main() -> None:
     threading.Thread(target=read, daemon=True).start()
     while line := await lines.get():
         request = json.loads(line)
-        if request["do"] == "cancel":
-            if task := running.get(request["of"]):
+        if "cancel" in request:
+            if task := running.get(request["cancel"]):
                 task.cancel()
             continue
         number = request["id"]

@@ -1,0 +1,31 @@
+"""The child process in which math-verify compares two expressions.
+
+    python -m lockstep.envs.math.child          (started by `lockstep.envs.math.grading`)
+
+math-verify hands an answer to sympy, which may take minutes and gigabytes on a short text.
+"""
+
+import resource
+from typing import Any
+
+from lockstep.children import serve
+
+MEMORY_BYTES = 2 << 30
+
+
+def main() -> None:
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    from math_verify import parse, verify  # pyright: ignore[reportMissingImports]
+
+    def compare(expected: str, answer: str) -> dict[str, Any]:
+        # Its own time limits are signals that only Python code notices; the parent has a real one.
+        gold, found = (
+            parse(f"\\boxed{{{text}}}", parsing_timeout=None) for text in (expected, answer)
+        )
+        return {"is_equal": bool(verify(gold, found, timeout_seconds=None))}
+
+    serve(compare)
+
+
+if __name__ == "__main__":
+    main()
