@@ -44,7 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return BAD_INPUT
     end_by_sigterm()
     try:
-        return options.run(options)
+        with _faults(options):
+            return options.run(options)
     except (
         ConfigError,
         DataError,
@@ -62,6 +63,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted.", file=sys.stderr)
         return INTERRUPTED
+
+
+def _faults(options: argparse.Namespace) -> contextlib.AbstractContextManager[None]:
+    """What `--fault` asks for, around the verb."""
+    if not getattr(options, "fault", None):
+        return contextlib.nullcontext()
+    from lockstep.testing.faults import injected, parse_fault
+
+    _load_plugins(options.plugin)
+    return injected(*map(parse_fault, options.fault))
 
 
 def _complain(error: Exception, options: argparse.Namespace) -> None:
@@ -615,6 +626,13 @@ def _parser() -> argparse.ArgumentParser:
                               help="print the resolved config and plan, start nothing")  # fmt: skip
         made.add_argument("--plugin", action="append", default=[], metavar="PLUGIN",
                           help="Python file or module with kinds of your own")  # fmt: skip
+        if name in ("train", "eval", "doctor"):
+            made.add_argument(
+                "--fault",
+                action="append",
+                metavar="KIND[,SETTING=VALUE...]",
+                help="break the run on purpose: docs/reference/faults.md",
+            )
         _HELP[name] = made
         return made
 

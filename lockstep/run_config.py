@@ -25,7 +25,6 @@ from lockstep.ops.contract import ContractChoice
 from lockstep.renderers.config import RendererConfig
 from lockstep.store.config import RecordConfig
 from lockstep.sync.config import SyncConfig
-from lockstep.testing.faults import FaultConfig
 from lockstep.training.config import (
     CheckpointConfig,
     CriticConfig,
@@ -181,9 +180,6 @@ class Config(ModelChoice):
     """What is done about the gap between sampler and trainer; a preset by its name
     (`correction=mis`), or one setting after another. none: bypass where the sampler runs the
     trainer's own decoder in its dtype and in step with it, and mis everywhere else."""
-    fault: FaultConfig | None = None
-    """A defect that is injected on purpose, to see what it does and what finds it; none for a run
-    that is meant."""
     doctor: DoctorConfig = field(default_factory=DoctorConfig)
     """What is looked for in the rows that are trained, and what is done about it."""
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)

@@ -25,12 +25,12 @@ from lockstep.doctor.inputs.native import write_rows
 from lockstep.recipes import find_recipe
 from lockstep.run.build import build
 from lockstep.run.preflight import preflight
-from lockstep.testing.faults import retokenized, shifted
+from lockstep.testing.faults import KernelNoise, injected, retokenized, shifted
 from lockstep.training.rows import rows_for_training
 from lockstep.types import Sample
 
 EXAMPLE = Path(lockstep.doctor.__file__).parent / "example.parquet"
-SETTINGS = ("model=tiny-gpt-oss", "contract=none", "fault=kernel_noise", "fault.std=0.002")
+SETTINGS = ("model=tiny-gpt-oss", "contract=none")
 NUM_TASKS, GROUP_SIZE = 24, 4
 KINDS = ("sound", "reencoded", "shifted")
 
@@ -42,7 +42,8 @@ def kind_of(row: Sample) -> str:
 
 def make_rows() -> Rows:
     config = resolve(find_recipe("quickstart"), list(SETTINGS))
-    parts = build(config, preflight(config))
+    with injected(KernelNoise(std=0.002)):
+        parts = build(config, preflight(config))
     tokenizer = parts.renderer.tokenizer
     groups = asyncio.run(
         collect(

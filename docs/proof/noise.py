@@ -35,6 +35,7 @@ from lockstep.correction.averaging import noise_table
 from lockstep.recipes import find_recipe
 from lockstep.run.build import build
 from lockstep.run.preflight import preflight
+from lockstep.testing.faults import injected, split_faults
 from lockstep.training.rows import rows_for_training
 from lockstep.types import Group
 
@@ -47,14 +48,11 @@ ROWS = {
     "embedded, true-on-policy": (),
     "embedded, stock ops": ("contract=none",),
     "embedded, sampler in bfloat16": ("contract=none", "engine.dtype=bfloat16"),
-    "embedded, kernel noise 0.035": ("fault=kernel_noise", "fault.std=0.035"),
-    "embedded, router noise 0.1": ("fault=router_noise", "fault.std=0.1"),
+    "embedded, kernel noise 0.035": ("--fault=kernel_noise,std=0.035"),
+    "embedded, router noise 0.1": ("--fault=router_noise,std=0.1"),
     "embedded, noise of a large mixture": REPORTED_NOISE,
     "embedded, three times that": (
-        "fault=sampling_noise",
-        "fault.router_std=0.36",
-        "fault.bias=0.084",
-        "fault.trainer_std=1.5e-3",
+        "--fault=sampling_noise,router_std=0.36,bias=0.084,trainer_std=1.5e-3",
     ),
     "embedded, ten times that": TEN_TIMES,
     "tiny-qwen3, embedded, stock ops": ("model=tiny-qwen3", "contract=none"),
@@ -65,8 +63,7 @@ ROWS = {
     ),
     "tiny-qwen3, embedded, kernel noise 0.008": (
         "model=tiny-qwen3",
-        "fault=kernel_noise",
-        "fault.std=0.008",
+        "--fault=kernel_noise,std=0.008",
     ),
 }
 """Name -> settings; of tiny-gpt-oss where it does not say otherwise."""
@@ -74,10 +71,10 @@ ROWS = {
 
 def measure(words: tuple[str, ...], seed: int) -> dict[str, float]:
     """The figures of one batch: of log-probs, and of probabilities as `prob_...`."""
-    config = resolve(find_recipe("quickstart"), [f"seed={seed}", *words])
-    if config.fault is not None and hasattr(config.fault, "seed"):
-        config = replace(config, fault=replace(config.fault, seed=seed))  # other offsets per id
-    parts = build(config, preflight(config))
+    settings, faults = split_faults([f"seed={seed}", *words])
+    config = resolve(find_recipe("quickstart"), settings)
+    with injected(*(replace(fault, seed=seed) for fault in faults)):  # other offsets per id
+        parts = build(config, preflight(config))
 
     async def sample() -> list[Group]:
         await parts.publisher.publish(0)

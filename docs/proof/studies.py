@@ -53,21 +53,11 @@ FOUR_ARMS = {
 }
 FORK_STEP = 40
 
-REPORTED_NOISE = (
-    "fault=sampling_noise",
-    "fault.router_std=0.12",
-    "fault.bias=0.028",
-    "fault.trainer_std=5e-4",
-)
+REPORTED_NOISE = ("--fault=sampling_noise,router_std=0.12,bias=0.028,trainer_std=5e-4",)
 """What KwaiKAT's table has of a mixture: the means of two log-probs 0.008 apart, a variance of
 1e-3 in the sampler and of 1e-7 in the trainer. The variances are of few tokens near a tie and
 differ threefold between batches; noise.py has what was found."""
-TEN_TIMES = (
-    "fault=sampling_noise",
-    "fault.router_std=1.2",
-    "fault.bias=0.28",
-    "fault.trainer_std=5e-3",
-)
+TEN_TIMES = ("--fault=sampling_noise,router_std=1.2,bias=0.28,trainer_std=5e-3",)
 """The same faults, larger: what they do to log-probs grows faster, for routers flip."""
 
 COLLAPSE_STEPS = 10
@@ -106,13 +96,10 @@ STUDIES = {
         settings=("model=tiny-qwen3", "steps=60", *QUIET),
         conditions={
             "healthy": (),
-            "shifted log-probs": ("fault=shifted_logprobs",),
-            "re-tokenised, log-probs by position": ("fault=retokenized_rows",),
-            "re-tokenised, log-probs recomputed": (
-                "fault=retokenized_rows",
-                "fault.logprobs=recomputed",
-            ),
-            "final tokens dropped": ("fault=dropped_final_tokens",),
+            "shifted log-probs": ("--fault=shifted_logprobs",),
+            "re-tokenised, log-probs by position": ("--fault=retokenized_rows",),
+            "re-tokenised, log-probs recomputed": ("--fault=retokenized_rows,logprobs=recomputed",),
+            "final tokens dropped": ("--fault=dropped_final_tokens",),
         },
         arms={"as by default": ()},
         curves=("reward/mean", "response_length/mean", "mismatch/k1", "mismatch/k2"),
@@ -122,8 +109,8 @@ STUDIES = {
         settings=("model=tiny-qwen3", "steps=60", *QUIET, *KEEP_LITTLE),
         conditions={
             "no mismatch": (),
-            "kernel noise 0.035": ("fault=kernel_noise", "fault.std=0.035"),
-            "kernel noise 0.5": ("fault=kernel_noise", "fault.std=0.5"),
+            "kernel noise 0.035": ("--fault=kernel_noise,std=0.035",),
+            "kernel noise 0.5": ("--fault=kernel_noise,std=0.5",),
         },
         arms=FOUR_ARMS,
         curves=(
@@ -147,17 +134,13 @@ STUDIES = {
         ),
         conditions={
             "kernel noise that grows to 0.5": (
-                "fault=kernel_noise",
-                "fault.std=0.02",
-                "fault.growth=0.012",
-                f"fault.growth_from={FORK_STEP}",
+                f"--fault=kernel_noise,std=0.02,growth=0.012,growth_from={FORK_STEP}",
             ),
-            "router noise 0.3": ("fault=router_noise", "fault.std=0.3"),
+            "router noise 0.3": ("--fault=router_noise,std=0.3",),
             "lr x 3 and no fault": ("trainer.lr=3e-3",),
-            "weights 4 updates old": ("fault=stale_weights", "fault.lag=4"),
+            "weights 4 updates old": ("--fault=stale_weights,lag=4",),
             "weights 4 updates old, lr x 3": (
-                "fault=stale_weights",
-                "fault.lag=4",
+                "--fault=stale_weights,lag=4",
                 "trainer.lr=3e-3",
             ),
         },
@@ -168,7 +151,7 @@ STUDIES = {
     "moe": Study(
         title="a mixture of experts with a noisy router",
         settings=("model=tiny-gpt-oss", "steps=60", *QUIET, *KEEP_LITTLE),
-        conditions={"router noise 0.1": ("fault=router_noise", "fault.std=0.1")},
+        conditions={"router noise 0.1": ("--fault=router_noise,std=0.1",)},
         arms={
             "recomputed": BASELINE,
             "rollout": ("correction=bypass",),
@@ -195,7 +178,7 @@ STUDIES = {
                 *BASELINE,
                 "trainer.routing_replay=rollout",
                 "trainer.partial_routes=true",
-                "fault.lost_routes=0.5",
+                "--fault=lost_routes,share=0.5",
             ),
             "TIS, 1.5": ("correction=tis", "correction.limits=0,1.5"),
             "TIS, 5": ("correction=tis", "correction.limits=0,5"),
@@ -208,18 +191,18 @@ STUDIES = {
         conditions={"tiny-gpt-oss": ()},
         arms={
             "correct": BASELINE,
-            "ignored": ("fault=ignored_sinks", *BASELINE),
+            "ignored": ("--fault=ignored_sinks", *BASELINE),
             "ignored, attention frozen": (
-                "fault=ignored_sinks",
+                "--fault=ignored_sinks",
                 "trainer.freeze=*.attention.*",
                 *BASELINE,
             ),
             "ignored, sequence IS": (
-                "fault=ignored_sinks",
+                "--fault=ignored_sinks",
                 "correction=tis",
                 "correction.level=sequence",
             ),
-            "no gradient": ("fault=detached_sinks", *BASELINE),
+            "no gradient": ("--fault=detached_sinks", *BASELINE),
         },
         curves=(
             "reward/mean",
@@ -420,19 +403,20 @@ def match_rates(run: Run) -> dict[str, float]:
     from lockstep.recipes import find_recipe
     from lockstep.run.preflight import read_model_files
     from lockstep.store.run import load_run
+    from lockstep.testing.faults import Faults, split_faults
     from lockstep.training.rows import rows_for_training
 
     stored = load_run(run.path)
-    config = resolve(find_recipe("quickstart"), run.words[2:])
+    settings, faults = split_faults(run.words[2:])
+    config = resolve(find_recipe("quickstart"), settings)
     renderer = read_model_files(config).renderer
     out: dict[str, float] = {}
     for label, step in (("first", 0), ("last", config.steps - 1)):
         sampled = rows_for_training(stored.groups(step), config.advantage)
-        trained = sampled
-        if config.fault is not None:  # its ids do not depend on log-probs, so any will do
-            trained = config.fault.change_rows(
-                sampled, renderer, lambda rows: [row.columns["rollout_logprobs"] for row in rows]
-            )
+        # The ids that a fault makes do not depend on log-probs, so any will do.
+        trained = Faults(faults).change_rows(
+            sampled, renderer, lambda rows: [row.columns["rollout_logprobs"] for row in rows]
+        )
         pairs = [
             (a.token_ids[a.loss_mask], b.token_ids[b.loss_mask])
             for a, b in zip(sampled, trained, strict=True)

@@ -307,20 +307,16 @@ class _Climber:
     def training_path(self, played: Sequence[Trajectory]) -> Rung:
         """The rows that a step of this run would be trained on, its fault included."""
         from lockstep.objectives.config import GRPO
-        from lockstep.testing.faults import token_match
         from lockstep.training.rows import rows_for_training
         from lockstep.types import Group
 
-        config = self.config
         groups = [Group(task=t, trajectories=[]) for t in self.tasks]
         by_task = {group.task.id: group for group in groups}
         for trajectory in played:
             by_task[trajectory.task_id].trajectories.append(trajectory)
         sampled = rows_for_training(groups, GRPO(), control_ids=self.renderer.tokenizer.control_ids)
-        rows = sampled
-        if config.fault is not None:
-            log_probs = partial(self.parts.trainer.forward, column=None)
-            rows = config.fault.change_rows(sampled, self.renderer, log_probs)
+        log_probs = partial(self.parts.trainer.forward, column=None)
+        rows = self.parts.hooks.change_rows(sampled, self.renderer, log_probs)
         return self.measured(
             "the training path",
             "what is made of the rows on their way to the loss",
@@ -438,3 +434,15 @@ class _OneReply(Environment):
 
     async def score(self) -> Score:
         return Score(reward=0.0)
+
+
+def token_match(before: Sequence[Sample], after: Sequence[Sample]) -> float:
+    """Share of the trained tokens of `before` that are in `after` at the same place, trained and
+    with the same id. Rows are compared in order; 1.0 if no token is trained."""
+    num_equal = num_trained = 0
+    for old, new in zip(before, after, strict=True):
+        size = min(len(old), len(new))
+        is_equal = (old.token_ids[:size] == new.token_ids[:size]) & new.loss_mask[:size]
+        num_equal += int((is_equal & old.loss_mask[:size]).sum())
+        num_trained += old.num_trained
+    return num_equal / num_trained if num_trained else 1.0

@@ -6,7 +6,7 @@ import asyncio
 import os
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -26,6 +26,7 @@ from lockstep.ops.contract import TRUE_ON_POLICY, why_not_same
 from lockstep.renderers.base import Renderer
 from lockstep.renderers.tokenizer import Tokenizer
 from lockstep.report.document import Vocabulary
+from lockstep.run.hooks import RunHooks, current_hooks
 from lockstep.run.preflight import (
     ModelFiles,
     Numerics,
@@ -65,6 +66,8 @@ class Parts:
     which serves an evaluation."""
     critic: Critic | None = None
     """Only where the advantage is made of its values."""
+    hooks: RunHooks = field(default_factory=current_hooks)
+    """What steps into the run from outside; by default nothing."""
 
     @property
     def renderer(self) -> Renderer:
@@ -89,7 +92,7 @@ def build(
     the engine may leave logs and weights on their way. on_wait: told what the engine waits for.
     """
     from lockstep.engines.base import EngineContext
-    from lockstep.engines.registry import check_capabilities, open_engine
+    from lockstep.engines.registry import check_capabilities
     from lockstep.ops.invariant import ask_for_reproducible_gemm
     from lockstep.sync.publisher import Publisher
     from lockstep.training.trainer import Trainer
@@ -103,7 +106,6 @@ def build(
     model = load_model(config, model_files, weights=weights)
     numerics = choose_numerics(config, model)
     mesh = ranks.mesh() if ranks is not None and config.parallel.shard else None
-    make = open_engine if config.fault is None else config.fault.make_engine
     rank, world = (0, 1) if ranks is None else (ranks.rank, ranks.world)
     context = EngineContext(
         model=model,
@@ -118,7 +120,8 @@ def build(
         on_wait=on_wait,
         workers=_workers(config, rank, world, model.embedding.device),
     )
-    engine = make(config.engine.for_rank(rank, world), context)
+    hooks = current_hooks()
+    engine = hooks.make_engine(config.engine.for_rank(rank, world), context)
     if numerics.is_kept:
         numerics = _with_engine(config, model_files, engine, numerics, weights, model)
     if ranks is not None:
@@ -138,7 +141,7 @@ def build(
     needs_reference = config.objective.reads_reference_logprobs and model_files.lora is None
     if is_training and needs_reference:
         reference = load_model(config, model_files, mesh=mesh).requires_grad_(False)
-    trained = model if config.fault is None else config.fault.make_trained(model)
+    trained = hooks.make_trained(model)
     if mesh is not None:
         trained = load_model(config, model_files, weights=weights, mesh=mesh)
     trainer = Trainer(
@@ -164,13 +167,13 @@ def build(
             wakes=config.engine.share_device,
             left_out=model_files.renderer.tokenizer.control_ids,
             max_tokens=config.max_tokens,
-            is_verifying=config.fault is None or config.fault.is_verified,
+            is_verifying=hooks.verifies_sync,
         )
     critic = None
     if is_training and config.advantage.needs_critic:
         device = model.embedding.device
         critic = load_critic(config, model_files, device=device, ranks=ranks, mesh=mesh)
-    return Parts(model_files, model, engine, trainer, numerics, publisher, critic)
+    return Parts(model_files, model, engine, trainer, numerics, publisher, critic, hooks)
 
 
 def _weights_place(config: Config, context: EngineContext) -> Path | None:

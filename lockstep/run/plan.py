@@ -10,6 +10,7 @@ from lockstep.agent.loop import truncation_notice
 from lockstep.config import tag
 from lockstep.engines.config import EmbeddedConfig
 from lockstep.renderers.jinja.renderer import JinjaRenderer
+from lockstep.run.hooks import current_hooks
 from lockstep.run.preflight import (
     ModelFiles,
     Numerics,
@@ -72,9 +73,7 @@ def plan(
         f"memory     {describe_memory(config, model_files, numerics=numerics)}",
         *(f"warning    {text}" for text in config.chosen_correction.warnings()),
     ]
-    if config.fault is not None:
-        lines.append(f"fault      {config.fault.describe()}")
-    return lines
+    return lines + current_hooks().plan()
 
 
 def _template_plan(model_files: ModelFiles) -> list[str]:

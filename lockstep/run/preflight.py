@@ -40,8 +40,8 @@ from lockstep.renderers.config import (
 from lockstep.renderers.jinja.source import has_template
 from lockstep.renderers.registry import make_renderer
 from lockstep.renderers.tokenizer import Tokenizer
+from lockstep.run.hooks import current_hooks
 from lockstep.run_config import Config, ModelChoice
-from lockstep.testing.faults import Subject
 
 if TYPE_CHECKING:
     pass
@@ -92,18 +92,9 @@ def preflight(config: Config, *, is_training: bool = True) -> ModelFiles:
     Raises ConfigError, CheckpointError, RendererError or DataError, with both values and the fix.
     """
     model_files = read_model_files(config)
+    current_hooks().check(config, model_files.model, model_files.renderer)
     if config.fallback:
         _check_fallback(config)
-    elif config.fault is not None and isinstance(model_files.model, ModelConfig):
-        config.fault.check(
-            Subject(
-                model=model_files.model,
-                name=config.model,
-                engine=config.engine,
-                renderer=model_files.renderer,
-                has_adapter=model_files.lora is not None,
-            )
-        )
     if config.contract == TRUE_ON_POLICY and (reason := why_no_contract(config)):
         raise ConfigError(f"contract={TRUE_ON_POLICY} cannot be kept: {reason}.")
     if config.chosen_correction.behaviour == "averaged" and config.agent.is_truncated:
@@ -166,11 +157,7 @@ def check_parallel(config: ModelChoice, model: ModelConfig | FallbackConfig) -> 
         )
     if world == 1:
         return
-    alone = {"fallback=true": config.fallback}
-    if isinstance(config, Config):
-        alone["fault"] = config.fault is not None
-    else:
-        alone["lockstep sft"] = True
+    alone = {"fallback=true": config.fallback, "lockstep sft": not isinstance(config, Config)}
     for what, is_asked in alone.items():
         if is_asked:
             raise ConfigError(
@@ -322,10 +309,6 @@ def _check_fallback(config: Config) -> None:
                 "a critic is a decoder: name one with critic.model",
             ),
             (
-                config.fault is not None,
-                "faults are injected into the decoder and its engine; leave fault out",
-            ),
-            (
                 config.trainer.routing_replay != "none" or config.trainer.router_aux_coef > 0,
                 "routers are known of the decoder alone; set trainer.routing_replay=none "
                 "trainer.router_aux_coef=0",
@@ -420,8 +403,8 @@ def why_no_contract(config: Config) -> str:
         )
     if config.max_staleness:
         return f"max_staleness={config.max_staleness}: older weights than the trained ones sample"
-    if config.contract == "auto" and config.fault is not None:
-        return f"the fault {tag(type(config.fault))} is injected, which breaks it on purpose"
+    if config.contract == "auto" and current_hooks().no_contract:
+        return current_hooks().no_contract
     dtype = getattr(config.engine, "dtype", "same")
     if dtype not in ("same", config.dtype):
         return f"engine.dtype={dtype} is not the trainer's {config.dtype}"

@@ -30,6 +30,7 @@ from lockstep.launch.ranks import Ranks
 from lockstep.observe.live import SilentView, open_view
 from lockstep.observe.loggers import open_loggers
 from lockstep.run.build import build, checkpoint_of, resolve_device
+from lockstep.run.hooks import check_same_hooks, current_hooks
 from lockstep.run.preflight import preflight
 from lockstep.run.step_metrics import check_failures, describe_first_step, step_metrics
 from lockstep.run.training_run import Tester, TrainingRun, make_gateway
@@ -86,6 +87,7 @@ def _train(
     facts: dict[str, Any] = {
         "architecture": model_files.model.architecture,
         "family": model_files.model.family,
+        "faults": list(current_hooks().recorded),
     }
     if start is not None:
         parent = load_run(start[0])
@@ -94,6 +96,7 @@ def _train(
         facts["from"] = {"checkpoint": str(origin), "changed": changed}
     directory = None
     if is_leader and resume:
+        check_same_hooks(load_run(path).environment)
         directory = RunDirectory.open(path, record=config.record, facts=facts)
     elif is_leader:
         directory = RunDirectory.create(path, to_dict(config), record=config.record, facts=facts)
@@ -219,7 +222,7 @@ async def one_step(run: TrainingRun) -> dict[str, Any] | None:
         run.save()  # the state that samples this step again
         raise ContractError(run.explain(broken, rows)) from broken
     finally:
-        # What is kept is what was sampled, whatever a fault has made of it for the trainer.
+        # What is kept is what was sampled, whatever a hook has made of it for the trainer.
         run.record(step, groups, samples=sampled_rows)
     trained = time.perf_counter()
     for role in filter(None, (run.parts.trainer, run.parts.critic)):
@@ -254,7 +257,7 @@ def align(
     run: TrainingRun, groups: Sequence[Group]
 ) -> tuple[list[Sample], list[Sample], dict[str, float]]:
     """Episodes to rows with advantages: those that are trained, and the same as they were sampled,
-    before a fault has changed them; how old their tokens are by now, and how noisy."""
+    before a hook has changed them; how old their tokens are by now, and how noisy."""
     config, parts = run.config, run.parts
     rows = rows_for_training(
         groups,
@@ -274,9 +277,8 @@ def align(
             rows, groups, average_sampling_pass=correction.average_sampling_pass
         )
     sampled_rows = rows
-    if config.fault is not None:
-        log_probs = partial(parts.trainer.forward, column=None)
-        rows = config.fault.change_rows(sampled_rows, parts.renderer, log_probs)
+    log_probs = partial(parts.trainer.forward, column=None)
+    rows = parts.hooks.change_rows(sampled_rows, parts.renderer, log_probs)
     if run.step == 0:
         run.view.note(describe_first_step(groups, rows))
     return rows, sampled_rows, metrics
@@ -287,7 +289,7 @@ def update(
 ) -> dict[str, Any]:
     """measure, correct, update: the policy, and the critic if there is one. Returns the metrics.
 
-    sampled_rows: the critic's, which no fault has touched.
+    sampled_rows: the critic's, which no hook has changed.
     """
     if not rows:
         return {}
@@ -296,8 +298,7 @@ def update(
         metrics = trainer.update(rows, config.objective, config.chosen_correction)
     else:
         metrics = trainer.measure(rows, column="logprobs", is_checking=True).to_metrics("mismatch")
-    if config.fault is not None:
-        config.fault.after_update(rows, partial(trainer.forward, column=None))
+    run.parts.hooks.after_update(rows, partial(trainer.forward, column=None))
     if critic is not None:
         metrics |= critic.update(sampled_rows)
     every = config.trainer.measure_after_every

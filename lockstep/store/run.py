@@ -337,12 +337,18 @@ class Run:
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        return _read_json(self.path / "config.json")
+        config = _read_json(self.path / "config.json")
+        config.pop("fault", None)  # a setting of older versions: see `environment`
+        return config
 
     @cached_property
     def environment(self) -> dict[str, Any]:
-        """Of the first start; `resumes` lists the later ones."""
-        return _read_json(self.path / "environment.json")
+        """Facts of the first start; `resumes` lists the later ones."""
+        found = _read_json(self.path / "environment.json")
+        if "faults" not in found:
+            fault = _read_json(self.path / "config.json").get("fault")
+            found["faults"] = [fault] if fault else []
+        return found
 
     @cached_property
     def metrics(self) -> list[dict[str, Any]]:

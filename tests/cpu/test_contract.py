@@ -31,6 +31,7 @@ from lockstep.run.preflight import preflight
 from lockstep.run.train import train
 from lockstep.store.run import load_run
 from lockstep.testing.engines import FakeEngine
+from lockstep.testing.faults import injected, split_faults
 from lockstep.types import Request, SamplingParams
 
 SMALL = [
@@ -41,7 +42,9 @@ MINE = Fingerprint(ops="invariant", dtype="float32", device="cpu", key_block=128
 
 
 def run(path, *overrides):
-    train(resolve(find_recipe("quickstart"), [*SMALL, *overrides]), out=path, view="json")
+    settings, faults = split_faults([*SMALL, *overrides])
+    with injected(*faults):
+        train(resolve(find_recipe("quickstart"), settings), out=path, view="json")
     rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
     return [row for row in rows if "train/loss" in row]
 
@@ -208,7 +211,7 @@ def test_an_engine_of_another_dtype_is_refused_with_both():
 
 
 def test_auto_does_not_stop_a_run_that_is_broken_on_purpose(tmp_path):
-    (first, _) = run(tmp_path / "run", "fault=kernel_noise", "fault.std=0.01")
+    (first, _) = run(tmp_path / "run", "--fault=kernel_noise,std=0.01")
     assert first["mismatch/unequal_tokens"] > 0
 
 
@@ -224,7 +227,7 @@ def test_tokens_drawn_from_an_unrecorded_support_are_outside_of_the_contract():
 @pytest.mark.parametrize("fault", ["kernel_noise", "router_noise"])
 def test_the_first_unequal_token_stops_the_run_before_the_update(tmp_path, fault):
     path = tmp_path / "run"
-    settings = [f"fault={fault}", "fault.std=0.001", "contract=true-on-policy"]
+    settings = [f"--fault={fault},std=0.001", "contract=true-on-policy"]
     with pytest.raises(ContractError) as caught:
         run(path, *settings)
     text = str(caught.value)

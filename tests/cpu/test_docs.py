@@ -526,7 +526,7 @@ def causes_table() -> str:
         name = f"`{cause.name}`"
         if cause.equivalents != cause.name:
             name += f" (class `{cause.equivalents}`)"
-        fault = f"`fault={cause.fault}`" if cause.fault else ""
+        fault = f"`--fault {cause.fault}`" if cause.fault else ""
         lines.append(f"| {name} | {cause.title} | {cause.remedy} | {fault} |")
     return "\n".join(lines) + "\n"
 

@@ -117,7 +117,7 @@ def test_a_new_run_goes_on_from_an_adapter(run, tmp_path, capsys):
 
 def test_an_engine_with_its_own_weights_is_given_merged_ones(tmp_path):
     out = tmp_path / "run"
-    words = ["train", "quickstart", *SMALL, "lora.rank=4", "fault=stale_weights", "fault.lag=0"]
+    words = ["train", "quickstart", *SMALL, "lora.rank=4", "--fault=stale_weights,lag=0"]
     assert lockstep(*words, f"out={out}") == OK
     rows = [row for row in steps_of(out) if "mismatch/k3" in row]
     assert rows[-1]["policy_version"] == 1

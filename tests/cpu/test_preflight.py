@@ -11,6 +11,7 @@ from lockstep.models.locate import SHIPPED_ROOT
 from lockstep.recipes import find_recipe
 from lockstep.run.plan import plan
 from lockstep.run.preflight import preflight, read_model_files
+from lockstep.testing.faults import ShiftedLogprobs, injected
 from lockstep.testing.tokenizers import LLAMA3_TOKENS, byte_tokenizer_json, sentencepiece_json
 
 
@@ -99,12 +100,16 @@ def test_a_fallback_is_refused_what_only_the_decoder_can_and_all_of_it_is_listed
         return preflight(resolve(find_recipe("quickstart"), words))
 
     with pytest.raises(ConfigError) as error:
-        check("contract=true-on-policy", "advantage=gae", "fault=kernel_noise", "fault.std=0.1",
-              "trainer.router_aux_coef=0.1")  # fmt: skip
+        check("contract=true-on-policy", "advantage=gae", "trainer.router_aux_coef=0.1")
     for part in ("engine=embedded runs the decoder alone", "set contract=none",
-                 "name one with critic.model", "leave fault out",
+                 "name one with critic.model",
                  "set trainer.routing_replay=none"):  # fmt: skip
         assert part in str(error.value)
+    with (
+        injected(ShiftedLogprobs()),
+        pytest.raises(ConfigError, match=r"fallback=true: faults are .* Leave --fault out"),
+    ):
+        check()
     with pytest.raises(ConfigError, match=r"fallback=true with lora"):
         check("lora.rank=4")
     with pytest.raises(ConfigError, match=r"fallback=true with trainer\.recompute=blocks"):

@@ -14,6 +14,7 @@ from lockstep.run.plan import plan
 from lockstep.run.preflight import preflight
 from lockstep.run.train import train
 from lockstep.store.run import load_run
+from lockstep.testing.faults import injected, split_faults
 
 SMALL = [
     "steps=2", "groups_per_step=2", "group_size=4", "evaluation.num_tasks=1",
@@ -23,7 +24,9 @@ SMALL = [
 
 def rows_of(path, *overrides):
     """The metrics of both steps."""
-    train(resolve(find_recipe("quickstart"), [*SMALL, *overrides]), out=path, view="json")
+    settings, faults = split_faults([*SMALL, *overrides])
+    with injected(*faults):
+        train(resolve(find_recipe("quickstart"), settings), out=path, view="json")
     rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
     return [row for row in rows if "mismatch/k3" in row]
 
@@ -45,7 +48,7 @@ def test_under_the_contract_replay_is_the_identity(tmp_path):
 
 
 def test_replay_takes_the_flips_of_a_noisy_router_away(tmp_path):
-    fault = ["fault=router_noise", "fault.std=0.1", "steps=1"]
+    fault = ["--fault=router_noise,std=0.1", "steps=1"]
     without = rows_of(tmp_path / "none", *fault)[0]
     replayed = rows_of(tmp_path / "rollout", *fault, "trainer.routing_replay=rollout")[0]
     assert replayed["mismatch/compared_tokens"] == without["mismatch/compared_tokens"]

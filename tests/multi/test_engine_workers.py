@@ -15,6 +15,7 @@ from lockstep.recipes import find_recipe
 from lockstep.run.preflight import preflight
 from lockstep.run.train import train
 from lockstep.store.run import load_run
+from lockstep.testing.faults import KernelNoise, injected
 
 SMALL = (
     "steps=2", "groups_per_step=2", "group_size=4", "evaluation.num_tasks=2",
@@ -54,11 +55,11 @@ def test_a_run_sampled_by_two_other_processes_is_the_run_of_one_under_the_contra
 
 
 def test_a_fault_of_the_engine_inside_is_refused_for_engines_of_other_processes():
-    config = resolve(
-        find_recipe("quickstart"),
-        ("fault=kernel_noise", "fault.std=0.1", "engine.replicas=1"),
-    )
-    with pytest.raises(ConfigError, match=r"engine\.replicas=1 samples in others"):
+    config = resolve(find_recipe("quickstart"), ["engine.replicas=1"])
+    with (
+        injected(KernelNoise(std=0.1)),
+        pytest.raises(ConfigError, match=r"engine\.replicas=1 samples in others"),
+    ):
         preflight(config)
 
 

@@ -30,7 +30,7 @@ class Cause:
     in_engines: Mapping[str, str] = field(default_factory=dict[str, str])
     """The same of what any trainer may stand on: an engine, a library of models."""
     fault: str = ""
-    """Override that injects it into a healthy run of ours: `lockstep train quickstart fault=...`"""
+    """Fault that injects the cause into a healthy run: `lockstep train quickstart --fault ...`."""
     is_defect: bool = True
     """False: worth knowing, and nobody's mistake."""
 
@@ -258,7 +258,7 @@ _CAUSES = (
             "vllm": "VLLM_BATCH_INVARIANT=1 makes it repeat itself in any batch; it does not make "
             "it equal to another trainer",
         },
-        fault="kernel_noise fault.std=0.05",
+        fault="kernel_noise,std=0.05",
     ),
     Cause(
         name="routing_flips",
@@ -272,7 +272,7 @@ _CAUSES = (
             "actor_rollout_ref.actor.megatron.router_replay.mode=R3",
             "slime": "--use-rollout-routing-replay",
         },
-        fault="router_noise fault.std=0.3",
+        fault="router_noise,std=0.3",
     ),
     Cause(
         name="ignored_sinks",

@@ -146,11 +146,10 @@ class RunDump(Dump):
                 f"while it trained, causes were found in rows of its steps ({told}); as they were "
                 f"trained: lockstep doctor {self.path / MONITOR}"
             )
-        fault: Mapping[str, Any] = self._run.config.get("fault") or {}
-        if fault:
+        for fault in self._run.environment.get("faults", []):
             out.append(
-                f"fault={fault.get('type')} was injected into this run. A run stores what was "
-                "sampled: what a fault does to the rows on their way to the trainer is not in it"
+                f"the fault {fault['type']} was injected into this run. A run stores what was "
+                "sampled; what a fault does to the rows on their way to the trainer is not in it"
             )
         return out
 

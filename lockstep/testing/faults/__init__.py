@@ -1,4 +1,5 @@
-"""Faults to inject into a run on purpose, by one override: `fault=kernel_noise fault.std=0.01`.
+"""Faults that are injected into a run on purpose: `lockstep train quickstart --fault
+kernel_noise,std=0.01`, or `with injected(KernelNoise(std=0.01)): train(config)`.
 
 A fault of the engine makes the sampler differ from the trainer, and leaves the trainer as it is; a
 fault of the trainer does the reverse. A fault of the rows leaves both sides as they are, and gets
@@ -12,10 +13,12 @@ No torch here: the settings are read by the command line. What computes is in `f
 from lockstep.testing.faults.base import (
     FILLER,
     FaultConfig,
+    Faults,
     Learn,
-    LogProbs,
     RowShare,
-    Subject,
+    injected,
+    parse_fault,
+    split_faults,
 )
 from lockstep.testing.faults.decoders import (
     ActiveDropout,
@@ -27,7 +30,6 @@ from lockstep.testing.faults.decoders import (
 from lockstep.testing.faults.edits import (
     retokenized,
     shifted,
-    token_match,
     without_early_routes,
     without_final,
 )
@@ -48,6 +50,7 @@ from lockstep.testing.faults.rows import (
 from lockstep.testing.faults.samplers import (
     GrowingNoise,
     KernelNoise,
+    LostRoutes,
     ProcessedLogprobs,
     RouterNoise,
     SamplingNoise,
@@ -88,6 +91,7 @@ __all__ = [
     "EngineKilled",
     "FalseVersions",
     "FaultConfig",
+    "Faults",
     "FillerLogprobs",
     "GrowingNoise",
     "HalfLoadedWeights",
@@ -96,8 +100,8 @@ __all__ = [
     "InjectedControlTokens",
     "KernelNoise",
     "Learn",
-    "LogProbs",
     "LostReplies",
+    "LostRoutes",
     "MisorderedReplies",
     "NonfiniteLogprobs",
     "PaddedRows",
@@ -114,15 +118,16 @@ __all__ = [
     "ShiftedLogprobs",
     "SlowReplies",
     "StaleWeights",
-    "Subject",
     "TokensAfterStop",
     "TrainedObservations",
     "UnmergedAdapter",
     "WrongBoundary",
     "WrongWeights",
+    "injected",
+    "parse_fault",
     "retokenized",
     "shifted",
-    "token_match",
+    "split_faults",
     "without_early_routes",
     "without_final",
 ]

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from lockstep.agent.tasks import derive_seed
-from lockstep.config import tag
+from lockstep.config import resolve, tag, to_dict
 from lockstep.engines.config import EmbeddedConfig, EngineConfig
 from lockstep.errors import ConfigError
-from lockstep.models.config import ModelConfig
+from lockstep.models.config import FallbackConfig, ModelConfig
 from lockstep.renderers.base import Renderer
-from lockstep.types import Float32Array, Message, Sample
+from lockstep.run.hooks import LogProbs, RunHooks, hooked
+from lockstep.run_config import Config
+from lockstep.types import Message, Sample
 
 if TYPE_CHECKING:
     from lockstep.engines.base import Engine, EngineContext
     from lockstep.models.decoder import Decoder
-
-LogProbs = Callable[[Sequence[Sample]], Sequence[Float32Array]]
-"""[T] float32 per row: the trainer's log-probs of its trained tokens, NaN elsewhere."""
 
 FILLER = 0.0
 """What a token is given whose own log-prob is lost: what an array holds that was made of zeros."""
@@ -37,22 +38,9 @@ class Learn(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Subject:
-    """The run that a fault is to be injected into, before a model is loaded."""
-
-    model: ModelConfig
-    name: str
-    """The setting `model`."""
-    engine: EngineConfig
-    renderer: Renderer
-    has_adapter: bool = False
-    """lora is set."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class FaultConfig:
-    """Base of every fault. A subclass is a choice of the setting `fault`, by its tag; it overrides
-    one of the hooks: `make_engine`, `make_trained`, `change_rows` or `after_update`.
+class FaultConfig(RunHooks):
+    """Base of every fault. A subclass is a kind of `--fault`, by its tag; it overrides one of the
+    hooks `make_engine`, `make_trained`, `change_rows` or `after_update`.
 
     >>> @dataclass(frozen=True, kw_only=True)
     ... class DoubledRows(FaultConfig):
@@ -62,35 +50,8 @@ class FaultConfig:
     'doubled_rows'
     """
 
-    is_verified: ClassVar[bool] = True
-    """Whether each sync of weights is verified as ever. False for a fault that would be refused
-    before it could do anything."""
-
-    def check(self, run: Subject) -> None:
-        """Raises ConfigError if this fault cannot be injected into such a run."""
-
-    def make_engine(self, config: EngineConfig, context: EngineContext) -> Engine:
-        """The engine that samples in the place of what `config` describes."""
-        from lockstep.engines.registry import open_engine
-
-        return open_engine(config, context)
-
-    def make_trained(self, model: Decoder) -> Decoder:
-        """The decoder that the trainer runs in the place of `model`, with the same parameters."""
-        return model
-
-    def change_rows(
-        self, rows: Sequence[Sample], renderer: Renderer, log_probs: LogProbs
-    ) -> list[Sample]:
-        """The rows that are trained in the place of `rows`, which are left as they are.
-
-        A row that is not hit is handed on as the same object.
-        """
-        return list(rows)
-
-    def after_update(self, rows: Sequence[Sample], log_probs: LogProbs) -> None:
-        """Called with the rows that were just trained on: what is wrong with what is kept of them.
-        log_probs: by the weights as they are then."""
+    verifies_sync: ClassVar[bool] = True
+    """False for a fault that the verification of weights would refuse before it could act."""
 
     def make_other(self, model: Decoder, learn: Learn) -> Decoder:
         """For a dump: the trainer's decoder, `model` being what drew the tokens."""
@@ -116,9 +77,100 @@ class FaultConfig:
         return None
 
     def describe(self) -> str:
-        """One line for the plan of a run."""
+        """The fault in one line, with its settings."""
         settings = "".join(f" {f.name}={getattr(self, f.name)}" for f in fields(self))
-        return f"{tag(type(self))}{settings}, injected: this run is broken on purpose"
+        return f"{tag(type(self))}{settings}"
+
+
+class Faults(RunHooks):
+    """Several faults of one run, applied in order."""
+
+    def __init__(self, faults: Sequence[FaultConfig]) -> None:
+        self.faults = tuple(faults)
+        self.verifies_sync = all(fault.verifies_sync for fault in faults)
+        names = ", ".join(tag(type(fault)) for fault in faults)
+        self.no_contract = (
+            f"the fault {names} is injected, which breaks it on purpose" if faults else ""
+        )
+        self.recorded = tuple({"type": tag(type(f)), **to_dict(f)} for f in faults)
+
+    def check(
+        self, config: Config, model: ModelConfig | FallbackConfig, renderer: Renderer
+    ) -> None:
+        if not self.faults:
+            return
+        if isinstance(model, FallbackConfig):
+            raise ConfigError(
+                "fallback=true: faults are injected into the decoder and its engine. Leave --fault "
+                "out."
+            )
+        if (world := config.parallel.num_processes(os.environ)) > 1:
+            raise ConfigError(
+                f"--fault works in one process, and this run has {world}. Leave "
+                "parallel.processes at 0 and start it without torchrun."
+            )
+        engines = [tag(type(f)) for f in self.faults if _makes_engine(f)]
+        if len(engines) > 1:
+            raise ConfigError(f"{' and '.join(engines)} each replace the engine: choose one.")
+        for fault in self.faults:
+            fault.check(config, model, renderer)
+
+    def plan(self) -> list[str]:
+        return [
+            f"fault      {fault.describe()}, injected: this run is broken on purpose"
+            for fault in self.faults
+        ]
+
+    def make_engine(self, config: EngineConfig, context: EngineContext) -> Engine:
+        engine = next((fault for fault in self.faults if _makes_engine(fault)), RunHooks())
+        return engine.make_engine(config, context)
+
+    def make_trained(self, model: Decoder) -> Decoder:
+        for fault in self.faults:
+            model = fault.make_trained(model)
+        return model
+
+    def change_rows(
+        self, rows: Sequence[Sample], renderer: Renderer, log_probs: LogProbs
+    ) -> list[Sample]:
+        for fault in self.faults:
+            rows = fault.change_rows(rows, renderer, log_probs)
+        return list(rows)
+
+    def after_update(self, rows: Sequence[Sample], log_probs: LogProbs) -> None:
+        for fault in self.faults:
+            fault.after_update(rows, log_probs)
+
+
+def _makes_engine(fault: FaultConfig) -> bool:
+    return type(fault).make_engine is not RunHooks.make_engine
+
+
+def injected(*faults: FaultConfig) -> AbstractContextManager[None]:
+    """Runs that are started inside of this block have these faults, applied in order.
+
+    >>> with injected():
+    ...     pass
+    """
+    return hooked(Faults(faults))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Choice:
+    fault: FaultConfig | None = None
+
+
+def parse_fault(text: str) -> FaultConfig:
+    """The fault that `--fault KIND,setting=value,...` describes.
+
+    Raises ConfigError for an unknown kind or setting.
+    """
+    kind, *settings = text.split(",")
+    words = [f"fault={kind}", *(f"fault.{setting}" for setting in settings)]
+    fault = resolve(_Choice(), words).fault
+    if fault is None:
+        raise ConfigError(f"--fault {text}: name a kind; docs/reference/faults.md lists them.")
+    return fault
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,6 +191,17 @@ class RowShare:
         return derive_seed(self.seed, row.id) < self.share * 2.0**63
 
 
+def split_faults(words: Sequence[str]) -> tuple[list[str], list[FaultConfig]]:
+    """(settings, faults) of the words of a command line.
+
+    >>> split_faults(["steps=3", "--fault=shifted_logprobs,offset=2"])
+    (['steps=3'], [ShiftedLogprobs(share=1.0, seed=0, offset=2)])
+    """
+    option = "--fault="
+    faults = [parse_fault(word.removeprefix(option)) for word in words if word.startswith(option)]
+    return [word for word in words if not word.startswith(option)], faults
+
+
 def check_at_least(fault: object, name: str, least: float) -> None:
     """Raises ConfigError where a setting is below `least`."""
     value = getattr(fault, name)
@@ -149,13 +212,13 @@ def check_at_least(fault: object, name: str, least: float) -> None:
 def check_embedded(fault: FaultConfig, engine: EngineConfig) -> EmbeddedConfig:
     if not isinstance(engine, EmbeddedConfig):
         raise ConfigError(
-            f"fault={tag(type(fault))} changes the decoder that the embedded engine runs; "
+            f"fault {tag(type(fault))} changes the decoder that the embedded engine runs; "
             f"engine={tag(type(engine))} runs one of its own. Choose engine=embedded, or a fault "
             "of the rows."
         )
     if engine.replicas:
         raise ConfigError(
-            f"fault={tag(type(fault))} changes the engine inside the trainer's process; "
+            f"fault {tag(type(fault))} changes the engine inside the trainer's process; "
             f"engine.replicas={engine.replicas} samples in others. Leave engine.replicas at 0."
         )
     return engine
@@ -165,15 +228,15 @@ def check_shared(fault: FaultConfig, engine: EngineConfig) -> EmbeddedConfig:
     embedded = check_embedded(fault, engine)
     if embedded.dtype != "same":
         raise ConfigError(
-            f"fault={tag(type(fault))} is on the trainer's own decoder; engine.dtype="
+            f"fault {tag(type(fault))} is on the trainer's own decoder; engine.dtype="
             f"{embedded.dtype} samples from a copy. Leave engine.dtype out."
         )
     return embedded
 
 
-def check_routed(fault: FaultConfig, run: Subject) -> None:
-    if not run.model.is_moe:
+def check_routed(fault: FaultConfig, config: Config, model: ModelConfig) -> None:
+    if not model.is_moe:
         raise ConfigError(
-            f"fault={tag(type(fault))} needs a model with a router; model={run.name} is dense "
-            f"({run.model.architecture}). Choose a mixture of experts, or fault=kernel_noise."
+            f"fault {tag(type(fault))} needs a model with a router; model={config.model} is dense "
+            f"({model.architecture}). Choose a mixture of experts, or the fault kernel_noise."
         )

@@ -8,7 +8,11 @@ from typing import TYPE_CHECKING, ClassVar
 
 from lockstep.config import tag
 from lockstep.errors import ConfigError
-from lockstep.testing.faults.base import FaultConfig, Learn, LogProbs, Subject, check_at_least
+from lockstep.models.config import ModelConfig
+from lockstep.renderers.base import Renderer
+from lockstep.run.hooks import LogProbs
+from lockstep.run_config import Config
+from lockstep.testing.faults.base import FaultConfig, Learn, check_at_least
 from lockstep.types import Sample
 
 if TYPE_CHECKING:
@@ -19,13 +23,13 @@ if TYPE_CHECKING:
 class _SinkFault(FaultConfig):
     """Base of what a training kernel gets wrong about attention sinks."""
 
-    is_verified: ClassVar[bool] = False
+    verifies_sync: ClassVar[bool] = False
 
-    def check(self, run: Subject) -> None:
-        if not run.model.has_sinks:
+    def check(self, config: Config, model: ModelConfig, renderer: Renderer) -> None:
+        if not model.has_sinks:
             raise ConfigError(
-                f"fault={tag(type(self))} needs a model with attention sinks; model={run.name} "
-                f"({run.model.architecture}) has none. Choose a gpt-oss."
+                f"fault {tag(type(self))} needs a model with attention sinks; model={config.model} "
+                f"({model.architecture}) has none. Choose a gpt-oss."
             )
 
 
@@ -56,13 +60,13 @@ class IgnoredWindow(FaultConfig):
     """The trainer's attention sees everything before a token, in layers that have a sliding window
     too: a kernel that is called without the window. Nothing is wrong up to the window's length."""
 
-    is_verified: ClassVar[bool] = False
+    verifies_sync: ClassVar[bool] = False
 
-    def check(self, run: Subject) -> None:
-        if not any(run.model.windows):
+    def check(self, config: Config, model: ModelConfig, renderer: Renderer) -> None:
+        if not any(model.windows):
             raise ConfigError(
-                f"fault=ignored_window needs a model with a sliding window; model={run.name} "
-                f"({run.model.architecture}) has none. Choose a gpt-oss."
+                f"fault ignored_window needs a model with a sliding window; model={config.model} "
+                f"({model.architecture}) has none. Choose a gpt-oss."
             )
 
     def make_trained(self, model: Decoder) -> Decoder:
@@ -76,7 +80,7 @@ class ActiveDropout(FaultConfig):
     """The trainer's attention drops a share of what it adds, anew in every forward: a model that
     was left in train mode while its log-probs are computed."""
 
-    is_verified: ClassVar[bool] = False
+    verifies_sync: ClassVar[bool] = False
 
     prob: float = 0.1
     """Share that is dropped."""

@@ -332,18 +332,6 @@ def with_rollout(row: Sample, values: npt.NDArray[np.float32]) -> Sample:
 # -- mechanism -------------------------------------------------------------------------------------
 
 
-def token_match(before: Sequence[Sample], after: Sequence[Sample]) -> float:
-    """Share of the trained tokens of `before` that stand at the same place in `after`, trained and
-    with the same id. The k-th row of one is compared with the k-th of the other; 1 for no token."""
-    num_equal = num_trained = 0
-    for old, new in zip(before, after, strict=True):
-        size = min(len(old), len(new))
-        is_equal = (old.token_ids[:size] == new.token_ids[:size]) & new.loss_mask[:size]
-        num_equal += int((is_equal & old.loss_mask[:size]).sum())
-        num_trained += old.num_trained
-    return num_equal / num_trained if num_trained else 1.0
-
-
 def without(row: Sample, lost: Collection[int]) -> Sample:
     """`row` without these tokens; `row` itself if there are none."""
     if not lost:

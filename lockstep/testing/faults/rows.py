@@ -11,14 +11,15 @@ import numpy as np
 
 from lockstep.config import tag
 from lockstep.errors import ConfigError
+from lockstep.models.config import ModelConfig
 from lockstep.renderers.base import Renderer
+from lockstep.run.hooks import LogProbs
+from lockstep.run_config import Config
 from lockstep.testing.faults import edits
 from lockstep.testing.faults.base import (
     FILLER,
     FaultConfig,
-    LogProbs,
     RowShare,
-    Subject,
     check_at_least,
 )
 from lockstep.types import Message, Sample
@@ -110,10 +111,10 @@ class DroppedSeparators(_RowFault):
     Qwen the line break behind <|im_end|>, where sampled ids and encoded replies are strung together
     without it. Log-probs of later turns were drawn behind it, and are computed without."""
 
-    def check(self, run: Subject) -> None:
-        if run.renderer.name != "chatml":
+    def check(self, config: Config, model: ModelConfig, renderer: Renderer) -> None:
+        if renderer.name != "chatml":
             raise ConfigError(
-                f"fault=dropped_separators: renderer={run.renderer.name} writes nothing between "
+                f"fault dropped_separators: renderer={renderer.name} writes nothing between "
                 "two messages that could be missing. Choose a model with renderer=chatml, such as "
                 "model=tiny-qwen3."
             )
@@ -234,8 +235,8 @@ class PaddedRows(_RowFault):
         RowShare.__post_init__(self)
         check_at_least(self, "count", 1)
 
-    def check(self, run: Subject) -> None:
-        run.renderer.tokenizer.require((self.token,))
+    def check(self, config: Config, model: ModelConfig, renderer: Renderer) -> None:
+        renderer.tokenizer.require((self.token,))
 
     def changed(self, row: Sample, renderer: Renderer) -> Sample:
         found = list(edits.turns(row))
@@ -332,10 +333,10 @@ class DroppedThinking(_RowFault):
     """The thinking of every turn but the last is missing, as a chat template drops it from a
     history. What was drawn behind it is computed without. Rows without thinking are not hit."""
 
-    def check(self, run: Subject) -> None:
-        if run.renderer.name not in edits.THINKING:
+    def check(self, config: Config, model: ModelConfig, renderer: Renderer) -> None:
+        if renderer.name not in edits.THINKING:
             raise ConfigError(
-                f"fault={tag(type(self))}: where thinking stands in renderer={run.renderer.name} "
+                f"fault {tag(type(self))}: where thinking stands in renderer={renderer.name} "
                 f"is not known; it is of {', '.join(edits.THINKING)}."
             )
 

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, ClassVar
 
 from lockstep.engines.config import EngineConfig
 from lockstep.errors import ConfigError
+from lockstep.models.config import ModelConfig
 from lockstep.renderers.base import Renderer
+from lockstep.run.hooks import LogProbs
+from lockstep.run_config import Config
 from lockstep.testing.faults.base import (
     FaultConfig,
     Learn,
-    LogProbs,
-    Subject,
     check_at_least,
     check_embedded,
     check_routed,
@@ -79,8 +80,8 @@ class KernelNoise(GrowingNoise, FaultConfig):
         if not 0 <= self.bias < math.inf:
             raise ConfigError(f"bias={self.bias} must be a finite number of at least 0.")
 
-    def check(self, run: Subject) -> None:
-        check_shared(self, run.engine)
+    def check(self, config: Config, model: ModelConfig, renderer: Renderer) -> None:
+        check_shared(self, config.engine)
 
     def make_engine(self, config: EngineConfig, context: EngineContext) -> Engine:
         from lockstep.testing.faulty_engines import kernel_noise_engine
@@ -98,9 +99,9 @@ class RouterNoise(GrowingNoise, FaultConfig):
     """Gaussian noise on the logits of every router, in the sampler only: near a tie a token goes to
     other experts than in the trainer. Keys and values that are cached have it too."""
 
-    def check(self, run: Subject) -> None:
-        check_shared(self, run.engine)
-        check_routed(self, run)
+    def check(self, config: Config, model: ModelConfig, renderer: Renderer) -> None:
+        check_shared(self, config.engine)
+        check_routed(self, config, model)
 
     def make_engine(self, config: EngineConfig, context: EngineContext) -> Engine:
         from lockstep.testing.faulty_engines import router_noise_engine
@@ -130,9 +131,6 @@ class SamplingNoise(FaultConfig):
     """Standard deviation on what the trainer's experts give, summed by atomic adds in an order of
     their own; in units of that output. Backward goes through the same noise, but for blocks that
     activation checkpointing computes again, which draw other noise."""
-    lost_routes: float = 0.0
-    """Share of the later turns that find their prefix gone from the engine's cache: the routes of
-    all positions before are lost to `trainer.routing_replay=rollout`."""
     seed: int = 0
     """Of all of it."""
 
@@ -141,12 +139,10 @@ class SamplingNoise(FaultConfig):
             value = getattr(self, name)
             if not 0 <= value < math.inf:
                 raise ConfigError(f"{name}={value} must be a finite number of at least 0.")
-        if not 0 <= self.lost_routes <= 1:
-            raise ConfigError(f"lost_routes={self.lost_routes} is a share; expected 0 to 1.")
 
-    def check(self, run: Subject) -> None:
-        check_shared(self, run.engine)
-        check_routed(self, run)
+    def check(self, config: Config, model: ModelConfig, renderer: Renderer) -> None:
+        check_shared(self, config.engine)
+        check_routed(self, config, model)
 
     def make_engine(self, config: EngineConfig, context: EngineContext) -> Engine:
         from lockstep.testing.faulty_engines import sampling_noise_engine
@@ -165,10 +161,25 @@ class SamplingNoise(FaultConfig):
             return model
         return with_noisy_experts(model, Noise(GrowingNoise(std=self.trainer_std, seed=self.seed)))
 
+
+@dataclass(frozen=True, kw_only=True)
+class LostRoutes(FaultConfig):
+    """Later turns find their prefix gone from the engine's cache: the routes of all positions
+    before are lost to `trainer.routing_replay=rollout`."""
+
+    share: float = 0.5
+    """Share of the later turns that are hit."""
+    seed: int = 0
+    """Seed of the choice."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.share <= 1:
+            raise ConfigError(f"share={self.share} must lie in (0, 1].")
+
     def change_rows(
         self, rows: Sequence[Sample], renderer: Renderer, log_probs: LogProbs
     ) -> list[Sample]:
-        return [without_early_routes(row, self.lost_routes, seed=self.seed) for row in rows]
+        return [without_early_routes(row, self.share, seed=self.seed) for row in rows]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,7 +188,7 @@ class StaleWeights(FaultConfig):
     it has seen. A run that is resumed has seen none: the lag builds up from its checkpoint again.
     """
 
-    is_verified: ClassVar[bool] = False
+    verifies_sync: ClassVar[bool] = False
 
     lag: int = 1
     """Policy versions by which the sampler is behind."""
@@ -189,8 +200,8 @@ class StaleWeights(FaultConfig):
         if self.lag < 0:
             raise ConfigError(f"lag={self.lag} must be at least 0.")
 
-    def check(self, run: Subject) -> None:
-        check_embedded(self, run.engine)
+    def check(self, config: Config, model: ModelConfig, renderer: Renderer) -> None:
+        check_embedded(self, config.engine)
 
     def make_engine(self, config: EngineConfig, context: EngineContext) -> Engine:
         from lockstep.testing.faulty_engines import stale_engine
@@ -210,7 +221,7 @@ class UnmergedAdapter(FaultConfig):
     """The sampler runs the base model, and never its adapter: a server that was started without
     LoRA, or is asked for the base model's name. In the first step the two are still the same."""
 
-    is_verified: ClassVar[bool] = False
+    verifies_sync: ClassVar[bool] = False
 
     updates: int = 8
     """In a dump, where nothing is trained: updates that the adapter has behind it. In a run the
@@ -219,12 +230,12 @@ class UnmergedAdapter(FaultConfig):
     def __post_init__(self) -> None:
         check_at_least(self, "updates", 1)
 
-    def check(self, run: Subject) -> None:
-        check_shared(self, run.engine)
-        if not run.has_adapter:
+    def check(self, config: Config, model: ModelConfig, renderer: Renderer) -> None:
+        check_shared(self, config.engine)
+        if config.lora is None:
             raise ConfigError(
-                "fault=unmerged_adapter needs an adapter to leave out: set lora.rank=8. Without "
-                "one, fault=stale_weights has the sampler behind."
+                "fault unmerged_adapter needs an adapter to leave out: set lora.rank=8. Without "
+                "one, the fault stale_weights has the sampler behind."
             )
 
     def make_engine(self, config: EngineConfig, context: EngineContext) -> Engine:
@@ -259,12 +270,11 @@ class ProcessedLogprobs(FaultConfig):
             )
         if (self.temperature, self.top_p, self.top_k) == (1.0, 1.0, 0):
             raise ConfigError(
-                "fault=processed_logprobs processes nothing: set fault.temperature, fault.top_p or "
-                "fault.top_k."
+                "processed_logprobs processes nothing: set its temperature, top_p or top_k."
             )
 
-    def check(self, run: Subject) -> None:
-        check_embedded(self, run.engine)
+    def check(self, config: Config, model: ModelConfig, renderer: Renderer) -> None:
+        check_embedded(self, config.engine)
 
     def make_engine(self, config: EngineConfig, context: EngineContext) -> Engine:
         from lockstep.engines.registry import open_engine

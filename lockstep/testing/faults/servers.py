@@ -8,7 +8,10 @@ from typing import TYPE_CHECKING
 
 from lockstep.engines.config import EngineConfig
 from lockstep.errors import ConfigError
-from lockstep.testing.faults.base import FaultConfig, Subject
+from lockstep.models.config import ModelConfig
+from lockstep.renderers.base import Renderer
+from lockstep.run_config import Config
+from lockstep.testing.faults.base import FaultConfig
 
 if TYPE_CHECKING:
     from lockstep.engines.base import Engine, EngineContext
@@ -26,13 +29,13 @@ class _EngineFault(FaultConfig):
     def __post_init__(self) -> None:
         for name in ("at", "replica"):
             if getattr(self, name) < 0:
-                raise ConfigError(f"fault.{name}={getattr(self, name)} must be at least 0.")
+                raise ConfigError(f"{name}={getattr(self, name)} must be at least 0.")
 
-    def check(self, run: Subject) -> None:
-        num = len(run.engine.replica_configs())
+    def check(self, config: Config, model: ModelConfig, renderer: Renderer) -> None:
+        num = len(config.engine.replica_configs())
         if self.replica >= num:
             raise ConfigError(
-                f"fault.replica={self.replica}: the engine has {num} of them, counted from 0."
+                f"replica={self.replica}: the engine has {num} of them, counted from 0."
             )
 
     def make_engine(self, config: EngineConfig, context: EngineContext) -> Engine:

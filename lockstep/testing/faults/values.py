@@ -13,9 +13,12 @@ import numpy.typing as npt
 from lockstep.agent.tasks import derive_seed
 from lockstep.config import tag
 from lockstep.errors import ConfigError
+from lockstep.models.config import ModelConfig
 from lockstep.renderers.base import Renderer
+from lockstep.run.hooks import LogProbs
+from lockstep.run_config import Config
 from lockstep.testing.faults import edits
-from lockstep.testing.faults.base import FILLER, FaultConfig, LogProbs, RowShare, Subject
+from lockstep.testing.faults.base import FILLER, FaultConfig, RowShare
 from lockstep.types import Float32Array, Sample
 
 
@@ -40,7 +43,7 @@ class _ValueFault(RowShare, FaultConfig):
 
     def refuse_in_runs(self, reason: str) -> None:
         raise ConfigError(
-            f"fault={tag(type(self))} cannot be in a run: {reason}. It is for rows and dumps: "
+            f"fault {tag(type(self))} cannot be in a run: {reason}. It is for rows and dumps: "
             "lockstep.testing.dumps.faulty_rows."
         )
 
@@ -135,7 +138,7 @@ class NonfiniteLogprobs(_ValueFault):
         if not 0 < self.token_share <= 1:
             raise ConfigError(f"token_share={self.token_share} must lie in (0, 1].")
 
-    def check(self, run: Subject) -> None:
+    def check(self, config: Config, model: ModelConfig, renderer: Renderer) -> None:
         self.refuse_in_runs("an episode whose log-probs are not finite fails and is never trained")
 
     def written(self, logprobs: Float32Array, row: Sample) -> npt.NDArray[np.floating]:
@@ -149,7 +152,7 @@ class ProbabilitiesAsLogprobs(_ValueFault):
     """Probabilities stand where log-probs should. For dumps: in a run they are refused where they
     are sampled, being above 0."""
 
-    def check(self, run: Subject) -> None:
+    def check(self, config: Config, model: ModelConfig, renderer: Renderer) -> None:
         self.refuse_in_runs("a log-prob above 0 is refused where it is sampled")
 
     def written(self, logprobs: Float32Array, row: Sample) -> npt.NDArray[np.floating]:

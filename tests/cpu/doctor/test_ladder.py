@@ -11,6 +11,7 @@ from lockstep.doctor.ladder import Ladder, Rung, climb
 from lockstep.errors import DataError
 from lockstep.observe.alarms import mismatch_alarm
 from lockstep.recipes import find_recipe
+from lockstep.testing.faults import IgnoredSinks, ShiftedLogprobs, injected
 
 
 def quickstart(*settings):
@@ -36,12 +37,14 @@ def test_a_healthy_program_is_consistent_on_every_rung_and_rendering_anew_would_
 
 
 def test_a_kernel_without_sinks_shows_on_plain_text_and_rules_nothing_out():
-    ladder = climb(quickstart("fault=ignored_sinks"), num_episodes=8)
+    with injected(IgnoredSinks()):
+        ladder = climb(quickstart(), num_episodes=8)
     assert ladder.culprits == [ladder.rungs[0]]
 
 
 def test_rows_that_were_changed_show_on_the_training_path_alone():
-    ladder = climb(quickstart("model=tiny-qwen3", "fault=shifted_logprobs"), num_episodes=8)
+    with injected(ShiftedLogprobs()):
+        ladder = climb(quickstart("model=tiny-qwen3"), num_episodes=8)
     assert ladder.culprits == [ladder.rungs[-1]]
     assert ladder.culprits[0].causes[0] == "shifted" and "their own" in ladder.verdict
     assert [sentence.split(" (")[0] for sentence in ladder.ruled_out] == [

@@ -10,6 +10,7 @@ from lockstep.doctor.monitor import choose
 from lockstep.errors import ConfigError
 from lockstep.recipes import find_recipe
 from lockstep.run.train import train
+from lockstep.testing.faults import injected, split_faults
 from lockstep.types import Sample
 
 SMALL = (
@@ -19,7 +20,9 @@ SMALL = (
 
 
 def run(path, *overrides):
-    return train(resolve(find_recipe("quickstart"), [*SMALL, *overrides]), out=path)
+    settings, faults = split_faults([*SMALL, *overrides])
+    with injected(*faults):
+        return train(resolve(find_recipe("quickstart"), settings), out=path)
 
 
 def causes_of(row):
@@ -47,7 +50,7 @@ def test_a_fault_of_the_rows_stops_the_run_with_a_checkpoint_and_the_rows(
     tmp_path, capsys, fault, cause
 ):
     path = tmp_path / "run"
-    outcome = run(path, f"fault={fault}", "doctor.on_critical=stop")
+    outcome = run(path, f"--fault={fault}", "doctor.on_critical=stop")
     assert outcome.status == "stopped"
     found = lockstep.load(path)
     first = next(row for row in found.metrics if row["step"] == 0)
@@ -65,7 +68,7 @@ def test_a_fault_of_the_rows_stops_the_run_with_a_checkpoint_and_the_rows(
 
 
 def test_a_run_that_is_not_to_stop_goes_on_and_says_each_cause_once(tmp_path, capsys):
-    outcome = run(tmp_path / "run", "fault=shifted_logprobs")
+    outcome = run(tmp_path / "run", "--fault=shifted_logprobs")
     assert outcome.status == "done"
     assert "".join(capsys.readouterr()).count("doctor: shifted") == 1
     kept = sorted(path.name for path in (tmp_path / "run" / "doctor").iterdir())

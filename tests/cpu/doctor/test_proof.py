@@ -40,5 +40,5 @@ def test_every_cause_with_a_fault_is_in_the_matrix_and_every_fault_is_a_setting(
     with_fault = {name for name, cause in CAUSES.items() if cause.fault}
     assert with_fault - of_matrix == set()
     known = set(choices(FaultConfig | None))
-    named = {CAUSES[name].fault.split()[0] for name in with_fault}
+    named = {CAUSES[name].fault.partition(",")[0] for name in with_fault}
     assert named - known == set()

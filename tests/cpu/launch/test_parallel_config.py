@@ -11,6 +11,7 @@ from lockstep.run.plan import plan
 from lockstep.run.preflight import preflight
 from lockstep.run_config import SupervisedConfig
 from lockstep.supervised import check_supervised
+from lockstep.testing.faults import RetokenizedRows, injected
 from lockstep.training.config import SFTConfig
 
 
@@ -55,12 +56,20 @@ def test_a_head_count_that_cannot_be_split_is_refused_with_those_that_can(
         (["parallel.sequence=0"], "at least 1"),
         (["parallel.timeout_seconds=0"], "above 0"),
         (["parallel.processes=3", "parallel.sequence=3"], "cannot split the model's 4 query heads"),
-        (["parallel.processes=2", "fault=retokenized_rows"], "fault works in one process"),
     ],
 )
 def test_what_cannot_be_divided_is_refused_before_a_process_is_started(settings, message):
     with pytest.raises(ConfigError, match=message):
         preflight(resolve(find_recipe("quickstart"), settings))
+
+
+def test_a_fault_is_refused_in_several_processes():
+    config = resolve(find_recipe("quickstart"), ["parallel.processes=2"])
+    with (
+        injected(RetokenizedRows()),
+        pytest.raises(ConfigError, match="--fault works in one process, and this run has 2"),
+    ):
+        preflight(config)
 
 
 def test_supervised_training_is_refused_in_several_processes():

@@ -15,6 +15,7 @@ from lockstep.report.document import build_document
 from lockstep.report.selection import Budget
 from lockstep.run.train import train
 from lockstep.store.run import load_run
+from lockstep.testing.faults import WrongWeights, injected, parse_fault
 
 SMALL = (
     "steps=3", "groups_per_step=2", "group_size=4", "evaluation.num_tasks=2", "contract=none",
@@ -76,8 +77,9 @@ def test_an_update_whose_sync_fails_is_in_a_checkpoint(tmp_path):
 @pytest.mark.parametrize("fault", ["wrong_weights", "half_loaded_weights"])
 def test_weights_that_do_not_arrive_later_in_a_run_raise_an_alarm(fault, tmp_path):
     settings = [s for s in SMALL if not s.startswith("sync")]
-    config = resolve(find_recipe("quickstart"), (*settings, "steps=4", f"fault={fault}"))
-    train(config, out=tmp_path / "run", view="json")
+    config = resolve(find_recipe("quickstart"), (*settings, "steps=4"))
+    with injected(parse_fault(fault)):
+        train(config, out=tmp_path / "run", view="json")
     run = load_run(tmp_path / "run")
     assert run.environment["sync"]["qualification"]["failure"] == "", "it begins at version 1"
     assert max(row.get("sync/alarm", 0) for row in run.metrics) == 1
@@ -85,7 +87,10 @@ def test_weights_that_do_not_arrive_later_in_a_run_raise_an_alarm(fault, tmp_pat
 
 def test_weights_that_do_not_arrive_from_the_start_stop_a_run_before_it_samples(tmp_path):
     settings = [s for s in SMALL if not s.startswith("sync")]
-    config = resolve(find_recipe("quickstart"), (*settings, "fault=wrong_weights", "fault.at=0"))
-    with pytest.raises(EngineError, match="old values of everything"):
+    config = resolve(find_recipe("quickstart"), settings)
+    with (
+        injected(WrongWeights(at=0)),
+        pytest.raises(EngineError, match="old values of everything"),
+    ):
         train(config, out=tmp_path / "run", view="json")
     assert not load_run(tmp_path / "run").metrics

@@ -21,7 +21,7 @@ from lockstep.observe.metrics import check_row
 from lockstep.recipes import find_recipe
 from lockstep.store.run import load_run
 from lockstep.testing.broken_engines import BrokenEngine, DeadEngine
-from lockstep.testing.faults import FaultConfig
+from lockstep.testing.faults import EngineKilled, FaultConfig, injected, split_faults
 
 GROUPS, SAMPLES, STEPS = 2, 4, 2
 
@@ -63,7 +63,9 @@ QUICK = [
 
 
 def play(path, *overrides):
-    train(resolve(find_recipe("quickstart"), [*QUICK, *overrides]), out=path, view="json")
+    settings, faults = split_faults([*QUICK, *overrides])
+    with injected(*faults):
+        train(resolve(find_recipe("quickstart"), settings), out=path, view="json")
     run = load_run(path)
     for row in run.metrics:
         check_row(row)
@@ -97,21 +99,21 @@ def events(run):
     ("fault", "counted"),
     [
         ("engine_killed", {"lost_replicas": 1, "frozen_replicas": 0, "returned_replicas": 0}),
-        ("engine_killed fault.returns_after=0.01", {"lost_replicas": 1, "returned_replicas": 1}),
+        ("engine_killed,returns_after=0.01", {"lost_replicas": 1, "returned_replicas": 1}),
         ("engine_frozen", {"lost_replicas": 1, "frozen_replicas": 1}),
         ("duplicated_replies", {"duplicated_deltas": None, "retries": 0}),
         (
-            "lost_replies fault.share=0.2 engine.pool.reply_seconds=1",
+            "lost_replies,share=0.2 engine.pool.reply_seconds=1",
             {"lost_replies": None, "retries": None},
         ),
         ("misordered_replies", {"misordered_deltas": None, "lost_replicas": None}),
         ("false_versions", {"wrong_versions": None, "lost_replicas": None}),
-        ("slow_replies fault.seconds=0.01", {"retries": 0, "lost_replicas": 0}),
+        ("slow_replies,seconds=0.01", {"retries": 0, "lost_replicas": 0}),
     ],
 )
 def test_a_run_loses_nothing_and_trains_nothing_twice(fault, counted, tmp_path, tmp_path_factory):
     name, *settings = fault.split()
-    run = play(tmp_path / "run", f"fault={name}", "fault.replica=1", *settings)
+    run = play(tmp_path / "run", f"--fault={name},replica=1", *settings)
     found, wanted = sampled(run), sound(tmp_path_factory.getbasetemp())
     assert found.keys() == wanted.keys() and len(found) == STEPS * GROUPS * SAMPLES
     # The same draws in another batch: the same tokens, but for one at the edge of its interval.
@@ -129,7 +131,7 @@ def test_a_run_loses_nothing_and_trains_nothing_twice(fault, counted, tmp_path, 
 
 @pytest.mark.parametrize("fault", ["wrong_weights", "half_loaded_weights"])
 def test_weights_that_were_not_taken_show_in_the_mismatch(fault, tmp_path):
-    run = play(tmp_path / "run", f"fault={fault}", "fault.replica=1")
+    run = play(tmp_path / "run", f"--fault={fault},replica=1")
     k3 = [row["mismatch/k3"] for row in run.metrics if "mismatch/k3" in row]
     assert k3[0] < 1e-9 and min(k3[1:]) > 1e-6
     assert all(row["tokens/trained"] == row["tokens/sampled"] for row in run.metrics if "k3" in row)
@@ -138,9 +140,9 @@ def test_weights_that_were_not_taken_show_in_the_mismatch(fault, tmp_path):
 @pytest.mark.parametrize("fault", ["wrong_weights", "half_loaded_weights"])
 def test_one_replica_without_the_weights_is_found_by_the_verification(fault, tmp_path):
     """Each replica is looked at: in a median over all, one of many would not show."""
-    words = [f"fault={fault}", "fault.replica=1", "sync.qualify=on"]
+    words = [f"--fault={fault},replica=1", "sync.qualify=on"]
     with pytest.raises(EngineError, match=r"does not run the weights.*: replica 1: ") as caught:
-        play(tmp_path / "at-start", *words, "fault.at=0")
+        play(tmp_path / "at-start", f"--fault={fault},replica=1,at=0", "sync.qualify=on")
     assert "Nothing was sampled" in str(caught.value)
     run = play(tmp_path / "later", *words)
     looks = [row["sync/alarm"] for row in run.metrics if "sync/alarm" in row]
@@ -149,13 +151,13 @@ def test_one_replica_without_the_weights_is_found_by_the_verification(fault, tmp
 
 @pytest.mark.parametrize("num", [1, 2])
 def test_when_no_replica_is_left_the_run_stops_and_says_why(num, tmp_path):
-    words = [*QUICK, "fault=engine_killed", "engine.pool.wait_seconds=0"]
-    config = resolve(find_recipe("quickstart"), words)
+    config = resolve(find_recipe("quickstart"), [*QUICK, "engine.pool.wait_seconds=0"])
     if num == 1:
         config = replace(config, engine=LoneConfig())
-    else:
-        config = replace(config, fault=AllKilled())
-    with pytest.raises(RolloutError, match="all replicas are gone" if num == 2 else "connection"):
+    with (
+        injected(EngineKilled() if num == 1 else AllKilled()),
+        pytest.raises(RolloutError, match="all replicas are gone" if num == 2 else "connection"),
+    ):
         train(config, out=tmp_path / "run", view="json")
     # What had been sampled by then is kept.
     assert len(sampled(load_run(tmp_path / "run"))) == 2 * GROUPS * SAMPLES
@@ -167,8 +169,11 @@ def test_settings_of_a_pool_that_is_none_are_refused():
 
 
 def test_a_fault_of_a_replica_that_is_not_there_is_refused():
-    config = resolve(find_recipe("quickstart"), [*QUICK, "fault=engine_killed", "fault.replica=2"])
-    with pytest.raises(ConfigError, match=r"fault\.replica=2: the engine has 2 of them"):
+    config = resolve(find_recipe("quickstart"), QUICK)
+    with (
+        injected(EngineKilled(replica=2)),
+        pytest.raises(ConfigError, match=r"replica=2: the engine has 2 of them"),
+    ):
         train(config, out="never")
 
 
@@ -195,8 +200,9 @@ def test_engine_and_trainer_that_take_turns_on_a_device_change_nothing(tmp_path)
     for shares in (False, True):
         words = [*QUICK, "sync.qualify=off", f"engine.share_device={shares}"]
         config = resolve(find_recipe("quickstart"), words)
-        config = replace(config, engine=LoneConfig(share_device=shares), fault=Watching())
-        train(config, out=tmp_path / str(shares), view="json")
+        config = replace(config, engine=LoneConfig(share_device=shares))
+        with injected(Watching()):
+            train(config, out=tmp_path / str(shares), view="json")
         rows.append(load_run(tmp_path / str(shares)).metrics)
         if not shares:
             assert told == [0, 1, 2]

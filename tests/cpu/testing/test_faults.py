@@ -8,7 +8,8 @@ from conftest import PROOF
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.config import choices, from_dict, resolve, to_dict
+from lockstep.config import choices, resolve
+from lockstep.doctor.ladder import token_match
 from lockstep.engines.config import EngineConfig
 from lockstep.errors import ConfigError
 from lockstep.models.locate import locate_model
@@ -18,16 +19,17 @@ from lockstep.renderers.config import ChatMLConfig
 from lockstep.renderers.tokenizer import Tokenizer
 from lockstep.run.plan import plan
 from lockstep.run.preflight import preflight
-from lockstep.run_config import Config
 from lockstep.testing.faults import (
     DroppedFinalTokens,
     FaultConfig,
     KernelNoise,
     RetokenizedRows,
     ShiftedLogprobs,
+    injected,
+    parse_fault,
     retokenized,
     shifted,
-    token_match,
+    split_faults,
     without_early_routes,
     without_final,
 )
@@ -91,16 +93,13 @@ def test_every_fault_is_a_choice_of_one_setting():
         "kernel_noise", "router_noise", "sampling_noise", "stale_weights", "retokenized_rows",
         "shifted_logprobs", "dropped_final_tokens", "ignored_sinks", "detached_sinks",
     }  # fmt: skip
-    config = resolve(find_recipe("quickstart"), ["fault=kernel_noise", "fault.std=0.01"])
-    assert config.fault == KernelNoise(std=0.01)
-    assert from_dict(Config, to_dict(config)) == config
-    assert resolve(config, ["fault=none"]) == find_recipe("quickstart")
+    assert parse_fault("kernel_noise,std=0.01") == KernelNoise(std=0.01)
 
 
 def test_the_plan_says_that_a_fault_is_injected():
     sound = find_recipe("quickstart")
-    faulty = resolve(sound, ["fault=shifted_logprobs", "fault.offset=2"])
-    lines = [text for text in plan(faulty) if not text.startswith("memory")]
+    with injected(ShiftedLogprobs(offset=2)):
+        lines = [text for text in plan(sound) if not text.startswith("memory")]
     assert [text for text in lines if text not in plan(sound)] == [
         "numerics   stock ops: the fault shifted_logprobs is injected, which breaks it on purpose",
         "fault      shifted_logprobs share=1.0 seed=0 offset=2, injected: this run is broken on "
@@ -112,34 +111,41 @@ def test_the_plan_says_that_a_fault_is_injected():
     ("overrides", "message"),
     [
         (
-            ["fault=sampling_noise", "model=tiny-qwen3"],
-            "fault=sampling_noise needs a model with a router; model=tiny-qwen3 is dense",
+            ["--fault=sampling_noise", "model=tiny-qwen3"],
+            "fault sampling_noise needs a model with a router; model=tiny-qwen3 is dense",
         ),
         (
-            ["fault=router_noise", "fault.std=0.1", "model=tiny-qwen3"],
+            ["--fault=router_noise,std=0.1", "model=tiny-qwen3"],
             "needs a model with a router; model=tiny-qwen3 is dense",
         ),
-        (["fault=ignored_sinks", "model=tiny-qwen3"], r"model=tiny-qwen3 \(qwen3\) has none"),
-        (["fault=kernel_noise", "fault.std=1", "engine=elsewhere"], "engine=elsewhere runs one of"),
-        (["fault=kernel_noise", "fault.std=1", "engine.dtype=bfloat16"], "samples from a copy"),
-        (["fault=kernel_noise"], r"fault: the settings \['std'\] have no value"),
-        (["fault=kernel_noise", "fault.std=-1"], "fault: std=-1.0 must be a finite number"),
-        (["fault=router_noise", "fault.std=inf"], "fault: std=inf must be a finite number"),
-        (["fault=kernel_noise", "fault.std=1", "fault.growth=nan"], "growth=nan must be"),
-        (["fault=sampling_noise", "fault.trainer_std=-1"], "trainer_std=-1.0 must be a finite"),
-        (["fault=sampling_noise", "fault.lost_routes=2"], "lost_routes=2.0 is a share; expected 0"),
-        (["fault=kernel_noise", "fault.std=1", "fault.bias=-2"], "bias=-2.0 must be"),
-        (["fault=kernel_noise", "fault.std=1", "fault.growth_from=-2"], "growth_from=-2 must be"),
-        (["fault=stale_weights", "fault.lag=-1"], "lag=-1 must be at least 0"),
-        (["fault=shifted_logprobs", "fault.offset=0"], "offset=0 shifts nothing"),
-        (["fault=dropped_final_tokens", "fault.count=0"], "count=0 must be at least 1"),
-        (["fault=retokenized_rows", "fault.share=0"], r"share=0.0 must lie in \(0, 1\]"),
-        (["fault.std=1"], r"fault is none. Choose a kind before its settings: .*=kernel_noise"),
+        (["--fault=ignored_sinks", "model=tiny-qwen3"], r"model=tiny-qwen3 \(qwen3\) has none"),
+        (["--fault=kernel_noise,std=1", "engine=elsewhere"], "engine=elsewhere runs one of"),
+        (["--fault=kernel_noise,std=1", "engine.dtype=bfloat16"], "samples from a copy"),
+        (["--fault=kernel_noise"], r"fault: the settings \['std'\] have no value"),
+        (["--fault=kernel_noise,std=-1"], "fault: std=-1.0 must be a finite number"),
+        (["--fault=router_noise,std=inf"], "fault: std=inf must be a finite number"),
+        (["--fault=kernel_noise,std=1,growth=nan"], "growth=nan must be"),
+        (["--fault=sampling_noise,trainer_std=-1"], "trainer_std=-1.0 must be a finite"),
+        (["--fault=lost_routes,share=2"], r"share=2.0 must lie in \(0, 1\]"),
+        (["--fault=kernel_noise,std=1,bias=-2"], "bias=-2.0 must be"),
+        (["--fault=kernel_noise,std=1,growth_from=-2"], "growth_from=-2 must be"),
+        (["--fault=stale_weights,lag=-1"], "lag=-1 must be at least 0"),
+        (["--fault=shifted_logprobs,offset=0"], "offset=0 shifts nothing"),
+        (["--fault=dropped_final_tokens,count=0"], "count=0 must be at least 1"),
+        (["--fault=retokenized_rows,share=0"], r"share=0.0 must lie in \(0, 1\]"),
+        (["--fault=none"], "--fault none: name a kind"),
+        (["--fault=kernel_nois"], "no such kind. Did you mean 'kernel_noise'"),
+        (
+            ["--fault=kernel_noise,std=1", "--fault=router_noise,std=1"],
+            "kernel_noise and router_noise each replace the engine: choose one",
+        ),
     ],
 )
 def test_a_fault_that_cannot_be_is_refused_before_a_model_is_loaded(overrides, message):
     with pytest.raises(ConfigError, match=message):
-        preflight(resolve(find_recipe("quickstart"), overrides))
+        settings, faults = split_faults(overrides)
+        with injected(*faults):
+            preflight(resolve(find_recipe("quickstart"), settings))
 
 
 def test_noise_grows_with_the_policy_version_alone():
@@ -304,9 +310,10 @@ def test_a_fault_of_ones_own_is_a_choice_by_its_tag():
         def change_rows(self, rows, renderer, log_probs):
             return [shifted(row, 1) for row in rows]
 
-    config = resolve(find_recipe("quickstart"), ["fault=unmasked_rows"])
-    assert config.fault == UnmaskedRows()
-    preflight(config)
+    fault = parse_fault("unmasked_rows")
+    assert fault == UnmaskedRows()
+    with injected(fault):
+        preflight(find_recipe("quickstart"))
 
 
 # -- lost routes -----------------------------------------------------------------------------------

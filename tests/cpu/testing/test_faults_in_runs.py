@@ -9,6 +9,7 @@ from lockstep.errors import ConfigError
 from lockstep.recipes import find_recipe
 from lockstep.run.preflight import preflight
 from lockstep.store.run import load_run
+from lockstep.testing.faults import injected, split_faults
 
 SMALL = (
     "steps=2", "groups_per_step=2", "group_size=4", "evaluation.at_start=false",
@@ -17,19 +18,23 @@ SMALL = (
 
 
 def run_with(tmp_path, *words):
-    config = resolve(find_recipe("quickstart"), [*SMALL, *words])
-    return load_run(train(config, out=tmp_path / "run", view="json").path)
+    settings, faults = split_faults([*SMALL, *words])
+    with injected(*faults):
+        outcome = train(
+            resolve(find_recipe("quickstart"), settings), out=tmp_path / "run", view="json"
+        )
+    return load_run(outcome.path)
 
 
 @pytest.mark.parametrize(
     ("words", "step"),
     [
-        (("fault=ignored_window",), 0),
-        (("fault=active_dropout",), 0),
-        (("fault=processed_logprobs", "fault.temperature=0.5"), 0),
-        (("fault=processed_logprobs", "fault.top_p=0.8"), 0),
-        (("fault=unmerged_adapter", "lora.rank=4"), 1),
-        (("fault=trained_observations", "fault.logprobs=filler"), 0),
+        (("--fault=ignored_window",), 0),
+        (("--fault=active_dropout",), 0),
+        (("--fault=processed_logprobs,temperature=0.5",), 0),
+        (("--fault=processed_logprobs,top_p=0.8",), 0),
+        (("--fault=unmerged_adapter", "lora.rank=4"), 1),
+        (("--fault=trained_observations,logprobs=filler",), 0),
     ],
 )
 def test_the_mismatch_of_the_run_shows_it(words, step, tmp_path):
@@ -41,7 +46,7 @@ def test_the_mismatch_of_the_run_shows_it(words, step, tmp_path):
 
 
 def test_log_probs_that_are_taken_after_the_update_are_what_is_recorded(tmp_path):
-    run = run_with(tmp_path, "fault=scored_after_update")
+    run = run_with(tmp_path, "--fault=scored_after_update")
     assert all(row["mismatch/k2"] < 1e-9 for row in run.metrics if "mismatch/k2" in row)
     record = next(iter(run.trajectories()))
     pairs = [
@@ -55,20 +60,25 @@ def test_log_probs_that_are_taken_after_the_update_are_what_is_recorded(tmp_path
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("fault=unmerged_adapter",), r"needs an adapter to leave out: set lora\.rank=8"),
-        (("fault=ignored_window", "model=tiny-qwen3"), "with a sliding window; model=tiny-qwen3"),
-        (("fault=dropped_separators",), "renderer=harmony writes nothing between two messages"),
-        (("fault=nonfinite_logprobs",), "cannot be in a run: an episode whose log-probs are not"),
-        (("fault=probabilities_as_logprobs",), "a log-prob above 0 is refused where it is sampled"),
-        (("fault=processed_logprobs",), "processes nothing: set fault.temperature"),
-        (("fault=processed_logprobs", "fault.top_p=2"), r"top_p=2.0 in \(0, 1\]"),
-        (("fault=active_dropout", "fault.prob=1"), r"prob=1.0 must lie in \(0, 1\)"),
-        (("fault=clamped_logprobs", "fault.lowest=1"), "lowest=1.0 must be a finite number below"),
-        (("fault=quantised_logprobs", "fault.decimals=9"), "decimals=9 must lie in 0 to 7"),
-        (("fault=wrong_boundary", "fault.by=0"), "by=0 moves nothing"),
-        (("fault=padded_rows", "fault.token=<pad>"), "<pad>"),
+        (("--fault=unmerged_adapter",), r"needs an adapter to leave out: set lora\.rank=8"),
+        (("--fault=ignored_window", "model=tiny-qwen3"), "with a sliding window; model=tiny-qwen3"),
+        (("--fault=dropped_separators",), "renderer=harmony writes nothing between two messages"),
+        (("--fault=nonfinite_logprobs",), "cannot be in a run: an episode whose log-probs are not"),
+        (
+            ("--fault=probabilities_as_logprobs",),
+            "a log-prob above 0 is refused where it is sampled",
+        ),
+        (("--fault=processed_logprobs",), "processes nothing: set its temperature"),
+        (("--fault=processed_logprobs,top_p=2",), r"top_p=2.0 in \(0, 1\]"),
+        (("--fault=active_dropout,prob=1",), r"prob=1.0 must lie in \(0, 1\)"),
+        (("--fault=clamped_logprobs,lowest=1",), "lowest=1.0 must be a finite number below"),
+        (("--fault=quantised_logprobs,decimals=9",), "decimals=9 must lie in 0 to 7"),
+        (("--fault=wrong_boundary,by=0",), "by=0 moves nothing"),
+        (("--fault=padded_rows,token=<pad>",), "<pad>"),
     ],
 )
 def test_a_fault_that_cannot_be_is_refused_before_a_model_is_loaded(words, message):
     with pytest.raises((ConfigError, ValueError), match=message):
-        preflight(resolve(find_recipe("quickstart"), list(words)))
+        settings, faults = split_faults(words)
+        with injected(*faults):
+            preflight(resolve(find_recipe("quickstart"), settings))

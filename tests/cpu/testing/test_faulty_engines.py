@@ -19,7 +19,7 @@ from lockstep import train
 from lockstep.agent.loop import Budget, collect, sampling_of
 from lockstep.config import resolve
 from lockstep.correction.averaging import noise_table
-from lockstep.errors import EngineError
+from lockstep.errors import ConfigError, EngineError
 from lockstep.models.hf_io import hf_tensors
 from lockstep.objectives.config import PPOClip
 from lockstep.observe.alarms import mismatch_alarm
@@ -29,6 +29,7 @@ from lockstep.recipes import find_recipe
 from lockstep.run.build import Parts, build
 from lockstep.run.preflight import preflight
 from lockstep.store.run import load_run
+from lockstep.testing.faults import injected, split_faults
 from lockstep.training.rows import rows_for_training
 
 MODELS = ("tiny-gpt-oss", "tiny-qwen3")
@@ -61,8 +62,10 @@ class Step:
 
 def play(*overrides, num_tasks=4, version=0):
     # Stock ops with and without a fault, so that nothing else differs.
-    config = resolve(find_recipe("quickstart"), ["seed=3", "contract=none", *overrides])
-    parts = build(config, preflight(config))
+    settings, faults = split_faults(["seed=3", "contract=none", *overrides])
+    config = resolve(find_recipe("quickstart"), settings)
+    with injected(*faults):
+        parts = build(config, preflight(config))
 
     async def sample():
         await sync(parts, version)
@@ -113,7 +116,7 @@ def trained(rows, column):
 
 @pytest.mark.parametrize("fault", ["kernel_noise", "router_noise"])
 def test_noise_of_size_zero_is_no_fault_bit_for_bit(fault):
-    faulty = play(f"fault={fault}", "fault.std=0")
+    faulty = play(f"--fault={fault},std=0")
     assert faulty.sampled() == sound("tiny-gpt-oss").sampled()
     again = rescore(faulty.parts.engine, faulty.rows[:2], 1)
     assert (again == rescore(sound("tiny-gpt-oss").parts.engine, faulty.rows[:2], 1)).all()
@@ -124,7 +127,7 @@ def test_the_variance_of_rescored_logprobs_is_that_of_the_noise(model):
     """To first order log p moves by n_a - sum_j p_j n_j, n ~ N(0, std^2) per logit: its variance is
     std^2 ((1 - p_a)^2 + sum_{j != a} p_j^2)."""
     std, times = 0.01, 20
-    step = play(f"model={model}", "fault=kernel_noise", f"fault.std={std}", num_tasks=1)
+    step = play(f"model={model}", f"--fault=kernel_noise,std={std}", num_tasks=1)
     expected = []
     for row in step.rows:
         ids = torch.from_numpy(row.token_ids.astype(np.int64))
@@ -149,7 +152,7 @@ def test_the_variance_of_rescored_logprobs_is_that_of_the_noise(model):
 
 
 def test_noise_repeats_with_the_run_and_differs_between_draws_versions_and_seeds():
-    words = ["fault=kernel_noise", "fault.std=0.05"]
+    words = ["--fault=kernel_noise,std=0.05"]
     first, again = play(*words), play(*words)
     assert first.sampled() == again.sampled()
     rows = first.rows[:1]
@@ -158,11 +161,11 @@ def test_noise_repeats_with_the_run_and_differs_between_draws_versions_and_seeds
     assert (one != trained(rows, "rollout_logprobs")).mean() > 0.9
     assert (rescore(again.parts.engine, rows, 2) == [one, two]).all()
     assert play(*words, version=1).sampled() != first.sampled()
-    assert play(*words, "fault.seed=1").sampled() != first.sampled()
+    assert play("--fault=kernel_noise,std=0.05,seed=1").sampled() != first.sampled()
 
 
 def test_noise_does_not_depend_on_what_was_sampled_before_the_last_sync():
-    step = play("fault=kernel_noise", "fault.std=0.05")
+    step = play("--fault=kernel_noise,std=0.05")
     rows, engine = step.rows[:1], step.parts.engine
     asyncio.run(sync(step.parts, 5))
     early = rescore(engine, rows, 2)
@@ -172,7 +175,7 @@ def test_noise_does_not_depend_on_what_was_sampled_before_the_last_sync():
 
 
 def test_a_bias_stays_the_same_when_scores_are_averaged():
-    step = play("fault=kernel_noise", "fault.std=0", "fault.bias=0.02")
+    step = play("--fault=kernel_noise,std=0,bias=0.02")
     found = rescore(step.parts.engine, step.rows[:4], 2)
     assert (found[0] == found[1]).all()
     exact = np.concatenate([v[~np.isnan(v)] for v in step.parts.trainer.forward(step.rows[:4])])
@@ -180,15 +183,15 @@ def test_a_bias_stays_the_same_when_scores_are_averaged():
 
 
 def test_noise_grows_with_the_version_that_the_engine_is_given():
-    words = ["fault=kernel_noise", "fault.std=0.001", "fault.growth=0.001", "fault.growth_from=4"]
+    words = ["--fault=kernel_noise,std=0.001,growth=0.001,growth_from=4"]
     early, late = (play(*words, version=v).measure()["mismatch/k2"] for v in (4, 13))
     assert 30 < late / early < 300  # ten times the deviation: a hundred times its square
 
 
 def test_noise_is_on_the_trainers_own_parameters_and_leaves_them_and_its_numbers_alone():
     clean = sound("tiny-gpt-oss")
-    for words in (["fault=kernel_noise"], ["fault=router_noise"]):
-        step = play(*words, "fault.std=0.1")
+    for kind in ("kernel_noise", "router_noise"):
+        step = play(f"--fault={kind},std=0.1")
         engine, model = step.parts.engine, step.parts.model
         assert engine.capabilities.shares_weights
         mine = dict(engine._model.named_parameters())
@@ -208,8 +211,8 @@ def test_noise_is_on_the_trainers_own_parameters_and_leaves_them_and_its_numbers
 
 def test_router_noise_moves_few_tokens_far():
     """What tells a router from a kernel: the largest gap against the mean one."""
-    router = play("fault=router_noise", "fault.std=0.1", num_tasks=8)
-    kernel = play("fault=kernel_noise", "fault.std=0.03", num_tasks=8)
+    router = play("--fault=router_noise,std=0.1", num_tasks=8)
+    kernel = play("--fault=kernel_noise,std=0.03", num_tasks=8)
     tails = []
     for step in (router, kernel):
         step.parts.trainer.measure(step.rows, column="logprobs")
@@ -222,8 +225,8 @@ def test_router_noise_moves_few_tokens_far():
 @pytest.mark.parametrize(
     ("words", "gap", "variance"),
     [
-        (["model=tiny-qwen3", "fault=kernel_noise", "fault.std=0.008"], 0.002, 1e-5),
-        (["fault=router_noise", "fault.std=0.1"], 0.008, 1e-3),
+        (["model=tiny-qwen3", "--fault=kernel_noise,std=0.008"], 0.002, 1e-5),
+        (["--fault=router_noise,std=0.1"], 0.008, 1e-3),
     ],
 )
 def test_the_sizes_that_are_told_of_large_models_can_be_reached(words, gap, variance):
@@ -244,8 +247,7 @@ def test_noise_on_both_sides_has_the_sizes_that_are_told_of_a_large_mixture():
     """Difference of the means, variance in the sampler, variance in the trainer. Few tokens make
     most of the variances: within a factor of 2, 10 and 10."""
     step = play(
-        "fault=sampling_noise", "fault.router_std=0.12", "fault.bias=0.028",
-        "fault.trainer_std=5e-4", num_tasks=8,
+        "--fault=sampling_noise,router_std=0.12,bias=0.028,trainer_std=5e-4", num_tasks=8,
     )  # fmt: skip
     rollout = rescore(step.parts.engine, step.rows, 16)
     trainer = [
@@ -261,7 +263,7 @@ def test_noise_on_both_sides_has_the_sizes_that_are_told_of_a_large_mixture():
 
 
 def test_noise_in_the_trainer_goes_with_its_gradients_and_is_new_each_time():
-    step = play("fault=sampling_noise", "fault.trainer_std=1e-3", num_tasks=1)
+    step = play("--fault=sampling_noise,trainer_std=1e-3", num_tasks=1)
     trainer, model = step.parts.trainer, step.parts.model
     assert dict(trainer.model.named_parameters()).keys() == dict(model.named_parameters()).keys()
     assert all(a is b for a, b in zip(trainer.model.parameters(), model.parameters(), strict=True))
@@ -269,14 +271,14 @@ def test_noise_in_the_trainer_goes_with_its_gradients_and_is_new_each_time():
     assert 0 < np.nanmax(np.abs(one - two)) < 0.1
     assert trainer.update(step.rows, PPOClip())["train/grad_norm"] > 0
     # Nothing is added in the sampler, which is the shared model itself.
-    assert step.sampled() == play("fault=sampling_noise", num_tasks=1).sampled()
+    assert step.sampled() == play("--fault=sampling_noise", num_tasks=1).sampled()
 
 
 # -- stale weights ---------------------------------------------------------------------------------
 
 
 def test_stale_weights_are_those_of_lag_versions_ago():
-    step = play("fault=stale_weights", "fault.lag=2")
+    step = play("--fault=stale_weights,lag=2")
     model, rows = step.parts.model, step.rows[:1]
     exact, found, shown = [], [], []
     for version in range(5):
@@ -298,9 +300,10 @@ SMALL = ["seed=3", "steps=1", "groups_per_step=2", "evaluation.num_tasks=2", "ch
          "evaluation.greedy=false"]  # fmt: skip
 
 
-def run(path, *overrides):
-    config = resolve(find_recipe("quickstart"), [*SMALL, *overrides])
-    train(config, out=path, view="json")
+def run(path, *overrides, resume=False):
+    settings, faults = split_faults([*SMALL, *overrides])
+    with injected(*faults):
+        train(resolve(find_recipe("quickstart"), settings), out=path, view="json", resume=resume)
     return metrics_of(path)
 
 
@@ -315,14 +318,14 @@ def without_time(rows):
 @pytest.mark.parametrize(
     ("overrides", "k1", "k2"),
     [
-        (["fault=kernel_noise", "fault.std=0.03"], (0, 1e-2), (1e-5, 1e-3)),
-        (["fault=router_noise", "fault.std=0.1"], (0, 1e-1), (1e-5, 1e-1)),
-        (["fault=retokenized_rows"], (1e-3, 1), (1e-1, 10)),
-        (["fault=retokenized_rows", "fault.logprobs=recomputed"], (0, 1e-6), (0, 1e-11)),
-        (["fault=shifted_logprobs"], (0, 1e-2), (1e-1, 10)),
-        (["fault=ignored_sinks"], (1e-4, 1), (1e-4, 1)),
-        (["fault=detached_sinks"], (0, 1e-6), (0, 1e-11)),
-        (["fault=dropped_final_tokens", "fault.count=2"], (0, 1e-6), (0, 1e-11)),
+        (["--fault=kernel_noise,std=0.03"], (0, 1e-2), (1e-5, 1e-3)),
+        (["--fault=router_noise,std=0.1"], (0, 1e-1), (1e-5, 1e-1)),
+        (["--fault=retokenized_rows"], (1e-3, 1), (1e-1, 10)),
+        (["--fault=retokenized_rows,logprobs=recomputed"], (0, 1e-6), (0, 1e-11)),
+        (["--fault=shifted_logprobs"], (0, 1e-2), (1e-1, 10)),
+        (["--fault=ignored_sinks"], (1e-4, 1), (1e-4, 1)),
+        (["--fault=detached_sinks"], (0, 1e-6), (0, 1e-11)),
+        (["--fault=dropped_final_tokens,count=2"], (0, 1e-6), (0, 1e-11)),
     ],
 )
 def test_a_run_goes_on_with_the_fault_and_its_mismatch_shows(tmp_path, overrides, k1, k2):
@@ -331,10 +334,12 @@ def test_a_run_goes_on_with_the_fault_and_its_mismatch_shows(tmp_path, overrides
     assert k2[0] <= row["mismatch/k2"] <= k2[1]
     assert row["train/skipped_updates"] == 0
     assert row["mismatch/nonfinite_tokens"] == 0
-    has_lost_tokens = overrides[0] in ("fault=retokenized_rows", "fault=dropped_final_tokens")
+    lost = ("--fault=retokenized_rows", "--fault=dropped_final_tokens")
+    has_lost_tokens = overrides[0].startswith(lost)
     assert (row["tokens/trained"] < row["tokens/sampled"]) == has_lost_tokens
     stored = load_run(tmp_path / "run")
-    assert stored.config["fault"]["type"] == overrides[0].removeprefix("fault=")
+    (fault,) = stored.environment["faults"]
+    assert fault["type"] == overrides[0].removeprefix("--fault=").partition(",")[0]
     assert all(t.trajectory.num_sampled_tokens for t in stored.trajectories(0))
     # One process over one set of ops: nothing that is injected counts as normal there.
     assert stored.environment["is_one_process"] is True
@@ -346,7 +351,7 @@ def test_a_run_goes_on_with_the_fault_and_its_mismatch_shows(tmp_path, overrides
     ("is_honest", "versions"), [("true", [0, 0, 0, 1]), ("false", [0, 1, 2, 3])]
 )
 def test_stale_weights_show_by_age_or_by_the_mismatch_alone(tmp_path, is_honest, versions):
-    words = ["fault=stale_weights", "fault.lag=2", f"fault.is_honest={is_honest}", "steps=4"]
+    words = [f"--fault=stale_weights,lag=2,is_honest={is_honest}", "steps=4"]
     rows = run(tmp_path / "run", *words, "trainer.warmup_updates=0", "evaluation.at_start=false")
     steps = [row for row in rows if "mismatch/k3" in row]
     assert [row["policy_version"] for row in steps] == versions
@@ -356,13 +361,14 @@ def test_stale_weights_show_by_age_or_by_the_mismatch_alone(tmp_path, is_honest,
 
 def test_a_run_with_growing_noise_resumes_to_the_same_bits(tmp_path):
     """The evaluations between the steps draw noise too, and a resumed run does not repeat them."""
-    words = ["fault=kernel_noise", "fault.std=0.01", "fault.growth=0.01", "steps=3"]
+    words = ["--fault=kernel_noise,std=0.01,growth=0.01", "steps=3"]
     whole = run(tmp_path / "whole", *words, "evaluation.every=1")
-    config = resolve(find_recipe("quickstart"), [*SMALL, *words, "evaluation.every=1"])
     shutil.copytree(tmp_path / "whole", tmp_path / "cut")
     for step in (2, 3):
         shutil.rmtree(tmp_path / "cut" / "checkpoints" / f"step-{step:06d}")
-    train(config, out=tmp_path / "cut", resume=True, view="json")
-    assert without_time(metrics_of(tmp_path / "cut")) == without_time(whole)
+    with pytest.raises(ConfigError, match=r"its faults differ: --fault kernel_noise,.* -> none"):
+        run(tmp_path / "cut", words[1], "evaluation.every=1", resume=True)
+    resumed = run(tmp_path / "cut", *words, "evaluation.every=1", resume=True)
+    assert without_time(resumed) == without_time(whole)
     k2 = [row["mismatch/k2"] for row in whole if "mismatch/k2" in row]
     assert k2[2] > 3 * k2[0]

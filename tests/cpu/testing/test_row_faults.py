@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from lockstep.doctor.ladder import token_match
 from lockstep.models.locate import locate_model
 from lockstep.renderers.chatml import ChatMLRenderer
 from lockstep.renderers.config import ChatMLConfig, HarmonyConfig
@@ -24,7 +25,6 @@ from lockstep.testing.faults import (
     TokensAfterStop,
     TrainedObservations,
     WrongBoundary,
-    token_match,
 )
 from lockstep.types import Message, ToolCall, Trajectory
 
