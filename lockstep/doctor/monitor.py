@@ -1,4 +1,8 @@
-"""The checks that need no model, inside of a run: a few rows of every step, as they are trained."""
+"""The checks that need no model, inside of a run: a few rows of every step, as they are trained.
+
+`open_monitor` is handed to a training run, which calls `Monitor.look` after each update. The run
+imports nothing of the doctor.
+"""
 
 from __future__ import annotations
 
@@ -14,39 +18,78 @@ from lockstep.doctor.checks.causes import CAUSES
 from lockstep.doctor.checks.examine import Examination, Stage, examine
 from lockstep.doctor.checks.rows import Rows
 from lockstep.doctor.checks.suite import STAGES
+from lockstep.doctor.diagnose import make_setting
 from lockstep.doctor.inputs.base import Facts
 from lockstep.doctor.inputs.native import write_rows
-from lockstep.doctor.inputs.run import prompt_length, replies
+from lockstep.doctor.inputs.run import MONITOR, prompt_length, replies
+from lockstep.doctor.tokenization import Tokenization
+from lockstep.renderers.base import Renderer
+from lockstep.run_config import Config
 from lockstep.types import Group, Sample
 
 MAX_KEPT = 8
 """Steps whose rows are kept for each cause: more of the same prove no more."""
 
 
+def open_monitor(
+    config: Config,
+    path: Path,
+    *,
+    renderer: Renderer,
+    is_moe: bool,
+    is_one_process: bool,
+    warn: Callable[[str], None],
+) -> Monitor | None:
+    """The monitor of a run; None if `doctor.rows` is 0. path: directory of the run. warn: prints a
+    line for the user."""
+    if not config.doctor.rows:
+        return None
+    facts = Facts(
+        trainer="lockstep",
+        model=config.model,
+        stop_ids=frozenset(renderer.stop_ids),
+        temperature=config.agent.temperature,
+        top_p=config.agent.top_p,
+        top_k=config.agent.top_k,
+        is_moe=is_moe,
+        max_staleness=config.max_staleness * config.trainer.updates_per_batch,
+        is_one_process=is_one_process,
+    )
+    # Without the renderer: rendering again costs more than all other checks together.
+    words = Tokenization(tokenizer=renderer.tokenizer)
+    return Monitor(
+        num_rows=config.doctor.rows,
+        setting=make_setting(facts, words),
+        facts=facts,
+        directory=path / MONITOR,
+        warn=warn,
+    )
+
+
 @dataclass(slots=True)
 class Monitor:
-    """Looks at the rows of each step, after its update, with the log-probs of both sides."""
+    """Checks some rows of each step, after its update, with the log-probs of both sides."""
 
     num_rows: int
-    """Rows of a step that are looked at."""
+    """Rows of a step that are checked."""
     setting: Setting
     facts: Facts
-    """What the files of kept rows say of themselves."""
+    """Facts in the files of kept rows."""
     directory: Path
-    """Where rows that show a cause are kept: RUN/doctor."""
+    """Directory for rows that show a cause: RUN/doctor."""
     warn: Callable[[str], None]
 
     _kept: dict[str, int] = field(init=False, default_factory=dict[str, int])
-    """Cause -> steps that it was found in."""
+    """Cause -> number of steps in which it was found."""
 
     def look(
         self, step: int, rows: Sequence[Sample], groups: Sequence[Group], *, version: int
     ) -> dict[str, float]:
         """The metrics `doctor/...` of one step.
 
-        rows: as they were trained, with both sides' log-probs. groups: what they were made of:
-        what the engine answered stands there. version: of the weights before the update. A cause is
-        said once, when it is first found; the rows that show it are kept.
+        rows: as they were trained, with both sides' log-probs. groups: the episodes of the rows,
+        which hold the ids that the engine returned. version: of the weights before the update. Each
+        cause is reported once, when it is first found; the rows that show it are kept.
         """
         began = time.perf_counter()
         chosen = choose(rows, self.num_rows, step=step)
@@ -110,8 +153,8 @@ _FIELDS = (
 
 
 def choose(rows: Sequence[Sample], num_rows: int, *, step: int) -> list[Sample]:
-    """At most `num_rows` of `rows`, group by group: rows of one prompt say the most about each
-    other. Another group comes first in each step."""
+    """At most `num_rows` of `rows`, group by group: rows of one prompt tell the most about each
+    other. Each step begins with another group."""
     groups = sorted({row.group for row in rows})
     out: list[Sample] = []
     for i in range(len(groups)):
@@ -123,9 +166,8 @@ def choose(rows: Sequence[Sample], num_rows: int, *, step: int) -> list[Sample]:
 
 
 def rows_of(step: int, samples: Sequence[Sample], groups: Sequence[Group], *, version: int) -> Rows:
-    """Training rows with what the engine answered beside them: as the doctor reads a run, but as
-    they are trained. Without messages: of ids that changed on the way the engine's tell more, and
-    rendering them again would cost as much as all other checks."""
+    """Rows as they are trained, and the ids that the engine returned. Without messages:
+    the engine's ids show more, and rendering again would cost as much as all other checks."""
     trajectories = {t.id: t for group in groups for t in group.trajectories}
     placed = [
         (trajectories[name], int(leaf))

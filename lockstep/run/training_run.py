@@ -17,11 +17,7 @@ from lockstep.agent.buffer import Buffer
 from lockstep.agent.gateway.opening import RunGateway
 from lockstep.agent.loop import EpisodeSlots
 from lockstep.config import to_dict
-from lockstep.doctor.diagnose import make_setting
-from lockstep.doctor.inputs.base import Facts
-from lockstep.doctor.inputs.run import MONITOR
-from lockstep.doctor.monitor import Monitor
-from lockstep.doctor.tokenization import Tokenization
+from lockstep.doctor.monitor import Monitor, open_monitor
 from lockstep.errors import DataError, EngineError
 from lockstep.launch.ranks import Ranks
 from lockstep.models.sharding import mesh_of
@@ -119,28 +115,14 @@ class TrainingRun:
         )
 
     def _make_monitor(self) -> Monitor | None:
-        config, agent = self.config, self.config.agent
-        if self.directory is None or not config.doctor.rows:
+        if self.directory is None:
             return None
-        renderer = self.parts.renderer
-        facts = Facts(
-            trainer="lockstep",
-            model=config.model,
-            stop_ids=frozenset(renderer.stop_ids),
-            temperature=agent.temperature,
-            top_p=agent.top_p,
-            top_k=agent.top_k,
+        return open_monitor(
+            self.config,
+            self.path,
+            renderer=self.parts.renderer,
             is_moe=self.model_files.model.is_moe,
-            max_staleness=config.max_staleness * config.trainer.updates_per_batch,
             is_one_process=self.is_one_process,
-        )
-        # Without the renderer: what renders again costs more than all other checks together.
-        words = Tokenization(tokenizer=renderer.tokenizer)
-        return Monitor(
-            num_rows=config.doctor.rows,
-            setting=make_setting(facts, words),
-            facts=facts,
-            directory=self.path / MONITOR,
             warn=lambda text: self.view.note(text, "warning"),
         )
 
