@@ -16,7 +16,7 @@ import torch
 
 from lockstep import errors
 from lockstep.engines.base import Capabilities, Engine, Scores
-from lockstep.engines.worker_host import READY, told
+from lockstep.engines.worker_host import READY, in_words
 from lockstep.engines.worker_weights import Layout, holding
 from lockstep.errors import EngineDownError, EngineError, LockstepError
 from lockstep.launch.shared_file import Region, SharedFile, mapped
@@ -25,39 +25,34 @@ from lockstep.launch.workers import Batch, Worker
 from lockstep.types import Delta, Distribution, Int32Array, Request
 
 CLOSE_SECONDS = 10.0
-"""How long a worker may take to end after it was asked to; then it is killed."""
+"""Time that a worker has to end after it was asked to; then it is killed."""
 
 PIECE_BYTES = 8 << 20
-"""Of weights that go over a network: small enough that requests get in between."""
+"""Size of the pieces in which weights cross a network: small enough to let requests in between."""
 
 TELL_SECONDS = 10.0
-"""How often whoever watches is told that an engine still starts."""
+"""Interval between two messages about an engine that is still starting."""
 
 
 @dataclass(slots=True, eq=False)
 class _Call:
-    """What one question was answered so far. Belongs to the event loop that asked."""
+    """A question and its answers, in the event loop that asked."""
 
     loop: asyncio.AbstractEventLoop
-    answers: list[tuple[str, Any]] = field(default_factory=list)
-    waiter: asyncio.Future[None] | None = None
+    answers: asyncio.Queue[tuple[str, Any]] = field(default_factory=asyncio.Queue)
     is_done: bool = False
 
-    def take(self, kind: str, value: Any) -> None:
-        self.answers.append((kind, value))
-        self.is_done |= kind != "delta"
-        if self.waiter is not None and not self.waiter.done():
-            self.waiter.set_result(None)
-
-    async def next(self) -> tuple[str, Any]:
-        while not self.answers:
-            self.waiter = self.loop.create_future()
-            await self.waiter
-        return self.answers.pop(0)
+    async def next(self) -> Any:
+        """The value of the next answer; None at the end. Raises the worker's error."""
+        kind, value = await self.answers.get()
+        self.is_done = kind != "delta"
+        if kind == "error":
+            raise _error(*value)
+        return value
 
 
 class WorkerEngine(Engine):
-    """`Engine` over a worker that runs `serving.serve`. May be used from several event loops.
+    """`Engine` over a worker that runs `worker_host.serve`. May be used from several event loops.
 
     A worker that dies fails every request in flight, and each later one, with an EngineDownError
     that holds the end of its log. `ping` starts it again, with the weights of the beginning.
@@ -73,12 +68,12 @@ class WorkerEngine(Engine):
         restarts: int = 0,
         on_wait: Callable[[str], None] = lambda text: None,
     ) -> None:
-        """start: a worker, or another one in its place. order: what it makes its engine of. memory:
-        where weights are put for it, that a worker of this machine maps. device: of the trainer's
-        tensors. restarts: how often it is started again.
+        """start: starts a worker. order: the description of its engine. memory: holds weights for
+        workers of this machine, which map it. device: of the trainer's tensors. restarts: number of
+        times that a dead worker is started again.
 
-        Returns when the engine answers, and tells on_wait of it now and then. Raises the worker's
-        own error, or EngineError with its log, if it cannot be made.
+        Returns when the engine answers; on_wait is told now and then. Raises the worker's own
+        error, or EngineDownError with its log, if the engine cannot be made.
         """
         self._start, self._order = start, order
         self._memory, self._device = memory, device
@@ -127,15 +122,10 @@ class WorkerEngine(Engine):
         return self._version
 
     async def generate(self, request: Request) -> AsyncIterator[Delta]:
-        number, call = self._ask("generate", {"request": request})
+        number, call = self._send("generate", {"request": request})
         try:
-            while True:
-                kind, value = await call.next()
-                if kind == "end":
-                    return
-                if kind == "error":
-                    raise _error(*value)
-                yield value
+            while (delta := await call.next()) is not None:
+                yield delta
         finally:
             if not call.is_done and not self._lost:
                 self._worker.send([(number, "cancel", None)])
@@ -151,23 +141,23 @@ class WorkerEngine(Engine):
         first: int = 1,
         affinity: str = "",
     ) -> Scores:
-        return await self._call(
+        return await self._ask(
             "score", token_ids=token_ids, distribution=distribution, temperature=temperature,
             priority=priority, first=first, affinity=affinity,
         )  # fmt: skip
 
     async def abort(self, request_id: str) -> None:
-        await self._call("abort", request_id=request_id)
+        await self._ask("abort", request_id=request_id)
 
     async def pause(self) -> None:
-        await self._call("pause")
+        await self._ask("pause")
 
     async def resume(self, *, kv: Literal["drop", "keep"] = "drop") -> None:
-        await self._call("resume", kv=kv)
+        await self._ask("resume", kv=kv)
 
     async def load_weights(self, source: Mapping[str, Any] | str | None, *, version: int) -> None:
-        """Named tensors, or a directory that the worker reads by itself. One that dies meanwhile
-        is started again, and given them again."""
+        """Named tensors, or a directory that the worker reads. A worker that dies meanwhile is
+        started again, and given them again."""
         if source is None:
             raise EngineError(
                 "load_weights: the engine runs in a process of its own and shares no parameters; "
@@ -186,49 +176,56 @@ class WorkerEngine(Engine):
 
     async def _load(self, source: Mapping[str, Any] | str, version: int) -> None:
         if not isinstance(source, Mapping):
-            await self._say("load_directory", directory=str(source), version=version)
+            await self._ask("load_weights", source=str(source), version=version)
             return
         held = holding(self._memory, source, version=version)
         layout, region = await in_thread(held.__enter__, device=self._device)
         try:
             if self._worker.maps_memory:
-                await self._say("load_shared", layout=layout, region=region, version=version)
+                await self._ask("load_shared", layout=layout, region=region, version=version)
             else:
                 await self._send_weights(layout, region, version)
         finally:
             held.__exit__(None, None, None)
 
+    async def _send_weights(self, layout: Layout, region: Region, version: int) -> None:
+        memory = mapped(self._memory.fd, region)
+        await self._ask("begin_weights", num_bytes=layout.num_bytes)
+        for start in range(0, layout.num_bytes, PIECE_BYTES):
+            piece = memory[start : min(start + PIECE_BYTES, layout.num_bytes)]
+            await self._ask("piece_of_weights", start=start, piece=piece)
+        await self._ask("load_arrived", layout=layout, version=version)
+
     async def sleep(self) -> None:
-        await self._call("sleep")
+        await self._ask("sleep")
 
     async def wake(self) -> None:
-        await self._call("wake")
+        await self._ask("wake")
 
     async def read_stats(self) -> dict[str, Any]:
-        """The counters of the engine since its start, where it keeps any."""
-        return await self._say("stats")
+        """The counters of the engine since its start, if it keeps any."""
+        return await self._ask("read_stats")
 
     async def close(self) -> None:
-        """The engine closes, and its process ends: killed if it does not."""
+        """Closes the engine and ends its process, by force if it does not end."""
         if self._is_closed:
             return
         self._is_closed = True
         with contextlib.suppress(EngineError, TimeoutError):
             async with asyncio.timeout(CLOSE_SECONDS):
-                await self._say("close")
+                await self._ask("close")
         await asyncio.to_thread(self._worker.end, seconds=CLOSE_SECONDS)
 
     def remembers(self, source: Mapping[str, Any], *, version: int) -> bool:
-        """Whether they still lie where they were put for the worker."""
+        """Whether the weights still lie where they were put for the worker."""
         return self._memory.has(source, version)
 
     async def ping(self) -> None:
-        """Raises EngineDownError if the worker is gone: the first call after that has it started
-        again, and those after it wait for that. One that does not answer is ended, which counts
-        as gone."""
+        """Raises EngineDownError if the worker is gone. The first ping after its end starts it
+        again, and later ones wait for that. A worker that does not answer is killed."""
         if not self._lost:
             try:
-                await self._say("ping")
+                await self._ask("ping")
             except asyncio.CancelledError:
                 await asyncio.to_thread(self._worker.end, seconds=0)
                 raise
@@ -255,21 +252,15 @@ class WorkerEngine(Engine):
 
     # -- questions and answers ----------------------------------------------------------------
 
-    async def _call(self, method: str, **arguments: Any) -> Any:
-        """A method of the worker's engine."""
-        return await self._say("call", method=method, arguments=arguments)
-
-    async def _say(self, name: str, **arguments: Any) -> Any:
-        number, call = self._ask(name, arguments)
+    async def _ask(self, name: str, **arguments: Any) -> Any:
+        """The result of a method of the worker's engine, or of its host."""
+        number, call = self._send(name, arguments)
         try:
-            kind, value = await call.next()
+            return await call.next()
         finally:
             self._calls.pop(number, None)
-        if kind == "error":
-            raise _error(*value)
-        return value
 
-    def _ask(self, name: str, arguments: dict[str, Any]) -> tuple[int, _Call]:
+    def _send(self, name: str, arguments: dict[str, Any]) -> tuple[int, _Call]:
         call = _Call(asyncio.get_running_loop())
         with self._lock:
             if self._is_closed and name != "close":
@@ -283,10 +274,10 @@ class WorkerEngine(Engine):
 
     def _take(self, batch: Batch) -> None:
         """In the reader's thread: hands each loop its answers in one go."""
-        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Call, str, Any]]] = {}
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Call, tuple[str, Any]]]] = {}
         for number, kind, value in batch:
             if (call := self._calls.get(number)) is not None:
-                by_loop.setdefault(call.loop, []).append((call, kind, value))
+                by_loop.setdefault(call.loop, []).append((call, (kind, value)))
         for loop, answers in by_loop.items():
             with contextlib.suppress(RuntimeError):  # its loop has been closed: nobody waits
                 loop.call_soon_threadsafe(_deliver, answers)
@@ -296,25 +287,17 @@ class WorkerEngine(Engine):
         with self._lock:
             self._lost = why
             numbers = list(self._calls)
-        error = told(closed if self._is_closed else EngineDownError(why))
+        error = in_words(closed if self._is_closed else EngineDownError(why))
         self._take([(number, "error", error) for number in numbers])
 
-    async def _send_weights(self, layout: Layout, region: Region, version: int) -> None:
-        memory = mapped(self._memory.fd, region)
-        await self._say("begin_weights", num_bytes=layout.num_bytes)
-        for start in range(0, layout.num_bytes, PIECE_BYTES):
-            piece = memory[start : min(start + PIECE_BYTES, layout.num_bytes)]
-            await self._say("piece_of_weights", start=start, piece=piece)
-        await self._say("load_arrived", layout=layout, version=version)
 
-
-def _deliver(answers: list[tuple[_Call, str, Any]]) -> None:
-    for call, kind, value in answers:
-        call.take(kind, value)
+def _deliver(answers: list[tuple[_Call, tuple[str, Any]]]) -> None:
+    for call, answer in answers:
+        call.answers.put_nowait(answer)
 
 
 def _error(kind: str, text: str) -> LockstepError:
-    """The worker's error, here: of its own type where it is one of Lockstep's."""
+    """The worker's error, of its own type if it is one of Lockstep's."""
     found = getattr(errors, kind, None)
     if isinstance(found, type) and issubclass(found, LockstepError):
         return found(text)

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from lockstep import errors
+from lockstep.children import how_ended
 from lockstep.errors import ConfigError, LockstepError, MissingExtraError, RankError
 from lockstep.launch.config import ParallelConfig
 from lockstep.launch.placement import Bundle, RayPlacement
@@ -39,7 +40,6 @@ from lockstep.launch.workers import (
     Batch,
     Line,
     Worker,
-    how_ended,
     log_tail,
     start_listener,
     start_worker,

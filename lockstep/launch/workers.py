@@ -1,7 +1,8 @@
-"""Processes of a run that do something else than train: started, heard of when they die, ended.
+"""Processes of a run that do not train: started, watched, ended.
 
-A worker is a function `work(connection)` of a module, in an interpreter of its own. It ends with
-whoever started it: a connection that is closed at the other end, for whatever reason, is its end.
+A worker is a function `work(line)` of a module, in an interpreter of its own. It ends with whoever
+started it: when the other end of its connection closes, for whatever reason, it ends. Messages are
+pickled, so that they may hold tensors, and may cross machines: `lockstep.children` has neither.
 No torch.
 """
 
@@ -21,8 +22,9 @@ from importlib import import_module
 from multiprocessing import AuthenticationError, Pipe
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import Any, Protocol
 
+from lockstep.children import NOTICE_SECONDS, end_group, how_ended
 from lockstep.errors import ConfigError, EngineDownError
 from lockstep.launch.config import share_of
 from lockstep.launch.shared_file import SharedFile
@@ -30,23 +32,21 @@ from lockstep.launch.shared_file import SharedFile
 _MAIN = "from lockstep.launch.workers import main; main()"
 
 NUM_LOG_LINES = 12
-"""Of a worker that died, the last lines that it wrote: a traceback's end with its cause."""
-
-NOTICE_SECONDS = 5.0
-"""How long the end of a process may take to be known once it has closed its connection."""
+"""Lines of a dead worker's log that errors repeat: the end of a traceback."""
 
 CONNECT_SECONDS = 10.0
-"""How long another machine may take to accept a connection."""
+"""Limit of the wait for another machine to accept a connection."""
 
 ADDRESSES, KEY = "LOCKSTEP_ENGINES", "LOCKSTEP_ENGINES_KEY"
-"""Environment variables: where engines wait, as HOST:PORT,HOST:PORT, and what they ask for."""
+"""Environment variables: addresses of engines, as HOST:PORT,HOST:PORT, and the key that both ends
+prove to have."""
 
 Batch = Sequence[Any]
-"""Messages that go together: anything that can be pickled."""
+"""Messages that travel together: anything that can be pickled."""
 
 
 class Worker:
-    """A worker, as whoever drives it sees it: messages both ways, in order, none lost.
+    """A worker, as its user sees it: messages both ways, in order, none lost.
 
     Messages are pickled: both ends are processes of one run, and trust each other.
     """
@@ -60,7 +60,7 @@ class Worker:
         log: Path | None = None,
         maps_memory: bool = False,
     ) -> None:
-        """process, log: of a worker on this machine; one on another is known by its name.
+        """process, log: of a worker on this machine; one on another is known by its name alone.
         maps_memory: it has `Workers.memory` open."""
         self.name, self.maps_memory = name, maps_memory
         self._connection, self._process, self._log = connection, process, log
@@ -72,20 +72,18 @@ class Worker:
         return 0 if self._process is None else self._process.pid
 
     def send(self, batch: Batch) -> None:
-        """Hands messages over. May wait while the worker is at work, never for an answer; to one
-        that has died they are lost, which `listen` tells."""
+        """Hands messages over. May wait while the worker is busy, never for an answer. Messages to
+        a dead worker are lost; `listen` reports its death."""
         _send(self._connection, self._sending, batch)
 
     def receive(self, *, seconds: float) -> Batch | None:
-        """The next messages, before `listen` takes them; None if none came within the time. Raises
+        """The next messages, before `listen` takes over; None if none came within the time. Raises
         EOFError if the worker is gone."""
-        if not self._connection.poll(seconds):
-            return None
-        return _receive(self._connection)
+        return _receive(self._connection) if self._connection.poll(seconds) else None
 
-    def listen(self, on_batch: Callable[[Batch], None], on_lost: Callable[[str], None]) -> None:
-        """Calls `on_batch` with what comes from here on, and at the worker's end `on_lost`, with
-        what is known of it. Both are called from a thread of their own."""
+    def listen(self, on_batch: Callable[[Batch], object], on_lost: Callable[[str], object]) -> None:
+        """Calls `on_batch` with what comes from here on, and `on_lost` with the reason when the
+        worker ends; both from a thread of their own."""
 
         def read() -> None:
             with contextlib.suppress(EOFError, OSError):
@@ -96,7 +94,7 @@ class Worker:
         threading.Thread(target=read, name=f"{self.name} reader", daemon=True).start()
 
     def why_ended(self) -> str:
-        """In words, how the process ended, with the end of its log."""
+        """How the process ended, in words, with the end of its log."""
         if self._process is None or self._log is None:
             return f"{self.name} is gone: its process, its machine or the network between."
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -104,8 +102,8 @@ class Worker:
         return f"{self.name} {how_ended(self._process)}. {log_tail(self._log)}"
 
     def end(self, *, seconds: float) -> None:
-        """Waits until the process has ended, as it was asked to; kills it after the time. One on
-        another machine ends when nobody is at the other end."""
+        """Waits `seconds` for the process to end as it was asked to, then kills it. One on another
+        machine ends because this end of its connection is closed."""
         if self._process is None:
             with (
                 contextlib.suppress(OSError),
@@ -113,29 +111,28 @@ class Worker:
             ):
                 line.shutdown(socket.SHUT_RDWR)
             return
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        if self._process.returncode is None:
+            end_group(self._process)
 
 
 class Workers(Protocol):
-    """Where the workers of a process are."""
+    """Starts the workers of a process."""
 
     @property
     def memory(self) -> SharedFile:
-        """Where is put what goes to all of them. Those on this machine map it."""
+        """Memory for weights that go to all of them. Workers on this machine map it."""
         ...
 
     def start(self, index: int, work: str, *, name: str, log: Path) -> Worker:
         """Worker `index` of this process, running `work` ("module:function"). name: for messages.
-        log: the file that takes what it prints."""
+        log: file for its output."""
         ...
 
 
 class LocalWorkers:
-    """On this machine. gpus: the one that each worker sees, by its index; none: there are none."""
+    """Workers on this machine. gpus: the one that each worker sees, by its index; may be empty."""
 
     def __init__(self, gpus: Sequence[str] = ()) -> None:
         self._gpus = gpus
@@ -158,11 +155,11 @@ def gpus_of_rank(
     gpus: Sequence[str],
     is_shared: bool,
 ) -> list[str]:
-    """The GPU of each of a rank's workers, of `count` that the ranks share out among them.
+    """The GPU of each of a rank's workers, where the ranks divide `count` workers among them.
 
-    local_rank, local_world: of its machine, whose first GPUs the ranks train on. gpus: of this
-    machine. is_shared: workers sample on the rank's own GPU. Raises ConfigError if there are too
-    few.
+    local_rank, local_world: place on this machine, whose first GPUs the ranks train on. gpus: of
+    this machine. is_shared: workers sample on the rank's own GPU. Raises ConfigError if there are
+    too few.
 
     >>> gpus_of_rank(4, 1, 2, local_rank=1, local_world=2, gpus="abcdef", is_shared=False)
     ['e', 'f']
@@ -184,9 +181,9 @@ def gpus_of_rank(
 
 
 class RemoteWorkers:
-    """Started by somebody else, who starts them again as well: reached at their addresses.
+    """Workers that somebody else starts, and restarts: reached at their addresses.
 
-    first: which of the addresses is this process's worker 0. key: what both ends prove to know.
+    first: index of the address of this process's worker 0. key: both ends prove that they have it.
     """
 
     def __init__(self, addresses: Sequence[str], *, first: int, key: bytes) -> None:
@@ -195,7 +192,7 @@ class RemoteWorkers:
 
     @classmethod
     def from_environment(cls, *, first: int) -> RemoteWorkers | None:
-        """Those that the process that started this one has started for it."""
+        """The workers that the launcher of this process has started for it; None if none."""
         if not (listed := os.environ.get(ADDRESSES)):
             return None
         return cls(listed.split(","), first=first, key=bytes.fromhex(os.environ[KEY]))
@@ -227,8 +224,8 @@ def start_worker(
 ) -> Worker:
     """Starts `work` ("module:function") in a process on this machine.
 
-    name, log: as of `Workers.start`. environment: variables beside those of this process. pass_fds:
-    descriptors that it keeps, under the same numbers.
+    name, log: as in `Workers.start`. environment: variables on top of those of this process.
+    pass_fds: descriptors that it keeps, under the same numbers.
     """
     ours, theirs = Pipe()
     process = _start(
@@ -244,8 +241,8 @@ def start_worker(
 def start_listener(
     work: str, listening: socket.socket, *, log: Path, environment: Mapping[str, str] | None = None
 ) -> subprocess.Popen[bytes]:
-    """Starts `work` in a process that waits for whoever comes first to `listening` with the key in
-    its environment, and serves that one. The socket stays open here, for another process."""
+    """Starts `work` in a process that serves the first client of `listening` that has the key of
+    its environment. The socket stays open here, for the next process."""
     theirs, ours = os.pipe()
     number = listening.fileno()
     process = _start(
@@ -255,7 +252,7 @@ def start_listener(
         pass_fds=(number, theirs),
     )
     os.close(theirs)
-    # Never written to: it is closed at this end with the process that has started the other one.
+    # Never written to: it closes when this process ends, and the worker ends with it.
     process.lifeline = ours  # pyright: ignore[reportAttributeAccessIssue]
     return process
 
@@ -268,7 +265,7 @@ def _start(
     pass_fds: Sequence[int],
 ) -> subprocess.Popen[bytes]:
     log.parent.mkdir(parents=True, exist_ok=True)
-    # A session of its own: Ctrl-C is for the trainer, which then ends its workers in good order.
+    # A session of its own: Ctrl-C is for the trainer, which then ends its workers in order.
     with log.open("ab", buffering=0) as output:
         return subprocess.Popen(
             [sys.executable, "-c", _MAIN, *arguments],
@@ -282,27 +279,13 @@ def _start(
 
 
 def _environment() -> dict[str, str]:
-    """This process's, with its modules importable: those beside a script as well."""
+    """The environment of this process, with its modules importable, also those beside a script."""
     found = [os.path.abspath(path) for path in sys.path]
     return os.environ | {"PYTHONPATH": os.pathsep.join(dict.fromkeys(found))}
 
 
-def how_ended(process: subprocess.Popen[bytes]) -> str:
-    """In words, with the process' number."""
-    code = process.returncode
-    if code is None:
-        how = "has closed its connection and goes on running"
-    elif code < 0:
-        how = f"was ended by {_signal_name(-code)}"
-        if -code == signal.SIGKILL:
-            how += " (by hand, or by the system for want of memory)"
-    else:
-        how = f"has ended with exit code {code}"
-    return f"(pid {process.pid}) {how}"
-
-
 def log_tail(path: Path) -> str:
-    """The last lines of a worker's log, in words."""
+    """The last lines of a worker's log, for a message."""
     try:
         lines = path.read_text(errors="replace").rstrip().splitlines()
     except OSError:
@@ -311,13 +294,6 @@ def log_tail(path: Path) -> str:
         return f"Its log {path} is empty."
     tail = "\n".join(f"  | {line}" for line in lines[-NUM_LOG_LINES:])
     return f"The end of its log {path}:\n{tail}"
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
 
 
 # -- in the worker --------------------------------------------------------------------------------
@@ -331,7 +307,7 @@ class Line:
         self._sending = threading.Lock()
 
     def receive(self) -> Batch:
-        """The next messages. The process ends here if nobody is left to send any."""
+        """The next messages. Ends the process if the other end is gone."""
         try:
             return _receive(self._connection)
         except (EOFError, OSError):
@@ -340,8 +316,8 @@ class Line:
     def send(self, batch: Batch) -> None:
         _send(self._connection, self._sending, batch)
 
-    def listen(self, on_batch: Callable[[Batch], None]) -> None:
-        """Calls `on_batch`, from a thread of its own, with what comes from here on."""
+    def listen(self, on_batch: Callable[[Batch], object]) -> None:
+        """Calls `on_batch` with what comes from here on, from a thread of its own."""
 
         def read() -> None:
             while True:
@@ -351,7 +327,7 @@ class Line:
 
 
 def main() -> None:
-    """Of a worker's process: runs the function that it was started for."""
+    """The main function of a worker's process."""
     work, kind, descriptor = sys.argv[1:]
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # A thread that blocks signals, as those of a Ray actor do, hands that down to what it starts.
@@ -370,7 +346,9 @@ def main() -> None:
     except BaseException:
         traceback.print_exc()
         code = 1
-    _flush(sys.stdout, sys.stderr)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
     os._exit(code)  # the reader waits for messages that nobody will send
 
 
@@ -380,7 +358,7 @@ def _end_with(lifeline: int) -> None:
 
 
 def _accept(listening: socket.socket) -> Connection:
-    """The first that comes and knows the key; nobody else is listened to."""
+    """The connection of the first client that has the key; others are turned away."""
     key = bytes.fromhex(os.environ[KEY])
     while True:
         line, address = listening.accept()
@@ -393,12 +371,6 @@ def _accept(listening: socket.socket) -> Connection:
             connection.close()
             continue
         return connection
-
-
-def _flush(*streams: IO[str]) -> None:
-    for stream in streams:
-        with contextlib.suppress(OSError, ValueError):
-            stream.flush()
 
 
 # -- both ends ------------------------------------------------------------------------------------

@@ -170,9 +170,11 @@ class AskedEngine:
     @property
     def capabilities(self):
         found = self.engine.capabilities
-        return replace(found, fingerprint=self.fingerprint, weight_sources=("tensors",))
+        return replace(
+            found, fingerprint=self.fingerprint, takes_fingerprint=True, weight_sources=("tensors",)
+        )
 
-    def vouch(self, fingerprint):
+    def set_fingerprint(self, fingerprint):
         self.fingerprint = fingerprint
 
     async def generate(self, request):

@@ -59,7 +59,7 @@ def test_a_worker_that_fails_is_told_of_with_the_end_of_its_log(start, tmp_path)
     lost, known = [], threading.Event()
     worker.listen(lambda batch: None, lambda why: (lost.append(why), known.set()))
     assert known.wait(60)
-    assert f"worker 3 (pid {worker.pid}) has ended with exit code 1" in lost[0]
+    assert f"worker 3 (pid {worker.pid}) ended with exit code 1" in lost[0]
     assert f"The end of its log {tmp_path / 'worker.log'}" in lost[0]
     assert "  | about to fail" in lost[0] and "  | ValueError: a reason" in lost[0]
 
