@@ -5,9 +5,8 @@
     )
     short.follows("A few words.")  # True
 
-An instruction has the id and the arguments of the published data set, and the same verdicts as its
-published checkers, but for what docs/instructions.md lists. What a model wrote never raises, and is
-checked in time linear in its length.
+Ids, arguments and verdicts are those of the published data set and its checkers, except where
+docs/tasks.md lists a difference. No reply raises; each is checked in time linear in its length.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from lockstep.config import did_you_mean
-from lockstep.envs.instructions.detection import detected_language
 from lockstep.envs.instructions.text import (
     LANGUAGES,
     SCRIPTS,
     count_capital_words,
     count_words,
+    detected_language,
     has_only_ascii_letters,
     is_in_script,
     sentences,
@@ -35,23 +34,22 @@ Detector = Literal["script", "langdetect"]
 
 LESS_THAN, AT_LEAST = RELATIONS = ("less than", "at least")
 OPTIONS = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
-"""What `detectable_format:constrained_response` accepts."""
+"""Replies that `detectable_format:constrained_response` accepts."""
 
 Check = Callable[[str, Mapping[str, Any], Detector], bool]
-Describe = Callable[[Mapping[str, Any]], str]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Kind:
-    """What an instruction id stands for."""
+    """One kind of instruction."""
 
     check: Check
-    """(text, arguments, detector) -> followed."""
-    describe: Describe
-    """arguments -> the sentence that asks for it."""
+    """(text, arguments, detector) -> whether the text follows it."""
+    sentence: str
+    """Sentence that asks for it, with the names of arguments in braces."""
     arguments: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict)
-    """name -> a function that returns the checked value, or raises ValueError saying what it should
-    be."""
+    """name -> function that returns the checked value, or raises ValueError with the
+    expectation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,19 +61,23 @@ class Instruction:
     detector: Detector = "script"
 
     def follows(self, text: str) -> bool:
-        """Whether the reply, as it stands, keeps to it. An empty reply keeps to nothing."""
+        """Whether the reply follows it as it is. An empty reply follows nothing."""
         if not text.strip():
             return False
         return KINDS[self.id].check(text, self.arguments, self.detector)
 
     def follows_loosely(self, text: str) -> bool:
-        """Whether any of eight versions of the reply does: as it is, without its first line,
-        without its last, without both, and each of these without asterisks."""
+        """Whether one of eight versions of the reply follows it: all, without the first line,
+        without the last, without both, and each of these without asterisks."""
         return any(self.follows(version) for version in loose_versions(text))
 
     @property
     def description(self) -> str:
-        return KINDS[self.id].describe(self.arguments)
+        """The sentence that asks for it."""
+        shown = {k: ", ".join(v) if isinstance(v, tuple) else v for k, v in self.arguments.items()}
+        if "language" in shown:
+            shown["language"] = LANGUAGES[shown["language"]]
+        return KINDS[self.id].sentence.format(**shown)
 
 
 def loose_versions(text: str) -> list[str]:
@@ -96,11 +98,10 @@ def instruction(
     where: str = "",
     detector: Detector = "script",
 ) -> Instruction:
-    """An instruction with checked arguments. Those that are None count as not given: the published
-    files have every argument of every instruction in each record.
+    """An instruction with checked arguments. Arguments that are None count as not given: published
+    records have all arguments of all kinds.
 
-    Raises DataError, `where` first, for an unknown id and for arguments that are missing, unknown
-    or wrong.
+    Raises DataError, `where` first, for an unknown id, and for missing, unknown or wrong arguments.
     """
     where = f"{where}: " if where else ""
     kind = KINDS.get(instruction_id)
@@ -394,151 +395,111 @@ def _no_comma(text: str, _: Mapping[str, Any], __: Detector) -> bool:
 
 KINDS: dict[str, Kind] = {
     "keywords:existence": Kind(
-        check=_existence,
-        describe=lambda a: f"Include these keywords: {', '.join(a['keywords'])}.",
-        arguments={"keywords": _texts},
+        _existence, "Include these keywords: {keywords}.", {"keywords": _texts}
     ),
     "keywords:frequency": Kind(
-        check=_frequency,
-        describe=lambda a: f"Use the word '{a['keyword']}' {a['relation']} {a['frequency']} times.",
-        arguments={"keyword": _text, "frequency": _count, "relation": _relation},
+        _frequency,
+        "Use the word '{keyword}' {relation} {frequency} times.",
+        {"keyword": _text, "frequency": _count, "relation": _relation},
     ),
     "keywords:forbidden_words": Kind(
-        check=_no_forbidden_words,
-        describe=lambda a: f"Do not use these words: {', '.join(a['forbidden_words'])}.",
-        arguments={"forbidden_words": _texts},
+        _no_forbidden_words,
+        "Do not use these words: {forbidden_words}.",
+        {"forbidden_words": _texts},
     ),
     "keywords:letter_frequency": Kind(
-        check=_letter_frequency,
-        describe=lambda a: (
-            f"The letter '{a['letter']}' should appear {a['let_relation']} "
-            f"{a['let_frequency']} times."
-        ),
-        arguments={"letter": _letter, "let_frequency": _count, "let_relation": _relation},
+        _letter_frequency,
+        "The letter '{letter}' should appear {let_relation} {let_frequency} times.",
+        {"letter": _letter, "let_frequency": _count, "let_relation": _relation},
     ),
     "language:response_language": Kind(
-        check=_response_language,
-        describe=lambda a: (
-            f"Write the entire response in {LANGUAGES[a['language']]}, and in no other language."
-        ),
-        arguments={"language": _language},
+        _response_language,
+        "Write the entire response in {language}, and in no other language.",
+        {"language": _language},
     ),
     "length_constraints:number_sentences": Kind(
-        check=_number_sentences,
-        describe=lambda a: f"Write {a['relation']} {a['num_sentences']} sentences.",
-        arguments={"num_sentences": _count, "relation": _relation},
+        _number_sentences,
+        "Write {relation} {num_sentences} sentences.",
+        {"num_sentences": _count, "relation": _relation},
     ),
     "length_constraints:number_paragraphs": Kind(
-        check=_number_paragraphs,
-        describe=lambda a: (
-            f"Write {a['num_paragraphs']} paragraphs, separated by the markdown divider: ***"
-        ),
-        arguments={"num_paragraphs": _count},
+        _number_paragraphs,
+        "Write {num_paragraphs} paragraphs, separated by the markdown divider: ***",
+        {"num_paragraphs": _count},
     ),
     "length_constraints:number_words": Kind(
-        check=_number_words,
-        describe=lambda a: f"Write {a['relation']} {a['num_words']} words.",
-        arguments={"num_words": _count, "relation": _relation},
+        _number_words,
+        "Write {relation} {num_words} words.",
+        {"num_words": _count, "relation": _relation},
     ),
     "length_constraints:nth_paragraph_first_word": Kind(
-        check=_nth_paragraph_first_word,
-        describe=lambda a: (
-            f"Write {a['num_paragraphs']} paragraphs, separated by an empty line and nothing else. "
-            f"Begin paragraph {a['nth_paragraph']} with the word '{a['first_word']}'."
-        ),
-        arguments={"num_paragraphs": _ordinal, "nth_paragraph": _ordinal, "first_word": _text},
+        _nth_paragraph_first_word,
+        "Write {num_paragraphs} paragraphs, separated by an empty line and nothing else. "
+        "Begin paragraph {nth_paragraph} with the word '{first_word}'.",
+        {"num_paragraphs": _ordinal, "nth_paragraph": _ordinal, "first_word": _text},
     ),
     "detectable_content:number_placeholders": Kind(
-        check=_number_placeholders,
-        describe=lambda a: (
-            f"Use at least {a['num_placeholders']} placeholders in square brackets, such as "
-            "[address]."
-        ),
-        arguments={"num_placeholders": _count},
+        _number_placeholders,
+        "Use at least {num_placeholders} placeholders in square brackets, such as [address].",
+        {"num_placeholders": _count},
     ),
     "detectable_content:postscript": Kind(
-        check=_postscript,
-        describe=lambda a: (
-            f"At the end, add a postscript that begins with {a['postscript_marker']}"
-        ),
-        arguments={"postscript_marker": _text},
+        _postscript,
+        "At the end, add a postscript that begins with {postscript_marker}",
+        {"postscript_marker": _text},
     ),
     "detectable_format:number_bullet_lists": Kind(
-        check=_number_bullet_lists,
-        describe=lambda a: (
-            f"Write exactly {a['num_bullets']} markdown bullet points, such as: * This is a point."
-        ),
-        arguments={"num_bullets": _count},
+        _number_bullet_lists,
+        "Write exactly {num_bullets} markdown bullet points, such as: * This is a point.",
+        {"num_bullets": _count},
     ),
     "detectable_format:constrained_response": Kind(
-        check=_constrained_response,
-        describe=lambda _: f"Answer with one of these: {' '.join(OPTIONS)}",
+        _constrained_response, f"Answer with one of these: {' '.join(OPTIONS)}"
     ),
     "detectable_format:number_highlighted_sections": Kind(
-        check=_number_highlighted_sections,
-        describe=lambda a: (
-            f"Highlight at least {a['num_highlights']} sections with markdown, such as *this one*."
-        ),
-        arguments={"num_highlights": _count},
+        _number_highlighted_sections,
+        "Highlight at least {num_highlights} sections with markdown, such as *this one*.",
+        {"num_highlights": _count},
     ),
     "detectable_format:multiple_sections": Kind(
-        check=_multiple_sections,
-        describe=lambda a: (
-            f"Write {a['num_sections']} sections, each begun with its number, such as "
-            f"{a['section_spliter']} 1."
-        ),
-        arguments={"section_spliter": _text, "num_sections": _count},
+        _multiple_sections,
+        "Write {num_sections} sections, each begun with its number, such as {section_spliter} 1.",
+        {"section_spliter": _text, "num_sections": _count},
     ),
     "detectable_format:json_format": Kind(
-        check=_json_format,
-        describe=lambda _: "Write the entire response as JSON; markdown ticks are allowed.",
+        _json_format, "Write the entire response as JSON; markdown ticks are allowed."
     ),
     "detectable_format:title": Kind(
-        check=_title,
-        describe=lambda _: "Give a title in double angular brackets, such as <<poem of joy>>.",
+        _title, "Give a title in double angular brackets, such as <<poem of joy>>."
     ),
     "combination:two_responses": Kind(
-        check=_two_responses,
-        describe=lambda _: "Give two different responses, separated by six asterisks: ******",
+        _two_responses, "Give two different responses, separated by six asterisks: ******"
     ),
     "combination:repeat_prompt": Kind(
-        check=_repeat_prompt,
-        describe=lambda a: (
-            f"First repeat this request word for word, then answer: {a['prompt_to_repeat']}"
-        ),
-        arguments={"prompt_to_repeat": _text},
+        _repeat_prompt,
+        "First repeat this request word for word, then answer: {prompt_to_repeat}",
+        {"prompt_to_repeat": _text},
     ),
     "startend:end_checker": Kind(
-        check=_end_checker,
-        describe=lambda a: f"End with exactly this phrase, and nothing after it: {a['end_phrase']}",
-        arguments={"end_phrase": _text},
+        _end_checker,
+        "End with exactly this phrase, and nothing after it: {end_phrase}",
+        {"end_phrase": _text},
     ),
-    "startend:quotation": Kind(
-        check=_quotation,
-        describe=lambda _: "Wrap the entire response in double quotation marks.",
-    ),
+    "startend:quotation": Kind(_quotation, "Wrap the entire response in double quotation marks."),
     "change_case:capital_word_frequency": Kind(
-        check=_capital_word_frequency,
-        describe=lambda a: (
-            f"Words in capital letters should appear {a['capital_relation']} "
-            f"{a['capital_frequency']} times."
-        ),
-        arguments={"capital_frequency": _count, "capital_relation": _relation},
+        _capital_word_frequency,
+        "Words in capital letters should appear {capital_relation} {capital_frequency} times.",
+        {"capital_frequency": _count, "capital_relation": _relation},
     ),
     "change_case:english_capital": Kind(
-        check=_english_capital,
-        describe=lambda _: "Write in English and in capital letters only.",
+        _english_capital, "Write in English and in capital letters only."
     ),
     "change_case:english_lowercase": Kind(
-        check=_english_lowercase,
-        describe=lambda _: "Write in English and in lowercase letters only.",
+        _english_lowercase, "Write in English and in lowercase letters only."
     ),
-    "punctuation:no_comma": Kind(
-        check=_no_comma,
-        describe=lambda _: "Use no commas.",
-    ),
+    "punctuation:no_comma": Kind(_no_comma, "Use no commas."),
 }
-"""By the ids of the published data set."""
+"""Kinds by the ids of the published data set."""
 
 
 # -- scores ----------------------------------------------------------------------------------------
@@ -546,7 +507,7 @@ KINDS: dict[str, Kind] = {
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Which of a prompt's instructions a reply follows: one entry each, in the prompt's order."""
+    """Whether a reply follows each instruction of a prompt, in the prompt's order."""
 
     strict: tuple[bool, ...]
     loose: tuple[bool, ...]
@@ -561,8 +522,8 @@ class Verdict:
         return cls(strict, loose)
 
     def scores(self) -> dict[str, float]:
-        """prompt_strict and prompt_loose: 1 if all are followed; instruction_strict and
-        instruction_loose: the share that is."""
+        """prompt_strict, prompt_loose: 1 if all are followed, else 0. instruction_strict,
+        instruction_loose: share of instructions that are followed."""
         out: dict[str, float] = {}
         for mode, followed in (("strict", self.strict), ("loose", self.loose)):
             out[f"prompt_{mode}"] = float(all(followed))

@@ -1,27 +1,29 @@
-"""Settings of instruction following."""
+"""The task kind `instructions`: its settings and its episodes."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar, Literal
 
 from lockstep.agent.config import AgentConfig
-from lockstep.agent.environment import Environment
+from lockstep.agent.environment import Environment, Observation, Score
 from lockstep.agent.task_config import Split, TaskConfig
-from lockstep.agent.tasks import GeneratedSource, ListSource, TaskSource, hold_out
-from lockstep.envs.instructions.checkers import Detector, instruction
-from lockstep.envs.instructions.environment import InstructionsEnvironment, Turn, Weights
+from lockstep.agent.tasks import GeneratedSource, ListSource, TaskSource
+from lockstep.envs.data_files import split_tasks
+from lockstep.envs.instructions.checkers import Detector, Instruction, Verdict, instruction
 from lockstep.envs.instructions.generated import World, WorldName
-from lockstep.envs.instructions.published import BadRows
-from lockstep.errors import ConfigError, DataError
-from lockstep.types import Task
+from lockstep.envs.instructions.published import BadRows, read_published
+from lockstep.envs.instructions.text import require_langdetect
+from lockstep.errors import ConfigError
+from lockstep.types import Message, Task
 
 
 @dataclass(frozen=True, kw_only=True)
 class InstructionsConfig(TaskConfig):
-    """Write what is asked for, and keep to instructions that a program checks: IFEval's 25 kinds.
+    """Prompts with instructions that a program checks: the 25 kinds of IFEval.
 
     reward = instruction_weight * share followed + prompt_weight * (1 if all are followed),
     mean over the turns
@@ -31,36 +33,34 @@ class InstructionsConfig(TaskConfig):
 
     path: str = ""
     """IFEval or Multi-IF as published: a .jsonl, .csv or .parquet file, or google/IFEval or
-    facebook/Multi-IF of the Hugging Face hub. Empty: prompts made by a program, without end."""
+    facebook/Multi-IF of the Hugging Face hub. Empty: endless generated prompts."""
     eval_path: str = ""
-    """The same, for evaluation. Empty: eval_share of `path` is held out."""
+    """Data set to evaluate on, as `path`. Empty: eval_share of `path` is held out."""
     eval_share: float = 0.1
-    """Share of `path` that is held out, chosen by the tasks' keys; 1 evaluates on all of it, and
-    then there is nothing to train on."""
+    """Share of `path` that is held out, chosen by key. 1: all of it, for evaluation alone."""
     world: WorldName = "full"
-    """Of the prompts that are made: full, for a model that knows English; small, nine kinds and
-    28 words, for a tiny model."""
+    """World of generated prompts. full: for a model that knows English. small: nine kinds and 28
+    words, for a tiny model."""
     num_instructions: tuple[int, int] = (1, 3)
-    """Least and most instructions in the first turn of a prompt that is made."""
+    """Least and most instructions in the first turn of a generated prompt."""
     num_turns: int = 1
-    """Turns of a prompt that is made: each further one adds an instruction and asks again."""
+    """Turns of a generated prompt. Each further one adds an instruction and asks again."""
     mode: Literal["strict", "loose"] = "strict"
-    """What the reward counts. loose: a reply may have one line too many at its beginning and end,
-    and asterisks. Both are reported."""
+    """Verdicts that the reward counts. loose: ignoring asterisks and one extra line at the
+    beginning and at the end. Both are reported."""
     instruction_weight: float = 0.5
-    """Of the share of a turn's instructions that are followed."""
+    """Weight of the share of a turn's instructions that are followed."""
     prompt_weight: float = 0.5
-    """Of all of them being followed: 0 or 1."""
+    """Weight of following all of them (0 or 1)."""
     turn_rewards: bool = False
-    """Also give each turn its own reward, beside the episode's."""
+    """Whether each turn also gets its own reward, in addition to the episode's."""
     detector: Detector = "script"
-    """How the language of a reply is told. script: by its letters alone, which cannot tell Spanish
-    from French, and takes ASCII letters for English. langdetect: by the package that published
-    scores are made with (extra `instructions`)."""
+    """Detection of a reply's language. script: by its letters, which takes ASCII letters for
+    English and cannot tell Spanish from French. langdetect: by the package behind the published
+    scores (extra `instructions`)."""
     bad_rows: BadRows = "error"
-    """A record of `path` whose instructions cannot be checked (malformed, of an unknown kind, a
-    language that the detector cannot tell), or that stands there twice: refuse the file and say
-    where, or leave the record out."""
+    """error: refuse a file with a record whose instructions cannot be checked (malformed, unknown
+    kind, undetectable language) or whose key came before. drop: leave such records out."""
 
     def __post_init__(self) -> None:
         low, high = self.num_instructions
@@ -84,34 +84,27 @@ class InstructionsConfig(TaskConfig):
 
     def check(self) -> None:
         if self.detector == "langdetect":
-            from lockstep.envs.instructions.detection import require_langdetect
-
             require_langdetect()
         if self.path:
             _ = self._tasks
 
     def tasks(self, *, split: Split, seed: int) -> TaskSource:
-        """Prompts without end, another stream per split and seed; or the split's tasks of the file,
-        shuffled anew in every epoch of training, once and in the file's order for evaluation."""
+        """Generated prompts: endless, one stream per split and seed. Files: reshuffled in each
+        epoch of training; once and in order for evaluation."""
         if not self.path:
             return GeneratedSource(self._make, seed=seed, split=split)
-        return ListSource.of_split(
-            self._tasks[split],
-            split=split,
-            seed=seed,
-            name=self.path,
-        )
+        return ListSource.of_split(self._tasks[split], split=split, seed=seed, name=self.path)
 
     def environment(self, task: Task, agent: AgentConfig) -> Environment:
         turns = [
-            Turn(
-                prompt=turn["prompt"],
-                instructions=tuple(
+            (
+                turn["prompt"],
+                [
                     instruction(
                         given["id"], given["arguments"], where=task.id, detector=self.detector
                     )
                     for given in turn["instructions"]
-                ),
+                ],
             )
             for turn in task.payload["turns"]
         ]
@@ -120,13 +113,11 @@ class InstructionsConfig(TaskConfig):
                 f"task {task.id} has {len(turns)} turns; agent.max_turns={agent.max_turns} would "
                 "end it before the last one."
             )
-        weights = Weights(
-            instruction=self.instruction_weight, prompt=self.prompt_weight, mode=self.mode
-        )
-        return InstructionsEnvironment(turns, weights, has_turn_rewards=self.turn_rewards)
+        return InstructionsEnvironment(turns, self)
 
     def label(self, task: Task) -> str:
-        """The language of a task of Multi-IF; how many instructions any other has at its end."""
+        """Language of a task of Multi-IF; for others, the number of instructions in the last
+        turn."""
         if language := task.payload.get("language"):
             return str(language)
         count = len(task.payload["turns"][-1]["instructions"])
@@ -140,27 +131,58 @@ class InstructionsConfig(TaskConfig):
 
     @cached_property
     def _tasks(self) -> dict[str, list[Task]]:
-        from lockstep.envs.instructions.published import read_published
-
         def read(path: str) -> list[Task]:
             return read_published(path, detector=self.detector, bad_rows=self.bad_rows)
 
         tasks = read(self.path)
-        if self.eval_path:
-            train, held_out = tasks, read(self.eval_path)
-            if both := {task.id for task in train} & {task.id for task in held_out}:
-                raise DataError(
-                    f"{self.eval_path}: the key {min(both)!r} stands in {self.path} too; a task "
-                    "that is trained on cannot be evaluated on."
-                )
-            return {"train": train, "eval": held_out}
-        if self.eval_share == 1:
+        if self.eval_share == 1 and not self.eval_path:
             return {"train": [], "eval": tasks}
-        train, held_out = hold_out(tasks, self.eval_share, key=lambda t: t.id)
-        if not train or not held_out:
-            raise DataError(
-                f"{self.path}: {len(tasks)} tasks with eval_share={self.eval_share} leave "
-                f"{len(train)} to train on and {len(held_out)} to evaluate on. Give "
-                "more, another share, or eval_path."
+        held_out = read(self.eval_path) if self.eval_path else None
+        return split_tasks(tasks, held_out, self.eval_share, name=self.path, key=lambda t: t.id)
+
+
+class InstructionsEnvironment(Environment):
+    """Answers each of the user's turns, one after the other.
+
+    The reward is the mean over the turns; one without a reply counts 0. Score parts, also means
+    over the turns: `prompt_strict`, `instruction_strict`, `prompt_loose`, `instruction_loose`.
+    """
+
+    def __init__(
+        self, turns: Sequence[tuple[str, Sequence[Instruction]]], config: InstructionsConfig
+    ) -> None:
+        """turns: (prompt, instructions for the reply to it)."""
+        self._turns, self._config = turns, config
+        self.verdicts: list[Verdict] = []
+        """Verdicts about the replies so far."""
+
+    async def reset(self) -> Sequence[Message]:
+        return (Message(role="user", content=self._turns[0][0]),)
+
+    async def step(self, message: Message) -> Observation:
+        # An unreadable reply and a tool call have no text that could follow anything.
+        is_reply = not message.parse_error and not message.tool_calls
+        _, instructions = self._turns[len(self.verdicts)]
+        self.verdicts.append(Verdict.of(instructions, message.content if is_reply else ""))
+        if len(self.verdicts) == len(self._turns):
+            return Observation(done=True)
+        prompt, _ = self._turns[len(self.verdicts)]
+        return Observation(messages=(Message(role="user", content=prompt),))
+
+    async def score(self) -> Score:
+        num_turns, config = len(self._turns), self._config
+        missing = [Verdict.of(given, "") for _, given in self._turns[len(self.verdicts) :]]
+        scores = [verdict.scores() for verdict in (*self.verdicts, *missing)]
+        rewards = [
+            (
+                config.instruction_weight * each[f"instruction_{config.mode}"]
+                + config.prompt_weight * each[f"prompt_{config.mode}"]
             )
-        return {"train": train, "eval": held_out}
+            / num_turns
+            for each in scores[: len(self.verdicts)]
+        ]
+        return Score(
+            reward=sum(rewards),
+            parts={name: sum(s[name] for s in scores) / num_turns for name in scores[0]},
+            turn_rewards=dict(enumerate(rewards)) if config.turn_rewards else {},
+        )

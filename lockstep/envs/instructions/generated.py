@@ -1,7 +1,7 @@
-"""Prompts made by a program: a request, and instructions that do not contradict each other.
+"""Generated prompts: a request, and instructions that do not contradict each other.
 
-Two worlds: `full`, all kinds of instructions for a model that knows English; `small`, nine kinds
-and a vocabulary of a few dozen words, for a model that is trained on nothing else.
+There are two worlds: `full`, with all kinds of instructions, for a model that knows English; and
+`small`, with nine kinds and 28 words, for a model that is trained on nothing else.
 """
 
 from __future__ import annotations
@@ -16,88 +16,17 @@ from lockstep.envs.instructions.text import LANGUAGES, SCRIPTS
 
 WorldName = Literal["small", "full"]
 
-SMALL_WORDS = [
-    "bird",
-    "boat",
-    "cloud",
-    "fire",
-    "garden",
-    "house",
-    "lamp",
-    "moon",
-    "river",
-    "road",
-    "snow",
-    "stone",
-    "storm",
-    "tree",
-    "wind",
-    "wolf",
-    "calls",
-    "falls",
-    "grows",
-    "rests",
-    "shines",
-    "sings",
-    "turns",
-    "waits",
-    "old",
-    "red",
-    "still",
-    "warm",
-]
-FULL_WORDS = [
-    "amber",
-    "bridge",
-    "candle",
-    "compass",
-    "copper",
-    "desert",
-    "engine",
-    "festival",
-    "forest",
-    "glacier",
-    "harbour",
-    "helmet",
-    "island",
-    "journey",
-    "kitchen",
-    "ladder",
-    "lantern",
-    "library",
-    "market",
-    "meadow",
-    "mirror",
-    "mountain",
-    "museum",
-    "notebook",
-    "ocean",
-    "orchard",
-    "painter",
-    "pepper",
-    "pocket",
-    "railway",
-    "river",
-    "saddle",
-    "sailor",
-    "shadow",
-    "signal",
-    "silver",
-    "station",
-    "summer",
-    "tailor",
-    "teacher",
-    "theatre",
-    "thunder",
-    "timber",
-    "tunnel",
-    "valley",
-    "village",
-    "violin",
-    "weather",
-    "window",
-    "winter",
-]
+_SMALL_WORDS = """
+bird boat cloud fire garden house lamp moon river road snow stone storm tree wind wolf calls
+falls grows rests shines sings turns waits old red still warm
+"""
+_FULL_WORDS = """
+amber bridge candle compass copper desert engine festival forest glacier harbour helmet island
+journey kitchen ladder lantern library market meadow mirror mountain museum notebook ocean
+orchard painter pepper pocket railway river saddle sailor shadow signal silver station summer
+tailor teacher theatre thunder timber tunnel valley village violin weather window winter
+"""
+SMALL_WORDS, FULL_WORDS = _SMALL_WORDS.split(), _FULL_WORDS.split()
 SMALL_ENDINGS = ("the end.", "all is well.", "good night.")
 FULL_ENDINGS = (
     "Any other questions?", "That is all I can say.", "Let me know what you think.",
@@ -135,7 +64,7 @@ _ONLY_WITH = {
         f"{_FORMAT}number_highlighted_sections",
     },
 }  # fmt: skip
-"""Kinds that leave room for these others only."""
+"""Kinds that go together with these others only."""
 
 _NEVER_TOGETHER = (
     {f"{_CASE}english_lowercase", f"{_CASE}english_capital", f"{_CASE}capital_word_frequency"},
@@ -150,12 +79,12 @@ _NEVER_TOGETHER = (
     {f"{_FORMAT}number_bullet_lists", f"{_FORMAT}multiple_sections"},
     {f"{_FORMAT}title", f"{_LENGTH}nth_paragraph_first_word"},
 )
-"""At most one kind of each set."""
+"""Sets of which a prompt has at most one kind."""
 
 
 def are_compatible(kinds: Sequence[str]) -> bool:
-    """Whether some reply can follow instructions of all these kinds, with arguments as `arguments`
-    draws them."""
+    """Whether a reply can follow instructions of all these kinds, with arguments drawn by
+    `World.arguments`."""
     chosen = set(kinds)
     if len(chosen) != len(kinds) or (chosen & _ALONE and len(chosen) > 1):
         return False
@@ -166,7 +95,7 @@ def are_compatible(kinds: Sequence[str]) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """What prompts are made of."""
+    """Words and kinds of instructions that prompts are made of."""
 
     words: Sequence[str]
     endings: Sequence[str]
@@ -182,8 +111,8 @@ class World:
     def turns(
         self, rng: random.Random, *, num_instructions: tuple[int, int], num_turns: int
     ) -> list[dict[str, Any]]:
-        """The turns of one task, as its payload has them. Every turn after the first adds one
-        instruction to those before, and asks for the text again."""
+        """The turns of one task, as in its payload. Each turn after the first adds an instruction
+        and asks for the text again."""
         count = rng.randint(*num_instructions) + num_turns - 1
         kinds = self._choose(rng, count)
         # Words of their own for each instruction: what one demands, another cannot forbid.
@@ -203,12 +132,12 @@ class World:
         return turns
 
     def _choose(self, rng: random.Random, count: int) -> list[str]:
-        """So many compatible kinds, in random order; fewer where no other fits."""
+        """`count` compatible kinds, in random order."""
         chosen: list[str] = []
         for kind in rng.sample(list(self.kinds), len(self.kinds)):
             if len(chosen) < count and are_compatible([*chosen, kind]):
                 chosen.append(kind)
-        if len(chosen) < count:  # the first one left no room
+        if len(chosen) < count:  # the first one excludes the others
             return self._choose(rng, count)
         return chosen
 
@@ -219,7 +148,7 @@ class World:
     def arguments(
         self, kind: str, rng: random.Random, words: list[str], request: str
     ) -> dict[str, Any]:
-        """Arguments of an instruction. Takes what words it needs out of `words`."""
+        """Arguments of an instruction. Removes the words that it uses from `words`."""
         small = self.is_small
 
         def some(low: int, high: int) -> list[str]:

@@ -1,59 +1,20 @@
-"""IFEval and Multi-IF as they are published, and files of the same form."""
+"""Files in the form in which IFEval and Multi-IF are published."""
 
 from __future__ import annotations
 
-import csv
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from lockstep.agent.tasks import read_jsonl
+from lockstep.envs.data_files import SUFFIXES, locate_data, read_rows
 from lockstep.envs.instructions.checkers import Detector, instruction
 from lockstep.errors import DataError
 from lockstep.types import Task
 
 BadRows = Literal["error", "drop"]
 
-SUFFIXES = (".jsonl", ".csv", ".parquet")
 MAX_TURNS = 16
-MAX_FIELD_CHARS = 10_000_000  # of a field of a CSV file; csv's own limit is 131,072
-
-
-def locate_data(path: str) -> Path:
-    """The file that `path` means: a file, or the one data file of a dataset ORGANISATION/NAME of
-    the Hugging Face hub, which is downloaded.
-
-    Raises DataError for what is neither, or if the hub has no answer.
-    """
-    file = Path(path).expanduser()
-    if file.is_file():
-        if file.suffix not in SUFFIXES:
-            raise DataError(f"{path}: expected a file of {', '.join(SUFFIXES)}.")
-        return file
-    if path.count("/") != 1 or path.startswith((".", "/", "~")):
-        raise DataError(
-            f"{path}: no such file. Give one of {', '.join(SUFFIXES)}, or ORGANISATION/NAME of the "
-            "Hugging Face hub: google/IFEval, facebook/Multi-IF."
-        )
-    from huggingface_hub import snapshot_download
-
-    try:
-        folder = Path(
-            snapshot_download(
-                path, repo_type="dataset", allow_patterns=[f"*{suffix}" for suffix in SUFFIXES]
-            )
-        )
-    except Exception as error:  # the hub's client raises a dozen kinds; each means the same here
-        raise DataError(
-            f"task.path={path}: no such file, and the Hugging Face hub gave no answer "
-            f"({type(error).__name__}: {error}). Download the data file and give its path."
-        ) from error
-    found = sorted(p for p in folder.rglob("*") if p.suffix in SUFFIXES)
-    if len(found) != 1:
-        names = ", ".join(str(p.relative_to(folder)) for p in found) or "none"
-        raise DataError(f"task.path={path}: expected one data file in {folder}, found: {names}.")
-    return found[0]
 
 
 def read_published(
@@ -62,19 +23,19 @@ def read_published(
     """The tasks of a file in the form of IFEval (`prompt`, `instruction_id_list`, `kwargs`) or of
     Multi-IF (`turn_1_prompt`, `turn_1_instruction_id_list`, `turn_1_kwargs`, `turn_2_...`).
 
-    bad_rows: drop leaves out a record whose instructions cannot be checked, or that stands there
-    twice. Raises DataError, `path:line` first, for the first such record otherwise.
+    bad_rows: "drop" leaves out a record whose instructions cannot be checked, and one whose key
+    came before; otherwise the first such record raises DataError, `path:line` first.
     """
-    file = locate_data(path)
+    file = _data_file(path)
     tasks: dict[str, Task] = {}
     places: dict[str, str] = {}
     num_rows = 0
-    for where, record in _records(file):
+    for where, record in read_rows(file):
         num_rows += 1
         try:
             task = _task(record, where, detector=detector, name=f"{file.stem}-{num_rows}")
             if task.id in tasks:
-                raise DataError(f"{where}: the key {task.id!r} stands at {places[task.id]} too.")
+                raise DataError(f"{where}: the key {task.id!r} is at {places[task.id]} too.")
         except DataError as error:
             if bad_rows == "drop":
                 continue
@@ -86,8 +47,26 @@ def read_published(
     return list(tasks.values())
 
 
+def _data_file(path: str) -> Path:
+    """The data file that `path` names; of a folder or a data set of the hub, its only one."""
+    place = locate_data(
+        path,
+        patterns=[f"*{suffix}" for suffix in SUFFIXES],
+        examples="google/IFEval, facebook/Multi-IF",
+    )
+    found = [place]
+    if place.is_dir():
+        found = sorted(p for p in place.rglob("*") if p.suffix in SUFFIXES)
+    if len(found) != 1 or found[0].suffix not in SUFFIXES:
+        names = ", ".join(p.name for p in found) or "none"
+        raise DataError(
+            f"task.path={path}: expected one data file ({', '.join(SUFFIXES)}), found: {names}."
+        )
+    return found[0]
+
+
 def _task(record: Mapping[str, Any], where: str, *, detector: Detector, name: str) -> Task:
-    """One record as a task with checked instructions. name: its id, if it has no key."""
+    """One record as a task with checked instructions. name: its id if it has no key."""
     turns = _turns(record, where)
     for number, turn in enumerate(turns):
         if not turn["instructions"]:
@@ -98,35 +77,6 @@ def _task(record: Mapping[str, Any], where: str, *, detector: Detector, name: st
     key = record.get("key")
     task_id = name if key in (None, "") else f"{key} {language}".strip()
     return Task(id=task_id, payload={"turns": turns, "language": language})
-
-
-def _records(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """(`path:line` or `path:row N`, record)."""
-    if file.suffix == ".jsonl":
-        for line, record in read_jsonl(file):
-            yield f"{file}:{line}", record
-    elif file.suffix == ".csv":
-        csv.field_size_limit(MAX_FIELD_CHARS)
-        with file.open(encoding="utf-8-sig", newline="") as text:
-            rows = csv.DictReader(text, strict=True)
-            try:
-                for record in rows:
-                    where = f"{file}:{rows.line_num}"
-                    if None in record or None in record.values():
-                        raise DataError(f"{where}: not as many fields as the header has columns.")
-                    yield where, record
-            except (csv.Error, UnicodeDecodeError) as error:
-                raise DataError(f"{file}:{rows.line_num}: not a CSV record: {error}.") from error
-    else:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-
-        try:
-            table = pq.read_table(file)
-        except (pa.ArrowException, OSError) as error:
-            raise DataError(f"{file}: not a parquet file: {error}.") from error
-        for number, record in enumerate(table.to_pylist(), start=1):
-            yield f"{file}:row {number}", record
 
 
 def _turns(record: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
@@ -173,7 +123,7 @@ def _turn(fields: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _json(value: Any, where: str) -> Any:
-    """CSV files hold lists and objects as JSON text, and objects in lists as text once more."""
+    """Parses text as JSON: CSV files have lists and objects as text, and objects in lists again."""
     if not isinstance(value, str):
         return value
     try:

@@ -1,13 +1,18 @@
-"""What the constraints count in a text: words, sentences, capital words, letters of a script.
+"""Counting in a text: words, sentences, words in capitals, letters of a script; and its language.
 
-Everything here takes time linear in the text, whatever it spells, and raises for no text.
+Every function takes time linear in the text and raises for no text.
 """
+
+# pyright: reportMissingImports=false  (langdetect is in an extra)
 
 from __future__ import annotations
 
 import re
 import unicodedata
 from collections.abc import Sequence
+from importlib.util import find_spec
+
+from lockstep.errors import MissingExtraError
 
 _WORD = re.compile(r"\w+")
 
@@ -19,16 +24,16 @@ def count_words(text: str) -> int:
 
 # -- sentences -------------------------------------------------------------------------------------
 #
-# A sentence ends with . ? or ! before white space, as the Punkt algorithm has it (Kiss and Strunk
-# 2006, the tokenizer behind the published scores), with its rules for abbreviations, initials
-# and ellipses. In place of Punkt's learnt tables stand the two lists below.
+# A sentence ends with . ? or ! before white space, as in the Punkt algorithm (Kiss and Strunk 2006,
+# the tokenizer behind the published scores), with its rules for abbreviations, initials and
+# ellipses. The two lists below replace Punkt's learnt tables.
 
 _ABBREVIATED = """
 adj adm adv apr asst aug ave bldg blvd bros capt cf cmdr co col comdr corp cpl dec dept dr etc feb
 fig fri ft gen gov inc jan jr lt ltd maj messrs mr mrs ms mt nov oct ok oz ph.d pp prof rep rev sen
 sep sept sgt sr st thurs tues viz vol vols vs wed yr
 """
-"""In lower case, without the last period. Letters with a period each, as in "U.S.", are as well."""
+"""Abbreviations in lower case, without the last period. Initials as in "U.S." count as well."""
 
 _STARTING = """
 a after all also although an and another as at because before both but by despite during each even
@@ -36,7 +41,7 @@ for from he her here his however i if in instead it its last many meanwhile more
 on once one our several she since so some such that the their then there these they this those
 though to under until we what when where while who why with yet you your
 """
-"""Words that, with a capital letter, begin a sentence even after an abbreviation or an ellipsis."""
+"""Words whose capital letter begins a sentence even after an abbreviation or an ellipsis."""
 
 _ABBREVIATIONS, _STARTERS = frozenset(_ABBREVIATED.split()), frozenset(_STARTING.split())
 _ENDS = frozenset(".?!")
@@ -106,8 +111,8 @@ _TREEBANK = [
 
 
 def count_capital_words(text: str) -> int:
-    """Words all of whose letters are capitals, with Penn Treebank's word borders: what a hyphen or
-    a slash joins is one word, and a contraction is two ("DON'T" is DO and N'T)."""
+    """Number of words in capitals, with the word borders of Penn Treebank: a hyphen or a slash
+    joins one word, and a contraction is two ("DON'T" is DO and N'T)."""
     count = 0
     for sentence in sentences(text):
         if sentence == sentence.lower():
@@ -130,7 +135,7 @@ LANGUAGES = {
     "te": "Telugu", "th": "Thai", "uk": "Ukrainian", "ur": "Urdu", "vi": "Vietnamese",
     "zh": "Chinese",
 }  # fmt: skip
-"""Those that an instruction may ask for: ISO 639-1 code -> name."""
+"""Languages that an instruction may ask for: ISO 639-1 code -> name."""
 
 SCRIPTS: dict[str, tuple[str, ...]] = {
     "bn": ("BENGALI",), "gu": ("GUJARATI",), "he": ("HEBREW",), "ko": ("HANGUL",),
@@ -138,13 +143,13 @@ SCRIPTS: dict[str, tuple[str, ...]] = {
     "pa": ("GURMUKHI",), "ta": ("TAMIL",), "te": ("TELUGU",), "th": ("THAI",),
     "zh": ("CJK",),
 }  # fmt: skip
-"""Languages that their script alone tells from every other of LANGUAGES."""
+"""Languages that the script alone tells from all others of LANGUAGES."""
 
 MAX_LETTERS = 4000  # a script shows in the first few; one that changes later is seen up to here
 
 
 def is_in_script(text: str, scripts: Sequence[str], *, share: float = 0.8) -> bool:
-    """Whether at least `share` of the first letters are of these scripts. Without letters: no."""
+    """Whether at least `share` of the first letters are of these scripts. False without letters."""
     found: dict[str, int] = {}
     seen = 0
     for char in text:
@@ -161,5 +166,30 @@ def is_in_script(text: str, scripts: Sequence[str], *, share: float = 0.8) -> bo
 
 
 def has_only_ascii_letters(text: str) -> bool:
-    """Whether every letter is one of English's: what its script can say for English."""
+    """Whether every letter is an ASCII letter: all that the script can say about English."""
     return text.isascii() or all(char.isascii() for char in text if char.isalpha())
+
+
+MAX_DETECTED_CHARS = 20_000
+"""Characters that langdetect reads: its time grows with the text, and the language shows early."""
+
+
+def require_langdetect() -> None:
+    """Raises MissingExtraError if the package is not installed."""
+    if find_spec("langdetect") is None:
+        raise MissingExtraError.of(
+            "langdetect", extra="instructions", needed_for="task.detector=langdetect"
+        )
+
+
+def detected_language(text: str) -> str | None:
+    """ISO 639-1 code by the package langdetect, `zh` for both kinds of Chinese; None for a text
+    without letters. The same text always has the same result."""
+    require_langdetect()
+    from langdetect import DetectorFactory, LangDetectException, detect
+
+    DetectorFactory.seed = 0  # it draws at random
+    try:
+        return detect(text[:MAX_DETECTED_CHARS]).partition("-")[0]
+    except LangDetectException:
+        return None
