@@ -14,11 +14,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lockstep.correction.chunks import TokenFacts as TokenFacts
     from lockstep.correction.config import Correction as Correction
     from lockstep.correction.config import Rule as Rule
     from lockstep.correction.layout import Layout as Layout
     from lockstep.correction.metrics import MismatchReport as MismatchReport
+    from lockstep.correction.tokens import TokenFacts as TokenFacts
     from lockstep.correction.weighing import Corrected as Corrected
     from lockstep.correction.weighing import correct as correct
     from lockstep.correction.weighing import measure as measure
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _PUBLIC = {
     "Correction": "config", "Rule": "config", "Layout": "layout", "MismatchReport": "metrics",
-    "Corrected": "weighing", "TokenFacts": "chunks", "correct": "weighing",
+    "Corrected": "weighing", "TokenFacts": "tokens", "correct": "weighing",
     "measure": "weighing", "weigh": "weighing",
 }  # fmt: skip
 __all__ = [

@@ -1,19 +1,18 @@
 # torch leaves from_numpy and all_reduce partly untyped.
 # pyright: reportUnknownMemberType=false
-"""How far sampler and trainer are apart, and what was done about it: figures of every step.
+"""The gap between sampler and trainer, and its correction, in figures of every step.
 
-A report is two vectors: what adds up and what is a maximum. Two reports merge by a sum and a
-maximum, so micro-batches and ranks are put together in any way, with one all-reduce of each and one
-copy to the host.
+A report is two vectors: one of sums, one of maxima. Reports of micro-batches and ranks merge by
+adding the first and taking the larger of the second, so a run needs one all-reduce of each.
 
-# F fields  G parts that tokens are told apart by  C cells of all parts crossed
+# F fields  G parts by which tokens are told apart  C cells of all parts crossed
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -23,45 +22,40 @@ from lockstep.observe.parts import PARTS
 Tensor = torch.Tensor
 
 OUTLIER_DIFF = 1e-4
-"""In float32 two sides that compute the same differ by some 5e-6; a token above this differs for a
-reason: another expert was chosen, or the tokens are not the same. Named for what is measured."""
-
-# -- what adds up, token by token -----------------------------------------------------------------
+"""Difference of log-probs above which a token counts as an outlier. Two float32 sides that compute
+the same differ by some 5e-6; more has a cause: another expert was chosen, or the tokens differ."""
 
 FIELDS: tuple[str, ...] = (
-    "compared", "unequal", "outlier", "d", "d2", "k3", "ratio", "ratio2",
-    "kept", "weight", "weight2", "above", "below",
-)  # fmt: skip
-"""Of one token: 1 if both log-probs are finite; if they differ; if by more than OUTLIER_DIFF; the
-log ratio d = trainer - rollout, its square and k3; exp(d), cut at 20, and its square; 1 if it is
-trained on; its weight after bounding and the weight's square, 0 if it is not; 1 if its weight was
-over or under the limits."""
-
+    *("compared", "unequal", "outlier", "d", "d2", "k3", "ratio", "ratio2"),
+    *("kept", "weight", "weight2", "above", "below"),
+)
+"""Sums over tokens. compared: 1 if both log-probs are finite; unequal: if they differ; outlier: by
+more than OUTLIER_DIFF. d: log ratio trainer - rollout; d2: its square; k3. ratio: exp(d), cut at
+20; ratio2: its square. kept: 1 if it is trained on; weight: its weight after bounding, 0 if it is
+not; weight2: the square. above, below: 1 if its weight was outside the limits."""
 
 CELLS = tuple(len(part.labels) for part in PARTS[:-1])
 NUM_CELLS = math.prod(CELLS)
-"""All parts crossed but `forced`, of which tokens change often and which is summed by itself."""
+"""All parts crossed but `forced`, which changes often along a row and is summed by itself."""
 _TOTAL = 0  # the first group is of all tokens
 _TOPS = 1 + sum(CELLS)  # groups with a maximum
 _GROUPS = _TOPS + len(PARTS[-1].labels)
 
-# -- what adds up otherwise -----------------------------------------------------------------------
-
 SCALARS: tuple[str, ...] = (
-    "active", "active_sequences", "sequences", "sequence_d", "sequence_abs_d", "sequence_ratio2",
-    "kept_sequences", "weight_sequences", "sequence_weight", "sequence_weight2",
-    "normalize_weight", "normalize_count", "penalty",
-)  # fmt: skip
-"""Tokens that count, finite or not, and sequences that have one. Of sequences with a compared
-token, each weighing the same: their number; the mean log ratio and its size; the square of the
-product of ratios (cut at exp(20)); those with a token left; those that the weights are of, those
-weights and their squares. What the weights sum to, and what they are made to sum to. The sum of
-rollout - trainer, clipped, that the KL penalty is centred with."""
+    *("active", "active_sequences", "sequences", "sequence_d", "sequence_abs_d"),
+    *("sequence_ratio2", "kept_sequences", "weight_sequences", "sequence_weight"),
+    *("sequence_weight2", "normalize_weight", "normalize_count", "penalty"),
+)
+"""Other sums. active, active_sequences: tokens that count, finite or not, and sequences with one.
+Over sequences with a compared token, each weighing the same: their number; the mean log ratio and
+its size; the square of the product of ratios (cut at exp(20)); those with a kept token; those that
+have a weight, the weights and their squares. normalize_*: sum of the weights that are normalised,
+and their number. penalty: sum of the clipped rollout - trainer, which centres the KL penalty."""
 
 MAXIMA: tuple[str, ...] = (
-    "abs_d", "d", "minus_d", "sequence_abs_d", "sequence_d", "minus_sequence_d",
-    "sequence_log_ratio", "minus_sequence_log_ratio",
-)  # fmt: skip
+    *("abs_d", "d", "minus_d", "sequence_abs_d", "sequence_d", "minus_sequence_d"),
+    *("sequence_log_ratio", "minus_sequence_log_ratio"),
+)
 
 # Signed-log histogram of the log ratio: eight bins per octave from 2^-30 to 2^10, read off the bits
 # of a float32, on either side of one bin for what is smaller. A quantile is a bin's geometric
@@ -72,14 +66,14 @@ _FIRST_BIN = (127 + _LOWEST) << _SUB_BITS  # 127: the exponent's offset in a flo
 BINS = 2 * _SIDE + 1
 NUM_CODES = 1 << (9 + _SUB_BITS)  # sign and exponent are 9 bits
 
-QUANTILES = (0.5, 0.99, 0.999)
+QUANTILES = (0.5, 1 - 0.99, 0.99, 1 - 0.999, 0.999)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MismatchReport:
     """The gap between rollout and trainer log-probs of the same tokens, and its correction.
 
-    Made by `lockstep.correction.measure`, and by `weigh` beside the weights.
+    Made by `lockstep.correction.measure`, and by `weigh` beside the weights. Held on the host.
 
     >>> import torch
     >>> from lockstep.correction import measure
@@ -100,20 +94,11 @@ class MismatchReport:
     """Whether a correction was applied, so that its figures mean something."""
 
     @classmethod
-    def empty(
-        cls,
-        device: torch.device | str = "cpu",
-        *,
-        rules: tuple[str, ...] = (),
-        is_weighed: bool = False,
-    ) -> MismatchReport:
-        """Of no tokens: the neutral element of `merge`."""
+    def empty(cls, *, rules: tuple[str, ...] = (), is_weighed: bool = False) -> MismatchReport:
+        """The report of no tokens: the neutral element of `merge`."""
         size = _GROUPS * len(FIELDS) + len(SCALARS) + BINS + len(rules)
-        sums = torch.zeros(size, dtype=torch.float64, device=device)
-        maxima = torch.full(
-            (_TOPS + len(MAXIMA),), float("-inf"), dtype=torch.float64, device=device
-        )
-        return cls(sums, maxima, rules, is_weighed)
+        maxima = torch.full((_TOPS + len(MAXIMA),), float("-inf"), dtype=torch.float64)
+        return cls(torch.zeros(size, dtype=torch.float64), maxima, rules, is_weighed)
 
     @classmethod
     def of_cells(
@@ -121,40 +106,33 @@ class MismatchReport:
         fields_FC: Tensor,
         abs_d_C: Tensor,
         unforced_F: Tensor,
-        scalars: Mapping[str, Tensor | float],
+        scalars: Mapping[str, Tensor],
         maxima: Mapping[str, Tensor],
         histogram: Tensor,
-        by_rule: Tensor,
+        by_rule: Mapping[str, Tensor],
         *,
-        rules: tuple[str, ...],
         is_weighed: bool,
     ) -> MismatchReport:
-        """From sums over the crossed cells (float64) to those of each part. unforced_F: of the
-        tokens that were not forced."""
-        device = fields_FC.device
+        """From sums over the crossed cells (float64) to those of each part. unforced_F: sums over
+        the tokens that were not forced."""
         crossed, largest = fields_FC.view(-1, *CELLS), abs_d_C.view(*CELLS)
         axes = range(len(CELLS))
-        groups = [fields_FC.sum(1, keepdim=True)]
-        tops = [abs_d_C.amax()[None]]
+        groups, tops = [fields_FC.sum(1, keepdim=True)], [abs_d_C.amax()[None]]
         for axis in axes:
             others = [a for a in axes if a != axis]
             groups.append(crossed.sum([a + 1 for a in others]))
             tops.append(largest.amax(others))
-        forced_F = groups[0][:, 0] - unforced_F
-        groups.append(torch.stack([unforced_F, forced_F], 1))
-        found = {name: torch.as_tensor(scalars.get(name, 0.0), device=device) for name in SCALARS}
-        none = torch.tensor(float("-inf"), dtype=torch.float64, device=device)
+        groups.append(torch.stack([unforced_F, groups[0][:, 0] - unforced_F], 1))
+        zero, none = histogram.new_zeros(()), histogram.new_tensor(float("-inf"))
+        sums = [scalars.get(name, zero).double() for name in SCALARS]
+        maxima_found = [maxima.get(name, none).double() for name in MAXIMA]
+        parts = [torch.cat(groups, 1).t().reshape(-1), torch.stack(sums), histogram]
+        if by_rule:
+            parts.append(torch.stack(list(by_rule.values())))
         return cls(
-            torch.cat(
-                [
-                    torch.cat(groups, 1).t().reshape(-1),
-                    torch.stack([found[name].double() for name in SCALARS]),
-                    histogram,
-                    by_rule,
-                ]
-            ),
-            torch.cat([*tops, torch.stack([maxima.get(name, none).double() for name in MAXIMA])]),
-            rules,
+            torch.cat(parts),
+            torch.cat([*tops, torch.stack(maxima_found)]),
+            tuple(by_rule),
             is_weighed,
         )
 
@@ -172,26 +150,20 @@ class MismatchReport:
         distributed."""
         if not (dist.is_available() and dist.is_initialized()):
             return self
-        sums, maxima = self.sums.clone(), self.maxima.clone()
+        device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+        sums, maxima = self.sums.to(device, copy=True), self.maxima.to(device, copy=True)
         dist.all_reduce(sums, group=group)
         dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=group)
-        return MismatchReport(sums, maxima, self.rules, self.is_weighed)
+        return replace(self, sums=sums.cpu(), maxima=maxima.cpu())
 
     def total(self, name: str) -> Tensor:
-        """[] float64 on the device: the sum of a field over all tokens, or a scalar."""
+        """[] float64: the sum of a field over all tokens, or a scalar."""
         if name in FIELDS:
             return self.sums[_TOTAL * len(FIELDS) + FIELDS.index(name)]
         return self.sums[_GROUPS * len(FIELDS) + SCALARS.index(name)]
 
     def to_metrics(self, prefix: str = "mismatch", *, by_part: bool = True) -> dict[str, float]:
-        """Numbers by name; one copy to the host. See `metrics_of`."""
-        values = torch.cat([self.sums, self.maxima]).cpu().numpy().tolist()
-        return self.metrics_of(values, prefix, by_part=by_part)
-
-    def metrics_of(
-        self, values: list[float], prefix: str = "mismatch", *, by_part: bool = True
-    ) -> dict[str, float]:
-        """The metrics of this report, whose sums and then maxima are on the host already.
+        """Every figure by name.
 
         With nothing compared, everything is 0 and `ess` is 1; `compared_tokens` says so.
         k1 is mean(rollout - trainer), k2 half the mean square, k3 mean(exp(d) - 1 - d) with
@@ -203,7 +175,7 @@ class MismatchReport:
         a weighed report only, are of the weights, after bounding and before normalising; there a
         sequence weighs as much as another, whatever its length.
         """
-        sums, maxima = values[: len(self.sums)], values[len(self.sums) :]
+        sums, maxima = self.sums.tolist(), self.maxima.tolist()
         width = len(FIELDS)
         groups = [
             dict(zip(FIELDS, sums[g * width : (g + 1) * width], strict=True))
@@ -214,17 +186,15 @@ class MismatchReport:
         at += len(SCALARS)
         histogram, by_rule = sums[at : at + BINS], sums[at + BINS :]
         tops = dict(zip(MAXIMA, maxima[_TOPS:], strict=True))
-        total = groups[_TOTAL]
-        nonfinite = scalars["active"] - total["compared"]
-        unforced, forced = groups[-2], groups[-1]
+        total, unforced, forced = groups[_TOTAL], groups[-2], groups[-1]
+        compared, sequences = max(total["compared"], 1.0), max(scalars["sequences"], 1.0)
         out = _figures(total, maxima[_TOTAL])
         out |= {f"{k}_unforced": v for k, v in _estimates(unforced).items()}
-        sequences = max(scalars["sequences"], 1.0)
         out |= {
             "log_ratio_max": tops["d"],
             "log_ratio_min": -tops["minus_d"],
-            "forced_share": forced["compared"] / max(total["compared"], 1.0),
-            "chi2": total["ratio2"] / max(total["compared"], 1.0) - 1.0,
+            "forced_share": forced["compared"] / compared,
+            "chi2": total["ratio2"] / compared - 1.0,
             "chi2_sequence": scalars["sequence_ratio2"] / sequences - 1.0,
             "log_ppl_abs_diff_mean": scalars["sequence_abs_d"] / sequences,
             "log_ppl_abs_diff_max": tops["sequence_abs_d"],
@@ -232,17 +202,21 @@ class MismatchReport:
             "log_ppl_diff_max": tops["minus_sequence_d"],
             "log_ppl_diff_min": -tops["sequence_d"],
         }
-        for q in (q for high in QUANTILES for q in sorted({high, 1 - high})):
-            out[f"log_ratio_p{_percent(q)}"] = _quantile(histogram, total["compared"], q)
+        for q in QUANTILES:
+            percent = f"{100 * q:g}".replace(".", "_")
+            out[f"log_ratio_p{percent}"] = _quantile(histogram, total["compared"], q)
         if not total["compared"]:
             out = dict.fromkeys(out, 0.0) | {"ess": 1.0}
-        out["nonfinite_tokens"] = nonfinite
+        out["nonfinite_tokens"] = scalars["active"] - total["compared"]
         parts = _parts_seen(groups) if by_part else {}
         for name, g in parts.items():
             out |= {f"{name}/{k}": v for k, v in _figures(groups[g], maxima[g]).items()}
         named = {f"{prefix}/{k}": v for k, v in out.items()}
         if self.is_weighed:
-            weighed = _corrections(total, scalars, tops, by_rule, self.rules)
+            weighed = _corrections(total, scalars, tops)
+            active = max(scalars["active"], 1.0)
+            for rule, count in zip(self.rules, by_rule, strict=True):
+                weighed[f"rejected_by/{rule}"] = count / active
             for name, g in parts.items():
                 weighed |= {f"{name}/{k}": v for k, v in _weights_of(groups[g]).items()}
             named |= {f"correction/{k}": v for k, v in weighed.items()}
@@ -265,8 +239,8 @@ def codes_of(d: Tensor) -> Tensor:
 
 
 def histogram_of(counts: Tensor) -> Tensor:
-    """[NUM_CODES] float64 tokens of each code -> [BINS] of each of the histogram's bins."""
-    code = torch.arange(NUM_CODES, device=counts.device) - NUM_CODES // 2
+    """[NUM_CODES] float64, tokens of each code -> [BINS], tokens of each bin."""
+    code = torch.arange(NUM_CODES) - NUM_CODES // 2
     size = code & (NUM_CODES // 2 - 1)
     side = (size - (_FIRST_BIN - 1)).clamp(0, _SIDE)  # 0: below the first edge
     bins = torch.where(code < 0, _SIDE - side, _SIDE + side)
@@ -284,15 +258,9 @@ def _quantile(histogram: Sequence[float], count: float, q: float) -> float:
                 return 0.0
             octave, sub = divmod(side, 1 << _SUB_BITS)
             unit = 1 << _SUB_BITS
-            middle = math.sqrt((1 + sub / unit) * (1 + (sub + 1) / unit)) * 2.0 ** (
-                _LOWEST + octave
-            )
-            return middle if index > _SIDE else -middle
+            middle = math.sqrt((1 + sub / unit) * (1 + (sub + 1) / unit))
+            return math.copysign(middle * 2.0 ** (_LOWEST + octave), index - _SIDE)
     return 0.0
-
-
-def _percent(q: float) -> str:
-    return f"{100 * q:g}".replace(".", "_")
 
 
 def _estimates(s: Mapping[str, float]) -> dict[str, float]:
@@ -301,7 +269,7 @@ def _estimates(s: Mapping[str, float]) -> dict[str, float]:
 
 
 def _figures(s: Mapping[str, float], abs_d: float) -> dict[str, float]:
-    """What is told of all tokens and of each part of them."""
+    """Figures of the gap, for all tokens or one part of them."""
     count = s["compared"]
     return _estimates(s) | {
         "max_abs_diff": abs_d,
@@ -313,7 +281,7 @@ def _figures(s: Mapping[str, float], abs_d: float) -> dict[str, float]:
 
 
 def _parts_seen(groups: Sequence[Mapping[str, float]]) -> dict[str, int]:
-    """name -> index of the groups that say something: two or more of a part were seen."""
+    """name -> index of the groups to report: those of a part of which two or more were seen."""
     out: dict[str, int] = {}
     at = 1
     for part in PARTS:
@@ -325,7 +293,7 @@ def _parts_seen(groups: Sequence[Mapping[str, float]]) -> dict[str, int]:
 
 
 def _weights_of(s: Mapping[str, float]) -> dict[str, float]:
-    """What is told of the weights of all tokens and of each part of them."""
+    """Figures of the weights, for all tokens or one part of them."""
     kept, compared = max(s["kept"], 1.0), max(s["compared"], 1.0)
     mean = s["weight"] / kept
     return {
@@ -338,20 +306,16 @@ def _weights_of(s: Mapping[str, float]) -> dict[str, float]:
 
 
 def _corrections(
-    s: Mapping[str, float],
-    scalars: Mapping[str, float],
-    tops: Mapping[str, float],
-    by_rule: Sequence[float],
-    rules: Sequence[str],
+    s: Mapping[str, float], scalars: Mapping[str, float], tops: Mapping[str, float]
 ) -> dict[str, float]:
-    active, sequences = max(scalars["active"], 1.0), max(scalars["active_sequences"], 1.0)
+    active, sequences = scalars["active"], scalars["active_sequences"]
     out = _weights_of(s) | {
         "kept_tokens": s["kept"],
-        "rejected_share": 1.0 - s["kept"] / active,
-        "rejected_sequences_share": 1.0 - scalars["kept_sequences"] / sequences,
+        "rejected_share": 1.0 - s["kept"] / active if active else 0.0,
+        "rejected_sequences_share": (
+            1.0 - scalars["kept_sequences"] / max(sequences, 1.0) if active else 0.0
+        ),
     }
-    if not scalars["active"]:
-        out |= {"rejected_share": 0.0, "rejected_sequences_share": 0.0}
     if scalars["normalize_count"]:
         out["normalizer"] = scalars["normalize_weight"] / scalars["normalize_count"]
     if count := scalars["weight_sequences"]:
@@ -365,6 +329,4 @@ def _corrections(
             "sequence_log_ratio_max": tops["sequence_log_ratio"],
             "sequence_log_ratio_min": -tops["minus_sequence_log_ratio"],
         }
-    return out | {
-        f"rejected_by/{name}": count / active for name, count in zip(rules, by_rule, strict=True)
-    }
+    return out

@@ -1,40 +1,32 @@
-"""From two log-probs per token to its weight, what is left out, and the figures of both.
+"""From two log-probs per token to its weight, the rejected tokens, and the figures of both.
 
 `correct` does all of it for a batch that is at hand as a whole. A batch that comes in micro-batches
-is weighed piece by piece, and finished with the merged report of all of them:
+is weighed piece by piece, and finished by the merged report of all pieces:
 
     parts = [weigh(new, old, correction, layout=...) for ... in micro_batches]
     total = merged(part.report for part in parts).all_reduced()
     corrected = [part.finish(total) for part in parts]
 
-One pass over the tokens, in chunks, does all that a token's fate depends on by itself; sums over
-rows are all-reduced after it, where sequences are split over ranks. A second one follows where
-sequences have weights or are rejected. Cost is linear in tokens; beside the result one bool per
-token is held at most.
+One pass over the tokens, in chunks, decides all that a token decides by itself; sums over rows
+follow, all-reduced where sequences are split over ranks. A second pass is made only where sequences
+have weights or are rejected. Everything is computed on the host; the cost is linear in tokens.
 
-# N tokens, flattened  n tokens of a chunk  u runs of these  R rows  C cells of a report  F fields
+# N tokens, flattened  n tokens of a chunk  R rows  C cells of a report  F fields
 """
 
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import reduce
 
 import torch
 import torch.distributed as dist
 
 from lockstep.correction import kl
-from lockstep.correction.chunks import (
-    Batch,
-    Columns,
-    TokenFacts,
-    Tokens,
-    exp,
-    unforced,
-)
 from lockstep.correction.config import Correction, Rule
-from lockstep.correction.layout import Chunk, Layout
+from lockstep.correction.layout import Layout
 from lockstep.correction.metrics import (
     FIELDS,
     NUM_CELLS,
@@ -44,78 +36,72 @@ from lockstep.correction.metrics import (
     codes_of,
     histogram_of,
 )
+from lockstep.correction.tokens import Batch, Chunk, Sums, TokenFacts, Tokens, exp
 from lockstep.errors import AlignmentError
 from lockstep.types import MAX_LOGPROB
 
 Tensor = torch.Tensor
 
-MEASURE_ONLY = Correction()
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Corrected:
-    """What the loss needs."""
+    """The weights of a batch, or of one piece of it until `finish`.
+
+    >>> new, old = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.0, -3.0]])
+    >>> found = correct(new, old, Correction.tis(2.0))
+    >>> found.weights.tolist(), found.keep.tolist(), float(found.denominator_tokens)
+    ([[1.0, 2.0]], [[True, True]], 2.0)
+    """
 
     weights: Tensor
     """float32, without gradient: multiply each token's policy loss by it. 0.0 where a token is not
-    trained on, above 0 elsewhere."""
+    trained on, above 0 elsewhere. A piece's weights are bounded, not yet normalised."""
     keep: Tensor
     """bool: the tokens that are trained on."""
-    penalty: Tensor | None
-    """float32: to be added to the advantages; None without `kl_penalty_coef`."""
-    denominator_tokens: Tensor
-    """[] float64: what a mean over tokens divides by, over the whole batch."""
-    denominator_rows: Tensor
-    """[] float64: what a mean over sequences divides by, over the whole batch."""
     report: MismatchReport
-    """Of the whole batch."""
-
-    def to_metrics(self, prefix: str = "mismatch") -> dict[str, float]:
-        """Every figure by name; one copy to the host."""
-        return self.report.to_metrics(prefix)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Weighed:
-    """One piece of a batch, weighed as far as it can be without the others."""
-
-    weights: Tensor
-    """float32: bounded, not yet normalised; 0.0 where a token is not trained on."""
-    keep: Tensor
-    report: MismatchReport
+    """Report of these tokens; after `finish`, of the whole batch."""
     correction: Correction
-    logprobs: Tensor = field(repr=False)
-    rollout_logprobs: Tensor = field(repr=False)
-    layout: Layout = field(repr=False)
+    penalty: Tensor | None = None
+    """float32: to be added to the advantages; None without `kl_penalty_coef`, and in a piece."""
+    logprobs: Tensor = field(repr=False, kw_only=True)
+    rollout_logprobs: Tensor = field(repr=False, kw_only=True)
+    layout: Layout = field(repr=False, kw_only=True)
+
+    @property
+    def denominator_tokens(self) -> Tensor:
+        """[] float64: divisor of a mean over tokens, for the whole batch."""
+        return self.report.total("kept" if self.correction.denominator == "kept" else "active")
+
+    @property
+    def denominator_rows(self) -> Tensor:
+        """[] float64: divisor of a mean over sequences, for the whole batch."""
+        is_kept = self.correction.denominator == "kept"
+        return self.report.total("kept_sequences" if is_kept else "active_sequences")
 
     def finish(self, total: MismatchReport) -> Corrected:
-        """Normalised and centred by the report of the whole batch, which must be merged from all
-        of its pieces (and all-reduced over all ranks)."""
-        correction = self.correction
-        weights = self.weights
+        """Normalises and centres by the report of the whole batch: all pieces' merged (and
+        all-reduced over all ranks)."""
+        correction, weights, penalty = self.correction, self.weights, None
         if correction.is_normalized:
             mean = total.total("normalize_weight") / total.total("normalize_count").clamp(min=1)
             # Nothing kept: no weight to divide.
-            weights = (weights / torch.where(mean > 0, mean, 1.0)).to(weights.dtype)
-        penalty = None
+            divisor = torch.where(mean > 0, mean, 1.0).to(weights.device)
+            weights = (weights / divisor).to(weights.dtype)
         if correction.kl_penalty_coef > 0:
+            mean = total.total("penalty") / total.total("compared").clamp(min=1)
             penalty = kl.penalty(
                 self.logprobs,
                 self.rollout_logprobs,
                 mask=self.layout.mask,
                 coef=correction.kl_penalty_coef,
                 clip=correction.kl_penalty_clip,
-                mean=total.total("penalty") / total.total("compared").clamp(min=1),
+                mean=mean.to(weights.device),
             )
-        is_kept = correction.denominator == "kept"
-        return Corrected(
-            weights,
-            self.keep,
-            penalty,
-            total.total("kept" if is_kept else "active"),
-            total.total("kept_sequences" if is_kept else "active_sequences"),
-            total,
-        )
+        return replace(self, weights=weights, penalty=penalty, report=total)
+
+    def to_metrics(self, prefix: str = "mismatch") -> dict[str, float]:
+        """Every figure by name."""
+        return self.report.to_metrics(prefix)
 
 
 def correct(
@@ -156,16 +142,13 @@ def measure(
 ) -> MismatchReport:
     """The gap alone, nothing corrected. Arguments as for `correct`."""
     return weigh(
-        logprobs.detach(), rollout_logprobs.detach(), MEASURE_ONLY, layout=layout, facts=facts
+        logprobs.detach(), rollout_logprobs.detach(), Correction(), layout=layout, facts=facts
     ).report
 
 
 def merged(reports: Iterable[MismatchReport]) -> MismatchReport:
     """One report of several, at least one."""
-    total, *others = reports
-    for other in others:
-        total = total.merge(other)
-    return total
+    return reduce(MismatchReport.merge, reports)
 
 
 def weigh(
@@ -175,77 +158,30 @@ def weigh(
     *,
     layout: Layout | Tensor | None = None,
     facts: TokenFacts | None = None,
-) -> Weighed:
+) -> Corrected:
     """`correct` for one piece of a batch, made of whole rows (or of the same pieces of the same
     rows on every rank of `layout.group`). Arguments as for `correct`."""
-    layout = as_layout(layout, logprobs)
-    facts = facts or TokenFacts()
+    layout, facts = Layout.of(layout, logprobs), facts or TokenFacts()
     _check(logprobs, rollout_logprobs, correction, layout, facts)
-    host = torch.device("cpu")
-    on_host = Layout(
-        layout.shape,
-        layout.offsets,
-        None if layout.mask is None else layout.mask.to(host),
-        layout.group,
+    with _one_thread():
+        batch = Batch.of(logprobs, rollout_logprobs, layout, facts)
+        weights_N, keep_N, report = _Weighing(correction, batch).run()
+    return Corrected(
+        weights_N.view(layout.shape).to(logprobs.device),
+        keep_N.view(layout.shape).to(logprobs.device),
+        report,
+        correction,
+        logprobs=logprobs,
+        rollout_logprobs=rollout_logprobs,
+        layout=layout,
     )
-    given = {n: getattr(facts, n) for n in ("advantages", "ages", "turns", "positions", "kinds")}
-    facts = TokenFacts(**{n: None if x is None else x.to(host) for n, x in given.items()})
-    batch = Batch(
-        logprobs.to(host).reshape(-1), rollout_logprobs.to(host).reshape(-1), on_host, facts
-    )
-    with _one_thread(batch.device):
-        weights_N, keep_N, report = _weigh(batch, correction)
-    weights_N, keep_N = weights_N.to(logprobs.device), keep_N.to(logprobs.device)
-    return Weighed(
-        weights_N.view(layout.shape), keep_N.view(layout.shape), report, correction,
-        logprobs, rollout_logprobs, layout,
-    )  # fmt: skip
-
-
-def _weigh(batch: Batch, correction: Correction) -> tuple[Tensor, Tensor, MismatchReport]:
-    """([N] float32 weights, [N] bool kept, figures): each token by itself, and then by its row."""
-    verdict, tally = _Verdict(correction, batch), _Tally(correction, batch)
-    weights_N = torch.zeros(batch.layout.num_tokens, dtype=torch.float32, device=batch.device)
-    keep_N = torch.zeros(batch.layout.num_tokens, dtype=torch.bool, device=batch.device)
-    compared_N = torch.zeros_like(keep_N) if verdict.weighs_rows else None
-    for piece in batch.pieces():
-        tokens = batch.tokens(piece)
-        keep = verdict.judge(tokens)
-        weights = verdict.weigh(tokens, keep)
-        tokens.put(keep, keep_N)
-        tokens.put(weights, weights_N)
-        if compared_N is not None:
-            tokens.put(tokens.compared, compared_N)
-        columns = Columns(tokens.runs, tokens.is_unforced)
-        sum_gap(tokens, columns)
-        verdict.sum_weights(tokens, keep, weights, columns)
-        verdict.sum_others(tokens, keep, columns)
-        verdict.add(columns, tokens)
-        tally.add(columns)
-        tally.look_at(tokens)
-    verdict.settle()
-    if verdict.changes_rows:
-        tally.forget_weights()
-        for piece in batch.pieces():
-            at = piece.tokens
-            keep = verdict.keep_rows(piece, keep_N[at], batch.negative(piece))
-            weights = verdict.weigh_rows(piece, weights_N[at]).masked_fill(~keep, 0.0)
-            keep_N[at], weights_N[at] = keep, weights
-            compared = None if compared_N is None else compared_N[at]
-            columns = Columns(batch.runs(piece), unforced(batch.old_N[at]))
-            verdict.sum_row_weights(piece, keep, weights, compared, columns)
-            tally.add(columns)
-    return weights_N, keep_N, tally.report(verdict)
 
 
 @contextmanager
-def _one_thread(device: torch.device) -> Generator[None]:
-    """On a CPU, torch computes with one thread meanwhile: to wake a second one for each small
-    operation costs more than its half of the work (measured: 0.11 against 0.24 s)."""
+def _one_thread() -> Generator[None]:
+    """Computes with one thread: waking a second one for each small operation costs more than its
+    half of the work (measured: 0.11 against 0.24 s)."""
     threads = torch.get_num_threads()
-    if device.type != "cpu" or threads == 1:
-        yield
-        return
     torch.set_num_threads(1)
     try:
         yield
@@ -253,183 +189,267 @@ def _one_thread(device: torch.device) -> Generator[None]:
         torch.set_num_threads(threads)
 
 
-def as_layout(layout: Layout | Tensor | None, like: Tensor) -> Layout:
-    """A layout from what a caller has: one, a [B, T] mask, or nothing but the tensors."""
-    if isinstance(layout, Layout):
-        return layout
-    if layout is not None:
-        return Layout.padded(layout)
-    if like.ndim == 1:
-        return Layout.one_row(len(like))
-    return Layout.padded(torch.ones(like.shape, dtype=torch.bool, device=like.device))
+SUMMED_ANYHOW = {"ratio": "d", "k1": "d", "k2": "d2", "k3": "k3"}
+"""Statistics whose sum over a sequence is that of a field of the report, but for a factor."""
 
 
-# -- what a token and its sequence deserve --------------------------------------------------------
-
-
-class _Verdict:
-    """Which tokens are trained on, and with what weight: first what each token says by itself, and
-    then, from sums over each row, what its sequence says."""
+class _Weighing:
+    """One pass over the tokens, one over the rows, and where rows decide, one more over the tokens;
+    with all sums that the report needs."""
 
     def __init__(self, correction: Correction, batch: Batch) -> None:
-        self.correction, self.layout, self.batch = correction, batch.layout, batch
-        self.level, self.bound = correction.level, correction.bound
+        self.correction, self.batch, self.layout = correction, batch, batch.layout
         self.low, self.high = correction.limits
-        self.weighs_rows = self.level in ("sequence", "geometric")
-        self.token_rules = [r for r in correction.reject if not r.is_sequence]
-        self.sequence_rules = [r for r in correction.reject if r.is_sequence]
-        self.columns = ["active", "compared", "d", "kept"]
-        if any(r.only_negative_advantage for r in self.sequence_rules):
-            self.columns += ["negative", "kept_negative"]
-        named = [_column(rule) for rule in self.sequence_rules]
-        self.columns += [name for name in dict.fromkeys(named) if name not in self.columns]
-        self.sums_FR = torch.zeros(
-            len(self.columns), batch.layout.num_rows, dtype=torch.float64, device=batch.device
-        )
-        self.by_rule = torch.zeros(len(correction.reject), dtype=torch.float64, device=batch.device)
+        self.is_by_token = correction.level == "token"
+        self.is_by_row = correction.level in ("sequence", "geometric")
+        self.is_masking = correction.level != "none" and correction.bound == "mask"
+        self.row_rules = [r for r in correction.reject if r.is_sequence]
+        columns = ["active", "compared", "d", "kept"]
+        if any(r.only_negative_advantage for r in self.row_rules):
+            columns += ["negative", "kept_negative"]
+        self.row_columns = list(dict.fromkeys([*columns, *map(_column, self.row_rules)]))
+        zeros = torch.zeros(len(FIELDS), NUM_CELLS, dtype=torch.float64)
+        self.sums_FR = zeros.new_zeros(len(self.row_columns), self.layout.num_rows)
+        self.by_rule = {rule.name: zeros.new_zeros(()) for rule in correction.reject}
+        self.fields_FC, self.unforced_F = zeros, zeros.new_zeros(len(FIELDS))
+        self.abs_d_C = zeros.new_full((NUM_CELLS,), float("-inf"))
+        self.tops = zeros.new_full((2,), float("-inf"))
+        self.histogram = zeros.new_zeros(NUM_CODES)
+        self.penalty = zeros.new_zeros(())
+
+    def run(self) -> tuple[Tensor, Tensor, MismatchReport]:
+        """([N] float32 weights, [N] bool kept, figures)."""
+        weights_N = torch.zeros(self.layout.num_tokens)
+        keep_N = torch.zeros(self.layout.num_tokens, dtype=torch.bool)
+        compared_N = torch.zeros_like(keep_N) if self.is_by_row else None
+        for chunk in self.batch.chunks():
+            tokens = self.batch.tokens(chunk)
+            keep = self._judge_tokens(tokens)
+            weights = keep.float()
+            if self.is_by_token:
+                weights = self._bounded(tokens.ratio).float().masked_fill(~keep, 0.0)
+            tokens.put(keep, keep_N)
+            tokens.put(weights, weights_N)
+            if compared_N is not None:
+                tokens.put(torch.ones_like(keep), compared_N)
+            self._sum_gap(tokens)
+            self._sum_weights(tokens, keep, weights)
+            self._sum_rows(tokens, keep)
+            self._add_fields(tokens.sums)
+        self._judge_rows()
+        if self.is_by_row or bool((self.rejected_R | self.rejected_negative_R).any()):
+            self._forget_weights()
+            for chunk in self.batch.chunks():
+                self._apply_rows(chunk, keep_N, weights_N, compared_N)
+        return weights_N, keep_N, self._report()
 
     # -- each token by itself ---------------------------------------------------------------------
 
-    def judge(self, tokens: Tokens) -> Tensor:
+    def _judge_tokens(self, tokens: Tokens) -> Tensor:
         """[n] bool: the tokens that pass by themselves."""
-        keep = tokens.compared
-        for rule in self.token_rules:
-            out = tokens.only_compared(outside(rule, token_stat(rule, tokens)))
+        keep = torch.ones(tokens.d.shape, dtype=torch.bool)
+        for rule in self.correction.reject:
+            if rule.is_sequence:
+                continue
+            out = _outside(rule, _token_stat(rule, tokens))
             if rule.only_negative_advantage and tokens.negative is not None:
                 out &= tokens.negative
-            self.by_rule[self.correction.reject.index(rule)] += out.count_nonzero()
+            self.by_rule[rule.name] += out.count_nonzero()
             keep = keep & ~out
-        if self.level == "token" and self.bound == "mask":
-            keep = keep & ~self._is_outside(tokens.ratio)
+        if self.is_by_token and self.is_masking:
+            keep = keep & ~self._is_beyond(tokens.ratio)
         return keep
 
-    def weigh(self, tokens: Tokens, keep: Tensor) -> Tensor:
-        """[n] float32: the bounded weights, as far as tokens have their own; 0.0 where rejected."""
-        if self.level != "token":
-            return keep.float()
-        weights = self.bounded(tokens.ratio).float()
-        if tokens.valid is None and keep is tokens.compared:
-            return weights
-        return weights.masked_fill(~keep, 0.0)
+    def _sum_gap(self, tokens: Tokens) -> None:
+        """Adds the report's figures of the gap itself; its fields are in the order of FIELDS."""
+        sums, d = tokens.sums, tokens.d
+        sums.add("compared", torch.ones(d.shape, dtype=torch.bool))
+        sums.add_above("unequal", tokens.size, 0.0)
+        sums.add_above("outlier", tokens.size, OUTLIER_DIFF)
+        # In float64: the square of d overflows float32 where a log-prob is a stand-in for -inf.
+        sums.add_with_square("d", d)
+        sums.add("k3", tokens.k3)
+        sums.add_with_square("ratio", tokens.ratio)
+        sums.raise_cells(tokens.size, self.abs_d_C)
+        if len(d):
+            self.tops = torch.maximum(self.tops, torch.stack([d.amax(), (-d).amax()]).double())
+        self.histogram += torch.bincount(codes_of(d), minlength=NUM_CODES)
+        if self.correction.kl_penalty_coef > 0:
+            clip = self.correction.kl_penalty_clip or float("inf")
+            self.penalty += (-d).clamp(-clip, clip).sum(dtype=torch.float64)
 
-    def sum_weights(self, tokens: Tokens, keep: Tensor, weights: Tensor, columns: Columns) -> None:
-        """The report's fields of the weights, as far as tokens have their own."""
-        columns.add("kept", keep)
-        if self.level != "token":
+    def _sum_weights(self, tokens: Tokens, keep: Tensor, weights: Tensor) -> None:
+        """Adds the report's fields of the weights, where tokens have their own."""
+        tokens.sums.add("kept", keep)
+        if not self.is_by_token:
             return
-        columns.add_with_square("weight", weights)
-        columns.add_above("above", tokens.ratio, self.high)
+        tokens.sums.add_with_square("weight", weights)
+        tokens.sums.add_above("above", tokens.ratio, self.high)
         if self.low > 0:  # no ratio is below 0
-            is_below = tokens.ratio < self.low
-            columns.add("below", tokens.only_compared(is_below))
+            tokens.sums.add("below", tokens.ratio < self.low)
 
-    # -- over rows --------------------------------------------------------------------------------
-
-    def sum_others(self, tokens: Tokens, keep: Tensor, columns: Columns) -> None:
-        """What is summed over rows and is no field of the report."""
-        if "negative" in self.columns:
+    def _sum_rows(self, tokens: Tokens, keep: Tensor) -> None:
+        """Adds what rows are judged by."""
+        sums = tokens.sums
+        if "negative" in self.row_columns:
             assert tokens.negative is not None, "checked with the settings"
-            columns.add("negative", tokens.only_compared(tokens.negative))
-            columns.add("kept_negative", keep & tokens.negative)
-        for rule in self.sequence_rules:
+            sums.add("negative", tokens.negative)
+            sums.add("kept_negative", keep & tokens.negative)
+        for rule in self.row_rules:
             if rule.needs_worst_token:
-                is_outside = outside(rule, token_stat(rule, tokens))
-                columns.add(_column(rule), tokens.only_compared(is_outside))
+                sums.add(_column(rule), _outside(rule, _token_stat(rule, tokens)))
             elif rule.stat not in SUMMED_ANYHOW:
-                columns.add(_column(rule), tokens.cleaned(token_stat(rule, tokens)))
-
-    def add(self, columns: Columns, tokens: Tokens) -> None:
-        """Adds what is summed over rows."""
-        columns.runs.add_to_rows(columns.sums(self.columns[1:]), self.sums_FR[1:])
-        rows = columns.runs.piece.rows
+                sums.add(_column(rule), _token_stat(rule, tokens))
+        sums.add_to_rows(self.row_columns[1:], self.sums_FR[1:])
+        rows = tokens.chunk.rows
         self.sums_FR[0, rows] += tokens.active_rows
         if tokens.impossible_rows is not None:
-            for rule in self.sequence_rules:
+            for rule in self.row_rules:
                 if rule.rejects_impossible:
-                    at = self.columns.index(_column(rule))
+                    at = self.row_columns.index(_column(rule))
                     self.sums_FR[at, rows] += tokens.impossible_rows
 
-    def settle(self) -> None:
+    # -- each row ---------------------------------------------------------------------------------
+
+    def _judge_rows(self) -> None:
         """From the sums of whole rows to each row's weight and rejection."""
         self.num_active = self.sums_FR[0].sum()  # of this rank, as every field of the report
         self.layout.all_reduce_rows(self.sums_FR)
-        sums = dict(zip(self.columns, self.sums_FR, strict=True))
+        sums = dict(zip(self.row_columns, self.sums_FR, strict=True))
         self.active_R, self.valid_R, self.d_R = sums["active"], sums["compared"], sums["d"]
         count = self.valid_R.clamp(min=1)
         self.mean_R = self.d_R / count
         self.rejected_R = torch.zeros_like(self.d_R, dtype=torch.bool)
         self.rejected_negative_R = torch.zeros_like(self.rejected_R)
-        for rule in self.sequence_rules:
-            out = self._sequence_outside(rule, sums, count) & (self.valid_R > 0)
+        for rule in self.row_rules:
+            value = sums[_column(rule)]
+            if rule.needs_worst_token:
+                out = value > 0
+            else:
+                value = value * {"k1": -1.0, "k2": 0.5}.get(rule.stat, 1.0)
+                out = _outside(rule, value / count if rule.aggregation == "mean" else value)
+            out &= self.valid_R > 0
             hit = sums["negative"] if rule.only_negative_advantage else self.valid_R
-            tokens = torch.where(out, hit, 0.0).sum() if self.layout.counts_rows else 0.0
-            self.by_rule[self.correction.reject.index(rule)] += tokens
+            if self.layout.counts_rows:
+                self.by_rule[rule.name] += torch.where(out, hit, 0.0).sum()
             if rule.only_negative_advantage:
                 self.rejected_negative_R |= out
             else:
                 self.rejected_R |= out
-        if self.weighs_rows:
-            log_ratio = self.d_R if self.level == "sequence" else self.mean_R
-            self.log_weight_R, self.raw_R = log_ratio, exp(log_ratio)
-            if self.bound == "mask":
-                self.rejected_R |= self._is_outside(self.raw_R) & (self.valid_R > 0)
+        self.log_weight_R = self.d_R if self.correction.level == "sequence" else self.mean_R
+        self.raw_R = exp(self.log_weight_R)
+        if self.is_by_row and self.is_masking:
+            self.rejected_R |= self._is_beyond(self.raw_R) & (self.valid_R > 0)
         self.kept_R = torch.where(self.rejected_R, 0.0, sums["kept"])
         if "negative" in sums:
-            self.kept_R -= torch.where(
-                self.rejected_negative_R & ~self.rejected_R, sums["kept_negative"], 0.0
-            )
+            is_partly = self.rejected_negative_R & ~self.rejected_R
+            self.kept_R -= torch.where(is_partly, sums["kept_negative"], 0.0)
 
-    @property
-    def changes_rows(self) -> bool:
-        """Whether the tokens must be gone through again, for what their sequences say."""
-        if self.weighs_rows or not self.sequence_rules:
-            return self.weighs_rows
-        if self.batch.device.type != "cpu":
-            return True  # to look would be to wait for the device
-        return bool((self.rejected_R | self.rejected_negative_R).any())
-
-    def _sequence_outside(self, rule: Rule, sums: dict[str, Tensor], count: Tensor) -> Tensor:
-        value = sums[_column(rule)]
-        if rule.needs_worst_token:
-            return value > 0
-        value = value * {"k1": -1.0, "k2": 0.5}.get(rule.stat, 1.0)
-        return outside(rule, value / count if rule.aggregation == "mean" else value)
-
-    def keep_rows(self, piece: Chunk, keep: Tensor, negative: Tensor | None) -> Tensor:
-        """[n] bool: the tokens that passed by themselves and whose sequence passes."""
-        keep = keep & ~piece.expand(self.rejected_R)
-        if negative is not None:
-            keep &= ~(negative & piece.expand(self.rejected_negative_R))
-        return keep
-
-    def weigh_rows(self, piece: Chunk, weights: Tensor) -> Tensor:
-        """[n] float32: the bounded weights; `weights` are those of tokens by themselves."""
-        if not self.weighs_rows:
-            return weights
-        return piece.expand(self.bounded(self.raw_R).float())
-
-    def sum_row_weights(
-        self, piece: Chunk, keep: Tensor, weights: Tensor, compared: Tensor | None, columns: Columns
+    def _apply_rows(
+        self, chunk: Chunk, keep_N: Tensor, weights_N: Tensor, compared_N: Tensor | None
     ) -> None:
-        """The report's fields of the weights, but those that stand from each token by itself."""
-        columns.add("kept", keep)
-        if self.level != "none":
-            columns.add_with_square("weight", weights)
-        if compared is not None:
-            columns.add("above", compared & piece.expand(self.raw_R > self.high))
-            columns.add("below", compared & piece.expand(self.raw_R < self.low))
+        """Gives a chunk's tokens what their rows decide, and sums the weights again."""
+        keep, weights = keep_N[chunk.at], weights_N[chunk.at]
+        keep = keep & ~chunk.expand(self.rejected_R)
+        negative = self.batch.negative(chunk)
+        if negative is not None:
+            keep &= ~(negative & chunk.expand(self.rejected_negative_R))
+        if self.is_by_row:
+            weights = chunk.expand(self._bounded(self.raw_R).float())
+        weights = weights.masked_fill(~keep, 0.0)
+        keep_N[chunk.at], weights_N[chunk.at] = keep, weights
+        sums = self.batch.sums(chunk, self.batch.old_N[chunk.at])
+        sums.add("kept", keep)
+        if self.correction.level != "none":
+            sums.add_with_square("weight", weights)
+        if compared_N is not None:
+            compared = compared_N[chunk.at]
+            sums.add("above", compared & chunk.expand(self.raw_R > self.high))
+            sums.add("below", compared & chunk.expand(self.raw_R < self.low))
+        self._add_fields(sums)
 
-    def bounded(self, raw: Tensor) -> Tensor:
-        if self.level == "none" or self.bound == "mask":
-            return raw
-        return raw.clamp(self.low, self.high)
+    def _bounded(self, raw: Tensor) -> Tensor:
+        return raw if self.is_masking else raw.clamp(self.low, self.high)
 
-    def _is_outside(self, ratio: Tensor) -> Tensor:
+    def _is_beyond(self, ratio: Tensor) -> Tensor:
         return (ratio < self.low) | (ratio > self.high)
 
+    # -- the figures ------------------------------------------------------------------------------
 
-SUMMED_ANYHOW = {"ratio": "d", "k1": "d", "k2": "d2", "k3": "k3"}
-"""Statistics whose sums over a sequence are those of a field of the report, but for a factor."""
+    def _add_fields(self, sums: Sums) -> None:
+        names = [name for name in sums.names if name in FIELDS]
+        at = slice(FIELDS.index(names[0]), FIELDS.index(names[0]) + len(names))
+        assert tuple(names) == FIELDS[at], f"not as in FIELDS: {names}"
+        sums.add_to_cells(names, self.fields_FC[at], self.unforced_F[at])
+
+    def _forget_weights(self) -> None:
+        """Clears kept, weight and weight2, before a second pass adds them."""
+        first = FIELDS.index("kept")
+        self.fields_FC[first : first + 3] = 0.0
+        self.unforced_F[first : first + 3] = 0.0
+
+    def _report(self) -> MismatchReport:
+        correction = self.correction
+        scalars = {"penalty": self.penalty, "active": self.num_active}
+        maxima = {"d": self.tops[0], "minus_d": self.tops[1], "abs_d": self.abs_d_C.amax()}
+        if correction.level == "none":  # every kept token weighs 1
+            kept = FIELDS.index("kept")
+            self.fields_FC[kept + 1 : kept + 3] = self.fields_FC[kept]
+            self.unforced_F[kept + 1 : kept + 3] = self.unforced_F[kept]
+        if correction.is_normalized and self.is_by_token:
+            scalars["normalize_weight"] = self.fields_FC[FIELDS.index("weight")].sum()
+            scalars["normalize_count"] = self.fields_FC[FIELDS.index("kept")].sum()
+        if self.layout.counts_rows and self.layout.num_rows:
+            self._add_row_figures(scalars, maxima)
+        return MismatchReport.of_cells(
+            self.fields_FC,
+            self.abs_d_C,
+            self.unforced_F,
+            scalars,
+            maxima,
+            histogram_of(self.histogram),
+            self.by_rule,
+            is_weighed=correction.changes_tokens,
+        )
+
+    def _add_row_figures(self, scalars: dict[str, Tensor], maxima: dict[str, Tensor]) -> None:
+        """Figures of whole rows; each weighs the same, and rows without compared tokens are left
+        out."""
+        is_seen, is_kept, mean = self.valid_R > 0, self.kept_R > 0, self.mean_R
+
+        def total(values_R: Tensor) -> Tensor:
+            return torch.where(is_seen, values_R, 0.0).sum()
+
+        def top(values_R: Tensor) -> Tensor:
+            return torch.where(is_seen, values_R, float("-inf")).amax()
+
+        scalars |= {
+            "active_sequences": (self.active_R > 0).sum(),
+            "sequences": is_seen.sum(),
+            "sequence_d": total(mean),
+            "sequence_abs_d": total(mean.abs()),
+            "sequence_ratio2": total(exp(self.d_R).square()),
+            "kept_sequences": is_kept.sum(),
+        }
+        maxima |= {
+            "sequence_abs_d": top(mean.abs()),
+            "sequence_d": top(mean),
+            "minus_sequence_d": top(-mean),
+        }
+        if not self.is_by_row:
+            return
+        weight = torch.where(is_kept, self._bounded(self.raw_R), 0.0)
+        scalars |= {
+            "weight_sequences": is_kept.sum(),
+            "sequence_weight": weight.sum(),
+            "sequence_weight2": weight.square().sum(),
+        }
+        maxima |= {
+            "sequence_log_ratio": top(self.log_weight_R),
+            "minus_sequence_log_ratio": top(-self.log_weight_R),
+        }
+        if self.correction.is_normalized:
+            scalars |= {"normalize_weight": weight.sum(), "normalize_count": is_kept.sum()}
 
 
 def _column(rule: Rule) -> str:
@@ -438,155 +458,32 @@ def _column(rule: Rule) -> str:
     return f"rule {rule.name}"  # a label may be anything, "compared" too
 
 
-def token_stat(rule: Rule, tokens: Tokens) -> Tensor:
-    """[n]: the rule's statistic of each token; of a ratio and of a probability, its log."""
-    if rule.stat == "ratio":
-        return tokens.d
-    if rule.stat == "k1":
-        return kl.k1(tokens.d)
-    if rule.stat == "k2":
-        return kl.k2(tokens.d)
-    if rule.stat == "k3":
-        return tokens.k3
-    if rule.stat == "prob_diff":
-        return (tokens.new.exp() - tokens.old.exp()).abs()
-    return tokens.new.to(tokens.d.dtype)
+def _token_stat(rule: Rule, tokens: Tokens) -> Tensor:
+    """[n]: the rule's statistic of each token; for a ratio or a probability, its log."""
+    match rule.stat:
+        case "ratio":
+            return tokens.d
+        case "k1":
+            return kl.k1(tokens.d)
+        case "k2":
+            return kl.k2(tokens.d)
+        case "k3":
+            return tokens.k3
+        case "prob_diff":
+            return (tokens.new.exp() - tokens.old.exp()).abs()
+        case "old_prob":
+            return tokens.new.to(tokens.d.dtype)
 
 
-def outside(rule: Rule, value: Tensor) -> Tensor:
-    """Whether a value of the rule's statistic lies outside its bounds. Of a ratio and of a
-    probability the value is the log, as the bounds' logs are taken here."""
-    is_log = rule.stat in ("ratio", "old_prob")
-    low, high = (b if b is None or not is_log else _log(b) for b in (rule.low, rule.high))
-    return value.clamp(low, high) != value  # one comparison: into bools, it is the dear part
-
-
-def _log(bound: float) -> float:
-    return float(torch.tensor(bound, dtype=torch.float64).log())
-
-
-# -- the figures ----------------------------------------------------------------------------------
-
-
-def sum_gap(tokens: Tokens, columns: Columns) -> None:
-    """The report's fields of the gap itself, in their order."""
-    columns.add("compared", tokens.compared)
-    columns.add_above("unequal", tokens.size, 0.0)
-    columns.add_above("outlier", tokens.size, OUTLIER_DIFF)
-    # In float64: the square of d overflows float32 where a log-prob is a stand-in for -inf.
-    columns.add_with_square("d", tokens.d)
-    columns.add("k3", tokens.k3)
-    columns.add_with_square("ratio", tokens.ratio)
-
-
-class _Tally:
-    """Sums and maxima over the tokens, told apart by the parts of the report."""
-
-    def __init__(self, correction: Correction, batch: Batch) -> None:
-        self.correction, self.layout, device = correction, batch.layout, batch.device
-        self.fields_FC = torch.zeros(len(FIELDS), NUM_CELLS, dtype=torch.float64, device=device)
-        self.unforced_F = self.fields_FC.new_zeros(len(FIELDS))
-        self.abs_d_C = self.fields_FC.new_full((NUM_CELLS,), float("-inf"))
-        self.histogram = self.fields_FC.new_zeros(NUM_CODES)
-        self.tops = self.fields_FC.new_full((2,), float("-inf"))
-        self.penalty = self.fields_FC.new_zeros(())
-
-    def add(self, columns: Columns) -> None:
-        """Adds those columns that are fields; they follow one another as in FIELDS."""
-        names = [name for name in columns.names if name in FIELDS]
-        first, size = FIELDS.index(names[0]), len(names)
-        assert tuple(names) == FIELDS[first : first + size], f"not as in FIELDS: {names}"
-        columns.runs.add_to_cells(columns.sums(names), self.fields_FC[first : first + size])
-        self.unforced_F[first : first + size] += columns.unforced(names)
-
-    def forget_weights(self) -> None:
-        """Before they are added for good: what was kept, and the weights."""
-        first = FIELDS.index("kept")
-        self.fields_FC[first : first + 3] = 0.0
-        self.unforced_F[first : first + 3] = 0.0
-
-    def look_at(self, tokens: Tokens) -> None:
-        """Maxima, quantiles, and the sum that the penalty is centred by."""
-        d, size, ends = tokens.d, tokens.size, [tokens.d, -tokens.d]
-        if tokens.valid is not None:
-            size, *ends = (x.where(tokens.valid, float("-inf")) for x in (size, *ends))
-        tokens.runs.raise_cells(size, self.abs_d_C)
-        if len(d):
-            tops = torch.stack([x.amax().double() for x in ends])
-            self.tops = torch.maximum(self.tops, tops)
-        if tokens.valid is None:
-            self.histogram += torch.bincount(codes_of(d), minlength=NUM_CODES)
-        else:
-            self.histogram.index_add_(0, codes_of(d), tokens.valid.double())
-        if self.correction.kl_penalty_coef > 0:
-            clip = self.correction.kl_penalty_clip or float("inf")
-            self.penalty += (-d).clamp(-clip, clip).sum(dtype=torch.float64)
-
-    def report(self, verdict: _Verdict) -> MismatchReport:
-        correction = self.correction
-        scalars: dict[str, Tensor | float] = {"penalty": self.penalty}
-        maxima = {"d": self.tops[0], "minus_d": self.tops[1], "abs_d": self.abs_d_C.amax()}
-        if correction.level == "none":  # every kept token weighs 1
-            kept = FIELDS.index("kept")
-            self.fields_FC[kept + 1 : kept + 3] = self.fields_FC[kept]
-            self.unforced_F[kept + 1 : kept + 3] = self.unforced_F[kept]
-        scalars["active"] = verdict.num_active
-        if self.layout.counts_rows and self.layout.num_rows:
-            of_rows, row_maxima = _sequence_figures(verdict)
-            scalars |= of_rows
-            maxima |= row_maxima
-        if correction.is_normalized and correction.level == "token":
-            scalars["normalize_weight"] = self.fields_FC[FIELDS.index("weight")].sum()
-            scalars["normalize_count"] = self.fields_FC[FIELDS.index("kept")].sum()
-        return MismatchReport.of_cells(
-            self.fields_FC,
-            self.abs_d_C,
-            self.unforced_F,
-            scalars,
-            maxima,
-            histogram_of(self.histogram),
-            verdict.by_rule,
-            rules=tuple(rule.name for rule in correction.reject),
-            is_weighed=correction.changes_tokens,
+def _outside(rule: Rule, value: Tensor) -> Tensor:
+    """Whether values of the rule's statistic lie outside its bounds; for a ratio or a probability,
+    both are compared as logs."""
+    bounds = (rule.low, rule.high)
+    if rule.stat in ("ratio", "old_prob"):
+        bounds = (
+            b if b is None else float(torch.tensor(b, dtype=torch.float64).log()) for b in bounds
         )
-
-
-def _sequence_figures(verdict: _Verdict) -> tuple[dict[str, Tensor | float], dict[str, Tensor]]:
-    """(scalars, maxima) of whole rows; each weighs the same, and one without tokens is none."""
-    seen = verdict.valid_R > 0
-    zero, none = verdict.d_R.new_zeros(()), verdict.d_R.new_tensor(float("-inf"))
-    mean = verdict.mean_R
-    kept = verdict.kept_R > 0
-    product = exp(verdict.d_R)
-    scalars: dict[str, Tensor | float] = {
-        "active_sequences": (verdict.active_R > 0).sum(),
-        "sequences": seen.sum(),
-        "sequence_d": torch.where(seen, mean, zero).sum(),
-        "sequence_abs_d": torch.where(seen, mean.abs(), zero).sum(),
-        "sequence_ratio2": torch.where(seen, product.square(), zero).sum(),
-        "kept_sequences": kept.sum(),
-    }
-    maxima = {
-        "sequence_abs_d": torch.where(seen, mean.abs(), none).amax(),
-        "sequence_d": torch.where(seen, mean, none).amax(),
-        "minus_sequence_d": torch.where(seen, -mean, none).amax(),
-    }
-    correction = verdict.correction
-    if correction.level in ("sequence", "geometric"):
-        weight = torch.where(kept, verdict.bounded(verdict.raw_R), zero)
-        log_weight = verdict.log_weight_R
-        scalars |= {
-            "weight_sequences": kept.sum(),
-            "sequence_weight": weight.sum(),
-            "sequence_weight2": weight.square().sum(),
-        }
-        maxima |= {
-            "sequence_log_ratio": torch.where(seen, log_weight, none).amax(),
-            "minus_sequence_log_ratio": torch.where(seen, -log_weight, none).amax(),
-        }
-        if correction.is_normalized:
-            scalars |= {"normalize_weight": weight.sum(), "normalize_count": kept.sum()}
-    return scalars, maxima
+    return value.clamp(*bounds) != value  # one comparison: comparing into bools is slow
 
 
 # -- what is refused ------------------------------------------------------------------------------
@@ -600,9 +497,14 @@ def _check(
     facts: TokenFacts,
 ) -> None:
     layout.check(
-        logprobs=logprobs, rollout_logprobs=rollout_logprobs, advantages=facts.advantages,
-        ages=facts.ages, turns=facts.turns, positions=facts.positions, kinds=facts.kinds,
-    )  # fmt: skip
+        logprobs=logprobs,
+        rollout_logprobs=rollout_logprobs,
+        advantages=facts.advantages,
+        ages=facts.ages,
+        turns=facts.turns,
+        positions=facts.positions,
+        kinds=facts.kinds,
+    )
     for name, values in (("logprobs", logprobs), ("rollout_logprobs", rollout_logprobs)):
         if values.requires_grad:
             normalized = (
@@ -616,8 +518,7 @@ def _check(
                 f"constant of the loss.{normalized} Pass {name}.detach(); a ratio that carries "
                 "gradient belongs into the objective."
             )
-        if values.device.type == "cpu":
-            _check_not_positive(name, values.reshape(-1), layout)
+        _check_not_positive(name, values, layout)
     if facts.advantages is None and any(r.only_negative_advantage for r in correction.reject):
         named = [r.name for r in correction.reject if r.only_negative_advantage]
         raise AlignmentError(
@@ -626,18 +527,15 @@ def _check(
         )
 
 
-def _check_not_positive(name: str, flat: Tensor, layout: Layout) -> None:
-    if not len(flat) or bool(flat.amax() <= MAX_LOGPROB):
-        return  # NaN is not <=: what stands in padding may be anything, and is looked at below
-    mask = layout.flat_mask()
-    for piece in layout.chunks(flat.device):
-        values = flat[piece.tokens]
-        is_wrong = (values > MAX_LOGPROB) & (values < float("inf"))
-        if mask is not None:
-            is_wrong &= mask[piece.tokens]
-        if bool(is_wrong.any()):
-            at = int(is_wrong.nonzero()[0])
-            raise AlignmentError(
-                f"{name} at {layout.locate(piece.tokens.start + at)} is {float(values[at]):g}; "
-                f"expected a log-prob, at most {MAX_LOGPROB:g}. Probabilities, or a shifted row?"
-            )
+def _check_not_positive(name: str, values: Tensor, layout: Layout) -> None:
+    if not values.numel() or bool(values.amax() <= MAX_LOGPROB):
+        return  # NaN is not <=: padding may hold it, and is told apart below
+    is_wrong = (values > MAX_LOGPROB) & (values < float("inf"))
+    if layout.mask is not None:
+        is_wrong &= layout.mask
+    if bool(is_wrong.any()):
+        at = int(is_wrong.reshape(-1).nonzero()[0])
+        raise AlignmentError(
+            f"{name} at {layout.locate(at)} is {float(values.reshape(-1)[at]):g}; expected a "
+            f"log-prob, at most {MAX_LOGPROB:g}. Probabilities, or a shifted row?"
+        )

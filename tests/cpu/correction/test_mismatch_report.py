@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.correction import Correction, Layout, MismatchReport, TokenFacts, correct, measure
-from lockstep.correction.layout import CHUNK_TOKENS
+from lockstep.correction.tokens import CHUNK_TOKENS
 from lockstep.errors import AlignmentError
 from lockstep.types import FORCED_LOGPROB
 
@@ -330,7 +330,7 @@ def test_tokens_that_are_not_finite_are_left_out_and_counted(case):
 
 
 def test_long_batches_are_measured_in_chunks_with_the_same_result():
-    size = 2 * CHUNK_TOKENS["cpu"] + 77
+    size = 2 * CHUNK_TOKENS + 77
     trainer, rollout, numbers = make_tokens(size)
     lengths = [size // 3, 0, size - size // 3 - 5, 5]
     numbers["turns"] = torch.arange(size) % 9

@@ -75,7 +75,7 @@ def test_an_unknown_name_is_refused():
 
 
 def test_the_mismatch_report_uses_names_of_the_table():
-    report = MismatchReport.empty(torch.device("cpu"))
+    report = MismatchReport.empty()
     for prefix in ("mismatch", "mismatch_after"):
         assert unknown_names(report.to_metrics(prefix)) == []
 
