@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from rich.console import Console
 
 from lockstep.correction.metrics import MismatchReport
