@@ -7,13 +7,17 @@ given by the task, the evaluation or the phase of a step.
 
 from __future__ import annotations
 
+import logging
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal
 
 from lockstep.errors import DataError
+from lockstep.types import Group, Sample
+
+_log = logging.getLogger(__name__)
 
 Direction = Literal["up", "down", "none"]
 
@@ -286,6 +290,42 @@ _FAMILIES = tuple(
 )
 
 
+StepMetric = Callable[[Sequence[Group], Sequence[Sample]], float]
+_REGISTERED: dict[str, StepMetric] = {}
+
+
+def step_metric(
+    name: str, *, unit: str, better: Direction, meaning: str
+) -> Callable[[StepMetric], StepMetric]:
+    """Adds a metric of your own to every training step, as a decorator in a file for `--plugin`.
+
+    The function gets the step's groups of trajectories and its training rows and returns a number.
+    If it raises, the step goes on without the metric and the log says why. Raises DataError for a
+    name that exists.
+    """
+
+    def register(function: StepMetric) -> StepMetric:
+        if find_metric(name) is not None:
+            raise DataError(f"the metric {name} exists already; choose another name.")
+        _EXACT[name] = _metric(name, unit, better, meaning)
+        _REGISTERED[name] = function
+        find_metric.cache_clear()
+        return function
+
+    return register
+
+
+def registered_metrics(groups: Sequence[Group], rows: Sequence[Sample]) -> dict[str, float]:
+    """Computes the metrics that plugins registered, for one step."""
+    found: dict[str, float] = {}
+    for name, function in _REGISTERED.items():
+        try:
+            found[name] = float(function(groups, rows))
+        except Exception as error:
+            _log.warning("metric %s left out: %s: %s", name, type(error).__name__, error)
+    return found
+
+
 @lru_cache(maxsize=4096)
 def find_metric(name: str) -> Metric | None:
     """The table's line for a name, with the family's `*` filled in; None if it has none.
@@ -335,5 +375,5 @@ def check_row(row: Mapping[str, Any]) -> None:
     if unknown := unknown_names(row):
         raise DataError(
             f"unknown metric names: {', '.join(unknown)}. Names are stable: use one of "
-            "lockstep.observe.metrics.METRICS, or add a line there that says what it means."
+            "lockstep.observe.metrics.METRICS, or register yours with `step_metric`."
         )

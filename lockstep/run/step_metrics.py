@@ -11,6 +11,7 @@ import torch
 
 from lockstep.correction.support import support_bias
 from lockstep.errors import RolloutError
+from lockstep.observe.metrics import registered_metrics
 from lockstep.types import Group, Sample, Trajectory
 
 TOKEN_COUNTERS = ("encoded", "prefilled", "cached")
@@ -64,7 +65,8 @@ def step_metrics(
             "advantage/max_abs": float(np.abs(advantages).max()),
             "training/rows": len(rows),
         }
-    return row | _support_bias(groups, rows) | dict(trainer)
+    row |= _support_bias(groups, rows) | registered_metrics(groups, rows)
+    return row | dict(trainer)
 
 
 def _by_source(groups: Sequence[Group]) -> dict[str, float]:

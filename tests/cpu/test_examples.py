@@ -73,7 +73,7 @@ def answer(text):
 
 
 def test_every_example_has_a_test_here():
-    assert NAMES == ["my_engine", "my_environment", "my_loss", "my_renderer"]
+    assert NAMES == ["my_engine", "my_environment", "my_loss", "my_metric", "my_renderer"]
 
 
 def test_the_environment_rewards_the_right_answer():
@@ -196,3 +196,25 @@ def test_an_engine_that_reports_another_log_prob_is_found_out():
 def test_an_example_proves_itself_as_a_program(name, printed, capsys):
     runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
     assert printed in capsys.readouterr().out
+
+
+def test_the_metric_is_in_every_step(tmp_path):
+    run = tmp_path / "run"
+    words = ["train", "quickstart", "--plugin", "my_metric", "steps=2", f"out={run}", *SMALL]
+    assert main(words) == OK
+    shares = [row["rows/sampled_share"] for row in rows_of(run)]
+    assert len(shares) == 2 and all(0 < share < 1 for share in shares)
+
+
+def test_a_metric_that_fails_is_left_out_and_a_known_name_is_refused(caplog):
+    from lockstep.errors import DataError
+    from lockstep.observe import metrics
+
+    with pytest.raises(DataError, match="reward/mean exists already"):
+        metrics.step_metric("reward/mean", unit="1", better="up", meaning="")(lambda g, r: 0.0)
+    metrics.step_metric("mine/broken", unit="1", better="none", meaning="x")(lambda g, r: 1 / 0)
+    try:
+        assert "mine/broken" not in metrics.registered_metrics([], [])
+    finally:
+        del metrics._REGISTERED["mine/broken"]
+    assert "mine/broken left out: ZeroDivisionError" in caplog.text
