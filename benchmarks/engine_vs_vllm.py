@@ -91,7 +91,6 @@ def embedded(directory: Path, dtype: str, *, is_under_contract: bool) -> Generat
     from lockstep.engines.config import EmbeddedConfig
     from lockstep.engines.embedded.engine import EmbeddedEngine
     from lockstep.models.hf_io import load_checkpoint
-    from lockstep.ops import api
     from lockstep.ops.invariant import ask_for_reproducible_gemm
     from lockstep.ops.selftest import prove
     from lockstep.types import Request, SamplingParams
@@ -103,7 +102,7 @@ def embedded(directory: Path, dtype: str, *, is_under_contract: bool) -> Generat
         proof = prove(model)
         if not proof.is_kept:
             raise SystemExit(f"the contract cannot be kept: {proof.failure}")
-        api.use_backend(proof.backend)
+        model.ops = proof.ops
     engine = EmbeddedEngine(model, EmbeddedConfig(prefix_cache=False))
     sampling = SamplingParams(max_tokens=NEW_TOKENS)
     num_runs = 0

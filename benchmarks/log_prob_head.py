@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from measuring import used_by
 from sink_attention import best, measure
 
-from lockstep.ops import plain
+from lockstep.ops.base import Ops
 from lockstep.ops.context import Coefficients
 
 NAME = "log_prob_head"
@@ -93,7 +93,7 @@ def function_of(side: str, trl: str, upstream: Tensor) -> Callable[..., Tensor]:
 
     def run(hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
         known = Coefficients(upstream[: len(ids)]) if side == "known" else None
-        return plain.log_probs(hidden, weight, ids, coefficients=known)[0]
+        return Ops().log_probs(hidden, weight, ids, coefficients=known)[0]
 
     return run
 

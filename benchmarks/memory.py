@@ -117,15 +117,14 @@ def run_case(case: Case) -> int:
 
     from lockstep.models.decoder import Decoder
     from lockstep.objectives.config import PPOClip
-    from lockstep.ops import api, plain
+    from lockstep.ops.base import Ops
     from lockstep.ops.invariant import InvariantOps
     from lockstep.training.trainer import Trainer
     from lockstep.types import Sample
 
     torch.set_num_threads(1)
-    api.use_backend(InvariantOps() if case.is_invariant else plain)
     torch.set_default_dtype(getattr(torch, case.dtype))  # made in it: no copy in another one
-    model = Decoder(case.model)
+    model = Decoder(case.model, ops=InvariantOps() if case.is_invariant else Ops())
     torch.set_default_dtype(torch.float32)
     trainer = Trainer(model, case.config, like="unused")
     rng = np.random.default_rng(0)

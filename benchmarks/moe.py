@@ -33,7 +33,7 @@ from measuring import can_measure, used_by
 
 from lockstep.models.config import ModelConfig
 from lockstep.models.moe import MoE
-from lockstep.ops.api import use_backend
+from lockstep.ops.base import Ops
 from lockstep.ops.invariant import InvariantOps, ask_for_reproducible_gemm
 
 NAME = "moe"
@@ -65,9 +65,10 @@ def make_layer(side: str) -> tuple[torch.nn.Module, Callable[[Tensor], Tensor]]:
         config._experts_implementation = side
         theirs = GptOssMLP(config)
         return theirs, lambda x: theirs(x[None])[0][0]
+    ops = Ops()
     if side == "invariant":
         ask_for_reproducible_gemm()
-        use_backend(InvariantOps())
+        ops = InvariantOps()
     shape = ModelConfig(
         architecture="gpt_oss", vocab_size=8, hidden_size=WIDTH, intermediate_size=WIDTH,
         num_layers=1, num_heads=1, num_kv_heads=1, head_dim=8, rms_norm_eps=1e-5, rope_theta=1e4,
@@ -75,7 +76,7 @@ def make_layer(side: str) -> tuple[torch.nn.Module, Callable[[Tensor], Tensor]]:
         swiglu_limit=7.0, has_router_bias=True, has_expert_bias=True,
     )  # fmt: skip
     ours = MoE(shape, 0)
-    return ours, ours
+    return ours, lambda x: ours(x, ops)
 
 
 def measure_here(case: str, side: str) -> dict[str, float]:

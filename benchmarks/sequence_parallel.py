@@ -32,8 +32,7 @@ from measuring import used_by
 from lockstep.models.config import ModelConfig
 from lockstep.models.decoder import Decoder
 from lockstep.models.sequence_parallel import SequenceParallel
-from lockstep.ops import api as ops
-from lockstep.ops import plain
+from lockstep.ops.base import Ops
 from lockstep.ops.context import PackedContext
 from lockstep.ops.invariant import InvariantOps, ask_for_reproducible_gemm
 
@@ -71,12 +70,11 @@ def work(rank: int, size: int, num_tokens: int, directory: str) -> None:
         store = dist.FileStore(f"{directory}/store-{size}", size)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
         group = dist.group.WORLD
-    model = Decoder(ModelConfig.from_hf(CONFIG))
+    model = Decoder(ModelConfig.from_hf(CONFIG), ops=InvariantOps())
     model.init_weights(std=0.05, seed=0)
-    ops.use_backend(InvariantOps())
     with torch.no_grad():
         logprobs = score(model, COMPARED_TOKENS, group)
-    ops.use_backend(plain)
+    model.ops = Ops()
     score(model, 256, group).sum().backward()  # libraries load what they need
     model.zero_grad()
     if size > 1:

@@ -31,7 +31,7 @@ import torch
 import torch.nn.functional as F
 from measuring import used_by
 
-from lockstep.ops import plain
+from lockstep.ops.base import Ops
 from lockstep.ops.context import PackedContext
 from lockstep.ops.invariant import InvariantOps, ask_for_reproducible_gemm
 
@@ -111,7 +111,7 @@ def measure_here(case: str, side: str) -> dict[str, float]:
         ask_for_reproducible_gemm()
         function = ours(InvariantOps(), window, rows)
     else:
-        function = ours(plain, window, rows) if side == "plain" else stock(window, rows)
+        function = ours(Ops(), window, rows) if side == "plain" else stock(window, rows)
 
     def once(rows: Rows) -> None:
         g = torch.Generator().manual_seed(0)

@@ -29,7 +29,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
@@ -43,8 +43,7 @@ from lockstep.models.config import ModelConfig
 from lockstep.models.decoder import Decoder
 from lockstep.objectives.config import PPOClip
 from lockstep.objectives.losses import make_loss
-from lockstep.ops import plain
-from lockstep.ops.api import Backend, use_backend
+from lockstep.ops.base import KEY_QUANTUM, Ops
 from lockstep.ops.context import PagedContext
 from lockstep.ops.invariant import InvariantOps, ask_for_reproducible_gemm
 from lockstep.ops.paged import paged_attention
@@ -96,17 +95,20 @@ VARIANTS = ("resident", "pages", "resident+flash", "pages+flash")
 # -- one side --------------------------------------------------------------------------------------
 
 
-class FlashAttention:
-    """The plain backend with torch's flash kernel over the paged cache too."""
+class FlashAttention(Ops):
+    """Stock ops with torch's flash kernel over the paged cache too."""
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(plain, name)
-
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, *, context: Any, **how: Any) -> Tensor:
-        if not isinstance(context, PagedContext):
-            return plain.attention(q, k, v, context=context, **how)
-        scale = how.pop("scale")
-
+    def _paged_attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        window: int | None,
+        scale: float,
+        layer: int,
+        context: PagedContext,
+    ) -> Tensor:
         def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks: Tensor | None) -> Tensor:
             q, k, v, mask = (x[:, None] for x in (q, k, v, mask.to(q.dtype)))
             out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
@@ -121,18 +123,20 @@ class FlashAttention:
             q,
             k,
             v,
+            sinks=sinks,
+            window=window,
+            layer=layer,
             context=context,
             attend=attend,
-            key_block=plain.KEY_QUANTUM,
-            key_quantum=plain.KEY_QUANTUM,
-            **how,
+            key_block=KEY_QUANTUM,
+            key_quantum=KEY_QUANTUM,
         )
 
 
 class Side:
     """What a process measures with: one model at a time, its engines and its trainer."""
 
-    def __init__(self, backends: dict[str, Backend], clock: Callable[[], float]) -> None:
+    def __init__(self, backends: dict[str, Ops], clock: Callable[[], float]) -> None:
         self._backends, self._clock = backends, clock
         self._made: tuple[str, str] | None = None
         self._num_requests = 0
@@ -140,9 +144,9 @@ class Side:
     def measure(self, kind: str, dtype: str, figure: str, variant: str) -> dict[str, Any]:
         """Seconds of one round, and what else is to be told."""
         attention = variant.partition("+")[2]
-        use_backend(self._backends[attention])
         if self._made != (kind, dtype):
             self._make(kind, dtype)
+        self._model.ops = self._backends[attention]
         if figure == "train":
             return {"seconds": self._train(), "tokens": sum(len(s) for s in self._rows)}
         config = EmbeddedConfig(resident_rows=variant.startswith("resident"))
@@ -263,7 +267,7 @@ def sample_of(name: str, prompt: np.ndarray, reply: np.ndarray, logprobs: np.nda
 
 def run_side(name: str, clock: str) -> None:
     """Answers jobs, a line of JSON each, until its input ends."""
-    backends: dict[str, Backend] = {"": plain, "flash": cast(Backend, FlashAttention())}
+    backends: dict[str, Ops] = {"": Ops(), "flash": FlashAttention()}
     if name == "ours":
         backends = {"": InvariantOps()}
     side = Side(backends, CLOCKS[clock])

@@ -88,10 +88,8 @@ def _train(
     view: Literal["live", "json"],
 ) -> Outcome:
     from lockstep.models.peft_io import save_policy
-    from lockstep.ops import api, plain
     from lockstep.training.trainer import Trainer
 
-    api.use_backend(plain)  # nothing samples: there is no other side to be equal to
     path = Path(out) if out else default_run_path(config.name)
     shown = open_view(is_json=view == "json")
     num_steps = sum(part.num_steps for part in parts)

@@ -1,9 +1,6 @@
 """Shared by all tests: what is set before torch starts, and the fast and the full counts."""
 
 import os
-import sys
-
-import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -18,11 +15,3 @@ ask_for_reproducible_gemm()  # read at the first GEMM of the process, whichever 
 
 PROOF = os.environ.get("LOCKSTEP_PROOF") == "1"
 """True under `make proof`: property tests and schedules run their full counts."""
-
-
-@pytest.fixture(autouse=True)
-def _stock_ops_afterwards():
-    """A run leaves its ops backend to the process; the next test begins with the stock one."""
-    yield
-    if (api := sys.modules.get("lockstep.ops.api")) is not None:
-        api.use_backend(sys.modules["lockstep.ops.plain"])

@@ -52,7 +52,6 @@ from lockstep.models.decoder import Decoder
 from lockstep.models.hf_io import copy_decoder, hf_tensors, load_checkpoint
 from lockstep.models.locate import locate_model
 from lockstep.objectives.config import GRPO
-from lockstep.ops import api, plain
 from lockstep.renderers.base import Renderer
 from lockstep.renderers.registry import make_renderer
 from lockstep.renderers.tokenizer import Tokenizer
@@ -670,7 +669,6 @@ PARTS: dict[str, Callable[[Asked], dict[str, Any]]] = {
 
 
 def main() -> None:
-    api.use_backend(plain)
     torch.set_num_threads(1)
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("parts", nargs="*", default=list(PARTS), help=f"of {', '.join(PARTS)}")

@@ -36,7 +36,6 @@ from lockstep.models.config import ModelConfig  # noqa: E402
 from lockstep.models.decoder import Decoder  # noqa: E402
 from lockstep.models.hf_io import save_checkpoint  # noqa: E402
 from lockstep.models.tiny import SINK_LOGIT, hf_config  # noqa: E402
-from lockstep.ops import api, plain  # noqa: E402
 from lockstep.recipes.tiny_models import TRAINER  # noqa: E402
 from lockstep.renderers.config import ChatMLConfig  # noqa: E402
 from lockstep.renderers.registry import make_renderer  # noqa: E402
@@ -65,7 +64,6 @@ def ensure() -> Path:
 
 def make(directory: Path) -> None:
     """Trains it from random weights. Deterministic on one machine."""
-    api.use_backend(plain)
     torch.set_num_threads(1)
     tokenizer = Tokenizer.from_file(directory_of("qwen3"))
     stages = [list(stage) for stage in demonstrated_rows(tokenizer)]

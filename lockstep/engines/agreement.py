@@ -50,8 +50,8 @@ class Agreement:
 async def compare(
     engine: Engine, model: Decoder, *, temperature: float = 1.0, seed: int = 0
 ) -> Agreement:
-    """Holds the engine's log-probs against those of `model`, which runs the same weights, over the
-    ops of this process.
+    """Holds the engine's log-probs against those of `model`, which runs the same weights over its
+    own ops.
 
     Raises what the engine raises: EngineError, CapabilityError where it records or scores none.
     """

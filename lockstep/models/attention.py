@@ -1,4 +1,4 @@
-"""Attention of one layer, and the rotary angles that it turns by, over `ops.api` alone.
+"""Attention of one layer, and the rotary angles that it turns by, over ops alone.
 
 # T tokens  D model width  H query heads  G key heads  K head width
 """
@@ -6,20 +6,15 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 
 import torch
 from torch import nn
 
-from lockstep.models import sequence_parallel
 from lockstep.models.config import LinearScaling, Llama3Scaling, ModelConfig, YarnScaling
 from lockstep.models.lora import Projection
-from lockstep.models.sequence_parallel import SplitContext
-from lockstep.ops import api as ops
-from lockstep.ops.context import PackedContext, PagedContext
+from lockstep.ops.base import Context, Ops
 
 Tensor = torch.Tensor
-Context = PackedContext | PagedContext | SplitContext
 
 
 class Attention(nn.Module):
@@ -41,23 +36,25 @@ class Attention(nn.Module):
         self.k_norm = nn.Parameter(torch.ones(c.head_dim)) if c.has_qk_norm else None
         self.sinks = nn.Parameter(torch.zeros(c.num_heads)) if c.has_sinks else None
 
-    def forward(self, x_TD: Tensor, cos: Tensor, sin: Tensor, context: Context) -> Tensor:
+    def forward(self, x_TD: Tensor, cos: Tensor, sin: Tensor, context: Context, ops: Ops) -> Tensor:
         H, G = self.num_heads, self.num_kv_heads
-        qkv = self.qkv_proj(x_TD).view(len(x_TD), H + 2 * G, self.head_dim)
+        qkv = self.qkv_proj(x_TD, ops).view(len(x_TD), H + 2 * G, self.head_dim)
         qk = qkv[:, : H + G]
         if self.q_norm is not None and self.k_norm is not None:
             weight = torch.cat([self.q_norm.expand(H, -1), self.k_norm.expand(G, -1)])
             qk = ops.rms_norm(qk, weight, self.eps)
         q_THK, k_TGK = ops.rope(qk, cos, sin).split([H, G], 1)
-        v_TGK, sinks, scale = qkv[:, H + G :], self.sink_logits(), self.scale
-        if isinstance(context, SplitContext):
-            attend = partial(sequence_parallel.attention, context=context)
-        else:
-            attend = partial(ops.attention, context=context)
-        out_THK = attend(
-            q_THK, k_TGK, v_TGK, sinks=sinks, window=self.window, scale=scale, layer=self.layer
+        out_THK = ops.attention(
+            q_THK,
+            k_TGK,
+            qkv[:, H + G :],
+            sinks=self.sink_logits(),
+            window=self.window,
+            scale=self.scale,
+            layer=self.layer,
+            context=context,
         )
-        return self.o_proj(out_THK.flatten(1))
+        return self.o_proj(out_THK.flatten(1), ops)
 
     def sink_logits(self) -> Tensor | None:
         """[H] what takes part in each head's softmax without a value; None in a model without."""
@@ -65,7 +62,7 @@ class Attention(nn.Module):
 
 
 def rope_table(config: ModelConfig, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
-    """(cos, sin) [max_positions, 1, K] float32 as `ops.rope` wants them: sin's first half negated.
+    """(cos, sin) [max_positions, 1, K] float32 as `Ops.rope` wants them: sin's first half negated.
 
     The same float32 operations as Hugging Face's, so that angles are equal bit for bit: one ulp of
     a frequency is 1e-2 radians at position 100,000. Guard: tests/parity/test_decoder_parity.py

@@ -21,7 +21,7 @@ from lockstep.models.config import ModelConfig
 from lockstep.models.decoder import Decoder
 from lockstep.models.hf_io import HEAD, load_weights, read_tensors, save_checkpoint
 from lockstep.models.sharding import shard
-from lockstep.ops import api as ops
+from lockstep.ops.base import Ops
 from lockstep.ops.context import PackedContext
 
 Tensor = torch.Tensor
@@ -32,10 +32,10 @@ SCORE = "score.weight"
 class ValueModel(nn.Module):
     """What a state is worth, after each token. Made with random blocks and all values 0."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, *, ops: Ops | None = None) -> None:
         super().__init__()
         # Tied: a head over the vocabulary would be a parameter that nothing reads.
-        self.body = Decoder(replace(config, tie_embeddings=True))
+        self.body = Decoder(replace(config, tie_embeddings=True), ops=ops)
         self.value_head = nn.Parameter(torch.zeros(1, config.hidden_size))
 
     @property
@@ -57,7 +57,7 @@ class ValueModel(nn.Module):
         # The head is float32 whatever the blocks are: a value with 8 bits cannot tell what a token
         # has changed.
         hidden_ND = hidden_TD.index_select(0, states_N).float()
-        return ops.linear(hidden_ND, self.value_head)[:, 0]
+        return self.body.ops.linear(hidden_ND, self.value_head)[:, 0]
 
 
 def load_value_model(
@@ -66,6 +66,7 @@ def load_value_model(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
     mesh: DeviceMesh | None = None,
+    ops: Ops | None = None,
 ) -> ValueModel:
     """A critic with the blocks of a Hugging Face checkpoint directory.
 
@@ -74,7 +75,7 @@ def load_value_model(
     Raises CheckpointError listing every tensor that is missing, extra or misshapen.
     """
     with torch.device("meta"):
-        model = ValueModel(ModelConfig.from_directory(directory))
+        model = ValueModel(ModelConfig.from_directory(directory), ops=ops)
     model = model.to(dtype)
     if mesh is not None:
         shard(model.body, mesh)

@@ -1,4 +1,4 @@
-"""One decoder for the trainer and the embedded engine, over `ops.api` alone.
+"""One decoder for the trainer and the embedded engine, over its ops alone.
 
 # T tokens  D model width  N trained tokens  V vocabulary  K head width
 """
@@ -9,13 +9,13 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lockstep.models.attention import Attention, Context, rope_table
+from lockstep.models.attention import Attention, rope_table
 from lockstep.models.config import ModelConfig
 from lockstep.models.lora_config import LoraShape
 from lockstep.models.moe import MLP, MoE, Routing
-from lockstep.models.sequence_parallel import SplitContext
-from lockstep.ops import api as ops
+from lockstep.ops.base import Context, Ops
 from lockstep.ops.context import Coefficients, PackedContext, Support
+from lockstep.ops.split import SplitContext
 
 Tensor = torch.Tensor
 
@@ -40,29 +40,33 @@ class Block(nn.Module):
         cos: Tensor,
         sin: Tensor,
         context: Context,
+        ops: Ops,
         routing: Routing | None = None,
         *,
         is_recomputed: bool = False,
     ) -> Tensor:
         """is_recomputed: keep x alone for backward, and run the block again there."""
+        inputs = (x_TD, cos, sin, context, ops, routing)
         if is_recomputed:
-            # Inside of the module's hooks: those of FSDP gather its weights once for both runs.
-            # Not the reentrant kind, whose first run is without gradient: backends may then take
+            # Within the module's hooks: those of FSDP gather its weights once for both runs.
+            # Not the reentrant kind, whose first run is without gradient: ops may then take
             # another path, of other bits.
-            return checkpoint(
-                self._run, x_TD, cos, sin, context, routing,
-                use_reentrant=False, preserve_rng_state=False,
-            )  # fmt: skip
-        return self._run(x_TD, cos, sin, context, routing)
+            return checkpoint(self._run, *inputs, use_reentrant=False, preserve_rng_state=False)
+        return self._run(*inputs)
 
     def _run(
-        self, x_TD: Tensor, cos: Tensor, sin: Tensor, context: Context, routing: Routing | None
+        self,
+        x_TD: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        context: Context,
+        ops: Ops,
+        routing: Routing | None,
     ) -> Tensor:
         normed = ops.rms_norm(x_TD, self.input_norm, self.eps)
-        x_TD = x_TD + self.attention(normed, cos, sin, context)
+        x_TD = x_TD + self.attention(normed, cos, sin, context, ops)
         normed = ops.rms_norm(x_TD, self.post_attention_norm, self.eps)
-        is_routed = isinstance(self.mlp, MoE)
-        return x_TD + (self.mlp(normed, routing) if is_routed else self.mlp(normed))
+        return x_TD + self.mlp(normed, ops, routing)
 
 
 class Decoder(nn.Module):
@@ -71,11 +75,15 @@ class Decoder(nn.Module):
     The engine: `hidden = decoder(ids, positions, context)`, then `decoder.logits(hidden)`. The
     trainer: `decoder.score(ids, positions, context, predictors_N=..., targets_N=...)`. Made on its
     config's shapes with random weights; `load_checkpoint` fills them.
+
+    ops: what every number is computed by; None is stock torch. `ops` may be replaced between two
+    forwards. Decoders in one process may hold different ones.
     """
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, *, ops: Ops | None = None) -> None:
         super().__init__()
         self.config = config
+        self.ops = ops or Ops()
         self.embedding = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
         self.layers = nn.ModuleList(Block(config, i) for i in range(config.num_layers))
         self.final_norm = nn.Parameter(torch.ones(config.hidden_size))
@@ -123,12 +131,12 @@ class Decoder(nn.Module):
         x_TD = torch.nn.functional.embedding(ids_T, self.embedding)
         is_recomputed = self.recomputes_blocks and torch.is_grad_enabled()
         for block in self.layers:
-            x_TD = block(x_TD, cos, sin, context, routing, is_recomputed=is_recomputed)
-        return ops.rms_norm(x_TD, self.final_norm, self.config.rms_norm_eps)
+            x_TD = block(x_TD, cos, sin, context, self.ops, routing, is_recomputed=is_recomputed)
+        return self.ops.rms_norm(x_TD, self.final_norm, self.config.rms_norm_eps)
 
     def logits(self, hidden_TD: Tensor) -> Tensor:
         """[T, V] in the compute dtype: what a sampler draws from."""
-        return ops.linear(hidden_TD, self.head)
+        return self.ops.linear(hidden_TD, self.head)
 
     def score(
         self,
@@ -145,9 +153,9 @@ class Decoder(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """(log-prob, entropy), each [N] float32, of targets [N] as predicted at predictors [N],
         places among the T: all that a trainer asks of a model, in one call. coefficients: of the
-        loss, see `ops.log_probs`."""
+        loss, see `Ops.log_probs`."""
         hidden_TD = self(ids_T, positions_T, context, routing)
-        return ops.log_probs(
+        return self.ops.log_probs(
             hidden_TD.index_select(0, predictors_N),
             self.head,
             targets_N,
@@ -159,8 +167,8 @@ class Decoder(nn.Module):
     def log_probs(
         self, hidden_TD: Tensor, ids_T: Tensor, *, temperature: float = 1.0
     ) -> tuple[Tensor, Tensor]:
-        """(log-prob of ids, entropy), each [T] float32: `ops.log_probs` over this head."""
-        return ops.log_probs(hidden_TD, self.head, ids_T, temperature=temperature)
+        """(log-prob of ids, entropy), each [T] float32: `Ops.log_probs` over this head."""
+        return self.ops.log_probs(hidden_TD, self.head, ids_T, temperature=temperature)
 
     def _rope(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin [T, 1, K], from a table that is computed once per device."""

@@ -17,8 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lockstep.ops import api as ops
-from lockstep.ops.plain import rows_by_expert
+from lockstep.ops.base import Ops, rows_by_expert
 
 Tensor = torch.Tensor
 
@@ -72,15 +71,15 @@ class ExpertProjection:
             low = ExpertFactors(A, B, low.scale)
         return ExpertProjection(weight, bias, low)
 
-    def forward(self, x_RK: Tensor, counts: list[int]) -> Tensor:
+    def forward(self, x_RK: Tensor, counts: list[int], ops: Ops) -> Tensor:
         """[R, N] of rows sorted by expert; counts: how many each expert has."""
         out_RN = ops.expert_linear(x_RK, self.weight, self.bias, counts)
         if (low := self.low_rank) is None:
             return out_RN
-        return out_RN + ops.expert_linear(self._inner(x_RK, low, counts), low.B, None, counts)
+        return out_RN + ops.expert_linear(self._inner(x_RK, low, counts, ops), low.B, None, counts)
 
     @staticmethod
-    def _inner(x_RK: Tensor, low: ExpertFactors, counts: list[int]) -> Tensor:
+    def _inner(x_RK: Tensor, low: ExpertFactors, counts: list[int], ops: Ops) -> Tensor:
         return ops.expert_linear(x_RK, low.A, None, counts) * low.scale
 
     def backward(
@@ -89,6 +88,7 @@ class ExpertProjection:
         x_RK: Tensor,
         counts: list[int],
         into: Sequence[Tensor | None],
+        ops: Ops,
         *,
         share_R: Tensor | None = None,
     ) -> Tensor:
@@ -105,7 +105,7 @@ class ExpertProjection:
             _add_sums(grad_bias, grad_RN, share_R, counts)
         if (low := self.low_rank) is not None:
             grad_inner = ops.expert_linear_backward(
-                grad_RN, self._inner(x_RK, low, counts), low.B, counts, grad_weight=grad_B
+                grad_RN, self._inner(x_RK, low, counts, ops), low.B, counts, grad_weight=grad_B
             )
             grad_RK += ops.expert_linear_backward(
                 grad_inner * low.scale, x_RK, low.A, counts, grad_weight=grad_A
@@ -120,6 +120,7 @@ class _Plan:
     gate_up: ExpertProjection
     down: ExpertProjection
     activation: Callable[[Tensor], Tensor]
+    ops: Ops
     num_chunk_tokens: int | None
 
     def chunks(self, experts_TA: Tensor) -> list[_Chunk]:
@@ -138,6 +139,7 @@ def mix_experts(
     gate_up: ExpertProjection,
     down: ExpertProjection,
     activation: Callable[[Tensor], Tensor],
+    ops: Ops,
     num_chunk_tokens: int | None = None,
 ) -> Tensor:
     """[T, D]: what each token's experts give, times its weights, summed in the order of its slots.
@@ -145,7 +147,7 @@ def mix_experts(
     experts_TA: [T, A] int64, distinct per token. activation: [R, 2F] -> [R, F] over `ops`.
     num_chunk_tokens: None takes what ROWS_PER_EXPERT says.
     """
-    plan = _Plan(gate_up, down, activation, num_chunk_tokens)
+    plan = _Plan(gate_up, down, activation, ops, num_chunk_tokens)
     if torch.is_grad_enabled():
         tensors = (*gate_up.tensors, *down.tensors)
         inputs = (x_TD, weights_TA, *tensors)
@@ -186,13 +188,13 @@ class _Mix(torch.autograd.Function):
             token_R, counts = chunk.token_R, chunk.counts
             x_RD = x_TD[chunk.tokens].index_select(0, token_R)
             share_R = weights_TA[chunk.tokens].flatten().index_select(0, chunk.order_R)
-            gate_up_RF = gate_up.forward(x_RD, counts).requires_grad_()
+            gate_up_RF = gate_up.forward(x_RD, counts, plan.ops).requires_grad_()
             with torch.enable_grad():
                 active_RF = plan.activation(gate_up_RF)
             hidden_RF = active_RF.detach()
             grad_RD = grad_TD[chunk.tokens].index_select(0, token_R)
             grad_RF = down.backward(
-                grad_RD, hidden_RF * share_R[:, None], counts, into[4:], share_R=share_R
+                grad_RD, hidden_RF * share_R[:, None], counts, into[4:], plan.ops, share_R=share_R
             )
             if needs_weights:
                 through_R = (grad_RF * hidden_RF).sum(-1)
@@ -202,7 +204,7 @@ class _Mix(torch.autograd.Function):
             del grad_RD, hidden_RF
             (grad_RF,) = torch.autograd.grad(active_RF, gate_up_RF, grad_RF.mul_(share_R[:, None]))
             del active_RF, gate_up_RF
-            grad_RD = gate_up.backward(grad_RF, x_RD, counts, into[:4])
+            grad_RD = gate_up.backward(grad_RF, x_RD, counts, into[:4], plan.ops)
             del grad_RF, x_RD
             if needs_x:
                 grad_x_TD[chunk.tokens] = chunk.by_slot(grad_RD).sum(1)
@@ -226,7 +228,7 @@ def _mix(x_TD: Tensor, weights_TA: Tensor, experts_TA: Tensor, plan: _Plan) -> T
         x_RD = x_TD.expand(E, *x_TD.shape).flatten(0, 1)
         place_TA = torch.arange(len(x_TD), device=x_TD.device)[:, None] + experts_TA * len(x_TD)
         out_RD = _experts(x_RD, [len(x_TD)] * E, plan)
-        return ops.combine(_rows(out_RD, place_TA), weights_TA)
+        return plan.ops.combine(_rows(out_RD, place_TA), weights_TA)
     chunks = plan.chunks(experts_TA)
     parts = (_mix_chunk(x_TD, weights_TA, chunk, plan) for chunk in chunks)
     if len(chunks) == 1:
@@ -240,11 +242,12 @@ def _mix(x_TD: Tensor, weights_TA: Tensor, experts_TA: Tensor, plan: _Plan) -> T
 def _mix_chunk(x_TD: Tensor, weights_TA: Tensor, chunk: _Chunk, plan: _Plan) -> Tensor:
     x_RD = x_TD[chunk.tokens].index_select(0, chunk.token_R)
     out_RD = _experts(x_RD, chunk.counts, plan)
-    return ops.combine(chunk.by_slot(out_RD), weights_TA[chunk.tokens])
+    return plan.ops.combine(chunk.by_slot(out_RD), weights_TA[chunk.tokens])
 
 
 def _experts(x_RD: Tensor, counts: list[int], plan: _Plan) -> Tensor:
-    return plan.down.forward(plan.activation(plan.gate_up.forward(x_RD, counts)), counts)
+    active_RF = plan.activation(plan.gate_up.forward(x_RD, counts, plan.ops))
+    return plan.down.forward(active_RF, counts, plan.ops)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

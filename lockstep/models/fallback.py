@@ -27,7 +27,7 @@ from lockstep.models.hf_io import (
     replacing,
     save_checkpoint,
 )
-from lockstep.ops import api as ops
+from lockstep.ops.base import Ops
 from lockstep.ops.context import PackedBlock, PackedContext, Support, take_rows
 
 Tensor = torch.Tensor
@@ -43,6 +43,7 @@ class FallbackModel(nn.Module):
         super().__init__()
         self.inner = inner.eval()
         self.config = config
+        self.ops = Ops()
         self.lora = None
         parameters = inspect.signature(inner.forward).parameters
         self._takes_positions = "position_ids" in parameters
@@ -99,7 +100,7 @@ class FallbackModel(nn.Module):
         """(log-prob, entropy), each [N] float32: see `Decoder.score`."""
         if self.has_plain_head:
             hidden_TD = self(ids_T, positions_T, context, routing)
-            return ops.log_probs(
+            return self.ops.log_probs(
                 hidden_TD.index_select(0, predictors_N), self.head, targets_N,
                 temperature=temperature, support=support,
             )  # fmt: skip

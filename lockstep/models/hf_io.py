@@ -39,6 +39,7 @@ from lockstep.models.tensor_file import (
     rows_of,
     write_tensors,
 )
+from lockstep.ops.base import Ops
 
 Tensor = torch.Tensor
 
@@ -195,6 +196,7 @@ def load_checkpoint(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
     mesh: DeviceMesh | None = None,
+    ops: Ops | None = None,
 ) -> Decoder:
     """A decoder with the weights of a Hugging Face checkpoint directory.
 
@@ -206,7 +208,7 @@ def load_checkpoint(
     config = ModelConfig.from_directory(directory)
     tensors = read_tensors(directory)
     with torch.device("meta"):
-        model = Decoder(config)
+        model = Decoder(config, ops=ops)
     check_tensors(model, tensors, where=str(directory))
     model = model.to(dtype)
     if mesh is not None:
@@ -323,12 +325,12 @@ def decoder_like(
     where: str,
     dtype: torch.dtype | None = None,
 ) -> Decoder:
-    """A decoder without gradients, of the shapes and on the device of `model`, with these weights.
+    """A decoder without gradients, with these weights and the shapes, ops and device of `model`.
 
     dtype: None is that of `model`. Raises CheckpointError as `load_weights` does.
     """
     with torch.device("meta"):
-        made = Decoder(model.config)
+        made = Decoder(model.config, ops=model.ops)
     made = made.to(dtype or model.embedding.dtype).to_empty(device=model.embedding.device)
     load_weights(made, tensors, where=where)
     return made.requires_grad_(False)

@@ -1,7 +1,7 @@
 """Low-rank adapters beside the decoder's projections, for sampler and trainer alike.
 
 The adapter is never merged while it is trained: both sides add the same product, computed by
-`ops.api`, so what a contract promises of a model holds for the adapted one.
+the same ops, so what a contract promises of a model holds for the adapted one.
 
 # T tokens  K inputs  N outputs  R rank  S parts of a fused projection  E experts
 """
@@ -19,7 +19,7 @@ from torch import nn
 
 from lockstep.models.experts import ExpertFactors
 from lockstep.models.lora_config import LoraShape, Site, lora_sites
-from lockstep.ops import api as ops
+from lockstep.ops.base import Ops
 
 if TYPE_CHECKING:
     from lockstep.models.decoder import Decoder
@@ -34,9 +34,9 @@ class Projection(nn.Linear):
         super().__init__(inputs, outputs, bias=bias)
         self.lora: LowRank | None = None
 
-    def forward(self, x_TK: Tensor) -> Tensor:
+    def forward(self, x_TK: Tensor, ops: Ops) -> Tensor:
         out_TN = ops.linear(x_TK, self.weight, self.bias)
-        return out_TN if self.lora is None else self.lora(x_TK, out_TN)
+        return out_TN if self.lora is None else self.lora(x_TK, out_TN, ops)
 
 
 class LowRank(nn.Module):
@@ -56,7 +56,7 @@ class LowRank(nn.Module):
         self.A = nn.Parameter(torch.empty(len(parts) * shape.rank, parts[0][0].inputs))
         self.B = nn.ParameterList(torch.empty(s.outputs, shape.rank) for s, _ in parts)
 
-    def forward(self, x_TK: Tensor, out_TN: Tensor) -> Tensor:
+    def forward(self, x_TK: Tensor, out_TN: Tensor, ops: Ops) -> Tensor:
         if not self.is_on:
             return out_TN
         h_TSR = (ops.linear(x_TK, self.A) * self.scale).view(len(x_TK), -1, self.rank)

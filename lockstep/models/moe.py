@@ -1,4 +1,4 @@
-"""What follows attention in a layer: a dense gated MLP, or routed experts, over `ops.api` alone.
+"""What follows attention in a layer: a dense gated MLP, or routed experts, over ops alone.
 
 # T tokens  D model width  E experts  A active experts  F expert width  L routed layers
 """
@@ -15,7 +15,7 @@ from lockstep.errors import AlignmentError
 from lockstep.models.config import ModelConfig
 from lockstep.models.experts import ExpertProjection, mix_experts
 from lockstep.models.lora import ExpertLowRank, Projection
-from lockstep.ops import api as ops
+from lockstep.ops.base import Ops
 
 Tensor = torch.Tensor
 
@@ -106,8 +106,8 @@ class MLP(nn.Module):
         self.gate_up_proj = Projection(config.hidden_size, 2 * width, bias=False)
         self.down_proj = Projection(width, config.hidden_size, bias=False)
 
-    def forward(self, x_TD: Tensor) -> Tensor:
-        return self.down_proj(ops.swiglu(self.gate_up_proj(x_TD)))
+    def forward(self, x_TD: Tensor, ops: Ops, routing: Routing | None = None) -> Tensor:
+        return self.down_proj(ops.swiglu(self.gate_up_proj(x_TD, ops)), ops)
 
 
 class MoE(nn.Module):
@@ -118,11 +118,7 @@ class MoE(nn.Module):
         self.routed_layer = routed_layer
         E, D, F = config.num_experts, config.hidden_size, config.intermediate_size
         self.num_active = config.num_active_experts
-        self._activation = (
-            partial(ops.swiglu_clamped, alpha=GPT_OSS_ALPHA, limit=config.swiglu_limit)
-            if config.swiglu_limit
-            else ops.swiglu
-        )
+        self.swiglu_limit = config.swiglu_limit
         self.has_normalized_routes = config.has_normalized_routes
         has_bias = config.has_expert_bias
         self.router = nn.Linear(D, E, bias=config.has_router_bias)
@@ -133,19 +129,23 @@ class MoE(nn.Module):
         self.gate_up_lora: ExpertLowRank | None = None
         self.down_lora: ExpertLowRank | None = None
 
-    def forward(self, x_TD: Tensor, routing: Routing | None = None) -> Tensor:
-        weights_TA, experts_TA = self._route(x_TD, routing)
+    def forward(self, x_TD: Tensor, ops: Ops, routing: Routing | None = None) -> Tensor:
+        weights_TA, experts_TA = self._route(x_TD, ops, routing)
+        activation = ops.swiglu
+        if self.swiglu_limit:
+            activation = partial(ops.swiglu_clamped, alpha=GPT_OSS_ALPHA, limit=self.swiglu_limit)
         return mix_experts(
             x_TD,
             weights_TA,
             experts_TA,
             gate_up=_projection(self.gate_up_proj, self.gate_up_bias, self.gate_up_lora),
             down=_projection(self.down_proj, self.down_bias, self.down_lora),
-            activation=self._activation,
+            activation=activation,
+            ops=ops,
         )
 
-    def _route(self, x_TD: Tensor, routing: Routing | None) -> tuple[Tensor, Tensor]:
-        logits_TE = self.router_logits(x_TD)
+    def _route(self, x_TD: Tensor, ops: Ops, routing: Routing | None) -> tuple[Tensor, Tensor]:
+        logits_TE = self.router_logits(x_TD, ops)
         if routing is not None and routing.balancing is not None:
             logits_TE = routing.balancing.attach(logits_TE, self.routed_layer)
         replayed_TA = None
@@ -166,7 +166,7 @@ class MoE(nn.Module):
             routing.chosen[self.routed_layer] = experts_TA
         return weights_TA, experts_TA
 
-    def router_logits(self, x_TD: Tensor) -> Tensor:
+    def router_logits(self, x_TD: Tensor, ops: Ops) -> Tensor:
         """[T, E] in the compute dtype: what experts are chosen and weighed by."""
         return ops.linear(x_TD, self.router.weight, self.router.bias)
 

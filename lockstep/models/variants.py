@@ -15,17 +15,20 @@ from typing import TypeVar
 
 import torch
 
-from lockstep.models.attention import Attention, Context
+from lockstep.models.attention import Attention
 from lockstep.models.decoder import Decoder
 from lockstep.models.lora import ExpertLowRank, LowRank, add_adapter
 from lockstep.models.moe import MoE
+from lockstep.ops.base import Context, Ops
 
 Tensor = torch.Tensor
 AnyDecoder = TypeVar("AnyDecoder", bound=Decoder)
 
 
 def sharing(twin: AnyDecoder, model: Decoder) -> AnyDecoder:
-    """`twin` with the very parameters of `model`: an update of one is an update of both."""
+    """`twin` with the ops and the very parameters of `model`: an update of one is an update of
+    both."""
+    twin.ops = model.ops
     if model.lora is not None:
         add_adapter(twin, model.lora, seed=0)
     # Assigning hands down what the twin's own, thrown away, had for requires_grad.
@@ -71,8 +74,8 @@ class DropoutAttention(Attention):
         super().__init__(*args)
         self._share, self._generator = share, generator
 
-    def forward(self, x_TD: Tensor, cos: Tensor, sin: Tensor, context: Context) -> Tensor:
-        out_TD = super().forward(x_TD, cos, sin, context)
+    def forward(self, x_TD: Tensor, cos: Tensor, sin: Tensor, context: Context, ops: Ops) -> Tensor:
+        out_TD = super().forward(x_TD, cos, sin, context, ops)
         kept_TD = torch.rand(out_TD.shape, generator=self._generator) >= self._share
         return out_TD * (kept_TD / (1 - self._share)).to(out_TD.device, out_TD.dtype)
 
@@ -95,8 +98,8 @@ class PerturbedRouter(MoE):
         super().__init__(*args)
         self._std, self._generator = std, generator
 
-    def router_logits(self, x_TD: Tensor) -> Tensor:
-        logits_TE = super().router_logits(x_TD)
+    def router_logits(self, x_TD: Tensor, ops: Ops) -> Tensor:
+        logits_TE = super().router_logits(x_TD, ops)
         noise_TE = self._std * torch.randn(logits_TE.shape, generator=self._generator)
         return logits_TE + noise_TE.to(logits_TE.device, logits_TE.dtype)
 

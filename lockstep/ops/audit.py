@@ -1,6 +1,6 @@
-"""Whether a model computes anything by another way than `ops.api`.
+"""Whether a model computes anything by another way than its ops.
 
-What a backend promises holds for its own functions. Other code may move numbers about and add,
+The promise of a backend holds for its own functions. Other code may move numbers about and add,
 multiply or compare them one by one, since such a result depends on its operands alone; it may not
 sum, exponentiate or normalise by itself.
 """
@@ -59,7 +59,7 @@ def ops_outside(
         model(ids_T, positions_T, context)
         tracker = ModuleTracker()
         outside = _Outside(tracker)
-        with around_every_op(outside.inside), tracker, outside:
+        with around_every_op(model, outside.inside), tracker, outside:
             model(ids_T, positions_T, context)
     return [f"{op} in {module}" for op, module in outside.found.items()]
 

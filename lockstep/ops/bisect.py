@@ -20,7 +20,6 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from lockstep.errors import AlignmentError
-from lockstep.ops import api as ops
 from lockstep.ops.context import PackedContext, PagedBlock, PagedContext, Support
 from lockstep.ops.recording import Model, OpCall, Record, at_token, digests, record
 from lockstep.types import Int64Array, Ragged
@@ -140,7 +139,7 @@ def bisect(
     The trainer: one packed forward, with gradients on as in training, but nothing kept for a
     backward. The sampler, in inference mode and over fresh pages: what stands before a sampled
     token is prefilled in chunks (the prompt, and what was observed between two turns), and each
-    sampled token is fed in a step of its own. Both run over the active backend.
+    sampled token is fed in a step of its own. Both run over the model's ops.
 
     The answer is the first token and op whose outputs differ, looked for up to the first sampled
     token whose log-probs are not all equal. None if nothing differs. -0.0 equals 0.0.
@@ -273,7 +272,7 @@ def _run_trainer(model: Model, row: _Row, keep: Keep) -> tuple[Record, Tensor]:
     context = PackedContext.of(lengths, device=device)
     with torch.enable_grad(), saved_tensors_hooks(_drop, _drop):
         run = record(model, torch.cat(rows), positions, context, keep=keep)
-        logprobs_N, _ = ops.log_probs(
+        logprobs_N, _ = model.ops.log_probs(
             run.hidden.index_select(0, predictors), model.head, row.target_ids,
             temperature=row.temperature, support=row.support,
         )  # fmt: skip
@@ -323,8 +322,8 @@ class _Sampler:
                 if row.support is not None:
                     kept = row.support.mask(slice(n, n + 1), len(weight))
                 drawn = [*range(len(decoded)), len(run.hidden) - 1]
-                logits = ops.linear(run.hidden[drawn], weight)
-                scores = ops.log_softmax(logits, temperature=row.temperature, kept=kept)
+                logits = self._model.ops.linear(run.hidden[drawn], weight)
+                scores = self._model.ops.log_softmax(logits, temperature=row.temperature, kept=kept)
                 logprobs[-1] = scores[-1, row.target_ids[n]]
             return _with_head(run, logprobs, keep), float(logprobs[-1])
 
@@ -422,7 +421,7 @@ def _check_calls(trainer: list[OpCall], sampler: list[OpCall]) -> None:
             raise AlignmentError(
                 f"bisect: call {i} of the model is {first or 'none'} in the packed forward, and "
                 f"{second or 'none'} in the sampler's step. A model must call the same ops of "
-                "lockstep.ops.api over either context."
+                "lockstep.ops over either context."
             )
 
 

@@ -222,3 +222,9 @@ class PagedContext:
     place_index: Tensor | None
     """[T] int64: where each token's output stands in the blocks laid end to end ([B * Q] each);
     None if they are in order already."""
+
+    def write(self, layer: int, k_TGD: Tensor, v_TGD: Tensor) -> None:
+        """Writes the new tokens' keys and values to their places."""
+        for cache, new in ((self.keys[layer], k_TGD), (self.values[layer], v_TGD)):
+            places = cache.view(cache.shape[0], -1, cache.shape[3])
+            places.index_copy_(1, self.write_index, new.transpose(0, 1))

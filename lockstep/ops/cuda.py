@@ -21,16 +21,17 @@ import torch
 
 from lockstep.errors import ConfigError
 from lockstep.ops import cuda_kernels as kernels
-from lockstep.ops import head, plain, trace
-from lockstep.ops.context import Coefficients, PackedContext, PagedBlock, PagedContext, Support
+from lockstep.ops import trace
+from lockstep.ops.base import Ops
+from lockstep.ops.context import PackedContext, PagedBlock, PagedContext
 
 Tensor = torch.Tensor
 
 BACKWARD_SCORES = 1 << 26  # scores of one tile of attention's backward: 256 MiB in float32
 
 
-class CudaOps:
-    """See `ops.api.Backend` for the functions. Raises ConfigError where it cannot run."""
+class CudaOps(Ops):
+    """`Ops` of Triton kernels. Raises ConfigError where it cannot run."""
 
     name = "cuda"
 
@@ -50,25 +51,20 @@ class CudaOps:
         matmul.allow_bf16_reduced_precision_reduction = False
         matmul.allow_fp16_reduced_precision_reduction = False
 
-    @staticmethod
-    def resident_dtype(dtype: torch.dtype) -> torch.dtype | None:
+    def resident_dtype(self, dtype: torch.dtype) -> None:
         return None  # the kernel reads pages where they lie
 
-    @staticmethod
-    def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         out = _Linear.apply(x.reshape(-1, x.shape[-1]), weight, bias)
         return out.view(*x.shape[:-1], len(weight))
 
-    @staticmethod
     def expert_linear(
-        x: Tensor, weight: Tensor, bias: Tensor | None, tokens_per_expert: list[int]
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, tokens_per_expert: list[int]
     ) -> Tensor:
         return kernels.expert_gemm(x, weight, bias, tokens_per_expert)
 
-    expert_linear_backward = staticmethod(plain.expert_linear_backward)
-
-    @staticmethod
     def route(
+        self,
         logits: Tensor,
         num_active: int,
         *,
@@ -88,67 +84,77 @@ class CudaOps:
             total = total + share[:, slot]
         return (share / total[:, None]).to(logits.dtype), experts
 
-    @staticmethod
-    def combine(out: Tensor, weights: Tensor) -> Tensor:
-        return _run(kernels.combine, plain.combine, out, weights)
+    def combine(self, out: Tensor, weights: Tensor) -> Tensor:
+        return _run(kernels.combine, super().combine, out, weights)
 
-    @staticmethod
-    def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return _run(partial(kernels.rms_norm, eps=eps), partial(plain.rms_norm, eps=eps), x, weight)
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        stock = partial(super().rms_norm, eps=eps)
+        return _run(partial(kernels.rms_norm, eps=eps), stock, x, weight)
 
-    @staticmethod
-    def swiglu(gate_up: Tensor) -> Tensor:
-        return _run(kernels.swiglu, plain.swiglu, gate_up)
+    def swiglu(self, gate_up: Tensor) -> Tensor:
+        return _run(kernels.swiglu, super().swiglu, gate_up)
 
-    @staticmethod
-    def swiglu_clamped(gate_up: Tensor, *, alpha: float, limit: float) -> Tensor:
-        settings = {"alpha": alpha, "limit": limit}
-        return _run(
-            partial(kernels.swiglu_clamped, **settings),
-            partial(plain.swiglu_clamped, **settings),
-            gate_up,
-        )
+    def swiglu_clamped(self, gate_up: Tensor, *, alpha: float, limit: float) -> Tensor:
+        kernel = partial(kernels.swiglu_clamped, alpha=alpha, limit=limit)
+        stock = partial(super().swiglu_clamped, alpha=alpha, limit=limit)
+        return _run(kernel, stock, gate_up)
 
-    @staticmethod
-    def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        return _run(kernels.rope, plain.rope, x, cos, sin)
+    def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return _run(kernels.rope, super().rope, x, cos, sin)
 
-    @staticmethod
-    def attention(
+    def _packed_attention(
+        self,
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        *,
+        sinks: Tensor | None,
+        window: int | None,
+        scale: float,
+        context: PackedContext,
+    ) -> Tensor:
+        return _PackedAttention.apply(q, k, v, sinks, window, scale, context)  # pyright: ignore
+
+    def _paged_attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
         sinks: Tensor | None,
         window: int | None,
         scale: float,
         layer: int,
-        context: PackedContext | PagedContext,
+        context: PagedContext,
     ) -> Tensor:
-        if isinstance(context, PackedContext):
-            return _PackedAttention.apply(q, k, v, sinks, window, scale, context)
-        return _paged_attention(q, k, v, sinks, window, scale, layer, context)
+        keys, values = context.keys[layer], context.values[layer]
+        num_places = sum(block.positions.numel() for block in context.blocks)
+        out = q.new_empty(num_places, *q.shape[1:])
+        lse = torch.empty(num_places, q.shape[1], dtype=torch.float32, device=out.device)
+        queries = kernels.Vectors.of_tokens(q)
+        first = 0
+        for block in context.blocks:
+            kernels.attention(
+                queries,
+                kernels.Vectors.of_pages(keys),
+                kernels.Vectors.of_pages(values),
+                out,
+                lse,
+                first=first,
+                tokens=_tokens(block),
+                positions=block.positions,
+                pages=block.pages,
+                page_size=keys.shape[2],
+                sinks=sinks,
+                num_key_heads=keys.shape[0],
+                window=window,
+                scale=scale,
+            )
+            first += block.positions.numel()
+        return out if context.place_index is None else out[context.place_index]
 
-    @staticmethod
     def log_softmax(
-        logits: Tensor, *, temperature: float = 1.0, kept: Tensor | None = None
+        self, logits: Tensor, *, temperature: float = 1.0, kept: Tensor | None = None
     ) -> Tensor:
         return kernels.log_softmax(logits, temperature=temperature, kept=kept)
-
-    def log_probs(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        ids: Tensor,
-        *,
-        temperature: float = 1.0,
-        support: Support | None = None,
-        coefficients: Coefficients | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        return head.log_probs(
-            hidden, weight, ids, linear=self.linear, log_softmax=self.log_softmax,
-            temperature=temperature, support=support, coefficients=coefficients,
-        )  # fmt: skip
 
 
 # -- gradients ------------------------------------------------------------------------------------
@@ -204,36 +210,6 @@ class _Linear(torch.autograd.Function):
 
 
 # -- attention ------------------------------------------------------------------------------------
-
-
-def _paged_attention(
-    q_THD: Tensor,
-    k_TGD: Tensor,
-    v_TGD: Tensor,
-    sinks_H: Tensor | None,
-    window: int | None,
-    scale: float,
-    layer: int,
-    context: PagedContext,
-) -> Tensor:
-    keys, values = context.keys[layer], context.values[layer]
-    G, _, page_size, D = keys.shape
-    keys.view(G, -1, D).index_copy_(1, context.write_index, k_TGD.transpose(0, 1))
-    values.view(G, -1, D).index_copy_(1, context.write_index, v_TGD.transpose(0, 1))
-    H = q_THD.shape[1]
-    num_places = sum(block.positions.numel() for block in context.blocks)
-    out = q_THD.new_empty(num_places, H, D)
-    lse = torch.empty(num_places, H, dtype=torch.float32, device=out.device)
-    q = kernels.Vectors.of_tokens(q_THD)
-    first = 0
-    for block in context.blocks:
-        kernels.attention(
-            q, kernels.Vectors.of_pages(keys), kernels.Vectors.of_pages(values), out, lse,
-            first=first, tokens=_tokens(block), positions=block.positions, pages=block.pages,
-            page_size=page_size, sinks=sinks_H, num_key_heads=G, window=window, scale=scale,
-        )  # fmt: skip
-        first += block.positions.numel()
-    return out if context.place_index is None else out[context.place_index]
 
 
 def _tokens(block: PagedBlock) -> Tensor:

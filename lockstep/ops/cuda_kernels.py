@@ -192,7 +192,7 @@ def _gemm_kernel(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """See `ops.api.rms_norm`. Rounded after the norm and again after the scale, as by `plain`."""
+    """See `Ops.rms_norm`. Rounded after the norm and again after the scale, as by `plain`."""
     D = x.shape[-1]
     x_MD = _aligned(x.reshape(-1, D))
     out = torch.empty_like(x_MD)
@@ -222,7 +222,7 @@ def _rms_norm_kernel(
 
 
 def log_softmax(logits: Tensor, *, temperature: float, kept: Tensor | None) -> Tensor:
-    """See `ops.api.log_softmax`."""
+    """See `Ops.log_softmax`."""
     V = logits.shape[-1]
     rows = _aligned(logits.reshape(-1, V))
     out = torch.empty(rows.shape, dtype=torch.float32, device=rows.device)
@@ -268,12 +268,12 @@ def _load_logits(logits, kept, temperature, row, column, V: tl.constexpr):
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
-    """See `ops.api.swiglu`. Computed in float32 and rounded once."""
+    """See `Ops.swiglu`. Computed in float32 and rounded once."""
     return _launch_swiglu(gate_up, is_clamped=False, alpha=1.0, limit=0.0)
 
 
 def swiglu_clamped(gate_up: Tensor, *, alpha: float, limit: float) -> Tensor:
-    """See `ops.api.swiglu_clamped`. Computed in float32 and rounded once."""
+    """See `Ops.swiglu_clamped`. Computed in float32 and rounded once."""
     return _launch_swiglu(gate_up, is_clamped=True, alpha=alpha, limit=limit)
 
 
@@ -304,7 +304,7 @@ def _swiglu_kernel(
 
 
 def rope(x_THD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """See `ops.api.rope`. cos and sin are rounded to x's dtype, as by `plain`."""
+    """See `Ops.rope`. cos and sin are rounded to x's dtype, as by `plain`."""
     x_THD = _aligned(x_THD)
     _, H, D = x_THD.shape
     out = torch.empty_like(x_THD)
@@ -330,7 +330,7 @@ def _rope_kernel(x, cos, sin, out, size, H: tl.constexpr, D: tl.constexpr, BLOCK
 
 
 def combine(out_TAD: Tensor, weights_TA: Tensor) -> Tensor:
-    """See `ops.api.combine`. Slots are added in order, in float32, and rounded once."""
+    """See `Ops.combine`. Slots are added in order, in float32, and rounded once."""
     T, A, D = out_TAD.shape
     total_TD = out_TAD.new_empty(T, D)
     if total_TD.numel():

@@ -31,16 +31,6 @@ BLOCK_BYTES = 1 << 20  # worked on at once by one thread of a CPU: stays in its 
 TOLERANCE = 1e-5  # of the largest coefficient: float32's rounding, and what a scale adds to it
 
 
-def log_softmax(logits: Tensor, *, temperature: float = 1.0, kept: Tensor | None = None) -> Tensor:
-    """See `ops.api.log_softmax`."""
-    logits = logits.float()
-    if temperature != 1.0:
-        logits = logits / temperature
-    if kept is not None:
-        logits = logits.masked_fill(~kept, float("-inf"))
-    return torch.log_softmax(logits, -1)
-
-
 def chunk_rows(vocab_size: int) -> int:
     """Tokens whose logits live at once. As many, or fewer, are formed once in any case: their
     log-probs are kept for backward."""
@@ -54,18 +44,15 @@ def log_probs(
     ids: Tensor,
     *,
     linear: Linear,
-    log_softmax: LogSoftmax = log_softmax,
-    gradient_dtype: torch.dtype | None = None,
-    temperature: float = 1.0,
-    support: Support | None = None,
-    coefficients: Coefficients | None = None,
+    log_softmax: LogSoftmax,
+    gradient_dtype: torch.dtype,
+    temperature: float,
+    support: Support | None,
+    coefficients: Coefficients | None,
 ) -> tuple[Tensor, Tensor]:
-    """See `ops.api.log_probs`. linear and log_softmax: the backend's own, which must give the same
-    numbers whether or not a gradient is wanted. gradient_dtype: what backward multiplies in; None
-    is that of hidden."""
-    settings = _Settings(
-        temperature, support, linear, log_softmax, gradient_dtype or hidden.dtype, coefficients
-    )
+    """See `Ops.log_probs`. linear and log_softmax: those of the ops, which must give the same
+    numbers whether or not a gradient is wanted."""
+    settings = _Settings(temperature, support, linear, log_softmax, gradient_dtype, coefficients)
     return _LogProbs.apply(hidden, weight, ids, settings)  # pyright: ignore[reportReturnType]
 
 

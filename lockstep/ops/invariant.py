@@ -22,26 +22,23 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lockstep.ops import head, packed, trace
-from lockstep.ops.context import KEY_BLOCK, Coefficients, PackedContext, PagedContext, Support
-from lockstep.ops.head import log_softmax
-from lockstep.ops.paged import paged_attention
-from lockstep.ops.plain import (
+from lockstep.ops import packed, trace
+from lockstep.ops.base import (
     ACTIVATION_CHUNK,
     Activation,
+    Ops,
     activation_chunks,
-    expert_linear_backward,
-    route,
     rows_by_expert,
 )
+from lockstep.ops.context import KEY_BLOCK, PackedContext, PagedContext
+from lockstep.ops.paged import paged_attention
 
 Tensor = torch.Tensor
 
@@ -92,26 +89,33 @@ def has_bfloat16_arithmetic() -> bool:
     return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
 
-class InvariantOps:
-    """See `ops.api.Backend` for the functions."""
+class InvariantOps(Ops):
+    """`Ops` whose forward does not depend on the batch. What is inherited does not either: `route`
+    (topk and softmax go through each row by itself) and `log_softmax`."""
 
     name = "invariant"
-    log_softmax = staticmethod(log_softmax)
-
-    @staticmethod
-    def resident_dtype(dtype: torch.dtype) -> torch.dtype:
-        return torch.float32  # what attention computes in: nothing is converted at each step
 
     def __init__(self, rules: Rules | None = None) -> None:
         self.rules = rules or Rules(is_widening=not has_bfloat16_arithmetic())
         self._packed = _PackedWeights()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.rules,)
+
+    def resident_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return torch.float32  # what attention computes in: nothing is converted at each step
+
+    def gradient_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """float32 where the products would be emulated: gradients of few bits gain nothing."""
+        is_widening = Rules(is_widening=not has_bfloat16_arithmetic()).widens(dtype)
+        return torch.float32 if is_widening else dtype
 
     # -- GEMMs --------------------------------------------------------------------------------
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         x_MK = x.reshape(-1, x.shape[-1])
         if torch.is_grad_enabled():
-            out = _Linear.apply(x_MK, weight, bias, self._gemm)
+            out = _Linear.apply(x_MK, weight, bias, self)
         else:
             out = self._gemm(x_MK, weight, bias)
         return out.view(*x.shape[:-1], len(weight))
@@ -158,25 +162,7 @@ class InvariantOps:
     def expert_linear(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, tokens_per_expert: list[int]
     ) -> Tensor:
-        return self._expert_gemm(x, weight, bias, tokens_per_expert)
-
-    @staticmethod
-    def expert_linear_backward(
-        grad: Tensor,
-        x: Tensor,
-        weight: Tensor,
-        tokens_per_expert: list[int],
-        *,
-        grad_weight: Tensor | None,
-    ) -> Tensor:
-        dtype = x.dtype
-        grad, x = _widen(dtype, grad, x)
-        out = expert_linear_backward(grad, x, weight, tokens_per_expert, grad_weight=grad_weight)
-        return out.to(dtype)
-
-    def _expert_gemm(
-        self, x_RK: Tensor, weight_ENK: Tensor, bias_EN: Tensor | None, counts: list[int]
-    ) -> Tensor:
+        x_RK, weight_ENK, bias_EN, counts = x, weight, bias, tokens_per_expert
         rows, quantum = counts[0], self.rules.row_quantum
         is_wide = self.rules.widens(x_RK.dtype)
         if rows and rows <= PACKED_ROWS and not is_wide and counts.count(rows) == len(weight_ENK):
@@ -190,15 +176,28 @@ class InvariantOps:
             return out[:, :rows].reshape(len(x_RK), -1)
         out = x_RK.new_empty(len(x_RK), weight_ENK.shape[1])
         for expert, part in rows_by_expert(counts):
-            bias = None if bias_EN is None else bias_EN[expert]
+            of_expert = None if bias_EN is None else bias_EN[expert]
             out[part] = self._gemm(
-                x_RK[part], weight_ENK[expert], bias, owner=weight_ENK, index=expert
+                x_RK[part], weight_ENK[expert], of_expert, owner=weight_ENK, index=expert
             )
         return out
 
-    # -- elementwise and per row --------------------------------------------------------------
+    def expert_linear_backward(
+        self,
+        grad: Tensor,
+        x: Tensor,
+        weight: Tensor,
+        tokens_per_expert: list[int],
+        *,
+        grad_weight: Tensor | None,
+    ) -> Tensor:
+        wide = self.gradient_dtype(x.dtype)
+        out = super().expert_linear_backward(
+            grad.to(wide), x.to(wide), weight, tokens_per_expert, grad_weight=grad_weight
+        )
+        return out.to(x.dtype)
 
-    route = staticmethod(route)  # topk and softmax go through each row by itself
+    # -- elementwise and per row --------------------------------------------------------------
 
     def combine(self, out: Tensor, weights: Tensor) -> Tensor:
         total = out[:, 0] * weights[:, 0, None]
@@ -223,44 +222,43 @@ class InvariantOps:
 
     # -- attention ----------------------------------------------------------------------------
 
-    def attention(
+    def _packed_attention(
         self,
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        *,
+        sinks: Tensor | None,
+        window: int | None,
+        scale: float,
+        context: PackedContext,
+    ) -> Tensor:
+        return _Attention.apply(q, k, v, sinks, window, scale, context, self)  # pyright: ignore
+
+    def _paged_attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
         sinks: Tensor | None,
         window: int | None,
         scale: float,
         layer: int,
-        context: PackedContext | PagedContext,
+        context: PagedContext,
     ) -> Tensor:
-        if isinstance(context, PackedContext):
-            return _Attention.apply(q, k, v, sinks, window, scale, context, self.rules)
         out = paged_attention(
-            q.float() * scale, k, v, sinks=sinks, window=window, layer=layer, context=context,
-            attend=_attend, key_block=KEY_BLOCK, key_quantum=self.rules.key_quantum,
+            q.float() * scale,
+            k,
+            v,
+            sinks=sinks,
+            window=window,
+            layer=layer,
+            context=context,
+            attend=_attend,
+            key_block=KEY_BLOCK,
+            key_quantum=self.rules.key_quantum,
             row_quantum=self.rules.head_quantum,
-        )  # fmt: skip
+        )
         return out.to(q.dtype)
-
-    # -- log-prob head ------------------------------------------------------------------------
-
-    def log_probs(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        ids: Tensor,
-        *,
-        temperature: float = 1.0,
-        support: Support | None = None,
-        coefficients: Coefficients | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        return head.log_probs(
-            hidden, weight, ids, linear=partial(self._gemm, bias_N=None),
-            gradient_dtype=_widen(hidden.dtype, hidden[:0])[0].dtype,
-            temperature=temperature, support=support, coefficients=coefficients,
-        )  # fmt: skip
 
 
 class _PackedWeights:
@@ -287,29 +285,20 @@ class _PackedWeights:
         return found
 
 
-Gemm = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-
-
-def _widen(dtype: torch.dtype, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """As float32 where the products would be emulated: gradients of few bits gain nothing."""
-    if Rules(is_widening=not has_bfloat16_arithmetic()).widens(dtype):
-        return tuple(t.float() for t in tensors)
-    return tensors
-
-
 class _Linear(torch.autograd.Function):
     """Keeps the rows as they came: filling up is the forward's own affair."""
 
     @staticmethod
-    def forward(ctx, x_MK, weight_NK, bias_N, gemm):
+    def forward(ctx, x_MK, weight_NK, bias_N, ops):
         ctx.save_for_backward(x_MK, weight_NK)
-        return gemm(x_MK, weight_NK, bias_N)
+        ctx.ops = ops
+        return ops._gemm(x_MK, weight_NK, bias_N)
 
     @staticmethod
     def backward(ctx, grad_MN):
         x_MK, weight_NK = ctx.saved_tensors
-        dtype = x_MK.dtype
-        grad_MN, x_MK, weight_NK = _widen(dtype, grad_MN, x_MK, weight_NK)
+        dtype, wide = x_MK.dtype, ctx.ops.gradient_dtype(x_MK.dtype)
+        grad_MN, x_MK, weight_NK = (x.to(wide) for x in (grad_MN, x_MK, weight_NK))
         grad_x = (grad_MN @ weight_NK).to(dtype) if ctx.needs_input_grad[0] else None
         grad_weight = (grad_MN.t() @ x_MK).to(dtype) if ctx.needs_input_grad[1] else None
         grad_bias = grad_MN.sum(0).to(dtype) if ctx.needs_input_grad[2] else None
@@ -317,7 +306,7 @@ class _Linear(torch.autograd.Function):
 
 
 def _activate(gate_up: Tensor, alpha: float, limit: float | None) -> Tensor:
-    """See `ops.api.swiglu`; with a limit, `swiglu_clamped`."""
+    """See `Ops.swiglu`; with a limit, `swiglu_clamped`."""
     if torch.is_grad_enabled():
         return Activation.apply(gate_up, alpha, limit, _activate_rows)
     return _activate_rows(gate_up, alpha, limit)
@@ -377,7 +366,8 @@ class _Attention(torch.autograd.Function):
     forward's output and log-sum."""
 
     @staticmethod
-    def forward(ctx, q, k, v, sinks, window, scale, context, rules):
+    def forward(ctx, q, k, v, sinks, window, scale, context, ops):
+        rules = ops.rules
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         lse = q.new_empty(q.shape[:2], dtype=torch.float32)
         for piece in packed.layout_of(context, None).pieces:
@@ -392,13 +382,12 @@ class _Attention(torch.autograd.Function):
             trace.record("sink_share", torch.exp(sinks.float() - lse).mean())
         ctx.save_for_backward(q, k, v, sinks, out, lse)
         ctx.settings = window, scale, context
+        ctx.dtype = ops.gradient_dtype(q.dtype)
         return out
 
     @staticmethod
     def backward(ctx, grad_out):
-        q, *saved = ctx.saved_tensors
-        (wide,) = _widen(q.dtype, q[:0])
-        grads = packed.attend_backward(grad_out, q, *saved, *ctx.settings, dtype=wide.dtype)
+        grads = packed.attend_backward(grad_out, *ctx.saved_tensors, *ctx.settings, dtype=ctx.dtype)
         return *grads, *[None] * 4
 
 

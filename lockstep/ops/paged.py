@@ -41,7 +41,7 @@ def paged_attention(
     key_quantum: int,
     row_quantum: int = 1,
 ) -> Tensor:
-    """Writes the new keys and values, and runs `attend` on each block. Returns [T, H, D].
+    """Runs `attend` on each block of a context whose new keys and values are written: [T, H, D].
 
     The keys that `attend` gets begin at a multiple of `key_block`, counted from the start of the
     sequence, and are a multiple of `key_quantum`; those before every query's window and those
@@ -51,8 +51,6 @@ def paged_attention(
     H, D = q_THD.shape[1:]
     keys, values = context.keys[layer], context.values[layer]
     G = keys.shape[0]
-    keys.view(G, -1, D).index_copy_(1, context.write_index, k_TGD.transpose(0, 1))
-    values.view(G, -1, D).index_copy_(1, context.write_index, v_TGD.transpose(0, 1))
     wide = torch.float32 if q_THD.dtype.itemsize < 4 else q_THD.dtype
     sinks = None if sinks is None else sinks.to(wide)
     outs = []

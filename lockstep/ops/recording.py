@@ -1,4 +1,4 @@
-"""What each op of a forward gives, looked at from outside: the active backend in a wrapper.
+"""The output of each op of a forward, seen from outside: the model's ops in a wrapper.
 
 # T tokens of the forward  C recorded calls  W numbers of one call per token
 """
@@ -8,16 +8,15 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from types import SimpleNamespace
 from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
 
-from lockstep.ops.api import Backend, active_backend, use_backend
+from lockstep.ops.base import Ops
 from lockstep.ops.context import PackedContext, PagedContext
 
 Tensor = torch.Tensor
@@ -44,7 +43,9 @@ class Shape(Protocol):
 
 
 class Model(Protocol):
-    """A decoder over `ops.api`: see `models.decoder.Decoder`."""
+    """A decoder that computes by its `ops`: see `models.decoder.Decoder`."""
+
+    ops: Ops
 
     @property
     def config(self) -> Shape: ...
@@ -58,31 +59,58 @@ class Model(Protocol):
     ) -> Tensor: ...
 
 
+OP_NAMES = frozenset(
+    {
+        "linear",
+        "expert_linear",
+        "expert_linear_backward",
+        "route",
+        "combine",
+        "rms_norm",
+        "swiglu",
+        "swiglu_clamped",
+        "rope",
+        "attention",
+        "log_probs",
+        "log_softmax",
+    }
+)
+"""The methods of `Ops` that compute."""
+
+
+class _WatchedOps:
+    def __init__(self, ops: Ops, around: Around) -> None:
+        self._ops, self._around = ops, around
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._ops, name)
+        return partial(self._around, name, value) if name in OP_NAMES else value
+
+
 @contextmanager
-def around_every_op(around: Around) -> Iterator[None]:
-    """In the block, each function of the API goes through `around`, whichever backend is active.
+def with_ops(model: Model, ops: Ops) -> Iterator[None]:
+    """In the block, `model` computes by `ops`."""
+    before, model.ops = model.ops, ops
+    try:
+        yield
+    finally:
+        model.ops = before
+
+
+def around_every_op(model: Model, around: Around) -> AbstractContextManager[None]:
+    """In the block, each op that the model calls goes through `around`.
 
     >>> def count(op, function, *args, **kwargs):
     ...     calls.append(op)
     ...     return function(*args, **kwargs)
-    >>> from lockstep.ops import api as ops
-    >>> calls, x = [], torch.ones(2, 2)
-    >>> with around_every_op(count):
-    ...     out = ops.linear(ops.swiglu(x), x[:, :1])
+    >>> from types import SimpleNamespace
+    >>> calls, x, model = [], torch.ones(2, 2), SimpleNamespace(ops=Ops())
+    >>> with around_every_op(model, count):
+    ...     out = model.ops.linear(model.ops.swiglu(x), x[:, :1])
     >>> calls
     ['swiglu', 'linear']
     """
-    backend = active_backend()
-    wrapped: dict[str, Any] = {}
-    for name in vars(Backend):
-        if not name.startswith("_"):
-            value = getattr(backend, name)
-            wrapped[name] = partial(around, name, value) if callable(value) else value
-    use_backend(cast(Backend, SimpleNamespace(**wrapped)))
-    try:
-        yield
-    finally:
-        use_backend(backend)
+    return with_ops(model, cast(Ops, _WatchedOps(model.ops, around)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +118,7 @@ class OpCall:
     """Names one call of a forward."""
 
     op: str
-    """The function of `ops.api`."""
+    """Method of `Ops`."""
     layer: int | None
     """None outside of all layers."""
     nth: int
@@ -163,7 +191,7 @@ def record(
                 module.register_forward_hook(partial(enter, None)),
             ):
                 stack.callback(handle.remove)
-        stack.enter_context(around_every_op(around))
+        stack.enter_context(around_every_op(model, around))
         hidden = model(ids_T, positions_T, context)
     return Record(calls, kept, hidden)
 

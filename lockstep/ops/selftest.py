@@ -16,19 +16,18 @@ import hashlib
 import re
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from typing import Any
 
 import torch
 
-from lockstep.ops import api, plain
 from lockstep.ops.audit import ops_outside
+from lockstep.ops.base import Ops
 from lockstep.ops.context import KEY_BLOCK, PackedContext, PagedBlock, PagedContext
 from lockstep.ops.contract import COVERED_DTYPES, Fingerprint
 from lockstep.ops.invariant import InvariantOps
-from lockstep.ops.recording import Model, around_every_op
+from lockstep.ops.recording import Model, around_every_op, with_ops
 
 Tensor = torch.Tensor
 
@@ -48,10 +47,10 @@ ROWWISE = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proof:
-    """What the self-test found."""
+    """Result of the self-test."""
 
-    backend: api.Backend
-    """What keeps the contract; `ops.plain` if nothing does."""
+    ops: Ops
+    """Ops that keep the contract; stock `Ops` if none do."""
     failure: str
     """The op and the shape that broke; empty if the contract is kept."""
     num_checks: int
@@ -71,52 +70,53 @@ class Failure:
     """With its dtype, shapes and threads."""
 
 
-def prove(model: Model, *, backend: api.Backend | None = None) -> Proof:
-    """Looks for a backend that keeps the contract for `model`, on its device and in its dtype.
+def prove(model: Model, *, ops: Ops | None = None) -> Proof:
+    """Looks for ops that keep the contract for `model`, on its device and in its dtype.
 
-    backend: what to try; None takes that of the device. A model that computes by itself, outside of
-    `ops.api`, is declined before any op is tried. Leaves the process's backend and thread count as
+    ops: what to try; None takes those of the device. A model that computes by itself, outside of
+    its ops, is declined before any op is tried. Leaves the model's ops and the thread count as
     they were.
     """
     began = time.perf_counter()
     weight = model.head
     dtype = str(weight.dtype).removeprefix("torch.")
     if dtype not in COVERED_DTYPES:
-        return Proof(
-            backend=plain, num_checks=0, seconds=0.0,
-            failure=f"dtype {dtype} is not covered; covered are {', '.join(COVERED_DTYPES)}",
-        )  # fmt: skip
-    tried: api.Backend = plain
-    num_checks = 0
+        failure = f"dtype {dtype} is not covered; covered are {', '.join(COVERED_DTYPES)}"
+        return Proof(ops=Ops(), failure=failure, num_checks=0, seconds=0.0)
+    tried, num_checks, threads = Ops(), 0, torch.get_num_threads()
     try:
-        tried = _backend_of(weight.device) if backend is None else backend
-        failure, num_checks = _try(tried, model)
+        tried = _ops_of(weight.device) if ops is None else ops
+        with with_ops(model, tried):
+            failure, num_checks = _try(tried, model)
     except Exception as error:
         # A package that is missing, a switch that forbids it, a kernel that this device cannot
-        # build or launch: whatever it is, this backend is not one to train on.
+        # build or launch: whatever it is, these ops are not to be trained with.
         failure = f"{type(error).__name__}: {error}"
+    finally:
+        torch.set_num_threads(threads)
     return Proof(
-        backend=plain if failure else tried, failure=failure, num_checks=num_checks,
+        ops=Ops() if failure else tried,
+        failure=failure,
+        num_checks=num_checks,
         seconds=time.perf_counter() - began,
-    )  # fmt: skip
+    )
 
 
-def _try(backend: api.Backend, model: Model) -> tuple[str, int]:
-    """(why `backend` does not keep the contract whatever its rules, or nothing; checks made)."""
+def _try(ops: Ops, model: Model) -> tuple[str, int]:
+    """(why `ops` do not keep the contract under any rules, or nothing; checks made)."""
     num_checks = 0
     if text := _ops_outside(model):
         return text, num_checks
     while True:
-        with _using(backend):
-            found, count = first_failure(model)
+        found, count = first_failure(model)
         num_checks += count
         if found is None:
             return "", num_checks
-        if not _raise_quantum(backend, found):
+        if not _raise_quantum(ops, found):
             return found.text, num_checks
 
 
-def _backend_of(device: torch.device) -> api.Backend:
+def _ops_of(device: torch.device) -> Ops:
     if device.type == "cpu":
         return InvariantOps()
     from lockstep.ops.cuda import CudaOps
@@ -125,18 +125,18 @@ def _backend_of(device: torch.device) -> api.Backend:
 
 
 def _ops_outside(model: Model) -> str:
-    """What the model computes by itself, in words; empty if nothing."""
+    """The ops that the model computes by itself, in words; empty if there are none."""
     ids = torch.zeros(3, dtype=torch.int64, device=model.head.device)
     positions = torch.arange(3, device=ids.device)
     found = ops_outside(model, ids, positions, PackedContext.of([3], device=ids.device))
-    return f"outside of ops.api the model calls {', '.join(found)}" if found else ""
+    return f"outside of its ops the model calls {', '.join(found)}" if found else ""
 
 
-def _raise_quantum(backend: api.Backend, failure: Failure) -> bool:
+def _raise_quantum(ops: Ops, failure: Failure) -> bool:
     """Changes the rules so that they may help; False if none is left that could."""
-    if not isinstance(backend, InvariantOps):
+    if not isinstance(ops, InvariantOps):
         return False
-    rules = backend.rules
+    rules = ops.rules
     if failure.op == "packed weights":
         rules = replace(rules, is_packing=False)
     elif failure.op == "attention" and rules.key_quantum < KEY_BLOCK:
@@ -145,21 +145,10 @@ def _raise_quantum(backend: api.Backend, failure: Failure) -> bool:
         rules = replace(rules, head_quantum=2 * rules.head_quantum)
     else:
         rules = replace(rules, row_quantum=2 * rules.row_quantum)
-    if rules == backend.rules or max(rules.row_quantum, rules.head_quantum) > LARGEST_QUANTUM:
+    if rules == ops.rules or max(rules.row_quantum, rules.head_quantum) > LARGEST_QUANTUM:
         return False
-    backend.rules = rules
+    ops.rules = rules
     return True
-
-
-@contextmanager
-def _using(backend: api.Backend) -> Iterator[None]:
-    before, threads = api.active_backend(), torch.get_num_threads()
-    api.use_backend(backend)
-    try:
-        yield
-    finally:
-        api.use_backend(before)
-        torch.set_num_threads(threads)
 
 
 # -- the recorded forward -------------------------------------------------------------------------
@@ -193,7 +182,7 @@ def _record(model: Model) -> tuple[list[_Call], Tensor]:
         return out
 
     context = PackedContext.of(lengths, device=device)
-    with torch.no_grad(), around_every_op(around):
+    with torch.no_grad(), around_every_op(model, around):
         hidden = model(ids, positions, context)
     return list(calls.values()), hidden
 
@@ -202,10 +191,11 @@ def _record(model: Model) -> tuple[list[_Call], Tensor]:
 
 
 def first_failure(model: Model) -> tuple[Failure | None, int]:
-    """(the first op of the active backend that is not invariant, checks made)."""
+    """(the first of the model's ops that is not invariant, checks made)."""
+    ops = model.ops
     calls, hidden = _record(model)
     with torch.no_grad():
-        logits = api.linear(hidden, model.head)
+        logits = ops.linear(hidden, model.head)
     count = 0
     for call in (
         *calls,
@@ -213,19 +203,19 @@ def first_failure(model: Model) -> tuple[Failure | None, int]:
         _Call("log_softmax", (logits,), {}),
     ):
         if call.op == "attention":
-            checks = _attention_checks(call)
+            checks = _attention_checks(ops, call)
         elif call.op == "expert_linear":
-            checks = _expert_checks(call)
+            checks = _expert_checks(ops, call)
         else:
-            checks = _row_checks(call)
+            checks = _row_checks(ops, call)
         for failed in checks:
             count += 1
             if failed:
                 return Failure(failed, f"{failed}: {_describe(call)}"), count
     with torch.no_grad():
-        sampled = api.log_softmax(logits)
+        sampled = ops.log_softmax(logits)
         ids = sampled.argmax(-1)
-        trained, _ = api.log_probs(hidden, model.head, ids)
+        trained, _ = ops.log_probs(hidden, model.head, ids)
     if not torch.equal(trained, sampled.gather(1, ids[:, None])[:, 0]):
         return Failure("log_probs", "log_probs: not what log_softmax gives the sampler"), count
     return None, count + 1
@@ -238,9 +228,9 @@ def _describe(call: _Call) -> str:
     return f"{str(tensors[0].dtype).removeprefix('torch.')} {shapes}{threads}"
 
 
-def _row_checks(call: _Call) -> Iterator[str]:
+def _row_checks(ops: Ops, call: _Call) -> Iterator[str]:
     """Yields "" for each comparison that holds, and the op's name for one that does not."""
-    op, rowwise = getattr(api, call.op), ROWWISE[call.op]
+    op, rowwise = getattr(ops, call.op), ROWWISE[call.op]
 
     def run(rows: slice | Tensor) -> list[Tensor]:
         args = [a[rows] if i in rowwise else a for i, a in enumerate(call.args)]
@@ -276,14 +266,14 @@ def _selections(total: int) -> Iterator[slice]:
             yield slice(start, start + count)
 
 
-def _expert_checks(call: _Call) -> Iterator[str]:
+def _expert_checks(ops: Ops, call: _Call) -> Iterator[str]:
     x_RK, weight, bias, _ = call.args
     num_experts = len(weight)
     with torch.no_grad():
 
         def run(counts: list[int]) -> list[Tensor]:
             rows = torch.cat([x_RK[:count] for count in counts])
-            return list(api.expert_linear(rows, weight, bias, counts).split(counts))
+            return list(ops.expert_linear(rows, weight, bias, counts).split(counts))
 
         # More rows than any path for few takes, and not the same number everywhere.
         most = min(len(x_RK), 2 * KEY_BLOCK)
@@ -301,13 +291,13 @@ def _expert_checks(call: _Call) -> Iterator[str]:
                 yield "" if _same(fed, part) else "packed weights"
 
 
-def _attention_checks(call: _Call) -> Iterator[str]:
+def _attention_checks(ops: Ops, call: _Call) -> Iterator[str]:
     """The first row's positions through a paged cache: in chunks, one by one, and two at once."""
     q, k, v = call.args[:3]
     kwargs = {name: x for name, x in call.kwargs.items() if name not in ("layer", "context")}
     length = call.kwargs["context"].blocks[0].length
     with torch.no_grad():
-        full = api.attention(q, k, v, **call.kwargs)[:length]
+        full = ops.attention(q, k, v, **call.kwargs)[:length]
         for page_size in (KEY_BLOCK, 16):
             cache = _Pages(k, length, page_size)
             last = length - 1
@@ -317,7 +307,7 @@ def _attention_checks(call: _Call) -> Iterator[str]:
             for stop in steps:
                 part = slice(start, stop)
                 with torch.inference_mode():
-                    out = api.attention(
+                    out = ops.attention(
                         q[part], k[part], v[part], layer=0, context=cache.step(part), **kwargs
                     )
                 yield "" if torch.equal(out, full[part]) else call.op
@@ -325,7 +315,7 @@ def _attention_checks(call: _Call) -> Iterator[str]:
             # The same positions again, as decode steps of several sequences in one block.
             places = torch.tensor([5, length // 2, last])
             with torch.inference_mode():
-                out = api.attention(
+                out = ops.attention(
                     q[places], k[places], v[places], layer=0, context=cache.together(places),
                     **kwargs,
                 )  # fmt: skip
@@ -365,19 +355,18 @@ def _same(left: list[Tensor], right: list[Tensor]) -> bool:
 # -- fingerprint ----------------------------------------------------------------------------------
 
 
-def fingerprint(dtype: torch.dtype, device: torch.device) -> Fingerprint:
-    """Of what the active backend computes with in this process."""
-    backend = api.active_backend()
+def fingerprint(ops: Ops, dtype: torch.dtype, device: torch.device) -> Fingerprint:
+    """Describes what `ops` compute with in this process."""
     name = str(dtype).removeprefix("torch.")
     found = Fingerprint(
-        ops=backend.name, dtype=name, device=_device_name(device), kv_dtype=name,
-        isa=_isa(device), libraries=_libraries(device), probe=_probe(dtype, device),
+        ops=ops.name, dtype=name, device=_device_name(device), kv_dtype=name,
+        isa=_isa(device), libraries=_libraries(device), probe=_probe(ops, dtype, device),
     )  # fmt: skip
-    if backend is plain:
+    if type(ops) is Ops:
         return found
     found = replace(found, key_block=KEY_BLOCK)
-    if isinstance(backend, InvariantOps):
-        rules = backend.rules
+    if isinstance(ops, InvariantOps):
+        rules = ops.rules
         found = replace(
             found, row_quantum=rules.row_quantum, head_quantum=rules.head_quantum,
             gemm="float32" if rules.widens(dtype) else "native",
@@ -404,11 +393,11 @@ def _libraries(device: torch.device) -> str:
     return ", ".join(found)
 
 
-def _probe(dtype: torch.dtype, device: torch.device) -> str:
-    """Of a GEMM, a norm, an activation and a softmax over numbers that need no generator."""
+def _probe(ops: Ops, dtype: torch.dtype, device: torch.device) -> str:
+    """Hash of a GEMM, a norm, an activation and a softmax over numbers that need no generator."""
     count = torch.arange(512 * 96, dtype=torch.float64)
     x = ((count * 0.6180339887498949) % 1.0 - 0.5).view(96, 512).to(dtype).to(device)
     with torch.no_grad():
-        hidden = api.rms_norm(api.linear(x[:48], x), x.new_ones(96), 1e-6)
-        logp = api.log_softmax(api.swiglu(hidden) * 8.0)
+        hidden = ops.rms_norm(ops.linear(x[:48], x), x.new_ones(96), 1e-6)
+        logp = ops.log_softmax(ops.swiglu(hidden) * 8.0)
     return hashlib.sha256(logp.cpu().numpy().tobytes()).hexdigest()[:12]

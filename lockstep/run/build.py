@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from lockstep.launch.ranks import Ranks
     from lockstep.launch.workers import Workers
     from lockstep.models.decoder import Decoder
+    from lockstep.ops.base import Ops
     from lockstep.sync.publisher import Publisher
     from lockstep.training.critic import Critic
     from lockstep.training.trainer import Trainer
@@ -140,10 +141,10 @@ def build(
     reference = None
     needs_reference = config.objective.reads_reference_logprobs and model_files.lora is None
     if is_training and needs_reference:
-        reference = load_model(config, model_files, mesh=mesh).requires_grad_(False)
+        reference = load_model(config, model_files, mesh=mesh, ops=model.ops).requires_grad_(False)
     trained = hooks.make_trained(model)
     if mesh is not None:
-        trained = load_model(config, model_files, weights=weights, mesh=mesh)
+        trained = load_model(config, model_files, weights=weights, mesh=mesh, ops=model.ops)
     trainer = Trainer(
         trained,
         config.trainer,
@@ -172,7 +173,9 @@ def build(
     critic = None
     if is_training and config.advantage.needs_critic:
         device = model.embedding.device
-        critic = load_critic(config, model_files, device=device, ranks=ranks, mesh=mesh)
+        critic = load_critic(
+            config, model_files, device=device, ranks=ranks, mesh=mesh, ops=model.ops
+        )
     return Parts(model_files, model, engine, trainer, numerics, publisher, critic, hooks)
 
 
@@ -232,10 +235,11 @@ def load_critic(
     device: torch.device,
     ranks: Ranks | None = None,
     mesh: DeviceMesh | None = None,
+    ops: Ops | None = None,
 ) -> Critic:
     """The critic that `advantage` compares with, from its own model or the run's.
 
-    ranks, mesh: as of `build` and `load_model`.
+    ranks, mesh, ops: as of `build` and `load_model`.
     """
     import torch
 
@@ -245,7 +249,9 @@ def load_critic(
     name = config.critic.model
     directory = locate_model(name) if name else model_files.directory
     return Critic(
-        load_value_model(directory, dtype=getattr(torch, config.dtype), device=device, mesh=mesh),
+        load_value_model(
+            directory, dtype=getattr(torch, config.dtype), device=device, mesh=mesh, ops=ops
+        ),
         config.critic,
         config.trainer,
         like=directory,
@@ -255,24 +261,24 @@ def load_critic(
 
 
 def choose_numerics(config: Config, model: Decoder) -> Numerics:
-    """Makes the process's ops those that the setting `contract` asks for.
+    """Gives `model` the ops that the setting `contract` asks for.
 
     Raises ConfigError if it is named and cannot be kept; `auto` then takes stock ops and says why.
     """
-    from lockstep.ops import api, plain
+    from lockstep.ops.base import Ops
     from lockstep.ops.selftest import fingerprint, prove
 
     weight = model.embedding
-    api.use_backend(plain)
+    model.ops = Ops()
     reason = "contract=none"
     if config.contract != "none":
         reason = why_no_contract(config)
         if not reason:
             proof = prove(model)
-            api.use_backend(proof.backend)
+            model.ops = proof.ops
             reason = proof.failure
             if proof.is_kept:
-                found = fingerprint(weight.dtype, weight.device)
+                found = fingerprint(model.ops, weight.dtype, weight.device)
                 return Numerics(
                     found, True,
                     f"{TRUE_ON_POLICY}: {found.ops} ops, rows filled to {found.row_quantum}, keys "
@@ -290,7 +296,7 @@ def choose_numerics(config: Config, model: Decoder) -> Numerics:
         )
     line = "stock ops; sampler and trainer agree to rounding"
     line += f" ({reason})" if config.contract == "none" else f". No contract: {reason}"
-    return Numerics(fingerprint(weight.dtype, weight.device), False, line)
+    return Numerics(fingerprint(model.ops, weight.dtype, weight.device), False, line)
 
 
 def _with_engine(
@@ -308,7 +314,7 @@ def _with_engine(
     cannot keep it, and for an engine of this library that should; `auto` goes on without.
     """
     from lockstep.engines.agreement import compare
-    from lockstep.ops import api, plain
+    from lockstep.ops.base import Ops
     from lockstep.ops.selftest import fingerprint
 
     found, line = engine.capabilities, numerics.line
@@ -320,7 +326,7 @@ def _with_engine(
         reason = why_not_same(numerics.fingerprint, found.fingerprint)
     else:
         # Until the first sync the engine runs what it was started from, whatever the trainer does.
-        same = model if weights is None else load_model(config, model_files)
+        same = model if weights is None else load_model(config, model_files, ops=model.ops)
         try:
             agreement = asyncio.run(compare(engine, same, temperature=config.agent.temperature))
         except EngineError as error:
@@ -338,10 +344,10 @@ def _with_engine(
             f"contract={TRUE_ON_POLICY}: engine {found.name} cannot keep it: {reason}. Or set "
             "contract=none: the gap is then measured and corrected."
         )
-    api.use_backend(plain)
+    model.ops = Ops()
     weight = model.embedding
     return Numerics(
-        fingerprint(weight.dtype, weight.device), False,
+        fingerprint(model.ops, weight.dtype, weight.device), False,
         "stock ops; sampler and trainer agree to rounding. No contract: engine "
         f"{found.name} cannot keep it: {reason}",
     )  # fmt: skip
@@ -353,10 +359,12 @@ def load_model(
     *,
     weights: Path | None = None,
     mesh: DeviceMesh | None = None,
+    ops: Ops | None = None,
 ) -> Decoder:
     """The decoder, with its adapter, on the config's device and dtype; sets torch's threads and
     seed. weights: of a checkpoint; None takes the config's own. mesh: the ranks that its parameters
-    are spread over; an adapter is whole on each.
+    are spread over; an adapter is whole on each. ops: what the decoder computes by; None is stock
+    torch.
 
     With fallback=true a `FallbackModel`, which a trainer takes for one; what asks for more of it
     was refused before.
@@ -379,8 +387,8 @@ def load_model(
     _check_freeze(config, model_files)
     if config.lora is None or model_files.lora is None:
         source = weights or model_files.directory
-        return load_checkpoint(source, dtype=dtype, device=device, mesh=mesh)
-    model = load_checkpoint(model_files.directory, dtype=dtype, device=device, mesh=mesh)
+        return load_checkpoint(source, dtype=dtype, device=device, mesh=mesh, ops=ops)
+    model = load_checkpoint(model_files.directory, dtype=dtype, device=device, mesh=mesh, ops=ops)
     add_adapter(model, model_files.lora, seed=config.lora.seed)
     if weights is not None:
         check_policy(model, weights, like=model_files.directory)

@@ -17,7 +17,7 @@ from lockstep.models.config import ModelConfig
 from lockstep.models.decoder import Decoder
 from lockstep.models.moe import MoE, Routing
 from lockstep.models.variants import sharing, with_attention
-from lockstep.ops import api as ops
+from lockstep.ops.base import Ops
 from lockstep.ops.head import CHUNK_BYTES
 from lockstep.testing.faults import GrowingNoise
 
@@ -129,7 +129,7 @@ class NoisyHead(Decoder):
         rows = max(1, CHUNK_BYTES // (4 * self.config.vocab_size))
         parts: list[tuple[Tensor, Tensor]] = []
         for hidden, ids in zip(hidden_TD.split(rows), ids_T.split(rows), strict=True):
-            logp = ops.log_softmax(self.logits(hidden), temperature=temperature)
+            logp = self.ops.log_softmax(self.logits(hidden), temperature=temperature)
             parts.append((logp.gather(1, ids[:, None])[:, 0], -(logp.exp() * logp).sum(-1)))
         logprobs, entropy = zip(*parts, strict=True)
         return torch.cat(logprobs), torch.cat(entropy)
@@ -146,16 +146,16 @@ class NoisyMoE(MoE):
 class NoisyRouter(NoisyMoE):
     """Noise on the logits that choose experts and weigh them."""
 
-    def router_logits(self, x_TD: Tensor) -> Tensor:
-        logits_TE = super().router_logits(x_TD)
+    def router_logits(self, x_TD: Tensor, ops: Ops) -> Tensor:
+        logits_TE = super().router_logits(x_TD, ops)
         return self._noise.add_to(logits_TE, x_TD).to(logits_TE.dtype)
 
 
 class NoisyExperts(NoisyMoE):
     """Noise on the sum of the experts: atomic adds, in an order of their own each time."""
 
-    def forward(self, x_TD: Tensor, routing: Routing | None = None) -> Tensor:
-        out_TD = super().forward(x_TD, routing)
+    def forward(self, x_TD: Tensor, ops: Ops, routing: Routing | None = None) -> Tensor:
+        out_TD = super().forward(x_TD, ops, routing)
         return self._noise.add_to(out_TD, x_TD).to(out_TD.dtype)
 
 

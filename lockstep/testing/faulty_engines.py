@@ -69,7 +69,7 @@ def noisy_sampler(fault: SamplingNoise, model: Decoder) -> tuple[Decoder, list[N
 def base_model_engine(config: EmbeddedConfig, context: EngineContext) -> EmbeddedEngine:
     """Shares the parameters of the trained decoder, without its adapter."""
     with torch.device("meta"):
-        base = Decoder(context.model.config)
+        base = Decoder(context.model.config, ops=context.model.ops)
     # Assigning hands down what the base's own, thrown away, had for requires_grad: the trainer
     # would go on to train what it froze.
     trained = {name: p.requires_grad for name, p in context.model.named_parameters()}

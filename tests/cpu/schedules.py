@@ -22,8 +22,8 @@ from lockstep.models.lora import add_adapter
 from lockstep.models.lora_config import LoraConfig, lora_shape
 from lockstep.objectives.config import Reinforce
 from lockstep.objectives.losses import make_loss
-from lockstep.ops import api as ops
-from lockstep.ops import plain, selftest
+from lockstep.ops import selftest
+from lockstep.ops.base import Ops
 from lockstep.training.config import Recompute, RoutingReplay, TrainerConfig
 from lockstep.training.trainer import Trainer
 from lockstep.types import UNKNOWN_EXPERT, Ragged, Request, Sample, SamplingParams
@@ -259,19 +259,18 @@ def backend_for(name: str, dtype: str, lora_rank: int = 0) -> selftest.Proof:
 @cache
 def compare(arm: Arm) -> Tally:
     """Runs the arm's schedules, each with two rounds and an update after either."""
-    backend, threads = ops.active_backend(), torch.get_num_threads()
+    threads = torch.get_num_threads()
     proof = backend_for(arm.model, arm.dtype, arm.lora_rank)
-    ops.use_backend(plain if arm.is_plain else proof.backend)
     try:
         tally = Tally()
         config = TrainerConfig(lr=1e-3, recompute=arm.recompute, routing_replay=arm.routing_replay)
         model = make_model(arm.model, arm.dtype, lora_rank=arm.lora_rank)
+        model.ops = Ops() if arm.is_plain else proof.ops
         trainer = Trainer(model, config, like="unused")
         for seed in arm.seeds:
             _run(trainer, arm, seed, tally)
         return tally
     finally:
-        ops.use_backend(backend)
         torch.set_num_threads(threads)
 
 

@@ -21,7 +21,7 @@ from lockstep.engines.config import EmbeddedConfig, EngineConfig
 from lockstep.engines.registry import make_engine
 from lockstep.errors import ConfigError, ContractError
 from lockstep.objectives.config import PPOClip
-from lockstep.ops import api, plain
+from lockstep.ops.base import Ops
 from lockstep.ops.contract import Fingerprint, check_rows, check_same
 from lockstep.ops.invariant import InvariantOps
 from lockstep.ops.selftest import fingerprint
@@ -144,7 +144,7 @@ def test_an_engine_that_cannot_tell_its_numerics_goes_on_without_under_auto():
     parts = build(config, preflight(config))
     assert not parts.numerics.is_kept and parts.trainer.contract is None
     assert "engine fake cannot keep it: it does not say" in parts.numerics.line
-    assert api.active_backend() is plain
+    assert type(parts.model.ops) is Ops
 
 
 def test_an_engine_that_cannot_tell_its_numerics_is_refused_by_name():
@@ -199,7 +199,7 @@ def test_an_engine_whose_log_probs_are_the_trainers_to_the_bit_is_under_the_cont
 def test_an_engine_that_differs_is_declined_with_the_share_that_does():
     config = resolve(find_recipe("quickstart"), SMALL)
     parts = build(replace(config, engine=AskedConfig(gap=1e-3)), preflight(config))
-    assert not parts.numerics.is_kept and api.active_backend() is plain
+    assert not parts.numerics.is_kept and type(parts.model.ops) is Ops
     assert "compared log-probs (25.3%) differ from the trainer's" in parts.numerics.line
     named = replace(config, engine=AskedConfig(gap=1e-3), contract="true-on-policy")
     with pytest.raises(ConfigError, match=r"cannot keep it: .* by up to 0\.001 nats"):
@@ -253,11 +253,11 @@ def test_the_first_unequal_token_stops_the_run_before_the_update(tmp_path, fault
 @pytest.fixture
 def kept(tmp_path):
     """(make(name) -> a trainer under the contract, rows that it sampled)."""
-    api.use_backend(InvariantOps())
-    contract = fingerprint(torch.float32, torch.device("cpu"))
+    ops = InvariantOps()
+    contract = fingerprint(ops, torch.float32, torch.device("cpu"))
 
     def make(name, **settings):
-        trainer = make_trainer(tmp_path / name, "gpt_oss", **settings)
+        trainer = make_trainer(tmp_path / name, "gpt_oss", ops=ops, **settings)
         trainer.contract = contract
         return trainer
 
@@ -382,18 +382,39 @@ def test_keys_kept_over_new_weights_label_what_is_sampled_from_them(tmp_path):
     assert Fingerprint.from_text(engine.capabilities.fingerprint).kv == "fresh"
 
 
-def test_an_engine_over_other_ops_than_the_process_refuses_to_step(tmp_path):
-    from lockstep.engines.embedded.engine import EmbeddedEngine
-    from lockstep.errors import EngineError
+def test_two_runs_with_two_contracts_in_one_process_keep_their_numbers(tmp_path):
+    """Built both before either samples, and stepped in turn."""
 
-    engine = EmbeddedEngine(make_trainer(tmp_path / "a").model, EmbeddedConfig())
-    api.use_backend(InvariantOps())
+    async def replies(parts):
+        requests = [
+            Request(
+                id=f"r{i}",
+                prompt_ids=np.arange(5 + i, dtype=np.int32),
+                sampling=SamplingParams(max_tokens=12),
+                seed=i,
+            )
+            for i in range(3)
+        ]
+        found = await asyncio.gather(*(_reply(parts.engine, request) for request in requests))
+        return [np.concatenate([delta.logprobs for delta in deltas]) for deltas in found]
 
-    async def ask():
-        request = Request(
-            id="r", prompt_ids=np.arange(9, dtype=np.int32), sampling=SamplingParams(max_tokens=2)
-        )
-        return [delta async for delta in engine.generate(request)]
+    def built(contract):
+        config = resolve(find_recipe("quickstart"), [*SMALL, f"contract={contract}"])
+        return build(config, preflight(config))
 
-    with pytest.raises(EngineError, match="made over plain ops, and the process's are invariant"):
-        asyncio.run(ask())
+    async def interleaved(first, second):
+        return await asyncio.gather(replies(first), replies(second))
+
+    alone = [asyncio.run(replies(built(contract))) for contract in ("true-on-policy", "none")]
+    kept, free = built("true-on-policy"), built("none")
+    assert kept.model.ops.name == "invariant" and free.model.ops.name == "plain"
+    found = asyncio.run(interleaved(kept, free))
+    for ours, theirs in zip(found, alone, strict=True):
+        for left, right in zip(ours, theirs, strict=True):
+            np.testing.assert_array_equal(left, right)
+    assert kept.trainer.model.ops is kept.model.ops
+    assert kept.engine.capabilities.fingerprint == kept.numerics.fingerprint.text
+
+
+async def _reply(engine, request):
+    return [delta async for delta in engine.generate(request)]

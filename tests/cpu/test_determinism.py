@@ -16,8 +16,6 @@ import torch
 from conftest import PROOF
 
 from lockstep.cli import OK, main
-from lockstep.ops import api as ops
-from lockstep.ops import plain
 from lockstep.ops.context import take_rows
 from lockstep.store.run import load_run
 
@@ -29,10 +27,9 @@ SMALL = [
 
 @pytest.fixture(autouse=True)
 def process_settings():
-    """Backend and thread count belong to the process: a test leaves them as they were."""
+    """The thread count belongs to the process: a test leaves it as it was."""
     threads = torch.get_num_threads()
     yield
-    ops.use_backend(plain)
     torch.set_num_threads(threads)
 
 

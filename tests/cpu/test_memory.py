@@ -29,8 +29,8 @@ from lockstep.models import experts
 from lockstep.models.config import ModelConfig
 from lockstep.models.decoder import Decoder
 from lockstep.models.lora_config import LoraConfig, lora_shape
-from lockstep.ops import api as ops
-from lockstep.ops import head, invariant, plain
+from lockstep.ops import head, invariant
+from lockstep.ops.base import Ops
 from lockstep.ops.context import PackedContext
 from lockstep.ops.invariant import InvariantOps
 from lockstep.recipes import find_recipe, find_supervised_recipe
@@ -98,11 +98,11 @@ def kept_bytes(model, num_tokens):
 def test_a_block_keeps_what_is_planned_for_it(kind, dtype, backend):
     """From the difference of two depths; an op that keeps more is to be planned for."""
     is_invariant = backend == "invariant"
-    ops.use_backend(InvariantOps() if is_invariant else plain)
+    ops = InvariantOps() if is_invariant else Ops()
     kept = []
     for layers in (1, 2):
         config = replace(MODELS[kind], num_layers=layers, windows=(32,) * layers)
-        kept.append(kept_bytes(Decoder(config).to(getattr(torch, dtype)), 256))
+        kept.append(kept_bytes(Decoder(config, ops=ops).to(getattr(torch, dtype)), 256))
     planned = kept_per_token(config, 0, DTYPE_BYTES[dtype], is_invariant=is_invariant)
     assert planned == pytest.approx((kept[1] - kept[0]) / 256, rel=0.05)
 

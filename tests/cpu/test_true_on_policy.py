@@ -31,8 +31,6 @@ from lockstep.engines.embedded.engine import EmbeddedEngine
 from lockstep.models.moe import MoE
 from lockstep.objectives.config import Reinforce
 from lockstep.objectives.losses import make_loss
-from lockstep.ops import api as ops
-from lockstep.ops import plain
 from lockstep.training.config import TrainerConfig
 from lockstep.training.trainer import Trainer
 from lockstep.types import Sample
@@ -65,18 +63,17 @@ def arms():
 
 @pytest.fixture
 def process_settings():
-    """Backend and thread count belong to the process: a test leaves them as they were."""
+    """The thread count belongs to the process: a test leaves it as it was."""
     threads = torch.get_num_threads()
     yield
-    ops.use_backend(plain)
     torch.set_num_threads(threads)
 
 
-def use_proved_backend(model, dtype):
+def proved_ops(model, dtype):
     proof = backend_for(model, dtype)
     if not proof.is_kept:
         pytest.skip(f"this machine cannot keep the contract: {proof.failure}")
-    ops.use_backend(proof.backend)
+    return proof.ops
 
 
 @pytest.mark.parametrize("arm", arms(), ids=str)
@@ -117,7 +114,10 @@ def test_with_stock_ops_the_same_schedules_differ(model, dtype):
 
 
 def make_trainer(model, dtype, **config):
-    return Trainer(make_model(model, dtype), TrainerConfig(**config), like="unused")
+    """Over the ops that keep the contract here."""
+    decoder = make_model(model, dtype)
+    decoder.ops = proved_ops(model, dtype)
+    return Trainer(decoder, TrainerConfig(**config), like="unused")
 
 
 def make_engine(trainer, **settings):
@@ -128,8 +128,8 @@ def make_engine(trainer, **settings):
 class OtherExperts(MoE):
     """A router that sends every token to the neighbours of the experts that it should."""
 
-    def _route(self, x_TD, routing):
-        logits_TE = self.router_logits(x_TD)
+    def _route(self, x_TD, ops, routing):
+        logits_TE = self.router_logits(x_TD, ops)
         own_TA = ops.route(logits_TE, self.num_active)[1]
         weights_TA, experts_TA = ops.route(
             logits_TE, self.num_active, experts=(own_TA + 1) % logits_TE.shape[1]
@@ -141,7 +141,6 @@ class OtherExperts(MoE):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_sampler_that_routes_otherwise_is_followed_bit_for_bit(process_settings, dtype):
-    use_proved_backend("gpt_oss", dtype)
     trainer = make_trainer("gpt_oss", dtype, routing_replay="rollout")
     sampler = deepcopy(trainer.model)
     for block in sampler.layers:
@@ -170,7 +169,6 @@ def play(trainer, *, seed):
 @pytest.mark.parametrize(("model", "dtype"), list(product(MODELS, DTYPES)))
 def test_the_trainers_forward_is_the_engines_prefill(process_settings, model, dtype):
     """Over whole texts, in any chunks: `score` has no decode step."""
-    use_proved_backend(model, dtype)
     rng = np.random.default_rng(0)
     trainer = make_trainer(model, dtype)
     vocab = trainer.model.config.vocab_size
@@ -194,7 +192,6 @@ def test_the_trainers_forward_is_the_engines_prefill(process_settings, model, dt
 
 @pytest.mark.parametrize(("model", "dtype"), list(product(MODELS, DTYPES)))
 def test_the_engines_decode_steps_are_its_prefill(process_settings, model, dtype):
-    use_proved_backend(model, dtype)
     trainer = make_trainer(model, dtype)
     rows = play(trainer, seed=1)
 
@@ -212,7 +209,6 @@ def test_the_engines_decode_steps_are_its_prefill(process_settings, model, dtype
 def test_gradients_gather_over_micro_batches_of_any_size_at_the_same_log_probs(
     process_settings, model, dtype
 ):
-    use_proved_backend(model, dtype)
     trainer = make_trainer(model, dtype)
     rows = play(trainer, seed=2)
     longest = max(len(row) for row in rows)

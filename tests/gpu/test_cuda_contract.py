@@ -14,7 +14,7 @@ from lockstep.engines.embedded.engine import EmbeddedEngine
 from lockstep.models.hf_io import load_checkpoint
 from lockstep.models.locate import locate_model
 from lockstep.objectives.losses import TokenLoss
-from lockstep.ops import api, plain
+from lockstep.ops.base import Ops
 from lockstep.ops.context import PackedContext, PagedBlock, PagedContext
 from lockstep.training.config import TrainerConfig
 from lockstep.training.trainer import Trainer
@@ -31,13 +31,9 @@ DTYPES = [torch.float32, torch.bfloat16]
 ROWS = [1, 2, 7, 63, 64, 65, 128, 129, 300]  # both tiles of the GEMM, full and not
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def ops():
-    before = api.active_backend()
-    backend = CudaOps()
-    api.use_backend(backend)
-    yield backend
-    api.use_backend(before)
+    return CudaOps()
 
 
 def rand(*shape, seed=0, dtype=torch.float32):
@@ -162,7 +158,7 @@ def test_attentions_gradients_are_those_of_the_plain_backend(ops, dtype):
 
     # bfloat16 has 8 bits: probabilities, their gradients and the results are rounded to it.
     tolerance = 1e-4 if dtype == torch.float32 else 2e-2
-    pairs = zip(gradients(ops, dtype), gradients(plain, torch.float32), strict=True)
+    pairs = zip(gradients(ops, dtype), gradients(Ops(), torch.float32), strict=True)
     for found, wanted in pairs:
         assert (found.float() - wanted).norm() < tolerance * wanted.norm()
 
@@ -202,7 +198,7 @@ async def sample_rows(engine, vocab_size):
 @pytest.mark.parametrize("name", ["tiny-gpt-oss", "tiny-qwen3"])
 def test_no_sampled_token_differs_between_engine_and_trainer(name, dtype):
     directory = locate_model(name)
-    model = load_checkpoint(directory, dtype=dtype, device=DEVICE)
+    model = load_checkpoint(directory, dtype=dtype, device=DEVICE, ops=CudaOps())
     # Fewer places than 16 requests need, short steps: chunks, ragged decode, preemption.
     config = EmbeddedConfig(
         page_size=48, kv_cache_tokens=48 * 50, max_num_sequences=8, max_step_tokens=64

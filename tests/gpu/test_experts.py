@@ -4,7 +4,9 @@ import pytest
 import torch
 
 from lockstep.models.experts import ExpertProjection, mix_experts
-from lockstep.ops import api as ops
+from lockstep.ops.base import Ops
+
+ops = Ops()
 
 if not torch.cuda.is_available():
     pytest.skip("torch sees no GPU", allow_module_level=True)
@@ -36,7 +38,7 @@ def test_experts_on_a_gpu_have_the_values_and_gradients_of_the_cpu(
         mine = [x.to(device, as_dtype).requires_grad_() for x in leaves]
         out = mix_experts(
             mine[0], mine[1], chosen.to(device), gate_up=ExpertProjection(mine[2], mine[3]),
-            down=ExpertProjection(mine[4], mine[5]), activation=ops.swiglu,
+            down=ExpertProjection(mine[4], mine[5]), activation=ops.swiglu, ops=ops,
             num_chunk_tokens=num_chunk_tokens,
         )  # fmt: skip
         grads = torch.autograd.grad(out, mine, grad.to(device, as_dtype))

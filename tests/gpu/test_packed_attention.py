@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from lockstep.models.reference import reference_attention
-from lockstep.ops import plain
+from lockstep.ops.base import Ops
 from lockstep.ops.context import PackedContext
 
 if not torch.cuda.is_available():
@@ -22,7 +22,7 @@ def test_output_and_all_gradients_equal_the_formula(window, dtype, limit):
     q, k, v, sinks, grad = (torch.randn(shape, generator=g).to(dtype) for shape in shapes)
     leaves = [x.cuda().requires_grad_() for x in (q, k, v, sinks)]
     context = PackedContext.of(LENGTHS, device="cuda")
-    out = plain.attention(
+    out = Ops().attention(
         *leaves[:3], sinks=leaves[3], window=window, scale=0.125, layer=0, context=context
     )
     out.backward(grad.cuda())
@@ -45,7 +45,7 @@ def test_rows_that_begin_alike_equal_rows_that_share_nothing():
     sinks = torch.randn(8, generator=g).cuda()
 
     def attend(x, context):
-        return plain.attention(
+        return Ops().attention(
             *x, sinks=sinks, window=64, scale=0.125, layer=0, context=context
         )  # fmt: skip
 

@@ -11,11 +11,11 @@ import torch.distributed as dist
 from lockstep.models.config import ModelConfig
 from lockstep.models.decoder import Decoder
 from lockstep.models.moe import Routing
-from lockstep.models.sequence_parallel import SequenceParallel, SplitContext
-from lockstep.ops import api as ops
-from lockstep.ops import plain
+from lockstep.models.sequence_parallel import SequenceParallel
+from lockstep.ops.base import Ops
 from lockstep.ops.context import PackedContext, Support
 from lockstep.ops.invariant import InvariantOps
+from lockstep.ops.split import SplitContext
 from lockstep.training.packing import share_beginnings
 from lockstep.types import Ragged
 
@@ -98,8 +98,8 @@ def run(case, group=None):
     """Log-probs, entropy, logits and whole gradients of one case; over a group, in pieces."""
     kind, num_kv_heads, name, what = case
     is_invariant = what == "invariant"
-    ops.use_backend(InvariantOps() if is_invariant else plain)
     model = make_model(kind, num_kv_heads, torch.float32 if is_invariant else torch.float64)
+    model.ops = InvariantOps() if is_invariant else Ops()
     batch = make_batch(name, what)
     sequence = None if group is None else SequenceParallel(group)
     score = model.score if sequence is None else lambda **b: sequence.score(model, **b)

@@ -16,7 +16,6 @@ from conftest import PROOF
 from lockstep.agent.dealing import deal_tasks
 from lockstep.cli import main
 from lockstep.config import from_dict, resolve
-from lockstep.ops import api as ops
 from lockstep.recipes import find_recipe
 from lockstep.run.train import train
 from lockstep.run_config import Config
@@ -41,7 +40,6 @@ ADDED = {"tokens/cached", "tokens/prefilled", "episode/cached"}  # each engine h
 def alone(tmp_path_factory):
     path = tmp_path_factory.mktemp("runs") / "alone"
     train(resolve(find_recipe("quickstart"), SMALL), out=path, view="json")
-    ops.use_backend(sys.modules["lockstep.ops.plain"])
     return load_run(path)
 
 

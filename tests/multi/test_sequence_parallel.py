@@ -7,9 +7,6 @@ import torch
 from processes import run_ranks
 from sequence_ranks import CASES, SIZES, WORLD, run, work
 
-from lockstep.ops import api as ops
-from lockstep.ops import plain
-
 EVERY = [(size, case) for size in SIZES for case in CASES]
 
 
@@ -20,10 +17,7 @@ def ranks(tmp_path_factory):
 
 @cache
 def alone(case):
-    try:
-        return run(case)
-    finally:
-        ops.use_backend(plain)
+    return run(case)
 
 
 def name(value):

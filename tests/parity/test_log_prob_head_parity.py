@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from lockstep.ops import head, plain
+from lockstep.ops import head
+from lockstep.ops.base import Ops
 from lockstep.ops.context import Coefficients
 
 TOKENS, WIDTH, VOCAB = 70, 24, 300
@@ -40,7 +41,7 @@ def test_values_and_gradients_are_those_of_verl(monkeypatch, temperature, is_kno
     for is_ours in (True, False):
         h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
         if is_ours:
-            out = plain.log_probs(h, w, ids, temperature=temperature, coefficients=known)
+            out = Ops().log_probs(h, w, ids, temperature=temperature, coefficients=known)
         else:
             out = [x[0] for x in fused(h[None], w, ids[None], temperature=temperature)]
         torch.autograd.backward(tuple(out), (of_logprobs, of_entropy))

@@ -12,6 +12,7 @@ transformers = pytest.importorskip("transformers", reason="needs transformers")
 from lockstep.models import experts as moe_experts  # noqa: E402
 from lockstep.models.config import ModelConfig  # noqa: E402
 from lockstep.models.moe import MoE, Routing  # noqa: E402
+from lockstep.ops.base import Ops  # noqa: E402
 from lockstep.training.expert_load import ExpertLoad  # noqa: E402
 
 T, D, F, E, A = 300, 24, 16, 8, 2
@@ -101,7 +102,7 @@ def test_values_and_gradients_are_those_of_transformers(monkeypatch, kind, is_sk
     x[:, 0] = x[:, 0].abs() + 1
     grad = torch.randn(T, D, generator=generator, dtype=torch.float64).to(dtype)
     outs, x_grads = [], []
-    for run in (ours, run_theirs):
+    for run in (lambda x: ours(x, Ops()), run_theirs):
         leaf = x.clone().requires_grad_()
         out = run(leaf)
         out.backward(grad)
@@ -136,11 +137,11 @@ def test_the_auxiliary_loss_of_one_layer_is_that_of_transformers(dtype):
 
     counting = Routing()
     with torch.no_grad():
-        ours(x, counting)
+        ours(x, Ops(), counting)
     batch = SimpleNamespace(inputs=(np.arange(T),), ids=torch.arange(T))
     load = ExpertLoad.of(counting.stacked(), batch, E)
     routing = Routing(balancing=load.balancing(batch, num_active=A, coef=1.0))
-    out = ours(x, routing)
+    out = ours(x, Ops(), routing)
     found = torch.autograd.grad((out * 0.0).sum(), (x, ours.router.weight))
     close = {"rtol": 1e-5, "atol": 1e-7}  # theirs sums in float32, in float64 too
     torch.testing.assert_close(routing.balancing.losses[0] * A, theirs.double(), **close)

@@ -10,7 +10,6 @@ from vllm_models import VOCAB, make_checkpoint, trainer_logprobs
 
 from lockstep.engines.agreement import compare
 from lockstep.models.hf_io import load_checkpoint
-from lockstep.ops import api
 from lockstep.ops.selftest import prove
 from lockstep.types import Request, SamplingParams
 
@@ -69,7 +68,7 @@ def test_bfloat16_stays_within_its_band(kind, tmp_path, capsys):
 def test_the_comparison_that_grants_the_contract_finds_vllms_rounding(tmp_path):
     directory = make_checkpoint("qwen3", tmp_path / "qwen3")
     model = load_checkpoint(directory)
-    api.use_backend(prove(model).backend)
+    model.ops = prove(model).ops
     engine = make_local(directory)
     found = asyncio.run(compare(engine, model))
     asyncio.run(engine.close())

@@ -10,7 +10,6 @@ import torch
 from lockstep.models.config import ModelConfig
 from lockstep.models.decoder import Decoder
 from lockstep.models.hf_io import load_checkpoint, save_checkpoint
-from lockstep.ops import api as ops
 from lockstep.ops.context import PackedContext
 
 VOCAB = 384
@@ -103,5 +102,5 @@ def trainer_logprobs(directory, ids, *, temperature=1.0):
     row = torch.from_numpy(np.asarray(ids, np.int64))
     with torch.no_grad():
         hidden = model(row, torch.arange(len(row)), PackedContext.of([len(row)]))
-        values, _ = ops.log_probs(hidden[:-1], model.head, row[1:], temperature=temperature)
+        values, _ = model.log_probs(hidden[:-1], row[1:], temperature=temperature)
     return np.concatenate([[np.nan], values.numpy()])

@@ -113,8 +113,8 @@ def _bisect(
 
     from lockstep.models.decoder import Decoder
     from lockstep.models.hf_io import copy_decoder
-    from lockstep.ops import api
     from lockstep.ops.bisect import bisect, first_difference
+    from lockstep.ops.recording import with_ops
     from lockstep.ops.selftest import prove
 
     rows = comparison.evidence.rows
@@ -148,9 +148,7 @@ def _bisect(
         return Bisection(row=row_id, pair=text, token=token, ops=ops)
     # Over ops that give both sides the same bits, where the machine has them: what parts the two
     # then is in the model, and not rounding.
-    before = api.active_backend()
-    api.use_backend(prove(plain).backend)
-    try:
+    with with_ops(plain, prove(plain).ops):
         parting = bisect(
             plain,
             one.token_ids,
@@ -158,8 +156,6 @@ def _bisect(
             temperature=comparison.evidence.temperature,
             recorded=one.rollout_logprobs,
         )
-    finally:
-        api.use_backend(before)
     return Bisection(
         row=row_id,
         pair="the model's packed forward, as a trainer runs it, and its steps, as a sampler does",

@@ -244,7 +244,7 @@ def _margins(model: Decoder) -> Iterator[list[Tensor]]:
         if isinstance(block.mlp, MoE):
 
             def keep(mlp: Any, inputs: tuple[Any, ...], _: Any) -> None:
-                logits = mlp.router_logits(inputs[0]).float()
+                logits = mlp.router_logits(*inputs[:2]).float()
                 if logits.shape[-1] > mlp.num_active:
                     top = logits.topk(mlp.num_active + 1).values
                     kept.append(top[:, -2] - top[:, -1])

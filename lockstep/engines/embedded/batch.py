@@ -16,6 +16,7 @@ import torch
 
 from lockstep.engines.embedded.kv_cache import ZERO_PAGE, Lease, PagedCache, ResidentCache
 from lockstep.engines.embedded.sampler import Rule, sample, stream_of, uniforms
+from lockstep.ops.base import Ops
 from lockstep.ops.context import PagedBlock, PagedContext, ResidentRows
 from lockstep.types import Float32Array, Int32Array, Request, Routes
 
@@ -193,7 +194,7 @@ class Rows:
         return [self.sequences[i] for i in np.flatnonzero(full)] if full.any() else []
 
     def sample(
-        self, logits: Tensor
+        self, logits: Tensor, ops: Ops
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32], dict[int, Int32Array]]:
         """Draws one token per row from logits [num, V]: (ids, log-probs, row -> its support).
 
@@ -210,6 +211,7 @@ class Rows:
                 logits,
                 uniform,
                 rule,
+                ops,
                 **(self._filters(slice(n), device) if rule.is_filtered else {}),
             )
             if kept is not None:
@@ -220,7 +222,7 @@ class Rows:
             for rule, rows in self._groups:
                 assert rows is not None, "several groups are told apart by their rows"
                 filters = self._filters(rows.cpu().numpy(), device) if rule.is_filtered else {}
-                drawn = sample(logits[rows], uniform[rows], rule, **filters)
+                drawn = sample(logits[rows], uniform[rows], rule, ops, **filters)
                 ids[rows], logprobs[rows] = drawn.ids, drawn.logprobs
                 if drawn.kept is not None:
                     support |= zip(rows.tolist(), _ids_of(drawn.kept), strict=True)

@@ -33,7 +33,6 @@ from lockstep.errors import CapabilityError, ConfigError, EngineError
 from lockstep.models.decoder import Decoder
 from lockstep.models.hf_io import decoder_like, read_tensors
 from lockstep.models.moe import Routing
-from lockstep.ops.api import active_backend
 from lockstep.ops.selftest import fingerprint
 from lockstep.types import (
     Delta,
@@ -102,8 +101,7 @@ class EmbeddedEngine(Engine):
             device=model.embedding.device,
         )
         self._resident = None
-        self._ops = active_backend()
-        dtype = self._ops.resident_dtype(model.embedding.dtype)
+        dtype = model.ops.resident_dtype(model.embedding.dtype)
         if config.resident_rows and dtype is not None:
             self._resident = ResidentCache(
                 self._cache, max_tokens=config.kv_cache_tokens, dtype=dtype
@@ -125,7 +123,7 @@ class EmbeddedEngine(Engine):
         """Requests that are looked at after every token: stop strings, streams."""
         self._num_arrived = 0
         self._has_finished = False
-        self._fingerprint = fingerprint(model.embedding.dtype, model.embedding.device)
+        self._fingerprint = fingerprint(model.ops, model.embedding.dtype, model.embedding.device)
         self._fingerprint_text = self._fingerprint.text
         self._driver: asyncio.Task[None] | None = None
 
@@ -364,12 +362,6 @@ class EmbeddedEngine(Engine):
     def step(self) -> None:
         """Every running request samples a token, and prompts are prefilled beside them."""
         started = time.perf_counter()
-        if active_backend() is not self._ops:
-            raise EngineError(
-                f"this engine was made over {self._ops.name} ops, and the process's are "
-                f"{active_backend().name}: a second run was built beside it? Its numbers would not "
-                "be what its fingerprint says. Build one run after the other, or in a process each."
-            )
         rows, cache, stats = self._rows, self._cache, self.stats
         planned = self._scheduler.plan()
         num_fed = rows.num
@@ -391,7 +383,7 @@ class EmbeddedEngine(Engine):
                 if chunks:
                     places = np.concatenate([np.arange(num_fed), np.array(last_places, np.int64)])
                     hidden = hidden[torch.from_numpy(places).to(hidden.device)]
-                ids, logprobs, support = rows.sample(self._model.logits(hidden))
+                ids, logprobs, support = rows.sample(self._model.logits(hidden), self._model.ops)
         for chunk in chunks:
             if chunk.sequence in broken:
                 self._fail_unfinite(

@@ -20,8 +20,8 @@ from lockstep.errors import CapabilityError, EngineError
 from lockstep.launch.workers import Line, Worker
 from lockstep.models.decoder import Decoder
 from lockstep.models.hf_io import check_tensors, load_checkpoint, load_weights, read_tensors
-from lockstep.ops import api, plain
-from lockstep.ops.invariant import InvariantOps, Rules, ask_for_reproducible_gemm
+from lockstep.ops.base import Ops
+from lockstep.ops.invariant import ask_for_reproducible_gemm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,10 +35,9 @@ class Order:
     device: str
     """cpu or cuda: then the only one that it sees."""
     threads: int
-    ops: str
-    """The backend of the trainer's process."""
-    rules: Rules | None
-    """Its rules, where it has any."""
+    ops: Ops
+    """The trainer's, made anew by the same rules: its self-test holds here too, as the fingerprint
+    tells (a fixed computation is part of it)."""
     memory_fd: int
     """The file that weights on their way stand in, for workers that map it."""
 
@@ -77,7 +76,6 @@ def make_replica(config: EmbeddedConfig, context: EngineContext) -> WorkerEngine
             f"engine embedded runs the decoder, and cannot run a {type(model).__name__}: choose an "
             "engine of another kind."
         )
-    backend = api.active_backend()
     order = Order(
         config=config,
         directory=str(context.directory),
@@ -85,8 +83,7 @@ def make_replica(config: EmbeddedConfig, context: EngineContext) -> WorkerEngine
         dtype=context.dtype if config.dtype == "same" else config.dtype,
         device=model.embedding.device.type,
         threads=torch.get_num_threads(),
-        ops=backend.name,
-        rules=backend.rules if isinstance(backend, InvariantOps) else None,
+        ops=model.ops,
         memory_fd=workers.memory.fd,
     )
     run, _, _ = config.workers
@@ -116,22 +113,10 @@ def work(line: Line) -> None:
 
 
 def _make(order: Order) -> EmbeddedEngine:
+    if order.ops.name == "invariant":
+        ask_for_reproducible_gemm()  # where the trainer's environment is not this one's
     torch.set_num_threads(order.threads)
     model = load_checkpoint(
-        order.directory, dtype=getattr(torch, order.dtype), device=order.device
+        order.directory, dtype=getattr(torch, order.dtype), device=order.device, ops=order.ops
     ).requires_grad_(False)
-    api.use_backend(_backend(order))
     return OwnWeightsEngine(model, order.config, token_bytes=order.token_bytes)
-
-
-def _backend(order: Order) -> api.Backend:
-    """The trainer's, made anew: its self-test's findings hold here too, as the fingerprint tells
-    (a fixed computation is part of it)."""
-    if order.ops == "invariant":
-        ask_for_reproducible_gemm()  # where the trainer's environment is not this one's
-        return InvariantOps(order.rules)
-    if order.ops == "cuda":
-        from lockstep.ops.cuda import CudaOps
-
-        return CudaOps()
-    return plain

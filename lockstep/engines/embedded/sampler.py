@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from lockstep.ops import api as ops
+from lockstep.ops.base import Ops
 from lockstep.types import Distribution
 
 Tensor = torch.Tensor
@@ -75,6 +75,7 @@ def sample(
     logits: Tensor,
     uniform: Tensor,
     rule: Rule,
+    ops: Ops,
     *,
     top_p: Tensor | None = None,
     top_k: Tensor | None = None,

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from lockstep.correction.support import kept_log_mass, renormalized_logprobs, support_bias
 from lockstep.errors import AlignmentError
-from lockstep.ops import api as ops
+from lockstep.ops.base import Ops
 from lockstep.ops.context import Support
 from lockstep.types import Ragged
 
@@ -36,7 +36,7 @@ def test_the_log_prob_heads_values_and_gradient_are_these(drawn, temperature):
     ours, hidden = logits.clone().requires_grad_(), logits.clone().requires_grad_()
     found = renormalized_logprobs(ours, ids, support, temperature=temperature)
     # With the identity as weights, hidden states are logits.
-    wanted, _ = ops.log_probs(
+    wanted, _ = Ops().log_probs(
         hidden, torch.eye(vocab), ids, temperature=temperature, support=Support.of(support)
     )
     torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)

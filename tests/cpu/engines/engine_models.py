@@ -85,10 +85,8 @@ def ask(engine, *requests):
 
 def packed_logprobs(model, ids, *, temperature=1.0):
     """[T] log-prob of each id by one forward over the whole row, NaN at 0: the trainer's way."""
-    from lockstep.ops import api as ops
-
     row = torch.from_numpy(np.asarray(ids, np.int64))
     with torch.no_grad():
         hidden = model(row, torch.arange(len(row)), PackedContext.of([len(row)]))
-        values, _ = ops.log_probs(hidden[:-1], model.head, row[1:], temperature=temperature)
+        values, _ = model.log_probs(hidden[:-1], row[1:], temperature=temperature)
     return np.concatenate([[np.nan], values.numpy()])

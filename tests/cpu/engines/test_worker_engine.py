@@ -26,7 +26,6 @@ from lockstep.errors import (
 from lockstep.launch.shared_file import SharedFile
 from lockstep.models.hf_io import hf_tensors, load_checkpoint, save_checkpoint
 from lockstep.models.locate import locate_model
-from lockstep.ops import api
 from lockstep.ops.invariant import InvariantOps, Rules
 from lockstep.renderers.tokenizer import Tokenizer
 from lockstep.testing.check_engine import check_engine
@@ -54,7 +53,7 @@ def context(model, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def engine(context):
-    api.use_backend(InvariantOps(RULES))
+    context.model.ops = InvariantOps(RULES)
     engine = make_engine(CONFIG, context)
     yield engine
     asyncio.run(engine.close())
@@ -87,7 +86,6 @@ def test_it_keeps_every_promise_of_an_engine(engine, context, model):
 
 
 def test_it_samples_the_bits_of_the_engine_in_this_process(engine, context, model, tmp_path):
-    api.use_backend(InvariantOps(RULES))
     here = EmbeddedEngine(model, CONFIG, token_bytes=context.token_bytes)
     assert engine.capabilities.fingerprint == here.capabilities.fingerprint
     tensors = other_weights(model, seed=1)

@@ -3,23 +3,13 @@
 import json
 import shutil
 
-import pytest
-
 from lockstep.cli import OK, main
-from lockstep.ops import api as ops
-from lockstep.ops import plain
 
 SMALL = [
     "train", "instructions", "steps=2", "groups_per_step=2", "group_size=4",
     "evaluation.num_tasks=4", "evaluation.at_start=false", "checkpoint.every=1",
     "task.num_turns=2", "task.turn_rewards=true",
 ]  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def backend():
-    yield
-    ops.use_backend(plain)
 
 
 def rows_of(path):

@@ -148,7 +148,7 @@ def test_a_part_of_a_fused_projection_can_be_adapted_alone():
     adapter = model.layers[0].attention.qkv_proj.lora
     x = torch.randn(5, 32)
     base = torch.nn.functional.linear(x, model.layers[0].attention.qkv_proj.weight)
-    found = model.layers[0].attention.qkv_proj(x)
+    found = model.layers[0].attention.qkv_proj(x, model.ops)
     A, B = adapter.factors(0)
     assert torch.equal(found[:, :-16], base[:, :-16])
     torch.testing.assert_close(found[:, -16:], base[:, -16:] + adapter.scale * x @ A.T @ B.T)

@@ -17,17 +17,31 @@ from lockstep.models.config import ModelConfig
 from lockstep.models.decoder import Decoder
 from lockstep.models.experts import ExpertFactors, ExpertProjection, mix_experts
 from lockstep.models.moe import MLP, MoE, Routing
-from lockstep.ops import api as ops
-from lockstep.ops.api import active_backend, use_backend
+from lockstep.ops.base import Ops
 from lockstep.ops.context import PackedContext
 from lockstep.ops.invariant import InvariantOps
 
+ops = Ops()
+
 CONFIG = ModelConfig(
-    architecture="gpt_oss", vocab_size=31, hidden_size=16, intermediate_size=8, num_layers=1,
-    num_heads=2, num_kv_heads=1, head_dim=8, rms_norm_eps=1e-6, rope_theta=1e4, max_positions=64,
-    windows=(None,), num_experts=4, num_active_experts=2, swiglu_limit=7.0, has_router_bias=True,
+    architecture="gpt_oss",
+    vocab_size=31,
+    hidden_size=16,
+    intermediate_size=8,
+    num_layers=1,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=8,
+    rms_norm_eps=1e-6,
+    rope_theta=1e4,
+    max_positions=64,
+    windows=(None,),
+    num_experts=4,
+    num_active_experts=2,
+    swiglu_limit=7.0,
+    has_router_bias=True,
     has_expert_bias=True,
-)  # fmt: skip
+)
 PLAIN = replace(CONFIG, has_router_bias=False, has_expert_bias=False, swiglu_limit=0.0)
 
 
@@ -139,10 +153,15 @@ def test_values_and_gradients_are_those_of_each_pair_by_itself(
     experts = distinct(23, 5, 2, among=ROUTES[routes])
     leaves = [x, weights, *(t for p in (gate_up, down) for t in p.tensors if t is not None)]
     grad, results = normal(*x.shape, seed=5), []
-    run = partial(mix_experts, num_chunk_tokens=num_chunk_tokens)
+    run = partial(mix_experts, ops=ops, num_chunk_tokens=num_chunk_tokens)
     for function in (run, one_by_one):
         out = function(
-            x, weights, experts, gate_up=gate_up, down=down, activation=ACTIVATIONS[activation]
+            x,
+            weights,
+            experts,
+            gate_up=gate_up,
+            down=down,
+            activation=ACTIVATIONS[activation],
         )
         results.append([out.detach(), *torch.autograd.grad(out, leaves, grad)])
     for found, wanted in zip(*results, strict=True):
@@ -153,7 +172,15 @@ def test_values_and_gradients_are_those_of_each_pair_by_itself(
 def test_few_tokens_go_through_all_experts_with_the_same_result(T):
     x, weights, gate_up, down = inputs("with bias", T=T)
     experts = distinct(T, 5, 2) if T else torch.empty(0, 2, dtype=torch.int64)
-    out = mix_experts(x, weights, experts, gate_up=gate_up, down=down, activation=ops.swiglu)
+    out = mix_experts(
+        x,
+        weights,
+        experts,
+        gate_up=gate_up,
+        down=down,
+        activation=ops.swiglu,
+        ops=ops,
+    )
     assert out.shape == x.shape
     grads = torch.autograd.grad(out, (x, weights, gate_up.weight), normal(*x.shape, seed=5))
     assert [g.shape for g in grads] == [x.shape, weights.shape, gate_up.weight.shape]
@@ -167,25 +194,28 @@ def test_a_tokens_bits_do_not_depend_on_the_chunk(monkeypatch, dtype):
     """Nor on whether there is a gradient, or on which path few tokens take."""
     x, weights, gate_up, down = inputs("adapted", T=90, D=24, F=16, rank=8, dtype=dtype)
     experts = distinct(90, 5, 2)
-    before = active_backend()
-    use_backend(InvariantOps())
-    try:
+    ops = InvariantOps()
+    activation = partial(ops.swiglu_clamped, alpha=1.702, limit=1.0)
 
-        def run(part, **settings):
-            return mix_experts(
-                x[part], weights[part], experts[part], gate_up=gate_up, down=down,
-                activation=ACTIVATIONS["swiglu_clamped"], **settings,
-            )  # fmt: skip
+    def run(part, **settings):
+        return mix_experts(
+            x[part],
+            weights[part],
+            experts[part],
+            gate_up=gate_up,
+            down=down,
+            activation=activation,
+            ops=ops,
+            **settings,
+        )
 
-        whole = run(slice(None))
-        with torch.no_grad():
-            assert torch.equal(run(slice(3, 5)), whole[3:5])
-            monkeypatch.setattr(moe_experts, "ALL_EXPERTS_MULTIPLIES", 0)
-            for num_chunk_tokens in (1, 16, 33, 1000):
-                found = run(slice(None), num_chunk_tokens=num_chunk_tokens)
-                assert torch.equal(found, whole), num_chunk_tokens
-    finally:
-        use_backend(before)
+    whole = run(slice(None))
+    with torch.no_grad():
+        assert torch.equal(run(slice(3, 5)), whole[3:5])
+        monkeypatch.setattr(moe_experts, "ALL_EXPERTS_MULTIPLIES", 0)
+        for num_chunk_tokens in (1, 16, 33, 1000):
+            found = run(slice(None), num_chunk_tokens=num_chunk_tokens)
+            assert torch.equal(found, whole), num_chunk_tokens
 
 
 def test_gradients_of_bfloat16_experts_are_summed_over_chunks_in_float32(monkeypatch):
@@ -195,9 +225,15 @@ def test_gradients_of_bfloat16_experts_are_summed_over_chunks_in_float32(monkeyp
     experts = distinct(400, 5, 2)
     for num_chunk_tokens in (8, 1000):
         out = mix_experts(
-            x, weights, experts, gate_up=gate_up, down=down, activation=ops.swiglu,
+            x,
+            weights,
+            experts,
+            gate_up=gate_up,
+            down=down,
+            activation=ops.swiglu,
+            ops=ops,
             num_chunk_tokens=num_chunk_tokens,
-        )  # fmt: skip
+        )
         grads.append(torch.autograd.grad(out.float().sum(), gate_up.weight)[0].float())
     # Sums of 50 chunks, each rounded to 8 bits, would be off by about sqrt(50) * 2^-9 = 1.4 %.
     error = (grads[0] - grads[1]).norm() / grads[1].norm()
@@ -231,9 +267,16 @@ def test_nothing_that_is_made_is_larger_than_the_input_the_weights_or_a_chunk(is
     x, weights, gate_up, down = inputs("with bias", T=T, D=D, E=E, F=F, dtype=torch.float32)
     experts = distinct(T, E, A, among=routes)
     run = partial(
-        mix_experts, x, weights, experts, gate_up=gate_up, down=down, activation=ops.swiglu,
+        mix_experts,
+        x,
+        weights,
+        experts,
+        gate_up=gate_up,
+        down=down,
+        activation=ops.swiglu,
+        ops=ops,
         num_chunk_tokens=100,
-    )  # fmt: skip
+    )
     with Sizes() as sizes:
         if is_training:
             run().backward(torch.ones(T, D))
@@ -254,7 +297,13 @@ def test_frozen_experts_cost_no_product_and_no_memory_for_their_gradient(monkeyp
             for t in (p.weight, p.bias):
                 t.requires_grad_(not is_frozen)
         out = mix_experts(
-            x, weights, distinct(23, 5, 2), gate_up=gate_up, down=down, activation=ops.swiglu
+            x,
+            weights,
+            distinct(23, 5, 2),
+            gate_up=gate_up,
+            down=down,
+            activation=ops.swiglu,
+            ops=ops,
         )
         with Sizes() as sizes:
             out.sum().backward()
@@ -268,4 +317,4 @@ def test_a_layer_with_every_parameter_frozen_keeps_nothing_for_backward():
     layer = MoE(CONFIG, 0).requires_grad_(False)
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter)
-    assert layer(normal(9, 16, dtype=torch.float32)).grad_fn is None
+    assert layer(normal(9, 16, dtype=torch.float32), ops).grad_fn is None

@@ -6,9 +6,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.models.reference import reference_attention
-from lockstep.ops import api as ops
 from lockstep.ops import flex, packed, trace
+from lockstep.ops.base import Ops
 from lockstep.ops.context import PackedBlock, PackedContext, PagedBlock, PagedContext
+
+ops = Ops()
 
 LENGTHS = [5, 1, 37, 16, 38]
 

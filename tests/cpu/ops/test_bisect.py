@@ -13,9 +13,8 @@ from lockstep.errors import AlignmentError
 from lockstep.models.config import ModelConfig
 from lockstep.models.decoder import Decoder
 from lockstep.models.tiny import hf_config
-from lockstep.ops import plain
-from lockstep.ops.api import active_backend, use_backend
 from lockstep.ops.audit import ops_outside
+from lockstep.ops.base import Ops
 from lockstep.ops.bisect import bisect
 from lockstep.ops.context import PackedContext, PagedContext, Support
 from lockstep.ops.invariant import InvariantOps
@@ -28,16 +27,8 @@ PROMPT = 5
 LENGTH = 12
 
 
-@pytest.fixture(autouse=True)
-def backend():
-    before = active_backend()
-    use_backend(InvariantOps())
-    yield
-    use_backend(before)
-
-
 def make_model(kind, *, dtype=torch.float32, cls=Decoder):
-    model = cls(ModelConfig.from_hf(hf_config(kind, VOCAB, None)))
+    model = cls(ModelConfig.from_hf(hf_config(kind, VOCAB, None)), ops=InvariantOps())
     model.init_weights(std=0.4, seed=0)
     return model.to(dtype)
 
@@ -55,9 +46,7 @@ def packed_logprobs(model, ids, *, temperature=1.0):
     row = torch.from_numpy(ids.astype(np.int64))
     with torch.no_grad():
         hidden = model(row, torch.arange(len(row)), PackedContext.of([len(row)]))
-        values, _ = active_backend().log_probs(
-            hidden[:-1], model.head, row[1:], temperature=temperature
-        )
+        values, _ = model.ops.log_probs(hidden[:-1], model.head, row[1:], temperature=temperature)
     return np.concatenate([[np.nan], values.numpy()]).astype(np.float32)
 
 
@@ -91,9 +80,7 @@ def test_temperature_support_and_page_size_are_those_of_the_call():
     with torch.no_grad():
         hidden = model(row, torch.arange(LENGTH), PackedContext.of([LENGTH]))[first - 1, None]
         target, kept = row[first, None], Support.of(support.take([first]))
-        value, _ = active_backend().log_probs(
-            hidden, model.head, target, temperature=0.7, support=kept
-        )
+        value, _ = model.ops.log_probs(hidden, model.head, target, temperature=0.7, support=kept)
     assert parting.sampler_logprob == float(value)
 
 
@@ -182,7 +169,7 @@ def test_the_op_and_the_layer_that_differ_in_decode_are_named(kind, op, after, n
     model = make_model(kind)
     weight = PLACES[after](model.layers[layer])
     around = differing(op, weight, next_float, is_met=lambda rows: rows == 1)
-    with around_every_op(around):
+    with around_every_op(model, around):
         parting = bisect(model, make_ids(), is_sampled=after_prompt())
     assert parting is not None
     assert parting.fed_token == PROMPT  # the first that is fed in a step of its own
@@ -194,7 +181,7 @@ def test_what_is_computed_per_expert_is_named_by_the_op_that_gathers_it():
     model = make_model("gpt_oss")
     router = model.layers[1].mlp.router.weight
     around = differing("expert_linear", router, lambda x: x + 1, is_met=lambda rows: rows <= 4)
-    with around_every_op(around):  # four experts, one token
+    with around_every_op(model, around):  # four experts, one token
         parting = bisect(model, make_ids(), is_sampled=after_prompt())
     assert parting.ops[0].call == OpCall("combine", 1, 0)
 
@@ -211,7 +198,7 @@ def test_long_prompts_are_prefilled_in_chunks():
         return function(*args, **kwargs)
 
     is_sampled = np.arange(LENGTH) >= 9
-    with around_every_op(around):
+    with around_every_op(model, around):
         arguments = {"is_sampled": is_sampled, "max_chunk_tokens": 4}
         assert bisect(model, make_ids(), company=[make_ids(6, 1)], **arguments) is None
     assert fed == ["row", (1, 4), (1, 2), (1, 4), (1, 4), (2, 1), (2, 1), (2, 1)]
@@ -231,7 +218,7 @@ def test_a_difference_in_what_was_prefilled_is_found_where_it_arose(where):
             out[1] += 1
         return out
 
-    with around_every_op(around):
+    with around_every_op(model, around):
         parting = bisect(model, ids, is_sampled=is_sampled)
     assert parting.fed_token == first + 1
     assert parting.ops[0].call == OpCall("attention", 1, 0)
@@ -243,7 +230,7 @@ def test_a_difference_in_what_was_prefilled_is_found_where_it_arose(where):
 def test_the_head_is_the_last_op_of_a_token():
     model = make_model("qwen3")
     around = differing("log_softmax", model.head, lambda x: x - 1, is_met=lambda rows: True)
-    with around_every_op(around):
+    with around_every_op(model, around):
         parting = bisect(model, make_ids(), is_sampled=after_prompt())
     assert (parting.token, parting.fed_token) == (PROMPT, PROMPT - 1)
     (difference,) = parting.ops
@@ -261,7 +248,7 @@ def test_company_is_run_on_both_sides_and_may_be_what_parts_them():
         in_step = len(args[0]) == 3  # two of company, and this row's
         return out + 0.5 if op == "rms_norm" and args[1] is norm and in_step else out
 
-    with around_every_op(around):
+    with around_every_op(model, around):
         assert bisect(model, ids, is_sampled=after_prompt()) is None
         parting = bisect(model, ids, is_sampled=after_prompt(), company=company)
     assert parting.fed_token == PROMPT
@@ -272,7 +259,7 @@ def test_differences_are_listed_from_where_they_arise_to_the_log_prob():
     model = make_model("qwen3")
     weight = model.layers[1].mlp.gate_up_proj.weight
     around = differing("swiglu", weight, lambda x: x * 1.01, is_met=lambda rows: rows == 1)
-    with around_every_op(around):
+    with around_every_op(model, around):
         parting = bisect(model, make_ids(), is_sampled=after_prompt())
     assert [str(d.call) for d in parting.ops] == [
         "layer 1, swiglu[0]", "layer 1, linear[3]", "outside of the layers, rms_norm[0]",
@@ -286,8 +273,8 @@ def test_differences_are_listed_from_where_they_arise_to_the_log_prob():
 
 
 def test_where_stock_ops_part_the_numbers_are_those_of_the_packed_forward():
-    use_backend(plain)
     model, ids = make_model("gpt_oss"), make_ids(60)
+    model.ops = Ops()
     parting = bisect(model, ids, is_sampled=after_prompt(60))
     if parting is None:
         pytest.skip("stock ops gave equal bits here")
@@ -314,7 +301,7 @@ def test_the_record_is_told_apart_from_each_side_where_they_part():
     model, ids, is_sampled = make_model("qwen3"), make_ids(), after_prompt()
     weight = model.layers[0].mlp.down_proj.weight
     around = differing("linear", weight, lambda x: x * 1.01, is_met=lambda rows: rows == 1)
-    with around_every_op(around):
+    with around_every_op(model, around):
         found = bisect(model, ids, is_sampled=is_sampled)
         texts = {}
         for side, value in (
@@ -365,7 +352,7 @@ def test_a_result_that_changes_from_run_to_run_is_called_that():
             return out + 1 if count == 1 else out
         return out
 
-    with around_every_op(around):
+    with around_every_op(model, around):
         parting = bisect(model, make_ids(), is_sampled=after_prompt())
     assert parting.fed_token == PROMPT and parting.ops == ()
     assert "changes from run to run" in parting.describe()
@@ -394,7 +381,7 @@ class TwoWays(Decoder):
     def forward(self, ids_T, positions_T, context):
         hidden = super().forward(ids_T, positions_T, context)
         if isinstance(context, PagedContext):
-            hidden = active_backend().rms_norm(hidden, self.final_norm, 1e-6)
+            hidden = self.ops.rms_norm(hidden, self.final_norm, 1e-6)
         return hidden
 
 
@@ -431,12 +418,12 @@ def test_digests_of_a_long_row_are_those_of_its_parts(monkeypatch):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_record_names_every_call_with_its_layer_and_leaves_nothing_behind(kind):
     model = make_model(kind)
-    before = active_backend()
+    before = model.ops
     ids = torch.arange(6)
     with torch.no_grad():
         run = record(model, ids, ids, PackedContext.of([6]), keep=lambda outputs: outputs[0])
         assert torch.equal(run.hidden, model(ids, ids, PackedContext.of([6])))
-    assert active_backend() is before
+    assert model.ops is before
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.layers)
     assert torch.equal(run.kept[-1], run.hidden)
     per_layer = {
@@ -488,8 +475,8 @@ def outside(model, length=5):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["plain", "invariant"])
 def test_the_decoder_computes_nothing_by_itself(monkeypatch, kind, dtype, name):
-    use_backend(plain if name == "plain" else InvariantOps())
     model = make_model(kind, dtype=dtype)
+    model.ops = Ops() if name == "plain" else InvariantOps()
     assert outside(model) == []
     monkeypatch.setattr("lockstep.models.experts.ALL_EXPERTS_MULTIPLIES", 0)  # tokens are sorted
     assert outside(model) == []
@@ -502,8 +489,8 @@ class Then(torch.nn.Module):
         super().__init__()
         self.inner, self.compute = inner, compute
 
-    def forward(self, x):
-        return self.compute(self.inner(x))
+    def forward(self, x, *rest):
+        return self.compute(self.inner(x, *rest))
 
 
 SQUARE = torch.eye(64)
@@ -531,7 +518,7 @@ SQUARE = torch.eye(64)
         (lambda x: torch.add(x, x, alpha=0.5), "add"),
         (lambda x: torch.addcmul(x, x, x), "addcmul"),
         (lambda x: x + torch.rand(1), "rand"),
-        (lambda x: plain.linear(x, SQUARE), "mm"),  # the backend itself, and not by the API
+        (lambda x: Ops().linear(x, SQUARE), "mm"),  # the backend itself, and not by the API
     ],
 )
 def test_an_op_outside_of_the_api_is_named_with_its_module(compute, op):

@@ -11,7 +11,8 @@ from lockstep.errors import ConfigError
 from lockstep.models.config import ModelConfig
 from lockstep.models.decoder import Decoder
 from lockstep.models.reference import reference_attention
-from lockstep.ops import api, head, plain
+from lockstep.ops import head
+from lockstep.ops.base import Ops
 from lockstep.ops.context import PackedContext, PagedBlock, PagedContext, Support
 from lockstep.types import Ragged
 
@@ -24,6 +25,7 @@ with pytest.MonkeyPatch.context() as patch:
     from lockstep.ops.cuda import CudaOps
 
 OPS = CudaOps()
+plain = Ops()
 EPS = 2.0**-24  # float32's unit roundoff
 
 pytestmark = pytest.mark.filterwarnings(
@@ -158,7 +160,7 @@ def test_gradients_of_products_are_those_of_the_plain_backend():
     found, wanted = gradients(OPS.linear, x, weight, bias), gradients(plain.linear, x, weight, bias)
     for ours, theirs in zip(found, wanted, strict=True):
         torch.testing.assert_close(ours, theirs)  # the same stock products
-    assert OPS.expert_linear_backward is plain.expert_linear_backward
+    assert CudaOps.expert_linear_backward is Ops.expert_linear_backward
 
 
 # -- the head -------------------------------------------------------------------------------------
@@ -357,21 +359,13 @@ def tiny_decoder(kind):
             has_router_bias=True, has_expert_bias=True,
             **shared,
         )  # fmt: skip
-    model = Decoder(config)
+    model = Decoder(config, ops=OPS)
     model.init_weights(std=0.2, seed=0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith(("norm", "bias", "sinks")):
                 parameter.add_(0.3 * rand(*parameter.shape, seed=len(name)))
     return model
-
-
-@pytest.fixture
-def cuda_backend():
-    before = api.active_backend()
-    api.use_backend(OPS)
-    yield
-    api.use_backend(before)
 
 
 MODEL_STEPS = [
@@ -388,9 +382,7 @@ MODEL_LENGTHS = [40, 10]
     # Every expert runs on every token, or pairs are sorted by expert.
     [("qwen3", 0), ("gpt_oss", 1 << 30), ("gpt_oss", 0)],
 )
-def test_a_models_log_probs_are_the_same_bits_in_steps_and_packed(
-    kind, most_wasted, cuda_backend, monkeypatch
-):
+def test_a_models_log_probs_are_the_same_bits_in_steps_and_packed(kind, most_wasted, monkeypatch):
     monkeypatch.setattr("lockstep.models.experts.ALL_EXPERTS_MULTIPLIES", most_wasted)
     model = tiny_decoder(kind)
     ids = torch.randint(97, (sum(MODEL_LENGTHS),), generator=torch.Generator().manual_seed(4))
@@ -404,21 +396,21 @@ def test_a_models_log_probs_are_the_same_bits_in_steps_and_packed(
         for step in MODEL_STEPS:
             tokens = tokens_of(step, first)
             hidden = model(ids[tokens], positions[tokens], cache.context(step))
-            logp = api.log_softmax(model.logits(hidden))
+            logp = OPS.log_softmax(model.logits(hidden))
             found = logp.gather(1, targets[tokens, None])[:, 0]
             assert torch.equal(found, packed[tokens]), step
-    api.use_backend(plain)
+    model.ops = plain
     hidden = model(ids, positions, PackedContext.of(MODEL_LENGTHS))
     theirs, _ = model.log_probs(hidden, targets)
     torch.testing.assert_close(packed, theirs, rtol=1e-4, atol=1e-4)  # two layers of roundings
 
 
-def test_a_models_gradients_are_those_of_the_plain_backend(cuda_backend):
+def test_a_models_gradients_are_those_of_the_plain_backend():
     model = tiny_decoder("gpt_oss")
     ids = torch.randint(97, (40,), generator=torch.Generator().manual_seed(4))
     found = {}
     for backend in (OPS, plain):
-        api.use_backend(backend)
+        model.ops = backend
         model.zero_grad()
         hidden = model(ids, torch.arange(40), PackedContext.of([40]))
         model.log_probs(hidden[:-1], ids[1:])[0].sum().backward()

@@ -6,10 +6,10 @@
 import pytest
 import torch
 
-from lockstep.ops import plain
+from lockstep.ops.base import Ops
 from lockstep.ops.invariant import InvariantOps, Rules
 
-BACKENDS = {"plain": plain, "invariant": InvariantOps(Rules())}
+BACKENDS = {"plain": Ops(), "invariant": InvariantOps(Rules())}
 COUNTS = ([3, 0, 5, 1], [0, 0, 0, 9], [2, 2, 2, 2], [0, 0, 0, 0])
 
 
@@ -68,8 +68,9 @@ def test_gradients_of_bfloat16_can_be_summed_in_float32():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("counts", [[3, 0, 5, 1], [0, 0, 0, 9], [0, 8, 1, 0]])
-def test_the_grouped_kernel_gives_what_the_loop_gives(counts, dtype):
-    """torch runs it on a CPU too; the backend takes it on CUDA alone."""
+def test_the_grouped_kernel_gives_what_the_loop_gives(monkeypatch, counts, dtype):
+    """torch runs it on a CPU too; the ops take it on CUDA alone."""
+    ops = Ops()
     x, weight, bias = (
         normal(9, 8, dtype=dtype), normal(4, 16, 8, seed=1, dtype=dtype),
         normal(4, 16, seed=2, dtype=dtype),
@@ -77,14 +78,17 @@ def test_the_grouped_kernel_gives_what_the_loop_gives(counts, dtype):
     grad = normal(9, 16, seed=3, dtype=dtype)
     # bfloat16: products of order 3 are rounded to 8 bits, once or, with the bias, twice.
     close = {"rtol": 2**-6, "atol": 2**-5} if dtype == torch.bfloat16 else {}
-    for b in (bias, None):
-        torch.testing.assert_close(
-            plain.grouped_linear(x, weight, b, counts),
-            plain.expert_linear(x, weight, b, counts), **close,
-        )  # fmt: skip
-    found, wanted = torch.zeros_like(weight), torch.zeros_like(weight)
-    torch.testing.assert_close(
-        plain.grouped_linear_backward(grad, x, weight, counts, found),
-        plain.expert_linear_backward(grad, x, weight, counts, grad_weight=wanted), **close,
-    )  # fmt: skip
-    torch.testing.assert_close(found, wanted, **close)
+    runs = []
+    for is_grouped in (True, False):
+        monkeypatch.setattr("lockstep.ops.base._is_grouped", lambda *_, found=is_grouped: found)
+        grad_weight = torch.zeros_like(weight)
+        runs.append(
+            [
+                ops.expert_linear(x, weight, bias, counts),
+                ops.expert_linear(x, weight, None, counts),
+                ops.expert_linear_backward(grad, x, weight, counts, grad_weight=grad_weight),
+                grad_weight,
+            ]
+        )
+    for found, wanted in zip(*runs, strict=True):
+        torch.testing.assert_close(found, wanted, **close)

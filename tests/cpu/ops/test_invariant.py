@@ -13,11 +13,13 @@ import torch
 from conftest import PROOF
 
 from lockstep.models.reference import reference_attention
-from lockstep.ops import api as ops
-from lockstep.ops import head, invariant, plain
+from lockstep.ops import head, invariant
+from lockstep.ops.base import Ops
 from lockstep.ops.context import PackedContext, PagedBlock, PagedContext, ResidentRows, Support
 from lockstep.ops.invariant import PACKED_ROWS, PACKED_SIZE, InvariantOps, Rules
 from lockstep.types import Ragged
+
+plain = Ops()
 
 DTYPES = (torch.float32, torch.bfloat16)
 THREADS = ((1, 1), (2, 1), (1, 2), (2, 2))
@@ -28,10 +30,9 @@ COUNTS = (*range(1, 41), 63, 64, 65, 127, 200, 299)
 
 @pytest.fixture(autouse=True)
 def process_settings():
-    """Backend and thread count belong to the process: a test leaves them as they were."""
+    """The thread count belongs to the process: a test leaves it as it was."""
     threads = torch.get_num_threads()
     yield
-    ops.use_backend(plain)
     torch.set_num_threads(threads)
 
 

@@ -5,10 +5,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.errors import AlignmentError
-from lockstep.ops import api as ops
 from lockstep.ops import head
+from lockstep.ops.base import Ops
 from lockstep.ops.context import Coefficients, Support
 from lockstep.types import Ragged
+
+ops = Ops()
 
 
 def stock(hidden, weight, ids, temperature):

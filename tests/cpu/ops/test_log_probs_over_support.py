@@ -6,10 +6,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.errors import AlignmentError
-from lockstep.ops import api as ops
 from lockstep.ops import head
+from lockstep.ops.base import Ops
 from lockstep.ops.context import Support
 from lockstep.types import Ragged
+
+ops = Ops()
 
 TOKENS, WIDTH, VOCAB = 20, 8, 13
 

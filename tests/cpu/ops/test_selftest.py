@@ -5,7 +5,7 @@ import torch
 from cpu.engines.engine_models import make_model
 
 from lockstep.models.decoder import Decoder
-from lockstep.ops import api, plain
+from lockstep.ops.base import Ops
 from lockstep.ops.invariant import InvariantOps, Rules
 from lockstep.ops.selftest import fingerprint, first_failure, prove
 
@@ -51,7 +51,7 @@ class Dependent(InvariantOps):
 )
 def test_an_op_that_depends_on_its_company_is_named(kind, op):
     model = make_model(kind, max_positions=512)
-    api.use_backend(Dependent(op))
+    model.ops = Dependent(op)
     failure, num_checks = first_failure(model)
     assert failure is not None and failure.op == op
     assert failure.text.startswith(f"{op}: float32 [") and num_checks > 0
@@ -60,22 +60,23 @@ def test_an_op_that_depends_on_its_company_is_named(kind, op):
 @pytest.mark.parametrize("kind", ARCHITECTURES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_both_architectures_are_proved_in_both_dtypes(kind, dtype):
-    proof = prove(make_model(kind, max_positions=512).to(dtype))
-    assert proof.is_kept and isinstance(proof.backend, InvariantOps)
+    model = make_model(kind, max_positions=512).to(dtype)
+    proof = prove(model)
+    assert proof.is_kept and isinstance(proof.ops, InvariantOps)
     assert proof.num_checks > 300
-    assert api.active_backend() is plain, "proving changes nothing in the process"
+    assert type(model.ops) is Ops, "proving changes nothing in the model"
 
 
 def test_the_row_quantum_is_raised_until_nothing_changes():
     backend = Dependent("linear", cured_by=lambda rules: rules.row_quantum >= 16)
-    proof = prove(make_model(), backend=backend)
-    assert proof.is_kept and proof.backend is backend
+    proof = prove(make_model(), ops=backend)
+    assert proof.is_kept and proof.ops is backend
     assert backend.rules.row_quantum == 16 and backend.rules.head_quantum == 4
 
 
 def test_the_quantum_of_attention_is_raised_by_itself():
     backend = Dependent("attention", cured_by=lambda rules: rules.head_quantum >= 8)
-    assert prove(make_model(), backend=backend).is_kept
+    assert prove(make_model(), ops=backend).is_kept
     assert backend.rules.row_quantum == 4 and backend.rules.head_quantum == 8
     assert backend.rules.key_quantum == 128, "tried first: whole blocks of keys"
 
@@ -88,13 +89,13 @@ def test_packed_weights_that_give_other_bits_are_not_used():
             return torch.nextafter(out, torch.full_like(out, torch.inf)) if is_fed else out
 
     backend = OtherPacking()
-    assert prove(make_model(), backend=backend).is_kept
+    assert prove(make_model(), ops=backend).is_kept
     assert backend.rules == Rules(is_packing=False, is_widening=backend.rules.is_widening)
 
 
 def test_a_machine_that_no_quantum_helps_is_told_the_op_and_the_shape():
-    proof = prove(make_model(), backend=Dependent("linear"))
-    assert not proof.is_kept and proof.backend is plain
+    proof = prove(make_model(), ops=Dependent("linear"))
+    assert not proof.is_kept and type(proof.ops) is Ops
     # 305 rows of the recorded forward, width 32, and the fused q, k, v of 4 + 2 + 2 heads of 8
     assert proof.failure.startswith("linear: float32 [")
     assert "x [64, 32], 1 threads" in proof.failure
@@ -102,7 +103,6 @@ def test_a_machine_that_no_quantum_helps_is_told_the_op_and_the_shape():
 
 def test_stock_ops_do_not_pass():
     """The control: what the invariant backend replaces does depend on the batch."""
-    api.use_backend(plain)
     assert first_failure(make_model("gpt_oss", max_positions=512))[0] is not None
 
 
@@ -121,19 +121,18 @@ def test_a_model_that_computes_outside_of_the_api_is_declined_by_the_ops_name():
     model.load_state_dict(inner.state_dict())
     proof = prove(model)
     assert not proof.is_kept and proof.num_checks == 0
-    assert proof.failure.startswith("outside of ops.api the model calls aten.tanh")
+    assert proof.failure.startswith("outside of its ops the model calls aten.tanh")
 
 
 def test_the_fingerprint_says_what_the_bits_depend_on():
     cpu = torch.device("cpu")
-    stock = fingerprint(torch.float32, cpu)
+    stock = fingerprint(Ops(), torch.float32, cpu)
     assert (stock.ops, stock.dtype, stock.device, stock.key_block) == ("plain", "float32", "cpu", 0)
-    assert stock == fingerprint(torch.float32, cpu), "the same in the same process"
-    api.use_backend(InvariantOps(Rules(row_quantum=8)))
-    kept = fingerprint(torch.bfloat16, cpu)
+    assert stock == fingerprint(Ops(), torch.float32, cpu), "the same in the same process"
+    kept = fingerprint(InvariantOps(Rules(row_quantum=8)), torch.bfloat16, cpu)
     assert (kept.ops, kept.row_quantum, kept.key_block) == ("invariant", 8, 128)
     assert f"torch {torch.__version__}" in kept.libraries and len(kept.probe) == 12
-    assert kept.probe != fingerprint(torch.float32, cpu).probe
+    assert kept.probe != fingerprint(Ops(), torch.float32, cpu).probe
 
 
 def test_a_backend_that_cannot_run_here_is_declined_with_what_it_says():
@@ -141,6 +140,6 @@ def test_a_backend_that_cannot_run_here_is_declined_with_what_it_says():
         def linear(self, x, weight, bias=None):
             raise RuntimeError("out of resource: shared memory")
 
-    proof = prove(make_model(), backend=Unlaunchable())
+    proof = prove(make_model(), ops=Unlaunchable())
     assert proof.failure == "RuntimeError: out of resource: shared memory"
-    assert proof.backend is plain and api.active_backend() is plain
+    assert type(proof.ops) is Ops

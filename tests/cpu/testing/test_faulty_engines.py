@@ -23,7 +23,6 @@ from lockstep.errors import ConfigError, EngineError
 from lockstep.models.hf_io import hf_tensors
 from lockstep.objectives.config import PPOClip
 from lockstep.observe.alarms import mismatch_alarm
-from lockstep.ops import api as ops
 from lockstep.ops.context import PackedContext
 from lockstep.recipes import find_recipe
 from lockstep.run.build import Parts, build
@@ -134,7 +133,7 @@ def test_the_variance_of_rescored_logprobs_is_that_of_the_noise(model):
         with torch.no_grad():
             decoder = step.parts.model
             hidden = decoder(ids, torch.arange(len(ids)), PackedContext.of([len(ids)]))
-            probs = ops.log_softmax(decoder.logits(hidden)).exp().double().numpy()
+            probs = decoder.ops.log_softmax(decoder.logits(hidden)).exp().double().numpy()
         places = np.flatnonzero(row.loss_mask)
         before = probs[places - 1]
         chosen = before[np.arange(len(places)), row.token_ids[places]]

@@ -26,8 +26,6 @@ from lockstep.models.hf_io import load_checkpoint, save_checkpoint
 from lockstep.objectives.config import GAE, GRPO
 from lockstep.objectives.token_advantages import gae
 from lockstep.observe.metrics import check_row
-from lockstep.ops import api as ops
-from lockstep.ops import plain
 from lockstep.ops.invariant import InvariantOps
 from lockstep.store.run import load_run
 from lockstep.training.checkpoint import CheckpointStore, verify
@@ -105,29 +103,26 @@ def test_a_value_depends_on_what_stands_before_its_token_and_on_nothing_else(tmp
     """Alone and in company, under the ops that do not see a batch: the same bits."""
     critic = make_critic(tmp_path, kind)
     rows = make_rows(LENGTHS)
-    ops.use_backend(InvariantOps())
-    try:
-        together = critic.values(rows)
-        for row, packed in zip(rows, together, strict=True):
-            (alone,) = critic.values([row])
-            assert np.array_equal(alone, packed, equal_nan=True)
-        row, before = rows[3], together[3]
-        at = int(np.flatnonzero(row.loss_mask)[2])
-        row.token_ids = row.token_ids.copy()
-        row.token_ids[at] = (row.token_ids[at] + 1) % 61
-        (after,) = critic.values([row])
-        assert np.array_equal(before[: at + 1], after[: at + 1], equal_nan=True)
-        later = row.loss_mask.copy()
-        later[: at + 1] = False
-        assert (before[later] != after[later]).all()
-        (ends,) = critic.values_at_end([row])
-        longer = dataclasses.replace(
-            row, columns={}, token_ids=np.append(row.token_ids, np.int32(7)),
-            loss_mask=np.append(row.loss_mask, True),
-        )  # fmt: skip
-        assert ends == critic.values([longer])[0][-1]
-    finally:
-        ops.use_backend(plain)
+    critic.model.body.ops = InvariantOps()
+    together = critic.values(rows)
+    for row, packed in zip(rows, together, strict=True):
+        (alone,) = critic.values([row])
+        assert np.array_equal(alone, packed, equal_nan=True)
+    row, before = rows[3], together[3]
+    at = int(np.flatnonzero(row.loss_mask)[2])
+    row.token_ids = row.token_ids.copy()
+    row.token_ids[at] = (row.token_ids[at] + 1) % 61
+    (after,) = critic.values([row])
+    assert np.array_equal(before[: at + 1], after[: at + 1], equal_nan=True)
+    later = row.loss_mask.copy()
+    later[: at + 1] = False
+    assert (before[later] != after[later]).all()
+    (ends,) = critic.values_at_end([row])
+    longer = dataclasses.replace(
+        row, columns={}, token_ids=np.append(row.token_ids, np.int32(7)),
+        loss_mask=np.append(row.loss_mask, True),
+    )  # fmt: skip
+    assert ends == critic.values([longer])[0][-1]
 
 
 def test_the_value_at_the_end_of_a_row_as_long_as_the_model_can_read(tmp_path):

@@ -34,8 +34,8 @@ def alone(trainer, rows):
     for layer, block in enumerate(trainer.model.layers):
         original = block.mlp.router_logits
 
-        def keep(x, original=original, layer=layer):
-            logits = original(x)
+        def keep(x, ops, original=original, layer=layer):
+            logits = original(x, ops)
             probs[layer].append(logits.softmax(-1))
             return logits
 

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 from lockstep.errors import ConfigError
 from lockstep.objectives.config import Reinforce
 from lockstep.objectives.losses import make_loss
-from lockstep.ops import api, plain
+from lockstep.ops.base import Ops
 from lockstep.ops.invariant import InvariantOps
 from lockstep.training.checkpoint import CheckpointStore
 
@@ -25,18 +25,16 @@ def gradients(trainer):
 
 
 @pytest.fixture(params=["plain", "invariant"])
-def backend(request):
-    api.use_backend(plain if request.param == "plain" else InvariantOps())
-    yield
-    api.use_backend(plain)
+def ops(request):
+    return Ops() if request.param == "plain" else InvariantOps()
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_frozen_parameters_keep_their_bits_and_the_others_their_gradients(tmp_path, kind, backend):
+def test_frozen_parameters_keep_their_bits_and_the_others_their_gradients(tmp_path, kind, ops):
     """Also the bits of the gradients: what is left out is the last step of its computation."""
     patterns = ("*.attention.*", "layers.1.mlp.*", "embedding")
-    whole = gradients(make_trainer(tmp_path, kind))
-    trainer = make_trainer(tmp_path, kind, freeze=patterns)
+    whole = gradients(make_trainer(tmp_path, kind, ops=ops))
+    trainer = make_trainer(tmp_path, kind, ops=ops, freeze=patterns)
     before, found = snapshot(trainer), gradients(trainer)
     frozen = {n for n, p in trainer.model.named_parameters() if not p.requires_grad}
     assert frozen == {
@@ -76,16 +74,21 @@ class Made(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_gradient_of_a_frozen_parameter_is_never_computed(tmp_path, kind, backend):
+def test_the_gradient_of_a_frozen_parameter_is_never_computed(tmp_path, kind, ops):
     frozen = ("*.attention.*", "*.mlp.*", *FROZEN_TABLES)
     found = []
     for patterns in ((), frozen):
-        trainer = make_trainer(tmp_path, kind, freeze=patterns, hf={"tie_word_embeddings": False})
+        trainer = make_trainer(
+            tmp_path, kind, ops=ops, freeze=patterns, hf={"tie_word_embeddings": False}
+        )
         (batch,) = trainer.pack(make_rows(ROWS))
         logprobs, _ = trainer.model.score(
-            batch.ids, batch.positions, batch.context,
-            predictors_N=batch.predictors, targets_N=batch.targets,
-        )  # fmt: skip
+            batch.ids,
+            batch.positions,
+            batch.context,
+            predictors_N=batch.predictors,
+            targets_N=batch.targets,
+        )
         with Made(trainer.model) as made:
             logprobs.sum().backward()
         if not patterns:

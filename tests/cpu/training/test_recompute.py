@@ -8,12 +8,11 @@ from tiny_training import KINDS, assert_same_bits, make_critic, make_rows, make_
 from lockstep.errors import ConfigError
 from lockstep.models.moe import Routing
 from lockstep.objectives.config import PPOClip
-from lockstep.ops import api as ops
-from lockstep.ops import plain
+from lockstep.ops.base import Ops
 from lockstep.ops.invariant import InvariantOps
 from lockstep.training.config import TrainerConfig
 
-BACKENDS = {"plain": plain, "invariant": InvariantOps()}
+BACKENDS = {"plain": Ops(), "invariant": InvariantOps()}
 LENGTHS = [9, 31, 14, 22, 40, 12]
 
 
@@ -42,12 +41,11 @@ def kept_bytes(trainer, batch, routing=None):
 def test_recomputed_blocks_give_the_same_log_probs_gradients_and_weights(
     tmp_path, kind, backend, dtype
 ):
-    ops.use_backend(BACKENDS[backend])
     found = []
     for recompute in ("none", "blocks"):
         trainer = make_trainer(
             tmp_path, kind, dtype=dtype, recompute=recompute, max_tokens_per_microbatch=70,
-            updates_per_batch=2,
+            updates_per_batch=2, ops=BACKENDS[backend],
         )  # fmt: skip
         rows = make_rows(LENGTHS)
         metrics = [trainer.update(rows, PPOClip()) for _ in range(2)]

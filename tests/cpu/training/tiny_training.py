@@ -33,7 +33,16 @@ KINDS = tuple(HF_CONFIGS)
 
 
 def make_trainer(
-    tmp_path, kind="qwen3", *, seed=0, dtype=None, total_updates=None, hf=(), lora=None, **config
+    tmp_path,
+    kind="qwen3",
+    *,
+    seed=0,
+    dtype=None,
+    total_updates=None,
+    hf=(),
+    lora=None,
+    ops=None,
+    **config,
 ):
     """A trainer over random weights; no parameter, norms and sinks included, is at its start.
 
@@ -42,7 +51,7 @@ def make_trainer(
     source = {**HF_CONFIGS[kind], **dict(hf)}
     tmp_path.mkdir(parents=True, exist_ok=True)
     (tmp_path / "config.json").write_text(json.dumps(source))
-    model = Decoder(ModelConfig.from_hf(source))
+    model = Decoder(ModelConfig.from_hf(source), ops=ops)
     model.init_weights(std=0.3, seed=seed)
     generator = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():

@@ -1,0 +1,392 @@
+"""The functions that a model may call. Sampler and trainer run the same decoder over these.
+
+`Ops` computes them with stock torch: fast, and equal to other implementations up to rounding.
+`invariant.InvariantOps` and `cuda.CudaOps` override what depends on the batch. A decoder holds one
+such object (`Decoder.ops`) and computes nothing by itself: that is why two sides which hold the
+same ops give the same numbers.
+
+# T tokens  H query heads  G key heads  D head width  E experts  R token-expert pairs  V vocabulary
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+
+from lockstep.errors import AlignmentError
+from lockstep.ops import flex, head
+from lockstep.ops.context import Coefficients, PackedContext, PagedContext, Support
+from lockstep.ops.packed import SinkAttention
+from lockstep.ops.paged import paged_attention
+from lockstep.ops.split import SplitContext, split_attention
+
+Tensor = torch.Tensor
+Context = PackedContext | PagedContext | SplitContext
+
+ACTIVATION_CHUNK = 1 << 19  # activations computed at once: bounds the size of temporaries
+KEY_QUANTUM = 16  # attention reads a multiple of this many keys: it fills a vector register
+
+
+class Ops:
+    """Stock torch.
+
+    >>> ops = Ops()
+    >>> ops.linear(torch.ones(2, 3), torch.ones(4, 3)).shape
+    torch.Size([2, 4])
+    """
+
+    name: ClassVar[str] = "plain"
+    """Name in the fingerprint: plain, invariant or cuda."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Ops:
+        return self  # a copied model computes with the same ops
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), ()  # made anew in the other process, which may lack what it needs
+
+    def resident_dtype(self, dtype: torch.dtype) -> torch.dtype | None:
+        """Dtype in which an engine keeps a second, contiguous copy of the running rows' keys and
+        values (`ResidentRows`); None if attention reads pages alone. dtype: the model's."""
+        return dtype
+
+    def gradient_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Dtype of the products in a backward, for operands of this dtype."""
+        return dtype
+
+    # -- products -----------------------------------------------------------------------------
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x [..., K] @ weight [N, K]^T + bias [N] -> [..., N]."""
+        return F.linear(x, weight, bias)
+
+    def expert_linear(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, tokens_per_expert: list[int]
+    ) -> Tensor:
+        """x [R, K], rows sorted by expert, weight [E, N, K], bias [E, N] -> [R, N].
+
+        tokens_per_expert: [E], sums to R: the first rows belong to expert 0, and so on.
+        Not differentiable: `models.experts` does that, by `expert_linear_backward`.
+        """
+        if _is_grouped(x, weight):
+            counts = torch.tensor(tokens_per_expert, device=x.device)
+            stops = counts.cumsum(0, dtype=torch.int32)
+            out = F.grouped_mm(x, weight.transpose(1, 2), offs=stops)
+            if bias is None:
+                return out
+            return out.add_(bias.repeat_interleave(counts, 0, output_size=len(x)))
+        rows = tokens_per_expert[0]
+        if rows and tokens_per_expert.count(rows) == len(weight):
+            x = x.view(len(weight), rows, -1)
+            if bias is None:
+                return torch.bmm(x, weight.transpose(1, 2)).flatten(0, 1)
+            return torch.baddbmm(bias[:, None], x, weight.transpose(1, 2)).flatten(0, 1)
+        out = x.new_empty(len(x), weight.shape[1])
+        for expert, part in rows_by_expert(tokens_per_expert):
+            if bias is None:
+                torch.mm(x[part], weight[expert].t(), out=out[part])
+            else:
+                torch.addmm(bias[expert], x[part], weight[expert].t(), out=out[part])
+        return out
+
+    def expert_linear_backward(
+        self,
+        grad: Tensor,
+        x: Tensor,
+        weight: Tensor,
+        tokens_per_expert: list[int],
+        *,
+        grad_weight: Tensor | None,
+    ) -> Tensor:
+        """Gradient of x [R, K], from the gradient of the output, grad [R, N].
+
+        grad_weight: [E, N, K]; the weight's gradient is added to it. None: it is not computed.
+        """
+        if _is_grouped(x, weight):
+            stops = torch.tensor(tokens_per_expert, device=x.device).cumsum(0, dtype=torch.int32)
+            if grad_weight is not None:
+                grad_weight += F.grouped_mm(grad.t(), x, offs=stops)
+            return F.grouped_mm(grad, weight, offs=stops)
+        grad_x = torch.empty_like(x)
+        for expert, part in rows_by_expert(tokens_per_expert):
+            torch.mm(grad[part], weight[expert].to(grad.dtype), out=grad_x[part])
+            if grad_weight is None:
+                continue
+            if grad_weight.dtype == grad.dtype:
+                grad_weight[expert].addmm_(grad[part].t(), x[part])
+            else:
+                grad_weight[expert] += grad[part].t() @ x[part]
+        return grad_x
+
+    # -- elementwise and per row --------------------------------------------------------------
+
+    def route(
+        self,
+        logits: Tensor,
+        num_active: int,
+        *,
+        experts: Tensor | None = None,
+        is_normalized: bool = True,
+    ) -> tuple[Tensor, Tensor]:
+        """(weights, experts [T, A] int64) of the `num_active` largest logits [T, E], largest first;
+        weights [T, A] in the logits' dtype.
+
+        experts: [T, A] int64 taken in place of the largest, in their order (routing replay).
+        is_normalized: weights are the softmax over the chosen logits alone and sum to 1. Otherwise
+        they are the chosen experts' share of the softmax over all logits.
+        """
+        if experts is None:
+            top, experts = logits.topk(num_active, -1)
+        else:
+            top = logits.gather(-1, experts)
+        if is_normalized:
+            return top.softmax(-1), experts
+        # A softmax in two bytes loses the small probabilities.
+        wide = logits.float() if logits.dtype.itemsize < 4 else logits
+        return wide.softmax(-1).gather(-1, experts).to(logits.dtype), experts
+
+    def combine(self, out: Tensor, weights: Tensor) -> Tensor:
+        """Each token's expert outputs [T, A, D], times weights [T, A], summed -> [T, D]."""
+        return (out * weights[..., None]).sum(1)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x / rms(x) over the last dim, times weight; computed in float32, returned in x's dtype.
+
+        weight: [D], or [heads, D] for x [T, heads, D].
+        """
+        if x.dtype == torch.float32 and weight.dim() == 1:
+            return F.rms_norm(x, weight.shape, weight, eps)
+        # Hugging Face's order of roundings: normalise in float32, round, then scale.
+        normed = F.rms_norm(x.float(), weight.shape[-1:], None, eps)
+        return weight * normed.to(x.dtype)
+
+    def swiglu(self, gate_up: Tensor) -> Tensor:
+        """silu(gate) * up of gate_up [..., 2F] = [gate, up] -> [..., F]."""
+        gate, up = gate_up.chunk(2, -1)
+        return F.silu(gate) * up
+
+    def swiglu_clamped(self, gate_up: Tensor, *, alpha: float, limit: float) -> Tensor:
+        """gpt-oss' activation: (clamp(up) + 1) * g * sigmoid(alpha * g), g = min(gate, limit)."""
+        if torch.is_grad_enabled():
+            return Activation.apply(gate_up, alpha, limit, _swiglu_clamped)
+        return _swiglu_clamped(gate_up, alpha, limit)
+
+    def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Rotates x [T, H, D] by position; cos and sin [T, 1, D] float32, with the first half of
+        sin negated."""
+        # roll by half the width swaps the halves; sin carries the minus of rotate_half.
+        half = x.shape[-1] // 2
+        return torch.addcmul(x * cos.to(x.dtype), x.roll(half, -1), sin.to(x.dtype))
+
+    # -- attention ----------------------------------------------------------------------------
+
+    def attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        sinks: Tensor | None,
+        window: int | None,
+        scale: float,
+        layer: int,
+        context: Context,
+    ) -> Tensor:
+        """Causal attention of q [T, H, D] over k, v [T, G, D] and, paged, over cached keys.
+
+        sinks: [H] logits that take part in the softmax and have no value (gpt-oss).
+        window: a position sees itself and the window - 1 before it; None sees all before it.
+        Differentiable over a PackedContext, sinks included. Returns [T, H, D].
+        """
+        if isinstance(context, SplitContext):
+            attend = partial(self.attention, window=window, scale=scale, layer=layer)
+            return split_attention(attend, q, k, v, sinks=sinks, context=context)
+        if isinstance(context, PackedContext):
+            return self._packed_attention(q, k, v, sinks, window, scale, context)
+        context.write(layer, k, v)
+        return self._paged_attention(q, k, v, sinks, window, scale, layer, context)
+
+    def _packed_attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        window: int | None,
+        scale: float,
+        context: PackedContext,
+    ) -> Tensor:
+        if q.device.type == "cpu":
+            return SinkAttention.apply(q, k, v, sinks, window, scale, context)  # pyright: ignore
+        return flex.attend(q, k, v, sinks, window, scale, context)
+
+    def _paged_attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        window: int | None,
+        scale: float,
+        layer: int,
+        context: PagedContext,
+    ) -> Tensor:
+        """`attention` over pages, to which the new keys and values were written."""
+        return paged_attention(
+            q,
+            k,
+            v,
+            sinks=sinks,
+            window=window,
+            layer=layer,
+            context=context,
+            attend=partial(_attend, scale=scale),
+            key_block=KEY_QUANTUM,
+            key_quantum=KEY_QUANTUM,
+        )
+
+    # -- log-prob head ------------------------------------------------------------------------
+
+    def log_probs(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        ids: Tensor,
+        *,
+        temperature: float = 1.0,
+        support: Support | None = None,
+        coefficients: Coefficients | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """(log-prob of ids, entropy), each [T] float32 nats, of softmax(hidden @ weight^T / t).
+
+        hidden [T, D], weight [V, D], ids [T]. Both outputs are differentiable. The logits are
+        formed in chunks of rows; no more than one chunk of [rows, V] lives at a time.
+
+        support: the ids that each of the T tokens was drawn from. The softmax is over these alone;
+        an id outside has log-prob -inf. Raises AlignmentError for another number of tokens.
+
+        coefficients: the loss's gradient by both outputs, where it is known beforehand: the
+        gradients of hidden and weight are then formed in the forward, and the logits not formed
+        twice. The gradient that arrives in backward must be the coefficients times one number:
+        AlignmentError if it is not, or if they are of another number of tokens. Backward then runs
+        once only.
+        """
+        if coefficients is not None and len(coefficients.logprobs) != len(ids):
+            raise AlignmentError(
+                f"log_probs: {len(ids)} ids, and coefficients of {len(coefficients.logprobs)} "
+                "tokens: one each."
+            )
+        if support is not None and len(support) != len(ids):
+            raise AlignmentError(
+                f"log_probs: {len(ids)} ids, and a support of {len(support)} tokens: one entry "
+                "each."
+            )
+        return head.log_probs(
+            hidden,
+            weight,
+            ids,
+            linear=self.linear,
+            log_softmax=self.log_softmax,
+            gradient_dtype=self.gradient_dtype(hidden.dtype),
+            temperature=temperature,
+            support=support,
+            coefficients=coefficients,
+        )
+
+    def log_softmax(
+        self, logits: Tensor, *, temperature: float = 1.0, kept: Tensor | None = None
+    ) -> Tensor:
+        """[..., V] float32 log-probabilities: the sampler's side of `log_probs`, same arithmetic.
+
+        kept: [..., V] bool, True at the ids that the softmax is over; the others get -inf. A row
+        that keeps none is NaN.
+        """
+        logits = logits.float()
+        if temperature != 1.0:
+            logits = logits / temperature
+        if kept is not None:
+            logits = logits.masked_fill(~kept, float("-inf"))
+        return torch.log_softmax(logits, -1)
+
+
+# -- mechanism ------------------------------------------------------------------------------------
+
+
+def rows_by_expert(tokens_per_expert: list[int]) -> Iterator[tuple[int, slice]]:
+    """(expert, its rows), for the experts that have any."""
+    at = 0
+    for expert, count in enumerate(tokens_per_expert):
+        if count:
+            yield expert, slice(at, at + count)
+            at += count
+
+
+def _is_grouped(x: Tensor, weight: Tensor) -> bool:
+    """Whether one kernel can run all experts, however many rows each has. Source:
+    torch.nn.functional.grouped_mm of torch 2.13, which takes rows of whole 16 bytes."""
+    if not x.is_cuda or x.dtype != torch.bfloat16:
+        return False
+    return weight.shape[1] % 8 == 0 and weight.shape[2] % 8 == 0
+
+
+def _swiglu_clamped(gate_up: Tensor, alpha: float, limit: float) -> Tensor:
+    gate, up = gate_up.chunk(2, -1)
+    gate = gate.clamp(max=limit)
+    return (up.clamp(-limit, limit) + 1) * (gate * torch.sigmoid(gate * alpha))
+
+
+class Activation(torch.autograd.Function):
+    """gate * sigmoid(alpha * gate) times up or, clamped, times up + 1. Keeps only its input.
+
+    compute: called as compute(gate_up, alpha, limit). Backward is of these formulas, in chunks.
+    """
+
+    @staticmethod
+    def forward(ctx, gate_up, alpha, limit, compute):
+        ctx.save_for_backward(gate_up)
+        ctx.alpha, ctx.limit = alpha, limit
+        return compute(gate_up, alpha, limit)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (gate_up,) = ctx.saved_tensors
+        alpha, limit = ctx.alpha, ctx.limit
+        grad_in = torch.empty_like(gate_up)
+        for part in activation_chunks(gate_up):
+            (gate, up), g = gate_up[part].chunk(2, -1), grad[part]
+            grad_gate, grad_up = grad_in[part].chunk(2, -1)
+            scaled = (gate if limit is None else gate.clamp(max=limit)) * alpha
+            through_gate = g * (up if limit is None else up.clamp(-limit, limit) + 1)
+            through_gate = torch.ops.aten.silu_backward(through_gate, scaled)
+            through_up = F.silu(scaled).mul_(g)
+            if alpha != 1.0:
+                through_up /= alpha
+            if limit is not None:
+                through_gate.masked_fill_(gate > limit, 0.0)
+                through_up.masked_fill_(up.abs() > limit, 0.0)
+            grad_gate.copy_(through_gate)
+            grad_up.copy_(through_up)
+        return grad_in, None, None, None
+
+
+def activation_chunks(gate_up: Tensor) -> Iterator[slice]:
+    rows = max(1, 2 * ACTIVATION_CHUNK // gate_up[0].numel()) if len(gate_up) else 1
+    yield from (slice(at, at + rows) for at in range(0, len(gate_up), rows))
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks: Tensor | None, *, scale: float
+) -> Tensor:
+    """See `paged.Attend`."""
+    if q.dtype == mask.dtype:
+        scores = torch.baddbmm(mask, q, k.transpose(1, 2), alpha=scale)
+    else:
+        scores = torch.bmm(q, k.transpose(1, 2)).to(mask.dtype).mul_(scale).add_(mask)
+    if sinks is None:
+        probs = scores.softmax(-1)
+    else:
+        probs = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
+    return torch.bmm(probs.to(v.dtype), v)
