@@ -41,8 +41,9 @@ from lockstep.doctor.checks.rows import Rows
 from lockstep.doctor.diagnose import diagnose
 from lockstep.doctor.diagnosis import Diagnosis
 from lockstep.doctor.inputs.base import CHUNK_TOKENS, Dump, Facts
+from lockstep.doctor.numerics.compare import Scored
 from lockstep.doctor.numerics.rescore import MAX_TOKENS, Rescoring
-from lockstep.doctor.numerics.scorer import Scored, Scorer
+from lockstep.doctor.numerics.scorer import Scorer
 from lockstep.doctor.numerics.weights import Weights, WeightsAtHand
 from lockstep.engines.base import Engine, EngineContext
 from lockstep.engines.config import EmbeddedConfig

@@ -6,6 +6,7 @@ of the model reproduces come first, what is left of a side that deviates is judg
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import ClassVar
 
@@ -58,16 +59,12 @@ class _Compared(Check):
         if self._comparison is not None:
             return self.judge()
         model = self.setting.model
-        reason = model.reason if isinstance(model, Refusal) else "no row was scored"
         if self.name != NUMERICS[0].name:
-            reason = f"the model at hand cannot be used: see {NUMERICS[0].name}"
-        return Finding(
-            check=self.name,
-            claim=self.claim,
-            verdict="not_checkable",
-            measured=reason,
-            lacks=("model",),
-        )
+            return self.unable(f"the model at hand cannot be used: see {NUMERICS[0].name}")
+        return self.unable(model.reason if isinstance(model, Refusal) else "no row was scored")
+
+    def unable(self, reason: str) -> Finding:
+        return replace(self.not_checkable(("model",)), measured=reason)
 
     def judge(self) -> Finding:
         """The finding, of rows that were scored."""
@@ -118,6 +115,17 @@ class _Compared(Check):
                 float(d[at]),
                 findings.Evidence(row=row, begin=place, end=place + 1, note=text),
             )
+
+    def repaired(self, rows: Rows, is_hit: Callable[[Comparison, Side], BoolArray | None]) -> Rows:
+        """`rows` with the model's log-probs in the rows that `is_hit` [R] names, side by side."""
+        comparison = self.of(rows)
+        if comparison is None:
+            return rows
+        for side in comparison.sides.values():
+            chosen = is_hit(comparison, side)
+            if chosen is not None and chosen.any():
+                rows = self.set_side(rows, side, chosen[rows.row_of], side.reference)
+        return rows
 
     def set_side(self, rows: Rows, side: Side, chosen: BoolArray, values: Float64Array) -> Rows:
         """`rows` with the side's log-probs replaced at the tokens that are chosen [N]."""
@@ -174,30 +182,13 @@ class Reproduced(_Compared):
 
     def _untried(self) -> Finding:
         if self.is_of_decoder and rescoring_of(self.setting).weights.all[0].is_fallback:
-            return Finding(
-                check=self.name,
-                claim=self.claim,
-                verdict="not_checkable",
-                measured="transformers computes this model, whose attention and adapters are its "
-                "own",
-                lacks=("model",),
+            return self.unable(
+                "transformers computes this model; its attention and adapters cannot be changed"
             )
-        return Finding(
-            check=self.name,
-            claim=self.claim,
-            verdict="consistent",
-            measured="the model has nothing of the kind",
-        )
+        return self.found("consistent", "the model has nothing of the kind")
 
     def repair(self, rows: Rows) -> Rows:
-        comparison = self.of(rows)
-        if comparison is None:
-            return rows
-        for side in comparison.sides.values():
-            is_hit = side.explained_by(self.cause)[rows.row_of]
-            if is_hit.any():
-                rows = self.set_side(rows, side, is_hit, side.reference)
-        return rows
+        return self.repaired(rows, lambda _, side: side.explained_by(self.cause))
 
 
 class IgnoredSinks(Reproduced):
@@ -275,13 +266,8 @@ class OtherWeights(Reproduced):
                 foreign_rows=float(comparison.is_foreign.sum()),
             )
         if not comparison.num_known:
-            return Finding(
-                check=self.name,
-                claim=self.claim,
-                verdict="not_checkable",
-                measured="no row was trained by weights that are at hand: give the checkpoint by "
-                "--model DIR",
-                lacks=("model",),
+            return self.unable(
+                "no row was trained by weights that are at hand: give the checkpoint by --model DIR"
             )
         return self.found(
             "consistent",
@@ -293,14 +279,12 @@ class OtherWeights(Reproduced):
         return self.found("consistent", "", bfloat16_k2=self.comparison.floor)
 
     def repair(self, rows: Rows) -> Rows:
-        comparison = self.of(rows)
-        if comparison is None:
-            return rows
-        for side in comparison.sides.values():
+        def repeats(comparison: Comparison, side: Side) -> BoolArray | None:
             repetition = self.unexplained(comparison, side)
-            if repetition is not None and repetition.is_repeated:
-                rows = self.set_side(rows, side, side.is_unexplained[rows.row_of], side.reference)
-        return super().repair(rows)
+            is_repeated = repetition is not None and repetition.is_repeated
+            return side.is_unexplained if is_repeated else None
+
+        return super().repair(self.repaired(rows, repeats))
 
 
 class Precision(Reproduced):
@@ -372,8 +356,8 @@ class _Noise(_Compared):
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
-        self._hit: dict[str, float] = {}
-        """Side -> nats by which this noise explains it better than the plain one."""
+        self._hit: set[str] = set()
+        """Sides with this noise."""
 
     def noisy(self) -> list[tuple[Side, Repetition]]:
         found = [(side, self.unexplained(self.comparison, side)) for side in self.sides]
@@ -416,7 +400,7 @@ class _Noise(_Compared):
         for side, repetition in self.noisy():
             if not self.is_mine(side):
                 continue
-            self._hit[side.name] = 1.0
+            self._hit.add(side.name)
             texts.append(self.describe(side, repetition))
             figures |= {f"{side.name}_k2": side.noise, f"{side.name}_within": repetition.within}
             self.show_worst(side, side.is_unexplained, "", np.full_like(side.reference, np.nan))
@@ -438,13 +422,9 @@ class _Noise(_Compared):
         )
 
     def repair(self, rows: Rows) -> Rows:
-        comparison = self.of(rows)
-        if comparison is None:
-            return rows
-        for name, side in comparison.sides.items():
-            if name in self._hit:
-                rows = self.set_side(rows, side, side.is_unexplained[rows.row_of], side.reference)
-        return rows
+        return self.repaired(
+            rows, lambda _, side: side.is_unexplained if side.name in self._hit else None
+        )
 
 
 class RoutingFlips(_Noise):

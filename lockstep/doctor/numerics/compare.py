@@ -17,14 +17,14 @@ each time that the same tokens are read, other weights are not: see `variance_wi
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from lockstep.doctor.checks.rows import BoolArray, Float64Array, Rows
+from lockstep.doctor.checks.rows import BoolArray, Float32Array, Float64Array, Rows
 from lockstep.types import Int64Array
 
 SideName = Literal["sampler", "trainer"]
@@ -83,6 +83,33 @@ CONTEXTS = (3, 8)
 
 
 @dataclass(frozen=True, kw_only=True)
+class Distribution:
+    """Processing of the logits before a log-prob is taken."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 keeps all."""
+
+    def describe(self) -> str:
+        parts = [f"temperature={self.temperature:g}"]
+        parts += [f"top_p={self.top_p:g}"] if self.top_p < 1 else []
+        parts += [f"top_k={self.top_k}"] if self.top_k else []
+        return " ".join(parts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scored:
+    """[N] values of some rows under one model; NaN for tokens that were not asked for."""
+
+    logprobs: dict[Distribution, Float32Array]
+    spread: Float64Array
+    """Variance of the log-prob under unit noise on every logit: (1 - p)^2 plus all other p^2."""
+    routes_differ: BoolArray
+    """In a replay: the router would have chosen other experts at the predicting token."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Variant:
     """Log-probs as a defect would make them."""
 
@@ -107,8 +134,7 @@ class Evidence:
     bfloat16: Float64Array
     """[N] the reference computed in bfloat16: what a pair of precisions makes."""
     spread: Float64Array
-    margin: Float64Array
-    """[N] as in `scorer.Scored`."""
+    """[N] as in `Scored`."""
     replayed: Float64Array | None = None
     """[N] with the sampler's recorded experts; None without any."""
     routes_differ: BoolArray | None = None
@@ -122,31 +148,16 @@ class Evidence:
     """Whether the side has log-probs of its own, not the model's in their place."""
 
     def take(self, index: Int64Array) -> Evidence:
-        """Of the rows at these places, in their order."""
-        rows = self.rows.take(index)
+        """The rows at these places, in their order."""
         at = np.isin(self.rows.row_of, index)
 
-        def of(values):
-            return None if values is None else values[at]
+        def taken(of: Any) -> Any:
+            arrays = {f.name: getattr(of, f.name) for f in fields(of)}
+            return replace(of, **{n: v[at] for n, v in arrays.items() if isinstance(v, np.ndarray)})
 
-        return replace(
-            self,
-            rows=rows,
-            variants=[
-                replace(v, logprobs=v.logprobs[at], plain=of(v.plain)) for v in self.variants
-            ],
-            **{
-                name: of(getattr(self, name))
-                for name in (
-                    "reference",
-                    "bfloat16",
-                    "spread",
-                    "margin",
-                    "replayed",
-                    "routes_differ",
-                )
-            },
-        )
+        out = taken(self)
+        out.rows, out.variants = self.rows.take(index), [taken(v) for v in self.variants]
+        return out
 
     def side(self, name: SideName) -> Float64Array:
         rows = self.rows
@@ -355,10 +366,6 @@ class Repetition:
     @property
     def is_repeated(self) -> bool:
         return self.within <= MAX_WITHIN
-
-    @property
-    def is_noise(self) -> bool:
-        return self.within > MAX_WITHIN
 
 
 def variance_within(

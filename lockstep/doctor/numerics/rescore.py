@@ -1,4 +1,4 @@
-"""The sample of rows that is scored by the model at hand, and what was computed of it.
+"""The sample of rows that the model at hand scores, and the results.
 
 Without torch: `scorer` is imported when the first row is scored.
 """
@@ -22,7 +22,9 @@ from lockstep.doctor.inputs.base import Dump, Facts
 from lockstep.doctor.numerics.compare import (
     FLOAT_K2,
     Comparison,
+    Distribution,
     Evidence,
+    Scored,
     SideName,
     Variant,
     compare,
@@ -35,19 +37,15 @@ from lockstep.models.shapes import decoder_shapes, num_elements
 from lockstep.types import Int64Array
 
 if TYPE_CHECKING:
-    from lockstep.doctor.numerics.scorer import Distribution, Scored, Scorer
+    from lockstep.doctor.numerics.scorer import Scorer
 
 MAX_TOKENS = 32_768
-"""Of the sample: errors of 1 % on a share, as far as rows are alike."""
+"""Largest sample: shares have errors of about 1 %, as far as rows are alike."""
 MIN_TOKENS = 2_048
-"""Below this too little repeats to tell noise from other weights."""
+"""Smallest sample: with fewer tokens too little repeats to tell noise from other weights."""
 MULTIPLIES = 4e11
-"""Of one forward over the sample: some ten seconds on a core. A larger model gets a smaller one."""
-NUM_PASSES = 4
-"""Forwards with dropout, or with noise on the routers, whose spread is compared with a deviation.
-"""
-DROPOUT_SHARE = 0.05  # the spread's shape hardly depends on it, and its size is fitted
-ROUTER_STDS = (0.03, 0.3)  # flips are rare at one and common at the other
+"""Multiplications of one forward over the sample: some ten seconds on a core. A larger model gets a
+smaller sample."""
 
 _CAUSES = {
     "without_sinks": ("ignored_sinks", "without its sinks"),
@@ -59,7 +57,7 @@ _CAUSES = {
 
 @dataclass(kw_only=True)
 class Noises:
-    """How the deviation of a side spreads over tokens, by what may have made it."""
+    """Expected spread of a side's deviation over tokens, by its possible origin."""
 
     dropout: Float64Array | None = None
     """[N] variance of a token's log-prob over forwards with dropout."""
@@ -73,21 +71,19 @@ class Rescoring:
 
     weights: WeightsAtHand
     temperature: float | None = None
-    """That the dump says tokens were sampled at."""
+    """Sampling temperature, according to the dump."""
     top_p: float | None = None
     top_k: int | None = None
     has_rollout: bool = True
     has_trainer: bool = True
     seed: int = 0
     max_tokens: int = 0
-    """Of the sample; 0: as many as take seconds."""
+    """Size of the sample; 0: as many as take seconds."""
     device: str = ""
-    num_skipped: int = 0
-    """Rows of the sample that the model cannot read: longer than its positions."""
     recorded: dict[SideName, float] = field(default_factory=dict[SideName, float])
     """k2 per token of each side against the model, as the sample has it before any repair."""
     last: Comparison | None = None
-    """Of the sample, as its checks first saw it; None before."""
+    """Comparison of the sample as its checks first saw it; None before."""
     _sample: Rows | None = None
     _scorer: Scorer | None = None
     _scored: dict[bytes, Evidence] = field(default_factory=dict[bytes, Evidence])
@@ -116,9 +112,9 @@ class Rescoring:
     # -- the sample ---------------------------------------------------------------------------
 
     def stages(self, stages: Sequence[Stage], has: frozenset[str]) -> list[Stage]:
-        """`stages`, of which those checks that lack the log-probs of one side see a sample whose
-        log-probs are the model's. Those of noise are left out: they infer from equal contexts what
-        the model tells."""
+        """`stages`, in which checks that lack the log-probs of one side see the sample, filled with
+        the model's. Checks of noise are left out: they infer from equal contexts what the model
+        tells exactly."""
         columns = {"rollout_logprobs": self.has_rollout, "trainer_logprobs": self.has_trainer}
         filled = frozenset(name for name, is_there in columns.items() if not is_there)
 
@@ -144,8 +140,8 @@ class Rescoring:
         """Draws the sample and scores it. Raises CheckpointError if that cannot be done."""
         drawn = self._choose(chunks())
         evidence = self._score(drawn)
-        # Rows whose weights are not at hand tell of other weights, and of nothing else: those that
-        # do not are let go, or a cause would have no share of them.
+        # Rows whose weights are not at hand can only tell of other weights. Those that do not are
+        # dropped: no cause could have a share of their gap.
         judged = np.flatnonzero(compare(evidence).is_judged)
         if 0 < len(judged) < len(drawn):
             evidence = evidence.take(judged)
@@ -157,12 +153,12 @@ class Rescoring:
             self.recorded[side] = float(0.5 * (d @ d) / max(len(d), 1))
 
     def sample(self) -> Iterable[Rows]:
-        """The chunks of the stages that see the sample; what a side lacks is the model's."""
+        """The sample, as chunks of a stage. A side without log-probs has the model's."""
         assert self._sample is not None, "prepare() comes first"
         return [self._sample]
 
     def _choose(self, chunks: Iterable[Rows]) -> Rows:
-        """Rows drawn at random: half of them among those whose weights are at hand, as far as there
+        """Rows drawn at random, half of them from rows whose weights are at hand, as far as there
         are as many. Memory: the sample, and one chunk."""
         rng = np.random.default_rng(self.seed)
         kept: list[tuple[Int64Array, Rows]] = []  # (ranks, rows)
@@ -173,7 +169,6 @@ class Rescoring:
             ranks = np.where(known, ranks / 2, ranks)
             trained = np.bincount(rows.row_of, rows.loss_mask, minlength=len(rows))
             readable = rows.sizes <= self.weights.config.max_positions
-            self.num_skipped += int((~readable).sum())
             usable = np.flatnonzero((trained > 0) & readable)
             if not len(usable):
                 continue
@@ -199,13 +194,13 @@ class Rescoring:
         return ranks[chosen], rows.take(chosen)
 
     def _own(self, rows: Rows) -> Int64Array:
-        """[R] place of the weights that the trainer ran on each row; -1: not at hand."""
+        """[R] index of the weights that the trainer ran on each row; -1: not at hand."""
         steps = [None] * len(rows) if rows.steps is None else rows.steps.tolist()
         places = [self.weights.of_step(step) for step in steps]
         return np.array([-1 if place is None else place for place in places], np.int64)
 
     def _filled(self, rows: Rows) -> Rows:
-        """With the model's log-probs, which stand for a side that has none."""
+        """The rows with the model's log-probs in place of a side that has none."""
         reference = self.evidence(rows).reference.astype(np.float32)
         found: dict[str, Any] = {"rescored_logprobs": reference}
         if not self.has_trainer:
@@ -217,7 +212,7 @@ class Rescoring:
     # -- what was computed --------------------------------------------------------------------
 
     def evidence(self, rows: Rows) -> Evidence:
-        """What the model makes of these rows. Computed once for rows of the same ids."""
+        """Scores of these rows by the model. Computed once for rows of the same ids."""
         key = _digest(rows)
         if key not in self._scored:
             self._scored[key] = self._score(rows)
@@ -232,8 +227,8 @@ class Rescoring:
         return self._compared[key]
 
     def weights_of(self, rows: Rows) -> Weights:
-        """Those that the trainer ran on the first of these rows; the first of all, where they are
-        not at hand."""
+        """Weights that the trainer ran on the first of these rows; the first of all if they are not
+        at hand."""
         return self.weights.all[max(int(self._own(rows)[0]), 0)]
 
     @property
@@ -245,8 +240,6 @@ class Rescoring:
         return self._scorer
 
     def _distributions(self) -> tuple[Distribution, ...]:
-        from lockstep.doctor.numerics.scorer import Distribution
-
         temperature = self.temperature or 1.0  # greedy sampling records at temperature 1
         found = [Distribution(), Distribution(temperature=temperature)]
         top_p, top_k = self.top_p or 1.0, max(self.top_k or 0, 0)
@@ -287,50 +280,28 @@ class Rescoring:
             )
 
         chosen, dtype = self._reference(rows, logprobs, distributions)
-        variants = [
-            Variant(
-                name=name,
-                cause=cause,
-                text=text,
-                logprobs=logprobs(name, chosen),
-                plain=logprobs("all", chosen),
-            )
+        plain = logprobs("all", chosen)
+        found = [
+            (name, cause, text, logprobs(name, chosen))
             for name, (cause, text) in _CAUSES.items()
             if any(name in s for s in scored)
         ]
         for number, weights in enumerate(self.weights.all):
             values = scored[number]["all"].logprobs[chosen].astype(np.float64)
             values[own_of == number] = np.nan
-            if np.isfinite(values).any():
-                variants.append(
-                    Variant(
-                        name=f"weights {weights.name}",
-                        cause="other_weights",
-                        text=f"with the weights {weights.name}",
-                        logprobs=values,
-                        plain=logprobs("all", chosen),
-                    )
-                )
-        variants += [
-            Variant(
-                name=other.describe(),
-                cause="processed",
-                text=f"after {other.describe()}",
-                logprobs=logprobs("all", other),
-                plain=logprobs("all", chosen),
-            )
-            for other in distributions
-            if other != chosen
+            text = f"with the weights {weights.name}"
+            found.append((f"weights {weights.name}", "other_weights", text, values))
+        for other in (d for d in distributions if d != chosen):
+            text = f"after {other.describe()}"
+            found.append((other.describe(), "processed", text, logprobs("all", other)))
+        variants = [
+            Variant(name=name, cause=cause, text=text, logprobs=values, plain=plain)
+            for name, cause, text, values in found
         ]
         other_dtype = "all" if dtype == "bfloat16" else "bfloat16"
-        variants.append(
-            Variant(
-                name=other_dtype,
-                cause="precision",
-                text="in " + ("float32" if dtype == "bfloat16" else "bfloat16"),
-                logprobs=logprobs(other_dtype, chosen),
-            )
-        )
+        text = "in " + ("float32" if dtype == "bfloat16" else "bfloat16")
+        values = logprobs(other_dtype, chosen)
+        variants.append(Variant(name=other_dtype, cause="precision", text=text, logprobs=values))
         is_replayed = dtype == "replayed"
         has_routes = any("replayed" in s for s in scored) and not is_replayed
         replayed = logprobs("replayed", chosen) if has_routes else None
@@ -345,9 +316,8 @@ class Rescoring:
             rows=rows,
             reference=reference,
             variants=[v for v in variants if np.isfinite(v.logprobs).any()],
-            bfloat16=logprobs("bfloat16", chosen) - logprobs("all", chosen) + reference,
+            bfloat16=logprobs("bfloat16", chosen) - plain + reference,
             spread=gathered([s["all"].spread for s in scored]),
-            margin=gathered([s["all"].margin for s in scored]),
             replayed=replayed,
             routes_differ=differ,
             is_replayed=is_replayed,
@@ -363,13 +333,13 @@ class Rescoring:
         own: Int64Array,
         distributions: Sequence[Distribution],
     ) -> dict[str, Scored]:
-        """By name of the variant; "all": every row as it is, the others of the `own` rows."""
+        """Variant -> scores; "all": the model itself on every row, other variants on `own` rows."""
         scorer = self.scorer
         model = scorer.load(weights)
         everything = np.arange(len(rows))
         out = {
             "all": scorer.score(
-                model, rows, everything, distributions=distributions, has_details=True
+                model, rows, everything, distributions=distributions, has_spread=True
             )
         }
         if not len(own):
@@ -386,8 +356,8 @@ class Rescoring:
     def _reference(
         self, rows: Rows, logprobs: Any, distributions: Sequence[Distribution]
     ) -> tuple[Distribution, str]:
-        """What the trainer (without its log-probs: the sampler) makes of the logits, and the
-        precision it computes them in: float32 of the whole softmax unless another is nearer."""
+        """Processing of the logits and precision of the trainer, or of the sampler if the trainer
+        has no log-probs: float32 and the whole softmax, unless another pair is nearer."""
         values = rows.trainer_logprobs if self.has_trainer else rows.rollout_logprobs
         best: tuple[Distribution, str] = distributions[0], "all"
         if values is None:
@@ -397,7 +367,7 @@ class Rescoring:
             for distribution in distributions:
                 d = (values.astype(np.float64) - logprobs(name, distribution))[rows.loss_mask]
                 d = d[np.isfinite(d)]
-                # The median: what a defect makes of some rows does not choose.
+                # The median: a defect of some rows must not decide.
                 error = float(np.median(d * d)) if len(d) else math.inf
                 if error < 0.5 * least and not (least <= 2 * FLOAT_K2):
                     best, least = (distribution, name), error
@@ -406,8 +376,8 @@ class Rescoring:
     # -- noise --------------------------------------------------------------------------------
 
     def noises(self, rows: Rows) -> Noises:
-        """What dropout and noisy routers would spread over the tokens of these rows, by the first
-        weights that any of them is of. Computed when it is asked for: some more forwards."""
+        """Spread that dropout and noisy routers would cause, under the weights of most of these
+        rows. Computed on demand, by some more forwards."""
         key = _digest(rows)
         if key in self._noises:
             return self._noises[key]
@@ -417,31 +387,15 @@ class Rescoring:
         weights = self.weights.all[number]
         if number < 0 or weights.is_fallback:
             return out
-        from lockstep.doctor.numerics.scorer import Distribution
-
-        scorer, chosen = self.scorer, np.flatnonzero(own == number)
-        model = scorer.load(weights)
-        plain = scorer.score(model, rows, chosen).logprobs[Distribution()]
-
-        def variance(make: Any) -> Float64Array:
-            total = np.zeros(rows.num_tokens)
-            for number in range(NUM_PASSES):
-                twin = make(self.seed + number)
-                total += (scorer.score(twin, rows, chosen).logprobs[Distribution()] - plain) ** 2.0
-            return total / NUM_PASSES
-
-        out.dropout = variance(lambda seed: scorer.dropout(model, DROPOUT_SHARE, seed=seed))
-        if model.config.is_moe:
-            out.routers = tuple(
-                variance(lambda seed, std=std: scorer.perturbed_routers(model, std, seed=seed))
-                for std in ROUTER_STDS
-            )
+        out.dropout, out.routers = self.scorer.noise_variances(
+            weights, rows, np.flatnonzero(own == number), seed=self.seed
+        )
         return out
 
 
 @dataclass(frozen=True, kw_only=True)
 class Refusal:
-    """In place of a `Rescoring`: the model that was given cannot be used."""
+    """Replaces a `Rescoring` if the given model cannot be used."""
 
     reason: str
     """One paragraph."""
@@ -488,7 +442,7 @@ def open_model(
 
 
 def _digest(rows: Rows, *more: Float32Array | None) -> bytes:
-    """Of the ids, of where rows begin and are trained, and of what is given besides."""
+    """Digest of the ids, of the bounds and masks of the rows, and of other arrays."""
     digest = blake2b(digest_size=16)
     for values in (rows.token_ids, rows.offsets, rows.loss_mask, *more):
         digest.update(b"" if values is None else np.ascontiguousarray(values).tobytes())
@@ -496,6 +450,6 @@ def _digest(rows: Rows, *more: Float32Array | None) -> bytes:
 
 
 def rescoring_of(setting: Setting) -> Rescoring:
-    """What checks that need a model read."""
+    """The model of checks that need one."""
     assert isinstance(setting.model, Rescoring), f"no model at hand: {setting.model!r}"
     return setting.model

@@ -1,25 +1,27 @@
-"""Scores rows by weights on disk, and by variants of the arithmetic. The doctor's one torch module.
+"""Scores rows by weights on disk, and by variants of the arithmetic. Imported when a row is scored,
+because it imports torch.
 
 # T packed tokens  N tokens of all rows  P predictors  V vocabulary  L routed layers  A experts
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 
-from lockstep.doctor.checks.rows import BoolArray, Float32Array, Float64Array, Rows
+from lockstep.doctor.checks.rows import Float64Array, Rows
+from lockstep.doctor.inputs.assemble import grouped
+from lockstep.doctor.numerics.compare import Distribution, Scored
 from lockstep.doctor.numerics.weights import Weights
 from lockstep.models.decoder import Decoder
 from lockstep.models.fallback import load_fallback
 from lockstep.models.hf_io import load_checkpoint
 from lockstep.models.lora import adapter_off, add_adapter
-from lockstep.models.moe import MoE, Routing
+from lockstep.models.moe import Routing
 from lockstep.models.peft_format import read_shape
 from lockstep.models.peft_io import load_adapter
 from lockstep.models.variants import (
@@ -35,49 +37,23 @@ from lockstep.types import UNKNOWN_EXPERT, Int64Array
 Tensor = torch.Tensor
 
 BATCH_TOKENS = 8192
-"""Of one forward: more gains nothing on a CPU, and logits are formed in chunks anyway."""
-LOGIT_BYTES = 64 << 20  # of logits that live at once
-
-
-@dataclass(frozen=True, kw_only=True)
-class Distribution:
-    """What is made of the logits before a log-prob is taken."""
-
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    """0 keeps all."""
-
-    def describe(self) -> str:
-        parts = [f"temperature={self.temperature:g}"]
-        parts += [f"top_p={self.top_p:g}"] if self.top_p < 1 else []
-        parts += [f"top_k={self.top_k}"] if self.top_k else []
-        return " ".join(parts)
-
-
-@dataclass(kw_only=True)
-class Scored:
-    """[N] of some rows under one model; NaN where a token was not asked for."""
-
-    logprobs: dict[Distribution, Float32Array]
-    spread: Float64Array
-    """Variance of the log-prob under unit noise on every logit: (1 - p)^2 plus all other p^2."""
-    margin: Float64Array
-    """Least difference, over the routed layers, between the last expert that was chosen and the
-    first that was not, at the token which predicts this one; inf in a dense model."""
-    routes_differ: BoolArray
-    """Of a replay: the router would have chosen other experts at the predicting token."""
+"""Tokens of one forward: more gains nothing on a CPU, and logits are formed in chunks anyway."""
+LOGIT_BYTES = 64 << 20  # logits that are in memory at once
+NUM_PASSES = 4
+"""Forwards with dropout, or with noise on the routers, that estimate a variance."""
+DROPOUT_SHARE = 0.05  # the spread's shape hardly depends on it, and its size is fitted
+ROUTER_STDS = (0.03, 0.3)  # flips are rare at one and common at the other
 
 
 class Scorer:
-    """Loads a set of weights at a time, and scores rows by it."""
+    """Loads one set of weights at a time, and scores rows by it."""
 
     def __init__(self, *, device: str = "") -> None:
         self.device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         self._loaded: tuple[Weights, Any] | None = None
 
     def load(self, weights: Weights) -> Any:
-        """The model; what was loaded before is let go."""
+        """The model. The one that was loaded before is released."""
         if self._loaded is not None and self._loaded[0] == weights:
             return self._loaded[1]
         self._loaded = None
@@ -96,7 +72,7 @@ class Scorer:
 
     @contextmanager
     def variant(self, name: str, model: Any) -> Iterator[Any]:
-        """The model that a side would have run with this defect."""
+        """The model with a defect: one of `variants_of`, or the model itself for ""."""
         if name == "without_sinks":
             yield without_sinks(model)
         elif name == "without_windows":
@@ -107,18 +83,17 @@ class Scorer:
         elif name == "adapter_twice":
             with adapter_scaled(model, 2.0):
                 yield model
-        elif name in ("bfloat16", "float16"):
-            dtype, before = getattr(torch, name), model.embedding.dtype
-            # Casting there and back would lose the weights: a copy is loaded when it is let go.
+        elif name == "bfloat16":
+            # Casting there and back would lose the weights: they are loaded again afterwards.
             self._loaded = None
-            assert before == torch.float32, f"variants start from float32, found {before}"
-            yield model.to(dtype)
+            assert model.embedding.dtype == torch.float32, "variants start from float32"
+            yield model.to(torch.bfloat16)
         else:
             assert name == "", f"no such variant: {name}"
             yield model
 
     def variants_of(self, model: Any) -> tuple[str, ...]:
-        """Those that change something in this model; the narrow types last, for they use it up."""
+        """Variants that change something in this model; bfloat16 is last because it uses it up."""
         out: list[str] = []
         if isinstance(model, Decoder):
             config = model.config
@@ -127,11 +102,27 @@ class Scorer:
             out += ["without_adapter", "adapter_twice"] * (model.lora is not None)
         return (*out, "bfloat16")
 
-    def dropout(self, model: Any, share: float, *, seed: int) -> Any:
-        return with_dropout(model, share, seed=seed)
+    def noise_variances(
+        self, weights: Weights, rows: Rows, chosen: Int64Array, *, seed: int
+    ) -> tuple[Float64Array, tuple[Float64Array, ...]]:
+        """[N] variances of each log-prob: under dropout, and under noise on the routers, one for
+        each of ROUTER_STDS (none for a dense model)."""
+        model = self.load(weights)
+        plain = self.score(model, rows, chosen).logprobs[Distribution()]
 
-    def perturbed_routers(self, model: Any, std: float, *, seed: int) -> Any:
-        return with_perturbed_routers(model, std, seed=seed)
+        def variance(make: Callable[[int], Any]) -> Float64Array:
+            total = np.zeros(rows.num_tokens)
+            for number in range(NUM_PASSES):
+                scored = self.score(make(seed + number), rows, chosen).logprobs[Distribution()]
+                total += (scored - plain) ** 2.0
+            return total / NUM_PASSES
+
+        dropout = variance(lambda seed: with_dropout(model, DROPOUT_SHARE, seed=seed))
+        stds = ROUTER_STDS if model.config.is_moe else ()
+        return dropout, tuple(
+            variance(lambda seed, std=std: with_perturbed_routers(model, std, seed=seed))
+            for std in stds
+        )
 
     # -- scoring ------------------------------------------------------------------------------
 
@@ -143,23 +134,25 @@ class Scorer:
         *,
         distributions: Sequence[Distribution] = (Distribution(),),
         is_replaying: bool = False,
-        has_details: bool = False,
+        has_spread: bool = False,
     ) -> Scored:
-        """Log-probs of the tokens that are asked for in the rows at these places.
+        """Log-probs of the trained tokens of the rows at these places, without a row's first token.
 
-        Asked for are trained tokens, but a row's first. has_details: fills spread and margin too.
-        is_replaying: the sampler's recorded experts are taken where they are known.
+        has_spread: fills `spread` too. is_replaying: takes the sampler's recorded experts where
+        they are known.
         """
         N = rows.num_tokens
         out = Scored(
             logprobs={d: np.full(N, np.nan, np.float32) for d in distributions},
             spread=np.full(N, np.nan),
-            margin=np.full(N, np.inf),
             routes_differ=np.zeros(N, np.bool_),
         )
+        chosen = np.asarray(chosen, np.int64)
+        longest_first = chosen[np.argsort(-rows.sizes[chosen], kind="stable")].tolist()
+        sized = ((int(rows.sizes[row]), row) for row in longest_first if rows.sizes[row])
         with torch.inference_mode():
-            for batch in _batches(rows, chosen):
-                self._score_batch(model, rows, batch, out, is_replaying, has_details)
+            for batch in grouped(sized, BATCH_TOKENS):
+                self._score_batch(model, rows, np.array(batch), out, is_replaying, has_spread)
         return out
 
     def _score_batch(
@@ -169,12 +162,11 @@ class Scorer:
         batch: Int64Array,
         out: Scored,
         is_replaying: bool,
-        has_details: bool,
+        has_spread: bool,
     ) -> None:
         sizes = rows.sizes[batch]
-        begin = rows.offsets[batch]
         first = np.cumsum(sizes) - sizes
-        at = np.arange(sizes.sum()) + np.repeat(begin - first, sizes)  # [T] places in the rows
+        at = np.arange(sizes.sum()) + np.repeat(rows.offsets[batch] - first, sizes)  # [T] places
         positions = rows.position[at]
         targets = np.flatnonzero(rows.loss_mask[at] & (positions > 0))  # [P] among the T
         if not len(targets):
@@ -189,7 +181,7 @@ class Scorer:
         if not isinstance(model, Decoder):
             for distribution, values in out.logprobs.items():
                 if distribution.top_p < 1 or distribution.top_k:
-                    continue  # its logits are not handed out: this is left unknown
+                    continue  # transformers hands out no logits: left unknown
                 logprobs, _ = model.score(
                     ids_T,
                     positions_T,
@@ -200,10 +192,8 @@ class Scorer:
                 )
                 values[place] = logprobs.float().cpu().numpy()
             return
-        routing = self._routing(model, rows, at, is_replaying)
-        with _margins(model) if has_details else nullcontext([]) as margins:
-            hidden_TD = model(ids_T, positions_T, context, routing)
-        hidden_PD = hidden_TD.index_select(0, predictors_P)
+        routing = self._routing(rows, at) if is_replaying else None
+        hidden_PD = model(ids_T, positions_T, context, routing).index_select(0, predictors_P)
         step = max(1, LOGIT_BYTES // (4 * model.config.vocab_size))
         for i in range(0, len(place), step):
             part = slice(i, i + step)
@@ -211,54 +201,27 @@ class Scorer:
             for distribution, values in out.logprobs.items():
                 logp = _logprobs(logits, distribution)
                 values[place[part]] = logp.gather(1, targets_P[part, None])[:, 0].cpu().numpy()
-            if has_details:
+            if has_spread:
                 p = logits.softmax(-1)
                 own = p.gather(1, targets_P[part, None])[:, 0].double()
                 square = p.double().square().sum(-1)
                 out.spread[place[part]] = (1 - 2 * own + square).clamp_min(0).cpu().numpy()
-        if margins:
-            least = torch.stack(margins).amin(0)
-            out.margin[place] = least.index_select(0, predictors_P).double().cpu().numpy()
         if routing is not None and routing.differing:
             is_other = torch.stack(list(routing.differing.values())).any(0)
             if routing.is_known_T is not None:
                 is_other &= routing.is_known_T
             out.routes_differ[place] = is_other.index_select(0, predictors_P).cpu().numpy()
 
-    def _routing(
-        self, model: Decoder, rows: Rows, at: Int64Array, is_replaying: bool
-    ) -> Routing | None:
-        if not is_replaying or rows.routed_experts is None:
+    def _routing(self, rows: Rows, at: Int64Array) -> Routing | None:
+        if rows.routed_experts is None:
             return None
         routes = torch.from_numpy(rows.routed_experts[at].astype(np.int64)).to(self.device)
         is_known = (routes != UNKNOWN_EXPERT).all(-1).all(-1)
         return Routing(replay_TLA=routes.clamp_min(0), is_known_T=is_known)
 
 
-@contextmanager
-def _margins(model: Decoder) -> Iterator[list[Tensor]]:
-    """In the block, each routed layer's forward leaves [T]: how clear its choice was."""
-    kept: list[Tensor] = []
-    hooks = []
-    for block in model.layers:
-        if isinstance(block.mlp, MoE):
-
-            def keep(mlp: Any, inputs: tuple[Any, ...], _: Any) -> None:
-                logits = mlp.router_logits(*inputs[:2]).float()
-                if logits.shape[-1] > mlp.num_active:
-                    top = logits.topk(mlp.num_active + 1).values
-                    kept.append(top[:, -2] - top[:, -1])
-
-            hooks.append(block.mlp.register_forward_hook(keep))
-    try:
-        yield kept
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
 def _logprobs(logits: Tensor, distribution: Distribution) -> Tensor:
-    """[P, V] float32, -inf outside of what is kept."""
+    """[P, V] float32, -inf outside of the tokens that are kept."""
     if distribution.temperature != 1.0:
         logits = logits / distribution.temperature
     if distribution.top_k and distribution.top_k < logits.shape[-1]:
@@ -272,20 +235,3 @@ def _logprobs(logits: Tensor, distribution: Distribution) -> Tensor:
             torch.zeros_like(is_out).scatter(-1, index, is_out), float("-inf")
         )
     return logits.log_softmax(-1)
-
-
-def _batches(rows: Rows, chosen: Sequence[int] | Int64Array) -> Iterator[Int64Array]:
-    """Rows of similar length together, at most BATCH_TOKENS of them or one row."""
-    chosen = np.asarray(chosen, np.int64)
-    order = chosen[np.argsort(-rows.sizes[chosen], kind="stable")]
-    batch: list[int] = []
-    size = 0
-    for row in order.tolist():
-        if batch and size + rows.sizes[row] > BATCH_TOKENS:
-            yield np.array(batch, np.int64)
-            batch, size = [], 0
-        if rows.sizes[row]:
-            batch.append(row)
-            size += int(rows.sizes[row])
-    if batch:
-        yield np.array(batch, np.int64)

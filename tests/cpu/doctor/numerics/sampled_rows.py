@@ -8,10 +8,12 @@ import torch
 
 from lockstep.doctor.checks.rows import Rows
 from lockstep.doctor.inputs.base import Dump, Facts
-from lockstep.doctor.numerics.scorer import Distribution, Scorer
+from lockstep.doctor.numerics.compare import Distribution
+from lockstep.doctor.numerics.scorer import Scorer
 from lockstep.doctor.numerics.weights import Weights
 from lockstep.models.locate import locate_model
 from lockstep.models.moe import Routing
+from lockstep.models.variants import with_dropout, with_perturbed_routers
 from lockstep.ops.context import PackedContext
 from lockstep.renderers.tokenizer import Tokenizer
 
@@ -92,9 +94,9 @@ def scored(model: str, variant: str = "", **settings: float):
         return scorer.score(twin, rows, every, distributions=[distribution]).logprobs[distribution]
 
     if variant == "dropout":
-        return values(scorer.dropout(decoder, settings["share"], seed=77))
+        return values(with_dropout(decoder, settings["share"], seed=77))
     if variant == "routers":
-        return values(scorer.perturbed_routers(decoder, settings["std"], seed=77))
+        return values(with_perturbed_routers(decoder, settings["std"], seed=77))
     with scorer.variant(variant, decoder) as twin:
         return values(twin)
 
@@ -104,7 +106,7 @@ def noisy(model: str, std: float, seed: int = 0):
     """[N] float32: noise of this standard deviation on every logit."""
     scorer, rows = Scorer(device="cpu"), sampled_rows(model)
     found = scorer.score(
-        scorer.load(weights_of(model)), rows, np.arange(len(rows)), has_details=True
+        scorer.load(weights_of(model)), rows, np.arange(len(rows)), has_spread=True
     )
     draws = np.random.default_rng(seed).standard_normal(rows.num_tokens)
     plain = found.logprobs[Distribution()]
@@ -116,7 +118,7 @@ def noisy(model: str, std: float, seed: int = 0):
 def routed(model: str):
     """[N, L, A] int16: the experts that a sampler with noisy routers would have taken."""
     scorer, rows = Scorer(device="cpu"), sampled_rows(model)
-    twin = scorer.perturbed_routers(scorer.load(weights_of(model)), 0.5, seed=5)
+    twin = with_perturbed_routers(scorer.load(weights_of(model)), 0.5, seed=5)
     routing = Routing()
     with torch.inference_mode():
         twin(
