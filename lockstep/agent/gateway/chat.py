@@ -2,83 +2,67 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from lockstep.agent.gateway.exchange import Refusal, TurnReply, TurnRequest, told
+from lockstep.agent.gateway.exchange import Refusal, TurnReply, told
 from lockstep.agent.gateway.reading import (
+    NO_CONSTRAINT,
+    OPENAI,
+    TEXT_ONLY,
     Answered,
     Asked,
     Histories,
+    Memory,
+    Transcript,
     accepted,
-    check_dialogue,
+    call_of,
     check_fields,
-    function_named,
+    content_of,
+    event,
     honoured,
+    ignored,
     integer_of,
     list_of,
-    max_tokens_of,
-    number_of,
     object_of,
+    objects_of,
     refused,
     shown,
-    stops_of,
     text_of,
     tool_of,
     truth_of,
+    turn_of,
     unsupported,
-    wrong_type,
     wrong_value,
 )
-from lockstep.types import Message, ToolCall, ToolSchema
-
-TEXT_ONLY = "Only text is read here; leave the other parts out."
-NO_CONSTRAINT = "Sampling is not constrained, so that log-probs stay the model's own."
+from lockstep.types import Message, ToolSchema
 
 FIELDS = {
-    "model": honoured("one of GET /v1/models"),
+    **OPENAI,
     "messages": honoured("text; a last message of the assistant's is refused"),
-    "tools": honoured("functions; `strict` is not enforced"),
-    "tool_choice": refused(
-        f"{NO_CONSTRAINT} Send auto, or none to leave the tools out.", "auto", "none"
-    ),
     "max_tokens": honoured(),
     "max_completion_tokens": honoured(),
-    "temperature": honoured("0 is greedy"),
-    "top_p": honoured(),
     "top_k": honoured("not OpenAI's, but usual; 0 and -1 are off"),
     "stop": honoured("the reply that is told ends before it; its ids are kept"),
     "seed": honoured(),
     "n": honoured("siblings in the session's tree"),
-    "stream": honoured("sent when the turn is complete"),
     "stream_options": honoured("include_usage"),
     "logprobs": honoured("of every sampled id, thinking and stop id included"),
-    "top_logprobs": refused("Only the log-probs of sampled ids are recorded.", 0),
-    "parallel_tool_calls": refused(f"{NO_CONSTRAINT} Leave it out.", True),
+    "reasoning_effort": ignored("It is a setting of the renderer, the same for all requests."),
+    "verbosity": ignored("Ask for it in a message."),
     "response_format": refused(
         f"{NO_CONSTRAINT} Ask for the format in a message.", {"type": "text"}
     ),
     "logit_bias": refused(NO_CONSTRAINT, {}),
     "frequency_penalty": refused(NO_CONSTRAINT, 0),
     "presence_penalty": refused(NO_CONSTRAINT, 0),
-    "reasoning_effort": refused("It is a setting of the renderer, the same for all requests."),
-    "verbosity": refused("Ask for it in a message."),
     "modalities": refused(TEXT_ONLY, ["text"]),
     "audio": refused(TEXT_ONLY),
     "prediction": refused("Leave it out: prefixes are reused anyway."),
     "functions": refused("It is the old form: use tools."),
     "function_call": refused("It is the old form: use tool_choice.", "auto", "none"),
     "web_search_options": refused("There is no search here; give the model a tool."),
-    "moderation": refused("Nothing is moderated here."),
-    "user": accepted("names the sender, not the session"),
-    "metadata": accepted("the sender's own notes"),
     "store": accepted("every session is kept"),
-    "service_tier": accepted("there is one"),
-    "safety_identifier": accepted("names the sender"),
-    "prompt_cache_key": accepted("prefixes are reused by what they are"),
-    "prompt_cache_options": accepted("prefixes are reused by what they are"),
-    "prompt_cache_retention": accepted("prefixes are reused by what they are"),
 }
 
 _MESSAGE_FIELDS = {
@@ -105,22 +89,18 @@ KEEP_ALIVE = b": the turn is being sampled\n\n"
 # -- bodies to turns ------------------------------------------------------------------------------
 
 
-def read(body: Mapping[str, Any], histories: Histories) -> Asked:
-    """histories: of the session. Raises Refusal (400) that names the field."""
-    check_fields(body, FIELDS)
+def read(body: Mapping[str, Any], memory: Memory) -> Asked:
+    """Raises Refusal (400) that names the field."""
+    found = check_fields(body, FIELDS)
     options = object_of(body.get("stream_options") or {}, "stream_options")
     has_tools = body.get("tool_choice") != "none"
-    top_k = integer_of(body.get("top_k"), "top_k", low=-1, high=2**31 - 1)
     return Asked(
-        turn=TurnRequest(
-            messages=check_dialogue(_messages(body.get("messages"), histories), "messages"),
-            tools=histories.tools(body.get("tools"), _tools) if has_tools else (),
-            max_tokens=max_tokens_of(body, "max_tokens", "max_completion_tokens"),
-            temperature=number_of(body.get("temperature"), "temperature", low=0, high=100),
-            top_p=number_of(body.get("top_p"), "top_p", low=1e-6, high=1),
-            top_k=None if top_k is None else max(0, top_k),
-            stop_strings=stops_of(body.get("stop"), "stop"),
-            seed=integer_of(body.get("seed"), "seed", low=-(2**63), high=2**63 - 1),
+        turn=turn_of(
+            body,
+            _messages(body.get("messages"), memory.histories),
+            memory.histories.tools(body.get("tools"), _tools) if has_tools else (),
+            limits=("max_tokens", "max_completion_tokens"),
+            ignored=found,
         ),
         model=text_of(body.get("model"), "model"),
         num_choices=integer_of(body.get("n"), "n", low=1, high=2**31 - 1) or 1,
@@ -133,122 +113,82 @@ def read(body: Mapping[str, Any], histories: Histories) -> Asked:
 
 def _tools(value: Any) -> tuple[ToolSchema, ...]:
     tools: list[ToolSchema] = []
-    for at, entry in enumerate(list_of([] if value is None else value, "tools")):
-        where = f"tools[{at}]"
-        entry = object_of(entry, where)
-        if entry.get("type", "function") != "function":
-            raise unsupported(f"{where}.type", "only functions are tools here.")
-        function = object_of(entry.get("function"), f"{where}.function")
-        tools.append(
-            tool_of(
-                function.get("name"),
-                function.get("description"),
-                function.get("parameters"),
-                f"{where}.function",
-            )
-        )
+    for where, entry in objects_of(value, "tools"):
+        function = _function(entry, where, "only functions are tools here.")
+        tools.append(tool_of(function, f"{where}.function"))
     return tuple(tools)
+
+
+def _function(entry: dict[str, Any], where: str, otherwise: str) -> dict[str, Any]:
+    if entry.get("type", "function") != "function":
+        raise unsupported(f"{where}.type", otherwise)
+    return object_of(entry.get("function"), f"{where}.function")
 
 
 def _messages(value: Any, histories: Histories) -> list[Message]:
     entries = list_of(value, "messages")
     num_known, known = histories.find(entries)
-    messages = list(known)
-    names = {call.id: call.name for message in known for call in message.tool_calls}
+    transcript = Transcript(known)
     for at in range(num_known, len(entries)):
         where = f"messages[{at}]"
-        message = _message(object_of(entries[at], where), where, names)
-        messages.append(message)
-        for call in message.tool_calls:
-            names[call.id] = call.name
-    histories.add(entries, messages)
-    return messages
+        _add(transcript, object_of(entries[at], where), where)
+    histories.add(entries, transcript.messages)
+    return transcript.messages
 
 
-def _message(entry: dict[str, Any], where: str, names: Mapping[str, str]) -> Message:
+def _add(transcript: Transcript, entry: dict[str, Any], where: str) -> None:
     if not entry.keys() <= _PLAIN_FIELDS:
         check_fields(entry, _MESSAGE_FIELDS, where=f"{where}.")
-    role, content = entry.get("role"), entry.get("content")
-    if not isinstance(content, str):
-        content = content_of(content, f"{where}.content")
+    role = entry.get("role")
+    content = content_of(entry.get("content"), f"{where}.content", ("text", "refusal"))
     if role in ("system", "developer", "user"):
-        return Message(role=role, content=content)
-    if role == "assistant":
+        transcript.add(Message(role=role, content=content))
+    elif role == "assistant":
         thinking = entry.get("reasoning_content") or entry.get("reasoning")
-        return Message(
-            role="assistant",
-            content=content,
-            thinking=text_of(thinking, f"{where}.reasoning_content", optional=True),
-            tool_calls=_calls(entry.get("tool_calls"), f"{where}.tool_calls"),
-        )
-    if role == "tool":
-        at = f"{where}.tool_call_id"
-        call_id = text_of(entry.get("tool_call_id"), at)
-        given = text_of(entry.get("name"), f"{where}.name", optional=True)
-        name = function_named(names, call_id, given, at)
-        return Message(role="tool", content=content, name=name, tool_call_id=call_id)
-    raise wrong_value(
-        f"{where}.role",
-        f"must be system, developer, user, assistant or tool, found {shown(role)}.",
-    )
-
-
-def content_of(value: Any, where: str, kinds: tuple[str, ...] = ("text", "refusal")) -> str:
-    """Text, or a list of parts that are text. kinds: what such parts are called."""
-    if value is None or isinstance(value, str):
-        return value or ""
-    if not isinstance(value, list):
-        raise wrong_type(where, "text or a list of parts", value)
-    texts: list[str] = []
-    for at, part in enumerate(value):
-        here = f"{where}[{at}]"
-        found = object_of(part, here).get("type")
-        if found not in kinds:
-            raise unsupported(f"{here}.type", f"a part of {str(found)[:40]!r}. {TEXT_ONLY}")
-        key = "refusal" if found == "refusal" else "text"
-        texts.append(text_of(part.get(key), f"{here}.{key}"))
-    return "\n".join(texts)
-
-
-def _calls(value: Any, where: str) -> tuple[ToolCall, ...]:
-    calls: list[ToolCall] = []
-    for at, entry in enumerate(list_of([] if value is None else value, where)):
-        here = f"{where}[{at}]"
-        entry = object_of(entry, here)
-        if entry.get("type", "function") != "function":
-            raise unsupported(f"{here}.type", "only functions are called here.")
-        function = object_of(entry.get("function"), f"{here}.function")
-        calls.append(
-            ToolCall(
-                name=text_of(function.get("name"), f"{here}.function.name"),
-                arguments=text_of(function.get("arguments"), f"{here}.function.arguments"),
-                id=text_of(entry.get("id"), f"{here}.id"),
+        calls: list[Any] = []
+        for here, call in objects_of(entry.get("tool_calls"), f"{where}.tool_calls"):
+            function = _function(call, here, "only functions are called here.")
+            calls.append(
+                call_of(
+                    function.get("name"), function.get("arguments"), call.get("id"),
+                    f"{here}.function", f"{here}.id",
+                )
+            )  # fmt: skip
+        transcript.add(
+            Message(
+                role="assistant",
+                content=content,
+                thinking=text_of(thinking, f"{where}.reasoning_content", optional=True),
+                tool_calls=tuple(calls),
             )
         )
-    return tuple(calls)
+    elif role == "tool":
+        name = text_of(entry.get("name"), f"{where}.name", optional=True)
+        at = f"{where}.tool_call_id"
+        transcript.add_result(entry.get("tool_call_id"), content, at, name=name)
+    else:
+        text = f"must be system, developer, user, assistant or tool, found {shown(role)}."
+        raise wrong_value(f"{where}.role", text)
 
 
 # -- turns to bodies ------------------------------------------------------------------------------
 
 
 def write(answered: Answered) -> dict[str, Any]:
-    choices = []
+    choices: list[dict[str, Any]] = []
     for at, reply in enumerate(answered.replies):
         message = told(reply.message, reply.stop)
-        choice: dict[str, Any] = {
-            "index": at,
-            "message": {
-                "role": "assistant",
-                # null where a call stands alone, as OpenAI has it
-                "content": message.content or (None if message.tool_calls else ""),
-                "refusal": None,
-                **({"reasoning_content": message.thinking} if message.thinking else {}),
-                **({"tool_calls": _told_calls(message)} if message.tool_calls else {}),
-            },
-            "logprobs": _logprobs(answered, reply) if answered.asked.has_logprobs else None,
-            "finish_reason": finish_reason(reply),
+        content: dict[str, Any] = {
+            "role": "assistant",
+            # null where a call stands alone, as OpenAI has it
+            "content": message.content or (None if message.tool_calls else ""),
+            "refusal": None,
         }
-        choices.append(choice)
+        if message.thinking:
+            content["reasoning_content"] = message.thinking
+        if message.tool_calls:
+            content["tool_calls"] = _calls(message)
+        choices.append({"index": at, "message": content, **_ending(answered, reply)})
     return {
         **_head(answered, "chat.completion"),
         "choices": choices,
@@ -261,9 +201,9 @@ def events(answered: Answered) -> Iterator[bytes]:
     """The chunks of a stream."""
     head = _head(answered, "chat.completion.chunk")
 
-    def chunk(at: int, delta: dict[str, Any], finish: str | None = None, **more: Any) -> bytes:
-        choice = {"index": at, "delta": delta, "finish_reason": finish, "logprobs": None, **more}
-        return _event({**head, "choices": [choice]})
+    def chunk(at: int, delta: dict[str, Any], **ending: Any) -> bytes:
+        ending = {"finish_reason": None, "logprobs": None, **ending}
+        return event({**head, "choices": [{"index": at, "delta": delta, **ending}]})
 
     for at, reply in enumerate(answered.replies):
         message = told(reply.message, reply.stop)
@@ -272,23 +212,16 @@ def events(answered: Answered) -> Iterator[bytes]:
             yield chunk(at, {"reasoning_content": message.thinking})
         if message.content:
             yield chunk(at, {"content": message.content})
-        for index, call in enumerate(_told_calls(message)):
-            arguments = call["function"].pop("arguments")
+        for index, call in enumerate(_calls(message)):
+            arguments = {"arguments": call["function"].pop("arguments")}
             opened = {**call, "function": {**call["function"], "arguments": ""}}
             yield chunk(at, {"tool_calls": [{"index": index, **opened}]})
-            yield chunk(
-                at, {"tool_calls": [{"index": index, "function": {"arguments": arguments}}]}
-            )
-        logprobs = _logprobs(answered, reply) if answered.asked.has_logprobs else None
-        yield chunk(at, {}, finish_reason(reply), logprobs=logprobs)
+            yield chunk(at, {"tool_calls": [{"index": index, "function": arguments}]})
+        yield chunk(at, {}, **_ending(answered, reply))
     if answered.asked.has_usage or answered.has_ids:
         usage = _usage(answered)
-        yield _event({**head, "choices": [], "usage": usage, **answered.extension()})
+        yield event({**head, "choices": [], "usage": usage, **answered.extension()})
     yield b"data: [DONE]\n\n"
-
-
-def _event(body: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps(body, ensure_ascii=False).encode() + b"\n\n"
 
 
 def _head(answered: Answered, kind: str) -> dict[str, Any]:
@@ -301,7 +234,7 @@ def _head(answered: Answered, kind: str) -> dict[str, Any]:
     }
 
 
-def _told_calls(message: Message) -> list[dict[str, Any]]:
+def _calls(message: Message) -> list[dict[str, Any]]:
     return [
         {
             "id": call.id,
@@ -312,35 +245,19 @@ def _told_calls(message: Message) -> list[dict[str, Any]]:
     ]
 
 
-def finish_reason(reply: TurnReply) -> str:
-    if reply.finish_reason != "stop":
-        return "length"
-    return "tool_calls" if reply.message.tool_calls else "stop"
-
-
-def _logprobs(answered: Answered, reply: TurnReply) -> dict[str, Any]:
-    return {"content": token_logprobs(answered, reply), "refusal": None}
-
-
-def token_logprobs(answered: Answered, reply: TurnReply) -> list[dict[str, Any]]:
-    """Of every sampled id, in order. A part of a character is shown as U+FFFD, and in `bytes`."""
-    entries = []
-    for id_, logprob in zip(reply.token_ids.tolist(), reply.logprobs.tolist(), strict=True):
-        spelled = answered.token_bytes[id_]
-        entries.append(
-            {
-                "token": spelled.decode("utf-8", "replace"),
-                "logprob": logprob,
-                "bytes": list(spelled),
-                "top_logprobs": [],
-            }
-        )
-    return entries
+def _ending(answered: Answered, reply: TurnReply) -> dict[str, Any]:
+    reason = "tool_calls" if reply.message.tool_calls else "stop"
+    logprobs = None
+    if answered.asked.has_logprobs:
+        logprobs = {"content": answered.logprobs(reply), "refusal": None}
+    return {
+        "finish_reason": reason if reply.finish_reason == "stop" else "length",
+        "logprobs": logprobs,
+    }
 
 
 def _usage(answered: Answered) -> dict[str, Any]:
-    # One prompt, however many replies.
-    num_prompt = len(answered.replies[0].prompt_ids)
+    num_prompt = len(answered.replies[0].prompt_ids)  # one prompt, however many replies
     num_sampled = sum(len(reply.token_ids) for reply in answered.replies)
     return {
         "prompt_tokens": num_prompt,
@@ -355,11 +272,7 @@ def _usage(answered: Answered) -> dict[str, Any]:
 
 # OpenAI's own code where there is one: clients look for it.
 _CODES = {"context_overflow": "context_length_exceeded", "unknown_model": "model_not_found"}
-_TYPES = {
-    401: "authentication_error",
-    403: "permission_error",
-    429: "rate_limit_error",
-}
+_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 
 
 def error(refusal: Refusal) -> dict[str, Any]:
@@ -376,4 +289,4 @@ def error(refusal: Refusal) -> dict[str, Any]:
 
 def late_error(refusal: Refusal) -> bytes:
     """Within a stream that has begun."""
-    return _event(error(refusal))
+    return event(error(refusal))

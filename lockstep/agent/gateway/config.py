@@ -24,7 +24,8 @@ class GatewayConfig:
     max_body_bytes: int = 64 * 1024 * 1024
     """Of one request; more is answered with 413."""
     read_seconds: float = 60.0
-    """How long a client may take to send a body."""
+    """Seconds that a client may take to send its headers, and again to send the body; a connection
+    without a request is closed after as long."""
     keep_alive_seconds: float = 10.0
     """A stream whose turn is not complete by then begins with a sign of life, and another one is
     sent as often."""

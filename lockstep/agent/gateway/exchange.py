@@ -7,9 +7,7 @@ the status of a `Refusal`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from lockstep.errors import LockstepError
 from lockstep.types import (
@@ -17,9 +15,7 @@ from lockstep.types import (
     Float32Array,
     Int32Array,
     Message,
-    Task,
     ToolSchema,
-    Trajectory,
 )
 
 
@@ -49,6 +45,8 @@ class TurnRequest:
     top_k: int | None = None
     stop_strings: tuple[str, ...] = ()
     seed: int | None = None
+    ignored: tuple[str, ...] = ()
+    """Fields of the body that ask for something that will not happen; counted."""
     key: str = ""
     """Says that two requests are one: a client's own idempotency key, else a digest of the body
     together with the client's count of retries. Empty: never the same."""
@@ -90,89 +88,3 @@ def told(message: Message, stop: int | str | None) -> Message:
     if stop in message.content:
         return replace(message, content=message.content.partition(stop)[0])
     return replace(message, thinking=message.thinking.partition(stop)[0])
-
-
-class Turns(Protocol):
-    """What answers a turn."""
-
-    async def reply(self, request: TurnRequest) -> TurnReply:
-        """Raises Refusal."""
-        ...
-
-
-class Session(Turns, Protocol):
-    """One episode as the server sees it. Every method raises Refusal for what cannot be."""
-
-    @property
-    def id(self) -> str: ...
-
-    @property
-    def key(self) -> str:
-        """The secret that opens this session and no other."""
-        ...
-
-    @property
-    def is_finished(self) -> bool:
-        """No more turns, no more rewards."""
-        ...
-
-    @property
-    def trajectory(self) -> Trajectory:
-        """As it stands; to be read only."""
-        ...
-
-    @property
-    def rewards(self) -> Mapping[int, float]:
-        """By leaf: those of the trajectory, and before the end those that it would have now."""
-        ...
-
-    async def count_tokens(self, request: TurnRequest) -> int:
-        """Ids of the prompt that `reply` would send the engine, as things stand; nothing of the
-        session is changed."""
-        ...
-
-    async def set_reward(
-        self, reward: float, *, parts: Mapping[str, float], leaf: int | None = None
-    ) -> None:
-        """Rewards the path that ends in segment `leaf`; None rewards every path's end. The numbers
-        are finite, which the server has checked. Once more for the same leaf replaces it."""
-        ...
-
-    def lost(self, leaf: int) -> None:
-        """The client that was given the turn that ends with `leaf` was gone by then."""
-        ...
-
-    async def finish(self, *, error: str = "") -> None:
-        """Ends the session; the trajectory is complete. error: why the episode failed, if it did.
-        A second time is no error if nothing differs."""
-        ...
-
-
-class Sessions(Protocol):
-    """All sessions of one gateway."""
-
-    def create(self, *, task: Task | None = None) -> Session:
-        """A session of its own, for an agent that nobody waits for. Refusal 429 if there are too
-        many."""
-        ...
-
-    def get(self, session_id: str) -> Session:
-        """Finished ones are found until they are removed. Refusal 404."""
-        ...
-
-    def of_key(self, key: str) -> Session | None:
-        """Compares in constant time."""
-        ...
-
-    def all(self) -> Sequence[Session]:
-        """In order of creation."""
-        ...
-
-    async def remove(self, session_id: str) -> None:
-        """Forgets a session, which fails it if it is not finished. Refusal 404."""
-        ...
-
-    async def claim(self) -> tuple[Session, Task]:
-        """The next episode that waits for an agent to connect; waits until there is one. Refusal
-        409 where nothing hands out episodes."""
-        ...

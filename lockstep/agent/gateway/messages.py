@@ -8,28 +8,31 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from lockstep.agent.gateway.chat import NO_CONSTRAINT, TEXT_ONLY
-from lockstep.agent.gateway.exchange import Refusal, TurnReply, TurnRequest, told
+from lockstep.agent.gateway.exchange import Refusal, TurnReply, told
 from lockstep.agent.gateway.reading import (
+    NO_CONSTRAINT,
+    SHARED,
+    TEXT_ONLY,
     Answered,
     Asked,
+    Memory,
+    Transcript,
     accepted,
-    check_dialogue,
+    call_of,
     check_fields,
-    function_named,
+    content_of,
+    event,
     honoured,
-    integer_of,
+    ignored,
     list_of,
-    max_tokens_of,
-    number_of,
     object_of,
+    objects_of,
     refused,
-    stops_of,
     text_of,
     tool_of,
     truth_of,
+    turn_of,
     unsupported,
-    wrong_type,
     wrong_value,
 )
 from lockstep.types import Message, ToolCall, ToolSchema
@@ -39,35 +42,32 @@ MALFORMED = "malformed_arguments"
 they were written, and read back from it."""
 
 FIELDS = {
-    "model": honoured("one of GET /v1/models"),
+    **SHARED,
     "messages": honoured("text; a last message of the assistant's is refused"),
     "system": honoured("text, or blocks of it"),
     "max_tokens": honoured(),
-    "tools": honoured("functions; `strict` is not enforced"),
     "tool_choice": refused(
         f"{NO_CONSTRAINT} Send auto, or none to leave the tools out.",
         {"type": "auto"},
         {"type": "auto", "disable_parallel_tool_use": False},
+        {"type": "auto", "disable_parallel_tool_use": True},
         {"type": "none"},
     ),
     "stop_sequences": honoured("the reply that is told ends before it; its ids are kept"),
-    "temperature": honoured("0 is greedy"),
-    "top_p": honoured(),
     "top_k": honoured(),
-    "stream": honoured("sent when the turn is complete"),
-    "thinking": refused(
-        "Whether the model thinks, and how long, is a matter of the model and its renderer. Send "
-        '{"type": "adaptive"}, or leave it out.',
+    "thinking": ignored(
+        "Whether the model thinks, and how long, is a matter of the model and its renderer.",
         {"type": "adaptive"},
         {"type": "adaptive", "display": "summarized"},
     ),
-    "output_config": refused(f"{NO_CONSTRAINT} Ask for the format in a message.", {}),
+    "output_config": honoured("effort is ignored; a format is refused"),
+    "context_management": ignored("Histories are the agent's; shorten the messages yourself.", {}),
     "container": refused("There are no containers here; give the model a tool."),
     "mcp_servers": refused("Connect to them yourself, and give the model their tools.", []),
-    "context_management": refused("Histories are the agent's; shorten the messages yourself."),
-    "metadata": accepted("the sender's own notes"),
-    "service_tier": accepted("there is one"),
     "cache_control": accepted("prefixes are reused by what they are"),
+    "betas": accepted("names of features; the fields decide"),
+    "anthropic_beta": accepted("names of features; the fields decide"),
+    "anthropic_version": accepted("there is one"),
     "inference_geo": accepted("there is one place"),
     "speed": accepted("there is one"),
     "diagnostics": accepted("asks for notes that nothing depends on"),
@@ -76,6 +76,10 @@ FIELDS = {
 }
 
 _MESSAGE_FIELDS = {"role": honoured(), "content": honoured()}
+_OUTPUT_FIELDS = {
+    "effort": ignored("How long the model thinks is a setting of the renderer."),
+    "format": refused(f"{NO_CONSTRAINT} Ask for the format in a message."),
+}
 
 KEEP_ALIVE = b'event: ping\ndata: {"type": "ping"}\n\n'
 
@@ -83,24 +87,21 @@ KEEP_ALIVE = b'event: ping\ndata: {"type": "ping"}\n\n'
 # -- bodies to turns ------------------------------------------------------------------------------
 
 
-def read(body: Mapping[str, Any], *, is_counted: bool = False) -> Asked:
-    """is_counted: for count_tokens, which has no max_tokens. Raises Refusal (400)."""
-    check_fields(body, FIELDS)
-    limit = max_tokens_of(body, "max_tokens")
-    if limit is None and not is_counted:
+def read(body: Mapping[str, Any], memory: Memory, *, is_counted: bool = False) -> Asked:
+    """is_counted: the request is to count tokens and has no max_tokens. Raises Refusal (400)."""
+    found = check_fields(body, FIELDS)
+    output = object_of(body.get("output_config") or {}, "output_config")
+    found += check_fields(output, _OUTPUT_FIELDS, where="output_config.")
+    if body.get("max_tokens") is None and not is_counted:
         raise wrong_value("max_tokens", "is missing: it is required.")
     choice = body.get("tool_choice") or {}
     return Asked(
-        turn=TurnRequest(
-            messages=check_dialogue(
-                [*_system(body.get("system")), *_messages(body.get("messages"))], "messages"
-            ),
-            tools=() if choice.get("type") == "none" else _tools(body.get("tools")),
-            max_tokens=limit,
-            temperature=number_of(body.get("temperature"), "temperature", low=0, high=100),
-            top_p=number_of(body.get("top_p"), "top_p", low=1e-6, high=1),
-            top_k=integer_of(body.get("top_k"), "top_k", low=0, high=2**31 - 1),
-            stop_strings=stops_of(body.get("stop_sequences"), "stop_sequences"),
+        turn=turn_of(
+            body,
+            _messages(body),
+            () if choice.get("type") == "none" else _tools(body.get("tools")),
+            stops="stop_sequences",
+            ignored=found,
         ),
         model=text_of(body.get("model"), "model"),
         is_streamed=truth_of(body.get("stream"), "stream"),
@@ -108,111 +109,70 @@ def read(body: Mapping[str, Any], *, is_counted: bool = False) -> Asked:
     )
 
 
-def _system(value: Any) -> list[Message]:
-    text = _text(value, "system")
-    return [Message(role="system", content=text)] if text else []
-
-
-def _text(value: Any, where: str) -> str:
-    """Text, or blocks of text."""
-    if value is None or isinstance(value, str):
-        return value or ""
-    if not isinstance(value, list):
-        raise wrong_type(where, "text or a list of blocks", value)
-    texts: list[str] = []
-    for at, block in enumerate(value):
-        here = f"{where}[{at}]"
-        if object_of(block, here).get("type") != "text":
-            found = str(block.get("type"))[:40]
-            raise unsupported(f"{here}.type", f"a block of {found!r}. {TEXT_ONLY}")
-        texts.append(text_of(block.get("text"), f"{here}.text"))
-    return "\n".join(texts)
-
-
 def _tools(value: Any) -> tuple[ToolSchema, ...]:
     tools: list[ToolSchema] = []
-    for at, entry in enumerate(list_of([] if value is None else value, "tools")):
-        where = f"tools[{at}]"
-        entry = object_of(entry, where)
-        if entry.get("type", "custom") not in ("custom", None):
-            raise unsupported(
-                f"{where}.type", "only tools that the agent runs itself are known here."
-            )
-        tools.append(
-            tool_of(
-                entry.get("name"),
-                entry.get("description"),
-                entry.get("input_schema"),
-                where,
-                schema="input_schema",
-            )
-        )
+    for where, entry in objects_of(value, "tools"):
+        if entry.get("type") not in ("custom", None):
+            text = "only tools that the agent runs itself are known here."
+            raise unsupported(f"{where}.type", text)
+        tools.append(tool_of(entry, where, parameters="input_schema"))
     return tuple(tools)
 
 
-def _messages(value: Any) -> list[Message]:
-    messages: list[Message] = []
-    names: dict[str, str] = {}
-    for at, entry in enumerate(list_of(value, "messages")):
+def _messages(body: Mapping[str, Any]) -> list[Message]:
+    transcript = Transcript()
+    if system := content_of(body.get("system"), "system"):
+        transcript.add(Message(role="system", content=system))
+    for at, entry in enumerate(list_of(body.get("messages"), "messages")):
         where = f"messages[{at}]"
         entry = object_of(entry, where)
         check_fields(entry, _MESSAGE_FIELDS, where=f"{where}.")
-        role, content = entry.get("role"), entry.get("content")
+        role, content, where = entry.get("role"), entry.get("content"), f"{where}.content"
         if role == "assistant":
-            message = _assistant(content, f"{where}.content")
-            names.update({call.id: call.name for call in message.tool_calls})
-            messages.append(message)
-        elif role == "user":
-            messages += _user(content, f"{where}.content", names)
-        elif role == "system":
-            messages.append(Message(role="system", content=_text(content, f"{where}.content")))
+            transcript.add(assistant(content, where))
+        elif role == "user" and isinstance(content, list):
+            _add_blocks(transcript, content, where)
+        elif role in ("user", "system"):
+            transcript.add(Message(role=role, content=content_of(content, where)))
         else:
-            raise wrong_value(f"{where}.role", "must be user, assistant or system.")
-    return messages
+            raise wrong_value(f"messages[{at}].role", "must be user, assistant or system.")
+    return transcript.messages
 
 
-def _user(value: Any, where: str, names: Mapping[str, str]) -> list[Message]:
-    """Results of tools become messages of their own, in the order in which they stand."""
-    if not isinstance(value, list):
-        return [Message(role="user", content=_text(value, where))]
-    messages: list[Message] = []
-    texts: list[Any] = []
+def _add_blocks(transcript: Transcript, content: list[Any], where: str) -> None:
+    """A user's blocks. Results of tools become messages of their own, in their order."""
+    texts: list[str] = []
 
     def flush() -> None:
         if texts:
-            messages.append(Message(role="user", content=_text(list(texts), where)))
+            transcript.add(Message(role="user", content="\n".join(texts)))
             texts.clear()
 
-    for at, block in enumerate(value):
-        here = f"{where}[{at}]"
-        if object_of(block, here).get("type") != "tool_result":
-            texts.append(block)
-            continue
-        flush()
-        call_id = text_of(block.get("tool_use_id"), f"{here}.tool_use_id")
-        messages.append(
-            Message(
-                role="tool",
-                content=_text(block.get("content"), f"{here}.content"),
-                name=function_named(names, call_id, "", f"{here}.tool_use_id"),
-                tool_call_id=call_id,
-            )
-        )
+    for here, block in objects_of(content, where):
+        if block.get("type") == "tool_result":
+            flush()
+            result = content_of(block.get("content"), f"{here}.content")
+            transcript.add_result(block.get("tool_use_id"), result, f"{here}.tool_use_id")
+        elif block.get("type") == "text":
+            texts.append(text_of(block.get("text"), f"{here}.text"))
+        else:
+            found = str(block.get("type"))[:40]
+            raise unsupported(f"{here}.type", f"a block of {found!r}. {TEXT_ONLY}")
     flush()
-    if not messages:
+    if not content:
         raise wrong_value(where, "is empty.")
-    return messages
 
 
-def _assistant(value: Any, where: str) -> Message:
+def assistant(value: Any, where: str) -> Message:
+    """The assistant's message of text or blocks."""
     if isinstance(value, str):
         return Message(role="assistant", content=value)
     texts: list[str] = []
     thoughts: list[str] = []
     calls: list[ToolCall] = []
-    for at, block in enumerate(list_of(value, where)):
-        here = f"{where}[{at}]"
-        match object_of(block, here).get("type"):
+    list_of(value, where)
+    for here, block in objects_of(value, where):
+        match block.get("type"):
             case "text":
                 texts.append(text_of(block.get("text"), f"{here}.text"))
             case "thinking":
@@ -222,13 +182,8 @@ def _assistant(value: Any, where: str) -> Message:
                 arguments = given.get(MALFORMED) if set(given) == {MALFORMED} else None
                 if not isinstance(arguments, str):
                     arguments = json.dumps(given, ensure_ascii=False)
-                calls.append(
-                    ToolCall(
-                        name=text_of(block.get("name"), f"{here}.name"),
-                        arguments=arguments,
-                        id=text_of(block.get("id"), f"{here}.id"),
-                    )
-                )
+                call = call_of(block.get("name"), arguments, block.get("id"), here, f"{here}.id")
+                calls.append(call)
             case found:
                 name = str(found)[:40]
                 raise unsupported(f"{here}.type", f"a block of {name!r}. {TEXT_ONLY}")
@@ -289,8 +244,7 @@ def events(answered: Answered) -> Iterator[bytes]:
 
 
 def _event(kind: str, **body: Any) -> bytes:
-    text = json.dumps({"type": kind, **body}, ensure_ascii=False)
-    return f"event: {kind}\ndata: {text}\n\n".encode()
+    return event({"type": kind, **body}, kind)
 
 
 def _head(answered: Answered) -> dict[str, Any]:
@@ -311,27 +265,21 @@ def _blocks(reply: TurnReply) -> list[dict[str, Any]]:
     if message.content or not message.tool_calls:
         blocks.append({"type": "text", "text": message.content})
     for call in message.tool_calls:
-        blocks.append(
-            {
-                "type": "tool_use",
-                "id": call.id,
-                "name": call.name,
-                "input": _input(call.arguments),
-            }
-        )
+        given = input_of(call.arguments)
+        blocks.append({"type": "tool_use", "id": call.id, "name": call.name, "input": given})
     return blocks
 
 
 def _signature(thinking: str) -> str:
-    """Agents take thinking without one for another model's, and tell it as a user's words. Nothing
-    here reads it."""
+    """Agents take unsigned thinking for another model's and tell it as a user's words. Nothing here
+    reads the signature."""
     return base64.b64encode(hashlib.blake2b(thinking.encode(), digest_size=24).digest()).decode()
 
 
-def _input(arguments: str) -> dict[str, Any]:
+def input_of(arguments: str) -> dict[str, Any]:
     try:
         found = json.loads(arguments or "{}")
-        # What has no JSON (NaN, 1e999) or no UTF-8 would not survive the way to the agent and back.
+        # NaN, 1e999 and half surrogate pairs would not survive the way to the agent and back.
         json.dumps(found, allow_nan=False, ensure_ascii=False).encode()
     except (ValueError, RecursionError):
         found = None
@@ -385,4 +333,4 @@ def error(refusal: Refusal) -> dict[str, Any]:
 
 def late_error(refusal: Refusal) -> bytes:
     """Within a stream that has begun."""
-    return f"event: error\ndata: {json.dumps(error(refusal))}\n\n".encode()
+    return event(error(refusal), "error")

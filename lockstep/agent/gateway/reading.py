@@ -1,7 +1,8 @@
-"""Bodies of requests, read with a complaint that names the field.
+"""Reads the bodies of requests: the core that the three dialects share.
 
-A body is checked against the table of its dialect: a field is honoured, accepted without an effect,
-or refused, and one that is in no table is refused too, because its sender expects something of it.
+Each dialect has a table of its fields. A field is honoured, accepted without effect, ignored
+(counted in the trajectory's metrics), or refused. A field in no table is refused as well, because
+its sender expects something of it. A refusal names the field.
 """
 
 from __future__ import annotations
@@ -10,34 +11,37 @@ import difflib
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
 from lockstep.agent.gateway.exchange import Refusal, TurnReply, TurnRequest
-from lockstep.types import Message, ToolSchema
+from lockstep.types import Message, ToolCall, ToolSchema
 
 MAX_SCHEMA_DEPTH = 64
-"""Of a tool's parameters: what writes them into the prompt goes as deep as they do."""
-
+"""Levels of a tool's parameters; renderers recurse into them."""
 MAX_HISTORIES = 4
-"""Of a session, the latest: agents that take turns in it have one each."""
+"""Histories kept per session, newest last; agents that take turns in a session have one each."""
+MIN_TEMPERATURE = 1e-5
+"""Smallest temperature above 0: logits divided by less overflow float32."""
 
-_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+TEXT_ONLY = "Only text is read here; leave the other parts out."
+NO_CONSTRAINT = "Sampling is not constrained, so that log-probs stay the model's own."
+
 _TOOL_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """What becomes of one field of a body."""
+    """What happens to one field of a body."""
 
-    treatment: Literal["honoured", "accepted", "refused"]
-    """accepted: read over, it changes nothing. refused: status 400, unless the value asks for what
-    happens anyway."""
+    treatment: Literal["honoured", "accepted", "ignored", "refused"]
+    """accepted: changes nothing and need not. ignored: has no effect; a request that sets it is
+    counted as gateway/ignored/NAME. refused: status 400."""
     about: str = ""
-    """Honoured: how. Accepted: why that is right. Refused: what to do in its place."""
+    """Honoured: how. Accepted or ignored: why that is right. Refused: what to do instead."""
     neutral: tuple[Any, ...] = ()
-    """Values of a refused field that ask for nothing; null always is one."""
+    """Values of an ignored or refused field that ask for what happens anyway; null always is."""
 
 
 Fields = Mapping[str, Field]
@@ -51,13 +55,45 @@ def accepted(about: str = "") -> Field:
     return Field("accepted", about)
 
 
+def ignored(about: str, *neutral: Any) -> Field:
+    return Field("ignored", about, neutral)
+
+
 def refused(about: str, *neutral: Any) -> Field:
     return Field("refused", about, neutral)
 
 
+SHARED: Fields = {
+    "model": honoured("one of GET /v1/models"),
+    "tools": honoured("functions; `strict` is not enforced"),
+    "temperature": honoured("0 is greedy"),
+    "top_p": honoured(),
+    "stream": honoured("sent when the turn is complete"),
+    "metadata": accepted("the sender's own notes"),
+    "service_tier": accepted("there is one"),
+}
+"""Fields that all dialects have."""
+
+OPENAI: Fields = {
+    **SHARED,
+    "tool_choice": refused(
+        f"{NO_CONSTRAINT} Send auto, or none to leave the tools out.", "auto", "none"
+    ),
+    "top_logprobs": refused("Only the log-probs of sampled ids are recorded.", 0),
+    "parallel_tool_calls": ignored(f"{NO_CONSTRAINT} A turn may have several calls.", True),
+    "moderation": refused("Nothing is moderated here."),
+    "user": accepted("names the sender, not the session"),
+    "safety_identifier": accepted("names the sender"),
+    "prompt_cache_key": accepted("prefixes are reused by what they are"),
+    "prompt_cache_options": accepted("prefixes are reused by what they are"),
+    "prompt_cache_retention": accepted("prefixes are reused by what they are"),
+}
+"""Fields that both OpenAI dialects have."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """A body, read."""
+    """A body that was read."""
 
     turn: TurnRequest
     model: str
@@ -65,18 +101,18 @@ class Asked:
     is_streamed: bool = False
     has_logprobs: bool = False
     has_usage: bool = True
-    """Whether a stream ends with what it cost."""
+    """Whether a stream ends with its usage."""
     body: Mapping[str, Any]
-    """As it came: what a dialect repeats in its answer."""
+    """As it came; a dialect repeats parts of it in its answer."""
     is_stored: bool = False
-    """A later request may name this one in place of repeating it."""
+    """A later request may name this one instead of repeating it."""
     num_instructions: int = 0
     """Messages at the beginning that belong to this request alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answered:
-    """The turns of one request, with what a dialect needs to tell them."""
+    """The turns of one request, with everything that a dialect needs to write them."""
 
     asked: Asked
     replies: Sequence[TurnReply]
@@ -86,14 +122,14 @@ class Answered:
     """Seconds since 1970."""
     session_id: str
     token_bytes: Sequence[bytes]
-    """Of each id."""
+    """Spelling of each id of the tokenizer; the model's vocabulary may be larger."""
     num_thinking_tokens: Sequence[int]
-    """Of each reply."""
+    """One number per reply."""
     has_ids: bool = False
-    """Whether ids were asked for, by the header x-lockstep-ids."""
+    """Ids were asked for, by the header x-lockstep-ids."""
 
     def extension(self) -> dict[str, Any]:
-        """`{"lockstep": ...}`, if it was asked for. Nothing depends on it coming back."""
+        """Returns `{"lockstep": ...}` if it was asked for. Nothing depends on its coming back."""
         if not self.has_ids:
             return {}
         turns = [
@@ -112,23 +148,38 @@ class Answered:
         ]
         return {"lockstep": {"session": self.session_id, "turns": turns}}
 
+    def logprobs(self, reply: TurnReply) -> list[dict[str, Any]]:
+        """Entries of all sampled ids, in order. Part of a character is shown as U+FFFD, with its
+        bytes; an id without a spelling (padding of the vocabulary) has none."""
+        entries: list[dict[str, Any]] = []
+        for id_, logprob in zip(reply.token_ids.tolist(), reply.logprobs.tolist(), strict=True):
+            spelled = self.token_bytes[id_] if id_ < len(self.token_bytes) else b""
+            token = spelled.decode("utf-8", "replace")
+            entries.append(
+                {"token": token, "logprob": logprob, "bytes": list(spelled), "top_logprobs": []}
+            )
+        return entries
+
+
+# -- what a session remembers of its requests -----------------------------------------------------
+
 
 class Histories:
-    """What was read of one session's requests, so that what comes again is compared and not read.
+    """Messages of earlier requests: a history that comes again is compared and not read again.
 
-    A list of messages is known by `==`, to which 1 and true are the same: it is for a dialect whose
+    Histories are equal by `==`, to which 1 and true are the same. That is right for a dialect whose
     messages consist of text.
     """
 
     def __init__(self) -> None:
         self._read: list[tuple[list[Any], list[Message]]] = []
-        """The latest last."""
+        """(entries, messages), newest last."""
         self._tools_text = ""
         self._tools: tuple[ToolSchema, ...] = ()
 
     def find(self, entries: list[Any]) -> tuple[int, list[Message]]:
-        """(how many of the entries were read before, their messages). What equals them is put in
-        the place of those entries, so that their text is in memory once."""
+        """Returns (number of entries that were read before, their messages). Replaces those
+        entries by the equal ones, so that their text is in memory once."""
         for at, (known, messages) in reversed(list(enumerate(self._read))):
             if entries[: len(known)] == known:
                 entries[: len(known)] = known
@@ -143,7 +194,7 @@ class Histories:
     def tools(
         self, value: Any, read: Callable[[Any], tuple[ToolSchema, ...]]
     ) -> tuple[ToolSchema, ...]:
-        """`read(value)`, which may be that of the request before."""
+        """Returns `read(value)`, or the result of the request before if the value is the same."""
         try:
             text = json.dumps(value)
         except RecursionError:
@@ -151,6 +202,57 @@ class Histories:
         if text != self._tools_text:
             self._tools, self._tools_text = read(value), text
         return self._tools
+
+
+class Dialogues:
+    """The dialogues behind the response ids of one session, as a tree that shares beginnings."""
+
+    def __init__(self) -> None:
+        self._children: dict[tuple[int, Message], int] = {}
+        self._nodes: list[tuple[int, Message]] = []
+        """(parent or -1, message)."""
+        self._ends: dict[str, int] = {}
+        """Response id -> its last node."""
+
+    def add(self, response_id: str, messages: Sequence[Message]) -> None:
+        at = -1
+        for message in messages:
+            known = self._children.get((at, message))
+            if known is None:
+                known = len(self._nodes)
+                self._children[at, message] = known
+                self._nodes.append((at, message))
+            at = known
+        self._ends[response_id] = at
+
+    def get(self, response_id: str) -> list[Message]:
+        """Raises Refusal (400) for an unknown id."""
+        at = self._ends.get(response_id)
+        if at is None:
+            raise Refusal(
+                400,
+                "previous_response_not_found",
+                f"previous_response_id={response_id[:80]!r} is no response of this session that "
+                "was stored. Send the whole input, or the id of one sent without store=false.",
+                parameter="previous_response_id",
+            )
+        found: list[Message] = []
+        while at >= 0:
+            at, message = self._nodes[at]
+            found.append(message)
+        return found[::-1]
+
+
+@dataclass(slots=True)
+class Memory:
+    """What the server keeps of one session to read its requests."""
+
+    histories: Histories = field(default_factory=Histories)
+    dialogues: Dialogues = field(default_factory=Dialogues)
+    keys: dict[bytes, str] = field(default_factory=dict[bytes, str])
+    """Digest of a body -> the key of the latest first attempt."""
+    bodies: dict[str, bytes] = field(default_factory=dict[str, bytes])
+    """A client's own idempotency key -> digest of the body that came with it."""
 
 
 # -- a body ---------------------------------------------------------------------------------------
@@ -161,8 +263,10 @@ def parse_body(raw: bytes) -> dict[str, Any]:
     if not raw.strip():
         raise Refusal(400, "invalid_json", "the body is empty; expected a JSON object.")
     try:
-        body = json.loads(raw, parse_constant=_no_constant)
-        if _SURROGATE.search(raw):  # half a pair has no UTF-8, and no tokens
+        # Decoded here: json.loads would read UTF-16 and let raw surrogates through.
+        text = raw.decode("utf-8-sig")
+        body = json.loads(text, parse_constant=_no_constant)
+        if "\\u" in text:  # half a pair, escaped, has no UTF-8 and no tokens
             json.dumps(body, ensure_ascii=False).encode()
     except UnicodeError as error:
         raise Refusal(400, "invalid_utf8", f"the body is not UTF-8 text: {error}.") from None
@@ -170,71 +274,84 @@ def parse_body(raw: bytes) -> dict[str, Any]:
         raise Refusal(400, "too_deep", "the body is nested too deeply.") from None
     except ValueError as error:
         raise Refusal(400, "invalid_json", f"the body is not JSON: {error}.") from None
-    if not isinstance(body, dict):
-        raise Refusal(400, "invalid_json", f"the body must be a JSON object, found {kind(body)}.")
-    return cast("dict[str, Any]", body)
+    return object_of(body, "the body", code="invalid_json")
 
 
 def _no_constant(name: str) -> float:
     raise ValueError(f"{name} is not JSON")
 
 
-def check_fields(body: Mapping[str, Any], fields: Fields, *, where: str = "") -> None:
-    """Raises Refusal for a field that is refused, or in no table."""
+def check_fields(body: Mapping[str, Any], fields: Fields, *, where: str = "") -> list[str]:
+    """Returns the names of ignored fields that ask for something. Raises Refusal for a field that
+    is refused, or in no table."""
+    found: list[str] = []
     for name, value in body.items():
-        field = fields.get(name)
-        if field is None:
-            if value is None:
-                continue
+        known = fields.get(name)
+        if value is None or (known is not None and value in known.neutral):
+            continue
+        if known is None:
             near = difflib.get_close_matches(name, fields, 1)
             hint = f" Did you mean {near[0]!r}?" if near else " Leave it out."
-            raise Refusal(
-                400,
-                "unknown_parameter",
-                f"unknown field {where + name!r}: what it asks for would not happen.{hint}",
-                parameter=where + name,
-            )
-        if field.treatment == "refused" and value is not None and value not in field.neutral:
-            raise Refusal(
-                400,
-                "unsupported_parameter",
-                f"{where}{name}={_shown(value)} cannot be honoured here. {field.about}",
-                parameter=where + name,
-            )
+            text = f"unknown field {where + name!r}: what it asks for would not happen.{hint}"
+            raise Refusal(400, "unknown_parameter", text, parameter=where + name)
+        if known.treatment == "refused":
+            text = f"{where}{name}={shown(value)} cannot be honoured here. {known.about}"
+            raise Refusal(400, "unsupported_parameter", text, parameter=where + name)
+        if known.treatment == "ignored":
+            found.append(where + name)
+    return found
 
 
-def _shown(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 60 else f"{text[:60]}..."
+def turn_of(
+    body: Mapping[str, Any],
+    messages: Sequence[Message],
+    tools: tuple[ToolSchema, ...],
+    *,
+    where: str = "messages",
+    limits: Sequence[str] = ("max_tokens",),
+    stops: str = "stop",
+    ignored: Sequence[str] = (),
+) -> TurnRequest:
+    """The turn that a body asks for. where: the field of the messages. limits, stops: fields of the
+    largest number of tokens (the smallest counts) and of the stop strings."""
+    found = [integer_of(body.get(name), name, low=1, high=2**31 - 1) for name in limits]
+    top_k = integer_of(body.get("top_k"), "top_k", low=-1, high=2**31 - 1)
+    temperature = number_of(body.get("temperature"), "temperature", low=0, high=100)
+    if temperature is not None and 0 < temperature < MIN_TEMPERATURE:
+        raise wrong_value(
+            "temperature",
+            f"must be 0 or at least {MIN_TEMPERATURE:g}, found {shown(body['temperature'])}.",
+        )
+    return TurnRequest(
+        messages=check_dialogue(messages, where),
+        tools=tools,
+        max_tokens=min((limit for limit in found if limit is not None), default=None),
+        temperature=temperature,
+        top_p=number_of(body.get("top_p"), "top_p", low=1e-6, high=1),
+        top_k=None if top_k is None else max(0, top_k),
+        stop_strings=stops_of(body.get(stops), stops),
+        seed=integer_of(body.get("seed"), "seed", low=-(2**63), high=2**63 - 1),
+        ignored=tuple(ignored),
+    )
 
 
 # -- values ---------------------------------------------------------------------------------------
 
-
-def kind(value: Any) -> str:
-    if value is None:
-        return "null"
-    for type_, name in (
-        (bool, "true or false"),
-        (int, "a number"),
-        (float, "a number"),
-        (str, "text"),
-        (list, "a list"),
-    ):
-        if isinstance(value, type_):
-            return name
-    return "an object"
+_KINDS: tuple[tuple[type, str], ...] = (
+    (bool, "true or false"), (int, "a number"), (float, "a number"), (str, "text"),
+    (list, "a list"), (dict, "an object"), (type(None), "null"),
+)  # fmt: skip
 
 
 def shown(value: Any) -> str:
-    """The beginning of what was sent, as JSON."""
+    """The beginning of a value, as JSON."""
     text = json.dumps(value)
-    return text if len(text) <= 40 else f"{text[:40]}..."
+    return text if len(text) <= 60 else f"{text[:60]}..."
 
 
-def wrong_type(where: str, expected: str, value: Any) -> Refusal:
-    text = f"{where} must be {expected}, found {kind(value)}."
-    return Refusal(400, "invalid_type", text, parameter=where)
+def wrong_type(where: str, expected: str, value: Any, code: str = "invalid_type") -> Refusal:
+    kind = next(name for type_, name in _KINDS if isinstance(value, type_))
+    return Refusal(400, code, f"{where} must be {expected}, found {kind}.", parameter=where)
 
 
 def wrong_value(where: str, text: str) -> Refusal:
@@ -253,17 +370,17 @@ def text_of(value: Any, where: str, *, optional: bool = False) -> str:
     return value
 
 
-def truth_of(value: Any, where: str) -> bool:
+def truth_of(value: Any, where: str, *, default: bool = False) -> bool:
     if value is None:
-        return False
+        return default
     if not isinstance(value, bool):
         raise wrong_type(where, "true or false", value)
     return value
 
 
-def object_of(value: Any, where: str) -> dict[str, Any]:
+def object_of(value: Any, where: str, *, code: str = "invalid_type") -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise wrong_type(where, "an object", value)
+        raise wrong_type(where, "an object", value, code)
     return cast("dict[str, Any]", value)
 
 
@@ -271,6 +388,12 @@ def list_of(value: Any, where: str) -> list[Any]:
     if not isinstance(value, list):
         raise wrong_type(where, "a list", value)
     return cast("list[Any]", value)
+
+
+def objects_of(value: Any, where: str) -> list[tuple[str, dict[str, Any]]]:
+    """(place, object) of each entry of a list; null is an empty list."""
+    listed = [] if value is None else list_of(value, where)
+    return [(f"{where}[{at}]", object_of(one, f"{where}[{at}]")) for at, one in enumerate(listed)]
 
 
 def integer_of(value: Any, where: str, *, low: int, high: int) -> int | None:
@@ -288,10 +411,9 @@ def number_of(value: Any, where: str, *, low: float, high: float) -> float | Non
         return None
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise wrong_type(where, "a number", value)
-    if not low <= value <= high:  # also of what is not finite
-        raise wrong_value(
-            where, f"must be a finite number in {low:g}..{high:g}, found {shown(value)}."
-        )
+    if not low <= value <= high:  # NaN included
+        text = f"must be a finite number in {low:g}..{high:g}, found {shown(value)}."
+        raise wrong_value(where, text)
     return float(value)
 
 
@@ -308,12 +430,6 @@ def reward_of(value: Any, where: str) -> float:
     return found
 
 
-def max_tokens_of(body: Mapping[str, Any], *names: str) -> int | None:
-    """The least of the limits that are given under these names."""
-    found = [integer_of(body.get(name), name, low=1, high=2**31 - 1) for name in names]
-    return min((limit for limit in found if limit is not None), default=None)
-
-
 def stops_of(value: Any, where: str) -> tuple[str, ...]:
     if value is None:
         return ()
@@ -324,24 +440,43 @@ def stops_of(value: Any, where: str) -> tuple[str, ...]:
     return tuple(texts)
 
 
-def tool_of(
-    name: Any, description: Any, parameters: Any, where: str, *, schema: str = "parameters"
-) -> ToolSchema:
-    """schema: what the dialect calls the parameters."""
-    if not _TOOL_NAME.fullmatch(text_of(name, f"{where}.name")):
+def content_of(value: Any, where: str, kinds: Sequence[str] = ("text",)) -> str:
+    """Text, or a list of parts that are text, joined by newlines. kinds: names of such parts."""
+    if value is None or isinstance(value, str):
+        return value or ""
+    if not isinstance(value, list):
+        raise wrong_type(where, "text or a list of parts", value)
+    texts: list[str] = []
+    for here, part in objects_of(value, where):
+        found = part.get("type")
+        if found not in kinds:
+            raise unsupported(f"{here}.type", f"a part of {str(found)[:40]!r}. {TEXT_ONLY}")
+        key = "refusal" if found == "refusal" else "text"
+        texts.append(text_of(part.get(key), f"{here}.{key}"))
+    return "\n".join(texts)
+
+
+# -- tools and dialogues --------------------------------------------------------------------------
+
+
+def tool_of(entry: Mapping[str, Any], where: str, *, parameters: str = "parameters") -> ToolSchema:
+    """parameters: the dialect's name of the field."""
+    name = text_of(entry.get("name"), f"{where}.name")
+    if not _TOOL_NAME.fullmatch(name):
         raise wrong_value(f"{where}.name", "must be 1 to 128 letters, digits or any of _ . : / -")
-    found = object_of({} if parameters is None else parameters, f"{where}.{schema}")
+    given = entry.get(parameters)
+    found = object_of({} if given is None else given, f"{where}.{parameters}")
     if _is_deep(found):
-        raise wrong_value(f"{where}.{schema}", f"is nested over {MAX_SCHEMA_DEPTH} levels.")
+        raise wrong_value(f"{where}.{parameters}", f"is nested over {MAX_SCHEMA_DEPTH} levels.")
     return ToolSchema(
         name=name,
-        description=text_of(description, f"{where}.description", optional=True),
+        description=text_of(entry.get("description"), f"{where}.description", optional=True),
         parameters=found or {"type": "object", "properties": {}},
     )
 
 
 def _is_deep(value: Any) -> bool:
-    layer: Iterable[Any] = [value]
+    layer: Sequence[Any] = [value]
     for _ in range(MAX_SCHEMA_DEPTH):
         layer = [
             inner
@@ -352,6 +487,36 @@ def _is_deep(value: Any) -> bool:
         if not layer:
             return False
     return True
+
+
+def call_of(name: Any, arguments: Any, id_: Any, where: str, id_where: str) -> ToolCall:
+    return ToolCall(
+        name=text_of(name, f"{where}.name"),
+        arguments=text_of(arguments, f"{where}.arguments"),
+        id=text_of(id_, id_where),
+    )
+
+
+class Transcript:
+    """The messages of a body in order. A tool's reply gets the name of the function that the call
+    with its id named."""
+
+    def __init__(self, messages: Sequence[Message] = ()) -> None:
+        self.messages = list(messages)
+        self._names = {call.id: call.name for m in messages for call in m.tool_calls}
+
+    def add(self, message: Message) -> None:
+        self.messages.append(message)
+        self._names.update({call.id: call.name for call in message.tool_calls})
+
+    def add_result(self, call_id: Any, content: str, where: str, *, name: str = "") -> None:
+        """where: the field of the id. name: taken if no call has the id."""
+        call_id = text_of(call_id, where)
+        name = self._names.get(call_id) or name
+        if not name:
+            text = f"is {call_id[:80]!r}, and no call of an assistant before it has this id."
+            raise wrong_value(where, text)
+        self.add(Message(role="tool", content=content, name=name, tool_call_id=call_id))
 
 
 def check_dialogue(messages: Sequence[Message], where: str) -> tuple[Message, ...]:
@@ -367,11 +532,10 @@ def check_dialogue(messages: Sequence[Message], where: str) -> tuple[Message, ..
     return tuple(messages)
 
 
-def function_named(names: Mapping[str, str], call_id: str, given: str, where: str) -> str:
-    """The function that a tool's reply answers. names: those of the dialogue's calls, by id."""
-    name = names.get(call_id) or given
-    if not name:
-        raise wrong_value(
-            where, f"is {call_id[:80]!r}, and no call of an assistant before it has this id."
-        )
-    return name
+# -- answers --------------------------------------------------------------------------------------
+
+
+def event(body: Mapping[str, Any], name: str = "") -> bytes:
+    """One server-sent event."""
+    data = f"data: {json.dumps(body, ensure_ascii=False)}\n\n"
+    return (f"event: {name}\n{data}" if name else data).encode()

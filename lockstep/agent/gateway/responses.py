@@ -2,60 +2,62 @@
 
 from __future__ import annotations
 
+import base64
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from lockstep.agent.gateway import chat
-from lockstep.agent.gateway.chat import NO_CONSTRAINT, TEXT_ONLY, content_of, token_logprobs
-from lockstep.agent.gateway.exchange import Refusal, TurnRequest, told
+from lockstep.agent.gateway.exchange import Refusal, told
 from lockstep.agent.gateway.reading import (
+    NO_CONSTRAINT,
+    OPENAI,
+    TEXT_ONLY,
     Answered,
     Asked,
+    Memory,
+    Transcript,
     accepted,
-    check_dialogue,
+    call_of,
     check_fields,
-    function_named,
+    content_of,
+    event,
     honoured,
+    ignored,
     list_of,
-    max_tokens_of,
-    number_of,
     object_of,
+    objects_of,
     refused,
     text_of,
     tool_of,
     truth_of,
+    turn_of,
     unsupported,
     wrong_value,
 )
-from lockstep.types import Message, ToolCall, ToolSchema
+from lockstep.types import Message, ToolSchema
 
 LOGPROBS = "message.output_text.logprobs"
-_INCLUDES = (LOGPROBS, "reasoning.encrypted_content")
+ENCRYPTED = "reasoning.encrypted_content"
+HOSTED_TOOLS = ("web_search", "web_search_preview", "image_generation")
+"""Tools that OpenAI's server runs. Agents offer them unasked, so they are left out and counted."""
+FREE_TEXT: Mapping[str, Any] = {
+    "type": "object",
+    "properties": {"input": {"type": "string"}},
+    "required": ["input"],
+}
+"""Parameters of a custom tool, whose input is plain text."""
 
 FIELDS = {
-    "model": honoured("one of GET /v1/models"),
-    "input": honoured("text, or items: messages, function calls and their outputs, reasoning"),
+    **OPENAI,
+    "input": honoured("text, or items: messages, calls and their outputs, reasoning"),
     "instructions": honoured("a system message before all others, of this request alone"),
     "previous_response_id": honoured("of the same session, unless it was sent with store=false"),
     "store": honoured("false: no later request can name this one; the session keeps it anyway"),
-    "tools": honoured("functions; `strict` is not enforced"),
-    "tool_choice": refused(
-        f"{NO_CONSTRAINT} Send auto, or none to leave the tools out.", "auto", "none"
-    ),
     "max_output_tokens": honoured(),
-    "temperature": honoured("0 is greedy"),
-    "top_p": honoured(),
-    "stream": honoured("sent when the turn is complete"),
-    "include": honoured(f"{LOGPROBS}; reasoning.encrypted_content is in the open anyway"),
-    "parallel_tool_calls": refused(f"{NO_CONSTRAINT} Leave it out.", True),
-    "text": refused(
-        f"{NO_CONSTRAINT} Ask for the format in a message.",
-        {},
-        {"format": {"type": "text"}},
-    ),
-    "reasoning": refused(
+    "include": honoured(f"{LOGPROBS}; {ENCRYPTED}, which is plain text in base64"),
+    "text": honoured("verbosity is ignored; a format is refused"),
+    "reasoning": ignored(
         "How long the model thinks is a setting of the renderer, the same for all requests.",
         {},
         {"effort": None, "summary": None},
@@ -64,144 +66,97 @@ FIELDS = {
         {"summary": "auto"},
     ),
     "truncation": refused("A dialogue that is too long is refused, not cut.", "disabled"),
-    "top_logprobs": refused("Only the log-probs of sampled ids are recorded.", 0),
     "max_tool_calls": refused(NO_CONSTRAINT),
     "background": refused("Every turn is waited for.", False),
     "background_options": refused("Every turn is waited for.", {}),
     "conversation": refused("Send the dialogue, or previous_response_id."),
     "prompt": refused("There are no stored prompts; send the text."),
     "context_management": refused("Histories are the agent's; shorten the input yourself.", []),
-    "moderation": refused("Nothing is moderated here."),
     "image": refused(TEXT_ONLY),
     "access_programs": refused("There are none here."),
     "stream_options": accepted("include_obfuscation: nothing is padded"),
-    "user": accepted("names the sender, not the session"),
-    "metadata": accepted("the sender's own notes, repeated in the answer"),
-    "service_tier": accepted("there is one"),
-    "safety_identifier": accepted("names the sender"),
-    "prompt_cache_key": accepted("prefixes are reused by what they are"),
-    "prompt_cache_options": accepted("prefixes are reused by what they are"),
-    "prompt_cache_retention": accepted("prefixes are reused by what they are"),
+    "client_metadata": accepted("the sender's own notes"),
+}
+_TEXT_FIELDS = {
+    "verbosity": ignored("Ask for it in a message."),
+    "format": refused(f"{NO_CONSTRAINT} Ask for the format in a message.", {"type": "text"}),
 }
 
 KEEP_ALIVE = chat.KEEP_ALIVE
 
 
-# -- what later requests may name -----------------------------------------------------------------
-
-
-@dataclass(slots=True)
-class Dialogues:
-    """The dialogues behind the response ids of one session, as a tree that shares beginnings: its
-    size is that of the different messages."""
-
-    _children: dict[tuple[int, Message], int] = field(default_factory=dict)
-    _nodes: list[tuple[int, Message]] = field(default_factory=list)
-    """(parent or -1, message)."""
-    _ends: dict[str, int] = field(default_factory=dict)
-    """Response id -> its last message."""
-
-    def add(self, response_id: str, messages: Sequence[Message]) -> None:
-        at = -1
-        for message in messages:
-            known = self._children.get((at, message))
-            if known is None:
-                known = len(self._nodes)
-                self._children[at, message] = known
-                self._nodes.append((at, message))
-            at = known
-        self._ends[response_id] = at
-
-    def get(self, response_id: str) -> list[Message]:
-        """Raises Refusal (400) for an id that is not there."""
-        at = self._ends.get(response_id)
-        if at is None:
-            raise Refusal(
-                400,
-                "previous_response_not_found",
-                f"previous_response_id={response_id[:80]!r} is no response of this session that "
-                "was stored. Send the whole input, or the id of one sent without store=false.",
-                parameter="previous_response_id",
-            )
-        found: list[Message] = []
-        while at >= 0:
-            at, message = self._nodes[at]
-            found.append(message)
-        return found[::-1]
-
-
 # -- bodies to turns ------------------------------------------------------------------------------
 
 
-def read(body: Mapping[str, Any], dialogues: Dialogues) -> Asked:
+def read(body: Mapping[str, Any], memory: Memory) -> Asked:
     """Raises Refusal (400) that names the field."""
-    check_fields(body, FIELDS)
-    messages: list[Message] = []
+    found = check_fields(body, FIELDS)
+    text = object_of(body.get("text") or {}, "text")
+    found += check_fields(text, _TEXT_FIELDS, where="text.")
+    transcript = Transcript()
     if instructions := text_of(body.get("instructions"), "instructions", optional=True):
-        messages.append(Message(role="system", content=instructions))
-    num_instructions = len(messages)
+        transcript.add(Message(role="system", content=instructions))
+    num_instructions = len(transcript.messages)
     if previous := text_of(body.get("previous_response_id"), "previous_response_id", optional=True):
-        messages += dialogues.get(previous)
-    names = {call.id: call.name for message in messages for call in message.tool_calls}
-    messages += _input(body.get("input"), names)
+        for message in memory.dialogues.get(previous):
+            transcript.add(message)
+    _add_input(transcript, body.get("input"))
     for at, name in enumerate(list_of(body.get("include") or [], "include")):
-        if name not in _INCLUDES:
-            raise unsupported(f"include[{at}]", f"{str(name)[:60]!r}; known are {_INCLUDES}.")
+        if name not in (LOGPROBS, ENCRYPTED):
+            known = f"known are {LOGPROBS} and {ENCRYPTED}."
+            raise unsupported(f"include[{at}]", f"{str(name)[:60]!r}; {known}")
     has_tools = body.get("tool_choice") != "none"
-    store = body.get("store")
     return Asked(
-        turn=TurnRequest(
-            messages=check_dialogue(messages, "input"),
-            tools=_tools(body.get("tools")) if has_tools else (),
-            max_tokens=max_tokens_of(body, "max_output_tokens"),
-            temperature=number_of(body.get("temperature"), "temperature", low=0, high=100),
-            top_p=number_of(body.get("top_p"), "top_p", low=1e-6, high=1),
+        turn=turn_of(
+            body,
+            transcript.messages,
+            _tools(body.get("tools"), found) if has_tools else (),
+            where="input",
+            limits=("max_output_tokens",),
+            ignored=found,
         ),
         model=text_of(body.get("model"), "model"),
         is_streamed=truth_of(body.get("stream"), "stream"),
         has_logprobs=LOGPROBS in (body.get("include") or ()),
-        is_stored=True if store is None else truth_of(store, "store"),
+        is_stored=truth_of(body.get("store"), "store", default=True),
         num_instructions=num_instructions,
         body=body,
     )
 
 
-def _tools(value: Any) -> tuple[ToolSchema, ...]:
+def _tools(value: Any, left_out: list[str]) -> tuple[ToolSchema, ...]:
     tools: list[ToolSchema] = []
-    for at, entry in enumerate(list_of([] if value is None else value, "tools")):
-        where = f"tools[{at}]"
-        entry = object_of(entry, where)
-        if entry.get("type") != "function":
-            raise unsupported(f"{where}.type", "only functions are tools here.")
-        tools.append(
-            tool_of(entry.get("name"), entry.get("description"), entry.get("parameters"), where)
-        )
+    for where, entry in objects_of(value, "tools"):
+        match entry.get("type"):
+            case "function":
+                tools.append(tool_of(entry, where))
+            case "custom":
+                tools.append(tool_of({**entry, "parameters": FREE_TEXT}, where))
+                if entry.get("format") not in (None, {"type": "text"}):
+                    left_out.append("tools.format")  # a grammar; sampling is not constrained
+            case kind if kind in HOSTED_TOOLS:
+                left_out.append(f"tools.{kind}")
+            case _:
+                raise unsupported(f"{where}.type", "only functions are tools here.")
     return tuple(tools)
 
 
-def _input(value: Any, names: dict[str, str]) -> list[Message]:
-    """Messages of the items. What the model said in one turn is several items: reasoning, then a
-    message, then calls."""
+def _add_input(transcript: Transcript, value: Any) -> None:
+    """Adds the messages of the items. What the model said in one turn is several items: reasoning,
+    then a message, then calls."""
     if isinstance(value, str):
-        return [Message(role="user", content=value)]
-    messages: list[Message] = []
+        transcript.add(Message(role="user", content=value))
+        return
     turn: dict[str, Any] = {}
 
     def flush() -> None:
         if turn:
-            messages.append(
-                Message(
-                    role="assistant",
-                    thinking=turn.get("reasoning", ""),
-                    content=turn.get("message", ""),
-                    tool_calls=tuple(turn.get("calls", ())),
-                )
-            )
+            calls = tuple(turn.pop("tool_calls", ()))
+            transcript.add(Message(role="assistant", tool_calls=calls, **turn))
             turn.clear()
 
-    for at, entry in enumerate(list_of(value, "input")):
-        where = f"input[{at}]"
-        entry = object_of(entry, where)
+    list_of(value, "input")
+    for where, entry in objects_of(value, "input"):
         match entry.get("type") or "message":
             case "message":
                 role = entry.get("role")
@@ -210,45 +165,36 @@ def _input(value: Any, names: dict[str, str]) -> list[Message]:
                         f"{where}.role", "must be system, developer, user or assistant."
                     )
                 content = _content(entry.get("content"), f"{where}.content")
-                if role == "assistant":
-                    if turn.keys() & {"message", "calls"}:
-                        flush()
-                    turn["message"] = content
-                else:
+                if role != "assistant" or turn.keys() & {"content", "tool_calls"}:
                     flush()
-                    messages.append(Message(role=role, content=content))
+                if role == "assistant":
+                    turn["content"] = content
+                else:
+                    transcript.add(Message(role=role, content=content))
             case "reasoning":
                 flush()
-                turn["reasoning"] = _reasoning(entry, where)
-            case "function_call":
-                call = ToolCall(
-                    name=text_of(entry.get("name"), f"{where}.name"),
-                    arguments=text_of(entry.get("arguments"), f"{where}.arguments"),
-                    id=text_of(entry.get("call_id"), f"{where}.call_id"),
+                turn["thinking"] = _reasoning(entry, where)
+            case "function_call" | "custom_tool_call" as kind:
+                arguments = entry.get("arguments")
+                if kind == "custom_tool_call":
+                    given = text_of(entry.get("input"), f"{where}.input")
+                    arguments = json.dumps({"input": given}, ensure_ascii=False)
+                call = call_of(
+                    entry.get("name"), arguments, entry.get("call_id"), where, f"{where}.call_id"
                 )
-                names[call.id] = call.name
-                turn.setdefault("calls", []).append(call)
-            case "function_call_output":
+                turn.setdefault("tool_calls", []).append(call)
+            case "function_call_output" | "custom_tool_call_output":
                 flush()
-                call_id = text_of(entry.get("call_id"), f"{where}.call_id")
-                given = text_of(entry.get("name"), f"{where}.name", optional=True)
-                messages.append(
-                    Message(
-                        role="tool",
-                        content=_content(entry.get("output"), f"{where}.output"),
-                        name=function_named(names, call_id, given, f"{where}.call_id"),
-                        tool_call_id=call_id,
-                    )
-                )
+                name = text_of(entry.get("name"), f"{where}.name", optional=True)
+                output = _content(entry.get("output"), f"{where}.output")
+                at = f"{where}.call_id"
+                transcript.add_result(entry.get("call_id"), output, at, name=name)
             case "item_reference":
-                raise unsupported(
-                    f"{where}.type",
-                    "item_reference: send the item itself, or previous_response_id.",
-                )
+                text = "item_reference: send the item itself, or previous_response_id."
+                raise unsupported(f"{where}.type", text)
             case found:
                 raise unsupported(f"{where}.type", f"an item of {str(found)[:40]!r}. {TEXT_ONLY}")
     flush()
-    return messages
 
 
 def _content(value: Any, where: str) -> str:
@@ -256,9 +202,17 @@ def _content(value: Any, where: str) -> str:
 
 
 def _reasoning(entry: dict[str, Any], where: str) -> str:
-    """The thinking, or its summary where that is all that came back."""
-    parts = entry.get("content") or entry.get("summary") or []
-    return content_of(parts, where, ("reasoning_text", "summary_text"))
+    """The thinking. Agents that do not store send back `encrypted_content` and no text; a summary
+    is taken where it is all that came back."""
+    content = entry.get("content")
+    if not content and isinstance(sealed := entry.get("encrypted_content"), str):
+        try:
+            return base64.b64decode(sealed, validate=True).decode()
+        except ValueError:  # of another server
+            pass
+    return content_of(
+        content or entry.get("summary") or [], where, ("reasoning_text", "summary_text")
+    )
 
 
 # -- turns to bodies ------------------------------------------------------------------------------
@@ -285,43 +239,42 @@ def events(answered: Answered) -> Iterator[bytes]:
     """The events of a stream."""
     number = -1
 
-    def event(kind: str, **body: Any) -> bytes:
+    def numbered(kind: str, **body: Any) -> bytes:
         nonlocal number
         number += 1
-        text = json.dumps({"type": kind, "sequence_number": number, **body}, ensure_ascii=False)
-        return f"event: {kind}\ndata: {text}\n\n".encode()
+        return event({"type": kind, "sequence_number": number, **body}, kind)
 
     begun = {**_head(answered, "in_progress"), "output": [], "usage": None}
-    yield event("response.created", response=begun)
-    yield event("response.in_progress", response=begun)
+    yield numbered("response.created", response=begun)
+    yield numbered("response.in_progress", response=begun)
     for at, item in enumerate(_items(answered)):
         place = {"output_index": at, "item_id": item["id"]}
-        if item["type"] == "function_call":
-            opened = {**item, "arguments": "", "status": "in_progress"}
-            yield event("response.output_item.added", output_index=at, item=opened)
-            arguments = item["arguments"]
-            kind = "response.function_call_arguments"
-            yield event(f"{kind}.delta", **place, delta=arguments)
-            yield event(f"{kind}.done", **place, arguments=arguments, name=item["name"])
+        if item["type"] in ("function_call", "custom_tool_call"):
+            key = "arguments" if item["type"] == "function_call" else "input"
+            opened = {**item, key: "", "status": "in_progress"}
+            yield numbered("response.output_item.added", output_index=at, item=opened)
+            kind = f"response.{item['type']}_{key}"
+            yield numbered(f"{kind}.delta", **place, delta=item[key])
+            yield numbered(f"{kind}.done", **place, **{key: item[key]}, name=item["name"])
         else:
             opened = {**item, "content": [], "status": "in_progress"}
-            yield event("response.output_item.added", output_index=at, item=opened)
+            yield numbered("response.output_item.added", output_index=at, item=opened)
             part = item["content"][0]
             place["content_index"] = 0
             more = {"logprobs": part["logprobs"]} if "logprobs" in part else {}
             kind = f"response.{part['type']}"
             empty = {**part, "text": "", **({"logprobs": []} if more else {})}
-            yield event("response.content_part.added", **place, part=empty)
-            yield event(f"{kind}.delta", **place, delta=part["text"], **more)
-            yield event(f"{kind}.done", **place, text=part["text"], **more)
-            yield event("response.content_part.done", **place, part=part)
-        yield event("response.output_item.done", output_index=at, item=item)
+            yield numbered("response.content_part.added", **place, part=empty)
+            yield numbered(f"{kind}.delta", **place, delta=part["text"], **more)
+            yield numbered(f"{kind}.done", **place, text=part["text"], **more)
+            yield numbered("response.content_part.done", **place, part=part)
+        yield numbered("response.output_item.done", output_index=at, item=item)
     body = write(answered)
-    yield event(f"response.{body['status']}", response=body)
+    yield numbered(f"response.{body['status']}", response=body)
 
 
 def _head(answered: Answered, status: str) -> dict[str, Any]:
-    """What stands in every form of the response: the request's settings, repeated."""
+    """The part that every form of the response has: the request's settings, repeated."""
     asked = answered.asked
     body, turn = asked.body, asked.turn
     return {
@@ -335,12 +288,12 @@ def _head(answered: Answered, status: str) -> dict[str, Any]:
         "max_output_tokens": turn.max_tokens,
         "metadata": body.get("metadata") or {},
         "model": asked.model,
-        "parallel_tool_calls": True,
+        "parallel_tool_calls": body.get("parallel_tool_calls", True),
         "previous_response_id": body.get("previous_response_id"),
-        "reasoning": {"effort": None, "summary": None},
+        "reasoning": {"effort": None, "summary": None, **(body.get("reasoning") or {})},
         "store": asked.is_stored,
         "temperature": turn.temperature,
-        "text": {"format": {"type": "text"}},
+        "text": {"format": {"type": "text"}, **(body.get("text") or {})},
         "tool_choice": body.get("tool_choice") or "auto",
         "tools": body.get("tools") or [],
         "top_p": turn.top_p,
@@ -350,50 +303,51 @@ def _head(answered: Answered, status: str) -> dict[str, Any]:
 
 
 def _items(answered: Answered) -> list[dict[str, Any]]:
-    reply = answered.replies[0]
+    asked, reply = answered.asked, answered.replies[0]
     message = told(reply.message, reply.stop)
     status = "completed" if reply.finish_reason == "stop" else "incomplete"
     items: list[dict[str, Any]] = []
     if message.thinking:
-        items.append(
-            {
-                "id": f"rs_{answered.id}",
-                "type": "reasoning",
-                "summary": [],
-                "content": [{"type": "reasoning_text", "text": message.thinking}],
-                "status": status,
-            }
-        )
+        content = {"type": "reasoning_text", "text": message.thinking}
+        item = {"id": f"rs_{answered.id}", "type": "reasoning", "summary": [], "content": [content]}
+        if ENCRYPTED in (asked.body.get("include") or ()):
+            item["encrypted_content"] = base64.b64encode(message.thinking.encode()).decode()
+        items.append({**item, "status": status})
     if message.content or not message.tool_calls:
-        logprobs = token_logprobs(answered, reply) if answered.asked.has_logprobs else []
+        content = {
+            "type": "output_text",
+            "text": message.content,
+            "annotations": [],
+            "logprobs": answered.logprobs(reply) if asked.has_logprobs else [],
+        }
         items.append(
             {
                 "id": f"msg_{answered.id}",
                 "type": "message",
                 "role": "assistant",
                 "status": status,
-                "content": [
-                    {
-                        "type": "output_text",
-                        "text": message.content,
-                        "annotations": [],
-                        "logprobs": logprobs,
-                    }
-                ],
+                "content": [content],
             }
         )
+    custom = {one["name"] for one in asked.body.get("tools") or () if one.get("type") == "custom"}
     for at, call in enumerate(message.tool_calls):
-        items.append(
-            {
-                "id": f"fc_{answered.id}_{at}",
-                "type": "function_call",
-                "call_id": call.id,
-                "name": call.name,
-                "arguments": call.arguments,
-                "status": "completed",
-            }
-        )
+        item = {"id": f"fc_{answered.id}_{at}", "type": "function_call", "call_id": call.id}
+        item |= {"name": call.name, "arguments": call.arguments, "status": "completed"}
+        if call.name in custom:
+            item |= {"id": f"ctc_{answered.id}_{at}", "type": "custom_tool_call"}
+            item["input"] = _free_text(item.pop("arguments"))
+        items.append(item)
     return items
+
+
+def _free_text(arguments: str) -> str:
+    """The input of a custom tool; arguments that are not of its form are told as they are."""
+    try:
+        found = json.loads(arguments)
+        text = found["input"]
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return arguments
+    return text if isinstance(text, str) and len(found) == 1 else arguments
 
 
 def _usage(answered: Answered) -> dict[str, Any]:
@@ -418,12 +372,6 @@ error = chat.error
 def late_error(refusal: Refusal) -> bytes:
     """Within a stream that has begun."""
     found = error(refusal)["error"]
-    body = {
-        "type": "error",
-        "sequence_number": 0,
-        "code": found["code"],
-        "message": found["message"],
-        "param": found["param"],
-        "error": found,  # where the official client looks
-    }
-    return f"event: error\ndata: {json.dumps(body)}\n\n".encode()
+    # Clients look in either place.
+    body = {**found, "type": "error", "sequence_number": 0, "error": found}
+    return event(body, "error")

@@ -22,7 +22,7 @@ import logging
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from types import ModuleType
 from typing import Any, cast
@@ -30,11 +30,11 @@ from urllib.parse import urlsplit
 
 from lockstep.agent.gateway import chat, messages, responses
 from lockstep.agent.gateway.config import LOOPBACK, GatewayConfig
-from lockstep.agent.gateway.exchange import Refusal, Session, Sessions, TurnReply, TurnRequest, told
+from lockstep.agent.gateway.exchange import Refusal, TurnReply, TurnRequest, told
 from lockstep.agent.gateway.reading import (
     Answered,
     Asked,
-    Histories,
+    Memory,
     integer_of,
     object_of,
     parse_body,
@@ -43,6 +43,8 @@ from lockstep.agent.gateway.reading import (
     unsupported,
     wrong_value,
 )
+from lockstep.agent.gateway.registry import SessionRegistry
+from lockstep.agent.gateway.session import GatewaySession
 from lockstep.agent.gateway.trajectory import describe_trajectory, trajectory_to_dict
 from lockstep.errors import (
     CapabilityError,
@@ -84,18 +86,6 @@ class Counts:
     """Of prompts: those that no session had before."""
 
 
-@dataclass(slots=True)
-class _Memory:
-    """What the server keeps of one session."""
-
-    histories: Histories = field(default_factory=Histories)
-    dialogues: responses.Dialogues = field(default_factory=responses.Dialogues)
-    keys: dict[bytes, str] = field(default_factory=dict)
-    """Digest of a body -> the key of the latest first attempt."""
-    bodies: dict[str, bytes] = field(default_factory=dict)
-    """A client's own idempotency key -> digest of the body that came with it."""
-
-
 class GatewayServer:
     """Serves `sessions` from `start` to `close`.
 
@@ -105,7 +95,7 @@ class GatewayServer:
 
     def __init__(
         self,
-        sessions: Sessions,
+        sessions: SessionRegistry,
         *,
         renderer: Renderer,
         model: str,
@@ -119,8 +109,8 @@ class GatewayServer:
         self._key = key.encode()
         self._renderer = renderer
         self._token_bytes = renderer.tokenizer.all_token_bytes()
-        self._memories: dict[str, _Memory] = {}
-        self._shared: Session | None = None
+        self._memories: dict[str, Memory] = {}
+        self._shared: GatewaySession | None = None
         self._num_shared_tokens = 0
         self._num_shared_turns = 0
         self._rotation: asyncio.TimerHandle | None = None
@@ -138,7 +128,11 @@ class GatewayServer:
         )
         app.add_routes(self._routes())
         runner = web.AppRunner(
-            app, access_log=None, shutdown_timeout=5.0, handler_cancellation=True
+            app,
+            access_log=None,
+            shutdown_timeout=5.0,
+            handler_cancellation=True,
+            keepalive_timeout=self.config.read_seconds,  # also of headers that never end
         )
         await runner.setup()
         try:
@@ -191,9 +185,9 @@ class GatewayServer:
         ]
         for prefix in ("/v1", "/s/{session}/v1"):
             routes += [
-                web.post(f"{prefix}/chat/completions", self._chat),
-                web.post(f"{prefix}/responses", self._responses),
-                web.post(f"{prefix}/messages", self._messages),
+                web.post(f"{prefix}/chat/completions", partial(self._answer, chat)),
+                web.post(f"{prefix}/responses", partial(self._answer, responses)),
+                web.post(f"{prefix}/messages", partial(self._answer, messages)),
                 web.post(f"{prefix}/messages/count_tokens", self._count_tokens),
                 web.get(f"{prefix}/models", self._models),
                 web.get(f"{prefix}/models/{{model:.+}}", self._models),
@@ -267,6 +261,8 @@ class GatewayServer:
                 "slow_client",
                 f"the body did not arrive within {self.config.read_seconds:g} s.",
             ) from None
+        except web.RequestPayloadError as error:  # its compression is broken
+            raise Refusal(400, "unreadable_body", f"the body cannot be read: {error}.") from None
 
     async def _small_body(self, request: web.Request) -> dict[str, Any]:
         """Of a request that need not have one."""
@@ -276,7 +272,7 @@ class GatewayServer:
 
     # -- whose session ----------------------------------------------------------------------------
 
-    def _session(self, request: web.Request) -> Session:
+    def _session(self, request: web.Request) -> GatewaySession:
         """The session that a request is for. Raises Refusal (401, 403, 404)."""
         key = _key_of(request)
         named = request.match_info.get("session") or request.headers.get("x-lockstep-session", "")
@@ -293,7 +289,7 @@ class GatewayServer:
             raise _unauthorized(key)
         return self.sessions.get(named) if named else self._shared_session()
 
-    def _owner(self, key: str) -> Session | None:
+    def _owner(self, key: str) -> GatewaySession | None:
         return self.sessions.of_key(key) if key and key.isascii() else None
 
     def _is_master(self, key: str) -> bool:
@@ -311,7 +307,7 @@ class GatewayServer:
         if self._key:
             raise _unauthorized(key)
 
-    def _shared_session(self) -> Session:
+    def _shared_session(self) -> GatewaySession:
         """Of requests that name none."""
         is_full = self._num_shared_tokens >= self.config.rotate_tokens
         shared = self._shared
@@ -336,38 +332,23 @@ class GatewayServer:
             self._shared = None
             self._spawn(self._end(shared))
 
-    def _memory(self, session: Session) -> _Memory:
+    def _memory(self, session: GatewaySession) -> Memory:
         found = self._memories.get(session.id)
         if found is None:
             known = {known.id for known in self.sessions.all()}
             if len(self._memories) > 2 * len(known):  # some were removed by others than this server
                 self._memories = {k: m for k, m in self._memories.items() if k in known}
-            found = self._memories[session.id] = _Memory()
+            found = self._memories[session.id] = Memory()
         return found
 
     # -- turns ------------------------------------------------------------------------------------
 
-    async def _chat(self, request: web.Request) -> web.StreamResponse:
-        return await self._answer(request, chat)
-
-    async def _responses(self, request: web.Request) -> web.StreamResponse:
-        return await self._answer(request, responses)
-
-    async def _messages(self, request: web.Request) -> web.StreamResponse:
-        return await self._answer(request, messages)
-
-    async def _answer(self, request: web.Request, dialect: ModuleType) -> web.StreamResponse:
+    async def _answer(self, dialect: ModuleType, request: web.Request) -> web.StreamResponse:
         session = self._session(request)
         raw = await self._body(request)
         if session.is_finished:  # the shared one may have ended meanwhile
             session = self._session(request)
-        body = parse_body(raw)
-        if dialect is responses:
-            asked = responses.read(body, self._memory(session).dialogues)
-        elif dialect is chat:
-            asked = chat.read(body, self._memory(session).histories)
-        else:
-            asked = messages.read(body)
+        asked = dialect.read(parse_body(raw), self._memory(session))
         self._check_asked(asked)
         if key := self._turn_key(request, session, raw):
             asked = replace(asked, turn=replace(asked.turn, key=key))
@@ -398,7 +379,7 @@ class GatewayServer:
         self,
         request: web.Request,
         dialect: ModuleType,
-        session: Session,
+        session: GatewaySession,
         work: asyncio.Task[list[TurnReply]],
         answered: Callable[[list[TurnReply]], Answered],
     ) -> web.StreamResponse:
@@ -426,7 +407,7 @@ class GatewayServer:
         await response.write_eof()
         return response
 
-    async def _sample(self, session: Session, asked: Asked) -> list[TurnReply]:
+    async def _sample(self, session: GatewaySession, asked: Asked) -> list[TurnReply]:
         """The turns that were asked for, side by side."""
         is_shared = session is self._shared
         try:
@@ -459,7 +440,7 @@ class GatewayServer:
         if asked.num_choices > self.config.max_choices:
             raise wrong_value("n", f"may be {self.config.max_choices} at most.")
 
-    def _turn_key(self, request: web.Request, session: Session, raw: bytes) -> str:
+    def _turn_key(self, request: web.Request, session: GatewaySession, raw: bytes) -> str:
         """What two requests that are one have in common, or "".
 
         The official clients count their attempts: a later one has the key of the latest first
@@ -489,7 +470,7 @@ class GatewayServer:
         return known
 
     def _answered(
-        self, asked: Asked, replies: list[TurnReply], session: Session, *, has_ids: bool
+        self, asked: Asked, replies: list[TurnReply], session: GatewaySession, *, has_ids: bool
     ) -> Answered:
         return Answered(
             asked=asked,
@@ -521,7 +502,8 @@ class GatewayServer:
 
     async def _count_tokens(self, request: web.Request) -> web.Response:
         session = self._session(request)
-        asked = messages.read(parse_body(await self._body(request)), is_counted=True)
+        body = parse_body(await self._body(request))
+        asked = messages.read(body, self._memory(session), is_counted=True)
         self._check_asked(asked)
         return _json({"input_tokens": await session.count_tokens(asked.turn)})
 
@@ -572,7 +554,7 @@ class GatewayServer:
             )
         return _json(self._opened(self.sessions.create(task=task)), status=201)
 
-    def _opened(self, session: Session) -> dict[str, Any]:
+    def _opened(self, session: GatewaySession) -> dict[str, Any]:
         """What an agent needs to know of its session."""
         base_url = self.session_url(session.id)
         return {
@@ -619,7 +601,7 @@ class GatewayServer:
         await self._end(session, error=text_of(body.get("error"), "error", optional=True))
         return _json(_summary(session))
 
-    async def _end(self, session: Session, *, error: str = "") -> None:
+    async def _end(self, session: GatewaySession, *, error: str = "") -> None:
         await session.finish(error=error)
         self._memories.pop(session.id, None)
 
@@ -663,7 +645,7 @@ def _json(
     )
 
 
-def _headers(session: Session, replies: list[TurnReply]) -> dict[str, str]:
+def _headers(session: GatewaySession, replies: list[TurnReply]) -> dict[str, str]:
     found = {"x-lockstep-session": session.id}
     if replies:
         found["x-lockstep-leaf"] = ",".join(str(reply.leaf) for reply in replies)
@@ -705,7 +687,7 @@ def _told(reply: TurnReply) -> Message:
     return replace(told(reply.message, reply.stop), parse_error="")
 
 
-def _lost(session: Session, work: asyncio.Task[list[TurnReply]]) -> None:
+def _lost(session: GatewaySession, work: asyncio.Task[list[TurnReply]]) -> None:
     """The turns were sampled, and their client is gone."""
     if not work.cancelled() and work.exception() is None:
         for reply in work.result():
@@ -723,7 +705,7 @@ def _choice(turn: TurnRequest, at: int) -> TurnRequest:
     return replace(turn, seed=seed, key=turn.key and f"{turn.key}/{at}")
 
 
-def _summary(session: Session) -> dict[str, Any]:
+def _summary(session: GatewaySession) -> dict[str, Any]:
     trajectory = session.trajectory
     return {
         "id": session.id,

@@ -400,6 +400,8 @@ class GatewaySession:
             for name in ("temperature", "top_p", "top_k")
             if (value := getattr(request, name)) is not None and value != getattr(template, name)
         }
+        for name in request.ignored:
+            count(self._trajectory, f"gateway/ignored/{name}")
         if self._rule == "run":
             for name in [*asked, *(["seed"] if request.seed is not None else [])]:
                 count(self._trajectory, f"gateway/ignored/{name}")

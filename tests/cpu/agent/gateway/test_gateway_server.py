@@ -205,6 +205,32 @@ def test_bodies_that_are_too_large_or_too_slow_are_refused(gateway: Gateway):
         assert slow.recv(4096).startswith(b"HTTP/1.1 408")
 
 
+def test_headers_that_never_end_are_timed_out(gateway: Gateway):
+    host, port = gateway.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=5) as slow:
+        slow.sendall(f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nX-Half: ".encode())
+        assert slow.recv(4096) == b"", "the connection is closed"
+
+
+def test_a_body_whose_compression_is_broken_is_refused(gateway: Gateway):
+    for encoding in ("gzip", "deflate"):
+        body = b"\x1f\x8b\x08\x00 this is no compressed data at all"
+        status, found = gateway.ask("POST", CHAT, body, Content_Encoding=encoding)
+        assert (status, found["error"]["code"]) == (400, "unreadable_body")
+
+
+def test_an_id_that_the_tokenizer_does_not_spell_has_empty_bytes(gateway: Gateway):
+    padded = gateway.renderer.tokenizer.vocab_size + 7
+    reply = gateway.engine._reply
+    gateway.engine._reply = lambda request: [padded, *reply(request)]
+    try:
+        found = gateway.chat(USER, logprobs=True)
+    finally:
+        gateway.engine._reply = reply
+    first = found["choices"][0]["logprobs"]["content"][0]
+    assert (first["token"], first["bytes"]) == ("", [])
+
+
 @pytest.mark.parametrize(
     "reward",
     [float("nan"), float("inf"), "1", None, True, 10**400, [1]],
@@ -299,6 +325,10 @@ def test_the_turn_of_a_client_that_leaves_is_there_for_its_retry(gateway: Gatewa
     leave()  # nobody can ask for this one again
     time.sleep(0.3)
     assert session.trajectory.num_turns == 1
+    gateway.ask("POST", f"/sessions/{made['id']}/reward", {"reward": 1.0})
+    gateway.ask("POST", f"/sessions/{made['id']}/finish")
+    assert session.trajectory.rewards == {}, "nobody received it"
+    assert session.trajectory.metrics["gateway/abandoned_turns"] == 1
 
 
 def test_concurrent_requests_are_answered_side_by_side(gateway: Gateway):
