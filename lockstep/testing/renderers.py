@@ -10,64 +10,47 @@ from typing import NoReturn
 
 from lockstep.errors import RendererError
 from lockstep.renderers.base import Renderer
+from lockstep.renderers.jinja.proof import ANSWER, CALL, REPLY, SYSTEM, TOOL, USER
 from lockstep.types import Message, ToolCall, ToolSchema
 
-TOOLS: tuple[ToolSchema, ...] = (
-    ToolSchema(
-        name="find",
-        description="Finds documents.",
-        parameters={
-            "type": "object",
-            "properties": {"q": {"type": "string", "description": "What to look for."}},
-            "required": ["q"],
-        },
-    ),
-)
-
-_SYSTEM = Message(role="system", content="Search, then answer.")
+TOOLS: tuple[ToolSchema, ...] = (TOOL,)
 _DEVELOPER = Message(role="developer", content="Use the tools.")
-_USER = Message(role="user", content="Who is the friend of Bela?")
 _MORE = Message(role="user", content="\n And of Ciro? ")
-_ANSWER = Message(role="assistant", content="It is Ciro.")
-_CALL = Message(
-    role="assistant", tool_calls=(ToolCall(name="find", arguments='{"q": "friend of Bela"}'),)
-)
 _SPACED = Message(
     role="assistant", tool_calls=(ToolCall(name="find", arguments='{ "q" :\t"a\\n\\u00e9" }'),)
 )
-_REPLY = Message(role="tool", name="find", content="The friend of Bela is Ciro.")
 _UNICODE = "na\u00efve \u4e2d\u6587 \U0001f600\U0001f468\u200d\U0001f469 \u0000\t\r\n"
 
 DIALOGUES: dict[str, tuple[Message, ...]] = {
-    "simple": (_SYSTEM, _USER, _ANSWER),
-    "no system": (_USER, _ANSWER),
-    "developer": (_DEVELOPER, _USER, _ANSWER),
-    "tool call": (_SYSTEM, _USER, _CALL, _REPLY),
-    "full cycle": (_SYSTEM, _USER, _CALL, _REPLY, _ANSWER),
-    "two calls": (_USER, _CALL, _REPLY, _SPACED, replace(_REPLY, content=""), _ANSWER),
-    "several replies": (_USER, _CALL, _REPLY, replace(_REPLY, content="Nothing."), _ANSWER),
-    "words before a call": (_USER, replace(_CALL, content="I search."), _REPLY, _ANSWER),
+    "simple": (SYSTEM, USER, ANSWER),
+    "no system": (USER, ANSWER),
+    "developer": (_DEVELOPER, USER, ANSWER),
+    "tool call": (SYSTEM, USER, CALL, REPLY),
+    "full cycle": (SYSTEM, USER, CALL, REPLY, ANSWER),
+    "two calls": (USER, CALL, REPLY, _SPACED, replace(REPLY, content=""), ANSWER),
+    "several replies": (USER, CALL, REPLY, replace(REPLY, content="Nothing."), ANSWER),
+    "words before a call": (USER, replace(CALL, content="I search."), REPLY, ANSWER),
     "with thinking": (
-        *(_USER, replace(_CALL, thinking="I search.\n\nYes."), _REPLY),
-        replace(_ANSWER, thinking="Ciro, then."),
+        *(USER, replace(CALL, thinking="I search.\n\nYes."), REPLY),
+        replace(ANSWER, thinking="Ciro, then."),
     ),
     "multi-turn": (
-        *(_SYSTEM, _USER, replace(_ANSWER, thinking="Easy."), _MORE, _CALL, _REPLY, _ANSWER, _MORE),
+        *(SYSTEM, USER, replace(ANSWER, thinking="Easy."), _MORE, CALL, REPLY, ANSWER, _MORE),
     ),
     "unicode": (
-        *(Message(role="user", content=_UNICODE), replace(_CALL, thinking=_UNICODE)),
-        *(replace(_REPLY, content=_UNICODE), Message(role="assistant", content=_UNICODE)),
+        *(Message(role="user", content=_UNICODE), replace(CALL, thinking=_UNICODE)),
+        *(replace(REPLY, content=_UNICODE), Message(role="assistant", content=_UNICODE)),
     ),
     "parallel calls": (
         *(
-            _USER,
-            replace(_CALL, tool_calls=_CALL.tool_calls * 2),
-            _REPLY,
-            replace(_REPLY, content=""),
+            USER,
+            replace(CALL, tool_calls=CALL.tool_calls * 2),
+            REPLY,
+            replace(REPLY, content=""),
         ),
-        *(_ANSWER, _MORE),
+        *(ANSWER, _MORE),
     ),
-    "system in the middle": (_USER, _ANSWER, _SYSTEM, _MORE, _ANSWER),
+    "system in the middle": (USER, ANSWER, SYSTEM, _MORE, ANSWER),
     "empty": (Message(role="user"), Message(role="assistant"), Message(role="user")),
 }
 """One dialogue for each kind of turn. Errors name them."""

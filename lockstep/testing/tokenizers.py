@@ -4,21 +4,39 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from typing import Any
 
 from lockstep.renderers.tokenizer import Tokenizer
 
 HARMONY_TOKENS = (
-    "<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>", "<|call|>", "<|return|>",
-)  # fmt: skip
+    "<|start|>",
+    "<|end|>",
+    "<|message|>",
+    "<|channel|>",
+    "<|constrain|>",
+    "<|call|>",
+    "<|return|>",
+)
 CHATML_TOKENS = (
-    "<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tool_call>", "</tool_call>",
-    "<tool_response>", "</tool_response>",
-)  # fmt: skip
+    "<|im_start|>",
+    "<|im_end|>",
+    "<think>",
+    "</think>",
+    "<tool_call>",
+    "</tool_call>",
+    "<tool_response>",
+    "</tool_response>",
+)
 
 LLAMA3_TOKENS = (
-    "<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>",
-    "<|eot_id|>", "<|eom_id|>", "<|python_tag|>",
-)  # fmt: skip
+    "<|begin_of_text|>",
+    "<|end_of_text|>",
+    "<|start_header_id|>",
+    "<|end_header_id|>",
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<|python_tag|>",
+)
 DEEPSEEK_TOKENS = tuple(
     f"<\uff5c{name}\uff5c>".replace(" ", "\u2581")
     for name in (
@@ -28,6 +46,11 @@ DEEPSEEK_TOKENS = tuple(
     )
 )
 GEMMA_TOKENS = ("<pad>", "<eos>", "<bos>", "<start_of_turn>", "<end_of_turn>")
+
+
+def _added_token(id_: int, name: str, *, special: bool) -> dict[str, Any]:
+    off = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    return {"id": id_, "content": name, **off, "special": special}
 
 
 def byte_tokenizer(
@@ -55,20 +78,14 @@ def byte_tokenizer_json(
     for left, right in merges:
         vocab[left + right] = len(vocab)
     added = [
-        {
-            "id": len(vocab) + at,
-            "content": name,
-            "single_word": False,
-            "lstrip": False,
-            "rstrip": False,
-            "normalized": False,
-            "special": "|" in name,
-        }
-        for at, name in enumerate(names)
+        _added_token(len(vocab) + at, name, special="|" in name) for at, name in enumerate(names)
     ]
     byte_level = {
-        "type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False,
-    }  # fmt: skip
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": False,
+        "use_regex": False,
+    }
     spec = {
         "version": "1.0",
         "added_tokens": added,
@@ -102,20 +119,17 @@ def sentencepiece_json(
     symbols = ("\n", "\n\n", "\u2581\u2581", "<table>", "</table>")
     printable = [chr(code) for code in range(0x21, 0x7F)]
     pieces = [
-        *control_tokens, *symbols, *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581",
-        *printable, *(left + right for left, right in merges),
-    ]  # fmt: skip
+        *control_tokens,
+        *symbols,
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        "\u2581",
+        *printable,
+        *(left + right for left, right in merges),
+    ]
     vocab = {piece: id_ for id_, piece in enumerate(dict.fromkeys(pieces))}
+    has_digit = {name for name in control_tokens if any(map(str.isdigit, name))}
     added = [
-        {
-            "id": vocab[name],
-            "content": name,
-            "single_word": False,
-            "lstrip": False,
-            "rstrip": False,
-            "normalized": False,
-            "special": name not in symbols and not any(map(str.isdigit, name)),
-        }
+        _added_token(vocab[name], name, special=name not in symbols and name not in has_digit)
         for name in (*control_tokens, *symbols)
     ]
     space = {"pattern": {"String": "\u2581"}, "content": " "}
@@ -124,7 +138,9 @@ def sentencepiece_json(
         "added_tokens": added,
         "normalizer": {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"},
         "pre_tokenizer": {
-            "type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious",
+            "type": "Split",
+            "pattern": {"String": " "},
+            "behavior": "MergedWithPrevious",
             "invert": False,
         },
         "post_processor": None,
@@ -133,8 +149,11 @@ def sentencepiece_json(
             "decoders": [{"type": "Replace"} | space, {"type": "ByteFallback"}, {"type": "Fuse"}],
         },
         "model": {
-            "type": "BPE", "vocab": vocab, "merges": [list(m) for m in merges],
-            "byte_fallback": True, "fuse_unk": True,
+            "type": "BPE",
+            "vocab": vocab,
+            "merges": [list(m) for m in merges],
+            "byte_fallback": True,
+            "fuse_unk": True,
         },
-    }  # fmt: skip
+    }
     return json.dumps(spec)

@@ -13,7 +13,7 @@ from lockstep.renderers.jinja.shape import Shape
 from lockstep.renderers.xml_calls import arguments_of
 from lockstep.types import Message, ToolCall, ToolSchema
 
-_TOOL = ToolSchema(
+TOOL = ToolSchema(
     name="find",
     description="Finds documents.",
     parameters={
@@ -22,14 +22,14 @@ _TOOL = ToolSchema(
         "required": ["q"],
     },
 )
-_SYSTEM = Message(role="system", content="Search, then answer.")
-_USER = Message(role="user", content="Who is the friend of Bela?")
-_MORE = Message(role="user", content="And of Ciro?")
-_ANSWER = Message(role="assistant", content="It is Ciro.")
+SYSTEM = Message(role="system", content="Search, then answer.")
+USER = Message(role="user", content="Who is the friend of Bela?")
+MORE = Message(role="user", content="And of Ciro?")
+ANSWER = Message(role="assistant", content="It is Ciro.")
 _THOUGHT = Message(role="assistant", thinking="I know this.", content="It is Ciro.")
-_CALL = Message(role="assistant", tool_calls=(ToolCall(name="find", arguments='{"q": "Bela"}'),))
-_TWO = Message(role="assistant", tool_calls=_CALL.tool_calls * 2)
-_REPLY = Message(role="tool", name="find", content="The friend of Bela is Ciro.")
+CALL = Message(role="assistant", tool_calls=(ToolCall(name="find", arguments='{"q": "Bela"}'),))
+_TWO = Message(role="assistant", tool_calls=CALL.tool_calls * 2)
+REPLY = Message(role="tool", name="find", content="The friend of Bela is Ciro.")
 _EMPTY = Message(role="tool", name="find")
 
 
@@ -45,49 +45,43 @@ class _Dialogue:
 TAKES_TOOLS = "take tools"
 _TOOLS, _SEVERAL = "take a tool's reply", "take several replies to one turn"
 DIALOGUES: Mapping[str, _Dialogue] = {
-    "plain": _Dialogue(messages=(_USER, _ANSWER, _MORE), shows="take a user's words"),
+    "plain": _Dialogue(messages=(USER, ANSWER, MORE), shows="take a user's words"),
     "multi-turn": _Dialogue(
-        messages=(_USER, _ANSWER, _MORE, _ANSWER, _USER, _ANSWER, _MORE),
+        messages=(USER, ANSWER, MORE, ANSWER, USER, ANSWER, MORE),
         shows="take a user's words",
     ),
-    "system prompt": _Dialogue(
-        messages=(_SYSTEM, _USER, _ANSWER, _MORE), shows="take a system prompt"
-    ),
-    "truncated": _Dialogue(
-        messages=(_USER, _ANSWER, _MORE), is_cut=True, shows="take a user's words"
-    ),
-    "one call": _Dialogue(messages=(_USER, _CALL, _REPLY), has_tools=True, shows=_TOOLS),
+    "system prompt": _Dialogue(messages=(SYSTEM, USER, ANSWER, MORE), shows="take a system prompt"),
+    "truncated": _Dialogue(messages=(USER, ANSWER, MORE), is_cut=True, shows="take a user's words"),
+    "one call": _Dialogue(messages=(USER, CALL, REPLY), has_tools=True, shows=_TOOLS),
     "several calls": _Dialogue(
-        messages=(_SYSTEM, _USER, _CALL, _REPLY, _CALL, _REPLY, _CALL, _REPLY),
+        messages=(SYSTEM, USER, CALL, REPLY, CALL, REPLY, CALL, REPLY),
         has_tools=True,
         shows=_TOOLS,
     ),
     "a call and its answer": _Dialogue(
-        messages=(_USER, _CALL, _REPLY, _ANSWER, _MORE, _CALL, _REPLY),
+        messages=(USER, CALL, REPLY, ANSWER, MORE, CALL, REPLY),
         has_tools=True,
         shows=_TOOLS,
     ),
     "parallel replies": _Dialogue(
-        messages=(_USER, _TWO, _REPLY, _REPLY, _ANSWER, _MORE), has_tools=True, shows=_SEVERAL
+        messages=(USER, _TWO, REPLY, REPLY, ANSWER, MORE), has_tools=True, shows=_SEVERAL
     ),
     "empty observation": _Dialogue(
-        messages=(_USER, _CALL, _EMPTY, _ANSWER, _MORE), has_tools=True, shows="take an empty reply"
+        messages=(USER, CALL, _EMPTY, ANSWER, MORE), has_tools=True, shows="take an empty reply"
     ),
     "a reply and a user": _Dialogue(
-        messages=(_USER, _CALL, _REPLY, _MORE),
+        messages=(USER, CALL, REPLY, MORE),
         has_tools=True,
         shows="take a reply and a user's words",
     ),
     "system in the middle": _Dialogue(
-        messages=(_USER, _ANSWER, _SYSTEM, _MORE), shows="take a system message later on"
+        messages=(USER, ANSWER, SYSTEM, MORE), shows="take a system message later on"
     ),
-    "thinking": _Dialogue(
-        messages=(_USER, _THOUGHT, _MORE, _THOUGHT, _USER), shows="drop thinking"
-    ),
+    "thinking": _Dialogue(messages=(USER, _THOUGHT, MORE, _THOUGHT, USER), shows="drop thinking"),
     "thinking and calls": _Dialogue(
         messages=(
-            *(_USER, Message(role="assistant", thinking="Hm.", tool_calls=_CALL.tool_calls)),
-            *(_REPLY, _THOUGHT, _MORE),
+            *(USER, Message(role="assistant", thinking="Hm.", tool_calls=CALL.tool_calls)),
+            *(REPLY, _THOUGHT, MORE),
         ),
         has_tools=True,
         shows="drop thinking",
@@ -173,7 +167,7 @@ def _hold(renderer: TemplateRenderer, dialogue: _Dialogue) -> None:
             replace(m, thinking=m.thinking or "Hm.") if m.role == "assistant" else m
             for m in messages
         ]
-    tools = (_TOOL,) if dialogue.has_tools else ()
+    tools = (TOOL,) if dialogue.has_tools else ()
     first = next(at for at, m in enumerate(messages) if m.role == "assistant")
     path: list[tuple[list[int], bool]] = [(renderer.render_whole(messages[:first], tools), False)]
     at = first
