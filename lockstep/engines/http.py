@@ -1,9 +1,9 @@
-"""JSON over HTTP to one server: what went wrong says whether to wait, to ask another or to give up.
+"""JSON over HTTP to one server, with errors that say whether to wait, ask another or give up.
 
-Three kinds of failure are kept apart, since each asks for something else: the server cannot be
-reached (it is down: another replica may answer), it took the request and says nothing (it hangs:
-another may answer, but this one may still be busy with the request), and it answered that it will
-not (the request or a setting is wrong: no replica will).
+Three kinds of failure are kept apart, because each asks for something else: the server cannot be
+reached (another replica may answer), it took the request and is silent (another may answer, but
+this one may still be busy with it), or it refused (the request or a setting is wrong, and every
+replica would refuse).
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ import asyncio
 import json
 import os
 import time
-import urllib.error
-import urllib.request
 from collections.abc import AsyncIterator, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -28,26 +27,26 @@ from lockstep.errors import (
 )
 
 CONNECT_SECONDS = 10.0
-"""Until a connection stands. A machine that is up takes or refuses one at once; longer is a
-firewall, or an address that nobody has."""
+"""Limit for opening a connection. A machine that is up takes or refuses one at once; a firewall or
+an unused address does neither."""
 
 KEEP_SECONDS = 2.0
-"""That a connection nobody uses is kept. Servers close theirs after five, and a request that is
-sent on one at that moment is lost: a pause at the end of a training step would be."""
+"""Time that an idle connection is kept. Servers close theirs after five seconds, and a request that
+is sent at that moment is lost."""
 
 PROBE_SECONDS = 5.0
-"""How long one look whether a server is up may take."""
+"""Limit of one check whether a server is up."""
 
 MAX_MESSAGE = 400
-"""Characters of a server's own message that are repeated: some answer with a whole page."""
+"""Characters of a server's message that an error repeats: some answer with a whole page."""
 
 
 class HttpClient:
-    """Requests to one server. Made anywhere; a session is opened in each event loop that asks.
+    """Requests to one server, from any event loop: each that asks has a session of its own.
 
-    name: of the engine, for messages. how_started: the command that starts such a server, for the
-    message when there is none. request_seconds: without a byte, until the server counts as frozen.
-    Connections are not limited: the server queues better than a client does.
+    name: of the engine, for messages. how_started: command that starts such a server, for messages.
+    request_seconds: time without a byte after which the server counts as frozen. The number of
+    connections is not limited: a server queues better than a client.
     """
 
     def __init__(
@@ -80,16 +79,16 @@ class HttpClient:
     async def post(
         self, path: str, body: Mapping[str, Any] | None = None, *, is_json: bool = True
     ) -> Any:
-        """The JSON that the server answers to `body`; None for an empty answer. is_json=False: of
-        a route that answers in words, which are dropped."""
+        """The JSON answer to `body`; None for an empty answer. is_json=False: the route answers in
+        words, which are dropped."""
         return await self._call("POST", path, body, is_json=is_json)
 
     async def get(self, path: str) -> Any:
         return await self._call("GET", path, None)
 
     async def stream(self, path: str, body: Mapping[str, Any]) -> AsyncIterator[Any]:
-        """The JSON of each server-sent event. Closing the iterator closes the connection, and with
-        it servers end the request. Raises ServerUnreachableError if it breaks off before [DONE].
+        """The JSON of each server-sent event. Closing the iterator closes the connection, at which
+        servers end the request. Raises ServerUnreachableError if it breaks off before [DONE].
         """
         where = self._where("POST", path)
         async with self._answer("POST", path, body) as answer:
@@ -113,7 +112,7 @@ class HttpClient:
             raise ServerUnreachableError(f"{where}: the stream broke off before its end.")
 
     async def close(self) -> None:
-        """Closes the session of this event loop, and forgets those of loops that have ended."""
+        """Closes the session of this event loop, and those of loops that have ended."""
         session = self._sessions.pop(asyncio.get_running_loop(), None)
         if session is not None:
             await session.close()
@@ -136,7 +135,7 @@ class HttpClient:
     async def _answer(
         self, method: str, path: str, body: Mapping[str, Any] | None
     ) -> AsyncIterator[Any]:
-        """An answer whose status is good; every failure until its end as an error of ours."""
+        """An answer with a good status. Raises the errors of this module, also while it is read."""
         import aiohttp
 
         where = self._where(method, path)
@@ -153,7 +152,7 @@ class HttpClient:
             ) from error
         except TimeoutError as error:  # of sock_read
             raise ServerSilentError(
-                f"{where}: the connection stands and nothing came for {self.request_seconds:g} s "
+                f"{where}: the connection is open and nothing came for {self.request_seconds:g} s "
                 "(engine.request_seconds): frozen, or too slow for its load. See its log."
             ) from error
         except aiohttp.ClientError as error:
@@ -193,36 +192,24 @@ class HttpClient:
         seconds: float | None = None,
         is_post: bool = False,
     ) -> Any:
-        """A blocking request, for the few that are asked before the event loop runs: a POST where
-        there is a body, or is_post."""
-        sent = None if body is None else _compact(body).encode()
-        if sent is None and is_post:
-            sent = b""
-        where = self._where("GET" if sent is None else "POST", path)
-        request = urllib.request.Request(self.url + path, data=sent, headers=dict(self._headers))
-        if body is not None:
-            request.add_header("Content-Type", "application/json")
-        # Without proxies, as in the event loop: an engine is a machine of one's own.
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        """A blocking request, for questions before the event loop runs: a POST if there is a body,
+        or with is_post. Works beside a running loop too."""
+        method = "GET" if body is None and not is_post else "POST"
         seconds = self.request_seconds if seconds is None else seconds
-        try:
-            with opener.open(request, timeout=seconds) as answer:
-                content = answer.read()
-        except urllib.error.HTTPError as error:
-            raise _refusal(where, error.code, error.read()) from None
-        except TimeoutError as error:
-            raise ServerSilentError(f"{where}: no answer within {seconds:g} s.") from error
-        except urllib.error.URLError as error:
-            if isinstance(error.reason, TimeoutError):
-                raise ServerSilentError(f"{where}: no answer within {seconds:g} s.") from error
-            raise ServerUnreachableError(
-                f"{where}: not reachable ({_reason(error.reason)}).{self._advice()}"
-            ) from error
-        except OSError as error:
-            raise ServerUnreachableError(
-                f"{where}: the connection was lost ({_reason(error)})."
-            ) from error
-        return _parsed(where, content) if content.strip() else None
+
+        async def call() -> Any:
+            try:
+                async with asyncio.timeout(seconds):
+                    return await self._call(method, path, body)
+            except TimeoutError as error:
+                raise ServerSilentError(
+                    f"{self._where(method, path)}: no answer within {seconds:g} s."
+                ) from error
+            finally:
+                await self.close()
+
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(asyncio.run, call()).result()
 
     def wait_until_up(
         self,
@@ -231,11 +218,11 @@ class HttpClient:
         on_wait: Callable[[str], None] = lambda text: None,
         is_alive: Callable[[], str] = lambda: "",
     ) -> Any:
-        """Asks for `path` until it is answered with a good status, and returns that answer.
+        """Asks for `path` until the answer has a good status, and returns that answer.
 
-        is_alive: of a server that we started: "" while its process runs, else why it ended; there
-        is no point in waiting for one that is gone. Raises ServerUnreachableError, which says how
-        long was waited, what was found last and how such a server is started.
+        is_alive: for a server that the run started: "" while its process runs, then why it ended.
+        Raises ServerUnreachableError, which says how long the wait was, what the last attempt found
+        and how such a server is started.
         """
         started = time.monotonic()
         pause, told = 0.1, ""
@@ -301,7 +288,7 @@ def _refusal(where: str, status: int, content: bytes) -> ServerRefusedError:
 
 
 def _message_in(answer: Any) -> str:
-    """The sentence inside an error's JSON: OpenAI's, FastAPI's and SGLang's shapes."""
+    """The sentence inside an error's JSON, in the shapes of OpenAI, FastAPI and SGLang."""
     found = answer
     for name in ("error", "message", "detail", "msg"):
         if isinstance(found, dict) and found.get(name):

@@ -17,7 +17,14 @@ import numpy as np
 from lockstep.engines.base import Capabilities, EngineContext
 from lockstep.engines.config import OpenAIConfig
 from lockstep.engines.http import HttpClient
-from lockstep.engines.served import Chunk, ServedEngine, Wire, WireScores
+from lockstep.engines.http_wire import (
+    HttpWire,
+    check_temperature,
+    connect,
+    finish_reason,
+    num_cached,
+)
+from lockstep.engines.served import Chunk, ServedEngine, WireScores
 from lockstep.engines.server_checks import (
     NUM_TOKENS,
     agree,
@@ -34,9 +41,6 @@ HOW_STARTED = "vllm serve MODEL --port 8000, or python -m sglang.launch_server -
 
 PREFIX = "token_id:"
 """How vLLM writes an id in place of a token's text."""
-
-MIN_TEMPERATURE = 0.01
-"""vLLM draws at this one where a lower one is asked for, and does not say so in its answer."""
 
 ASKS_FOR_IDS: Mapping[str, Any] = {
     "return_token_ids": True,
@@ -224,14 +228,16 @@ def _scores(answer: Any, ids: Sequence[int], way: str) -> list[float]:
     return [np.nan, *scored]
 
 
-class OpenAIWire(Wire):
+class OpenAIWire(HttpWire):
     """`Wire` to one server."""
 
     ends_calls = False
-    """Its protocol has no way to end a call but to close the connection: calls stream."""
+    """Closing the connection is the only way to end a call: calls stream."""
+    ping_path = "/v1/models"
 
     def __init__(self, client: HttpClient, facts: Facts, context: EngineContext) -> None:
-        self._client, self._facts = client, facts
+        super().__init__(client, context)
+        self._facts = facts
         self.capabilities = Capabilities(
             name="openai",
             vocab_size=context.vocab_size,
@@ -245,11 +251,7 @@ class OpenAIWire(Wire):
 
     async def generate(self, request: Request) -> AsyncIterator[Chunk]:
         sampling, facts = request.sampling, self._facts
-        if 0 < sampling.temperature < MIN_TEMPERATURE:
-            raise CapabilityError(
-                f"temperature={sampling.temperature:g}: servers draw at {MIN_TEMPERATURE:g} in its "
-                "place. Choose 0, which is greedy, or more."
-            )
+        check_temperature(sampling)
         if sampling.is_truncated and not facts.has_top_k:
             raise CapabilityError(
                 f"engine openai at {self._client.url} did not honour top_k=1 at the start, and "
@@ -276,9 +278,7 @@ class OpenAIWire(Wire):
         async for event in self._client.stream(COMPLETIONS, body):
             if not event.get("choices"):  # the event after the last, with the counts
                 if last is not None:
-                    details = (event.get("usage") or {}).get("prompt_tokens_details") or {}
-                    num_cached = int(details.get("cached_tokens") or 0)
-                    yield replace(last, num_cached_tokens=num_cached)
+                    yield replace(last, num_cached_tokens=num_cached(event))
                     last = None
                 continue
             chunk = self._chunk(_choice(event))
@@ -291,12 +291,8 @@ class OpenAIWire(Wire):
 
     def _chunk(self, choice: Mapping[str, Any]) -> Chunk:
         ids, logprobs = _tokens(self._client.url, choice)
-        reason = choice.get("finish_reason")
-        if reason not in (None, "stop", "length", "abort"):
-            raise EngineError(
-                f"engine openai at {self._client.url} ended a reply with finish_reason={reason!r}; "
-                "expected stop, length or abort."
-            )
+        where = f"engine openai at {self._client.url}"
+        reason = finish_reason(choice.get("finish_reason"), where)
         stop = choice.get("stop_reason", choice.get("matched_stop"))
         if reason == "stop" and stop is None and ids and not self._facts.ignores_eos:
             stop = ids[-1]  # of its own ends, servers name none
@@ -328,23 +324,10 @@ class OpenAIWire(Wire):
             logprobs=found[first:], prompt_ids=_choice(answer).get("prompt_token_ids")
         )
 
-    async def ping(self) -> None:
-        await self._client.get("/v1/models")
-
-    async def close(self) -> None:
-        await self._client.close()
-
 
 def openai_engine(config: OpenAIConfig, context: EngineContext) -> ServedEngine:
     """Waits until the server answers, and finds out what it can do."""
-    client = HttpClient(
-        config.urls[0],
-        name="openai",
-        request_seconds=config.request_seconds,
-        api_key_env=config.api_key_env,
-        how_started=HOW_STARTED,
-    )
-    client.wait_until_up("/v1/models", config.start_seconds, context.on_wait)
+    client = connect(config, context, name="openai", path="/v1/models", how_started=HOW_STARTED)
     return ServedEngine(
         OpenAIWire(client, read_facts(client, config.served_model, context), context)
     )

@@ -117,7 +117,7 @@ def _(config: OpenAIConfig, context: EngineContext) -> Engine:
 
 @make_engine.register
 def _(config: VllmConfig, context: EngineContext) -> Engine:
-    from lockstep.engines.vllm.engine import make_vllm_engine
+    from lockstep.engines.vllm.wire import make_vllm_engine
 
     return make_vllm_engine(config, context)
 

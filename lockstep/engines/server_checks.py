@@ -1,4 +1,4 @@
-"""What a server does is asked of the server: its words are read by the numbers that come back."""
+"""Questions to a server at its start, whose answers show what it does."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from lockstep.errors import CapabilityError
 from lockstep.types import Distribution, Float32Array
 
 NUM_TOKENS = 12
-"""Sampled by a probe. Enough for one of them to be in doubt."""
+"""Tokens that a question samples: enough for the model to be in doubt about one of them."""
 
 LEAST_DOUBT = 1e-3
-"""nats below 0, from which a log-prob says under which distribution it was computed."""
+"""Nats below 0 at which a log-prob shows under which distribution it was computed."""
 
 LARGEST_NOISE = 0.02
-"""nats by which two computations of one log-prob may differ in the mean: bfloat16 in another order
-gives some thousandths (docs/mismatch.md)."""
+"""Mean difference, in nats, of two computations of the same log-probs: bfloat16 in another order
+gives some thousandths (docs/correction.md)."""
 
 LARGEST_GAP = 0.5
-"""nats by which a server's log-probs of its own choices may differ from the trainer's in the mean.
-bfloat16 against float32 stays below 0.1; another model differs by several."""
+"""Mean difference, in nats, of a server's log-probs of its own choices from the trainer's: bfloat16
+against float32 stays below 0.1; another model differs by several."""
 
 
 def prompt_of(vocab_size: int) -> list[int]:
-    """Ids that any model of this vocabulary takes, the last of it among them."""
+    """Ids that any model of this vocabulary accepts, the last one among them."""
     return np.linspace(0, vocab_size - 1, 8).astype(int).tolist()
 
 
@@ -37,11 +37,11 @@ def recorded_distribution(
     plain: tuple[Sequence[int], Sequence[float]],
     cool: tuple[Sequence[int], Sequence[float]],
 ) -> Distribution | None:
-    """Whose log-probs a server records, from two replies with top_k=1: they have to choose what the
-    greedy one does, so only the distribution differs. None if top_k is not honoured.
+    """The distribution under which a server records log-probs; None if it ignores top_k.
 
-    plain, cool: (ids, log-probs) at temperature 1 and 0.5. Where top_k=1 is all that is left, the
-    log-prob after it is 0; before it, that at 0.5 is another than that at 1.
+    plain, cool: (ids, log-probs) of two replies with top_k=1, at temperature 1 and 0.5. Both must
+    choose the greedy ids. Log-probs after top_k are 0; log-probs after temperature differ between
+    the two replies; the model's do not.
     """
     if list(plain[0]) != list(greedy_ids) or list(cool[0]) != list(greedy_ids):
         return None
@@ -61,10 +61,10 @@ def check_same_model(
     sampled_ids: Sequence[int],
     logprobs: Sequence[float],
 ) -> None:
-    """Raises CapabilityError if the trainer's model does not find likely what the server's chose.
+    """Raises CapabilityError if the ids that a server chose are unlikely under the trainer's model.
 
-    Of a whole decoder in this process; a sharded one and transformers' are left to the first step's
-    mismatch. logprobs: the model's, of `sampled_ids` after `prompt_ids`.
+    Checks whole decoders in this process only; for sharded ones and transformers' models the first
+    step's mismatch shows it. logprobs: the server's, of `sampled_ids` after `prompt_ids`.
     """
     own = _own_logprobs(context.model, [*prompt_ids, *sampled_ids])
     if own is None:
@@ -99,18 +99,24 @@ def _own_logprobs(model: Any, ids: Sequence[int]) -> Float32Array | None:
 
 
 def agree(found: Sequence[float], wanted: Sequence[float]) -> bool:
-    """Whether these are the same log-probs, computed twice."""
+    """Whether these are two computations of the same log-probs."""
     return bool(np.abs(np.array(found) - np.array(wanted)).mean() <= LARGEST_NOISE)
 
 
-def check_same_kind(name: str, url: str, context: EngineContext, found: Mapping[str, Any]) -> None:
-    """Raises CapabilityError if a server says of its model what the config.json of the trainer's
-    does not: for one whose weights are replaced, so that those it has tell nothing."""
+def check_same_config(
+    name: str, url: str, context: EngineContext, found: Mapping[str, Any], keys: Sequence[str]
+) -> None:
+    """Raises CapabilityError if a server's model differs from the trainer's config.json in one of
+    these keys: for a server whose weights are replaced, so that those it has tell nothing."""
     file = context.directory / "config.json"
     own = json.loads(file.read_text()) if file.is_file() else {}
-    for key in ("model_type", "architectures"):
-        if own.get(key) and found.get(key) and own[key] != found[key]:
-            raise CapabilityError(
-                f"engine {name} at {url} serves another model than {context.directory}: {key} "
-                f"{found[key]!r}, and the trainer's is {own[key]!r}. Start it with that directory."
-            )
+    differing = [
+        f"{key} {found[key]!r} (the trainer's: {own[key]!r})"
+        for key in keys
+        if own.get(key) is not None and found.get(key) is not None and own[key] != found[key]
+    ]
+    if differing:
+        raise CapabilityError(
+            f"engine {name} at {url} serves another model than {context.directory}: "
+            f"{', '.join(differing)}. Start it with that directory, or name its model with model=."
+        )

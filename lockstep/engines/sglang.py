@@ -9,24 +9,31 @@ from __future__ import annotations
 import asyncio
 import base64
 import io
-import secrets
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from lockstep.engines.base import Capabilities, EngineContext, WeightSource
 from lockstep.engines.config import SGLangConfig
 from lockstep.engines.http import HttpClient
+from lockstep.engines.http_wire import (
+    HttpWire,
+    check_told,
+    connect,
+    finish_reason,
+    is_adapter,
+    labels_of,
+)
 from lockstep.engines.lease import Lease
-from lockstep.engines.served import Chunk, ServedEngine, Wire, WireScores
+from lockstep.engines.served import Chunk, ServedEngine, WireScores
 from lockstep.engines.server_checks import (
     NUM_TOKENS,
     agree,
-    check_same_kind,
+    check_same_config,
     prompt_of,
     recorded_distribution,
 )
@@ -35,8 +42,6 @@ from lockstep.types import Distribution, Int32Array, Request, Routes
 
 CHECKED_VERSION = "0.5.23"
 """Of SGLang, that this was read from."""
-
-ADAPTER_FILE = "adapter_config.json"
 
 PAUSE_SECONDS = 1.0
 """How long aborted calls may take until the pause is asked for all the same: one that finds calls
@@ -77,7 +82,8 @@ def read_facts(client: HttpClient, context: EngineContext, *, deterministic: boo
             f"engine sglang at {client.url} was started without --enable-deterministic-inference, "
             "and engine.deterministic=true wants it. Start it with the flag, or leave the setting."
         )
-    check_same_kind("sglang", client.url, context, client.call_now("/model_info"))
+    found = client.call_now("/model_info")
+    check_same_config("sglang", client.url, context, found, ("model_type", "architectures"))
     routed, _, active = _shape_of_routes(context)
     prompt = prompt_of(context.vocab_size)
 
@@ -136,12 +142,6 @@ def _entries(about: Mapping[str, Any], name: str) -> tuple[list[int], list[float
     return [int(row[1]) for row in rows], values
 
 
-def _labels(about: Mapping[str, Any]) -> tuple[str, ...]:
-    """Of all weights that had a part in an answer."""
-    spans = about.get("weight_versions") or ({"version": about["weight_version"]},)
-    return tuple(span["version"] for span in spans)
-
-
 def _scoring_body(ids: Sequence[int], *, first: int) -> dict[str, Any]:
     return {
         "input_ids": list(ids),
@@ -153,20 +153,20 @@ def _scoring_body(ids: Sequence[int], *, first: int) -> dict[str, Any]:
     }
 
 
-class SGLangWire(Wire):
-    """`Wire` to one server."""
+class SGLangWire(HttpWire):
+    """`Wire` to one SGLang server."""
 
     keeps_labels = True
+    ping_path = "/model_info"
+    adapter_routes = ("/load_lora_adapter", "/unload_lora_adapter")
+    label_options: ClassVar[Mapping[str, Any]] = {"abort_all_requests": False}
 
     def __init__(
         self, client: HttpClient, facts: Facts, context: EngineContext, *, uses_ipc: bool
     ) -> None:
-        self.url = client.url
-        self._client, self._facts, self._uses_ipc = client, facts, uses_ipc
+        super().__init__(client, context)
+        self._facts = facts
         self._routed, self._num_layers, self._num_active = _shape_of_routes(context)
-        self._adapter = ""
-        self._adapters = f"lockstep-{secrets.token_hex(4)}"
-        """Before the names of adapters: those of two runs must not meet."""
         self._running: set[str] = set()
         sources: tuple[WeightSource, ...] = ("tensors",) if uses_ipc else ("directory",)
         self.capabilities = Capabilities(
@@ -240,14 +240,9 @@ class SGLangWire(Wire):
         """num_before: tokens of the answer that came with an event before it."""
         about = answer["meta_info"]
         ids, logprobs = answer["output_ids"], _entries(about, "output_token_logprobs")
-        if logprobs[0] != list(ids):
-            raise EngineError(
-                f"{self.url}: log-probs of the ids {logprobs[0][:8]} beside the ids {ids[:8]}."
-            )
+        check_told(logprobs[0], list(ids), self.url)
         reason = about["finish_reason"] or {}
-        kind = reason.get("type")
-        if kind not in (None, "stop", "length", "abort"):
-            raise EngineError(f"{self.url}: a reply that ended with {kind!r}.")
+        kind = finish_reason(reason.get("type"), self.url)
         if kind == "abort" and reason.get("status_code"):
             raise ServerRefusedError(
                 f"{self.url} refused a request: {reason.get('message')}",
@@ -264,7 +259,7 @@ class SGLangWire(Wire):
             prompt_ids=answer.get("prompt_token_ids"),
             num_cached_tokens=int(about.get("cached_tokens") or 0),
             routed_experts=routes,
-            labels=_labels(about),
+            labels=labels_of(about) or (about["weight_version"],),
         )
 
     def _routes(self, text: str) -> Routes:
@@ -292,11 +287,12 @@ class SGLangWire(Wire):
         if self._adapter:
             body["lora_path"] = self._adapter
         answer = await self._client.post("/generate", body)
+        about = answer["meta_info"]
         return WireScores(
-            logprobs=_entries(answer["meta_info"], "input_token_logprobs")[1][1:],
+            logprobs=_entries(about, "input_token_logprobs")[1][1:],
             prompt_ids=answer.get("prompt_token_ids"),
-            num_cached_tokens=int(answer["meta_info"].get("cached_tokens") or 0),
-            labels=_labels(answer["meta_info"]),
+            num_cached_tokens=int(about.get("cached_tokens") or 0),
+            labels=labels_of(about) or (about["weight_version"],),
         )
 
     async def abort(self, call_id: str) -> None:
@@ -327,39 +323,21 @@ class SGLangWire(Wire):
                 "flush_cache": True,
             }
             await self._client.post("/update_weights_from_tensor", body)
-        elif source is not None and (Path(source) / ADAPTER_FILE).is_file():
-            await self._load_adapter(str(Path(source).absolute()), version)
+        elif source is not None and is_adapter(Path(source)):
+            await self._load_adapter(Path(source).absolute(), version)
         elif source is not None:
             body = {"model_path": str(Path(source).absolute()), "flush_cache": True}
             await self._client.post("/update_weights_from_disk", body)
 
-    async def _load_adapter(self, directory: str, version: int) -> None:
-        # A name of its own for each version: the keys of cached prefixes hold the name.
-        before, self._adapter = self._adapter, f"{self._adapters}-{version}"
-        body = {"lora_name": self._adapter, "lora_path": directory}
-        await self._client.post("/load_lora_adapter", body)
-        if before and before != self._adapter:
-            await self._client.post("/unload_lora_adapter", {"lora_name": before})
-
     async def read_label(self) -> str:
         """As `lease.Labelled`: SGLang calls it the version of its weights."""
         return str((await self._client.get("/model_info")).get("weight_version"))
-
-    async def write_label(self, label: str) -> None:
-        body = {"new_version": label, "abort_all_requests": False}
-        await self._client.post("/update_weight_version", body)
-
-    async def ping(self) -> None:
-        await self._client.get("/model_info")
 
     async def sleep(self) -> None:
         await self._client.post("/release_memory_occupation", {"tags": ["kv_cache"]})
 
     async def wake(self) -> None:
         await self._client.post("/resume_memory_occupation", {"tags": ["kv_cache"]})
-
-    async def close(self) -> None:
-        await self._client.close()
 
 
 def _shared_handles(tensors: Mapping[str, Any]) -> str:
@@ -385,14 +363,7 @@ HOW_STARTED = (
 
 def sglang_engine(config: SGLangConfig, context: EngineContext) -> ServedEngine:
     """Waits until the server answers, and finds out what it can do."""
-    client = HttpClient(
-        config.urls[0],
-        name="sglang",
-        request_seconds=config.request_seconds,
-        api_key_env=config.api_key_env,
-        how_started=HOW_STARTED,
-    )
-    client.wait_until_up("/health", config.start_seconds, context.on_wait)
+    client = connect(config, context, name="sglang", path="/health", how_started=HOW_STARTED)
     facts = read_facts(client, context, deterministic=config.deterministic)
     wire = SGLangWire(client, facts, context, uses_ipc=config.weights == "ipc")
     lease = Lease(context.run, server=client.url, take_over=config.take_over)

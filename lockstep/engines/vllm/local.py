@@ -1,8 +1,7 @@
-"""vLLM inside the training process: its engine's steps run in the event loop, between ours.
+"""vLLM inside the training process: its engine's steps run in the event loop.
 
-A `Wire` over vllm's LLMEngine, without a server between: what holds for every served engine
-(`engines/served.py`: ids answered once, segments at an update, checks of each answer) holds here.
-No step runs while the trainer does, as with the embedded engine.
+A `Wire` over vllm's LLMEngine, without a server between, so that it gets from `ServedEngine` what
+every served engine gets. No step runs while the trainer does, as with the embedded engine.
 
 Guard: tests/vllm/test_local.py.
 """
@@ -12,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import json
 import os
 from collections.abc import AsyncIterator, Iterable, Mapping
 from pathlib import Path
@@ -23,11 +21,11 @@ import torch
 
 from lockstep.engines.base import Capabilities, EngineContext, WeightSource
 from lockstep.engines.config import VllmConfig
+from lockstep.engines.http_wire import check_temperature, finish_reason, is_adapter
 from lockstep.engines.served import Chunk, ServedEngine, Wire, WireScores
-from lockstep.engines.vllm.checkpoint import check_readable, config_overrides
-from lockstep.engines.vllm.started import CPU_STEP_TOKENS, lora_rank
+from lockstep.engines.vllm.checkpoint import check_readable
+from lockstep.engines.vllm.started import engine_arguments
 from lockstep.errors import CapabilityError, ConfigError, EngineError, MissingExtraError
-from lockstep.models import peft_format
 from lockstep.types import Int32Array, Request, SamplingParams
 
 ENVIRONMENT = {
@@ -37,16 +35,11 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
 }
-"""Set before vLLM is imported, unless they are set already; the first one always."""
-
-CPU_KV_CACHE_BYTES = 1 << 30
-
-MIN_TEMPERATURE = 0.01
-"""vLLM draws at this one where a lower one is asked for, with no more than a warning in its log."""
+"""Environment variables set before vLLM is imported unless they are set; the first one always."""
 
 TURNS_AFTER_REPLY = 8
-"""Turns of the event loop that the coroutines get when a call has ended: enough for an episode to
-parse the reply, call a tool that does not wait, and have its next turn in the next step."""
+"""Turns of the event loop after a call has ended: enough for an episode to parse the reply, call a
+tool that does not wait, and have its next turn in the next step."""
 
 
 def make_local_engine(config: VllmConfig, context: EngineContext) -> ServedEngine:
@@ -102,13 +95,13 @@ class LocalWire(Wire):
         self._driver: asyncio.Task[None] | None = None
         self._engine: Any = self._start(context.directory)
         self._why_not_in_place = self._ask_in_place()
-        self._found = self._capabilities()
+        self.capabilities = self._capabilities()
 
     # -- the engine -----------------------------------------------------------------------------
 
     def _start(self, directory: Path) -> Any:
-        """An LLMEngine of the checkpoint. vLLM sets the process's seed, and takes its way to set
-        the number of threads: both are the trainer's, and stay as they were."""
+        """An LLMEngine of the checkpoint. vLLM sets the seed of the process and replaces its
+        function that sets the number of threads: both are restored for the trainer."""
         from vllm.engine.arg_utils import EngineArgs
         from vllm.utils.argparse_utils import FlexibleArgumentParser
         from vllm.v1.engine.llm_engine import LLMEngine
@@ -116,7 +109,13 @@ class LocalWire(Wire):
         from lockstep.engines.vllm.weights import lacks_tied_head, read_checkpoint
 
         threads, set_threads = torch.get_num_threads(), torch.set_num_threads
-        arguments = self._arguments(directory)
+        arguments = engine_arguments(
+            self._config, self._context, directory, has_gpu=not self._is_cpu,
+            max_tokens=self._context.max_tokens + 1,  # scoring samples a token, wanted or not
+        )  # fmt: skip
+        arguments += ["--no-use-tqdm-on-load", "--disable-log-stats"]
+        if not self._is_cpu:
+            arguments.append("--enable-sleep-mode")
         parser = EngineArgs.add_cli_args(FlexibleArgumentParser(exit_on_error=False))
         try:
             found = parser.parse_args([*arguments, *self._config.args])
@@ -141,39 +140,6 @@ class LocalWire(Wire):
         from lockstep.engines.vllm.weights import update_weights
 
         engine.apply_model(lambda model: update_weights(model, engine.vllm_config, weights))
-
-    def _arguments(self, directory: Path) -> list[str]:
-        config, context = self._config, self._context
-        dtype = context.dtype if config.dtype == "same" else config.dtype
-        eager = self._is_cpu if config.eager is None else config.eager
-        arguments = [
-            f"--model={directory}", "--skip-tokenizer-init", f"--dtype={dtype}",
-            f"--max-model-len={context.max_tokens + 1}", f"--seed={context.seed}",
-            f"--max-num-seqs={config.max_num_sequences}", "--generation-config=vllm",
-            "--logprobs-mode=processed_logprobs", "--scheduling-policy=priority",
-            "--no-use-tqdm-on-load", "--disable-log-stats",
-            f"--tensor-parallel-size={config.tensor_parallel}",
-            f"--{'' if config.prefix_cache else 'no-'}enable-prefix-caching",
-        ]  # fmt: skip
-        if eager:
-            arguments.append("--enforce-eager")
-        if config.kv_cache_gib or self._is_cpu:
-            size = int(config.kv_cache_gib * 2**30) or CPU_KV_CACHE_BYTES
-            arguments.append(f"--kv-cache-memory-bytes={size}")
-        if self._is_cpu:
-            # A prompt in pieces has its seed set back after each one, which a CPU's generator does
-            # not know: the step fails for all.
-            arguments += [
-                "--no-enable-chunked-prefill",
-                f"--max-num-batched-tokens={max(context.max_tokens + 1, CPU_STEP_TOKENS)}",
-            ]
-        else:
-            arguments.append("--enable-sleep-mode")
-        if config.max_adapter_rank:
-            arguments += ["--enable-lora", f"--max-lora-rank={lora_rank(config)}"]
-        if overrides := config_overrides(directory):
-            arguments.append(f"--hf-overrides={json.dumps(overrides)}")
-        return arguments
 
     def _ask_in_place(self) -> str:
         from lockstep.engines.vllm.weights import why_not_in_place
@@ -204,19 +170,11 @@ class LocalWire(Wire):
             weight_sources=sources,
         )
 
-    @property
-    def capabilities(self) -> Capabilities:
-        return self._found
-
     # -- calls ----------------------------------------------------------------------------------
 
     async def generate(self, request: Request) -> AsyncIterator[Chunk]:
         sampling = request.sampling
-        if 0 < sampling.temperature < MIN_TEMPERATURE:
-            raise CapabilityError(
-                f"temperature={sampling.temperature:g}: vLLM would draw at {MIN_TEMPERATURE:g}. "
-                "Choose 0, which is greedy, or more."
-            )
+        check_temperature(sampling)
         kind = self._vllm.sampling_params.RequestOutputKind
         asked = self._vllm.SamplingParams(
             temperature=sampling.temperature,
@@ -303,7 +261,7 @@ class LocalWire(Wire):
                 failure = EngineError(f"vLLM's step failed: {type(error).__name__}: {error}")
                 failure.__cause__ = error
                 for call in self._calls.values():
-                    call.fail(failure)
+                    call.put(failure)
                 return
             turns = TURNS_AFTER_REPLY if self._num_ended() > num_before else 1
             for _ in range(turns):
@@ -329,7 +287,7 @@ class LocalWire(Wire):
     async def load_weights(self, source: Mapping[str, Any] | str | None, *, version: int) -> None:
         from lockstep.engines.vllm.weights import read_checkpoint
 
-        if isinstance(source, str) and (Path(source) / peft_format.CONFIG).is_file():
+        if isinstance(source, str) and is_adapter(Path(source)):
             self._take_adapter(source, version)
         elif not self._why_not_in_place:
             assert source is not None, "this engine shares no weights: `capabilities` says so"
@@ -371,7 +329,7 @@ class LocalWire(Wire):
     async def close(self) -> None:
         self._is_paused = True
         for call in self._calls.values():
-            call.fail(EngineError("the engine was closed while the call was in flight."))
+            call.put(EngineError("the engine was closed while the call was in flight."))
         if self._engine is not None:
             self._shut_down()
 
@@ -385,47 +343,31 @@ class LocalWire(Wire):
 
 
 class _Call:
-    """Outputs of one call; what vLLM's output processor takes for its queue."""
+    """The outputs of one call, in the interface that vLLM's output processor expects of a queue."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.has_ended = False
-        self._outputs: list[Any] = []
-        self._error: EngineError | None = None
-        self._waiter: asyncio.Future[None] | None = None
+        self._outputs: asyncio.Queue[Any] = asyncio.Queue()
 
     def put(self, output: Any) -> None:
-        if isinstance(output, Exception):
-            self.fail(EngineError(f"vLLM failed the call: {output}"))
-            return
-        self._outputs.append(output)
-        self.has_ended |= output.finished
-        self._notify()
-
-    def fail(self, error: EngineError) -> None:
-        self._error, self.has_ended = error, True
-        self._notify()
+        self.has_ended |= isinstance(output, Exception) or output.finished
+        self._outputs.put_nowait(output)
 
     async def next(self) -> Any:
-        """The next output; waits for one."""
-        while not self._outputs:
-            if self._error is not None:
-                raise self._error
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-        return self._outputs.pop(0)
-
-    def _notify(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        """The next output. Raises EngineError if the call failed."""
+        output = await self._outputs.get()
+        if isinstance(output, EngineError):
+            raise output
+        if isinstance(output, Exception):
+            raise EngineError(f"vLLM failed the call: {output}") from output
+        return output
 
 
 def _chunk(output: Any, sampling: SamplingParams) -> Chunk:
     found = output.outputs[0]
     ids = list(found.token_ids)
-    reason = found.finish_reason
-    if reason not in (None, "stop", "length", "abort"):
-        raise EngineError(f"vLLM ended the reply with {reason!r}: {found.stop_reason}.")
+    reason = finish_reason(found.finish_reason, "vLLM")
     routes = None
     if sampling.record_routes and output.finished:
         routes = np.asarray(found.routed_experts)

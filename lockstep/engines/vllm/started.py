@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
+
 import lockstep
 from lockstep.engines.base import EngineContext
 from lockstep.engines.config import VllmConfig
@@ -68,13 +70,48 @@ ADVICE = (
 
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""What vLLM takes for the largest rank of an adapter; one of a smaller rank fits in."""
+"""Values that vLLM accepts for the largest rank of an adapter."""
 
 
-def lora_rank(config: VllmConfig) -> int:
-    """The least that vLLM takes and that engine.max_adapter_rank fits in."""
-    wanted = config.max_adapter_rank
-    return min((rank for rank in LORA_RANKS if rank >= wanted), default=wanted)
+def engine_arguments(
+    config: VllmConfig, context: EngineContext, directory: Path, *, has_gpu: bool, max_tokens: int
+) -> list[str]:
+    """Arguments for every vLLM engine of a run, in a server or in this process, for the checkpoint
+    in `directory` and texts of up to `max_tokens`."""
+    cache_gib = config.kv_cache_gib or (0.0 if has_gpu else CPU_CACHE_GIB)
+    settings = {
+        "model": directory,
+        "dtype": context.dtype if config.dtype == "same" else config.dtype,
+        "seed": context.seed,
+        "max-model-len": max_tokens,
+        "max-num-seqs": config.max_num_sequences,
+        "tensor-parallel-size": config.tensor_parallel,
+        # Log-probs of what a token was drawn from: after temperature, top-k and top-p.
+        "logprobs-mode": "processed_logprobs",
+        "scheduling-policy": "priority",
+        # A checkpoint's own temperature and top-p would change what a request does not name.
+        "generation-config": "vllm",
+    }
+    flags = [
+        "skip-tokenizer-init",
+        "enable-prefix-caching" if config.prefix_cache else "no-enable-prefix-caching",
+    ]
+    if cache_gib:
+        settings["kv-cache-memory-bytes"] = int(cache_gib * 2**30)
+    if overrides := config_overrides(directory):
+        settings["hf-overrides"] = json.dumps(overrides)
+    if not has_gpu:
+        # A prompt that is computed in parts rolls back its request's draws, which torch's CPU
+        # generator cannot: the engine ends ("CPU Generator does not use offset").
+        settings["max-num-batched-tokens"] = max(CPU_STEP_TOKENS, max_tokens)
+        flags.append("no-enable-chunked-prefill")
+    if not has_gpu if config.eager is None else config.eager:
+        flags.append("enforce-eager")
+    if wanted := config.max_adapter_rank:
+        flags.append("enable-lora")
+        fitting = (rank for rank in LORA_RANKS if rank >= wanted)
+        settings["max-lora-rank"] = min(fitting, default=wanted)
+    return [f"--{name}={value}" for name, value in settings.items()] + [f"--{f}" for f in flags]
 
 
 class VllmServer:
@@ -85,7 +122,7 @@ class VllmServer:
         vLLM has on GPUs alone."""
         self._config, self._context = config, context
         self._python = config.python or sys.executable
-        self._has_gpu = _has_gpu()
+        self._has_gpu = torch.cuda.is_available()
         check_readable(context.directory, fills_head=False)
         if config.deterministic and not self._has_gpu:
             raise CapabilityError(
@@ -107,10 +144,6 @@ class VllmServer:
         self._packages = _folder_of_package(self._place)
         self._directory = context.directory
         self._process = self._started()
-
-    @property
-    def client(self) -> HttpClient:
-        return self._client
 
     @property
     def is_running(self) -> bool:
@@ -144,7 +177,7 @@ class VllmServer:
 
         for attempt in range(NUM_STARTS):
             try:
-                self._client.wait_until_up(
+                self.client.wait_until_up(
                     "/health", self._config.start_seconds, tell, self._process.why_ended
                 )
                 on_wait(f"vLLM answers after {time.monotonic() - started:.0f} s")
@@ -152,7 +185,7 @@ class VllmServer:
             except EngineError as error:
                 said = self._process.log_tail(200)
                 is_race = PORT_TAKEN in said.lower() and attempt + 1 < NUM_STARTS
-                self.stop()
+                self._process.stop()
                 if not is_race:
                     raise EngineError(f"{error}{self._advice(said)}") from error
             self._process = self._started()
@@ -171,9 +204,6 @@ class VllmServer:
             return ""
         return f"its process ended{self._process.first_error()}. The whole log: {self.log}"
 
-    def stop(self) -> None:
-        self._process.stop()
-
     def close(self) -> None:
         """Ends it, and removes its files if they were in a temporary directory."""
         self._process.stop()
@@ -183,9 +213,9 @@ class VllmServer:
     def _started(self) -> ServerProcess:
         port = free_ports(1)[0]
         process = ServerProcess(
-            self._arguments(port), log=self._place / "vllm.log", environment=self._environment()
+            self._command(port), log=self._place / "vllm.log", environment=self._environment()
         )
-        self._client = HttpClient(
+        self.client = HttpClient(
             f"http://127.0.0.1:{port}",
             name="vllm",
             request_seconds=self._config.request_seconds,
@@ -193,56 +223,25 @@ class VllmServer:
         )
         return process
 
-    def _arguments(self, port: int) -> list[str]:
+    def _command(self, port: int) -> list[str]:
         config, context = self._config, self._context
-        dtype = context.dtype if config.dtype == "same" else config.dtype
-        cache_gib = config.kv_cache_gib or (0.0 if self._has_gpu else CPU_CACHE_GIB)
-        is_eager = not self._has_gpu if config.eager is None else config.eager
-        settings = {
-            "model": self._directory,
-            "served-model-name": SERVED_NAME,
-            "host": "127.0.0.1",
-            "port": port,
-            "dtype": dtype,
-            "seed": context.seed,
-            "max-model-len": context.max_tokens,
-            "max-num-seqs": config.max_num_sequences,
-            "tensor-parallel-size": config.tensor_parallel,
-            # Of what a token was drawn from: temperature, top-k and top-p applied.
-            "logprobs-mode": "processed_logprobs",
-            "scheduling-policy": "priority",
-            # A checkpoint's own temperature and top-p would change what a request does not name.
-            "generation-config": "vllm",
-            "worker-extension-cls": WORKER_EXTENSION,
-        }
-        if cache_gib:
-            settings["kv-cache-memory-bytes"] = int(cache_gib * 2**30)
-        flags = [
-            "skip-tokenizer-init",
-            "enable-scale-out",  # the route that takes and gives ids
-            "enable-prompt-tokens-details",  # how many were found in the cache
-            "enable-prefix-caching" if config.prefix_cache else "no-enable-prefix-caching",
-            "disable-uvicorn-access-log",
-        ]
-        if overrides := config_overrides(self._directory):
-            settings["hf-overrides"] = json.dumps(overrides)
-        if not self._has_gpu:
-            # A prompt that is computed in parts rolls back its request's draws, which torch's CPU
-            # generator cannot: the engine ends ("CPU Generator does not use offset").
-            settings["max-num-batched-tokens"] = max(CPU_STEP_TOKENS, context.max_tokens)
-            flags.append("no-enable-chunked-prefill")
-            if config.tensor_parallel == 1:
-                # In the engine's process: one less to start, and no step is sent to another.
-                settings["distributed-executor-backend"] = "uni"
-        if is_eager:
-            flags.append("enforce-eager")
-        if config.max_adapter_rank:
-            flags.append("enable-lora")
-            settings["max-lora-rank"] = lora_rank(config)
+        arguments = [
+            f"--served-model-name={SERVED_NAME}", "--host=127.0.0.1", f"--port={port}",
+            f"--worker-extension-cls={WORKER_EXTENSION}",
+            "--enable-scale-out",  # the route that takes and gives ids
+            "--enable-prompt-tokens-details",  # how many were found in the cache
+            "--disable-uvicorn-access-log",
+        ]  # fmt: skip
+        if not self._has_gpu and config.tensor_parallel == 1:
+            # In the engine's process: one less to start, and no step is sent to another.
+            arguments.append("--distributed-executor-backend=uni")
         return [
             self._python, "-m", "vllm.entrypoints.openai.api_server",
-            *(f"--{name}={value}" for name, value in settings.items()),
-            *(f"--{name}" for name in flags),
+            *engine_arguments(
+                config, context, self._directory, has_gpu=self._has_gpu,
+                max_tokens=context.max_tokens,
+            ),
+            *arguments,
             *config.args,
         ]  # fmt: skip
 
@@ -278,12 +277,6 @@ class VllmServer:
                 found = advice.format(python=self._python, max_tokens=self._context.max_tokens)
                 return f"\nLikely: {found}"
         return ""
-
-
-def _has_gpu() -> bool:
-    import torch
-
-    return torch.cuda.is_available()
 
 
 def _folder_of_package(place: Path) -> Path:

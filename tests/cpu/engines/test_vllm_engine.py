@@ -9,7 +9,7 @@ from vllm_scenario import play, replayed
 
 from lockstep.engines.base import EngineContext
 from lockstep.engines.http import HttpClient
-from lockstep.engines.vllm.http_wire import VllmWire, read_facts
+from lockstep.engines.vllm.wire import VllmWire, read_facts
 from lockstep.errors import CapabilityError, EngineError
 from lockstep.models.locate import locate_model
 

@@ -14,7 +14,7 @@ from aiohttp import ClientSession, web
 from lockstep.engines.http import HttpClient
 from lockstep.engines.lease import Lease
 from lockstep.engines.served import ServedEngine
-from lockstep.engines.vllm.http_wire import VllmWire, read_facts
+from lockstep.engines.vllm.wire import VllmWire, read_facts
 from lockstep.types import Request, SamplingParams
 
 PROMPT = np.array([5, 6, 7, 8], np.int32)

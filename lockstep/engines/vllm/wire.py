@@ -18,7 +18,6 @@ import base64
 import io
 import json
 import math
-import secrets
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,9 +25,22 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.engines.base import Capabilities, EngineContext, WeightSource
+from lockstep.engines.base import Capabilities, Engine, EngineContext, WeightSource
+from lockstep.engines.config import VllmConfig
 from lockstep.engines.http import HttpClient
-from lockstep.engines.served import Chunk, Wire, WireScores
+from lockstep.engines.http_wire import (
+    HttpWire,
+    check_temperature,
+    check_told,
+    connect,
+    finish_reason,
+    is_adapter,
+    labels_of,
+    num_cached,
+)
+from lockstep.engines.lease import Lease
+from lockstep.engines.served import Chunk, ServedEngine, WireScores
+from lockstep.engines.server_checks import check_same_config
 from lockstep.engines.vllm.started import WORKER_EXTENSION, VllmServer
 from lockstep.errors import (
     CapabilityError,
@@ -41,6 +53,12 @@ from lockstep.types import Distribution, Int32Array, Request, Routes
 CHECKED_VERSION = "0.32"
 """Of vLLM, that this was tried with."""
 
+HOW_STARTED = (
+    "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --skip-tokenizer-init --enable-scale-out "
+    "--enable-prompt-tokens-details --logprobs-mode=processed_logprobs "
+    "--generation-config=vllm --scheduling-policy=priority (docs/vllm.md)"
+)
+
 GENERATE = "/inference/v1/generate"
 
 CHUNK_TOKENS = 16
@@ -50,13 +68,8 @@ and what is kept if the server is lost; with fewer tokens the server is busy wri
 END_SECONDS = 2.0
 """Between the first answer of a server whose engine has ended, and its own end."""
 
-MIN_TEMPERATURE = 0.01
-"""vLLM draws at this one where a lower one is asked for, with no more than a warning in its log."""
-
 NO_LOGPROB = -9999.0
 """What vLLM writes for a log-prob that is not finite."""
-
-ADAPTER_FILE = "adapter_config.json"
 
 RELOADED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """Model types whose weights vLLM's own reload_weights replaces exactly, if their output head is a
@@ -142,7 +155,7 @@ def read_facts(client: HttpClient, context: EngineContext) -> ServerFacts:
                 "vLLM's own reload leaves an output head that is the embedding with its old "
                 "weights (0.32, CPU)"
             )
-    _check_same_model(config, context, client)
+    check_same_config("vllm", client.url, context, config, SHAPE_FIELDS)
     probe = _asked(
         client, GENERATE, "--enable-scale-out",
         body={
@@ -205,27 +218,11 @@ def _config_of(path: str, context: EngineContext, client: HttpClient) -> Mapping
     )
 
 
-def _check_same_model(
-    config: Mapping[str, Any], context: EngineContext, client: HttpClient
-) -> None:
-    own = json.loads((context.directory / "config.json").read_text())
-    differing = [
-        f"{name} {config[name]} (the trainer's: {own[name]})"
-        for name in SHAPE_FIELDS
-        if name in own and name in config and own[name] != config[name]
-    ]
-    if differing:
-        raise CapabilityError(
-            f"{client.url} serves another model than {context.directory}: "
-            f"{', '.join(differing)}. Start it with --model={context.directory}, or name its model "
-            "with model=."
-        )
-
-
-class VllmWire(Wire):
+class VllmWire(HttpWire):
     """`Wire` to one vLLM server. server: the process, if the run has started it."""
 
     keeps_labels = True
+    adapter_routes = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 
     def __init__(
         self,
@@ -235,9 +232,8 @@ class VllmWire(Wire):
         *,
         server: VllmServer | None = None,
     ) -> None:
-        self._client, self._facts, self._context, self.server = client, facts, context, server
-        self._owner = f"{context.run}-{secrets.token_hex(4)}"
-        self._adapter = ""
+        super().__init__(client, context)
+        self._facts, self.server = facts, server
         self._is_asleep = False
         if facts.why_not_in_place and not facts.has_adapters and server is None:
             raise CapabilityError(
@@ -272,17 +268,9 @@ class VllmWire(Wire):
 
     # -- calls --------------------------------------------------------------------------------
 
-    @property
-    def url(self) -> str:
-        return self._client.url
-
     async def generate(self, request: Request) -> AsyncIterator[Chunk]:
         sampling = request.sampling
-        if 0 < sampling.temperature < MIN_TEMPERATURE:
-            raise CapabilityError(
-                f"temperature={sampling.temperature:g}: vLLM would draw at {MIN_TEMPERATURE:g}. "
-                "Choose 0, which is greedy, or more."
-            )
+        check_temperature(sampling)
         settings: dict[str, Any] = {
             "max_tokens": sampling.max_tokens,
             "temperature": sampling.temperature,
@@ -356,8 +344,8 @@ class VllmWire(Wire):
         return WireScores(
             logprobs=[_finite(value) for value in found],
             prompt_ids=answer["prompt_token_ids"],
-            num_cached_tokens=_num_cached(answer),
-            labels=_labels(answer["choices"][0]),
+            num_cached_tokens=num_cached(answer),
+            labels=labels_of(answer["choices"][0]),
         )
 
     def _body(
@@ -377,25 +365,19 @@ class VllmWire(Wire):
     def _chunk(self, answer: Any, choice: Any, *, has_ended: bool) -> Chunk:
         ids = choice["token_ids"] or []
         content = (choice["logprobs"] or {}).get("content") or []
-        told = [entry["token_id"] for entry in content]
-        if told != ids:
-            raise EngineError(
-                f"{self.url}: log-probs of the ids {told[:8]} beside the ids {ids[:8]}."
-            )
+        check_told([entry["token_id"] for entry in content], ids, self.url)
         routes = choice.get("routed_experts")
-        reason = choice["finish_reason"] if has_ended else None
-        if reason not in (None, "stop", "length", "abort"):
-            raise EngineError(f"{self.url}: a reply that ended with {reason!r}.")
+        reason = finish_reason(choice["finish_reason"] if has_ended else None, self.url)
         return Chunk(
             token_ids=ids,
             logprobs=[_finite(entry["logprob"]) for entry in content],
             finish_reason=reason,
             stop=choice.get("stop_reason"),
             prompt_ids=answer.get("prompt_token_ids"),
-            num_cached_tokens=_num_cached(answer),
+            num_cached_tokens=num_cached(answer),
             routed_experts=None if routes is None else _routes(routes),
             support=choice.get("sampling_mask"),
-            labels=_labels(choice) if has_ended else (),
+            labels=labels_of(choice) if has_ended else (),
         )
 
     async def abort(self, call_id: str) -> None:
@@ -427,7 +409,13 @@ class VllmWire(Wire):
         directory = Path(source).absolute()
         if reason := self.must_restart or ("it had ended" if self._is_gone else ""):
             await self._restart(directory, reason)
-        elif (directory / ADAPTER_FILE).is_file():
+        elif is_adapter(directory):
+            if not self._facts.has_adapters:
+                raise CapabilityError(
+                    f"{directory} is an adapter, and the server takes none: set "
+                    "engine.max_adapter_rank, or start it with --enable-lora and "
+                    "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1."
+                )
             await self._load_adapter(directory, version)
         elif self._facts.why_not_in_place:
             await self._restart(directory, self._facts.why_not_in_place)
@@ -445,29 +433,11 @@ class VllmWire(Wire):
         """Empty for a server that is gone and that the next load starts again."""
         return "" if self._is_gone else (await self._client.get("/weight_info"))["weight_version"]
 
-    async def write_label(self, label: str) -> None:
-        await self._client.post("/update_weight_version", {"new_version": label})
-
-    async def _load_adapter(self, directory: Path, version: int) -> None:
-        if not self._facts.has_adapters:
-            raise CapabilityError(
-                f"{directory} is an adapter, and the server takes none: set "
-                "engine.max_adapter_rank, or start it with --enable-lora and "
-                "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1."
-            )
-        # A name of its own for each version: the keys of cached prefixes hold the name.
-        before, self._adapter = self._adapter, f"{self._owner}-{version}"
-        await self._client.post(
-            "/v1/load_lora_adapter", {"lora_name": self._adapter, "lora_path": str(directory)}
-        )
-        if before:
-            await self._client.post("/v1/unload_lora_adapter", {"lora_name": before})
-
     async def _restart(self, directory: Path, reason: str) -> None:
         server = self.server
         if server is None:
             raise EngineError(f"{self.url}: {reason}, and it is not this run's to start.")
-        if (directory / ADAPTER_FILE).is_file():
+        if is_adapter(directory):
             raise EngineError(
                 f"{self.url}: {reason}, and {directory} holds an adapter alone, which no "
                 "server starts from. Resume the run."
@@ -484,9 +454,6 @@ class VllmWire(Wire):
 
     # -- health, memory and end ---------------------------------------------------------------
 
-    async def ping(self) -> None:
-        await self._client.get("/health")
-
     async def sleep(self) -> None:
         await self._client.post("/sleep?level=1&mode=abort")
         self._is_asleep = True
@@ -496,19 +463,9 @@ class VllmWire(Wire):
         self._is_asleep = False
 
     async def close(self) -> None:
-        await self._client.close()
+        await super().close()
         if self.server is not None:
             await asyncio.to_thread(self.server.close)
-
-
-def _labels(choice: Any) -> tuple[str, ...]:
-    """Of the weights that sampled an answer's tokens, in order."""
-    return tuple(span["version"] for span in choice.get("weight_versions") or ())
-
-
-def _num_cached(answer: Any) -> int:
-    details = (answer.get("usage") or {}).get("prompt_tokens_details") or {}
-    return int(details.get("cached_tokens") or 0)
 
 
 def _finite(value: float) -> float:
@@ -518,3 +475,25 @@ def _finite(value: float) -> float:
 def _routes(text: str) -> Routes:
     """[T, layers, active] of the base64 of a .npy file."""
     return np.load(io.BytesIO(base64.b64decode(text)), allow_pickle=False)
+
+
+def make_vllm_engine(config: VllmConfig, context: EngineContext) -> Engine:
+    """Waits until the server answers. One replica: the first of engine.urls, or one that is
+    started here and ends with `close`."""
+    if config.in_process:
+        from lockstep.engines.vllm.local import make_local_engine
+
+        return make_local_engine(config, context)
+    if config.urls:
+        client = connect(config, context, name="vllm", path="/health", how_started=HOW_STARTED)
+        lease = Lease(context.run, server=client.url, take_over=config.take_over)
+        return ServedEngine(VllmWire(client, read_facts(client, context), context), lease=lease)
+    server = VllmServer(config, context)
+    try:
+        server.wait(context.on_wait)
+        facts = read_facts(server.client, context)
+        lease = Lease(context.run, server=server.client.url)
+        return ServedEngine(VllmWire(server.client, facts, context, server=server), lease=lease)
+    except BaseException:  # Ctrl-C while it loads leaves no server either
+        server.close()
+        raise
