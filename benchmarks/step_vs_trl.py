@@ -83,7 +83,7 @@ def run_ours(overrides: list[str]) -> dict[str, Any]:
     from lockstep.recipes import find_recipe
     from lockstep.run.build import build
     from lockstep.run.preflight import preflight
-    from lockstep.run.train import one_step
+    from lockstep.run.steps import one_step
     from lockstep.run.training_run import TrainingRun
     from lockstep.store.run import RunDirectory
 
@@ -117,7 +117,8 @@ def run_ours(overrides: list[str]) -> dict[str, Any]:
         loggers = open_loggers((), run_path=path, project="", config={}, warn=note)
         with RunDirectory.create(path, to_dict(config), record=config.record) as directory:
             parts = build(config, model_files)
-            asyncio.run(play(TrainingRun(config, model_files, parts, directory, view, loggers)))
+            run = TrainingRun(config, model_files, parts, path, directory, view, loggers)
+            asyncio.run(play(run))
     return {
         "steps": measured,
         "versions": {"lockstep": version("lockstep-rl"), "torch": version("torch")},

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import lockstep
+
 EXIT_CODES = """\
 exit codes: 0 done; 1 the run failed; 2 a setting, a file or a checkpoint is wrong (nothing was
 started), or a process of several was lost; 3 stopped by an alarm that was asked to; 130 interrupted
@@ -111,12 +113,7 @@ def _train(options: argparse.Namespace) -> int:
     config = resolve(config, settings)
     if options.dry_run:
         return _dry_run(config, options)
-    from lockstep.run.preflight import preflight
-
-    preflight(config)
-    from lockstep.run.train import train
-
-    outcome = train(
+    outcome = lockstep.train(
         config, out=reserved.get("out") or run, resume=run is not None, start=start,
         view="json" if options.json else "live",
     )  # fmt: skip
@@ -172,9 +169,6 @@ def _eval(options: argparse.Namespace) -> int:
     _refuse(reserved, "eval")
     path, step = _run_at(options.target)
     config = resolve(from_dict(Config, load_run(path).config), settings)
-    from lockstep.run.preflight import preflight
-
-    preflight(config, is_training=False)
     from lockstep.run.train import evaluate_run
 
     metrics, name = evaluate_run(config, path, step=step)
@@ -550,14 +544,14 @@ def _dry_run(config: Any, options: argparse.Namespace) -> int:
     from lockstep.run.plan import plan
     from lockstep.run.preflight import preflight
 
-    preflight(config)
+    lines = plan(config, preflight(config))
     if options.json:
         from lockstep.config import to_dict
 
-        print(json.dumps({"config": to_dict(config), "plan": plan(config)}))
+        print(json.dumps({"config": to_dict(config), "plan": lines}))
         return OK
     _print_config(config)
-    print(*plan(config), sep="\n")
+    print(*lines, sep="\n")
     return OK
 
 

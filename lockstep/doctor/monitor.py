@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +25,7 @@ from lockstep.doctor.inputs.native import write_rows
 from lockstep.doctor.inputs.run import MONITOR, prompt_length, replies
 from lockstep.doctor.tokenization import Tokenization
 from lockstep.renderers.base import Renderer
+from lockstep.run.train import train as train_without_monitor
 from lockstep.run_config import Config
 from lockstep.types import Group, Sample
 
@@ -180,3 +182,7 @@ def rows_of(step: int, samples: Sequence[Sample], groups: Sequence[Group], *, ve
         prompt_lengths=np.array([prompt_length(sample) for sample in samples], np.int64),
         engine_ids=tuple(replies(t, leaf) for t, leaf in placed),
     )
+
+
+train = partial(train_without_monitor, monitor=open_monitor)
+"""`lockstep.train`: a training run whose rows the doctor checks at each step."""

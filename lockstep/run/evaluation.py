@@ -5,24 +5,30 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
 
 from lockstep.agent.config import AgentConfig
 from lockstep.agent.dealing import collect_over
+from lockstep.agent.gateway.opening import RunGateway
 from lockstep.agent.loop import Budget, EpisodeSlots, OpenGateway, collect, sampling_of
 from lockstep.agent.task_config import TaskConfig
 from lockstep.engines.base import Engine
+from lockstep.errors import DataError
 from lockstep.launch.ranks import Ranks
+from lockstep.observe.live import View
 from lockstep.renderers.base import Renderer
+from lockstep.run.build import Parts
+from lockstep.run.step_metrics import check_failures
+from lockstep.run_config import Config
 from lockstep.types import Group, Task
 
 Z95 = 1.959964  # two-sided 95 % of a normal distribution
 
 FIRST = -1
-"""The order of evaluations: before episodes for training, which nobody waits for meanwhile."""
+"""Place in the queue: evaluations come before episodes for training, as the run waits for them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,11 +100,10 @@ async def evaluate(
     """Plays `tasks` num_samples times each and returns (metrics `eval/NAME...`, the episodes).
 
     A failed episode counts with reward 0 and is counted under eval/NAME/failed: leaving it out
-    would reward a policy for crashing its tools. ranks: those who share the tasks. slots: shared
-    with what is sampled meanwhile; None has agent.max_in_flight of its own. gateway: see `collect`.
-    The draws depend on
-    (run_seed, name, task, sample), so that two evaluations of one policy are equal and those of two
-    are paired.
+    would reward a policy for crashing its tools. ranks: the processes that share the tasks. slots:
+    shared with what is sampled meanwhile; None makes its own of agent.max_in_flight. gateway: see
+    `collect`. The draws depend on (run_seed, name, task, sample), so two evaluations of one policy
+    are equal, and those of two policies are paired.
     """
     total, done = len(tasks) * num_samples, 0
 
@@ -154,3 +159,60 @@ async def evaluate(
     metrics |= {f"{prefix}/reward/{k}": float(np.mean(v)) for k, v in sorted(labels.items())}
     metrics |= {f"{prefix}/{k}": float(np.mean(v)) for k, v in sorted(parts.items())}
     return metrics, groups
+
+
+@dataclass(slots=True)
+class Tester:
+    """Plays the same held-out tasks each time: sampled as in training, and greedily."""
+
+    config: Config
+    parts: Parts
+    view: View
+    gateway: RunGateway
+    ranks: Ranks | None = None
+    """The processes that share the tasks."""
+    slots: EpisodeSlots | None = None
+    """Limit that is shared with the episodes sampled for training."""
+    tasks: list[Task] = field(init=False)
+
+    def __post_init__(self) -> None:
+        config = self.config
+        source = config.task.tasks(split="eval", seed=config.seed)
+        self.tasks = source.take(config.evaluation.num_tasks)
+        if not self.tasks:
+            raise DataError("the task source has no held-out task to evaluate on.")
+
+    @property
+    def criterion(self) -> str:
+        """The metric that the best checkpoint is chosen by."""
+        return f"eval/sampled/mean@{self.config.evaluation.num_samples}"
+
+    async def test(self) -> tuple[dict[str, float], dict[str, list[Group]]]:
+        """The metrics, and the groups of each arm by its name."""
+        config = self.config
+        arms = [("sampled", config.evaluation.num_samples, config.agent.temperature)]
+        if config.evaluation.greedy:
+            arms.append(("greedy", 1, 0.0))
+        metrics: dict[str, float] = {}
+        played: dict[str, list[Group]] = {}
+        for name, num_samples, temperature in arms:
+            found, played[name] = await evaluate(
+                self.parts.engine,
+                self.parts.renderer,
+                config.task,
+                config.agent,
+                self.tasks,
+                name=name,
+                num_samples=num_samples,
+                temperature=temperature,
+                max_tokens=config.max_tokens,
+                run_seed=config.seed,
+                success_reward=config.evaluation.success_reward,
+                on_progress=partial(self.view.phase, f"evaluating ({name})"),
+                ranks=self.ranks,
+                slots=self.slots,
+                gateway=self.gateway.open,
+            )
+            check_failures(played[name], config.max_failed_share, where=f"evaluation ({name})")
+            metrics |= found
+        return metrics, played

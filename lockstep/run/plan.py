@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import fields
-from typing import TYPE_CHECKING
 
 from lockstep.agent.loop import truncation_notice
 from lockstep.config import tag
@@ -17,16 +16,11 @@ from lockstep.run.preflight import (
     expected_device,
     memory_limit,
     memory_plan,
-    read_model_files,
     why_no_contract,
 )
 from lockstep.run_config import Config, ModelChoice
 from lockstep.training.config import RoutingReplay
 from lockstep.types import Message
-
-if TYPE_CHECKING:
-    pass
-
 
 _REPLAY_PLAN: dict[RoutingReplay, str] = {
     "rollout": "the sampler's experts are replayed in every forward of the trainer",
@@ -36,6 +30,7 @@ _REPLAY_PLAN: dict[RoutingReplay, str] = {
 
 def plan(
     config: Config,
+    model_files: ModelFiles,
     *,
     has_support: bool = True,
     numerics: Numerics | None = None,
@@ -47,7 +42,6 @@ def plan(
     was made of the setting `contract`; None before a model is loaded. num_trained: parameters that
     are trained, of all; None before a model is loaded.
     """
-    model_files = read_model_files(config)
     model, episodes = model_files.model, config.groups_per_step * config.group_size
     notice = truncation_notice(config.agent, has_support=has_support)
     replay = config.trainer.routing_replay
@@ -178,11 +172,8 @@ def _update_plan(config: Config, *, is_kept: bool) -> str:
         by += f", {len(correction.reject)} rejection rules"
     if correction.behaviour == "averaged":
         by += f", behaviour averaged over {correction.rescorings} re-scorings"
-    is_recomputing = config.trainer.routing_replay == "recompute"
-    is_two_pass = (
-        correction.needs_forward(num_updates=num_updates) or num_updates > 1 or is_recomputing
-    )
-    if is_two_pass and is_kept and not is_recomputing:
+    is_two_pass = config.trainer.scores_first(correction, is_measured=True)
+    if is_two_pass and is_kept and config.trainer.routing_replay != "recompute":
         return (
             "recorded log-probs stand for the trainer's: no forward before the "
             f"{num_updates} update(s); {by}"

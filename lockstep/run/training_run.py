@@ -1,46 +1,71 @@
-"""One run in progress: its parts, its place, and everything around the verbs of the loop.
-
-What a checkpoint holds, how a run continues, what is logged and shown, and how it is tested.
-"""
+"""One run in progress: its parts and counters, what its checkpoints hold, and how it is shown."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
 from lockstep.agent.buffer import Buffer
 from lockstep.agent.gateway.opening import RunGateway
 from lockstep.agent.loop import EpisodeSlots
-from lockstep.config import to_dict
-from lockstep.doctor.monitor import Monitor, open_monitor
-from lockstep.errors import DataError, EngineError
+from lockstep.config import differences, to_dict
+from lockstep.errors import EngineError
 from lockstep.launch.ranks import Ranks
 from lockstep.models.sharding import mesh_of
 from lockstep.observe.alarms import mismatch_alarm
-from lockstep.observe.live import RunHeader, View
-from lockstep.observe.loggers import GuardedLoggers
+from lockstep.observe.live import RunHeader, SilentView, View, open_view
+from lockstep.observe.loggers import GuardedLoggers, open_loggers
+from lockstep.observe.metrics import is_step_row
 from lockstep.ops.bisect import bisect
 from lockstep.ops.contract import TRUE_ON_POLICY
 from lockstep.report.page import write_report
-from lockstep.run.build import Parts, vocabulary_of
-from lockstep.run.evaluation import evaluate
+from lockstep.renderers.base import Renderer
+from lockstep.run.build import Parts, build, checkpoint_of, vocabulary_of
+from lockstep.run.evaluation import Tester
+from lockstep.run.hooks import check_same_hooks, current_hooks
 from lockstep.run.plan import plan
 from lockstep.run.preflight import ModelFiles
-from lockstep.run.step_metrics import check_failures
 from lockstep.run_config import Config
-from lockstep.store.run import TRAIN, RunDirectory, load_run
+from lockstep.store.run import TRAIN, RunDirectory, default_run_path, load_run
 from lockstep.sync.publisher import Level, Publisher
 from lockstep.training.checkpoint import CheckpointStore
 from lockstep.training.correcting import UnequalTokenError
 from lockstep.training.critic import CRITIC, Critic
-from lockstep.types import Group, Sample, Task
+from lockstep.types import Group, Sample
 
 NUM_COMPANIONS = 8  # rows beside the one that broke the contract: enough to change every kernel
+
+
+class Monitor(Protocol):
+    """Looks at the rows of each step after its update. `lockstep.doctor.monitor` has one."""
+
+    def look(
+        self, step: int, rows: Sequence[Sample], groups: Sequence[Group], *, version: int
+    ) -> dict[str, float]:
+        """The metrics `doctor/...` of a step. version: of the weights before the update."""
+        ...
+
+
+class OpenMonitor(Protocol):
+    """Makes the monitor of a run whose parts are built; a function of a module, as ranks pickle
+    it. None watches nothing."""
+
+    def __call__(
+        self,
+        config: Config,
+        path: Path,
+        *,
+        renderer: Renderer,
+        is_moe: bool,
+        is_one_process: bool,
+        warn: Callable[[str], None],
+    ) -> Monitor | None: ...
 
 
 @dataclass(slots=True)
@@ -52,29 +77,32 @@ class TrainingRun:
     parts: Parts
     path: Path
     directory: RunDirectory | None
-    """Where the run is written; None on the ranks that leave that to the first."""
+    """Where the run is written; None on every rank but the first."""
     view: View
     loggers: GuardedLoggers
     ranks: Ranks | None = None
+    monitor: Monitor | None = None
+    """On the first rank alone, where the caller gave one."""
     step: int = 0
     """The next step."""
     elapsed_seconds: float = 0.0
-    """Since the run began, resumes included."""
+    """Seconds of training since the run began, resumes included."""
     slots: EpisodeSlots = field(init=False)
-    """What every episode of the run waits for."""
+    """Limits the episodes that run at the same time."""
     buffer: Buffer = field(init=False)
     gateway: RunGateway = field(init=False)
-    """Where finished agents find the model; it starts with the first of them."""
     tester: Tester = field(init=False)
-    publisher: Publisher = field(init=False)
-    monitor: Monitor | None = field(init=False)
-    """Of the first process, unless it is turned off."""
     checkpoints: CheckpointStore = field(init=False)
     tested_at: int | None = None
-    """The step that the last evaluation preceded, and what it gave."""
+    """The step before which the policy was last evaluated."""
     test_reward: float | None = None
+    """The result of that evaluation: checkpoints are compared by it."""
+    saved_at: int = 0
+    """The step of the newest checkpoint, or the one that the run began at."""
     sync_level: Level = "none"
-    """How far the last load was verified."""
+    """How far the last weights handed to the engine were verified."""
+    _counts: tuple[int, ...] = field(init=False)
+    """Updates asked of policy and critic when `step` began."""
 
     def __post_init__(self) -> None:
         config = self.config
@@ -94,50 +122,35 @@ class TrainingRun:
         self.tester = Tester(
             config, self.parts, self.view, self.gateway, ranks=self.ranks, slots=self.slots
         )
-        assert self.parts.publisher is not None, "a run that trains hands its weights over"
-        self.publisher = self.parts.publisher
-        self.publisher.warn = lambda text: self.view.note(text, "warning")
-        numerics = self.parts.numerics
-        facts = {
-            "is_one_process": self.is_one_process,
-            "contract": TRUE_ON_POLICY if numerics.is_kept else "none",
-            "numerics": numerics.line,
-            "fingerprint": asdict(numerics.fingerprint),
-            "processes": 1 if self.ranks is None else self.ranks.world,
-        }
-        if self.directory is not None:
-            self.directory.add_facts(facts)
-        self.monitor = self._make_monitor()
+        self.publisher.warn = self.warn
         self.checkpoints = CheckpointStore(
             self.path / "checkpoints",
             keep_last=config.checkpoint.keep_last,
             keep_best=config.checkpoint.keep_best,
         )
+        self._counts = self._num_updates()
 
-    def _make_monitor(self) -> Monitor | None:
-        if self.directory is None:
-            return None
-        return open_monitor(
-            self.config,
-            self.path,
-            renderer=self.parts.renderer,
-            is_moe=self.model_files.model.is_moe,
-            is_one_process=self.is_one_process,
-            warn=lambda text: self.view.note(text, "warning"),
-        )
+    @property
+    def publisher(self) -> Publisher:
+        """The way from the trainer's weights to the engine."""
+        assert self.parts.publisher is not None, "a run that trains hands its weights over"
+        return self.parts.publisher
+
+    def warn(self, text: str) -> None:
+        """Shows one line that must not be lost."""
+        self.view.note(text, "warning")
+
+    # -- engine and trainer ---------------------------------------------------------------------
 
     async def sync(self) -> dict[str, float]:
-        """The engine runs the trainer's weights from here on. Returns `sync/...`.
-
-        If it does not take them, a checkpoint holds the update that they came from.
-        """
+        """The engine runs the trainer's weights from here on. Returns `sync/...`."""
         publisher = self.publisher
         is_first = publisher.version is None
         try:
             metrics = await publisher.publish(self.parts.trainer.version)
         except EngineError:
-            if self.step:
-                self.save()
+            if self.ranks is not None:  # alone, any error after an update saves
+                self.save_unsaved()
             raise
         if is_first and publisher.form != "shared":
             self.view.note(f"sync: {publisher.describe()}")
@@ -149,7 +162,8 @@ class TrainingRun:
         return metrics
 
     async def leave_engine(self) -> None:
-        """What was sampled is this run's, and the device is the trainer's from here on."""
+        """Verifies that the samples are of this run's weights, and hands the device to the
+        trainer."""
         engine = self.parts.engine
         await engine.check_lease()
         if self.config.engine.share_device:
@@ -159,10 +173,9 @@ class TrainingRun:
 
     @property
     def takes_turns(self) -> bool:
-        """Whether an engine with requests under way waits while the trainer trains: it runs the
+        """Whether an engine with running requests pauses while the trainer trains: it runs the
         weights that change, in the same interpreter."""
-        is_ahead, publisher = self.config.max_staleness > 0, self.parts.publisher
-        return is_ahead and publisher is not None and publisher.form == "shared"
+        return self.config.max_staleness > 0 and self.publisher.form == "shared"
 
     @property
     def trains_policy(self) -> bool:
@@ -171,15 +184,17 @@ class TrainingRun:
 
     @property
     def is_one_process(self) -> bool:
-        """Whether sampler and trainer are one process over one set of ops and weights: what is
-        normal then does not change with a fault that is injected into it."""
+        """Whether sampler and trainer share one process, one set of ops and the weights. It decides
+        which mismatch is normal, so an injected fault does not change it."""
         config, engine = self.config, self.parts.engine
         return config.is_in_step or (
             engine.capabilities.shares_weights and not config.max_staleness
         )
 
+    # -- metrics and trajectories ---------------------------------------------------------------
+
     async def test(self) -> dict[str, float]:
-        """An evaluation of the policy as it stands; its episodes are recorded too."""
+        """Evaluates the policy; its episodes are recorded too."""
         metrics, played = await self.tester.test()
         for name, groups in played.items():
             self.record(max(self.step - 1, 0), groups, split=name)
@@ -198,15 +213,18 @@ class TrainingRun:
         if self.directory is not None:
             self.directory.write_trajectories(step, groups, samples=samples, split=split)
 
-    def is_stop_asked(self) -> bool:
-        """Whether a signal to any of several processes asked for an end between two steps. One
-        process alone is interrupted where it is."""
-        return self.ranks is not None and self.ranks.is_stop_asked()
+    def watch(
+        self, step: int, rows: Sequence[Sample], groups: Sequence[Group], *, version: int
+    ) -> dict[str, float]:
+        """`doctor/...` of a step's rows after the update: one process looks, all know."""
+        found: dict[str, float] = {}
+        if self.monitor is not None and rows:
+            found = self.monitor.look(step, rows, groups, version=version)
+        return found if self.ranks is None else self.ranks.from_leader(found)
 
     def log(self, row: Mapping[str, Any]) -> None:
-        """Writes and shows a row. Of one process with what happened in its engine since the last
-        one; ranks may be at different places when one of them fails, and ask each other before.
-        """
+        """Writes and shows a row. One process alone adds what its engine counted since the last
+        row; ranks gather that before, as one that fails here could not."""
         if self.ranks is None:
             row = {**self.engine_metrics(), **row}
         if self.directory is not None:
@@ -215,7 +233,7 @@ class TrainingRun:
         self.view.step(row)
 
     def engine_metrics(self) -> dict[str, float]:
-        """`engine/...` since the last call: of several ranks, in all their engines."""
+        """`engine/...` since the last call, summed over the engines of all ranks."""
         engine = self.parts.engine
         found = engine.take_metrics()
         total: Counter[str] = Counter()
@@ -224,24 +242,29 @@ class TrainingRun:
         return {f"engine/{name}": value for name, value in total.items()}
 
     def is_critical(self, row: Mapping[str, Any]) -> bool:
+        """Whether doctor.on_critical=stop ends the run after this row."""
         family, is_one_process = self.model_files.model.family, self.is_one_process
         alarm = mismatch_alarm(row, family, is_one_process=is_one_process)
         return alarm.level == "critical" or row.get("doctor/causes", 0) > 0
 
-    def watch(
-        self, rows: Sequence[Sample], groups: Sequence[Group], metrics: Mapping[str, Any]
-    ) -> dict[str, float]:
-        """`doctor/...` of a step's rows, as they were trained: one process looks, all know."""
-        if not self.config.doctor.rows:
-            return {}
-        found: dict[str, float] = {}
-        if self.monitor is not None and rows:
-            version = int(metrics["staleness/version"])
-            found = self.monitor.look(self.step, rows, groups, version=version)
-        return found if self.ranks is None else self.ranks.from_leader(found)
+    def is_stop_asked(self) -> bool:
+        """Whether any of several processes was told to end. One process alone is interrupted where
+        it is."""
+        return self.ranks is not None and self.ranks.is_stop_asked()
+
+    # -- checkpoints ----------------------------------------------------------------------------
+
+    def advance(self) -> None:
+        """The update of `step` is made: a checkpoint from here on continues with the next step."""
+        self.step += 1
+        self._counts = self._num_updates()
+
+    def _num_updates(self) -> tuple[int, ...]:
+        learners = (self.parts.trainer, self.parts.critic)
+        return tuple(learner.num_updates for learner in learners if learner is not None)
 
     def save(self) -> None:
-        """A checkpoint of everything that the next step depends on."""
+        """Writes a checkpoint of everything that the next step depends on."""
         state = {
             "step": self.step,
             "elapsed_seconds": self.elapsed_seconds,
@@ -252,38 +275,73 @@ class TrainingRun:
         self.checkpoints.save(
             self.step, self.parts.trainer, state, metric=metric, critic=self.parts.critic
         )
+        self.saved_at = self.step
+
+    def save_if_whole(self) -> None:
+        """Saves, unless the step's update was cut off between two of its parts: the model would be
+        one that no uninterrupted run has, and a resume would repeat the part that was made."""
+        if self._num_updates() == self._counts:
+            self.save()
+        else:
+            self.view.note(
+                f"step {self.step} was interrupted within its update, so nothing is saved: the run "
+                f"continues from the checkpoint of step {self.saved_at}.",
+                "warning",
+            )
+
+    def save_unsaved(self) -> None:
+        """Saves the updates that no checkpoint holds yet, before an error ends the run."""
+        if self.saved_at != self.step:
+            self.save_if_whole()
 
     def restore_newest(self) -> None:
+        """Continues this run from its newest checkpoint."""
         newest = self.checkpoints.latest() if self.directory is not None else None
         if self.ranks is not None:
             newest = self.ranks.from_leader(newest)
         if newest is None:
-            self._rewind(-2)
+            if self.directory is not None:
+                self.directory.rewind(-2)
             self.view.note("no checkpoint yet: the run begins again.", "warning")
             return
-        self.restore(newest, critic=self.parts.critic)
+        self._restore(newest, critic=self.parts.critic)
+        if self.directory is None:
+            return
         is_complete = self.step >= self.config.steps and self.tested_at == self.step
-        if not is_complete:  # the last evaluation's row stands after the last step's
-            self._rewind(self.step - 1)
+        if not is_complete:  # a complete run ends with the row of its last evaluation
+            self.directory.rewind(self.step - 1)
+        self._report_lost_rows(load_run(self.path).metrics)
 
-    def _rewind(self, last_step: int) -> None:
-        if self.directory is not None:
-            self.directory.rewind(last_step)
+    def _report_lost_rows(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        first = load_run(self.path).first_step
+        there = {row["step"] for row in rows if is_step_row(row)}
+        lost = [step for step in range(first, self.step) if step not in there]
+        if lost:
+            self.view.note(
+                f"{self.path / 'metrics.jsonl'} has lost the rows of {len(lost)} step(s) before "
+                f"the checkpoint of step {self.step}: {_ranges(lost)}. The run continues; curves "
+                "and summary lack them.",
+                "warning",
+            )
 
     def restore_origin(self, checkpoint: Path) -> None:
-        """Goes on from another run's checkpoint; a critic that it has not begins anew."""
+        """Starts from another run's checkpoint; a critic that it lacks starts anew."""
         has_critic = (checkpoint / CRITIC).is_dir()
         if self.parts.critic is not None and not has_critic:
             self.view.note(f"{checkpoint} has no critic: this run's begins anew.", "warning")
-        self.restore(checkpoint, critic=self.parts.critic if has_critic else None)
+        self._restore(checkpoint, critic=self.parts.critic if has_critic else None)
 
-    def restore(self, checkpoint: Path, *, critic: Critic | None) -> None:
+    def _restore(self, checkpoint: Path, *, critic: Critic | None) -> None:
         state = self.checkpoints.load(checkpoint, self.parts.trainer, critic=critic)
         self.step, self.elapsed_seconds = state["step"], state["elapsed_seconds"]
-        self.tested_at = state["tested_at"]
+        self.tested_at, self.saved_at = state["tested_at"], self.step
         self.buffer.tasks.load_state_dict(state["tasks"])
+        self._counts = self._num_updates()
+
+    # -- what a person reads --------------------------------------------------------------------
 
     def header(self) -> RunHeader:
+        """The lines and facts that are shown once, at the start."""
         return RunHeader(
             name=self.path.name,
             num_steps=self.config.steps,
@@ -293,6 +351,7 @@ class TrainingRun:
             lines=(
                 *plan(
                     self.config,
+                    self.model_files,
                     has_support=self.parts.engine.capabilities.has_support,
                     numerics=self.parts.numerics,
                     num_trained=self.parts.trainer.num_trained,
@@ -303,8 +362,8 @@ class TrainingRun:
         )
 
     def explain(self, broken: UnequalTokenError, rows: Sequence[Sample]) -> str:
-        """What broke the contract: the token, and the op where sampler and trainer part if both are
-        run again on its row; if they do not, again in the company of some of the other rows."""
+        """Names what broke the contract: the token, and the first op that differs when sampler and
+        trainer run its row again, alone or beside some of the step's other rows."""
         if self.directory is None:
             return str(broken)
         sample, trainer = broken.sample, self.parts.trainer
@@ -314,11 +373,14 @@ class TrainingRun:
         parting = None
         for company in ([], others):
             again = bisect(
-                model, sample.token_ids, company=company,
+                model,
+                sample.token_ids,
+                company=company,
                 is_sampled=~np.isnan(sample.columns["rollout_logprobs"]),
-                temperature=trainer.temperature, support=sample.ragged.get("support"),
+                temperature=trainer.temperature,
+                support=sample.ragged.get("support"),
                 recorded=sample.columns["rollout_logprobs"],
-            )  # fmt: skip
+            )
             parting = again or parting
             if parting is not None and parting.ops:
                 break
@@ -334,11 +396,9 @@ class TrainingRun:
         )
 
     def write_report(self) -> None:
-        write_report(
-            [load_run(self.path)],
-            self.path / "report.html",
-            vocabulary=vocabulary_of(to_dict(self.config)),
-        )
+        """Writes RUN/report.html."""
+        vocabulary = vocabulary_of(to_dict(self.config))
+        write_report([load_run(self.path)], self.path / "report.html", vocabulary=vocabulary)
 
     def summary(self) -> dict[str, Any]:
         """The last figures of metrics.jsonl, for the command's last line."""
@@ -354,74 +414,111 @@ class TrainingRun:
         return out
 
 
+@contextmanager
+def open_run(
+    ranks: Ranks | None,
+    config: Config,
+    model_files: ModelFiles,
+    *,
+    out: str | Path | None,
+    resume: bool,
+    start: tuple[Path, int | None] | None,
+    view: Literal["live", "json"],
+    monitor: OpenMonitor | None,
+) -> Generator[TrainingRun]:
+    """A run with its directory and parts, at the step where it begins or continues.
+
+    The first rank writes and shows; all others follow. Arguments: see `lockstep.run.train.train`.
+    """
+    is_leader = ranks is None or ranks.is_leader
+    path = Path(out) if out else default_run_path(config.name)
+    if ranks is not None:
+        ranks.check_same(to_dict(config))
+        path = ranks.from_leader(path)
+    model = model_files.model
+    facts: dict[str, Any] = {
+        "architecture": model.architecture,
+        "family": model.family,
+        "faults": list(current_hooks().recorded),
+    }
+    origin = None
+    if start is not None:
+        parent = load_run(start[0])
+        origin = checkpoint_of(parent, start[1])
+        changed = differences(parent.config, to_dict(config))
+        facts["from"] = {"checkpoint": str(origin), "changed": changed}
+    directory = None
+    if is_leader and resume:
+        check_same_hooks(load_run(path).environment)
+        directory = RunDirectory.open(path, record=config.record, facts=facts)
+    elif is_leader:
+        directory = RunDirectory.create(path, to_dict(config), record=config.record, facts=facts)
+    shown = open_view(is_json=view == "json") if is_leader else SilentView()
+    loggers = open_loggers(
+        config.record.loggers if is_leader else (),
+        run_path=path,
+        project=config.record.project,
+        config=to_dict(config),
+        warn=lambda text: shown.note(text, "warning"),
+    )
+    with directory or nullcontext():
+        parts = build(config, model_files, ranks=ranks, scratch=path, on_wait=shown.note)
+        run = TrainingRun(config, model_files, parts, path, directory, shown, loggers, ranks)
+        if directory is not None:
+            numerics = parts.numerics
+            directory.add_facts(
+                {
+                    "is_one_process": run.is_one_process,
+                    "contract": TRUE_ON_POLICY if numerics.is_kept else "none",
+                    "numerics": numerics.line,
+                    "fingerprint": asdict(numerics.fingerprint),
+                    "processes": 1 if ranks is None else ranks.world,
+                }
+            )
+            if monitor is not None:
+                run.monitor = monitor(
+                    config,
+                    path,
+                    renderer=parts.renderer,
+                    is_moe=model.is_moe,
+                    is_one_process=run.is_one_process,
+                    warn=run.warn,
+                )
+        if resume:
+            run.restore_newest()
+        elif origin is not None:
+            run.restore_origin(origin)
+        shown.start(run.header())
+        try:
+            yield run
+        finally:
+            loggers.close()
+            shown.close()
+
+
 def make_gateway(
     config: Config, parts: Parts, view: View, ranks: Ranks | None = None
 ) -> RunGateway:
-    """Of a run, for the agents of its task that ask over HTTP; nothing listens yet."""
+    """The gateway for agents that ask over HTTP; it listens once the first of them needs it."""
     return RunGateway(
         config.gateway,
         parts.renderer,
         model=Path(config.model).name,
         rank=0 if ranks is None else ranks.rank,
-        note=lambda text: view.note(text),
+        note=view.note,
     )
 
 
-@dataclass(slots=True)
-class Tester:
-    """Plays the same held-out tasks each time: sampled as in training, and greedily."""
+def _ranges(steps: Sequence[int]) -> str:
+    """Rising numbers in short.
 
-    config: Config
-    parts: Parts
-    view: View
-    gateway: RunGateway
-    ranks: Ranks | None = None
-    """Those who share the tasks."""
-    slots: EpisodeSlots | None = None
-    """Shared with the episodes that are sampled for training."""
-    tasks: list[Task] = field(init=False)
-
-    def __post_init__(self) -> None:
-        config = self.config
-        source = config.task.tasks(split="eval", seed=config.seed)
-        self.tasks = source.take(config.evaluation.num_tasks)
-        if not self.tasks:
-            raise DataError("the task source has no held-out task to evaluate on.")
-
-    @property
-    def criterion(self) -> str:
-        """The metric that the best checkpoint is chosen by."""
-        return f"eval/sampled/mean@{self.config.evaluation.num_samples}"
-
-    async def test(self) -> tuple[dict[str, float], dict[str, list[Group]]]:
-        config = self.config
-        arms = [("sampled", config.evaluation.num_samples, config.agent.temperature)]
-        if config.evaluation.greedy:
-            arms.append(("greedy", 1, 0.0))
-        metrics: dict[str, float] = {}
-        played: dict[str, list[Group]] = {}
-        for name, num_samples, temperature in arms:
-            found, groups = await evaluate(
-                self.parts.engine,
-                self.parts.renderer,
-                config.task,
-                config.agent,
-                self.tasks,
-                name=name,
-                num_samples=num_samples,
-                temperature=temperature,
-                max_tokens=config.max_tokens,
-                run_seed=config.seed,
-                success_reward=config.evaluation.success_reward,
-                on_progress=lambda done, total, name=name: self.view.phase(
-                    f"evaluating ({name})", done, total
-                ),
-                ranks=self.ranks,
-                slots=self.slots,
-                gateway=self.gateway.open,
-            )
-            where = f"evaluation ({name})"
-            check_failures(groups, config.max_failed_share, where=where)
-            metrics |= found
-            played[name] = groups
-        return metrics, played
+    >>> _ranges([1, 2, 3, 7])
+    '1-3, 7'
+    """
+    parts: list[list[int]] = []
+    for step in steps:
+        if parts and parts[-1][-1] == step - 1:
+            parts[-1].append(step)
+        else:
+            parts.append([step])
+    return ", ".join(str(p[0]) if len(p) == 1 else f"{p[0]}-{p[-1]}" for p in parts)

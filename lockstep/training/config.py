@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from lockstep.config import check_choices
+from lockstep.correction.config import Correction
 from lockstep.errors import ConfigError
 
 Schedule = Literal["constant", "linear", "cosine"]
@@ -126,6 +127,18 @@ class TrainerConfig:
                 "only the sampler's routes can be there in part. Set routing_replay=rollout, or "
                 "leave it out."
             )
+
+    def scores_first(self, correction: Correction, *, is_measured: bool) -> bool:
+        """Whether the batch's log-probs are needed before its first update: in two passes, not one.
+
+        is_measured: the rows have the log-probs that `correction` compares with.
+        """
+        num_updates = self.updates_per_batch
+        return (
+            correction.needs_forward(num_updates=num_updates)
+            or self.routing_replay == "recompute"
+            or (num_updates > 1 and is_measured)
+        )
 
     def check_device(self, device: str) -> None:
         """Raises ConfigError for a setting that is not for a model on this kind of device."""

@@ -362,15 +362,9 @@ class Trainer(Learner):
 
     def _scored_by(self, samples: Sequence[Sample], correction: Correction) -> ScoredBy:
         is_measured = all(BEHAVIOUR[correction.behaviour] in s.columns for s in samples)
-        is_recomputing = self.config.routing_replay == "recompute"
-        num_updates = self.config.updates_per_batch
-        if not (
-            correction.needs_forward(num_updates=num_updates)
-            or is_recomputing
-            or (num_updates > 1 and is_measured)
-        ):
+        if not self.config.scores_first(correction, is_measured=is_measured):
             return "training"
-        if is_recomputing or self.contract is None:
+        if self.config.routing_replay == "recompute" or self.contract is None:
             return "forward"
         versions = [s.columns["policy_version"][s.loss_mask] for s in samples]
         is_current = all((found == self.version).all() for found in versions)

@@ -35,7 +35,7 @@ from lockstep.ops.context import PackedContext
 from lockstep.ops.invariant import InvariantOps
 from lockstep.recipes import find_recipe, find_supervised_recipe
 from lockstep.run.plan import plan
-from lockstep.run.preflight import preflight
+from lockstep.run.preflight import preflight, read_model_files
 from lockstep.supervised import check_supervised
 from lockstep.training.config import TrainerConfig
 
@@ -247,7 +247,9 @@ def test_a_supervised_run_is_refused_too(tmp_path):
 
 
 def test_the_plan_says_what_it_takes_and_what_there_is():
-    (line,) = (text for text in plan(find_recipe("quickstart")) if text.startswith("memory     "))
+    recipe = find_recipe("quickstart")
+    lines = plan(recipe, read_model_files(recipe))
+    (line,) = (text for text in lines if text.startswith("memory     "))
     assert "GiB at the peak" in line and "are there), in training: process 0.39" in line
 
 

@@ -65,7 +65,8 @@ def test_a_model_with_a_chat_template_is_written_by_it_where_no_format_of_ours_i
 def test_the_plan_of_a_run_says_what_was_proved_of_its_template(directory):
     (directory / "chat_template.jinja").write_text(TEMPLATE)
     recipe = find_recipe("quickstart")
-    said = plan(resolve(recipe, [f"model={directory}", "renderer=jinja"]))
+    config = resolve(recipe, [f"model={directory}", "renderer=jinja"])
+    said = plan(config, read_model_files(config))
     (line,) = [line for line in said if line.startswith("template")]
     assert "dialogues extend exactly; refused: take tools" in line
     with pytest.raises(RendererError, match="no way to take tools"):

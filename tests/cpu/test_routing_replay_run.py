@@ -98,7 +98,11 @@ def test_supervised_training_has_no_routes_to_replay():
 def test_the_plan_says_what_is_replayed():
     def line(replay):
         config = resolve(find_recipe("quickstart"), [f"trainer.routing_replay={replay}"])
-        return [text for text in plan(config) if text.startswith(("routing", "update"))]
+        return [
+            text
+            for text in plan(config, preflight(config))
+            if text.startswith(("routing", "update"))
+        ]
 
     assert "two-pass" not in " ".join(line("rollout"))
     assert "the sampler's experts are replayed in every forward" in " ".join(line("rollout"))

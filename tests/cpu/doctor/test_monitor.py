@@ -6,10 +6,9 @@ import pytest
 import lockstep
 from lockstep import diagnose
 from lockstep.config import resolve
-from lockstep.doctor.monitor import choose
+from lockstep.doctor.monitor import choose, train
 from lockstep.errors import ConfigError
 from lockstep.recipes import find_recipe
-from lockstep.run.train import train
 from lockstep.testing.faults import injected, split_faults
 from lockstep.types import Sample
 

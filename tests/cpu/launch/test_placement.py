@@ -7,7 +7,7 @@ from lockstep.errors import ConfigError
 from lockstep.launch.placement import RayPlacement
 from lockstep.recipes import find_recipe
 from lockstep.run.plan import plan
-from lockstep.run.preflight import preflight
+from lockstep.run.preflight import preflight, read_model_files
 
 RAY = ("placement=ray", "parallel.processes=2", "engine.replicas=4")
 
@@ -29,7 +29,8 @@ def test_engines_beside_ranks_share_their_gpu():
 
 
 def test_the_plan_shows_the_places():
-    lines = plan(resolve(find_recipe("quickstart"), (*RAY, "placement.address=auto")))
+    config = resolve(find_recipe("quickstart"), (*RAY, "placement.address=auto"))
+    lines = plan(config, read_model_files(config))
     at = next(i for i, line in enumerate(lines) if line.startswith("placement"))
     assert "the Ray cluster of this machine, pack" in lines[at]
     assert lines[at + 2].strip() == "rank 1: 1 CPUs" and "engine 3" in lines[at + 6]

@@ -1,0 +1,277 @@
+"""The training loop: eight verbs in order, and no mechanism.
+
+sample, score       agent/loop.py          episodes over the engine, token in, token out;
+                                           agent/buffer.py holds them, and samples ahead
+record              store/                 trajectories and metrics, append-only
+align               training/rows.py       episodes to rows with advantages
+measure, correct, update                   training/trainer.py, in one pass over the rows or in two
+sync                sync/                  the engine runs the new weights, by version, verified
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from lockstep.agent.loop import Budget, collect, training_sampling
+from lockstep.agent.rescoring import Rescorer
+from lockstep.agent.tasks import derive_seed
+from lockstep.errors import ContractError, RolloutError
+from lockstep.launch.ranks import Ranks
+from lockstep.observe.live import open_view
+from lockstep.run.build import build, checkpoint_of
+from lockstep.run.evaluation import Tester
+from lockstep.run.preflight import ModelFiles, read_model_files
+from lockstep.run.step_metrics import check_failures, describe_first_step, step_metrics
+from lockstep.run.training_run import TrainingRun, make_gateway, open_run
+from lockstep.run_config import Config
+from lockstep.store.run import Outcome, Status, load_run
+from lockstep.training.averaging import average_rows
+from lockstep.training.correcting import UnequalTokenError
+from lockstep.training.rows import rows_for_training
+from lockstep.training.staleness import sort_by_age
+from lockstep.types import Group, Sample, Task
+
+
+def train_on_rank(
+    ranks: Ranks | None, config: Config, model_files: ModelFiles | None, **options: Any
+) -> Outcome:
+    """The work of one process of a run. options: those of `open_run`.
+
+    An interrupt saves and ends with the status "interrupted"; an error saves the updates that no
+    checkpoint holds, and is raised again.
+    """
+    model_files = model_files or read_model_files(config)
+    with open_run(ranks, config, model_files, **options) as run:
+        try:
+            status = asyncio.run(run_steps(run))
+        except KeyboardInterrupt:
+            if ranks is not None:  # a second Ctrl-C: the others are at some other place
+                raise
+            status: Status = "interrupted"
+            run.save_if_whole()
+        except Exception as error:
+            if ranks is None or isinstance(error, RolloutError):  # which all ranks raise
+                run.save_unsaved()
+            raise
+    if run.directory is None:
+        return Outcome(run.path, status, {})
+    run.write_report()
+    return Outcome(run.path, status, run.summary())
+
+
+async def run_steps(run: TrainingRun) -> Status:
+    """All steps that are left. Saves at the end, and at each stop that was asked for."""
+    try:
+        await run.sync()
+        return await _steps(run)
+    finally:
+        await run.buffer.close()
+        await run.gateway.close()
+        await run.config.task.close()
+        await run.parts.engine.close()
+        run.publisher.close()
+
+
+async def _steps(run: TrainingRun) -> Status:
+    config = run.config
+    if run.step == 0 and run.tested_at is None and config.evaluation.at_start:
+        run.log({"step": -1, **await run.test(), **run.engine_metrics()})
+    while run.step < config.steps:
+        if run.is_stop_asked():
+            run.save()
+            return "interrupted"
+        row = await one_step(run)
+        if row is None:
+            run.view.note(f"the tasks ended before step {run.step}.", "warning")
+            break
+        if run.is_critical(row) and config.doctor.on_critical == "stop":
+            run.save()
+            return "stopped"
+    if run.tested_at != run.step:
+        run.log({"step": run.step, **await run.test(), **run.engine_metrics()})
+    run.save()
+    return "done"
+
+
+async def one_step(run: TrainingRun) -> dict[str, Any] | None:
+    """sample, score, align, measure, correct, update, record, sync. None if no task is left."""
+    config, step, beside = run.config, run.step, run.buffer.beside
+    began = time.perf_counter()
+    batch = await run.buffer.take(step, partial(sample, run))
+    groups = batch.groups
+    if not groups:
+        return None
+    sampled = time.perf_counter()
+    try:
+        check_failures(groups, config.max_failed_share, where=f"step {step}")
+    except RolloutError:
+        run.record(step, groups)
+        raise
+    run.view.phase("training")
+    version = run.parts.trainer.version
+    rows, sampled_rows = [], []
+    try:
+        await run.leave_engine()
+        rows, sampled_rows, metrics = await beside(partial(align, run, groups))
+        metrics |= await beside(partial(update, run, rows, sampled_rows))
+        run.advance()
+    except UnequalTokenError as broken:
+        run.save_if_whole()  # the state that samples this step again
+        raise ContractError(run.explain(broken, rows)) from broken
+    finally:
+        # What is kept is what was sampled, whatever a hook has made of it for the trainer.
+        run.record(step, groups, samples=sampled_rows)
+    row = step_metrics(step, groups, sampled_rows, metrics)
+    try:
+        row |= await beside(partial(run.watch, step, rows, groups, version=version))
+        trained = time.perf_counter()
+        run.elapsed_seconds += trained - began
+        row |= {
+            "time/sample_seconds": batch.sample_seconds,
+            "time/wait_seconds": batch.wait_seconds,
+            "time/idle_seconds": run.buffer.take_idle_seconds(),
+            "time/train_seconds": trained - sampled,
+            "time/step_seconds": trained - began,
+            "time/elapsed_seconds": run.elapsed_seconds,
+        }
+        row |= await run.sync()
+        every = config.evaluation.every
+        if every and run.step % every == 0 and run.step < config.steps:
+            row |= await run.test()
+        row |= run.engine_metrics()
+    finally:  # an interrupt or error here must not lose the step, whose update is made
+        run.log(row)
+    is_due = config.checkpoint.every and run.step % config.checkpoint.every == 0
+    if is_due or run.tested_at == run.step:
+        await beside(run.save)
+    return row
+
+
+def align(
+    run: TrainingRun, groups: Sequence[Group]
+) -> tuple[list[Sample], list[Sample], dict[str, float]]:
+    """Episodes to rows with advantages: those that are trained, and the same as they were sampled,
+    before a hook changed them. The metrics say how old and how noisy the tokens are."""
+    config, parts = run.config, run.parts
+    rows = rows_for_training(
+        groups,
+        config.advantage,
+        control_ids=parts.renderer.tokenizer.control_ids,
+        critic=parts.critic,
+    )
+    rows, metrics = sort_by_age(
+        rows,
+        version=parts.trainer.version,
+        limit=config.max_staleness * config.trainer.updates_per_batch,
+        over_stale=config.over_stale,
+    )
+    correction = config.chosen_correction
+    if correction.behaviour == "averaged":
+        metrics |= average_rows(
+            rows, groups, average_sampling_pass=correction.average_sampling_pass
+        )
+    sampled_rows = rows
+    log_probs = partial(parts.trainer.forward, column=None)
+    rows = parts.hooks.change_rows(sampled_rows, parts.renderer, log_probs)
+    if run.step == 0:
+        run.view.note(describe_first_step(groups, rows))
+    return rows, sampled_rows, metrics
+
+
+def update(
+    run: TrainingRun, rows: Sequence[Sample], sampled_rows: Sequence[Sample]
+) -> dict[str, Any]:
+    """measure, correct, update: the policy, and the critic if there is one. Returns the metrics.
+
+    sampled_rows: the critic's, which no hook has changed.
+    """
+    if not rows:
+        return {}
+    config, trainer, critic = run.config, run.parts.trainer, run.parts.critic
+    if run.trains_policy:
+        metrics = trainer.update(rows, config.objective, config.chosen_correction)
+    else:
+        metrics = trainer.measure(rows, column="logprobs", is_checking=True).to_metrics("mismatch")
+    run.parts.hooks.after_update(rows, partial(trainer.forward, column=None))
+    if critic is not None:
+        metrics |= critic.update(sampled_rows)
+    every = config.trainer.measure_after_every
+    if every and run.step % every == 0:
+        metrics |= trainer.measure(rows).to_metrics("mismatch_after", by_part=False)
+    for learner in filter(None, (trainer, critic)):
+        if learner.last_skip:
+            run.view.note(f"step {run.step}: {learner.last_skip}", "warning")
+    return metrics
+
+
+async def sample(
+    run: TrainingRun, step: int, tasks: Sequence[Task], on_episode: Callable[[], None]
+) -> list[Group]:
+    """One group of scored episodes for each of these tasks, for training in `step`."""
+    config = run.config
+    return await collect(
+        run.parts.engine,
+        run.parts.renderer,
+        lambda task: config.task.environment(task, config.agent),
+        tasks,
+        group_size=config.group_size,
+        sampling=training_sampling(
+            config.agent,
+            run.parts.engine.capabilities,
+            record_routes=config.trainer.routing_replay == "rollout",
+        ),
+        budget=Budget.of(config.agent, max_tokens=config.max_tokens),
+        run_seed=config.seed,
+        step=step,
+        slots=run.slots,
+        order=lambda: step - run.step,
+        score_group=config.task.group_scorer(),
+        rescorer=make_rescorer(run, step),
+        gateway=run.gateway.open,
+        on_progress=lambda _: on_episode(),
+    )
+
+
+def make_rescorer(run: TrainingRun, step: int) -> Rescorer | None:
+    """Scores the finished turns of `step` again, where the correction reads the average."""
+    correction = run.config.chosen_correction
+    if correction.behaviour != "averaged":
+        return None
+    return Rescorer(
+        run.parts.engine,
+        num_scorings=correction.rescorings,
+        temperature=run.config.agent.temperature,
+        max_in_flight=correction.rescorings_in_flight,
+        seed=derive_seed(run.config.seed, "rescore", step),
+    )
+
+
+def play_checkpoint(
+    config: Config, model_files: ModelFiles, path: Path, *, step: int | None
+) -> tuple[dict[str, float], str]:
+    """See `lockstep.run.train.evaluate_run`."""
+    checkpoint = checkpoint_of(load_run(path), step)
+    parts = build(config, model_files, weights=checkpoint / "policy", is_training=False)
+    shown = open_view()
+    gateway = make_gateway(config, parts, shown)
+
+    async def play() -> dict[str, float]:
+        try:
+            if parts.publisher is not None:
+                await parts.publisher.publish(parts.trainer.version)
+            return (await Tester(config, parts, shown, gateway).test())[0]
+        finally:
+            await gateway.close()
+            await config.task.close()
+            await parts.engine.close()
+            if parts.publisher is not None:
+                parts.publisher.close()
+
+    metrics = asyncio.run(play())
+    shown.close()
+    return metrics, checkpoint.name
