@@ -1,0 +1,27 @@
+"""The library stays small: its code lines are counted by docs/proof/size.py."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+PATH = Path(__file__).parents[2] / "docs" / "proof" / "size.py"
+_spec = importlib.util.spec_from_file_location("size", PATH)
+size = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(size)
+
+
+def test_blanks_comments_and_docstrings_are_no_code():
+    source = '"""A file."""\n\n# a comment\nx = """two\nlines"""  # code\n\n\nclass A:\n    y: int\n    """A field."""\n'
+    assert size.code_lines(source) == 4
+
+
+def test_every_file_belongs_to_a_room():
+    files = size.sizes()
+    assert sum(size.by_room(files).values()) == sum(files.values())
+
+
+# The house is being made smaller; strict once it holds.
+@pytest.mark.xfail(strict=False, reason="the limit is not reached yet")
+def test_the_library_is_at_most_45000_lines_of_code():
+    assert sum(size.sizes().values()) <= size.LIMIT
