@@ -24,8 +24,8 @@ from lockstep.observe.loggers import GuardedLoggers, open_loggers
 from lockstep.observe.metrics import is_step_row
 from lockstep.ops.bisect import bisect
 from lockstep.ops.contract import TRUE_ON_POLICY
-from lockstep.report.page import write_report
 from lockstep.renderers.base import Renderer
+from lockstep.report.page import write_report
 from lockstep.run.build import Parts, build, checkpoint_of, vocabulary_of
 from lockstep.run.evaluation import Tester
 from lockstep.run.hooks import check_same_hooks, current_hooks

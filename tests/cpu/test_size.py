@@ -12,8 +12,9 @@ _spec.loader.exec_module(size)
 
 
 def test_blanks_comments_and_docstrings_are_no_code():
-    source = '"""A file."""\n\n# a comment\nx = """two\nlines"""  # code\n\n\nclass A:\n    y: int\n    """A field."""\n'
-    assert size.code_lines(source) == 4
+    lines = ['"""A file."""', "", "# a comment", 'x = """two', 'lines"""  # code', "class A:"]
+    lines += ["    y: int", '    """A field."""', ""]
+    assert size.code_lines("\n".join(lines)) == 4
 
 
 def test_every_file_belongs_to_a_room():
