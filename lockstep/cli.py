@@ -260,7 +260,6 @@ def _ladder(options: argparse.Namespace) -> int:
     from lockstep.config import resolve
     from lockstep.doctor.diagnosis import EXIT_CODES
     from lockstep.doctor.ladder import climb
-    from lockstep.doctor.terminal import ladder_summary
     from lockstep.run.build import checkpoint_of
     from lockstep.store.run import load_run
 
@@ -280,7 +279,7 @@ def _ladder(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(ladder.to_json()))
     else:
-        print(ladder_summary(ladder))
+        print(ladder.summary())
     return EXIT_CODES["differs" if ladder.culprits else "consistent"]
 
 

@@ -15,8 +15,8 @@ from lockstep.doctor.checks.rows import Rows
 from lockstep.doctor.diagnosis import Diagnosis, evidence_to_json
 from lockstep.doctor.inputs.run import RunDump
 from lockstep.doctor.page import MAX_ROW_TOKENS, page_frame, row_document, vocabulary
-from lockstep.doctor.replay import path_as_rows
 from lockstep.doctor.rows import fetch, largest_gaps
+from lockstep.doctor.stored_paths import path_as_rows
 from lockstep.report.page import Template, render_page
 from lockstep.report.selection import to_document
 from lockstep.store.files import encode_number

@@ -1,8 +1,8 @@
-"""Where does it begin? The same model, engine and trainer, on rung after rung: plain text, one
-turn, several turns, and what is trained in the end.
+"""Plays the same model, engine and trainer on rung after rung, to find where a gap begins.
 
-Each rung adds one thing to the one below it. The first on which the two sides part says what is
-responsible, and every rung below it rules something out, with its figures.
+The rungs are plain text, one turn, several turns, and the rows that are trained in the end. Each
+adds one thing to the rung below it. The first on which the two sides part names the culprit, and
+every rung below it rules something out, with its figures.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from lockstep.agent.environment import Environment, Observation, Score
 from lockstep.agent.harness import Harness
+from lockstep.agent.loop import Budget, EpisodeSlots, collect, training_sampling
 from lockstep.config import tag
 from lockstep.doctor.checks.attribution import gap_of_all
 from lockstep.doctor.checks.base import Gap, Setting
@@ -25,39 +26,43 @@ from lockstep.doctor.checks.causes import CAUSES
 from lockstep.doctor.checks.examine import Stage, examine
 from lockstep.doctor.checks.rows import Rows
 from lockstep.doctor.checks.suite import STAGES
+from lockstep.doctor.diagnose import diagnose
+from lockstep.doctor.inputs.base import Dump
+from lockstep.doctor.inputs.registry import open_dump
+from lockstep.doctor.rebuilt import rebuild, running
 from lockstep.errors import ConfigError, DataError
-from lockstep.launch.config import ParallelConfig
+from lockstep.objectives.config import GRPO
 from lockstep.observe.alarms import Alarm, mismatch_alarm
 from lockstep.renderers.anew import rendered_anew, turns_of
+from lockstep.run.build import Parts
 from lockstep.run_config import Config
-from lockstep.types import Message, Sample, SamplingParams, Task, Trajectory
-
-if TYPE_CHECKING:
-    from lockstep.run.build import Parts
+from lockstep.training.rows import rows_for_training
+from lockstep.types import Group, Message, Sample, Task, Trajectory
 
 NUM_EPISODES = 32
-"""Per rung: some hundred sampled tokens, where a gap that matters shows at once."""
+"""Episodes per rung: some hundred sampled tokens, enough to show a gap that matters."""
 JUMP = 3.0
-"""A rung is responsible if its gap is this much larger than that of the rung below it, too: what
-kernels do on every rung is not the template's doing."""
+"""Ratio of a rung's gap to that of the rung below it, above which the rung is responsible: the gap
+of kernels, which is on every rung, is not the template's doing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rung:
-    """One rung: what it adds, and what was measured on it."""
+    """One rung: the part of the program that it adds, and its measurements."""
 
     name: str
     adds: str
-    """What could only go wrong from here on."""
+    """Part that can only go wrong from this rung on."""
     gap: Gap
     alarm: Alarm
     match: float
-    """Share of the sampled tokens that stand where they were sampled; NaN if it is not known."""
+    """Share of the sampled tokens that are still at the place where they were sampled; NaN if
+    unknown."""
     num_rows: int
     causes: tuple[str, ...] = ()
-    """What the checks of arrays say of its rows."""
+    """Causes that the checks of arrays find in its rows."""
     is_what_if: bool = False
-    """Not what this program does: what another one would get here."""
+    """Whether it shows another program's result, not this one's."""
 
     @property
     def is_high(self) -> bool:
@@ -72,15 +77,14 @@ class Ladder:
 
     @property
     def culprits(self) -> list[Rung]:
-        """Rungs that are high, and not merely as high as those below them; the worst first."""
+        """Rungs that are high, and higher than those below them; the worst first."""
         out: list[Rung] = []
         below = 0.0
-        for rung in self.rungs:
+        for rung in (rung for rung in self.rungs if not rung.is_what_if):
             k2 = rung.gap.means()["k2"]
-            if not rung.is_what_if:
-                if rung.is_high and k2 > JUMP * below:
-                    out.append(rung)
-                below = max(below, k2)
+            if rung.is_high and k2 > JUMP * below:
+                out.append(rung)
+            below = max(below, k2)
         return sorted(out, key=lambda rung: -rung.gap.means()["k2"])
 
     @property
@@ -108,14 +112,25 @@ class Ladder:
             "culprits": [rung.name for rung in self.culprits],
             "ruled_out": self.ruled_out,
             "rungs": [
-                {
-                    **asdict(rung),
-                    "gap": rung.gap.means(),
-                    "match": None if np.isnan(rung.match) else rung.match,
-                }
+                asdict(rung)
+                | {"gap": rung.gap.means(), "match": None if np.isnan(rung.match) else rung.match}
                 for rung in self.rungs
             ],
         }
+
+    def summary(self) -> str:
+        """The rungs from the bottom up, the verdict, and everything that is ruled out."""
+        columns = ("k1", "k2", "k3", "max_abs_diff")
+        heads = ("k1", "k2", "k3", "largest")
+        lines = [f"{'rung':30} {' '.join(f'{h:>9}' for h in heads)} {'tokens':>7} {'match':>7}"]
+        for rung in self.rungs:
+            means = rung.gap.means()
+            match = "-" if np.isnan(rung.match) else f"{rung.match:.1%}"
+            figures = " ".join(f"{means[name]:9.1e}" for name in columns)
+            kind = "what if" if rung.is_what_if else rung.alarm.level
+            lines.append(f"{rung.name:30} {figures} {rung.gap.tokens:7} {match:>7}  {kind}")
+        lines += ["", self.verdict, *(f"ruled out: {sentence}" for sentence in self.ruled_out)]
+        return "\n".join(lines)
 
 
 def climb(
@@ -128,20 +143,16 @@ def climb(
 ) -> Ladder:
     """Plays every rung with the model, template, engine and tasks of `config`.
 
-    weights: a checkpoint in place of the model's own. dump: what another trainer has written from
-    this model: the last rung is then its rows, and not those that Lockstep would train.
-    on_rung: told what is played. Raises ConfigError or DataError before a model is loaded.
+    weights: a checkpoint in place of the model's own. dump: rows that another trainer wrote with
+    this model; they replace the last rung. on_rung: told which rung is played. Raises ConfigError
+    or DataError before a model is loaded.
     """
-    from lockstep.doctor.inputs.registry import open_dump
-    from lockstep.run.build import build
-    from lockstep.run.preflight import preflight
-
     if num_episodes < 1:
         raise DataError(f"{num_episodes} episodes show nothing; expected at least 1.")
-    config = replace(config, parallel=ParallelConfig())
-    model_files = preflight(config, is_training=False)
-    first = next(config.task.tasks(split="train", seed=config.seed))
-    if isinstance(config.task.environment(first, config.agent), Harness):
+    tasks = config.task.tasks(split="train", seed=config.seed).take(num_episodes)
+    if not tasks:
+        raise DataError("the task source has no task to play.")
+    if isinstance(config.task.environment(tasks[0], config.agent), Harness):
         raise ConfigError(
             f"task={tag(type(config.task))} is played by an agent that asks over HTTP, and the "
             "ladder plays environments. Look at a run of it (lockstep doctor RUN), or climb with "
@@ -149,73 +160,25 @@ def climb(
         )
     theirs = None if dump is None else open_dump(dump)
     on_rung("loading the model")
-    parts = build(config, model_files, weights=weights, is_training=False)
-    return asyncio.run(_climb(_Climber(config, parts, num_episodes), theirs, on_rung))
+    config, parts = rebuild(config, weights)
+    climber = _Climber(config, parts, tasks)
 
+    async def play() -> tuple[Rung, ...]:
+        async with running(parts):
+            try:
+                return tuple([rung async for rung in climber.rungs(theirs, on_rung)])
+            finally:
+                await config.task.close()
 
-async def _climb(climber: _Climber, theirs: Any, on_rung: Callable[[str], None]) -> Ladder:
-    parts = climber.parts
-    rungs: list[Rung] = []
-    try:
-        if parts.publisher is not None:
-            await parts.publisher.publish(parts.trainer.version)
-        on_rung("plain text")
-        rungs.append(
-            climber.rung_of(
-                "plain text",
-                "kernels, precision or weights of the two sides",
-                await climber.plain_text(),
-            )
-        )
-        on_rung("one turn")
-        rungs.append(
-            climber.rung_of(
-                "one turn",
-                "the template's prompt and its control tokens",
-                await climber.episodes("one-turn", max_turns=1),
-            )
-        )
-        on_rung("several turns")
-        played = await climber.episodes("several-turns")
-        rungs.append(
-            climber.rung_of(
-                "several turns, extended",
-                "what stands between turns, and keys kept over them",
-                played,
-            )
-        )
-        on_rung("the same, rendered anew")
-        rungs.append(climber.rendered_anew(played))
-        on_rung("the training path")
-        rungs.append(
-            climber.training_path(played) if theirs is None else climber.rung_of_dump(theirs)
-        )
-    finally:
-        await climber.config.task.close()
-        await parts.engine.close()
-        if parts.publisher is not None:
-            parts.publisher.close()
-    return Ladder(rungs=tuple(rungs))
+    return Ladder(rungs=asyncio.run(play()))
 
 
 class _Climber:
-    """The parts that every rung shares."""
+    """Plays and measures the rungs with shared parts."""
 
-    def __init__(self, config: Config, parts: Parts, num_episodes: int) -> None:
-        from lockstep.agent.loop import training_sampling
-
-        self.config, self.parts, self.num_episodes = config, parts, num_episodes
+    def __init__(self, config: Config, parts: Parts, tasks: list[Task]) -> None:
+        self.config, self.parts, self.tasks = config, parts, tasks
         self.renderer = parts.renderer
-        self.tasks: list[Task] = config.task.tasks(split="train", seed=config.seed).take(
-            num_episodes
-        )
-        if not self.tasks:
-            raise DataError("the task source has no task to play.")
-        self.sampling: SamplingParams = training_sampling(
-            config.agent,
-            parts.engine.capabilities,
-            record_routes=config.trainer.routing_replay == "rollout",
-        )
         self.setting = Setting(
             trainer="lockstep",
             tokenizer=parts.renderer.tokenizer,
@@ -224,79 +187,94 @@ class _Climber:
             temperature=config.agent.temperature,
         )
 
+    async def rungs(self, theirs: Dump | None, on_rung: Callable[[str], None]) -> Any:
+        """All rungs in order, each when it is measured. theirs: replaces the last rung."""
+        name = "plain text"
+        on_rung(name)
+        words = {task.id: await self._words_of(task) for task in self.tasks}
+        played = await self._play(name, _PlainText(self.renderer), lambda t: _OneReply(words[t.id]))
+        yield self._sampled(name, "kernels, precision or weights of the two sides", played)
+        on_rung("one turn")
+        played = await self._play("one-turn", self.renderer, self._environment, max_turns=1)
+        yield self._sampled("one turn", "the template's prompt and its control tokens", played)
+        on_rung("several turns")
+        played = await self._play("several-turns", self.renderer, self._environment)
+        adds = "the tokens between turns, and keys that are kept over them"
+        yield self._sampled("several turns, extended", adds, played)
+        on_rung("the same, rendered anew")
+        yield self._rendered_anew(played)
+        on_rung("the training path")
+        yield self._trained(played) if theirs is None else self._of_dump(theirs)
+
     # -- played ---------------------------------------------------------------------------------
 
-    async def episodes(self, split: str, *, max_turns: int | None = None) -> list[Trajectory]:
-        """Episodes of the run's own tasks, token in, token out."""
-        from lockstep.agent.loop import Budget, EpisodeSlots, collect
+    def _environment(self, task: Task) -> Environment:
+        environment = self.config.task.environment(task, self.config.agent)
+        assert isinstance(environment, Environment), "agents over HTTP are refused before"
+        return environment
 
+    async def _words_of(self, task: Task) -> str:
+        """The task's first messages as plain text, which the model continues."""
+        environment = self._environment(task)
+        try:
+            return "\n".join(m.content for m in await environment.reset())
+        finally:
+            await environment.close()
+
+    async def _play(
+        self,
+        split: str,
+        renderer: Any,
+        make_environment: Callable[[Task], Environment],
+        **limits: Any,
+    ) -> list[Trajectory]:
+        """One episode per task. Raises DataError if none has a sampled token."""
         config = self.config
-        budget = Budget.of(config.agent, max_tokens=config.max_tokens)
-        if max_turns is not None:
-            budget = replace(budget, max_turns=max_turns)
         groups = await collect(
             self.parts.engine,
-            self.renderer,
-            lambda task: config.task.environment(task, config.agent),
+            renderer,
+            make_environment,
             self.tasks,
             group_size=1,
-            sampling=self.sampling,
-            budget=budget,
+            sampling=training_sampling(
+                config.agent,
+                self.parts.engine.capabilities,
+                record_routes=config.trainer.routing_replay == "rollout",
+            ),
+            budget=replace(Budget.of(config.agent, max_tokens=config.max_tokens), **limits),
             run_seed=config.seed,
-            split=split,
+            split=split.replace(" ", "-"),
             slots=EpisodeSlots(config.agent.max_in_flight),
         )
-        return _with_turns([t for group in groups for t in group.trajectories], split)
-
-    async def plain_text(self) -> list[Trajectory]:
-        """The tasks' words without a template, which the model goes on writing."""
-        from lockstep.agent.loop import Budget, EpisodeSlots, collect
-
-        config = self.config
-        words: dict[str, str] = {}
-        for task in self.tasks:
-            environment = config.task.environment(task, config.agent)
-            assert isinstance(environment, Environment), "agents of their own are refused before"
-            try:
-                words[task.id] = "\n".join(m.content for m in await environment.reset())
-            finally:
-                await environment.close()
-        groups = await collect(
-            self.parts.engine,
-            _PlainText(self.renderer),
-            lambda task: _OneReply(words[task.id]),
-            self.tasks,
-            group_size=1,
-            sampling=self.sampling,
-            budget=Budget.of(config.agent, max_tokens=config.max_tokens),
-            run_seed=config.seed,
-            split="plain-text",
-            slots=EpisodeSlots(config.agent.max_in_flight),
-        )
-        return _with_turns([t for group in groups for t in group.trajectories], "plain text")
+        played = [t for group in groups for t in group.trajectories]
+        kept = [t for t in played if t.num_sampled_tokens and t.status != "failed"]
+        if not kept:
+            errors = sorted({t.error for t in played if t.error})
+            raise DataError(
+                f"{split}: none of {len(played)} episodes has a sampled token. "
+                f"{' '.join(errors[:1])}"
+            )
+        return kept
 
     # -- measured -------------------------------------------------------------------------------
 
-    def rung_of(self, name: str, adds: str, played: Sequence[Trajectory]) -> Rung:
+    def _sampled(self, name: str, adds: str, played: Sequence[Trajectory]) -> Rung:
         samples = [t.row(leaf) for t in played for leaf in t.leaves()[-1:]]
-        return self.measured(name, adds, samples, match=1.0)
+        return self._measured(name, adds, samples, match=1.0)
 
-    def rendered_anew(self, played: Sequence[Trajectory]) -> Rung:
-        """What these episodes would be in a program that keeps messages and renders them."""
+    def _rendered_anew(self, played: Sequence[Trajectory]) -> Rung:
+        """These episodes in a program that keeps messages and renders the history anew."""
         samples: list[Sample] = []
         num_same = num_anew = 0
+        tasks = {task.id: task for task in self.tasks}
         for trajectory in played:
             turns = turns_of(trajectory, trajectory.leaves()[-1])
-            task = next(t for t in self.tasks if t.id == trajectory.task_id)
-            environment = self.config.task.environment(task, self.config.agent)
-            assert isinstance(environment, Environment), "agents of their own are refused before"
-            row, same = rendered_anew(
-                turns, self.renderer, tools=environment.tools, id=trajectory.id
-            )
+            tools = self._environment(tasks[trajectory.task_id]).tools
+            row, same = rendered_anew(turns, self.renderer, tools=tools, id=trajectory.id)
             samples.append(row)
             num_same += sum(same[:-1])
             num_anew += sum(len(turn.token_ids) for turn in turns[:-1])
-        return self.measured(
+        return self._measured(
             "several turns, rendered anew",
             "rendering the history anew, where a program does",
             samples,
@@ -304,59 +282,40 @@ class _Climber:
             is_what_if=True,
         )
 
-    def training_path(self, played: Sequence[Trajectory]) -> Rung:
-        """The rows that a step of this run would be trained on, its fault included."""
-        from lockstep.objectives.config import GRPO
-        from lockstep.training.rows import rows_for_training
-        from lockstep.types import Group
-
-        groups = [Group(task=t, trajectories=[]) for t in self.tasks]
-        by_task = {group.task.id: group for group in groups}
+    def _trained(self, played: Sequence[Trajectory]) -> Rung:
+        """The rows that a step of this run would train, after its hooks."""
+        groups = {task.id: Group(task=task, trajectories=[]) for task in self.tasks}
         for trajectory in played:
-            by_task[trajectory.task_id].trajectories.append(trajectory)
-        sampled = rows_for_training(groups, GRPO(), control_ids=self.renderer.tokenizer.control_ids)
+            groups[trajectory.task_id].trajectories.append(trajectory)
+        control_ids = self.renderer.tokenizer.control_ids
+        sampled = rows_for_training(list(groups.values()), GRPO(), control_ids=control_ids)
         log_probs = partial(self.parts.trainer.forward, column=None)
         rows = self.parts.hooks.change_rows(sampled, self.renderer, log_probs)
-        return self.measured(
-            "the training path",
-            "what is made of the rows on their way to the loss",
-            rows,
-            match=token_match(sampled, rows),
-        )
+        adds = "the changes to rows on their way to the loss"
+        return self._measured("the training path", adds, rows, match=token_match(sampled, rows))
 
-    def rung_of_dump(self, dump: Any) -> Rung:
-        from lockstep.doctor.diagnose import diagnose
-
+    def _of_dump(self, dump: Dump) -> Rung:
         found = diagnose(dump, tokenizer=self.setting.tokenizer, renderer=self.setting.renderer)
+        gap = found.examination.gap
         return Rung(
             name=f"the dump {dump.path.name}",
-            adds="what its program makes of the rows on their way to the loss",
-            gap=found.examination.gap,
-            alarm=self.alarm(found.examination.gap),
+            adds="the changes of its program to rows on their way to the loss",
+            gap=gap,
+            alarm=self._alarm(gap),
             match=float("nan"),
             num_rows=found.examination.num_rows,
             causes=tuple(cause.name for cause, _ in found.causes),
         )
 
-    def measured(
-        self,
-        name: str,
-        adds: str,
-        samples: Sequence[Sample],
-        *,
-        match: float,
-        is_what_if: bool = False,
+    def _measured(
+        self, name: str, adds: str, samples: Sequence[Sample], *, match: float, **more: Any
     ) -> Rung:
-        """The trainer's log-probs of these rows beside the recorded ones."""
+        """The trainer's log-probs of these rows against the recorded ones."""
         trainer = self.parts.trainer.forward(samples, column=None)
         rows = Rows.of(samples, trainer_logprobs=np.concatenate(trainer))
         has = frozenset({"rollout_logprobs", "trainer_logprobs", "is_sampled", "turn"})
-        examined = examine(
-            lambda: [rows],
-            [Stage(checks=checks) for checks in STAGES],
-            self.setting,
-            has=has,
-        )
+        stages = [Stage(checks=checks) for checks in STAGES]
+        examined = examine(lambda: [rows], stages, self.setting, has=has)
         gap = gap_of_all(rows)
         shares = {share.cause: share.k2 for share in examined.shares}
         causes = [f.cause for f in examined.findings if f.verdict == "differs"]
@@ -364,31 +323,20 @@ class _Climber:
             name=name,
             adds=adds,
             gap=gap,
-            alarm=self.alarm(gap),
+            alarm=self._alarm(gap),
             match=match,
             num_rows=len(samples),
-            is_what_if=is_what_if,
             causes=tuple(sorted(causes, key=lambda cause: -shares.get(cause, 0.0))),
+            **more,
         )
 
-    def alarm(self, gap: Gap) -> Alarm:
+    def _alarm(self, gap: Gap) -> Alarm:
         parts = self.parts
         return mismatch_alarm(
             {f"mismatch/{name}": value for name, value in gap.means().items()},
             parts.model_files.model.family,
             is_one_process=self.config.is_in_step or parts.engine.capabilities.shares_weights,
         )
-
-
-def _with_turns(played: Sequence[Trajectory], rung: str) -> list[Trajectory]:
-    """Those in which something was sampled. Raises DataError if there is none."""
-    kept = [t for t in played if t.num_sampled_tokens and t.status != "failed"]
-    if not kept:
-        errors = sorted({t.error for t in played if t.error})
-        raise DataError(
-            f"{rung}: none of {len(played)} episodes has a sampled token. {' '.join(errors[:1])}"
-        )
-    return kept
 
 
 class _PlainText:

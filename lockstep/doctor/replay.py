@@ -1,7 +1,7 @@
-"""One stored trajectory again: what was said, token by token, and whether its log-probs come back.
+"""Replays one stored trajectory: its tokens, and whether its log-probs come back.
 
-Without scoring nothing but the record is read. Scoring loads the weights that sampled it, runs the
-trainer's forward over its row, and asks the engine for every turn again, under the seed of then.
+Without scoring only the record is read. Scoring loads the weights that sampled it, runs the
+trainer's forward over its row, and asks the engine for every turn again, under the original seed.
 """
 
 from __future__ import annotations
@@ -13,55 +13,56 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 from rich.console import Console
-from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from lockstep.doctor.checks.rows import Rows
+from lockstep.agent.tasks import derive_seed
+from lockstep.config import from_dict
+from lockstep.doctor.rebuilt import rebuild, running
+from lockstep.doctor.stored_paths import first_leaf, trainer_logprobs
 from lockstep.doctor.terminal import gap_style, logprob_text, plain_table, token_text
 from lockstep.errors import ConfigError, RunError, printable
 from lockstep.renderers.tokenizer import Tokenizer
 from lockstep.report.selection import to_document
+from lockstep.run.build import Parts
+from lockstep.run_config import Config
 from lockstep.store.run import Run, load_run
 from lockstep.store.trajectories import TrajectoryRecord
 from lockstep.types import Float32Array, Int32Array, Request, Sample
 
-if TYPE_CHECKING:
-    from lockstep.run.build import Parts
-
 NUM_NAMES = 2000
-"""Ids that are compared with one that is not there, to say which was meant."""
+"""Ids that are compared with an unknown one, to suggest the nearest."""
 NUM_TOKENS = 12
-"""Tokens of a turn that are listed, those with the largest difference; --tokens lists all."""
+"""Tokens listed per turn, those with the largest difference; --tokens lists all."""
 
 Source = Literal["trainer", "engine"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scores:
-    """What the two sides say of the sampled tokens today."""
+    """Log-probs of the sampled tokens, computed again by both sides."""
 
     weights: str
-    """What was loaded, in words."""
+    """Name of the loaded weights."""
     version: int
-    """Of these weights; tokens of other versions are scored, and not expected to agree."""
+    """Version of these weights; tokens of other versions are scored, but need not agree."""
     contract: bool
     """Whether the run's contract holds here: then every number must come back to the bit."""
     trainer: Float32Array
-    """[T] of the row, NaN of what was not sampled."""
+    """[T] the trainer's; NaN for tokens that were not sampled."""
     engine: Float32Array
-    """[T] of the engine's own draws, up to where a turn draws another token; NaN from there on."""
+    """[T] the engine's, up to the first token of a turn that it draws differently; NaN after it."""
     engine_ids: Int32Array
-    """[T] the engine's draws; -1 of what was not sampled, and behind the end of a reply."""
+    """[T] the engine's draws; -1 for tokens that were not sampled, and after the end of a reply."""
 
 
 @dataclass(kw_only=True)
 class Replay:
-    """A path of a stored trajectory, and what it was scored with."""
+    """A path of a stored trajectory, and its scores."""
 
     run: Run
     record: TrajectoryRecord
@@ -72,22 +73,22 @@ class Replay:
     row: Sample = field(init=False)
     """The path as a row."""
     stored_trainer: Float32Array = field(init=False)
-    """[T] the trainer's of then, NaN where none."""
+    """[T] the trainer's log-probs as stored; NaN where there are none."""
 
     def __post_init__(self) -> None:
         self.row = self.record.trajectory.row(self.leaf)
-        self.stored_trainer = _stored_trainer(self.record, self.leaf)
+        self.stored_trainer = trainer_logprobs(self.record, self.leaf)
 
     @property
     def spans(self) -> list[tuple[int, int, int]]:
-        """(segment, its first place in the row, the place after its last) along the path."""
+        """(segment, first place in the row, place after the last) along the path."""
         path = self.record.trajectory.path(self.leaf)
         ends = list(accumulate(len(self.record.trajectory.segments[i]) for i in path))
         return list(zip(path, [0, *ends[:-1]], ends, strict=True))
 
     def comparison(self, source: Source) -> dict[str, Any]:
-        """How what was stored and what `source` says today compare, over the tokens of the version
-        that was loaded."""
+        """Differences between the stored log-probs and those of `source`, over the tokens of the
+        loaded version."""
         assert self.scores is not None, "it was not scored"
         stored = (
             self.stored_trainer if source == "trainer" else self.row.columns["rollout_logprobs"]
@@ -112,8 +113,8 @@ class Replay:
 
     @property
     def comes_back(self) -> bool | None:
-        """Whether every number of the version that was loaded came back to the bit; None: it was
-        not scored, or nothing could be compared."""
+        """Whether every number of the loaded version came back to the bit; None if the path was not
+        scored, or nothing could be compared."""
         if self.scores is None:
             return None
         found = [self.comparison("trainer"), self.comparison("engine")]
@@ -141,56 +142,16 @@ class Replay:
         return out
 
 
-def _stored_trainer(record: TrajectoryRecord, leaf: int) -> Float32Array:
-    """[T] the trainer's log-probs along a path, NaN where none."""
-    trajectory = record.trajectory
-    return np.concatenate(
-        [
-            np.full(len(trajectory.segments[i]), np.nan, np.float32) if values is None else values
-            for i in trajectory.path(leaf)
-            for values in (record.trainer_logprobs[i],)
-        ]
-    )
-
-
-def first_leaf(record: TrajectoryRecord) -> int:
-    """The first rewarded leaf of a trajectory, else its last one. RunError if it has no token."""
-    trajectory = record.trajectory
-    leaves = trajectory.leaves()
-    if not leaves:
-        raise RunError(f"trajectory {trajectory.id} has no tokens: {trajectory.error or 'empty'}.")
-    return next((i for i in leaves if i in trajectory.rewards), leaves[-1])
-
-
-def path_as_rows(record: TrajectoryRecord) -> Rows:
-    """The path to the first leaf of a trajectory as a row with both sides' log-probs."""
-    leaf = first_leaf(record)
-    trained = _stored_trainer(record, leaf)
-    return Rows.of([record.trajectory.row(leaf)], trainer_logprobs=trained)
-
-
 # -- finding it ---------------------------------------------------------------------------------
 
 
 def find(path: Path, name: str, *, tokenizer: Tokenizer | None = None) -> Replay:
-    """The stored trajectory that `name` means: its id, its id with /LEAF behind it (as messages
-    about rows have it), the end of an id that only one has, or its number among those of training.
+    """The stored trajectory with this name: its id, its id with /LEAF appended (as messages about
+    rows have it), the end of an id that only one has, or its number among those of training.
 
-    Raises RunError if there is none, with what was meant or why it is gone.
+    Raises RunError if there is none, with the nearest name or the reason why it is gone.
     """
     run = load_run(path)
-    record, split, rest = _look_up(run, name)
-    leaf = first_leaf(record)
-    if rest:
-        leaf, leaves = int(rest), record.trajectory.leaves()
-        if leaf not in leaves:
-            known = ", ".join(map(str, leaves))
-            raise RunError(f"trajectory {record.trajectory.id} has no leaf {leaf}; it has {known}.")
-    return Replay(run=run, record=record, split=split, leaf=leaf, tokenizer=tokenizer)
-
-
-def _look_up(run: Run, name: str) -> tuple[TrajectoryRecord, str, str]:
-    """(record, split, leaf or "")."""
     stored = [
         (summary.id, address, split)
         for split in run.splits()
@@ -200,28 +161,31 @@ def _look_up(run: Run, name: str) -> tuple[TrajectoryRecord, str, str]:
         raise RunError(
             f"{run.path} holds no trajectory: record.keep let them all go, or no step ended."
         )
-    head, _, leaf = name.rpartition("/")
-    for wanted, rest in ((name, ""), (head, leaf if leaf.isdigit() else None)):
-        # The latest first: evaluations of all steps have the same ids.
-        for id_, address, split in reversed(stored):
-            if rest is not None and id_ == wanted:
-                return run.read(address), split, rest
-    if name.isdigit():
-        trained = [entry for entry in stored if entry[2] == "train"]
-        if int(name) < len(trained):
-            return run.read(trained[int(name)][1]), "train", ""
-        raise RunError(
-            f"{run.path} holds {len(trained)} trajectories of training, numbered from 0."
-        )
-    ends = (
-        {id_: (address, split) for id_, address, split in stored if id_.endswith(name)}
-        if name
-        else {}
-    )
-    if len(ends) == 1:
-        ((address, split),) = ends.values()
-        return run.read(address), split, ""
-    raise RunError(_why_not(run, name, [id_ for id_, _, _ in stored], list(ends)))
+    head, _, leaf_name = name.rpartition("/")
+    # The latest first: evaluations of all steps have the same ids.
+    found = [entry for entry in reversed(stored) if entry[0] == name]
+    rest = ""
+    if not found and leaf_name.isdigit():
+        found, rest = [entry for entry in reversed(stored) if entry[0] == head], leaf_name
+    if not found and name.isdigit():
+        found, rest = [entry for entry in stored if entry[2] == "train"], ""
+        if int(name) >= len(found):
+            raise RunError(
+                f"{run.path} holds {len(found)} trajectories of training, numbered from 0."
+            )
+        found = [found[int(name)]]
+    if not found:
+        ends = {entry[0]: entry for entry in stored if name and entry[0].endswith(name)}
+        if len(ends) != 1:
+            raise RunError(_why_not(run, name, [entry[0] for entry in stored], list(ends)))
+        found, rest = list(ends.values()), ""
+    _, address, split = found[0]
+    record = run.read(address)
+    leaf = int(rest) if rest else first_leaf(record)
+    if rest and leaf not in (leaves := record.trajectory.leaves()):
+        known = ", ".join(map(str, leaves))
+        raise RunError(f"trajectory {record.trajectory.id} has no leaf {leaf}; it has {known}.")
+    return Replay(run=run, record=record, split=split, leaf=leaf, tokenizer=tokenizer)
 
 
 def _why_not(run: Run, name: str, known: list[str], ends: list[str]) -> str:
@@ -250,27 +214,16 @@ def _why_not(run: Run, name: str, known: list[str], ends: list[str]) -> str:
 
 
 def score(replay: Replay, *, step: int | None = None) -> Scores:
-    """Runs both sides over the row again and keeps what they say in `replay.scores`.
+    """Runs both sides over the row again, and keeps the result in `replay.scores`.
 
-    step: of the checkpoint to take; None takes the weights that sampled the row's first turn.
-    Raises RunError if these are not there any more.
+    step: checkpoint to load; None takes the weights that sampled the row's first turn. Raises
+    RunError if these are gone.
     """
-    from dataclasses import replace
-
-    from lockstep.config import from_dict
-    from lockstep.launch.config import ParallelConfig
-    from lockstep.run.build import build
-    from lockstep.run.preflight import preflight
-    from lockstep.run_config import Config
-
-    versions = replay.row.columns["policy_version"]
-    sampled = versions[replay.row.loss_mask]
+    sampled = replay.row.columns["policy_version"][replay.row.loss_mask]
     if not len(sampled):
         raise RunError(f"trajectory {replay.record.trajectory.id} has no sampled token to score.")
     weights, version, text = _weights(replay.run, int(sampled[0]), step)
-    config = replace(from_dict(Config, replay.run.config), parallel=ParallelConfig())
-    model_files = preflight(config, is_training=False)
-    parts = build(config, model_files, weights=weights, is_training=False)
+    config, parts = rebuild(from_dict(Config, replay.run.config), weights)
     trainer = parts.trainer.forward([replay.row], column=None)[0]
     engine, engine_ids = asyncio.run(_decode_again(replay, parts, config.seed))
     replay.scores = Scores(
@@ -285,7 +238,7 @@ def score(replay: Replay, *, step: int | None = None) -> Scores:
 
 
 def _weights(run: Run, version: int, step: int | None) -> tuple[Path | None, int, str]:
-    """(directory or None for the run's own start, version of these weights, in words)."""
+    """(directory, or None for the model that the run began from; version; name)."""
     stored = {c.step: (c.path, _version_of(c.path)) for c in run.checkpoints()}
     if step is not None:
         if step not in stored:
@@ -316,10 +269,8 @@ def _version_of(checkpoint: Path) -> int:
 async def _decode_again(
     replay: Replay, parts: Parts, run_seed: int
 ) -> tuple[Float32Array, Int32Array]:
-    """Every sampled segment of the path drawn again after the ids that stood before it, under its
-    own seed: (log-probs, ids), each [T]."""
-    from lockstep.agent.tasks import derive_seed
-
+    """Draws every sampled segment of the path again, after the same ids and under the same seed:
+    (log-probs, ids), each [T]."""
     trajectory = replay.record.trajectory
     split, step, rest = trajectory.id.split("/", 2)
     task, _, number = rest.rpartition("/")
@@ -327,9 +278,7 @@ async def _decode_again(
     ids = replay.row.token_ids
     logprobs = np.full(len(ids), np.nan, np.float32)
     drawn = np.full(len(ids), -1, np.int32)
-    try:
-        if parts.publisher is not None:
-            await parts.publisher.publish(parts.trainer.version)
+    async with running(parts):
         for index, begin, end in replay.spans:
             segment = trajectory.segments[index]
             if not segment.is_sampled or segment.sampling is None:
@@ -347,10 +296,6 @@ async def _decode_again(
             other = np.flatnonzero(again != ids[begin : begin + len(again)])
             same = int(other[0]) if len(other) else len(again)
             logprobs[begin : begin + same] = values[:same]
-    finally:
-        await parts.engine.close()
-        if parts.publisher is not None:
-            parts.publisher.close()
     return logprobs, drawn
 
 
@@ -358,7 +303,7 @@ async def _decode_again(
 
 
 def show(replay: Replay, console: Console, *, has_all_tokens: bool = False) -> None:
-    """The dialogue, the tokens coloured by trainer - rollout, and what came back."""
+    """Prints the dialogue, the tokens coloured by trainer - rollout, and the comparison."""
     record, trajectory = replay.record, replay.record.trajectory
     console.print(Text(printable(trajectory.id), style="bold"))
     facts = [
@@ -414,10 +359,6 @@ def _show_segment(
     console.print(tokens)
     if segment.is_sampled:
         console.print(_token_table(replay, begin, end, gap, has_all_tokens=has_all_tokens))
-
-
-def _indented(console: Console, text: Text) -> None:
-    console.print(Padding(text, (0, 0, 0, 2)))
 
 
 def _token_table(
@@ -507,7 +448,7 @@ def _spelled(replay: Replay, at: int) -> str:
 
 
 def _lines(text: str) -> str:
-    """Shown as it is but for what moves a cursor; lines are kept."""
+    """The text with characters that move a cursor escaped; lines are kept."""
     return "\n".join(printable(line) for line in text.split("\n"))
 
 

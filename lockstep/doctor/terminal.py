@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 from rich.console import Console, Group, RenderableType
@@ -20,9 +19,6 @@ from lockstep.doctor.rows import fetch
 from lockstep.errors import printable
 from lockstep.observe.live import format_number, format_seconds
 from lockstep.renderers.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    from lockstep.doctor.ladder import Ladder
 
 NUM_SHOWN = 2
 """Causes that are shown with their tokens; the others in a line each."""
@@ -64,19 +60,6 @@ def summary(diagnosis: Diagnosis, *, width: int = 80, page: str = "") -> str:
     out = io.StringIO()
     show(diagnosis, Console(file=out, width=width, highlight=False, no_color=True), page=page)
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
-
-
-def ladder_summary(ladder: Ladder) -> str:
-    """The rungs from the bottom up, the verdict, and what is ruled out."""
-    lines = [f"{'rung':30} {'k1':>9} {'k2':>9} {'k3':>9} {'largest':>9} {'tokens':>7} {'match':>7}"]
-    for rung in ladder.rungs:
-        means = rung.gap.means()
-        match = "-" if rung.match != rung.match else f"{rung.match:.1%}"
-        figures = " ".join(f"{means[name]:9.1e}" for name in ("k1", "k2", "k3", "max_abs_diff"))
-        kind = "what if" if rung.is_what_if else rung.alarm.level
-        lines.append(f"{rung.name:30} {figures} {rung.gap.tokens:7} {match:>7}  {kind}")
-    lines += ["", ladder.verdict, *(f"ruled out: {sentence}" for sentence in ladder.ruled_out)]
-    return "\n".join(lines)
 
 
 # -- parts of the screen --------------------------------------------------------------------------

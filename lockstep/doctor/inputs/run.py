@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from itertools import groupby
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,11 +14,12 @@ import numpy.typing as npt
 from lockstep.doctor.checks.causes import CAUSES
 from lockstep.doctor.checks.rows import Rows
 from lockstep.doctor.inputs.base import CHUNK_TOKENS, Dump, Facts
+from lockstep.doctor.stored_paths import prompt_length, replies
 from lockstep.errors import DataError
 from lockstep.store.lock import is_locked
 from lockstep.store.run import Run, load_run
 from lockstep.store.trajectories import TrajectoryRecord
-from lockstep.types import UNKNOWN_EXPERT, Float32Array, Int32Array, Sample, Trajectory
+from lockstep.types import UNKNOWN_EXPERT, Float32Array, Sample
 
 _ALWAYS = frozenset(
     {
@@ -256,20 +256,3 @@ def _samples(record: TrajectoryRecord) -> Iterator[Sample]:
             sample.set(name, np.concatenate(column))
         sample.group = record.group
         yield sample
-
-
-def prompt_length(sample: Sample) -> int:
-    """Tokens before the first that was sampled."""
-    is_sampled = sample.columns["turn"] >= 0
-    return int(np.argmax(is_sampled)) if is_sampled.any() else len(sample)
-
-
-def replies(trajectory: Trajectory, leaf: int) -> tuple[Int32Array, ...]:
-    """What the engine answered on the way to `leaf`, turn by turn. A turn that new weights cut in
-    two was answered in two pieces, and is one."""
-    segments = [trajectory.segments[i] for i in trajectory.path(leaf)]
-    sampled = [segment for segment in segments if segment.is_sampled]
-    return tuple(
-        np.concatenate([segment.token_ids for segment in turn])
-        for _, turn in groupby(sampled, key=lambda segment: segment.turn)
-    )

@@ -50,7 +50,7 @@ def test_rows_that_were_changed_show_on_the_training_path_alone():
     assert [sentence.split(" (")[0] for sentence in ladder.ruled_out] == [
         "not kernels, precision or weights of the two sides",
         "not the template's prompt and its control tokens",
-        "not what stands between turns, and keys kept over them",
+        "not the tokens between turns, and keys that are kept over them",
     ]
 
 
