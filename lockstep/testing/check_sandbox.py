@@ -1,4 +1,4 @@
-"""Whether a sandbox keeps what it promises: for `Sandbox` implementations of one's own."""
+"""Checks that a sandbox keeps the promises of `Sandbox`, for your own implementations."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ from lockstep.errors import SandboxError
 from lockstep.testing.hostile import HOSTILE
 
 GRACE_SECONDS = 3.0
-"""Past the limit of a program, to end it on a machine that has other things to do."""
+"""Seconds past its limit for a program to be ended, on a busy machine."""
 MAX_HOST_GROWTH_MIB = 256
-"""By which this process may grow over all programs."""
+"""MiB by which this process may grow over all programs."""
 VARIABLE = "LOCKSTEP_SANDBOX_SECRET"
 
 
 @dataclass(slots=True)
 class SandboxReport:
-    """What was found where every promise was kept."""
+    """Measurements of a sandbox that kept every promise."""
 
     endings: dict[str, Ending] = field(default_factory=dict[str, Ending])
-    """program -> how it ended, in the order of `HOSTILE`."""
+    """name of the program -> ending, in the order of `HOSTILE`."""
     max_seconds: float = 0.0
-    """Of the program that took longest."""
+    """Seconds of the slowest program."""
     max_stall_seconds: float = 0.0
-    """For which the event loop stood still at most."""
+    """Longest time in seconds for which the event loop was blocked."""
     host_growth_mib: float = 0.0
-    """By which this process grew."""
+    """MiB by which this process grew."""
 
 
 async def check_sandbox(
@@ -53,12 +53,13 @@ async def check_sandbox(
     programs: Mapping[str, str] = HOSTILE,
     max_stall_seconds: float = 5.0,
 ) -> SandboxReport:
-    """Raises SandboxError, naming the program, if `sandbox` breaks a promise. Closes it.
+    """Raises SandboxError, naming the program, if `sandbox` breaks a promise. Closes the sandbox.
 
-    limits: those it was made with. max_stall_seconds: for which the event loop may stand still, on
-    a busy machine. Plants secrets in a file, in the environment and behind a port
-    of this machine, runs all `programs`, and looks for what came out, what was written, what is
-    still running, and whether plain programs work before and after.
+    Plants secrets in a file, in the environment and behind a port of this machine, and runs all
+    `programs`. Then looks for leaked secrets, written files and processes that still run. Plain
+    programs must work before and after.
+
+    limits: the sandbox's own. max_stall_seconds: seconds for which the event loop may be blocked.
 
     Guard: tests/cpu/agent/sandbox/test_check_sandbox.py breaks each promise.
     """
@@ -179,7 +180,7 @@ async def _check_sessions(sandbox: Sandbox) -> None:
 
 
 async def _check_close(sandbox: Sandbox) -> None:
-    """Closes it while a program runs."""
+    """Closes the sandbox while a program runs."""
     running = asyncio.ensure_future(sandbox.run("while True: pass"))
     await asyncio.sleep(0.05)
     await sandbox.close()
@@ -196,7 +197,7 @@ async def _watch(report: SandboxReport) -> None:
 
 
 class _Host:
-    """Things of this machine that programs are after."""
+    """Secrets and traps of this machine that programs look for."""
 
     def __enter__(self) -> _Host:
         self._stack = contextlib.ExitStack()
@@ -250,7 +251,7 @@ def _environment(name: str, value: str) -> Iterator[None]:
 
 
 def _descendants() -> set[tuple[int, str]]:
-    """(process id, name) of all that come from this process; nothing where there is no /proc."""
+    """(process id, name) of all descendants of this process; empty without /proc."""
     parents: dict[int, tuple[int, str]] = {}
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError, ValueError, IndexError):  # it has ended meanwhile
@@ -266,7 +267,7 @@ def _descendants() -> set[tuple[int, str]]:
 
 
 async def _left_over(before: set[tuple[int, str]]) -> set[tuple[int, str]]:
-    """What is still there after the grace; one that was killed may take a moment to be gone."""
+    """Processes that remain after the grace; a killed one may take a moment to go."""
     end = time.monotonic() + GRACE_SECONDS
     while (left := _descendants() - before) and time.monotonic() < end:
         await asyncio.sleep(0.02)

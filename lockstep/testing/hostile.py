@@ -1,8 +1,8 @@
-"""Programs that try to leave a sandbox, outlive it, or take its host down with them.
+"""Programs that try to escape from a sandbox, outlive it, or bring down its host.
 
-Each is what models under training do write, by accident or because it paid once. In their text
-SECRET_PATH, CANARY_PATH, PORT and HOST_PID stand for things of the host that `check_sandbox`
-prepares. Most end with an error where a sandbox lacks what they use, which is as good an end.
+Models in training write such programs, by accident or because it paid once. `check_sandbox`
+replaces SECRET_PATH, CANARY_PATH, PORT and HOST_PID by things of the host. In a sandbox without the
+modules that they use, most end with an error, which is just as good.
 """
 
 from __future__ import annotations

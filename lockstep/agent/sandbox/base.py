@@ -1,96 +1,209 @@
-"""Where the code that a model wrote runs. One interface, whatever is behind it.
+"""Sandboxes for code that a model wrote: the interface, and what all kinds share.
 
-There is no sandbox without isolation, and no setting that makes one: a model under training finds
-what its code can reach, and a run that lasts days tries it thousands of times an hour.
+Every sandbox isolates, and no setting turns that off: a model in training finds whatever its code
+can reach, and a run that lasts days tries it thousands of times an hour.
 """
 
 from __future__ import annotations
 
+import asyncio
 import math
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, get_args
+from typing import Any, Literal, Protocol, get_args
 
 from lockstep.errors import ConfigError
 
 Ending = Literal["ok", "error", "timeout", "memory", "output", "refused", "crashed"]
-"""How a program ended. error: it raised, or was no program. output: it was cut at the limit of its
-output and went on to no other end. refused: it asked for what no sandbox gives (a file, a socket,
-a process). crashed: the sandbox itself died, and a new one was made."""
+"""How a program ended. error: it raised, or is not Python. output: its output was cut at the limit
+and it ended well otherwise. refused: it asked for something that no sandbox gives (a file, a
+socket, a process). crashed: the sandbox process died and was replaced."""
 ENDINGS: tuple[Ending, ...] = get_args(Ending)
 
 CUT = "\n[output cut here]"
 MAX_CODE_CHARS = 65_536
-"""Of one program. Longer ones are no program that a model meant, and cost time to read."""
+"""Longest program in characters."""
 MAX_ERROR_CHARS = 1500
-"""Of an error's text. Its end is what says what was wrong, so its beginning is cut."""
+"""Longest text of an error. Longer ones lose their beginning: the end names the mistake."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxLimits:
-    """What one program may take."""
+    """Limits of one program."""
 
     seconds: float = 5.0
-    """Wall time, sleeping included. A program that takes longer is ended."""
+    """Wall time in seconds, sleeping included; then the program is ended."""
     memory_mib: int = 256
-    """Of memory that it may fill, in MiB."""
+    """Memory in MiB that the program may fill."""
     output_chars: int = 8192
-    """Of what it prints; what is more is cut."""
+    """Characters of output; the rest is cut."""
     processes: int = 1
-    """Threads and processes that it may have at a time, itself included, where the sandbox has
-    any."""
+    """Threads and processes at a time, the program itself included, in sandboxes that have any."""
 
     def __post_init__(self) -> None:
-        for ok, name, expected in (
-            (0 < self.seconds < math.inf, "seconds", "a finite number above 0"),
-            (self.memory_mib >= 16, "memory_mib", "at least 16: Python itself takes about ten"),
-            (self.output_chars >= 256, "output_chars", "at least 256, to hold an error's text"),
-            (self.processes >= 1, "processes", "at least 1, the program itself"),
-        ):
-            if not ok:
-                raise ConfigError(f"limits.{name}={getattr(self, name)} must be {expected}.")
+        require(
+            self,
+            "limits",
+            seconds=(0 < self.seconds < math.inf, "a finite number above 0"),
+            memory_mib=(self.memory_mib >= 16, "at least 16: Python itself takes about ten"),
+            output_chars=(self.output_chars >= 256, "at least 256, to hold an error's text"),
+            processes=(self.processes >= 1, "at least 1, the program itself"),
+        )
+
+
+def require(config: Any, prefix: str, **rules: tuple[bool, str]) -> None:
+    """Raises ConfigError for the first rule that does not hold. rules: setting -> (whether it is
+    right, what it must be)."""
+    for name, (holds, expected) in rules.items():
+        if not holds:
+            raise ConfigError(f"{prefix}.{name}={getattr(config, name)!r} must be {expected}.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgramResult:
-    """What became of one program."""
+    """Result of one program."""
 
     output: str
-    """What it printed, and the value of its last expression on a line of its own if it has one;
-    then, of one that failed, the error as Python words it. For the model to read."""
+    """Text for the model: what the program printed, then the value of its last expression on a line
+    of its own; if it failed, then the error as Python words it."""
     ending: Ending
     is_truncated: bool = False
     seconds: float = 0.0
-    """Wall time from the moment the program had a place to run, without the wait for one."""
+    """Wall time in seconds, without the wait for a free place."""
     metrics: dict[str, float] = field(default_factory=dict[str, float])
-    """`sandbox/programs`, `sandbox/ENDING` for each other end than ok, and `sandbox/truncated`: for
-    the trajectory."""
+    """Counters for the trajectory: `sandbox/programs`, `sandbox/ENDING` for every ending but ok,
+    and `sandbox/truncated`."""
 
 
 class Sandbox(Protocol):
-    """Runs programs that nobody trusts. Never raises for what a program does.
+    """Runs untrusted programs. Never raises for what a program does.
 
-    One is shared by all episodes of a run. It starts with the first program, runs as many at a time
-    as it has places, and lets others wait. It may be used from one event loop after another.
+    One sandbox serves all episodes of a run. It starts with the first program, runs as many at a
+    time as it has places, and queues the others. It may be used from one event loop after another.
     """
 
     @property
     def dialect(self) -> str:
-        """What a model has to know of the Python here, in a sentence or two: for a tool's
+        """What a model must know about this Python, in a sentence or two, for a tool's
         description."""
         ...
 
     async def run(self, code: str, *, session: str = "") -> ProgramResult:
-        """Runs `code`. Programs of one `session` see each other's variables, in order; without one
-        each starts from nothing."""
+        """Runs `code`. Programs of one `session` run in order and share their variables; without a
+        session, each program starts from nothing."""
         ...
 
     async def end_session(self, session: str) -> None:
-        """Forgets its variables. Unknown ones are ignored."""
+        """Forgets the variables of a session. Unknown sessions are ignored."""
         ...
 
     async def close(self) -> None:
-        """Ends all that is running. Programs under way end as crashed."""
+        """Ends everything. Running programs end as crashed."""
         ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class SandboxConfig:
+    """Base of the settings of a sandbox. A subclass is a choice of the setting `sandbox`, by its
+    tag."""
+
+    limits: SandboxLimits = field(default_factory=SandboxLimits)
+    workers: int = 2
+    """Programs that run at a time; others wait. Waiting does not count against a program's time."""
+
+    def __post_init__(self) -> None:
+        require(self, "sandbox", workers=(self.workers >= 1, "at least 1"))
+
+    def check(self) -> None:
+        """Raises MissingExtraError or ConfigError if something is missing on this machine."""
+
+    def open(self) -> Sandbox:
+        """A sandbox that starts with its first program. The caller closes it."""
+        raise NotImplementedError
+
+
+class QueuedSandbox:
+    """Base of the sandboxes: queues programs, and keeps the order within a session.
+
+    Subclasses give `_run`, `_forget` and `_end`.
+    """
+
+    dialect = "Python."
+
+    def __init__(self, config: SandboxConfig) -> None:
+        self._limits, self._num_workers = config.limits, config.workers
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._free = asyncio.Semaphore(config.workers)
+        self._turns: dict[str, asyncio.Lock] = {}
+        self._running: set[asyncio.Task[ProgramResult]] = set()
+        self._is_closing = False
+
+    async def run(self, code: str, *, session: str = "") -> ProgramResult:
+        if problem := unreadable(code):
+            return self._result("", "error", problem)
+        self._join_loop()
+        task = asyncio.ensure_future(self._wait_and_run(code, session))
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        try:
+            return await task
+        except asyncio.CancelledError:
+            if not self._is_closing:
+                raise
+            return self._result("", "crashed", "error: the sandbox was closed")
+
+    async def end_session(self, session: str) -> None:
+        await self._forget(session)
+        self._turns.pop(session, None)
+
+    async def close(self) -> None:
+        self._join_loop()
+        self._is_closing = True
+        try:
+            for task in self._running:
+                task.cancel()
+            await asyncio.gather(*self._running, return_exceptions=True)
+        finally:
+            self._is_closing = False
+            self._turns.clear()
+        await self._end()
+
+    async def _run(self, code: str, session: str) -> ProgramResult:
+        """Runs one program, once it has a place."""
+        raise NotImplementedError
+
+    async def _forget(self, session: str) -> None:
+        """Ends a session."""
+        raise NotImplementedError
+
+    async def _end(self) -> None:
+        """Ends everything, after all programs have ended."""
+        raise NotImplementedError
+
+    def _leave_loop(self) -> None:
+        """Drops what belongs to an event loop that is no longer used."""
+
+    async def _wait_and_run(self, code: str, session: str) -> ProgramResult:
+        if not session:
+            async with self._free:
+                return await self._run(code, session)
+        async with self._turns.setdefault(session, asyncio.Lock()), self._free:
+            return await self._run(code, session)
+
+    def _join_loop(self) -> None:
+        """Locks and processes belong to the loop that first used them."""
+        loop = asyncio.get_running_loop()
+        if self._loop is not loop:
+            self._loop = loop
+            self._free = asyncio.Semaphore(self._num_workers)
+            self._turns.clear()
+            self._running = set()
+            self._leave_loop()
+
+    def _result(
+        self, printed: str, ending: Ending, error: str = "", **fields: Any
+    ) -> ProgramResult:
+        limit = self._limits.output_chars
+        return result_of(printed, ending=ending, error=error, limit=limit, **fields)
 
 
 def result_of(
@@ -102,11 +215,10 @@ def result_of(
     is_truncated: bool = False,
     seconds: float = 0.0,
 ) -> ProgramResult:
-    """A result whose text stays within `limit` characters: what was printed is cut for the error,
-    never the error for what was printed.
+    """A result whose text has at most `limit` characters. The printed text is cut to make room for
+    the error, never the reverse, and "ok" then becomes "output".
 
-    printed: may have any length; "ok" becomes "output" where it is cut. is_truncated: it was cut
-    before.
+    printed: text of any length. is_truncated: whether it was cut before.
 
     >>> result_of("a" * 500, ending="error", error="ValueError: no", limit=64).output
     'aaaaaaaaaaaaaaaaaaaa\\n[output cut here]\\nValueError: no'
@@ -132,7 +244,7 @@ def result_of(
 
 
 def metrics_of(ending: Ending, *, is_truncated: bool) -> dict[str, float]:
-    """What one program counts as."""
+    """Counters of one program."""
     metrics = {"sandbox/programs": 1.0}
     if ending != "ok":
         metrics[f"sandbox/{ending}"] = 1.0
@@ -142,7 +254,7 @@ def metrics_of(ending: Ending, *, is_truncated: bool) -> dict[str, float]:
 
 
 def unreadable(code: str) -> str:
-    """Why `code` is not given to a sandbox at all, in Python's words; "" if it is."""
+    """Why no sandbox takes `code`, in Python's words; "" if they do."""
     if len(code) > MAX_CODE_CHARS:
         return f"SyntaxError: the program has {len(code)} characters; at most {MAX_CODE_CHARS}"
     if not code.isascii():
@@ -156,10 +268,10 @@ def unreadable(code: str) -> str:
 
 
 def timed_out(limits: SandboxLimits) -> str:
-    """What the model reads of a program that took too long."""
+    """The model's text for a program that took too long."""
     return f"TimeoutError: the program was ended after {limits.seconds:g} s"
 
 
 def out_of_memory(limits: SandboxLimits) -> str:
-    """What the model reads of a program that took too much memory."""
+    """The model's text for a program that took too much memory."""
     return f"MemoryError: the program may fill {limits.memory_mib} MiB"

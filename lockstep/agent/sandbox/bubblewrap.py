@@ -1,8 +1,8 @@
-"""Programs run by the whole of CPython, isolated by bubblewrap (`bwrap`) without root.
+"""The sandbox `bwrap`: CPython, isolated by bubblewrap without root.
 
-Within: a root folder that has Python's own files, read only, and nothing else of this machine; a
-small /tmp in memory; no network, no /proc, no environment, no other process to see. The whole is
-one process namespace: when its first process is killed, all in it are.
+Inside are Python's own files, read only, and a small /tmp in memory. There is no network, no /proc,
+no environment and no other process. All is one process namespace: killing its first process kills
+the rest.
 """
 
 from __future__ import annotations
@@ -17,18 +17,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import ClassVar
 
-from lockstep.agent.sandbox.process import Launch, ProcessSandbox, inside_source, order_of
+from lockstep.agent.sandbox.base import Sandbox
+from lockstep.agent.sandbox.process import (
+    Launch,
+    ProcessSandbox,
+    _ProcessConfig,
+    inside_source,
+    order_of,
+)
 from lockstep.agent.sandbox.seccomp import TABLES, filter_program, has_filter
 from lockstep.errors import ConfigError
 
-if TYPE_CHECKING:
-    from lockstep.agent.sandbox.config import BubblewrapConfig
-
 PROBE_SECONDS = 20.0
 MIN_VERSION = (0, 7)
-"""The first with `--size`."""
+"""First version with `--size`."""
 NOBODY = 65534
 
 DESCRIBE_PYTHON = """
@@ -41,8 +45,41 @@ print(json.dumps({
 """
 
 
+@dataclass(frozen=True, kw_only=True)
+class BubblewrapConfig(_ProcessConfig):
+    """CPython in bubblewrap: the whole language and standard library, without this machine's files,
+    network and processes. Linux; needs no root."""
+
+    TAG: ClassVar[str] = "bwrap"
+
+    command: str = "bwrap"
+    """Path or name of bubblewrap."""
+    python: str = ""
+    """Python that runs the programs. Empty: this one."""
+    packages: tuple[str, ...] = ()
+    """Folders that programs can read and import from, such as a site-packages with numpy."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.limits.processes > 1 and os.geteuid() == 0:
+            raise ConfigError(
+                f"sandbox.limits.processes={self.limits.processes}: the kernel does not count the "
+                "processes of root, so a program could start any number. Run as another user, or "
+                "leave it at 1."
+            )
+
+    def check(self) -> None:
+        require_bwrap(self.command)
+        for folder in self.packages:
+            if not os.path.isdir(folder):
+                raise ConfigError(f"sandbox.packages: {folder!r} is not a folder.")
+
+    def open(self) -> Sandbox:
+        return BubblewrapSandbox(self)
+
+
 def require_bwrap(command: str) -> str:
-    """The path of `command`. Raises ConfigError where there is none or it cannot work here."""
+    """The path of `command`. Raises ConfigError if it is missing or cannot work here."""
     found = shutil.which(command)
     if found is None:
         raise ConfigError(
@@ -76,20 +113,20 @@ def require_bwrap(command: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interpreter:
-    """What of a Python on this machine a program needs to see."""
+    """Files of a Python on this machine that programs need."""
 
     executable: str
     stdlib: str
     folder: str
-    """Of the standard library, below the prefix: lib/python3.12."""
+    """Folder of the standard library below the prefix: lib/python3.12."""
     libraries: dict[str, str]
-    """soname -> path, of all that its binaries are linked with."""
+    """soname -> path of each library that its binaries are linked with."""
     loader: str
-    """The program that the kernel starts to link it; its path is written into the binaries."""
+    """Dynamic linker, whose path is written into the binaries."""
 
     @classmethod
     def found_at(cls, python: str, packages: Sequence[str]) -> Interpreter:
-        """Raises ConfigError if `python` is none."""
+        """Raises ConfigError if `python` is not a Python."""
         try:
             text = subprocess.run(
                 [python, "-I", "-S", "-c", DESCRIBE_PYTHON],
@@ -114,7 +151,7 @@ class Interpreter:
 
 
 def _linked_with(binaries: Sequence[str]) -> tuple[dict[str, str], str]:
-    """(soname -> path, the loader), of all `binaries`, as the loader itself resolves them."""
+    """(soname -> path, dynamic linker) of all `binaries`."""
     listed = subprocess.run(
         ["ldd", *binaries], capture_output=True, text=True, timeout=60, check=False
     )
@@ -135,7 +172,7 @@ def _linked_with(binaries: Sequence[str]) -> tuple[dict[str, str], str]:
 def bwrap_argv(
     bwrap: str, python: Interpreter, *, packages: Sequence[str], disk_mib: int, seccomp_fd: int
 ) -> list[str]:
-    """The command up to the program that runs inside."""
+    """Command that precedes the arguments of the Python inside."""
     argv = [
         bwrap, "--unshare-all", "--unshare-user", "--die-with-parent", "--new-session",
         "--cap-drop", "ALL", "--clearenv", "--hostname", "sandbox",
@@ -144,7 +181,7 @@ def bwrap_argv(
         "--ro-bind", python.stdlib, f"/python/{python.folder}",
         "--ro-bind", os.path.realpath(python.loader), python.loader,
     ]  # fmt: skip
-    for name in ("site-packages", "dist-packages"):  # what is installed beside it is not given
+    for name in ("site-packages", "dist-packages"):  # packages installed beside it stay outside
         if os.path.isdir(f"{python.stdlib}/{name}"):
             hidden = f"/python/{python.folder}/{name}"
             argv += ["--size", "4096", "--tmpfs", hidden, "--remount-ro", hidden]
@@ -154,14 +191,14 @@ def bwrap_argv(
     for path, place in zip(packages, places, strict=True):
         argv += ["--ro-bind", path, place]
     for device in ("null", "zero", "urandom", "random"):
-        # One by one: the /dev that bwrap makes has a /dev/shm without a limit.
+        # One by one: the /dev that bwrap makes has an unlimited /dev/shm.
         argv += ["--dev-bind", f"/dev/{device}", f"/dev/{device}"]
     argv += ["--size", str(disk_mib << 20), "--tmpfs", "/tmp", "--remount-ro", "/"]
     variables = {
         "HOME": "/tmp", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0", "PYTHONHOME": "/python",
         "PYTHONPATH": ":".join(places), "PYTHONDONTWRITEBYTECODE": "1",
         "LD_LIBRARY_PATH": "/python/libraries", "TZ": "UTC",
-        # One thread each: more need address space and, most often, are not allowed.
+        # One thread: more need address space and are mostly not allowed.
         "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1",
     }  # fmt: skip
     for name, value in variables.items():
@@ -170,18 +207,15 @@ def bwrap_argv(
 
 
 class BubblewrapSandbox(ProcessSandbox):
-    """See `BubblewrapConfig`. Raises ConfigError where bubblewrap is missing or forbidden."""
+    """See `BubblewrapConfig`."""
 
     def __init__(self, config: BubblewrapConfig) -> None:
-        limits = config.limits
-        keeps = "Threads and subprocesses are not allowed. " if limits.processes == 1 else ""
+        no_more = (
+            "Threads and subprocesses are not allowed. " if config.limits.processes == 1 else ""
+        )
         super().__init__(
-            self._launch_one,
-            prepare=self._look_around,
-            limits=limits,
-            workers=config.workers,
-            max_sessions=config.max_sessions,
-            dialect=f"CPython with its standard library. {keeps}No network; files only in /tmp.",
+            config,
+            dialect=f"CPython with its standard library. {no_more}No network; files only in /tmp.",
         )
         self._config = config
 
@@ -191,12 +225,12 @@ class BubblewrapSandbox(ProcessSandbox):
         bwrap = require_bwrap(self._config.command)
         return bwrap, Interpreter.found_at(python, self._config.packages)
 
-    def _look_around(self) -> None:
+    def _prepare(self) -> None:
         _ = self._found
 
-    def _launch_one(self) -> Launch:
+    def _launch(self) -> Launch:
         config = self._config
-        reading, writing = os.pipe()  # a filter is far smaller than a pipe holds
+        reading, writing = os.pipe()  # holds a whole filter
         os.write(writing, filter_program(allow_processes=config.limits.processes > 1))
         os.close(writing)
         bwrap, interpreter = self._found

@@ -1,7 +1,7 @@
-"""Programs run by CPython in containers, through the command of docker or podman.
+"""The sandbox `container`: CPython in containers, through the command of docker or podman.
 
-A container shares this machine's kernel. Where that is not enough, `runtime` names one that does
-not: gVisor's `runsc`, or Kata's.
+A container shares this machine's kernel. Set `runtime` to one that does not, gVisor's `runsc` or
+Kata's, if that is too little.
 """
 
 from __future__ import annotations
@@ -10,23 +10,61 @@ import os
 import secrets
 import shutil
 import subprocess
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import ClassVar
 
-from lockstep.agent.sandbox.process import Launch, ProcessSandbox, inside_source, order_of
+from lockstep.agent.sandbox.base import Sandbox, require
+from lockstep.agent.sandbox.process import (
+    Launch,
+    ProcessSandbox,
+    _ProcessConfig,
+    inside_source,
+    order_of,
+)
 from lockstep.errors import ConfigError
-
-if TYPE_CHECKING:
-    from lockstep.agent.sandbox.config import ContainerConfig
 
 ASK_SECONDS = 30.0
 RUNTIME_PROCESSES = 16
-"""What the container's own start needs, on top of those of the program."""
+"""Processes that starting a container takes, on top of the program's."""
 NOBODY = 65534
 
 
+@dataclass(frozen=True, kw_only=True)
+class ContainerConfig(_ProcessConfig):
+    """CPython in a container of docker or podman, for images with your own packages: no network, no
+    capabilities, user nobody, only /tmp is writable."""
+
+    TAG: ClassVar[str] = "container"
+
+    command: str = "docker"
+    """Path or name of docker or podman."""
+    image: str = "python:3.12-slim"
+    """Image, which must be on this machine: a run downloads nothing."""
+    python: str = "python3"
+    """Python of the image."""
+    cpus: float = 1.0
+    """Processors that one program may use."""
+    runtime: str = ""
+    """Runtime of the engine, e.g. "runsc" (gVisor), which has a kernel of its own. Empty: the
+    engine's default."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("command", "image", "python", "runtime"):
+            value = getattr(self, name)
+            if value.startswith("-") or (not value and name != "runtime"):
+                raise ConfigError(f"sandbox.{name}={value!r} must be a name, and no option.")
+        require(self, "sandbox", cpus=(0 < self.cpus <= 1024, "above 0"))
+
+    def check(self) -> None:
+        require_image(self.command, self.image)
+
+    def open(self) -> Sandbox:
+        return ContainerSandbox(self)
+
+
 def require_image(command: str, image: str) -> None:
-    """Raises ConfigError if `command` is missing, has no server, or does not have `image`: nothing
-    is downloaded while a run goes on."""
+    """Raises ConfigError if `command` is missing, its server is down, or it lacks `image`."""
     found = shutil.which(command)
     if found is None:
         raise ConfigError(
@@ -50,7 +88,7 @@ def require_image(command: str, image: str) -> None:
 
 
 def container_argv(config: ContainerConfig, name: str) -> list[str]:
-    """The command up to the program that runs inside."""
+    """Command that precedes the arguments of the Python inside."""
     limits = config.limits
     argv = [
         config.command, "run", "--rm", "--interactive", "--pull", "never", "--name", name,
@@ -69,26 +107,23 @@ def container_argv(config: ContainerConfig, name: str) -> list[str]:
 
 
 class ContainerSandbox(ProcessSandbox):
-    """See `ContainerConfig`. Raises ConfigError where the command or the image is missing."""
+    """See `ContainerConfig`."""
 
     def __init__(self, config: ContainerConfig) -> None:
-        super().__init__(
-            self._launch_one,
-            prepare=lambda: require_image(config.command, config.image),
-            limits=config.limits,
-            workers=config.workers,
-            max_sessions=config.max_sessions,
-            dialect="CPython with its standard library. No network; files only in /tmp.",
-        )
+        dialect = "CPython with its standard library. No network; files only in /tmp."
+        super().__init__(config, dialect=dialect)
         self._config = config
 
-    def _launch_one(self) -> Launch:
+    def _prepare(self) -> None:
+        require_image(self._config.command, self._config.image)
+
+    def _launch(self) -> Launch:
         config = self._config
         name = f"lockstep-{secrets.token_hex(8)}"
         order = order_of(config.limits, disk_mib=config.disk_mib, has_group=True)
         return Launch(
             argv=[*container_argv(config, name), "-s", "-B", "-c", inside_source(), order],
-            # Killing the command that we started leaves the container running.
+            # Killing the command leaves the container running.
             kill_argv=[config.command, "rm", "--force", name],
-            env=dict(os.environ),  # of that command; the container has what is in argv
+            env=dict(os.environ),  # of the command; the container's is in argv
         )

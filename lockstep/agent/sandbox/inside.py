@@ -1,9 +1,9 @@
-"""Runs within a sandbox of the operating system, as its only program: `python -c` with this text.
+"""The program inside a sandbox of the operating system, started as `python -c` with this text.
 
-Knows nothing of Lockstep and imports nothing but the standard library. It takes one JSON line per
-program from its input, and answers each with one JSON line on its output; what programs print
-goes to its error output, with a mark behind the last of it. All of it is in the program's reach:
-what comes out is a claim, and whoever reads it must bound it and be ready for silence.
+Imports the standard library alone. Reads one JSON line per program from its input, and answers each
+with one JSON line on its output. Printed text goes to its error output, with a mark after the last
+of it. A program can reach all of this, so whoever reads the output must bound it and expect
+silence.
 """
 
 import ast
@@ -24,7 +24,7 @@ WORK_FOLDER = "/tmp"
 
 
 class Printed(io.RawIOBase):
-    """What is printed, as far as somebody reads it: the rest is dropped here, where it is cheap."""
+    """Passes on printed text up to the limit, and drops the rest here, where that is cheap."""
 
     def __init__(self, max_bytes):
         self.max_bytes = max_bytes
@@ -47,7 +47,7 @@ class Printed(io.RawIOBase):
 
 
 def set_limits(order):
-    """Hard limits: only a privileged process could raise them, and this one has none to gain."""
+    """Sets hard limits, which only a privileged process could raise."""
     import resource
 
     for name, value in order["limits"].items():
@@ -72,7 +72,7 @@ def kind_of(error):
 
 
 def run(code, space, printed):
-    """Runs one program. Returns (ending, the error as text)."""
+    """Runs one program. Returns (ending, text of the error)."""
     try:
         lines = code.splitlines(keepends=True)
         linecache.cache["program.py"] = (len(code), None, lines, "program.py")
@@ -104,7 +104,7 @@ def run(code, space, printed):
                 type(error), error, tb, limit=-NUM_FRAMES, compact=True
             )
             return kind, "".join(shown.format()).rstrip()[-4000:]
-        except BaseException as another:  # its own __str__ raised, or there is no memory left
+        except BaseException as another:  # its __str__ raised, or no memory is left
             if isinstance(another, MemoryError):
                 kind = "memory"
             return kind, type(error).__name__
@@ -121,9 +121,9 @@ def main():
         io.BufferedWriter(printed), encoding="utf-8", errors="replace", line_buffering=True
     )
     sys.stdin = open(0)  # noqa: SIM115 - it stays open
-    builtins.exit = builtins.quit = sys.exit  # of `site`, which may not have been imported
+    builtins.exit = builtins.quit = sys.exit  # `site` defines these, and may not have been imported
     sys.argv = ["program.py"]
-    sys.path[:] = [folder for folder in sys.path if folder]  # not what programs write
+    sys.path[:] = [folder for folder in sys.path if folder]  # not the folder that programs write to
     module = types.ModuleType("__main__")
     sys.modules["__main__"] = module
     os.chdir(WORK_FOLDER)
@@ -135,14 +135,14 @@ def main():
         ending, error = run(request["code"], module.__dict__, printed)
         with contextlib.suppress(BaseException):  # closed by the program
             sys.stdout.flush()
-        # ASCII: an error's text may hold half characters.
+        # ASCII: the text of an error may contain lone surrogates.
         report = json.dumps({"ending": ending, "error": error}).encode("ascii")
         with contextlib.suppress(OSError):  # closed, too
             os.write(1, b"\0END " + request["mark"].encode() + b"\n")
         os.write(reports, report + b"\n")
         if request["is_last"]:
             break
-    os._exit(0)  # what the program left to run at exit does not run
+    os._exit(0)  # skips what the program registered to run at exit
 
 
 main()

@@ -1,12 +1,11 @@
-"""Programs run by `monty`, a Python interpreter in Rust that was given no way out.
+"""The sandbox `monty`: a Python interpreter in Rust that has no way out.
 
-It has no files, sockets or processes to lose, so nothing of the host is within reach even where the
-program finds a bug in Python. The interpreter runs in processes of its own all the same, without
-this process' environment: one that crashes is replaced.
+It has no files, sockets or processes, so the host stays out of reach even if a program finds a bug.
+It runs in processes of its own all the same, without this process's environment; one that crashes
+is replaced.
 
-What a program's values are worth is decided in there too. A value never comes out as an object, but
-as the text that `repr` made of it within the limits: a few lines build a list of lists that is
-small in memory and that would take this process minutes and gigabytes to write down.
+Values leave it as text that `repr` made within the limits, never as objects: a few lines of code
+can build a nested list that is small in memory and takes minutes and gigabytes to write down.
 """
 
 from __future__ import annotations
@@ -18,23 +17,22 @@ import re
 import shlex
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar
 
 from lockstep.agent.sandbox.base import (
     CUT,
     Ending,
     ProgramResult,
+    QueuedSandbox,
+    Sandbox,
+    SandboxConfig,
     out_of_memory,
-    result_of,
+    require,
     timed_out,
-    unreadable,
 )
-from lockstep.agent.sandbox.places import Places
 from lockstep.errors import MissingExtraError, SandboxError
-
-if TYPE_CHECKING:
-    from lockstep.agent.sandbox.config import MontyConfig
 
 DIALECT = (
     "It is a small Python: functions, plain classes, comprehensions, try, with, match and async "
@@ -44,21 +42,21 @@ DIALECT = (
 )
 
 GRACE_SECONDS = 0.5
-"""For the interpreter to end a program that is at its limit, before its process is killed."""
+"""Seconds for the interpreter to end a program at its limit, before its process is killed."""
 CLOCK = datetime.datetime(2025, 1, 1)
-"""What a program reads as the time. All clocks stand: what one program prints, it always prints."""
+"""Time that programs read. All clocks are frozen, so a program always prints the same."""
 MAX_CHECKOUTS = 256
-"""Programs that one process runs before it is replaced: what one might leave behind, ends."""
+"""Programs that one process runs before it is replaced, which ends whatever they left behind."""
 STATEMENT = re.compile(
     r"@|(?:assert|async|break|class|continue|def|del|elif|else|except|finally|for|from|global|if|"
     r"import|nonlocal|pass|raise|return|try|while|with)\b"
 )
-"""What no expression begins with."""
+"""Beginnings that no expression has."""
 UNSUPPORTED = "The monty syntax parser does not yet support"
 NUM_FRAMES = 5
-"""Calls of a traceback that the model reads, the innermost."""
+"""Innermost calls of a traceback that the model reads."""
 SOURCE_CHARS = 200
-"""Of the line that a traceback shows."""
+"""Characters of the source line that a traceback shows."""
 
 OUTSIDE = frozenset(
     {
@@ -68,13 +66,13 @@ OUTSIDE = frozenset(
         "urllib", "urllib.request",
     }
 )  # fmt: skip
-"""Modules that only serve to reach out of a program. Importing one counts as refused."""
+"""Modules whose only use is to reach out of a program. Importing one counts as refused."""
 
 SHOW = "__value__ = [("
 SHOWN = '\n)]\nif __value__[0] is not None:\n    print(f"{__value__[0]!r}")\n__value__ = None'
-"""Put around the last statement of a program, these print its value if it is an expression. If it
-is not one, or the statement does not begin where it seemed to, the two kinds of brackets do not
-match up, and the parser refuses the whole before anything has run."""
+"""Wrapped around the last statement of a program, these print its value if it is an expression. If
+it is not, or begins elsewhere, the brackets do not match, and the parser refuses the program before
+anything runs."""
 
 
 def require_monty() -> Any:
@@ -88,35 +86,57 @@ def require_monty() -> Any:
     return pydantic_monty
 
 
-class MontySandbox:
+@dataclass(frozen=True, kw_only=True)
+class MontyConfig(SandboxConfig):
+    """The interpreter `monty`: its own small Python without files, sockets or processes. Fast and
+    deterministic, for calculations."""
+
+    TAG: ClassVar[str] = "monty"
+
+    max_depth: int = 500
+    """Depth of nested calls."""
+    max_session_mib: int = 16
+    """MiB of variables that a session keeps between programs. A program with more is told, and the
+    session keeps its previous variables."""
+    seed: int = 0
+    """Seed of `random` in each session. The clock is frozen, so nothing else varies."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(
+            self,
+            "sandbox",
+            max_depth=(1 <= self.max_depth <= 1000, "between 1 and 1000"),
+            max_session_mib=(self.max_session_mib >= 1, "at least 1"),
+        )
+
+    def check(self) -> None:
+        require_monty()
+
+    def open(self) -> Sandbox:
+        return MontySandbox(self)
+
+
+class MontySandbox(QueuedSandbox):
     """Programs in a pool of `workers` interpreters. See `MontyConfig`."""
 
     dialect = DIALECT
 
     def __init__(self, config: MontyConfig) -> None:
+        super().__init__(config)
         self._monty = require_monty()
         self._config = config
-        self._limits = config.limits
         # An odd number, so that its error can be told from that of the memory.
         self._max_printed_bytes = 4 * config.limits.output_chars + 1
-        self._places = Places(config.workers, output_chars=config.limits.output_chars)
         self._states: dict[str, bytes] = {}
-        """What lasts from one program of a session to the next: no process, so that thousands of
-        sessions may wait."""
+        """Variables of each session. They need no process, so thousands of sessions may wait."""
         self._start: asyncio.Task[Any] | None = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
-    async def run(self, code: str, *, session: str = "") -> ProgramResult:
-        if problem := unreadable(code):
-            return self._result("", "error", problem)
-        return await self._places.run(lambda: self._run(code, session), session=session)
-
-    async def end_session(self, session: str) -> None:
+    async def _forget(self, session: str) -> None:
         self._states.pop(session, None)
-        self._places.forget(session)
 
-    async def close(self) -> None:
-        await self._places.end_all()
+    async def _end(self) -> None:
         self._states.clear()
         start, self._start = self._start, None
         if start is not None:
@@ -140,11 +160,12 @@ class MontySandbox:
             max_processes=self._config.workers,
             max_checkouts_per_worker=MAX_CHECKOUTS,
             feed_duration_limit_grace=GRACE_SECONDS,
-            request_timeout=seconds + 2 * GRACE_SECONDS,  # for what is no program: loading a state
+            request_timeout=seconds
+            + 2 * GRACE_SECONDS,  # of requests that run no program, such as loading a state
         )
         try:
             opened = await pool.__aenter__()
-            async with opened.checkout() as feed:  # one that cannot run is no program's crash
+            async with opened.checkout() as feed:  # fails here if the interpreter cannot run
                 await feed.feed_run("None")
             return opened
         except (OSError, RuntimeError, self._monty.MontyError) as error:
@@ -154,8 +175,8 @@ class MontySandbox:
             ) from error
 
     def _worker_script(self) -> str:
-        """Starts one interpreter: without our environment, bounded once more by the kernel, and
-        with its complaints kept off the terminal (we get them as errors)."""
+        """Path of a script that starts an interpreter without our environment, with kernel limits
+        on memory, and without its messages, which also come as errors."""
         from pydantic_monty._binary import find_monty_binary
 
         self._folder = tempfile.TemporaryDirectory(prefix="lockstep-monty-")
@@ -180,48 +201,48 @@ class MontySandbox:
             },
             os_policy={
                 "datetime": CLOCK,
-                "sleep": "zero",  # its limit on time does not count sleep
+                "sleep": "zero",  # the time limit does not count sleep
                 "random_start": {"seed": self._config.seed},
             },
         )
         began = time.monotonic()
         try:
             async with checkout as feed:
-                # The interpreter's own limit is of each of our requests, and it may be late.
+                # The interpreter's own limit is per request, and may be late.
                 async with asyncio.timeout(self._limits.seconds + GRACE_SECONDS):
                     if (state := self._states.get(session)) is not None:
                         await feed.load_session(state)
                     result = await self._feed(feed, code, began)
-                    # After these the interpreter promises nothing about what is in it.
+                    # After these endings the interpreter's state is undefined.
                     if session and result.ending not in ("timeout", "memory", "crashed"):
                         result = await self._keep(feed, session, result)
                     return result
         except TimeoutError:
-            return self._result("", "timeout", timed_out(self._limits), began)
+            return self._timed("", "timeout", timed_out(self._limits), began)
         except monty.MontyCrashedError as error:
-            # A timeout that the interpreter itself did not notice is no crash to the model.
+            # A timeout that the interpreter did not notice is a timeout to the model, not a crash.
             late = error.timed_out or time.monotonic() - began >= self._limits.seconds
             text = timed_out(self._limits) if late else "error: the sandbox crashed"
-            return self._result("", "timeout" if late else "crashed", text, began)
+            return self._timed("", "timeout" if late else "crashed", text, began)
         except monty.MontyError as error:
             text = error.display("type-msg") if hasattr(error, "display") else str(error)
-            return self._result("", "crashed", f"error: the sandbox failed: {text}", began)
+            return self._timed("", "crashed", f"error: the sandbox failed: {text}", began)
 
     async def _feed(self, feed: Any, code: str, began: float) -> ProgramResult:
-        """Runs `code` so that its last value is printed, if it has one."""
+        """Runs `code` and prints its last value, if it has one."""
         shown, spans_lines = show_value(code)
         if shown and (not spans_lines or await self._can_be_parsed(feed, code)):
             result = await self._feed_once(feed, shown, began)
             if result is not None:
                 return result
-        # A last None, so that no value of any size comes out as an object.
+        # A last None, so that no value leaves as an object.
         result = await self._feed_once(feed, code + "\n\nNone", began, is_last=True)
         assert result is not None, "only the first attempt can be taken back"
         return result
 
     async def _can_be_parsed(self, feed: Any, code: str) -> bool:
-        """Whether `code` is a program as it stands: within brackets, an indented line that stands
-        wrong would become an argument."""
+        """Whether `code` is a program without our brackets, within which a wrongly indented line
+        would be an argument."""
         try:
             await feed.feed_run("assert False\n" + code)
         except self._monty.MontyCrashedError:
@@ -233,7 +254,7 @@ class MontySandbox:
     async def _feed_once(
         self, feed: Any, code: str, began: float, *, is_last: bool = False
     ) -> ProgramResult | None:
-        """None if `code` could not be parsed, and so nothing ran; not if it `is_last`."""
+        """None if `code` could not be parsed, so that nothing ran, unless it `is_last`."""
         monty = self._monty
         printed = monty.CollectString(max_bytes=self._max_printed_bytes)
         asked: list[str] = []
@@ -247,73 +268,64 @@ class MontySandbox:
         except monty.MontyCrashedError:
             raise
         except monty.MontySyntaxError as error:
-            # One that was raised while it ran (by `eval`) has a frame with a name.
+            # A SyntaxError that was raised at run time (by `eval`) has a frame with a name.
             if not is_last and all(frame.function_name is None for frame in error.traceback()):
                 return None
-            return self._result(printed.output, "error", _traceback(error), began)
+            return self._timed(printed.output, "error", _traceback(error), began)
         except monty.MontyRuntimeError as error:
             return self._failure(printed.output, error, asked, began)
-        return self._result(printed.output, "ok", "", began)
+        return self._timed(printed.output, "ok", "", began)
 
     def _failure(self, printed: str, error: Any, asked: list[str], began: float) -> ProgramResult:
         kind, _, text = error.display("type-msg").partition(":")
         if kind == "TimeoutError" and "time limit exceeded" in text:
-            return self._result(printed, "timeout", timed_out(self._limits), began)
+            return self._timed(printed, "timeout", timed_out(self._limits), began)
         if kind == "MemoryError" and text.endswith(f"> {self._max_printed_bytes} bytes"):
             if time.monotonic() - began >= self._limits.seconds:  # it hides the other error
-                return self._result(printed, "timeout", timed_out(self._limits), began)
-            return self._result(printed, "ok", "", began)
+                return self._timed(printed, "timeout", timed_out(self._limits), began)
+            return self._timed(printed, "ok", "", began)
         if kind == "MemoryError":
-            return self._result(printed, "memory", out_of_memory(self._limits), began)
+            return self._timed(printed, "memory", out_of_memory(self._limits), began)
         missing = text.strip().removeprefix("No module named ").strip("'")
         is_refused = (
             (kind == "PermissionError" and bool(asked))
             or (kind == "RuntimeError" and bool(asked) and "not supported in this" in text)
             or (kind == "ModuleNotFoundError" and missing in OUTSIDE)
         )
-        return self._result(printed, "refused" if is_refused else "error", _traceback(error), began)
+        return self._timed(printed, "refused" if is_refused else "error", _traceback(error), began)
 
     async def _keep(self, feed: Any, session: str, result: ProgramResult) -> ProgramResult:
-        """Takes the session's variables along, if they are not too many."""
+        """Saves the session's variables, unless they are too large."""
         max_mib = self._config.max_session_mib
         try:
             state = await feed.dump()
-        except self._monty.MontyRuntimeError:  # no memory left to write them down in
+        except self._monty.MontyRuntimeError:  # no memory left to write them
             state = None
         if state is not None and len(state) <= max_mib << 20:
             self._states[session] = state
             return result
-        return result_of(
+        return self._result(
             result.output.removesuffix(CUT),
-            ending="memory",
-            error=f"MemoryError: more than {max_mib} MiB of variables cannot be kept for the next "
+            "memory",
+            f"MemoryError: more than {max_mib} MiB of variables cannot be kept for the next "
             "program; those from before this one are back",
-            limit=self._limits.output_chars,
             is_truncated=result.is_truncated,
             seconds=result.seconds,
         )
 
-    def _result(
-        self, printed: str, ending: Ending, error: str = "", began: float | None = None
-    ) -> ProgramResult:
-        return result_of(
-            printed,
-            ending=ending,
-            error=error,
-            limit=self._limits.output_chars,
-            seconds=0.0 if began is None else time.monotonic() - began,
-        )
+    def _timed(self, printed: str, ending: Ending, error: str, began: float) -> ProgramResult:
+        return self._result(printed, ending, error, seconds=time.monotonic() - began)
 
 
 def show_value(code: str) -> tuple[str, bool]:
-    """`code` changed to print the value of its last statement, and whether that spans lines; "" if
-    it can be no expression.
+    """(`code` changed to print the value of its last statement, whether that spans lines); ("",
+    False) if the statement cannot be an expression.
 
     The statement begins at the last line that is not indented. `code` is not parsed here: deep
-    nesting has crashed Python's own parser, and monty's will say.
+    nesting has crashed Python's own parser.
     """
     code = code.replace("\r\n", "\n")
-    if "\r" in code:  # the end of a line to Python, and of nothing else in the world
+    if "\r" in code:  # ends a line in Python, and nowhere else
         return "", False
     lines = code.rstrip().split("\n")
     for index in range(len(lines) - 1, -1, -1):
@@ -329,7 +341,8 @@ def show_value(code: str) -> tuple[str, bool]:
 
 
 def _traceback(error: Any) -> str:
-    """The error as Python words it, its innermost calls, without what we added to the program."""
+    """The error as Python words it, with its innermost calls, without our additions to the
+    program."""
     frames = error.traceback()
     lines = ["Traceback (most recent call last):"] if frames else []
     if len(frames) > NUM_FRAMES:

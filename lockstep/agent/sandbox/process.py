@@ -1,8 +1,8 @@
-"""Programs run by CPython in an isolated process: what bubblewrap and containers share.
+"""CPython in an isolated process: the common part of the sandboxes `bwrap` and `container`.
 
-Each program has a fresh process, started before it is needed; those of a session share one. The
-process runs `inside.py` and is never trusted: whatever it says is bounded here, and whatever it
-does ends with its time.
+Each program has a fresh process, started ahead of time; programs of a session share one. The
+process runs `inside.py` and is never trusted: its output is bounded here, and it is killed at its
+time limit.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import secrets
 import signal
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,56 +26,75 @@ from lockstep.agent.sandbox.base import (
     MAX_ERROR_CHARS,
     Ending,
     ProgramResult,
+    QueuedSandbox,
+    SandboxConfig,
     SandboxLimits,
     out_of_memory,
-    result_of,
+    require,
     timed_out,
-    unreadable,
 )
-from lockstep.agent.sandbox.places import Places
 from lockstep.errors import SandboxError
 
 START_SECONDS = 30.0
-"""For a process to come up. It has nothing to do with what a program does."""
+"""Seconds for a process to start, before it has a program."""
 COMPLAINT_SECONDS = 2.0
-"""For what a process said that did not come up, which may still be on its way."""
+"""Seconds for the error output of a process that did not start to arrive."""
 END_SECONDS = 5.0
-"""For a killed process to be gone."""
+"""Seconds for a killed process to be gone."""
 MARK_SECONDS = 1.0
-"""From the end of a program to the end of what it printed, which came before."""
+"""Seconds from the report of a program to the mark at the end of its output."""
 MAX_REPORT_BYTES = 64 * 1024
 """Of one answer of `inside.py`, whose error is at most 4000 characters."""
 FLOOD_BYTES = 1024 * 1024
-"""Written past the limit of the output, around `print`, before the program is ended for it."""
+"""Bytes that a program may write past its output limit, around `print`, before it is ended."""
 INTERPRETER_MIB = 64
-"""Address space of an idle interpreter, on top of what a program may fill."""
+"""MiB of address space of an idle interpreter, on top of a program's memory."""
 GONE = "[the variables of earlier programs are gone]\n"
 
 
+@dataclass(frozen=True, kw_only=True)
+class _ProcessConfig(SandboxConfig):
+    """Base of the settings of sandboxes that run CPython in an isolated process."""
+
+    disk_mib: int = 16
+    """MiB of files that a program may write to /tmp, which is in memory."""
+    max_sessions: int = 64
+    """Processes that wait for the next program of their session. With more, the one that waited
+    longest is ended, and its next program reads that its variables are gone."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(
+            self,
+            "sandbox",
+            disk_mib=(self.disk_mib >= 1, "at least 1"),
+            max_sessions=(self.max_sessions >= 1, "at least 1"),
+        )
+
+
 def inside_source() -> str:
-    """The text of `inside.py`."""
+    """Source of `inside.py`."""
     return importlib.resources.files("lockstep.agent.sandbox").joinpath("inside.py").read_text()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """How one isolated process is started."""
+    """Command that starts one isolated process."""
 
     argv: Sequence[str]
     pass_fds: Sequence[int] = ()
-    """Closed here once the process has them."""
+    """Descriptors for the process; closed here once it has them."""
     kill_argv: Sequence[str] = ()
-    """What ends it, where killing the process that we started does not."""
+    """Command that ends it, if killing the started process does not."""
     env: dict[str, str] = field(default_factory=dict[str, str])
 
 
 def order_of(limits: SandboxLimits, *, disk_mib: int, has_group: bool) -> str:
-    """What `inside.py` is told at its start. has_group: a control group bounds its memory and
-    processes, all together; else its own address space and the number of its user's do."""
-    cpu_seconds = 100 * math.ceil(limits.seconds) + 1  # of a whole session; wall time ends programs
+    """First argument of `inside.py`, as JSON. has_group: a control group bounds memory and
+    processes; otherwise limits on the address space and on the user's processes do."""
     rlimits = {
         "CORE": 0,
-        "CPU": cpu_seconds,
+        "CPU": 100 * math.ceil(limits.seconds) + 1,  # of a session; wall time ends programs
         "FSIZE": disk_mib << 20,
         "MEMLOCK": 0,
         "MSGQUEUE": 0,
@@ -83,13 +102,13 @@ def order_of(limits: SandboxLimits, *, disk_mib: int, has_group: bool) -> str:
     }
     if not has_group:
         rlimits["AS"] = (limits.memory_mib + INTERPRETER_MIB) << 20
-        # One more for the process that waits for it, in the same namespace.
+        # One more, for the process that waits for it in the same namespace.
         rlimits["NPROC"] = limits.processes + 1
     return json.dumps({"limits": rlimits, "output_bytes": 4 * limits.output_chars + 1})
 
 
 class Worker:
-    """One isolated process, from its start to its end."""
+    """One isolated process, from start to end."""
 
     def __init__(self, process: asyncio.subprocess.Process, launch: Launch, max_bytes: int) -> None:
         self._process = process
@@ -103,7 +122,8 @@ class Worker:
 
     @classmethod
     async def start(cls, launch: Launch, *, max_bytes: int) -> Worker:
-        """Returns when it is ready for a program. Raises SandboxError if it never is."""
+        """Returns a process that is ready for a program. Raises SandboxError if it does not
+        start."""
         try:
             process = await asyncio.create_subprocess_exec(
                 *launch.argv,
@@ -112,7 +132,7 @@ class Worker:
                 stderr=asyncio.subprocess.PIPE,
                 env=launch.env,
                 pass_fds=launch.pass_fds,
-                start_new_session=True,  # a Ctrl-C at the terminal is not for it
+                start_new_session=True,  # Ctrl-C at the terminal must not reach it
                 limit=MAX_REPORT_BYTES,
             )
         except OSError as error:
@@ -133,7 +153,7 @@ class Worker:
             await worker.end()
             raise
         if report is None or report.get("ready") is not True:
-            # Its complaint comes by another pipe than the end of its reports.
+            # Its error output comes through another pipe than its reports.
             await asyncio.wait({worker._reading}, timeout=COMPLAINT_SECONDS)
             said = worker._printed.decode("utf-8", "replace").strip()[-MAX_ERROR_CHARS:]
             await worker.end()
@@ -147,8 +167,8 @@ class Worker:
     async def run(
         self, code: str, limits: SandboxLimits, *, is_last: bool
     ) -> tuple[Ending, str, str]:
-        """Runs one program: (ending, what it printed, error). After any ending but ok, error and
-        refused it must not be used again."""
+        """Runs one program. Returns (ending, printed text, error). After any ending but ok, error
+        and refused the process must not be used again."""
         self._mark = secrets.token_hex(8).encode()
         self._printed.clear()
         self._marked.clear()
@@ -157,12 +177,12 @@ class Worker:
         is_late = False
         try:
             async with asyncio.timeout(limits.seconds):
-                with contextlib.suppress(OSError):  # it died before: no report says so
+                with contextlib.suppress(OSError):  # it died: there will be no report
                     assert self._process.stdin is not None
                     self._process.stdin.write(json.dumps(request).encode() + b"\n")
                     await self._process.stdin.drain()
                 report = await self._report()
-                if report is None:  # it has ended, or only closed its output
+                if report is None:  # it ended, or only closed its output
                     await self._process.wait()
         except TimeoutError:
             is_late = True
@@ -184,7 +204,7 @@ class Worker:
             return self._end_without_report(limits, text)
         ending, error = report.get("ending"), report.get("error")
         if ending not in ENDINGS or not isinstance(error, str):
-            return "crashed", text, "error: the sandbox answered what cannot be"
+            return "crashed", text, "error: the sandbox gave a malformed answer"
         return ending, text, out_of_memory(limits) if ending == "memory" else error
 
     def _end_without_report(self, limits: SandboxLimits, text: str) -> tuple[Ending, str, str]:
@@ -196,12 +216,12 @@ class Worker:
             return "error", text, f"SystemExit: the program ended itself with status {status}"
         if name == "SIGXCPU":
             return "timeout", text, timed_out(limits)
-        if name == "SIGKILL":  # nothing else kills it while its time is not over
+        if name == "SIGKILL":  # within its time, only the kernel kills it
             return "memory", text, out_of_memory(limits)
         return "crashed", text, f"error: the interpreter was ended by {name}"
 
     async def end(self) -> None:
-        """Kills it and all that it started, and returns when it is gone."""
+        """Kills it with everything that it started. Returns when it is gone."""
         self.kill()
         if self._launch.kill_argv:
             with contextlib.suppress(OSError):
@@ -218,7 +238,7 @@ class Worker:
         """Kills it without waiting."""
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
-                # Not `self._process.kill`, which takes the exit status that asyncio waits for.
+                # `self._process.kill` would take the exit status that asyncio waits for.
                 os.kill(self._process.pid, signal.SIGKILL)
 
     async def _gone(self) -> None:
@@ -231,7 +251,7 @@ class Worker:
         self._reading.cancel()
 
     async def _report(self) -> dict[str, Any] | None:
-        """Its next answer; None if there will be none. Raises ValueError for what is no answer."""
+        """Its next report; None at the end. Raises ValueError for anything else."""
         assert self._process.stdout is not None
         line = await self._process.stdout.readline()
         if not line:
@@ -245,10 +265,10 @@ class Worker:
         return report
 
     async def _read(self) -> None:
-        """Takes in what is printed, as far as somebody will read it."""
+        """Keeps what is printed, up to the output limit."""
         assert self._process.stderr is not None
         num_dropped = 0
-        tail = b""  # the mark may come after more than is kept
+        tail = b""  # the mark may come after the part that is kept
         while chunk := await self._process.stderr.read(65536):
             kept = chunk[: max(0, self._max_bytes - len(self._printed))]
             self._printed += kept
@@ -261,57 +281,39 @@ class Worker:
                 self.kill()
 
 
-class ProcessSandbox:
-    """Isolated processes, `workers` at a time.
+class ProcessSandbox(QueuedSandbox):
+    """Isolated processes, `workers` at a time. Subclasses give `_prepare` and `_launch`."""
 
-    launch: how the next one is started, called for each. prepare: what takes long and is done once,
-    in a thread; raises ConfigError for what the machine lacks.
-    """
-
-    def __init__(
-        self,
-        launch: Callable[[], Launch],
-        *,
-        prepare: Callable[[], None],
-        limits: SandboxLimits,
-        workers: int,
-        max_sessions: int,
-        dialect: str,
-    ) -> None:
+    def __init__(self, config: _ProcessConfig, *, dialect: str) -> None:
+        super().__init__(config)
         self.dialect = dialect
-        self._launch = launch
-        self._prepare = prepare
-        self._limits = limits
-        self._num_workers = workers
-        self._max_sessions = max_sessions
-        self._places = Places(workers, output_chars=limits.output_chars)
+        self._max_sessions = config.max_sessions
         self._is_prepared = False
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._ready: list[asyncio.Task[Worker]] = []
-        """Processes that wait for their only program, or are still starting."""
+        """Processes that are starting, or wait for their only program."""
         self._sessions: OrderedDict[str, Worker] = OrderedDict()
-        """The least recently used first."""
+        """Processes of sessions, the least recently used first."""
         self._lost: set[str] = set()
-        """Sessions whose process was ended, until they are told."""
+        """Sessions whose process was ended, until their next program is told."""
         self._ending: set[asyncio.Task[None]] = set()
 
-    async def run(self, code: str, *, session: str = "") -> ProgramResult:
-        if problem := unreadable(code):
-            return result_of("", ending="error", error=problem, limit=self._limits.output_chars)
-        self._join_loop()
-        return await self._places.run(lambda: self._run(code, session), session=session)
+    def _prepare(self) -> None:
+        """Looks once, in a thread, for all that is needed. Raises ConfigError for what is
+        missing."""
+        raise NotImplementedError
 
-    async def end_session(self, session: str) -> None:
+    def _launch(self) -> Launch:
+        """Command for the next process."""
+        raise NotImplementedError
+
+    async def _forget(self, session: str) -> None:
         self._lost.discard(session)
         if (worker := self._sessions.pop(session, None)) is not None:
             await worker.end()
-        self._places.forget(session)
 
-    async def close(self) -> None:
-        self._join_loop()
-        await self._places.end_all()
+    async def _end(self) -> None:
         starting, self._ready = self._ready, []
-        # Not cancelled: a process that is half started would have nobody to end it.
+        # Not cancelled: nobody would end a process that is half started.
         started = await asyncio.gather(*starting, return_exceptions=True)
         workers = [each for each in started if isinstance(each, Worker)]
         workers += self._sessions.values()
@@ -323,7 +325,7 @@ class ProcessSandbox:
         worker = self._sessions.pop(session, None)
         is_told = session in self._lost
         self._lost.discard(session)
-        if worker is not None and not worker.is_alive:  # it died between two programs
+        if worker is not None and not worker.is_alive:  # it died between programs
             self._end_later(worker)
             worker, is_told = None, True
         if worker is None:
@@ -341,11 +343,10 @@ class ProcessSandbox:
                 self._end_later(worker)
         if session and not is_kept:
             error = f"{error}\n{GONE}".strip()
-        return result_of(
+        return self._result(
             GONE * is_told + printed,
-            ending=ending,
-            error=error,
-            limit=self._limits.output_chars,
+            ending,
+            error,
             is_truncated=ending == "output",
             seconds=seconds,
         )
@@ -358,14 +359,14 @@ class ProcessSandbox:
             self._end_later(ended)
 
     def _end_later(self, worker: Worker) -> None:
-        """Kills it at once; that it is gone is waited for aside, or when the sandbox closes."""
+        """Kills it at once, and waits for its end in the background."""
         worker.kill()
         task = asyncio.ensure_future(worker.end())
         self._ending.add(task)
         task.add_done_callback(self._ending.discard)
 
     async def _take(self) -> Worker:
-        """A process that has run nothing. Others are started for the programs to come."""
+        """A process that has run nothing. Starts others for the programs to come."""
         if not self._is_prepared:
             await asyncio.to_thread(self._prepare)
             self._is_prepared = True
@@ -376,19 +377,14 @@ class ProcessSandbox:
             start = self._ready.pop(0)
             try:
                 worker = await asyncio.shield(start)
-            except asyncio.CancelledError:  # of the program: the process is for another one
+            except asyncio.CancelledError:  # of this program: the process is left for another
                 self._ready.insert(0, start)
                 raise
             if worker.is_alive:
                 return worker
             self._end_later(worker)
 
-    def _join_loop(self) -> None:
-        """Processes belong to the loop that started them: those of an earlier one are ended."""
-        loop = asyncio.get_running_loop()
-        if self._loop is loop:
-            return
-        self._loop = loop
+    def _leave_loop(self) -> None:
         for task in self._ready:
             if task.done() and not task.cancelled() and task.exception() is None:
                 task.result().kill()

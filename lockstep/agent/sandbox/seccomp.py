@@ -1,8 +1,8 @@
-"""The system calls that a program in bubblewrap does not get, as a filter for the kernel.
+"""A kernel filter of the system calls that a program in bubblewrap must not make.
 
-Namespaces take files, network and processes out of a program's reach. This takes away what is left
-beside them: memory that no limit counts, keys that are in no namespace, and the calls through which
-kernels have been broken into. A refused call fails with EPERM, which Python raises.
+Namespaces hide files, network and processes. The filter removes the rest: memory that no limit
+counts, keys that no namespace has, and calls through which kernels have been attacked. A refused
+call fails with EPERM, which Python raises.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class _Table(NamedTuple):
     clone: int
     clone3: int
     max_number: int
-    """x86_64 takes 32-bit pointers in calls from here on, which the numbers below do not cover."""
+    """First number of x86_64's calls with 32-bit pointers, which the numbers below do not cover."""
     denied: tuple[int, ...]
     forks: tuple[int, ...]
 
@@ -77,15 +77,13 @@ CLONE_NAMESPACES = 0x7E020080
 
 
 def has_filter() -> bool:
-    """Whether the calls of this machine are known here."""
+    """Whether the system calls of this machine are known."""
     return platform.machine() in TABLES
 
 
 def filter_program(*, allow_processes: bool, machine: str | None = None) -> bytes:
-    """The filter, as `bwrap --seccomp` reads it: struct sock_filter, one after the other.
-
-    allow_processes: whether a program may have threads and processes beside itself.
-    """
+    """The filter as `bwrap --seccomp` reads it: an array of struct sock_filter. allow_processes:
+    whether a program may start threads and processes."""
     table = TABLES[machine or platform.machine()]
     denied = set(table.denied)
     if not allow_processes:
@@ -103,7 +101,7 @@ def filter_program(*, allow_processes: bool, machine: str | None = None) -> byte
         _step(_LOAD, _NUMBER_AT),
         _step(_AT_LEAST, table.max_number, 0, 1),
         _step(_RETURN, _KILL),
-        # Its flags lie in memory, where no filter can look. libc tries clone next.
+        # Its flags are in memory, which no filter can read. libc then tries clone.
         _step(_EQUAL, table.clone3, 0, 1),
         _step(_RETURN, _ERRNO | ENOSYS),
     ]

@@ -6,7 +6,7 @@ from lockstep.agent.sandbox.base import Sandbox
 from lockstep.agent.tools import Tool, ToolOutput
 
 NO_OUTPUT = "[no output]"
-"""What is read of a program that printed nothing: most often, that a print is missing."""
+"""Output of a program that printed nothing, most often because a print is missing."""
 PARAMETERS = {
     "type": "object",
     "properties": {"code": {"type": "string", "description": "The program."}},
@@ -15,13 +15,13 @@ PARAMETERS = {
 
 
 def python_tool(sandbox: Sandbox, *, session: str = "", name: str = "python") -> Tool:
-    """The tool `python(code: str)`. What a program printed, its last value, and its error if it has
-    one, are what the model reads: none of them is an error of the tool.
+    """The tool `python(code: str)`. The model reads the printed text, the last value and the error
+    of a program; a failed program is not a failure of the tool.
 
-    session: programs of one session see each other's variables; the environment ends it in `close`.
+    session: programs of one session share their variables; the environment ends it in `close`.
     Empty: each program starts from nothing.
 
-    >>> from lockstep.agent.sandbox.config import MontyConfig
+    >>> from lockstep.agent.sandbox.monty import MontyConfig
     >>> tool = python_tool(MontyConfig().open())
     >>> tool.name, list(tool.parameters["properties"])
     ('python', ['code'])

@@ -11,9 +11,7 @@ from typing import ClassVar, Literal
 
 from lockstep.agent.config import AgentConfig
 from lockstep.agent.environment import Environment, Observation, Score
-from lockstep.agent.sandbox.base import Sandbox
-from lockstep.agent.sandbox.config import MontyConfig, SandboxConfig
-from lockstep.agent.sandbox.tool import python_tool
+from lockstep.agent.sandbox import MontyConfig, Sandbox, SandboxConfig, python_tool
 from lockstep.agent.task_config import Split, TaskConfig
 from lockstep.agent.tasks import GeneratedSource, ListSource, TaskSource
 from lockstep.agent.tools import ToolEnvironment, ToolLimits

@@ -19,12 +19,10 @@ WORDS = re.compile(
 
 KNOWN = {
     "agent/sandbox": "the sandboxes themselves",
+    "children.py": "programs of the package, by a command of its own",
     "engines/guard.py": "ends the processes of an engine's server",
     "engines/server_process.py": "an engine's server, by a command of the config",
-    "envs/math/answers.py": "the grader; of an answer it evaluates digits and operators only",
     "envs/programs/program.py": "an agent of the user's, by a command of the config",
-    "envs/reasoning_gym/worker.py": "reasoning-gym in a process of its own, by its Python",
-    "envs/verifiers/worker.py": "an installed environment of verifiers, in a process of its own",
     "launch/ray.py": "objects of this run's own processes",
     "launch/workers.py": "objects of this run's own processes, and those processes",
     "renderers/jinja/template.py": "a model's chat template, sandboxed, in a process with limits",

@@ -12,7 +12,7 @@ import aiohttp
 from aiohttp import web
 
 from lockstep.agent.sandbox import MontyConfig, RemoteConfig, SandboxLimits
-from lockstep.agent.sandbox.remote import SandboxServer
+from lockstep.agent.sandbox.server import SandboxServer
 from lockstep.errors import ConfigError, SandboxError
 from lockstep.testing.check_sandbox import check_sandbox
 
