@@ -488,6 +488,8 @@ class Sample:
     """Index of the row's group in its batch."""
     ragged: dict[str, Ragged] = field(default_factory=dict[str, Ragged])
     """name -> T entries: the ragged ones of COLUMNS."""
+    segments: dict[int, slice] = field(default_factory=dict[int, slice])
+    """Sampled segment of the trajectory -> its tokens in this row, for those trained in it."""
     fingerprints: tuple[str, ...] = ()
     """Of the numerics that computed `rollout_logprobs`: the different ones, in order."""
 
@@ -510,6 +512,11 @@ class Sample:
     @property
     def num_trained(self) -> int:
         return int(self.loss_mask.sum())
+
+    @property
+    def leaf(self) -> int:
+        """The leaf of the trajectory at which this row ends."""
+        return int(self.id.rpartition("/")[2])
 
     def set(self, name: str, column: npt.NDArray[Any] | Ragged) -> None:
         """Adds or replaces a column; raises AlignmentError if it is not one entry per token."""
@@ -775,18 +782,19 @@ class Trajectory:
     def row(self, leaf: int, *, owned: set[int] | None = None) -> Sample:
         """The path to `leaf` as a training row.
 
-        `owned`: segments that this row trains; None trains every sampled one. The final tokens of
-        the last turn are part of the row because they are part of the path. Where any segment has
-        routes, the column `routed_experts` has them, and UNKNOWN_EXPERT at the others' positions
-        and at the row's last, which no request has read.
+        owned: segments that this row trains; None trains every sampled one. The final tokens of the
+        last turn are part of the row because they are part of the path. Where a segment has
+        routes, the column `routed_experts` has them, and UNKNOWN_EXPERT at all other positions;
+        the row's last is always one of these, since no request has read it.
         """
         path = self.path(leaf)
         segments = [self.segments[i] for i in path]
-        is_trained = [
-            s.is_sampled and (owned is None or i in owned)
-            for i, s in zip(path, segments, strict=True)
-        ]
-        nan = float("nan")
+        ends = np.cumsum([len(s) for s in segments]).tolist()
+        trained = {
+            i: slice(end - len(s), end)
+            for i, s, end in zip(path, segments, ends, strict=True)
+            if s.is_sampled and (owned is None or i in owned)
+        }
 
         def column(dtype: str, values: list[Any]) -> npt.NDArray[Any]:
             return np.concatenate(
@@ -796,30 +804,29 @@ class Trajectory:
                 ]
             )
 
+        logprobs = [float("nan") if s.logprobs is None else s.logprobs for s in segments]
+        versions = [-1 if s.policy_version is None else s.policy_version for s in segments]
+        turns = [s.turn if s.is_sampled else -1 for s in segments]
         return Sample(
             id=f"{self.id}/{leaf}",
             token_ids=np.concatenate([s.token_ids for s in segments]),
-            loss_mask=column("bool", is_trained),
+            loss_mask=column("bool", [i in trained for i in path]),
+            segments=trained,
             ragged=_support_of(segments),
             fingerprints=tuple(dict.fromkeys(s.fingerprint for s in segments if s.is_sampled)),
             columns={
-                "rollout_logprobs": column(
-                    "float32", [nan if s.logprobs is None else s.logprobs for s in segments]
-                ),
-                "policy_version": column(
-                    "int32",
-                    [-1 if s.policy_version is None else s.policy_version for s in segments],
-                ),
-                "turn": column("int32", [s.turn if s.is_sampled else -1 for s in segments]),
+                "rollout_logprobs": column("float32", logprobs),
+                "policy_version": column("int32", versions),
+                "turn": column("int32", turns),
                 **_routes_of(segments),
             },
         )
 
-    def rows(self) -> Iterator[tuple[int, set[int], Sample]]:
-        """(leaf, owned segments, row) for every rewarded leaf with something to train.
+    def rows(self) -> Iterator[Sample]:
+        """The row of every rewarded leaf that has something to train.
 
-        A sampled segment is owned by the first rewarded leaf below it, so that each sampled token
-        is trained in exactly one row.
+        A sampled segment is trained in the row of the first rewarded leaf below it, so each sampled
+        token is trained once.
         """
         taken: set[int] = set()
         for leaf in self.leaves():
@@ -828,7 +835,7 @@ class Trajectory:
             owned = {i for i in self.path(leaf) if self.segments[i].is_sampled} - taken
             taken |= owned
             if owned:
-                yield leaf, owned, self.row(leaf, owned=owned)
+                yield self.row(leaf, owned=owned)
 
     # -- invariants ---------------------------------------------------------------------------
 

@@ -97,7 +97,8 @@ class Corrected:
                 clip=correction.kl_penalty_clip,
                 mean=mean.to(weights.device),
             )
-        return replace(self, weights=weights, penalty=penalty, report=total)
+        alone = replace(self.layout, group=None)  # a group cannot be sent to another process
+        return replace(self, weights=weights, penalty=penalty, report=total, layout=alone)
 
     def to_metrics(self, prefix: str = "mismatch") -> dict[str, float]:
         """Every figure by name."""

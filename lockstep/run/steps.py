@@ -32,8 +32,7 @@ from lockstep.run_config import Config
 from lockstep.store.run import Outcome, Status, load_run
 from lockstep.training.averaging import average_rows
 from lockstep.training.correcting import UnequalTokenError
-from lockstep.training.rows import rows_for_training
-from lockstep.training.staleness import sort_by_age
+from lockstep.training.rows import rows_for_training, sort_by_age
 from lockstep.types import Group, Sample, Task
 
 

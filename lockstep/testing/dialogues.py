@@ -391,7 +391,7 @@ class _Checked:
         return self.renderer.extend(self.trajectory.segments[segment.parent].token_ids, words)
 
     def trained(self) -> int:
-        rows = [row for _, _, row in self.trajectory.rows()]
+        rows = list(self.trajectory.rows())
         trained = np.concatenate([row.token_ids[row.loss_mask] for row in rows])
         of_turns = np.concatenate([turn.token_ids for turn in self.turns])
         self.equal("each sampled token in one row", np.sort(of_turns), np.sort(trained))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -18,9 +18,16 @@ from lockstep.objectives.config import GAE, AdvantageConfig
 from lockstep.objectives.token_advantages import gae, whiten
 from lockstep.types import Float32Array, Group, Sample, Trajectory
 
+OverStale = Literal["correct", "drop"]
+"""Treatment of rows with a token over the age limit: trained like any other, by the correction, or
+left out."""
+
+BySegment = Mapping[int, float | Float32Array]
+"""Segment of one trajectory -> its value, or [its tokens] values."""
+
 
 class ValueFunction(Protocol):
-    """What says how much states are worth: `training.critic.Critic`."""
+    """The interface of `training.critic.Critic` that advantages need."""
 
     def values(self, samples: Sequence[Sample]) -> list[Float32Array]:
         """[T] float32 per sample: the value before each trained token; kept as `values`."""
@@ -29,27 +36,6 @@ class ValueFunction(Protocol):
     def values_at_end(self, samples: Sequence[Sample]) -> Float32Array:
         """[R] float32: the value after each sample's last token."""
         ...
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Row:
-    """A training row, and what it is made of."""
-
-    sample: Sample
-    trajectory: Trajectory
-    number: int
-    """Of the trajectory among those that are trained on."""
-    leaf: int
-    owned: set[int]
-
-    def lay(self, of_segment: Mapping[int, float | Float32Array]) -> Float32Array:
-        """[T]: what each segment that this row trains has for its tokens; 0.0 elsewhere."""
-        segments = self.trajectory.segments
-        out = [np.zeros(len(segments[i]), np.float32) for i in self.trajectory.path(self.leaf)]
-        for i, column in zip(self.trajectory.path(self.leaf), out, strict=True):
-            if i in self.owned:
-                column[:] = of_segment[i]
-        return np.concatenate(out)
 
 
 def rows_for_training(
@@ -61,18 +47,31 @@ def rows_for_training(
 ) -> list[Sample]:
     """The rows of a batch, with `advantages` and `token_kind` filled and `group` set.
 
-    control_ids: the tokenizer's, which `token_kind` tells from text. critic: needed by the
-    advantages that compare with values; `values` and `returns` are then filled, too.
+    control_ids: the tokenizer's, which `token_kind` tells from text. critic: needed by advantages
+    that compare with values; it fills `values` and `returns` too.
 
     Failed trajectories and those without a reward are left out, of the baseline too. A sampled
     segment that several leaves share is trained in one row, with the mean advantage of its leaves.
-    A segment's own reward (a turn's) is, with a critic, a reward like the leaf's: given at the
-    segment's last token, for all tokens up to it. Without, it is added to the advantage of its
-    tokens as it is: neither centred nor divided, so 0 says nothing and 0.1 moves these tokens by a
-    tenth of a deviation.
+    A segment's own reward is, with a critic, given at the segment's last token, like the leaf's.
+    Without one it is added to the advantage of its tokens as it is, neither centred nor divided.
 
     Raises DataError naming the trajectory if a reward is not finite, ConfigError without a critic
     where one is needed.
+
+    >>> from lockstep.objectives.config import GRPO
+    >>> from lockstep.types import Task
+    >>> def episode(name, reward):
+    ...     t = Trajectory(id=name, status="finished")
+    ...     leaf = t.record(
+    ...         [7, 8], logprobs=[-0.1, -0.2], parent=t.observe([1, 2]), prompt_ids=[1, 2]
+    ...     )
+    ...     t.rewards[leaf] = reward
+    ...     return t
+    >>> group = Group(task=Task(id="t"), trajectories=[episode("a", 1.0), episode("b", 0.0)])
+    >>> for row in rows_for_training([group], GRPO(normalize_std=False)):
+    ...     print(row.id, row.loss_mask.astype(int), row.columns["advantages"])
+    a/1 [0 0 1 1] [0.  0.  0.5 0.5]
+    b/1 [0 0 1 1] [ 0.   0.  -0.5 -0.5]
     """
     scored = [
         (index, trajectory)
@@ -82,12 +81,13 @@ def rows_for_training(
     ]
     rewards = [_finite_rewards(trajectory) for _, trajectory in scored]
     control = np.array(sorted(control_ids), np.int32)
-    rows: list[_Row] = []
+    rows: list[tuple[int, Sample]] = []
+    """(number of the trajectory among `scored`, its row)"""
     for number, (index, trajectory) in enumerate(scored):
-        for leaf, owned, sample in trajectory.rows():
+        for sample in trajectory.rows():
             sample.set("token_kind", np.isin(sample.token_ids, control).astype(np.int32))
             sample.group = index
-            rows.append(_Row(sample, trajectory, number, leaf, owned))
+            rows.append((number, sample))
     if not rows:
         return []
     if isinstance(advantage, GAE):
@@ -96,14 +96,51 @@ def rows_for_training(
         _fill_by_values(rows, [t for _, t in scored], rewards, advantage, critic)
     else:
         _fill_by_leaves(rows, scored, rewards, advantage)
-    return [row.sample for row in rows]
+    return [sample for _, sample in rows]
+
+
+def sort_by_age(
+    rows: Sequence[Sample], *, version: int, limit: int, over_stale: OverStale
+) -> tuple[list[Sample], dict[str, float]]:
+    """The rows to train, and `staleness/...` of all rows.
+
+    A token's age is counted in updates: the version in training minus the one that sampled it.
+    version: the one in training. limit: largest age of a trained token that is not over-stale. A
+    row that is left out has still counted in the baseline of its group.
+    """
+    ages = [version - row.columns["policy_version"][row.loss_mask] for row in rows]
+    if not any(len(of_row) for of_row in ages):
+        return list(rows), {}
+    is_over = [bool(len(of_row)) and int(of_row.max()) > limit for of_row in ages]
+    every = np.concatenate(ages)
+    kept = list(rows)
+    if over_stale == "drop":
+        kept = [row for row, over in zip(rows, is_over, strict=True) if not over]
+    mixed = sum(len(np.unique(of_row)) > 1 for of_row in ages)
+    return kept, {
+        "staleness/version": float(version),
+        "staleness/mean": float(every.mean()),
+        "staleness/max": float(every.max()),
+        "staleness/mixed_rows": float(mixed),
+        "staleness/over_rows": float(sum(is_over)),
+        "staleness/dropped_rows": float(len(rows) - len(kept)),
+    }
+
+
+def _fill(rows: Sequence[tuple[int, Sample]], name: str, of_segment: Sequence[BySegment]) -> None:
+    """Sets a column from the segments of each trajectory; 0.0 where a row trains nothing."""
+    for number, sample in rows:
+        column = np.zeros(len(sample), np.float32)
+        for i, tokens in sample.segments.items():
+            column[tokens] = of_segment[number][i]
+        sample.set(name, column)
 
 
 # -- one advantage for each leaf -------------------------------------------------------------------
 
 
 def _fill_by_leaves(
-    rows: Sequence[_Row],
+    rows: Sequence[tuple[int, Sample]],
     scored: Sequence[tuple[int, Trajectory]],
     rewards: Sequence[Mapping[int, float]],
     advantage: AdvantageConfig,
@@ -121,18 +158,14 @@ def _fill_by_leaves(
     for (number, _, leaf, _), value in zip(leaves, advantages, strict=True):
         by_leaf[number][leaf] = float(value)
     of_segment = [
-        segment_advantages(trajectory, of_leaf)
+        _segment_advantages(trajectory, of_leaf)
         for (_, trajectory), of_leaf in zip(scored, by_leaf, strict=True)
     ]
-    for row in rows:
-        row.sample.set("advantages", row.lay(of_segment[row.number]))
+    _fill(rows, "advantages", of_segment)
 
 
-def segment_advantages(trajectory: Trajectory, of_leaf: dict[int, float]) -> dict[int, float]:
-    """segment -> mean advantage of the rewarded leaves below it, plus the segment's own reward.
-
-    of_leaf: rewarded leaf -> advantage. Sampled segments without a rewarded leaf are left out.
-    """
+def _segment_advantages(trajectory: Trajectory, of_leaf: Mapping[int, float]) -> BySegment:
+    """segment -> mean advantage of the rewarded leaves below it, plus the segment's own reward."""
     below: dict[int, list[float]] = {}
     for leaf, value in of_leaf.items():
         for i in trajectory.path(leaf):
@@ -147,94 +180,81 @@ def segment_advantages(trajectory: Trajectory, of_leaf: dict[int, float]) -> dic
 # -- one for each token, by a critic ---------------------------------------------------------------
 
 
-def _fill_by_values(
-    rows: Sequence[_Row],
-    trajectories: Sequence[Trajectory],
-    rewards: Sequence[Mapping[int, float]],
-    advantage: GAE,
-    critic: ValueFunction,
-) -> None:
-    """`values`, `advantages` and `returns`, by GAE along the path of every rewarded leaf.
-
-    A token that several leaves share has the mean over their paths, of both: what follows it
-    differs, what it is worth is what follows on average.
-    """
-    paths = [
-        _Path.of(number, trajectory, leaf, reward)
-        for number, trajectory in enumerate(trajectories)
-        for leaf, reward in rewards[number].items()
-    ]
-    paths = [path for path in paths if path.sampled]
-    values = _values_of_segments(rows, critic.values([row.sample for row in rows]))
-    layout = Layout.packed([path.num_tokens for path in paths])
-    along_paths = np.concatenate([values[p.number, i] for p in paths for i in p.sampled])
-    estimate = partial(
-        gae,
-        torch.from_numpy(np.concatenate([path.rewards for path in paths])),
-        torch.from_numpy(along_paths).double(),
-        layout,
-        gamma=advantage.gamma,
-        bootstrap=_values_at_cuts(paths, trajectories, critic)
-        if advantage.bootstrap_truncated
-        else None,
-    )
-    advantages, returns = estimate(lam=advantage.lam)
-    if advantage.critic_lam is not None:
-        _, returns = estimate(lam=advantage.critic_lam)
-    for name, of_token in {"advantages": advantages, "returns": returns}.items():
-        means = _means_over_paths(paths, of_token.numpy())
-        for row in rows:
-            row.sample.set(name, row.lay(means[row.number]))
-    if advantage.whiten:
-        _whiten([row.sample for row in rows])
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class _Path:
-    """The sampled tokens from a root to a rewarded leaf, and when they were rewarded."""
+    """The sampled tokens from a root to a rewarded leaf, and the rewards along them."""
 
     number: int
     leaf: int
-    sampled: list[int]
-    """The sampled segments, in order."""
-    sizes: list[int]
+    sizes: dict[int, int]
+    """Sampled segment -> its tokens, in order."""
     rewards: npt.NDArray[np.float64]
     """[tokens of the sampled segments]: each given after its token."""
 
     @classmethod
     def of(cls, number: int, trajectory: Trajectory, leaf: int, reward: float) -> _Path:
         segments = trajectory.segments
-        sampled = [i for i in trajectory.path(leaf) if segments[i].is_sampled]
-        sizes = [len(segments[i]) for i in sampled]
-        rewards = np.zeros(sum(sizes))
-        if sampled:
-            rewards[np.cumsum(sizes) - 1] = [segments[i].reward or 0.0 for i in sampled]
+        sizes = {i: len(segments[i]) for i in trajectory.path(leaf) if segments[i].is_sampled}
+        rewards = np.zeros(sum(sizes.values()))
+        if sizes:
+            rewards[np.cumsum([*sizes.values()]) - 1] = [segments[i].reward or 0.0 for i in sizes]
             rewards[-1] += reward
-        return cls(number, leaf, sampled, sizes, rewards)
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.rewards)
+        return cls(number, leaf, sizes, rewards)
 
 
-def _values_of_segments(
-    rows: Sequence[_Row], values: Sequence[Float32Array]
-) -> dict[tuple[int, int], Float32Array]:
-    """(trajectory, sampled segment) -> the values before its tokens; each is in one row."""
-    out: dict[tuple[int, int], Float32Array] = {}
-    for row, of_row in zip(rows, values, strict=True):
-        path = row.trajectory.path(row.leaf)
-        ends = np.cumsum([len(row.trajectory.segments[i]) for i in path])
-        for i, part in zip(path, np.split(of_row, ends[:-1]), strict=True):
-            if i in row.owned:
-                out[row.number, i] = part
-    return out
+def _fill_by_values(
+    rows: Sequence[tuple[int, Sample]],
+    trajectories: Sequence[Trajectory],
+    rewards: Sequence[Mapping[int, float]],
+    advantage: GAE,
+    critic: ValueFunction,
+) -> None:
+    """Fills `values`, `advantages` and `returns`, by GAE along the path of every rewarded leaf.
+
+    A token that several leaves share has the mean over their paths of both: what follows it
+    differs, and it is worth what follows on average.
+    """
+    samples = [sample for _, sample in rows]
+    paths = [
+        _Path.of(number, trajectory, leaf, reward)
+        for number, trajectory in enumerate(trajectories)
+        for leaf, reward in rewards[number].items()
+    ]
+    paths = [path for path in paths if path.sizes]
+    values = {
+        (number, i): of_row[tokens]
+        for (number, sample), of_row in zip(rows, critic.values(samples), strict=True)
+        for i, tokens in sample.segments.items()
+    }
+    along_paths = np.concatenate([values[p.number, i] for p in paths for i in p.sizes])
+    bootstrap = None
+    if advantage.bootstrap_truncated:
+        bootstrap = _values_at_cuts(paths, trajectories, critic)
+    estimate = partial(
+        gae,
+        torch.from_numpy(np.concatenate([path.rewards for path in paths])),
+        torch.from_numpy(along_paths).double(),
+        Layout.packed([len(path.rewards) for path in paths]),
+        gamma=advantage.gamma,
+        bootstrap=bootstrap,
+    )
+    advantages, returns = estimate(lam=advantage.lam)
+    if advantage.critic_lam is not None:
+        _, returns = estimate(lam=advantage.critic_lam)
+    _fill(rows, "advantages", _means_over_paths(paths, advantages.numpy()))
+    _fill(rows, "returns", _means_over_paths(paths, returns.numpy()))
+    if advantage.whiten:
+        layout = Layout.packed([sample.num_trained for sample in samples])
+        given = np.concatenate([s.columns["advantages"][s.loss_mask] for s in samples])
+        whitened = whiten(torch.from_numpy(given), layout).numpy()
+        for sample, part in zip(samples, np.split(whitened, layout.offsets[1:-1]), strict=True):
+            sample.columns["advantages"][sample.loss_mask] = part
 
 
 def _values_at_cuts(
     paths: Sequence[_Path], trajectories: Sequence[Trajectory], critic: ValueFunction
 ) -> torch.Tensor:
-    """[paths]: the value behind the newest leaf of each truncated trajectory; 0.0 of the others."""
+    """[paths]: the value behind the newest leaf of each truncated trajectory; 0.0 elsewhere."""
     out = torch.zeros(len(paths), dtype=torch.float64)
     cut = [
         at
@@ -253,10 +273,10 @@ def _means_over_paths(
 ) -> list[dict[int, Float32Array]]:
     """For each trajectory, segment -> [its tokens] the mean over the paths that go through it."""
     found: dict[tuple[int, int], list[npt.NDArray[np.float64]]] = {}
-    sizes = [size for path in paths for size in path.sizes]
+    sizes = [size for path in paths for size in path.sizes.values()]
     parts = iter(np.split(of_token, np.cumsum(sizes)[:-1]))
     for path in paths:
-        for i in path.sampled:
+        for i in path.sizes:
             found.setdefault((path.number, i), []).append(next(parts))
     out: list[dict[int, Float32Array]] = [{} for _ in range(paths[-1].number + 1)]
     for (number, i), columns in found.items():
@@ -264,32 +284,19 @@ def _means_over_paths(
     return out
 
 
-def _whiten(samples: Sequence[Sample]) -> None:
-    """Over all trained tokens of the batch, each once."""
-    layout = Layout.packed([sample.num_trained for sample in samples])
-    given = np.concatenate([s.columns["advantages"][s.loss_mask] for s in samples])
-    parts = np.split(whiten(torch.from_numpy(given), layout).numpy(), layout.offsets[1:-1])
-    for sample, part in zip(samples, parts, strict=True):
-        column = np.zeros(len(sample), np.float32)
-        column[sample.loss_mask] = part
-        sample.set("advantages", column)
-
-
-# -- mechanism -------------------------------------------------------------------------------------
-
-
 def _finite_rewards(trajectory: Trajectory) -> dict[int, float]:
-    leaves = set(trajectory.leaves())
-    for leaf, reward in trajectory.rewards.items():
+    """The rewards of the leaves. Raises DataError if one, or a segment's own, is not finite."""
+    given = [(f"leaf {leaf}", reward) for leaf, reward in trajectory.rewards.items()]
+    given += [
+        (f"segment {i}", segment.reward)
+        for i, segment in enumerate(trajectory.segments)
+        if segment.reward is not None
+    ]
+    for where, reward in given:
         if not np.isfinite(reward):
             raise DataError(
-                f"trajectory {trajectory.id}, leaf {leaf}: the reward is {reward}; a reward must "
+                f"trajectory {trajectory.id}, {where}: the reward is {reward}; a reward must "
                 "be finite. An episode that could not be scored has status 'failed'."
             )
-    for index, segment in enumerate(trajectory.segments):
-        if segment.reward is not None and not np.isfinite(segment.reward):
-            raise DataError(
-                f"trajectory {trajectory.id}, segment {index}: the reward is {segment.reward}; it "
-                "must be finite."
-            )
+    leaves = set(trajectory.leaves())
     return {leaf: reward for leaf, reward in trajectory.rewards.items() if leaf in leaves}

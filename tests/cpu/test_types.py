@@ -56,7 +56,7 @@ def test_a_shared_turn_is_trained_in_one_row_only():
     other = t.observe([9], parent=first, reason="retry")
     second = t.record([7], logprobs=[-1.0], parent=other, prompt_ids=[1, 2, 3, 4, 9])
     t.rewards = {last: 1.0, second: 0.0}
-    rows = [row for _, _, row in t.rows()]
+    rows = list(t.rows())
     assert [r.token_ids.tolist() for r in rows] == [[1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 9, 7]]
     assert sum(r.num_trained for r in rows) == t.num_sampled_tokens == 6
     assert rows[1].loss_mask.tolist() == [False] * 5 + [True]
@@ -152,11 +152,11 @@ def test_in_any_forest_every_sampled_token_is_trained_once(steps):
             t.observe(ids, parent=parent)
     t.rewards = dict.fromkeys(t.leaves(), 1.0)
     rows = list(t.rows())
-    assert sum(row.num_trained for _, _, row in rows) == t.num_sampled_tokens
-    owned = [i for _, segments, _ in rows for i in segments]
+    assert sum(row.num_trained for row in rows) == t.num_sampled_tokens
+    owned = [i for row in rows for i in row.segments]
     assert len(owned) == len(set(owned))
-    for leaf, _, row in rows:
-        assert row.token_ids.tolist() == t.path_ids(leaf).tolist()
+    for row in rows:
+        assert row.token_ids.tolist() == t.path_ids(row.leaf).tolist()
 
 
 # -- samples --------------------------------------------------------------------------------------

@@ -42,7 +42,7 @@ def script(trainer, directory):
     trainer._gradient_norm()
     gradients = gradients_of(trainer)
     trainer.optimizer.zero_gradients()
-    trainer._calls.clear()
+    trainer._passes.clear()
     metrics = trainer.update(rows, PPOClip(kl_coef=0.1), Correction.bypass())
     trainer.save(Path(directory) / "saved")
     if trainer.ranks is not None:

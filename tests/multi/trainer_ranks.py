@@ -70,7 +70,7 @@ def script(trainer, directory):
     out["norm"] = trainer._gradient_norm()
     out["gradients"] = gradients_of(trainer)
     trainer.optimizer.zero_gradients()
-    trainer._calls.clear()
+    trainer._passes.clear()
     out["measured"] = trainer.measure(rows).to_metrics()
     corrections = [Correction.bypass(), Correction.mis(0.3, 3.0)]
     out["updates"] = [trainer.update(rows, PPOClip(), c) for c in corrections]

@@ -19,7 +19,7 @@ from lockstep.errors import DataError
 from lockstep.store.lock import is_locked
 from lockstep.store.run import Run, load_run
 from lockstep.store.trajectories import TrajectoryRecord
-from lockstep.types import UNKNOWN_EXPERT, Float32Array, Sample
+from lockstep.types import UNKNOWN_EXPERT, Sample
 
 _ALWAYS = frozenset(
     {
@@ -242,17 +242,15 @@ class RunDump(Dump):
 def _samples(record: TrajectoryRecord) -> Iterator[Sample]:
     """The rows of a trajectory that were trained, with the trainer's log-probs laid into them."""
     trajectory = record.trajectory
-    for leaf, owned, sample in trajectory.rows():
+    for sample in trajectory.rows():
         for name, values in (
             ("logprobs", record.trainer_logprobs),
             ("advantages", record.advantages),
         ):
-            column: list[Float32Array] = [
-                np.full(len(trajectory.segments[i]), np.nan, np.float32)
-                if i not in owned or (of_segment := values[i]) is None
-                else of_segment
-                for i in trajectory.path(leaf)
-            ]
-            sample.set(name, np.concatenate(column))
+            column = np.full(len(sample), np.nan, np.float32)
+            for i, tokens in sample.segments.items():
+                if (of_segment := values[i]) is not None:
+                    column[tokens] = of_segment
+            sample.set(name, column)
         sample.group = record.group
         yield sample

@@ -111,12 +111,12 @@ def training_rows(groups: list[Group], rng: np.random.Generator, *, noise: float
     rows = []
     for group in groups:
         for t in group.trajectories:
-            for leaf, _, sample in t.rows():
+            for sample in t.rows():
                 gap = rng.normal(0, noise, len(sample))
                 gap[rng.random(len(sample)) < 0.004] *= 3e3
                 rollout = sample.columns["rollout_logprobs"]
                 sample.set("old_logprobs", np.minimum(rollout + gap, 0).astype(np.float32))
-                advantage = t.rewards[leaf] - 0.5
+                advantage = t.rewards[sample.leaf] - 0.5
                 sample.set("advantages", np.full(len(sample), advantage, np.float32))
                 sample.set("importance_weights", np.full(len(sample), 0.5, np.float32))
                 rows.append(sample)

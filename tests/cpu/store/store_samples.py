@@ -80,10 +80,10 @@ def rows_with_trainer_values(some_groups: list[Group], *, gap: float = 1e-3) -> 
     out = []
     for group_index, group in enumerate(some_groups):
         for t in group.trajectories:
-            for leaf, _, sample in t.rows():
+            for sample in t.rows():
                 rollout = sample.columns["rollout_logprobs"]
                 sample.set("old_logprobs", (rollout + gap).astype(np.float32))
-                sample.set("advantages", np.full(len(sample), t.rewards[leaf], np.float32))
+                sample.set("advantages", np.full(len(sample), t.rewards[sample.leaf], np.float32))
                 sample.set("importance_weights", np.full(len(sample), 1.5, np.float32))
                 sample.group = group_index
                 out.append(sample)

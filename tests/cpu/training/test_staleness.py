@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from lockstep.training.staleness import sort_by_age
+from lockstep.training.rows import sort_by_age
 from lockstep.types import Sample
 
 

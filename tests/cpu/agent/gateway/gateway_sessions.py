@@ -108,9 +108,9 @@ def check(trajectory: Trajectory, engine: FakeEngine) -> None:
             prompt = trajectory.path_ids(segment.parent)
             assert prompt.tobytes() in asked, f"segment {index} was never asked for"
     trained: list[int] = []
-    for _, owned, row in trajectory.rows():
-        trained += sorted(owned)
-        assert row.num_trained == sum(len(trajectory.segments[i]) for i in owned)
+    for row in trajectory.rows():
+        trained += row.segments
+        assert row.num_trained == sum(len(trajectory.segments[i]) for i in row.segments)
     assert len(trained) == len(set(trained))
     above = {i for leaf in trajectory.rewards for i in trajectory.path(leaf)}
     sampled = {i for i in above if trajectory.segments[i].is_sampled}

@@ -34,7 +34,7 @@ def test_rows_are_those_that_the_run_trained_with_both_sides_log_probs(tmp_path:
         sample
         for group in groups()
         for trajectory in group.trajectories
-        for _, _, sample in trajectory.rows()
+        for sample in trajectory.rows()
     ]
 
     dump = open_dump(write_run(tmp_path / "run", num_steps=1))
