@@ -13,8 +13,13 @@ from lockstep.errors import CheckpointError
 
 Architecture = Literal["gpt_oss", "qwen2", "qwen3", "qwen3_moe", "llama", "mistral"]
 ARCHITECTURES: tuple[Architecture, ...] = (
-    "gpt_oss", "qwen2", "qwen3", "qwen3_moe", "llama", "mistral",
-)  # fmt: skip
+    "gpt_oss",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "llama",
+    "mistral",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -254,13 +259,22 @@ _ROPE_KEYS = {
     "default": (),
     "linear": ("factor",),
     "llama3": (
-        "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings",
+        "factor",
+        "low_freq_factor",
+        "high_freq_factor",
+        "original_max_position_embeddings",
     ),
     "yarn": (
-        "factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "truncate",
-        "attention_factor", "mscale", "mscale_all_dim",
+        "factor",
+        "original_max_position_embeddings",
+        "beta_fast",
+        "beta_slow",
+        "truncate",
+        "attention_factor",
+        "mscale",
+        "mscale_all_dim",
     ),
-}  # fmt: skip
+}
 
 
 @dataclass(slots=True)
@@ -338,8 +352,10 @@ def _read_common(reading: _Reading, defaults: Mapping[str, Any]) -> dict[str, An
     if head_dim is None:
         head_dim = hidden // heads
         if hidden % heads:
-            r.problems.append(f"head_dim is missing, and hidden_size={hidden} is no multiple of "
-                              f"num_attention_heads={heads}")  # fmt: skip
+            r.problems.append(
+                f"head_dim is missing, and hidden_size={hidden} is no multiple of "
+                f"num_attention_heads={heads}"
+            )
     max_positions = r.count("max_position_embeddings")
     theta, scaling = _read_rope(r, max_positions, defaults.get("rope_theta", 10000.0))
     return {
@@ -390,8 +406,9 @@ def _read_rope(
     if unread.get("partial_rotary_factor") == 1:
         unread.pop("partial_rotary_factor")
     if unread and kind != "default":
-        r.problems += [f"{k}={v!r} of rope_type={kind!r} is not implemented"
-                       for k, v in unread.items()]  # fmt: skip
+        r.problems += [
+            f"{k}={v!r} of rope_type={kind!r} is not implemented" for k, v in unread.items()
+        ]
     elif unread.keys() & {"partial_rotary_factor", "mrope_section"}:
         r.problems.append(f"rope_parameters={json.dumps(unread)} is not implemented")
     of_rope = _Reading(rope, r.problems)
@@ -467,8 +484,7 @@ def _read_gpt_oss(reading: _Reading) -> dict[str, Any]:
     r = reading
     if r.get("rope_parameters", "rope_scaling", "rope_theta") is None:
         r.problems.append("rope_parameters (or rope_theta and rope_scaling) is missing")
-    kinds = ["full_attention" if i % 2 else "sliding_attention"
-             for i in range(_num_layers(r))]  # fmt: skip
+    kinds = ["full_attention" if i % 2 else "sliding_attention" for i in range(_num_layers(r))]
     return {
         "has_sinks": True,
         "num_experts": r.count(*_EXPERT_COUNTS),
@@ -486,8 +502,10 @@ def _qwen_windows(reading: _Reading) -> dict[str, tuple[int | None, ...]]:
     if r.get("model_type") == "qwen3_moe":
         return _same_windows(r, window)
     first = r.get("max_window_layers", default=28)
-    kinds = ["sliding_attention" if window and i >= first else "full_attention"
-             for i in range(_num_layers(r))]  # fmt: skip
+    kinds = [
+        "sliding_attention" if window and i >= first else "full_attention"
+        for i in range(_num_layers(r))
+    ]
     return _windows(r, kinds, window)
 
 

@@ -101,9 +101,12 @@ class FallbackModel(nn.Module):
         if self.has_plain_head:
             hidden_TD = self(ids_T, positions_T, context, routing)
             return self.ops.log_probs(
-                hidden_TD.index_select(0, predictors_N), self.head, targets_N,
-                temperature=temperature, support=support,
-            )  # fmt: skip
+                hidden_TD.index_select(0, predictors_N),
+                self.head,
+                targets_N,
+                temperature=temperature,
+                support=support,
+            )
         self._check(context, routing)
         logits_TV = self._run(self.inner, lambda out: out.logits, ids_T, positions_T, context)
         logits_NV = logits_TV.index_select(0, predictors_N).float() / temperature

@@ -130,10 +130,11 @@ def _rows(sizes: Mapping[str, int], part: str, *width: int) -> tuple[Piece, ...]
     for module, size in sizes.items():
         pieces.append(
             Piece(
-                f"{module}.{part}", (size, *width),
+                f"{module}.{part}",
+                (size, *width),
                 lambda parameter, first=first, size=size: parameter.narrow(0, first, size),
             )
-        )  # fmt: skip
+        )
         first += size
     return tuple(pieces)
 
@@ -144,13 +145,15 @@ def _gpt_oss_experts(
     """All experts in one tensor, [in, out] each; gate and up alternate, where ours lie in turn."""
     experts = f"{theirs}.experts"
     gate_up = Piece(
-        f"{experts}.gate_up_proj", (E, D, 2 * F),
+        f"{experts}.gate_up_proj",
+        (E, D, 2 * F),
         lambda parameter: parameter.unflatten(1, (2, F)).permute(0, 3, 2, 1),
-    )  # fmt: skip
+    )
     gate_up_bias = Piece(
-        f"{experts}.gate_up_proj_bias", (E, 2 * F),
+        f"{experts}.gate_up_proj_bias",
+        (E, 2 * F),
         lambda parameter: parameter.unflatten(1, (2, F)).transpose(1, 2),
-    )  # fmt: skip
+    )
     down = Piece(f"{experts}.down_proj", (E, F, D), lambda parameter: parameter.transpose(1, 2))
     return {
         f"{ours}.router.weight": (_whole(f"{theirs}.router.weight", E, D),),
@@ -172,14 +175,18 @@ def _experts_one_by_one(
         for first, x in ((0, "gate"), (F, "up")):
             gate_up.append(
                 Piece(
-                    f"{theirs}.experts.{e}.{x}_proj.weight", (F, D),
+                    f"{theirs}.experts.{e}.{x}_proj.weight",
+                    (F, D),
                     lambda parameter, e=e, first=first: parameter[e].narrow(0, first, F),
                 )
-            )  # fmt: skip
+            )
         down.append(
-            Piece(f"{theirs}.experts.{e}.down_proj.weight", (D, F),
-                  lambda parameter, e=e: parameter[e])
-        )  # fmt: skip
+            Piece(
+                f"{theirs}.experts.{e}.down_proj.weight",
+                (D, F),
+                lambda parameter, e=e: parameter[e],
+            )
+        )
     return {
         f"{ours}.router.weight": (_whole(f"{theirs}.gate.weight", E, D),),
         f"{ours}.gate_up_proj": tuple(gate_up),
@@ -533,12 +540,14 @@ def save_checkpoint(
 
     tensors = {
         piece.name: Outgoing(
-            piece.name, piece.shape, dtype,
+            piece.name,
+            piece.shape,
+            dtype,
             lambda piece=piece, ours=ours: piece.view(value_of(ours)),
         )
         for ours, pieces in weight_map(model.config).items()
         for piece in pieces
-    }  # fmt: skip
+    }
     for name, extra in (extra_tensors or {}).items():
         tensors[name] = Outgoing(name, tuple(extra.shape), extra.dtype, lambda extra=extra: extra)
     placed = _files_like(like, tensors, is_tied=model.config.tie_embeddings)

@@ -137,16 +137,24 @@ def lora_sites(config: ModelConfig) -> list[Site]:
         for part, outputs in (("q_proj", q), ("k_proj", kv), ("v_proj", kv)):
             out.append(
                 Site(
-                    name=f"{ours}.{part}", group="attention", projection=f"{ours}.qkv_proj",
-                    hf_name=f"{theirs}.{part}", inputs=c.hidden_size, outputs=outputs,
+                    name=f"{ours}.{part}",
+                    group="attention",
+                    projection=f"{ours}.qkv_proj",
+                    hf_name=f"{theirs}.{part}",
+                    inputs=c.hidden_size,
+                    outputs=outputs,
                 )
-            )  # fmt: skip
+            )
         out.append(
             Site(
-                name=f"{ours}.o_proj", group="attention", projection=f"{ours}.o_proj",
-                hf_name=f"{theirs}.o_proj", inputs=q, outputs=c.hidden_size,
+                name=f"{ours}.o_proj",
+                group="attention",
+                projection=f"{ours}.o_proj",
+                hf_name=f"{theirs}.o_proj",
+                inputs=q,
+                outputs=c.hidden_size,
             )
-        )  # fmt: skip
+        )
         out += _expert_sites(c, i) if i in c.routed_layers else _mlp_sites(c, i)
     return out
 
@@ -156,15 +164,19 @@ def _mlp_sites(c: ModelConfig, layer: int) -> list[Site]:
     F, D = c.dense_intermediate_size if c.is_moe else c.intermediate_size, c.hidden_size
     return [
         Site(
-            name=f"{ours}.{part}", group="mlp", projection=f"{ours}.{projection}",
-            hf_name=f"{theirs}.{part}", inputs=inputs, outputs=outputs,
+            name=f"{ours}.{part}",
+            group="mlp",
+            projection=f"{ours}.{projection}",
+            hf_name=f"{theirs}.{part}",
+            inputs=inputs,
+            outputs=outputs,
         )
         for part, projection, inputs, outputs in (
             ("gate_proj", "gate_up_proj", D, F),
             ("up_proj", "gate_up_proj", D, F),
             ("down_proj", "down_proj", F, D),
         )
-    ]  # fmt: skip
+    ]
 
 
 def _expert_sites(c: ModelConfig, layer: int) -> list[Site]:
@@ -172,9 +184,14 @@ def _expert_sites(c: ModelConfig, layer: int) -> list[Site]:
     F, D = c.intermediate_size, c.hidden_size
     return [
         Site(
-            name=f"{ours}.experts.{part}", group="experts", projection=f"{ours}.{part}",
-            hf_name=f"{theirs}.{part}", inputs=inputs, outputs=outputs, num_experts=c.num_experts,
+            name=f"{ours}.experts.{part}",
+            group="experts",
+            projection=f"{ours}.{part}",
+            hf_name=f"{theirs}.{part}",
+            inputs=inputs,
+            outputs=outputs,
+            num_experts=c.num_experts,
             is_interleaved=part == "gate_up_proj" and c.architecture == "gpt_oss",
         )
         for part, inputs, outputs in (("gate_up_proj", D, 2 * F), ("down_proj", F, D))
-    ]  # fmt: skip
+    ]

@@ -35,12 +35,29 @@ _VOLATILE = ("dtype", "torch_dtype", "transformers_version", "_name_or_path")
 """Of config.json: what changes when a model is saved again."""
 
 _WITHOUT_EFFECT = {
-    "auto_mapping", "base_model_name_or_path", "ensure_weight_tying", "eva_config",
-    "exclude_modules", "inference_mode", "layers_pattern", "layers_to_transform", "loftq_config",
-    "lora_alpha", "lora_dropout", "megatron_core", "peft_type", "peft_version",
-    "qalora_group_size", "r", "revision", "runtime_config", "target_modules", "target_parameters",
-    "task_type", "use_rslora",
-}  # fmt: skip
+    "auto_mapping",
+    "base_model_name_or_path",
+    "ensure_weight_tying",
+    "eva_config",
+    "exclude_modules",
+    "inference_mode",
+    "layers_pattern",
+    "layers_to_transform",
+    "loftq_config",
+    "lora_alpha",
+    "lora_dropout",
+    "megatron_core",
+    "peft_type",
+    "peft_version",
+    "qalora_group_size",
+    "r",
+    "revision",
+    "runtime_config",
+    "target_modules",
+    "target_parameters",
+    "task_type",
+    "use_rslora",
+}
 """Settings that change nothing of what the tensors mean, or that are read. Dropout is of PEFT's own
 training. The tensors say what is adapted."""
 
@@ -81,9 +98,11 @@ def read_shape(directory: str | Path, model: ModelConfig) -> LoraShape:
             f"{'; '.join(problems) or 'it has no tensor'}. An adapter of another model?"
         )
     return LoraShape(
-        rank=rank, alpha=float(settings.get("lora_alpha", 8)), sites=tuple(sites),
+        rank=rank,
+        alpha=float(settings.get("lora_alpha", 8)),
+        sites=tuple(sites),
         rslora=bool(settings.get("use_rslora")),
-    )  # fmt: skip
+    )
 
 
 def resolve_shape(

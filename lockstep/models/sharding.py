@@ -69,9 +69,13 @@ def whole_like(part: Tensor, parameter: Tensor) -> Tensor:
         return part
     shape = torch.Size([len(parameter), *part.shape[1:]])
     return DTensor.from_local(
-        part, parameter.device_mesh, parameter.placements,
-        run_check=False, shape=shape, stride=torch.empty(shape, device="meta").stride(),
-    ).full_tensor()  # fmt: skip
+        part,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=shape,
+        stride=torch.empty(shape, device="meta").stride(),
+    ).full_tensor()
 
 
 def part_like(value: Tensor, parameter: Tensor) -> Tensor:

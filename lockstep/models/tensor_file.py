@@ -24,9 +24,12 @@ from lockstep.errors import CheckpointError
 Tensor = torch.Tensor
 
 DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
     "U8": torch.uint8,
-}  # fmt: skip
+}
 """What can be read, by the format's names; others stand in headers and are refused by name."""
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -112,11 +115,14 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         start = 8 + header_bytes
         out = {
             name: StoredTensor(
-                path, entry["dtype"], tuple(entry["shape"]), start + entry["data_offsets"][0],
+                path,
+                entry["dtype"],
+                tuple(entry["shape"]),
+                start + entry["data_offsets"][0],
                 entry["data_offsets"][1] - entry["data_offsets"][0],
             )
             for name, entry in header.items()
-        }  # fmt: skip
+        }
         end = max((t.offset + t.num_bytes for t in out.values()), default=start)
         if end != size:
             raise ValueError(f"its tensors end at byte {end}, the file at {size}")
@@ -161,9 +167,10 @@ def write_tensors(path: Path, tensors: Sequence[Outgoing]) -> None:
     at = 0
     for tensor in ordered:
         header[tensor.name] = {
-            "dtype": DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape),
+            "dtype": DTYPE_NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
             "data_offsets": [at, at + tensor.num_bytes],
-        }  # fmt: skip
+        }
         at += tensor.num_bytes
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)

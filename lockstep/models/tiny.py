@@ -29,14 +29,27 @@ VOCAB_SIZE = 640  # more than the words of the demonstrations yield: merging run
 
 CONTROL_TOKENS: dict[Architecture, tuple[str, ...]] = {
     "gpt_oss": (
-        "<|endoftext|>", "<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>",
-        "<|call|>", "<|return|>",
+        "<|endoftext|>",
+        "<|start|>",
+        "<|end|>",
+        "<|message|>",
+        "<|channel|>",
+        "<|constrain|>",
+        "<|call|>",
+        "<|return|>",
     ),
     "qwen3": (
-        "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>", "<think>",
-        "</think>", "<tool_response>", "</tool_response>",
+        "<|endoftext|>",
+        "<|im_start|>",
+        "<|im_end|>",
+        "<tool_call>",
+        "</tool_call>",
+        "<think>",
+        "</think>",
+        "<tool_response>",
+        "</tool_response>",
     ),
-}  # fmt: skip
+}
 END_TOKEN: dict[Architecture, str] = {"gpt_oss": "<|return|>", "qwen3": "<|im_end|>"}
 
 SINK_LOGIT = 2.0  # exp(2) = 7 keys' worth: training then leaves the sinks a share that matters

@@ -273,9 +273,12 @@ def _run_trainer(model: Model, row: _Row, keep: Keep) -> tuple[Record, Tensor]:
     with torch.enable_grad(), saved_tensors_hooks(_drop, _drop):
         run = record(model, torch.cat(rows), positions, context, keep=keep)
         logprobs_N, _ = model.ops.log_probs(
-            run.hidden.index_select(0, predictors), model.head, row.target_ids,
-            temperature=row.temperature, support=row.support,
-        )  # fmt: skip
+            run.hidden.index_select(0, predictors),
+            model.head,
+            row.target_ids,
+            temperature=row.temperature,
+            support=row.support,
+        )
     logprobs = torch.full((len(positions),), math.nan, device=device)
     logprobs[predictors] = logprobs_N.detach()
     return _with_head(run, logprobs, keep), logprobs[: len(row.ids)]

@@ -241,11 +241,21 @@ class _PackedAttention(torch.autograd.Function):
         first = 0
         for block in context.blocks:
             kernels.attention(
-                at_q, at_k, at_v, out, lse, first=first, tokens=block.token_index,
+                at_q,
+                at_k,
+                at_v,
+                out,
+                lse,
+                first=first,
+                tokens=block.token_index,
                 positions=torch.arange(block.length, device=q.device)[None],
-                pages=block.token_index, page_size=1, sinks=sinks, num_key_heads=k.shape[1],
-                window=window, scale=scale,
-            )  # fmt: skip
+                pages=block.token_index,
+                page_size=1,
+                sinks=sinks,
+                num_key_heads=k.shape[1],
+                window=window,
+                scale=scale,
+            )
             first += block.token_index.numel()
         if context.place_index is not None:
             out, lse = out[context.place_index], lse[context.place_index]
@@ -271,9 +281,15 @@ class _PackedAttention(torch.autograd.Function):
             index = block.token_index
             shape = index.shape
             parts = _block_gradients(
-                q[index], k[index], v[index], grad_places[places].view(*shape, *q.shape[1:]),
-                lse_TH[index], through_places[places].view(*shape, -1), ctx.window, ctx.scale,
-            )  # fmt: skip
+                q[index],
+                k[index],
+                v[index],
+                grad_places[places].view(*shape, *q.shape[1:]),
+                lse_TH[index],
+                through_places[places].view(*shape, -1),
+                ctx.window,
+                ctx.scale,
+            )
             for grad, part in zip(grads, parts, strict=True):
                 # Rows may share tokens. On CUDA this sorts and then sums: no atomics, one order.
                 grad.index_put_((index,), part, accumulate=True)

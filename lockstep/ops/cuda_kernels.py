@@ -141,18 +141,37 @@ def _launch_gemm(
     if out_MN.numel():
         num_places = triton.cdiv(M, tile.rows) if places is None else len(places)
         _gemm_kernel[(num_places, triton.cdiv(N, tile.outputs))](
-            _aligned(x_MK), _aligned(weight), None if bias is None else _aligned(bias), out_MN,
-            places, M, N, K, tile.rows, tile.outputs, tile.depth,
-            num_warps=tile.num_warps, num_stages=tile.num_stages,
-        )  # fmt: skip
+            _aligned(x_MK),
+            _aligned(weight),
+            None if bias is None else _aligned(bias),
+            out_MN,
+            places,
+            M,
+            N,
+            K,
+            tile.rows,
+            tile.outputs,
+            tile.depth,
+            num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
+        )
     return out_MN
 
 
 @_kernel("M")
 def _gemm_kernel(
-    x, weight, bias, out, places, M, N,
-    K: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, DEPTH: tl.constexpr,
-):  # fmt: skip
+    x,
+    weight,
+    bias,
+    out,
+    places,
+    M,
+    N,
+    K: tl.constexpr,
+    ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
     """places: of each tile of rows (expert, first row, end of the expert's rows); None if dense."""
     if places is None:
         first = tl.program_id(0).to(tl.int64) * ROWS
@@ -207,9 +226,16 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 @_kernel("M")
 def _rms_norm_kernel(
-    x, weight, out, M, eps, NUM_WEIGHTS: tl.constexpr, D: tl.constexpr,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
+    x,
+    weight,
+    out,
+    M,
+    eps,
+    NUM_WEIGHTS: tl.constexpr,
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
     row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
     d = tl.arange(0, WIDTH)[None, :]
     is_inside = (row < M) & (d < D)
@@ -289,9 +315,15 @@ def _launch_swiglu(gate_up: Tensor, *, is_clamped: bool, alpha: float, limit: fl
 
 @_kernel("size")
 def _swiglu_kernel(
-    gate_up, out, size, alpha, limit,
-    IS_CLAMPED: tl.constexpr, F: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    gate_up,
+    out,
+    size,
+    alpha,
+    limit,
+    IS_CLAMPED: tl.constexpr,
+    F: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     gate_at = at // F * 2 * F + at % F
     gate = tl.load(gate_up + gate_at, mask=at < size, other=0.0).to(tl.float32)
@@ -415,28 +447,83 @@ def attention(
     tile = FLOAT32_ATTENTION if out_NHD.dtype.itemsize > 2 else TWO_BYTE_ATTENTION
     grid = (B * num_key_heads, triton.cdiv(Q * repeat, tile.rows))
     _attention_kernel[grid](
-        q.storage, keys.storage, values.storage, None if sinks is None else _aligned(sinks),
-        _aligned(tokens), _aligned(positions), _aligned(pages), out_NHD, lse_NH,
-        first, Q, 0 if len(positions) == 1 else Q, pages.shape[1], page_size,
-        q.head_step, q.place_step, keys.head_step, keys.place_step,
-        values.head_step, values.place_step,
-        NO_WINDOW if window is None else window, scale,
-        num_key_heads, repeat, D, max(16, triton.next_power_of_2(D)), tile.rows, tile.keys,
-        num_warps=4, num_stages=2,
-    )  # fmt: skip
+        q.storage,
+        keys.storage,
+        values.storage,
+        None if sinks is None else _aligned(sinks),
+        _aligned(tokens),
+        _aligned(positions),
+        _aligned(pages),
+        out_NHD,
+        lse_NH,
+        first,
+        Q,
+        0 if len(positions) == 1 else Q,
+        pages.shape[1],
+        page_size,
+        q.head_step,
+        q.place_step,
+        keys.head_step,
+        keys.place_step,
+        values.head_step,
+        values.place_step,
+        NO_WINDOW if window is None else window,
+        scale,
+        num_key_heads,
+        repeat,
+        D,
+        max(16, triton.next_power_of_2(D)),
+        tile.rows,
+        tile.keys,
+        num_warps=4,
+        num_stages=2,
+    )
 
 
 @_kernel(
-    "first", "Q", "position_step", "P", "page_size", "q_head_step", "q_step", "k_head_step",
-    "k_step", "v_head_step", "v_step", "window",
-)  # fmt: skip
+    "first",
+    "Q",
+    "position_step",
+    "P",
+    "page_size",
+    "q_head_step",
+    "q_step",
+    "k_head_step",
+    "k_step",
+    "v_head_step",
+    "v_step",
+    "window",
+)
 def _attention_kernel(
-    q, k, v, sinks, tokens, positions, pages, out, lse,
-    first, Q, position_step, P, page_size,
-    q_head_step, q_step, k_head_step, k_step, v_head_step, v_step, window, scale,
-    G: tl.constexpr, R: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr,
-):  # fmt: skip
+    q,
+    k,
+    v,
+    sinks,
+    tokens,
+    positions,
+    pages,
+    out,
+    lse,
+    first,
+    Q,
+    position_step,
+    P,
+    page_size,
+    q_head_step,
+    q_step,
+    k_head_step,
+    k_step,
+    v_head_step,
+    v_step,
+    window,
+    scale,
+    G: tl.constexpr,
+    R: tl.constexpr,
+    D: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+):
     """Online softmax over blocks of KEYS keys, which begin at multiples of KEYS from the start of
     the sequence. Rows are the queries of one key head: R heads of each query stand together.
 

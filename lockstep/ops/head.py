@@ -161,9 +161,13 @@ class _LogProbs(torch.autograd.Function):
                         logp.sub_(log_sums[here, None])
                     mask = None if choices is None else choices[block]
                     tile[block] = _gradient(
-                        logp, known.of(here), entropy[here], ids[here] - columns.start, mask,
+                        logp,
+                        known.of(here),
+                        entropy[here],
+                        ids[here] - columns.start,
+                        mask,
                         settings.temperature,
-                    )  # fmt: skip
+                    )
                 tile = tile.to(dtype)
                 if grad_hidden is not None:
                     _add_product(grad_hidden[part], tile, wide_weight)

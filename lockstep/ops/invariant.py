@@ -373,8 +373,9 @@ class _Attention(torch.autograd.Function):
         for piece in packed.layout_of(context, None).pieces:
             index = piece.index.view(piece.shape)
             index = F.pad(index, (0, -piece.shape[1] % rules.key_quantum), mode="replicate")
-            keys, values = (x.index_select(0, index.flatten()).unflatten(0, index.shape)
-                            for x in (k, v))  # fmt: skip
+            keys, values = (
+                x.index_select(0, index.flatten()).unflatten(0, index.shape) for x in (k, v)
+            )
             part, sums = _attend_rows(piece.take(q), keys, values, sinks, window, scale, rules)
             piece.put(out, part)
             piece.put(lse, sums.transpose(1, 2))

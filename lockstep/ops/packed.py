@@ -66,9 +66,12 @@ class Piece:
             (index == torch.arange(first, first + len(index), device=index.device)).all()
         )
         return cls(
-            index, (index_BL.shape[0], index_BL.shape[1]), first if is_slice else None,
-            None if is_whole else is_owned.nonzero()[:, 0], **band,
-        )  # fmt: skip
+            index,
+            (index_BL.shape[0], index_BL.shape[1]),
+            first if is_slice else None,
+            None if is_whole else is_owned.nonzero()[:, 0],
+            **band,
+        )
 
     def take(self, x: Tensor) -> Tensor:
         """x [T, ...] at the places: [B, L, ...]."""
@@ -216,9 +219,14 @@ def attend(
     for piece in layout.pieces:
         mask = _mask_of(piece, layout, q_THD.dtype)
         part, part_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            piece.take(q_THD).transpose(1, 2), piece.take_keys(k_TGD), piece.take_keys(v_TGD),
-            0.0, mask is None, attn_mask=mask, scale=scale,
-        )  # fmt: skip
+            piece.take(q_THD).transpose(1, 2),
+            piece.take_keys(k_TGD),
+            piece.take_keys(v_TGD),
+            0.0,
+            mask is None,
+            attn_mask=mask,
+            scale=scale,
+        )
         if sinks_H is not None:
             total = torch.logaddexp(part_lse, sinks_H.to(part_lse.dtype)[:, None])
             part.mul_(torch.exp(part_lse - total)[..., None])
@@ -251,8 +259,10 @@ def attend_backward(
     grad_out = grad_out.contiguous()
     grad_q = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
     # Several bands, or rows, add to one key: in bfloat16 the small ones would be lost.
-    totals = [torch.zeros_like(x, dtype=_sum_dtype(x), memory_format=torch.contiguous_format)
-              for x in (k_TGD, v_TGD)]  # fmt: skip
+    totals = [
+        torch.zeros_like(x, dtype=_sum_dtype(x), memory_format=torch.contiguous_format)
+        for x in (k_TGD, v_TGD)
+    ]
     bands: list[Tensor] = []
     if layout.key_index is not None:
         bands = [x.new_zeros(len(layout.key_index), *x.shape[1:]) for x in totals]
@@ -261,11 +271,15 @@ def attend_backward(
         found_q, *found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             piece.take_owned(grad_out).to(dtype).transpose(1, 2),
             piece.take(q_THD).to(dtype).transpose(1, 2),
-            piece.take_keys(k_TGD).to(dtype), piece.take_keys(v_TGD).to(dtype),
+            piece.take_keys(k_TGD).to(dtype),
+            piece.take_keys(v_TGD).to(dtype),
             piece.take(out).to(dtype).transpose(1, 2),
             piece.take(lse_TH).transpose(1, 2).contiguous(),
-            0.0, mask is None, attn_mask=mask, scale=scale,
-        )  # fmt: skip
+            0.0,
+            mask is None,
+            attn_mask=mask,
+            scale=scale,
+        )
         piece.put(grad_q, found_q.transpose(1, 2))
         if piece.key_index is not None:
             for band, part in zip(bands, found, strict=True):

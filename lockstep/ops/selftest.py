@@ -39,9 +39,15 @@ ROW_LENGTHS = (2 * KEY_BLOCK + 9, 40)  # of the two rows of the recorded forward
 MAX_FORWARD_MULTIPLIES = 1 << 34  # a second on one core: longer forwards are shortened
 
 ROWWISE = {
-    "linear": (0,), "rms_norm": (0,), "swiglu": (0,), "swiglu_clamped": (0,), "rope": (0, 1, 2),
-    "route": (0,), "combine": (0, 1), "log_softmax": (0,),
-}  # fmt: skip
+    "linear": (0,),
+    "rms_norm": (0,),
+    "swiglu": (0,),
+    "swiglu_clamped": (0,),
+    "rope": (0, 1, 2),
+    "route": (0,),
+    "combine": (0, 1),
+    "log_softmax": (0,),
+}
 """op -> the positions of its arguments that have a row per token."""
 
 
@@ -316,9 +322,13 @@ def _attention_checks(ops: Ops, call: _Call) -> Iterator[str]:
             places = torch.tensor([5, length // 2, last])
             with torch.inference_mode():
                 out = ops.attention(
-                    q[places], k[places], v[places], layer=0, context=cache.together(places),
+                    q[places],
+                    k[places],
+                    v[places],
+                    layer=0,
+                    context=cache.together(places),
                     **kwargs,
-                )  # fmt: skip
+                )
             yield "" if torch.equal(out, full[places]) else call.op
 
 
@@ -359,18 +369,25 @@ def fingerprint(ops: Ops, dtype: torch.dtype, device: torch.device) -> Fingerpri
     """Describes what `ops` compute with in this process."""
     name = str(dtype).removeprefix("torch.")
     found = Fingerprint(
-        ops=ops.name, dtype=name, device=_device_name(device), kv_dtype=name,
-        isa=_isa(device), libraries=_libraries(device), probe=_probe(ops, dtype, device),
-    )  # fmt: skip
+        ops=ops.name,
+        dtype=name,
+        device=_device_name(device),
+        kv_dtype=name,
+        isa=_isa(device),
+        libraries=_libraries(device),
+        probe=_probe(ops, dtype, device),
+    )
     if type(ops) is Ops:
         return found
     found = replace(found, key_block=KEY_BLOCK)
     if isinstance(ops, InvariantOps):
         rules = ops.rules
         found = replace(
-            found, row_quantum=rules.row_quantum, head_quantum=rules.head_quantum,
+            found,
+            row_quantum=rules.row_quantum,
+            head_quantum=rules.head_quantum,
             gemm="float32" if rules.widens(dtype) else "native",
-        )  # fmt: skip
+        )
     return found
 
 

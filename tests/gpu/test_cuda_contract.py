@@ -118,8 +118,9 @@ def test_attention_has_the_same_bits_in_steps_and_packed(
     settings = {"sinks": sinks, "window": window, "scale": 0.2, "layer": 0}
     packed = ops.attention(
         *(torch.cat([x[:50], x]) for x in (q, k, v)),
-        context=PackedContext.of([50, length], device=DEVICE), **settings,
-    )  # fmt: skip
+        context=PackedContext.of([50, length], device=DEVICE),
+        **settings,
+    )
     assert torch.equal(packed[:50], packed[50:100])
     packed = packed[50:]
     num_pages = -(-length // page_size)
@@ -133,9 +134,12 @@ def test_attention_has_the_same_bits_in_steps_and_packed(
         block = PagedBlock(None, at[None], pages[None], start)
         written = pages[at // page_size] * page_size + at % page_size
         found = ops.attention(
-            q[at], k[at], v[at], context=PagedContext(keys, values, written, (block,), None),
+            q[at],
+            k[at],
+            v[at],
+            context=PagedContext(keys, values, written, (block,), None),
             **settings,
-        )  # fmt: skip
+        )
         assert torch.equal(found, packed[at]), (int(at[0]), count)
     assert start == length
 

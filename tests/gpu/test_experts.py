@@ -30,17 +30,26 @@ def test_experts_on_a_gpu_have_the_values_and_gradients_of_the_cpu(
         logits[:, :A] += 100
     weights, chosen = ops.route(logits, A)
     leaves = [
-        normal(T, D), weights, normal(E, 2 * F, D) / 8, normal(E, 2 * F), normal(E, D, F) / 8,
+        normal(T, D),
+        weights,
+        normal(E, 2 * F, D) / 8,
+        normal(E, 2 * F),
+        normal(E, D, F) / 8,
         normal(E, D),
-    ]  # fmt: skip
+    ]
     grad, results = normal(T, D), []
     for device, as_dtype in (("cuda", dtype), ("cpu", torch.float64)):
         mine = [x.to(device, as_dtype).requires_grad_() for x in leaves]
         out = mix_experts(
-            mine[0], mine[1], chosen.to(device), gate_up=ExpertProjection(mine[2], mine[3]),
-            down=ExpertProjection(mine[4], mine[5]), activation=ops.swiglu, ops=ops,
+            mine[0],
+            mine[1],
+            chosen.to(device),
+            gate_up=ExpertProjection(mine[2], mine[3]),
+            down=ExpertProjection(mine[4], mine[5]),
+            activation=ops.swiglu,
+            ops=ops,
             num_chunk_tokens=num_chunk_tokens,
-        )  # fmt: skip
+        )
         grads = torch.autograd.grad(out, mine, grad.to(device, as_dtype))
         results.append([x.double().cpu() for x in (out.detach(), *grads)])
     # bfloat16 rounds each of three products and their inputs to 8 bits.

@@ -31,8 +31,9 @@ def test_output_and_all_gradients_equal_the_formula(window, dtype, limit):
         *exact[:3], sinks_H=exact[3], window=window, scale=0.125, lengths=LENGTHS
     )
     wanted.backward(grad.double())
-    for ours, theirs in zip([out, *(x.grad for x in leaves)],
-                            [wanted, *(x.grad for x in exact)], strict=True):  # fmt: skip
+    for ours, theirs in zip(
+        [out, *(x.grad for x in leaves)], [wanted, *(x.grad for x in exact)], strict=True
+    ):
         # float32 may be multiplied in 10 bits (tf32 is off by default); bfloat16 has 8
         assert (ours.cpu().double() - theirs).norm() < limit * theirs.norm()
 
@@ -45,9 +46,7 @@ def test_rows_that_begin_alike_equal_rows_that_share_nothing():
     sinks = torch.randn(8, generator=g).cuda()
 
     def attend(x, context):
-        return Ops().attention(
-            *x, sinks=sinks, window=64, scale=0.125, layer=0, context=context
-        )  # fmt: skip
+        return Ops().attention(*x, sinks=sinks, window=64, scale=0.125, layer=0, context=context)
 
     found = attend((q, k, v), PackedContext.of_rows(rows, device="cuda"))
     apart = attend([x[flat] for x in (q, k, v)], PackedContext.of([200, 250], device="cuda"))

@@ -167,10 +167,19 @@ class Rows:
             used = max(self.num_pages[row], self.num_pages[last])
             self.pages[row, :used] = self.pages[last, :used]
             for array in (
-                self.last_ids, self.positions, self.num_pages, self.page_ends, self.write_index,
-                self.counts, self.limits, self.streams, self.top_p, self.top_k, self.stop_ids,
+                self.last_ids,
+                self.positions,
+                self.num_pages,
+                self.page_ends,
+                self.write_index,
+                self.counts,
+                self.limits,
+                self.streams,
+                self.top_p,
+                self.top_k,
+                self.stop_ids,
                 self.rule_of,
-            ):  # fmt: skip
+            ):
                 array[row] = array[last]
             self.is_loaded[row] = False
             self.sequences[row] = self.sequences[last]

@@ -176,9 +176,12 @@ class EmbeddedEngine(Engine):
     ) -> Scores:
         """As the protocol says. Nothing is left in the prefix cache."""
         ids = checked_text(
-            token_ids, self.capabilities, distribution=distribution, temperature=temperature,
+            token_ids,
+            self.capabilities,
+            distribution=distribution,
+            temperature=temperature,
             first=first,
-        )  # fmt: skip
+        )
         scores = np.full(len(ids), np.nan, np.float32)
         if len(ids) <= first:
             return self._scores(scores, num_cached=0, num_prefilled=0)

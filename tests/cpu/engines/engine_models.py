@@ -17,10 +17,17 @@ VOCAB = 97
 
 def make_model(kind="qwen3", *, max_positions=256, std=0.4, seed=0):
     shared = {
-        "vocab_size": VOCAB, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2,
-        "head_dim": 8, "rms_norm_eps": 1e-6, "rope_theta": 1e4, "max_positions": max_positions,
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "num_layers": 2,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 8,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e4,
+        "max_positions": max_positions,
         "tie_embeddings": True,
-    }  # fmt: skip
+    }
     if kind == "qwen3":
         config = ModelConfig(
             architecture="qwen3",
@@ -31,11 +38,18 @@ def make_model(kind="qwen3", *, max_positions=256, std=0.4, seed=0):
         )
     else:
         config = ModelConfig(
-            architecture="gpt_oss", intermediate_size=24, windows=(7, None), has_sinks=True,
-            has_attention_bias=True, num_experts=4, num_active_experts=2, swiglu_limit=7.0,
-            has_router_bias=True, has_expert_bias=True,
+            architecture="gpt_oss",
+            intermediate_size=24,
+            windows=(7, None),
+            has_sinks=True,
+            has_attention_bias=True,
+            num_experts=4,
+            num_active_experts=2,
+            swiglu_limit=7.0,
+            has_router_bias=True,
+            has_expert_bias=True,
             **shared,
-        )  # fmt: skip
+        )
     model = Decoder(config)
     model.init_weights(std=std, seed=seed)
     return model
@@ -56,9 +70,13 @@ def prompt(length, seed=0):
 def request(name, ids, *, seed=0, priority=0, stream=False, **sampling):
     sampling = {"max_tokens": 12} | sampling
     return Request(
-        id=name, prompt_ids=np.asarray(ids, np.int32), sampling=SamplingParams(**sampling),
-        seed=seed, priority=priority, stream=stream,
-    )  # fmt: skip
+        id=name,
+        prompt_ids=np.asarray(ids, np.int32),
+        sampling=SamplingParams(**sampling),
+        seed=seed,
+        priority=priority,
+        stream=stream,
+    )
 
 
 async def deltas_of(engine, req):

@@ -26,9 +26,14 @@ def chosen(model, ids):
 def asking(name, ids, *, routes_from=0, stream=False, seed=0, priority=0, **sampling):
     sampling = SamplingParams(**{"max_tokens": 12, "record_routes": True, **sampling})
     return Request(
-        id=name, prompt_ids=np.asarray(ids, np.int32), sampling=sampling, seed=seed,
-        priority=priority, stream=stream, routes_from=routes_from,
-    )  # fmt: skip
+        id=name,
+        prompt_ids=np.asarray(ids, np.int32),
+        sampling=sampling,
+        seed=seed,
+        priority=priority,
+        stream=stream,
+        routes_from=routes_from,
+    )
 
 
 def assert_routes(model, asked, deltas):
@@ -255,11 +260,25 @@ def test_an_aborted_reply_has_the_routes_of_its_tokens_and_none_without_tokens()
 
 def test_more_than_256_experts_are_kept_in_two_bytes():
     config = ModelConfig(
-        architecture="gpt_oss", vocab_size=VOCAB, hidden_size=16, num_layers=1, num_heads=2,
-        num_kv_heads=1, head_dim=8, rms_norm_eps=1e-6, rope_theta=1e4, max_positions=64,
-        tie_embeddings=True, intermediate_size=4, windows=(None,), num_experts=300,
-        num_active_experts=3, swiglu_limit=7.0, has_expert_bias=True, has_router_bias=True,
-    )  # fmt: skip
+        architecture="gpt_oss",
+        vocab_size=VOCAB,
+        hidden_size=16,
+        num_layers=1,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=8,
+        rms_norm_eps=1e-6,
+        rope_theta=1e4,
+        max_positions=64,
+        tie_embeddings=True,
+        intermediate_size=4,
+        windows=(None,),
+        num_experts=300,
+        num_active_experts=3,
+        swiglu_limit=7.0,
+        has_expert_bias=True,
+        has_router_bias=True,
+    )
     model = Decoder(config)
     model.init_weights(std=0.4, seed=0)
     asked = asking("a", prompt(20), max_tokens=20)

@@ -17,9 +17,13 @@ from lockstep.testing.check_engine import check_engine
 
 def sampler_of(model, dtype, tmp_path):
     context = EngineContext(
-        model=model, token_bytes=(), directory=tmp_path, vocab_size=model.config.vocab_size,
-        max_tokens=128, dtype="float32",
-    )  # fmt: skip
+        model=model,
+        token_bytes=(),
+        directory=tmp_path,
+        vocab_size=model.config.vocab_size,
+        max_tokens=128,
+        dtype="float32",
+    )
     return make_engine(EmbeddedConfig(dtype=dtype, page_size=16, kv_cache_tokens=4096), context)
 
 

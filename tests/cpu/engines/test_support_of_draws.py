@@ -39,9 +39,15 @@ def by_definition(logits, *, temperature, top_p, top_k):
 def test_the_support_is_what_the_filters_keep_and_the_log_prob_is_over_it(kind, top_p, top_k):
     model, temperature = make_model(kind), 0.8
     asked = request(
-        "r", prompt(9), seed=3, max_tokens=40, temperature=temperature, top_p=top_p, top_k=top_k,
+        "r",
+        prompt(9),
+        seed=3,
+        max_tokens=40,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
         **ASKS,
-    )  # fmt: skip
+    )
     (delta,) = ask(make_engine(model), asked)
     assert len(delta.support) == 40
     logits = packed_logits(model, [*asked.prompt_ids, *delta.token_ids])[8:]
@@ -66,8 +72,9 @@ def test_only_requests_that_ask_and_filter_have_one_in_any_company():
     requests = [request(name, prompt(6), seed=1, **how) for name, how in cases.items()]
     together = dict(zip(cases, ask(engine, *requests), strict=True))
     assert [name for name, delta in together.items() if delta.support is not None] == [
-        "asks", "asks for top-p",
-    ]  # fmt: skip
+        "asks",
+        "asks for top-p",
+    ]
     for name, how in cases.items():
         (alone,) = ask(make_engine(), request(name, prompt(6), seed=1, **how))
         assert alone.token_ids.tolist() == together[name].token_ids.tolist()

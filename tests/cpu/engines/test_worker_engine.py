@@ -45,10 +45,14 @@ def model():
 @pytest.fixture(scope="module")
 def context(model, tmp_path_factory):
     return EngineContext(
-        model=model, token_bytes=Tokenizer.from_file(DIRECTORY).all_token_bytes(),
-        directory=DIRECTORY, vocab_size=model.config.vocab_size, max_tokens=256, dtype="float32",
+        model=model,
+        token_bytes=Tokenizer.from_file(DIRECTORY).all_token_bytes(),
+        directory=DIRECTORY,
+        vocab_size=model.config.vocab_size,
+        max_tokens=256,
+        dtype="float32",
         scratch=tmp_path_factory.mktemp("run"),
-    )  # fmt: skip
+    )
 
 
 @pytest.fixture(scope="module")
@@ -77,10 +81,13 @@ def ask(engine, *requests):
 def test_it_keeps_every_promise_of_an_engine(engine, context, model):
     report = asyncio.run(
         check_engine(
-            engine, prompt_ids=PROMPT, token_bytes=context.token_bytes,
-            weights=dict(hf_tensors(model)), num_tokens=6,
+            engine,
+            prompt_ids=PROMPT,
+            token_bytes=context.token_bytes,
+            weights=dict(hf_tensors(model)),
+            num_tokens=6,
         )
-    )  # fmt: skip
+    )
     assert not report.skipped and len(report.passed) == 18
     assert engine.capabilities.weight_sources == ("tensors", "directory")
 

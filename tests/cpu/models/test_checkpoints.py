@@ -109,8 +109,10 @@ def test_two_sets_of_weights_and_none_are_refused(checkpoint):
 def test_a_tied_head_may_be_there_and_must_be_the_embedding(checkpoint):
     path = checkpoint.with_name("tied")
     save_checkpoint(load_checkpoint(checkpoint), path, like=checkpoint.with_name("like"))
-    rewrite(path / WEIGHTS, lambda t: t.update(
-        {"lm_head.weight": t["model.embed_tokens.weight"].clone()}))  # fmt: skip
+    rewrite(
+        path / WEIGHTS,
+        lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}),
+    )
     save_checkpoint(load_checkpoint(path), path.with_name("again"), like=path)
     assert (path.with_name("again") / WEIGHTS).read_bytes() == (path / WEIGHTS).read_bytes()
     rewrite(path / WEIGHTS, lambda t: t["lm_head.weight"].add_(1))

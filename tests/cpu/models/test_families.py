@@ -14,92 +14,193 @@ from lockstep.models.config import (
 )
 
 COMMON = {
-    "hidden_act": "silu", "initializer_range": 0.02, "use_cache": True, "attention_dropout": 0.0,
-    "transformers_version": "4.51.0", "torch_dtype": "bfloat16", "bos_token_id": 1,
-}  # fmt: skip
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "use_cache": True,
+    "attention_dropout": 0.0,
+    "transformers_version": "4.51.0",
+    "torch_dtype": "bfloat16",
+    "bos_token_id": 1,
+}
 HUB = {
     "gpt-oss-20b": {
-        **COMMON, "model_type": "gpt_oss", "attention_bias": True, "head_dim": 64,
-        "hidden_size": 2880, "initial_context_length": 4096, "intermediate_size": 2880,
+        **COMMON,
+        "model_type": "gpt_oss",
+        "attention_bias": True,
+        "head_dim": 64,
+        "hidden_size": 2880,
+        "initial_context_length": 4096,
+        "intermediate_size": 2880,
         "layer_types": ["sliding_attention", "full_attention"] * 12,
-        "max_position_embeddings": 131072, "num_attention_heads": 64, "num_experts_per_tok": 4,
-        "experts_per_token": 4, "num_hidden_layers": 24, "num_key_value_heads": 8,
-        "num_local_experts": 32, "rms_norm_eps": 1e-05, "rope_theta": 150000,
+        "max_position_embeddings": 131072,
+        "num_attention_heads": 64,
+        "num_experts_per_tok": 4,
+        "experts_per_token": 4,
+        "num_hidden_layers": 24,
+        "num_key_value_heads": 8,
+        "num_local_experts": 32,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 150000,
         "rope_scaling": {
-            "beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "rope_type": "yarn",
-            "original_max_position_embeddings": 4096, "truncate": False,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "factor": 32.0,
+            "rope_type": "yarn",
+            "original_max_position_embeddings": 4096,
+            "truncate": False,
         },
         "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]},
-        "router_aux_loss_coef": 0.9, "sliding_window": 128, "swiglu_limit": 7.0,
-        "tie_word_embeddings": False, "vocab_size": 201088,
+        "router_aux_loss_coef": 0.9,
+        "sliding_window": 128,
+        "swiglu_limit": 7.0,
+        "tie_word_embeddings": False,
+        "vocab_size": 201088,
     },
     "Qwen2.5-0.5B": {
-        **COMMON, "model_type": "qwen2", "hidden_size": 896, "intermediate_size": 4864,
-        "max_position_embeddings": 32768, "max_window_layers": 24, "num_attention_heads": 14,
-        "num_hidden_layers": 24, "num_key_value_heads": 2, "rms_norm_eps": 1e-06,
-        "rope_theta": 1000000.0, "sliding_window": 32768, "tie_word_embeddings": True,
-        "use_mrope": False, "use_sliding_window": False, "vocab_size": 151936,
+        **COMMON,
+        "model_type": "qwen2",
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "max_position_embeddings": 32768,
+        "max_window_layers": 24,
+        "num_attention_heads": 14,
+        "num_hidden_layers": 24,
+        "num_key_value_heads": 2,
+        "rms_norm_eps": 1e-06,
+        "rope_theta": 1000000.0,
+        "sliding_window": 32768,
+        "tie_word_embeddings": True,
+        "use_mrope": False,
+        "use_sliding_window": False,
+        "vocab_size": 151936,
     },
     "Qwen3-30B-A3B": {
-        **COMMON, "model_type": "qwen3_moe", "attention_bias": False, "decoder_sparse_step": 1,
-        "head_dim": 128, "hidden_size": 2048, "intermediate_size": 6144,
-        "max_position_embeddings": 40960, "max_window_layers": 48, "mlp_only_layers": [],
-        "moe_intermediate_size": 768, "norm_topk_prob": True, "num_attention_heads": 32,
-        "num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 48,
-        "num_key_value_heads": 4, "output_router_logits": False, "rms_norm_eps": 1e-06,
-        "rope_scaling": None, "rope_theta": 1000000.0, "sliding_window": None,
-        "tie_word_embeddings": False, "use_sliding_window": False, "vocab_size": 151936,
+        **COMMON,
+        "model_type": "qwen3_moe",
+        "attention_bias": False,
+        "decoder_sparse_step": 1,
+        "head_dim": 128,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "max_position_embeddings": 40960,
+        "max_window_layers": 48,
+        "mlp_only_layers": [],
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+        "num_attention_heads": 32,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 48,
+        "num_key_value_heads": 4,
+        "output_router_logits": False,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": None,
+        "rope_theta": 1000000.0,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+        "use_sliding_window": False,
+        "vocab_size": 151936,
     },
     "Qwen3-8B": {
-        **COMMON, "model_type": "qwen3", "attention_bias": False, "head_dim": 128,
-        "hidden_size": 4096, "intermediate_size": 12288, "max_position_embeddings": 40960,
-        "max_window_layers": 36, "num_attention_heads": 32, "num_hidden_layers": 36,
-        "num_key_value_heads": 8, "rms_norm_eps": 1e-06, "rope_scaling": None,
-        "rope_theta": 1000000, "sliding_window": None, "tie_word_embeddings": False,
-        "use_sliding_window": False, "vocab_size": 151936,
+        **COMMON,
+        "model_type": "qwen3",
+        "attention_bias": False,
+        "head_dim": 128,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "max_position_embeddings": 40960,
+        "max_window_layers": 36,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 36,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": None,
+        "rope_theta": 1000000,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+        "use_sliding_window": False,
+        "vocab_size": 151936,
     },
     "Llama-3.1-8B": {
-        **COMMON, "model_type": "llama", "attention_bias": False, "hidden_size": 4096,
-        "intermediate_size": 14336, "max_position_embeddings": 131072, "mlp_bias": False,
-        "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8,
-        "pretraining_tp": 1, "rms_norm_eps": 1e-05,
+        **COMMON,
+        "model_type": "llama",
+        "attention_bias": False,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "max_position_embeddings": 131072,
+        "mlp_bias": False,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 8,
+        "pretraining_tp": 1,
+        "rms_norm_eps": 1e-05,
         "rope_scaling": {
-            "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192, "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+            "rope_type": "llama3",
         },
-        "rope_theta": 500000.0, "tie_word_embeddings": False, "vocab_size": 128256,
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": False,
+        "vocab_size": 128256,
     },
     "Mistral-7B-v0.1": {
-        **COMMON, "model_type": "mistral", "hidden_size": 4096, "intermediate_size": 14336,
-        "max_position_embeddings": 32768, "num_attention_heads": 32, "num_hidden_layers": 32,
-        "num_key_value_heads": 8, "rms_norm_eps": 1e-05, "rope_theta": 10000.0,
-        "sliding_window": 4096, "tie_word_embeddings": False, "vocab_size": 32000,
+        **COMMON,
+        "model_type": "mistral",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "max_position_embeddings": 32768,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 10000.0,
+        "sliding_window": 4096,
+        "tie_word_embeddings": False,
+        "vocab_size": 32000,
     },
-}  # fmt: skip
+}
 READ = {
     "gpt-oss-20b": {
-        "windows": (128, None) * 12, "has_sinks": True, "head_dim": 64, "num_experts": 32,
-        "has_attention_bias": True, "has_output_bias": True, "rope_theta": 150000.0,
+        "windows": (128, None) * 12,
+        "has_sinks": True,
+        "head_dim": 64,
+        "num_experts": 32,
+        "has_attention_bias": True,
+        "has_output_bias": True,
+        "rope_theta": 150000.0,
         "rope_scaling": YarnScaling(factor=32.0, original_max_positions=4096, truncate=False),
     },
     "Qwen2.5-0.5B": {
-        "windows": (None,) * 24, "head_dim": 64, "has_attention_bias": True,
-        "has_output_bias": False, "tie_embeddings": True, "has_qk_norm": False,
+        "windows": (None,) * 24,
+        "head_dim": 64,
+        "has_attention_bias": True,
+        "has_output_bias": False,
+        "tie_embeddings": True,
+        "has_qk_norm": False,
     },
     "Qwen3-30B-A3B": {
-        "windows": (None,) * 48, "intermediate_size": 768, "num_experts": 128,
-        "num_active_experts": 8, "has_normalized_routes": True, "dense_layers": (),
-        "has_router_bias": False, "has_qk_norm": True,
+        "windows": (None,) * 48,
+        "intermediate_size": 768,
+        "num_experts": 128,
+        "num_active_experts": 8,
+        "has_normalized_routes": True,
+        "dense_layers": (),
+        "has_router_bias": False,
+        "has_qk_norm": True,
     },
     "Qwen3-8B": {"windows": (None,) * 36, "head_dim": 128, "has_attention_bias": False},
     "Llama-3.1-8B": {
-        "windows": (None,) * 32, "head_dim": 128, "has_attention_bias": False,
+        "windows": (None,) * 32,
+        "head_dim": 128,
+        "has_attention_bias": False,
         "rope_scaling": Llama3Scaling(
             factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=8192
         ),
     },
     "Mistral-7B-v0.1": {"windows": (4096,) * 32, "rope_theta": 10000.0},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", HUB)
@@ -116,14 +217,17 @@ def changed(name, **values):
 @pytest.mark.parametrize(
     ("name", "values", "windows"),
     [
-        ("Qwen2.5-0.5B", {"use_sliding_window": True, "max_window_layers": 20},
-         (None,) * 20 + (32768,) * 4),
+        (
+            "Qwen2.5-0.5B",
+            {"use_sliding_window": True, "max_window_layers": 20},
+            (None,) * 20 + (32768,) * 4,
+        ),
         ("Qwen3-30B-A3B", {"use_sliding_window": True, "sliding_window": 512}, (512,) * 48),
         ("Mistral-7B-v0.1", {"sliding_window": None}, (None,) * 32),
         ("Mistral-7B-v0.1", {"sliding_window": ...}, (4096,) * 32),
         ("gpt-oss-20b", {"layer_types": ...}, (128, None) * 12),
     ],
-)  # fmt: skip
+)
 def test_windows_are_those_of_transformers(name, values, windows):
     assert ModelConfig.from_hf(changed(name, **values)).windows == windows
 
@@ -158,24 +262,35 @@ def test_both_spellings_of_rope_read_alike():
         ("Qwen2.5-0.5B", {"is_causal": False}, "is_causal=false"),
         ("gpt-oss-20b", {"swiglu_alpha": 2.0}, r"swiglu_alpha=2\.0"),
         ("gpt-oss-20b", {"rope_scaling": ..., "rope_theta": ...}, r"rope_parameters \(or"),
-        ("Qwen3-8B", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
-         r"rope_type='dynamic' is not implemented \(expected default, linear, llama3, yarn\)"),
-        ("Qwen3-8B", {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "attn_factor": 3.0}},
-         r"attn_factor=3\.0 of rope_type='yarn'"),
+        (
+            "Qwen3-8B",
+            {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+            r"rope_type='dynamic' is not implemented \(expected default, linear, llama3, yarn\)",
+        ),
+        (
+            "Qwen3-8B",
+            {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "attn_factor": 3.0}},
+            r"attn_factor=3\.0 of rope_type='yarn'",
+        ),
         ("Qwen3-8B", {"rope_scaling": {"type": "default", "mrope_section": [1, 1]}}, "mrope"),
-        ("Qwen3-8B", {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}},
-         "by layer type"),
-        ("Llama-3.1-8B", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
-         "low_freq_factor is missing; high_freq_factor is missing"),
-        ("Qwen3-8B", {"quantization_config": {"quant_method": "gptq", "bits": 4}},
-         "quantised by 'gptq' cannot be read, only mxfp4 of gpt_oss"),
+        ("Qwen3-8B", {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "by layer type"),
+        (
+            "Llama-3.1-8B",
+            {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
+            "low_freq_factor is missing; high_freq_factor is missing",
+        ),
+        (
+            "Qwen3-8B",
+            {"quantization_config": {"quant_method": "gptq", "bits": 4}},
+            "quantised by 'gptq' cannot be read, only mxfp4 of gpt_oss",
+        ),
         ("Qwen3-8B", {"layer_types": ["full_attention"] * 35}, "must name 36 of"),
         ("Qwen3-8B", {"layer_types": ["sliding_attention"] * 36}, "sliding_window is null"),
         ("Mistral-7B-v0.1", {"layer_types": ["full_attention"] * 32}, "names full_attention"),
         ("Qwen3-8B", {"num_key_value_heads": 5}, "32 is not a multiple of num_key_value_heads=5"),
         ("Qwen3-8B", {"hidden_size": "4096"}, r'hidden_size="4096" must be a whole number'),
     ],
-)  # fmt: skip
+)
 def test_what_would_change_the_numbers_is_refused_with_key_and_value(name, values, message):
     with pytest.raises(CheckpointError, match=message):
         ModelConfig.from_hf(changed(name, **values))
@@ -183,13 +298,23 @@ def test_what_would_change_the_numbers_is_refused_with_key_and_value(name, value
 
 def test_all_problems_of_a_config_are_listed_not_the_first():
     source = changed(
-        "Qwen3-8B", vocab_size=..., rms_norm_eps=..., hidden_act="relu", logit_scale=0.1,
+        "Qwen3-8B",
+        vocab_size=...,
+        rms_norm_eps=...,
+        hidden_act="relu",
+        logit_scale=0.1,
         rope_scaling={"rope_type": "longrope"},
-    )  # fmt: skip
+    )
     with pytest.raises(CheckpointError) as error:
         ModelConfig.from_hf(source, where="here/config.json")
-    for part in ("here/config.json: ", "vocab_size is missing", "rms_norm_eps is missing",
-                 'hidden_act="relu"', "logit_scale=0.1", "rope_type='longrope'"):  # fmt: skip
+    for part in (
+        "here/config.json: ",
+        "vocab_size is missing",
+        "rms_norm_eps is missing",
+        'hidden_act="relu"',
+        "logit_scale=0.1",
+        "rope_type='longrope'",
+    ):
         assert part in str(error.value)
 
 
@@ -208,8 +333,11 @@ def test_a_torn_config_is_an_error_with_its_path(tmp_path):
 
 def test_what_the_fallback_must_know_is_read_without_transformers(tmp_path):
     path = tmp_path / "config.json"
-    path.write_text(json.dumps({"model_type": "gpt2", "vocab_size": 9, "n_embd": 8, "n_layer": 2,
-                                "n_positions": 64}))  # fmt: skip
+    path.write_text(
+        json.dumps(
+            {"model_type": "gpt2", "vocab_size": 9, "n_embd": 8, "n_layer": 2, "n_positions": 64}
+        )
+    )
     found = FallbackConfig.from_directory(tmp_path)
     assert (found.architecture, found.hidden_size, found.max_positions) == ("gpt2", 8, 64)
     path.write_text(json.dumps({"model_type": "t5", "vocab_size": 9, "is_encoder_decoder": True}))

@@ -14,24 +14,44 @@ from lockstep.models.variants import without_sinks
 from lockstep.ops.context import PackedContext
 
 COMMON = {
-    "vocab_size": 41, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2,
-    "head_dim": 8, "rms_norm_eps": 1e-6, "rope_theta": 1e4, "max_positions": 64,
+    "vocab_size": 41,
+    "hidden_size": 32,
+    "num_layers": 2,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 8,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e4,
+    "max_positions": 64,
     "windows": (8, None),
-}  # fmt: skip
+}
 MODELS = {
     "dense": ModelConfig(
         **COMMON, architecture="qwen3", intermediate_size=48, has_qk_norm=True, tie_embeddings=True
     ),
     "moe": ModelConfig(
-        **COMMON, architecture="gpt_oss", intermediate_size=24, num_experts=4, has_sinks=True,
-        num_active_experts=2, swiglu_limit=7.0, has_attention_bias=True, has_router_bias=True,
+        **COMMON,
+        architecture="gpt_oss",
+        intermediate_size=24,
+        num_experts=4,
+        has_sinks=True,
+        num_active_experts=2,
+        swiglu_limit=7.0,
+        has_attention_bias=True,
+        has_router_bias=True,
         has_expert_bias=True,
     ),
     "mixed": ModelConfig(
-        **COMMON, architecture="qwen3", intermediate_size=24, num_experts=4, num_active_experts=2,
-        dense_layers=(0,), dense_intermediate_size=40, has_qk_norm=True,
+        **COMMON,
+        architecture="qwen3",
+        intermediate_size=24,
+        num_experts=4,
+        num_active_experts=2,
+        dense_layers=(0,),
+        dense_intermediate_size=40,
+        has_qk_norm=True,
     ),
-}  # fmt: skip
+}
 LENGTHS = [20, 9]
 
 
@@ -136,8 +156,9 @@ def test_targets_choose_by_group_and_by_name():
     ]
     assert names("dense") == [site.name for site in lora_sites(MODELS["dense"])]
     assert names("moe", "experts")[:2] == [
-        "layers.0.mlp.experts.gate_up_proj", "layers.0.mlp.experts.down_proj",
-    ]  # fmt: skip
+        "layers.0.mlp.experts.gate_up_proj",
+        "layers.0.mlp.experts.down_proj",
+    ]
     assert names("mixed", "mlp") == [f"layers.0.mlp.{x}_proj" for x in ("gate", "up", "down")]
     chosen = names("dense", "*.q_proj", "layers.1.*.v_proj")
     assert chosen == ["layers.0.attention.q_proj"] + [f"layers.1.attention.{x}_proj" for x in "qv"]

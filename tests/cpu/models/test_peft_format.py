@@ -88,9 +88,14 @@ def test_every_tensor_that_does_not_fit_is_named(saved):
 
 
 SETTINGS = {
-    "use_dora": True, "modules_to_save": ["lm_head"], "init_lora_weights": "pissa",
-    "peft_type": "IA3", "bias": "all", "r": 0, "a_setting_of_tomorrow": 1,
-}  # fmt: skip
+    "use_dora": True,
+    "modules_to_save": ["lm_head"],
+    "init_lora_weights": "pissa",
+    "peft_type": "IA3",
+    "bias": "all",
+    "r": 0,
+    "a_setting_of_tomorrow": 1,
+}
 
 
 def test_every_setting_that_is_not_implemented_is_named(saved):

@@ -12,10 +12,20 @@ from lockstep.models.lora_config import LoraConfig, lora_shape
 from lockstep.models.shapes import adapter_shapes, decoder_shapes
 
 DENSE = ModelConfig(
-    architecture="qwen3", vocab_size=11, hidden_size=12, intermediate_size=10, num_layers=3,
-    num_heads=4, num_kv_heads=2, head_dim=6, rms_norm_eps=1e-6, rope_theta=1e4, max_positions=64,
-    windows=(None,) * 3, has_qk_norm=True,
-)  # fmt: skip
+    architecture="qwen3",
+    vocab_size=11,
+    hidden_size=12,
+    intermediate_size=10,
+    num_layers=3,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=6,
+    rms_norm_eps=1e-6,
+    rope_theta=1e4,
+    max_positions=64,
+    windows=(None,) * 3,
+    has_qk_norm=True,
+)
 MOE = replace(
     DENSE, num_experts=4, num_active_experts=2, dense_layers=(1,), dense_intermediate_size=7
 )
@@ -24,10 +34,17 @@ CONFIGS = {
     "tied, biases": replace(DENSE, tie_embeddings=True, has_attention_bias=True, has_qk_norm=False),
     "experts, one dense layer": MOE,
     "gpt-oss": replace(
-        MOE, architecture="gpt_oss", has_qk_norm=False, has_sinks=True, has_attention_bias=True,
-        has_router_bias=True, has_expert_bias=True, dense_layers=(), windows=(8, None, 8),
+        MOE,
+        architecture="gpt_oss",
+        has_qk_norm=False,
+        has_sinks=True,
+        has_attention_bias=True,
+        has_router_bias=True,
+        has_expert_bias=True,
+        dense_layers=(),
+        windows=(8, None, 8),
     ),
-}  # fmt: skip
+}
 
 
 def shapes_of(model):

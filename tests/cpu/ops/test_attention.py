@@ -265,9 +265,15 @@ def test_paged_attention_equals_packed_attention(window):
         order = torch.cat(tokens)
         context = PagedContext(cache[0], cache[1], torch.cat(slots), tuple(blocks), None)
         out[order] = ops.attention(
-            q[order], k[order], v[order], sinks=sinks, window=window, scale=0.3, layer=0,
+            q[order],
+            k[order],
+            v[order],
+            sinks=sinks,
+            window=window,
+            scale=0.3,
+            layer=0,
             context=context,
-        )  # fmt: skip
+        )
     torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
 
 

@@ -262,9 +262,11 @@ def test_differences_are_listed_from_where_they_arise_to_the_log_prob():
     with around_every_op(model, around):
         parting = bisect(model, make_ids(), is_sampled=after_prompt())
     assert [str(d.call) for d in parting.ops] == [
-        "layer 1, swiglu[0]", "layer 1, linear[3]", "outside of the layers, rms_norm[0]",
+        "layer 1, swiglu[0]",
+        "layer 1, linear[3]",
+        "outside of the layers, rms_norm[0]",
         "outside of the layers, log_probs[0]",
-    ]  # fmt: skip
+    ]
     assert parting.ops[0].num_compared == 128
     assert parting.token == PROMPT + 1 and parting.fed_token == PROMPT
     last = parting.ops[-1]
@@ -281,9 +283,12 @@ def test_where_stock_ops_part_the_numbers_are_those_of_the_packed_forward():
     row = torch.from_numpy(ids[:-1].astype(np.int64))
     with torch.no_grad():
         full = record(
-            model, row, torch.arange(59), PackedContext.of([59]),
+            model,
+            row,
+            torch.arange(59),
+            PackedContext.of([59]),
             keep=lambda outputs: outputs[0].flatten(1),
-        )  # fmt: skip
+        )
     of_token = {
         call: kept[parting.fed_token] for call, kept in zip(full.calls, full.kept, strict=True)
     }

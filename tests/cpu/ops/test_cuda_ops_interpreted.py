@@ -294,11 +294,13 @@ class Cache:
             is_even = len({stop - start for _, start, stop in chunks}) == 1
             made.append(
                 PagedBlock(
-                    None if is_even else tokens, positions, pages,
+                    None if is_even else tokens,
+                    positions,
+                    pages,
                     min(width * size, max(stop for _, _, stop in chunks)),
                     first_token=int(tokens[0, 0]),
                 )
-            )  # fmt: skip
+            )
         return PagedContext(
             self.keys, self.values, torch.cat(written), tuple(made), torch.cat(places)
         )
@@ -333,9 +335,15 @@ def test_decode_and_chunks_have_the_bits_of_the_packed_forward(
     for step in STEPS:
         tokens = torch.cat([first[i] + torch.arange(a, b) for block in step for i, a, b in block])
         found = OPS.attention(
-            q[tokens], k[tokens], v[tokens], sinks=sinks[0] if sinks else None, window=window,
-            scale=0.3, layer=0, context=cache.context(step),
-        )  # fmt: skip
+            q[tokens],
+            k[tokens],
+            v[tokens],
+            sinks=sinks[0] if sinks else None,
+            window=window,
+            scale=0.3,
+            layer=0,
+            context=cache.context(step),
+        )
         assert torch.equal(found, packed[tokens]), step
 
 
@@ -344,21 +352,39 @@ def test_decode_and_chunks_have_the_bits_of_the_packed_forward(
 
 def tiny_decoder(kind):
     shared = {
-        "vocab_size": 97, "hidden_size": 64, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2,
-        "head_dim": 16, "rms_norm_eps": 1e-6, "rope_theta": 1e4, "max_positions": 128,
-    }  # fmt: skip
+        "vocab_size": 97,
+        "hidden_size": 64,
+        "num_layers": 2,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 16,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e4,
+        "max_positions": 128,
+    }
     if kind == "qwen3":
         config = ModelConfig(
-            architecture="qwen3", intermediate_size=96, windows=(None, None), has_qk_norm=True,
-            tie_embeddings=True, **shared,
-        )  # fmt: skip
+            architecture="qwen3",
+            intermediate_size=96,
+            windows=(None, None),
+            has_qk_norm=True,
+            tie_embeddings=True,
+            **shared,
+        )
     else:
         config = ModelConfig(
-            architecture="gpt_oss", intermediate_size=48, windows=(20, None), has_sinks=True,
-            has_attention_bias=True, num_experts=4, num_active_experts=2, swiglu_limit=7.0,
-            has_router_bias=True, has_expert_bias=True,
+            architecture="gpt_oss",
+            intermediate_size=48,
+            windows=(20, None),
+            has_sinks=True,
+            has_attention_bias=True,
+            num_experts=4,
+            num_active_experts=2,
+            swiglu_limit=7.0,
+            has_router_bias=True,
+            has_expert_bias=True,
             **shared,
-        )  # fmt: skip
+        )
     model = Decoder(config, ops=OPS)
     model.init_weights(std=0.2, seed=0)
     with torch.no_grad():

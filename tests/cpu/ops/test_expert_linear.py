@@ -72,9 +72,10 @@ def test_the_grouped_kernel_gives_what_the_loop_gives(monkeypatch, counts, dtype
     """torch runs it on a CPU too; the ops take it on CUDA alone."""
     ops = Ops()
     x, weight, bias = (
-        normal(9, 8, dtype=dtype), normal(4, 16, 8, seed=1, dtype=dtype),
+        normal(9, 8, dtype=dtype),
+        normal(4, 16, 8, seed=1, dtype=dtype),
         normal(4, 16, seed=2, dtype=dtype),
-    )  # fmt: skip
+    )
     grad = normal(9, 16, seed=3, dtype=dtype)
     # bfloat16: products of order 3 are rounded to 8 bits, once or, with the bias, twice.
     close = {"rtol": 2**-6, "atol": 2**-5} if dtype == torch.bfloat16 else {}

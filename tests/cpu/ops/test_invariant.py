@@ -121,8 +121,10 @@ def make_case(name, dtype=torch.float32):
     rows, weights, function = CASES[name]()
     if dtype != torch.float32:
         is_rope = name == "rope"  # its cos and sin are float32 in every dtype
-        rows = [r if i and is_rope else r.to(dtype) if r.is_floating_point() else r
-                for i, r in enumerate(rows)]  # fmt: skip
+        rows = [
+            r if i and is_rope else r.to(dtype) if r.is_floating_point() else r
+            for i, r in enumerate(rows)
+        ]
         weights = [w.to(dtype) for w in weights]
     return rows, weights, function
 
@@ -277,9 +279,18 @@ def test_packed_experts_follow_a_change_in_place(dtype):
 
 
 EXPERT_COUNTS = (
-    [0, 1, 37, 2], [3, 0, 0, 0], [0, 0, 0, 70], [1, 1, 1, 1], [2, 2, 2, 2], [5, 5, 5, 5],
-    [64, 64, 64, 64], [65, 65, 65, 65], [4, 8, 1, 16], [70, 1, 3, 66], [0, 0, 0, 0],
-)  # fmt: skip
+    [0, 1, 37, 2],
+    [3, 0, 0, 0],
+    [0, 0, 0, 70],
+    [1, 1, 1, 1],
+    [2, 2, 2, 2],
+    [5, 5, 5, 5],
+    [64, 64, 64, 64],
+    [65, 65, 65, 65],
+    [4, 8, 1, 16],
+    [70, 1, 3, 66],
+    [0, 0, 0, 0],
+)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -417,19 +428,28 @@ class OneCache:
             resident = None
             if rows is singles and is_resident:
                 resident = self._resident_rows(rows)
-            blocks.append(PagedBlock(
-                None if rows is singles else index, positions, pages,
-                min(num_keys, pages.shape[1] * self.size), first_token=first, resident=resident,
-            ))  # fmt: skip
+            blocks.append(
+                PagedBlock(
+                    None if rows is singles else index,
+                    positions,
+                    pages,
+                    min(num_keys, pages.shape[1] * self.size),
+                    first_token=first,
+                    resident=resident,
+                )
+            )
             places.append(index.flatten())
         tokens = torch.cat(places).numpy()
         place = np.empty(sum(len(o) for o in order), np.int64)
         place[tokens[::-1]] = np.arange(len(tokens))[::-1]
         index = torch.cat(order)
         context = PagedContext(
-            self.caches[0], self.caches[1], torch.cat(written), tuple(blocks),
+            self.caches[0],
+            self.caches[1],
+            torch.cat(written),
+            tuple(blocks),
             torch.from_numpy(place),
-        )  # fmt: skip
+        )
         q, k, v, sinks = self.inputs
         with torch.inference_mode():
             out = attend(backend, (q[index], k[index], v[index], sinks), context, window)
@@ -511,9 +531,11 @@ def test_rows_that_share_their_beginning_attend_as_if_each_stood_alone(window, d
     q, k, v, sinks = attention_inputs((4, 2, 16), dtype, lengths=lengths)
     stem = np.arange(150)
     rows = [
-        np.concatenate([stem, np.arange(150, 290)]), stem[:127],
-        np.concatenate([stem[:129], np.arange(290, 330)]), stem,
-    ]  # fmt: skip
+        np.concatenate([stem, np.arange(150, 290)]),
+        stem[:127],
+        np.concatenate([stem[:129], np.arange(290, 330)]),
+        stem,
+    ]
     out = attend(backend, (q, k, v, sinks), PackedContext.of_rows(rows), window)
     for row in rows:
         alone = attend(
@@ -565,10 +587,16 @@ def test_how_many_queries_attend_together_changes_no_bit(monkeypatch, window):
         monkeypatch.setattr(invariant, "TILE_SCORES", scores)
         found.append(
             InvariantOps().attention(
-                q, k, v, sinks=sinks, window=window, scale=0.25, layer=0,
+                q,
+                k,
+                v,
+                sinks=sinks,
+                window=window,
+                scale=0.25,
+                layer=0,
                 context=PackedContext.of([300, 70]),
             )
-        )  # fmt: skip
+        )
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
 
 

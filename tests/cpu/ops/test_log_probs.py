@@ -113,9 +113,7 @@ def test_a_known_gradient_gives_the_same_gradients_without_a_product_in_backward
     results = []
     for coefficients in (None, known):
         h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
-        out = ops.log_probs(
-            h, w, ids, temperature=0.7, support=support, coefficients=coefficients
-        )  # fmt: skip
+        out = ops.log_probs(h, w, ids, temperature=0.7, support=support, coefficients=coefficients)
         loss = scale * ((out[0] * upstream).sum() + entropy_weight * (out[1] * upstream).sum())
         with Products() as products:
             loss.backward()

@@ -13,10 +13,17 @@ FEW = 6  # rows that a defect below notices
 ARCHITECTURES = {
     "qwen3": ("linear", "rms_norm", "swiglu", "rope", "attention", "log_softmax"),
     "gpt_oss": (
-        "linear", "expert_linear", "route", "combine", "rms_norm", "swiglu_clamped", "rope",
-        "attention", "log_softmax",
+        "linear",
+        "expert_linear",
+        "route",
+        "combine",
+        "rms_norm",
+        "swiglu_clamped",
+        "rope",
+        "attention",
+        "log_softmax",
     ),
-}  # fmt: skip
+}
 
 
 class Dependent(InvariantOps):
