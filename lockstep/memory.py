@@ -24,8 +24,8 @@ from lockstep.config import tag
 from lockstep.engines.config import EmbeddedConfig
 from lockstep.errors import ConfigError
 from lockstep.models.config import ModelConfig
-from lockstep.models.lora_config import LoraShape
-from lockstep.models.shapes import Shapes, adapter_shapes, decoder_shapes, num_elements
+from lockstep.models.lora_config import LoraShape, adapter_shapes
+from lockstep.models.shapes import Shapes, decoder_shapes, num_elements
 from lockstep.run_config import Config, ModelChoice, SupervisedConfig
 from lockstep.training.config import TrainerConfig
 from lockstep.training.precision import moment_bytes
@@ -273,7 +273,7 @@ class _State:
 def _policy_state(facts: PlanFacts) -> _State:
     shapes = decoder_shapes(facts.model)
     if facts.lora is not None:
-        shapes = shapes | adapter_shapes(facts.model, facts.lora)
+        shapes = shapes | adapter_shapes(facts.lora)
     advice = "dtype=bfloat16" if facts.dtype == "float32" else ""
     # The table of rotations stands beside them: two of head width per position, float32.
     rotations = 8 * facts.model.max_positions * facts.model.head_dim
@@ -337,7 +337,7 @@ def _trained(facts: PlanFacts) -> Shapes:
     """The parameters that have a gradient."""
     shapes = decoder_shapes(facts.model)
     if facts.lora is not None:
-        shapes = adapter_shapes(facts.model, facts.lora)
+        shapes = adapter_shapes(facts.lora)
     patterns = facts.trainer.freeze
     return {
         name: shape

@@ -19,7 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from lockstep.errors import CheckpointError
 from lockstep.models.config import ModelConfig
 from lockstep.models.decoder import Decoder
-from lockstep.models.hf_io import HEAD, load_weights, read_tensors, save_checkpoint
+from lockstep.models.hf_io import load_weights, read_tensors, save_checkpoint
+from lockstep.models.shapes import HEAD
 from lockstep.models.sharding import shard
 from lockstep.ops.base import Ops
 from lockstep.ops.context import PackedContext

@@ -1,9 +1,9 @@
 """Hugging Face checkpoints in and out: config.json, safetensors, tokenizer files.
 
-The decoder fuses projections that Hugging Face keeps apart. The map below says, for each of our
-parameters, which of theirs it holds and where: each of theirs is a view of one of ours. Loading
-and saving write to and read from that view, so that what is loaded is saved back with the same
-bytes, and neither needs room for more than the model and a block.
+The decoder fuses projections that Hugging Face keeps apart: each of their tensors is a view of one
+of our parameters (`shapes.decoder_layout`). Loading writes to that view and saving reads from it,
+so that a checkpoint is saved back with the same bytes, and neither needs more room than the model
+and a block.
 
 `hf_tensors`, `save_checkpoint` and `load_into` take the type of model as their case: a model of
 another kind registers its own (`models.fallback`).
@@ -14,9 +14,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import lru_cache, singledispatch
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ from lockstep.errors import CheckpointError
 from lockstep.models.config import ModelConfig, read_json
 from lockstep.models.decoder import Decoder
 from lockstep.models.lora import merged
+from lockstep.models.shapes import HEAD, Piece, decoder_layout
 from lockstep.models.sharding import local_part, mesh_of, part_like, shard, whole
 from lockstep.models.tensor_file import (
     DTYPE_NAMES,
@@ -59,139 +59,7 @@ the renderer that the model was trained with."""
 MAX_SHARD_BYTES = 5 << 30
 """Of a file, where the checkpoint that is written like another cannot have that one's files."""
 MAX_NAMED = 20  # of one kind of misfit; the count tells the rest
-HEAD = "lm_head.weight"
 _FLOATS = ("F64", "F32", "F16", "BF16")
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """One Hugging Face tensor, and where it is in a parameter of ours."""
-
-    name: str
-    shape: tuple[int, ...]
-    view: Callable[[Tensor], Tensor]
-    """Of our parameter (its gradient, a moment): the same numbers in the same order, of the same
-    first dim; later ones may stand apart that are one dim in `shape`."""
-
-
-def weight_map(config: ModelConfig) -> dict[str, tuple[Piece, ...]]:
-    """Our parameter name -> the Hugging Face tensors in it, for every parameter of the decoder."""
-    c = config
-    D, E, F = c.hidden_size, c.num_experts, c.intermediate_size
-    q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-    out: dict[str, tuple[Piece, ...]] = {
-        "embedding": (_whole("model.embed_tokens.weight", c.vocab_size, D),)
-    }
-    for i in range(c.num_layers):
-        ours, theirs = f"layers.{i}", f"model.layers.{i}"
-        attention, mlp = f"{theirs}.self_attn", f"{theirs}.mlp"
-        out[f"{ours}.input_norm"] = (_whole(f"{theirs}.input_layernorm.weight", D),)
-        out[f"{ours}.post_attention_norm"] = (
-            _whole(f"{theirs}.post_attention_layernorm.weight", D),
-        )
-        qkv, output = f"{ours}.attention.qkv_proj", f"{ours}.attention.o_proj"
-        sizes = {f"{attention}.{x}_proj": n for x, n in zip("qkv", (q, kv, kv), strict=True)}
-        out[f"{qkv}.weight"] = _rows(sizes, "weight", D)
-        out[f"{output}.weight"] = (_whole(f"{attention}.o_proj.weight", D, q),)
-        if c.has_attention_bias:
-            out[f"{qkv}.bias"] = _rows(sizes, "bias")
-        if c.has_attention_bias and c.has_output_bias:
-            out[f"{output}.bias"] = (_whole(f"{attention}.o_proj.bias", D),)
-        if c.has_qk_norm:
-            for x in "qk":
-                out[f"{ours}.attention.{x}_norm"] = (
-                    _whole(f"{attention}.{x}_norm.weight", c.head_dim),
-                )
-        if c.has_sinks:
-            out[f"{ours}.attention.sinks"] = (_whole(f"{attention}.sinks", c.num_heads),)
-        if i not in c.routed_layers:
-            width = c.dense_intermediate_size if c.is_moe else F
-            sizes = {f"{mlp}.{x}_proj": width for x in ("gate", "up")}
-            out[f"{ours}.mlp.gate_up_proj.weight"] = _rows(sizes, "weight", D)
-            out[f"{ours}.mlp.down_proj.weight"] = (_whole(f"{mlp}.down_proj.weight", D, width),)
-        elif c.architecture == "gpt_oss":
-            out |= _gpt_oss_experts(f"{ours}.mlp", mlp, D, E, F)
-        else:
-            out |= _experts_one_by_one(f"{ours}.mlp", mlp, D, E, F)
-    out["final_norm"] = (_whole("model.norm.weight", D),)
-    if not c.tie_embeddings:
-        out["untied_head"] = (_whole(HEAD, c.vocab_size, D),)
-    return out
-
-
-def _whole(name: str, *shape: int) -> Piece:
-    return Piece(name, shape, lambda parameter: parameter)
-
-
-def _rows(sizes: Mapping[str, int], part: str, *width: int) -> tuple[Piece, ...]:
-    """Modules of `sizes` rows each, one after another."""
-    pieces: list[Piece] = []
-    first = 0
-    for module, size in sizes.items():
-        pieces.append(
-            Piece(
-                f"{module}.{part}",
-                (size, *width),
-                lambda parameter, first=first, size=size: parameter.narrow(0, first, size),
-            )
-        )
-        first += size
-    return tuple(pieces)
-
-
-def _gpt_oss_experts(
-    ours: str, theirs: str, D: int, E: int, F: int
-) -> dict[str, tuple[Piece, ...]]:
-    """All experts in one tensor, [in, out] each; gate and up alternate, where ours lie in turn."""
-    experts = f"{theirs}.experts"
-    gate_up = Piece(
-        f"{experts}.gate_up_proj",
-        (E, D, 2 * F),
-        lambda parameter: parameter.unflatten(1, (2, F)).permute(0, 3, 2, 1),
-    )
-    gate_up_bias = Piece(
-        f"{experts}.gate_up_proj_bias",
-        (E, 2 * F),
-        lambda parameter: parameter.unflatten(1, (2, F)).transpose(1, 2),
-    )
-    down = Piece(f"{experts}.down_proj", (E, F, D), lambda parameter: parameter.transpose(1, 2))
-    return {
-        f"{ours}.router.weight": (_whole(f"{theirs}.router.weight", E, D),),
-        f"{ours}.router.bias": (_whole(f"{theirs}.router.bias", E),),
-        f"{ours}.gate_up_proj": (gate_up,),
-        f"{ours}.gate_up_bias": (gate_up_bias,),
-        f"{ours}.down_proj": (down,),
-        f"{ours}.down_bias": (_whole(f"{experts}.down_proj_bias", E, D),),
-    }
-
-
-def _experts_one_by_one(
-    ours: str, theirs: str, D: int, E: int, F: int
-) -> dict[str, tuple[Piece, ...]]:
-    """Qwen3-MoE: a tensor per expert and projection."""
-    gate_up: list[Piece] = []
-    down: list[Piece] = []
-    for e in range(E):
-        for first, x in ((0, "gate"), (F, "up")):
-            gate_up.append(
-                Piece(
-                    f"{theirs}.experts.{e}.{x}_proj.weight",
-                    (F, D),
-                    lambda parameter, e=e, first=first: parameter[e].narrow(0, first, F),
-                )
-            )
-        down.append(
-            Piece(
-                f"{theirs}.experts.{e}.down_proj.weight",
-                (D, F),
-                lambda parameter, e=e: parameter[e],
-            )
-        )
-    return {
-        f"{ours}.router.weight": (_whole(f"{theirs}.gate.weight", E, D),),
-        f"{ours}.gate_up_proj": tuple(gate_up),
-        f"{ours}.down_proj": tuple(down),
-    }
 
 
 # -- loading --------------------------------------------------------------------------------------
@@ -293,8 +161,8 @@ def check_tensors(
         tensors = tensors.outlines()
     known: set[str] = {HEAD} if config.tie_embeddings else set()
     misfits: dict[str, list[str]] = {k: [] for k in ("missing", "misshapen", "unreadable")}
-    for pieces in weight_map(config).values():
-        for piece in pieces:
+    for parameter in decoder_layout(config).values():
+        for piece in parameter.pieces:
             parts = _parts(piece, tensors)
             known |= parts.keys()
             for name, shape in parts.items():
@@ -358,11 +226,11 @@ def load_weights(
     check_tensors(model, tensors, where=where)
     parameters = dict(model.named_parameters())
     with torch.no_grad():
-        for ours, pieces in weight_map(model.config).items():
+        for ours, layout in decoder_layout(model.config).items():
             parameter = out = parameters[ours].detach()
             if mesh_of(parameter) is not None:
                 out = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
-            for piece in pieces:
+            for piece in layout.pieces:
                 _load_piece(piece, piece.view(out), tensors)
             if ours == "embedding" and model.config.tie_embeddings and HEAD in tensors:
                 _check_tied(tensors[HEAD], out, where)
@@ -465,8 +333,8 @@ class HFTensors(Mapping[str, Tensor]):
         self._parameters = dict(model.named_parameters())
         self._places = {
             piece.name: (ours, piece)
-            for ours, pieces in weight_map(model.config).items()
-            for piece in pieces
+            for ours, layout in decoder_layout(model.config).items()
+            for piece in layout.pieces
         }
         self._values: dict[str, Tensor] = {}
 
@@ -545,8 +413,8 @@ def save_checkpoint(
             dtype,
             lambda piece=piece, ours=ours: piece.view(value_of(ours)),
         )
-        for ours, pieces in weight_map(model.config).items()
-        for piece in pieces
+        for ours, layout in decoder_layout(model.config).items()
+        for piece in layout.pieces
     }
     for name, extra in (extra_tensors or {}).items():
         tensors[name] = Outgoing(name, tuple(extra.shape), extra.dtype, lambda extra=extra: extra)

@@ -9,10 +9,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from itertools import groupby
 from typing import Literal
 
 from lockstep.errors import ConfigError
 from lockstep.models.config import ModelConfig
+from lockstep.models.shapes import Shapes, decoder_layout
 
 Group = Literal["attention", "mlp", "experts"]
 GROUPS: tuple[Group, ...] = ("attention", "mlp", "experts")
@@ -130,68 +132,53 @@ def _chosen(targets: tuple[str, ...], sites: list[Site]) -> tuple[Site, ...]:
 def lora_sites(config: ModelConfig) -> list[Site]:
     """Every projection that can have an adapter, in the order of the forward."""
     out: list[Site] = []
-    c = config
-    q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-    for i in range(c.num_layers):
-        ours, theirs = f"layers.{i}.attention", f"model.layers.{i}.self_attn"
-        for part, outputs in (("q_proj", q), ("k_proj", kv), ("v_proj", kv)):
+    for name, parameter in decoder_layout(config).items():
+        projection = name.removesuffix(".weight")
+        if not projection.endswith("_proj"):
+            continue
+        owner, _, part = projection.rpartition(".")
+        if len(parameter.shape) == 3:
+            num_experts, outputs, inputs = parameter.shape
             out.append(
                 Site(
-                    name=f"{ours}.{part}",
-                    group="attention",
-                    projection=f"{ours}.qkv_proj",
-                    hf_name=f"{theirs}.{part}",
-                    inputs=c.hidden_size,
+                    name=f"{owner}.experts.{part}",
+                    group="experts",
+                    projection=projection,
+                    hf_name=f"model.{owner}.experts.{part}",
+                    inputs=inputs,
                     outputs=outputs,
+                    num_experts=num_experts,
+                    is_interleaved=part == "gate_up_proj" and config.architecture == "gpt_oss",
                 )
             )
-        out.append(
-            Site(
-                name=f"{ours}.o_proj",
-                group="attention",
-                projection=f"{ours}.o_proj",
-                hf_name=f"{theirs}.o_proj",
-                inputs=q,
-                outputs=c.hidden_size,
+            continue
+        for piece in parameter.pieces:
+            hf_name = piece.name.removesuffix(".weight")
+            out.append(
+                Site(
+                    name=f"{owner}.{hf_name.rpartition('.')[2]}",
+                    group="attention" if owner.endswith(".attention") else "mlp",
+                    projection=projection,
+                    hf_name=hf_name,
+                    inputs=piece.shape[1],
+                    outputs=piece.shape[0],
+                )
             )
-        )
-        out += _expert_sites(c, i) if i in c.routed_layers else _mlp_sites(c, i)
     return out
 
 
-def _mlp_sites(c: ModelConfig, layer: int) -> list[Site]:
-    ours, theirs = f"layers.{layer}.mlp", f"model.layers.{layer}.mlp"
-    F, D = c.dense_intermediate_size if c.is_moe else c.intermediate_size, c.hidden_size
-    return [
-        Site(
-            name=f"{ours}.{part}",
-            group="mlp",
-            projection=f"{ours}.{projection}",
-            hf_name=f"{theirs}.{part}",
-            inputs=inputs,
-            outputs=outputs,
-        )
-        for part, projection, inputs, outputs in (
-            ("gate_proj", "gate_up_proj", D, F),
-            ("up_proj", "gate_up_proj", D, F),
-            ("down_proj", "down_proj", F, D),
-        )
-    ]
-
-
-def _expert_sites(c: ModelConfig, layer: int) -> list[Site]:
-    ours, theirs = f"layers.{layer}.mlp", f"model.layers.{layer}.mlp.experts"
-    F, D = c.intermediate_size, c.hidden_size
-    return [
-        Site(
-            name=f"{ours}.experts.{part}",
-            group="experts",
-            projection=f"{ours}.{part}",
-            hf_name=f"{theirs}.{part}",
-            inputs=inputs,
-            outputs=outputs,
-            num_experts=c.num_experts,
-            is_interleaved=part == "gate_up_proj" and c.architecture == "gpt_oss",
-        )
-        for part, inputs, outputs in (("gate_up_proj", D, 2 * F), ("down_proj", F, D))
-    ]
+def adapter_shapes(lora: LoraShape) -> Shapes:
+    """name -> shape of each parameter that `add_adapter` adds."""
+    out: Shapes = {}
+    for projection, group in groupby(lora.sites, lambda site: site.projection):
+        sites = list(group)
+        first, rank = sites[0], lora.rank
+        if first.num_experts:
+            at = f"{projection.removesuffix('_proj')}_lora"
+            out[f"{at}.A"] = (first.num_experts, rank, first.inputs)
+            out[f"{at}.B"] = (first.num_experts, first.outputs, rank)
+            continue
+        at = f"{projection}.lora"
+        out[f"{at}.A"] = (len(sites) * rank, first.inputs)
+        out |= {f"{at}.B.{i}": (site.outputs, rank) for i, site in enumerate(sites)}
+    return out

@@ -1,91 +1,162 @@
-"""The parameters of a decoder by name and shape, known from its config alone. No torch: the memory
-of a run is planned before a model is made.   Guard: tests/cpu/models/test_shapes.py
+"""Parameters of a decoder by name and shape, and the Hugging Face tensors that each one holds.
+
+Known from the config alone, without torch: the memory of a run is planned before a model is made.
+Guard: tests/cpu/models/test_shapes.py
 """
 
 from __future__ import annotations
 
 import math
-from itertools import groupby
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 from lockstep.models.config import ModelConfig
-from lockstep.models.lora_config import LoraShape, Site
 
-Shapes = dict[str, tuple[int, ...]]
+Shape = tuple[int, ...]
+Shapes = dict[str, Shape]
+HEAD = "lm_head.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One Hugging Face tensor, and its place in a parameter of the decoder."""
+
+    name: str
+    shape: Shape
+    view: Callable[[Any], Any]
+    """Called with the decoder's parameter (or its gradient, or a moment). Returns a view with the
+    tensor's numbers in order and its first dim; later dims may be split where `shape` has one."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterLayout:
+    """A parameter of the decoder.
+
+    >>> layout = decoder_layout(config)["layers.0.attention.qkv_proj.weight"]   # doctest: +SKIP
+    >>> [piece.name for piece in layout.pieces][0]                              # doctest: +SKIP
+    'model.layers.0.self_attn.q_proj.weight'
+    """
+
+    shape: Shape
+    pieces: tuple[Piece, ...]
+
+
+def decoder_layout(config: ModelConfig) -> dict[str, ParameterLayout]:
+    """name -> layout of each parameter of `Decoder(config)`, in the order of the forward."""
+    c = config
+    D, H, K = c.hidden_size, c.num_heads, c.head_dim
+    q, kv = H * K, c.num_kv_heads * K
+    out = {"embedding": _whole("model.embed_tokens.weight", c.vocab_size, D)}
+    for i in range(c.num_layers):
+        theirs = f"model.layers.{i}"
+        attention, mlp = f"{theirs}.self_attn", f"{theirs}.mlp"
+        heads = {f"{attention}.{x}_proj": n for x, n in zip("qkv", (q, kv, kv), strict=True)}
+        layer = {
+            "input_norm": _whole(f"{theirs}.input_layernorm.weight", D),
+            "post_attention_norm": _whole(f"{theirs}.post_attention_layernorm.weight", D),
+            "attention.qkv_proj.weight": _rows(heads, "weight", D),
+            "attention.o_proj.weight": _whole(f"{attention}.o_proj.weight", D, q),
+        }
+        if c.has_attention_bias:
+            layer["attention.qkv_proj.bias"] = _rows(heads, "bias")
+        if c.has_attention_bias and c.has_output_bias:
+            layer["attention.o_proj.bias"] = _whole(f"{attention}.o_proj.bias", D)
+        if c.has_qk_norm:
+            layer["attention.q_norm"] = _whole(f"{attention}.q_norm.weight", K)
+            layer["attention.k_norm"] = _whole(f"{attention}.k_norm.weight", K)
+        if c.has_sinks:
+            layer["attention.sinks"] = _whole(f"{attention}.sinks", H)
+        if i not in c.routed_layers:
+            width = c.dense_intermediate_size if c.is_moe else c.intermediate_size
+            halves = {f"{mlp}.gate_proj": width, f"{mlp}.up_proj": width}
+            layer["mlp.gate_up_proj.weight"] = _rows(halves, "weight", D)
+            layer["mlp.down_proj.weight"] = _whole(f"{mlp}.down_proj.weight", D, width)
+        elif c.architecture == "gpt_oss":
+            layer |= _gpt_oss_experts(c, mlp)
+        else:
+            layer |= _experts_one_by_one(c, mlp)
+        out |= {f"layers.{i}.{name}": parameter for name, parameter in layer.items()}
+    out["final_norm"] = _whole("model.norm.weight", D)
+    if not c.tie_embeddings:
+        out["untied_head"] = _whole(HEAD, c.vocab_size, D)
+    return out
 
 
 def decoder_shapes(config: ModelConfig) -> Shapes:
     """name -> shape, as `Decoder(config).named_parameters()` has them."""
-    c = config
-    D, vocabulary = c.hidden_size, (c.vocab_size, c.hidden_size)
-    out: Shapes = {"embedding": vocabulary, "final_norm": (D,)}
-    if not c.tie_embeddings:
-        out["untied_head"] = vocabulary
-    for layer in range(c.num_layers):
-        is_routed = layer in c.routed_layers
-        parts = {
-            "input_norm": (D,),
-            "post_attention_norm": (D,),
-            **_prefixed("attention", _attention(c)),
-            **_prefixed("mlp", _experts(c) if is_routed else _mlp(c)),
-        }
-        out |= _prefixed(f"layers.{layer}", parts)
-    return out
-
-
-def adapter_shapes(config: ModelConfig, lora: LoraShape) -> Shapes:
-    """name -> shape of what `add_adapter` adds."""
-    out: Shapes = {}
-    for projection, group in groupby(lora.sites, lambda site: site.projection):
-        sites: list[Site] = list(group)
-        first, rank = sites[0], lora.rank
-        if first.num_experts:
-            at = f"{projection.removesuffix('_proj')}_lora"
-            out[f"{at}.A"] = (first.num_experts, rank, first.inputs)
-            out[f"{at}.B"] = (first.num_experts, first.outputs, rank)
-            continue
-        at = f"{projection}.lora"
-        out[f"{at}.A"] = (len(sites) * rank, first.inputs)
-        out |= {f"{at}.B.{i}": (site.outputs, rank) for i, site in enumerate(sites)}
-    return out
+    return {name: parameter.shape for name, parameter in decoder_layout(config).items()}
 
 
 def num_elements(shapes: Shapes) -> int:
     return sum(math.prod(shape) for shape in shapes.values())
 
 
-def _attention(c: ModelConfig) -> Shapes:
-    fused, width = (c.num_heads + 2 * c.num_kv_heads) * c.head_dim, c.num_heads * c.head_dim
-    out: Shapes = {
-        "qkv_proj.weight": (fused, c.hidden_size),
-        "o_proj.weight": (c.hidden_size, width),
+def _whole(name: str, *shape: int) -> ParameterLayout:
+    return ParameterLayout(shape, (Piece(name, shape, lambda parameter: parameter),))
+
+
+def _rows(sizes: Mapping[str, int], part: str, *width: int) -> ParameterLayout:
+    """Modules of `sizes` rows each, one after another."""
+    pieces: list[Piece] = []
+    first = 0
+    for module, size in sizes.items():
+
+        def view(parameter: Any, first: int = first, size: int = size) -> Any:
+            return parameter.narrow(0, first, size)
+
+        pieces.append(Piece(f"{module}.{part}", (size, *width), view))
+        first += size
+    return ParameterLayout((first, *width), tuple(pieces))
+
+
+def _gpt_oss_experts(c: ModelConfig, mlp: str) -> dict[str, ParameterLayout]:
+    """All experts in one tensor, [in, out] each. Hugging Face alternates the outputs of gate and
+    up; the decoder keeps all of gate, then all of up."""
+    D, E, F = c.hidden_size, c.num_experts, c.intermediate_size
+    experts = f"{mlp}.experts"
+
+    def one(name: str, shape: Shape, theirs: Shape, view: Callable[[Any], Any]) -> ParameterLayout:
+        return ParameterLayout(shape, (Piece(f"{experts}.{name}", theirs, view),))
+
+    return {
+        "mlp.router.weight": _whole(f"{mlp}.router.weight", E, D),
+        "mlp.router.bias": _whole(f"{mlp}.router.bias", E),
+        "mlp.gate_up_proj": one(
+            "gate_up_proj",
+            (E, 2 * F, D),
+            (E, D, 2 * F),
+            lambda parameter: parameter.unflatten(1, (2, F)).permute(0, 3, 2, 1),
+        ),
+        "mlp.gate_up_bias": one(
+            "gate_up_proj_bias",
+            (E, 2 * F),
+            (E, 2 * F),
+            lambda parameter: parameter.unflatten(1, (2, F)).transpose(1, 2),
+        ),
+        "mlp.down_proj": one(
+            "down_proj", (E, D, F), (E, F, D), lambda parameter: parameter.transpose(1, 2)
+        ),
+        "mlp.down_bias": _whole(f"{experts}.down_proj_bias", E, D),
     }
-    if c.has_attention_bias:
-        out |= {"qkv_proj.bias": (fused,), "o_proj.bias": (c.hidden_size,)}
-    if c.has_qk_norm:
-        out |= {"q_norm": (c.head_dim,), "k_norm": (c.head_dim,)}
-    if c.has_sinks:
-        out["sinks"] = (c.num_heads,)
-    return out
 
 
-def _mlp(c: ModelConfig) -> Shapes:
-    D, F = c.hidden_size, c.dense_intermediate_size if c.is_moe else c.intermediate_size
-    return {"gate_up_proj.weight": (2 * F, D), "down_proj.weight": (D, F)}
+def _experts_one_by_one(c: ModelConfig, mlp: str) -> dict[str, ParameterLayout]:
+    """Qwen3-MoE: a tensor per expert and projection."""
+    D, E, F = c.hidden_size, c.num_experts, c.intermediate_size
 
+    def piece(expert: int, name: str, shape: Shape, first: int) -> Piece:
+        def view(parameter: Any) -> Any:
+            return parameter[expert].narrow(0, first, shape[0])
 
-def _experts(c: ModelConfig) -> Shapes:
-    D, F, E = c.hidden_size, c.intermediate_size, c.num_experts
-    out: Shapes = {
-        "router.weight": (E, D),
-        "gate_up_proj": (E, 2 * F, D),
-        "down_proj": (E, D, F),
+        return Piece(f"{mlp}.experts.{expert}.{name}_proj.weight", shape, view)
+
+    halves = (("gate", 0), ("up", F))
+    gate_up = (piece(e, name, (F, D), first) for e in range(E) for name, first in halves)
+    return {
+        "mlp.router.weight": _whole(f"{mlp}.gate.weight", E, D),
+        "mlp.gate_up_proj": ParameterLayout((E, 2 * F, D), tuple(gate_up)),
+        "mlp.down_proj": ParameterLayout(
+            (E, D, F), tuple(piece(e, "down", (D, F), 0) for e in range(E))
+        ),
     }
-    if c.has_router_bias:
-        out["router.bias"] = (E,)
-    if c.has_expert_bias:
-        out |= {"gate_up_bias": (E, 2 * F), "down_bias": (E, D)}
-    return out
-
-
-def _prefixed(prefix: str, shapes: Shapes) -> Shapes:
-    return {f"{prefix}.{name}": shape for name, shape in shapes.items()}

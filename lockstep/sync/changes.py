@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 from lockstep.models.decoder import Decoder
-from lockstep.models.hf_io import weight_map
 from lockstep.models.lora import ExpertLowRank, LowRank
+from lockstep.models.shapes import decoder_layout
 from lockstep.models.sharding import local_part, mesh_of, whole
 from lockstep.models.tensor_file import blocks_of
 
@@ -166,7 +166,7 @@ class Change:
             if parameter.is_floating_point() and (not self.is_adapter_only or "lora" in name)
         }
         if isinstance(self.model, Decoder):
-            sent = {name: place for place, name in enumerate(weight_map(self.model.config))}
+            sent = {name: place for place, name in enumerate(decoder_layout(self.model.config))}
             return dict(sorted(found.items(), key=lambda pair: sent.get(pair[0], len(sent))))
         return found
 

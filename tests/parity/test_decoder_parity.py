@@ -5,7 +5,8 @@ import json
 import pytest
 import torch
 
-from lockstep.models.hf_io import INDEX, load_checkpoint, save_checkpoint, weight_map
+from lockstep.models.hf_io import INDEX, load_checkpoint, save_checkpoint
+from lockstep.models.shapes import decoder_layout
 from lockstep.ops.context import PackedContext
 
 transformers = pytest.importorskip("transformers", reason="pip install 'lockstep-rl[transformers]'")
@@ -90,11 +91,11 @@ def as_in_transformers(model, values):
     parameters, which are those of the checkpoint but for Qwen3-MoE's experts: one by one on disk,
     in memory as ours."""
     out = {}
-    for name, pieces in weight_map(model.config).items():
-        if ".experts.0." in pieces[0].name:
+    for name, layout in decoder_layout(model.config).items():
+        if ".experts.0." in layout.pieces[0].name:
             out["model." + name.replace("mlp.", "mlp.experts.")] = values[name]
         else:
-            out |= {p.name: p.view(values[name]).reshape(p.shape) for p in pieces}
+            out |= {p.name: p.view(values[name]).reshape(p.shape) for p in layout.pieces}
     return out
 
 
