@@ -109,11 +109,9 @@ class FallbackModel(nn.Module):
             )
         self._check(context, routing)
         logits_TV = self._run(self.inner, lambda out: out.logits, ids_T, positions_T, context)
-        logits_NV = logits_TV.index_select(0, predictors_N).float() / temperature
-        if support is not None:
-            kept_NV = support.mask(slice(None), logits_NV.shape[1])
-            logits_NV = logits_NV.masked_fill(~kept_NV, float("-inf"))
-        logprobs_NV = logits_NV.log_softmax(-1)
+        logits_NV = logits_TV.index_select(0, predictors_N)
+        kept_NV = None if support is None else support.mask(slice(None), logits_NV.shape[1])
+        logprobs_NV = self.ops.log_softmax(logits_NV, temperature=temperature, kept=kept_NV)
         terms_NV = logprobs_NV.exp() * logprobs_NV
         entropy_N = -terms_NV.masked_fill(logprobs_NV == float("-inf"), 0.0).sum(-1)
         return logprobs_NV.gather(1, targets_N[:, None])[:, 0], entropy_N

@@ -12,17 +12,14 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import groupby
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
+from lockstep.models.config import ModelConfig
 from lockstep.models.experts import ExpertFactors
 from lockstep.models.lora_config import LoraShape, Site, lora_sites
 from lockstep.ops.base import Ops
-
-if TYPE_CHECKING:
-    from lockstep.models.decoder import Decoder
 
 Tensor = torch.Tensor
 
@@ -132,16 +129,17 @@ class ExpertLowRank(nn.Module):
 Adapter = LowRank | ExpertLowRank
 
 
-def add_adapter(model: Decoder, shape: LoraShape, *, seed: int) -> None:
-    """Puts an adapter on `model`, on its device and in its dtype, and freezes everything else.
+def add_adapter(model: nn.Module, shape: LoraShape, *, seed: int) -> None:
+    """Puts an adapter on a `Decoder`, on its device and in its dtype, and freezes everything else.
 
     A is drawn as PEFT does (uniform within 1 / sqrt(inputs)), in float32 on the CPU, so that a seed
     means the same on every device. B is 0: the adapted model is the model.
     """
+    config: ModelConfig = model.config  # pyright: ignore[reportAssignmentType]
     model.requires_grad_(False)
     chosen = {site.name for site in shape.sites}
     generator = torch.Generator().manual_seed(seed)
-    for projection, group in groupby(lora_sites(model.config), lambda site: site.projection):
+    for projection, group in groupby(lora_sites(config), lambda site: site.projection):
         sites = list(group)
         parts = [(site, i) for i, site in enumerate(sites) if site.name in chosen]
         if not parts:
@@ -158,7 +156,7 @@ def add_adapter(model: Decoder, shape: LoraShape, *, seed: int) -> None:
             for factor in [adapter.B] if isinstance(adapter, ExpertLowRank) else adapter.B:
                 factor.zero_()
         setattr(owner, attribute, adapter.to(weight.device, weight.dtype))
-    model.lora = shape
+    model.lora = shape  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _place(model: nn.Module, projection: str) -> tuple[nn.Module, str, Tensor]:

@@ -14,14 +14,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError, safe_open
+
 from lockstep.errors import CheckpointError, ConfigError
-from lockstep.models.config import ModelConfig
+from lockstep.models.config import ModelConfig, read_json
 from lockstep.models.lora_config import LoraConfig, LoraShape, Site, lora_shape, lora_sites
 
 CONFIG, WEIGHTS, BASE = "adapter_config.json", "adapter_model.safetensors", "base_model.json"
@@ -72,7 +73,7 @@ def read_shape(directory: str | Path, model: ModelConfig) -> LoraShape:
     missing, unexpected or misshapen, not the first.
     """
     root = Path(directory)
-    settings = _read_json(root / CONFIG)
+    settings = read_json(root / CONFIG)
     problems = _unknown_settings(settings)
     if not isinstance(settings.get("r"), int) or settings["r"] < 1:
         problems.append(f"r={settings.get('r')} is no rank")
@@ -143,11 +144,11 @@ def check_base(directory: str | Path, base: str | Path, *, name: str = "") -> No
     """
     directory, base = Path(directory), Path(base)
     if (directory / BASE).is_file():
-        kept = _read_json(directory / BASE)
+        kept = read_json(directory / BASE)
         is_same = kept.get("digest") == digest_of(base)
         theirs = kept.get("name", "?")
     else:
-        theirs = str(_read_json(directory / CONFIG).get("base_model_name_or_path") or "")
+        theirs = str(read_json(directory / CONFIG).get("base_model_name_or_path") or "")
         there = Path(theirs)
         is_same = True
         if theirs and there.is_dir() and (there / "config.json").is_file():
@@ -204,7 +205,7 @@ def tensor_keys(sites: Sequence[Site]) -> dict[str, tuple[str, str]]:
 def digest_of(directory: str | Path) -> str:
     """Tells one model's weights from another's: of config.json and samples of each weight file."""
     root = Path(directory)
-    config = {k: v for k, v in _read_json(root / "config.json").items() if k not in _VOLATILE}
+    config = {k: v for k, v in read_json(root / "config.json").items() if k not in _VOLATILE}
     found = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
     for path in sorted(root.glob("model*.safetensors")):
         size = path.stat().st_size
@@ -272,15 +273,6 @@ def _short_names(
     return list(dict.fromkeys(names))
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        return json.loads(path.read_text("utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} does not exist: {path.parent} is not an adapter.") from None
-    except ValueError as error:
-        raise CheckpointError(f"{path} is not JSON: {error}.") from None
-
-
 def _read_header(path: Path) -> dict[str, list[int]]:
     """Name -> shape of every tensor of a safetensors file."""
     if not path.is_file():
@@ -289,12 +281,7 @@ def _read_header(path: Path) -> dict[str, list[int]]:
             "save it with safetensors."
         )
     try:
-        with open(path, "rb") as file:
-            size = struct.unpack("<Q", file.read(8))[0]
-            header = json.loads(file.read(size))
-        end = 8 + size + max((v["data_offsets"][1] for k, v in header.items() if k[0] != "_"))
-        if end != path.stat().st_size:
-            raise ValueError(f"it has {path.stat().st_size} bytes, and its header tells of {end}")
-        return {k: v["shape"] for k, v in header.items() if k != "__metadata__"}
-    except (ValueError, KeyError, TypeError, struct.error, OverflowError) as error:
+        with safe_open(path, framework="np") as file:
+            return {key: file.get_slice(key).get_shape() for key in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path} cannot be read ({error}). A torn copy?") from None

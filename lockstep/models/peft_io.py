@@ -6,8 +6,6 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +15,7 @@ from safetensors.torch import save_file
 
 from lockstep.errors import CheckpointError
 from lockstep.models.decoder import Decoder
-from lockstep.models.hf_io import load_into, save_checkpoint
+from lockstep.models.hf_io import load_into, replacing, save_checkpoint
 from lockstep.models.lora import ExpertLowRank, adapter_at
 from lockstep.models.lora_config import LoraShape, Site
 from lockstep.models.peft_format import (
@@ -91,21 +89,13 @@ def load_policy(model: Decoder, directory: str | Path) -> None:
 def save_adapter(model: Decoder, directory: str | Path, *, base: str | Path) -> None:
     """Writes the model's adapter as PEFT reads it. base: the directory of the model it is on."""
     shape = _shape(model)
-    target = Path(directory)
-    beside = target.with_name(f".{target.name}.{os.getpid()}.partial")
-    shutil.rmtree(beside, ignore_errors=True)
-    beside.mkdir(parents=True)
     tensors = {name: t.detach().cpu().contiguous() for name, t in peft_tensors(model)}
-    save_file(tensors, str(beside / WEIGHTS), metadata={"format": "pt"})
-    (beside / WEIGHTS).chmod(0o644)  # safetensors writes it for its owner alone
-    for name, tree in (
-        (CONFIG, config_of(shape, model.config, base)),
-        (BASE, identity_of(shape, base)),
-    ):
-        (beside / name).write_text(json.dumps(tree, indent=2) + "\n")
-    if target.exists():
-        shutil.rmtree(target)
-    os.replace(beside, target)
+    config, identity = config_of(shape, model.config, base), identity_of(shape, base)
+    with replacing(directory) as beside:
+        save_file(tensors, str(beside / WEIGHTS), metadata={"format": "pt"})
+        (beside / WEIGHTS).chmod(0o644)  # safetensors writes it for its owner alone
+        (beside / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+        (beside / BASE).write_text(json.dumps(identity, indent=2) + "\n")
 
 
 def load_adapter(model: Decoder, directory: str | Path) -> None:

@@ -6,31 +6,27 @@ runs and let go after it; gradients are summed over ranks into the shards.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp import register_fsdp_forward_method as register_forward
 from torch.distributed.tensor import DTensor
 
-if TYPE_CHECKING:
-    from lockstep.models.decoder import Decoder
-
 Tensor = torch.Tensor
 
 
-def shard(model: Decoder, mesh: DeviceMesh) -> None:
-    """Spreads the parameters over the mesh, in place: blocks by themselves, the rest together.
+def shard(model: torch.nn.Module, mesh: DeviceMesh) -> None:
+    """Spreads a `Decoder`'s parameters over the mesh, in place: each block by itself, the rest
+    together.
 
     A model on the meta device stays there: give it memory afterwards. From then on `forward` and
     `score` are called by all ranks in step, and their gradients are summed, not averaged: a loss
     is divided by what all ranks have.
     """
     policy = MixedPrecisionPolicy()
-    if model.embedding.dtype.itemsize < 4:
+    if next(model.parameters()).dtype.itemsize < 4:
         policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
-    for block in model.layers:
+    for block in model.get_submodule("layers").children():
         fully_shard(block, mesh=mesh, mp_policy=policy)
     # The head is read after the forward that gathers it: kept until backward, or `let_go`.
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
@@ -88,7 +84,9 @@ def part_like(value: Tensor, parameter: Tensor) -> Tensor:
     return value[start : min(start + size, length)]
 
 
-def copy_whole(source: Decoder, target: Decoder, *, is_trained_only: bool = False) -> None:
+def copy_whole(
+    source: torch.nn.Module, target: torch.nn.Module, *, is_trained_only: bool = False
+) -> None:
     """Writes the parameters of a sharded model into a whole one, gathering one after another.
 
     is_trained_only: leaves out what is frozen, which the target has already. Collective.

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 import torch
+from attention_formula import reference_attention
 
-from lockstep.models.reference import reference_attention
 from lockstep.ops.base import Ops
 from lockstep.ops.context import PackedContext
 

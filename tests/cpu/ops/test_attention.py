@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 import torch
+from attention_formula import reference_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lockstep.models.reference import reference_attention
 from lockstep.ops import flex, packed, trace
 from lockstep.ops.base import Ops
 from lockstep.ops.context import PackedBlock, PackedContext, PagedBlock, PagedContext

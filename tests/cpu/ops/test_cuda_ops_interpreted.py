@@ -6,11 +6,11 @@ import importlib.util
 import numpy as np
 import pytest
 import torch
+from attention_formula import reference_attention
 
 from lockstep.errors import ConfigError
 from lockstep.models.config import ModelConfig
 from lockstep.models.decoder import Decoder
-from lockstep.models.reference import reference_attention
 from lockstep.ops import head
 from lockstep.ops.base import Ops
 from lockstep.ops.context import PackedContext, PagedBlock, PagedContext, Support

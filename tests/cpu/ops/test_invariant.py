@@ -10,9 +10,9 @@ from itertools import accumulate, product
 import numpy as np
 import pytest
 import torch
+from attention_formula import reference_attention
 from conftest import PROOF
 
-from lockstep.models.reference import reference_attention
 from lockstep.ops import head, invariant
 from lockstep.ops.base import Ops
 from lockstep.ops.context import PackedContext, PagedBlock, PagedContext, ResidentRows, Support
