@@ -50,7 +50,7 @@ def trajectory():
 
 def test_datums_of_a_trajectory_are_read_token_by_token(tmp_path, trajectory):
     with open(tmp_path / "datums_000003.jsonl", "w") as file:
-        for datum in trajectory_to_data(trajectory, 0.5):  # as docs/doctor-peers.md says it
+        for datum in trajectory_to_data(trajectory, 0.5):  # as docs/doctor-dumps.md says it
             line = {name: value.tolist() for name, value in datum.loss_fn_inputs.items()}
             line["model_input"] = datum.model_input.to_ints()
             line["training_logprobs"] = [x - 0.125 for x in line["logprobs"]]

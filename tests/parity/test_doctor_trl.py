@@ -69,7 +69,7 @@ def output(tmp_path_factory):
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     class Saving(GRPOTrainer):
-        """As docs/doctor-peers.md says it."""
+        """As docs/doctor-dumps.md says it."""
 
         def _generate_and_score_completions(self, inputs):
             batch = super()._generate_and_score_completions(inputs)
