@@ -314,7 +314,7 @@ def _doctor(options: argparse.Namespace) -> int:
         bisection = bisect_row(diagnosis.setting.model, options.bisect)
     page = ""
     if options.out:
-        from lockstep.doctor.page import write_page
+        from lockstep.doctor.html_page import write_page
 
         page = str(write_page(diagnosis, options.out))
     if options.json:

@@ -13,9 +13,9 @@ import numpy.typing as npt
 from lockstep.doctor.checks.attribution import SPELLINGS, Spellings, is_touched
 from lockstep.doctor.checks.rows import Rows
 from lockstep.doctor.diagnosis import Diagnosis, evidence_to_json
-from lockstep.doctor.inputs.run import RunDump
-from lockstep.doctor.page import MAX_ROW_TOKENS, page_frame, row_document, vocabulary
-from lockstep.doctor.rows import fetch, largest_gaps
+from lockstep.doctor.html_page import MAX_ROW_TOKENS, page_frame, row_document, vocabulary
+from lockstep.doctor.inputs.run_dump import RunDump
+from lockstep.doctor.row_choice import fetch, largest_gaps
 from lockstep.doctor.stored_paths import path_as_rows
 from lockstep.report.page import Template, render_page
 from lockstep.report.selection import to_document

@@ -16,10 +16,10 @@ from lockstep.doctor.checks.suite import STAGES
 from lockstep.doctor.diagnosis import Diagnosis
 from lockstep.doctor.inputs.base import Dump, Facts
 from lockstep.doctor.inputs.registry import open_dump
-from lockstep.doctor.numerics.checks import NUMERICS
+from lockstep.doctor.numerics.judgements import NUMERICS
 from lockstep.doctor.numerics.rescore import Rescoring, open_model
 from lockstep.doctor.numerics.weights import OWN
-from lockstep.doctor.rows import RowChoice
+from lockstep.doctor.row_choice import RowChoice
 from lockstep.doctor.tokenization import Tokenization, find_tokenization
 from lockstep.errors import ConfigError
 from lockstep.renderers.base import Renderer

@@ -13,7 +13,7 @@ from lockstep.doctor.checks.causes import CAUSES, Cause
 from lockstep.doctor.checks.examine import Examination
 from lockstep.doctor.checks.findings import Evidence, Finding
 from lockstep.doctor.inputs.base import Dump
-from lockstep.doctor.rows import RowChoice
+from lockstep.doctor.row_choice import RowChoice
 from lockstep.observe.alarms import WARNING_LIMIT
 from lockstep.store.files import encode_number
 

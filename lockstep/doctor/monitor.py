@@ -22,7 +22,7 @@ from lockstep.doctor.checks.suite import STAGES
 from lockstep.doctor.diagnose import make_setting
 from lockstep.doctor.inputs.base import Facts
 from lockstep.doctor.inputs.native import write_rows
-from lockstep.doctor.inputs.run import MONITOR
+from lockstep.doctor.inputs.run_dump import MONITOR
 from lockstep.doctor.stored_paths import prompt_length, replies
 from lockstep.doctor.tokenization import Tokenization
 from lockstep.renderers.base import Renderer

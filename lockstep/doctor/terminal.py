@@ -15,7 +15,7 @@ from lockstep.doctor.checks.causes import Cause
 from lockstep.doctor.checks.findings import Evidence, Finding
 from lockstep.doctor.checks.rows import Rows
 from lockstep.doctor.diagnosis import FLOAT_NOISE, Certainty, Diagnosis, Outcome
-from lockstep.doctor.rows import fetch
+from lockstep.doctor.row_choice import fetch
 from lockstep.errors import printable
 from lockstep.observe.live import format_number, format_seconds
 from lockstep.renderers.tokenizer import Tokenizer

@@ -13,7 +13,7 @@ from typing import Any, BinaryIO, ClassVar
 from lockstep.doctor.checks.rows import Rows
 from lockstep.doctor.inputs.assemble import Row, in_chunks
 from lockstep.doctor.inputs.base import CHUNK_TOKENS, Dump, Facts
-from lockstep.doctor.inputs.files import BYTE_ORDER_MARK
+from lockstep.doctor.inputs.places import BYTE_ORDER_MARK
 from lockstep.errors import DataError
 
 MAX_LINE_BYTES = 64 << 20

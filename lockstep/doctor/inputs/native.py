@@ -23,8 +23,8 @@ from lockstep.config import did_you_mean
 from lockstep.doctor.checks.rows import Rows
 from lockstep.doctor.inputs.assemble import grouped
 from lockstep.doctor.inputs.base import CHUNK_TOKENS, Dump, Facts
-from lockstep.doctor.inputs.files import PARQUET_MAGIC, check_place, head_of, why_no_rows
 from lockstep.doctor.inputs.lines import json_line, lines_of, numbers_in, parse_json
+from lockstep.doctor.inputs.places import PARQUET_MAGIC, check_place, head_of, why_no_rows
 from lockstep.doctor.inputs.schema import (
     BY_NAME,
     COLUMNS,

@@ -7,11 +7,11 @@ from pathlib import Path
 from lockstep.config import did_you_mean
 from lockstep.doctor.inputs.base import Dump
 from lockstep.doctor.inputs.chat import ChatDump
-from lockstep.doctor.inputs.files import check_place, why_no_rows
 from lockstep.doctor.inputs.native import RowsDump
 from lockstep.doctor.inputs.nemo_rl import NemoRlDump
+from lockstep.doctor.inputs.places import check_place, why_no_rows
 from lockstep.doctor.inputs.prime_rl import PrimeRlDump
-from lockstep.doctor.inputs.run import RunDump
+from lockstep.doctor.inputs.run_dump import RunDump
 from lockstep.doctor.inputs.slime import SlimeDump
 from lockstep.doctor.inputs.tinker import TinkerDump, TinkerSummaries
 from lockstep.doctor.inputs.trl import TrlDump, TrlTexts

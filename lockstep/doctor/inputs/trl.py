@@ -18,10 +18,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from lockstep.doctor.inputs.assemble import Array, Row, at_the_end, ids_of, numbers, row_name
-from lockstep.doctor.inputs.files import PARQUET_MAGIC, head_of
 from lockstep.doctor.inputs.lines import FileDump, step_in
 from lockstep.doctor.inputs.messages import read_messages
 from lockstep.doctor.inputs.pickles import is_torch_file, mentions, read_torch
+from lockstep.doctor.inputs.places import PARQUET_MAGIC, head_of
 from lockstep.errors import DataError
 
 _COLUMNS = frozenset({"step", "prompt", "completion", "advantage"})

@@ -30,7 +30,6 @@ from lockstep.doctor.inputs.assemble import (
     whole,
 )
 from lockstep.doctor.inputs.base import Facts
-from lockstep.doctor.inputs.files import head_of
 from lockstep.doctor.inputs.lines import FileDump, LineDump
 from lockstep.doctor.inputs.pickles import (
     Record,
@@ -41,6 +40,7 @@ from lockstep.doctor.inputs.pickles import (
     read_torch,
     tensor_of,
 )
+from lockstep.doctor.inputs.places import head_of
 from lockstep.errors import DataError
 
 _BATCHES = ("gen_batch.dp", "tq_batch.pt")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.doctor.inputs.base import Dump
-from lockstep.doctor.inputs.run import RunDump
+from lockstep.doctor.inputs.run_dump import RunDump
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.models.config import FallbackConfig, ModelConfig
 from lockstep.models.locate import locate_model

@@ -17,7 +17,7 @@ from lockstep.doctor.checks.examine import Stage, examine
 from lockstep.doctor.checks.findings import Evidence
 from lockstep.doctor.diagnosis import EXIT_CODES, evidence_to_json
 from lockstep.doctor.progress import Reading
-from lockstep.doctor.rows import RowChoice, fetch
+from lockstep.doctor.row_choice import RowChoice, fetch
 from lockstep.doctor.terminal import show, summary
 from lockstep.errors import ConfigError
 from lockstep.store.run import RunDirectory

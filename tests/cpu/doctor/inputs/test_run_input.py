@@ -10,7 +10,7 @@ from cpu.store.store_samples import failed_trajectory, groups, rows_with_trainer
 from lockstep.cli import main
 from lockstep.doctor.inputs.native import write_rows
 from lockstep.doctor.inputs.registry import open_dump
-from lockstep.doctor.inputs.run import RunDump
+from lockstep.doctor.inputs.run_dump import RunDump
 from lockstep.errors import DataError
 from lockstep.store.lock import is_locked
 from lockstep.store.run import RunDirectory

@@ -15,7 +15,7 @@ import numpy as np
 from lockstep.doctor.checks.attribution import is_touched
 from lockstep.doctor.checks.rows import Rows
 from lockstep.doctor.diagnosis import MAX_EXPECTED, Diagnosis, evidence_to_json
-from lockstep.doctor.rows import fetch
+from lockstep.doctor.row_choice import fetch
 from lockstep.errors import ConfigError
 from lockstep.observe.alarms import CRITICAL_LIMIT, WARNING_LIMIT
 from lockstep.renderers.tokenizer import Tokenizer
