@@ -1,8 +1,7 @@
-"""Where tasks come from: an endless or finite, seeded, exactly resumable stream.
+"""Streams of tasks: seeded, finite or endless, and exactly resumable.
 
-Order is a pure function of (seed, position), so a state is a few integers: no random state is
-stored, and a stream that is resumed, at an epoch's border or anywhere else, goes on as if it had
-never stopped.
+The order is a pure function of (seed, position), so a state is a few integers. A stream that is
+resumed anywhere goes on as if it had never stopped.
 """
 
 from __future__ import annotations
@@ -19,29 +18,26 @@ from lockstep.types import Message, Task
 
 T = TypeVar("T")
 
-MAX_CONSECUTIVE_DROPS = 100_000
-"""A filter that drops this many tasks in a row would keep a run waiting forever."""
-
 
 def derive_seed(*parts: int | str) -> int:
-    """A number in [0, 2^63) that depends on all parts and on nothing else.
+    """Returns a number in [0, 2^63) that depends on all parts and on nothing else.
 
-    The same on every machine and in every process, unlike `hash`. ("a", 1) and ("a1",) differ.
+    Unlike `hash`, it is the same on every machine. ("a", 1) and ("a1",) differ.
     """
     text = json.dumps(parts, separators=(",", ":")).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
 
 
 def is_held_out(share: float, *key: str) -> bool:
-    """Whether what has this key is of the share that is kept for evaluation. It hangs on the key
-    alone: a task stays where it is when others come and go."""
+    """Whether the task with this key belongs to the share that is held out for evaluation. Only the
+    key decides, so a task keeps its side when others are added or removed."""
     return derive_seed("held out", *key) < share * 2**63
 
 
 def hold_out(
     entries: Sequence[T], share: float, *, key: Callable[[T], str]
 ) -> tuple[list[T], list[T]]:
-    """(those to train on, those of the share that is held out), by `is_held_out`."""
+    """Splits into (entries to train on, held-out entries), by `is_held_out`."""
     parts: tuple[list[T], list[T]] = ([], [])
     for entry in entries:
         parts[is_held_out(share, key(entry))].append(entry)
@@ -51,8 +47,8 @@ def hold_out(
 class TaskSource:
     """An iterator of tasks that can be stopped and resumed.
 
-    Subclasses give `__next__`, `state_dict` and `load_state_dict`. `StopIteration` is the end of a
-    finite source.
+    Subclasses define `__next__`, `state_dict` and `load_state_dict`. A finite source ends with
+    `StopIteration`.
     """
 
     def __iter__(self) -> Iterator[Task]:
@@ -62,15 +58,15 @@ class TaskSource:
         raise NotImplementedError
 
     def take(self, count: int) -> list[Task]:
-        """The next `count` tasks; fewer at the end of a finite source."""
+        """Returns the next `count` tasks; fewer at the end of a finite source."""
         return [task for _, task in zip(range(count), self, strict=False)]
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON-able; `load_state_dict` of an equal source goes on with the very next task."""
+        """JSON-able state; an equal source that loads it goes on with the next task."""
         raise NotImplementedError
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Raises CheckpointError if the state is another source's: tasks would be lost."""
+        """Raises CheckpointError if the state is from another source: tasks would be lost."""
         raise NotImplementedError
 
 
@@ -85,10 +81,10 @@ def _check_state(state: Mapping[str, Any], expected: Mapping[str, Any], what: st
 
 
 class ListSource(TaskSource):
-    """Tasks held in memory, walked through epoch by epoch.
+    """Tasks in memory, walked through epoch by epoch.
 
-    epochs: passes over the tasks; None is without end. shuffle: a permutation of its own per epoch,
-    drawn from (seed, epoch). keep: tasks for which it is False are left out.
+    epochs: passes over the tasks; None is endless. shuffle: draws a new permutation from
+    (seed, epoch) for each epoch.
     """
 
     def __init__(
@@ -98,14 +94,13 @@ class ListSource(TaskSource):
         seed: int = 0,
         shuffle: bool = True,
         epochs: int | None = None,
-        keep: Callable[[Task], bool] | None = None,
         name: str = "tasks",
     ) -> None:
         if epochs is not None and epochs < 1:
             raise ConfigError(f"{name}: epochs={epochs} must be at least 1, or None for no end.")
-        self.tasks = [task for task in tasks if keep is None or keep(task)]
+        self.tasks = list(tasks)
         if not self.tasks:
-            raise DataError(f"{name}: no task is left of {len(tasks)}.")
+            raise DataError(f"{name}: there is no task.")
         self.name = name
         self._seed, self._shuffle, self._epochs = seed, shuffle, epochs
         self._epoch, self._index = 0, 0
@@ -117,7 +112,7 @@ class ListSource(TaskSource):
     def of_split(
         cls, tasks: Sequence[Task], *, split: Literal["train", "eval"], seed: int, name: str
     ) -> ListSource:
-        """Shuffled anew in every epoch of training; once and in their order for evaluation."""
+        """Endless and shuffled for training; one pass in order for evaluation."""
         is_train = split == "train"
         return cls(
             tasks,
@@ -128,12 +123,12 @@ class ListSource(TaskSource):
         )
 
     def __len__(self) -> int:
-        """Tasks in one epoch."""
+        """Number of tasks in one epoch."""
         return len(self.tasks)
 
     @property
     def epoch(self) -> int:
-        """Of the next task, from 0."""
+        """Epoch of the next task, from 0."""
         return self._epoch + (self._index == len(self.tasks))
 
     def __next__(self) -> Task:
@@ -165,9 +160,9 @@ class ListSource(TaskSource):
 
 
 class GeneratedSource(TaskSource):
-    """Tasks made on demand: `make(seed, index)` must depend on nothing else.
+    """Tasks made on demand by the pure function `make(task seed, index in the stream)`.
 
-    `split` keeps streams apart: "train" and "eval" of the same seed never make the same task seeds.
+    The splits "train" and "eval" of one seed never share a task seed.
     """
 
     def __init__(
@@ -178,7 +173,7 @@ class GeneratedSource(TaskSource):
         split: str = "train",
         limit: int | None = None,
     ) -> None:
-        """make: (task seed, index in the stream) -> task. limit: tasks in all; None is no end."""
+        """limit: number of tasks; None is endless."""
         self._make, self._seed, self._split, self._limit = make, seed, split, limit
         self._index = 0
 
@@ -197,34 +192,10 @@ class GeneratedSource(TaskSource):
         self._index = int(state["index"])
 
 
-class FilteredSource(TaskSource):
-    """Another source without the tasks for which `keep` is False."""
-
-    def __init__(self, source: TaskSource, keep: Callable[[Task], bool]) -> None:
-        self._source, self._keep = source, keep
-        self.num_dropped = 0
-
-    def __next__(self) -> Task:
-        for _ in range(MAX_CONSECUTIVE_DROPS):
-            task = next(self._source)
-            if self._keep(task):
-                return task
-            self.num_dropped += 1
-        raise DataError(f"the task filter dropped {MAX_CONSECUTIVE_DROPS} tasks in a row.")
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"source": self._source.state_dict(), "num_dropped": self.num_dropped}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._source.load_state_dict(state["source"])
-        self.num_dropped = int(state["num_dropped"])
-
-
 class MixtureSource(TaskSource):
-    """Several sources drawn from by weight. Each task's `source` names the one that it came from.
+    """Draws from several sources by weight. Each task's `source` names its component.
 
-    A component that ends is left out and the others keep their proportions; the mixture ends with
-    the last one.
+    When a component ends, the others keep their proportions; the mixture ends with the last one.
     """
 
     def __init__(
@@ -278,9 +249,9 @@ class MixtureSource(TaskSource):
 
 
 def read_jsonl(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(line number from 1, object) of every line that is not blank.
+    """Yields (line number from 1, object) for every line that is not blank.
 
-    Raises DataError, `path:line` first, for what is not one JSON object in UTF-8.
+    Raises DataError that begins with `path:line` for a line that is no JSON object in UTF-8.
     """
     path = Path(path)
     try:
@@ -308,36 +279,39 @@ def _refuse_constant(name: str) -> float:
     raise ValueError(f"{name} is not JSON")
 
 
-def read_tasks(path: str | Path) -> list[Task]:
-    """The user's tasks, one per line: `{"id": ..., "messages": [...]}` or `{"question": ...}`.
+def read_tasks(path: str | Path, *, has_prompts: bool = True) -> list[Task]:
+    """Reads the user's tasks, one JSON object per line.
 
-    All other keys belong to the environment, which finds the whole line in `Task.payload`.
-    `id` may be left out (the line number is taken). Raises DataError with `path:line`.
+    `id` may be left out; the line number is taken. has_prompts: each line must have `messages` (a
+    list) or `question` (text). All other keys belong to the environment, which finds them in
+    `Task.payload`. Raises DataError that begins with `path:line`.
     """
     path = Path(path)
-    tasks: list[Task] = []
-    seen: dict[str, int] = {}
+    tasks: dict[str, Task] = {}
+    lines: dict[str, int] = {}
     for number, record in read_jsonl(path):
         where = f"{path}:{number}"
-        task_id = record.get("id", f"{path.stem}-{number}")
+        task_id = record.get("id", f"{path.stem}-{number}" if has_prompts else number)
         if isinstance(task_id, int):
             task_id = str(task_id)
         if not isinstance(task_id, str) or not task_id:
             raise DataError(f"{where}: id must be text or a whole number, found {task_id!r}.")
-        if task_id in seen:
-            raise DataError(f"{where}: the id {task_id!r} stands on line {seen[task_id]} too.")
-        seen[task_id] = number
-        if "messages" in record:
+        if task_id in tasks:
+            raise DataError(f"{where}: the id {task_id!r} is already on line {lines[task_id]}.")
+        if "messages" in record and has_prompts:
             _check_messages(record["messages"], where)
-        elif not isinstance(record.get("question"), str) or not record["question"].strip():
+        elif has_prompts and not (
+            isinstance(record.get("question"), str) and record["question"].strip()
+        ):
             raise DataError(
                 f"{where}: expected `messages` (a list) or `question` (text); found the keys "
                 f"{sorted(record)}."
             )
-        tasks.append(Task(id=task_id, payload={k: v for k, v in record.items() if k != "id"}))
+        lines[task_id] = number
+        tasks[task_id] = Task(id=task_id, payload={k: v for k, v in record.items() if k != "id"})
     if not tasks:
         raise DataError(f"{path}: has no task: expected one JSON object per line.")
-    return tasks
+    return list(tasks.values())
 
 
 def _check_messages(messages: Any, where: str) -> None:
@@ -354,25 +328,3 @@ def _check_messages(messages: Any, where: str) -> None:
             raise DataError(f"{where}: message {index}: {error}") from error
         except (KeyError, TypeError, AttributeError) as error:
             raise DataError(f"{where}: message {index} is malformed: {error!r}.") from error
-
-
-class JsonlSource(ListSource):
-    """`read_tasks` of a file, as a source: the user's own data."""
-
-    def __init__(
-        self,
-        path: str | Path,
-        *,
-        seed: int = 0,
-        shuffle: bool = True,
-        epochs: int | None = None,
-        keep: Callable[[Task], bool] | None = None,
-    ) -> None:
-        super().__init__(
-            read_tasks(path),
-            seed=seed,
-            shuffle=shuffle,
-            epochs=epochs,
-            keep=keep,
-            name=str(path),
-        )

@@ -1,4 +1,4 @@
-"""Agents that exist already as tasks: a program for each episode, or agents that connect."""
+"""Tasks for finished agents: one program per episode, or agents that connect on their own."""
 
 from __future__ import annotations
 
@@ -6,30 +6,30 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import ClassVar
 
 from lockstep.agent.config import AgentConfig
 from lockstep.agent.harness import Harness
 from lockstep.agent.scoring import ScorerConfig
 from lockstep.agent.task_config import Split, TaskConfig
-from lockstep.agent.tasks import GeneratedSource, ListSource, TaskSource, read_jsonl
+from lockstep.agent.tasks import GeneratedSource, ListSource, TaskSource, read_tasks
 from lockstep.envs.questions import split_tasks
-from lockstep.errors import ConfigError, DataError
+from lockstep.errors import ConfigError
 from lockstep.types import Task
 
 
 @dataclass(frozen=True, kw_only=True)
 class _AgentTasks(TaskConfig):
-    """What an agent is asked to do."""
+    """Settings of tasks for finished agents."""
 
     path: str = ""
-    """JSONL, a task per line: any object, with an "id" (else the line's number is taken). Empty:
-    tasks without end that hold nothing but a `seed`, for agents that make their own."""
+    """JSONL file with one task per line: any object; without an "id" the line number is taken.
+    Empty: endless tasks with nothing but a `seed`, for agents that make their own."""
     eval_path: str = ""
-    """JSONL of the same form for evaluation. Empty: eval_share of `path` is held out."""
+    """JSONL file of the same form for evaluation. Empty: eval_share of `path` is held out."""
     eval_share: float = 0.1
-    """Share of `path` that is held out, chosen by the ids."""
+    """Share of `path` that is held out for evaluation, chosen by the ids."""
 
     def __post_init__(self) -> None:
         if not 0 < self.eval_share < 1:
@@ -38,7 +38,7 @@ class _AgentTasks(TaskConfig):
             raise ConfigError(f"eval_path={self.eval_path!r} needs path.")
 
     def tasks(self, *, split: Split, seed: int) -> TaskSource:
-        """Shuffled anew in every epoch of training; once and in the file's order for evaluation."""
+        """Endless and shuffled for training; one pass in the file's order for evaluation."""
         if not self.path:
             return GeneratedSource(_seed_task, seed=seed, split=split)
         return ListSource.of_split(
@@ -49,32 +49,35 @@ class _AgentTasks(TaskConfig):
         )
 
     def label(self, task: Task) -> str:
-        """The `label` of its line."""
+        """The `label` of the task's line."""
         return str(task.payload.get("label", ""))
 
     @cached_property
     def _tasks(self) -> Mapping[str, list[Task]]:
-        return split_tasks(self.path, self.eval_path, self.eval_share, read=_read_objects)
+        return split_tasks(
+            self.path, self.eval_path, self.eval_share, read=partial(read_tasks, has_prompts=False)
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class AgentProgramConfig(_AgentTasks):
-    """Your finished agent: a program that is started for each episode, asks for its turns over
-    HTTP, and is rewarded by what it posts or prints, or by a scorer."""
+    """Your finished agent: a program that is started for each episode and asks for its turns over
+    HTTP. Its reward is what it prints or posts, or what a scorer says."""
 
     TAG: ClassVar[str] = "agent"
 
     command: str = ""
-    """The program and its arguments, as on a command line: `python my_agent.py`. No shell reads
-    it; `python` is the one that runs Lockstep. It finds OPENAI_BASE_URL, OPENAI_API_KEY,
+    """Program and arguments, as on a command line: `python my_agent.py`. No shell reads it;
+    `python` is the one that runs Lockstep. Its environment has OPENAI_BASE_URL, OPENAI_API_KEY,
     ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY, LOCKSTEP_MODEL, LOCKSTEP_SESSION_URL and LOCKSTEP_TASK
-    (JSON; also on stdin) in its environment."""
+    (JSON; also on stdin)."""
     pass_variables: tuple[str, ...] = ()
     """Environment variables that the program gets beside PATH, HOME, PYTHONPATH and the like. It
     sees no others: your keys and tokens stay yours unless you name them."""
     scorer: ScorerConfig | None = None
-    """How what it printed is scored. none: the last line that it prints is the reward, a number or
-    {"reward": ..., "parts": {...}}; if it is neither, the program has posted it to its session."""
+    """Scores the output of the program; a reward that the program posts is then ignored. none: the
+    last line of the output is the reward, a number or {"reward": ..., "parts": {...}}; if it is
+    neither, the program must have posted a reward to its session."""
 
     def check(self) -> None:
         from lockstep.envs.programs.program import words_of
@@ -106,8 +109,8 @@ class ConnectConfig(_AgentTasks):
     TAG: ClassVar[str] = "connect"
 
     wait_seconds: float = 3600.0
-    """How long an episode waits for an agent to claim it; then it fails. agent.max_seconds counts
-    from the claim."""
+    """Seconds that an episode waits for an agent to claim it, and then fails. agent.max_seconds
+    counts from the claim."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -126,17 +129,3 @@ class ConnectConfig(_AgentTasks):
 
 def _seed_task(seed: int, index: int) -> Task:
     return Task(id=f"{seed:016x}", payload={"seed": seed})
-
-
-def _read_objects(path: str) -> list[Task]:
-    tasks: list[Task] = []
-    seen: dict[str, int] = {}
-    for number, record in read_jsonl(path):
-        task_id = str(record.get("id", number))
-        if task_id in seen:
-            raise DataError(
-                f"{path}:{number}: the id {task_id!r} stands on line {seen[task_id]} too."
-            )
-        seen[task_id] = number
-        tasks.append(Task(id=task_id, payload=record))
-    return tasks

@@ -39,25 +39,17 @@ TREE = {
         (3, {"oneOf": [{"type": "integer"}, {"minimum": 2}]},
          "v fits 2 of its alternatives, and must fit one alone"),
         (3, {"allOf": [{"minimum": 1}, {"maximum": 2}]}, "v must be at most 2, found 3"),
-        (3, {"not": {"type": "integer"}}, "v must not be 3"),
         (2.0, {"type": "integer"}, ""),
         (2.5, {"type": "integer"}, "v must be integer, found number"),
         (True, {"enum": [1]}, "v must be one of [1], found true"),
         (3, {"exclusiveMinimum": 3}, "v must be above 3, found 3"),
-        (7, {"multipleOf": 2}, "v must be a multiple of 2, found 7"),
         ("ab", {"maxLength": 1}, "v must have at most 1 characters, found 2"),
-        ([1, 1], {"uniqueItems": True}, "v[1] stands there twice: 1"),
-        (["a", 1], {"prefixItems": [{"type": "string"}], "items": {"type": "null"}},
-         "v[1] must be null, found integer"),
-        ([], {"contains": {}, "minItems": 0}, "v lacks an item that it must contain"),
-        ({"a": 1}, {"dependentRequired": {"a": ["b"]}}, "v has 'a' and lacks 'b'"),
-        ({"a": 1}, {"if": {"required": ["a"]}, "then": {"required": ["c"]}}, "v lacks 'c'"),
         ({"a": 1}, {"properties": {"a": False}}, "v.a must not be given"),
         ({}, {"$ref": "#"}, "v cannot be checked: it is nested too deep"),
         ({}, {"$ref": "#/x"}, "v cannot be checked: $ref '#/x' leads nowhere"),
-        ("(" * 50, {"pattern": "(.*)*$", "format": "date"}, ""),
+        ("(" * 50, {"pattern": "(.*)*$", "format": "date"}, ""),  # not checked, on purpose
     ],
-    ids=range(23),
+    ids=range(16),
 )  # fmt: skip
 def test_what_is_wrong_is_said_with_its_place(value, schema, problem):
     assert mismatch(value, schema, "v") == problem
@@ -99,11 +91,10 @@ def test_arguments_are_checked_by_the_whole_schema_of_a_tool():
         ({"required": "a"}, '#/required must be a list of names, found "a"'),
         ({"anyOf": [{"minimum": "1"}]}, '#/anyOf/0/minimum must be a number, found "1"'),
         ({"enum": []}, "#/enum must be a list with a value, found []"),
-        ({"multipleOf": 0}, "#/multipleOf must be a number above 0, found 0"),
         ({"$ref": 5}, "#: $ref 5 is not of this schema (#/...)"),
         ({"items": {"$ref": "#/$defs/a"}}, "#/items: $ref '#/$defs/a' leads nowhere"),
     ],
-    ids=range(13),
+    ids=range(12),
 )
 def test_a_schema_that_is_none_is_told_apart(schema, problem):
     assert schema_problem(schema).startswith(problem)
@@ -150,11 +141,9 @@ KEYWORDS = {
     "const": VALUES,
     "minimum": st.integers(-2, 2),
     "exclusiveMaximum": st.integers(-2, 2),
-    "multipleOf": st.integers(1, 3),
     "minLength": st.integers(0, 3),
     "maxItems": st.integers(0, 2),
     "minProperties": st.integers(0, 2),
-    "uniqueItems": st.booleans(),
     "required": st.lists(st.sampled_from("abc"), max_size=2, unique=True),
 }
 SCHEMAS = st.recursive(
@@ -166,13 +155,9 @@ SCHEMAS = st.recursive(
             "properties": st.dictionaries(st.sampled_from("abc"), inner, max_size=2),
             "additionalProperties": inner,
             "items": inner,
-            "prefixItems": st.lists(inner, min_size=1, max_size=2),
             "anyOf": st.lists(inner, min_size=1, max_size=2),
             "oneOf": st.lists(inner, min_size=1, max_size=2),
             "allOf": st.lists(inner, min_size=1, max_size=2),
-            "not": inner,
-            "if": inner,
-            "then": inner,
             "$ref": st.sampled_from(["#/$defs/own"]),
             "$defs": st.just({"own": {"type": ["object", "integer"]}}),
         },

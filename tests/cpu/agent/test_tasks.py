@@ -8,9 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.agent.tasks import (
-    FilteredSource,
     GeneratedSource,
-    JsonlSource,
     ListSource,
     MixtureSource,
     derive_seed,
@@ -39,9 +37,6 @@ SOURCES = {
     "three passes": lambda: ListSource(tasks_of(5), seed=1, epochs=3),
     "generated": lambda: GeneratedSource(make, seed=4),
     "limited": lambda: GeneratedSource(make, seed=4, limit=7),
-    "filtered": lambda: FilteredSource(
-        ListSource(tasks_of(9), seed=2), lambda task: task.id not in ("t1", "t4")
-    ),
     "mixture": lambda: MixtureSource(
         {
             "a": ListSource(tasks_of(4, "a"), seed=1),
@@ -89,19 +84,6 @@ def test_a_finite_source_ends_and_stays_ended():
     source = ListSource(tasks_of(3), epochs=2)
     assert len(source.take(100)) == 6
     assert source.take(1) == []
-
-
-def test_a_filtered_list_has_only_what_is_kept():
-    source = ListSource(tasks_of(6), keep=lambda task: task.id != "t2", epochs=1)
-    assert len(source) == 5 and "t2" not in ids(source.take(10))
-    with pytest.raises(DataError, match="no task is left of 6"):
-        ListSource(tasks_of(6), keep=lambda task: False)
-
-
-def test_a_filter_that_drops_everything_is_an_error_and_not_a_hang():
-    source = FilteredSource(ListSource(tasks_of(2)), lambda task: False)
-    with pytest.raises(DataError, match="dropped 100000 tasks in a row"):
-        next(source)
 
 
 def test_train_and_eval_streams_of_one_seed_share_no_task():
@@ -178,7 +160,7 @@ def test_a_file_of_questions_and_messages_becomes_tasks(tmp_path):
     assert first == Task(id="7", payload={"question": "2 + 2?", "answer": "4"})
     assert second.id == "mine-3"
     assert second.payload["level"] == 3
-    source = JsonlSource(path, seed=1)
+    source = ListSource(read_tasks(path), seed=1)
     assert sorted(ids(itertools.islice(source, 4))) == ["7", "7", "mine-3", "mine-3"]
 
 
@@ -192,7 +174,7 @@ def test_a_file_of_questions_and_messages_becomes_tasks(tmp_path):
         (b'{"question": ""}', "expected `messages` .* or `question`"),
         (b'{"answer": "4"}', "found the keys \\['answer'\\]"),
         (b'{"id": "", "question": "q"}', "id must be text"),
-        (b'{"id": "one", "question": "q"}', "'one' stands on line 1 too"),
+        (b'{"id": "one", "question": "q"}', "'one' is already on line 1"),
         (b'{"messages": []}', "at least one message"),
         (b'{"messages": ["hi"]}', "message 0 must be an object"),
         (b'{"messages": [{"role": "robot"}]}', "message 0: message role 'robot'"),

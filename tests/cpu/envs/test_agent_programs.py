@@ -227,7 +227,7 @@ def test_tasks_of_a_file_are_any_objects_and_a_share_is_held_out(tmp_path):
     trained = {task.id for task in config.tasks(split="train", seed=0).take(40)}
     assert held_out and not held_out & trained
     path.write_text('{"id": 1}\n{"id": 1}\n')
-    with pytest.raises(DataError, match=r"tasks\.jsonl:2: the id '1' stands on line 1 too"):
+    with pytest.raises(DataError, match=r"tasks\.jsonl:2: the id '1' is already on line 1"):
         replace(config).check()
     endless = AgentProgramConfig(command="python x.py").tasks(split="train", seed=0)
     assert next(endless).payload.keys() == {"seed"}
