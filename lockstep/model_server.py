@@ -40,25 +40,25 @@ if TYPE_CHECKING:
     from lockstep.engines.base import Engine
 
 DEFAULT_MAX_TOKENS = 8192
-"""Of a dialogue, where nothing is said and the model can take as many."""
+"""Tokens of a dialogue if the setting is not given and the model takes as many."""
 PART_SESSIONS = 32
-"""So many finished sessions are written down at once, and fewer after PART_SECONDS."""
+"""Finished sessions that are written as one part; fewer after PART_SECONDS."""
 PART_SECONDS = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Served:
-    """What is to be served: settings, and the weights of a checkpoint."""
+    """Settings of a server, and the checkpoint whose weights it serves."""
 
     config: ServeConfig
     weights: Path | None = None
-    """Of a run's checkpoint; None are the model's own."""
+    """Weights of a run's checkpoint; None are the model's own."""
     version: int = 0
-    """Of these weights: what turns are recorded with, by an engine inside of this process."""
+    """Version of the weights, which an engine in this process records with each turn."""
 
 
 def find_served(target: str, settings: Sequence[str]) -> Served:
-    """What `lockstep serve TARGET key=value ...` means: `RUN`, `RUN@STEP`, or a model.
+    """Reads `lockstep serve TARGET key=value ...`; TARGET is `RUN`, `RUN@STEP` or a model.
 
     Raises ConfigError, and what reading a run raises.
     """
@@ -193,8 +193,8 @@ async def opened(
     out: str | Path | None = None,
     on_wait: Callable[[str], None] = lambda text: None,
 ) -> AsyncIterator[tuple[GatewayServer, SessionStore | None]]:
-    """The server, listening, from here to the end of the block; then all sessions are ended, stored
-    if there is an `out`, and the engine closed."""
+    """Runs the server inside the block. At its end all sessions are ended, stored if there is an
+    `out`, and the engine is closed."""
     from lockstep.agent.gateway.registry import SessionRegistry
     from lockstep.agent.gateway.server import GatewayServer
 
@@ -353,7 +353,7 @@ def _session(
 
 
 class _View:
-    """What is printed: how to reach the server, a line that lives, and what became of it."""
+    """Prints how to reach the server, a line of live counters, and a summary at the end."""
 
     def __init__(self, *, is_json: bool) -> None:
         self._is_json = is_json

@@ -40,11 +40,11 @@ class Batch:
     """The episodes of one step, complete."""
 
     groups: list[Group]
-    """Of all ranks, in the order of the tasks; empty where no task was left."""
+    """Groups of all ranks, in the order of the tasks; empty when the tasks have ended."""
     sample_seconds: float
-    """From the begin of the sampling to its end, on this rank."""
+    """Seconds from the begin of sampling to its end, on this rank."""
     wait_seconds: float
-    """Of these and of the other ranks', what `take` waited for."""
+    """Seconds that `take` waited for the batch, on this rank and the others."""
 
 
 @dataclass(slots=True)
@@ -52,9 +52,9 @@ class _Sampling:
     """A batch under way."""
 
     tasks: list[Task]
-    """Of all ranks."""
+    """Tasks of all ranks."""
     own: list[Task]
-    """Of these, what this rank plays."""
+    """Tasks that this rank plays."""
     before: Mapping[str, Any]
     """The state of the task stream that `tasks` come next in."""
     began: float
@@ -66,18 +66,18 @@ class _Sampling:
 
 @dataclass(slots=True, kw_only=True)
 class Buffer:
-    """What stands between the sampler and the trainer: with max_staleness=0, one batch at a time.
+    """Holds the batches between the sampler and the trainer: one at a time with max_staleness=0.
 
-    The trainer calls `take(step)` for one step after the other. Each rank has its own buffer, and
-    begins batch b in its `take(b - max_staleness)`: all of them between the same two updates. What
-    ranks tell each other is told in `take` alone, never by a batch under way.
+    The trainer calls `take(step)` for one step after the other. Each rank has its own buffer and
+    begins batch b in its `take(b - max_staleness)`, so all ranks begin it between the same two
+    updates. Ranks communicate in `take` alone, never in a batch under way.
     """
 
     tasks: TaskSource
     num_tasks: int
-    """Of a batch."""
+    """Tasks per batch."""
     num_steps: int
-    """Of the run: later batches are not begun."""
+    """Steps of the run; later batches are not begun."""
     max_staleness: int
     device: torch.device
     """The trainer's."""
@@ -121,7 +121,7 @@ class Buffer:
         return self.tasks.state_dict() if begun is None else begun.before
 
     def take_idle_seconds(self) -> float:
-        """How long nothing was sampled since the last call."""
+        """Returns the seconds without sampling since the last call."""
         self._end_idle()
         found, self._idle_seconds = self._idle_seconds, 0.0
         if not self._num_sampling:
@@ -129,7 +129,7 @@ class Buffer:
         return found
 
     async def close(self) -> None:
-        """Ends what is under way, and closes its environments."""
+        """Cancels the batches under way and closes their environments."""
         jobs = [batch.job for batch in self._begun.values() if batch.job is not None]
         for job in jobs:
             job.cancel()

@@ -10,7 +10,7 @@ from lockstep.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class AgentConfig:
-    """How an episode is played: what it may cost, and how its tokens are drawn."""
+    """Budgets of one episode, and how its tokens are drawn."""
 
     max_turns: int = 8
     """Turns that the model may take in one episode."""
@@ -18,22 +18,22 @@ class AgentConfig:
     """Tokens that the model may sample in one turn; the stop token counts."""
     max_seconds: float = 600.0
     """Wall time of one episode. A reply that is late by then is aborted, and the episode is scored
-    as it stands. No single call of the environment may take longer either."""
+    as it is. A single call of the environment is cut off after as long."""
     continue_cut_turns: bool = False
-    """Whether an episode goes on after a turn that hit max_turn_tokens (the renderer closes the
-    turn with observed ids). Otherwise such a turn is the last one."""
+    """Go on after a turn that hit max_turn_tokens: the renderer closes the turn with observed ids.
+    Otherwise such a turn is the last one."""
     temperature: float = 1.0
-    """Of the draw; 0 is greedy. Log-probs are recorded under the distribution that was drawn from,
-    top_k and top_p included."""
+    """Temperature of the draw; 0 is greedy. Log-probs are recorded under the distribution that was
+    drawn from, top_k and top_p included."""
     top_p: float = 1.0
     """Draw from the smallest set of tokens with this much probability; 1 is off."""
     top_k: int = 0
     """Draw from this many most probable tokens; 0 is off."""
     record_support: bool = True
-    """With top_p or top_k, keep the ids that they left for every token, so that the trainer
-    renormalises over the same ones. It costs 4 bytes per id: at most 4 * top_k a token, and with
-    top_p alone as much as the model is unsure. Without it, or where the engine cannot, the gradient
-    is biased, and `mismatch/support_bias` says by how much."""
+    """With top_p or top_k, record the ids that they kept for every token, so that the trainer
+    renormalises over the same ids. Costs 4 bytes per id: at most 4 * top_k per token, and with
+    top_p alone as many as the model is unsure about. Without the record, or with an engine that
+    cannot make it, the gradient is biased by `mismatch/support_bias`."""
     max_in_flight: int = 256
     """Episodes that run at the same time, of all batches under way; 0 has no limit."""
     tool_timeout_seconds: float = 30.0
@@ -43,7 +43,7 @@ class AgentConfig:
 
     @property
     def is_truncated(self) -> bool:
-        """Whether tokens are drawn from a part of the vocabulary only."""
+        """Whether tokens are drawn from a part of the vocabulary."""
         return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0)
 
     def __post_init__(self) -> None:

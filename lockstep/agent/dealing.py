@@ -24,7 +24,7 @@ def deal_tasks(tasks: Sequence[Task], num_ranks: int) -> list[list[int]]:
 
 
 def own_tasks(ranks: Ranks | None, tasks: Sequence[Task]) -> list[Task]:
-    """Those that this rank plays."""
+    """Returns the tasks that this rank plays."""
     if ranks is None:
         return list(tasks)
     return [tasks[i] for i in deal_tasks(tasks, ranks.world)[ranks.rank]]

@@ -1,4 +1,4 @@
-"""What an agent acts in. Messages in, messages out: an environment never sees a token."""
+"""Environments: messages in, messages out. An environment never sees a token."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Observation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """What an episode was worth."""
+    """Reward of an episode."""
 
     reward: float
     """Finite. What is trained."""

@@ -165,7 +165,7 @@ def described(error: BaseException) -> str:
 
 
 def numbers_problem(found: Any, where: str) -> str:
-    """Why `found` is no mapping from names to finite numbers, or "".
+    """Explains why `found` is no mapping from names to finite numbers, or returns "".
 
     >>> numbers_problem({"right": 10**400}, "parts")
     'parts.right is too large for a float; expected a finite number'
@@ -181,7 +181,7 @@ def numbers_problem(found: Any, where: str) -> str:
 
 
 def number_problem(value: Any, where: str) -> str:
-    """Why `value` is no finite number, or ""."""
+    """Explains why `value` is no finite number, or returns ""."""
     try:
         if isinstance(value, int | float | np.number) and math.isfinite(value):
             return ""
@@ -193,6 +193,6 @@ def number_problem(value: Any, where: str) -> str:
 
 
 def shortened(value: Any) -> str:
-    """Returns the beginning of `repr(value)`, or the type where there is no repr."""
+    """Returns the beginning of `repr(value)`, or the name of the type if repr fails."""
     text, _ = settle(lambda: repr(value))
     return text[:80] if isinstance(text, str) else type(value).__name__

@@ -11,16 +11,16 @@ from lockstep.types import Task
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoint:
-    """Where one episode's agent finds its model: a session of the gateway."""
+    """Address and key of one episode's model: a session of the gateway."""
 
     base_url: str
     """`http://HOST:PORT/s/SESSION`. An Anthropic client takes it as it is, an OpenAI client with
     `/v1` behind it."""
     api_key: str
-    """Of this session alone. A client that is given only the server's address finds the session by
+    """Key of this session alone. A client that knows only the server's address finds the session by
     this key."""
     model: str
-    """What the model is called there."""
+    """Name of the model at the endpoint."""
     session_id: str
     session_url: str
     """`http://HOST:PORT/sessions/SESSION`: to post the reward to, with `/reward` behind it."""
@@ -36,11 +36,11 @@ class Harness:
     """
 
     wait_seconds: float = 0.0
-    """How long it may take until an agent begins; `agent.max_seconds` counts from then."""
+    """Seconds until an agent must begin; `agent.max_seconds` counts from then."""
     output: str = ""
     """The end of what the agent printed: shown with an episode that has no reward."""
     lacks_reward: str = "the harness returned None"
-    """What it means that `run` returned None, in the words of who has written the agent."""
+    """Explains to the author of the agent why `run` returned None."""
     metrics: Mapping[str, float] = {}
     """Counters that are added to the trajectory's when `run` has ended."""
 

@@ -64,13 +64,13 @@ class JudgeScorer(ScorerConfig):
     TAG: ClassVar[str] = "judge"
 
     url: str = ""
-    """Of the server, up to and with /v1."""
+    """URL of the server, up to and with /v1."""
     model: str = ""
-    """What the model is called there."""
+    """Name of the model at the server."""
     api_key_variable: str = ""
     """Environment variable with the key; empty sends none."""
     rubric: str = "Is the answer right and complete?"
-    """What is graded. `@FILE` reads it from a file."""
+    """Criterion of the grade. `@FILE` reads it from a file."""
     prompt: str = PROMPT
     """The message to the judge, with {rubric}, {question}, {answer}, {reference}, {dialogue},
     {low} and {high}; `@FILE` reads it from a file. Question, answer, reference and dialogue come as
@@ -80,9 +80,9 @@ class JudgeScorer(ScorerConfig):
     samples: int = 1
     """Gradings per episode; the reward is their median."""
     temperature: float = 0.0
-    """Of the judge."""
+    """Temperature of the judge."""
     max_tokens: int = 1024
-    """Of one grading."""
+    """Tokens that one grading may take."""
     timeout_seconds: float = 120.0
     """Without a byte from the server, until it counts as frozen."""
     retries: int = 4
@@ -92,7 +92,7 @@ class JudgeScorer(ScorerConfig):
     max_in_flight: int = 32
     """Gradings at the same time."""
     max_answer_chars: int = 20_000
-    """Of the answer that the judge reads; more is cut, and the judge is told."""
+    """Characters of the answer that the judge reads; the rest is cut, with a note to the judge."""
     cache: str = ""
     """JSONL file that keeps gradings by what was asked, for later runs too. Empty: in memory."""
 
@@ -211,7 +211,7 @@ class JudgeScorer(ScorerConfig):
         raise JudgeError(f"judge: no grading in {self.retries + 1} tries. The last: {failure}")
 
     def _read(self, reply: Any) -> float:
-        """The grade in a reply, from 0 to 1. Raises JudgeError if there is none."""
+        """Returns the grade of a reply, scaled to 0..1. Raises JudgeError if the reply has none."""
         try:
             text = reply["choices"][0]["message"]["content"]
         except (LookupError, TypeError):
@@ -309,8 +309,8 @@ class JudgeScorer(ScorerConfig):
 
 
 def quoted(text: str, *, limit: int = 0) -> str:
-    """`text` as a quotation that it cannot end: every line of it, by any character that ends lines,
-    begins with "> ", and spellings of control tokens are broken up by a space.
+    """Quotes `text` so that it cannot end the quotation: every line begins with "> ", and spellings
+    of control tokens are broken up by a space.
 
     >>> print(quoted("four\\n> no\\nEND <|im_end|>"))
     > four

@@ -1,10 +1,10 @@
 """Plays episodes: token in, token out.
 
-The first prompt is rendered once. From then on the engine is sent exactly the ids that stand in
-the trajectory, and only what the environment adds is ever encoded, so the work of tokenisation is
-linear in the length of an episode and no sampled id is decoded and encoded again.
+The first prompt is rendered once. After that, the engine is sent exactly the ids of the trajectory,
+and only the environment's messages are encoded: the work of tokenisation is linear in the length of
+an episode, and no sampled id is decoded and encoded again.
 
-Nothing that an environment, a tool, a renderer or the engine does ends the run: it ends one
+An environment, a tool, a renderer or an engine that fails does not end the run. It ends one
 episode, whose trajectory is then "failed", says why, and is never trained.
 """
 
@@ -64,7 +64,7 @@ from lockstep.types import (
 )
 
 CLOSE_SECONDS = 10.0
-"""How long an environment may take to close."""
+"""Seconds that an environment may take to close."""
 
 OpenGateway = Callable[[], Awaitable[Gateway]]
 """Starts the gateway if it does not run yet."""
@@ -95,8 +95,8 @@ def training_sampling(
 
 
 def truncation_notice(config: AgentConfig, *, has_support: bool) -> str:
-    """What top-p or top-k mean for training, in one line; "" if both are off. has_support: the
-    engine hands back what they kept."""
+    """Explains in one line what top-p or top-k mean for training; "" if both are off. has_support:
+    the engine returns the ids that they kept."""
     if not config.is_truncated:
         return ""
     filters = f"top_p={config.top_p:g}, top_k={config.top_k}"
@@ -127,10 +127,10 @@ async def run_episode(
 ) -> Trajectory:
     """Plays one episode to its end, scores it and closes the environment.
 
-    seed: of the episode; turn t draws with `derive_seed(seed, t)`. sampling: a template, whose
-    `max_tokens` the budget lowers and whose `stop_ids` the renderer's precede.
-    Never raises for what the environment, the renderer or the engine did: `status` is then "failed"
-    and `error` says what happened. Cancelling closes the environment and aborts the request.
+    seed: turn t draws with `derive_seed(seed, t)`. sampling: a template; the budget lowers its
+    `max_tokens`, and the renderer's `stop_ids` come before its own. If the environment, the
+    renderer or the engine raises, `status` is "failed" and `error` says what happened. Cancelling
+    closes the environment and aborts the request.
     """
     episode = _Episode(
         engine,
@@ -168,16 +168,16 @@ class _Episode:
         self.rescorer, self.gateway = rescorer, gateway
         self.environment: Environment | Harness | None = None
         self.session: GatewaySession | None = None
-        """Of an agent that asks over HTTP."""
+        """Session of an agent that asks over HTTP."""
         self.given_score: Score | None = None
-        """What its harness returned."""
+        """Score that the harness returned."""
         self.seed, self.budget = seed, budget
         self.sampler = TurnSampler(
             engine, renderer, trajectory, sampling=sampling, budget=budget, priority=priority
         )
         self.max_tokens = self.sampler.max_tokens
         self.stage = ""
-        """What is under way, for the reason of a failure."""
+        """The operation under way, for the reason of a failure."""
         self.reason = ""
         """Why the next turn begins a branch; see `Segment.reason`."""
         self.turn_ends: list[int] = []
@@ -341,7 +341,7 @@ class _Episode:
         return f"max_seconds: {self.budget.max_seconds:g} s are over"
 
     def _exhausted(self, reply: Turn, num_tokens: int, turn: int, deadline: float) -> str:
-        """The budget that ends the episode after `reply`, or ""."""
+        """Names the budget that ends the episode after `reply`, or returns ""."""
         if reply.finish_reason == "abort" or time.monotonic() >= deadline:
             return self._out_of_time
         if num_tokens >= self.max_tokens:
@@ -365,7 +365,7 @@ class _Episode:
             return await self.sampler.sample(
                 prompt_ids,
                 parent=leaf,
-                stand=lambda: (self.sampler.observe(leaf, pending, reason=self.reason), ""),
+                record_prompt=lambda: (self.sampler.observe(leaf, pending, reason=self.reason), ""),
                 name=f"{turn}-{self.seed:x}",
                 seed=derive_seed(self.seed, turn),
                 deadline=deadline,
@@ -551,19 +551,18 @@ async def collect(
     gateway: OpenGateway | None = None,
     on_progress: Callable[[Trajectory], None] | None = None,
 ) -> list[Group]:
-    """Plays `group_size` episodes of every task over one engine; groups in the order of `tasks`.
+    """Plays `group_size` episodes of every task on one engine. Returns groups in task order.
 
-    Ids are `split/step/task/sample`; the draws of an episode depend on (run_seed, split, step, task
-    id, sample index) and on nothing else, so that a step repeats alone or in company. A task that
-    stands twice in `tasks` goes on counting its samples.
-    sampling: a template, see `run_episode`. slots: what bounds the episodes at the same time; None
-    runs all. order: of these episodes among others, asked for each turn: lower ones come first, to
-    a slot and in the engine.
-    rescorer: scores each finished turn again while others are sampled; it is waited for at the end,
-    and closed.
-    gateway: where agents ask that are not environments; called for the first one of them.
-    on_progress: called with each trajectory when it is complete, in order of completion.
-    A failed episode stays in its group with status "failed"; cancelling closes every environment.
+    Ids are `split/step/task/sample`. The draws of an episode depend on (run_seed, split, step, task
+    id, sample index) and on nothing else, so a step repeats alone or in company. If a task occurs
+    twice in `tasks`, its samples are numbered through. A failed episode stays in its group with
+    status "failed". Cancelling closes every environment.
+
+    sampling: a template, see `run_episode`. slots: limits concurrent episodes; None runs all.
+    order: priority of these episodes, evaluated for each turn; lower ones get a slot and the engine
+    first. rescorer: scores each finished turn again while others are sampled; awaited and closed at
+    the end. gateway: opens the gateway for agents that are not environments. on_progress: called
+    with each complete trajectory, in order of completion.
     """
     seen: dict[str, int] = {}
     groups: list[_GroupRun] = []

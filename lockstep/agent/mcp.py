@@ -32,9 +32,9 @@ from lockstep.errors import ConfigError, MissingExtraError, ToolServerError
 T = TypeVar("T")
 
 TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-"""What formats of tool calls can carry."""
+"""Names that formats of tool calls can carry."""
 MAX_DESCRIPTION_CHARS = 16_384
-"""Of a tool's description and schema together: they stand in every prompt."""
+"""Characters of a tool's description and schema together; every prompt contains them."""
 MAX_TOOLS = 256
 STOP_SECONDS = 10.0
 TAIL_BYTES = 500
@@ -42,13 +42,13 @@ TAIL_BYTES = 500
 
 @dataclass(frozen=True, kw_only=True)
 class ServerAddress:
-    """Where an MCP server is: a command that is started, or a URL."""
+    """Address of an MCP server: a command to start, or a URL."""
 
     command: str = ""
     """Started as a process, spoken to over its standard input and output. Split as a shell would,
     but no shell runs it; `python` is the interpreter that runs Lockstep."""
     url: str = ""
-    """Of a server that runs (streamable HTTP)."""
+    """URL of a running server (streamable HTTP)."""
     pass_variables: tuple[str, ...] = ()
     """Environment variables that the command gets beside PATH, HOME and the like. Others it does
     not see: keys of yours among them."""
@@ -87,11 +87,11 @@ class ServerAddress:
 
 
 class ToolServer:
-    """One MCP server and what it offers. Used from any event loop; started on first use, and again
-    after it died.
+    """One MCP server and its tools. Used from any event loop; started on first use, and again after
+    it died.
 
-    The tools are those of its first start. One that comes back with others is not used again: the
-    model was told of the first.
+    The tools are those of the first start. A server that comes back with other tools is not used
+    again, because the model was told of the first ones.
     """
 
     def __init__(
@@ -103,13 +103,13 @@ class ToolServer:
         ping_seconds: float = 5.0,
         expected: Sequence[Tool] | None = None,
     ) -> None:
-        """only: the tools that are taken; none takes all. ping_seconds: within which a server that
-        was too slow for a call must answer anything at all, or is ended. expected: what it must
-        offer, where that is known from another start of it."""
+        """only: names of the tools to take; empty takes all. ping_seconds: time within which a
+        server that was too slow for a call must answer a ping, or is ended. expected: the tools
+        that it must offer, if another start of it is known."""
         self.address = address
         self._only, self._start_seconds = tuple(only), start_seconds
         self._ping_seconds = ping_seconds
-        self._expected = None if expected is None else _told(expected)
+        self._expected = None if expected is None else _digest_of(expected)
         self._connection: _Connection | None = None
         self._lock: asyncio.Lock | None = None
         self._settling: set[asyncio.Task[None]] = set()
@@ -246,9 +246,9 @@ class ToolServer:
         self._connection = connection
         try:
             offered = check_offer(connection.listed, self.address, self._only)
-            told = _digest(offered)
-            if self._expected is not None and told != self._expected:
-                before, after = (sorted(json.loads(each)) for each in (self._expected, told))
+            digest = _digest(offered)
+            if self._expected is not None and digest != self._expected:
+                before, after = (sorted(json.loads(each)) for each in (self._expected, digest))
                 raise ToolServerError(
                     f"{self.address} offers other tools than at the start: "
                     + (
@@ -260,7 +260,7 @@ class ToolServer:
         except BaseException:
             await self._disconnect()
             raise
-        self._expected, connection.offered = told, offered
+        self._expected, connection.offered = digest, offered
 
     async def _disconnect(self) -> None:
         connection, self._connection = self._connection, None
@@ -354,7 +354,7 @@ class _Connection:
         )
 
     def _keep_tail(self) -> None:
-        """What the process printed last, before the file is gone."""
+        """Keeps the end of the process's error output before the file is gone."""
         if self._errors is not None and not self._errors.closed:
             number = self._errors.fileno()
             start = max(0, os.fstat(number).st_size - TAIL_BYTES)
@@ -367,7 +367,7 @@ class _Connection:
             self.task.cancel()
             done, _ = await asyncio.wait({self.task}, timeout=STOP_SECONDS)
         if done and not self.task.cancelled():
-            self.task.exception()  # looked at: it was told where it mattered
+            self.task.exception()  # retrieved: whoever waited got it
 
 
 # -- what a server offers -------------------------------------------------------------------------
@@ -376,8 +376,8 @@ class _Connection:
 def check_offer(
     listed: Sequence[Any], address: ServerAddress, only: Sequence[str]
 ) -> list[dict[str, Any]]:
-    """The tools as name, description and parameters. Raises ToolServerError for one that the model
-    cannot be told of, or whose arguments nobody could check."""
+    """Returns the tools as name, description and parameters. Raises ToolServerError for a tool that
+    the model cannot be told about, or whose arguments could not be checked."""
     names = [each.name for each in listed]
     if not names:
         raise ToolServerError(f"{address} offers no tool.")
@@ -406,7 +406,7 @@ def check_offer(
         if size > MAX_DESCRIPTION_CHARS:
             raise ToolServerError(
                 f"{where} is described in {size} characters, more than {MAX_DESCRIPTION_CHARS}: "
-                f"they would stand in every prompt. {hint}"
+                f"every prompt would contain them. {hint}"
             )
         offered.append(
             {"name": each.name, "description": description, "parameters": simplified(schema)}
@@ -418,7 +418,7 @@ def _digest(offered: Sequence[Mapping[str, Any]]) -> str:
     return json.dumps({each["name"]: each for each in offered}, sort_keys=True)
 
 
-def _told(tools: Sequence[Tool]) -> str:
+def _digest_of(tools: Sequence[Tool]) -> str:
     return _digest(
         [
             {"name": t.name, "description": t.description, "parameters": dict(t.parameters)}

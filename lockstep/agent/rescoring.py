@@ -152,7 +152,7 @@ class _Turn:
     trajectory: Trajectory
     rescorings: Rescorings
     ids: Int32Array
-    """From the root of its path to its last id."""
+    """Ids from the root of the path to the turn's last id."""
     spans: list[tuple[int, int, int]]
     """(segment, first id, last id + 1) on the path: more than one if weights changed within it."""
     num_tried: int = 0
@@ -180,7 +180,7 @@ class _Turn:
         return self.trajectory.rescorings is not self.rescorings
 
     def is_by(self, version: int) -> bool:
-        """Whether these weights sampled any of it."""
+        """Whether these weights sampled any part of the turn."""
         segments = self.trajectory.segments
         return any(segments[i].policy_version == version for i, _, _ in self.spans)
 

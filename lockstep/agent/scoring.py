@@ -1,4 +1,4 @@
-"""How a finished dialogue is scored, as a setting that several tasks share."""
+"""Scorers of finished dialogues, as a setting that several tasks share."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class ScorerConfig:
         """Raises ConfigError for what can be known without a model."""
 
     def check_task(self, task: Task) -> None:
-        """Raises DataError for a task that lacks what is scored by."""
+        """Raises DataError for a task that lacks the data to score by."""
 
     async def score(
         self, task: Task, answer: str | None, dialogue: Sequence[Message]

@@ -1,4 +1,4 @@
-"""What an agent is trained on, as one setting: where tasks come from, what they are played in."""
+"""Kinds of tasks as one setting: their source, and the environment that plays them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class TaskConfig:
     """Base of every kind of task. A subclass is a choice of the setting `task`, by its tag.
 
     Everything is made on demand: reading a config touches no file. `check` is called before a model
-    is loaded, and says what is wrong with the user's data then.
+    is loaded, and reports what is wrong with the user's data.
     """
 
     def check(self) -> None:
@@ -40,7 +40,7 @@ class TaskConfig:
         raise NotImplementedError
 
     def group_scorer(self) -> GroupScorer | None:
-        """How episodes of one group are scored against each other; None scores each alone."""
+        """Returns the scorer of whole groups; None scores each episode alone."""
         return None
 
     def label(self, task: Task) -> str:
@@ -67,7 +67,7 @@ class DialogueStage:
     """Dialogues for one part of a supervised training."""
 
     share: float
-    """Of the steps."""
+    """Share of the steps."""
     dialogues: Sequence[Sequence[Message]]
     word_weights: Mapping[str, float]
     """Loss weight of words in replies; others have 1."""

@@ -1,7 +1,7 @@
-"""Typed Python functions as tools: what the model is told of them, and how its calls are run.
+"""Typed Python functions as tools: their schemas, and how calls are run.
 
 A call never breaks the run. A tool that raises, hangs, returns megabytes or was called wrongly
-becomes text that the model reads, and a counter that people read.
+becomes text that the model reads, and a counter in the metrics.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from lockstep.errors import ConfigError, SandboxError
 from lockstep.types import Message, ToolCall, ToolSchema
 
 MAX_NAME_CHARS = 64
-"""Of an unknown tool's name, when the model made one up and the reply is addressed to it."""
+"""Length of a name that the model made up; the reply is addressed to it."""
 
 _OPEN = {"additionalProperties", "patternProperties", "$ref", "allOf", "anyOf", "oneOf"}
 """A schema with one of these at its top may name arguments elsewhere than under "properties"."""
@@ -65,7 +65,7 @@ class Tool(ToolSchema):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolOutput:
-    """What a function may return in place of plain text, to count something."""
+    """Result of a function that wants to count something; plain text otherwise."""
 
     text: str
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
@@ -247,30 +247,30 @@ def _refuse_constant(name: str) -> float:
 # ---------------------------------------------------------------------------------------------
 
 Outcome = Literal["ok", "errors", "timeouts", "invalid_arguments", "unknown"]
-"""How a call went; all but "ok" are the names of counters."""
+"""Result of a call; all but "ok" are names of counters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolLimits:
-    """What one call may cost."""
+    """Limits of one call."""
 
     timeout_seconds: float = 30.0
     """A call that takes longer is given up. Its thread, if it has one, is a daemon and is left
     behind: Python cannot stop it, and the run does not wait for it."""
     output_chars: int = 8192
-    """Of the output that the model reads; more is cut, with a notice."""
+    """Characters of the output that the model reads; the rest is cut, with a notice."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolResult:
-    """What one call came to."""
+    """Result of one call."""
 
     text: str
     """For the model."""
     outcome: Outcome
     is_truncated: bool = False
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
-    """What the function itself counted."""
+    """Counters of the function itself."""
 
 
 NOTHING_COUNTED: Mapping[str, float] = types.MappingProxyType({})
@@ -290,12 +290,12 @@ class ToolFailure(Exception):
         super().__init__(text)
         self.outcome: Outcome = outcome
         self.metrics = metrics
-        """What the tool itself counted."""
+        """Counters of the tool itself."""
 
 
 class ToolRunner:
-    """Runs calls against a set of tools, within limits. Never raises for what a tool does, but
-    SandboxError where there is nothing to run code in.
+    """Runs calls against a set of tools, within limits. Raises nothing that a tool raises, except
+    SandboxError when there is nothing to run code in.
 
     Counters of `run`: tool/calls, tool/errors, tool/timeouts, tool/truncated,
     tool/invalid_arguments, tool/unknown; and those of each `ToolOutput`.
@@ -358,8 +358,8 @@ class ToolRunner:
         return ToolResult(text=text, outcome=outcome, is_truncated=is_truncated, metrics=metrics)
 
     async def _invoke(self, entry: Tool, arguments: dict[str, Any]) -> ToolOutput:
-        """What the tool returned. Raises TookTooLong, SandboxError because the model did nothing
-        wrong then, and ToolFailure for everything else that the tool raised."""
+        """Returns the result of a call. Raises TookTooLong, SandboxError (not the model's fault),
+        and ToolFailure for everything else that the tool raised."""
         call = functools.partial(entry.function, **arguments)
         try:
             if entry.is_instant:
@@ -460,7 +460,8 @@ class ToolEnvironment(Environment):
 
     @property
     def runner(self) -> ToolRunner:
-        """Of this episode; made on first use, so that `__init__` or `reset` can set `tools`."""
+        """The runner of this episode. It is made on first use, so that `__init__` or `reset` can
+        set `tools`."""
         runner = self.__dict__.get("_runner")
         if runner is None:
             runner = self.__dict__["_runner"] = ToolRunner(self.tools, self.limits)
@@ -468,7 +469,7 @@ class ToolEnvironment(Environment):
 
 
 def unreadable(message: Message) -> Message:
-    """What the model is told after a turn that could not be read."""
+    """Returns the message that follows a turn that could not be read."""
     return Message(
         role="user",
         content=f"Your last message could not be read ({message.parse_error}). "

@@ -1,8 +1,8 @@
-"""Samples one turn of the model onto a trajectory: what an environment's episode and a session of
-the gateway have in common.
+"""Samples one turn of the model onto a trajectory, for environments' episodes and the gateway's
+sessions alike.
 
-The engine is sent exactly the ids of a path and of what is new behind it. What it answers is
-checked, read, and recorded together with that, or not at all.
+The engine is sent exactly the ids of a path, and of the messages that are new behind it. The reply
+is checked and parsed, and then recorded together with those messages, or not at all.
 """
 
 from __future__ import annotations
@@ -33,18 +33,19 @@ from lockstep.types import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """What one episode may cost. Checked before an observation is added, so that no row ends in a
-    tool result that the model never answered, or in half of one."""
+    """Limits of one episode. They are checked before an observation is added, so that no row ends
+    in a tool result that the model never answered."""
 
     max_tokens: int
-    """Of the whole path: prompt, sampled and observed. The engine's own limit holds as well."""
+    """Tokens of a whole path: prompt, sampled and observed. The engine's own limit holds as well.
+    """
     max_turns: int = 8
     max_turn_tokens: int = 1024
     max_seconds: float = 600.0
     continue_cut_turns: bool = False
     """See `AgentConfig`."""
     abort_grace_seconds: float = 10.0
-    """How long the engine may take to hand over the tokens of a request that was aborted."""
+    """Seconds that the engine may take to return the tokens of an aborted request."""
 
     @classmethod
     def of(cls, config: AgentConfig, *, max_tokens: int) -> Budget:
@@ -59,7 +60,7 @@ class Budget:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Observed:
-    """What the model has not read yet, and reads before its next turn."""
+    """Ids that the model has not read yet, and reads before its next turn."""
 
     ids: Int32Array
     messages: Sequence[Message] = ()
@@ -71,24 +72,24 @@ class Observed:
 
 
 def is_copy(messages: Sequence[Message]) -> bool:
-    """Whether what was observed with these messages is the copy of a turn."""
+    """Whether an observation with these messages is the copy of a turn."""
     return len(messages) == 1 and messages[0].role == "assistant"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Turn:
-    """One turn of the model, as it stands in the trajectory."""
+    """One turn of the model, as recorded in the trajectory."""
 
     leaf: int
     """The segment that ends it."""
     ids: Int32Array
-    """All of the turn, over every segment of it."""
+    """All ids of the turn, over all its segments."""
     logprobs: Float32Array
     message: Message
     finish_reason: FinishReason
     stop: int | str | None
     policy_version: int
-    """That drew its last id."""
+    """Version that drew the last id."""
 
 
 class OutOfTime(EngineError):
@@ -116,31 +117,31 @@ class TurnSampler:
         stop_ids = tuple(dict.fromkeys((*renderer.stop_ids, *sampling.stop_ids)))
         self.sampling = replace(sampling, stop_ids=stop_ids)
         self.max_tokens = min(budget.max_tokens, engine.capabilities.max_tokens)
-        """Of a path."""
+        """Tokens that a path may have."""
 
     async def sample(
         self,
         prompt_ids: Int32Array,
         *,
         parent: int | None,
-        stand: Callable[[], tuple[int, str]],
+        record_prompt: Callable[[], tuple[int, str]],
         name: str,
         seed: int,
         deadline: float,
         sampling: SamplingParams | None = None,
         at: Callable[[str], None] = lambda stage: None,
     ) -> Turn:
-        """One turn of the model: asked for, then recorded after what it answers.
+        """Samples one turn of the model and records it.
 
-        parent: the last segment of the prompt that stands; None if nothing does. stand: called when
-        the reply is there. It adds what is missing of the prompt, so that no path ends in an
-        observation that was never answered, and returns the segment that ends it and the reason of
-        the turn (`Segment.reason`). name: of the request, in the trajectory. deadline: of
-        `time.monotonic`. sampling: in place of the template. at: told what is under way, for the
-        reason of a failure.
+        parent: the last recorded segment of the prompt; None if there is none. record_prompt:
+        called when the reply has come, so that no path ends in an observation that was never
+        answered. It records the rest of the prompt, and returns the segment that ends it and the
+        reason of the turn (`Segment.reason`). name: names the request within the trajectory.
+        deadline: by `time.monotonic`. sampling: replaces the template. at: called with the name of
+        each stage, for the reason of a failure.
 
         The turn is one segment, or one per policy version that drew it. Raises OutOfTime if the
-        deadline came before the first token, EngineError for a reply that cannot be, and what the
+        deadline came before the first token, EngineError for an impossible reply, and whatever the
         trajectory's invariants raise.
         """
         at("engine.generate")
@@ -173,7 +174,7 @@ class TurnSampler:
         at("renderer.parse")
         message = self.renderer.parse(ids.tolist())
         at("the sampled reply")
-        leaf, reason = stand()
+        leaf, reason = record_prompt()
         context_ids = prompt_ids
         for piece in pieces:
             leaf = self.trajectory.record(
@@ -205,7 +206,7 @@ class TurnSampler:
         )
 
     def observe(self, parent: int | None, observed: Sequence[Observed], *, reason: str = "") -> int:
-        """Adds a segment for each part that has ids. Returns the last one."""
+        """Records a segment for each part that has ids. Returns the last one."""
         leaf = parent
         for part in observed:
             if len(part.ids):
@@ -302,13 +303,14 @@ def fork_without_thinking(
     *,
     behind: Sequence[Observed] = (),
 ) -> tuple[int | None, list[Observed]] | None:
-    """Where a path leaves the one to `leaf` when the thinking on it is forgotten, and what it has
-    from there: the same turns without their thinking, and what came between them, all observed.
+    """Finds where a path must fork because its thinking is forgotten.
 
-    behind: what follows the path and does not stand yet. Returns (segment, parts): the segment that
-    they go on from, None for a new root, and the last part is the turn that `Renderer.extend` goes
-    on from; or None if there is no thinking to cut. Only what stands behind a turn that was cut off
-    while it thought is encoded again, because it began with the close of the thinking.
+    The new branch has the same turns without their thinking, and the messages between them, all as
+    observed ids. behind: observations that follow the path and are not recorded yet. Returns
+    (segment to go on from, parts of the branch), with None for a new root; the last part is the
+    turn that `Renderer.extend` goes on from. Returns None if there is no thinking to cut. Ids are
+    encoded again only behind a turn that was cut off while it thought, because they began with the
+    close of the thinking.
     """
     runs = [] if leaf is None else _runs(trajectory, leaf)
     runs += [_Run(None, part.ids, part.messages, part.is_turn) for part in behind]
@@ -328,7 +330,7 @@ def fork_without_thinking(
     first = next(changed, len(runs))
     if first == len(runs):
         return None
-    first = min(first, len(runs) - len(behind))  # all of what does not stand yet
+    first = min(first, len(runs) - len(behind))  # everything that is not recorded yet
     begin = None if first == len(runs) - len(behind) else runs[first].first
     return leaf if begin is None else trajectory.segments[begin].parent, [
         Observed(
@@ -344,7 +346,7 @@ class _Run:
     """Segments of a path that are one turn, or were observed together."""
 
     first: int | None
-    """The first segment; None if it does not stand yet."""
+    """First segment; None if it is not recorded yet."""
     ids: Int32Array
     messages: Sequence[Message]
     is_turn: bool
@@ -371,7 +373,7 @@ def count(trajectory: Trajectory, name: str, amount: float = 1) -> None:
 
 
 class _Piece:
-    """What one policy version sampled of a turn."""
+    """The part of a turn that one policy version sampled."""
 
     def __init__(self, deltas: Sequence[Delta]) -> None:
         self.ids = np.concatenate([delta.token_ids for delta in deltas]).astype(np.int32)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from lockstep.agent.gateway.exchange import Refusal, TurnReply, told
+from lockstep.agent.gateway.exchange import Refusal, TurnReply, client_message
 from lockstep.agent.gateway.reading import (
     NO_CONSTRAINT,
     OPENAI,
@@ -43,7 +43,7 @@ FIELDS = {
     "max_tokens": honoured(),
     "max_completion_tokens": honoured(),
     "top_k": honoured("not OpenAI's, but usual; 0 and -1 are off"),
-    "stop": honoured("the reply that is told ends before it; its ids are kept"),
+    "stop": honoured("the reply that is sent ends before it; its ids are kept"),
     "seed": honoured(),
     "n": honoured("siblings in the session's tree"),
     "stream_options": honoured("include_usage"),
@@ -177,7 +177,7 @@ def _add(transcript: Transcript, entry: dict[str, Any], where: str) -> None:
 def write(answered: Answered) -> dict[str, Any]:
     choices: list[dict[str, Any]] = []
     for at, reply in enumerate(answered.replies):
-        message = told(reply.message, reply.stop)
+        message = client_message(reply.message, reply.stop)
         content: dict[str, Any] = {
             "role": "assistant",
             # null where a call stands alone, as OpenAI has it
@@ -206,7 +206,7 @@ def events(answered: Answered) -> Iterator[bytes]:
         return event({**head, "choices": [{"index": at, "delta": delta, **ending}]})
 
     for at, reply in enumerate(answered.replies):
-        message = told(reply.message, reply.stop)
+        message = client_message(reply.message, reply.stop)
         yield chunk(at, {"role": "assistant", "content": ""})
         if message.thinking:
             yield chunk(at, {"reasoning_content": message.thinking})

@@ -12,17 +12,17 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 @dataclass(frozen=True, kw_only=True)
 class GatewayConfig:
-    """Where agents find the model over HTTP, and what one request may cost."""
+    """Address of the gateway, and limits of one request."""
 
     host: str = "127.0.0.1"
     """Address to listen on. Any other than this machine's own needs a key (LOCKSTEP_KEY)."""
     port: int = 0
     """0 takes a free one, which is printed."""
     names: tuple[str, ...] = ()
-    """What the model is called besides its own name, for agents that have a name built in; "*"
-    answers to any."""
+    """Names of the model besides its own, for agents that have a name built in; "*" answers to any.
+    """
     max_body_bytes: int = 64 * 1024 * 1024
-    """Of one request; more is answered with 413."""
+    """Size of one request; a larger one is answered with 413."""
     read_seconds: float = 60.0
     """Seconds that a client may take to send its headers, and again to send the body; a connection
     without a request is closed after as long."""
@@ -32,11 +32,11 @@ class GatewayConfig:
     max_choices: int = 64
     """Largest `n` of one request: replies that are sampled side by side."""
     retry_after_seconds: float = 1.0
-    """When a client is told to come back while the engine is down."""
+    """Seconds after which a client is told to come back while the engine is down."""
     rotate_tokens: int = 1_000_000
     """Requests that name no session share one. It ends at this many tokens, and another begins."""
     rotate_seconds: float = 600.0
-    """Likewise, when no request has come to it for so long."""
+    """Seconds without a request after which the shared session ends."""
 
     @property
     def is_local(self) -> bool:

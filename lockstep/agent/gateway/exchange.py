@@ -1,4 +1,4 @@
-"""What crosses the border between a dialect of HTTP and a session: one turn asked for, one given.
+"""The border between an HTTP dialect and a session: one turn requested, one turn returned.
 
 A dialect (OpenAI chat completions, Responses, Anthropic messages) reads a body into a `TurnRequest`
 and writes a `TurnReply`. A session turns the first into the second, and knows nothing of HTTP but
@@ -54,10 +54,11 @@ class TurnRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TurnReply:
-    """One turn of the model. It stands in the session's trajectory by the time it is given."""
+    """One turn of the model. It is recorded in the session's trajectory before it is returned."""
 
     message: Message
-    """As the renderer read it. Its tool calls have ids, which are unique in the session."""
+    """The message as the renderer parsed it. Its tool calls have ids that are unique in the
+    session."""
     token_ids: Int32Array
     """All that was sampled, the stop id included."""
     logprobs: Float32Array
@@ -66,9 +67,9 @@ class TurnReply:
     leaf: int
     """The segment that ends it."""
     prompt_ids: Int32Array
-    """What the engine was sent."""
+    """Ids that the engine was sent."""
     num_reused_tokens: int
-    """Of the prompt: those that stood in the session before this request."""
+    """Tokens of the prompt that were in the session before this request."""
     policy_version: int
     reason: str = ""
     """Why this turn began a branch; empty where it extends a path."""
@@ -76,11 +77,11 @@ class TurnReply:
     """The request had been answered before, and this is that answer."""
 
 
-def told(message: Message, stop: int | str | None) -> Message:
-    """What a client is told of a turn: all of it, but not the stop string that ended it, as every
-    dialect has it. What comes back in the next request's history is this.
+def client_message(message: Message, stop: int | str | None) -> Message:
+    """The message as a client sees it: without the stop string that ended it, as in every dialect.
+    The client's next history contains this message.
 
-    >>> told(Message(role="assistant", content="Go on.\\nObs"), "\\nObs").content
+    >>> client_message(Message(role="assistant", content="Go on.\\nObs"), "\\nObs").content
     'Go on.'
     """
     if not isinstance(stop, str):

@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from lockstep.agent.gateway.exchange import Refusal, TurnReply, told
+from lockstep.agent.gateway.exchange import Refusal, TurnReply, client_message
 from lockstep.agent.gateway.reading import (
     NO_CONSTRAINT,
     SHARED,
@@ -38,8 +38,8 @@ from lockstep.agent.gateway.reading import (
 from lockstep.types import Message, ToolCall, ToolSchema
 
 MALFORMED = "malformed_arguments"
-"""A call's input is an object in this dialect. Arguments that are none are told under this key, as
-they were written, and read back from it."""
+"""Key for arguments that are no JSON object. A call's input must be an object in this dialect, so
+the text is sent under this key, and read back from it."""
 
 FIELDS = {
     **SHARED,
@@ -53,7 +53,7 @@ FIELDS = {
         {"type": "auto", "disable_parallel_tool_use": True},
         {"type": "none"},
     ),
-    "stop_sequences": honoured("the reply that is told ends before it; its ids are kept"),
+    "stop_sequences": honoured("the reply that is sent ends before it; its ids are kept"),
     "top_k": honoured(),
     "thinking": ignored(
         "Whether the model thinks, and how long, is a matter of the model and its renderer.",
@@ -257,7 +257,7 @@ def _head(answered: Answered) -> dict[str, Any]:
 
 
 def _blocks(reply: TurnReply) -> list[dict[str, Any]]:
-    message = told(reply.message, reply.stop)
+    message = client_message(reply.message, reply.stop)
     blocks: list[dict[str, Any]] = []
     if message.thinking:
         signature = _signature(message.thinking)

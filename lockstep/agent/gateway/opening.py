@@ -35,8 +35,8 @@ class RunGateway:
         rank: int = 0,
         note: Callable[[str], None] = lambda text: None,
     ) -> None:
-        """rank: of several processes, each with its own server, on the next ports. note: told the
-        address."""
+        """rank: index among several processes, each with its own server on the next port. note:
+        receives a line with the address."""
         if config.port and rank:
             config = replace(config, port=config.port + rank)
         self._config, self._renderer, self._model, self._note = config, renderer, model, note

@@ -33,7 +33,7 @@ _TOOL_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """What happens to one field of a body."""
+    """Treatment of one field of a body."""
 
     treatment: Literal["honoured", "accepted", "ignored", "refused"]
     """accepted: changes nothing and need not. ignored: has no effect; a request that sets it is
@@ -103,7 +103,7 @@ class Asked:
     has_usage: bool = True
     """Whether a stream ends with its usage."""
     body: Mapping[str, Any]
-    """As it came; a dialect repeats parts of it in its answer."""
+    """The body itself; a dialect repeats parts of it in its answer."""
     is_stored: bool = False
     """A later request may name this one instead of repeating it."""
     num_instructions: int = 0
@@ -245,7 +245,7 @@ class Dialogues:
 
 @dataclass(slots=True)
 class Memory:
-    """What the server keeps of one session to read its requests."""
+    """State of one session that the server needs to read its requests."""
 
     histories: Histories = field(default_factory=Histories)
     dialogues: Dialogues = field(default_factory=Dialogues)

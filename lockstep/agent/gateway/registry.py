@@ -13,7 +13,7 @@ from lockstep.agent.gateway.session import GatewaySession
 from lockstep.types import Task
 
 SWEEPS_PER_TIMEOUT = 4
-"""How often idle sessions are looked for, within the time that a session may be idle."""
+"""Searches for idle sessions, per timeout of an idle session."""
 
 
 class SessionRegistry:
@@ -194,7 +194,7 @@ class _Offer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gateway:
-    """What episodes of finished agents need: sessions, and where a program finds them."""
+    """Sessions of the gateway, and the address where a program finds them."""
 
     sessions: SessionRegistry
     url: str

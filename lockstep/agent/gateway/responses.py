@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from lockstep.agent.gateway import chat
-from lockstep.agent.gateway.exchange import Refusal, told
+from lockstep.agent.gateway.exchange import Refusal, client_message
 from lockstep.agent.gateway.reading import (
     NO_CONSTRAINT,
     OPENAI,
@@ -304,7 +304,7 @@ def _head(answered: Answered, status: str) -> dict[str, Any]:
 
 def _items(answered: Answered) -> list[dict[str, Any]]:
     asked, reply = answered.asked, answered.replies[0]
-    message = told(reply.message, reply.stop)
+    message = client_message(reply.message, reply.stop)
     status = "completed" if reply.finish_reason == "stop" else "incomplete"
     items: list[dict[str, Any]] = []
     if message.thinking:
@@ -341,7 +341,7 @@ def _items(answered: Answered) -> list[dict[str, Any]]:
 
 
 def _free_text(arguments: str) -> str:
-    """The input of a custom tool; arguments that are not of its form are told as they are."""
+    """Returns the input of a custom tool, or arguments of another form as they are."""
     try:
         found = json.loads(arguments)
         text = found["input"]

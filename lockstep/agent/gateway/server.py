@@ -30,7 +30,7 @@ from urllib.parse import urlsplit
 
 from lockstep.agent.gateway import chat, messages, responses
 from lockstep.agent.gateway.config import LOOPBACK, GatewayConfig
-from lockstep.agent.gateway.exchange import Refusal, TurnReply, TurnRequest, told
+from lockstep.agent.gateway.exchange import Refusal, TurnReply, TurnRequest, client_message
 from lockstep.agent.gateway.reading import (
     Answered,
     Asked,
@@ -74,7 +74,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 @dataclass(slots=True)
 class Counts:
-    """What the server has done so far."""
+    """Counters of the server since its start."""
 
     num_requests: int = 0
     """Turns that were asked for."""
@@ -83,7 +83,7 @@ class Counts:
     """Answered with a status of 500 or above."""
     num_sampled_tokens: int = 0
     num_encoded_tokens: int = 0
-    """Of prompts: those that no session had before."""
+    """Tokens of prompts that no session had before."""
 
 
 class GatewayServer:
@@ -265,7 +265,7 @@ class GatewayServer:
             raise Refusal(400, "unreadable_body", f"the body cannot be read: {error}.") from None
 
     async def _small_body(self, request: web.Request) -> dict[str, Any]:
-        """Of a request that need not have one."""
+        """Reads a body that may be missing."""
         if not request.can_read_body:
             return {}
         return parse_body(await self._body(request) or b"{}")
@@ -308,7 +308,7 @@ class GatewayServer:
             raise _unauthorized(key)
 
     def _shared_session(self) -> GatewaySession:
-        """Of requests that name none."""
+        """Returns the session for requests that name none."""
         is_full = self._num_shared_tokens >= self.config.rotate_tokens
         shared = self._shared
         if shared is None or shared.is_finished or (is_full and not self._num_shared_turns):
@@ -360,7 +360,7 @@ class GatewayServer:
         def answered(replies: list[TurnReply]) -> Answered:
             found = self._answered(asked, replies, session, has_ids=has_ids)
             if dialect is responses and asked.is_stored:
-                dialogue = [*asked.turn.messages[asked.num_instructions :], _told(replies[0])]
+                dialogue = [*asked.turn.messages[asked.num_instructions :], _as_stored(replies[0])]
                 self._memory(session).dialogues.add(responses.response_id(found), dialogue)
             return found
 
@@ -441,7 +441,7 @@ class GatewayServer:
             raise wrong_value("n", f"may be {self.config.max_choices} at most.")
 
     def _turn_key(self, request: web.Request, session: GatewaySession, raw: bytes) -> str:
-        """What two requests that are one have in common, or "".
+        """Returns the key that two attempts of one request share, or "".
 
         The official clients count their attempts: a later one has the key of the latest first
         attempt with the same body. A client's own key is taken as it is.
@@ -498,7 +498,7 @@ class GatewayServer:
     def _done(self, task: asyncio.Task[Any]) -> None:
         self._turns.discard(task)
         if not task.cancelled():
-            task.exception()  # whoever waits is told; where nobody does, it is no news
+            task.exception()  # retrieved: who waits got it, and nobody else needs it
 
     async def _count_tokens(self, request: web.Request) -> web.Response:
         session = self._session(request)
@@ -555,7 +555,7 @@ class GatewayServer:
         return _json(self._opened(self.sessions.create(task=task)), status=201)
 
     def _opened(self, session: GatewaySession) -> dict[str, Any]:
-        """What an agent needs to know of its session."""
+        """Describes a session to its agent."""
         base_url = self.session_url(session.id)
         return {
             "id": session.id,
@@ -683,8 +683,8 @@ def _is_anthropic(request: web.Request) -> bool:
     )
 
 
-def _told(reply: TurnReply) -> Message:
-    return replace(told(reply.message, reply.stop), parse_error="")
+def _as_stored(reply: TurnReply) -> Message:
+    return replace(client_message(reply.message, reply.stop), parse_error="")
 
 
 def _lost(session: GatewaySession, work: asyncio.Task[list[TurnReply]]) -> None:
@@ -722,7 +722,7 @@ def _summary(session: GatewaySession) -> dict[str, Any]:
 
 
 def _refusal_of(error: Exception, request: web.Request, config: GatewayConfig) -> Refusal:
-    """Every error as what a client is told."""
+    """Converts any error into the refusal that the client gets."""
     match error:
         case Refusal():
             return error

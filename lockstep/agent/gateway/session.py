@@ -1,13 +1,13 @@
-"""One session of the gateway: one episode of an agent that speaks HTTP, as one trajectory.
+"""One session of the gateway: an episode of an agent that speaks HTTP, as one trajectory.
 
-A request tells a whole dialogue. What of it stands is found by its words (`tree`), and the engine
-is sent the ids that stand there; only what is new is encoded. What an agent does to its history
-(it retries, edits, compacts, alters a reply, starts sub-agents) becomes a branch: nothing that the
-model saw or sampled is ever rewritten.
+Every request contains a whole dialogue. The part that is already recorded is found by its words
+(`tree`), and the engine is sent the recorded ids; only what is new is encoded. Whatever an agent
+does to its history (it retries, edits, compacts, alters a reply, starts sub-agents) becomes a
+branch: nothing that the model saw or sampled is rewritten.
 
-A turn stands in the trajectory before it is given, and a request that comes again with the same key
-is given the same turn, also while that is still sampled. Nothing is locked while the engine works,
-so requests at the same time become siblings.
+A turn is recorded before it is returned. A request that comes again with the same key gets the same
+turn, also while that is still being sampled. Nothing is locked while the engine works, so
+concurrent requests become siblings.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Literal
 
 import numpy as np
 
-from lockstep.agent.gateway.exchange import Refusal, TurnReply, TurnRequest, told
+from lockstep.agent.gateway.exchange import Refusal, TurnReply, TurnRequest, client_message
 from lockstep.agent.gateway.splicing import splice_reply
 from lockstep.agent.gateway.tree import (
     Answer,
@@ -54,8 +54,8 @@ from lockstep.renderers.base import Renderer
 from lockstep.types import Int32Array, Message, SamplingParams, Trajectory
 
 SamplingRule = Literal["run", "client"]
-"""Whose temperature, top-p, top-k and seed hold: the run's, for tokens that are trained, or those
-that a request asks for. Its `max_tokens` and stop strings hold in either case."""
+"""Source of temperature, top-p, top-k and seed: the run's settings, for tokens that are trained, or
+the client's request. A request's `max_tokens` and stop strings hold in either case."""
 
 
 class GatewaySession:
@@ -85,9 +85,9 @@ class GatewaySession:
         priority: Callable[[], int] = lambda: 0,
         on_turn: Callable[[int], None] = lambda leaf: None,
     ) -> None:
-        """sampling: a template, see `TurnSampler`. budget: `max_seconds` is for one turn. deadline:
-        of the whole session, of `time.monotonic`. id, key: drawn if empty. on_turn: told the last
-        segment of each turn that stands."""
+        """sampling: a template, see `TurnSampler`. budget: `max_seconds` applies to one turn.
+        deadline: of the whole session, by `time.monotonic`. id, key: drawn if empty. on_turn:
+        called with the last segment of each recorded turn."""
         self._engine, self._renderer, self._trajectory = engine, renderer, trajectory
         self._sampler = TurnSampler(
             engine, renderer, trajectory, sampling=sampling, budget=budget, priority=priority
@@ -98,13 +98,13 @@ class GatewaySession:
         self._key = key or f"sk-{secrets.token_urlsafe(24)}"
         self._tree = Tree()
         self._latest: Dialogue | None = None
-        """Of the last request."""
+        """Dialogue of the last request."""
         self._running: dict[asyncio.Task[Answer], str] = {}
         """Requests under way, with their keys."""
         self._answered: dict[str, Answer] = {}
         """By the key of the request."""
         self._asked: Counter[str] = Counter()
-        """How often the engine was asked, by a digest of the prompt."""
+        """Number of requests to the engine, by a digest of the prompt."""
         self._rewards: dict[int | None, float] = {}
         """By leaf; None is every leaf's without one of its own."""
         self._finishing: asyncio.Task[None] | None = None
@@ -136,12 +136,12 @@ class GatewaySession:
 
     @property
     def is_busy(self) -> bool:
-        """Whether turns are under way."""
+        """Whether a turn is being sampled."""
         return bool(self._running)
 
     @property
     def has_reward(self) -> bool:
-        """Whether one was posted."""
+        """Whether a reward was posted."""
         return bool(self._rewards)
 
     @property
@@ -173,7 +173,7 @@ class GatewaySession:
         self.last_used = time.monotonic()
         count(self._trajectory, "gateway/requests")
         if request.key and (answer := self._answered.get(request.key)) is not None:
-            return self._told(answer, is_repeated=True)
+            return self._reply_of(answer, is_repeated=True)
         job = next((j for j, key in self._running.items() if key and key == request.key), None)
         is_repeated = job is not None
         if job is None:
@@ -190,7 +190,7 @@ class GatewaySession:
             raise
         finally:
             self.last_used = time.monotonic()
-        return self._told(answer, is_repeated=is_repeated)
+        return self._reply_of(answer, is_repeated=is_repeated)
 
     async def count_tokens(self, request: TurnRequest) -> int:
         """Ids of the prompt that `reply` would send. Nothing of the session changes."""
@@ -334,13 +334,13 @@ class GatewaySession:
             seed = derive_seed("client", client_seed)
         reason = drafted.reason
 
-        def stand() -> tuple[int, str]:
+        def record_prompt() -> tuple[int, str]:
             nonlocal reason
             if place.segment is None:  # the branch begins with the place
                 reason = place.why
-                return self._stand(place), ""
+                return self._record_path(place), ""
             reason = reason or "concurrent"
-            return self._stand(place), reason
+            return self._record_path(place), reason
 
         stage = ""
 
@@ -351,8 +351,8 @@ class GatewaySession:
         try:
             turn = await self._sampler.sample(
                 prompt_ids,
-                parent=self._standing(place)[0],
-                stand=stand,
+                parent=self._recorded_part(place)[0],
+                record_prompt=record_prompt,
                 name=f"{digest}-{num_asked}-{self._seed:x}",
                 seed=seed,
                 deadline=min(self._deadline, time.monotonic() + self._budget.max_seconds),
@@ -374,7 +374,7 @@ class GatewaySession:
             raise Refusal(status, code, f"{stage}: {described(error)}") from error
         answer = Answer(
             place,
-            told(with_call_ids(turn.message, turn.leaf), turn.stop),
+            client_message(with_call_ids(turn.message, turn.leaf), turn.stop),
             turn.leaf,
             reason=reason,
             num_reused_tokens=len(prompt_ids) - drafted.num_encoded,
@@ -432,9 +432,9 @@ class GatewaySession:
             sampling = replace(sampling, distribution="sampled")
         return sampling
 
-    def _told(self, answer: Answer, *, is_repeated: bool = False) -> TurnReply:
-        """What stands of it: kept once, in the trajectory."""
-        assert answer.segment is not None, "a turn is told when it stands"
+    def _reply_of(self, answer: Answer, *, is_repeated: bool = False) -> TurnReply:
+        """Builds the reply from the trajectory, which holds the only copy."""
+        assert answer.segment is not None, "only recorded turns are returned"
         answer.num_receivers += 1
         trajectory, leaf = self._trajectory, answer.segment
         last = trajectory.segments[leaf]
@@ -490,10 +490,10 @@ class GatewaySession:
     # -- what a request goes on from -----------------------------------------------------------
 
     def _draft(self, dialogue: Dialogue, found: Found, reason: Reason) -> _Draft:
-        """The place where the request asks, and what had to be encoded for it. What is new is
-        linked to what is found, and nothing of the session is changed.
+        """Finds the place where the request asks, and encodes what is new on the way there.
 
-        Raises Refusal for messages that the renderer cannot write.
+        New places are linked to the known ones, but nothing of the session changes. Raises Refusal
+        for messages that the renderer cannot write.
         """
         if found.place is not None and found.num_batches > dialogue.num_replies:
             return _Draft(found.place, reason, [])
@@ -575,7 +575,7 @@ class GatewaySession:
         place = Place(above, [], dialogue.num_messages(at + 1))
         tail = self._ids_of(above)
         if self._renderer.forgets(batch):
-            leaf, behind = self._standing(above)
+            leaf, behind = self._recorded_part(above)
             fork = fork_without_thinking(self._trajectory, leaf, self._renderer, behind=behind)
             if fork is not None:
                 place.is_forked, (place.base, place.parts) = True, fork
@@ -603,8 +603,9 @@ class GatewaySession:
             count(self._trajectory, "gateway/altered_replies")
             count(self._trajectory, "gateway/altered_tokens", _num_changed(self._ids_of(turn), ids))
 
-    def _standing(self, node: Place | Answer) -> tuple[int | None, list[Observed]]:
-        """(the last segment of its path that stands, what follows that)."""
+    def _recorded_part(self, node: Place | Answer) -> tuple[int | None, list[Observed]]:
+        """Returns (the last recorded segment of the node's path, the parts behind it that are not
+        recorded)."""
         parts: list[Observed] = []
         at: Place | Answer | None = node
         while at is not None and at.segment is None:
@@ -617,8 +618,8 @@ class GatewaySession:
                 at = at.above
         return (None if at is None else at.segment), parts
 
-    def _stand(self, node: Place | Answer) -> int:
-        """Adds what is missing of its path to the trajectory. Returns the segment that ends it."""
+    def _record_path(self, node: Place | Answer) -> int:
+        """Records the missing parts of the node's path. Returns the segment that ends it."""
         missing: list[Place | Answer] = []
         at: Place | Answer | None = node
         leaf: int | None = None
@@ -643,7 +644,7 @@ class GatewaySession:
         return turn_ids(self._trajectory, answer.segment)
 
     def _prompt_ids(self, place: Place) -> Int32Array:
-        leaf, parts = self._standing(place)
+        leaf, parts = self._recorded_part(place)
         return np.concatenate([self._trajectory.path_ids(leaf), *(part.ids for part in parts)])
 
     def _ended(self, job: asyncio.Task[Answer]) -> None:
@@ -656,19 +657,19 @@ class GatewaySession:
 
 @dataclass(slots=True, eq=False)
 class _Draft:
-    """What a request would add to its session."""
+    """Additions of one request to its session."""
 
     place: Place
-    """Where it asks."""
+    """The place where the request asks for a turn."""
     reason: Reason
-    """Of the turn."""
+    """Reason of the turn."""
     chain: list[Place]
     """New places, each behind the one before; the last one is `place`."""
     num_encoded: int = 0
     first: int = 0
     """The batch of the first place behind what stood."""
     root_size: int = 0
-    """Batches of a new root's prompt; 0 if there is none."""
+    """Batches of messages in a new root's prompt; 0 if there is no new root."""
     altered: list[tuple[Answer, Int32Array]] = field(
         default_factory=list[tuple[Answer, Int32Array]]
     )

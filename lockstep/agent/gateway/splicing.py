@@ -12,12 +12,12 @@ from lockstep.renderers.tokenizer import Tokenizer
 def splice_reply(
     renderer: Renderer, sampled: Sequence[int], altered: Sequence[int], *, is_thinking_kept: bool
 ) -> tuple[list[int], int]:
-    """What the altered reply is on its branch, and how many of these ids were encoded for it.
+    """Builds the ids of an altered reply, and counts those that were encoded for it.
 
     sampled: the turn. altered: the altered reply as `Renderer.render_reply` writes it.
-    is_thinking_kept: the agent told the turn's thinking as it was, or left it out; its ids stay,
-    however the model spelled the tags around it. Should they not lie in one run before the rest,
-    the thinking is treated as any words are.
+    is_thinking_kept: the agent repeated the turn's thinking or left it out, so its sampled ids
+    stay, however the model spelled the tags around it. If those ids are not one run before the
+    rest, the thinking is treated like any other words.
     """
     sampled, altered = list(sampled), list(altered)
     thought: list[int] = []
@@ -35,8 +35,8 @@ def splice_reply(
 def common_ends(
     tokenizer: Tokenizer, left: Sequence[int], right: Sequence[int]
 ) -> tuple[tuple[int, int], tuple[int, int]]:
-    """How many ids of each spell the same at the beginning, and how many at the end: up to the last
-    place where both have a border of tokens. The two ends do not overlap.
+    """Counts the ids that spell the same at the beginning, and at the end, of two sequences: up to
+    the last place where both have a token border. The two ends do not overlap.
 
     >>> from lockstep.testing.tokenizers import byte_tokenizer
     >>> tokenizer = byte_tokenizer()

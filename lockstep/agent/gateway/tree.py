@@ -1,12 +1,12 @@
-"""A session in words: the dialogues that an agent has told, and where a request goes on from.
+"""The dialogues of a session as a tree of words, in which each request finds its place.
 
-A dialogue alternates between what is new to the model (`Place`, one for each batch of messages
-between two turns) and replies (`Answer`, sampled here or told by the agent). Both are found by keys
-in dicts, so that a request costs the reading of its messages, however long the session is.
+A dialogue alternates between batches of messages that are new to the model (`Place`) and replies
+(`Answer`, sampled here or written by the agent). Both are found by keys in dicts, so a request
+costs the reading of its messages, however long the session is.
 
-What an agent may change without beginning another branch: the order of keys and the spelling of
+An agent may change these without beginning another branch: the order of keys and the spelling of
 numbers in a call's arguments, the ids of calls (if the tool's message changes with them), the
-model's reasoning (left out, or under another name), and whatever a `Message` does not have.
+model's reasoning (left out, or under another name), and anything that a `Message` does not have.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lockstep.agent.turns import Observed
 from lockstep.types import Message, ToolCall, ToolSchema
 
 Key = tuple[Any, ...]
-"""What two equal pieces of a dialogue have in common."""
+"""Key that two equal pieces of a dialogue share."""
 
 Reason = Literal[
     "", "concurrent", "retry", "edited_history", "compaction", "dropped_thinking", "sub_agent",
@@ -32,31 +32,34 @@ Reason = Literal[
 """Why a turn begins a branch: the table in docs/gateway-sessions.md."""
 
 MAX_REMEMBERED_CHARS = 1024
-"""Of a call's arguments whose canonical spelling is kept: with 8192 of them at most 16 MiB."""
+"""Longest arguments of a call whose canonical spelling is cached: 8192 of them take at most 16 MiB.
+"""
 MIN_QUOTED_CHARS = 24
-"""A reply that is shorter stands in another message by chance."""
+"""Shortest reply that counts as quoted when another message contains it; shorter ones match by
+chance."""
 
 
 @dataclass(slots=True, eq=False)
 class Place:
-    """What stands before one turn, or before several that were asked for at the same place."""
+    """The batch of messages before a turn, or before several turns that were requested at the same
+    place."""
 
     above: Answer | None
-    """What its dialogue has before it; None for a root."""
+    """The reply before this batch; None for a root."""
     parts: list[Observed]
-    """What is new behind `above`, until it stands in the trajectory."""
+    """Ids that are new behind `above`, until they are recorded in the trajectory."""
     num_messages: int
-    """Of its dialogue, its own included."""
+    """Messages of the dialogue up to here, its own included."""
     reason: Reason = ""
-    """Of the first segment that it adds."""
+    """Reason of the first segment that the place adds."""
     why: Reason = ""
-    """Of its first turn: where this turn's branch begins may be above the place."""
+    """Reason of its first turn, whose branch may begin above the place."""
     is_forked: bool = False
     """Its path leaves that of `above`, because thinking was forgotten: it goes on from `base`."""
     base: int | None = None
     """A segment; None for a new root."""
     segment: int | None = None
-    """The one that ends it, when it stands."""
+    """Segment that ends the place, once it is recorded."""
     answers: dict[Key, list[Answer]] = field(default_factory=dict[Key, "list[Answer]"])
     num_asked: int = 0
     num_running: int = 0
@@ -74,14 +77,14 @@ class Place:
 
 @dataclass(slots=True, eq=False)
 class Answer:
-    """One turn of the model as the agent was told it, or a reply that an agent made of one."""
+    """One turn of the model as the agent was told it, or a reply that the agent wrote instead."""
 
     place: Place
     message: Message
     segment: int | None = None
-    """The one that ends it, when it stands."""
+    """Segment that ends the answer, once it is recorded."""
     parts: list[Observed] = field(default_factory=list[Observed])
-    """Of a reply that was not sampled here, until it stands."""
+    """Ids of a reply that was not sampled here, until it is recorded."""
     reason: Reason = ""
     num_reused_tokens: int = 0
     places: dict[Key, Place] = field(default_factory=dict[Key, Place])
@@ -108,15 +111,16 @@ class Dialogue:
     batch_keys: list[Key]
     """The first is with the tools."""
     reply_keys: list[Key]
-    told: tuple[Message, ...]
-    """All of it, in order."""
+    all_messages: tuple[Message, ...]
+    """All messages, in order."""
 
     @classmethod
     def of(cls, request: TurnRequest, before: Dialogue | None = None) -> Dialogue:
-        """before: another one. Where the request goes on from its last reply, with the very same
-        objects, what it has up to there is taken over.
+        """before: an earlier dialogue. If the request continues it with the very same objects, its
+        keys up to the last reply are taken over.
 
-        Raises Refusal if the dialogue does not end with something to answer."""
+        Raises Refusal if the dialogue does not end with something to answer.
+        """
         if not request.messages or request.messages[-1].role == "assistant":
             raise Refusal(
                 400,
@@ -159,17 +163,21 @@ class Dialogue:
 
     def _num_kept(self, request: TurnRequest) -> int:
         """Its messages up to the last reply, if the request begins with these objects; else 0."""
-        num = len(self.told) - len(self.batches[-1])
+        num = len(self.all_messages) - len(self.batches[-1])
         is_kept = request.tools is self.tools and num <= len(request.messages)
-        return num if is_kept and all(map(operator.is_, self.told[:num], request.messages)) else 0
+        return (
+            num
+            if is_kept and all(map(operator.is_, self.all_messages[:num], request.messages))
+            else 0
+        )
 
     @property
     def num_replies(self) -> int:
-        """That the agent tells."""
+        """Replies that the agent repeats."""
         return len(self.replies)
 
     def num_messages(self, num_batches: int) -> int:
-        """Up to the end of that batch."""
+        """Messages up to the end of that batch."""
         return sum(map(len, self.batches[:num_batches])) + num_batches - 1
 
     def messages(self, num_batches: int) -> list[Message]:
@@ -179,19 +187,19 @@ class Dialogue:
         return out
 
     def root_key(self, num_batches: int) -> Key:
-        """Of a root whose prompt has that many batches, and the replies between them."""
+        """Key of a root whose prompt has that many batches, with the replies between them."""
         between = zip(self.reply_keys[: num_batches - 1], self.batch_keys[1:], strict=False)
         return self.batch_keys[0], *(key for pair in between for key in pair)
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """How far a dialogue stands already: up to a place, or up to an answer at it."""
+    """The known part of a dialogue: up to a place, or up to an answer at it."""
 
     place: Place | None = None
     answer: Answer | None = None
     num_batches: int = 0
-    """Of the dialogue's, those that stand."""
+    """Batches of the dialogue that are known."""
 
     @property
     def num_replies(self) -> int:
@@ -203,7 +211,7 @@ class Tree:
 
     def __init__(self) -> None:
         self.answers: list[Answer] = []
-        """Those that were sampled, in the order in which they were recorded."""
+        """Sampled answers, in the order in which they were recorded."""
         self._roots: dict[Key, Place] = {}
         self._root_sizes: set[int] = set()
         """Batches of their prompts: an agent may begin with a history."""
@@ -225,7 +233,7 @@ class Tree:
                 best, best_answer, best_size = place, None, num_batches
             if num_batches > dialogue.num_replies:
                 break
-            same = _told_same(place, dialogue, num_batches - 1)
+            same = _same_answers(place, dialogue, num_batches - 1)
             if same and best_answer is None and num_batches == best_size:
                 best, best_answer = place, same[0]
             for answer in reversed(same):  # the likeliest is looked into first
@@ -239,20 +247,20 @@ class Tree:
         self._root_sizes.add(num_batches)
 
     def add(self, answer: Answer) -> None:
-        """A turn that stands from here on."""
+        """Adds a turn that was just recorded."""
         answer.place.add(answer)
         self.answers.append(answer)
         self._by_reply[reply_key(answer.message)] = answer
 
     def known(self, reply: Message) -> Answer | None:
-        """The newest turn that was told like this, anywhere in the session."""
+        """Returns the newest turn that equals `reply`, anywhere in the session."""
         found = self._by_reply.get(reply_key(reply))
-        return found if found is not None and _thought_same(found, reply) else None
+        return found if found is not None and _has_same_thinking(found, reply) else None
 
     # -- reasons ------------------------------------------------------------------------------
 
     def reason(self, dialogue: Dialogue, found: Found) -> Reason:
-        """Why `dialogue`, of which `found` stands, is not simply the next turn of a path."""
+        """Says why `dialogue` is not simply the next turn of a path. found: its known part."""
         if found.num_batches > dialogue.num_replies:
             assert found.place is not None
             return _reason_at(found.place)
@@ -280,13 +288,13 @@ class Tree:
         return self._rewritten(dialogue, Found()) if is_told_on else "new_dialogue"
 
     def _shares_question(self, dialogue: Dialogue) -> bool:
-        """Whether another root begins with the same message behind its instructions."""
+        """Whether another root has the same first message after its instructions."""
         own = _questions(dialogue.batch_keys[0])[:1]
         return bool(own) and any(_questions(key[0])[:1] == own for key in self._roots)
 
     def _rewritten(self, dialogue: Dialogue, found: Found) -> Reason:
-        """A history was told anew. Fewer messages than there were, some of them kept or summed up,
-        are a compaction; else it was edited."""
+        """Classifies a rewritten history: fewer messages than before, some of them kept or summed
+        up, are a compaction; anything else was edited."""
         before = max((a.place.num_messages + 1 for a in self.answers), default=0)
         is_shorter = dialogue.num_messages(len(dialogue.batches)) <= before
         is_kept = any(self.known(reply) for reply in dialogue.replies[found.num_replies :])
@@ -295,7 +303,7 @@ class Tree:
         return "compaction" if is_shorter and (is_kept or is_summed_up) else "edited_history"
 
     def _quotes(self, batch: Sequence[Message]) -> bool:
-        """Whether it has the text of a turn in it, as a summary that the model wrote."""
+        """Whether the batch contains the text of a turn, as a summary by the model does."""
         texts = [a.message.content.strip() for a in self.answers]
         return any(
             text in message.content
@@ -314,15 +322,16 @@ def altered_from(place: Place, reply: Message) -> tuple[Answer, Reason] | None:
     return None
 
 
-def altered(reply: Message, told: Message) -> Reason:
-    """What an agent made of a turn when it told it back; "" for something else altogether.
+def altered(reply: Message, original: Message) -> Reason:
+    """Names how an agent altered a turn when it repeated it; "" if the reply is another one
+    altogether.
 
     >>> whole = Message(role="assistant", content="The answer is 5. ")
     >>> altered(Message(role="assistant", content="The answer is 5."), whole)
     'altered_reply:trimmed'
     """
-    own, was = _calls_key(reply.tool_calls), _calls_key(told.tool_calls)
-    text, whole = reply.content, told.content
+    own, was = _calls_key(reply.tool_calls), _calls_key(original.tool_calls)
+    text, whole = reply.content, original.content
     if (own == was and text == whole) or not (whole or was):
         return ""
     if own == was[: len(own)] and (text or own) and text in whole:
@@ -335,8 +344,8 @@ def altered(reply: Message, told: Message) -> Reason:
 
 
 def with_call_ids(message: Message, leaf: int) -> Message:
-    """The calls of the turn that ends with the segment `leaf`, with ids that no other turn of the
-    session has and that are the same whenever it is told."""
+    """Gives the calls of a turn ids that no other turn of the session has. leaf: the segment that
+    ends the turn; the ids are the same whenever it is sent."""
     if not message.tool_calls:
         return message
     calls = (replace(call, id=f"call_{leaf}_{at}") for at, call in enumerate(message.tool_calls))
@@ -406,16 +415,18 @@ def _questions(first_batch: Key) -> list[Key]:
     return [key for key in first_batch[1:] if key[0] not in ("system", "developer")]
 
 
-def _told_same(place: Place, dialogue: Dialogue, at: int) -> list[Answer]:
-    """The answers at a place that were told like reply `at`, the likeliest first: by the ids of
-    their calls, by their reasoning, and then the newest."""
+def _same_answers(place: Place, dialogue: Dialogue, at: int) -> list[Answer]:
+    """Returns the answers at a place that equal reply `at`, likeliest first: same ids of calls,
+    then same reasoning, then the newest."""
     reply = dialogue.replies[at]
 
     def likeness(answer: Answer) -> tuple[bool, bool]:
         has_ids = bool(ids) and ids == [call.id for call in answer.message.tool_calls]
         return has_ids, answer.message.thinking == reply.thinking
 
-    same = [a for a in place.answers.get(dialogue.reply_keys[at], ()) if _thought_same(a, reply)]
+    same = [
+        a for a in place.answers.get(dialogue.reply_keys[at], ()) if _has_same_thinking(a, reply)
+    ]
     if len(same) < 2:
         return same
     ids = [call.id for call in reply.tool_calls]
@@ -424,5 +435,5 @@ def _told_same(place: Place, dialogue: Dialogue, at: int) -> list[Answer]:
     return newest_first
 
 
-def _thought_same(answer: Answer, reply: Message) -> bool:
+def _has_same_thinking(answer: Answer, reply: Message) -> bool:
     return not reply.thinking or reply.thinking.strip() == answer.message.thinking.strip()

@@ -21,9 +21,9 @@ from lockstep.errors import ConfigError, RolloutError
 from lockstep.types import Task
 
 KEPT_BYTES = 1 << 16
-"""Of what a program prints: the end."""
+"""Bytes kept of the end of a program's output."""
 SHOWN_CHARS = 2000
-"""Of it, in an error."""
+"""Characters of the output that an error shows."""
 DRAIN_SECONDS = 1.0
 """Seconds that output may take to arrive when the program has ended."""
 PASSED = frozenset(
@@ -51,7 +51,8 @@ PASSED = frozenset(
 )
 PASSED_PREFIXES = ("LC_", "PYTHON", "XDG_", "OMP_", "NODE_PATH")
 MAX_VARIABLE_BYTES = 100_000
-"""Of LOCKSTEP_TASK: Linux refuses a variable of 128 KiB. A larger task comes on stdin alone."""
+"""Size of LOCKSTEP_TASK: Linux refuses a variable of 128 KiB. A larger task comes on stdin alone.
+"""
 
 
 def words_of(command: str) -> tuple[str, ...]:
@@ -151,7 +152,7 @@ def own_variables(names: Sequence[str]) -> dict[str, str]:
 
 
 def score_of(output: str) -> Score | None:
-    """What the last line of a program's output says it was worth; None if that is no number and no
+    """Reads the reward from the last line of a program's output; None if that is no number and no
     object with a `reward`.
 
     >>> score_of("thinking...\\n0.5").reward

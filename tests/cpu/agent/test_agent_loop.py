@@ -234,7 +234,7 @@ def test_counters_say_what_was_encoded_prefilled_and_called():
 
 
 def test_a_turn_that_crosses_a_weight_update_is_two_segments_of_one_turn():
-    engine = FakeEngine(calls_then_answers(1), tokens_per_step=4, step_seconds=0.002)
+    engine = FakeEngine(calls_then_answers(1), tokens_per_step=4, step_seconds=0.02)
 
     async def main():
         config = AgentConfig()
@@ -245,7 +245,7 @@ def test_a_turn_that_crosses_a_weight_update_is_two_segments_of_one_turn():
                 sampling=sampling_of(config), budget=Budget.of(config, max_tokens=1000),
             )
         )  # fmt: skip
-        await asyncio.sleep(0.008)
+        await asyncio.sleep(0.05)
         await engine.load_weights(None, version=1)
         return await episode, environment
 
