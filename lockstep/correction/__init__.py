@@ -1,4 +1,4 @@
-"""What to do about the gap between sampler and trainer: tensors in, tensors out, for any trainer.
+"""Corrections of the gap between sampler and trainer: tensors in, tensors out, for any trainer.
 
     from lockstep.correction import Correction, correct
 
@@ -14,28 +14,25 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lockstep.correction.config import Correction as Correction
-    from lockstep.correction.config import Rule as Rule
-    from lockstep.correction.layout import Layout as Layout
-    from lockstep.correction.metrics import MismatchReport as MismatchReport
-    from lockstep.correction.tokens import TokenFacts as TokenFacts
-    from lockstep.correction.weighing import Corrected as Corrected
-    from lockstep.correction.weighing import correct as correct
-    from lockstep.correction.weighing import measure as measure
-    from lockstep.correction.weighing import weigh as weigh
+    from lockstep.correction.config import Correction, Rule
+    from lockstep.correction.layout import Layout
+    from lockstep.correction.metrics import MismatchReport
+    from lockstep.correction.tokens import TokenFacts
+    from lockstep.correction.weighing import Corrected, correct, measure, weigh
 
-_PUBLIC = {
-    "Correction": "config", "Rule": "config", "Layout": "layout", "MismatchReport": "metrics",
-    "Corrected": "weighing", "TokenFacts": "tokens", "correct": "weighing",
-    "measure": "weighing", "weigh": "weighing",
-}  # fmt: skip
-__all__ = [
-    "Corrected", "Correction", "Layout", "MismatchReport", "Rule", "TokenFacts", "correct",
-    "measure", "weigh",
-]  # fmt: skip
+_MODULES = {
+    "config": ("Correction", "Rule"),
+    "layout": ("Layout",),
+    "metrics": ("MismatchReport",),
+    "tokens": ("TokenFacts",),
+    "weighing": ("Corrected", "correct", "measure", "weigh"),
+}
+__all__ = ["Corrected", "Correction", "Layout", "MismatchReport", "Rule", "TokenFacts"]
+__all__ += ["correct", "measure", "weigh"]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _PUBLIC:
-        raise AttributeError(f"module 'lockstep.correction' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"lockstep.correction.{_PUBLIC[name]}"), name)
+    for module, names in _MODULES.items():
+        if name in names:
+            return getattr(importlib.import_module(f"lockstep.correction.{module}"), name)
+    raise AttributeError(f"module 'lockstep.correction' has no attribute {name!r}")

@@ -81,8 +81,8 @@ def k3(log_ratio: Tensor) -> Tensor:
 
 
 def _is_below(values: Tensor, bound: float) -> bool:
-    """Whether all are below it in size, and none is NaN: known at once on a CPU, where it saves
-    what is done for the few that are not; elsewhere False, for to look would be to wait."""
+    """Whether all values are below `bound` in size and none is NaN. Cheap on a CPU, and saves work
+    in the usual case; False elsewhere, where looking would wait for the device."""
     if values.device.type != "cpu" or not values.numel():
         return False
     return bool(values.detach().abs().amax() < bound)
@@ -97,59 +97,17 @@ def penalty(
     clip: float | None = None,
     mean: float | Tensor | None = None,
 ) -> Tensor:
-    """What pulls the trainer back to the sampler: a term to be added to the advantages.
+    """A term for the advantages that pulls the trainer back to the sampler.
 
     coef * (mean(diff) - diff) with diff = rollout - trainer, per token: a token that the sampler
-    found likelier than the trainer does is made less of, and the batch's mean is left where it was.
+    found likelier than the trainer does gets a lower advantage, and the batch's mean stays.
 
     All [T] or [B, T], float32 nats; 0.0 where `mask` is False or a log-prob is not finite, and such
-    tokens are not in the mean. clip: largest |diff| that counts. mean: of diff (clipped) over the
-    whole batch, where these are not all of its tokens. Without gradient.
+    tokens are not in the mean. clip: largest |diff| that counts. mean: mean of the clipped
+    diff over the whole batch, where these are not all of its tokens. Without gradient.
     """
     d, is_valid = log_ratio(logprobs, rollout_logprobs, mask)
     diff = -d if clip is None else (-d).clamp(-clip, clip)
     if mean is None:
         mean = diff.sum(dtype=torch.float64) / is_valid.sum().clamp(min=1)
     return torch.where(is_valid, coef * (mean - diff), 0.0).to(d.dtype)
-
-
-def unbiased_kl(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    reference_logprobs: Tensor,
-    mask: Tensor | None = None,
-) -> Tensor:
-    """KL(policy || reference) as a loss: its value and its gradient are right in expectation.
-
-    All [T] or [B, T], float32 or float64 nats; `logprobs` carries gradient, the others are
-    constants; `old_logprobs` are those of the policy that drew the tokens. 0.0, and no gradient,
-    where `mask` is False, whatever stands there. Both ratios' logs are cut at 20.
-
-    Per token r * k3(d) with r = exp(logprobs - old_logprobs), d = reference_logprobs - logprobs,
-    and the gradient goes through both. The sign: k1, k2 and k3 are of KL(p || q) with tokens from p
-    and d = log q - log p; the tokens are the policy's, so p is the policy and q the reference. Over
-    tokens a that old drew, sum old(a) r(a) k3(a) = sum pi(a) (ref(a) / pi(a) - 1 + log(pi(a) /
-    ref(a))) = 1 - 1 + KL(pi || ref) for every pi, hence its gradient too. Without r the sampling
-    stands still while pi moves: the mean gradient of k1 is then 0, that of k2 right, and that of k3
-    the gradient of KL(reference || policy).
-
-    Source: DeepSeek-V3.2 (arXiv 2512.02556), the unbiased KL estimate.
-    Guard: tests/cpu/correction/test_unbiased_kl.py
-    """
-    given = {"old_logprobs": old_logprobs, "reference_logprobs": reference_logprobs}
-    if mask is not None:
-        given["mask"] = mask
-    for name, other in given.items():
-        if other.shape != logprobs.shape:
-            raise AlignmentError(
-                f"logprobs have the shape {list(logprobs.shape)} and {name} {list(other.shape)}: "
-                "each is one value per token. Shifted twice, or not at all?"
-            )
-    policy, old, reference = (
-        x if x.dtype == torch.float64 else x.float()
-        for x in (logprobs, old_logprobs.detach(), reference_logprobs.detach())
-    )
-    if mask is not None:  # before exp: the gradient of what is not finite is NaN even times 0
-        policy, old, reference = (torch.where(mask != 0, x, 0.0) for x in (policy, old, reference))
-    ratio = (policy - old).clamp(-RATIO_LIMIT, RATIO_LIMIT).exp()
-    return ratio * k3((reference - policy).clamp(-RATIO_LIMIT, RATIO_LIMIT))

@@ -1,4 +1,4 @@
-"""How much better than expected: advantages of episodes from their rewards. numpy float64.
+"""Advantages of episodes from their rewards. numpy float64.
 
 A reward belongs to a leaf, a baseline to trajectories: an episode with many leaves (retries,
 sub-agents, compactions) counts once, its leaves sharing its weight. Advantages of tokens from a
@@ -30,8 +30,8 @@ def centered(
 ) -> Float64Array:
     """Rewards of leaves minus their mean, over one group or one batch.
 
-    rewards: [L] of the leaves. trajectories: [L], whose leaf each is; None makes each its own. The
-    mean, and the standard deviation (n - 1 below it), count every trajectory once. Equal rewards,
+    rewards: [L], of the leaves. trajectories: [L], the trajectory of each leaf; None: each its own.
+    Mean and standard deviation (divided by n - 1) count every trajectory once. Equal rewards,
     and fewer than two trajectories, give zeros.
 
     >>> centered([1.0, 0.0, 0.0, 0.0], normalize_std=False).tolist()
@@ -55,7 +55,7 @@ def leave_one_out(
     """Rewards of leaves minus the mean of all other trajectories, over one group.
 
     rewards, trajectories: as of `centered`. A trajectory's own leaves are not in its baseline, so
-    the baseline does not depend on what it is compared with. Source: Kool et al. 2019; as RLOO,
+    the baseline does not depend on its own reward. Source: Kool et al. 2019; as RLOO,
     Ahmadian et al. 2024 (arXiv 2402.14740), section 3.3.
 
     >>> leave_one_out([1.0, 0.0, 0.5]).tolist()
@@ -149,7 +149,8 @@ def _leaves(
 
 
 def _deviation(centred: Float64Array, weight: Float64Array) -> float:
-    """Of trajectories, n - 1 below. weight: [L], 1 / leaves of the leaf's trajectory."""
+    """Standard deviation over trajectories (divided by n - 1). weight: [L], 1 / number of leaves of
+    the trajectory."""
     num_trajectories = round(float(weight.sum()))
     return float(np.sqrt((weight * centred**2).sum() / (num_trajectories - 1)))
 

@@ -1,4 +1,4 @@
-"""How the losses of tokens become one number, in one place.
+"""The weighted sum of token losses, in one place.
 
     loss = aggregate(out.loss, Layout.padded(mask), how="sequence_mean")
 
@@ -25,7 +25,8 @@ def token_weights(
     denominator: float | None = None,
     device: torch.device | str = "cpu",
 ) -> Tensor:
-    """What each token's loss counts: the layout's shape, float32, 0.0 at tokens that do not count.
+    """The weight of each token's loss: the layout's shape, float32; 0.0 where a token does not
+    count.
 
     token_mean: 1 / denominator. sequence_mean: 1 / (denominator * tokens of the row). fixed_length:
     1 / (denominator * fixed_length). denominator: None counts the tokens (token_mean) or the rows
@@ -69,7 +70,7 @@ def aggregate(
 ) -> Tensor:
     """[]: the loss of a batch from the losses of its tokens; carries their gradient.
 
-    token_loss: the layout's shape. Tokens that do not count add nothing, whatever stands there.
+    token_loss: the layout's shape. Tokens that do not count add nothing, whatever value they hold.
     A layout whose rows are split over ranks gives this rank's part; the parts sum to the loss.
     Sources: token_mean DAPO (arXiv 2503.14476), sequence_mean GRPO (arXiv 2402.03300), fixed_length
     Dr. GRPO (arXiv 2503.20783).

@@ -1,4 +1,4 @@
-"""What is maximised: the loss on tokens, and the advantage that stands behind it. No torch."""
+"""Settings of the objective: the loss on tokens, and the advantage that it weighs. No torch."""
 
 from __future__ import annotations
 
@@ -17,30 +17,29 @@ USUAL_DIVERGENCE: dict[Divergence, float] = {"tv": 0.2, "kl": 0.05}
 
 @dataclass(frozen=True, kw_only=True)
 class ObjectiveConfig:
-    """Base of the losses. A subclass is a choice of the setting, by its tag."""
+    """Base of the losses. Each subclass is a choice of the setting `objective`."""
 
     has_ratio: ClassVar[bool] = False
-    """Whether the loss itself holds the ratio to the old policy, whose log-probs are the column
-    `old_logprobs`. A correction by a ratio to the same policy would then count it twice."""
+    """Whether the loss contains the ratio to the old policy, whose log-probs are the column
+    `old_logprobs`. A correction by a ratio to the same policy would count it twice."""
 
     aggregate: Aggregate = "token_mean"
-    """How token losses become one: token_mean weighs every trained token of the whole batch alike,
-    sequence_mean every row alike, fixed_length divides each row's sum by `fixed_length` and takes
+    """Sum of token losses into one. token_mean weighs every trained token of the whole batch alike,
+    sequence_mean every row alike; fixed_length divides each row's sum by `fixed_length` and takes
     the mean over rows (Dr. GRPO). Micro-batches never change the result."""
     fixed_length: int = 0
-    """Tokens that fixed_length divides by; needed there, and nowhere else."""
+    """Divisor of each row's sum, in tokens; above 0 with aggregate=fixed_length only."""
     entropy_coef: float = 0.0
-    """Added to the loss: -entropy_coef * entropy at each trained token. Above 0 keeps the policy
-    from becoming sure too early."""
+    """Coefficient of the entropy bonus: -entropy_coef * entropy is added at each trained token.
+    Above 0 keeps the policy from becoming sure too early."""
     kl_coef: float = 0.0
-    """Added to the loss: kl_coef * KL(policy || reference), the reference being a frozen copy of
-    the policy, or with lora the model with its adapter switched off. 0 needs no reference."""
+    """Coefficient of KL(policy || reference) in the loss. The reference is a frozen copy of the
+    policy, or with lora the model with its adapter switched off. 0 needs no reference."""
     kl_estimator: KLEstimator = "unbiased"
-    """How that KL is estimated from the sampled tokens. unbiased: k3 times the ratio to the old
-    policy, the gradient through both is that of the KL (DeepSeek-V3.2). k2: half the square of the
-    log ratio; right as well where the old policy is the policy. k3: what GRPO took; as a loss its
-    gradient is that of KL(reference || policy). k1 is no choice: as a loss its mean gradient is
-    0."""
+    """Estimator of that KL from the sampled tokens. unbiased: k3 times the ratio to the old policy,
+    whose gradient is that of the KL (DeepSeek-V3.2). k2: half the square of the log ratio; right
+    too while the old policy is the policy. k3: GRPO's; as a loss its gradient is that of
+    KL(reference || policy). k1 is no choice: as a loss its mean gradient is 0."""
 
     @property
     def reads_old_logprobs(self) -> bool:
@@ -74,10 +73,10 @@ class PPOClip(ObjectiveConfig):
     has_ratio: ClassVar[bool] = True
 
     clip: tuple[float, float] = (0.2, 0.2)
-    """How far the ratio to the old policy may go below and above 1 before a token stops pushing."""
+    """Distance below and above 1 at which the ratio to the old policy stops a token's gradient."""
     dual_clip: float | None = None
-    """With a negative advantage a token stops pushing once its ratio is above this, too (Ye et al.
-    2020; 3 is usual). Unset, its push grows with the ratio, without bound."""
+    """Ratio above which tokens of negative advantage have no gradient (Ye et al. 2020; 3 is usual).
+    Unset, their gradient grows with the ratio, without bound."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -96,9 +95,9 @@ class GSPO(ObjectiveConfig):
     has_ratio: ClassVar[bool] = True
 
     aggregate: Aggregate = "sequence_mean"
-    """As of every objective; the ratio is a row's, and so is its weight."""
+    """Weight of rows and tokens in the loss; the ratio is a row's, and so is the default weight."""
     clip: tuple[float, float] = (3e-4, 4e-4)
-    """How far the row's ratio may go below and above 1: a mean over its tokens, it moves little."""
+    """Distance below and above 1 at which the row's ratio is clipped; a mean moves little."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -112,8 +111,8 @@ class CISPO(ObjectiveConfig):
     has_ratio: ClassVar[bool] = True
 
     clip: tuple[float, float] = (1.0, 1.0)
-    """How far the weight may go below and above 1; a token beyond still pushes, with the bound as
-    its weight. 1 below is no bound, as its authors have it."""
+    """Distance below and above 1 at which the weight is cut; a token beyond keeps its gradient,
+    with the bound as its weight. 1 below is no bound, as in the paper."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -130,17 +129,17 @@ class DPPO(ObjectiveConfig):
     has_ratio: ClassVar[bool] = True
 
     divergence: Divergence = "tv"
-    """How far a token's probability has moved: tv is the absolute difference, kl the KL of "this
-    token or any other"."""
+    """Measure of how far a token's probability has moved: tv is the absolute difference, kl the KL
+    of the choice "this token or any other"."""
     max_divergence: tuple[float, float] | None = None
-    """How far a token may be before it stops pushing on: one that became less likely, one that
-    became likelier. Unset: 0.2,0.2 for tv, 0.05,0.05 for kl."""
+    """Divergence at which a token has no gradient any more: for tokens that became less likely, and
+    for those that became likelier. Unset: 0.2,0.2 for tv, 0.05,0.05 for kl."""
     max_ratio: float = 20.0
-    """The ratio that weighs a token is cut here. Low cuts cost more than they save."""
+    """Upper limit of the ratio that weighs a token. Low limits cost more than they save."""
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """`max_divergence`, or what is usual for the divergence."""
+        """`max_divergence`, or the usual bounds of the divergence."""
         usual = USUAL_DIVERGENCE[self.divergence]
         return self.max_divergence or (usual, usual)
 
@@ -184,10 +183,10 @@ def _check_clip(clip: tuple[float, float], *, example: str, largest_low: float =
 
 @dataclass(frozen=True, kw_only=True)
 class AdvantageConfig:
-    """Base of the advantages. A subclass is a choice of the setting, by its tag."""
+    """Base of the advantages. Each subclass is a choice of the setting `advantage`."""
 
     needs_critic: ClassVar[bool] = False
-    """Whether it compares with a critic's values, and not with other episodes."""
+    """Whether it compares with a critic's values instead of other episodes."""
 
     def check_group_size(self, group_size: int) -> None:
         """Raises ConfigError if groups of this size give no signal."""
@@ -198,8 +197,8 @@ class GRPO(AdvantageConfig):
     """Reward minus the mean of its group (Shao et al. 2024)."""
 
     normalize_std: bool = True
-    """Divide by the group's standard deviation. Off is Dr. GRPO (Liu et al. 2025): easy and hard
-    tasks then weigh by how much their rewards differ."""
+    """Divide by the group's standard deviation. Off is Dr. GRPO (Liu et al. 2025): tasks then weigh
+    by how much their rewards differ."""
     eps: float = 1e-6
     """Added to the standard deviation."""
 
@@ -230,7 +229,7 @@ class ReinforcePlusPlus(AdvantageConfig):
     """
 
     baseline: Literal["batch", "group"] = "batch"
-    """Whose mean: the batch's, or that of the trajectory's group (REINFORCE++-baseline)."""
+    """Mean to subtract: the batch's, or that of the trajectory's group (REINFORCE++-baseline)."""
     normalize_std: bool = True
     """Divide by the batch's standard deviation. Off with baseline=batch, it is REINFORCE with the
     batch's mean as its baseline."""
@@ -260,19 +259,20 @@ class GAE(AdvantageConfig):
     needs_critic: ClassVar[bool] = True
 
     gamma: float = 1.0
-    """What a reward is worth one sampled token earlier, as a share. Below 1, long episodes learn
-    little from their end: 0.99 over 500 tokens leaves 0.7 percent."""
+    """Discount of a reward per sampled token. Below 1, long episodes learn little from their end:
+    0.99 over 500 tokens leaves 0.7 percent."""
     lam: float = 1.0
-    """1 takes what came in the end, 0 what the critic says of the next state. Less leans on the
-    critic more: less noise, and its errors. Over n tokens lam^n of the end is left."""
+    """Weight of the observed return against the critic's next value: 1 takes the return, 0 the next
+    value. Lower has less noise and more of the critic's errors; over n tokens lam^n is left."""
     critic_lam: float | None = None
-    """lam of the returns that the critic learns. With lam below 1, 1 keeps what comes in the end in
-    sight of the first tokens (decoupled GAE, VC-PPO, Yuan et al. 2025). Unset: lam."""
+    """lam of the returns that the critic learns. With lam below 1, critic_lam=1 still carries the
+    end of an episode to its first tokens (decoupled GAE, VC-PPO, Yuan et al. 2025). Unset: lam."""
     whiten: bool = True
-    """Take the mean of the batch's tokens from the advantages, and divide by their deviation."""
+    """Subtract the mean over the batch's tokens from the advantages, and divide by the standard
+    deviation."""
     bootstrap_truncated: bool = False
-    """Whether an episode that a budget ended counts as going on: the critic's value of the state at
-    the cut is added behind its last token. Off, a budget is part of the task, and nothing is."""
+    """Add the critic's value of the state at the cut to episodes that a budget ended, as if they
+    went on. Off, the budget is part of the task, and the episode ends there."""
 
     def __post_init__(self) -> None:
         for name in ("gamma", "lam", "critic_lam"):

@@ -1,11 +1,11 @@
 """Losses on trained tokens: per-token tensors in, one loss per token out. Usable from any trainer.
 
-A loss says nothing about how tokens become one number, how a batch is cut into micro-batches or
-spread over ranks: whoever calls it sums and divides (`objectives/aggregation.py`), so that none of
-that can change the result. A loss of your own is a function from `TokenBatch` to `TokenLoss`.
+A loss does not sum: the caller sums and divides (`objectives/aggregation.py`), so that cutting a
+batch into micro-batches or spreading it over ranks cannot change the result. A loss of your own is
+a function from `TokenBatch` to `TokenLoss`.
 
-Every tensor is [T] packed or [B, T] padded. Where `mask` is False anything may stand, NaN included:
-the loss is 0.0 there, so are the gradient and the metrics. float32; half precision is widened
+Every tensor is [T] packed or [B, T] padded. Places where `mask` is False may hold anything, NaN
+included: loss, gradient and metrics are 0.0 there. float32; half precision is widened
 before anything is subtracted, float64 is kept.
 """
 
@@ -30,18 +30,30 @@ from lockstep.objectives.config import (
     PPOClip,
     Reinforce,
 )
+from lockstep.objectives.inputs import read_tokens
 from lockstep.objectives.regularizers import reference_kl
 
 Tensor = torch.Tensor
 
-# 1 - p of a token whose log-prob has rounded to 0: float32 tells no less. Without it one such token
-# is infinitely far from another that is as sure.
+# 1 - p of a token whose log-prob has rounded to 0, the least that float32 can tell. Without it one
+# such token would be infinitely far from another that is as sure.
 SMALLEST_COMPLEMENT = torch.finfo(torch.float32).eps / 2
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class TokenBatch:
-    """The trained tokens of some whole rows, one after another; nothing else, and no padding."""
+    """The trained tokens of some whole rows, as a loss reads them: one after another, no padding.
+
+    Two rows with two and one trained tokens; the correction rejected nothing:
+
+    >>> tokens = TokenBatch(
+    ...     logprobs=torch.tensor([-0.1, -0.2, -0.3]), entropy=torch.zeros(3),
+    ...     columns={"advantages": torch.tensor([1.0, 1.0, -1.0])},
+    ...     row=torch.tensor([0, 0, 1]), num_rows=2,
+    ... )
+    >>> tokens.layout.row_sums(tokens.column("advantages")).tolist()
+    [2.0, -1.0]
+    """
 
     logprobs: Tensor
     """[T] float32 nats, of the trained policy; carries gradient."""
@@ -91,11 +103,16 @@ class TokenBatch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenLoss:
-    """What a loss gives back: a value per token, and what is worth showing about them."""
+    """A loss per token, and figures about it.
+
+    >>> out = reinforce(torch.tensor([-0.5, -2.0]), torch.tensor([1.0, -1.0]))
+    >>> out.loss.tolist()
+    [0.5, -2.0]
+    """
 
     loss: Tensor
-    """[T]: to be minimised; carries gradient. A correction's weights multiply it: the policy loss,
-    and an unbiased reference KL, whose ratio is to the old policy too."""
+    """[T]: to be minimised; carries gradient. The correction's weights multiply it, so it holds the
+    policy loss and an unbiased reference KL, whose ratio is to the old policy too."""
     mean: Mapping[str, Tensor] = field(default_factory=dict)
     """name -> [T] without gradient, reported as the mean over all trained tokens of the batch."""
     maximum: Mapping[str, Tensor] = field(default_factory=dict)
@@ -127,9 +144,7 @@ def ppo_clip(
     whose gradient the second one has. Sources: Schulman et al. 2017, eq. 7; Ye et al. 2020
     (arXiv 1912.09729), the dual clip; DAPO (arXiv 2503.14476), eq. 8, two different distances.
     """
-    logprobs, old_logprobs, advantages = _read(
-        mask, logprobs, old_logprobs=old_logprobs, advantages=advantages
-    )
+    logprobs, old_logprobs, advantages = _read_ratio(mask, logprobs, old_logprobs, advantages)
     log_ratio = logprobs - old_logprobs
     ratio = log_ratio.clamp(-RATIO_LIMIT, RATIO_LIMIT).exp()
     loss, is_clipped = _clipped(ratio, advantages, clip)
@@ -159,9 +174,7 @@ def gspo(
     """
     mask = layout.mask
     layout.check(logprobs=logprobs)
-    logprobs, old_logprobs, advantages = _read(
-        mask, logprobs, old_logprobs=old_logprobs, advantages=advantages
-    )
+    logprobs, old_logprobs, advantages = _read_ratio(mask, logprobs, old_logprobs, advantages)
     log_ratio = (logprobs - old_logprobs).detach()
     count_R = layout.row_counts(logprobs.device).clamp(min=1)
     mean_R = (layout.row_sums(log_ratio) / count_R).clamp(-RATIO_LIMIT, RATIO_LIMIT)
@@ -186,9 +199,7 @@ def cispo(
     free below, as its authors do. `clip_fraction` is the share of tokens whose weight was bounded.
     Source: MiniMax-M1 (arXiv 2506.13585), eq. 4 and 5.
     """
-    logprobs, old_logprobs, advantages = _read(
-        mask, logprobs, old_logprobs=old_logprobs, advantages=advantages
-    )
+    logprobs, old_logprobs, advantages = _read_ratio(mask, logprobs, old_logprobs, advantages)
     log_ratio = (logprobs - old_logprobs).detach()
     ratio = log_ratio.clamp(-RATIO_LIMIT, RATIO_LIMIT).exp()
     low, high = 1.0 - clip[0], 1.0 + clip[1]
@@ -216,9 +227,7 @@ def dppo(
     that of the others whose ratio was cut. Source: Qi et al. 2026 (arXiv 2602.04879), eq. 11 to 14;
     the truncation, section 5.4. There the old policy is the sampler: correction.anchor=rollout.
     """
-    logprobs, old_logprobs, advantages = _read(
-        mask, logprobs, old_logprobs=old_logprobs, advantages=advantages
-    )
+    logprobs, old_logprobs, advantages = _read_ratio(mask, logprobs, old_logprobs, advantages)
     log_ratio = (logprobs - old_logprobs).detach()
     ratio = log_ratio.clamp(-RATIO_LIMIT, RATIO_LIMIT).exp()
     distance = binary_divergence(logprobs.detach(), old_logprobs, divergence)
@@ -265,18 +274,18 @@ def binary_divergence(logprobs: Tensor, old_logprobs: Tensor, kind: Divergence) 
 
 def reinforce(logprobs: Tensor, advantages: Tensor, *, mask: Tensor | None = None) -> TokenLoss:
     """-A * log-prob. Source: Williams 1992."""
-    logprobs, advantages = _read(mask, logprobs, advantages=advantages)
+    logprobs, advantages = read_tokens(mask, logprobs=logprobs, advantages=advantages)
     return _report(mask, -advantages * logprobs)
 
 
 def cross_entropy(
     logprobs: Tensor, weights: Tensor | None = None, *, mask: Tensor | None = None
 ) -> TokenLoss:
-    """-weight * log-prob. Dividing the sum by the sum of weights is the caller's."""
+    """-weight * log-prob. The caller divides by the sum of weights."""
     if weights is None:
-        (logprobs,) = _read(mask, logprobs)
+        (logprobs,) = read_tokens(mask, logprobs=logprobs)
         return _report(mask, -logprobs)
-    logprobs, weights = _read(mask, logprobs, weights=weights)
+    logprobs, weights = read_tokens(mask, logprobs=logprobs, weights=weights)
     return _report(mask, -weights * logprobs)
 
 
@@ -284,7 +293,7 @@ def cross_entropy(
 
 
 def make_loss(config: ObjectiveConfig) -> LossFn:
-    """What `config` describes: its policy loss, and its regularizers with their metrics."""
+    """The loss that `config` describes: policy loss and regularizers, with their metrics."""
     policy_loss = make_policy_loss(config)
     if not (config.entropy_coef or config.kl_coef):
         return policy_loss
@@ -301,8 +310,8 @@ def make_loss(config: ObjectiveConfig) -> LossFn:
                 old_logprobs=tokens.column("old_logprobs") if config.reads_old_logprobs else None,
             )
             if config.kl_estimator == "unbiased":
-                # Its ratio is to the old policy: what lies between that and the sampler is the
-                # correction's weight, here as in the policy loss.
+                # Its ratio is to the old policy: the correction's weight covers the gap from there
+                # to the sampler, as in the policy loss.
                 policy = policy + config.kl_coef * kl
             else:
                 regularizer = regularizer + config.kl_coef * kl
@@ -331,42 +340,23 @@ def make_policy_loss(config: ObjectiveConfig) -> LossFn:
 
 @make_policy_loss.register
 def _(config: PPOClip) -> LossFn:
-    return lambda tokens: ppo_clip(
-        tokens.logprobs,
-        tokens.column("old_logprobs"),
-        tokens.column("advantages"),
-        clip=config.clip,
-        dual_clip=config.dual_clip,
-    )
+    return lambda tokens: ppo_clip(*_with_old(tokens), clip=config.clip, dual_clip=config.dual_clip)
 
 
 @make_policy_loss.register
 def _(config: GSPO) -> LossFn:
-    return lambda tokens: gspo(
-        tokens.logprobs,
-        tokens.column("old_logprobs"),
-        tokens.column("advantages"),
-        tokens.layout,
-        clip=config.clip,
-    )
+    return lambda tokens: gspo(*_with_old(tokens), tokens.layout, clip=config.clip)
 
 
 @make_policy_loss.register
 def _(config: CISPO) -> LossFn:
-    return lambda tokens: cispo(
-        tokens.logprobs,
-        tokens.column("old_logprobs"),
-        tokens.column("advantages"),
-        clip=config.clip,
-    )
+    return lambda tokens: cispo(*_with_old(tokens), clip=config.clip)
 
 
 @make_policy_loss.register
 def _(config: DPPO) -> LossFn:
     return lambda tokens: dppo(
-        tokens.logprobs,
-        tokens.column("old_logprobs"),
-        tokens.column("advantages"),
+        *_with_old(tokens),
         divergence=config.divergence,
         max_divergence=config.bounds,
         max_ratio=config.max_ratio,
@@ -376,6 +366,10 @@ def _(config: DPPO) -> LossFn:
 @make_policy_loss.register
 def _(config: Reinforce) -> LossFn:
     return lambda tokens: reinforce(tokens.logprobs, tokens.column("advantages"))
+
+
+def _with_old(tokens: TokenBatch) -> tuple[Tensor, Tensor, Tensor]:
+    return tokens.logprobs, tokens.column("old_logprobs"), tokens.column("advantages")
 
 
 def supervised_loss(tokens: TokenBatch) -> TokenLoss:
@@ -398,21 +392,10 @@ def _ratio_maxima(ratio: Tensor, log_ratio: Tensor) -> dict[str, Tensor]:
     return {"ratio_max": ratio, "log_ratio_abs_max": log_ratio.abs()}
 
 
-def _read(mask: Tensor | None, logprobs: Tensor, **constants: Tensor) -> list[Tensor]:
-    """[log-probs, constants...]: at least float32, constants detached, 0.0 where `mask` is False.
-
-    Before exp: where() afterwards would keep the value and let a NaN gradient through.
-    """
-    others = constants if mask is None else constants | {"mask": mask}
-    for name, other in others.items():
-        if other.shape != logprobs.shape:
-            raise AlignmentError(
-                f"logprobs have the shape {list(logprobs.shape)} and {name} {list(other.shape)}: "
-                "each is one number per token. Shifted twice, or not at all?"
-            )
-    given = [logprobs, *(constant.detach() for constant in constants.values())]
-    wide = [x if x.dtype == torch.float64 else x.float() for x in given]
-    return wide if mask is None else [torch.where(mask != 0, x, 0.0) for x in wide]
+def _read_ratio(
+    mask: Tensor | None, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor
+) -> list[Tensor]:
+    return read_tokens(mask, logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages)
 
 
 def _report(

@@ -25,10 +25,10 @@ def gae(
     lam: float = 1.0,
     bootstrap: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(advantages, returns): generalised advantage estimates, and what a critic should learn.
+    """(advantages, returns): generalised advantage estimates, and the critic's targets.
 
-    rewards, values: the layout's shape; a reward stands at the token after which it is given, a
-    value is of the state before its token. bootstrap: [R], the value of the state after the row's
+    rewards, values: the layout's shape; a reward belongs to the token after which it is given, a
+    value to the state before its token. bootstrap: [R], the value of the state after the row's
     last token where the episode was cut off; 0 (and None: everywhere) where it ended. Both results
     have the layout's shape and the dtype of `values`, 0.0 where tokens do not count; computed in
     float64.
@@ -36,10 +36,10 @@ def gae(
         delta_t = r_t + gamma * V_next - V_t
         A_t = delta_t + gamma * lam * A_next,  returns_t = A_t + V_t
 
-    "Next" is the row's next token that counts. Observed tokens in between are skipped: they are no
-    choice of the policy, so no time passes. Else a longer tool output would make the same choice
-    worth less, and values that nobody trains would enter. A reward on a token that does not count
-    is not read: put it on the sampled token before.
+    "Next" is the row's next token that counts. Observed tokens in between are skipped, since the
+    policy does not choose them: otherwise a longer tool output would make the same choice worth
+    less, and untrained values would enter. A reward on a token that does not count is not read:
+    put it on the sampled token before.
 
     Not whitened: see `whiten`. Raises AlignmentError if shapes differ, if the layout is one rank's
     piece of longer rows, or if what counts is not finite; ConfigError if gamma or lam are not in
@@ -74,7 +74,7 @@ def gae(
         has_any = rows.lengths > 0
         next_RS[has_any, rows.lengths[has_any] - 1] = bootstrap.detach().double()[has_any]
     delta_RS = reward_RS + gamma * next_RS - value_RS
-    # Behind a row's end nothing comes back: the places there hold no delta.
+    # The places behind a row's end hold no delta.
     delta_RS = torch.where(rows.is_token, delta_RS, 0.0)
     advantage_RS = _sum_from_the_right(delta_RS, gamma * lam)
     advantages = rows.scatter(advantage_RS).to(values.dtype)
@@ -84,7 +84,7 @@ def gae(
 def whiten(values: Tensor, layout: Layout, *, eps: float = 1e-8) -> Tensor:
     """(values - mean) / sqrt(variance + eps) over all tokens that count; 0.0 elsewhere.
 
-    values: the layout's shape. The variance has n - 1 below it; fewer than two tokens give zeros.
+    values: the layout's shape. The variance is divided by n - 1; fewer than two tokens give zeros.
     Every token counts alike, so long rows weigh more. Over this layout alone: a batch that is
     spread over ranks otherwise than by splitting rows is gathered first.
     """
@@ -105,7 +105,7 @@ def whiten(values: Tensor, layout: Layout, *, eps: float = 1e-8) -> Tensor:
 
 
 class _CompactRows:
-    """The tokens that count, row by row from the left, without what stands between them."""
+    """The tokens that count, row by row from the left, without gaps."""
 
     def __init__(self, layout: Layout, device: torch.device) -> None:
         self.layout = layout

@@ -1,11 +1,12 @@
-"""What a critic learns: the loss of its values, and how much of the returns they explain. torch."""
+"""The critic's loss, and how much of the returns its values explain. torch."""
 
 from __future__ import annotations
 
 import torch
 
 from lockstep.correction.layout import Layout
-from lockstep.errors import AlignmentError, ConfigError
+from lockstep.errors import ConfigError
+from lockstep.objectives.inputs import read_tokens
 from lockstep.objectives.losses import TokenLoss
 
 Tensor = torch.Tensor
@@ -23,8 +24,8 @@ def value_loss(
 
         max((v - R)^2, (clamp(v, v_old - clip, v_old + clip) - R)^2) / 2
 
-    values: carry gradient; old_values, what they were before the batch, and returns are constants;
-    all of one shape, float32. clip: 0 is off. Where `mask` is False anything may stand: loss and
+    values: carry gradient; old_values, from before the batch, and returns are constants; all of one
+    shape, float32. clip: 0 is off. Places where `mask` is False may hold anything: loss and
     gradient are 0 there. `clip_fraction` is the share of tokens whose gradient the clip cuts off.
     Source: Schulman et al.'s PPO code (openai/baselines, ppo2); as in TRL and verl.
 
@@ -34,17 +35,9 @@ def value_loss(
     """
     if not 0 <= clip < float("inf"):
         raise ConfigError(f"clip={clip} must be a finite number, at least 0; 0 is off.")
-    for name, other in {"old_values": old_values, "returns": returns, "mask": mask}.items():
-        if other is not None and other.shape != values.shape:
-            raise AlignmentError(
-                f"values have the shape {list(values.shape)} and {name} {list(other.shape)}: each "
-                "is one number per token. Shifted twice, or not at all?"
-            )
-    old_values, returns = old_values.detach(), returns.detach()
-    if mask is not None:  # before anything is subtracted: a masked NaN must not reach a gradient
-        values, old_values, returns = (
-            torch.where(mask != 0, x, 0.0) for x in (values, old_values, returns)
-        )
+    values, old_values, returns = read_tokens(
+        mask, values=values, old_values=old_values, returns=returns
+    )
     loss = (values - returns).square()
     is_clipped = torch.zeros_like(loss, dtype=torch.bool)
     if clip:
@@ -59,7 +52,7 @@ def explained_variance(values: Tensor, returns: Tensor, layout: Layout) -> float
     """1 - Var(returns - values) / Var(returns) over all tokens that count.
 
     1 is a critic that knows the returns, 0 one that knows no more than their mean, and below 0 one
-    that knows less. None if the returns do not differ: there is nothing to explain.
+    that knows less. None if all returns are equal: there is nothing to explain.
 
     >>> explained_variance(torch.tensor([0.0, 1.0]), torch.tensor([1.0, 2.0]), Layout.packed([2]))
     1.0

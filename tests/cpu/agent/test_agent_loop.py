@@ -139,7 +139,8 @@ def test_what_the_engine_is_sent_is_always_the_path_so_far():
 
 def test_a_row_trains_exactly_the_sampled_ids_and_ends_with_the_last_turn():
     trajectory = play(FakeEngine(calls_then_answers(1)), Looks())
-    ((leaf, _, row),) = trajectory.rows()
+    (row,) = trajectory.rows()
+    leaf = row.leaf
     assert row.token_ids[row.loss_mask].tolist() == CALL + ANSWER
     assert row.loss_mask[-len(ANSWER) :].all()
     assert trajectory.rewards == {leaf: 1.0} and trajectory.reward_parts == {"part": 0.5}
@@ -195,7 +196,8 @@ def test_any_reply_leaves_a_trajectory_that_the_engine_saw(replies, text, contin
         assert "no token was sampled" in trajectory.error and [] in replies
         assert not list(trajectory.rows())
     else:
-        ((leaf, _, row),) = trajectory.rows()
+        (row,) = trajectory.rows()
+        leaf = row.leaf
         assert len(row) <= 500 and row.loss_mask[-1]
         last = engine.requests[-1].prompt_ids
         assert row.token_ids[: len(last)].tolist() == last.tolist()
@@ -257,7 +259,7 @@ def test_a_turn_that_crosses_a_weight_update_is_two_segments_of_one_turn():
     assert first.messages == () and second.messages[0].tool_calls
     assert len(environment.steps) == 2 and trajectory.num_turns == 2
     assert trajectory.metrics["turns"] == 2
-    ((_, _, row),) = trajectory.rows()
+    (row,) = trajectory.rows()
     versions = row.columns["policy_version"][row.loss_mask].tolist()
     assert versions == [0] * len(first) + [1] * (len(second) + len(ANSWER))
 
