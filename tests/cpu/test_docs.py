@@ -349,10 +349,10 @@ def task_table(name: str) -> str:
 
 TASKS = {
     "quickstart": ("document search", "tiny-gpt-oss", "quickstart.md"),
-    "math": ("word problems in two or three steps", "tiny-math", "math.md"),
-    "retool": ("problems with a Python tool, over several turns", "tiny-math", "retool.md"),
+    "math": ("word problems in two or three steps", "tiny-math", "tasks.md#mathematics"),
+    "retool": ("problems with a Python tool, over several turns", "tiny-math", "tasks.md#retool"),
     "instructions": ("one to three of nine kinds of instructions", "tiny-instructions",
-                     "instructions.md"),
+                     "tasks.md#instruction-following"),
 }  # fmt: skip
 """Recipe -> what is learnt, by which shipped model, and the page about it."""
 

@@ -1,7 +1,7 @@
 """Our checkers of IFEval's instructions against those of lm-evaluation-harness, on thousands of
 replies. Runs beside the package: `make test-instructions`.
 
-What differs on purpose is kept out by name here and listed in docs/instructions.md.
+What differs on purpose is kept out by name here and listed in docs/tasks.md.
 """
 
 import importlib.util
