@@ -1,18 +1,19 @@
-"""All rows of a run or a dump, a page at a time: what `lockstep report --serve` serves."""
+"""All rows of a run or a dump, a page at a time: the content of `lockstep report --serve`."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
 
 from lockstep.doctor.checks.attribution import SPELLINGS, Spellings, is_touched
 from lockstep.doctor.checks.rows import Rows
-from lockstep.doctor.diagnosis import Diagnosis, evidence_to_json
+from lockstep.doctor.diagnosis import Diagnosis
 from lockstep.doctor.html_page import MAX_ROW_TOKENS, page_frame, row_document, vocabulary
 from lockstep.doctor.inputs.run_dump import RunDump
 from lockstep.doctor.row_choice import fetch, largest_gaps
@@ -33,66 +34,89 @@ TEMPLATE = Template(
 )
 PAGE_ROWS = 50
 MAX_CACHED = 32
-"""Rows that are kept when they have been read: going back and forth is quick."""
+"""Rows that stay in memory after they were read, so that going back and forth is quick."""
 MAX_CACHED_TOKENS = 4_000_000
-"""Of these rows: some 40 bytes each."""
-
-NO_TURN = -1
-SORTS = ("mismatch", "order", "long", "low", "high")
-KINDS = (*SPELLINGS, "forced")
+"""Tokens of these rows: some 40 bytes each."""
+SORTS: Mapping[str, tuple[str, str]] = {
+    "mismatch": ("largest", "descending"),
+    "order": ("number", "ascending"),
+    "long": ("num_tokens", "descending"),
+    "low": ("reward", "ascending"),
+    "high": ("reward", "descending"),
+}
+"""Order of a list -> column of the index, direction. Rows without a value come last."""
 
 
 class BrowsedRows:
-    """The rows of a diagnosed input, in an index of some hundred bytes a row, made in one pass.
+    """The rows of a diagnosed input, with an index of some hundred bytes per row.
 
-    Of a run it has every stored trajectory, evaluations and failed ones too. A row of a dump is
-    read from the beginning of its file each time that it is opened, unless it was just seen.
+    A run has every stored trajectory, evaluations and failed ones too. A row of a dump is read from
+    the beginning of its file each time that it is opened, unless it was just shown.
     """
 
     def __init__(self, diagnosis: Diagnosis) -> None:
         self._diagnosis = diagnosis
         self._run = load_run(diagnosis.dump.path) if isinstance(diagnosis.dump, RunDump) else None
-        self._checks = [check.cause for check in diagnosis.examination.repairs]
-        self._evidence: dict[str, list[dict[str, Any]]] = {}
-        for finding in diagnosis.examination.findings:
-            if finding.evidence and finding.check not in self._checks:
-                self._checks.append(finding.check)
-            for piece in finding.evidence:
-                self._evidence.setdefault(piece.row, []).append(
-                    {"check": finding.check, **evidence_to_json(piece)}
-                )
+        self._evidence = diagnosis.evidence_by_row()
+        shown = [f.check for f in diagnosis.examination.findings if f.evidence]
+        causes = [check.cause for check in diagnosis.examination.repairs]
+        self._checks = list(dict.fromkeys([*causes, *shown]))[:64]
+        """Bits of the column `marks`."""
         self._cache: OrderedDict[int, Rows | TrajectoryRecord] = OrderedDict()
-        self._orders: dict[str, npt.NDArray[np.int64]] = {}
+        self._addresses: list[TrajectoryAddress] = []
         if self._run is None:
-            self._index = _Index.of(self._looks())
+            parts = [_index_of(columns) for columns in self._looks()]
+            index = pa.concat_tables([_COLUMNS.empty_table(), *parts])
         else:
-            self._index, self._addresses = _index_of_run(self._run, self._looks())
+            index, self._addresses = _index_of_run(self._run, self._looks())
+        self._index = index.append_column("number", pa.array(np.arange(len(index))))
 
-    def _looks(self) -> Iterable[tuple[Rows, dict[str, npt.NDArray[Any]]]]:
-        """Chunks, each with what the index says of its rows."""
+    def _looks(self) -> Iterator[dict[str, Any]]:
+        """Columns of the index for each chunk of the dump."""
         tokenizer = self._diagnosis.setting.tokenizer
         spellings = None if tokenizer is None else Spellings(tokenizer)
         for rows in self._diagnosis.dump.chunks():
-            yield rows, _look(rows, self._diagnosis, self._checks, self._evidence, spellings)
+            yield {"id": rows.row_ids, **_worst_tokens(rows, spellings), "marks": self._marks(rows)}
 
-    # -- what is served -----------------------------------------------------------------------
+    def _marks(self, rows: Rows) -> np.ndarray[Any, Any]:
+        """[R] bits: causes whose repair changes the row, and checks with evidence in it."""
+        marks = np.zeros(len(rows), np.uint64)
+        repaired = rows
+        for check in self._diagnosis.examination.repairs:
+            after = check.repair(repaired)
+            if len(after) == len(rows) and check.cause in self._checks:
+                bit = np.uint64(self._checks.index(check.cause))
+                marks |= is_touched(repaired, after).astype(np.uint64) << bit
+                repaired = after
+        for i, name in enumerate(rows.row_ids):
+            for piece in self._evidence.get(name, ()):
+                if piece["check"] in self._checks:
+                    marks[i] |= np.uint64(1 << self._checks.index(piece["check"]))
+        return marks
+
+    # -- content of the server ----------------------------------------------------------------
 
     def page(self) -> str:
-        diagnosis = self._diagnosis
+        diagnosis, index = self._diagnosis, self._index
+
+        def seen(name: str) -> list[Any]:
+            return sorted(value for value in index[name].unique().to_pylist() if value is not None)
+
+        frame = page_frame(
+            title=Path(diagnosis.name).resolve().name,
+            rows=(),
+            tokenizer=diagnosis.setting.tokenizer,
+        )
         document = {
-            **page_frame(
-                title=Path(diagnosis.name).resolve().name,
-                rows=(),
-                tokenizer=diagnosis.setting.tokenizer,
-            ),
+            **frame,
             "input": diagnosis.name,
             "outcome": diagnosis.outcome,
-            "num_rows": len(self._index),
+            "num_rows": len(index),
             "checks": self._checks,
-            "kinds": self._index.seen_kinds(),
-            "turns": self._index.seen_turns(),
-            "splits": self._index.seen_splits(),
-            "statuses": self._index.seen_statuses(),
+            "kinds": seen("kind"),
+            "turns": seen("turn")[:100],
+            "splits": seen("split"),
+            "statuses": seen("status"),
         }
         return render_page(document, TEMPLATE)
 
@@ -100,240 +124,175 @@ class BrowsedRows:
         """query: sort, page, text, turn, kind, check, split, status; an empty value is any.
 
         turn, kind: of the token with the row's largest |d|. check: a cause whose repair changes the
-        row, or a check that shows it.
+        row, or a check with evidence in it.
         """
-        index = self._index
         sort = query.get("sort") or "mismatch"
         if sort not in SORTS:
             raise ValueError(f"sort={sort}: one of {', '.join(SORTS)}")
-        keep = np.ones(len(index), np.bool_)
+        found = self._index
         if turn := query.get("turn"):
-            keep &= index.turns == int(turn)
-        for name, known, values in (
-            ("kind", KINDS, index.kinds),
-            ("split", index.split_names, index.splits),
-            ("status", index.status_names, index.statuses),
-        ):
+            found = found.filter(pc.equal(found["turn"], int(turn)))
+        for name in ("kind", "split", "status"):
             if wanted := query.get(name):
-                keep &= values == (known.index(wanted) if wanted in known else -2)
+                found = found.filter(pc.equal(found[name], wanted))
         if check := query.get("check"):
-            bit = self._checks.index(check) if check in self._checks else None
-            keep &= False if bit is None else (index.marks >> np.uint64(bit)) & np.uint64(1) == 1
-        order = self._order(sort)
-        chosen = order[keep[order]]
-        if text := query.get("text", "").lower():
-            chosen = np.array([i for i in chosen.tolist() if text in index.words(i)], np.int64)
+            bit = 1 << self._checks.index(check) if check in self._checks else 0
+            marks = found["marks"].to_numpy()
+            found = found.filter(pa.array((marks & np.uint64(bit)) > 0))
+        if text := query.get("text"):
+            words = pc.binary_join_element_wise(found["id"], found["task"], " ")
+            found = found.filter(pc.match_substring(words, text, ignore_case=True))
+        column, direction = SORTS[sort]
+        order = pc.sort_indices(found, sort_keys=[(column, direction)])
         number = max(int(query.get("page") or 0), 0)
-        shown = chosen[number * PAGE_ROWS : (number + 1) * PAGE_ROWS]
+        shown = found.take(order[number * PAGE_ROWS : (number + 1) * PAGE_ROWS])
         return {
-            "total": len(chosen),
+            "total": len(found),
             "page": number,
-            "pages": -(-len(chosen) // PAGE_ROWS),
-            "rows": [index.summary(i, self._checks) for i in shown.tolist()],
+            "pages": -(-len(found) // PAGE_ROWS),
+            "rows": [self._summary(row) for row in shown.to_pylist()],
         }
 
+    def _summary(self, row: dict[str, Any]) -> dict[str, Any]:
+        marks = row.pop("marks")
+        row["checks"] = [name for bit, name in enumerate(self._checks) if marks >> bit & 1]
+        row["reward"] = None if row["reward"] is None else encode_number(row["reward"])
+        return row
+
     def read(self, number: int, query: Mapping[str, str]) -> dict[str, Any] | None:
-        """query: first, the token to begin with, of a row that is too long to be shown at once."""
+        """query: first, the token to begin with in a row that is too long to show at once."""
         if number >= len(self._index):
             return None
         first = int(query["first"]) if query.get("first") else None
-        checks = self._index.summary(number, self._checks)["checks"]
+        (summary,) = self._index.slice(number, 1).to_pylist()
+        checks = self._summary(summary)["checks"]
         found = self._read(number)
         if isinstance(found, Rows):
             proof = self._evidence.get(found.row_ids[0], [])
             row = row_document(found, why=checks, evidence=proof, first=first)
         else:
-            split = self._index.split_names[int(self._index.splits[number])]
-            row = to_document(found, run=0, split=split, why=checks)
+            row = to_document(found, run=0, split=summary["split"], why=checks)
         row["number"] = number
         expected = [i for piece in row.get("evidence", ()) for i in piece["expected_ids"]]
         tokenizer = self._diagnosis.setting.tokenizer
         return {"row": row, "vocabulary": vocabulary([row], tokenizer, expected)}
 
     def _read(self, number: int) -> Rows | TrajectoryRecord:
-        """A row, or the whole trajectory of a run unless it is too long: then the path to a leaf,
-        as a row."""
+        """A row of a dump, or a trajectory of a run; of a long one, the path to a leaf as a row."""
         if number in self._cache:
             self._cache.move_to_end(number)
             return self._cache[number]
+        sizes = self._index["num_tokens"]
         if self._run is None:
             found = fetch(self._diagnosis.dump, numbers=[number])[number]
         else:
             found = self._run.read(self._addresses[number])
-            if self._index.num_tokens[number] > MAX_ROW_TOKENS:
+            if sizes[number].as_py() > MAX_ROW_TOKENS:
                 found = path_as_rows(found)
         self._cache[number] = found
-        sizes = [int(self._index.num_tokens[i]) for i in self._cache]
-        while len(sizes) > 1 and (len(sizes) > MAX_CACHED or sum(sizes) > MAX_CACHED_TOKENS):
+        cached = [sizes[i].as_py() for i in self._cache]
+        while len(cached) > 1 and (len(cached) > MAX_CACHED or sum(cached) > MAX_CACHED_TOKENS):
             self._cache.popitem(last=False)
-            sizes.pop(0)
+            cached.pop(0)
         return found
 
-    def _order(self, sort: str) -> npt.NDArray[np.int64]:
-        if sort not in self._orders:
-            index = self._index
-            key = {
-                "mismatch": -index.largest,
-                "order": np.arange(len(index)),
-                "long": -index.num_tokens,
-                "low": np.nan_to_num(index.rewards, nan=np.inf),
-                "high": np.nan_to_num(-index.rewards, nan=np.inf),
-            }[sort]
-            self._orders[sort] = np.argsort(key, kind="stable")
-        return self._orders[sort]
+
+# -- the index ------------------------------------------------------------------------------------
+
+_COLUMNS = pa.schema(
+    {
+        "id": pa.string(),
+        "task": pa.string(),
+        "step": pa.int64(),
+        "split": pa.string(),
+        "status": pa.string(),
+        "reward": pa.float64(),
+        "num_tokens": pa.int64(),
+        "largest": pa.float64(),
+        "turn": pa.int64(),
+        "kind": pa.string(),
+        "marks": pa.uint64(),
+    }
+)
+"""largest: the row's largest |d|. turn, kind: of that token."""
 
 
-class _Index:
-    """What is known of each row without its tokens: arrays of one entry per row."""
-
-    def __init__(self, names: Sequence[str], columns: Mapping[str, npt.NDArray[Any]]) -> None:
-        self.names = names
-        self.steps = columns["steps"]
-        self.rewards = columns["rewards"]
-        self.num_tokens = columns["num_tokens"]
-        self.largest = columns["largest"]
-        self.turns = columns["turns"]
-        self.kinds = columns["kinds"]
-        self.marks = columns["marks"]
-        self.splits = np.zeros(len(names), np.int64)
-        self.statuses = np.zeros(len(names), np.int64)
-        self.split_names: list[str] = ["train"]
-        self.status_names: list[str] = ["finished"]
-        self.tasks: Sequence[str] = ()
-
-    @classmethod
-    def of(cls, looks: Iterable[tuple[Rows, dict[str, npt.NDArray[Any]]]]) -> _Index:
-        names: list[str] = []
-        parts: list[dict[str, npt.NDArray[Any]]] = []
-        for rows, columns in looks:
-            names += rows.row_ids
-            parts.append(columns)
-        joined = {
-            name: np.concatenate([part[name] for part in parts]) if parts else np.empty(0)
-            for name in _COLUMNS
-        }
-        return cls(names, joined)
-
-    def __len__(self) -> int:
-        return len(self.names)
-
-    def words(self, i: int) -> str:
-        """What a search looks through."""
-        return f"{self.names[i]} {self.tasks[i] if self.tasks else ''}".lower()
-
-    def seen_splits(self) -> list[str]:
-        return [self.split_names[i] for i in np.unique(self.splits).tolist()]
-
-    def seen_statuses(self) -> list[str]:
-        return [self.status_names[i] for i in np.unique(self.statuses).tolist()]
-
-    def seen_kinds(self) -> list[str]:
-        return [KINDS[i] for i in np.unique(self.kinds).tolist() if i >= 0]
-
-    def seen_turns(self) -> list[int]:
-        return [i for i in np.unique(self.turns).astype(int).tolist() if i >= 0][:100]
-
-    def summary(self, i: int, checks: Sequence[str]) -> dict[str, Any]:
-        marks, step = int(self.marks[i]), int(self.steps[i])
-        reward, largest = float(self.rewards[i]), float(self.largest[i])
-        return {
-            "number": i,
-            "id": self.names[i],
-            "task": self.tasks[i] if self.tasks else "",
-            "step": step if step >= 0 else None,
-            "split": self.split_names[int(self.splits[i])],
-            "status": self.status_names[int(self.statuses[i])],
-            "reward": None if np.isnan(reward) else encode_number(reward),
-            "num_tokens": int(self.num_tokens[i]),
-            "largest": largest if largest >= 0 else None,
-            "turn": int(self.turns[i]) if self.turns[i] >= 0 else None,
-            "kind": KINDS[int(self.kinds[i])] if self.kinds[i] >= 0 else None,
-            "checks": [name for bit, name in enumerate(checks) if marks >> bit & 1],
-        }
-
-
-_COLUMNS = ("steps", "rewards", "num_tokens", "largest", "turns", "kinds", "marks")
-
-
-def _look(
-    rows: Rows,
-    diagnosis: Diagnosis,
-    checks: Sequence[str],
-    evidence: Mapping[str, Any],
-    spellings: Spellings | None,
-) -> dict[str, npt.NDArray[Any]]:
-    """[R] of each column, of a chunk's rows."""
+def _worst_tokens(rows: Rows, spellings: Spellings | None) -> dict[str, Any]:
+    """Columns of the rows of a chunk."""
     size = len(rows)
     largest = largest_gaps(rows)
-    turns, kinds = np.full(size, NO_TURN, np.int64), np.full(size, -1, np.int64)
+    turns, kinds = np.full(size, -1, np.int64), np.full(size, -1, np.int64)
     # The last token of each row whose |d| is the row's largest.
-    gap = np.abs(rows.gap)
-    worst = np.flatnonzero(gap == largest[rows.row_of])
+    worst = np.flatnonzero(np.abs(rows.gap) == largest[rows.row_of])
     of = rows.row_of[worst]
     turns[of] = rows.turns[worst]
     if spellings is not None:
         kinds[of] = spellings.of(rows.token_ids[worst])
+    names = np.array([*SPELLINGS, "forced", None], object)
     if rows.rollout_logprobs is not None:
-        # A forced token is told by that, unless it is one of the protocol, as most of them are.
+        # A forced token is named so, unless it is a control token, as most of them are.
         is_text = kinds[of] != SPELLINGS.index("control")
         is_forced = rows.rollout_logprobs[worst] > FORCED_LOGPROB
-        kinds[of[is_text & is_forced]] = KINDS.index("forced")
-    marks = np.zeros(size, np.uint64)
-    repaired = rows
-    for bit, check in enumerate(diagnosis.examination.repairs[:64]):
-        after = check.repair(repaired)
-        if len(after) == size:
-            marks |= is_touched(repaired, after).astype(np.uint64) << np.uint64(bit)
-            repaired = after
-    for i, name in enumerate(rows.row_ids):
-        for piece in evidence.get(name, ()):
-            if piece["check"] in checks[:64]:
-                marks[i] |= np.uint64(1 << checks.index(piece["check"]))
-    nothing = np.full(size, np.nan)
+        kinds[of[is_text & is_forced]] = len(SPELLINGS)
     return {
-        "steps": np.full(size, -1) if rows.steps is None else rows.steps,
-        "rewards": nothing if rows.rewards is None else rows.rewards,
+        "step": [None] * size if rows.steps is None else pa.array(rows.steps, mask=rows.steps < 0),
+        "reward": [None] * size if rows.rewards is None else _or_none(rows.rewards),
         "num_tokens": rows.sizes,
-        "largest": largest,
-        "turns": turns,
-        "kinds": kinds,
-        "marks": marks,
+        "largest": _or_none(np.where(largest < 0, np.nan, largest)),
+        "turn": pa.array(turns, mask=turns < 0),
+        "kind": names[kinds].tolist(),
     }
+
+
+def _or_none(values: np.ndarray[Any, Any]) -> pa.Array:
+    """NaN as null."""
+    return pa.array(values, from_pandas=True)
+
+
+def _index_of(columns: Mapping[str, Any]) -> pa.Table:
+    size = len(columns["id"])
+    constant = {"task": "", "split": "train", "status": "finished"}
+    known = {name: [value] * size for name, value in constant.items()} | dict(columns)
+    return pa.table({name: known[name] for name in _COLUMNS.names}, schema=_COLUMNS)
 
 
 def _index_of_run(
-    run: Run, looks: Iterable[tuple[Rows, dict[str, npt.NDArray[Any]]]]
-) -> tuple[_Index, list[TrajectoryAddress]]:
-    """Every stored trajectory with what its rows say: the worst of them, and all their marks."""
+    run: Run, looks: Iterator[dict[str, Any]]
+) -> tuple[pa.Table, list[TrajectoryAddress]]:
+    """Every stored trajectory with the worst token of its rows, and all their marks."""
     stored = [(s, a, split) for split in run.splits() for s, a in run.summaries(split=split)]
-    size = len(stored)
-    splits = sorted({split for _, _, split in stored})
-    statuses = sorted({s.status for s, _, _ in stored})
-    columns = {
-        "steps": np.array([s.step for s, _, _ in stored], np.int64),
-        "rewards": np.array([s.reward for s, _, _ in stored], np.float64),
-        "num_tokens": np.array([s.num_tokens for s, _, _ in stored], np.int64),
-        "largest": np.array(
-            [-1.0 if (d := s.max_abs_logprob_diff) is None else d for s, _, _ in stored]
-        ),
-        "turns": np.full(size, NO_TURN, np.int64),
-        "kinds": np.full(size, -1, np.int64),
-        "marks": np.zeros(size, np.uint64),
-    }
-    index = _Index([s.id for s, _, _ in stored], columns)
-    index.split_names, index.status_names = splits, statuses
-    index.splits = np.array([splits.index(split) for _, _, split in stored], np.int64)
-    index.statuses = np.array([statuses.index(s.status) for s, _, _ in stored], np.int64)
-    index.tasks = [s.task_id for s, _, _ in stored]
     places = {s.id: i for i, (s, _, split) in enumerate(stored) if split == "train"}
-    worst = np.full(size, -1.0)
-    for rows, found in looks:
-        for r, name in enumerate(rows.row_ids):
+    worst = np.full(len(stored), -1.0)
+    turns: list[int | None] = [None] * len(stored)
+    kinds: list[str | None] = [None] * len(stored)
+    marks = np.zeros(len(stored), np.uint64)
+    for found in looks:
+        per_row = zip(
+            found["id"],
+            found["largest"].to_pylist(),
+            found["turn"].to_pylist(),
+            found["kind"],
+            found["marks"],
+            strict=True,
+        )
+        for name, largest, turn, kind, bits in per_row:
             i = places.get(name.rpartition("/")[0])
             if i is None:
                 continue
-            columns["marks"][i] |= found["marks"][r]
-            if found["largest"][r] >= worst[i]:
-                worst[i] = found["largest"][r]
-                columns["turns"][i], columns["kinds"][i] = found["turns"][r], found["kinds"][r]
-    return index, [address for _, address, _ in stored]
+            marks[i] |= bits
+            if (size := -1.0 if largest is None else largest) >= worst[i]:
+                worst[i], turns[i], kinds[i] = size, turn, kind
+    columns = {
+        "id": [s.id for s, _, _ in stored],
+        "task": [s.task_id for s, _, _ in stored],
+        "step": [s.step for s, _, _ in stored],
+        "split": [split for _, _, split in stored],
+        "status": [s.status for s, _, _ in stored],
+        "reward": _or_none(np.array([s.reward for s, _, _ in stored], np.float64)),
+        "num_tokens": [s.num_tokens for s, _, _ in stored],
+        "largest": [s.max_abs_logprob_diff for s, _, _ in stored],
+        "turn": turns,
+        "kind": kinds,
+        "marks": marks,
+    }
+    return _index_of(columns), [address for _, address, _ in stored]

@@ -130,6 +130,15 @@ class Diagnosis:
         found = sorted(first.values(), key=lambda finding: -self.share_of(finding.cause))
         return [(CAUSES[finding.cause], finding) for finding in found]
 
+    def evidence_by_row(self) -> dict[str, list[dict[str, Any]]]:
+        """Row -> its evidence as JSON, with the check that shows it."""
+        out: dict[str, list[dict[str, Any]]] = {}
+        for finding in self.examination.findings:
+            for piece in finding.evidence:
+                found = {"check": finding.check, **evidence_to_json(piece)}
+                out.setdefault(piece.row, []).append(found)
+        return out
+
     def with_verdict(self, verdict: str) -> list[Finding]:
         return [f for f in self.examination.findings if f.verdict == verdict]
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from lockstep.doctor.checks.attribution import is_touched
 from lockstep.doctor.checks.rows import Rows
-from lockstep.doctor.diagnosis import MAX_EXPECTED, Diagnosis, evidence_to_json
+from lockstep.doctor.diagnosis import MAX_EXPECTED, Diagnosis
 from lockstep.doctor.row_choice import fetch
 from lockstep.errors import ConfigError
 from lockstep.observe.alarms import CRITICAL_LIMIT, WARNING_LIMIT
@@ -134,12 +134,7 @@ def vocabulary(
 
 def _rows_to_show(diagnosis: Diagnosis, budget: PageBudget) -> tuple[list[dict[str, Any]], int]:
     """(documents of rows, how many were left out as too long): proof, then the worst, a sample."""
-    evidence: dict[str, list[dict[str, Any]]] = {}
-    for finding in diagnosis.examination.findings:
-        for piece in finding.evidence:
-            evidence.setdefault(piece.row, []).append(
-                {"check": finding.check, **evidence_to_json(piece)}
-            )
+    evidence = diagnosis.evidence_by_row()
     chosen = dict(diagnosis.choice.numbers)
     found = fetch(diagnosis.dump, numbers=chosen, names=evidence)
     order = sorted(found, key=lambda n: found[n].row_ids[0] not in evidence)

@@ -14,7 +14,7 @@ import pytest
 from array_dumps import NUM_TOKENS, ArrayDump, make_rows
 
 import lockstep
-from lockstep.doctor import page as doctor_page
+from lockstep.doctor import html_page as doctor_page
 from lockstep.doctor.checks.rows import Rows
 from lockstep.doctor.html_page import PageBudget, build_document, row_document, write_page
 from lockstep.errors import ConfigError

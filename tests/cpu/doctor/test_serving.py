@@ -19,7 +19,7 @@ from test_page import Page, draw
 import lockstep
 from lockstep.cli import main
 from lockstep.doctor import browse
-from lockstep.doctor import page as doctor_page
+from lockstep.doctor import html_page as doctor_page
 from lockstep.doctor.browse import PAGE_ROWS, BrowsedRows
 from lockstep.report.server import RowServer
 from lockstep.store.run import RunDirectory
