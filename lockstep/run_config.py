@@ -56,6 +56,8 @@ class EvaluationConfig:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least 1.")
         if self.every < 0:
             raise ConfigError(f"every={self.every} must be at least 0 (0 is the ends only).")
+        if not math.isfinite(self.success_reward):
+            raise ConfigError(f"success_reward={self.success_reward} must be a finite number.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,11 +231,6 @@ class Config(ModelChoice):
             raise ConfigError(
                 "engine.pool.* is set, and there is one engine: it would do nothing. Give several "
                 "(engine.replicas, engine.urls), or leave engine.pool.* out."
-            )
-        if self.agent.max_turn_tokens >= self.max_tokens:
-            raise ConfigError(
-                f"agent.max_turn_tokens={self.agent.max_turn_tokens} leaves no room for a prompt "
-                f"within max_tokens={self.max_tokens}."
             )
 
     def _check_staleness(self) -> None:

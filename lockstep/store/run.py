@@ -453,7 +453,13 @@ def load_run(path: str | os.PathLike[str]) -> Run:
 
 def _check_is_run(path: Path) -> None:
     if (path / "config.json").is_file() and (path / "environment.json").is_file():
-        version = _read_json(path / "environment.json").get("format_version", 0)
+        environment = _read_json(path / "environment.json")
+        if missing := [k for k in ("format_version", "resumes") if k not in environment]:
+            raise RunError(
+                f"{path / 'environment.json'} lacks {' and '.join(missing)}: it was damaged, or is "
+                "of another program. Restore the file to continue or read the run."
+            )
+        version = environment["format_version"]
         if version > FORMAT_VERSION:
             raise RunError(
                 f"{path} was written in format {version}; this version of Lockstep reads up to "

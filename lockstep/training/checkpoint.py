@@ -175,11 +175,14 @@ class CheckpointStore:
 
     def _named(self) -> dict[int, Path]:
         entries = self.root.iterdir() if self.root.is_dir() else ()
-        return {
-            int(match[1]): path
-            for path in entries
-            if path.is_dir() and (match := _NAME.fullmatch(path.name))
-        }
+        named = {int(m[1]): path for path in entries if (m := _NAME.fullmatch(path.name))}
+        for path in named.values():
+            if path.is_symlink():
+                raise CheckpointError(
+                    f"{path} is a link to {os.readlink(path)}. A checkpoint is a directory, which "
+                    "the run renames and deletes: put the directory itself here, or remove the link."
+                )
+        return {step: path for step, path in named.items() if path.is_dir()}
 
     def _whole(self) -> list[tuple[Path, Manifest]]:
         out: list[tuple[Path, Manifest]] = []

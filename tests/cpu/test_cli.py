@@ -1,6 +1,8 @@
 """The command line as a user types it: help, bad input, runs, forks, resumes."""
 
 import json
+import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -56,6 +58,16 @@ def test_every_verb_has_help_with_an_example(verb, capsys):
     except SystemExit as stop:
         assert stop.code == 0
     assert f"example: lockstep {verb}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", [["--help"], ["train", "quickstart", "--help"], ["recipes"]])
+def test_a_reader_that_leaves_early_sees_no_traceback(words):
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "lockstep.cli", *words]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writer)
+    assert done.stderr == ""
 
 
 def test_help_of_a_recipe_lists_every_setting_with_its_text(capsys):
@@ -138,8 +150,6 @@ def test_a_config_file_repeats_the_run_bit_for_bit(run, tmp_path):
 
 def test_a_run_that_was_cut_short_resumes_to_the_same_bits(run, tmp_path):
     """From the checkpoint of step 1 on, with the later rows and parts moved aside."""
-    import shutil
-
     copy = tmp_path / "copy"
     shutil.copytree(run, copy)
     shutil.rmtree(copy / "checkpoints" / "step-000002")
@@ -160,8 +170,6 @@ def test_resuming_a_finished_run_changes_nothing(run):
 
 
 def test_resuming_before_the_first_checkpoint_begins_again(run, tmp_path):
-    import shutil
-
     copy = tmp_path / "copy"
     shutil.copytree(run, copy)
     shutil.rmtree(copy / "checkpoints")
@@ -279,6 +287,10 @@ BAD = {
     "a cache that no episode fits": (
         ["train", "quickstart", "engine.kv_cache_tokens=128"],
         "the longest episode could never run",
+    ),
+    "a success that no reward reaches": (
+        ["train", "quickstart", "evaluation.success_reward=nan"],
+        "success_reward=nan must be a finite number",
     ),
     "an unknown engine": (["train", "quickstart", "engine=vlm"], "no such kind"),
     "a misspelt model": (["train", "quickstart", "model=tiny-gpt-os"], "'tiny-gpt-oss'"),
@@ -406,6 +418,36 @@ def test_a_run_whose_episodes_fail_stops_and_says_why(tmp_path, capsys, monkeypa
     assert "step 0: 8 of 8 episodes failed" in text
     assert "the index is gone" in text
     assert (tmp_path / "run" / "trajectories" / "step-000000.parquet").is_file()
+
+
+@pytest.mark.parametrize("verb", ["train", "report", "eval"])
+def test_a_torn_environment_is_named(run, tmp_path, capsys, verb):
+    shutil.copytree(run, tmp_path / "run")
+    (tmp_path / "run" / "environment.json").write_text("{}")
+    words = ["resume=true"] if verb == "train" else []
+    code, _, err = lockstep(verb, tmp_path / "run", *words, capsys=capsys)
+    assert code == BAD_INPUT
+    assert "environment.json lacks format_version" in " ".join(err.split())
+
+
+def test_a_lock_that_is_a_directory_is_named(run, tmp_path, capsys):
+    shutil.copytree(run, tmp_path / "run")
+    (tmp_path / "run" / "lock").unlink()
+    (tmp_path / "run" / "lock").mkdir()
+    code, _, err = lockstep("train", tmp_path / "run", "resume=true", capsys=capsys)
+    assert code == BAD_INPUT
+    assert "lock cannot be opened" in " ".join(err.split())
+
+
+@pytest.mark.parametrize("target", ["nowhere", "step-000002", "."])
+def test_a_link_in_place_of_a_checkpoint_is_named(run, tmp_path, capsys, target):
+    shutil.copytree(run, tmp_path / "run")
+    link = tmp_path / "run" / "checkpoints" / "step-000002"
+    link.rename(tmp_path / "kept")
+    link.symlink_to(target)
+    code, _, err = lockstep("train", tmp_path / "run", "resume=true", capsys=capsys)
+    assert code == BAD_INPUT
+    assert "step-000002 is a link" in " ".join(err.split())
 
 
 def test_an_engine_of_ones_own_is_chosen_by_its_tag_and_gets_every_update(tmp_path, monkeypatch):

@@ -1,0 +1,139 @@
+"""The training loop where it is cut off: what is saved, what is not, and what is said."""
+
+import json
+import os
+import shutil
+from dataclasses import dataclass
+
+import pytest
+
+import lockstep
+from lockstep.config import resolve
+from lockstep.envs.docsearch.config import DocSearchConfig
+from lockstep.errors import RolloutError
+from lockstep.recipes import find_recipe
+from lockstep.run.hooks import RunHooks, hooked
+from lockstep.run.train import train
+from lockstep.store.run import load_run
+
+SMALL = (
+    "steps=3", "groups_per_step=2", "group_size=4", "evaluation.num_tasks=2", "checkpoint.every=0",
+    "evaluation.at_start=false", "evaluation.greedy=false",
+)  # fmt: skip
+
+
+def config(*settings):
+    return resolve(find_recipe("quickstart"), [*SMALL, *settings])
+
+
+def rows_of(path):
+    rows = load_run(path).metrics
+    return [{k: v for k, v in row.items() if not k.startswith("time/")} for row in rows]
+
+
+def checkpoints_of(path):
+    return [c.step for c in load_run(path).checkpoints()]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    return train(config(), out=tmp_path_factory.mktemp("runs") / "whole", view="json").path
+
+
+class CutOff(RunHooks):
+    """Raises after the optimizer's step of the second update, before the step is complete."""
+
+    num_updates = 0
+
+    def after_update(self, rows, log_probs):
+        self.num_updates += 1
+        if self.num_updates == 2:
+            raise KeyboardInterrupt
+
+
+def test_an_interrupt_within_an_update_saves_nothing_of_it(whole, tmp_path, capsys):
+    path = tmp_path / "run"
+    with hooked(CutOff()):
+        assert train(config("checkpoint.every=1"), out=path).status == "interrupted"
+    assert checkpoints_of(path) == [1]
+    assert "step 1 was interrupted within its update" in capsys.readouterr().out
+    train(config("checkpoint.every=1"), out=path, resume=True, view="json")
+    assert rows_of(path) == rows_of(whole)
+
+
+class BrokenMonitor:
+    def look(self, step, rows, groups, *, version):
+        if step == 1:
+            raise OSError("no space left")
+        return {}
+
+
+def open_broken_monitor(*_, **__):
+    return BrokenMonitor()
+
+
+def test_an_error_after_an_update_saves_it_first(whole, tmp_path):
+    path = tmp_path / "run"
+    with pytest.raises(OSError, match="no space left"):
+        train(config(), out=path, view="json", monitor=open_broken_monitor)
+    assert checkpoints_of(path) == [2]
+    train(config(), out=path, resume=True, view="json")
+    assert rows_of(path) == rows_of(whole)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LateFailureConfig(DocSearchConfig):
+    """Episodes beyond the first eight fail, while the environment variable says so."""
+
+    def environment(self, task, agent):
+        made = super().environment(task, agent)
+        begun = int(os.environ.get("EPISODES", -1000))
+        os.environ["EPISODES"] = str(begun + 1)
+        if begun >= 8:
+
+            async def step(message):
+                raise OSError("the index is gone")
+
+            made.step = step
+        return made
+
+
+def test_a_step_whose_episodes_fail_keeps_the_updates_before_it(whole, tmp_path, monkeypatch):
+    path, settings = tmp_path / "run", config("task=late_failure")
+    monkeypatch.setenv("EPISODES", "-1")  # the check before the run opens one
+    with pytest.raises(RolloutError, match="step 1: 8 of 8 episodes failed"):
+        train(settings, out=path, view="json")
+    assert checkpoints_of(path) == [1]
+    monkeypatch.setenv("EPISODES", "-1000")
+    train(settings, out=path, resume=True, view="json")
+    assert rows_of(path) == rows_of(whole)
+
+
+def test_rows_that_were_lost_from_the_metrics_are_named_when_a_run_continues(
+    whole, tmp_path, capsys
+):
+    path = tmp_path / "run"
+    shutil.copytree(whole, path)
+    lines = (path / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (path / "metrics.jsonl").write_text("".join(lines[2:]))
+    train(config(), out=path, resume=True)
+    said = capsys.readouterr().out
+    assert "has lost the rows of 2 step(s) before the checkpoint of step 3: 0-1." in said
+    fork = tmp_path / "fork"
+    train(config("steps=4"), out=fork, start=(whole, 3), view="json")
+    train(config("steps=4"), out=fork, resume=True)
+    assert "has lost" not in capsys.readouterr().out
+
+
+def test_the_checks_before_a_run_are_made_once(tmp_path, monkeypatch):
+    calls = []
+    monkeypatch.setattr(DocSearchConfig, "check", lambda self: calls.append("check"), raising=False)
+    words = [f"out={tmp_path / 'run'}", "steps=1"]
+    assert lockstep.cli.main(["train", "quickstart", *SMALL, *words, "--json"]) == 0
+    assert calls == ["check"]
+
+
+def test_a_config_of_defaults_alone_is_one(tmp_path):
+    from lockstep.run_config import Config
+
+    assert json.dumps(lockstep.config.to_dict(Config(task=DocSearchConfig())))
