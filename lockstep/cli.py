@@ -8,35 +8,60 @@ import json
 import os
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import lockstep
+from lockstep.config import describe, differences, dumps, from_dict, resolve, to_dict
+from lockstep.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    LockstepError,
+    MissingExtraError,
+    RankError,
+    RendererError,
+    RunError,
+    printable,
+)
 
 EXIT_CODES = """\
 exit codes: 0 done; 1 the run failed; 2 a setting, a file or a checkpoint is wrong (nothing was
 started), or a process of several was lost; 3 stopped by an alarm that was asked to; 130 interrupted
-(go on with resume=true). doctor: 0 sampler and trainer are consistent, 1 they differ, 2 no check
-could be made, or the input is wrong."""
+(continue with resume=true); 141 the reader of its output left. doctor: 0 sampler and trainer are
+consistent, 1 they differ, 2 no check could be made, or the input is wrong."""
 
-OK, FAILED, BAD_INPUT, STOPPED, INTERRUPTED = 0, 1, 2, 3, 130
+OK, FAILED, BAD_INPUT, STOPPED, INTERRUPTED, READER_LEFT = 0, 1, 2, 3, 130, 141
+
+_INPUT_ERRORS = (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    MissingExtraError,
+    RankError,
+    RendererError,
+    RunError,
+)
 
 RESERVED = ("out", "from", "resume")
+"""Words of the form key=value that belong to the command, not to the config."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of the command `lockstep`. Returns the exit code."""
-    from lockstep.errors import (
-        CheckpointError,
-        ConfigError,
-        DataError,
-        LockstepError,
-        MissingExtraError,
-        RankError,
-        RendererError,
-        RunError,
-    )
+    try:
+        try:
+            return _main(argv)
+        finally:
+            sys.stdout.flush()  # here, and not when the interpreter ends: `lockstep ... | head`
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return READER_LEFT
+
+
+def _main(argv: Sequence[str] | None) -> int:
     from lockstep.launch.processes import end_by_sigterm
 
     parser = _parser()
@@ -48,27 +73,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with _faults(options):
             return options.run(options)
-    except (
-        ConfigError,
-        DataError,
-        CheckpointError,
-        RendererError,
-        MissingExtraError,
-        RankError,
-        RunError,
-    ) as e:
-        _complain(e, options)
-        return BAD_INPUT
     except LockstepError as error:
         _complain(error, options)
-        return FAILED
+        return BAD_INPUT if isinstance(error, _INPUT_ERRORS) else FAILED
     except KeyboardInterrupt:
         print("interrupted.", file=sys.stderr)
         return INTERRUPTED
 
 
 def _faults(options: argparse.Namespace) -> contextlib.AbstractContextManager[None]:
-    """What `--fault` asks for, around the verb."""
+    """Injects the defects of `--fault` while the verb runs."""
     if not getattr(options, "fault", None):
         return contextlib.nullcontext()
     from lockstep.testing.faults import injected, parse_fault
@@ -78,106 +92,88 @@ def _faults(options: argparse.Namespace) -> contextlib.AbstractContextManager[No
 
 
 def _complain(error: Exception, options: argparse.Namespace) -> None:
-    from lockstep.errors import printable
-    from lockstep.launch.processes import is_follower
-
-    if is_follower():
+    if _is_follower():
         return
     if getattr(options, "json", False):
         print(json.dumps({"error": type(error).__name__, "message": str(error)}))
-    text = textwrap.fill(
-        f"{type(error).__name__}: {error}", 100, break_long_words=False, break_on_hyphens=False
-    )
-    print("\n".join(map(printable, text.splitlines())), file=sys.stderr)
+    text = f"{type(error).__name__}: {error}"
+    lines = textwrap.wrap(text, 100, break_long_words=False, break_on_hyphens=False)
+    print("\n".join(map(printable, lines)), file=sys.stderr)
 
 
-def _say(text: str) -> None:
-    """Prints what is long enough for `| head`: a reader who has gone is no error."""
-    try:
-        print(text, flush=True)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+def _is_follower() -> bool:
+    from lockstep.launch.processes import is_follower
+
+    return is_follower()
+
+
+def _print(options: argparse.Namespace, value: Any, text: str) -> None:
+    """Prints `value` as JSON with --json, else `text`."""
+    print(json.dumps(value) if options.json else text)
 
 
 # -- the verbs ----------------------------------------------------------------------------------
 
 
 def _train(options: argparse.Namespace) -> int:
-    from lockstep.config import resolve
+    from lockstep.recipes import find_recipe
+    from lockstep.run.plan import plan
+    from lockstep.run.preflight import preflight
 
     _load_plugins(options.plugin)
-    settings, reserved = _split(options.settings)
+    settings, own = _split(options.settings, "train", *RESERVED)
     if options.help:
-        return _show_settings(options, settings)
-    config, run, start = _training_config(options.target, settings, reserved)
+        return _show_settings(options, lambda name: resolve(find_recipe(name), settings))
+    config, run, start = _training_config(options.target, settings, own)
     config = resolve(config, settings)
     if options.dry_run:
-        return _dry_run(config, options)
-    outcome = lockstep.train(
-        config, out=reserved.get("out") or run, resume=run is not None, start=start,
-        view="json" if options.json else "live",
-    )  # fmt: skip
+        lines = plan(config, preflight(config))
+        text = "\n".join((dumps(config).rstrip(), *lines))
+        _print(options, {"config": to_dict(config), "plan": lines}, text)
+        return OK
+    view = "json" if options.json else "live"
+    out = own.get("out") or run
+    outcome = lockstep.train(config, out=out, resume=run is not None, start=start, view=view)
     return _finish(outcome, options)
 
 
 def _finish(outcome: Any, options: argparse.Namespace) -> int:
     """The last line of a run is its directory; with --json an object whose `run` key holds it."""
-    from lockstep.launch.processes import is_follower
-
-    if is_follower():
-        pass
-    elif options.json:
-        print(json.dumps({"run": str(outcome.path), **outcome.summary}))
-    else:
-        print(outcome.path)
+    if not _is_follower():
+        _print(options, {"run": str(outcome.path), **outcome.summary}, outcome.path)
     return {"done": OK, "interrupted": INTERRUPTED, "stopped": STOPPED}[outcome.status]
 
 
 def _sft(options: argparse.Namespace) -> int:
-    from lockstep.config import resolve
     from lockstep.recipes import find_supervised_recipe
+    from lockstep.supervised import check_supervised, train_supervised
 
     _load_plugins(options.plugin)
-    settings, reserved = _split(options.settings)
-    _refuse(reserved, "sft", allowed=("out",))
+    settings, own = _split(options.settings, "sft", "out")
     if options.help:
-        if not options.target:
-            _HELP["sft"].print_help()
-            return OK
-        return _print_settings(resolve(find_supervised_recipe(options.target), settings), options)
+        return _show_settings(options, lambda name: resolve(find_supervised_recipe(name), settings))
     config = resolve(find_supervised_recipe(options.target or "sft"), settings)
     if options.dry_run:
-        from lockstep.supervised import check_supervised
-
         check_supervised(config)
-        return _print_config(config)
-    from lockstep.supervised import train_supervised
-
-    outcome = train_supervised(
-        config, out=reserved.get("out"), view="json" if options.json else "live"
-    )
-    return _finish(outcome, options)
+        print(dumps(config), end="")
+        return OK
+    view = "json" if options.json else "live"
+    return _finish(train_supervised(config, out=own.get("out"), view=view), options)
 
 
 def _eval(options: argparse.Namespace) -> int:
-    from lockstep.config import from_dict, resolve
+    from lockstep.run.train import evaluate_run
     from lockstep.run_config import Config
     from lockstep.store.run import load_run
 
     _load_plugins(options.plugin)
-    settings, reserved = _split(options.settings)
-    _refuse(reserved, "eval")
+    settings, _ = _split(options.settings, "eval")
     path, step = _run_at(options.target)
     config = resolve(from_dict(Config, load_run(path).config), settings)
-    from lockstep.run.train import evaluate_run
-
     metrics, name = evaluate_run(config, path, step=step)
-    if options.json:
-        print(json.dumps({"run": str(path), "checkpoint": name, "metrics": metrics}))
-    else:
-        print(f"{path} at {name}")
-        for key, value in metrics.items():
-            print(f"  {key:<40} {value:8.4f}")
+    lines = [f"  {key:<40} {value:8.4f}" for key, value in metrics.items()]
+    value = {"run": str(path), "checkpoint": name, "metrics": metrics}
+    _print(options, value, "\n".join((f"{path} at {name}", *lines)))
     return OK
 
 
@@ -189,47 +185,44 @@ def _report(options: argparse.Namespace) -> int:
     from lockstep.store.run import load_run
 
     runs = [load_run(path) for path in options.runs]
-    out = Path(options.out or (Path(options.runs[0]) / "report.html" if len(runs) == 1 else
-                               "report.html"))  # fmt: skip
+    place = Path(options.runs[0]) if len(runs) == 1 else Path()
+    out = Path(options.out or place / "report.html")
     write_report(runs, out, vocabulary=[vocabulary_of(run.config) for run in runs])
-    print(json.dumps({"report": str(out)}) if options.json else out)
+    _print(options, {"report": str(out)}, str(out))
     return OK
 
 
 def _serve_rows(options: argparse.Namespace) -> int:
-    """All rows of a run or a dump, on demand, until Ctrl-C."""
+    """Serves all rows of a run or a dump, on demand, until Ctrl-C."""
     from lockstep.doctor.browse import BrowsedRows
     from lockstep.doctor.diagnose import diagnose
     from lockstep.doctor.progress import Reading
-    from lockstep.errors import ConfigError
     from lockstep.report.server import RowServer
 
     if len(options.runs) > 1 or options.out:
         raise ConfigError("--serve serves one run or one dump, and writes no file.")
     with Reading() as reading:
         found = diagnose(
-            options.runs[0], format=options.format, tokenizer=options.tokenizer,
+            options.runs[0],
+            format=options.format,
+            tokenizer=options.tokenizer,
             on_rows=reading.on_rows,
-        )  # fmt: skip
+        )
         rows = BrowsedRows(found)
     try:
         server = RowServer(rows, host=options.host, port=options.port)
     except (OSError, OverflowError) as error:
         raise ConfigError(f"--host {options.host} --port {options.port}: {error}.") from error
-    with server:
-        if options.json:
-            print(json.dumps({"url": server.url}), flush=True)
-        else:
-            print(f"{server.url} serves {options.runs[0]}; Ctrl-C ends it", flush=True)
-        with contextlib.suppress(KeyboardInterrupt):
-            server.serve_forever()
+    with server, contextlib.suppress(KeyboardInterrupt):
+        text = f"{server.url} serves {options.runs[0]}; Ctrl-C ends it"
+        _print(options, {"url": server.url}, text)
+        sys.stdout.flush()
+        server.serve_forever()
     return OK
 
 
 def _serve(options: argparse.Namespace) -> int:
-    """Ctrl-C is its ordinary end."""
-    from lockstep.config import to_dict
-    from lockstep.errors import ConfigError
+    """Serves a model; Ctrl-C is its ordinary end."""
     from lockstep.model_server import find_served, serve
 
     _load_plugins(options.plugin)
@@ -237,54 +230,27 @@ def _serve(options: argparse.Namespace) -> int:
     for name in ("host", "port"):
         if (value := getattr(options, name)) is not None:
             settings.append(f"gateway.{name}={value}")
-    if options.help and not options.target:
-        _HELP["serve"].print_help()
-        return OK
+    if options.help:
+        return _show_settings(options, lambda target: find_served(target, settings).config)
     if not options.target:
         raise ConfigError("which model? For example: lockstep serve tiny-qwen3.")
     served = find_served(options.target, settings)
-    if options.help:
-        return _print_settings(served.config, options)
     if options.dry_run:
-        if options.json:
-            print(json.dumps({"config": to_dict(served.config)}))
-            return OK
-        return _print_config(served.config)
+        _print(options, {"config": to_dict(served.config)}, dumps(served.config).rstrip())
+        return OK
     key = options.key or os.environ.get("LOCKSTEP_KEY", "")
     with contextlib.suppress(KeyboardInterrupt):
         serve(served, key=key, out=options.out, is_json=options.json)
     return OK
 
 
-def _ladder(options: argparse.Namespace) -> int:
-    from lockstep.config import resolve
-    from lockstep.doctor.diagnosis import EXIT_CODES
-    from lockstep.doctor.ladder import climb
-    from lockstep.run.build import checkpoint_of
-    from lockstep.store.run import load_run
-
-    settings, reserved = _split(options.settings)
-    _refuse(reserved, "doctor --ladder")
-    path, step = _run_at(options.target)
-    weights = None
-    if (path / "environment.json").is_file():
-        weights = checkpoint_of(load_run(path), step) / "policy"
-    config, _, _ = _training_config(str(path), [], {})
-    ladder = climb(
-        resolve(config, settings),
-        weights=weights,
-        dump=options.dump,
-        on_rung=lambda text: None if options.json else print(f"{text} ...", file=sys.stderr),
-    )
-    if options.json:
-        print(json.dumps(ladder.to_json()))
-    else:
-        print(ladder.summary())
-    return EXIT_CODES["differs" if ladder.culprits else "consistent"]
-
-
 def _doctor(options: argparse.Namespace) -> int:
-    from lockstep.errors import ConfigError
+    from rich.console import Console
+
+    from lockstep.doctor.diagnose import diagnose
+    from lockstep.doctor.diagnosis import EXIT_CODES
+    from lockstep.doctor.progress import Reading
+    from lockstep.doctor.terminal import show, summary
 
     if options.ladder:
         return _ladder(options)
@@ -293,20 +259,19 @@ def _doctor(options: argparse.Namespace) -> int:
             f"{(options.settings or ['--dump'])[0]} belongs to --ladder, which plays a recipe; a "
             "run or a dump is only read."
         )
-    from rich.console import Console
-
-    from lockstep.doctor.diagnose import diagnose
-    from lockstep.doctor.diagnosis import EXIT_CODES
-    from lockstep.doctor.progress import Reading
-    from lockstep.doctor.terminal import show, summary
-
     _import_plugins(options.plugin)
     with Reading() as reading:
         diagnosis = diagnose(
-            options.target, format=options.format, only=options.only,
-            tokenizer=options.tokenizer, renderer=options.renderer, model=options.model,
-            adapter=options.adapter, against=options.against, on_rows=reading.on_rows,
-        )  # fmt: skip
+            options.target,
+            format=options.format,
+            only=options.only,
+            tokenizer=options.tokenizer,
+            renderer=options.renderer,
+            model=options.model,
+            adapter=options.adapter,
+            against=options.against,
+            on_rows=reading.on_rows,
+        )
     bisection = None
     if options.bisect is not None:
         from lockstep.doctor.numerics.bisecting import bisect_row
@@ -324,10 +289,32 @@ def _doctor(options: argparse.Namespace) -> int:
     if (console := Console(highlight=False)).is_terminal:
         show(diagnosis, console, page=page)
     else:
-        _say(summary(diagnosis, page=page))
+        print(summary(diagnosis, page=page))
     if bisection is not None:
-        _say(bisection.describe())
+        print(bisection.describe())
     return EXIT_CODES[diagnosis.outcome]
+
+
+def _ladder(options: argparse.Namespace) -> int:
+    from lockstep.doctor.diagnosis import EXIT_CODES
+    from lockstep.doctor.ladder import climb
+    from lockstep.run.build import checkpoint_of
+    from lockstep.store.run import load_run
+
+    settings, _ = _split(options.settings, "doctor --ladder")
+    path, step = _run_at(options.target)
+    weights = None
+    if (path / "environment.json").is_file():
+        weights = checkpoint_of(load_run(path), step) / "policy"
+    config, _, _ = _training_config(str(path), [], {})
+    ladder = climb(
+        resolve(config, settings),
+        weights=weights,
+        dump=options.dump,
+        on_rung=lambda text: None if options.json else print(f"{text} ...", file=sys.stderr),
+    )
+    _print(options, ladder.to_json(), ladder.summary())
+    return EXIT_CODES["differs" if ladder.culprits else "consistent"]
 
 
 def _replay(options: argparse.Namespace) -> int:
@@ -353,7 +340,7 @@ def _replay(options: argparse.Namespace) -> int:
     else:
         out = io.StringIO()
         show(replay, Console(file=out, highlight=False, width=100), has_all_tokens=options.tokens)
-        _say("\n".join(line.rstrip() for line in out.getvalue().splitlines()))
+        print("\n".join(line.rstrip() for line in out.getvalue().splitlines()))
     is_broken = scores is not None and scores.contract and replay.comes_back is False
     return FAILED if is_broken else OK
 
@@ -382,10 +369,8 @@ def _export(options: argparse.Namespace) -> int:
 
     path, step = _run_at(options.target)
     name = export_checkpoint(path, Path(options.hf), step=step, is_merged=options.merged)
-    if options.json:
-        print(json.dumps({"run": str(path), "checkpoint": name, "hf": options.hf}))
-    else:
-        print(f"{path} at {name} -> {options.hf}")
+    value = {"run": str(path), "checkpoint": name, "hf": options.hf}
+    _print(options, value, f"{path} at {name} -> {options.hf}")
     return OK
 
 
@@ -393,15 +378,13 @@ def _recipes(options: argparse.Namespace) -> int:
     from lockstep.recipes import RECIPES, SUPERVISED_RECIPES
 
     _load_plugins(options.plugin)
-    rows = [(name, "train", recipe) for name, recipe in RECIPES.items()]
-    rows += [(name, "sft", recipe) for name, recipe in SUPERVISED_RECIPES.items()]
-    described = [(verb, name, " ".join((r.__doc__ or "").split())) for name, verb, r in rows]
-    if options.json:
-        print(json.dumps([{"verb": v, "name": n, "about": d} for v, n, d in described]))
-        return OK
-    for verb, name, text in described:
-        print(f"lockstep {verb} {name}")
-        print(textwrap.indent(textwrap.fill(text, 92), "    "))
+    rows = [
+        {"verb": verb, "name": name, "about": " ".join((recipe.__doc__ or "").split())}
+        for verb, recipes in (("train", RECIPES), ("sft", SUPERVISED_RECIPES))
+        for name, recipe in recipes.items()
+    ]
+    lines = [f"lockstep {row['verb']} {row['name']}\n{_indent(row['about'])}" for row in rows]
+    _print(options, rows, "\n".join(lines))
     return OK
 
 
@@ -409,47 +392,44 @@ def _recipes(options: argparse.Namespace) -> int:
 
 
 def _training_config(
-    target: str | None, settings: list[str], reserved: dict[str, str]
+    target: str | None, settings: list[str], own: dict[str, str]
 ) -> tuple[Any, Path | None, tuple[Path, int | None] | None]:
-    """(config, run to continue or None, (run, step) to fork from or None)."""
-    from lockstep.config import differences, from_dict, resolve, to_dict
-    from lockstep.errors import ConfigError
+    """(config, run to continue or None, (run, step) to start from or None)."""
     from lockstep.recipes import find_recipe
     from lockstep.run_config import Config
     from lockstep.store.run import load_run
 
-    is_resume = _truth(reserved.get("resume", "false"))
-    fork = _run_at(reserved["from"]) if "from" in reserved else None
+    is_resume = _truth(own.get("resume", "false"))
+    fork = _run_at(own["from"]) if "from" in own else None
     if is_resume and fork:
         raise ConfigError("resume=true continues a run and from=RUN@STEP starts one: choose one.")
+    path = _config_file(target)
     if fork and target is None:
         config = from_dict(Config, load_run(fork[0]).config)
     elif target is None:
         raise ConfigError(
             "which recipe? For example: lockstep train quickstart. `lockstep recipes` lists them."
         )
-    elif (path := _config_file(target)) is not None:
+    elif path is not None:
         try:
             config = from_dict(Config, json.loads(path.read_text()))
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from None
         except ValueError as error:
-            if isinstance(error, ConfigError):
-                raise ConfigError(f"{path}: {error}") from None
             raise ConfigError(f"{path} is not JSON: {error}.") from None
     else:
         config = find_recipe(target)
     if not is_resume:
         return config, None, fork
-    where = reserved.get("out") or (str(path.parent) if (path := _config_file(target)) else "")
+    where = own.get("out") or (str(path.parent) if path else "")
     if not where:
         raise ConfigError(
             "resume=true needs the run: lockstep train RUN resume=true, or out=RUN with the recipe."
         )
-    stored = load_run(where).config
-    asked = resolve(config, settings)
-    # A run goes on with any number of processes, anywhere: what it computes stays the same.
-    stored |= {name: to_dict(asked)[name] for name in ("parallel", "placement")}
-    changed = differences(stored, to_dict(asked))
-    if changed:
+    stored, asked = load_run(where).config, to_dict(resolve(config, settings))
+    # A run continues with any number of processes, anywhere: what it computes stays the same.
+    stored |= {name: asked[name] for name in ("parallel", "placement")}
+    if changed := differences(stored, asked):
         listed = ", ".join(f"{k}: {a} -> {b}" for k, (a, b) in changed.items())
         raise ConfigError(
             f"resume=true continues {where} as it was, and these settings differ: {listed}. To go "
@@ -460,18 +440,14 @@ def _training_config(
 
 def _config_file(target: str | None) -> Path | None:
     """The config.json that a target means: a file, or a run directory that holds one."""
-    if target is None:
-        return None
-    path = Path(target)
-    if path.is_dir():
+    path = Path(target or "")
+    if target and path.is_dir():
         path = path / "config.json"
     return path if path.suffix == ".json" and path.is_file() else None
 
 
 def _run_at(text: str) -> tuple[Path, int | None]:
     """`RUN@STEP` or `RUN`: the step is None for the checkpoint that the verb prefers."""
-    from lockstep.errors import ConfigError
-
     path, at, step = text.rpartition("@")
     if not at:
         return Path(text), None
@@ -480,22 +456,15 @@ def _run_at(text: str) -> tuple[Path, int | None]:
     return Path(path), int(step)
 
 
-def _split(settings: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """(settings of the config, the command's own: out, from, resume)."""
+def _split(settings: Sequence[str], verb: str, *allowed: str) -> tuple[list[str], dict[str, str]]:
+    """(settings of the config, the command's own). allowed: those that this verb takes."""
     own = {k: v for k, eq, v in (s.partition("=") for s in settings) if eq and k in RESERVED}
+    if extra := [k for k in own if k not in allowed]:
+        raise ConfigError(f"lockstep {verb} takes no {extra[0]}=.")
     return [s for s in settings if s.partition("=")[0] not in own], own
 
 
-def _refuse(reserved: dict[str, str], verb: str, allowed: Sequence[str] = ()) -> None:
-    from lockstep.errors import ConfigError
-
-    if extra := [k for k in reserved if k not in allowed]:
-        raise ConfigError(f"lockstep {verb} takes no {extra[0]}=.")
-
-
 def _truth(text: str) -> bool:
-    from lockstep.errors import ConfigError
-
     if text.lower() not in ("true", "false", "1", "0"):
         raise ConfigError(f"resume={text}: expected true or false.")
     return text.lower() in ("true", "1")
@@ -513,8 +482,6 @@ def _import_plugins(names: Sequence[str]) -> None:
     entry point `lockstep.plugins`. Their kinds (tasks, losses, dump formats) are known then."""
     import importlib
     from importlib.metadata import entry_points
-
-    from lockstep.errors import ConfigError
 
     for point in entry_points(group="lockstep.plugins"):
         point.load()
@@ -539,56 +506,246 @@ def _import_plugins(names: Sequence[str]) -> None:
 # -- showing settings -----------------------------------------------------------------------------
 
 
-def _dry_run(config: Any, options: argparse.Namespace) -> int:
-    from lockstep.run.plan import plan
-    from lockstep.run.preflight import preflight
-
-    lines = plan(config, preflight(config))
-    if options.json:
-        from lockstep.config import to_dict
-
-        print(json.dumps({"config": to_dict(config), "plan": lines}))
-        return OK
-    _print_config(config)
-    print(*lines, sep="\n")
-    return OK
-
-
-def _print_config(config: Any) -> int:
-    from lockstep.config import dumps
-
-    print(dumps(config), end="")
-    return OK
-
-
-def _show_settings(options: argparse.Namespace, settings: list[str]) -> int:
-    from lockstep.config import resolve
-    from lockstep.recipes import find_recipe
-
+def _show_settings(options: argparse.Namespace, find: Callable[[str], Any]) -> int:
+    """--help: of the verb, or every setting of the target's config."""
     if not options.target:
-        _HELP["train"].print_help()
+        options.parser.print_help()
         return OK
-    return _print_settings(resolve(find_recipe(options.target), settings), options)
-
-
-def _print_settings(config: Any, options: argparse.Namespace) -> int:
-    from lockstep.config import describe
-
-    rows = list(describe(config))
-    if options.json:
-        keys = ("path", "type", "value", "about")
-        print(json.dumps([dict(zip(keys, row, strict=True)) for row in rows]))
-        return OK
-    for path, kind, value, doc in rows:
-        print(f"{path}={value}  ({kind})")
-        if doc:
-            print(textwrap.indent(textwrap.fill(doc, 92), "    "))
+    rows = list(describe(find(options.target)))
+    keys = ("path", "type", "value", "about")
+    lines = [
+        f"{path}={value}  ({kind})" + (f"\n{_indent(about)}" if about else "")
+        for path, kind, value, about in rows
+    ]
+    _print(options, [dict(zip(keys, row, strict=True)) for row in rows], "\n".join(lines))
     return OK
+
+
+def _indent(text: str) -> str:
+    return textwrap.indent(textwrap.fill(text, 92), "    ")
 
 
 # -- the parser -----------------------------------------------------------------------------------
 
-_HELP: dict[str, argparse.ArgumentParser] = {}
+Argument = tuple[str, dict[str, Any]]
+"""A name, and the keywords of `add_argument`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """One verb of the command line."""
+
+    run: Callable[[argparse.Namespace], int]
+    about: str
+    example: str
+    arguments: Iterable[Argument] = ()
+    has_settings_help: bool = False
+    """--help lists the settings of a target, and --dry-run checks them."""
+    takes_faults: bool = False
+
+
+def _arg(name: str, metavar: str, help: str = "", **keywords: Any) -> Argument:
+    if name.startswith("--"):
+        keywords = {"default": ""} | keywords
+    return name, {"metavar": metavar, "help": help, **keywords}
+
+
+def _flag(name: str, help: str) -> Argument:
+    return name, {"help": help, "action": "store_true"}
+
+
+def _settings(help: str = "") -> Argument:
+    return _arg("settings", "key=value", help, nargs="*")
+
+
+_RUN = "runs/quickstart-20260101-120000"
+_FORMAT = _arg("--format", "NAME", "format of a dump; default: found out")
+_TOKENIZER = _arg(
+    "--tokenizer",
+    "DIR",
+    "directory with a tokenizer.json, such a file, or ORGANISATION/NAME to fetch it; default: the "
+    "tokenizer of the model that the input names, if it is here",
+)
+_RENDERER = _arg(
+    "--renderer",
+    "NAME",
+    "format of dialogues: harmony, chatml, jinja, ..., settings as JSON, or a renderer.json; "
+    "default: the model's",
+)
+
+COMMANDS = {
+    "train": Command(
+        run=_train,
+        about="Train an agent by reinforcement learning.",
+        example="lockstep train quickstart steps=30 seed=1 model=tiny-qwen3",
+        arguments=(
+            _arg("target", "RECIPE|config.json|RUN", nargs="?"),
+            _settings("settings of the recipe, and: out=DIR, resume=true, from=RUN@STEP"),
+        ),
+        has_settings_help=True,
+        takes_faults=True,
+    ),
+    "sft": Command(
+        run=_sft,
+        about="Train on written dialogues (supervised).",
+        example="lockstep sft model=tiny-qwen3 sft.path=dialogues.jsonl sft.steps=200",
+        arguments=(_arg("target", "RECIPE", nargs="?"), _settings()),
+        has_settings_help=True,
+    ),
+    "eval": Command(
+        run=_eval,
+        about="Play held-out tasks with a run's best checkpoint (or RUN@STEP).",
+        example=f"lockstep eval {_RUN} evaluation.num_tasks=512",
+        arguments=(_arg("target", "RUN[@STEP]"), _settings()),
+        takes_faults=True,
+    ),
+    "report": Command(
+        run=_report,
+        about="Write one HTML file about one run, or several side by side.",
+        example="lockstep report runs/a runs/b --out both.html",
+        arguments=(
+            _arg("runs", "RUN", nargs="+"),
+            _arg("--out", "FILE", "default: RUN/report.html, or report.html"),
+            _flag("--serve", "serve every row of a run or a dump on this machine: sort, filter"),
+            _FORMAT,
+            _TOKENIZER,
+            _arg("--port", "N", "port of --serve; default: a free one", type=int, default=0),
+            _arg(
+                "--host",
+                "ADDRESS",
+                "address of --serve; default: this machine only. Anybody who reaches another "
+                "address reads all rows",
+                default="127.0.0.1",
+            ),
+        ),
+    ),
+    "doctor": Command(
+        run=_doctor,
+        about="Say why sampler and trainer differ: of a run, or of another trainer's dump.",
+        example=f"lockstep doctor {_RUN}",
+        arguments=(
+            _arg(
+                "target",
+                "RUN|DUMP|example",
+                "input to examine (example: a shipped dump with two defects); with --ladder: "
+                "RECIPE|config.json|RUN[@STEP]",
+            ),
+            _settings("with --ladder: settings of the recipe"),
+            _flag(
+                "--ladder",
+                "play plain text, one turn, several turns and the training path with a recipe's "
+                "model, template and engine",
+            ),
+            _arg("--dump", "DUMP", "with --ladder: your trainer's dump as the last rung"),
+            _FORMAT,
+            _arg("--out", "FILE.html", "also write the diagnosis as one HTML file"),
+            _arg(
+                "--only",
+                "CHECK",
+                "make this check alone, by its name in the summary; may be repeated",
+                action="append",
+                default=[],
+            ),
+            _arg(
+                "--model",
+                "DIR",
+                "score a sample of the rows again by this model; own: by the run's own model and "
+                "checkpoints",
+            ),
+            _arg("--adapter", "DIR", "with --model: its adapter, in PEFT's form"),
+            _arg(
+                "--bisect",
+                "ROW",
+                "with --model: find the first op that differs, in this row or the one that "
+                "deviates most",
+                nargs="?",
+                const="",
+                default=None,
+            ),
+            _arg(
+                "--against",
+                "DIR",
+                "with --model: other weights that one side may have run; may be repeated",
+                action="append",
+                default=[],
+            ),
+            _TOKENIZER,
+            _RENDERER,
+        ),
+        takes_faults=True,
+    ),
+    "replay": Command(
+        run=_replay,
+        about="Show one stored trajectory token by token; try whether its log-probs come back.",
+        example=f"lockstep replay '{_RUN}#0' --score",
+        arguments=(
+            _arg(
+                "target",
+                "RUN[@STEP]#ID",
+                "trajectory by its id, the end of one, or its number; with @STEP it is scored by "
+                "that checkpoint",
+            ),
+            _flag(
+                "--score",
+                "load the weights that sampled it, and run trainer and engine on it again; exit "
+                "code 1 if a contract is broken",
+            ),
+            _flag("--tokens", "list every sampled token"),
+        ),
+    ),
+    "render": Command(
+        run=_render,
+        about="Show a dialogue as tokens, by origin, and whether rendering it anew changes them.",
+        example="lockstep render tiny-gpt-oss messages.json",
+        arguments=(
+            _arg("model", "MODEL", "shipped model, directory with a tokenizer.json, or ORG/NAME"),
+            _arg(
+                "messages",
+                "messages.json",
+                "list of chat messages, object with `messages` and `tools`, or JSONL file, of "
+                "which the first line is read",
+            ),
+            _arg("--tools", "FILE", "JSON list of the declared tools"),
+            _RENDERER,
+        ),
+    ),
+    "export": Command(
+        run=_export,
+        about="Write a run's checkpoint as a Hugging Face model, or its adapter in PEFT's form.",
+        example=f"lockstep export {_RUN} --hf my-model",
+        arguments=(
+            _arg("target", "RUN[@STEP]"),
+            _arg("--hf", "DIR", "directory to write", required=True),
+            _flag("--merged", "of a run with lora: the model with the adapter in its weights"),
+        ),
+    ),
+    "serve": Command(
+        run=_serve,
+        about="Serve a model or a run's checkpoint to agents over HTTP, and keep what they do as "
+        "trajectories.",
+        example="lockstep serve tiny-qwen3 --port 8000 --out runs/served",
+        arguments=(
+            _arg("target", "MODEL|RUN[@STEP]", nargs="?"),
+            _settings(),
+            _arg("--port", "N", "gateway.port; default: a free one", type=int, default=None),
+            _arg(
+                "--host",
+                "ADDRESS",
+                "gateway.host; default: this machine only. Any other needs a key",
+                default=None,
+            ),
+            _arg(
+                "--key",
+                "KEY",
+                "opens every session; better in the environment, as LOCKSTEP_KEY, where other "
+                "users of this machine do not see it",
+            ),
+            _arg("--out", "DIR", "keep finished sessions there, for report and doctor"),
+        ),
+        has_settings_help=True,
+    ),
+    "recipes": Command(run=_recipes, about="List the recipes.", example="lockstep recipes"),
+}
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -600,192 +757,33 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=_version())
     verbs = parser.add_subparsers(dest="verb", metavar="VERB")
-
-    def verb(name: str, run: Any, about: str, example: str, *, own_help: bool = False):
+    for name, command in COMMANDS.items():
         made = verbs.add_parser(
             name,
-            help=about,
-            description=about,
-            epilog=f"example: {example}",
+            help=command.about,
+            description=command.about,
+            epilog=f"example: {command.example}",
             formatter_class=argparse.RawDescriptionHelpFormatter,
-            add_help=not own_help,
+            add_help=not command.has_settings_help,
         )
-        made.set_defaults(run=run)
-        made.add_argument("--json", action="store_true", help="print JSON, no progress")
-        if own_help:
-            made.add_argument("-h", "--help", action="store_true",
-                              help="this text; with a recipe, every setting of it")  # fmt: skip
-            made.add_argument("--dry-run", action="store_true",
-                              help="print the resolved config and plan, start nothing")  # fmt: skip
-        made.add_argument("--plugin", action="append", default=[], metavar="PLUGIN",
-                          help="Python file or module with kinds of your own")  # fmt: skip
-        if name in ("train", "eval", "doctor"):
+        made.set_defaults(run=command.run, parser=made)
+        shared = [_flag("--json", "print JSON, no progress")]
+        if command.has_settings_help:
             made.add_argument(
-                "--fault",
-                action="append",
-                metavar="KIND[,SETTING=VALUE...]",
-                help="break the run on purpose: docs/reference/faults.md",
+                "-h",
+                "--help",
+                action="store_true",
+                help="this text; with a target, every setting of it",
             )
-        _HELP[name] = made
-        return made
-
-    train = verb(
-        "train",
-        _train,
-        "Train an agent by reinforcement learning.",
-        "lockstep train quickstart steps=30 seed=1 model=tiny-qwen3",
-        own_help=True,
-    )
-    train.add_argument("target", nargs="?", metavar="RECIPE|config.json|RUN")
-    train.add_argument(
-        "settings",
-        nargs="*",
-        metavar="key=value",
-        help="settings of the recipe, and: out=DIR, resume=true, from=RUN@STEP",
-    )
-    sft = verb(
-        "sft",
-        _sft,
-        "Train on written dialogues (supervised).",
-        "lockstep sft model=tiny-qwen3 sft.path=dialogues.jsonl sft.steps=200",
-        own_help=True,
-    )
-    sft.add_argument("target", nargs="?", metavar="RECIPE")
-    sft.add_argument("settings", nargs="*", metavar="key=value")
-    evaluate = verb(
-        "eval",
-        _eval,
-        "Play held-out tasks with a run's best checkpoint (or RUN@STEP).",
-        "lockstep eval runs/quickstart-20260101-120000 evaluation.num_tasks=512",
-    )
-    evaluate.add_argument("target", metavar="RUN[@STEP]")
-    evaluate.add_argument("settings", nargs="*", metavar="key=value")
-    report = verb(
-        "report",
-        _report,
-        "Write one HTML file about one run, or several side by side.",
-        "lockstep report runs/a runs/b --out both.html",
-    )
-    report.add_argument("runs", nargs="+", metavar="RUN")
-    report.add_argument("--out", metavar="FILE", help="default: RUN/report.html, or report.html")
-    report.add_argument("--serve", action="store_true",
-                        help="in place of a file, serve every row of a run or a dump on this "
-                             "machine: sort, filter, open")  # fmt: skip
-    report.add_argument("--format", default="", help="of a dump that is served; default: found out")
-    report.add_argument("--tokenizer", default="", metavar="DIR",
-                        help="of a dump that is served, to show text for ids; default: that of the "
-                             "model that it names, if it is here")  # fmt: skip
-    report.add_argument("--port", type=int, default=0, help="of --serve; default: a free one")
-    report.add_argument("--host", default="127.0.0.1",
-                        help="of --serve; default: this machine only. Anybody who reaches another "
-                             "address reads all rows")  # fmt: skip
-    doctor = verb(
-        "doctor",
-        _doctor,
-        "Say why sampler and trainer differ: of a run, or of another trainer's dump.",
-        "lockstep doctor runs/quickstart-20260101-120000",
-    )
-    doctor.add_argument("target", metavar="RUN|DUMP|example", help="what to examine (example: "
-                        "a shipped dump with two defects); with --ladder: "
-                        "RECIPE|config.json|RUN[@STEP]")  # fmt: skip
-    doctor.add_argument("settings", nargs="*", metavar="key=value", help="of --ladder: settings of "
-                        "the recipe")  # fmt: skip
-    doctor.add_argument("--ladder", action="store_true",
-                        help="play plain text, one turn, several turns and the training path with "
-                             "a recipe's model, template and engine")  # fmt: skip
-    doctor.add_argument("--dump", metavar="DUMP",
-                        help="with --ladder: what your trainer wrote, in place of the training "
-                             "path of Lockstep")  # fmt: skip
-    doctor.add_argument("--format", default="", help="of a dump; default: found out")
-    doctor.add_argument("--out", metavar="FILE.html",
-                        help="also write the diagnosis as one HTML file: curves, proof, "
-                             "rows")  # fmt: skip
-    doctor.add_argument("--only", action="append", default=[], metavar="CHECK",
-                        help="make this check alone, by its name in the summary; may be "
-                             "repeated")  # fmt: skip
-    doctor.add_argument("--model", default="", metavar="DIR",
-                        help="score a sample of the rows again by this model; own: by the run's "
-                             "own model and checkpoints")  # fmt: skip
-    doctor.add_argument(
-        "--adapter",
-        default="",
-        metavar="DIR",
-        help="with --model: the adapter on it, in PEFT's form",
-    )
-    doctor.add_argument("--bisect", nargs="?", const="", metavar="ROW",
-                        help="with --model: the first op that differs, of this row or of the one "
-                             "that deviates most")  # fmt: skip
-    doctor.add_argument("--against", action="append", default=[], metavar="DIR",
-                        help="with --model: other weights that one side may have run; may be "
-                             "repeated")  # fmt: skip
-    doctor.add_argument("--tokenizer", default="", metavar="DIR",
-                        help="directory with a tokenizer.json, such a file, or ORGANISATION/NAME "
-                             "to fetch it; default: that of the model that the input names, if it "
-                             "is here")  # fmt: skip
-    doctor.add_argument("--renderer", default="", metavar="NAME",
-                        help="format of the dialogues: harmony, chatml, ..., settings as JSON, or "
-                             "a renderer.json; default: the model's")  # fmt: skip
-    replay = verb(
-        "replay",
-        _replay,
-        "Show one stored trajectory token by token, and try whether its log-probs come back.",
-        "lockstep replay 'runs/quickstart-20260101-120000#0' --score",
-    )
-    replay.add_argument("target", metavar="RUN[@STEP]#ID",
-                        help="a trajectory by its id, the end of one, or its number; with @STEP it "
-                             "is scored by that checkpoint")  # fmt: skip
-    replay.add_argument("--score", action="store_true",
-                        help="load the weights that sampled it, and run trainer and engine on it "
-                             "again; exit code 1 if a contract is broken")  # fmt: skip
-    replay.add_argument("--tokens", action="store_true", help="list every sampled token")
-    render = verb(
-        "render",
-        _render,
-        "Show a dialogue as tokens, by origin, and whether rendering it anew changes them.",
-        "lockstep render tiny-gpt-oss messages.json",
-    )
-    render.add_argument("model", metavar="MODEL",
-                        help="a shipped model, a directory with a tokenizer.json, or "
-                             "ORGANISATION/NAME")  # fmt: skip
-    render.add_argument("messages", metavar="messages.json",
-                        help="a list of chat messages, an object with `messages` and `tools`, or "
-                             "a JSONL file, of which the first line is read")  # fmt: skip
-    render.add_argument("--tools", default="", metavar="FILE",
-                        help="the tools that are declared: a JSON list")  # fmt: skip
-    render.add_argument("--renderer", default="", metavar="NAME",
-                        help="harmony, chatml, jinja, ..., settings as JSON, or a renderer.json; "
-                             "default: the model's")  # fmt: skip
-    export = verb(
-        "export",
-        _export,
-        "Write a run's checkpoint as a Hugging Face model, or its adapter in PEFT's form.",
-        "lockstep export runs/quickstart-20260101-120000 --hf my-model",
-    )
-    export.add_argument("target", metavar="RUN[@STEP]")
-    export.add_argument("--hf", required=True, metavar="DIR", help="directory to write")
-    export.add_argument("--merged", action="store_true",
-                        help="of a run with lora: the model with the adapter in its weights, in "
-                             "place of the adapter alone")  # fmt: skip
-    serve = verb(
-        "serve",
-        _serve,
-        "Serve a model or a run's checkpoint to agents over HTTP, and keep what they do as "
-        "trajectories.",
-        "lockstep serve tiny-qwen3 --port 8000 --out runs/served",
-        own_help=True,
-    )
-    serve.add_argument("target", nargs="?", metavar="MODEL|RUN[@STEP]")
-    serve.add_argument("settings", nargs="*", metavar="key=value")
-    serve.add_argument("--port", type=int, metavar="N", help="gateway.port; default: a free one")
-    serve.add_argument("--host", metavar="ADDRESS",
-                       help="gateway.host; default: this machine only. Any other needs a "
-                            "key")  # fmt: skip
-    serve.add_argument("--key", default="", metavar="KEY",
-                       help="opens every session; better in the environment, as LOCKSTEP_KEY, "
-                            "where other users of this machine do not see it")  # fmt: skip
-    serve.add_argument("--out", metavar="DIR",
-                       help="keep finished sessions there, for report and doctor")  # fmt: skip
-    verb("recipes", _recipes, "List the recipes.", "lockstep recipes")
+            shared.append(_flag("--dry-run", "print the resolved config and plan, start nothing"))
+        plugin = "Python file or module with kinds of your own"
+        shared.append(_arg("--plugin", "PLUGIN", plugin, action="append", default=[]))
+        if command.takes_faults:
+            fault = "break the run on purpose: docs/reference/faults.md"
+            word = "KIND[,SETTING=VALUE...]"
+            shared.append(_arg("--fault", word, fault, action="append", default=[]))
+        for argument, keywords in (*shared, *command.arguments):
+            made.add_argument(argument, **keywords)
     return parser
 
 

@@ -17,8 +17,8 @@ from lockstep.errors import RunError
 class RunLock:
     """Holds `path` for as long as this process lives, or until `release`.
 
-    On one host the kernel's advisory lock decides, and a process that dies frees it, so a killed run
-    needs no cleaning up. The file holds process id and host, for the message and for hosts that
+    On one host the kernel's advisory lock decides, and a process that dies frees it, so a killed
+    run needs no cleaning up. The file holds process id and host, for the message and for hosts that
     share a file system without sharing kernel locks: a lock that names another host is respected
     until somebody deletes it. The file is emptied on release, never removed: two processes could
     otherwise hold two files of one name.
@@ -38,24 +38,24 @@ class RunLock:
                 "file. Remove what is there, or choose another directory with out=DIR."
             ) from error
         try:
-            with contextlib.suppress(BlockingIOError):
+            try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                holder = _holder(descriptor)
-                if holder.get("host", platform.node()) != platform.node():
-                    raise RunError(
-                        f"{self._in_use(holder)} This host cannot see whether that process lives: "
-                        f"if it does not, delete {self.path} and start again."
-                    )
-                since = datetime.now(UTC).isoformat(timespec="seconds")
-                mine = {"pid": os.getpid(), "host": platform.node(), "since": since}
-                os.ftruncate(descriptor, 0)
-                os.pwrite(descriptor, json.dumps(mine).encode(), 0)
-                self._file = descriptor
-                return
-            raise RunError(self._in_use(_holder(descriptor)))
-        finally:
-            if self._file is None:
-                os.close(descriptor)
+            except BlockingIOError:
+                raise RunError(self._in_use(_holder(descriptor))) from None
+            holder = _holder(descriptor)
+            if holder.get("host", platform.node()) != platform.node():
+                raise RunError(
+                    f"{self._in_use(holder)} This host cannot see whether that process lives: if "
+                    f"it does not, delete {self.path} and start again."
+                )
+            since = datetime.now(UTC).isoformat(timespec="seconds")
+            mine = {"pid": os.getpid(), "host": platform.node(), "since": since}
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, json.dumps(mine).encode(), 0)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        self._file = descriptor
 
     def release(self) -> None:
         """Lets the next writer in. Does nothing if the lock is not held."""

@@ -179,8 +179,9 @@ class CheckpointStore:
         for path in named.values():
             if path.is_symlink():
                 raise CheckpointError(
-                    f"{path} is a link to {os.readlink(path)}. A checkpoint is a directory, which "
-                    "the run renames and deletes: put the directory itself here, or remove the link."
+                    f"{path} is a link to {os.readlink(path)}. A checkpoint is a directory "
+                    "that the run renames and deletes: put the directory itself here, or remove "
+                    "the link."
                 )
         return {step: path for step, path in named.items() if path.is_dir()}
 
