@@ -150,9 +150,6 @@ class JinjaConfig(RendererConfig):
     tools_in_prompt: bool = True
     """Declare the tools to the model. Turn off for a tiny model that was trained on one fixed tool.
     """
-    tool_calls: str = "auto"
-    """Format of the model's calls. auto derives it from the template; hermes, qwen_xml, llama,
-    mistral and deepseek name one."""
     stop_tokens: tuple[str, ...] = ()
     """Names of control tokens that also end a turn, in addition to the template's own."""
     thinking: str = "keep"
@@ -161,9 +158,7 @@ class JinjaConfig(RendererConfig):
     sampled ids are never rewritten."""
 
     def __post_init__(self) -> None:
-        known = ("auto", "hermes", "qwen_xml", "llama", "mistral", "deepseek")
         _check_choice("renderer.thinking", self.thinking, _THINKING)
-        _check_choice("renderer.tool_calls", self.tool_calls, known)
         try:
             date.fromisoformat(self.date)
         except (TypeError, ValueError):

@@ -51,23 +51,6 @@ class CallFormat:
         return "".join((self.head, self.open, inside, self.close, self.tail)).replace("\n", "\\n")
 
 
-FORMATS = {
-    "hermes": CallFormat(kind="json", open="<tool_call>", close="</tool_call>"),
-    "qwen_xml": CallFormat(kind="xml", open="<tool_call>", close="</tool_call>"),
-    "llama": CallFormat(kind="json", arguments_key="parameters"),
-    "mistral": CallFormat(kind="json", head="[TOOL_CALLS][", tail="]", other_keys=("id",)),
-    "deepseek": CallFormat(
-        kind="fields",
-        head="<\uff5ctool\u2581calls\u2581begin\uff5c>",
-        open="<\uff5ctool\u2581call\u2581begin\uff5c>function<\uff5ctool\u2581sep\uff5c>",
-        between="\n```json\n",
-        close="```<\uff5ctool\u2581call\u2581end\uff5c>",
-        tail="<\uff5ctool\u2581calls\u2581end\uff5c>",
-    ),
-}
-"""Formats by the names that `renderer.tool_calls` accepts."""
-
-
 @dataclass(frozen=True)
 class _Span:
     begin: int

@@ -77,7 +77,6 @@ class JinjaRenderer:
             self._marks,
             source=found.text,
             where=found.where,
-            tool_calls=self.config.tool_calls,
         ).find()
         self._set_stops(self.shape.stop, self.shape.call_stop)
         self.thinking_opening: tuple[int, ...] = self._thinking_opening()

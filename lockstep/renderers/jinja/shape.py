@@ -13,7 +13,6 @@ from typing import Any, cast
 
 from lockstep.errors import RendererError
 from lockstep.renderers.jinja.formats import (
-    FORMATS,
     CallFormat,
     common,
     derive_format,
@@ -86,12 +85,10 @@ class ShapeFinder:
         *,
         source: str,
         where: str,
-        tool_calls: str,
     ) -> None:
-        """run: renders messages and tools, with or without the generation prompt. tool_calls: the
-        setting."""
+        """run: renders messages and tools, with or without the generation prompt."""
         self._run, self._marks = run, marks
-        self._source, self._where, self._tool_calls = source, where, tool_calls
+        self._source, self._where = source, where
 
     def find(self) -> Shape:
         base = self._run(_dicts(HELLO), [], False)
@@ -199,13 +196,9 @@ class ShapeFinder:
             return replace(shape, problems={"tools": "no control token ends a turn that calls"})
         one = one[: one.find(stop, len(one) - len(_behind(one, 0)))]
         two = two[: max(two.find(stop, len(two) - len(_behind(two, 1))), 0)]
-        if self._tool_calls != "auto":
-            found = FORMATS[self._tool_calls]
-        else:
-            found = derive_format(one, two, CALLS[:2], self._marks)
+        found = derive_format(one, two, CALLS[:2], self._marks)
         if found is None:
-            why = f"no known format of calls is in what it writes: {one[:160]!r}. Name one with "
-            why += f"renderer.tool_calls ({', '.join(FORMATS)})"
+            why = f"no known format of calls is in what it writes: {one[:160]!r}"
             return replace(shape, call_stop=stop, problems={"tools": why})
         return replace(shape, call_stop=stop, calls=self._with_gap(found, shape))
 
