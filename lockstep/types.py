@@ -1,8 +1,8 @@
-"""The nouns that cross room borders. No torch here: this file is imported by the command line.
+"""The nouns shared by all rooms. No torch: the command line imports this file.
 
-A dialogue is `Message`s. A `Renderer` turns them into ids. A `Request` carries ids to an engine, a
-`Delta` brings ids back. A `Trajectory` is the forest of `Segment`s that one episode produced, and a
-`Sample` is one row of it that can be trained.
+A dialogue consists of `Message`s. A `Renderer` turns them into ids. A `Request` carries ids to an
+engine, and a `Delta` brings ids back. A `Trajectory` is the forest of `Segment`s that one episode
+produced, and a `Sample` is one row of it to train on.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, Literal, cast
 import numpy as np
 import numpy.typing as npt
 
-from lockstep.errors import AlignmentError, DataError, RoutingReplayError, TokenError
+from lockstep.errors import AlignmentError, ConfigError, DataError, RoutingReplayError, TokenError
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 ROLES: tuple[Role, ...] = ("system", "developer", "user", "assistant", "tool")
@@ -24,33 +24,33 @@ Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
 Float32Array = npt.NDArray[np.float32]
 Routes = npt.NDArray[np.integer[Any]]
-"""[positions, layers, active]: the experts that each token went to, in slot order, in each layer
-that has a router. uint8 up to 256 experts, int16 above."""
+"""[positions, layers, active]: the experts that processed each token, in slot order, for each layer
+with a router. uint8 up to 256 experts, int16 above."""
 
 MAX_LOGPROB = 1e-6
-"""A log-prob above this is an error: somebody passed probabilities, or shifted the row. Rounding
+"""Largest log-prob that is accepted; a larger one means probabilities, or a shifted row. Rounding
 leaves values a few 1e-7 above 0, which `Trajectory.record` counts and clamps."""
 
 FORCED_LOGPROB = -0.01
-"""A token whose rollout log-prob lies above this was as good as forced (probability over 0.99):
-protocol tokens mostly. Mismatch metrics are given with and without them."""
+"""Rollout log-prob above which a token counts as forced (probability over 0.99), as most protocol
+tokens are. Mismatch metrics are reported with and without them."""
 
 
 UNKNOWN_EXPERT = -1
-"""In a training row, the experts of a position whose routes are not known."""
+"""Marks positions of a training row whose routes are unknown."""
 
 
 TOKEN_KINDS = ("text", "control")
-"""What the column `token_kind` counts: tokens that spell text, and control tokens of a protocol."""
+"""Names of the values of column `token_kind`: tokens that spell text, and control tokens."""
 
 
 def route_dtype(num_experts: int) -> np.dtype[Any]:
-    """What the ids of so many experts are kept in."""
+    """The dtype that holds ids of so many experts."""
     return np.dtype(np.uint8 if num_experts <= 256 else np.int16)
 
 
 def frozen_ids(ids: Sequence[int] | npt.NDArray[Any], *, where: str) -> Int32Array:
-    """`ids` as a read-only int32 array: [T], each >= 0. `where` names them in the error."""
+    """`ids` as a read-only int32 array [T], each >= 0. where: their name in errors."""
     array = np.array(ids, dtype=np.int64).reshape(-1)
     if array.size and (array.min() < 0 or array.max() > np.iinfo(np.int32).max):
         bad = int(np.flatnonzero((array < 0) | (array > np.iinfo(np.int32).max))[0])
@@ -62,7 +62,8 @@ def frozen_ids(ids: Sequence[int] | npt.NDArray[Any], *, where: str) -> Int32Arr
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ragged:
-    """Any number of int32 per token: token t has `values[offsets[t]:offsets[t + 1]]`. Read-only.
+    """A varying number of int32 per token: token t has `values[offsets[t]:offsets[t + 1]]`.
+    Read-only.
 
     >>> support = Ragged.of([[4, 9], [], [7]])
     >>> len(support), support[0].tolist(), support.sizes.tolist()
@@ -72,9 +73,9 @@ class Ragged:
     """
 
     values: Int32Array
-    """[M] int32, all tokens' one after another."""
+    """[M] int32: the values of all tokens, one token after another."""
     offsets: Int64Array
-    """[T + 1] int64 from 0 to M, not decreasing."""
+    """[T + 1] int64, from 0 to M, not decreasing."""
 
     def __post_init__(self) -> None:
         offsets = self.offsets
@@ -90,20 +91,20 @@ class Ragged:
 
     @classmethod
     def of(cls, rows: Sequence[Sequence[int] | npt.NDArray[Any]]) -> Ragged:
-        """Of each token's values. Raises TokenError for a value that is no id."""
+        """From one list of values per token. Raises TokenError for a value that is no id."""
         flat = np.concatenate([np.empty(0, np.int64), *(np.asarray(r, np.int64) for r in rows)])
         return cls.of_sizes(frozen_ids(flat, where="ragged values"), [len(r) for r in rows])
 
     @classmethod
     def of_sizes(cls, values: Int32Array, sizes: Sequence[int] | npt.NDArray[Any]) -> Ragged:
-        """Of all values, and how many of them each token has."""
+        """From all values, and the number of them that each token has."""
         offsets = np.zeros(len(sizes) + 1, np.int64)
         np.cumsum(sizes, out=offsets[1:])
         return cls(values, offsets)
 
     @classmethod
     def empty(cls, num_tokens: int) -> Ragged:
-        """No value for any of them: the fill of a ragged column."""
+        """No value for any token: the fill of a ragged column."""
         return cls(np.empty(0, np.int32), np.zeros(num_tokens + 1, np.int64))
 
     @classmethod
@@ -116,7 +117,7 @@ class Ragged:
 
     @property
     def sizes(self) -> Int64Array:
-        """[T] int64: how many values each token has."""
+        """[T] int64: number of values of each token."""
         return np.diff(self.offsets)
 
     def __len__(self) -> int:
@@ -131,11 +132,11 @@ class Ragged:
         return (self[token] for token in range(len(self)))
 
     def take(self, tokens: Sequence[int] | npt.NDArray[Any]) -> Ragged:
-        """The entries of these tokens, in this order: what `array[tokens]` is to a dense column."""
+        """The entries of these tokens, in this order, like `array[tokens]` of a dense column."""
         index = np.asarray(tokens, np.int64)
         sizes = self.sizes[index]
         ends = np.cumsum(sizes)
-        # Place i of the result is the i-th value counted from its own token's first one.
+        # Added to an index of the result, this gives the index of the same value here.
         shift = np.repeat(self.offsets[index] - (ends - sizes), sizes)
         return Ragged.of_sizes(self.values[np.arange(len(shift)) + shift], sizes)
 
@@ -152,9 +153,9 @@ class ToolCall:
     name: str
     """The function's name, without a namespace."""
     arguments: str
-    """The argument text exactly as the model wrote it: JSON if all went well."""
+    """The argument text exactly as the model wrote it; JSON in a well-formed call."""
     id: str = ""
-    """Set where the protocol has ids (OpenAI); harmony and ChatML have none."""
+    """Call id in protocols that have one (OpenAI); empty in harmony and ChatML."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,10 +173,11 @@ class Message:
     tool_calls: tuple[ToolCall, ...] = ()
     """Assistant only."""
     name: str = ""
-    """For role "tool": the function that answers."""
+    """Name of the function that answers; role "tool" only."""
     tool_call_id: str = ""
     parse_error: str = ""
-    """Why the sampled ids are no well-formed turn; empty if they are. Set by `Renderer.parse`."""
+    """Reason why the sampled ids are not a well-formed turn; empty if they are. Set by
+    `Renderer.parse`."""
 
     def __post_init__(self) -> None:
         if self.role not in ROLES:
@@ -187,14 +189,12 @@ class Message:
 
     @classmethod
     def from_dict(cls, source: Mapping[str, Any]) -> Message:
-        """Reads the OpenAI chat form, and ours: a call nested under "function" or flat.
+        """Reads the OpenAI chat form and our own: a call nested under "function", or flat.
 
-        Raises DataError for an unknown key: a message is never silently cut down.
+        Raises DataError for an unknown key: nothing is dropped silently.
         """
-        known = {
-            "role", "content", "thinking", "reasoning_content", "tool_calls", "name",
-            "tool_call_id", "parse_error",
-        }  # fmt: skip
+        known = {"role", "content", "thinking", "reasoning_content", "tool_calls", "name"}
+        known |= {"tool_call_id", "parse_error"}
         unknown = sorted(set(source) - known)
         if unknown:
             raise DataError(f"message has unknown keys {unknown}; known are {sorted(known)}.")
@@ -222,7 +222,7 @@ class Message:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON form; empty fields are left out. `from_dict` reads it back equal."""
+        """The JSON form, without empty fields. `from_dict` reads it back equal."""
         out: dict[str, Any] = {"role": self.role, "content": self.content}
         for key in ("thinking", "name", "tool_call_id", "parse_error"):
             if value := getattr(self, key):
@@ -237,7 +237,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolSchema:
-    """What the model is told about a tool."""
+    """The description of a tool that the model reads."""
 
     name: str
     description: str
@@ -246,8 +246,8 @@ class ToolSchema:
 
     @classmethod
     def from_dict(cls, source: Any, *, where: str = "a tool") -> ToolSchema:
-        """Reads the OpenAI form, nested under "function", or flat. Raises DataError, which begins
-        with `where`."""
+        """Reads the OpenAI form, nested under "function", or flat. Raises DataError; its text
+        begins with `where`."""
         of_call = cast("Mapping[str, Any]", source if isinstance(source, Mapping) else {})
         inside: Any = of_call.get("function", of_call)
         body = cast("Mapping[str, Any]", inside if isinstance(inside, Mapping) else {})
@@ -273,32 +273,31 @@ FinishReason = Literal["stop", "length", "abort", "weight_update"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How one request draws its tokens."""
+    """Settings by which one request draws its tokens."""
 
     max_tokens: int
-    """Tokens to sample at most; the stop token counts."""
+    """Largest number of tokens to sample, the stop token included."""
     temperature: float = 1.0
     """0 is greedy."""
     top_p: float = 1.0
     top_k: int = 0
     """0 is off."""
     stop_ids: tuple[int, ...] = ()
-    """Sampling ends with the first of these. It is kept: the model chose it, so it is trained."""
+    """Ids that end sampling. The stop id is kept and trained: the model chose it."""
     stop_strings: tuple[str, ...] = ()
-    """Matched on the bytes of the sampled tokens, across their borders. Nothing is trimmed."""
+    """Strings that end sampling, matched on the bytes of the sampled tokens, across token borders.
+    Nothing is trimmed."""
     distribution: Distribution = "tempered"
-    """Whose log-prob is recorded: softmax(logits) ("model"), softmax(logits / temperature)
-    ("tempered"), or that after top-k and top-p, renormalised ("sampled"). Greedy requests record
-    the model's."""
+    """Distribution of the recorded log-probs: softmax(logits) ("model"), softmax(logits /
+    temperature) ("tempered"), or the latter after top-k and top-p, renormalised ("sampled"). Greedy
+    requests record the model's."""
     record_support: bool = False
-    """Whether `Delta.support` comes back with the tokens of a truncated request. It needs
-    distribution "sampled": the other log-probs are not over the support."""
+    """Return `Delta.support` with the tokens of a truncated request. Needs distribution "sampled",
+    whose log-probs are over the support."""
     record_routes: bool = False
-    """Whether `Delta.routed_experts` comes back: the experts that the tokens went to."""
+    """Return `Delta.routed_experts`, the experts that processed the tokens."""
 
     def __post_init__(self) -> None:
-        from lockstep.errors import ConfigError
-
         for ok, text in (
             (self.max_tokens >= 1, f"max_tokens={self.max_tokens} must be at least 1"),
             (self.temperature >= 0, f"temperature={self.temperature} must be at least 0"),
@@ -315,16 +314,16 @@ class SamplingParams:
 
     @property
     def is_truncated(self) -> bool:
-        """Whether tokens are drawn from a part of the vocabulary only."""
+        """Whether tokens are drawn from only a part of the vocabulary."""
         return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Request:
-    """One generation: ids in.
+    """One generation: the ids that an engine is to continue.
 
-    `id` is idempotent: an engine that is given the same id twice answers once. `seed` decides every
-    draw together with the position, never with the batch, so a request repeats alone or in company.
+    `id` is idempotent: an engine that gets the same id twice answers once. `seed` and the position
+    decide every draw, never the batch, so a request repeats alone or among others.
     """
 
     id: str
@@ -332,23 +331,30 @@ class Request:
     sampling: SamplingParams
     seed: int = 0
     priority: int = 0
-    """Lower runs first."""
+    """Requests with a lower value run first."""
     affinity: str = ""
-    """Requests that share a prefix carry the same value: a pool sends them to one replica."""
+    """Equal for requests that share a prefix: a pool sends them to one replica."""
     adapter: str = ""
     stream: bool = False
-    """One delta per token, instead of one at the end."""
+    """Return one delta per token, instead of one at the end."""
     routes_from: int = 0
-    """With `SamplingParams.record_routes`: the first position whose routes come back. Those before
-    it were handed out with the path already (`Trajectory.num_routed`)."""
+    """First position whose routes are returned, with `SamplingParams.record_routes`. The path
+    already has those before it (`Trajectory.num_routed`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Delta:
-    """What an engine sends back: the next sampled ids of one request.
+    """An engine's answer: the next sampled ids of one request, with their log-probs.
 
-    len(token_ids) == len(logprobs). The last delta of a request, and only that, has a
-    `finish_reason`; "weight_update" is the end of a segment, and more deltas follow it.
+    len(token_ids) == len(logprobs). Only the last delta of a request has a `finish_reason`; but
+    "weight_update" ends a segment, and more deltas follow it.
+
+    >>> delta = Delta(
+    ...     token_ids=frozen_ids([7, 9], where="here"), logprobs=np.array([-0.1, -2.0], np.float32),
+    ...     policy_version=3, finish_reason="stop", stop=9,
+    ... )
+    >>> delta.token_ids.tolist(), delta.stop
+    ([7, 9], 9)
     """
 
     token_ids: Int32Array
@@ -359,21 +365,22 @@ class Delta:
     stop: int | str | None = None
     """The stop id or string that ended the request."""
     num_cached_tokens: int = 0
-    """Prompt tokens whose keys and values were reused. On the first delta."""
+    """Prompt tokens whose keys and values were reused; on the first delta."""
     num_prefilled_tokens: int = 0
-    """Prompt tokens that were computed. On the first delta."""
+    """Prompt tokens that were computed; on the first delta."""
     routed_experts: Routes | None = None
-    """Of the positions that were processed for these tokens: from `Request.routes_from` (then from
-    where the delta before ended) up to the last of `token_ids`, which is not among them: it was
-    drawn and has not been read. No position where no token was sampled. None unless asked for."""
+    """Routes of the positions processed for these tokens: from `Request.routes_from`, later from
+    the end of the delta before, up to but without the last of `token_ids`, which was drawn and not
+    yet read. Empty where no token was sampled. None unless asked for."""
     support: Ragged | None = None
-    """For each of `token_ids`, the ids that top-k and top-p left to draw from; an empty entry is
-    the whole vocabulary. None unless the request is truncated and asks for it."""
+    """Ids that top-k and top-p left to draw from, for each of `token_ids`; an empty entry is the
+    whole vocabulary. None unless the request is truncated and asks for it."""
     fingerprint: str = ""
-    """Of the numerics that computed `logprobs`: `ops.contract.Fingerprint.text`; empty: unknown."""
+    """Fingerprint of the numerics behind `logprobs` (`ops.contract.Fingerprint.text`); empty:
+    unknown."""
     first: int | None = None
-    """Place of the first of `token_ids` among all that the request has sampled, so that a delta
-    which came twice, late or never shows; None if the engine does not say."""
+    """Index of the first of `token_ids` among all sampled ids of the request, which reveals deltas
+    that came twice, late or never; None if the engine does not say."""
 
 
 # ---------------------------------------------------------------------------------------------
@@ -385,40 +392,46 @@ Status = Literal["running", "finished", "truncated", "failed"]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Segment:
-    """A run of ids that was either wholly sampled or wholly observed. Immutable; only the delta.
+    """A run of ids of a trajectory that was either sampled or observed as a whole. Immutable.
 
     Made by `Trajectory.observe` and `Trajectory.record`, which check the invariants.
+
+    >>> t = Trajectory(id="demo")
+    >>> turn = t.record([3, 4], logprobs=[-1, -2], parent=t.observe([5]), prompt_ids=[5])
+    >>> segment = t.segments[turn]
+    >>> segment.parent, segment.token_ids.tolist(), segment.is_sampled, segment.turn
+    (0, [3, 4], True, 0)
     """
 
     parent: int | None
-    """Index in `Trajectory.segments`, always smaller than this segment's own."""
+    """Index of the parent in `Trajectory.segments`, always smaller than this segment's own."""
     token_ids: Int32Array
     is_sampled: bool
     turn: int
-    """How many sampled turns end before this segment on its path: the turn it belongs to."""
+    """Turn it belongs to: number of sampled turns that end before it on its path."""
     logprobs: Float32Array | None = None
-    """[T] float32 of a sampled segment; None of an observed one. There is no filler value."""
+    """[T] float32 for a sampled segment, None for an observed one. There is no filler value."""
     policy_version: int | None = None
     finish_reason: FinishReason | None = None
     stop: int | str | None = None
     sampling: SamplingParams | None = None
     messages: tuple[Message, ...] = ()
-    """The view that people, tools and reports read. Never encoded again."""
+    """The same in words, for people, tools and reports. Never encoded again."""
     reason: str = ""
-    """Why this is another child of a parent that has one: "retry", "compaction", ..."""
+    """Reason for another child of the same parent: "retry", "compaction", ..."""
     reward: float | None = None
-    """Reward given to this segment alone, beside the leaf's."""
+    """Reward of this segment alone, in addition to the leaf's."""
     fingerprint: str = ""
-    """Of the numerics that computed `logprobs`."""
+    """Fingerprint of the numerics behind `logprobs`."""
     routed_experts: Routes | None = None
-    """Of its ids: all of them if they were observed, all but the last if they were sampled (a
-    request ends before the id that it drew last is read). None if they were not captured."""
+    """Routes of its ids: of all if they were observed, of all but the last if they were sampled (a
+    request ends before its last id is read). None if they were not captured."""
     boundary_routes: Routes | None = None
     """[layers, active]: routes of the parent's last id, which was read with this segment's prompt.
-    None if the parent has them itself, or they were not captured."""
+    None if the parent has them, or they were not captured."""
     support: Ragged | None = None
-    """For each id, the ids that it was drawn from, `logprobs` being normalised over them; an empty
-    entry is the whole vocabulary. None if nothing was cut, or what was kept was not recorded."""
+    """Ids that each id was drawn from and over which `logprobs` are normalised; an empty entry is
+    the whole vocabulary. None if nothing was cut, or the support was not recorded."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -426,19 +439,19 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class ColumnSpec:
-    """What a per-token column is, so that it can be packed, sharded and stored by index alone."""
+    """The form of a per-token column, by which it is packed, sharded and stored."""
 
     dtype: str
     fill: float | int | None
-    """The value where there is nothing to say: observed tokens and padding. None of a ragged
-    column, whose entry is then empty."""
+    """Value at observed tokens and padding. None for a ragged column, whose entry is empty
+    there."""
     trailing_shape: tuple[int | str, ...] = ()
-    """What each token has. A name stands for a size of the model's: one for all rows of a batch."""
+    """Shape of one token's entry. A name is a size of the model, equal for all rows of a batch."""
     is_ragged: bool = False
-    """Any number of values per token: a `Ragged`, and not an array."""
+    """Whether tokens have varying numbers of values: a `Ragged` instead of an array."""
     is_of_inputs: bool = False
-    """It says how a token is read, and not how it was predicted: it goes with every token that is
-    fed to the model, and not with those that are trained."""
+    """Whether it describes how a token is read, not how it was predicted: it belongs to every token
+    fed to the model, not to the trained ones."""
 
 
 COLUMNS: dict[str, ColumnSpec] = {
@@ -463,17 +476,27 @@ COLUMNS: dict[str, ColumnSpec] = {
         "int16", UNKNOWN_EXPERT, trailing_shape=("layers", "active"), is_of_inputs=True
     ),
 }
-"""Every column by name. A log-prob that does not exist is NaN, so that using it shows."""
+"""Every column by name. A log-prob that does not exist is NaN, so that its use is noticed."""
 
 
 @dataclass(slots=True, eq=False)
 class Sample:
-    """One training row: what the model saw from root to leaf, and which of it is trained.
+    """One training row: the tokens from root to leaf, and which of them are trained.
 
-    Example, a two-turn episode with prompt P, sampled A and B, tool reply O:
-    `token_ids = P + A + O + B`, `loss_mask = [False]*len(P) + [True]*len(A) + [False]*len(O) +
-    [True]*len(B)`. Every column has one entry per token, at the token's own index: the shift to
-    "position t predicts token t+1" happens in `training/packing.py` and nowhere else.
+    Every column has one entry per token, at the token's own index: the shift to "position t
+    predicts token t+1" happens in `training/packing.py` and nowhere else.
+
+    A two-turn episode: prompt 1 2, sampled 3 4, tool reply 5, sampled 6.
+
+    >>> t = Trajectory(id="demo")
+    >>> a = t.record([3, 4], logprobs=[-1, -2], parent=t.observe([1, 2]), prompt_ids=[1, 2])
+    >>> reply = t.observe([5], parent=a)
+    >>> b = t.record([6], logprobs=[-3], parent=reply, prompt_ids=[1, 2, 3, 4, 5])
+    >>> row = t.row(b)
+    >>> row.token_ids.tolist(), row.loss_mask.astype(int).tolist()
+    ([1, 2, 3, 4, 5, 6], [0, 0, 1, 1, 0, 1])
+    >>> row.columns["rollout_logprobs"].tolist(), row.segments
+    ([nan, nan, -1.0, -2.0, nan, -3.0], {1: slice(2, 4, None), 3: slice(5, 6, None)})
     """
 
     id: str
@@ -481,17 +504,17 @@ class Sample:
     token_ids: Int32Array
     """[T] int32."""
     loss_mask: npt.NDArray[np.bool_]
-    """[T] bool: trained in this row. False where another row trains the shared segment."""
+    """[T] bool: trained in this row. False also where another row trains a shared segment."""
     columns: dict[str, npt.NDArray[Any]] = field(default_factory=dict[str, npt.NDArray[Any]])
-    """name -> [T, *trailing_shape]: the dense ones of COLUMNS."""
+    """name -> [T, *trailing_shape]: the dense columns; see COLUMNS."""
     group: int = 0
     """Index of the row's group in its batch."""
     ragged: dict[str, Ragged] = field(default_factory=dict[str, Ragged])
-    """name -> T entries: the ragged ones of COLUMNS."""
+    """name -> T entries: the ragged columns; see COLUMNS."""
     segments: dict[int, slice] = field(default_factory=dict[int, slice])
     """Sampled segment of the trajectory -> its tokens in this row, for those trained in it."""
     fingerprints: tuple[str, ...] = ()
-    """Of the numerics that computed `rollout_logprobs`: the different ones, in order."""
+    """Distinct fingerprints of the numerics behind `rollout_logprobs`, in order."""
 
     def __post_init__(self) -> None:
         size = len(self.token_ids)
@@ -559,27 +582,27 @@ class Sample:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Rescorings:
-    """What the engine that sampled an episode said of it when it was asked again."""
+    """Log-probs of an episode from scoring it again by the engine that sampled it."""
 
     logprobs: dict[int, list[Float32Array]] = field(default_factory=dict[int, list[Float32Array]])
-    """Sampled segment -> [T] float32 of its ids, once for each scoring by the weights that sampled
-    them."""
+    """Sampled segment -> [T] float32 of its ids, one array per scoring by the weights that sampled
+    it."""
     num_scored: int = 0
-    """Scorings of a turn that are in `logprobs`, whole or in part."""
+    """Scorings of a turn that `logprobs` contains, whole or in part."""
     num_overlapped: int = 0
-    """Those of them that were there before the last episode of the batch had ended."""
+    """Scorings among them that were finished before the last episode of the batch."""
     num_stale: int = 0
-    """Scorings that other weights than those of a segment made, or would have made."""
+    """Scorings dropped because the weights had changed since sampling."""
     num_failed: int = 0
-    """Scorings that the engine did not give."""
+    """Scorings that the engine failed to give."""
     error: str = ""
-    """Why the first one failed."""
+    """Reason of the first failure."""
     num_prefix_tokens: int = 0
-    """Ids before the scored ones, over all scorings."""
+    """Number of ids before the scored ones, over all scorings."""
     num_cached_tokens: int = 0
-    """Those of them whose keys and values were found."""
+    """Ids among them whose keys and values were cached."""
     waited_seconds: float = 0.0
-    """How long the batch waited for scorings after its last episode had ended."""
+    """Seconds that the batch waited for scorings after its last episode had ended."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -601,15 +624,15 @@ class Trajectory:
     rewards: dict[int, float] = field(default_factory=dict[int, float])
     """leaf -> reward."""
     reward_parts: dict[str, float] = field(default_factory=dict[str, float])
-    """Raw named parts, before weights, of the episode's score."""
+    """Named parts of the episode's score, before they are weighed."""
     status: Status = "running"
-    """finished: the environment ended it. truncated: a budget did. failed: never trained."""
+    """finished: ended by the environment. truncated: ended by a budget. failed: never trained."""
     error: str = ""
-    """Why it failed or was truncated."""
+    """Reason why it failed or was truncated."""
     metrics: dict[str, float] = field(default_factory=dict[str, float])
     """Counters of the episode: tool errors, timeouts, tokens encoded, ..."""
     rescorings: Rescorings | None = None
-    """Of an episode whose turns the engine scored again; not stored with it."""
+    """Repeated scorings of its turns by the engine; not stored."""
 
     # -- growing ------------------------------------------------------------------------------
 
@@ -653,14 +676,13 @@ class Trajectory:
     ) -> int:
         """Adds ids that the model sampled after `prompt_ids`. Returns the index.
 
-        routed_experts: of the positions from `routes_from` on that were processed for these ids,
-        as `Delta.routed_experts` has them. They are laid onto the segments that they belong to:
-        this one, and those above it that have none yet. What stands there stays.
+        routed_experts: routes of the positions from `routes_from` on, as in `Delta`. They are
+        given to the segments that they belong to: this one, and those above it that have none.
 
-        Raises RoutingReplayError if these leave a gap in the path's routes, and TokenError if the
+        Raises RoutingReplayError if they leave a gap in the path's routes. Raises TokenError if the
         prompt was not the path to `parent`, the log-probs are not one finite non-positive number
-        per id, the stop id is not the last one, or an id is not in the support that it was drawn
-        from: any of these means that the row would not be what the model did.
+        per id, the stop id is not the last one, or an id is not in its support: the row would not
+        be what the model did.
         """
         where = self._next(parent)
         ids = frozen_ids(token_ids, where=where)
@@ -714,7 +736,7 @@ class Trajectory:
         )
 
     def set_segment_reward(self, index: int, reward: float) -> None:
-        """Gives a sampled segment a reward of its own, beside its leaf's."""
+        """Gives a sampled segment a reward of its own, in addition to its leaf's."""
         if not self.segments[index].is_sampled:
             raise TokenError(
                 f"trajectory {self.id}, segment {index}: only a sampled segment can have a reward."
@@ -733,7 +755,7 @@ class Trajectory:
         return out[::-1]
 
     def path_ids(self, leaf: int | None) -> Int32Array:
-        """What the engine saw at the end of `leaf`; empty for None."""
+        """The ids from the root to the end of `leaf`, as the engine read them; empty for None."""
         if leaf is None:
             return np.empty(0, np.int32)
         parts: list[Int32Array] = []
@@ -745,8 +767,8 @@ class Trajectory:
         return np.concatenate(parts[::-1])
 
     def num_routed(self, leaf: int) -> int:
-        """How many positions, from the beginning of the path to `leaf`, have routes without a gap:
-        where a request that goes on from there has `routes_from`."""
+        """Number of positions with routes, without a gap, from the beginning of the path to `leaf`:
+        the `routes_from` of a request that continues it."""
         path = [self.segments[i] for i in self.path(leaf)]
         total = 0
         for segment, child in zip(path, [*path[1:], None], strict=True):
@@ -840,7 +862,7 @@ class Trajectory:
     # -- invariants ---------------------------------------------------------------------------
 
     def _next(self, parent: int | None) -> str:
-        """Names the segment that is about to be added, once its parent is known to exist."""
+        """A name for the segment that is about to be added, for errors; checks its parent."""
         where = f"trajectory {self.id}, segment {len(self.segments)} (parent {parent})"
         if parent is not None and not 0 <= parent < len(self.segments):
             raise TokenError(f"{where}: there are only {len(self.segments)} segments.")
@@ -873,8 +895,8 @@ class Trajectory:
     def _check_routes(
         self, where: str, parent: int, num_ids: int, routes: Routes, routes_from: int
     ) -> None:
-        """Raises RoutingReplayError unless they go on where the path's routes end, or before, and
-        end before the last sampled id."""
+        """Raises RoutingReplayError unless the routes begin at or before the end of the path's
+        routes and end before the last sampled id."""
         if routes.ndim != 3 or routes.dtype.name not in ("uint8", "int16"):
             raise RoutingReplayError(
                 f"{where}: routes must be uint8 or int16 [positions, layers, active], found "
@@ -906,8 +928,8 @@ class Trajectory:
     def _lay_routes(
         self, parent: int, routes: Routes, routes_from: int
     ) -> tuple[Routes, Routes | None]:
-        """Gives the segments of the path to `parent` the routes that they lack. Returns those of
-        the segment to come: its own, and its parent's last id's."""
+        """Gives the segments of the path to `parent` the routes that they lack. Returns the routes
+        of the segment to come, and those of its parent's last id."""
         routes = routes.copy()
         routes.setflags(write=False)
         at, begin, path = self.num_routed(parent), 0, self.path(parent)
@@ -962,7 +984,7 @@ def _check_support(where: str, ids: Int32Array, support: Ragged) -> None:
 
 
 def _support_of(segments: Sequence[Segment]) -> dict[str, Ragged]:
-    """The ragged columns of a path: `support` where any of its segments has one."""
+    """The ragged columns of a path: `support` if any of its segments has one."""
     if all(s.support is None for s in segments):
         return {}
     parts = [Ragged.empty(len(s)) if s.support is None else s.support for s in segments]
@@ -970,7 +992,7 @@ def _support_of(segments: Sequence[Segment]) -> dict[str, Ragged]:
 
 
 def _routes_of(segments: Sequence[Segment]) -> dict[str, npt.NDArray[np.int16]]:
-    """The column `routed_experts` of a path; none where no segment has routes."""
+    """The column `routed_experts` of a path; none if no segment has routes."""
     shape = next((s.routed_experts.shape[1:] for s in segments if s.routed_experts is not None), ())
     if not shape:
         return {}
@@ -997,17 +1019,17 @@ class Task:
     id: str
     payload: Mapping[str, Any] = field(default_factory=dict[str, Any])
     source: str = ""
-    """Which mixture component it came from; "" for one source."""
+    """Component of the mixture that it came from; "" if there is one source."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Group:
-    """Several trajectories of the same task: the unit of a group baseline."""
+    """Several trajectories of one task: the unit of a group baseline."""
 
     task: Task
     trajectories: list[Trajectory]
 
     @property
     def rewards(self) -> list[float]:
-        """Of the trajectories that did not fail."""
+        """Rewards of the trajectories that did not fail."""
         return [t.reward for t in self.trajectories if t.status != "failed"]

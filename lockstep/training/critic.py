@@ -28,7 +28,7 @@ from lockstep.models.sharding import let_go
 from lockstep.objectives.values import explained_variance, value_loss
 from lockstep.training.config import CriticConfig, TrainerConfig
 from lockstep.training.learner import Learner, Metrics, Pass, check_same_shapes
-from lockstep.training.packing import PackedBatch, unpack_over_ranks
+from lockstep.training.packing import PackedBatch, unpack_rows
 from lockstep.types import Float32Array, Sample
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ class Critic(Learner):
             batches = self._pack(samples, num_unread=num_unread)
             parts = [(batch, self._values(batch)) for batch in batches]
         let_go(self.decoder)
-        return unpack_over_ranks(samples, parts, ranks=self.ranks)
+        return unpack_rows(samples, parts, ranks=self.ranks)
 
     def _values(self, batch: PackedBatch) -> Tensor:
         """[N] float32: the value at each place where a trained token is predicted."""

@@ -1,7 +1,7 @@
-"""How evenly a mixture's tokens are spread over its experts, and the loss that evens it out.
+"""Load of a mixture's experts, and the auxiliary loss that evens it out.
 
-Both are of all rows of an update, whatever its micro-batches: a token that several rows begin with
-is run once in a micro-batch and counts once for each of them.
+Both cover all rows of an update, whatever its micro-batches. A token that several rows share is run
+once in a micro-batch and counts once for each of them.
 
 # T tokens  L routed layers  E experts  A active experts
 """
@@ -21,14 +21,18 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExpertLoad:
-    """Tokens that each expert was given. Those of micro-batches, and of ranks, add up."""
+    """Tokens given to each expert. Loads of micro-batches and ranks add up.
+
+    >>> (ExpertLoad(torch.tensor([[3.0, 1.0]])) + ExpertLoad(torch.tensor([[1.0, 3.0]]))).counts_LE
+    tensor([[4., 4.]])
+    """
 
     counts_LE: Tensor
     """[L, E] float64: each layer's sum is tokens times active experts."""
 
     @classmethod
     def of(cls, chosen_TLA: Tensor, batch: PackedBatch, num_experts: int) -> ExpertLoad:
-        """chosen_TLA: [T, L, A] integers, the experts that the tokens of `batch` went to."""
+        """chosen_TLA: [T, L, A] integers, the experts that processed the tokens of `batch`."""
         T, L, A = chosen_TLA.shape
         layer_L = torch.arange(L, device=chosen_TLA.device)
         place_TLA = layer_L[:, None] * num_experts + chosen_TLA.long()
@@ -42,9 +46,9 @@ class ExpertLoad:
         return ExpertLoad(self.counts_LE + other.counts_LE)
 
     def balancing(self, batch: PackedBatch, *, num_active: int, coef: float) -> Balancing:
-        """The part of coef * mean over layers of E * sum_e f_e P_e that the tokens of `batch` have.
+        """The part of coef * mean over layers of E * sum_e f_e P_e contributed by `batch`.
 
-        f_e: the share of this load that expert e has, without gradient. P_e: the mean over the same
+        f_e: expert e's share of this load, without gradient. P_e: the mean over the same
         tokens of the router's probability of e. 1 where f or P is even, E where all go to one.
         Source: Switch Transformers (arXiv 2101.03961), eq. 4-6, with f over the whole update as in
         arXiv 2501.11873; their f_e of top-k routing add up to k, these to 1.
@@ -57,18 +61,18 @@ class ExpertLoad:
         return Balancing(pull_LE=pull_LE, weight_T=row_counts(batch))
 
     def to_metrics(self) -> dict[str, float]:
-        """`moe/...`, see docs/metrics.md."""
+        """`moe/...` metrics."""
         return load_metrics(self.counts_LE.cpu().numpy())
 
 
 def row_counts(batch: PackedBatch) -> Tensor:
-    """[T] float64: how many rows of the micro-batch each of its tokens belongs to."""
+    """[T] float64: number of rows of the micro-batch that contain each token."""
     counts = np.bincount(np.concatenate(batch.inputs), minlength=len(batch.ids))
     return torch.from_numpy(counts.astype(np.float64)).to(batch.ids.device)
 
 
 def load_metrics(counts_LE: np.ndarray) -> dict[str, float]:
-    """`moe/...` of [L, E] tokens per layer and expert, see docs/metrics.md."""
+    """`moe/...` metrics of [L, E] tokens per layer and expert."""
     E = counts_LE.shape[1]
     ratio_LE = counts_LE * E / np.maximum(counts_LE.sum(1, keepdims=True), 1.0)  # 1 is even
     spread_L = ratio_LE.std(1)

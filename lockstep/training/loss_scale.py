@@ -1,4 +1,4 @@
-"""The factor on the loss under which float16 gradients are neither lost nor overflow."""
+"""A factor on the loss that keeps float16 gradients from underflow and overflow."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ GROWTH_UPDATES = 100
 
 @dataclass(slots=True)
 class LossScale:
-    """Powers of two, so that scaling changes no bit of a gradient that neither side loses.
+    """A power of two, so that scaling changes no bit of a gradient that stays in range.
 
     A float16 gradient below 6e-8 is 0 and one above 65504 is infinite; a factor on the loss moves
-    all of them between. After an overflow it is halved and the same batch is run backward again:
-    nothing that was sampled is lost (elsewhere such an update is skipped).
+    gradients between. After an overflow it is halved and the same batch is run backward again, so
+    no sample is lost (other trainers skip such an update).
     Source: Micikevicius et al. 2018, section 3.2; dynamic as in torch.amp.GradScaler.
     """
 
     value: float
     is_dynamic: bool
     num_good: int = 0
-    """Updates since the last change."""
+    """Updates since the last change of the factor."""
     num_overflows: int = 0
-    """Backward passes that were run again since `to_metrics`."""
+    """Backward passes repeated since the last `to_metrics`."""
 
     @classmethod
     def for_training(cls, setting: float, dtype: torch.dtype) -> LossScale:
@@ -39,7 +39,7 @@ class LossScale:
         return cls(FIRST if is_needed else 1.0, is_dynamic=is_needed)
 
     def lower(self) -> bool:
-        """After an overflow. Whether there is a smaller factor to try."""
+        """Halves the factor after an overflow. Returns False if there is no smaller one to try."""
         if not self.is_dynamic or self.value <= 1.0:
             return False
         self.value /= 2
@@ -47,24 +47,24 @@ class LossScale:
         return True
 
     def made_update(self) -> None:
-        """After an update whose gradient was finite."""
+        """Notes an update whose gradient was finite; doubles the factor after many."""
         self.num_good += 1
         if self.is_dynamic and self.num_good >= GROWTH_UPDATES and self.value < LARGEST:
             self.value, self.num_good = self.value * 2, 0
 
     def to_metrics(self, role: str) -> dict[str, float]:
-        """Of one update; nothing where nothing is scaled."""
+        """Figures of one update; none where nothing is scaled."""
         if not self.is_dynamic and self.value == 1.0:
             return {}
         count, self.num_overflows = self.num_overflows, 0
         return {f"{role}/loss_scale": self.value, f"{role}/overflows": float(count)}
 
     def state(self) -> dict[str, float]:
-        """For a checkpoint."""
+        """JSON-able state for a checkpoint."""
         return {"loss_scale": self.value, "loss_scale_good_updates": self.num_good}
 
     def load(self, state: Mapping[str, float]) -> None:
-        """What `state` wrote, where this is dynamic; a factor that is set stays."""
+        """Restores `state` of a dynamic factor; one that is set stays."""
         if self.is_dynamic:
             self.value = state.get("loss_scale", self.value)
             self.num_good = int(state.get("loss_scale_good_updates", 0))

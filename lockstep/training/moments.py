@@ -1,11 +1,10 @@
 """AdamW whose two moments take 8 bits each: codes, and a scale per 256 of them.
 
 A value is sign * (|code| / levels)^4 * scale, the scale being the largest magnitude of its block.
-The fourth power gives small values, of which a block has most, as many digits as large ones: the
-smallest that is told from 0 is 2.4e-10 of the largest. A second moment never becomes 0, it is
-rounded up to the first code: a first moment that survives beside it would move a weight without
-bound. Blocks lie within the last dimension, so what is sharded along another one has the blocks
-that the whole has.
+The fourth power gives small values, the most frequent ones of a block, as many digits as large
+ones: the smallest that differs from 0 is 2.4e-10 of the largest. A second moment is rounded up to
+the first code and never becomes 0: a first moment beside a 0 would move a weight without bound.
+Blocks lie within the last dimension, so a tensor sharded along another one has the same blocks.
 
 The idea of block-wise 8-bit moments: Dettmers, Lewis, Shleifer and Zettlemoyer 2022, 8-bit
 Optimizers via Block-wise Quantization, whose code book has gaps where this one has a power.
@@ -26,13 +25,13 @@ Tensor = torch.Tensor
 
 SIGNED_LEVELS, UNSIGNED_LEVELS = 127, 255
 
-CHUNK_ELEMENTS = {"cpu": 1 << 18}  # what is float32 at one time: fits a core's cache
+CHUNK_ELEMENTS = {"cpu": 1 << 18}  # float32 elements at one time: they fit a core's cache
 OTHER_CHUNK_ELEMENTS = 1 << 24  # on an accelerator: 64 MiB, enough to fill it
 
 
 @dataclass(slots=True, eq=False)
 class QuantizedMoment:
-    """One moment of one parameter. Sharded as the parameter is, if it is."""
+    """One moment of one parameter, sharded like the parameter."""
 
     codes: Tensor
     """The parameter's shape, int8 (first moment) or uint8 (second)."""
@@ -49,7 +48,7 @@ class QuantizedMoment:
         )
 
     def read(self) -> Tensor:
-        """float32, the parameter's shape; of a sharded one, the local part."""
+        """float32, the parameter's shape; the local part of a sharded one."""
         codes, scales = _rows(self.codes), _rows(self.scales)
         return _dequantize(codes, scales).view(local(self.codes).shape)
 
@@ -87,8 +86,8 @@ def quantized_adamw(
     eps: float,
     weight_decay: float,
 ) -> None:
-    """One step of AdamW (Loshchilov and Hutter 2019) in place, a chunk of rows at a time: no moment
-    stands whole in float32. The step itself is by the moments before they are rounded.
+    """One step of AdamW (Loshchilov and Hutter 2019) in place, a chunk of rows at a time, so that
+    no moment is in float32 as a whole. The step uses the moments before they are rounded.
 
     parameter, gradient: float32. update: of this parameter, counted from 1.
     """
@@ -141,7 +140,7 @@ def _quantize(x_RK: Tensor, codes_RK: Tensor, scales_RB: Tensor) -> None:
     blocks = _blocks(x_RK)
     top_RB1 = blocks.abs().amax(-1, keepdim=True)
     scales_RB.copy_(top_RB1[..., 0])
-    # Divided before the root: what a block's largest value is must not underflow on the way.
+    # Divided before the root, so that the largest value of a block does not underflow.
     shares = blocks / top_RB1.clamp_min(torch.finfo(torch.float32).tiny)
     levels = shares.abs().sqrt_().sqrt_().mul_(_levels(codes_RK)).round_()
     levels = levels.copysign_(shares) if is_signed else levels.clamp_min_(1)
@@ -149,7 +148,7 @@ def _quantize(x_RK: Tensor, codes_RK: Tensor, scales_RB: Tensor) -> None:
 
 
 def _blocks(x_RK: Tensor) -> Tensor:
-    """[R, B, 256]; a last block that is short is filled up with zeros, in a copy."""
+    """[R, B, 256]; a short last block is padded with zeros, in a copy."""
     extra = -x_RK.shape[1] % BLOCK
     if extra:
         x_RK = F.pad(x_RK, (0, extra))

@@ -32,10 +32,10 @@ _log = logging.getLogger(__name__)
 
 
 def lr_share(update: int, config: TrainerConfig, *, total_updates: int | None) -> float:
-    """The share of the peak learning rate at `update`, counted from 0.
+    """Ratio of the learning rate at `update`, counted from 0, to its peak.
 
-    Rises over the warm-up, then stays, or falls to `min_lr_share` at `total_updates`, which the
-    last update (total_updates - 1) comes one step short of.
+    It rises over the warm-up, then stays, or falls to `min_lr_share` at `total_updates`, one step
+    after the last update.
     """
     warmup = config.warmup_updates
     if update < warmup:
@@ -53,8 +53,8 @@ def lr_share(update: int, config: TrainerConfig, *, total_updates: int | None) -
 
 
 def is_decayed(name: str) -> bool:
-    """Weight decay pulls towards 0, which means something for a projection, and nothing for a
-    norm's scale, a bias or a sink's logit."""
+    """Whether weight decay applies: to projections, and not to a norm's scale, a bias or a sink's
+    logit, which have no reason to be near 0."""
     return not name.endswith(("norm", "bias", "sinks"))
 
 
@@ -64,10 +64,10 @@ def freeze(
     *,
     setting: str = "trainer.freeze",
 ) -> None:
-    """Takes the gradient from every parameter whose name a pattern matches (`*`, `?`, `[ab]`).
+    """Turns off the gradient of every parameter whose name a pattern matches (`*`, `?`, `[ab]`).
 
-    Raises ConfigError for a pattern that matches none, and if nothing is left to train; then
-    nothing is changed.
+    Raises ConfigError for a pattern that matches none and if nothing is left to train, before
+    anything is changed.
     """
     parameters = dict(named_parameters)
     check_freeze(list(parameters), patterns, setting=setting)
@@ -100,10 +100,10 @@ class Optimizer:
     """Decoupled AdamW (Loshchilov and Hutter 2019) on the trainable parameters of a model.
 
     Parameters are updated in their own memory, which an engine in this process may share. Those
-    that are not float32 have a float32 master, in which gradients add up and updates are made: the
-    last bit of a bfloat16 weight is more than most updates. With trainer.offload=optimizer all
-    have one, in the host's memory, and its moments beside it. Of a sharded parameter, master and
-    moments are this rank's part alone; what is saved and loaded is whole.
+    that are not float32 have a float32 master that collects gradients and is updated: the last bit
+    of a bfloat16 weight is larger than most updates. With trainer.offload=optimizer all parameters
+    have a master, in the host's memory with its moments. A sharded parameter has only this rank's
+    part of master and moments; saved and loaded tensors are whole.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class Optimizer:
         }
         self._moments: dict[str, Moments] = {}
         self._num_updates: dict[str, int] = {}
-        """Of the parameters in `_moments`, each its own: one without a gradient has none."""
+        """Parameter -> its updates; a parameter without a gradient has none."""
         groups = [
             {
                 "params": [
@@ -157,7 +157,8 @@ class Optimizer:
             parameter.grad = None
 
     def sum_gradients(self, ranks: Ranks) -> None:
-        """Adds up what the ranks have collected. Of sharded parameters backward has done so."""
+        """Sums the collected gradients over the ranks; backward has done so for sharded
+        parameters."""
         names = [n for n in self.masters if n not in self._sharded]
         masters = [self.masters[name] for name in names]
         has = torch.tensor([m.grad is not None for m in masters], dtype=torch.float32)
@@ -180,7 +181,7 @@ class Optimizer:
             self.masters[name].grad = None
 
     def gradients(self) -> dict[str, Tensor]:
-        """name -> float32 gradient, of the parameters that have one."""
+        """name -> float32 gradient, for parameters that have one."""
         return {n: m.grad for n, m in self.masters.items() if m.grad is not None}
 
     def gradient_norm(self) -> Tensor:
@@ -194,7 +195,7 @@ class Optimizer:
         return (squared + whole.double().square()).sqrt()
 
     def step(self, *, lr: float, gradient_scale: float = 1.0) -> None:
-        """One update by the collected gradients times `gradient_scale`; then they are gone."""
+        """One update by the collected gradients times `gradient_scale`, which are then dropped."""
         if gradient_scale != 1.0:
             for gradient in self.gradients().values():
                 gradient.mul_(gradient_scale)
@@ -209,7 +210,7 @@ class Optimizer:
         self.zero_gradients()
 
     def read_parameters(self) -> None:
-        """Masters of float32 parameters, which are copies with another place only, from these."""
+        """Copies float32 parameters to those masters that are copies of them."""
         with torch.no_grad():
             for name, parameter in self.parameters.items():
                 if parameter.dtype == torch.float32 and not self._is_own_master(name):
@@ -258,9 +259,9 @@ class Optimizer:
                 yield f"step/{name}", step.detach().reshape(1)
 
     def load_state_tensors(self, tensors: Mapping[str, Tensor], *, where: str) -> None:
-        """Raises CheckpointError listing every tensor that is missing, extra or misshapen, and then
-        changes nothing. Moments that were written with another `optimizer_bits` are converted, and
-        the log says so."""
+        """Raises CheckpointError listing every tensor that is missing, extra or misshapen, before
+        anything is changed. Moments written with another `optimizer_bits` are converted, with a
+        warning in the log."""
         shapes: dict[str, tuple[int, ...]] = {}
         for name, parameter in self.parameters.items():
             shape = tuple(parameter.shape)
@@ -303,7 +304,7 @@ class Optimizer:
             )  # fmt: skip
 
     def _load_moments(self, name: str, tensors: Mapping[str, Tensor]) -> bool:
-        """Whether the moments of `name` were of another kind."""
+        """Loads the moments of `name`; returns whether they were converted."""
         master, step = self.masters[name], tensors[f"step/{name}"]
 
         def part_of(key: str) -> Tensor:
@@ -344,12 +345,12 @@ class Optimizer:
         return self.masters[name].data_ptr() == part.data_ptr() and part.dtype == torch.float32
 
     def _has_stored_master(self, name: str) -> bool:
-        """A float32 parameter is its own master, or the same numbers in another place."""
+        """Whether the master is saved: a float32 parameter holds the same numbers as its master."""
         return self.parameters[name].dtype != torch.float32
 
 
 def _master(parameter: torch.nn.Parameter, is_offloaded: bool) -> Tensor:
-    """The parameter itself or a view of its part, where that is float32 and may stay."""
+    """The parameter itself or a view of its part if that is float32 and stays on its device."""
     is_own = parameter.dtype == torch.float32 and not is_offloaded
     if is_own and mesh_of(parameter) is None:
         return parameter

@@ -25,17 +25,28 @@ if TYPE_CHECKING:
 Tensor = torch.Tensor
 
 SLACK = 1.1
-"""How much more than its even share a rank may have: rows are never split, so they seldom fit."""
+"""Ratio of a rank's largest share to an even one: rows are never split, so they seldom fit."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class PackedBatch:
-    """Whole rows, and which of their tokens are trained.
+    """The whole rows of one micro-batch, without padding, and which of their tokens are trained.
 
-    A row's input ends where its last trained token is predicted: what follows predicts nothing that
-    is trained, and nothing attends to it. What rows begin with alike (the prompt of a group, the
-    common turns of a tree) is computed once: attention is causal, so their hidden states there are
-    the same, and their gradients add up. Cost is linear in distinct tokens.
+    A row's input ends where its last trained token is predicted; nothing attends to what follows.
+    A common beginning of rows (the prompt of a group, the shared turns of a tree) is computed once:
+    attention is causal, so its hidden states are the same, and its gradients add up. Cost is linear
+    in distinct tokens.
+
+    Two rows that share the prompt 7 8; their last tokens are trained:
+
+    >>> mask = np.array([False, False, True])
+    >>> rows = [Sample(f"t/{i}", np.array([7, 8, i], np.int32), mask) for i in (5, 6)]
+    >>> (batch,) = pack(rows, [[0, 1]])
+    >>> batch.ids.tolist(), batch.predictors.tolist(), batch.targets.tolist(), batch.row.tolist()
+    ([7, 8], [1, 1], [5, 6], [0, 1])
+    >>> [(row, places.tolist(), values.tolist())
+    ...  for row, places, values in batch.unpack(torch.tensor([-0.5, -0.7]))]
+    [(0, [2], [-0.5]), (1, [2], [-0.699999988079071])]
     """
 
     rows: tuple[int, ...]
@@ -51,22 +62,21 @@ class PackedBatch:
     """[N] int64: the ids of the trained tokens."""
     row: Tensor
     """[N] int64 in [0, R): the row of each trained token."""
-    row_tokens: Tensor
-    """[R] int64: trained tokens of each row."""
     columns: dict[str, Tensor]
     """name -> [N, ...]: the samples' dense columns at the trained tokens."""
     ragged: dict[str, Ragged]
     """name -> N entries: the ragged ones, on the host."""
     places: tuple[Int64Array, ...]
-    """Per row: the index of its trained tokens in `Sample.token_ids`, for `unpack`."""
+    """Per row: indices of its trained tokens in `Sample.token_ids`, for `unpack`."""
     inputs: tuple[Int64Array, ...]
-    """Per row: its tokens that are fed, as an index into T."""
+    """Per row: the tokens fed to the model, as indices into T."""
     routes: Tensor | None = None
     """[T, layers, active] int16: the experts to replay, UNKNOWN_EXPERT where the router chooses."""
     num_routed: int = 0
-    """Tokens of the T with routes to replay."""
+    """Number of the T tokens that have routes to replay."""
     is_filler: bool = False
-    """Run only because other ranks still have a micro-batch; these rows are told by another one."""
+    """Whether it only keeps this rank in step with the others; another micro-batch reports its
+    rows."""
 
     @property
     def num_rows(self) -> int:
@@ -74,17 +84,17 @@ class PackedBatch:
 
     @property
     def sizes(self) -> Int64Array:
-        """[R] int64 on the host: `row_tokens`."""
+        """[R] int64 on the host: trained tokens of each row."""
         return np.array([len(p) for p in self.places], np.int64)
 
     @property
     def support(self) -> Support | None:
-        """What the N trained tokens were drawn from; None where nothing was cut."""
+        """The ids that each trained token was drawn from; None where nothing was cut."""
         found = self.ragged.get("support")
         return None if found is None else Support.of(found, device=self.targets.device)
 
     def unpack(self, values: Tensor) -> Iterable[tuple[int, Int64Array, npt.NDArray[Any]]]:
-        """(row, places, values) for each row: [N] values back at the tokens' own indices."""
+        """(row, places, values) for each row: [N] values at the tokens' own indices."""
         array = values.detach().cpu().numpy()
         ends = np.cumsum([len(p) for p in self.places])[:-1]
         yield from zip(self.rows, self.places, np.split(array, ends), strict=True)
@@ -104,11 +114,11 @@ def share_beginnings(
     rows: Sequence[npt.NDArray[np.int32]],
     routes: Sequence[npt.NDArray[np.int16]] | None = None,
 ) -> tuple[list[Int64Array], npt.NDArray[np.int32], Int64Array]:
-    """(for each row its tokens' indices, the distinct tokens' ids [T], their positions [T]).
+    """(per row its tokens' indices, ids [T] of the distinct tokens, their positions [T]).
 
-    Two rows share a token where they are equal up to and including it; routes [T, layers, active],
-    where they are given, belong to what must be equal. In the order of their bytes
-    a row's longest common beginning with any before it is that with its neighbour.
+    Two rows share a token where they are equal up to and including it, in ids and in routes
+    [T, layers, active] where these are given. Sorted by their bytes, a row shares most with its
+    neighbour.
 
     >>> rows = [np.array(row, np.int32) for row in ([7, 8, 9], [7, 8, 5])]
     >>> index, ids, positions = share_beginnings(rows)
@@ -164,9 +174,9 @@ def check_readable(samples: Sequence[Sample], *, vocab_size: int, max_positions:
 
 
 def plan_microbatches(samples: Sequence[Sample], max_tokens: int) -> list[list[int]]:
-    """Which rows go together: every row with something to train, once. Deterministic.
+    """The rows of each micro-batch: every row with something to train, once. Deterministic.
 
-    First fit, longest first: neighbours are of similar length, which is what attention likes.
+    First fit, longest first, so that neighbours have similar lengths, which is fast in attention.
     Raises ConfigError naming the row that is longer than `max_tokens`.
     """
     lengths = {i: int(s.loss_mask.nonzero()[0][-1]) for i, s in enumerate(samples) if s.num_trained}
@@ -191,8 +201,8 @@ def plan_microbatches(samples: Sequence[Sample], max_tokens: int) -> list[list[i
 def deal(
     plan: Sequence[Sequence[int]], rank: int, num_ranks: int
 ) -> list[tuple[Sequence[int], bool]]:
-    """(rows, is_filler) of one rank's share of a plan: as many micro-batches for each, since ranks
-    compute in step. Where they do not come out even, the last one stands in as a filler.
+    """(rows, is_filler) of one rank's share of a plan. Ranks compute in step and need as many
+    micro-batches each; a rank that is one short runs the last one again as a filler.
 
     >>> [[rows for rows, _ in deal([[0], [1, 2], [3]], rank, 2)] for rank in (0, 1)]
     [[[0], [3]], [[1, 2], [3]]]
@@ -203,7 +213,7 @@ def deal(
 
 
 def budget_for_ranks(samples: Sequence[Sample], max_tokens: int, num_ranks: int) -> int:
-    """`max_tokens`, or less where a batch would not make a micro-batch for each rank."""
+    """`max_tokens`, or less if a batch would not fill a micro-batch for each rank."""
     if num_ranks == 1:
         return max_tokens
     lengths = [len(s) for s in samples if s.num_trained] or [0]
@@ -212,9 +222,9 @@ def budget_for_ranks(samples: Sequence[Sample], max_tokens: int, num_ranks: int)
 
 
 def split_updates(samples: Sequence[Sample], num_updates: int) -> list[list[Sample]]:
-    """The rows of each optimizer step: whole rows, dealt out in turn so that shares are alike.
+    """The rows of each optimizer step: whole rows, dealt in turn so that shares are alike.
 
-    A trajectory's rows and a group's go to different updates. Empty shares are left out.
+    Rows of one trajectory or group go to different updates. Empty shares are left out.
     """
     return [part for i in range(num_updates) if (part := list(samples[i::num_updates]))]
 
@@ -230,8 +240,8 @@ def pack(
 ) -> list[PackedBatch]:
     """The micro-batches of `plan`, columns moved by index without knowing their names.
 
-    routes: [T, layers, active] per sample, the experts to replay. rank, num_ranks: only that rank's
-    share of the micro-batches, see `deal`.
+    routes: [T, layers, active] per sample, the experts to replay. rank, num_ranks: that rank's
+    share of the micro-batches only, see `deal`.
 
     Raises AlignmentError if the samples have different columns, or if the trained tokens of the
     micro-batches are not those of the samples: a row was lost, doubled or cut.
@@ -261,7 +271,7 @@ def pack(
 
 
 def _column_names(sample: Sample) -> list[str]:
-    """Of what goes with trained tokens: routes go with inputs, and are handed over apart."""
+    """Columns of trained tokens. Routes belong to inputs and are passed separately."""
     return sorted(n for n in (*sample.columns, *sample.ragged) if not COLUMNS[n].is_of_inputs)
 
 
@@ -287,7 +297,6 @@ def _pack_rows(
         packed_routes = np.empty((len(ids), *fed[0].shape[1:]), np.int16)
         for at, of_row in zip(index, fed, strict=True):
             packed_routes[at] = of_row
-    row_tokens = np.array([len(p) for p in places], np.int64)
 
     def tensor(array: npt.NDArray[Any]) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(device)
@@ -302,8 +311,7 @@ def _pack_rows(
         context=PackedContext.of_rows(index, device=device),
         predictors=tensor(np.concatenate([i[p] for i, (p, _) in zip(index, shifted, strict=True)])),
         targets=at_targets(s.token_ids for s in chosen).long(),
-        row=tensor(np.repeat(np.arange(len(rows)), row_tokens)),
-        row_tokens=tensor(row_tokens),
+        row=tensor(np.repeat(np.arange(len(rows)), [len(p) for p in places])),
         columns={
             name: at_targets(s.columns[name] for s in chosen)
             for name in _column_names(chosen[0])
@@ -322,38 +330,32 @@ def _pack_rows(
     )
 
 
-def unpack_rows(
-    samples: Sequence[Sample],
-    parts: Sequence[tuple[PackedBatch, Tensor]],
-    *,
-    fill: float = float("nan"),
-) -> list[npt.NDArray[np.float32]]:
-    """[N] values of packed batches as [T] float32 per sample, `fill` where nothing is trained."""
-    out = [np.full(len(s), fill, np.float32) for s in samples]
-    for batch, values in parts:
-        for row, places, of_row in batch.unpack(values):
-            out[row][places] = of_row
-    return out
-
-
 def is_routed(routes: npt.NDArray[np.int16]) -> npt.NDArray[np.bool_]:
     """[T] bool: which positions of [T, layers, active] have routes."""
     return routes[:, 0, 0] != UNKNOWN_EXPERT
 
 
-def unpack_over_ranks(
+def unpack_rows(
     samples: Sequence[Sample],
     parts: Sequence[tuple[PackedBatch, Tensor]],
     *,
-    ranks: Ranks | None,
+    ranks: Ranks | None = None,
     fill: float = float("nan"),
 ) -> list[npt.NDArray[np.float32]]:
-    """`unpack_rows` of what all ranks have: each row's values come from one of them. Collective."""
-    own = [part for part in parts if not part[0].is_filler]
-    out = unpack_rows(samples, own, fill=fill)
+    """[N] values of micro-batches as [T] float32 per sample, `fill` where nothing is trained.
+
+    ranks: each row's values come from one of them, and all get them. Collective.
+    """
+    out = [np.full(len(s), fill, np.float32) for s in samples]
+    mine: set[int] = set()
+    for batch, values in parts:
+        if batch.is_filler:
+            continue
+        mine.update(batch.rows)
+        for row, places, of_row in batch.unpack(values):
+            out[row][places] = of_row
     if ranks is None or not samples:
         return out
-    mine = {row for batch, _ in own for row in batch.rows}
     flat = np.concatenate(
         [
             values[s.loss_mask] if i in mine else np.zeros(s.num_trained, np.float32)
@@ -369,7 +371,7 @@ def unpack_over_ranks(
 
 
 def describe(samples: Sequence[Sample], batches: Sequence[PackedBatch]) -> str:
-    """What a batch looks like, in a few lines: for the log of the first step."""
+    """A batch in a few lines, for the log of the first step."""
     if not batches:
         return f"{len(samples)} rows, nothing to train"
     lengths = [len(s) for s in samples]

@@ -1,6 +1,4 @@
-"""Which moments are kept in 8 bits, and what a moment then takes. No torch: the plan of a run's
-memory asks too.
-"""
+"""The moments kept in 8 bits, and their size in bytes. No torch: the memory plan uses this."""
 
 from __future__ import annotations
 
@@ -8,16 +6,15 @@ import math
 from collections.abc import Sequence
 
 BLOCK = 256
-"""Codes that share a scale, at most: they stand in one row of the last dimension."""
+"""Codes that share a scale, at most; all in one row of the last dimension."""
 
 MIN_ELEMENTS = 4096  # below, 8 bits save nothing that counts
 MIN_WIDTH = 64  # of the last dimension: shorter blocks are mostly scale
 
 
 def is_quantized(name: str, shape: Sequence[int]) -> bool:
-    """Whether the moments of this parameter are kept in 8 bits where that is asked for. Those of an
-    embedding are not: its rows differ more in how often they are used than 8 bits can tell apart.
-    """
+    """Whether optimizer_bits=8 applies to the moments of this parameter. Not to an embedding's: use
+    of its rows differs by more than 8 bits can tell apart."""
     return (
         len(shape) > 1
         and math.prod(shape) >= MIN_ELEMENTS
@@ -27,7 +24,7 @@ def is_quantized(name: str, shape: Sequence[int]) -> bool:
 
 
 def moment_bytes(name: str, shape: Sequence[int], *, bits: int) -> int:
-    """Of one moment of a parameter, with `trainer.optimizer_bits=bits`."""
+    """Bytes of one moment of a parameter, with `trainer.optimizer_bits=bits`."""
     size = math.prod(shape)
     if bits == 32 or not is_quantized(name, shape):
         return 4 * size

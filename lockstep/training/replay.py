@@ -1,4 +1,4 @@
-"""Routing replay: a mixture's tokens go to the experts that they went to before.
+"""Routing replay: the tokens of a mixture of experts take the routes they took before.
 
 # T tokens  L routed layers  A active experts
 """
@@ -21,11 +21,11 @@ from lockstep.types import UNKNOWN_EXPERT, Sample
 Tensor = torch.Tensor
 
 COLUMN: dict[RoutingReplay, str] = {"rollout": "routed_experts", "recompute": "old_routed_experts"}
-"""Where the experts to replay stand."""
+"""Column with the experts to replay."""
 
 
 def routing_of(batch: PackedBatch) -> Routing | None:
-    """What the decoder is handed with a micro-batch: its routes to replay, if it has any."""
+    """The routing that a micro-batch's forward replays; None if it has no routes."""
     if batch.routes is None:
         return None
     is_whole = batch.num_routed == len(batch.ids)
@@ -36,10 +36,10 @@ def routing_of(batch: PackedBatch) -> Routing | None:
 def routes_to_replay(
     samples: Sequence[Sample], replay: RoutingReplay, model: ModelConfig, *, is_partial: bool
 ) -> list[npt.NDArray[np.int16]]:
-    """[T, L, A] int16 per sample: its column, UNKNOWN_EXPERT where the router is to choose.
+    """[T, L, A] int16 per sample: its column, UNKNOWN_EXPERT where the router chooses.
 
-    is_partial: that is allowed. Raises RoutingReplayError for a position that is fed to the model
-    and has no routes, and for routes of another model.
+    is_partial: the router may choose. Otherwise RoutingReplayError is raised for a position that
+    the model reads without routes; also for routes of another model.
     """
     shape = (len(model.routed_layers), model.num_active_experts)
     out: list[npt.NDArray[np.int16]] = []
@@ -55,8 +55,8 @@ def routes_to_replay(
 
 
 def num_differing(routing: Routing) -> Tensor:
-    """[] float64: over the replayed tokens and all layers, where the router itself would have
-    chosen another set of experts."""
+    """[] float64: number of replayed tokens, over all layers, for which the router itself would
+    have chosen another set of experts."""
     is_other_LT = torch.stack(list(routing.differing.values()))
     if routing.is_known_T is not None:
         is_other_LT = is_other_LT & routing.is_known_T
@@ -66,7 +66,7 @@ def num_differing(routing: Routing) -> Tensor:
 def keep_routes(
     samples: Sequence[Sample], batch: PackedBatch, routing: Routing, *, column: str
 ) -> None:
-    """Keeps the experts that the forward of `batch` chose in its samples, under this name."""
+    """Sets a column of the samples to the experts that the forward of `batch` chose."""
     chosen = routing.stacked().cpu().numpy()
     for row, fed in zip(batch.rows, batch.inputs, strict=True):
         routes = np.full((len(samples[row]), *chosen.shape[1:]), UNKNOWN_EXPERT, np.int16)
@@ -121,7 +121,7 @@ def _check_coverage(sample: Sample, routes: npt.NDArray[np.int16], replay: Routi
 
 
 def _cause(sample: Sample, missing: npt.NDArray[np.int64], replay: RoutingReplay) -> str:
-    """What is missing, in words, and what to do."""
+    """The missing routes in words, and what to do."""
     if replay == "recompute":
         return (
             "The trainer's own come from a forward before the update: call Trainer.update, or "

@@ -54,7 +54,7 @@ from lockstep.training.learner import (
     Pass,
     check_same_shapes,
 )
-from lockstep.training.packing import PackedBatch, split_updates, unpack_over_ranks
+from lockstep.training.packing import PackedBatch, split_updates, unpack_rows
 from lockstep.training.replay import COLUMN, keep_routes, routes_to_replay, routing_of
 from lockstep.training.totals import Totals, merge_metrics
 from lockstep.types import Sample
@@ -624,7 +624,7 @@ class Trainer(Learner):
     def _by_row(
         self, samples: Sequence[Sample], parts: Parts, *, fill: float = float("nan")
     ) -> list[npt.NDArray[np.float32]]:
-        return unpack_over_ranks(samples, parts, ranks=self.ranks, fill=fill)
+        return unpack_rows(samples, parts, ranks=self.ranks, fill=fill)
 
     @property
     def num_trained(self) -> tuple[int, int]:

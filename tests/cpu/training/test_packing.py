@@ -56,7 +56,7 @@ def test_every_trained_token_arrives_once_with_its_own_columns(rows, budget):
         assert (batch.columns["advantages"] == batch.targets).all()
         assert (batch.columns["turn"] == batch.targets // 100 * 1000 + batch.targets % 100).all()
         assert (
-            batch.row_tokens.tolist()
+            batch.sizes.tolist()
             == np.bincount(batch.row.numpy(), minlength=batch.num_rows).tolist()
         )
         for row, places, values in batch.unpack(batch.targets):
