@@ -32,6 +32,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import numpy as np
+from timed_engine import TimedEngine, run_in_virtual_time
 
 from lockstep.agent.config import AgentConfig
 from lockstep.agent.environment import Environment, Observation, Score
@@ -40,7 +41,6 @@ from lockstep.agent.rescoring import Rescorer
 from lockstep.agent.tasks import derive_seed
 from lockstep.renderers.config import HarmonyConfig
 from lockstep.renderers.harmony import HarmonyRenderer
-from lockstep.testing.timed_engine import TimedEngine, run_in_virtual_time
 from lockstep.testing.tokenizers import byte_tokenizer
 from lockstep.types import Group, Message, Request, Task, ToolCall
 

@@ -57,8 +57,8 @@ from lockstep.renderers.base import Renderer
 from lockstep.renderers.registry import make_renderer
 from lockstep.renderers.tokenizer import Tokenizer
 from lockstep.run.preflight import renderer_of
-from lockstep.testing.broken_engines import BrokenEngine
 from lockstep.testing.dumps import Source, faulty_rows, without_columns
+from lockstep.testing.engines import BrokenEngine
 from lockstep.testing.faults import (
     ActiveDropout,
     ClampedLogprobs,
@@ -200,7 +200,7 @@ class RenamingEngine(BrokenEngine):
     """An engine of a model of few ids, asked and answering in the tokenizer's."""
 
     def __init__(self, engine: Engine, player: Player) -> None:
-        super().__init__(engine, at=0)
+        super().__init__(engine)
         self._player = player
 
     async def generate(self, request: Request) -> AsyncIterator[Delta]:

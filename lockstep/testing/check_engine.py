@@ -1,4 +1,4 @@
-"""`check_engine`: what every engine promises, run against one through its protocol alone."""
+"""`check_engine`: tests that an engine keeps the promises of the protocol."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from lockstep.errors import EngineError
 from lockstep.types import MAX_LOGPROB, Delta, Distribution, Request, SamplingParams
 
 MAX_SECONDS = 60.0
-"""How long one check may take before the engine counts as hanging."""
+"""Limit of one check; an engine that takes longer hangs."""
 
 MAX_DIFFERING_ROUTES = 0.2
-"""Share of a reply's routes that rounding may change when it is asked for again. A shifted row
-differs in nearly all: by chance two routes of many experts are seldom the same."""
+"""Share of a reply's routes that rounding may change when the reply is repeated. A shifted row
+differs in nearly all of them."""
 
 
 @dataclass(slots=True)
 class EngineReport:
-    """Which checks ran, and which could not and why."""
+    """The checks that passed, and those that were skipped, with the reason."""
 
     passed: list[str] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)
@@ -43,70 +43,53 @@ async def check_engine(
 ) -> EngineReport:
     """Raises EngineError, naming the check, if `engine` breaks a promise of the protocol.
 
-    prompt_ids: a prompt after which the model does not end at once. token_bytes: of each id;
-    without them stop strings are not checked. weights: what `load_weights` is given, unless the
-    engine shares the trainer's. page_size: how many tokens of a known prefix may be computed again.
-    tolerance: by how much `score` may differ from what was recorded while sampling. The engine is
-    left usable, with a higher version.
+    prompt_ids: a prompt after which the model does not stop at once. token_bytes: bytes of each id;
+    without them stop strings are not checked. weights: argument for `load_weights`, unless the
+    engine shares the trainer's. page_size: tokens of a known prefix that may be computed again.
+    tolerance: largest difference of `score` from the log-probs recorded while sampling. The engine
+    is left usable, with a higher version.
 
-    Promises are checked where `capabilities` claims them. Guard: tests/cpu/engines/
-    test_check_engine.py breaks each one.
+    Optional features are checked if `capabilities` claims them. Guard: tests/cpu/engines/
+    test_check_engine.py breaks each promise.
     """
     checker = _Checker(engine, list(prompt_ids), num_tokens, tolerance)
     has = engine.capabilities
     report = EngineReport()
-
-    async def run(name: str, check: Callable[[], Awaitable[None]], unless: str = "") -> None:
-        if unless:
-            report.skipped[name] = unless
-            return
-        checker.name = name
-        try:
-            async with asyncio.timeout(seconds):
-                await check()
-        except TimeoutError:
-            raise EngineError(f"check_engine: {name}: no end after {seconds:g} s.") from None
-        report.passed.append(name)
-
-    def needs(claim: bool, name: str) -> str:
-        return "" if claim else f"the engine does not claim {name}"
-
-    seeds = needs(has.has_seeds, "has_seeds")
-    await run("one reply", checker.one_reply)
-    await run("many replies at once", checker.many_replies)
-    await run("stop ids", checker.stop_ids)
-    await run("streams", checker.streams)
-    await run("seeds", checker.seeds, seeds)
-    await run("repeated ids", checker.repeated_ids)
-    await run("distributions", checker.distributions)
-    await run("support", checker.support, needs(has.has_support, "has_support"))
-    await run(
-        "routed experts",
-        checker.routed_experts,
-        needs(has.has_routed_experts, "has_routed_experts"),
+    checks: tuple[tuple[str, Callable[[], Awaitable[None]], str], ...] = (
+        ("one reply", checker.one_reply, ""),
+        ("many replies at once", checker.many_replies, ""),
+        ("stop ids", checker.stop_ids, ""),
+        ("streams", checker.streams, ""),
+        ("seeds", checker.seeds, "has_seeds"),
+        ("repeated ids", checker.repeated_ids, ""),
+        ("distributions", checker.distributions, ""),
+        ("support", checker.support, "has_support"),
+        ("routed experts", checker.routed_experts, "has_routed_experts"),
+        ("score", checker.score, "has_score"),
+        ("prefix cache", partial(checker.prefix_cache, page_size), "has_prefix_cache"),
+        ("stop strings", partial(checker.stop_strings, token_bytes or ()), "has_stop_strings"),
+        ("bad requests", checker.bad_requests, ""),
+        ("abort", checker.abort, ""),
+        ("iterators closed early", checker.closed_early, ""),
+        ("pause and resume", checker.pause_and_resume, ""),
+        ("weights", partial(checker.weights, weights), ""),
+        ("sleep and wake", checker.sleep_and_wake, "has_sleep"),
     )
-    await run("score", checker.score, needs(has.has_score, "has_score"))
-    await run(
-        "prefix cache",
-        lambda: checker.prefix_cache(page_size),
-        needs(has.has_prefix_cache, "has_prefix_cache"),
-    )
-    await run(
-        "stop strings",
-        lambda: checker.stop_strings(token_bytes or ()),
-        needs(has.has_stop_strings, "has_stop_strings")
-        or ("" if token_bytes else "no token_bytes were given"),
-    )
-    await run("bad requests", checker.bad_requests)
-    await run("abort", checker.abort)
-    await run("iterators closed early", checker.closed_early)
-    await run("pause and resume", checker.pause_and_resume)
-    await run(
-        "weights",
-        lambda: checker.weights(weights),
-        "" if weights is not None or has.shares_weights else "no weights were given",
-    )
-    await run("sleep and wake", checker.sleep_and_wake, needs(has.has_sleep, "has_sleep"))
+    for name, check, claim in checks:
+        if claim and not getattr(has, claim):
+            report.skipped[name] = f"the engine does not claim {claim}"
+        elif name == "stop strings" and not token_bytes:
+            report.skipped[name] = "no token_bytes were given"
+        elif name == "weights" and weights is None and not has.shares_weights:
+            report.skipped[name] = "no weights were given"
+        else:
+            checker.name = name
+            try:
+                async with asyncio.timeout(seconds):
+                    await check()
+            except TimeoutError:
+                raise EngineError(f"check_engine: {name}: no end after {seconds:g} s.") from None
+            report.passed.append(name)
     return report
 
 
@@ -135,7 +118,7 @@ class _Checker:
         )
 
     async def collect(self, request: Request) -> list[Delta]:
-        """All deltas of a request, each held against what holds for every reply."""
+        """All deltas of a request, checked for what holds in every reply."""
         deltas = [delta async for delta in self.engine.generate(request)]
         self.hold(request, deltas)
         return deltas

@@ -1,4 +1,4 @@
-"""A scripted engine: replies that you write, through the protocol that real engines speak."""
+"""Engines for tests: one whose replies you write, and one that hands every call on to another."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from lockstep.errors import EngineError
 from lockstep.types import Delta, Distribution, Int32Array, Ragged, Request
 
 Reply = Callable[[Request], Sequence[int]]
-"""The ids that a model would sample after `request.prompt_ids`, its stop id included."""
+"""Returns the ids that a model would sample after `request.prompt_ids`, its stop id included."""
 
 
 def fake_logprob(token_id: int, position: int) -> float:
-    """The log-prob that FakeEngine gives the token at `position` of its path: below 0, and another
-    one for another id or place, so that a row that is shifted or mixed up shows."""
+    """FakeEngine's log-prob of the token at `position` of its path: below 0, and different for each
+    id and position, so that a shifted or mixed-up row shows."""
     return -(1 + (31 * token_id + 7 * position) % 97) / 50.0
 
 
 class FakeEngine(Engine):
-    """An engine without a model. Keeps what it was asked, for tests to look at.
+    """An engine without a model. Keeps its requests for tests to look at.
 
-    reply: what to sample, cut after the first stop id or `max_tokens`. tokens_per_step: 0 gives a
-    reply in one step; otherwise each step of `step_seconds` adds this many tokens to every running
-    request, and between steps `load_weights`, `abort` and `pause` take effect.
+    reply: gives the ids to sample, cut after the first stop id or `max_tokens`. tokens_per_step: 0
+    gives a reply in one step; otherwise each step of `step_seconds` adds this many tokens to every
+    running request, and between steps `load_weights`, `abort` and `pause` take effect.
 
     >>> async def demo():
     ...     engine = FakeEngine(lambda request: [7, 2])
@@ -51,10 +51,10 @@ class FakeEngine(Engine):
         support: Callable[[int, int], Sequence[int]] | None = None,
         routes: Callable[[int, int], Sequence[Sequence[int]]] | None = None,
     ) -> None:
-        """logprob: (id, position on the path) -> what is reported; break it to test checks.
+        """logprob: (id, position on the path) -> the log-prob to report; break it to test checks.
 
-        support: likewise, the ids that were kept, for requests that ask; None claims no support.
-        routes: likewise, [layers][active] experts that the id went to.
+        support: (id, position) -> the ids that were kept, for requests that ask; None claims no
+        support. routes: (id, position) -> the experts of the id, [layers][active].
         """
         self._reply, self._logprob, self._support = reply, logprob, support
         self._routes = routes
@@ -80,7 +80,7 @@ class FakeEngine(Engine):
         self.requests: list[Request] = []
         """Every request that was sampled for, in order of arrival."""
         self.max_running = 0
-        """Most requests that ran at the same time."""
+        """Largest number of requests that ran at the same time."""
 
     @property
     def capabilities(self) -> Capabilities:
@@ -189,7 +189,7 @@ class FakeEngine(Engine):
         first: int = 1,
         affinity: str = "",
     ) -> Scores:
-        """What `generate` would report for the same ids at the same places."""
+        """The log-probs that `generate` would report for the same ids at the same positions."""
         values = [self._logprob(int(id_), at) for at, id_ in enumerate(token_ids)]
         values[:first] = [float("nan")] * min(first, len(values))
         return Scores(
@@ -218,3 +218,17 @@ class FakeEngine(Engine):
 
     async def close(self) -> None:
         self._finished.clear()
+
+
+class BrokenEngine:
+    """Hands every call on to `inner`; a subclass breaks some.
+
+    num_hits: number of times that the fault happened, for tests.
+    """
+
+    def __init__(self, inner: Engine) -> None:
+        self.inner = inner
+        self.num_hits = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)

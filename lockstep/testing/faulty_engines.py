@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from lockstep.engines.embedded.engine import EmbeddedEngine
 from lockstep.errors import EngineError
 from lockstep.models.decoder import Decoder
 from lockstep.models.hf_io import copy_decoder, read_tensors
-from lockstep.testing.broken_engines import BrokenEngine
+from lockstep.testing.engines import BrokenEngine
 from lockstep.testing.faults import (
     GrowingNoise,
     KernelNoise,
@@ -30,34 +30,16 @@ from lockstep.types import Delta, Request
 Tensor = torch.Tensor
 
 
-def kernel_noise_engine(
-    fault: KernelNoise, config: EmbeddedConfig, context: EngineContext
-) -> NoisyEngine:
-    """Shares the parameters of the trained decoder, and adds noise to its logits."""
-    noise = Noise(fault)
-    noisy = with_noisy_head(context.model, noise, bias=fault.bias, seed=fault.seed)
-    return NoisyEngine(noisy, config, noises=[noise], token_bytes=context.token_bytes)
-
-
-def router_noise_engine(
-    fault: RouterNoise, config: EmbeddedConfig, context: EngineContext
-) -> NoisyEngine:
-    """Shares the parameters of the trained decoder, and adds noise to the logits of its routers."""
-    noise = Noise(fault)
-    noisy = with_noisy_routers(context.model, noise)
-    return NoisyEngine(noisy, config, noises=[noise], token_bytes=context.token_bytes)
-
-
-def sampling_noise_engine(
-    fault: SamplingNoise, config: EmbeddedConfig, context: EngineContext
-) -> NoisyEngine:
-    """Shares the parameters of the trained decoder, with noise on its routers and its logits."""
-    noisy, noises = noisy_sampler(fault, context.model)
-    return NoisyEngine(noisy, config, noises=noises, token_bytes=context.token_bytes)
-
-
-def noisy_sampler(fault: SamplingNoise, model: Decoder) -> tuple[Decoder, list[Noise]]:
-    """`model` with noise on its routers and its logits, and the two noises."""
+def noisy_sampler(
+    fault: KernelNoise | RouterNoise | SamplingNoise, model: Decoder
+) -> tuple[Decoder, list[Noise]]:
+    """`model` with the noise of a fault, over the same parameters, and the noises in it."""
+    if isinstance(fault, KernelNoise):
+        noise = Noise(fault)
+        return with_noisy_head(model, noise, bias=fault.bias, seed=fault.seed), [noise]
+    if isinstance(fault, RouterNoise):
+        noise = Noise(fault)
+        return with_noisy_routers(model, noise), [noise]
     of_routers, of_head = (
         Noise(GrowingNoise(std=std, seed=derive_seed(fault.seed, name)))
         for name, std in (("routers", fault.router_std), ("head", fault.head_std))
@@ -67,11 +49,11 @@ def noisy_sampler(fault: SamplingNoise, model: Decoder) -> tuple[Decoder, list[N
 
 
 def base_model_engine(config: EmbeddedConfig, context: EngineContext) -> EmbeddedEngine:
-    """Shares the parameters of the trained decoder, without its adapter."""
+    """An engine over the parameters of the trained decoder, without its adapter."""
     with torch.device("meta"):
         base = Decoder(context.model.config, ops=context.model.ops)
-    # Assigning hands down what the base's own, thrown away, had for requires_grad: the trainer
-    # would go on to train what it froze.
+    # Assigning copies requires_grad from the base's own parameters, which are thrown away: the
+    # trainer would then train what it froze.
     trained = {name: p.requires_grad for name, p in context.model.named_parameters()}
     state = context.model.state_dict(keep_vars=True)
     base.load_state_dict({k: v for k, v in state.items() if not trained.get(k)}, assign=True)
@@ -81,10 +63,10 @@ def base_model_engine(config: EmbeddedConfig, context: EngineContext) -> Embedde
 
 
 class ProcessingEngine(BrokenEngine):
-    """An engine that draws in another way than it is asked to, and says nothing of it."""
+    """An engine that draws otherwise than it is asked to, and does not say so."""
 
     def __init__(self, engine: Engine, fault: ProcessedLogprobs) -> None:
-        super().__init__(engine, at=0)
+        super().__init__(engine)
         self._fault = fault
 
     async def generate(self, request: Request) -> AsyncIterator[Delta]:
@@ -106,28 +88,17 @@ class ProcessingEngine(BrokenEngine):
         return replace(request, sampling=sampling)
 
 
-def stale_engine(
-    fault: StaleWeights, config: EmbeddedConfig, context: EngineContext
-) -> StaleEngine:
-    """Runs copies of the weights that it was given `fault.lag` versions ago."""
-    dtype = None if config.dtype == "same" else getattr(torch, config.dtype)
-    own = copy_decoder(context.model, dtype=dtype)
-    return StaleEngine(own, config, fault=fault, token_bytes=context.token_bytes)
-
-
 class NoisyEngine(EmbeddedEngine):
-    """An engine that shares the trainer's weights, and whose noise follows their version."""
+    """An engine that shares the trainer's weights, with noise that follows their version."""
 
     def __init__(
         self,
-        model: Decoder,
+        fault: KernelNoise | RouterNoise | SamplingNoise,
         config: EmbeddedConfig,
-        *,
-        noises: Sequence[Noise],
-        token_bytes: Sequence[bytes],
+        context: EngineContext,
     ) -> None:
-        super().__init__(model, config, token_bytes=token_bytes)
-        self._noises = noises
+        noisy, self._noises = noisy_sampler(fault, context.model)
+        super().__init__(noisy, config, token_bytes=context.token_bytes)
 
     async def load_weights(self, source: Mapping[str, Any] | str | None, *, version: int) -> None:
         if source is not None:
@@ -141,17 +112,12 @@ class NoisyEngine(EmbeddedEngine):
 
 
 class StaleEngine(EmbeddedEngine):
-    """An engine that is given every version of the weights, and runs an older one."""
+    """An engine that takes every version of the weights, and runs copies of an older one."""
 
-    def __init__(
-        self,
-        model: Decoder,
-        config: EmbeddedConfig,
-        *,
-        fault: StaleWeights,
-        token_bytes: Sequence[bytes],
-    ) -> None:
-        super().__init__(model, config, token_bytes=token_bytes, is_shared=False)
+    def __init__(self, fault: StaleWeights, config: EmbeddedConfig, context: EngineContext) -> None:
+        dtype = None if config.dtype == "same" else getattr(torch, config.dtype)
+        own = copy_decoder(context.model, dtype=dtype)
+        super().__init__(own, config, token_bytes=context.token_bytes, is_shared=False)
         self._fault = fault
         self._weights: dict[int, dict[str, Tensor]] = {}
         """version -> tensors: the one that runs first, then those that will."""

@@ -84,14 +84,14 @@ class KernelNoise(GrowingNoise, FaultConfig):
         check_shared(self, config.engine)
 
     def make_engine(self, config: EngineConfig, context: EngineContext) -> Engine:
-        from lockstep.testing.faulty_engines import kernel_noise_engine
+        from lockstep.testing.faulty_engines import NoisyEngine
 
-        return kernel_noise_engine(self, check_shared(self, config), context)
+        return NoisyEngine(self, check_shared(self, config), context)
 
     def make_sampler(self, model: Decoder) -> Decoder:
-        from lockstep.testing.faulty_decoders import Noise, with_noisy_head
+        from lockstep.testing.faulty_engines import noisy_sampler
 
-        return with_noisy_head(model, Noise(self), bias=self.bias, seed=self.seed)
+        return noisy_sampler(self, model)[0]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,14 +104,14 @@ class RouterNoise(GrowingNoise, FaultConfig):
         check_routed(self, config, model)
 
     def make_engine(self, config: EngineConfig, context: EngineContext) -> Engine:
-        from lockstep.testing.faulty_engines import router_noise_engine
+        from lockstep.testing.faulty_engines import NoisyEngine
 
-        return router_noise_engine(self, check_shared(self, config), context)
+        return NoisyEngine(self, check_shared(self, config), context)
 
     def make_sampler(self, model: Decoder) -> Decoder:
-        from lockstep.testing.faulty_decoders import Noise, with_noisy_routers
+        from lockstep.testing.faulty_engines import noisy_sampler
 
-        return with_noisy_routers(model, Noise(self))
+        return noisy_sampler(self, model)[0]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,9 +145,9 @@ class SamplingNoise(FaultConfig):
         check_routed(self, config, model)
 
     def make_engine(self, config: EngineConfig, context: EngineContext) -> Engine:
-        from lockstep.testing.faulty_engines import sampling_noise_engine
+        from lockstep.testing.faulty_engines import NoisyEngine
 
-        return sampling_noise_engine(self, check_shared(self, config), context)
+        return NoisyEngine(self, check_shared(self, config), context)
 
     def make_sampler(self, model: Decoder) -> Decoder:
         from lockstep.testing.faulty_engines import noisy_sampler
@@ -204,9 +204,9 @@ class StaleWeights(FaultConfig):
         check_embedded(self, config.engine)
 
     def make_engine(self, config: EngineConfig, context: EngineContext) -> Engine:
-        from lockstep.testing.faulty_engines import stale_engine
+        from lockstep.testing.faulty_engines import StaleEngine
 
-        return stale_engine(self, check_embedded(self, config), context)
+        return StaleEngine(self, check_embedded(self, config), context)
 
     @property
     def age(self) -> int:

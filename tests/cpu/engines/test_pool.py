@@ -14,17 +14,17 @@ from lockstep.engines.pool import EVENTS, Pool
 from lockstep.errors import ConfigError, EngineDownError, EngineError
 from lockstep.models.hf_io import hf_tensors
 from lockstep.observe.metrics import unknown_names
-from lockstep.testing.broken_engines import (
-    BrokenEngine,
-    DeadEngine,
-    ForgetfulEngine,
-    LyingEngine,
-    MisorderingEngine,
-    RepeatingEngine,
-    SlowEngine,
-)
 from lockstep.testing.check_engine import check_engine
-from lockstep.testing.engines import FakeEngine
+from lockstep.testing.engines import BrokenEngine, FakeEngine
+from lockstep.testing.faults import (
+    DuplicatedReplies,
+    EngineFrozen,
+    EngineKilled,
+    FalseVersions,
+    LostReplies,
+    MisorderedReplies,
+    SlowReplies,
+)
 from lockstep.types import Delta
 
 QUICK = PoolConfig(
@@ -87,16 +87,16 @@ def test_a_pool_keeps_every_promise_of_an_engine(update, kind):
 # -- what breaks ----------------------------------------------------------------------------------
 
 FAULTS = {
-    "killed": (lambda e: DeadEngine(e, at=0), {"lost_replicas": 1, "frozen_replicas": 0}),
+    "killed": (EngineKilled(at=0), {"lost_replicas": 1, "frozen_replicas": 0}),
     "frozen": (
-        lambda e: DeadEngine(e, at=0, is_frozen=True),
+        EngineFrozen(at=0),
         {"lost_replicas": 1, "frozen_replicas": 1},
     ),
-    "duplicated": (lambda e: RepeatingEngine(e, at=0), {"lost_replicas": 0, "retries": 0}),
-    "lost": (lambda e: ForgetfulEngine(e, at=0, share=0.5), {}),
-    "misordered": (lambda e: MisorderingEngine(e, at=0), {"lost_replicas": 1}),
-    "false versions": (lambda e: LyingEngine(e, at=0), {"lost_replicas": 1}),
-    "slow": (lambda e: SlowEngine(e, at=0, seconds=0.01), {"lost_replicas": 0, "retries": 0}),
+    "duplicated": (DuplicatedReplies(at=0, share=1.0), {"lost_replicas": 0, "retries": 0}),
+    "lost": (LostReplies(at=0), {}),
+    "misordered": (MisorderedReplies(at=0, share=1.0), {"lost_replicas": 1}),
+    "false versions": (FalseVersions(at=0, share=1.0), {"lost_replicas": 1}),
+    "slow": (SlowReplies(at=0, seconds=0.01), {"lost_replicas": 0, "retries": 0}),
 }
 COUNTED = {
     "killed": "continued_tokens",
@@ -112,8 +112,8 @@ COUNTED = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_whatever_a_replica_does_each_reply_is_the_one_of_a_sound_engine(fault, stream):
     asked = requests(stream=stream)
-    breaks, wanted = FAULTS[fault]
-    broken = breaks(make_engine())
+    kind, wanted = FAULTS[fault]
+    broken = kind.broken(make_engine())
     # The replica of a lost reply serves others, or it would be a frozen one.
     config = replace(QUICK, frozen_seconds=1.0, reply_seconds=0.3) if fault == "lost" else QUICK
     pool = make_pool(broken, make_engine(), config=config)
@@ -154,7 +154,7 @@ def test_a_reply_that_goes_on_elsewhere_asks_for_what_is_left_alone():
             async for delta in self.inner.generate(request):
                 yield delta
 
-    pool = make_pool(DeadEngine(make_engine(), at=0), Watched(make_engine()))
+    pool = make_pool(EngineKilled(at=0).broken(make_engine()), Watched(make_engine()))
     deltas = run(deltas_of(pool, asked), pool)
     (rest,) = [r for r in seen if not r.id.startswith("probe")]
     kept = len(rest.prompt_ids) - 6
@@ -168,7 +168,7 @@ def test_draws_that_are_counted_from_the_first_one_do_not_come_twice():
     asked = request("r", [1, 2], seed=3, stream=True)
     first = FakeEngine(lambda r: [5, 6, 7, 8])
     second = FakeEngine(lambda r: [7, 8])
-    pool = make_pool(DeadEngine(first, at=0), second)
+    pool = make_pool(EngineKilled(at=0).broken(first), second)
     deltas = run(deltas_of(pool, asked), pool)
     assert ids_of(deltas) == [5, 7, 8]
     assert second.requests[0].seed != asked.seed
@@ -226,7 +226,7 @@ def test_stop_strings_are_not_followed_from_one_replica_to_the_next():
 
 
 def test_when_all_are_gone_the_error_has_the_last_words_of_each():
-    pool = make_pool(*(DeadEngine(make_engine(), at=0) for _ in range(2)))
+    pool = make_pool(*(EngineKilled(at=0).broken(make_engine()) for _ in range(2)))
 
     async def main():
         await pool.load_weights(dict(hf_tensors(make_model())), version=0)
@@ -278,7 +278,7 @@ def test_an_idle_replica_that_does_not_answer_a_ping_is_out():
 
 
 def test_an_event_loop_that_stood_still_makes_no_replica_frozen():
-    pool = make_pool(SlowEngine(make_engine(), at=0, seconds=0.03), make_engine())
+    pool = make_pool(SlowReplies(at=0, seconds=0.03).broken(make_engine()), make_engine())
 
     async def main():
         import time
@@ -303,7 +303,7 @@ def own_engine():
 
 @pytest.mark.parametrize("form", ["tensors", "directory"])
 def test_a_replica_comes_back_with_the_weights_that_the_others_run(form, tmp_path, checkpoint):
-    broken = DeadEngine(own_engine(), at=0, returns_after=0.3)
+    broken = EngineKilled(at=0, returns_after=0.3).broken(own_engine())
     pool = make_pool(broken, own_engine())
     models = {version: make_model(seed=version) for version in (1, 2)}
 

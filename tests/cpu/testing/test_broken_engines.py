@@ -20,7 +20,7 @@ from lockstep.models.hf_io import copy_decoder
 from lockstep.observe.metrics import check_row
 from lockstep.recipes import find_recipe
 from lockstep.store.run import load_run
-from lockstep.testing.broken_engines import BrokenEngine, DeadEngine
+from lockstep.testing.engines import BrokenEngine
 from lockstep.testing.faults import EngineKilled, FaultConfig, injected, split_faults
 
 GROUPS, SAMPLES, STEPS = 2, 4, 2
@@ -50,7 +50,7 @@ class AllKilled(FaultConfig):
     """Every replica dies in the first reply of version 1."""
 
     def make_engine(self, config, context):
-        return open_engine(config, context, wrap=lambda engine, _: DeadEngine(engine))
+        return open_engine(config, context, wrap=lambda engine, _: EngineKilled().broken(engine))
 
 
 QUICK = [

@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lockstep.testing.timed_engine import TimedEngine, run_in_virtual_time
 from lockstep.types import Request, SamplingParams
 
 sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
 import averaging
+from timed_engine import TimedEngine, run_in_virtual_time
 
 
 async def generate(engine, name="a", length=5):
