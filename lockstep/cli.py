@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(argv: Sequence[str] | None) -> int:
-    from lockstep.launch.processes import end_by_sigterm
+    from lockstep.launch.place import end_by_sigterm
 
     parser = _parser()
     options = _options(parser, argv)
@@ -102,7 +102,7 @@ def _complain(error: Exception, options: argparse.Namespace) -> None:
 
 
 def _is_follower() -> bool:
-    from lockstep.launch.processes import is_follower
+    from lockstep.launch.place import is_follower
 
     return is_follower()
 

@@ -1,8 +1,8 @@
-"""Whether an engine's log-probs are the trainer's to the bit: tried on the engine that runs.
+"""Tests whether an engine's log-probs are bit-equal to the trainer's, on the running engine.
 
-An engine outside of this process' ops cannot be read; it can be asked. A few prompts are answered
-alone, in pairs and all together, each reply is scored again in company, and every log-prob is
-compared with that of the trainer's own forward over the same ids. One unequal bit is a no.
+A few prompts are answered alone, in pairs and all together, each reply is scored again beside
+others, and every log-prob is compared with that of the trainer's forward over the same ids. One
+unequal bit means no.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from lockstep.ops.context import PackedContext
 from lockstep.types import Float32Array, Int32Array, Request, SamplingParams
 
 PROMPT_LENGTHS = (3, 17, 40, 130, 64, 33)
-"""More than a page of any engine's cache, and fewer; whole registers of tokens, and not."""
+"""Lengths above and below a page of any engine's cache, and above and below whole registers."""
 NEW_TOKENS = 24
 COMPANIES = (1, 2, len(PROMPT_LENGTHS))
-"""How many prompts are answered at the same time, in turn."""
+"""Numbers of prompts that are answered at the same time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agreement:
-    """What a comparison found."""
+    """Result of a comparison."""
 
     num_tokens: int
     num_unequal: int
     largest: float
-    """Of the differences, in nats."""
+    """Largest difference, in nats."""
 
     @property
     def text(self) -> str:
-        """For a person: how many were unequal, and by how much at most."""
+        """One line: how many log-probs differ, and by how much at most."""
         if not self.num_unequal:
             return f"0 of {self.num_tokens} compared log-probs differ from the trainer's"
         return (
@@ -50,10 +50,9 @@ class Agreement:
 async def compare(
     engine: Engine, model: Decoder, *, temperature: float = 1.0, seed: int = 0
 ) -> Agreement:
-    """Holds the engine's log-probs against those of `model`, which runs the same weights over its
-    own ops.
+    """Compares the engine's log-probs with those of `model`, which has the same weights.
 
-    Raises what the engine raises: EngineError, CapabilityError where it records or scores none.
+    Raises the engine's errors: EngineError, CapabilityError if it records or scores none.
     """
     limits = engine.capabilities
     room = limits.max_tokens - NEW_TOKENS
@@ -112,8 +111,8 @@ def _gaps(
     found: Sequence[Float32Array],
     temperature: float,
 ) -> list[Float32Array]:
-    """|engine - trainer| of the ids from `first` on of each row; the rows are packed as a trainer
-    packs them."""
+    """|engine - trainer| for the ids from `first` on of each row, packed as a trainer packs
+    them."""
     device, lengths = model.embedding.device, [len(row) for row in rows]
     ids = torch.from_numpy(np.concatenate(rows).astype(np.int64)).to(device)
     positions = torch.cat([torch.arange(length) for length in lengths]).to(device)

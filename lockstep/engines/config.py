@@ -14,34 +14,34 @@ SampleDtype = Literal["same", "float32", "bfloat16", "float16"]
 
 @dataclass(frozen=True, kw_only=True)
 class PoolConfig:
-    """How several replicas serve one run; see docs/pool.md. Says nothing of an engine alone."""
+    """How several replicas serve one run (docs/engines.md). Without effect on a single engine."""
 
     update: Literal["together", "rolling"] = "together"
-    """together: all replicas take new weights at once. rolling: one after the other, while the
-    others go on sampling; nothing stands still, and for a moment two versions sample."""
+    """together: all replicas load new weights at once. rolling: one after the other, while the
+    others keep sampling, so that for a moment two versions sample."""
     drain_seconds: float = 0.0
-    """How long a replica waits for the requests in it to end before it takes new weights; those
-    that are left go on under the new ones, as a segment of their own."""
+    """Time that a replica waits for its requests to end before it loads new weights; the remaining
+    ones continue under the new weights, as a segment of their own."""
     spill_requests: int = 8
-    """The next turn of an episode goes to the replica that has its prefix, unless that one has this
+    """The next turn of an episode goes to the replica with its prefix, unless that replica has this
     many requests more than the least busy one."""
     tries: int = 3
-    """How often a request is asked for at most, the first time included."""
+    """Most attempts of a request, the first one included."""
     check_seconds: float = 10.0
-    """Between two looks at whether each replica is there."""
+    """Interval of the pings of each replica."""
     frozen_seconds: float = 120.0
-    """A replica with requests in it from which nothing has come for so long, not even the one token
-    that it is asked for after half of it, is frozen and taken out."""
+    """A replica with requests that is silent for so long is frozen and taken out. After half of the
+    time it is asked for one token."""
     reply_seconds: float = 600.0
-    """A request without a sign of its own for so long, in a replica that serves others, is lost
-    and asked for again."""
+    """A request without a token for so long, in a replica that serves others, is lost and sent
+    again."""
     load_seconds: float = 600.0
-    """How long a replica may take to load weights before it is taken out."""
+    """Limit for loading weights; a replica that takes longer is taken out."""
     retry_seconds: tuple[float, float] = (1.0, 60.0)
-    """A replica that was taken out is tried again after the first of these; the wait doubles with
-    every failure, up to the second."""
+    """Wait before a replica that was taken out is tried again: starts at the first value and
+    doubles with every failure, up to the second."""
     wait_seconds: float = 60.0
-    """How long requests wait for a replica to come back once all are out."""
+    """Longest wait of requests for a replica to come back when all are out."""
 
     def __post_init__(self) -> None:
         for name in ("spill_requests", "tries"):
@@ -67,76 +67,75 @@ class PoolConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """Base of what samples. A subclass is a choice of the setting `engine`, by its tag;
-    `registry.open_engine` makes the engine, or a pool of them."""
+    """Base of the kinds of the setting `engine`; `registry.open_engine` makes the engine, or a pool
+    of several."""
 
     can_record_routes: ClassVar[bool] = False
-    """Whether the engine hands out the experts that a mixture's tokens went to; a subclass says."""
+    """Whether the engine can return the experts that the tokens of a mixture went to."""
 
     share_device: bool = False
-    """Engine and trainer take turns on one device: before an update the engine gives back the
-    memory of its keys and values, and takes it again for the next samples. Costs the cached
-    prefixes, which an update drops anyway."""
+    """Engine and trainer take turns on one device: the engine frees the memory of its keys and
+    values before an update, and allocates it again afterwards. Costs the cached prefixes, which an
+    update drops anyway."""
     pool: PoolConfig = field(default_factory=PoolConfig)
-    """Of several replicas: who serves what, and what happens when one fails."""
+    """How several replicas share requests, and what happens when one fails."""
 
     def replica_configs(self) -> tuple[EngineConfig, ...]:
-        """The settings of each engine that samples: itself, where it is one."""
+        """The settings of each replica; this one alone for a single engine."""
         return (self,)
 
     @property
     def is_pool(self) -> bool:
-        """Whether requests go to one of several replicas, or to one that may come back."""
+        """Whether a pool serves the requests: there are several replicas, or one that restarts."""
         return len(self.replica_configs()) > 1
 
     @property
     def workers(self) -> tuple[str, int, int]:
-        """(function, how many, how often each is started again) of the processes that sample, where
-        they are started apart from the engines in them (`launch.workers`)."""
+        """(function, number, restarts of each) of the processes that sample (`launch.workers`)."""
         return "", 0, 0
 
     def for_rank(self, rank: int, world: int) -> EngineConfig:
-        """The part of one of `world` processes that train together: each samples with engines of
-        its own, inside it or dealt to it. Raises ConfigError if there are too few to deal."""
+        """The settings for one of `world` processes that train together: each samples with engines
+        of its own. Raises ConfigError if there are too few."""
         return self
 
     def check_budget(self, max_tokens: int) -> None:
-        """Raises ConfigError if an episode of this many tokens can never run."""
+        """Raises ConfigError if an episode of this many tokens cannot run."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EmbeddedConfig(EngineConfig):
-    """The engine that runs the trainer's own decoder, inside the training process or beside it."""
+    """The trainer's own decoder, sampling inside the training process or in processes beside it."""
 
     can_record_routes: ClassVar[bool] = True
 
     replicas: int = 0
-    """Processes of their own that sample, each with a copy of the weights (on a GPU of its own
-    where there are any). 0 samples inside the trainer's process, over its weights."""
+    """Processes that sample, each with a copy of the weights, and a GPU of its own if there are
+    any. 0 samples inside the training process, from its weights."""
     restarts: int = 3
-    """How often each of these processes is started again after it has died."""
+    """Times that each of these processes is started again after it has died."""
     dtype: SampleDtype = "same"
-    """What the sampler computes in; same is the trainer's. Another one samples from a copy of the
-    weights, cast at every sync: the contract is then off, and the gap measured."""
+    """Dtype of the sampler; same is the trainer's. Another one samples from a copy of the weights,
+    cast at every sync: the contract is then off, and the gap is measured."""
     max_num_sequences: int = 64
-    """Requests that run at the same time; more wait. A step with 64 costs little
-    more than one with 1."""
+    """Requests that run at the same time; more wait. A step of 64 costs little more than one of
+    1."""
     max_step_tokens: int = 2048
-    """Tokens that one step computes at most. Longer prompts are prefilled in chunks of what the
-    sampled tokens leave of it, so that a long prompt never stops the others."""
+    """Most tokens that one step computes. Longer prompts are prefilled in chunks beside the sampled
+    tokens, so that a long prompt never blocks the other requests."""
     kv_cache_tokens: int = 65536
-    """Tokens whose keys and values are held: those of running requests, and cached prefixes in what
-    is left. Bytes = tokens x 2 x layers x key heads x head width x bytes of the dtype."""
+    """Tokens whose keys and values are held: those of running requests, then cached prefixes. Bytes
+    = tokens x 2 x layers x key heads x head width x bytes of the dtype."""
     page_size: int = 128
     """Tokens per page of the cache."""
     prefix_cache: bool = True
-    """Keep the keys and values of finished requests, so that the next turn computes only what is
-    new."""
+    """Keep the keys and values of finished requests, so that the next turn computes only its new
+    tokens."""
 
     resident_rows: bool = True
-    """Hold the keys and values of running requests a second time, each request in one piece, so
-    that decoding reads them in place and need not gather pages. Takes at most as much memory again
-    as kv_cache_tokens; longer batches gather."""
+    """Hold the keys and values of running requests a second time, contiguous per request, so that
+    decoding reads them in place and gathers no pages. Takes at most as much memory again as
+    kv_cache_tokens; batches that do not fit gather pages."""
 
     def __post_init__(self) -> None:
         for name in ("max_num_sequences", "max_step_tokens", "kv_cache_tokens", "page_size"):
@@ -188,16 +187,16 @@ class ServedConfig(EngineConfig):
     """Base of engines behind HTTP."""
 
     urls: tuple[str, ...] = ()
-    """Where servers answer, as http://HOST:PORT, one for each replica."""
+    """Addresses of servers, as http://HOST:PORT, one for each replica."""
     start_seconds: float = 600.0
-    """How long a server may take until it answers at the start."""
+    """Longest wait for the first answer of a server."""
     request_seconds: float = 600.0
-    """How long a request may go without an answer before its replica counts as frozen."""
+    """Time without a byte after which the server of a request counts as frozen."""
     api_key_env: str = ""
-    """Environment variable that holds the servers' key; the key itself is never written down."""
+    """Environment variable with the servers' key; the key itself is never stored."""
     take_over: bool = False
-    """Use servers that another run holds, or held when it crashed. A run that still trains with
-    them stops with an error."""
+    """Use servers that another run holds, or held when it crashed. If that run is alive, it stops
+    with an error."""
 
     def __post_init__(self) -> None:
         for url in self.urls:
@@ -228,12 +227,12 @@ class ServedConfig(EngineConfig):
 @dataclass(frozen=True, kw_only=True)
 class OpenAIConfig(ServedConfig):
     """Any server whose /v1/completions takes token ids and returns those that it sampled. Its
-    weights never change: it evaluates, and cannot train. See docs/engines.md."""
+    weights never change, so it evaluates and cannot train (docs/engines.md)."""
 
     TAG: ClassVar[str] = "openai"
 
     served_model: str = ""
-    """The name that requests give the model; empty takes the only one that the server has."""
+    """Name of the model in requests; empty takes the only one that the server has."""
 
     def __post_init__(self) -> None:
         ServedConfig.__post_init__(self)
@@ -246,70 +245,69 @@ class OpenAIConfig(ServedConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class SGLangConfig(ServedConfig):
-    """SGLang, on servers that are up. See docs/sglang.md, also for what has run on a GPU."""
+    """SGLang, on servers that are up (docs/engines.md, also for what has run on a GPU)."""
 
     TAG: ClassVar[str] = "sglang"
     can_record_routes: ClassVar[bool] = True
 
     deterministic: bool = False
-    """Refuse a server that was started without --enable-deterministic-inference. With it a reply
-    does not depend on the batch, and a request's seed decides it."""
+    """Refuse a server that was started without --enable-deterministic-inference. With the flag a
+    reply depends on the request's seed and not on the batch."""
     weights: Literal["directory", "ipc"] = "directory"
-    """How new weights reach the server. directory: a checkpoint on a disk that both see. ipc: the
-    trainer's own memory, of the same GPUs on the same machine."""
+    """Form in which new weights reach the server. directory: a checkpoint on a disk that both see.
+    ipc: the trainer's own memory, on the same GPUs of the same machine."""
 
     def __post_init__(self) -> None:
         ServedConfig.__post_init__(self)
         if not self.urls:
             raise ConfigError(
-                "engine=sglang needs a server: engine.urls=http://HOST:PORT. It is started as "
-                "docs/sglang.md says."
+                "engine=sglang needs a server: engine.urls=http://HOST:PORT. docs/engines.md says "
+                "how to start one."
             )
 
 
 OF_ATTACHED = (
     "urls", "start_seconds", "request_seconds", "api_key_env", "share_device", "pool", "take_over",
 )  # fmt: skip
-"""The settings that say something of servers that others have started."""
+"""Settings that apply to servers that others have started."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class VllmConfig(ServedConfig):
-    """vLLM. With engine.urls on servers that are up; without, on servers that the run starts and
-    ends; with engine.in_process=true in this process. See docs/vllm.md."""
+    """vLLM: on servers that are up (engine.urls), on servers that the run starts and ends, or in
+    this process (engine.in_process=true). See docs/engines.md."""
 
     can_record_routes: ClassVar[bool] = True
 
     in_process: bool = False
-    """Run vLLM inside the training process, which then must have it installed."""
+    """Run vLLM inside the training process, whose environment must have it."""
     python: str = ""
-    """Interpreter of the environment that has vLLM, for servers that the run starts; empty is
-    this one."""
+    """Interpreter of an environment with vLLM, for servers that the run starts; empty is this
+    one."""
     replicas: int = 1
     """Servers that the run starts."""
     dtype: Literal["same", "float32", "bfloat16", "float16"] = "same"
-    """What the engine computes in; same is what the trainer computes in."""
+    """Dtype of the engine; same is the trainer's."""
     max_num_sequences: int = 64
     """Requests that one replica runs at the same time; more wait."""
     kv_cache_gib: float = 0.0
-    """GiB of keys and values that a replica holds; 0 is vLLM's share of the GPU's memory, and 1
-    where there is no GPU."""
+    """GiB of keys and values per replica; 0 is vLLM's default share of the GPU's memory, and 1 GiB
+    without a GPU."""
     prefix_cache: bool = True
-    """Keep the keys and values of finished requests, so that the next turn computes only what is
-    new."""
+    """Keep the keys and values of finished requests, so that the next turn computes only its new
+    tokens."""
     deterministic: bool = False
-    """VLLM_BATCH_INVARIANT=1: kernels whose result does not depend on the batch. vLLM has them for
-    GPUs; slower."""
+    """VLLM_BATCH_INVARIANT=1: slower kernels, for GPUs only, whose result does not depend on the
+    batch."""
     eager: bool | None = None
-    """No compilation and no CUDA graphs: slower steps, a quicker start. none: only where there is
-    no GPU."""
+    """Skip compilation and CUDA graphs: slower steps, faster start. none: only without a GPU."""
     tensor_parallel: int = 1
     """GPUs that one replica is spread over."""
     max_adapter_rank: int = 0
-    """Take the weights of a run with lora as an adapter of at most this rank; 0 takes them merged
+    """Load the weights of a run with lora as an adapter of at most this rank; 0 loads them merged
     into the model."""
     args: tuple[str, ...] = ()
-    """More arguments of vLLM's server, as --NAME=VALUE; in process, of its LLM class."""
+    """Further arguments of vLLM, as --NAME=VALUE."""
     env: tuple[str, ...] = ()
     """Environment variables of the engine's processes, as NAME=VALUE."""
 

@@ -1,11 +1,11 @@
-"""Runs a server for as long as the process that asked for it lives. Standard library alone: it is
-started by its file name, without the package.
+"""Runs a server as long as the process that asked for it lives. Uses the standard library alone: it
+is started by its file name, without the package.
 
     python guard.py ASKING_PROCESS_ID COMMAND [ARGUMENT ...]
 
-It leads a session of its own, so that the server and all that the server starts are one group that
-is ended as one: when this process is told to end, when the server ends, and when the process that
-asked is gone, in whichever way it went. Standard output and error are the server's log.
+It leads a session, so that the server and its processes are one group. The group is killed when
+this process is told to end, when the server ends, and when the process that asked is gone. Standard
+output and error are the server's log.
 """
 
 import contextlib
@@ -16,10 +16,10 @@ import sys
 import time
 
 LOOK_SECONDS = 0.25
-"""Between two looks whether server and asking process are there."""
+"""Interval of the checks that server and asking process are alive."""
 
 GRACE_SECONDS = 10.0
-"""What the group gets to end by itself."""
+"""Time that the group has to end by itself."""
 
 
 def main(asking: int, command: list[str]) -> None:

@@ -1,9 +1,9 @@
-"""/v1/completions with token ids in both directions, as vLLM, SGLang and others spell it.
+"""/v1/completions with token ids in both directions, in the dialects of vLLM, SGLang and others.
 
-OpenAI's protocol returns text. Some servers return the ids as well, each in its own way; which way,
-and what else holds of a server, is found out by asking it a few tokens at the start (`read_facts`).
-A server that returns text alone is refused: encoding the text again gives other tokens than those
-that were sampled, now and then, and nobody would see it.
+OpenAI's protocol returns text. Some servers return the ids as well, each in its own way; a few
+requests at the start find out which way, and what else the server can do (`read_facts`). A server
+that returns only text is refused: encoding the text again sometimes gives other tokens than those
+that were sampled, and nobody would see it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ COMPLETIONS = "/v1/completions"
 HOW_STARTED = "vllm serve MODEL --port 8000, or python -m sglang.launch_server --model-path MODEL"
 
 PREFIX = "token_id:"
-"""How vLLM writes an id in place of a token's text."""
+"""Prefix with which vLLM writes an id in place of a token's text."""
 
 ASKS_FOR_IDS: Mapping[str, Any] = {
     "return_token_ids": True,
@@ -49,13 +49,13 @@ ASKS_FOR_IDS: Mapping[str, Any] = {
     "include_stop_str_in_output": True,
     "no_stop_trim": True,
 }
-"""What the servers that return ids call it, and what keeps the stop id among them. Servers ignore
-what they do not know; one that does not is refused with its own words."""
+"""Options that make servers return ids, the stop id included. Servers ignore unknown options; the
+error of one that does not is shown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """What one server was found to do."""
+    """Behaviour of one server."""
 
     model: str
     max_tokens: int
@@ -63,16 +63,17 @@ class Facts:
     has_top_k: bool
     has_seeds: bool
     num_logprobs: int
-    """What `logprobs` must be for the sampled token's to come."""
+    """Value of `logprobs` that returns the sampled token's log-prob."""
     ignores_eos: bool
-    """It honours stop ids although `ignore_eos` is set; else it also stops at ids of its own."""
+    """It honours stop ids if `ignore_eos` is set. If not, `ignore_eos` is left out, and it also
+    stops at ids of its own."""
     scores_by: Literal["", "prompt_logprobs", "echo"]
 
 
 def read_facts(client: HttpClient, served_model: str, context: EngineContext) -> Facts:
-    """Asks a server that is up what it can do, in some requests of a few tokens.
+    """Finds out what a running server can do, with requests of a few tokens.
 
-    Raises CapabilityError if it cannot be used, with the reason.
+    Raises CapabilityError, with the reason, if it cannot be used.
     """
     model, max_tokens = _model_of(client, served_model)
     prompt = prompt_of(context.vocab_size)
@@ -121,7 +122,7 @@ def read_facts(client: HttpClient, served_model: str, context: EngineContext) ->
 
 
 def _model_of(client: HttpClient, wanted: str) -> tuple[str, int]:
-    """(name, longest prompt plus reply or 0) of the model that requests are for."""
+    """(name, longest prompt plus reply or 0) of the model to use."""
     served = {str(m["id"]): m for m in client.call_now("/v1/models")["data"]}
     if not wanted and len(served) == 1:
         wanted = next(iter(served))
@@ -135,7 +136,7 @@ def _model_of(client: HttpClient, wanted: str) -> tuple[str, int]:
 
 
 def _stops_with(client: HttpClient, ask: Any, ids: Sequence[int]) -> bool:
-    """Whether stop ids are honoured with `ignore_eos`, which some servers take for both."""
+    """Whether stop ids are honoured with `ignore_eos`, which some servers apply to them too."""
     stop = ids[len(ids) // 2]
     wanted = list(ids[: list(ids).index(stop) + 1])
     for ignore_eos in (True, False):
@@ -160,7 +161,8 @@ def _scores_by(
     ids: Sequence[int],
     logprobs: Sequence[float],
 ) -> Literal["", "prompt_logprobs", "echo"]:
-    """How the server scores given ids, if the scores of its own reply are what it recorded."""
+    """The way in which the server scores given ids; empty unless the scores of its own reply equal
+    the log-probs that it recorded."""
     path = [*prompt, *ids]
     for way in ("prompt_logprobs", "echo"):
         try:
@@ -174,7 +176,7 @@ def _scores_by(
 
 
 class _NoLogprobsError(CapabilityError):
-    """The answer has ids and no log-probs of them."""
+    """The answer has ids without log-probs."""
 
 
 def _choice(answer: Any) -> Mapping[str, Any]:
@@ -185,8 +187,8 @@ def _choice(answer: Any) -> Mapping[str, Any]:
 
 
 def _tokens(url: str, choice: Mapping[str, Any]) -> tuple[list[int], list[float]]:
-    """(ids, log-probs) of a choice, or of what a stream adds to it. Raises CapabilityError if there
-    is text and no ids."""
+    """(ids, log-probs) of a choice or of a part of a stream. Raises CapabilityError for text
+    without ids."""
     found = choice.get("logprobs") or {}
     ids, tokens = choice.get("token_ids"), found.get("tokens") or []
     if ids is None and tokens and all(str(t).startswith(PREFIX) for t in tokens):
@@ -218,7 +220,7 @@ def _scoring_body(model: str, ids: Sequence[int], way: str) -> dict[str, Any]:
 
 
 def _scores(answer: Any, ids: Sequence[int], way: str) -> list[float]:
-    """One log-prob for each id, NaN for the first."""
+    """A log-prob for each id, NaN for the first."""
     choice = _choice(answer)
     if way == "echo":
         found = choice["logprobs"]["token_logprobs"][: len(ids)]
@@ -229,7 +231,7 @@ def _scores(answer: Any, ids: Sequence[int], way: str) -> list[float]:
 
 
 class OpenAIWire(HttpWire):
-    """`Wire` to one server."""
+    """`Wire` to one server that speaks OpenAI's protocol."""
 
     ends_calls = False
     """Closing the connection is the only way to end a call: calls stream."""
@@ -326,7 +328,7 @@ class OpenAIWire(HttpWire):
 
 
 def openai_engine(config: OpenAIConfig, context: EngineContext) -> ServedEngine:
-    """Waits until the server answers, and finds out what it can do."""
+    """The engine of engine=openai. Returns when the server answers."""
     client = connect(config, context, name="openai", path="/v1/models", how_started=HOW_STARTED)
     return ServedEngine(
         OpenAIWire(client, read_facts(client, config.served_model, context), context)

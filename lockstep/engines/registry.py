@@ -1,4 +1,4 @@
-"""From an engine's config to the engine."""
+"""Makes an engine from its settings."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from lockstep.engines.config import (
 from lockstep.errors import CapabilityError, ConfigError
 
 Wrap = Callable[[Engine, int], Engine]
-"""(an engine, which replica it is) -> what stands in its place."""
+"""(engine, index of the replica) -> the engine to use in its place."""
 
 
 def open_engine(
     config: EngineConfig, context: EngineContext, *, wrap: Wrap = lambda engine, _: engine
 ) -> Engine:
-    """What samples for a run: one engine, or a pool where the config describes several replicas.
+    """The engine of a run: one, or a pool if the config describes several replicas.
 
-    Each replica is made with its number in the context, and with a directory of its own. wrap: puts
-    something around each engine that is made.
+    Each replica gets its index and a directory of its own in the context. wrap: called with each
+    engine, to put something around it.
     """
     configs = config.replica_configs()
     if not config.is_pool:
@@ -69,10 +69,8 @@ async def _close_all(engines: Sequence[Engine]) -> None:
 
 @singledispatch
 def make_engine(config: object, context: EngineContext) -> Engine:
-    """The one engine that `config` describes. The type of the config decides.
-
-    Waits until the engine answers; raises EngineError if it does not in time. An engine of your own
-    joins with its type:
+    """One engine, chosen by the type of `config`. Returns when the engine answers; raises
+    EngineError if it does not in time. Register an engine of your own with its type:
 
         @make_engine.register
         def _(config: MyEngineConfig, context: EngineContext) -> Engine:
@@ -141,13 +139,12 @@ def check_capabilities(
     is_trained: bool = False,
     temperature: float = 1.0,
 ) -> None:
-    """Raises CapabilityError if the engine cannot do what a run needs, before it samples.
+    """Raises CapabilityError if the engine lacks a feature that a run needs, before it samples.
 
-    is_truncated: top-p or top-k is on. is_rescored: what was sampled is scored again.
-    is_replayed: the trainer replays the experts that the sampled tokens went to.
-    is_sharing_device: it gives its memory to the trainer while that trains. is_trained: its weights
-    are to follow the trainer's. temperature: of the draws; at 1 the model's log-probs are the
-    tempered ones.
+    is_truncated: top-p or top-k is on. is_rescored: the engine scores what was sampled again.
+    is_replayed: the trainer replays the experts of the sampled tokens. is_sharing_device: the
+    engine frees its memory while the trainer trains. is_trained: its weights follow the trainer's.
+    temperature: of the draws; at 1 the model's log-probs are the tempered ones.
     """
     found = engine.capabilities
     for holds, text in (

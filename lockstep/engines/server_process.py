@@ -1,4 +1,4 @@
-"""A server that the run starts and ends: its process, its port, its log."""
+"""The process of a server that the run starts and ends, with its port and its log."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from types import TracebackType
 from lockstep.engines import guard
 
 NUM_LOG_LINES = 12
-"""Of a log's end, in the message when its server has ended."""
+"""Last lines of the log that the message about the end of a server repeats."""
 
 _ERROR = re.compile(r"\b\w*(?:Error|Exception)\b: \S")
-"""A line that says what went wrong: Python's last word of a traceback."""
+"""The last line of a Python traceback, which names the error."""
 
 END_SECONDS = guard.GRACE_SECONDS + 5.0
-"""Until a server that was told to end counts as stuck, and is killed."""
+"""Time that a server has to end; then it is killed."""
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on at this moment, all different. A server that then finds its port
-    taken has lost a race that is rare: start another."""
+    """Different ports that nobody listens on now. A server that then finds its port taken, which is
+    rare, has to be started again with another."""
     with contextlib.ExitStack() as held:
         sockets = [held.enter_context(socket.socket()) for _ in range(count)]
         for one in sockets:
@@ -36,10 +36,11 @@ def free_ports(count: int) -> list[int]:
 
 
 class ServerProcess:
-    """One server, and whatever processes it starts, in a session of their own.
+    """One server and the processes that it starts, in a session of their own.
 
-    It ends with `stop`, and with this process, also when that is killed: a guard beside it looks
-    (see `guard`). log: where its output goes; overwritten.
+    It ends with `stop`, and with this process, even if that is killed: a guard watches (see
+    `guard`). `lockstep.children` is for children that answer over pipes; a server answers over HTTP
+    and logs to a file. log: file for its output, overwritten.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -56,7 +57,7 @@ class ServerProcess:
         log: Path,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        """environment: the whole of it; None is this process's."""
+        """environment: the complete environment; None is that of this process."""
         self.command, self.log = list(command), log
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("wb") as output:
@@ -72,16 +73,16 @@ class ServerProcess:
 
     @property
     def session_id(self) -> int:
-        """Of the server and all that it has started; also the id of their process group."""
+        """Session and process group of the server and all that it has started."""
         return self._guard.pid
 
     def wait(self, seconds: float) -> None:
-        """Returns when it has ended, or after `seconds`."""
+        """Waits for its end, at most for `seconds`."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._guard.wait(timeout=seconds)
 
     def why_ended(self) -> str:
-        """Empty while it runs; else a sentence with the end of its log, which says why."""
+        """Empty while it runs; then the reason, with the end of its log."""
         if self.is_running:
             return ""
         return (
@@ -91,7 +92,7 @@ class ServerProcess:
         )
 
     def first_error(self) -> str:
-        """'. The first error in its log: ...', or empty: those that follow come of it."""
+        """The first error in its log, as a sentence; later errors follow from it. May be empty."""
         cause = next(filter(_ERROR.search, self.log_tail(10_000).splitlines()), "")
         return f". The first error in its log: {cause.strip()}" if cause else ""
 
@@ -101,7 +102,7 @@ class ServerProcess:
         return f"({self.log} cannot be read)"
 
     def stop(self) -> None:
-        """Ends the whole group, and returns when it is gone. Nothing happens a second time."""
+        """Ends the whole group and waits until it is gone. A second call does nothing."""
         if self.is_running:
             self._guard.terminate()
             self.wait(END_SECONDS)
@@ -111,7 +112,7 @@ class ServerProcess:
             self.wait(END_SECONDS)
 
     def kill(self) -> None:
-        """Ends the group at once, as a machine that fails does: for tests of what follows."""
+        """Kills the group, like the failure of a machine: for tests."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.session_id, signal.SIGKILL)
         self.wait(END_SECONDS)

@@ -1,6 +1,6 @@
-"""SGLang's server in its own words: /generate, and the routes that change its weights.
+"""SGLang's wire format: /generate, and the routes that change weights.
 
-Read from the source of SGLang 0.5.23, whose request and response types are recorded in
+Written from the source of SGLang 0.5.23, whose request and response types are recorded in
 tests/cpu/engines/recorded; no server has run it yet.
 """
 
@@ -41,19 +41,19 @@ from lockstep.errors import CapabilityError, EngineError, ServerRefusedError
 from lockstep.types import Distribution, Int32Array, Request, Routes
 
 CHECKED_VERSION = "0.5.23"
-"""Of SGLang, that this was read from."""
+"""Version of SGLang that this follows."""
 
 PAUSE_SECONDS = 1.0
-"""How long aborted calls may take until the pause is asked for all the same: one that finds calls
-running looks again a second later."""
+"""Longest wait for aborted calls before the pause is requested: a pause that finds running calls
+checks again only a second later."""
 
 FLUSH_SECONDS = 60.0
-"""How long the server may take until no request holds a cached prefix."""
+"""Limit of the server's wait until no request holds a cached prefix."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """What a server says of itself, or shows when it is asked for some tokens."""
+    """Properties of one server, reported by it or found with requests of a few tokens."""
 
     version: str
     max_tokens: int
@@ -65,15 +65,16 @@ class Facts:
     has_sleep: bool
     has_adapters: bool
     sends_increments: bool
-    """A stream's event has the tokens since the last, and not all."""
+    """An event of a stream has the tokens since the last one, and not all tokens."""
     priority_sign: int
-    """1: lower runs first; -1: higher does; 0: it takes no priorities."""
+    """1: lower priorities run first; -1: higher ones; 0: it has no priorities."""
     num_ranks: int
-    """Processes that share the weights: each is handed them."""
+    """Processes that share the weights; each is sent the handles."""
 
 
 def read_facts(client: HttpClient, context: EngineContext, *, deterministic: bool) -> Facts:
-    """Asks a server that is up. Raises CapabilityError if it cannot be used, with the reason."""
+    """Finds out about a running server. Raises CapabilityError, with the reason, if it cannot be
+    used."""
     info = client.call_now("/server_info")
     if info.get("is_embedding"):
         raise CapabilityError(f"engine sglang at {client.url} serves embeddings, not tokens.")
@@ -147,7 +148,7 @@ def _scoring_body(ids: Sequence[int], *, first: int) -> dict[str, Any]:
         "input_ids": list(ids),
         "sampling_params": {"max_new_tokens": 1, "temperature": 0.0, "ignore_eos": True},
         "return_logprob": True,
-        # Its first entry is of the id that stands there, and has no log-prob.
+        # The first entry is that of the id at this index, without a log-prob.
         "logprob_start_len": first - 1,
         "return_prompt_token_ids": True,
     }
@@ -188,7 +189,7 @@ class SGLangWire(HttpWire):
     # -- calls --------------------------------------------------------------------------------
 
     async def generate(self, request: Request) -> AsyncIterator[Chunk]:
-        # The scheduler aborts every request whose id begins with the one that it is given.
+        # The scheduler aborts every request whose id begins with the given one.
         call_id = f"{request.id}."
         body = self._body(request, call_id)
         self._running.add(call_id)
@@ -212,8 +213,8 @@ class SGLangWire(HttpWire):
             "temperature": sampling.temperature,
             "top_p": sampling.top_p if sampling.is_truncated else 1.0,
             "top_k": sampling.top_k if sampling.is_truncated and sampling.top_k else -1,
-            # Not ignore_eos: it would ignore the stop ids as well. Without it the server also ends
-            # at ids of its own, and the reply goes on in another call.
+            # ignore_eos would ignore the stop ids as well. Without it the server also ends at ids
+            # of its own, and the reply continues in another call.
             "ignore_eos": not sampling.stop_ids,
             "stop_token_ids": list(sampling.stop_ids),
             "no_stop_trim": True,
@@ -237,7 +238,7 @@ class SGLangWire(HttpWire):
         return body
 
     def _chunk(self, answer: Any, request: Request, num_before: int) -> Chunk:
-        """num_before: tokens of the answer that came with an event before it."""
+        """num_before: tokens of the answer that came with earlier events."""
         about = answer["meta_info"]
         ids, logprobs = answer["output_ids"], _entries(about, "output_token_logprobs")
         check_told(logprobs[0], list(ids), self.url)
@@ -314,7 +315,7 @@ class SGLangWire(HttpWire):
         await self._client.post("/continue_generation", {})
 
     async def load_weights(self, source: Mapping[str, Any] | str | None, *, version: int) -> None:
-        """source: a checkpoint directory or an adapter's that the server can read, or tensors on
+        """source: a directory of a checkpoint or adapter that the server can read, or tensors on
         GPUs that it shares."""
         if isinstance(source, Mapping):
             payload = _shared_handles(source)
@@ -330,7 +331,7 @@ class SGLangWire(HttpWire):
             await self._client.post("/update_weights_from_disk", body)
 
     async def read_label(self) -> str:
-        """As `lease.Labelled`: SGLang calls it the version of its weights."""
+        """The label, which SGLang calls the version of its weights."""
         return str((await self._client.get("/model_info")).get("weight_version"))
 
     async def sleep(self) -> None:
@@ -341,8 +342,8 @@ class SGLangWire(HttpWire):
 
 
 def _shared_handles(tensors: Mapping[str, Any]) -> str:
-    """Handles of the memory that the tensors stand in, as SGLang's MultiprocessingSerializer writes
-    them: the server copies from there, and no weight crosses the network."""
+    """Handles of the tensors' memory, in the form of SGLang's MultiprocessingSerializer: the server
+    copies from there, and no weight crosses the network."""
     import torch.multiprocessing  # noqa: F401  teaches the pickler what a tensor's handle is
 
     elsewhere = [name for name, tensor in tensors.items() if not tensor.is_cuda]
@@ -362,7 +363,7 @@ HOW_STARTED = (
 
 
 def sglang_engine(config: SGLangConfig, context: EngineContext) -> ServedEngine:
-    """Waits until the server answers, and finds out what it can do."""
+    """The engine of engine=sglang. Returns when the server answers."""
     client = connect(config, context, name="sglang", path="/health", how_started=HOW_STARTED)
     facts = read_facts(client, context, deterministic=config.deterministic)
     wire = SGLangWire(client, facts, context, uses_ipc=config.weights == "ipc")

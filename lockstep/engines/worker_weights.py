@@ -1,4 +1,4 @@
-"""Weights on their way to workers: laid out one after another in memory that both sides map."""
+"""Weights in transit to workers: tensors one after another in memory that both sides map."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ALIGNMENT = 64  # of a tensor's first byte: a cache line, and more than any dtyp
 
 
 class TornWeightsError(EngineError):
-    """An engine's weights are half of one version and half of another: it must not go on."""
+    """The weights of an engine are part one version, part another: its process must end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Entry:
     dtype: str
     shape: tuple[int, ...]
     start: int
-    """Its first byte, from the beginning of the region."""
+    """Offset of its first byte in the region."""
 
     @property
     def num_bytes(self) -> int:
@@ -41,14 +41,14 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where the tensors of one model stand."""
+    """Places of the tensors of one model."""
 
     entries: tuple[Entry, ...]
     num_bytes: int
 
 
 def layout_of(source: Mapping[str, Tensor]) -> Layout:
-    """One tensor after another, in their own dtypes."""
+    """The layout of tensors one after another, in their own dtypes."""
     entries, at = [], ALIGNMENT
     for name, tensor in source.items():
         dtype = str(tensor.dtype).removeprefix("torch.")
@@ -59,7 +59,7 @@ def layout_of(source: Mapping[str, Tensor]) -> Layout:
 
 
 def tensors_in(layout: Layout, memory: Any) -> dict[str, Tensor]:
-    """name -> the tensor at its place in `memory`, a writable buffer. Nothing is copied."""
+    """name -> a view of the tensor at its place in `memory`, a writable buffer."""
     return {
         entry.name: torch.frombuffer(
             memory, dtype=getattr(torch, entry.dtype), count=math.prod(entry.shape),
@@ -78,8 +78,8 @@ def _aligned(num_bytes: int) -> int:
 def holding(
     file: SharedFile, source: Mapping[str, Tensor], *, version: int
 ) -> Iterator[tuple[Layout, Region]]:
-    """In the block, the tensors stand in the region, for workers that have the file open. Blocks
-    while they are copied: once for a version of a mapping, in its order (`HFTensors`)."""
+    """Holds the tensors in a region of the file, for workers that have it open. Blocks while they
+    are copied, in the order of the mapping, once per version."""
     layout = layout_of(source.outlines() if isinstance(source, HFTensors) else source)
 
     def fill(memory: mmap.mmap) -> None:
@@ -92,8 +92,8 @@ def holding(
 
 @contextmanager
 def reading(fd: int, layout: Layout, region: Region) -> Iterator[dict[str, Tensor]]:
-    """In the block, in a worker: what `holding` handed over. Raises TornWeightsError after it if
-    the region was written over meanwhile: whoever held it had given this reader up."""
+    """The tensors of `holding`, in a worker. Raises TornWeightsError at the end of the block if the
+    region was written over meanwhile: its holder had given this reader up."""
     memory = mapped(fd, region)
     yield tensors_in(layout, memory)
     if not is_whole(memory, region):

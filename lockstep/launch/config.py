@@ -9,8 +9,8 @@ from lockstep.errors import ConfigError
 
 
 def share_of(count: int, rank: int, world: int, setting: str) -> range:
-    """Which of `count` things that a setting names are a rank's own: neighbours, as many as the
-    others' or one more. Raises ConfigError if there is not one for each.
+    """A rank's share of the `count` things that a setting names: neighbours, with shares that
+    differ by at most one. Raises ConfigError if there is not one for each rank.
 
     >>> [list(share_of(5, rank, 2, "engine.urls")) for rank in range(2)]
     [[0, 1], [2, 3, 4]]
@@ -26,23 +26,23 @@ def share_of(count: int, rank: int, world: int, setting: str) -> range:
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """How many processes train one model together, and how they divide the work.
+    """Number of processes that train one model together, and how they divide the work.
 
     Tokens are divided `sequence` ways and rows over the rest. With 8 processes and sequence=2, four
     pairs of processes each take a quarter of the micro-batches, each process half of their tokens.
     """
 
     processes: int = 0
-    """Processes that a run starts on this machine, one per GPU where there are any. 0 is as many as
-    torchrun has started, or this one alone."""
+    """Processes to start on this machine, one per GPU if there are any. 0: as many as torchrun has
+    started, or this one alone."""
     sequence: int = 1
-    """Processes that share each micro-batch, each with its part of the tokens (Ulysses): for rows
-    whose activations do not fit one device. Divides the processes and the model's heads."""
+    """Processes that share each micro-batch, each with a part of the tokens (Ulysses): for rows
+    whose activations do not fit one device. Must divide the processes and the model's heads."""
     shard: bool = True
-    """Divide weights, gradients and optimizer state over all processes (FSDP2). The embedded engine
-    then samples from a copy of its own; false keeps everything on each, and shares the weights."""
+    """Shard weights, gradients and optimizer state over all processes (FSDP2); the embedded engine
+    then samples from a copy of its own. False keeps everything on each, and shares the weights."""
     timeout_seconds: float = 1800.0
-    """Longest that a process waits for another one; then the run ends with an error on all."""
+    """Longest wait of a process for another one; then the run ends with an error on all."""
 
     def __post_init__(self) -> None:
         if self.processes < 0:
@@ -55,9 +55,9 @@ class ParallelConfig:
             )
 
     def num_processes(self, environment: Mapping[str, str]) -> int:
-        """How many train, by these settings and what torchrun has left in the environment.
+        """Number of processes that train, by these settings and torchrun's environment.
 
-        Raises ConfigError if the two do not agree, or cannot be divided as asked.
+        Raises ConfigError if the two disagree, or cannot be divided as asked.
         """
         started = int(environment.get("WORLD_SIZE", "0"))
         if started and self.processes not in (0, started):
@@ -74,7 +74,7 @@ class ParallelConfig:
         return world
 
     def check_heads(self, *, num_heads: int, num_kv_heads: int) -> None:
-        """Raises ConfigError if a model's heads cannot be dealt to `sequence` processes."""
+        """Raises ConfigError if a model's heads cannot be divided among `sequence` processes."""
         size, possible = self.sequence, []
         for ways in range(1, num_heads + 1):
             is_dealt = num_kv_heads % ways == 0 or ways % num_kv_heads == 0

@@ -1,4 +1,4 @@
-"""Where the processes of a run are: settings. No torch, no ray."""
+"""Settings of where the processes of a run are started. No torch, no ray."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ from lockstep.launch.config import ParallelConfig, share_of
 
 @dataclass(frozen=True, kw_only=True)
 class PlacementConfig:
-    """Base of where processes are started. A subclass is a choice of the setting `placement`."""
+    """Base of the kinds of the setting `placement`, which says where processes are started."""
 
     def is_elsewhere(self) -> bool:
-        """Whether this process only starts and watches the run, on other machines maybe."""
+        """Whether this process only starts and watches the run, which is elsewhere."""
         return False
 
     def check(self, parallel: ParallelConfig, *, num_engines: int, is_shared: bool) -> None:
-        """Raises ConfigError if a run cannot be placed so. num_engines: processes that sample.
-        is_shared: they take turns with the trainer on one device."""
+        """Raises ConfigError if a run cannot be placed like this. num_engines: number of processes
+        that sample. is_shared: they take turns with the trainer on one device."""
 
     def describe(self, parallel: ParallelConfig, *, num_engines: int) -> list[str]:
-        """The plan's lines about it, beside those of the settings `parallel` and `engine`."""
+        """Lines about the placement for the plan of a run."""
         return []
 
 
 @dataclass(frozen=True, kw_only=True)
 class LocalPlacement(PlacementConfig):
-    """On this machine; or, where torchrun has started this process, on its machines."""
+    """This machine; or the machines of torchrun, if it has started this process."""
 
     TAG: ClassVar[str] = "local"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bundle:
-    """Resources of one machine that are given together, and who takes which share of them."""
+    """Resources of one machine that are handed out together, and the processes that share them."""
 
     cpus: float
     gpus: float
@@ -47,27 +47,27 @@ class Bundle:
 
     @property
     def resources(self) -> dict[str, float]:
-        """As Ray reads them."""
+        """The resources, as Ray reads them."""
         return {"CPU": self.cpus} | ({"GPU": self.gpus} if self.gpus else {})
 
     @property
     def gpus_each(self) -> float:
-        """Of one process in it."""
+        """GPUs of each process in it."""
         return self.gpus / (len(self.ranks) + len(self.engines))
 
 
 @dataclass(frozen=True, kw_only=True)
 class RayPlacement(PlacementConfig):
-    """On a Ray cluster: each process that trains and each engine of engine.replicas is an actor
-    with resources of its own. Needs the extra `ray`, and the same files on all machines."""
+    """A Ray cluster: each process that trains and each engine of engine.replicas is an actor with
+    resources of its own. Needs the extra `ray`, and the same files on all machines."""
 
     TAG: ClassVar[str] = "ray"
 
     address: str = ""
-    """Of the cluster: auto for the one that this machine belongs to, or HOST:PORT. Empty starts one
-    on this machine, and ends it with the run."""
+    """Address of the cluster: auto for the one that this machine belongs to, or HOST:PORT. Empty
+    starts one on this machine, and ends it with the run."""
     trainer_gpus: int = 0
-    """GPUs of each process that trains: 1 or 0."""
+    """GPUs of each training process: 1 or 0."""
     trainer_cpus: float = 1.0
     """Cores that Ray sets aside for each of them."""
     replica_gpus: int = 0
@@ -75,15 +75,15 @@ class RayPlacement(PlacementConfig):
     replica_cpus: float = 1.0
     """Cores that Ray sets aside for each of them."""
     colocate: bool = False
-    """Engines stand on the machine of the process that they sample for, and on its GPU; then
-    engine.share_device=true has them take turns. False gives them GPUs of their own."""
+    """Run engines on the machine and the GPU of the process that they sample for;
+    engine.share_device=true then makes them take turns. False gives them GPUs of their own."""
     strategy: Literal["pack", "spread", "strict_pack", "strict_spread"] = "pack"
-    """pack: on as few machines as possible; spread: on as many. strict_...: or not at all."""
+    """pack: as few machines as possible; spread: as many as possible. strict_...: or not at all."""
     wait_seconds: float = 300.0
-    """How long the cluster may take to have room."""
+    """Longest wait for room in the cluster."""
     env: tuple[str, ...] = ()
-    """Names of environment variables that the processes get from this one, beside those that are
-    known to matter (docs/placement.md)."""
+    """Names of environment variables that the processes get from this one, on top of those known
+    to matter (docs/scale.md)."""
 
     def __post_init__(self) -> None:
         for name in ("trainer_gpus", "replica_gpus"):
@@ -117,11 +117,11 @@ class RayPlacement(PlacementConfig):
             )
 
     def num_ranks(self, parallel: ParallelConfig, environment: Mapping[str, str]) -> int:
-        """How many processes train."""
+        """Number of processes that train."""
         return parallel.num_processes(environment)
 
     def bundles(self, num_ranks: int, num_engines: int) -> list[Bundle]:
-        """What the cluster is asked for."""
+        """The resources to request from the cluster."""
         if not self.colocate or not num_engines:
             trainer = Bundle(cpus=self.trainer_cpus, gpus=self.trainer_gpus)
             engine = Bundle(cpus=self.replica_cpus, gpus=self.replica_gpus)

@@ -1,7 +1,7 @@
-"""The processes that train one model together: who they are, and what they tell each other.
+"""The processes that train one model together: their groups and their collective calls.
 
-Ranks that share their micro-batches (sequence parallelism) stand next to each other: of 8 ranks
-with sequence=2, ranks 0 and 1 are a pair, and ranks 0, 2, 4 and 6 divide the rows.
+Ranks that share micro-batches (sequence parallelism) are neighbours: of 8 ranks with sequence=2,
+ranks 0 and 1 are a pair, and ranks 0, 2, 4 and 6 divide the rows.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from lockstep.config import differences
 from lockstep.errors import ConfigError, RankError
 
 if TYPE_CHECKING:
-    from lockstep.launch.processes import Place
+    from lockstep.launch.place import Place
 
 T = TypeVar("T")
 
 _STOPPED = "lockstep/stopped/{}"
-"""Key of the store under which a rank leaves what it stopped with."""
+"""Key of the store under which a rank leaves the error that stopped it."""
 
 NUM_NAMED = 5  # of the settings in which two ranks differ; more would hide the first
 
 
 def open_store(*, world: int, timeout_seconds: float) -> TCPStore:
-    """Where the ranks of this machine meet: held by rank 0, on a port that is free."""
+    """The store where the ranks of this machine meet: held by rank 0, on a free port."""
     return TCPStore(
         "127.0.0.1", 0, world, is_master=True, wait_for_workers=False,
         timeout=timedelta(seconds=timeout_seconds),
@@ -42,7 +42,7 @@ def open_store(*, world: int, timeout_seconds: float) -> TCPStore:
 
 
 def reach_store(place: Place, *, timeout_seconds: float) -> Store:
-    """The same on the other ranks."""
+    """The same store, for the other ranks."""
     return TCPStore(
         place.address, place.port, place.world, wait_for_workers=False,
         timeout=timedelta(seconds=timeout_seconds),
@@ -50,13 +50,13 @@ def reach_store(place: Place, *, timeout_seconds: float) -> Store:
 
 
 def store_of_environment(*, timeout_seconds: float) -> Store:
-    """Where processes meet that torchrun, or a cluster's own means, has started."""
+    """The store of processes that torchrun, or a cluster's own launcher, has started."""
     found, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=timeout_seconds)))
     return found
 
 
 class Ranks:
-    """This process among those of a run. Every method that talks to others is called by all."""
+    """This process among those of a run. All ranks must make each collective call."""
 
     def __init__(self, place: Place, store: Store, *, sequence: int, device: torch.device) -> None:
         self.rank, self.world, self.device = place.rank, place.world, device
@@ -67,11 +67,11 @@ class Ranks:
         pairs = [_group(range(at, at + sequence)) for at in starts]
         across = [_group(range(at, self.world, sequence)) for at in range(sequence)]
         self.sequence_group: dist.ProcessGroup | None = None
-        """Those who share this rank's micro-batches; None if it has them alone."""
+        """Ranks that share this rank's micro-batches; None if it has them alone."""
         if sequence > 1:
             self.sequence_group = pairs[self.rank // sequence]
         self.data_group: dist.ProcessGroup = across[self.rank % sequence]
-        """One of each such set: together they have all rows, each once."""
+        """One rank of each such set: together they have all rows, each once."""
         self.data_rank, self.data_size = self.rank // sequence, self.world // sequence
 
     @classmethod
@@ -84,7 +84,7 @@ class Ranks:
         device: str,
         timeout_seconds: float,
     ) -> Ranks:
-        """Meets the others. Raises RankError if they do not come within the limit."""
+        """Joins the other ranks. Raises RankError if they do not join within the limit."""
         timeout = timedelta(seconds=timeout_seconds)
         where = torch.device(device)
         if where.type == "cuda":
@@ -113,35 +113,35 @@ class Ranks:
 
     @property
     def is_leader(self) -> bool:
-        """Rank 0: the one that writes, shows and speaks."""
+        """Whether this is rank 0, which writes, shows and reports."""
         return self.rank == 0
 
     def mesh(self) -> DeviceMesh:
-        """All ranks in one axis: what parameters are sharded over."""
+        """All ranks in one axis, over which parameters are sharded."""
         return init_device_mesh(self.device.type, (self.world,))
 
     # -- telling each other -----------------------------------------------------------------------
 
     def gather(self, mine: T) -> list[T]:
-        """[world] every rank's, in order. Anything that can be pickled."""
+        """[world] The values of all ranks, in order; anything that can be pickled."""
         return self._gather(mine, dist.group.WORLD, self.world)
 
     def gather_data(self, mine: T) -> list[T]:
-        """[data_size] of the ranks that together have all rows."""
+        """[data_size] The values of the ranks that together have all rows."""
         return self._gather(mine, self.data_group, self.data_size)
 
     def from_leader(self, mine: T) -> T:
-        """What rank 0 holds."""
+        """The value of rank 0."""
         held = [mine]
         dist.broadcast_object_list(held, src=0, device=torch.device("cpu"))
         return held[0]
 
     def sum_data(self, values: torch.Tensor) -> None:
-        """The sum over the ranks that together have all rows, in place."""
+        """Sums over the ranks that together have all rows, in place."""
         dist.all_reduce(values, group=self.data_group)
 
     def sum(self, values: torch.Tensor) -> None:
-        """The sum over all ranks, in place."""
+        """Sums over all ranks, in place."""
         dist.all_reduce(values)
 
     def _gather(self, mine: T, group: Any, size: int) -> list[T]:
@@ -168,8 +168,8 @@ class Ranks:
 
     @contextlib.contextmanager
     def taking_interrupts(self) -> Iterator[None]:
-        """Ctrl-C asks for a stop at the next place where all ranks can: see `is_stop_asked`. A
-        second one stops this process at once."""
+        """Makes Ctrl-C ask for a stop at the next point where all ranks can stop (`is_stop_asked`).
+        A second one stops this process at once."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -190,7 +190,7 @@ class Ranks:
         return any(self.gather(self._is_stop_asked))
 
     def explain(self, error: Exception) -> str | None:
-        """In words, if `error` is that of a rank that waited for another one in vain."""
+        """The reason, in words, if `error` comes from waiting in vain for another rank."""
         if not (isinstance(error, dist.DistError) or _is_of_gloo(error)):
             return None
         stopped = self._stopped()
@@ -207,7 +207,7 @@ class Ranks:
         )
 
     def _stopped(self) -> dict[int, str]:
-        """rank -> what it stopped with, of those that could still say it."""
+        """rank -> its error, for the ranks that could still report it."""
         out: dict[int, str] = {}
         for rank in range(self.world):
             key = _STOPPED.format(rank)
@@ -217,7 +217,7 @@ class Ranks:
         return out
 
     def leave(self, error: BaseException | None = None) -> None:
-        """Parts from the others: in good order, or, with an error of this rank's own, at once."""
+        """Leaves the other ranks: in order, or at once with an error of this rank."""
         if error is not None:
             if not (isinstance(error, Exception) and self.explain(error) is not None):
                 why = f"{type(error).__name__}: {error}".rstrip(": ")

@@ -1,8 +1,8 @@
 """The processes of a run on a Ray cluster.
 
-Ray decides where: it gives out placement groups, and an actor in each place starts the ordinary
+Ray decides where: it hands out placement groups, and an actor in each place starts the ordinary
 process of a rank, as torchrun would, or of an engine (`launch.workers`). Ranks meet through
-torch.distributed and reach their engines over TCP; Ray carries what rank 0 prints and how it ended,
+torch.distributed and reach their engines over TCP; Ray carries the output and the result of rank 0,
 and ends every process with the one that started the run.
 """
 
@@ -32,8 +32,8 @@ from lockstep import errors
 from lockstep.children import how_ended
 from lockstep.errors import ConfigError, LockstepError, MissingExtraError, RankError
 from lockstep.launch.config import ParallelConfig
+from lockstep.launch.place import END_SECONDS, end_by_sigterm
 from lockstep.launch.placement import Bundle, RayPlacement
-from lockstep.launch.processes import END_SECONDS, end_by_sigterm, on_all_ranks
 from lockstep.launch.workers import (
     ADDRESSES,
     KEY,
@@ -51,18 +51,18 @@ CARRIED = (
     "CUDA_", "GLOO_", "HF_", "LOCKSTEP_", "MKL_", "NCCL_", "OMP_", "PYTHON", "TOKENIZERS_",
     "TORCH", "TRANSFORMERS_", "TRITON_", "WANDB_",
 )  # fmt: skip
-"""Environment variables that begin so are the same in all processes."""
+"""Prefixes of the environment variables that all processes get from this one."""
 
 OF_A_MACHINE = {"CUDA_VISIBLE_DEVICES"}
-"""Those of them that Ray decides."""
+"""Exceptions to these: variables that Ray decides."""
 
-OBJECT_STORE_BYTES = 80 << 20  # nothing of a run goes through it; Ray takes no less than 75 MiB
+OBJECT_STORE_BYTES = 80 << 20  # a run sends nothing through it; Ray's least is 75 MiB
 
 LOOK_SECONDS = 0.5
-"""How often an interrupt is looked for."""
+"""Interval of the checks for an interrupt."""
 
 LAST_WORDS_SECONDS = 5.0
-"""How long after the end of rank 0 another rank's is waited for, which explains it."""
+"""Longest wait, after the end of rank 0, for the end of another rank that explains it."""
 
 Event = tuple[str, Any]
 
@@ -71,14 +71,12 @@ def on_ray(
     placement: RayPlacement,
     parallel: ParallelConfig,
     engines: tuple[str, int, int],
-    work: Callable[..., T],
-    args: Sequence[Any],
-    settings: dict[str, Any],
+    call: Callable[[], T],
 ) -> T:
-    """`work(ranks, *args, **settings)` on every rank; returns what it did on rank 0, whose output
-    appears here. engines: (function, how many, how often each is started again).
+    """Makes the call on every rank; returns the result of rank 0, whose output appears here.
+    engines: (function, number, restarts of each).
 
-    Raises RankError if a rank is lost, with the end of its log, and what rank 0 raises.
+    Raises RankError with the end of its log if a rank is lost, and what rank 0 raises.
     """
     try:
         from ray.cloudpickle import dumps  # pyright: ignore
@@ -86,17 +84,19 @@ def on_ray(
         raise MissingExtraError.of("ray", extra="ray", needed_for="placement=ray") from error
     world = placement.num_ranks(parallel, os.environ)
     bundles = placement.bundles(world, engines[1])
-    with _cluster(placement, bundles), _Hosts(placement, bundles, world, engines) as hosts:
-        payload = dumps(
-            (parallel, work, args, settings, "cuda" if placement.trainer_gpus else "cpu")
-        )
-        hosts.start(payload)
-        return hosts.watch()
+    with _cluster(placement, bundles):
+        hosts = _Hosts(placement)
+        try:
+            hosts.place(bundles)
+            hosts.start(dumps(call), engines)
+            return hosts.watch()
+        finally:
+            hosts.close()
 
 
 @contextlib.contextmanager
 def _cluster(placement: RayPlacement, bundles: Sequence[Bundle]) -> Iterator[None]:
-    """Connected to the cluster, which ends with the block if it was started for it."""
+    """Connects to the cluster, which ends with the block if it was started for it."""
     import ray
 
     if ray.is_initialized():
@@ -113,10 +113,7 @@ def _cluster(placement: RayPlacement, bundles: Sequence[Bundle]) -> Iterator[Non
         }
     try:
         ray.init(
-            **options,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            configure_logging=False,
+            **options, log_to_driver=False, logging_level=logging.ERROR, configure_logging=False
         )
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise ConfigError(
@@ -131,39 +128,28 @@ def _cluster(placement: RayPlacement, bundles: Sequence[Bundle]) -> Iterator[Non
 
 
 class _Hosts:
-    """The actors of a run, as the process that started it sees them."""
+    """The actors of a run, for the process that started it."""
 
-    def __init__(
-        self,
-        placement: RayPlacement,
-        bundles: Sequence[Bundle],
-        world: int,
-        engines: tuple[str, int, int],
-    ) -> None:
-        self._placement, self._bundles, self._world = placement, bundles, world
-        self._work, self._num_engines, self._restarts = engines
+    def __init__(self, placement: RayPlacement) -> None:
+        self._placement = placement
         self._group: Any = None
-        self._ranks: dict[int, Any] = {}
-        self._engines: dict[int, Any] = {}
+        self._hosts: dict[tuple[str, int], Any] = {}
+        """("rank" or "engine", number) -> actor."""
         self._ips: dict[int, str] = {}
         self._num_interrupts = 0
 
-    def __enter__(self) -> _Hosts:
-        try:
-            self._place()
-        except BaseException:
-            self.__exit__()
-            raise
-        return self
+    def _of(self, kind: str) -> list[Any]:
+        return [host for (found, _), host in sorted(self._hosts.items()) if found == kind]
 
-    def _place(self) -> None:
+    def place(self, bundles: Sequence[Bundle]) -> None:
+        """Starts an actor for each process. Raises ConfigError if the cluster has no room."""
         import ray
         from ray import exceptions
         from ray.util import placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         placement = self._placement
-        resources = [bundle.resources for bundle in self._bundles]
+        resources = [bundle.resources for bundle in bundles]
         self._group = placement_group(resources, strategy=placement.strategy.upper())
         try:
             ray.get(self._group.ready(), timeout=placement.wait_seconds)
@@ -175,49 +161,51 @@ class _Hosts:
                 "(`ray status` tells). Lower engine.replicas or parallel.processes."
             ) from None
         make = ray.remote(Host)
-        found = os.pathsep.join(dict.fromkeys(os.path.abspath(path) for path in sys.path))
-        for index, bundle in enumerate(self._bundles):
+        path = os.pathsep.join(dict.fromkeys(os.path.abspath(path) for path in sys.path))
+        for index, bundle in enumerate(bundles):
             there = PlacementGroupSchedulingStrategy(
                 self._group, placement_group_bundle_index=index
             )
-            for is_rank, numbers in ((True, bundle.ranks), (False, bundle.engines)):
-                cpus = placement.trainer_cpus if is_rank else placement.replica_cpus
-                for number in numbers:
-                    host = make.options(
-                        num_cpus=cpus, num_gpus=bundle.gpus_each, max_concurrency=4,
-                        scheduling_strategy=there,
-                        runtime_env={"env_vars": {"PYTHONPATH": found}},
-                    ).remote()  # fmt: skip
-                    (self._ranks if is_rank else self._engines)[number] = host
+            wanted = [("rank", n, placement.trainer_cpus) for n in bundle.ranks]
+            wanted += [("engine", n, placement.replica_cpus) for n in bundle.engines]
+            for kind, number, cpus in wanted:
+                self._hosts[kind, number] = make.options(
+                    num_cpus=cpus, num_gpus=bundle.gpus_each, max_concurrency=4,
+                    scheduling_strategy=there, runtime_env={"env_vars": {"PYTHONPATH": path}},
+                ).remote()  # fmt: skip
 
-    def start(self, payload: bytes) -> None:
-        """Starts the engines, then the ranks. payload: what a rank does (`run_rank`)."""
+    def start(self, payload: bytes, engines: tuple[str, int, int]) -> None:
+        """Starts the engines, then the ranks. payload: the call that a rank makes (`run_rank`)."""
         import ray
 
-        environment = _carried(self._placement)
+        work, _, restarts = engines
+        environment = {
+            name: value
+            for name, value in os.environ.items()
+            if (name.startswith(CARRIED) or name in self._placement.env)
+            and name not in OF_A_MACHINE
+        }
         key = secrets.token_hex(32)
         where = os.getcwd()
-        engines = [
-            host.listen.remote(
-                self._work, environment | {KEY: key}, where, self._restarts, f"engine {index}"
-            )
-            for index, host in sorted(self._engines.items())
-        ]
-        if engines:
-            environment |= {ADDRESSES: ",".join(ray.get(engines)), KEY: key}
-        ranks = [host for _, host in sorted(self._ranks.items())]
+        addresses = ray.get([
+            host.listen.remote(work, environment | {KEY: key}, where, restarts, f"engine {index}")
+            for index, host in enumerate(self._of("engine"))
+        ])  # fmt: skip
+        if addresses:
+            environment |= {ADDRESSES: ",".join(addresses), KEY: key}
+        ranks = self._of("rank")
         found = ray.get([host.node.remote() for host in ranks])
-        nodes = [node for node, _ in found]
-        self._ips = {rank: ip for rank, (_, ip) in enumerate(found)}
+        nodes = [node for node, _, _ in found]
+        self._ips = {rank: ip for rank, (_, ip, _) in enumerate(found)}
         environment |= {
             "MASTER_ADDR": found[0][1],
-            "MASTER_PORT": str(ray.get(ranks[0].free_port.remote())),
-            "WORLD_SIZE": str(self._world),
+            "MASTER_PORT": str(found[0][2]),
+            "WORLD_SIZE": str(len(ranks)),
             **_terminal(),
         }
         starting = []
         for rank, host in enumerate(ranks):
-            # Where Ray gives GPUs out, each process sees its own alone.
+            # If Ray hands out GPUs, each process sees its own alone.
             local = 0 if self._placement.trainer_gpus else nodes[:rank].count(nodes[rank])
             own = {
                 "RANK": str(rank),
@@ -228,25 +216,23 @@ class _Hosts:
         ray.get(starting)
 
     def watch(self) -> Any:
-        """Shows what rank 0 prints until it ends. Returns its result."""
+        """Shows the output of rank 0 until it ends. Returns its result."""
         import ray
         from ray import exceptions
 
         before = None
         if threading.current_thread() is threading.main_thread():
             before = signal.signal(signal.SIGINT, self._interrupt)
-        hosts = {("rank", r): h for r, h in self._ranks.items()}
-        hosts |= {("engine", i): h for i, h in self._engines.items()}
-        asked = {host.events.remote(): (who, host) for who, host in hosts.items()}
+        asked = {host.events.remote(): who for who, host in self._hosts.items()}
         ended = _Ended()
         try:
             while not ended.is_over():
                 done, _ = ray.wait(list(asked), timeout=LOOK_SECONDS)
                 for answer in done:
-                    (kind, number), host = who = asked.pop(answer)
+                    kind, number = who = asked.pop(answer)
                     try:
                         events: list[Event] = ray.get(answer)
-                        asked[host.events.remote()] = who
+                        asked[self._hosts[who].events.remote()] = who
                     except exceptions.RayError as error:
                         text = str(error).strip().split("\n")[0]
                         events = [("lost", f"its Ray actor or its machine is gone: {text}")]
@@ -267,19 +253,21 @@ class _Hosts:
         self._num_interrupts += 1
         if self._num_interrupts > 2:
             raise KeyboardInterrupt
-        for rank, host in self._ranks.items():
+        for rank, host in enumerate(self._of("rank")):
             if rank == 0 or self._num_interrupts > 1:
                 host.signal.remote(int(signal.SIGINT))
 
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
+        """Ends every process and actor, and gives the places back."""
         import ray
         from ray import exceptions
         from ray.util import remove_placement_group
 
-        hosts = [*self._ranks.values(), *self._engines.values()]
-        with contextlib.suppress(exceptions.RayError):
-            ray.wait([host.end.remote() for host in hosts], num_returns=len(hosts),
-                     timeout=2 * END_SECONDS)  # fmt: skip
+        hosts = list(self._hosts.values())
+        if hosts:
+            with contextlib.suppress(exceptions.RayError):
+                ray.wait([host.end.remote() for host in hosts], num_returns=len(hosts),
+                         timeout=2 * END_SECONDS)  # fmt: skip
         for host in hosts:
             ray.kill(host)
         if self._group is not None:
@@ -287,13 +275,13 @@ class _Hosts:
 
 
 class _Ended:
-    """How ranks have ended, and when enough is known to say it."""
+    """How ranks have ended, and whether enough is known to report it."""
 
     def __init__(self) -> None:
         self._told: dict[int, Event] = {}
-        """What ranks said of their end."""
+        """Reports of ranks about their end."""
         self._lost: dict[int, str] = {}
-        """Those that ended without a word."""
+        """Ranks that ended without a report."""
         self._deadline = float("inf")
 
     def take(self, rank: int, name: str, value: Any) -> None:
@@ -305,7 +293,7 @@ class _Ended:
             self._deadline = min(self._deadline, time.monotonic() + LAST_WORDS_SECONDS)
 
     def is_over(self) -> bool:
-        """Rank 0 has ended, and if another one is why, that is known."""
+        """Whether rank 0 has ended, and it is known which other rank is the cause, if one is."""
         if 0 not in self._told and 0 not in self._lost:
             return time.monotonic() > self._deadline
         name, value = self._told.get(0, ("lost", None))
@@ -318,7 +306,7 @@ class _Ended:
         if name == "done":
             return value
         if self._lost and (name == "lost" or value[0] == "RankError"):
-            rank = max(self._lost)  # rank 0 alone is seldom why the others ended
+            rank = max(self._lost)  # rank 0 is seldom why the others ended
             where = ips.get(rank, "a machine that is gone")
             raise RankError(
                 f"rank {rank} on {where} has stopped: {self._lost[rank]}\nEverything up to the "
@@ -332,16 +320,11 @@ class _Ended:
         raise getattr(errors, kind)(text)
 
 
-def _carried(placement: RayPlacement) -> dict[str, str]:
-    return {
-        name: value
-        for name, value in os.environ.items()
-        if (name.startswith(CARRIED) or name in placement.env) and name not in OF_A_MACHINE
-    }
+_IS_TERMINAL = "LOCKSTEP_IS_TERMINAL"
 
 
 def _terminal() -> dict[str, str]:
-    """What rank 0 is told of the terminal that it prints to."""
+    """Variables that describe, to rank 0, the terminal that it prints to."""
     size = shutil.get_terminal_size()
     return {
         "TERM": os.environ.get("TERM", "dumb"),
@@ -349,9 +332,6 @@ def _terminal() -> dict[str, str]:
         "LINES": str(size.lines),
         _IS_TERMINAL: str(int(sys.stdout.isatty())),
     }
-
-
-_IS_TERMINAL = "LOCKSTEP_IS_TERMINAL"
 
 
 def _show(stream: str, text: str) -> None:
@@ -364,7 +344,7 @@ def _show(stream: str, text: str) -> None:
 
 
 class Host:
-    """A place on the cluster: starts one process there, and says what becomes of it."""
+    """A place on the cluster: starts one process there, and reports what becomes of it."""
 
     def __init__(self) -> None:
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
@@ -373,49 +353,44 @@ class Host:
         self._engine: subprocess.Popen[bytes] | None = None
         self._is_ended = False
 
-    def node(self) -> tuple[str, str]:
-        """(the machine's id, its address)."""
+    def node(self) -> tuple[str, str, int]:
+        """(id of the machine, its address, a free port)."""
         import ray
 
-        return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
-
-    def free_port(self) -> int:
         with socket.socket() as found:
             found.bind(("", 0))
-            return found.getsockname()[1]
+            port = found.getsockname()[1]
+        return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), port
 
     def listen(
         self, work: str, environment: dict[str, str], where: str, restarts: int, name: str
     ) -> str:
-        """Starts an engine's process, and again as often as it dies up to `restarts`. Returns the
-        address that all of them have."""
+        """Starts an engine's process, and again each time it dies, up to `restarts` times. Returns
+        the address that all of them have."""
         os.chdir(where)
         listening = socket.create_server((self.node()[1], 0))
-        address = f"{self.node()[1]}:{listening.getsockname()[1]}"
+        host, port = listening.getsockname()
         log = self._logs / "engine.log"
         own = _own(environment)
+        engine = self._engine = start_listener(work, listening, log=log, environment=own)
 
-        def start() -> subprocess.Popen[bytes]:
-            return start_listener(work, listening, log=log, environment=own)
-
-        def keep() -> None:
+        def keep(engine: subprocess.Popen[bytes]) -> None:
             for left in range(restarts, -1, -1):
-                assert self._engine is not None, "it is started before it is kept"
-                self._engine.wait()
-                if self._is_ended or self._engine.returncode == 0:
-                    listening.close()
-                    return
-                what = f"{name} at {address} {how_ended(self._engine)}. {log_tail(log)}"
-                if not left:
-                    listening.close()  # who comes now is refused, and does not wait
-                    self._events.put(("lost", f"{what}\nIt is not started again."))
-                    return
-                self._events.put(("note", f"{what}\nIt is started again."))
-                self._engine = start()
+                engine.wait()
+                if self._is_ended or engine.returncode == 0:
+                    break
+                end = f"{name} at {host}:{port} {how_ended(engine)}. {log_tail(log)}"
+                if left:
+                    self._events.put(("note", f"{end}\nIt is started again."))
+                    engine = self._engine = start_listener(
+                        work, listening, log=log, environment=own
+                    )
+                else:
+                    self._events.put(("lost", f"{end}\nIt is not started again."))
+            listening.close()  # a later client is refused, and does not wait
 
-        self._engine = start()
-        threading.Thread(target=keep, daemon=True).start()
-        return address
+        threading.Thread(target=keep, args=(engine,), daemon=True).start()
+        return f"{host}:{port}"
 
     def start_rank(
         self, payload: bytes, environment: dict[str, str], where: str, rank: int
@@ -433,7 +408,7 @@ class Host:
             self._events.put(event)
 
     def events(self) -> list[Event]:
-        """What has happened, as soon as something has."""
+        """Waits for the next events."""
         found = [self._events.get()]
         with contextlib.suppress(queue.Empty):
             while True:
@@ -446,7 +421,7 @@ class Host:
                 os.kill(self._rank.pid, number)
 
     def end(self) -> None:
-        """Its process has ended after this, killed if it goes on."""
+        """Ends its process, by force if necessary."""
         self._is_ended = True
         if self._rank is not None:
             self._rank.end(seconds=END_SECONDS)
@@ -457,7 +432,7 @@ class Host:
 
 
 def _own(environment: dict[str, str]) -> dict[str, str]:
-    """With the GPUs that Ray has given this actor; none if it has given none."""
+    """The environment with the GPUs that Ray has given this actor, if any."""
     import ray
 
     gpus = ",".join(map(str, ray.get_gpu_ids()))
@@ -468,7 +443,7 @@ def _own(environment: dict[str, str]) -> dict[str, str]:
 
 
 class _Forwarded(io.TextIOBase):
-    """A stream of rank 0, which appears where the run was started."""
+    """A stream of rank 0, shown where the run was started."""
 
     def __init__(self, line: Line, name: str) -> None:
         self._line, self._name = line, name
@@ -485,17 +460,15 @@ class _Forwarded(io.TextIOBase):
 
 
 def run_rank(line: Line) -> None:
-    """The worker's function of a rank: what torchrun would have started."""
+    """The worker's function of a rank, in an environment like torchrun's."""
     (payload,) = line.receive()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     end_by_sigterm()
     line.listen(lambda batch: None)  # ends this process with its actor
-    is_leader = os.environ["RANK"] == "0"
-    if is_leader:
+    if os.environ["RANK"] == "0":
         sys.stdout, sys.stderr = _Forwarded(line, "stdout"), _Forwarded(line, "stderr")
     try:
-        parallel, work, args, settings, device = pickle.loads(payload)
-        line.send([("done", on_all_ranks(parallel, work, *args, device=device, **settings))])
+        line.send([("done", pickle.loads(payload)())])
     except KeyboardInterrupt:
         line.send([("failed", ("KeyboardInterrupt", ""))])
     except LockstepError as error:

@@ -1,4 +1,4 @@
-"""Memory that a process and its workers map: what is written once, all of them read. No torch."""
+"""Memory that a process and its workers map: written once, read by all of them. No torch."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from dataclasses import dataclass
 from lockstep.errors import EngineError
 
 HEADER = struct.Struct("<Q")
-"""At the beginning of a region: the number of its writing, 0 while it is written."""
+"""Beginning of a region: the number of its last writing, 0 while it is being written."""
 
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """A part of the file, for whoever maps it."""
+    """A part of the file that is mapped as one."""
 
     start: int
     num_bytes: int
     writing: int
-    """What its header says while it is whole."""
+    """Number in its header as long as it is not written over."""
 
 
 @dataclass(slots=True, eq=False)
 class _Held:
     region: Region
     source: object | None = None
-    """What it was filled from, until it is written over."""
+    """Source that it was filled from, until it is written over."""
     version: int = 0
     num_readers: int = 0
 
 
 class SharedFile:
-    """A file in memory, without a name: gone with the processes that have it open."""
+    """A file in memory without a name, which disappears with the processes that have it open."""
 
     def __init__(self) -> None:
         if hasattr(os, "memfd_create"):  # not limited by the size of /dev/shm
@@ -53,10 +53,10 @@ class SharedFile:
     def holding(
         self, source: object, version: int, num_bytes: int, fill: Callable[[mmap.mmap], None]
     ) -> Iterator[Region]:
-        """In the block, a region stands as `fill` has written it; the first bytes are the header's.
+        """Holds a region with the contents that `fill` writes after the header. Blocks meanwhile.
 
-        Blocks meanwhile. A version of a source is written once, whoever holds it and when, until
-        another takes its place: what is read late is what the source was.
+        A version of a source is written once, however many hold it, until another takes its place:
+        late readers read the source as it was.
         """
         with self._lock:
             held = self._take(source, version, num_bytes, fill)
@@ -68,7 +68,7 @@ class SharedFile:
                 held.num_readers -= 1
 
     def has(self, source: object, version: int) -> bool:
-        """Whether `holding` this would write nothing."""
+        """Whether `holding` this version would write nothing."""
         with self._lock:
             return any(h.source is source and h.version == version for h in self._held)
 
@@ -108,10 +108,10 @@ class SharedFile:
 
 
 def mapped(fd: int, region: Region) -> mmap.mmap:
-    """Its memory, which goes when nothing looks at it any more."""
+    """The memory of a region, unmapped when nothing refers to it any more."""
     return mmap.mmap(fd, region.num_bytes, offset=region.start)
 
 
 def is_whole(memory: mmap.mmap, region: Region) -> bool:
-    """Whether it is still the writing that the region was handed over as."""
+    """Whether the region still holds the writing that it was handed over with."""
     return HEADER.unpack_from(memory, 0)[0] == region.writing

@@ -1,4 +1,4 @@
-"""Work in a thread beside the event loop."""
+"""Blocking work in a thread, while the event loop continues."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ T = TypeVar("T")
 
 
 async def in_thread(work: Callable[[], T], *, device: torch.device) -> T:
-    """`work()` in a thread, while the event loop goes on. device: of its tensors.
+    """The result of `work()`, done in a thread. device: of its tensors.
 
-    An interrupt does not break it off: what it changes (weights, optimizer) would be left half
-    changed. It ends first, its result is returned, and the interrupt comes at the next await.
+    An interrupt does not cut the work off, which would leave weights or an optimizer half changed:
+    the work ends, its result is returned, and the interrupt is raised at the next await.
     """
     ended = asyncio.ensure_future(asyncio.to_thread(partial(_on_device, work, device)))
     num_interrupts = 0

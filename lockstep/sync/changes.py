@@ -1,9 +1,8 @@
-"""A large, seeded change of every tensor group of a model, which is undone bit for bit.
+"""A large, seeded change of every tensor group of a model, undone bit for bit.
 
-An eighth of the numbers of each matrix turn their sign: its size stays, its product with anything
-turns by about 40 degrees, and doing it again gives the same bits back without a second copy. Norms,
-biases, sinks and whatever is 0 (the B of an adapter at its start) get noise added; these are small,
-and are kept beside.
+An eighth of the numbers of each matrix change their sign: norms stay, products turn by about 40
+degrees, and the same change again restores the bits without a copy. Norms, biases, sinks and
+tensors that are 0 (the B of a fresh adapter) get noise added; they are small, and copied.
 
 # K inputs  R rank
 """
@@ -28,16 +27,16 @@ from lockstep.models.tensor_file import blocks_of
 Tensor = torch.Tensor
 
 FLIPPED = 1 / 8
-"""Share of a matrix's numbers that turn their sign. What it multiplies then has the cosine
-1 - 2/8 = 0.75 with what it was: far from it, and far from noise, which would drown what follows."""
+"""Share of a matrix's numbers that change their sign. Its products then have the cosine 1 - 2/8 =
+0.75 with those before: far from equal, and far from noise, which would drown what follows."""
 NOISE = 0.5
-"""Of added noise, in root mean squares of the tensor; of one that is 0, as it is: logits of sinks
-and routers, and biases of normed streams, are of the order of 1."""
+"""Size of added noise in root mean squares of the tensor; absolute for a tensor of zeros, because
+logits of sinks and routers, and biases of normed streams, are of the order of 1."""
 SMALL = 1 << 16
-"""Numbers of a tensor that is kept and not undone: a sign in eight of four sinks may be none."""
+"""Largest tensor that is copied and gets noise: an eighth of four sinks may be none."""
 
 SILENT = 2.0**-20
-"""What as good as 0 is: of no weight, and not so even that a router's experts are all tied."""
+"""Factor that removes a tensor's effect without tying all experts of a router."""
 
 _LAYER = re.compile(r"layers\.\d+")
 
@@ -45,11 +44,11 @@ GROUPS = (
     "embedding", "head", "norms", "attention", "attention biases", "sinks", "router", "experts",
     "expert biases", "mlp", "adapter",
 )  # fmt: skip
-"""In the order of a message."""
+"""Groups, in the order of messages."""
 
 
 def group_of(name: str, *, ndim: int) -> str:
-    """The group of a parameter by its name: ours, or one of transformers'.
+    """The group of a parameter, by its name in our models or in transformers'.
 
     >>> [group_of(n, ndim=2) for n in ("embedding", "layers.0.attention.qkv_proj.weight")]
     ['embedding', 'attention']
@@ -79,34 +78,34 @@ def group_of(name: str, *, ndim: int) -> str:
 
 @dataclass(slots=True)
 class Change:
-    """The change of one model's parameters, made and undone in place, some or all of them.
+    """The change of some or all parameters of a model, made and undone in place.
 
-    What stays the same is `requires_grad`, the optimizer and everything that it keeps. Of a sharded
-    model each rank changes its own part; all ranks make the same calls.
+    `requires_grad` and the optimizer's state stay the same. Each rank changes its own part of a
+    sharded model; all ranks make the same calls.
     """
 
     model: Any
-    """A decoder, or what is taken for one."""
+    """A decoder, or a model with the same interface."""
     seed: int = 0
     is_adapter_only: bool = False
-    """The engine is sent the adapter and nothing else."""
+    """Only the adapter is sent to the engine."""
     changed: set[str] = field(default_factory=set[str])
-    """The parameters that are changed at present."""
+    """Names of the parameters that are changed now."""
     _kept: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
 
     @property
     def names(self) -> list[str]:
-        """The parameters that are sent, in the order of a checkpoint."""
+        """Names of the parameters that are sent, in the order of a checkpoint."""
         return list(self._parameters())
 
     def groups(self) -> dict[str, list[str]]:
-        """What tensors are for -> their parameters."""
+        """Group -> names of its parameters."""
         found = {name: group_of(name, ndim=p.ndim) for name, p in self._parameters().items()}
         out = {group: [n for n, of in found.items() if of == group] for group in GROUPS}
         return {group: names for group, names in out.items() if names}
 
     def blocks(self) -> dict[str, list[str]]:
-        """Where tensors stand (`layers.0`, or a parameter of its own) -> their parameters, in the
+        """Layer (`layers.0`), or a parameter outside the layers -> names of its parameters, in the
         order of a checkpoint."""
         out: dict[str, list[str]] = {}
         for name in self._parameters():
@@ -115,20 +114,20 @@ class Change:
         return out
 
     def num_numbers(self, names: Iterable[str]) -> int:
-        """Of these parameters together."""
+        """Total size of these parameters."""
         parameters = self._parameters()
         return sum(parameters[name].numel() for name in names)
 
     @contextmanager
     def made(self, names: Iterable[str]) -> Generator[None]:
-        """In the block, these parameters are changed."""
+        """Changes these parameters within the block."""
         with self.turned(set(names) - self.changed):
             yield
 
     @contextmanager
     def turned(self, names: Iterable[str]) -> Generator[None]:
-        """In the block, those of these parameters that are changed are as they were, and the
-        others are changed."""
+        """Flips the state of these parameters within the block: changed ones are restored, others
+        changed."""
         before = set(self.changed)
         try:
             self._turn(set(names))
@@ -138,8 +137,8 @@ class Change:
 
     @contextmanager
     def silenced(self, names: Iterable[str]) -> Generator[None]:
-        """In the block, these parameters are as good as 0, so that what an engine makes of their
-        order plays no part. They are copied: for the search of a fault."""
+        """Scales these parameters to almost 0 within the block, so that their order in an engine
+        does not matter. Copies them: for the search of a fault."""
         parameters = self._parameters()
         before = {name: local_part(parameters[name].detach()).clone() for name in names}
         try:
@@ -188,7 +187,7 @@ class Change:
             part.mul_(torch.where(draws < FLIPPED, -1, 1).to(part.dtype))
 
     def _seed_of(self, name: str, parameter: Tensor) -> int:
-        """The same on every rank for what is whole on each, and for a turn and its undoing."""
+        """The seed of a parameter, equal on every rank that holds it whole."""
         mesh = mesh_of(parameter)
         place = 0 if mesh is None else mesh.get_local_rank()
         text = f"{self.seed}/{name}/{place}".encode()
@@ -201,8 +200,8 @@ class Change:
         return NOISE * (size or 1.0)
 
     def _adapter_noise(self, name: str) -> float:
-        """For B, so that what is added to a projection has about half of its size: B A s is to
-        have NOISE times the root mean square of the weight beside it."""
+        """Noise for B with which B A s has NOISE times the root mean square of the weight beside
+        it."""
         parent = name.split(".B")[0].removesuffix(".A")
         adapter = self.model.get_submodule(parent)
         assert isinstance(adapter, LowRank | ExpertLowRank), f"{parent} is no adapter"

@@ -8,36 +8,37 @@ from typing import Literal
 from lockstep.errors import ConfigError
 
 Form = Literal["shared", "tensors", "directory", "adapter"]
-"""How weights reach the engine: see `SyncConfig.form`."""
+"""Form in which weights reach the engine: see `SyncConfig.form`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SyncConfig:
-    """How weights get from the trainer to the engine, and how that they did is verified."""
+    """How weights reach the engine, and how this is verified (docs/engines.md)."""
 
     form: Literal["auto", "shared", "tensors", "directory", "adapter"] = "auto"
-    """shared: the engine runs the trainer's own memory. adapter: only the adapter is written, for
-    an engine that adds it to the model. tensors: handed over one by one. directory: written as a
-    checkpoint that the engine reads. auto takes the first of these that engine and model have."""
+    """shared: the engine runs the trainer's own memory. adapter: only the adapter is written, and
+    the engine adds it to the model. tensors: handed over one by one. directory: written as a
+    checkpoint that the engine reads. auto takes the first of these that engine and model
+    support."""
     kv: Literal["drop", "keep"] = "drop"
-    """Keys and values of episodes that take new weights: drop computes them again, keep goes on
-    from those of the old weights, which is faster and samples from neither policy exactly."""
+    """Keys and values of episodes that get new weights: drop recomputes them; keep reuses those of
+    the old weights, which is faster and samples from neither policy exactly."""
     qualify: Literal["auto", "on", "off"] = "auto"
-    """Before the first step, a large change of every group of tensors is loaded, scored by engine
-    and trainer, and taken back: two loads. An engine that fails is refused. auto: wherever weights
-    are sent and the engine can score, but for injected faults of the weights themselves."""
+    """Load a large change of every group of tensors before the first step, compare the scores of
+    engine and trainer, and undo it: two loads. An engine that fails is refused. auto: whenever
+    weights are sent and the engine can score, except for injected faults of the weights."""
     verify_every: int = 1
-    """Loads between two looks at whether the engine's log-probs follow the trainer's; 0 is never.
-    One costs a score and a forward of the probe."""
+    """Loads between two checks that the engine's log-probs follow the trainer's; 0 is never. A
+    check costs a score and a forward of the probe."""
     num_probes: int = 8
-    """Texts of the probe: random ids, the same in the whole run."""
+    """Number of texts in the probe: random ids, the same in the whole run."""
     probe_tokens: int = 64
-    """Ids of each of them."""
+    """Ids per text."""
     window: int = 8
-    """Loads over which the change of the engine's log-probs is held against the trainer's; more if
-    they have moved too little to tell."""
+    """Loads over which the changes of the engine's and the trainer's log-probs are compared; more
+    if they are too small to judge."""
     directory: str = ""
-    """Where versioned checkpoints are written: a file system that the engine's hosts see. Empty is
+    """Directory of versioned checkpoints, on a file system that the engine's hosts see. Empty is
     `weights` in the run's directory."""
 
     def __post_init__(self) -> None:

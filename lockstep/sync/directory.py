@@ -1,4 +1,4 @@
-"""Weights on their way through a file system: a directory per version, whole or not there.
+"""Weights in transit through a file system: a directory per version, complete or absent.
 
 SCRATCH/weights/v000123/config.json, model.safetensors, ...
 """
@@ -16,23 +16,22 @@ from lockstep.errors import EngineError
 from lockstep.store.files import sync_directory
 
 SPARE_BYTES = 64 << 20
-"""Left free beside the weights: metrics and trajectories go to the same disk."""
+"""Space that is left free: metrics and trajectories go to the same disk."""
 
 
 class WeightsDirectory:
-    """The versions that are written for an engine; the newest one is kept, for replicas that start
-    again."""
+    """Versions written for an engine. The newest one is kept, for replicas that restart."""
 
     def __init__(self, place: Path | None) -> None:
-        """place: None makes a temporary directory. Versions that an earlier process has left there
-        are removed."""
+        """place: None makes a temporary directory. Versions left by an earlier process are
+        removed."""
         self._is_temporary = place is None
         self.path = Path(tempfile.mkdtemp(prefix="lockstep-weights-")) if place is None else place
         for old in self._versions():
             shutil.rmtree(old)
 
     def check_room(self, version: int, num_bytes: int) -> None:
-        """Raises EngineError if a version of this size has no room, beside the one before it."""
+        """Raises EngineError if there is no room for a version of this size beside the last one."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             free = shutil.disk_usage(self.path).free
@@ -46,9 +45,9 @@ class WeightsDirectory:
             )
 
     def write(self, version: int, write: Callable[[Path], object]) -> Path:
-        """The directory of this version, filled by `write`; on the disk before it has its name.
+        """The directory of this version, filled by `write` and synced before it gets its name.
 
-        Raises EngineError if the disk refuses; what is half written is removed.
+        Raises EngineError if the disk refuses; a partial directory is removed.
         """
         target = self.path / f"v{version:06d}"
         beside = self.path / f".v{version:06d}.{os.getpid()}.writing"
@@ -74,7 +73,7 @@ class WeightsDirectory:
         )
 
     def keep_only(self, newest: Path) -> None:
-        """Removes every version but this one, which the engine has answered to have loaded."""
+        """Removes every version except this one, which the engine has loaded."""
         for old in self._versions():
             if old != newest:
                 shutil.rmtree(old, ignore_errors=True)
@@ -91,7 +90,7 @@ class WeightsDirectory:
 
 
 def size_of(directory: Path) -> int:
-    """Bytes of the files in it."""
+    """Bytes of the files in a directory."""
     return sum(file.stat().st_size for file in directory.iterdir())
 
 

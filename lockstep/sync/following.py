@@ -1,9 +1,9 @@
-"""Do the engine's log-probs follow the trainer's from load to load?
+"""Tests whether the engine's log-probs follow the trainer's from load to load.
 
-Between two versions the trainer's log-probs of the probe move by D, the engine's by E. An engine
-that takes every load has E = D, up to noise; one that takes none has E = 0; one that is a version
-behind moves by what the trainer moved a load ago. The slope of E on D says which, and its standard
-error says whether it can be told yet: small updates need several loads, and more in bfloat16.
+Between two versions the trainer's log-probs of the probe change by D, the engine's by E. An engine
+that takes every load has E = D up to noise, one that takes none has E = 0, and one that is a
+version behind has the D of the load before. The slope of E on D tells them apart; its standard
+error tells whether it can be judged yet: small updates need several loads, and more in bfloat16.
 """
 
 from __future__ import annotations
@@ -17,57 +17,59 @@ import numpy.typing as npt
 from lockstep.sync.probe import LogProbs
 
 RESOLVED = 0.1
-"""Largest standard error of a slope that is judged."""
+"""Largest standard error at which a slope is judged."""
 SLOPE_BAND = 0.3
-"""How far from 1 a slope may be, beside four standard errors. A load that is not taken gives 0, one
-that is a load late up to the correlation of two updates, 0.5 with the optimizers here."""
+"""Largest distance of a slope from 1, in addition to four standard errors. A load that is not taken
+gives 0; a late one gives up to the correlation of two updates, 0.5 with the optimizers here."""
 LEAST_CHANGE, ROUNDING = 0.01, 1e-6
-"""Of the usual gap, and in nats: smaller changes of the trainer may leave every weight of an engine
-of another dtype as it was."""
+"""Share of the usual gap, and nats: smaller changes of the trainer may change no weight of an
+engine of another dtype."""
 OUTLIER = 5.0  # medians; of a normal distribution one in a thousand is further out
 GAP_GROWTH, LEAST_GAP = 5.0, 1e-3
-"""The median gap may grow to so many times the first one; below LEAST_GAP nats it is no matter."""
+"""Largest ratio of the median gap to the first one; gaps below LEAST_GAP nats do not count."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Look:
-    """One look at engine and trainer after a load."""
+    """A comparison of engine and trainer after a load."""
 
     gap: float
     """Median of |engine - trainer|, in nats."""
     slope: float = math.nan
-    """Of the engine's change on the trainer's since the window's begin: 1 follows, 0 does not."""
+    """Slope of the engine's change on the trainer's since the start of the window: 1 follows, 0
+    does not."""
     slope_error: float = math.inf
     """Standard error of `slope`."""
     last_slope: float = math.nan
-    """The same of the last load alone."""
+    """`slope` of the last load alone."""
     last_slope_error: float = math.inf
     correlation: float = math.nan
-    """Of the two changes since the window's begin, over the tokens of the probe."""
+    """Correlation of the two changes since the start of the window, over the tokens of the
+    probe."""
     alarm: str = ""
-    """What is wrong; empty if nothing is, or nothing can be told."""
+    """Description of a problem; empty if there is none, or none can be seen yet."""
 
     @property
     def is_following(self) -> bool:
-        """That the engine follows was seen, and not only not refuted."""
+        """Whether the engine was seen to follow, which is more than the absence of an alarm."""
         return not self.alarm and self.slope_error <= RESOLVED
 
 
 @dataclass(slots=True)
 class Follower:
-    """What was seen since the window's begin. The window starts anew once it is as long as `window`
-    loads and its slope can be told."""
+    """The comparisons of a window, which restarts once it has `window` loads and a slope that can
+    be judged."""
 
     window: int
     _base: tuple[LogProbs, LogProbs] | None = None
-    """(trainer, engine) at the begin of the window."""
+    """(trainer, engine) at the start of the window."""
     _last: LogProbs | None = None
-    """The trainer at the last look."""
+    """The trainer at the last comparison."""
     _usual_gap: float = field(default=math.nan)
     _num_loads: int = 0
 
     def look(self, trainer: LogProbs, engine: LogProbs) -> Look:
-        """After a load, or several."""
+        """Compares log-probs after one or several loads."""
         gap = float(np.median(np.abs(engine - trainer)))
         if self._base is None or self._last is None:
             self._usual_gap, self._base, self._last = gap, (trainer, engine), trainer
@@ -76,7 +78,7 @@ class Follower:
         ours, theirs = trainer - first_trainer, engine - first_engine
         seen = _typical(ours, theirs)
         slope, error = self._slope(theirs[seen], ours[seen])
-        # Of what the engine lacks on what the last update did: -1 where that load was not taken.
+        # Slope of what the engine lacks on the last update: -1 if that load was not taken.
         last = trainer - self._last
         calm = seen & _typical(last)
         lacking, last_error = self._slope((theirs - ours)[calm], last[calm])
@@ -91,8 +93,8 @@ class Follower:
         return found
 
     def _slope(self, y: LogProbs, x: LogProbs) -> tuple[float, float]:
-        """(least-squares slope through the origin, its standard error whatever the noise of a
-        token), of tokens that `_typical` leaves; (nan, inf) where x is lost in rounding."""
+        """(least-squares slope through the origin, its heteroscedastic standard error); (nan, inf)
+        if x is lost in rounding."""
         size = float(x @ x)
         if size <= len(x) * (LEAST_CHANGE * self._usual_gap + ROUNDING) ** 2:
             return math.nan, math.inf
@@ -119,8 +121,8 @@ class Follower:
 
 
 def _typical(*changes: LogProbs) -> npt.NDArray[np.bool_]:
-    """[N]: tokens whose changes are at most OUTLIER times the largest median change. A token whose
-    router flips moves by nats on one side alone, and would be all that a slope sees."""
+    """[N] Tokens whose changes are at most OUTLIER times the largest median change. A token whose
+    router flips changes by nats on one side only, and would dominate a slope."""
     limit = OUTLIER * max(float(np.median(np.abs(change))) for change in changes)
     return np.all([np.abs(change) <= limit for change in changes], axis=0)
 

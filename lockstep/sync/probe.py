@@ -1,4 +1,4 @@
-"""Fixed texts that engine and trainer both score: what looks at its weights are made of."""
+"""Fixed texts that engine and trainer both score, to compare their weights."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from lockstep.training.trainer import Trainer
 from lockstep.types import Distribution, Int32Array, Sample, frozen_ids
 
 LogProbs = npt.NDArray[np.float64]
-"""[N]: of all tokens of the probe but the first of each text, in order."""
+"""[N] Log-probs of all tokens of the probe except the first of each text, in order."""
 
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """Texts, and who scores them."""
+    """Texts, with the engine and the trainer that score them."""
 
     texts: Sequence[Int32Array]
     engine: Engine
@@ -38,8 +38,8 @@ class Probe:
         max_tokens: int = 1 << 30,
         seed: int = 0,
     ) -> Probe:
-        """Ids that are drawn from the vocabulary but `left_out`: control tokens, which an engine
-        may take for more than ids."""
+        """Random ids of the vocabulary without `left_out`: control tokens, which an engine may
+        treat specially."""
         vocab_size = min(engine.capabilities.vocab_size, trainer.model.config.vocab_size)
         allowed = np.setdiff1d(np.arange(vocab_size), list(left_out))
         limits = (max_tokens, engine.capabilities.max_tokens, trainer.model.config.max_positions)
@@ -49,22 +49,20 @@ class Probe:
         return cls([frozen_ids(allowed[row], where="probe") for row in draws], engine, trainer)
 
     def by_trainer(self) -> LogProbs:
-        """Under the trainer's weights as they stand. Collective over the ranks of a run."""
+        """Scores by the trainer's current weights. Collective over the ranks of a run."""
         rows: list[Sample] = []
         for number, ids in enumerate(self.texts):
             mask = np.ones(len(ids), bool)
             mask[0] = False
             rows.append(Sample(id=f"probe/{number}", token_ids=ids, loss_mask=mask))
-        # A model by name is one that chooses its own experts: the probe has no routes to replay.
+        # Naming the model makes it choose its own experts: the probe has no routes to replay.
         found = self.trainer.forward(rows, column=None, model=self.trainer.model)
         return np.concatenate([values[1:] for values in found]).astype(np.float64)
 
     async def by_engines(self, *, version: int) -> dict[str, LogProbs]:
-        """Under the weights of every engine that samples: of a pool each replica by its name, of
-        one engine alone itself, as "".
+        """Scores by every engine: by the name of each replica of a pool, by "" for a single engine.
 
-        Raises EngineError for scores of another version than was loaded, and for some that are not
-        finite.
+        Raises EngineError for scores of another version than was loaded, or that are not finite.
         """
         engine, temperature = self.engine, self.trainer.temperature
         distribution: Distribution = "model" if temperature == 1 else "tempered"

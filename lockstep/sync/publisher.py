@@ -1,4 +1,4 @@
-"""The way from one trainer to one engine: in the form that the engine takes, verified.
+"""Sends weights from one trainer to one engine, in a form that the engine takes, and verifies it.
 
 publisher = Publisher(engine, trainer, model, SyncConfig())
 metrics = await publisher.publish(trainer.version)
@@ -33,18 +33,17 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 Level = Literal["shared", "none", "version", "qualified", "correlated"]
-"""How far it is verified that the engine runs the trainer's weights: docs/sync.md says what each
-proves. shared: they are the same memory. none: nothing was loaded yet. version: the engine says
-so. qualified: it was seen to run a large change of every group of tensors. correlated: and to
-follow the trainer since."""
+"""How well it is verified that the engine runs the trainer's weights (docs/engines.md). shared:
+they are the same memory. none: nothing was loaded yet. version: the engine says so. qualified: it
+ran a large change of every group of tensors. correlated: it has followed the trainer since."""
 _ORDER: tuple[Form, ...] = ("shared", "adapter", "tensors", "directory")
 _NUMBER: dict[Level, float] = {"none": 0.0, "version": 1.0, "qualified": 2.0, "correlated": 3.0}
 
 
 class Publisher:
-    """The only way that weights go to an engine.
+    """The only way in which weights reach an engine.
 
-    With several ranks each has an engine of its own, and all call `publish` in step.
+    With several ranks each has an engine of its own, and all call `publish` together.
     """
 
     def __init__(
@@ -62,11 +61,10 @@ class Publisher:
         is_verifying: bool = True,
         warn: Callable[[str], None] = lambda text: None,
     ) -> None:
-        """sampled: what an engine in this process runs: the trained model itself, unless that is
-        sharded. place: where versions are written; None is a temporary directory. wakes: the engine
-        sleeps while the trainer trains, and is woken once it has the weights. left_out: ids that
-        no probe has. max_tokens: of a probe. is_verifying: False where a fault is injected that
-        makes of the weights what it is to make.
+        """sampled: the model of an engine in this process: the trained one itself, unless that is
+        sharded. place: directory for versions; None is a temporary one. wakes: the engine sleeps
+        while the trainer trains, and is woken once it has the weights. left_out: ids that no probe
+        has. max_tokens: of a probe. is_verifying: False if an injected fault changes the weights.
 
         Raises CapabilityError if the engine takes no form that `config` allows.
         """
@@ -78,21 +76,21 @@ class Publisher:
             self.config, capabilities, has_adapter=trainer.model.lora is not None
         )
         self.version: int | None = None
-        """That was loaded last."""
+        """Version that was loaded last."""
         self.qualification: Qualification | None = None
         self.last_look: Look | None = None
         self.restarts = False
-        """The engine is started anew with each version: it does not take them while it runs."""
+        """The engine is restarted with each version: it does not take them while it runs."""
         self.num_bytes = 0
-        """Handed over at the last load."""
+        """Size of the last load."""
         self.seconds = 0.0
-        """Of the last load."""
+        """Duration of the last load."""
         self._is_copied = False
         self._place, self._directory = place, None
         self._loading: int | None = None
         self._num_loads = 0
         self._followers: dict[str, Follower] = {}
-        """Of every replica of the engine, by its name."""
+        """Name of each replica of the engine -> its follower."""
         self._is_verifying = is_verifying or self.config.qualify == "on"
         self._probe = None
         if self.form != "shared" and capabilities.has_score and self._is_verifying:
@@ -112,11 +110,11 @@ class Publisher:
             )
 
     async def publish(self, version: int) -> dict[str, float]:
-        """The engine runs the trainer's weights, as this version, from here on. `sync/...` metrics.
+        """Loads the trainer's weights into the engine as this version. Returns `sync/...` metrics.
 
-        The first call qualifies the engine: nothing may sample before it has returned. Raises
-        EngineError if the engine does not take the weights, or takes others: what it runs is
-        unknown then.
+        The first call qualifies the engine: nothing may sample before it returns. Raises
+        EngineError if the engine does not take the weights, or takes others; its weights are then
+        unknown.
         """
         if self._loading is not None:
             raise EngineError(
@@ -145,11 +143,11 @@ class Publisher:
 
     @property
     def has_copy(self) -> bool:
-        """What an engine in this process runs is not the trained model itself."""
+        """Whether an engine in this process runs a copy of the trained model."""
         return self.sampled.embedding is not self.trainer.model.embedding
 
     def describe(self) -> str:
-        """One line: the form, and how far it is verified."""
+        """One line: the form, and how well it is verified."""
         place = self._place or "a temporary directory"
         how = {
             "shared": "a copy in this process, written at every sync"
@@ -175,14 +173,14 @@ class Publisher:
         return f"{how}. Not qualified: {why}"
 
     def facts(self) -> dict[str, Any]:
-        """For the run's record."""
+        """The record of the run."""
         found: dict[str, Any] = {"form": self.form, "level": self.level, "line": self.describe()}
         if self.qualification is not None:
             found["qualification"] = asdict(self.qualification)
         return found
 
     def close(self) -> None:
-        """Removes what was written."""
+        """Removes the versions that were written."""
         if self._directory is not None:
             self._directory.close()
 
@@ -209,7 +207,7 @@ class Publisher:
         return metrics
 
     async def _keeping(self, load: Awaitable[None]) -> None:
-        """A load, over which running requests keep their keys and values if `sync.kv` says so."""
+        """Awaits a load; running requests keep their keys and values if `sync.kv` says so."""
         if self.config.kv == "drop":
             await load
             return
@@ -221,14 +219,14 @@ class Publisher:
 
     async def _send_shared(self, version: int) -> None:
         if self.has_copy:
-            # No await from here to the load: no step samples with weights of two versions.
+            # No await from here to the load: a step must not sample with weights of two versions.
             copy_whole(self.trainer.model, self.sampled, is_trained_only=self._is_copied)
             self._is_copied = True
         await self._load(None, version)
         self.version = version
 
     async def _send(self, version: int) -> None:
-        """Loads the trainer's weights as they stand."""
+        """Loads the trainer's current weights."""
         began = time.perf_counter()
         if self.form == "tensors":
             tensors = hf_tensors(self.trainer.model)
@@ -267,7 +265,7 @@ class Publisher:
             await engine.wake()
 
     def _written(self, version: int) -> Path:
-        """The directory of this version; rank 0 writes it, and all gather what is sharded."""
+        """The directory of this version; rank 0 writes it, and all ranks gather sharded tensors."""
         model, like = self.trainer.model, self.trainer.like
         is_leader = self.ranks is None or self.ranks.is_leader
         if self._directory is None and is_leader:
@@ -333,8 +331,8 @@ class Publisher:
         return self.engine.capabilities.weight_sources
 
     async def _look(self, probe: Probe, version: int) -> dict[str, float]:
-        """`sync/...` of engine and trainer on the probe; of several replicas or ranks, of the
-        worst."""
+        """`sync/...` metrics of engine and trainer on the probe, for the worst replica of all
+        ranks."""
         began = time.perf_counter()
         ours, by_each = probe.by_trainer(), await probe.by_engines(version=version)
         looks: list[tuple[Look, str]] = []
@@ -369,7 +367,7 @@ class Publisher:
         return [mine] if self.ranks is None else self.ranks.gather(mine)
 
     def _raise_alike(self, error: EngineError | None) -> None:
-        """Raises on every rank if any has an error, so that none waits for another in vain."""
+        """Raises on every rank if any rank has an error, so that none waits in vain."""
         texts = self._share(None if error is None else str(error))
         if error is not None:
             raise error
@@ -379,7 +377,7 @@ class Publisher:
 
 
 def choose_form(config: SyncConfig, capabilities: Capabilities, *, has_adapter: bool) -> Form:
-    """How weights reach an engine of these capabilities. Raises CapabilityError if they cannot."""
+    """The form in which weights reach an engine. Raises CapabilityError if there is none."""
     offered: list[Form] = [
         form
         for form in _ORDER

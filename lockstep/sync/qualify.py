@@ -1,15 +1,15 @@
-"""Does an engine run what it is sent? Asked once, with a change that it cannot miss.
+"""Tests once, with a change that cannot be missed, that an engine runs the weights it is sent.
 
-Every group of tensors is changed in the trainer's own model, the weights go the way that they will
-go all through the run, and engine and trainer score the same texts. Then the change is taken back
-and both score again. That something moves says little: vLLM 0.32 moves by nats when half of the
-tensors of gpt-oss have kept their old values. So what is compared is the engine's log-probs with
-the trainer's own, of the same changed weights.
+Every group of tensors is changed in the trainer's model, the weights are sent as in the rest of the
+run, and engine and trainer score the same texts. Then the change is undone and both score again. A
+large response alone proves little: vLLM 0.32 changes by nats when half of the tensors of gpt-oss
+keep their old values. So the engine's log-probs are compared with the trainer's of the same
+weights.
 
-Which groups did not arrive is told without another load: the trainer scores the texts with one
-group as it was and the rest changed. What differs between that and all changed is the mark that an
-engine shows which has the group's old values. The same is looked for when the change is taken
-back: there, old are the changed values.
+The groups that did not arrive are found without another load: the trainer scores the texts with one
+group unchanged and the rest changed. The difference from all changed is the mark that an engine
+with the group's old values shows. The same is tested when the change is undone, where the changed
+values are the old ones.
 """
 
 from __future__ import annotations
@@ -25,66 +25,65 @@ from lockstep.sync.changes import Change
 from lockstep.sync.probe import LogProbs, Probe
 
 Who = tuple[int, str]
-"""(rank, name of a replica; "" for an engine alone)."""
+"""(rank, name of a replica, or "" for a single engine)."""
 
 CHANGED_VERSION = -1
-"""What the changed weights are loaded as: no policy of the run. Nothing samples from them."""
+"""Version of the changed weights: no policy of the run. Nothing samples from them."""
 
 MAX_GAP = 0.25
-"""Median gap of engine and trainer under either state of the weights, as a share of the median
-change. Measured with a bfloat16 engine and a float32 trainer: 0.016 for the shipped models, at most
+"""Largest median gap of engine and trainer, as a share of the median change, in either state.
+Measured with a bfloat16 engine and a float32 trainer: 0.016 for the shipped models, at most
 0.09 for random ones of 24 layers. Weights that arrive in another order give more than 1."""
 MAX_GROWTH, LEAST_GAP = 10.0, 2e-4
-"""The median gap under one state of the weights may be so many times that under the other; below
-LEAST_GAP of the change it is rounding. Measured: 2.2 for the shipped models, at most 5. In float32
-this finds single tensors that keep their old values."""
+"""Largest ratio of the median gaps in the two states; a gap below LEAST_GAP of the change is
+rounding. Measured: 2.2 for the shipped models, at most 5. In float32 this finds single tensors that
+keep their old values."""
 MAX_MARK = 0.5
-"""How much of a group's mark may be in the gap: 1 is all old, 0 all arrived. Measured in bfloat16:
-at most 0.08."""
+"""Largest share of a group's mark in the gap: 1 is all old, 0 all arrived. Measured in bfloat16: at
+most 0.08."""
 LEAST_MARK, ROUNDING = 0.5, 1e-6
-"""A group is judged whose mark is larger than this share of the gap, in median, and than these
-nats: over the 504 tokens of a probe the noise of its share is then 0.1."""
+"""A group is judged if its mark exceeds this share of the gap, in median, and these nats: over the
+504 tokens of a probe the noise of its share is then 0.1."""
 
 EXPLAINED = 0.05
-"""What may be left of the gap, as a share of the change, once it is explained."""
+"""Largest rest of an explained gap, as a share of the change."""
 GAIN = 0.95
-"""A group more is named only if that leaves less than this share of the gap."""
+"""Another group is named only if it reduces the gap to less than this share."""
 MAX_CELLS = 128
-"""Groups times layers that are tried one by one: a forward of the probe for each."""
+"""Most groups times layers that are tried one by one, with a forward of the probe each."""
 NEEDED = ("embedding", "head", "norms")
-"""Without these there is nothing to compare: all tokens would be as likely as each other."""
+"""Groups that are never silenced: without them all tokens would be equally likely."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Qualification:
-    """What was found. All in nats, medians over the probe's tokens."""
+    """Result of a qualification; medians over the tokens of the probe, in nats."""
 
     gap: float
-    """Between engine and trainer, under the weights themselves."""
+    """Gap of engine and trainer under the true weights."""
     changed_gap: float
-    """The same under the changed weights."""
+    """Gap under the changed weights."""
     change: float
-    """What the change does to the trainer's log-probs."""
+    """Effect of the change on the trainer's log-probs."""
     marks: dict[str, float]
-    """Group -> how much of its mark is in the gap: 0 arrived, 1 has not. Without those of
-    `unseen`."""
+    """Group -> share of its mark in the gap: 0 has arrived, 1 has not. Without `unseen`."""
     unseen: tuple[str, ...] = ()
-    """Groups whose change is too small to be told from noise."""
+    """Groups whose effect is too small to be distinguished from noise."""
     old: tuple[str, ...] = ()
-    """Groups that the engine runs at their old values, where that explains its log-probs."""
+    """Groups with old values, if they explain the engine's log-probs."""
     wrong: tuple[str, ...] = ()
-    """Groups that arrive with other values than were sent, where that could be found out."""
+    """Groups that arrive with other values than were sent, if they could be found."""
     failure: str = ""
-    """What is wrong; empty if the engine runs what it is sent."""
+    """Description of the problem; empty if the engine runs what it is sent."""
     replica: str = ""
-    """Which of several engines it is of: the worst."""
+    """Name of the worst of several engines."""
 
     @property
     def is_passed(self) -> bool:
         return not self.failure
 
     def describe(self) -> str:
-        """One line for a person."""
+        """One line."""
         failure = self.failure
         if failure and self.replica:
             failure = f"{self.replica}: {failure}"
@@ -103,21 +102,21 @@ class Qualification:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """What was scored under one state of the trainer's weights."""
+    """The scores under one state of the trainer's weights."""
 
     ours: LogProbs
-    """[N]: by the trainer."""
+    """[N] Scores of the trainer."""
     theirs: LogProbs
-    """[N]: by the engine, after they were sent."""
+    """[N] Scores of the engine, after the weights were sent."""
     marks: Mapping[str, LogProbs]
-    """Group -> [N]: what the trainer would give with the group in the other state, minus `ours`."""
+    """Group -> [N] scores of the trainer with the group in its other state, minus `ours`."""
 
     @property
     def gap(self) -> float:
         return _median(self.theirs - self.ours)
 
     def shares(self) -> dict[str, float]:
-        """Group -> how much of its mark is in the gap, where that can be told."""
+        """Group -> share of its mark in the gap, if it can be judged."""
         gap = self.theirs - self.ours
         return {
             group: _slope(gap, mark)
@@ -127,7 +126,7 @@ class Stage:
 
 
 def judge(changed: Stage, restored: Stage) -> Qualification:
-    """What the two stages show. `failure` then says in numbers alone what is wrong."""
+    """The result of the two stages; `failure` has numbers only."""
     size = _median(changed.ours - restored.ours)
     shares: dict[str, float] = {}
     for group, share in (*changed.shares().items(), *restored.shares().items()):
@@ -161,12 +160,12 @@ class Qualifier:
     probe: Probe
     change: Change
     send: Callable[[int], Awaitable[None]]
-    """Loads the trainer's weights as they stand, under this version."""
+    """Loads the trainer's current weights as this version."""
     share: Callable[[Any], list[Any]]
-    """What every rank found, for all of them: each has an engine of its own."""
+    """Gathers a value from all ranks, each of which has an engine of its own."""
 
     async def run(self, version: int) -> Qualification:
-        """Leaves trainer and engine with the weights as they were, as `version`."""
+        """Runs the test. Trainer and engine end with the true weights, as `version`."""
         with self.change.made(self.change.names):
             changed = await self._stages(CHANGED_VERSION)
         restored = await self._stages(version)
@@ -188,14 +187,14 @@ class Qualifier:
         return explained
 
     async def _stages(self, version: int) -> dict[Who, Stage]:
-        """Of every engine, under the trainer's weights as they stand."""
+        """The stage of every engine, under the trainer's current weights."""
         theirs = await self._by_engines(version)
         ours = self.probe.by_trainer()
         marks = {group: self._with(n) - ours for group, n in self.change.groups().items()}
         return {who: Stage(ours, of_engine, marks) for who, of_engine in theirs.items()}
 
     async def _by_engines(self, version: int) -> dict[Who, LogProbs]:
-        """Sends the weights; the scores of every engine of every rank."""
+        """Sends the weights; returns the scores of every engine of every rank."""
         await self.send(version)
         of_ranks = self.share(await self.probe.by_engines(version=version))
         return {
@@ -205,7 +204,7 @@ class Qualifier:
         }
 
     def _with(self, names: Iterable[str]) -> LogProbs:
-        """The trainer's scores with these parameters in their other state."""
+        """Scores of the trainer with these parameters in their other state."""
         with self.change.turned(names):
             return self.probe.by_trainer()
 
@@ -214,7 +213,7 @@ class Qualifier:
     async def _explain(
         self, found: Qualification, changed: Stage, restored: Stage, who: Who
     ) -> Qualification:
-        """With the names of what is old, or of what arrives wrong, as far as that can be found."""
+        """The result with the names of old or wrong groups, if they can be found."""
         limit = EXPLAINED * found.change
         if changed.gap >= restored.gap:
             with self.change.made(self.change.names):
@@ -227,8 +226,9 @@ class Qualifier:
             return replace(found, wrong=await self._wrong(restored.ours, who))
 
     def _old(self, theirs: LogProbs, limit: float) -> tuple[str, ...]:
-        """What an engine with these scores has in the state of an earlier load, by the trainer
-        alone: groups, what a load that stopped has left out, groups of single layers."""
+        """Names of the tensors that are old in an engine with these scores, found by the trainer
+        alone: groups, everything after a point (a load that stopped), or groups of single
+        layers."""
         change = self.change
         groups = change.groups()
         gap, old = min(self._search(groups, theirs, ()), self._search(groups, theirs, groups))
@@ -257,8 +257,8 @@ class Qualifier:
     def _search(
         self, places: Mapping[str, list[str]], theirs: LogProbs, start: Iterable[str]
     ) -> tuple[float, tuple[str, ...]]:
-        """(gap, places in their other state), from `start` on one place more or less at a time, as
-        long as the gap shrinks."""
+        """(gap, places in their other state): adds or removes one place at a time, from `start` on,
+        while the gap shrinks."""
         chosen = list(start)
         gap = self._gap_with(_names(places, chosen), theirs)
         while True:
@@ -275,7 +275,7 @@ class Qualifier:
         return _median(self._with(names) - theirs)
 
     async def _wrong(self, before: LogProbs, who: Who) -> tuple[str, ...]:
-        """The smallest group without which engine and trainer agree: a load for each."""
+        """The smallest group without which engine and trainer agree; costs a load for each."""
         groups, num_numbers = self.change.groups(), self.change.num_numbers
         found: list[str] = []
         for group, names in groups.items():
@@ -296,8 +296,8 @@ def _names(places: Mapping[str, Sequence[str]], chosen: Iterable[str]) -> list[s
 
 
 def _slope(gap: LogProbs, mark: LogProbs) -> float:
-    """Of the gap on the mark, by least absolute differences: the median of their ratios, weighed by
-    the size of the mark. Tokens whose router flips have no say."""
+    """Slope of the gap on the mark by least absolute differences: the median of their ratios,
+    weighted by the size of the mark. Tokens whose router flips do not matter."""
     seen = np.flatnonzero(mark)
     ratios, weights = gap[seen] / mark[seen], np.abs(mark[seen])
     order = np.argsort(ratios)
@@ -305,5 +305,5 @@ def _slope(gap: LogProbs, mark: LogProbs) -> float:
 
 
 def _median(values: LogProbs) -> float:
-    """Of the sizes. A few tokens whose router is near a tie may differ by nats."""
+    """Median absolute value: a few tokens whose router is near a tie may differ by nats."""
     return float(np.median(np.abs(values)))

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from cpu.training.tiny_training import make_critic, make_rows
 
-from lockstep.launch.processes import Place
+from lockstep.launch.place import Place
 from lockstep.launch.ranks import Ranks
 from lockstep.models.critic import load_value_model
 from lockstep.models.sharding import shard, whole_like

@@ -10,7 +10,7 @@ from cpu.training.tiny_training import fill_adapter, make_rows, make_trainer
 from trainer_ranks import gradients_of
 
 from lockstep.correction.config import Correction
-from lockstep.launch.processes import Place
+from lockstep.launch.place import Place
 from lockstep.launch.ranks import Ranks
 from lockstep.models.lora import add_adapter
 from lockstep.models.lora_config import LoraConfig, lora_shape

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from cpu.training.tiny_training import make_rows
 from trainer_ranks import make_arm
 
-from lockstep.launch.processes import Place
+from lockstep.launch.place import Place
 from lockstep.launch.ranks import Ranks
 from lockstep.models.sharding import whole
 from lockstep.objectives.config import PPOClip

@@ -14,7 +14,7 @@ from cpu.training.tiny_training import make_trainer
 from lockstep.engines.config import EmbeddedConfig
 from lockstep.engines.embedded.engine import EmbeddedEngine
 from lockstep.errors import EngineError
-from lockstep.launch.processes import Place
+from lockstep.launch.place import Place
 from lockstep.launch.ranks import Ranks
 from lockstep.models.decoder import Decoder
 from lockstep.models.hf_io import hf_tensors

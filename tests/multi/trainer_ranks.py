@@ -12,7 +12,7 @@ import torch.distributed as dist
 from cpu.training.tiny_training import KINDS, make_rows, make_trainer
 
 from lockstep.correction.config import Correction
-from lockstep.launch.processes import Place
+from lockstep.launch.place import Place
 from lockstep.launch.ranks import Ranks
 from lockstep.models.sharding import local_part, shard, whole_like
 from lockstep.objectives.config import PPOClip, Reinforce

@@ -1,4 +1,4 @@
-"""What vLLM makes of a checkpoint's config.json that its author did not mean. No torch."""
+"""Checkpoints that vLLM would run as another model than their config.json says. No torch."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 from lockstep.errors import CapabilityError
 
 GPT_OSS_EPS = 1e-5
-"""Written into vLLM's model."""
+"""Epsilon that is fixed in vLLM's model."""
 
 
 def check_readable(directory: Path, *, fills_head: bool) -> None:
-    """Raises CapabilityError for a model that vLLM 0.32 would run as another one, silently.
+    """Raises CapabilityError for a model that vLLM 0.32 would silently run as another one.
 
-    fills_head: whoever starts it puts the embedding in the head afterwards.
+    fills_head: the caller copies the embedding into the head afterwards.
     """
     config = _config(directory)
     if config.get("model_type") != "gpt_oss":
@@ -43,8 +43,8 @@ def check_readable(directory: Path, *, fills_head: bool) -> None:
 
 
 def config_overrides(directory: Path) -> dict[str, Any]:
-    """For --hf-overrides. vLLM's gpt-oss reads its rotary embedding as YaRN's alone; a plain one is
-    YaRN's of factor 1."""
+    """Values for --hf-overrides. vLLM's gpt-oss reads its rotary embedding as YaRN; a plain one is
+    YaRN with factor 1."""
     config = _config(directory)
     rope = config.get("rope_parameters") or {}
     if config.get("model_type") != "gpt_oss" or rope.get("rope_type") != "default":

@@ -43,9 +43,9 @@ tool that does not wait, and have its next turn in the next step."""
 
 
 def make_local_engine(config: VllmConfig, context: EngineContext) -> ServedEngine:
-    """The engine of `engine=vllm engine.in_process=true`.
+    """The engine of engine=vllm engine.in_process=true.
 
-    Raises MissingExtraError where vLLM is not installed, CapabilityError for what this build of it
+    Raises MissingExtraError if vLLM is not installed, CapabilityError for features that this build
     lacks, EngineError if it does not start.
     """
     return ServedEngine(LocalWire(config, context))
@@ -183,7 +183,7 @@ class LocalWire(Wire):
             max_tokens=sampling.max_tokens,
             seed=request.seed,
             stop_token_ids=list(sampling.stop_ids),
-            ignore_eos=True,  # what ends a reply is the renderer's to say
+            ignore_eos=True,  # the renderer decides what ends a reply
             logprobs=0,
             detokenize=False,
             output_kind=kind.DELTA if request.stream else kind.FINAL_ONLY,
@@ -227,13 +227,13 @@ class LocalWire(Wire):
         except (ValueError, TypeError) as error:
             raise EngineError(f"request {call_id}: vLLM does not take it: {error}") from error
         call = self._calls[call_id] = _Call(name)
-        # A step hands outputs over here, and so does an end that is asked for.
+        # Steps and requested ends put their outputs here.
         self._engine.output_processor.request_states[name].queue = call
         self._drive()
         return call
 
     def _drop(self, call_id: str) -> None:
-        """After the end of a call, or when nobody waits for it any more."""
+        """Forgets a call that has ended, or that nobody waits for any more."""
         call = self._calls.pop(call_id, None)
         if call is not None and not call.has_ended:
             self._engine.abort_request([call.name], internal=True)

