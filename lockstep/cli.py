@@ -178,8 +178,6 @@ def _eval(options: argparse.Namespace) -> int:
 
 
 def _report(options: argparse.Namespace) -> int:
-    if options.serve:
-        return _serve_rows(options)
     from lockstep.report.page import write_report
     from lockstep.run.build import vocabulary_of
     from lockstep.store.run import load_run
@@ -189,35 +187,6 @@ def _report(options: argparse.Namespace) -> int:
     out = Path(options.out or place / "report.html")
     write_report(runs, out, vocabulary=[vocabulary_of(run.config) for run in runs])
     _print(options, {"report": str(out)}, str(out))
-    return OK
-
-
-def _serve_rows(options: argparse.Namespace) -> int:
-    """Serves all rows of a run or a dump, on demand, until Ctrl-C."""
-    from lockstep.doctor.browse import BrowsedRows
-    from lockstep.doctor.diagnose import diagnose
-    from lockstep.doctor.progress import Reading
-    from lockstep.report.server import RowServer
-
-    if len(options.runs) > 1 or options.out:
-        raise ConfigError("--serve serves one run or one dump, and writes no file.")
-    with Reading() as reading:
-        found = diagnose(
-            options.runs[0],
-            format=options.format,
-            tokenizer=options.tokenizer,
-            on_rows=reading.on_rows,
-        )
-        rows = BrowsedRows(found)
-    try:
-        server = RowServer(rows, host=options.host, port=options.port)
-    except (OSError, OverflowError) as error:
-        raise ConfigError(f"--host {options.host} --port {options.port}: {error}.") from error
-    with server, contextlib.suppress(KeyboardInterrupt):
-        text = f"{server.url} serves {options.runs[0]}; Ctrl-C ends it"
-        _print(options, {"url": server.url}, text)
-        sys.stdout.flush()
-        server.serve_forever()
     return OK
 
 
@@ -272,26 +241,18 @@ def _doctor(options: argparse.Namespace) -> int:
             against=options.against,
             on_rows=reading.on_rows,
         )
-    bisection = None
-    if options.bisect is not None:
-        from lockstep.doctor.numerics.bisecting import bisect_row
-
-        bisection = bisect_row(diagnosis.setting.model, options.bisect)
     page = ""
     if options.out:
         from lockstep.doctor.html_page import write_page
 
         page = str(write_page(diagnosis, options.out))
     if options.json:
-        more = {} if bisection is None else {"bisect": bisection.to_json()}
-        print(json.dumps(diagnosis.to_json() | {"page": page} | more, allow_nan=False))
+        print(json.dumps(diagnosis.to_json() | {"page": page}, allow_nan=False))
         return EXIT_CODES[diagnosis.outcome]
     if (console := Console(highlight=False)).is_terminal:
         show(diagnosis, console, page=page)
     else:
         print(summary(diagnosis, page=page))
-    if bisection is not None:
-        print(bisection.describe())
     return EXIT_CODES[diagnosis.outcome]
 
 
@@ -606,17 +567,6 @@ COMMANDS = {
         arguments=(
             _arg("runs", "RUN", nargs="+"),
             _arg("--out", "FILE", "default: RUN/report.html, or report.html"),
-            _flag("--serve", "serve every row of a run or a dump on this machine: sort, filter"),
-            _FORMAT,
-            _TOKENIZER,
-            _arg("--port", "N", "port of --serve; default: a free one", type=int, default=0),
-            _arg(
-                "--host",
-                "ADDRESS",
-                "address of --serve; default: this machine only. Anybody who reaches another "
-                "address reads all rows",
-                default="127.0.0.1",
-            ),
         ),
     ),
     "doctor": Command(
@@ -653,15 +603,6 @@ COMMANDS = {
                 "checkpoints",
             ),
             _arg("--adapter", "DIR", "with --model: its adapter, in PEFT's form"),
-            _arg(
-                "--bisect",
-                "ROW",
-                "with --model: find the first op that differs, in this row or the one that "
-                "deviates most",
-                nargs="?",
-                const="",
-                default=None,
-            ),
             _arg(
                 "--against",
                 "DIR",

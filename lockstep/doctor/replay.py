@@ -207,7 +207,7 @@ def _why_not(run: Run, name: str, known: list[str], ends: list[str]) -> str:
     near = [id_ for id_ in known if id_.rpartition("/")[0] == name.rpartition("/")[0]]
     found = get_close_matches(name, (near or known)[:NUM_NAMES], n=1, cutoff=0.6)
     hint = f" Did you mean {found[0]!r}?" if found else f" For example: {known[0]}."
-    return f"{text}{hint} `lockstep report {run.path} --serve` lists all."
+    return f"{text}{hint} `lockstep report {run.path}` shows many."
 
 
 # -- scoring it ---------------------------------------------------------------------------------

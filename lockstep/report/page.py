@@ -34,8 +34,6 @@ class Template:
     scripts: tuple[str, ...]
     label: str
     """What the page is, behind its title."""
-    is_served: bool = False
-    """It may ask the server that it came from; a page in a file asks nobody."""
 
 
 REPORT = Template(
@@ -91,8 +89,6 @@ def render_page(document: dict[str, Any], template: Template = REPORT) -> str:
         f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(script)}; "
         "base-uri 'none'; form-action 'none'"
     )
-    if template.is_served:
-        policy += "; connect-src 'self'"
     parts = {
         "POLICY": policy,
         "TITLE": html.escape(f"{document['title']} - {template.label}"),

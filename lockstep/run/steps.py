@@ -121,7 +121,10 @@ async def one_step(run: TrainingRun) -> dict[str, Any] | None:
         run.advance()
     except UnequalTokenError as broken:
         run.save_if_whole()  # the state that samples this step again
-        raise ContractError(run.explain(broken, rows)) from broken
+        raise ContractError(
+            f"{broken} Nothing was updated; the run holds the trajectory: "
+            f"lockstep replay '{run.path}#{broken.sample.id}' --score"
+        ) from broken
     finally:
         # What is kept is what was sampled, whatever a hook has made of it for the trainer.
         run.record(step, groups, samples=sampled_rows)

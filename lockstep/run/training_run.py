@@ -9,20 +9,16 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-import numpy as np
-
 from lockstep.agent.buffer import Buffer
 from lockstep.agent.gateway.opening import RunGateway
 from lockstep.agent.loop import EpisodeSlots
 from lockstep.config import differences, to_dict
 from lockstep.errors import EngineError
 from lockstep.launch.ranks import Ranks
-from lockstep.models.sharding import mesh_of
 from lockstep.observe.alarms import mismatch_alarm
 from lockstep.observe.live import RunHeader, SilentView, View, open_view
 from lockstep.observe.loggers import GuardedLoggers, open_loggers
 from lockstep.observe.metrics import is_step_row
-from lockstep.ops.bisect import bisect
 from lockstep.ops.contract import TRUE_ON_POLICY
 from lockstep.renderers.base import Renderer
 from lockstep.report.page import write_report
@@ -35,11 +31,8 @@ from lockstep.run_config import Config
 from lockstep.store.run import TRAIN, RunDirectory, default_run_path, load_run
 from lockstep.sync.publisher import Level, Publisher
 from lockstep.training.checkpoint import CheckpointStore
-from lockstep.training.correcting import UnequalTokenError
 from lockstep.training.critic import CRITIC, Critic
 from lockstep.types import Group, Sample
-
-NUM_COMPANIONS = 8  # rows beside the one that broke the contract: enough to change every kernel
 
 
 class Monitor(Protocol):
@@ -359,40 +352,6 @@ class TrainingRun:
                 f"sync       {self.publisher.describe()}",
                 f"run        {self.path}",
             ),
-        )
-
-    def explain(self, broken: UnequalTokenError, rows: Sequence[Sample]) -> str:
-        """Names what broke the contract: the token, and the first op that differs when sampler and
-        trainer run its row again, alone or beside some of the step's other rows."""
-        if self.directory is None:
-            return str(broken)
-        sample, trainer = broken.sample, self.parts.trainer
-        is_sharded = mesh_of(trainer.model.embedding) is not None
-        model = self.parts.model if is_sharded else trainer.model  # the same weights
-        others = [row.token_ids for row in rows if row.id != sample.id][:NUM_COMPANIONS]
-        parting = None
-        for company in ([], others):
-            again = bisect(
-                model,
-                sample.token_ids,
-                company=company,
-                is_sampled=~np.isnan(sample.columns["rollout_logprobs"]),
-                temperature=trainer.temperature,
-                support=sample.ragged.get("support"),
-                recorded=sample.columns["rollout_logprobs"],
-            )
-            parting = again or parting
-            if parting is not None and parting.ops:
-                break
-        found = (
-            "Run again by itself, the row gives record and both sides the same bits: what broke it "
-            "is in the company it had."
-            if parting is None
-            else parting.describe()
-        )
-        return (
-            f"{broken} {found} Nothing was updated; {self.path} holds the trajectory: "
-            f"lockstep replay '{self.path}#{sample.id}' --score"
         )
 
     def write_report(self) -> None:

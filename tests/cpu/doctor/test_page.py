@@ -176,8 +176,6 @@ def test_every_file_of_the_page_is_shipped_and_in_ascii():
         "doctor.css",
         "doctor.js",
         "evidence.js",
-        "served.html",
-        "served.js",
     ):
         files("lockstep.report").joinpath(name).read_text("ascii")
 
