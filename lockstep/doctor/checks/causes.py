@@ -233,7 +233,7 @@ _CAUSES = (
         name="nonfinite",
         room="values",
         title="Trained tokens have log-probs that are not finite.",
-        remedy="Mask them, and find the op that overflowed: `--bisect` with the model.",
+        remedy="Mask them, and find the op that overflowed.",
         fault="nonfinite_logprobs",
     ),
     Cause(
