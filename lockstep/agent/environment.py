@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-from lockstep.types import Message, Task, ToolSchema
-
-if TYPE_CHECKING:
-    from lockstep.agent.harness import Harness
+from lockstep.types import Message, ToolSchema
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,8 +55,6 @@ class Environment:
     async def close(self) -> None:
         """Frees what `reset` took. Called once, also after a failure."""
 
-
-EnvironmentFactory = Callable[[Task], "Environment | Harness"]
 
 GroupScorer = Callable[[Sequence[Environment]], "Sequence[Score] | Awaitable[Sequence[Score]]"]
 """Scores the episodes of one group against each other, in place of each `Environment.score`.

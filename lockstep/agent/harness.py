@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
-from lockstep.agent.environment import Score
+from lockstep.agent.environment import Environment, Score
 from lockstep.types import Task
 
 
@@ -50,3 +50,7 @@ class Harness:
 
     async def close(self) -> None:
         """Frees what `run` took. Called once, also after a failure or when time is over."""
+
+
+EnvironmentFactory = Callable[[Task], Environment | Harness]
+"""Makes what plays one episode of a task."""

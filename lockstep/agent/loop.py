@@ -25,7 +25,6 @@ import numpy as np
 from lockstep.agent.config import AgentConfig
 from lockstep.agent.environment import (
     Environment,
-    EnvironmentFactory,
     GroupScorer,
     Observation,
     Score,
@@ -39,7 +38,7 @@ from lockstep.agent.guard import (
     numbers_problem,
     shortened,
 )
-from lockstep.agent.harness import Endpoint, Harness
+from lockstep.agent.harness import Endpoint, EnvironmentFactory, Harness
 from lockstep.agent.rescoring import Rescorer
 from lockstep.agent.tasks import derive_seed
 from lockstep.agent.turns import (
