@@ -242,7 +242,7 @@ def fields_table(dialect: str) -> str:
 
     module = importlib.import_module(f"lockstep.agent.gateway.{dialect}")
     rows = ["| field | | how, why, or what instead |", "|---|---|---|"]
-    order = ("honoured", "accepted", "refused")
+    order = ("honoured", "accepted", "ignored", "refused")
     for name, spec in sorted(module.FIELDS.items(), key=lambda f: order.index(f[1].treatment)):
         neutral = ", ".join(f"`{json.dumps(value)}`" for value in spec.neutral)
         about = f"{spec.about} Harmless: {neutral}." if neutral else spec.about

@@ -29,7 +29,7 @@ Reason = Literal[
     "", "concurrent", "retry", "edited_history", "compaction", "dropped_thinking", "sub_agent",
     "new_dialogue", "altered_reply:trimmed", "altered_reply:prefixed", "altered_reply:completed",
 ]  # fmt: skip
-"""Why a turn begins a branch: the table in docs/gateway-sessions.md."""
+"""Why a turn begins a branch: the table in docs/gateway.md."""
 
 MAX_REMEMBERED_CHARS = 1024
 """Longest arguments of a call whose canonical spelling is cached: 8192 of them take at most 16 MiB.

@@ -1,4 +1,4 @@
-"""What agents do to their history, one test for each row of the table in docs/gateway-sessions.md.
+"""What agents do to their history, one test for each row of the table in docs/gateway.md.
 
 In all of them nothing that the model saw or sampled is rewritten, and what stands is not encoded
 again.
