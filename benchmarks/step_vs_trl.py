@@ -79,7 +79,7 @@ def run_ours(overrides: list[str]) -> dict[str, Any]:
     the trajectories and metrics included."""
     from lockstep.config import resolve, to_dict
     from lockstep.observe.live import open_view
-    from lockstep.observe.loggers import open_loggers
+    from lockstep.observe.loggers import Loggers
     from lockstep.recipes import find_recipe
     from lockstep.run.build import build
     from lockstep.run.preflight import preflight
@@ -114,7 +114,7 @@ def run_ours(overrides: list[str]) -> dict[str, Any]:
 
     with TemporaryDirectory() as parent:
         path = Path(parent) / "run"
-        loggers = open_loggers((), run_path=path, project="", config={}, warn=note)
+        loggers = Loggers((), run_path=path, project="", config={}, warn=note)
         with RunDirectory.create(path, to_dict(config), record=config.record) as directory:
             parts = build(config, model_files)
             run = TrainingRun(config, model_files, parts, path, directory, view, loggers)

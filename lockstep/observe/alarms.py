@@ -1,4 +1,4 @@
-"""When a mismatch between sampler and trainer is worth stopping for, and what would be normal."""
+"""Judges a mismatch between sampler and trainer: normal for this set-up, or worth stopping for."""
 
 from __future__ import annotations
 
@@ -32,15 +32,13 @@ class Alarm:
     value: float
     """max(|k1|, k2, k3); NaN if unmeasured."""
     text: str
-    """One line that says the value, what is normal, and what to do if it is not."""
+    """One line with the value, the normal values, and the next step if it is not normal."""
 
 
-def mismatch(metrics: Mapping[str, Any], *, prefix: str = "mismatch") -> float:
+def mismatch(metrics: Mapping[str, Any]) -> float:
     """max(|k1|, k2, k3) of a metrics row; NaN if one of them is missing or not a number."""
-    values = [metrics.get(f"{prefix}/{name}", math.nan) for name in ("k1", "k2", "k3")]
-    if any(math.isnan(value) for value in values):
-        return math.nan
-    return max(abs(values[0]), values[1], values[2])
+    k1, k2, k3 = (metrics.get(f"mismatch/{name}", math.nan) for name in ("k1", "k2", "k3"))
+    return math.nan if math.isnan(k1 + k2 + k3) else max(abs(k1), k2, k3)
 
 
 def normal_band(architecture: Architecture, *, is_one_process: bool) -> tuple[float, float]:
@@ -61,32 +59,20 @@ def mismatch_alarm(
     >>> mismatch_alarm(row, "dense").level  # log-probs shifted by one token: k1 looks harmless
     'critical'
     """
-    nonfinite = metrics.get("mismatch/nonfinite_tokens", 0)
-    value = mismatch(metrics)
-    has_all = all(f"mismatch/{name}" in metrics for name in ("k1", "k2", "k3"))
-    if nonfinite > 0 or (has_all and not math.isfinite(value)):
-        return Alarm(
-            "critical",
-            value,
-            f"mismatch: {nonfinite:g} tokens without a finite log-prob; nothing is "
-            "trained on them.",
-        )
-    if not has_all or metrics.get("mismatch/compared_tokens") == 0:
+    value, num_broken = mismatch(metrics), metrics.get("mismatch/nonfinite_tokens", 0)
+    is_measured = "mismatch/k3" in metrics and metrics.get("mismatch/compared_tokens") != 0
+    if num_broken > 0 or (is_measured and not math.isfinite(value)):
+        text = f"mismatch: {num_broken:g} tokens without a finite log-prob; none is trained on."
+        return Alarm("critical", value, text)
+    if not is_measured:
         return Alarm("unmeasured", math.nan, "mismatch: not measured in this step.")
-    low, high = normal_band(architecture, is_one_process=is_one_process)
-    if is_one_process:
-        setting = "in one process"
-        normal = f"k3 up to {high:.0e}"
-    else:
-        setting = f"for {'MoE' if architecture == 'moe' else 'dense'} across engines"
-        normal = f"k3 {low:.0e}..{high:.0e}"
-    normal = f"normal {setting}: {normal}"
+    high = normal_band(architecture, is_one_process=is_one_process)[1]
+    where = "in one process" if is_one_process else f"for {architecture} across engines"
+    normal = f"normal {where}: k3 up to {high:.0e}"
     age = metrics.get("staleness/max", 0)
-    is_aged = age > 0 and not is_one_process
-    if is_aged:  # the policy itself has moved: no band says by how much
+    if age > 0 and not is_one_process:  # the policy itself has moved: no band says by how much
         high = math.inf
         normal = f"tokens are up to {age:g} update(s) old; mismatch/by_age/0 is the numerics alone"
-    k3 = metrics["mismatch/k3"]
     shown = f"mismatch {value:.2g}"
     if value > CRITICAL_LIMIT:
         return Alarm(
@@ -96,17 +82,11 @@ def mismatch_alarm(
             "collapse: stop, and look at the trajectories with the largest mismatch in the report.",
         )
     if value > WARNING_LIMIT:
-        place = "though inside what is normal" if k3 <= high else "and above what is normal"
         return Alarm(
             "warning",
             value,
-            f"{shown} is above {WARNING_LIMIT:g}{'' if is_aged else f', {place}'} ({normal}). The "
-            "report's trajectories, sorted by mismatch, show where.",
+            f"{shown} is above {WARNING_LIMIT:g} ({normal}). The report's trajectories, sorted by "
+            "mismatch, show where.",
         )
-    if k3 > high:
-        return Alarm(
-            "notice",
-            value,
-            f"{shown} is below {WARNING_LIMIT:g}, and above what is normal ({normal}).",
-        )
-    return Alarm("ok", value, f"{shown} ({normal}).")
+    is_normal = metrics["mismatch/k3"] <= high
+    return Alarm("ok" if is_normal else "notice", value, f"{shown} ({normal}).")

@@ -278,7 +278,6 @@ METRICS: tuple[Metric, ...] = (
     _metric("engine/spilled_requests", "requests", "down", "Turns sent away from their prefix."),
     _metric("engine/failed_requests", "requests", "down", "Requests that ended in an error."),
     _metric("engine/preemptions", "events", "down", "Requests computed again for want of pages."),
-    _metric("sinks/failed_rows", "rows", "down", "Rows that an optional logger lost, so far."),
 )  # fmt: skip
 """In the order in which people read them. An exact name wins over a family."""
 

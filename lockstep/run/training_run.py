@@ -16,8 +16,8 @@ from lockstep.config import differences, to_dict
 from lockstep.errors import EngineError
 from lockstep.launch.ranks import Ranks
 from lockstep.observe.alarms import mismatch_alarm
-from lockstep.observe.live import RunHeader, SilentView, View, open_view
-from lockstep.observe.loggers import GuardedLoggers, open_loggers
+from lockstep.observe.live import RunHeader, View, open_view
+from lockstep.observe.loggers import Loggers
 from lockstep.observe.metrics import is_step_row
 from lockstep.ops.contract import TRUE_ON_POLICY
 from lockstep.renderers.base import Renderer
@@ -72,7 +72,7 @@ class TrainingRun:
     directory: RunDirectory | None
     """Where the run is written; None on every rank but the first."""
     view: View
-    loggers: GuardedLoggers
+    loggers: Loggers
     ranks: Ranks | None = None
     monitor: Monitor | None = None
     """On the first rank alone, where the caller gave one."""
@@ -412,8 +412,8 @@ def open_run(
         directory = RunDirectory.open(path, record=config.record, facts=facts)
     elif is_leader:
         directory = RunDirectory.create(path, to_dict(config), record=config.record, facts=facts)
-    shown = open_view(is_json=view == "json") if is_leader else SilentView()
-    loggers = open_loggers(
+    shown = open_view(is_json=view == "json" or not is_leader)
+    loggers = Loggers(
         config.record.loggers if is_leader else (),
         run_path=path,
         project=config.record.project,

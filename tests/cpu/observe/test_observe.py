@@ -1,6 +1,5 @@
 """Names that stay, alarms where runs collapse, sinks that cannot stop a run, cheap views."""
 
-import io
 import math
 import re
 import subprocess
@@ -8,20 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from lockstep.correction.metrics import MismatchReport
-from lockstep.errors import ConfigError, DataError, MissingExtraError
+from lockstep.errors import DataError, MissingExtraError
 from lockstep.observe.alarms import mismatch, mismatch_alarm
-from lockstep.observe.live import (
-    LiveView,
-    PlainView,
-    RunHeader,
-    SilentView,
-    open_view,
-    sparkline,
-)
-from lockstep.observe.loggers import GuardedLoggers, open_loggers
+from lockstep.observe.live import RunHeader, View, open_view
+from lockstep.observe.loggers import Loggers
 from lockstep.observe.metrics import METRICS, check_row, find_metric, unknown_names
 
 # The names that the design promises: dashboards stand on them.
@@ -121,15 +112,11 @@ def test_alarm_levels(row, architecture, is_one_process, level):
 
 def test_an_alarm_says_the_value_and_what_is_normal():
     assert mismatch_alarm(row_of(k3=0.02), "dense").text == (
-        "mismatch 0.02 is above 0.01, and above what is normal "
-        "(normal for dense across engines: k3 1e-05..1e-03). The report's "
-        "trajectories, sorted by mismatch, show where."
+        "mismatch 0.02 is above 0.01 (normal for dense across engines: k3 up to 1e-03). The "
+        "report's trajectories, sorted by mismatch, show where."
     )
-    assert "though inside what is normal" in mismatch_alarm(row_of(k3=0.02), "moe").text
-    assert (
-        "in one process: k3 up to 1e-11"
-        in mismatch_alarm(row_of(), "moe", is_one_process=True).text
-    )
+    in_one_process = mismatch_alarm(row_of(), "moe", is_one_process=True).text
+    assert "in one process: k3 up to 1e-11" in in_one_process
 
 
 def test_old_tokens_have_no_normal_gap_and_the_alarm_says_how_old_they_are():
@@ -143,42 +130,40 @@ def test_old_tokens_have_no_normal_gap_and_the_alarm_says_how_old_they_are():
 
 def test_mismatch_is_the_largest_of_the_three():
     assert mismatch(row_of(-0.5, 0.1, 0.2)) == 0.5
-    assert mismatch({"mismatch_after/k1": 1, "mismatch_after/k2": 2, "mismatch_after/k3": 3},
-                    prefix="mismatch_after") == 3  # fmt: skip
     assert math.isnan(mismatch({"mismatch/k1": 1.0}))
 
 
 # -- loggers ----------------------------------------------------------------------------------
 
 
-class Recorder:
-    """A sink that remembers, and raises from its `fail_from`-th row on."""
-
-    def __init__(self, fail_from=None):
-        self.rows, self.fail_from, self.is_closed = [], fail_from, False
-
-    def log(self, row):
-        if self.fail_from is not None and len(self.rows) >= self.fail_from:
+TRACKIO = """
+class Run:
+    rows = []
+    def log(self, numbers, step):
+        if step > 0:
             raise ConnectionError("the service is down")
-        self.rows.append(row)
+        self.rows.append((step, numbers))
+    def finish(self):
+        self.rows.append("finished")
+def init(**settings):
+    return Run()
+"""
 
-    def close(self):
-        self.is_closed = True
 
-
-def test_a_sink_that_raises_is_reported_once_and_stops_nobody():
-    broken, healthy, warnings = Recorder(fail_from=1), Recorder(), []
-    loggers = GuardedLoggers({"broken": broken, "healthy": healthy}, warn=warnings.append)
+def test_a_tracker_that_fails_is_reported_once_and_stops_nobody(tmp_path, monkeypatch):
+    (tmp_path / "trackio.py").write_text(TRACKIO)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "trackio", raising=False)
+    warnings = []
+    loggers = Loggers(["trackio"], run_path=tmp_path, project="p", config={}, warn=warnings.append)
     for step in range(4):
-        loggers.log({"step": step})
+        loggers.log({"step": step, "reward/mean": 0.5})
     loggers.close()
-    assert len(broken.rows) == 1 and len(healthy.rows) == 4
-    assert loggers.num_failed_rows == 3
+    assert sys.modules.pop("trackio").Run.rows == [(0, {"reward/mean": 0.5}), "finished"]
     assert warnings == [
-        "the broken logger failed: ConnectionError: the service is down. The run goes on and "
-        "metrics.jsonl has every row; further failures are counted, not shown."
+        "the trackio logger failed: ConnectionError: the service is down. The run goes on and "
+        "metrics.jsonl has every row; further failures are not shown."
     ]
-    assert broken.is_closed and healthy.is_closed
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb", "trackio"])
@@ -189,19 +174,12 @@ def test_a_logger_whose_package_is_missing_names_the_extra(name, tmp_path):
     except ModuleNotFoundError:
         pass
     with pytest.raises(MissingExtraError, match=rf"pip install 'lockstep-rl\[{name}\]'"):
-        open_loggers([name], run_path=tmp_path, project="p", config={}, warn=pytest.fail)
-
-
-def test_an_unknown_logger_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="unknown logger 'mlflow'; known are tensorboard"):
-        open_loggers(["mlflow"], run_path=tmp_path, project="p", config={}, warn=pytest.fail)
+        Loggers([name], run_path=tmp_path, project="p", config={}, warn=pytest.fail)
 
 
 def test_tensorboard_gets_every_number(tmp_path):
     pytest.importorskip("tensorboard", reason="the extra `tensorboard` is not installed")
-    loggers = open_loggers(
-        ["tensorboard"], run_path=tmp_path, project="p", config={}, warn=pytest.fail
-    )
+    loggers = Loggers(["tensorboard"], run_path=tmp_path, project="p", config={}, warn=pytest.fail)
     loggers.log({"step": 0, "reward/mean": 0.5, "train/loss": math.nan})
     loggers.close()
     (events,) = Path(tmp_path, "tensorboard").iterdir()
@@ -213,26 +191,9 @@ def test_tensorboard_gets_every_number(tmp_path):
 HEADER = RunHeader(name="demo", num_steps=110, architecture="dense", lines=("model tiny",))
 
 
-def terminal(width=100):
-    return Console(
-        file=io.StringIO(), force_terminal=True, width=width, height=40, color_system="truecolor"
-    )
-
-
-def text_of(view, width=100):
-    return view._panel(view._progress, width).plain
-
-
-def test_the_view_fits_where_it_writes():
-    assert isinstance(open_view(console=terminal()), LiveView)
-    assert isinstance(open_view(console=Console(file=io.StringIO())), PlainView)
-    assert isinstance(open_view(console=terminal(), plain=True), PlainView)
-    assert isinstance(open_view(console=terminal(), is_json=True), SilentView)
-
-
 def test_plain_lines_say_the_step_in_one_line_and_an_alarm_once():
     lines = []
-    view = PlainView(lines.append)
+    view = View(lines.append)
     view.start(HEADER)
     view.phase("sampling", 3, 64)
     for step in range(4):
@@ -250,42 +211,25 @@ def test_plain_lines_say_the_step_in_one_line_and_an_alarm_once():
     assert lines[-1] == "checkpoint at step 3" and len(lines) == 7
 
 
-def test_the_panel_shows_progress_curves_speed_alarms_evaluation_and_phase():
-    view = LiveView(terminal())
+def test_a_terminal_shows_the_phase_until_the_next_line(capsys):
+    view = View(print, has_status=True)
     view.start(HEADER)
-    for step in range(30):
-        view.step(full_row(step) | (row_of(k3=0.5) if step == 20 else {}))
-        view.phase("sampling", 12, 64)
-    view.step({"step": 30, "eval/greedy/mean@1": 0.1})
-    view.step(full_row(30) | {"eval/greedy/mean@1": 0.91, "eval/greedy/mean@1/low": 128})
-    shown = text_of(view)
-    view.close()
-    for piece in (
-        "demo  step 31/110", "0 s gone, 49 s left", "\u2501", "reward   0.3", "kl       3e-09",
-        "sample 4000 tok/s   train 5600 tok/s", "loss 0.1", "eval     step 30: greedy 0.91",
-        "!! step 20: mismatch 0.5 is above 0.1", "> sampling 12/64", "\u2581", "\u2588",
-    ):  # fmt: skip
-        assert piece in shown.replace("0.0 s gone", "0 s gone"), piece
+    view.phase("sampling", 12, 64)
+    view.phase("sampling", 13, 64)  # too soon to draw again
+    view.step(full_row(0))
+    shown = capsys.readouterr()
+    assert shown.err.count("> sampling 12/64") == 1 and "13/64" not in shown.err
+    assert shown.err.endswith("\r\x1b[K") and "step   0/110" in shown.out
 
 
-@pytest.mark.parametrize("width", [20, 40, 200])
-def test_the_panel_never_wraps(width):
-    console = terminal(width)
-    view = LiveView(console)
+def test_a_silent_view_writes_nothing(capsys):
+    view = open_view(is_json=True)
     view.start(HEADER)
-    for step in range(40):
-        view.step(full_row(step))
-    rows = console.render_lines(view._panel(view._progress, width), pad=False)
+    view.phase("sampling")
+    view.step(full_row(0))
+    view.note("a warning", "warning")
     view.close()
-    assert len(rows) == text_of(view, width).count("\n") + 1
-    assert all(sum(segment.cell_length for segment in row) <= width for row in rows)
-
-
-def test_a_sparkline_shows_zero_and_gaps_on_a_log_scale():
-    assert sparkline([0.0, 1e-9, 1e-5, math.nan, 1e-1], is_log=True) == "\u2581\u2581\u2585 \u2588"
-    assert sparkline([0.0, 0.0], is_log=True) == "\u2581\u2581"
-    assert sparkline([2.0, 2.0]) == "\u2584\u2584"
-    assert sparkline([]) == ""
+    assert capsys.readouterr() == ("", "")
 
 
 def test_observe_does_not_import_torch():

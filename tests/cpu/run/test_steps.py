@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import pytest
 
-import lockstep
-from lockstep.config import resolve
+from lockstep.cli import main
+from lockstep.config import resolve, to_dict
 from lockstep.envs.docsearch.config import DocSearchConfig
 from lockstep.errors import RolloutError
 from lockstep.recipes import find_recipe
@@ -129,11 +129,11 @@ def test_the_checks_before_a_run_are_made_once(tmp_path, monkeypatch):
     calls = []
     monkeypatch.setattr(DocSearchConfig, "check", lambda self: calls.append("check"), raising=False)
     words = [f"out={tmp_path / 'run'}", "steps=1"]
-    assert lockstep.cli.main(["train", "quickstart", *SMALL, *words, "--json"]) == 0
+    assert main(["train", "quickstart", *SMALL, *words, "--json"]) == 0
     assert calls == ["check"]
 
 
 def test_a_config_of_defaults_alone_is_one(tmp_path):
     from lockstep.run_config import Config
 
-    assert json.dumps(lockstep.config.to_dict(Config(task=DocSearchConfig())))
+    assert json.dumps(to_dict(Config(task=DocSearchConfig())))
