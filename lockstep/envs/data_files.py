@@ -90,6 +90,17 @@ def _parquet_rows(file: Path, columns: Sequence[str]) -> Iterator[Row]:
         raise DataError(f"{file}: cannot be read as parquet: {error}.") from error
 
 
+def split_files(
+    path: str, eval_path: str, eval_share: float, *, read: Callable[[str], Sequence[Any]]
+) -> dict[str, list[Any]]:
+    """Tasks by split, "train" and "eval", of two files, or of one whose share is held out by id.
+
+    read: file -> its tasks, each with an `id`. Raises DataError as `split_tasks` does.
+    """
+    held_out = read(eval_path) if eval_path else None
+    return split_tasks(read(path), held_out, eval_share, name=path, key=lambda task: task.id)
+
+
 def split_tasks(
     tasks: Sequence[T],
     held_out: Sequence[T] | None,
@@ -110,7 +121,7 @@ def split_tasks(
         train, evaluated = list(tasks), list(held_out)
         if both := set(map(key, train)) & set(map(key, evaluated)):
             raise DataError(
-                f"{name}: {min(both)!r} is also among the tasks to evaluate on; a task that is "
+                f"{name}: {min(both)!r} is among the tasks to evaluate on too; a task that is "
                 "trained on cannot be evaluated on."
             )
     if not train or not evaluated:

@@ -1,4 +1,4 @@
-"""The user's tasks, answered with the tools of an MCP server."""
+"""The task kind `mcp`: the user's tasks from a file, with the tools of an MCP server."""
 
 from __future__ import annotations
 
@@ -23,35 +23,35 @@ class MCPConfig(_TaskFile):
     TAG: ClassVar[str] = "mcp"
 
     command: str = ""
-    """Starts the server, which speaks over its standard input and output. No shell runs it;
-    `python` is the interpreter that runs Lockstep."""
+    """Command that starts a server on its standard input and output, without a shell. `python` is
+    the interpreter that runs Lockstep."""
     url: str = ""
-    """Of a server that runs (streamable HTTP), in place of command."""
+    """Address of a running server (streamable HTTP), instead of command."""
     tools: tuple[str, ...] = ()
-    """The server's tools that the model gets, by name; none gives it all."""
+    """Names of the tools that the model gets. Empty: all."""
     server: Literal["shared", "episode"] = "shared"
-    """Whose the server is: one for all episodes, or (for tools that change something) a process of
-    its own for each, started by command."""
+    """shared: one server for all episodes. episode: a process for each, started by command, for
+    tools that change something."""
     start_seconds: float = 30.0
-    """Until a server that was started, or connected to, has said what it offers."""
+    """Seconds for a server to start, or to be connected, and to list its tools."""
     pass_variables: tuple[str, ...] = ()
-    """Environment variables that the command gets beside PATH, HOME and the like."""
+    """Environment variables for the command, in addition to PATH, HOME and the like."""
     token_variable: str = ""
-    """Environment variable with the bearer token that the URL asks for."""
+    """Environment variable with the bearer token for the URL."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         _ = self._address
         if self.server == "episode" and self.url:
             raise ConfigError(
-                "server=episode starts a process for each episode, and a url is of one that runs. "
-                "Give command, or server=shared."
+                "server=episode starts a process for each episode, and a url names a running "
+                "server. Give command, or server=shared."
             )
         if not 0 < self.start_seconds < float("inf"):
             raise ConfigError(f"start_seconds={self.start_seconds} must be above 0.")
 
     def check(self) -> None:
-        """Starts the server as well, and reads what it offers."""
+        """Also starts the server, and lists its tools."""
         super().check()
         self._address.variables()
         _ = self._offered
@@ -65,7 +65,7 @@ class MCPConfig(_TaskFile):
         return MCPEnvironment(self, task, server, limits, is_own=is_own)
 
     async def close(self) -> None:
-        """Ends the shared server, if it was started here."""
+        """Ends the shared server, if it was started."""
         await super().close()
         if "_shared" in self.__dict__:
             await self._shared.close()
@@ -90,7 +90,7 @@ class MCPConfig(_TaskFile):
 
     @cached_property
     def _offered(self) -> tuple[Tool, ...]:
-        """What the first start of it offers: what every later one must."""
+        """Tools of the first start, which every later start must offer too."""
         if self.server == "shared":
             return self._shared.tools_now()
         server = self._new_server()
@@ -101,7 +101,7 @@ class MCPConfig(_TaskFile):
 
 
 class MCPEnvironment(QuestionEnvironment):
-    """One task with a server's tools."""
+    """One task, with the tools of a server."""
 
     def __init__(
         self,
@@ -114,9 +114,7 @@ class MCPEnvironment(QuestionEnvironment):
     ) -> None:
         super().__init__(task, config.scorer, instructions=config.instructions, limits=limits)
         self._server, self._is_own = server, is_own
-        self.tools = (
-            config._offered
-        )  # for who asks before `reset`; their server may be gone by then
+        self.tools = config._offered  # until `reset` binds them to a running server
 
     async def reset(self) -> Sequence[Message]:
         self.tools = await self._server.tools(call_seconds=self.limits.timeout_seconds)

@@ -1,4 +1,4 @@
-"""Several tasks in one run, drawn by weight."""
+"""The task kind `mixture`: several tasks in one run, drawn by weight."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ from lockstep.errors import ConfigError, LockstepError
 from lockstep.types import Task
 
 PART_NAME = re.compile(r"[A-Za-z0-9_-]+")
-"""A part is named in settings (task.parts.NAME) and in metrics (reward/source/NAME)."""
+"""Names of parts are parts of settings (task.parts.NAME) and metrics (reward/source/NAME)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MixtureConfig(TaskConfig):
-    """Several tasks in one run: each drawn one comes from a part, with odds as its weight.
+    """Several tasks in one run. Each task is drawn from a part, with a probability proportional to
+    the part's weight.
 
-    The agent's budgets are shared. Rewards are logged per part as reward/source/NAME, and held-out
-    ones as eval/.../reward/NAME.
+    All parts share the agent's budgets. Rewards of a part are logged as reward/source/NAME, and
+    held-out ones as eval/.../reward/NAME.
     """
 
     TAG: ClassVar[str] = "mixture"
 
     parts: Mapping[str, TaskConfig] = field(default_factory=dict)
-    """The tasks by name: task.parts.sums=reasoning-gym task.parts.sums.dataset=chain_sum."""
+    """name -> task: task.parts.sums=reasoning-gym task.parts.sums.dataset=chain_sum."""
     weights: Mapping[str, float] = field(default_factory=dict)
-    """How often each part is drawn, relative to the others: task.weights.sums=0.5. One that is not
-    named has 1."""
+    """name -> relative frequency of the part: task.weights.sums=0.5. Default: 1."""
 
     def __post_init__(self) -> None:
         if not self.parts:
@@ -50,18 +50,18 @@ class MixtureConfig(TaskConfig):
         for name, part in self.parts.items():
             if not PART_NAME.fullmatch(name):
                 raise ConfigError(
-                    f"mixture: the part name {name!r} must be of letters, digits, - and _: it is "
-                    "the name of settings and of metrics."
+                    f"mixture: the part name {name!r} must consist of letters, digits, - and _: "
+                    "settings and metrics contain it."
                 )
             if isinstance(part, MixtureConfig):
                 raise ConfigError(
                     f"mixture: the part {name!r} is a mixture itself. Put its parts beside the "
-                    "others, with weights that multiply."
+                    "others, and multiply the weights."
                 )
         for name, weight in self.weights.items():
             if name not in self.parts:
                 raise ConfigError(
-                    f"mixture: weights.{name} is of no part.{did_you_mean(name, self.parts)} "
+                    f"mixture: weights.{name} belongs to no part.{did_you_mean(name, self.parts)} "
                     f"weights.{name}=none takes it out."
                 )
             if not 0 < weight < math.inf:
@@ -76,8 +76,8 @@ class MixtureConfig(TaskConfig):
                 part.check()
 
     def tasks(self, *, split: Split, seed: int) -> TaskSource:
-        """Which part comes next is drawn from (seed, split, number of tasks drawn before it). Parts
-        of one kind have seeds of their own, and draw different tasks."""
+        """The part of a task depends on (seed, split, number of tasks before it). Each part has its
+        own seed, so two parts of one kind draw different tasks."""
         return MixtureSource(
             {
                 name: part.tasks(split=split, seed=derive_seed("part", name, seed))
@@ -88,7 +88,7 @@ class MixtureConfig(TaskConfig):
         )
 
     def first_tasks(self, *, split: Split, seed: int) -> list[Task]:
-        """The first of each part: their prompts have nothing in common."""
+        """The first tasks of each part, since their prompts differ."""
         firsts: list[Task] = []
         for name, part in self.parts.items():
             with _naming(name):
@@ -110,7 +110,7 @@ class MixtureConfig(TaskConfig):
             return None
 
         async def score(environments: Sequence[Environment]) -> Sequence[Score]:
-            # A group is of one task, and so of one part.
+            # A group has one task, and so one part.
             scorer = scorers[self._part_of[id(environments[0])]]
             if scorer is None:
                 return [await environment.score() for environment in environments]
@@ -120,7 +120,7 @@ class MixtureConfig(TaskConfig):
         return score
 
     def label(self, task: Task) -> str:
-        """`PART/LABEL`, of a part that has labels."""
+        """PART/LABEL, if the part has labels; otherwise ""."""
         inner = self.parts[task.source].label(task)
         return f"{task.source}/{inner}" if inner else ""
 
@@ -129,13 +129,13 @@ class MixtureConfig(TaskConfig):
 
     @cached_property
     def _part_of(self) -> dict[int, str]:
-        """Of the environments that are alive, by their `id`: they need not be hashable."""
+        """`id` of a living environment -> part; environments need not be hashable."""
         return {}
 
 
 @contextmanager
 def _naming(part: str) -> Iterator[None]:
-    """Errors of a part begin with the setting that it is."""
+    """Prefixes errors of a part with its setting."""
     try:
         yield
     except LockstepError as error:

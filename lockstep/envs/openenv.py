@@ -1,7 +1,7 @@
-"""Environments of OpenEnv: servers that answer reset and step over a WebSocket.
+"""The task kind `openenv`: environments of OpenEnv, served over a WebSocket.
 
-Their protocol is spoken here directly, so that neither OpenEnv nor the code of an environment is
-installed beside the trainer. Source: openenv 0.10.0, core/env_server/http_server.py (`/ws`,
+The protocol is implemented here, so that neither OpenEnv nor the code of an environment need be
+installed with the trainer. Source: openenv 0.10.0, core/env_server/http_server.py (`/ws`,
 `/schema`) and types.py.
 """
 
@@ -29,39 +29,39 @@ from lockstep.types import Message, Task, ToolCall, ToolSchema
 
 MAX_MESSAGE_BYTES = 64 << 20
 FULL_PAUSE_SECONDS = 0.2
-"""Between two attempts at a server that has no session free."""
+"""Seconds between two attempts at a server without a free session."""
 HIDDEN = ("metadata",)
-"""Fields of every action and observation that are not the model's."""
+"""Fields of actions and observations that the model does not see."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OpenEnvConfig(TaskConfig):
-    """An environment of OpenEnv, on a server that runs. Each episode has a session of its own
-    there, and the reward is what its steps gave. Needs the extra `http`."""
+    """An environment of OpenEnv on a running server. Each episode has its own session, and its
+    reward comes from the steps. Needs the extra `http`."""
 
     TAG: ClassVar[str] = "openenv"
 
     url: str = ""
-    """Of the server: http://HOST:PORT."""
+    """Address of the server: http://HOST:PORT."""
     action: Literal["tool", "text"] = "tool"
-    """How the model acts. tool: by calling the tool `action_name`, whose arguments are the fields
-    of the server's action. text: its reply is the field `action_field`."""
+    """Form of an action. tool: a call of the tool `action_name`, whose arguments are the fields of
+    the server's action. text: the reply is the field `action_field`."""
     action_name: str = "act"
-    """What the tool is called."""
+    """Name of the tool."""
     action_field: str = ""
-    """For action=text; empty is the only field that an action must have."""
+    """Field of the reply, for action=text. Empty: the only required field of an action."""
     observation_field: str = ""
-    """The field of an observation that the model reads; empty shows it all as JSON."""
+    """Field of an observation that the model reads. Empty: the whole observation, as JSON."""
     instructions: str = ""
-    """The developer message. Empty: none."""
+    """Developer message. Empty: none."""
     reset: Mapping[str, Any] = field(default_factory=dict)
-    """Sent with each reset, beside the seed: task.reset.level=3."""
+    """Arguments of each reset, in addition to the seed: task.reset.level=3."""
     reward: Literal["sum", "last"] = "sum"
-    """Of the steps' rewards: all of them together, or the last one that was given."""
+    """Reward of an episode: the sum of its steps' rewards, or the last one."""
     step_seconds: float = 60.0
-    """For a reset or a step; a server that takes longer fails the episode."""
+    """Seconds for a reset or a step; a slower server fails the episode."""
     queue_seconds: float = 600.0
-    """How long an episode waits where the server has no session free."""
+    """Seconds that an episode waits for a free session."""
 
     def __post_init__(self) -> None:
         for name in ("step_seconds", "queue_seconds"):
@@ -73,7 +73,7 @@ class OpenEnvConfig(TaskConfig):
             raise ConfigError("reset.seed: it is the task's. Leave it out (seed=N is above).")
 
     def check(self) -> None:
-        """Asks the server for the schema of its actions."""
+        """Requests the schema of actions from the server."""
         if not self.url:
             raise ConfigError("url is empty: give the server, task.url=http://HOST:PORT.")
         _ = self._schema
@@ -81,11 +81,11 @@ class OpenEnvConfig(TaskConfig):
             _ = self._text_field
 
     def tasks(self, *, split: Split, seed: int) -> TaskSource:
-        """Without end: a task is a seed for the server's reset. The two splits draw different
-        seeds; whether those are different tasks is the environment's matter."""
+        """Endless. A task is a seed for the server's reset. The splits draw different seeds;
+        whether these are different tasks depends on the environment."""
 
         def make(task_seed: int, index: int) -> Task:
-            own = task_seed % 2**30 * 2 + (split == "eval")  # odd ones are held out
+            own = task_seed % 2**30 * 2 + (split == "eval")  # odd seeds are held out
             return Task(id=f"openenv-{own:08x}", payload={"seed": own})
 
         return GeneratedSource(make, seed=seed, split=split)
@@ -98,7 +98,7 @@ class OpenEnvConfig(TaskConfig):
 
     @cached_property
     def _schema(self) -> dict[str, Any]:
-        """Of an action, without the fields that are not the model's."""
+        """Schema of an action, without the hidden fields."""
         client = HttpClient(self.url.rstrip("/"), name="openenv", request_seconds=self.step_seconds)
         answer = client.call_now("/schema")
         action = answer.get("action") if isinstance(answer, Mapping) else None
@@ -108,9 +108,9 @@ class OpenEnvConfig(TaskConfig):
                 "server of OpenEnv in simulation mode?"
             )
         if problem := schema_problem(action):
-            raise ToolServerError(f"{self.url}: the schema of its actions is none: {problem}.")
+            raise ToolServerError(f"{self.url}: the schema of its actions is invalid: {problem}.")
         fields = {k: v for k, v in action.get("properties", {}).items() if k not in HIDDEN}
-        # `title` is the name of a Python class: it tells the model nothing.
+        # `title` is the name of a Python class.
         return {k: v for k, v in action.items() if k != "title"} | {"properties": fields}
 
     @cached_property
@@ -216,19 +216,19 @@ class OpenEnvEnvironment(Environment):
         return await self._act(action)
 
     async def _act(self, action: Mapping[str, Any]) -> tuple[str, dict[str, float], bool]:
-        """(what the model reads, counters, whether the episode is over)."""
+        """(text for the model, counters, whether the episode is over)."""
         kind, data = await self._ask("step", action)
         if kind == "error":
             return f"error: {_words_of(data)}", {"openenv/refused": 1.0}, False
         reward = data.get("reward")
         if reward is not None:
             if not isinstance(reward, int | float) or not math.isfinite(reward):
-                raise ToolServerError(f"{self.config.url}: the reward {reward!r} is no number.")
+                raise ToolServerError(f"{self.config.url}: the reward {reward!r} is not a number.")
             self.rewards.append(float(reward))
         return self._text(data), {}, bool(data.get("done"))
 
     def _text(self, data: Mapping[str, Any]) -> str:
-        """An observation for the model."""
+        """Text of an observation for the model."""
         observation = data["observation"]
         name = self.config.observation_field
         if name:
@@ -249,7 +249,7 @@ class OpenEnvEnvironment(Environment):
     # -- the session ------------------------------------------------------------------------------
 
     async def _opened(self, sent: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The first observation of a session. Waits while the server has none free."""
+        """Opens a session and returns its first observation. Waits for a free session."""
         try:
             import aiohttp
         except ImportError:
@@ -278,11 +278,11 @@ class OpenEnvEnvironment(Environment):
             await asyncio.sleep(FULL_PAUSE_SECONDS)
 
     async def _ask(self, kind: str, sent: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-        """("observation" or "error", its data). Raises ToolServerError for what is neither."""
+        """("observation" or "error", its data). Raises ToolServerError for any other answer."""
         where, seconds = self.config.url, self.config.step_seconds
         try:
             async with asyncio.timeout(seconds):
-                # A server that refuses the session says why, and closes, before it reads.
+                # A server that refuses the session sends the reason and closes before it reads.
                 with contextlib.suppress(ConnectionError):
                     await self._socket.send_json({"type": kind, "data": dict(sent)})
                 answer = await self._socket.receive()

@@ -1,8 +1,8 @@
-"""The user's own tasks from a file: answered with or without tools, scored by a setting."""
+"""The task kind `questions`: the user's tasks from a file, scored by the setting `scorer`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import ClassVar
@@ -11,27 +11,28 @@ from lockstep.agent.config import AgentConfig
 from lockstep.agent.environment import Environment, Observation, Score
 from lockstep.agent.scoring import ExactScorer, ScorerConfig
 from lockstep.agent.task_config import Split, TaskConfig
-from lockstep.agent.tasks import ListSource, TaskSource, hold_out, read_tasks
+from lockstep.agent.tasks import ListSource, TaskSource, read_tasks
 from lockstep.agent.tools import ToolEnvironment, ToolLimits
-from lockstep.errors import ConfigError, DataError
+from lockstep.envs.data_files import split_files
+from lockstep.errors import ConfigError
 from lockstep.types import Message, Task
 
 
 @dataclass(frozen=True, kw_only=True)
 class _TaskFile(TaskConfig):
-    """Tasks in a file of the user's."""
+    """Base of task kinds that read the user's file."""
 
     path: str = ""
-    """JSONL, a task per line: {"id", "question"} or {"id", "messages"}, and what the scorer reads
-    (`answer`, ...)."""
+    """JSONL with a task per line: {"id", "question"} or {"id", "messages"}, and the keys that the
+    scorer reads (`answer`, ...)."""
     eval_path: str = ""
     """JSONL of the same form for evaluation. Empty: eval_share of `path` is held out."""
     eval_share: float = 0.1
-    """Share of `path` that is held out, chosen by the ids."""
+    """Share of `path` that is held out, chosen by id."""
     instructions: str = ""
-    """The developer message, before a question. Empty: none."""
+    """Developer message before a question. Empty: none."""
     scorer: ScorerConfig = field(default_factory=ExactScorer)
-    """How an episode is scored."""
+    """Scorer of an episode."""
 
     def __post_init__(self) -> None:
         if not 0 < self.eval_share < 1:
@@ -44,16 +45,11 @@ class _TaskFile(TaskConfig):
                 self.scorer.check_task(task)
 
     def tasks(self, *, split: Split, seed: int) -> TaskSource:
-        """Shuffled anew in every epoch of training; once and in the file's order for evaluation."""
-        return ListSource.of_split(
-            self._tasks[split],
-            split=split,
-            seed=seed,
-            name=self.path,
-        )
+        """Training: reshuffled in each epoch. Evaluation: once, in the file's order."""
+        return ListSource.of_split(self._tasks[split], split=split, seed=seed, name=self.path)
 
     def label(self, task: Task) -> str:
-        """The `label` of its line."""
+        """The key `label` of the task's line."""
         return str(task.payload.get("label", ""))
 
     async def close(self) -> None:
@@ -63,35 +59,7 @@ class _TaskFile(TaskConfig):
     def _tasks(self) -> dict[str, list[Task]]:
         if not self.path:
             raise ConfigError("path is empty: give the tasks, task.path=FILE.jsonl.")
-        return split_tasks(self.path, self.eval_path, self.eval_share)
-
-
-def split_tasks(
-    path: str,
-    eval_path: str,
-    eval_share: float,
-    *,
-    read: Callable[[str], list[Task]] = read_tasks,
-) -> dict[str, list[Task]]:
-    """ "train" and "eval": two files, or one of which a share is held out, chosen by the ids."""
-    tasks = read(path)
-    if eval_path:
-        train, held_out = tasks, read(eval_path)
-        both = {task.id for task in train} & {task.id for task in held_out}
-        if both:
-            raise DataError(
-                f"{eval_path}: the id {min(both)!r} stands in {path} too; a task that is trained "
-                "on cannot be evaluated on."
-            )
-    else:
-        train, held_out = hold_out(tasks, eval_share, key=lambda t: t.id)
-    if not train or not held_out:
-        raise DataError(
-            f"{path}: {len(tasks)} tasks with eval_share={eval_share} leave {len(train)} "
-            f"to train on and {len(held_out)} to evaluate on. Give more, another share, or "
-            "eval_path."
-        )
-    return {"train": train, "eval": held_out}
+        return split_files(self.path, self.eval_path, self.eval_share, read=read_tasks)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,6 +107,6 @@ class QuestionEnvironment(ToolEnvironment):
         return Observation(done=True, metrics={**observation.metrics, **counters})
 
     async def score(self) -> Score:
-        if self._score is None:  # a budget ended the episode
+        if self._score is None:  # a budget ended the episode early
             self._score, _ = await self.scorer.score(self.task, None, self.dialogue)
         return self._score

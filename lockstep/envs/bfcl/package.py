@@ -1,8 +1,8 @@
-"""The package bfcl_eval: its entries, its simulated APIs and its checkers.
+"""The package bfcl_eval: its entries, simulated APIs and checkers. Only this file imports it.
 
-The only file that touches it. Its own runner builds Python source out of what a model wrote and
-hands it to `eval`; here nothing that a model wrote is ever evaluated: a call is a name, looked up
-among the methods of the entry's simulations, and arguments that came as JSON.
+Its own runner builds Python source from the model's text and passes it to `eval`. Here nothing of
+the model is evaluated: a call is the name of a method of the entry's simulations, with JSON
+arguments.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from lockstep.errors import DataError, MissingExtraError
 from lockstep.types import ToolSchema
 
 VERSION = "2026.3.23"
-"""The one that this adapter was written for and tested with."""
+"""Version that this adapter is written for and tested with."""
 
 MULTI_TURN = (
     "multi_turn_base", "multi_turn_miss_func", "multi_turn_miss_param", "multi_turn_long_context",
@@ -39,10 +39,10 @@ SINGLE_TURN = (
 RELEVANCE = ("irrelevance", "live_irrelevance", "live_relevance")
 CATEGORIES = (*MULTI_TURN, *SINGLE_TURN, *RELEVANCE)
 
-_MODEL = "lockstep"  # a name that the checkers look up
+_MODEL = "lockstep"  # the checkers look it up in their table of models
 
 ERROR = "Error during execution: "
-"""How the result of a call begins that raised, word for word as the package has it."""
+"""Beginning of the result of a call that raised, in the package's words."""
 
 _LARGEST = {
     ("power", "exponent"): 10_000,
@@ -50,7 +50,7 @@ _LARGEST = {
     ("square_root", "precision"): 10_000,
     ("round_number", "decimal_places"): 10_000,
 }
-"""Arguments that decide how long a call takes, and how large each may be."""
+"""(function, argument) -> largest value, of arguments that decide how long a call takes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,23 +60,24 @@ class Entry:
     id: str
     category: str
     turns: tuple[tuple[Mapping[str, str], ...], ...]
-    """Per user turn, its messages: {"role", "content"}. () where functions come in their place."""
+    """Messages of each user turn: {"role", "content"}. () for a turn that brings functions
+    instead."""
     functions: tuple[Mapping[str, Any], ...]
-    """As the package describes them."""
+    """Functions, as the package describes them."""
     later_functions: Mapping[int, tuple[Mapping[str, Any], ...]]
-    """turn -> functions that are withheld until then."""
+    """turn -> functions that the model gets only then."""
     answer: Sequence[Any]
-    """Multi-turn: per user turn, the calls of the ground truth, as Python source. Single turn: per
-    call, {function: {argument: [accepted values]}}. () for relevance."""
+    """Ground truth. Multi-turn: per user turn, calls as Python source. Single turn: per call,
+    {function: {argument: [accepted values]}}. () for relevance."""
     classes: tuple[str, ...] = ()
-    """The simulations that a multi-turn entry plays in."""
+    """Simulations of a multi-turn entry."""
     initial: Mapping[str, Any]
-    """Their states at the beginning."""
+    """Initial states of the simulations."""
 
 
 def require_package() -> Path:
-    """Where the package is installed. Raises MissingExtraError if it is not, DataError if it is
-    another version. Imports nothing of it."""
+    """Folder of the package. Raises MissingExtraError without it, DataError for another version.
+    Does not import it."""
     spec = importlib.util.find_spec("bfcl_eval")
     if spec is None or not spec.submodule_search_locations:
         raise MissingExtraError.of("bfcl-eval", extra="bfcl", needed_for="task=bfcl")
@@ -94,7 +95,7 @@ def require_package() -> Path:
 
 @lru_cache
 def entries(category: str) -> tuple[Entry, ...]:
-    """The entries of a category, in the package's order."""
+    """Entries of a category, in the package's order."""
     data = require_package() / "data"
     questions = _read(data / f"BFCL_v4_{category}.json")
     answers: dict[str, Any] = {}
@@ -143,12 +144,12 @@ def _documented(data: Path, class_name: str) -> list[dict[str, Any]]:
 
 
 def tool_name(function_name: str) -> str:
-    """What the model calls a function: most protocols allow no period in a name."""
+    """Name of a function for the model: most protocols allow no period in it."""
     return function_name.replace(".", "_")
 
 
 def tool_schema(function: Mapping[str, Any]) -> ToolSchema:
-    """A function of the package as a tool: its types are those of Python, ours of JSON schema."""
+    """A function of the package as a tool, with the types of JSON schema instead of Python's."""
     types_of = _module("bfcl_eval.constants.type_mappings").GORILLA_TO_OPENAPI
 
     def converted(schema: Mapping[str, Any]) -> dict[str, Any]:
@@ -172,8 +173,8 @@ def tool_schema(function: Mapping[str, Any]) -> ToolSchema:
 
 
 def later_functions_text(functions: Sequence[Mapping[str, Any]]) -> str:
-    """What the user says when withheld functions come, in the package's words. The tools of a
-    prompt stand fixed, so these are written out, as the package does for models without tools."""
+    """User message that brings withheld functions, in the package's words for models without tools:
+    the tools of a prompt cannot change."""
     prompts = _module("bfcl_eval.constants.default_prompts")
     described = [
         {"name": t.name, "description": t.description, "parameters": t.parameters}
@@ -185,7 +186,7 @@ def later_functions_text(functions: Sequence[Mapping[str, Any]]) -> str:
 
 
 def max_steps_per_turn() -> int:
-    """Replies with calls that one user turn may take; an entry that needs more has failed."""
+    """Replies with calls that one user turn may take; with more, the entry has failed."""
     return int(_module("bfcl_eval.constants.default_prompts").MAXIMUM_STEP_LIMIT)
 
 
@@ -193,7 +194,7 @@ def max_steps_per_turn() -> int:
 
 
 class Simulation:
-    """The simulated APIs of one entry, in one state. Of one episode alone."""
+    """The simulated APIs of one entry, with their state, for one episode."""
 
     def __init__(self, entry: Entry) -> None:
         backend = _module("bfcl_eval.constants.executable_backend_config")
@@ -212,7 +213,7 @@ class Simulation:
                     self._methods[method_name] = method
 
     def call(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-        """The result as the package writes it down; an exception is a result too."""
+        """Result of a call, as the package writes it. An exception is a result too."""
         method = self._methods.get(name)
         if method is None:
             return f"{ERROR}name {name!r} is not defined"
@@ -238,10 +239,8 @@ class Simulation:
             return f"{ERROR}{error}"
 
     def call_source(self, source: str) -> str:
-        """A call of the ground truth: Python source of the package, with literals as arguments.
-
-        Raises DataError for anything else: nothing is evaluated.
-        """
+        """Result of a call of the ground truth: Python source with literal arguments. Raises
+        DataError for any other source; nothing is evaluated."""
         try:
             node = ast.parse(source.strip(), mode="eval").body
             if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
@@ -264,14 +263,14 @@ def turn_problem(
     expected: Sequence[str],
     turn: int,
 ) -> str:
-    """What the package's checkers say against a user turn that has ended; "" if nothing.
+    """Verdict of the package's checkers on a user turn; "" if it passed.
 
-    results: of all the model's calls so far. expected: of the ground truth's in this turn.
+    results: of all calls of the model so far. expected: results of the ground truth in this turn.
     """
     checker = _module("bfcl_eval.eval_checker.multi_turn_eval.multi_turn_checker")
     try:
         found = checker.state_checker(model.instances, truth.instances)
-    except RecursionError:  # a folder that was moved into itself has no end
+    except RecursionError:  # a folder that was moved into itself
         return "multi_turn:instance_state_mismatch"
     if found["valid"]:
         found = checker.response_checker(list(results), list(expected), turn)
@@ -279,8 +278,8 @@ def turn_problem(
 
 
 def single_turn_problem(entry: Entry, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
-    """What the package's AST checker says against the calls of a single-turn entry; "" if
-    nothing. calls: (name as the model wrote it, arguments)."""
+    """Verdict of the package's AST checker on the calls of a single-turn entry; "" if it passed.
+    calls: (name as the model wrote it, arguments)."""
     if entry.category in RELEVANCE:
         is_right = bool(calls) == ("irrelevance" not in entry.category)
         return "" if is_right else f"{entry.category}:{'no call' if not calls else 'called'}"
@@ -295,7 +294,7 @@ def single_turn_problem(entry: Entry, calls: Sequence[tuple[str, Mapping[str, An
             entry.category,
             _MODEL,
         )
-    # It takes the shape of nested arguments for granted; a value that breaks it is no answer.
+    # It assumes the shape of nested arguments; a value that breaks it is a wrong answer.
     except (AttributeError, IndexError, KeyError, TypeError, ValueError, RecursionError) as error:
         return f"{type(error).__name__}: {error}"
     return "" if found["valid"] else str(found["error_type"])
@@ -303,8 +302,8 @@ def single_turn_problem(entry: Entry, calls: Sequence[tuple[str, Mapping[str, An
 
 @lru_cache
 def _ast_checker() -> Callable[..., Mapping[str, Any]]:
-    """The package's `ast_checker`. It reads one flag from a table of models whose import needs the
-    client of every vendor; a table of our one model stands in its place while it is imported."""
+    """The package's `ast_checker`. It reads one flag from a table of models, whose import needs the
+    clients of all vendors; a table with our one model replaces it during the import."""
     name = "bfcl_eval.constants.model_config"
     table = types.ModuleType(name)
     flags = types.SimpleNamespace(underscore_to_dot=True)  # periods in names became underscores

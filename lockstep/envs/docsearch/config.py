@@ -13,7 +13,7 @@ from lockstep.agent.environment import Environment, Observation, Score
 from lockstep.agent.task_config import Split, TaskConfig
 from lockstep.agent.tasks import GeneratedSource, ListSource, TaskSource
 from lockstep.agent.tools import Tool, ToolLimits, ToolRunner
-from lockstep.envs.data_files import split_tasks
+from lockstep.envs.data_files import split_files
 from lockstep.envs.docsearch.folder import Library, Question, is_correct, read_documents
 from lockstep.envs.docsearch.worlds import NO_RESULTS, World, world_of
 from lockstep.errors import ConfigError
@@ -172,12 +172,11 @@ class DocSearchConfig(TaskConfig):
 
     @cached_property
     def _questions(self) -> dict[str, list[Question]]:
-        questions = self._library.read_questions(self.questions)
-        held_out = None
-        if self.eval_questions:
-            held_out = self._library.read_questions(self.eval_questions)
-        return split_tasks(
-            questions, held_out, self.eval_share, name=self.questions, key=lambda q: q.id
+        return split_files(
+            self.questions,
+            self.eval_questions,
+            self.eval_share,
+            read=self._library.read_questions,
         )
 
     @cached_property

@@ -1,7 +1,7 @@
-"""A user's folder of documents, cut into chunks, indexed by their words, with questions about them.
+"""A user's folder of documents, cut into chunks and indexed by words, with questions about it.
 
-Everything is read and checked at once: a document that is not text, a malformed question or a gold
-passage that no document has is a DataError before any model is loaded.
+All is read and checked before a model is loaded: an unreadable document, a malformed question and a
+gold passage that is in no document raise DataError.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ class Chunk:
     text: str
     document: str
     span: tuple[int, int]
-    """Where `text` stands in the document, in characters."""
+    """(begin, end) of `text` in the document, in characters."""
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One question with what counts as an answer and as having found it."""
+    """One question, with its accepted answers and its gold passages."""
 
     id: str
     question: str
     answers: tuple[str, ...]
     gold: tuple[frozenset[str], ...]
-    """Per gold passage, the ids of the chunks of which any one is enough."""
+    """Per gold passage, the ids of chunks that each contain it."""
     label: str = ""
 
 
@@ -59,11 +59,11 @@ class Question:
 def cut(
     text: str, *, document: str, chunk_chars: tuple[int, int], overlap_chars: int
 ) -> list[Chunk]:
-    """Cuts a document into chunks at paragraphs, or at sentences where a paragraph is too long.
+    """Cuts a document into chunks at paragraphs, or within a long paragraph at sentences.
 
-    Paragraphs are joined up to the larger of `chunk_chars`; a heading begins another chunk once the
-    smaller one is reached. Every chunk but the first begins with up to `overlap_chars` of the one
-    before, from a word's start, so that a passage across a border is whole in one of them.
+    Paragraphs are joined up to the larger of `chunk_chars`; a heading starts a new chunk once the
+    smaller is reached. Each chunk but the first repeats up to `overlap_chars` of the one before, in
+    whole words, so that a passage across a border is whole in one chunk.
     """
     smallest, largest = chunk_chars
     spans: list[tuple[int, int]] = []
@@ -94,14 +94,14 @@ def cut(
 
 
 def _pieces(text: str, largest: int) -> list[tuple[int, int]]:
-    """Spans of paragraphs, and of parts of those that are longer than `largest`."""
+    """Spans of paragraphs, and of the parts of paragraphs longer than `largest`."""
     pieces: list[tuple[int, int]] = []
     for paragraph in _PARAGRAPH.finditer(text):
         first, last = paragraph.start(), paragraph.start() + len(paragraph.group().rstrip())
         while last - first > largest:
             ends = [m.end() for m in _SENTENCE_END.finditer(text, first, first + largest)]
             at = ends[-1] if ends else text.rfind(" ", first + 1, first + largest) + 1
-            if at <= first:  # one word without end
+            if at <= first:  # one long word
                 at = first + largest
             pieces.append((first, first + len(text[first:at].rstrip())))
             first = at + len(text[at:last]) - len(text[at:last].lstrip())
@@ -111,7 +111,7 @@ def _pieces(text: str, largest: int) -> list[tuple[int, int]]:
 
 
 def _word_start(text: str, earliest: int, latest: int) -> int:
-    """The first place in [earliest, latest] where a word begins."""
+    """First position in [earliest, latest] where a word begins."""
     for at in range(earliest, latest):
         if not text[at].isspace() and (at == 0 or text[at - 1].isspace()):
             return at
@@ -119,10 +119,8 @@ def _word_start(text: str, earliest: int, latest: int) -> int:
 
 
 def read_documents(folder: str | Path) -> dict[str, str]:
-    """path below the folder -> text, of every text and markdown file, in order of the path.
-
-    Raises DataError if there is none, or one is not UTF-8.
-    """
+    """path below the folder -> text, of all text and markdown files, sorted by path. Raises
+    DataError if there is none, or one is not UTF-8."""
     root = Path(folder)
     if not root.is_dir():
         raise DataError(f"{root}: not a folder; docs= names the folder of documents.")
@@ -152,12 +150,12 @@ def read_documents(folder: str | Path) -> dict[str, str]:
 
 
 def words_of(text: str) -> list[str]:
-    """Lower-case words, compatibility forms unified: what a search compares."""
+    """Words as a search compares them: lower case, in Unicode's normal form KC."""
     return _WORD.findall(unicodedata.normalize("NFKC", text).lower())
 
 
 class KeywordIndex:
-    """Chunks by their words, ranked by BM25.
+    """Search for chunks by words, ranked by BM25.
 
     Source: Robertson and Zaragoza 2009, "The Probabilistic Relevance Framework: BM25 and Beyond",
     eq. 3.15, with the never-negative idf of Lucene; k1 = 1.2, b = 0.75.
@@ -176,7 +174,7 @@ class KeywordIndex:
                 postings.setdefault(word, []).append((at, times))
         norms = [self.K1 * (1 - self.B + self.B * length / mean_length) for length in lengths]
         self._weights: dict[str, list[tuple[int, float]]] = {}
-        """word -> (chunk, its share of the score), in order of the chunks."""
+        """word -> (index of the chunk, weight of the word in it), in order of the chunks."""
         for word, places in postings.items():
             idf = math.log(1 + (len(counts) - len(places) + 0.5) / (len(places) + 0.5))
             self._weights[word] = [
@@ -184,8 +182,8 @@ class KeywordIndex:
             ]
 
     def search(self, keywords: Sequence[str], *, num_results: int) -> list[Chunk]:
-        """The best chunks, best first; equal scores in order of the chunks. A keyword may be
-        several words; each word counts once. Chunks with none of them are left out."""
+        """The best chunks, best first; ties in order of the chunks. A keyword may have several
+        words; each word counts once. Chunks with none of the words are left out."""
         scores: dict[int, float] = {}
         for word in sorted({word for keyword in keywords for word in words_of(keyword)}):
             for at, weight in self._weights.get(word, ()):
@@ -200,7 +198,7 @@ class KeywordIndex:
 
 
 class Library:
-    """A folder's chunks with their index, and a place to look passages up."""
+    """Documents, their chunks and the index of the chunks."""
 
     def __init__(
         self,
@@ -224,16 +222,15 @@ class Library:
             self._of_document.setdefault(chunk.document, []).append(chunk)
 
     def read_questions(self, path: str | Path) -> list[Question]:
-        """Questions from JSONL. Raises DataError, `path:line` first, for a line that is malformed
-        or whose gold passage does not exist."""
+        """Questions of a JSONL file. Raises DataError, `path:line` first, for a malformed line and
+        for a gold passage that does not exist."""
         questions: list[Question] = []
         lines: dict[str, int] = {}
         for number, record in read_jsonl(path):
             question = self._question(record, where=f"{path}:{number}", number=number)
             if question.id in lines:
                 raise DataError(
-                    f"{path}:{number}: the id {question.id!r} stands on line "
-                    f"{lines[question.id]} too."
+                    f"{path}:{number}: the id {question.id!r} is on line {lines[question.id]} too."
                 )
             lines[question.id] = number
             questions.append(question)
@@ -294,7 +291,7 @@ class Library:
             )
         document = self._document(_text(entry, "document", where), where, entry["document"])
         quote = _text(entry, "quote", where)
-        # White space as it comes: a quote may be wrapped differently than its document.
+        # Any white space: a quote may be wrapped differently than its document.
         pattern = r"\s+".join(re.escape(word) for word in quote.split())
         found: set[str] = set()
         for match in re.finditer(pattern, self.documents[document]):
@@ -313,7 +310,7 @@ class Library:
         return name
 
     def _holding(self, document: str, span: tuple[int, int]) -> set[str]:
-        """The chunks that hold all of a passage; if it crosses a border, those with the most."""
+        """Chunks that contain a passage; if it crosses a border, those with most of it."""
         covered = {
             chunk.id: min(span[1], chunk.span[1]) - max(span[0], chunk.span[0])
             for chunk in self._of_document[document]
@@ -330,21 +327,22 @@ def _text(record: Mapping[str, Any], key: str, where: str) -> str:
 
 
 def normalise(answer: str) -> str:
-    """An answer as it is compared: lower-case words and numbers, without punctuation, and without
-    English articles before a word. A number keeps its sign and its point and loses its commas.
+    """An answer in the form that is compared: words in lower case and numbers, without punctuation
+    and without English articles before a word. A number keeps its sign and point, not its commas.
 
     >>> normalise("The 1,702 hens."), normalise("-3.5"), normalise("(A)")
     ('1702 hens', '-3.5', 'a')
     """
     text = unicodedata.normalize("NFKC", answer).lower()
     words = [re.sub(r"(?<=\d),(?=\d)", "", word) for word in _ANSWER_WORD.findall(text)]
-    last = len(words) - 1  # "the answer is A" ends in no article
+    last = len(words) - 1  # an "A" at the end is no article
     kept = [w for at, w in enumerate(words) if at == last or w not in ("a", "an", "the")]
     return " ".join(kept)
 
 
 def is_correct(answer: str, accepted: Sequence[str], *, accept_contained: bool) -> bool:
-    """Whether `answer` equals an accepted one after `normalise`, or contains it as whole words."""
+    """Whether the normalised `answer` equals an accepted one or, if `accept_contained`, contains it
+    as whole words."""
     found = normalise(answer)
     for expected in map(normalise, accepted):
         if found == expected or (accept_contained and f" {expected} " in f" {found} "):

@@ -1,6 +1,6 @@
-"""Worlds of 30 one-sentence facts, made anew for every episode.
+"""Generated worlds of 30 one-sentence facts.
 
-Six people, each with a friend, a boss, a city, a pet and a job. Nothing can be learnt by heart: the
+Six people each have a friend, a boss, a city, a pet and a job. Each task has a new world, so the
 only way to an answer is to search and to copy.
 """
 
@@ -16,7 +16,7 @@ NAMES = (
     "Karl", "Tina", "Paul", "Vera", "Jan", "Olga", "Finn", "Anna", "Leon", "Ruth",
 )  # fmt: skip
 LINKS = ("friend", "boss")
-"""Relations whose value is another person of the world: the first hop of a two-hop question."""
+"""Relations whose value is another person: the first hop of a two-hop question."""
 VALUES: dict[str, tuple[str, ...]] = {
     "city": (
         "Oslo", "Rome", "Paris", "Lima", "Cairo", "Delhi", "Tokyo", "Quito", "Berlin", "Vienna",
@@ -24,13 +24,13 @@ VALUES: dict[str, tuple[str, ...]] = {
     "pet": ("dog", "cat", "parrot", "horse", "snake", "rabbit", "turtle", "goat"),
     "job": ("baker", "pilot", "nurse", "lawyer", "farmer", "painter", "sailor", "tailor"),
 }  # fmt: skip
-"""Relations that questions ask for, with their values."""
+"""Relations that questions ask for, and their values."""
 
 PEOPLE_PER_WORLD = 6
 NO_RESULTS = "no results"
 
 ENTITY_WORDS = frozenset((*NAMES, *(value for values in VALUES.values() for value in values)))
-"""The words that a model has to copy, and that supervised data weighs more."""
+"""Words that a model must copy; supervised training gives them more weight."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,15 +51,15 @@ class World:
     """Facts and one question about them."""
 
     facts: tuple[Fact, ...]
-    """In the order in which ties of a search are broken: random."""
+    """Facts in random order, which breaks ties of a search."""
     question: str
     path: tuple[Fact, ...]
-    """The facts that lead to the answer: one, or two of which the first names the second's
-    person. The last one's value is the answer."""
+    """One fact, or two of which the first names the person of the second. The value of the last is
+    the answer."""
 
     @classmethod
     def generate(cls, rng: random.Random, *, two_hop_share: float = 0.5) -> World:
-        """Draws a world. Depends on `rng` and `two_hop_share` alone."""
+        """Draws a world from `rng`."""
         names = rng.sample(NAMES, PEOPLE_PER_WORLD)
         facts: dict[tuple[str, str], Fact] = {}
         for name in names:
@@ -89,10 +89,8 @@ class World:
         return len(self.path)
 
     def search(self, keywords: Sequence[str], *, num_results: int = 2) -> list[Fact]:
-        """The first facts among those that match the most keywords; none if none matches.
-
-        A keyword matches a fact if it is its name, relation or value, letter for letter.
-        """
+        """The first facts among those that match the most keywords; [] if no keyword matches. A
+        keyword matches a fact if it equals its name, relation or value."""
         overlaps = [
             sum(keyword in (fact.name, fact.relation, fact.value) for keyword in keywords)
             for fact in self.facts
@@ -108,5 +106,5 @@ class World:
 
 @lru_cache(maxsize=1024)
 def world_of(seed: int, two_hop_share: float) -> World:
-    """The world of a task seed. Kept, since all episodes of a group play in the same one."""
+    """The world of a task seed. Cached, since all episodes of a group share it."""
     return World.generate(random.Random(seed), two_hop_share=two_hop_share)

@@ -12,7 +12,7 @@ from lockstep.agent.config import AgentConfig
 from lockstep.agent.environment import Environment, Observation, Score
 from lockstep.agent.task_config import Split, TaskConfig
 from lockstep.agent.tasks import GeneratedSource, ListSource, TaskSource
-from lockstep.envs.data_files import split_tasks
+from lockstep.envs.data_files import split_files
 from lockstep.envs.instructions.checkers import Detector, Instruction, Verdict, instruction
 from lockstep.envs.instructions.generated import World, WorldName
 from lockstep.envs.instructions.published import BadRows, read_published
@@ -134,11 +134,9 @@ class InstructionsConfig(TaskConfig):
         def read(path: str) -> list[Task]:
             return read_published(path, detector=self.detector, bad_rows=self.bad_rows)
 
-        tasks = read(self.path)
         if self.eval_share == 1 and not self.eval_path:
-            return {"train": [], "eval": tasks}
-        held_out = read(self.eval_path) if self.eval_path else None
-        return split_tasks(tasks, held_out, self.eval_share, name=self.path, key=lambda t: t.id)
+            return {"train": [], "eval": read(self.path)}
+        return split_files(self.path, self.eval_path, self.eval_share, read=read)
 
 
 class InstructionsEnvironment(Environment):

@@ -1,8 +1,8 @@
-"""Problems, and two kinds that are made on demand: word problems, and chains for a calculator.
+"""Generated problems: word problems, and chains of operations for a calculator.
 
-Both are small on purpose: a model of a hundred thousand parameters can learn them in minutes. What
-has to be found out is the same as in large ones: which numbers matter, in which order, which
-operation; and for chains that a tool knows the digits.
+They are small enough for a model of a hundred thousand parameters to learn in minutes, and need the
+same skills as larger ones: which numbers matter, in which order, with which operation; and, for
+chains, leaving the digits to a tool.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ LOSSES = (
     "{name} gives {other} {number}.",
 )
 DISTRACTORS = ("{other} has {number} {things}.", "{other} finds {number} {things}.")
-"""True, and of no use: the numbers of another person."""
+"""Irrelevant facts: numbers of another person."""
 
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One step: `left` `sign` `right` is `result`. The next step's `left` is this `result`."""
+    """One step: `left` `sign` `right` = `result`, which is the `left` of the next step."""
 
     left: int
     sign: str
@@ -50,13 +50,13 @@ class Operation:
 
     @property
     def code(self) -> str:
-        """As a Python expression: "14+23"."""
+        """The step as a Python expression: "14+23"."""
         return f"{self.left}{self.sign}{self.right}"
 
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """A problem that was made, with the way to its answer.
+    """A generated problem, with the steps to its answer.
 
     >>> made = make_problem(1, "chain")
     >>> print(made.question)
@@ -68,9 +68,9 @@ class Made:
     question: str
     steps: tuple[Operation, ...]
     label: str
-    """What kind it is, to be reported apart."""
+    """Kind of the problem, reported separately: "2-step", "3-step", "chain" or "choice"."""
     unused: tuple[int, ...] = ()
-    """Numbers of the question that no step needs: a distractor's, the other branch's."""
+    """Numbers of the question that no step needs: of a distractor, or of the other case."""
 
     @property
     def answer(self) -> str:
@@ -79,14 +79,14 @@ class Made:
 
 @lru_cache(maxsize=1024)
 def make_problem(seed: int, kind: Kind) -> Made:
-    """The problem of a task seed; all episodes of a group have the same one."""
+    """The problem of a task seed. Cached, since all episodes of a group share it."""
     rng = random.Random(seed)
     return word_problem(rng) if kind == "word" else chain(rng)
 
 
 def word_problem(rng: random.Random) -> Made:
-    """Two or three steps of adding and taking away a digit below 50, with a number in half of them
-    that does not matter. The label counts the steps: "2-step"."""
+    """Two or three steps that add or subtract a digit, with results below 60; half of the problems
+    have an irrelevant number. The label counts the steps: "2-step"."""
     name, other = rng.sample(NAMES, 2)
     things = rng.choice(THINGS)
 
@@ -111,8 +111,8 @@ def word_problem(rng: random.Random) -> Made:
 
 
 def chain(rng: random.Random) -> Made:
-    """A product of a number of three digits and one of two, then a second step with the product:
-    "chain" if it is given, "choice" if it depends on whether the product is even."""
+    """A product of three digits by two, then a second step with it. Label "chain": the step is
+    given; "choice": it depends on whether the product is even."""
     first = Operation(rng.randint(101, 999), "*", rng.randint(11, 99))
     begin = f"Take {first.left} times {first.right}."
     one, two = rng.sample(range(101, 1000), 2)

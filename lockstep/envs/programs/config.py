@@ -14,7 +14,7 @@ from lockstep.agent.harness import Harness
 from lockstep.agent.scoring import ScorerConfig
 from lockstep.agent.task_config import Split, TaskConfig
 from lockstep.agent.tasks import GeneratedSource, ListSource, TaskSource, read_tasks
-from lockstep.envs.questions import split_tasks
+from lockstep.envs.data_files import split_files
 from lockstep.errors import ConfigError
 from lockstep.types import Task
 
@@ -54,7 +54,7 @@ class _AgentTasks(TaskConfig):
 
     @cached_property
     def _tasks(self) -> Mapping[str, list[Task]]:
-        return split_tasks(
+        return split_files(
             self.path, self.eval_path, self.eval_share, read=partial(read_tasks, has_prompts=False)
         )
 

@@ -18,7 +18,7 @@ def test_the_package_that_is_not_installed_is_named():
 def test_a_category_has_a_name_that_is_known():
     with pytest.raises(ConfigError, match=r"Did you mean 'multi_turn_base'"):
         BFCLConfig(category="multi_turn_bas")
-    with pytest.raises(ConfigError, match="simple_java' is none of those"):
+    with pytest.raises(ConfigError, match="simple_java' is not supported"):
         BFCLConfig(category="simple_java")
     with pytest.raises(ConfigError, match="skip=-1"):
         BFCLConfig(skip=-1)

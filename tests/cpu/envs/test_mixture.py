@@ -110,10 +110,13 @@ def test_the_file_form_of_a_mixture_reads_back_equal():
             ["task.parts.easy=counting", "task.parts.easy.bse=1"],
             "unknown setting 'task.parts.easy.bse'. Did you mean 'base'",
         ),
-        (["task.parts.easy=counting", "task.weights.eazy=1"], "weights.eazy is of no part. Did"),
+        (
+            ["task.parts.easy=counting", "task.weights.eazy=1"],
+            "eazy belongs to no part. Did",
+        ),
         (["task.parts.easy=counting", "task.weights.easy=0"], "weights.easy=0.0 must be above 0"),
         (["task.parts.easy=counting", "task.weights.easy=lots"], "expected float, found 'lots'"),
-        (["task.parts.a b=counting"], "the part name 'a b' must be of letters"),
+        (["task.parts.a b=counting"], "the part name 'a b' must consist of letters"),
         (
             ["task.parts.a=mixture", "task.parts.a.parts.b=counting"],
             "the part 'a' is a mixture itself",

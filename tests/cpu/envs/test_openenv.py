@@ -241,7 +241,7 @@ def test_a_reply_without_a_call_ends_the_episode(url):
         ("hang", r"no answer to step within 0\.3 s"),
         ("die", "the connection ended at step"),
         ("garbage", "answered step with '{}'"),
-        ("nan", "the reward nan is no number"),
+        ("nan", "the reward nan is not a number"),
     ],
 )
 def test_a_server_that_fails_fails_the_episode(kind, message):
@@ -270,7 +270,7 @@ TEXT = {"type": "object", "properties": {"metadata": {}, "text": {"type": "strin
 @pytest.mark.parametrize(
     ("schema", "settings", "message"),
     [
-        ({"properties": 3}, {}, "the schema of its actions is none: #/properties"),
+        ({"properties": 3}, {}, "the schema of its actions is invalid: #/properties"),
         (None, {}, "has no schema of actions"),
         (TEXT, {"action": "text"}, "an action has the fields text, n; name the one"),
         (TEXT, {"action": "text", "action_field": "tex"}, "no such field.*Did you mean 'text'"),

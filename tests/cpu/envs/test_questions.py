@@ -120,7 +120,7 @@ def test_a_file_that_cannot_be_scored_is_refused_at_start(tmp_path, path):
         QuestionsConfig(path=str(bare), eval_path=path).check()
     with pytest.raises(ConfigError, match=r"path is empty: give the tasks, task\.path=FILE"):
         QuestionsConfig().check()
-    with pytest.raises(DataError, match=r"'q0' stands in .* too"):
+    with pytest.raises(DataError, match=r"'q0' is among .* too"):
         QuestionsConfig(path=path, eval_path=path).check()
     with pytest.raises(DataError, match=r"leave 0 to train on|leave 2 to train on and 0"):
         QuestionsConfig(path=str(bare), eval_share=1e-9, scorer=LengthScorer()).check()
@@ -191,7 +191,7 @@ def test_a_server_is_tried_before_a_model_is_loaded(path):
     ("settings", "message"),
     [
         ({}, "one of them"),
-        ({"url": "http://x", "server": "episode"}, "a url is of one that runs"),
+        ({"url": "http://x", "server": "episode"}, "a url names a running"),
         ({"command": "x", "start_seconds": 0.0}, "start_seconds=0.0 must be above 0"),
         ({"command": "x", "eval_share": 1.0}, r"eval_share=1.0 must lie in \(0, 1\)"),
     ],
