@@ -133,7 +133,7 @@ class MoE(nn.Module):
         weights_TA, experts_TA = self._route(x_TD, ops, routing)
         activation = ops.swiglu
         if self.swiglu_limit:
-            activation = partial(ops.swiglu_clamped, alpha=GPT_OSS_ALPHA, limit=self.swiglu_limit)
+            activation = partial(ops.swiglu, alpha=GPT_OSS_ALPHA, limit=self.swiglu_limit)
         return mix_experts(
             x_TD,
             weights_TA,

@@ -163,13 +163,15 @@ class Ops:
         normed = F.rms_norm(x.float(), weight.shape[-1:], None, eps)
         return weight * normed.to(x.dtype)
 
-    def swiglu(self, gate_up: Tensor) -> Tensor:
-        """silu(gate) * up of gate_up [..., 2F] = [gate, up] -> [..., F]."""
-        gate, up = gate_up.chunk(2, -1)
-        return F.silu(gate) * up
+    def swiglu(self, gate_up: Tensor, *, alpha: float = 1.0, limit: float | None = None) -> Tensor:
+        """silu(gate) * up of gate_up [..., 2F] = [gate, up] -> [..., F].
 
-    def swiglu_clamped(self, gate_up: Tensor, *, alpha: float, limit: float) -> Tensor:
-        """gpt-oss' activation: (clamp(up) + 1) * g * sigmoid(alpha * g), g = min(gate, limit)."""
+        alpha, limit: of gpt-oss' activation, (clamp(up) + 1) * g * sigmoid(alpha * g) with
+        g = min(gate, limit) and up between -limit and limit.
+        """
+        if limit is None:
+            gate, up = gate_up.chunk(2, -1)
+            return F.silu(gate) * up
         if torch.is_grad_enabled():
             return Activation.apply(gate_up, alpha, limit, _swiglu_clamped)
         return _swiglu_clamped(gate_up, alpha, limit)

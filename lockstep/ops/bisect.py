@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby, pairwise, zip_longest
+from itertools import pairwise, zip_longest
 from typing import Any, Literal
 
 import numpy as np
@@ -20,7 +20,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from lockstep.errors import AlignmentError
-from lockstep.ops.context import PackedContext, PagedBlock, PagedContext, Support
+from lockstep.ops.context import PackedContext, PagedContext, Support
 from lockstep.ops.recording import Model, OpCall, Record, at_token, digests, record
 from lockstep.types import Int64Array, Ragged
 
@@ -300,13 +300,12 @@ class _Sampler:
         shape = (c.num_layers, c.num_kv_heads, 1 + sum(counts), page_size, c.head_dim)
         self._keys, self._values = head.new_zeros(shape).detach(), head.new_zeros(shape).detach()
         # Page 0 stays zero: it fills up the tables of shorter rows.
-        self._pages = torch.zeros(len(counts), max(counts), dtype=torch.int64, device=head.device)
+        self._tables = np.zeros((len(counts), max(counts)), np.int64)
         first = 1
-        for i, count in enumerate(counts):
-            self._pages[i, :count] = torch.arange(first, first + count)
-            first += count
+        for row, count in zip(self._tables, counts, strict=True):
+            row[:count] = np.arange(first, first := first + count)
         with torch.inference_mode():
-            for i, ids in enumerate(row.others):
+            for i, ids in enumerate(self._rows[:-1]):
                 for start, stop in _chunks(0, len(ids), max_chunk_tokens):
                     model(*self._inputs([(i, start, stop)]))
 
@@ -331,26 +330,13 @@ class _Sampler:
             return _with_head(run, logprobs, keep), float(logprobs[-1])
 
     def _inputs(self, parts: list[tuple[int, int, int]]) -> tuple[Tensor, Tensor, PagedContext]:
-        """(ids, positions, context) of a step. parts: (row, start, stop) each; neighbours of as
-        many tokens share a block of attention."""
-        size, device = self._keys.shape[3], self._keys.device
+        """(ids, positions, context) of a step. parts: (row, start, stop) each."""
+        rows, starts, stops = zip(*parts, strict=True)
         ids = torch.cat([self._rows[i][start:stop] for i, start, stop in parts])
-        places = [torch.arange(start, stop, device=device) for _, start, stop in parts]
-        written = [
-            self._pages[i, at // size] * size + at % size
-            for (i, _, _), at in zip(parts, places, strict=True)
-        ]
-        blocks: list[PagedBlock] = []
-        first = done = 0
-        for length, group in groupby(parts, key=lambda part: part[2] - part[1]):
-            rows = [i for i, _, _ in group]
-            positions_BQ = torch.stack(places[done : done + len(rows)])
-            num_keys = int(positions_BQ.max()) + 1
-            pages = self._pages[rows, : math.ceil(num_keys / size)]
-            blocks.append(PagedBlock(None, positions_BQ, pages, num_keys, first_token=first))
-            done, first = done + len(rows), first + len(rows) * length
-        context = PagedContext(self._keys, self._values, torch.cat(written), tuple(blocks), None)
-        return ids, torch.cat(places), context
+        positions = torch.cat([torch.arange(start, stop) for _, start, stop in parts])
+        tables = self._tables[list(rows)]
+        context = PagedContext.of(self._keys, self._values, tables, starts, stops)
+        return ids, positions.to(ids.device), context
 
 
 def _steps(targets: Int64Array, max_tokens: int) -> Iterator[tuple[int, int, int | None]]:

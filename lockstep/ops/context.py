@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -222,6 +223,49 @@ class PagedContext:
     place_index: Tensor | None
     """[T] int64: where each token's output stands in the blocks laid end to end ([B * Q] each);
     None if they are in order already."""
+
+    @classmethod
+    def of(
+        cls,
+        keys: Tensor,
+        values: Tensor,
+        tables: npt.NDArray[np.int64],
+        starts: Sequence[int],
+        stops: Sequence[int],
+    ) -> PagedContext:
+        """Context of sequences that each feed their positions [start, stop), one after another.
+
+        tables: [B, P], the pages of each sequence in order; unused places name any valid page.
+        Neighbours that feed the same number of tokens share a block.
+
+        >>> keys = torch.zeros(1, 2, 8, 16, 4)          # 8 pages of 16 places
+        >>> tables = np.array([[3, 5], [2, 0]])
+        >>> context = PagedContext.of(keys, keys.clone(), tables, starts=[17, 0], stops=[18, 2])
+        >>> context.write_index.tolist()                # page 5 at offset 1, page 2 from its start
+        [81, 32, 33]
+        """
+        size, device = keys.shape[3], keys.device
+        at = [np.arange(start, stop) for start, stop in zip(starts, stops, strict=True)]
+        written = [row[a // size] * size + a % size for row, a in zip(tables, at, strict=True)]
+        blocks: list[PagedBlock] = []
+        first = token = 0
+        for length, group in groupby(len(a) for a in at):
+            rows = slice(first, first := first + len(list(group)))
+            positions = np.stack(at[rows])
+            num_keys = int(positions.max()) + 1
+            pages = np.ascontiguousarray(tables[rows, : -(-num_keys // size)])
+            blocks.append(
+                PagedBlock(
+                    None,
+                    torch.from_numpy(positions).to(device),
+                    torch.from_numpy(pages).to(device),
+                    num_keys,
+                    first_token=token,
+                )
+            )
+            token += length * len(positions)
+        write_index = torch.from_numpy(np.concatenate(written)).to(device)
+        return cls(keys, values, write_index, tuple(blocks), None)
 
     def write(self, layer: int, k_TGD: Tensor, v_TGD: Tensor) -> None:
         """Writes the new tokens' keys and values to their places."""

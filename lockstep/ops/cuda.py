@@ -91,12 +91,9 @@ class CudaOps(Ops):
         stock = partial(super().rms_norm, eps=eps)
         return _run(partial(kernels.rms_norm, eps=eps), stock, x, weight)
 
-    def swiglu(self, gate_up: Tensor) -> Tensor:
-        return _run(kernels.swiglu, super().swiglu, gate_up)
-
-    def swiglu_clamped(self, gate_up: Tensor, *, alpha: float, limit: float) -> Tensor:
-        kernel = partial(kernels.swiglu_clamped, alpha=alpha, limit=limit)
-        stock = partial(super().swiglu_clamped, alpha=alpha, limit=limit)
+    def swiglu(self, gate_up: Tensor, *, alpha: float = 1.0, limit: float | None = None) -> Tensor:
+        kernel = partial(kernels.swiglu, alpha=alpha, limit=limit)
+        stock = partial(super().swiglu, alpha=alpha, limit=limit)
         return _run(kernel, stock, gate_up)
 
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -293,22 +293,14 @@ def _load_logits(logits, kept, temperature, row, column, V: tl.constexpr):
 # -- elementwise ---------------------------------------------------------------------------------
 
 
-def swiglu(gate_up: Tensor) -> Tensor:
+def swiglu(gate_up: Tensor, *, alpha: float, limit: float | None) -> Tensor:
     """See `Ops.swiglu`. Computed in float32 and rounded once."""
-    return _launch_swiglu(gate_up, is_clamped=False, alpha=1.0, limit=0.0)
-
-
-def swiglu_clamped(gate_up: Tensor, *, alpha: float, limit: float) -> Tensor:
-    """See `Ops.swiglu_clamped`. Computed in float32 and rounded once."""
-    return _launch_swiglu(gate_up, is_clamped=True, alpha=alpha, limit=limit)
-
-
-def _launch_swiglu(gate_up: Tensor, *, is_clamped: bool, alpha: float, limit: float) -> Tensor:
+    is_clamped = limit is not None
     F = gate_up.shape[-1] // 2
     out = gate_up.new_empty(*gate_up.shape[:-1], F)
     if out.numel():
         _swiglu_kernel[(triton.cdiv(out.numel(), ELEMENTS),)](
-            _aligned(gate_up), out, out.numel(), alpha, limit, is_clamped, F, ELEMENTS
+            _aligned(gate_up), out, out.numel(), alpha, limit or 0.0, is_clamped, F, ELEMENTS
         )
     return out
 

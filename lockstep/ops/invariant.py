@@ -209,10 +209,9 @@ class InvariantOps(Ops):
         normed = F.rms_norm(x.float(), weight.shape[-1:], None, eps)
         return weight * normed.to(x.dtype)
 
-    def swiglu(self, gate_up: Tensor) -> Tensor:
-        return _activate(gate_up, 1.0, None)
-
-    def swiglu_clamped(self, gate_up: Tensor, *, alpha: float, limit: float) -> Tensor:
+    def swiglu(self, gate_up: Tensor, *, alpha: float = 1.0, limit: float | None = None) -> Tensor:
+        if torch.is_grad_enabled():
+            return Activation.apply(gate_up, alpha, limit, _activate)
         return _activate(gate_up, alpha, limit)
 
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -306,13 +305,6 @@ class _Linear(torch.autograd.Function):
 
 
 def _activate(gate_up: Tensor, alpha: float, limit: float | None) -> Tensor:
-    """See `Ops.swiglu`; with a limit, `swiglu_clamped`."""
-    if torch.is_grad_enabled():
-        return Activation.apply(gate_up, alpha, limit, _activate_rows)
-    return _activate_rows(gate_up, alpha, limit)
-
-
-def _activate_rows(gate_up: Tensor, alpha: float, limit: float | None) -> Tensor:
     if gate_up.numel() <= 2 * ACTIVATION_CHUNK:
         return _gate(gate_up, alpha, limit)
     out = gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)

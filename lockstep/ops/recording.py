@@ -68,7 +68,6 @@ OP_NAMES = frozenset(
         "combine",
         "rms_norm",
         "swiglu",
-        "swiglu_clamped",
         "rope",
         "attention",
         "log_probs",

@@ -20,11 +20,12 @@ from dataclasses import dataclass, replace
 from importlib.metadata import version
 from typing import Any
 
+import numpy as np
 import torch
 
 from lockstep.ops.audit import ops_outside
 from lockstep.ops.base import Ops
-from lockstep.ops.context import KEY_BLOCK, PackedContext, PagedBlock, PagedContext
+from lockstep.ops.context import KEY_BLOCK, PackedContext, PagedContext
 from lockstep.ops.contract import COVERED_DTYPES, Fingerprint
 from lockstep.ops.invariant import InvariantOps
 from lockstep.ops.recording import Model, around_every_op, with_ops
@@ -42,7 +43,6 @@ ROWWISE = {
     "linear": (0,),
     "rms_norm": (0,),
     "swiglu": (0,),
-    "swiglu_clamped": (0,),
     "rope": (0, 1, 2),
     "route": (0,),
     "combine": (0, 1),
@@ -300,62 +300,33 @@ def _expert_checks(ops: Ops, call: _Call) -> Iterator[str]:
 def _attention_checks(ops: Ops, call: _Call) -> Iterator[str]:
     """The first row's positions through a paged cache: in chunks, one by one, and two at once."""
     q, k, v = call.args[:3]
-    kwargs = {name: x for name, x in call.kwargs.items() if name not in ("layer", "context")}
+    kwargs = {name: x for name, x in call.kwargs.items() if name != "context"} | {"layer": 0}
     length = call.kwargs["context"].blocks[0].length
     with torch.no_grad():
         full = ops.attention(q, k, v, **call.kwargs)[:length]
         for page_size in (KEY_BLOCK, 16):
-            cache = _Pages(k, length, page_size)
+            keys, values = k.new_zeros(
+                2, 1, k.shape[1], -(-length // page_size), page_size, k.shape[2]
+            )
+            table = np.arange(keys.shape[2])[None]
             last = length - 1
             stops = [s for s in (1, 2, 37, KEY_BLOCK - 1, KEY_BLOCK, last - 3) if 0 < s < last]
             steps = [*sorted(set(stops)), *range(last - 2, length + 1)]
             start = 0
             for stop in steps:
                 part = slice(start, stop)
+                context = PagedContext.of(keys, values, table, [start], [stop])
                 with torch.inference_mode():
-                    out = ops.attention(
-                        q[part], k[part], v[part], layer=0, context=cache.step(part), **kwargs
-                    )
+                    out = ops.attention(q[part], k[part], v[part], context=context, **kwargs)
                 yield "" if torch.equal(out, full[part]) else call.op
                 start = stop
-            # The same positions again, as decode steps of several sequences in one block.
-            places = torch.tensor([5, length // 2, last])
+            # The same positions again, as decode steps of several sequences over the same pages.
+            places = [5, length // 2, last]
+            tables, stops = table.repeat(len(places), 0), [at + 1 for at in places]
+            context = PagedContext.of(keys, values, tables, places, stops)
             with torch.inference_mode():
-                out = ops.attention(
-                    q[places],
-                    k[places],
-                    v[places],
-                    layer=0,
-                    context=cache.together(places),
-                    **kwargs,
-                )
+                out = ops.attention(q[places], k[places], v[places], context=context, **kwargs)
             yield "" if torch.equal(out, full[places]) else call.op
-
-
-class _Pages:
-    """A cache of one layer that holds one sequence."""
-
-    def __init__(self, k: Tensor, length: int, page_size: int) -> None:
-        num_pages = -(-length // page_size)
-        shape = (1, k.shape[1], num_pages, page_size, k.shape[2])
-        self.keys, self.values = k.new_zeros(shape), k.new_zeros(shape)
-        self.pages = torch.arange(num_pages, device=k.device)[None]
-        self.size = page_size
-
-    def step(self, part: slice) -> PagedContext:
-        """The positions of `part`, as one chunk."""
-        positions = torch.arange(part.start, part.stop, device=self.pages.device)
-        return self._context(positions, positions[None], part.stop)
-
-    def together(self, places: Tensor) -> PagedContext:
-        """Each place as a sequence of its own, which ends there: all read the same pages."""
-        places = places.to(self.pages.device)
-        return self._context(places, places[:, None], int(places.max()) + 1)
-
-    def _context(self, written: Tensor, positions: Tensor, num_keys: int) -> PagedContext:
-        pages = self.pages.expand(len(positions), -1)
-        block = PagedBlock(None, positions, pages, min(num_keys, pages.shape[1] * self.size))
-        return PagedContext(self.keys, self.values, written, (block,), None)
 
 
 def _same(left: list[Tensor], right: list[Tensor]) -> bool:

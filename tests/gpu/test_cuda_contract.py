@@ -77,7 +77,7 @@ ROW_OPS = {
     "rms_norm": lambda ops, x: ops.rms_norm(x, x[0], 1e-5),
     "rms_norm by head": lambda ops, x: ops.rms_norm(x.view(-1, 15, 64), x[0].view(15, 64), 1e-5),
     "swiglu": lambda ops, x: ops.swiglu(x),
-    "swiglu_clamped": lambda ops, x: ops.swiglu_clamped(x, alpha=1.702, limit=1.0),
+    "swiglu_clamped": lambda ops, x: ops.swiglu(x, alpha=1.702, limit=1.0),
     "rope": lambda ops, x: ops.rope(
         x.view(-1, 15, 64), x[:, None, :64].float(), x[:, None, 64:128].float()
     ),

@@ -30,6 +30,10 @@ KEY_QUANTUM = 16
 """Keys looked at are a multiple of this: what fills a vector register in any dtype."""
 
 
+Group = tuple[Rule, Tensor | slice, npt.NDArray[np.int64]]
+"""(rule, rows that draw by it as an index of tensors, the same rows on the host)."""
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """One request on its way through the engine."""
@@ -110,7 +114,7 @@ class Rows:
         self.sampled_ids = np.empty((capacity, max_context), np.int32)
         self.logprobs = np.empty((capacity, max_context), np.float32)
         self._rules: list[Rule] = []
-        self._groups: list[tuple[Rule, Tensor | None]] | None = None
+        self._groups: list[Group] | None = None
         self._flat_ids, self._flat_logprobs = self.sampled_ids.ravel(), self.logprobs.ravel()
         self._row_starts = np.arange(capacity) * max_context
 
@@ -210,49 +214,31 @@ class Rows:
         Only rows that ask for their support are in the third.
         """
         n, device = self.num, logits.device
-        support: dict[int, Int32Array] = {}
         uniform = _tensor(uniforms(self.streams[:n], self.positions[:n] + 1), device)
+        ids = torch.empty(n, dtype=torch.int64, device=device)
+        logprobs = torch.empty(n, dtype=torch.float32, device=device)
+        support: dict[int, Int32Array] = {}
         if self._groups is None:
             self._groups = self._group(device)
-        if len(self._groups) == 1:
-            rule = self._groups[0][0]
-            ids, logprobs, kept = sample(
-                logits,
-                uniform,
-                rule,
-                ops,
-                **(self._filters(slice(n), device) if rule.is_filtered else {}),
-            )
-            if kept is not None:
-                support = dict(enumerate(_ids_of(kept)))
-        else:
-            ids = torch.empty(n, dtype=torch.int64, device=device)
-            logprobs = torch.empty(n, dtype=torch.float32, device=device)
-            for rule, rows in self._groups:
-                assert rows is not None, "several groups are told apart by their rows"
-                filters = self._filters(rows.cpu().numpy(), device) if rule.is_filtered else {}
-                drawn = sample(logits[rows], uniform[rows], rule, ops, **filters)
-                ids[rows], logprobs[rows] = drawn.ids, drawn.logprobs
-                if drawn.kept is not None:
-                    support |= zip(rows.tolist(), _ids_of(drawn.kept), strict=True)
+        for rule, rows, places in self._groups:
+            filters = {}
+            if rule.is_filtered:
+                filters = {
+                    "top_p": _tensor(self.top_p[places], device),
+                    "top_k": _tensor(self.top_k[places], device),
+                }
+            drawn = sample(logits[rows], uniform[rows], rule, ops, **filters)
+            ids[rows], logprobs[rows] = drawn.ids, drawn.logprobs
+            if drawn.kept is not None:
+                support |= zip(places.tolist(), _ids_of(drawn.kept), strict=True)
         return ids.cpu().numpy(), logprobs.cpu().numpy(), support
 
-    def _filters(
-        self, rows: slice | npt.NDArray[np.int64], device: torch.device
-    ) -> dict[str, Tensor]:
-        return {
-            "top_p": _tensor(self.top_p[rows], device),
-            "top_k": _tensor(self.top_k[rows], device),
-        }
-
-    def _group(self, device: torch.device) -> list[tuple[Rule, Tensor | None]]:
+    def _group(self, device: torch.device) -> list[Group]:
         rule_of = self.rule_of[: self.num]
         if (rule_of == rule_of[0]).all():
-            return [(self._rules[rule_of[0]], None)]
-        return [
-            (self._rules[i], _tensor(np.flatnonzero(rule_of == i), device))
-            for i in np.unique(rule_of)
-        ]
+            return [(self._rules[rule_of[0]], slice(None), np.arange(self.num))]
+        places = {i: np.flatnonzero(rule_of == i) for i in np.unique(rule_of)}
+        return [(self._rules[i], _tensor(at, device), at) for i, at in places.items()]
 
     def record(
         self,

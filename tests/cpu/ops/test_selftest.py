@@ -18,7 +18,7 @@ ARCHITECTURES = {
         "route",
         "combine",
         "rms_norm",
-        "swiglu_clamped",
+        "swiglu",
         "rope",
         "attention",
         "log_softmax",
