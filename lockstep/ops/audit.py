@@ -1,8 +1,8 @@
-"""Whether a model computes anything by another way than its ops.
+"""Finds computation in a model that does not go through its ops.
 
-The promise of a backend holds for its own functions. Other code may move numbers about and add,
-multiply or compare them one by one, since such a result depends on its operands alone; it may not
-sum, exponentiate or normalise by itself.
+The promises of ops hold for their own functions only. Other code may move numbers and add, multiply
+or compare them one by one, since each result then depends on its operands alone. It may not sum,
+exponentiate or normalise.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lockstep.ops.recording import Model, around_every_op
 Tensor = torch.Tensor
 
 EXACT = {
-    "moves numbers, or gives the same ones another shape": """
+    "moves numbers or reshapes them": """
         _reshape_alias _to_copy _unsafe_view alias as_strided cat clone constant_pad_nd copy detach
         diagonal embedding expand flip gather index index_copy index_select lift_fresh masked_fill
         masked_select narrow permute repeat roll select slice split split_with_sizes squeeze stack
@@ -39,8 +39,8 @@ EXACT = {
         isnan le logical_and logical_not logical_or lt max min ne nonzero sort topk
         """,
 }
-"""Reason -> the aten ops that a model may call on floats by itself, in place (`add_`) or not. On
-integers and booleans it may call all."""
+"""Reason -> aten ops that a model may call on floats itself, in place (`add_`) or not. On integers
+and booleans it may call any."""
 
 _IS_EXACT = {name for names in EXACT.values() for name in names.split()}
 
@@ -48,12 +48,12 @@ _IS_EXACT = {name for names in EXACT.values() for name in names.split()}
 def ops_outside(
     model: Model, ids_T: Tensor, positions_T: Tensor, context: PackedContext | PagedContext
 ) -> list[str]:
-    """What the model may not compute by itself and does, as "aten.gelu in Decoder.layers.0.mlp".
+    """Lists ops that the model computes itself and may not: "aten.gelu in Decoder.layers.0.mlp".
 
-    Each op once, with the first module that calls it, in the order of the forward; empty if there
-    is none. A few tokens are enough. Runs the model twice: tables that the first forward makes and
-    keeps (of rotary angles) are the same for both sides. A kernel that torch's dispatcher does not
-    see, as one of Triton, is not found.
+    Names each op once, with the first module that calls it, in the order of the forward. A few
+    tokens are enough. Runs the model twice and looks at the second run, because tables that the
+    first forward makes and keeps (rotary angles) are the same for both sides. Kernels that torch's
+    dispatcher does not see, such as Triton's, are not found.
     """
     with torch.no_grad():
         model(ids_T, positions_T, context)
@@ -68,7 +68,7 @@ class _Outside(TorchDispatchMode):
     def __init__(self, tracker: ModuleTracker) -> None:
         super().__init__()
         self.found: dict[str, str] = {}
-        """Op -> the module that called it first."""
+        """Op -> first module that called it."""
         self._tracker = tracker
         self._is_inside = False
 
@@ -95,6 +95,6 @@ def _is_exact(func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> bool:
     tensors = [x for x in tree_leaves((args, kwargs, out)) if isinstance(x, Tensor)]
     if not any(x.is_floating_point() or x.is_complex() for x in tensors):
         return True
-    # x + alpha * y rounds once or twice, by place: a vector has fused instructions, its tail none.
+    # x + alpha * y rounds once in a vector (fused) and twice in the vector's tail.
     name = func.overloadpacket.__name__.rstrip("_")
     return name in _IS_EXACT and kwargs.get("alpha", 1) == 1

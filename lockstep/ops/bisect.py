@@ -1,4 +1,4 @@
-"""Where trainer and sampler part: both sides of one row, compared op by op.
+"""Finds the op at which trainer and sampler diverge, by running both sides of one row.
 
 # T tokens of the row that are fed  N sampled tokens  C recorded calls of a forward  V vocabulary
 # B rows of company  Q tokens of a step  S page size  W numbers of one call per token
@@ -28,17 +28,17 @@ Tensor = torch.Tensor
 Keep = Callable[[tuple[Tensor, ...]], Tensor]
 
 HEAD = OpCall("log_probs", None, 0)
-"""What a sampled token ends with: `log_probs` in the trainer, `linear` and `log_softmax` in the
+"""Last call for a sampled token: `log_probs` in the trainer, `linear` and `log_softmax` in the
 sampler."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpDifference:
-    """An op that gave other numbers for a token on one side than on the other."""
+    """An op whose numbers for one token differ between the two sides."""
 
     call: OpCall
     trainer: float
-    """The number that differs most."""
+    """The trainer's number where the difference is largest."""
     sampler: float
     num_unequal: int
     num_compared: int
@@ -50,25 +50,24 @@ class OpDifference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parting:
-    """What `bisect` found. Tokens are indices into the row's `token_ids`."""
+    """Result of `bisect`. Tokens are indices into the row's `token_ids`."""
 
     token: int | None
-    """The first sampled token whose log-probs (both sides', and the recorded one) are not all
-    equal; None if there is none, and the sides part in ops alone."""
+    """First sampled token whose log-probs (trainer's, sampler's, recorded) are not all equal; None
+    if they are equal everywhere and only intermediate numbers differ."""
     trainer_logprob: float | None
     sampler_logprob: float | None
     recorded_logprob: float | None
-    """None if nothing was recorded for the token."""
+    """Log-prob in the record; None if the token has none."""
     fed_token: int | None
-    """The token whose forward is the first to differ: `token - 1` or before; None if the sides
-    agree with each other."""
+    """First token whose forward differs, `token - 1` or earlier; None if both sides agree."""
     ops: tuple[OpDifference, ...]
-    """What differs for `fed_token`, in the order of the forward: where the sides part, and how the
-    difference grows, up to `log_probs` if that differs. Nothing, if it was gone when run again."""
+    """Ops that differ for `fed_token`, in the order of the forward: the first is where the sides
+    diverge. Empty if the difference was gone in a second run."""
 
     @property
     def recorded_side(self) -> Literal["trainer", "sampler", "neither", "unknown"]:
-        """Whose log-prob was recorded where the two differ; unknown: nothing was."""
+        """The side whose log-prob was recorded, where the two differ; unknown without a record."""
         recorded = self.recorded_logprob
         if recorded is None:
             return "unknown"
@@ -82,7 +81,7 @@ class Parting:
 
     def _describe_token(self) -> str:
         if self.token is None:
-            return "Every log-prob is equal, but not every number on the way."
+            return "Every log-prob is equal, but some intermediate numbers differ."
         recorded = {
             "unknown": "none was recorded",
             "trainer": "the trainer's was recorded",
@@ -90,7 +89,7 @@ class Parting:
             "neither": f"{_text(self.recorded_logprob)} was recorded",
         }[self.recorded_side]
         return (
-            f"Token {self.token} is the first whose log-probs are not equal: "
+            f"Token {self.token} is the first whose log-probs differ: "
             f"{_text(self.trainer_logprob)} by the trainer's packed forward, "
             f"{_text(self.sampler_logprob)} by the sampler's steps, and {recorded}."
         )
@@ -98,25 +97,25 @@ class Parting:
     def _describe_ops(self) -> str:
         if self.fed_token is None:
             return (
-                "Both sides agree, so this model did not record it: it had other weights, keys and "
-                "values of older ones, or other rows beside it on ops that are not invariant; or "
-                "something stands between its logits and the record, as another temperature, or "
-                "top-p and top-k without their support."
+                "Both sides agree, so this model did not record it. The recording model had other "
+                "weights, keys and values of older weights, or other rows in its batch on ops that "
+                "are not invariant; or the logits were changed before the record, as by another "
+                "temperature, or by top-p and top-k without their support."
             )
         if not self.ops:
             return (
-                f"The sides gave other numbers for token {self.fed_token}, and the same when run "
-                "again: an op whose result changes from run to run."
+                f"The sides differed for token {self.fed_token}, and agreed when run again: the "
+                "result of some op changes from run to run."
             )
         first, last = self.ops[0], self.ops[-1]
         text = (
-            f"The sides part at token {self.fed_token} in {first.call}: {first.num_unequal} of "
-            f"{first.num_compared} numbers differ, by {first.max_abs_diff:.3g} where most "
+            f"The sides diverge at token {self.fed_token} in {first.call}: {first.num_unequal} of "
+            f"{first.num_compared} numbers differ, by up to {first.max_abs_diff:.3g} "
             f"({_text(first.trainer)} in the trainer, {_text(first.sampler)} in the sampler)."
         )
         if last is not first:
             text += (
-                f" {len(self.ops) - 1} calls after it differ too; the last is {last.call}, by "
+                f" {len(self.ops) - 1} later calls differ too; the last is {last.call}, by "
                 f"{last.max_abs_diff:.3g}."
             )
         return text
@@ -134,24 +133,24 @@ def bisect(
     page_size: int = 16,
     max_chunk_tokens: int = 512,
 ) -> Parting | None:
-    """Runs one row as the trainer does and as the sampler does, and says where the two first part.
+    """Runs one row as the trainer does and as the sampler does, and finds where they diverge.
 
-    The trainer: one packed forward, with gradients on as in training, but nothing kept for a
-    backward. The sampler, in inference mode and over fresh pages: what stands before a sampled
-    token is prefilled in chunks (the prompt, and what was observed between two turns), and each
-    sampled token is fed in a step of its own. Both run over the model's ops.
+    The trainer's side is one packed forward, with gradients enabled as in training. The sampler's
+    side runs in inference mode over fresh pages: tokens that were not sampled (the prompt, and what
+    was observed between two turns) are prefilled in chunks, and each sampled token is fed in a step
+    of its own. Both use the model's ops.
 
-    The answer is the first token and op whose outputs differ, looked for up to the first sampled
-    token whose log-probs are not all equal. None if nothing differs. -0.0 equals 0.0.
+    Returns the first token and op whose outputs differ, up to the first sampled token whose
+    log-probs differ. None if nothing differs. -0.0 equals 0.0.
 
     token_ids, is_sampled: [T]. support: T entries, as in a `Sample`. recorded: [T] float32, as
-    recorded while sampling; NaN is not compared. company: other rows' ids, packed behind this row
-    in the trainer; the sampler decodes the last token of each in every step.
+    recorded while sampling; NaN is not compared. company: ids of other rows, which follow this row
+    in the trainer's pack; the sampler decodes the last token of each in every step.
 
-    Costs a rollout of the row without company, and two packed forwards; beside these, eight bytes
-    of memory per token and op. Not replayed: reuse of a prefix, preemption, an engine's resident
-    rows. Raises AlignmentError if the arrays are not parallel, if no token is sampled or token 0
-    is, and if the model calls other ops on one side than on the other.
+    Costs a rollout of the row alone and two packed forwards, and eight bytes of memory per token
+    and op. Reuse of a prefix, preemption and an engine's resident rows are not replayed. Raises
+    AlignmentError if the arrays are not parallel, if no token is sampled or token 0 is, and if the
+    two sides call different ops.
 
     >>> parting = bisect(model, ids, is_sampled=mask, recorded=logprobs)    # doctest: +SKIP
     >>> if parting is not None: raise ContractError(parting.describe())     # doctest: +SKIP
@@ -215,13 +214,13 @@ def first_difference(
     *,
     around_other: Callable[[], AbstractContextManager[Model]] | None = None,
 ) -> tuple[int | None, tuple[OpDifference, ...]]:
-    """(the first token for which the two models' ops differ, and what differs for it), over one
-    packed forward of each; (None, ()) if nothing does.
+    """(first token for which the ops of two models differ, the differences), over one packed
+    forward of each; (None, ()) if nothing differs.
 
-    Of two models that call the same ops: one without sinks, of other weights, in another dtype.
-    around_other: gives what runs in the place of `other`, for a model that is switched in between.
-    `OpDifference.trainer` is the model's number, `sampler` the other's.
-    Raises AlignmentError if they call other ops.
+    The models must call the same ops: one without sinks, with other weights, in another dtype.
+    around_other: makes the model that runs in place of `other`, for a model that is switched
+    between two states. `OpDifference.trainer` is the number of `model`, `sampler` that of `other`.
+    Raises AlignmentError if the models call different ops.
     """
     ids = torch.from_numpy(np.asarray(token_ids, np.int64)).to(model.head.device)
     positions = torch.arange(len(ids), device=ids.device)
@@ -249,21 +248,21 @@ def first_difference(
 @dataclass(frozen=True, slots=True, eq=False)
 class _Row:
     ids: Tensor
-    """[T]: what is fed."""
+    """[T]: the ids that are fed."""
     others: list[Tensor]
-    """[B]: the company's ids."""
+    """[B]: the ids of the other rows."""
     targets: Int64Array
-    """[N]: the sampled tokens; each is predicted by the one before it."""
+    """[N]: places of the sampled tokens; each is predicted by the token before it."""
     target_ids: Tensor
-    """[N]."""
+    """[N]: ids of the sampled tokens."""
     temperature: float
     support: Support | None
-    """Of the N."""
+    """Support of the N sampled tokens."""
 
 
 def _run_trainer(model: Model, row: _Row, keep: Keep) -> tuple[Record, Tensor]:
-    """(record with `HEAD` behind it, log-prob [T] of the token after each, NaN where unsampled).
-    Kept: of the row's tokens and then of the company's."""
+    """(record that ends with `HEAD`, log-prob [T] of the token after each, NaN where unsampled).
+    The record keeps the row's tokens, then those of the other rows."""
     rows = [row.ids, *row.others]
     lengths = [len(ids) for ids in rows]
     device = row.ids.device
@@ -285,12 +284,12 @@ def _run_trainer(model: Model, row: _Row, keep: Keep) -> tuple[Record, Tensor]:
 
 
 def _drop(_: object) -> Any:
-    """In place of what a backward would read: none comes."""
+    """Discards what a backward would read, since none follows."""
     return None
 
 
 class _Sampler:
-    """Steps over pages of its own. The company is prefilled, and stands before the row."""
+    """Steps over pages of its own. The other rows are prefilled and come before the row."""
 
     def __init__(self, model: Model, row: _Row, page_size: int, max_chunk_tokens: int) -> None:
         self._model, self._row = model, row
@@ -310,9 +309,9 @@ class _Sampler:
                     model(*self._inputs([(i, start, stop)]))
 
     def run(self, start: int, stop: int, n: int | None, keep: Keep) -> tuple[Record, float]:
-        """Feeds the row's [start, stop) and gives the log-prob of its n-th sampled token, which
-        stands at `stop`; NaN if none does. Kept: of the company's tokens, and then of the row's.
-        May be repeated."""
+        """Feeds the row's [start, stop) and returns the log-prob of its n-th sampled token, which
+        is at `stop`; NaN if n is None. The record keeps the tokens of the other rows, then the
+        row's. May be repeated."""
         row, weight = self._row, self._model.head
         decoded = [(i, len(ids) - 1, len(ids)) for i, ids in enumerate(row.others)]
         with torch.inference_mode():
@@ -340,7 +339,7 @@ class _Sampler:
 
 
 def _steps(targets: Int64Array, max_tokens: int) -> Iterator[tuple[int, int, int | None]]:
-    """(start, stop, n): what is fed, and which sampled token stands behind it, if any."""
+    """(start, stop, n): the span to feed, and which sampled token follows it, if any."""
     for n, (first, target) in enumerate(pairwise([0, *targets.tolist()])):
         for start, stop in _chunks(first, target, max_tokens):
             yield start, stop, n if stop == target else None
@@ -390,7 +389,7 @@ def _targets(
     support: Ragged | None,
     recorded: npt.NDArray[np.float32] | None,
 ) -> Int64Array:
-    """Where sampled tokens stand."""
+    """Places of the sampled tokens."""
     for name, column in (("is_sampled", is_sampled), ("support", support), ("recorded", recorded)):
         if column is not None and len(column) != size:
             raise AlignmentError(
@@ -398,7 +397,9 @@ def _targets(
             )
     targets = np.flatnonzero(is_sampled)
     if not len(targets):
-        raise AlignmentError("bisect: no token is marked as sampled: there is none to compare.")
+        raise AlignmentError(
+            "bisect: no token is marked as sampled, so there is nothing to compare."
+        )
     if targets[0] == 0:
         raise AlignmentError("bisect: token 0 is marked as sampled, but nothing predicts it.")
     return targets

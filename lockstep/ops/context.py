@@ -1,8 +1,8 @@
-"""Where attention finds its keys: the two ways in which one decoder is called.
+"""Where attention finds its keys: the two layouts in which a decoder is called.
 
-The trainer packs whole rows one after another (`PackedContext`). The engine runs the new tokens of
-many sequences over a paged cache (`PagedContext`). Both are plain records of index tensors, built
-once per forward and read by every layer.
+The trainer packs whole rows one after another (`PackedContext`). A sampler runs the new tokens of
+many sequences over a paged cache (`PagedContext`). Both are records of index tensors, built once
+per forward and read by every layer.
 """
 
 from __future__ import annotations
@@ -22,16 +22,17 @@ from lockstep.types import Ragged
 Tensor = torch.Tensor
 
 KEY_BLOCK = 128
-"""Keys that an invariant backend sums in one piece, counted from the start of each sequence: part
-of the numerics, unlike the page size, which only says where keys lie."""
+"""Keys that invariant ops sum in one piece, counted from the start of each sequence. Part of the
+numerics, unlike the page size, which only says where keys are stored."""
 
 MAX_PADDING = 1.25  # rows of one padded block differ in length by at most this factor
 
 
 def take_rows(x: Tensor, index: Tensor) -> Tensor:
-    """x[index] over the first dim, whose gradient is summed in one order on any number of threads.
+    """x[index] over the first dim, with a gradient that is summed in a fixed order.
 
-    That of `x[index]` is not: CPU threads add to a row that is named several times as they come.
+    The gradient of `x[index]` is not: CPU threads add to a row that is indexed several times in the
+    order in which they arrive.
     Guard: tests/cpu/test_determinism.py
     """
     return F.embedding(index, x.flatten(1)).view(*index.shape, *x.shape[1:])
@@ -41,15 +42,19 @@ def take_rows(x: Tensor, index: Tensor) -> Tensor:
 class Support:
     """The ids that each of N tokens was drawn from, where top-k or top-p cut the vocabulary.
 
-    The log-prob head normalises over them. A token without an entry has the whole vocabulary.
+    The log-prob head normalises over them. A token without ids has the whole vocabulary.
+
+    >>> support = Support.of(Ragged.of([[3, 5], [], [1]]))  # 3 tokens; the second is not cut
+    >>> support.ids.tolist(), support.token.tolist(), support.offsets.tolist()
+    ([3, 5, 1], [0, 0, 2], [0, 2, 2, 3])
     """
 
     ids: Tensor
-    """[M] int64, all tokens' one after another."""
+    """[M] int64: the ids of all tokens, one token after another."""
     token: Tensor
-    """[M] int64 in [0, N): whose each of them is."""
+    """[M] int64 in [0, N): the token that each id belongs to."""
     offsets: npt.NDArray[np.int64]
-    """[N + 1], on the host: token i has the ids from offsets[i] to offsets[i + 1]."""
+    """[N + 1], on the host: token i has ids[offsets[i]:offsets[i + 1]]."""
 
     @classmethod
     def of(cls, support: Ragged, *, device: torch.device | str = "cpu") -> Support:
@@ -64,12 +69,12 @@ class Support:
         return len(self.offsets) - 1
 
     def take(self, index_N: Tensor) -> Support:
-        """Of the tokens at these places, in this order."""
+        """Support of the tokens at these places, in this order."""
         all_of_them = Ragged(self.ids.cpu().numpy().astype(np.int32), self.offsets)
         return Support.of(all_of_them.take(index_N.cpu().numpy()), device=self.ids.device)
 
     def mask(self, part: slice, vocab_size: int, columns: slice | None = None) -> Tensor:
-        """[rows of the part, V] bool: which ids each token could be. columns: of these alone."""
+        """[rows of the part, V] bool: which ids each token could be. columns: a slice of V."""
         start, stop, _ = part.indices(len(self))
         first, last = self.offsets[start], self.offsets[stop]
         token, ids = self.token[first:last] - start, self.ids[first:last]
@@ -88,8 +93,10 @@ class Support:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Coefficients:
-    """The gradient of the loss by what the log-prob head gives, known before it is computed: of a
-    loss that is linear in the log-probs, or whose ratio to the old policy is fixed at 1."""
+    """Gradient of the loss by the outputs of the log-prob head, known before they are computed.
+
+    It is known for a loss that is linear in the log-probs, or whose ratio to the old policy is
+    fixed at 1."""
 
     logprobs: Tensor
     """[T] float32: dL/dlog-prob of each token, up to one factor for all."""
@@ -102,7 +109,7 @@ class Coefficients:
         )
 
     def equals(self, other: Coefficients) -> bool:
-        """Bit for bit; an entropy that is not read is one whose coefficient is 0."""
+        """Bit for bit. An entropy of None equals coefficients of 0."""
         mine, theirs = (
             torch.zeros_like(c.logprobs) if c.entropy is None else c.entropy for c in (self, other)
         )
@@ -115,29 +122,36 @@ class PackedBlock:
 
     token_index: Tensor
     """[B, L] int64: the token at each place; places past a row's end repeat its last token. Rows
-    that begin alike name the same tokens."""
+    with a common beginning share its tokens."""
     length: int
-    """L."""
+    """L, tokens of the longest row."""
     num_rows: int
     """B."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedContext:
-    """Rows of packed tokens, without padding. A row sees only its own tokens, which stand anywhere
-    among the T: rows that begin alike share those of their common beginning."""
+    """Rows of packed tokens, without padding. A row sees only its own tokens, which may be anywhere
+    among the T: rows with a common beginning share its tokens.
+
+    >>> context = PackedContext.of([2, 3])      # tokens 0, 1 are row 0; tokens 2, 3, 4 row 1
+    >>> [block.token_index.tolist() for block in context.blocks]    # longest first
+    [[[2, 3, 4]], [[0, 1]]]
+    >>> context.place_index.tolist()            # outputs of the blocks -> packed order
+    [3, 4, 0, 1, 2]
+    """
 
     blocks: tuple[PackedBlock, ...]
     place_index: Tensor | None
-    """[T] int64: where each token's output stands in the blocks laid end to end (one of its places,
-    where rows share it); None if the blocks are the packed order already (rows of one length)."""
+    """[T] int64: index of each token's output in the blocks laid end to end (any one, where rows
+    share the token); None if that is the packed order already (rows of one length)."""
     memo: dict[Any, Any] = field(default_factory=dict)
-    """What a backend computes once per forward and reads in every layer: how it cuts the rows."""
+    """Values that ops compute once per forward and read in every layer: how they cut the rows."""
 
     @classmethod
     def of(cls, lengths: Sequence[int], *, device: torch.device | str = "cpu") -> PackedContext:
-        """Of rows that stand one after another and share nothing. Lengths in packed order, each at
-        least 1."""
+        """Context of rows that follow one another and share nothing. lengths: in packed order, each
+        at least 1."""
         ends = np.cumsum(lengths)
         return cls.of_rows(
             [np.arange(end - n, end) for end, n in zip(ends, lengths, strict=True)], device=device
@@ -147,7 +161,7 @@ class PackedContext:
     def of_rows(
         cls, rows: Sequence[npt.NDArray[np.int64]], *, device: torch.device | str = "cpu"
     ) -> PackedContext:
-        """rows: for each, the indices of its tokens among the T, in the row's order."""
+        """rows: for each row, the indices of its tokens among the T, in the row's order."""
         lens = torch.tensor([len(row) for row in rows], dtype=torch.int64)
         flat = torch.from_numpy(np.concatenate(rows))
         starts = torch.cumsum(lens, 0) - lens
@@ -172,57 +186,59 @@ class PackedContext:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ResidentRows:
-    """The keys and values of a block's sequences once more, each sequence in one piece.
+    """A second copy of the keys and values of a block's sequences, each sequence contiguous.
 
-    What decode reads in every step is then read in place; gathering pages would copy it each time.
+    Decode reads it in place; gathering pages would copy all keys in every step.
     """
 
     keys: Tensor
-    """[layers, R, G, N, D], R >= B: row b belongs to sequence b of the block. Places behind a
-    sequence's end hold anything finite."""
+    """[layers, R, G, N, D], R >= B: row b belongs to sequence b of the block. Places past a
+    sequence's end hold any finite numbers."""
     values: Tensor
-    """Like `keys`."""
+    """Same shape as `keys`."""
     write_index: Tensor
-    """[B * G] int64: the place of each sequence's new key, by head, in a layer's R * G * N."""
+    """[B * G] int64: index of each sequence's new key, by head, among a layer's R * G * N
+    places."""
     memo: dict[Any, Any] = field(default_factory=dict)
-    """What a backend makes of these tensors and reads again: as long as they are the same ones."""
+    """Views and masks that ops make of these tensors; valid as long as the tensors are."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PagedBlock:
-    """Sequences that run the same number of new tokens in this step (padded to the longest)."""
+    """Sequences that attend together, each with Q new tokens (padded to the longest)."""
 
     token_index: Tensor | None
-    """[B, Q] int64 into the step's T tokens; None where they stand in order from `first_token`."""
+    """[B, Q] int64 into the step's T tokens; None if they are in order from `first_token`."""
     positions: Tensor
     """[B, Q] int64: each query's position in its sequence. Keys at or before it are seen."""
     pages: Tensor
     """[B, P] int64: the sequence's pages in order; unused places hold any valid page."""
     num_keys: int
-    """Places of the P pages that may hold a key which some query of the block sees: the longest
-    sequence, rounded up. At most P * page_size."""
+    """Number of leading places of the P pages that any query of the block may see: the longest
+    sequence, possibly rounded up. At most P * page_size."""
     first_token: int = 0
     resident: ResidentRows | None = None
-    """Where to read instead of `pages`, and write as well; only with Q = 1 and no token_index."""
+    """Read in place of `pages`, and written as well; only with Q = 1 and no token_index."""
     memo: dict[Any, Any] = field(default_factory=dict)
-    """What a backend computes once per step and reads in every layer: masks."""
+    """Masks, which ops compute once per step and read in every layer."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PagedContext:
-    """One engine step: where the T new tokens' keys go, and which pages each query reads."""
+    """One step of a sampler: where the keys of the T new tokens go, and which pages each query
+    reads."""
 
     keys: Tensor
-    """[layers, G, pages, page_size, D] in the compute dtype, written in place. Heads stand first so
-    that the pages of a sequence, gathered, are its keys in order without another copy."""
+    """[layers, G, pages, page_size, D] in the compute dtype, written in place. Heads come before
+    pages so that the gathered pages of a sequence are its keys in order without another copy."""
     values: Tensor
-    """Like `keys`."""
+    """Same shape as `keys`."""
     write_index: Tensor
-    """[T] int64: where each new token's key and value are written: page * page_size + offset."""
+    """[T] int64: place of each new token's key and value: page * page_size + offset."""
     blocks: tuple[PagedBlock, ...]
     place_index: Tensor | None
-    """[T] int64: where each token's output stands in the blocks laid end to end ([B * Q] each);
-    None if they are in order already."""
+    """[T] int64: index of each token's output in the blocks laid end to end ([B * Q] each); None if
+    they are in order already."""
 
     @classmethod
     def of(

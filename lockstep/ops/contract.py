@@ -1,9 +1,9 @@
-"""What computed a number, in words, and the promise that two sides compute the same. No torch.
+"""Fingerprints of numerics, and the contract that two sides compute the same bits. No torch.
 
-A `Fingerprint` is always stored, beside every sampled segment and in `environment.json`, and never
-refuses anything. A contract is a named promise over fingerprints, and only it refuses. The one
-contract is `true-on-policy`: the log-prob that the sampler records for a token and the one that the
-trainer computes for it under the same weights are equal bit for bit.
+A `Fingerprint` describes what computed a log-prob. It is stored with every sampled segment and in
+`environment.json`, and never refuses anything. A contract refuses sides whose fingerprints differ.
+The one contract is `true-on-policy`: for the same weights, the log-prob that the sampler records
+for a token equals the trainer's, bit for bit.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, Literal
 from lockstep.errors import ContractError
 
 ContractChoice = Literal["auto", "true-on-policy", "none"]
-"""auto: take the contract if the machine can keep it, else say why not and go on without."""
+"""auto: take the contract if this machine can keep it, else report why not and go on without."""
 
 TRUE_ON_POLICY = "true-on-policy"
 COVERED_DTYPES = ("float32", "bfloat16", "float16")
@@ -31,7 +31,8 @@ ADVICE: dict[str, str] = {
     "isa": "sample and train on one kind of processor",
     "libraries": "install the same versions on both sides",
 }
-"""What to do about a field that differs; `contract=none` corrects the gap and does not close it."""
+"""Field of a fingerprint -> how to make both sides equal. `contract=none` corrects the gap instead
+of closing it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,40 +47,40 @@ class Fingerprint:
     ops: str
     """The backend: plain, invariant or cuda."""
     dtype: str
-    """What the model computes in."""
+    """Compute dtype of the model."""
     device: str
     kv_dtype: str = ""
-    """What keys and values are held in; empty: the model's dtype."""
+    """Dtype in which keys and values are kept; empty: the model's dtype."""
     key_block: int = 0
-    """Keys that attention sums in one piece; 0: whatever the kernel takes."""
+    """Keys that attention sums in one piece; 0: the kernel decides."""
     row_quantum: int = 1
-    """Rows of a GEMM are filled up to a multiple of this."""
+    """Rows of a GEMM are padded to a multiple of this."""
     head_quantum: int = 1
-    """The same in attention."""
+    """Query rows of a key head are padded to a multiple of this in attention."""
     gemm: str = "native"
-    """native, or float32: products of fewer bits computed there."""
+    """native, or float32: products of two-byte types are computed in float32."""
     logprobs: str = "float32 log_softmax"
-    """The function that turns logits into log-probs."""
+    """Function that turns logits into log-probs."""
     adapter: str = "none"
-    """none, merged, or applied beside the weights."""
+    """none, merged into the weights, or applied next to them."""
     tensor_parallel: int = 1
     kv: str = "fresh"
-    """fresh, or kept: keys and values of older weights were read."""
+    """fresh, or kept: attention read keys and values of older weights."""
     isa: str = ""
     """Instruction set or compute capability."""
     libraries: str = ""
     probe: str = ""
-    """Hash of a fixed small computation: what the fields above leave open."""
+    """Hash of a fixed small computation; covers what the other fields leave open."""
 
     @property
     def text(self) -> str:
-        """One line, field=value with ; between: what is stored."""
+        """One line, field=value separated by semicolons; the stored form."""
         return ";".join(f"{f.name}={getattr(self, f.name)}" for f in fields(self))
 
     @classmethod
     def from_text(cls, text: str) -> Fingerprint:
-        """Reads `text`. Fields that it does not name have their defaults; unknown ones are an
-        error, being of another version: ContractError."""
+        """Parses `text`. Missing fields take their defaults. Raises ContractError for unknown
+        fields, which are those of another version."""
         given = dict(part.split("=", 1) for part in text.split(";") if "=" in part)
         known = {f.name: f for f in fields(cls)}
         unknown = sorted(set(given) - set(known))
@@ -93,7 +94,7 @@ class Fingerprint:
         return cls(**values)
 
     def differences(self, other: Fingerprint) -> dict[str, tuple[object, object]]:
-        """field -> (mine, the other's), where they differ."""
+        """field -> (this value, the other's), for the fields that differ."""
         pairs = {f.name: (getattr(self, f.name), getattr(other, f.name)) for f in fields(self)}
         return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
@@ -101,7 +102,7 @@ class Fingerprint:
 def check_same(mine: Fingerprint, text: str, *, what: str) -> None:
     """Raises ContractError unless the other side's fingerprint is `mine`.
 
-    text: the other's, as it is stored. what: who the other is, for the message.
+    text: the other side's fingerprint in its stored form. what: its name in the message.
     """
     reason = why_not_same(mine, text)
     if reason:
@@ -112,7 +113,7 @@ def check_same(mine: Fingerprint, text: str, *, what: str) -> None:
 
 
 def why_not_same(mine: Fingerprint, text: str) -> str:
-    """In words, the fields in which another side differs; empty if it does not."""
+    """Describes the fields in which another side differs; empty if there are none."""
     if not text:
         return "it does not say what computed its log-probs (no fingerprint)"
     differing = mine.differences(Fingerprint.from_text(text))
@@ -125,7 +126,8 @@ def why_not_same(mine: Fingerprint, text: str) -> str:
 
 
 def check_rows(mine: Fingerprint, rows: Iterable[tuple[str, tuple[str, ...]]]) -> None:
-    """rows: (id, the fingerprints of its sampled tokens). Raises ContractError naming the row."""
+    """Raises ContractError naming the first row whose fingerprint is not `mine`. rows: (id, the
+    fingerprints of its sampled tokens)."""
     seen: set[str] = {mine.text}
     for name, found in rows:
         for text in found or ("",):

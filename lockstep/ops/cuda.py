@@ -1,7 +1,7 @@
-"""The batch-invariant backend for CUDA: the contract of `ops.invariant`, kept by Triton kernels.
+"""Batch-invariant ops for CUDA: the contract of `ops.invariant`, kept by Triton kernels.
 
-Forward runs on `ops.cuda_kernels` alone, so no switch of torch's can change a log-prob. Backward is
-stock torch: it need not be invariant, and reads three global switches:
+Forward uses the kernels of `ops.cuda_kernels` alone, so no global switch of torch can change a
+log-prob. Backward is stock torch; it need not be invariant, and depends on three switches:
 
     torch.backends.cuda.matmul.fp32_precision         "tf32" is refused: gradients in float32 would
                                                       have 10 bits. It is not torch's default.
@@ -40,11 +40,11 @@ class CudaOps(Ops):
         if matmul.fp32_precision == "tf32":
             raise ConfigError(
                 "torch.backends.cuda.matmul.fp32_precision is 'tf32'; expected 'ieee': gradients "
-                "in float32 would have 10 bits. Set it to 'ieee' before the backend is made."
+                "in float32 would have 10 bits. Set it to 'ieee' before CudaOps is made."
             )
         if not (kernels.IS_INTERPRETED or torch.cuda.is_available()):
             raise ConfigError(
-                "CudaOps needs a GPU, and torch sees none. On a CPU the invariant backend is "
+                "CudaOps needs a GPU, and torch sees none. On a CPU the invariant ops are "
                 "ops.invariant.InvariantOps; TRITON_INTERPRET=1 runs these kernels there, to test "
                 "them."
             )
@@ -158,8 +158,8 @@ class CudaOps(Ops):
 
 
 class _Run(torch.autograd.Function):
-    """Forward by a kernel; backward by differentiating the plain function, which is computed again:
-    elementwise work, little beside a GEMM's."""
+    """Forward by a kernel; backward by differentiating the stock function, which is computed again.
+    That is elementwise work, and small compared to a GEMM."""
 
     @staticmethod
     def forward(ctx, kernel, function, *inputs):
@@ -221,8 +221,8 @@ def _tokens(block: PagedBlock) -> Tensor:
 
 
 class _PackedAttention(torch.autograd.Function):
-    """Forward reads the packed tokens as a cache whose pages are one token each: the kernel, and
-    the instance of it, are those of the engine's steps.
+    """Forward reads the packed tokens as a cache whose pages hold one token each, and so uses the
+    same instance of the kernel as a sampler's steps.
 
     Backward computes the scores again, in tiles of queries. With P = exp(scores - lse) over keys
     and sink, dS = P * (dP - dO . O), and a sink's gradient is -sum exp(sink - lse) dO . O.
@@ -268,7 +268,8 @@ class _PackedAttention(torch.autograd.Function):
         (grad_out,) = grad_outputs
         through_TH = (grad_out.float() * out.float()).sum(-1)
         context: PackedContext = ctx.context
-        # An output is read at one of its places: the gradient of the others, and of padding, is 0.
+        # An output is read at one of its places; the gradient of its other places and of padding
+        # is 0.
         grad_places = _spread(grad_out, context)
         through_places = _spread(through_TH, context)
         grads = [torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v)]
@@ -288,7 +289,8 @@ class _PackedAttention(torch.autograd.Function):
                 ctx.scale,
             )
             for grad, part in zip(grads, parts, strict=True):
-                # Rows may share tokens. On CUDA this sorts and then sums: no atomics, one order.
+                # Rows may share tokens. On CUDA this sorts, then sums in one order, without
+                # atomics.
                 grad.index_put_((index,), part, accumulate=True)
         grad_sinks = None
         if sinks is not None:
@@ -298,7 +300,7 @@ class _PackedAttention(torch.autograd.Function):
 
 
 def _spread(x_T: Tensor, context: PackedContext) -> Tensor:
-    """Each token's value at its place in the blocks laid end to end, 0 elsewhere."""
+    """Puts each token's value at its place in the blocks laid end to end; 0 elsewhere."""
     if context.place_index is None:
         return x_T
     num_places = sum(block.token_index.numel() for block in context.blocks)

@@ -1,19 +1,19 @@
-"""Triton kernels whose sums have one order, whatever stands beside a row: the arithmetic of
-`ops.cuda`, and the only module that imports Triton.
+"""Triton kernels whose sums have one order, whatever else is in the batch. Only this module imports
+Triton.
 
-A row's bits depend on nothing but the row, because of three rules:
+A row's bits depend on the row alone, because of three rules:
 
-    One instance for both callers. What differs between a decode step, a prefill chunk and a packed
-    row (row counts, strides, page sizes, places in memory) is an argument that the compiler may not
-    specialise on, and pointers are always 16-byte aligned: the same machine code runs for all.
+    One instance for both callers. Whatever differs between a decode step, a prefill chunk and a
+    packed row (row counts, strides, page sizes, places in memory) is an argument that the compiler
+    may not specialise on, and pointers are 16-byte aligned: the same machine code runs for all.
     One order per sum. No split-K, no atomics, no autotuning: a sum walks fixed blocks left to right
     inside one program, from the start of the row or of the sequence.
     Rows of a tile are alike. A tile has one shape however many of its rows are real; the others are
-    zero. What a tile computes beyond a row's own keys adds exact zeros to it.
+    zero. Keys that a tile reads beyond those of a row add exact zeros to that row.
 
 TRITON_INTERPRET=1, set before this module is imported, runs the kernels on CPU tensors in float32
-(its bfloat16 products are wrong). That checks indexing, masks and the order of blocks, and nothing
-that a tensor core does.   Guards: tests/cpu/ops/test_cuda_ops_interpreted.py,
+(its bfloat16 products are wrong). That checks indexing, masks and the order of blocks, but not the
+arithmetic of tensor cores.   Guards: tests/cpu/ops/test_cuda_ops_interpreted.py,
 tests/cpu/ops/test_cuda_compiled.py, tests/gpu/test_cuda_contract.py
 
 # M rows  K inner width  N outputs  E experts  V vocabulary  T tokens  H query heads  G key heads
@@ -46,7 +46,7 @@ Tensor = torch.Tensor
 IS_INTERPRETED = bool(knobs.runtime.interpret)
 """Whether the kernels run on CPU tensors, in Triton's interpreter."""
 
-POINTER_ALIGNMENT = 16  # bytes: what Triton specialises on, and the widest load of a thread
+POINTER_ALIGNMENT = 16  # bytes; Triton specialises on it, and it is a thread's widest load
 NO_WINDOW = 1 << 30  # wider than any sequence
 ELEMENTS = 1024  # of one program of an elementwise kernel
 NORM_ELEMENTS = 4096  # of one program of a norm: one long row, or several short ones
@@ -54,19 +54,19 @@ VOCABULARY_BLOCK = 4096  # logits summed in one piece: part of the numerics
 
 
 class AttentionTile(NamedTuple):
-    """Rows (queries times the heads that share a key head) and keys of one step of attention. A
-    constant of the dtype: the same for one query and for thousands."""
+    """Rows (queries times heads that share a key head) and keys of one step of attention. Depends
+    on the dtype alone: the same for one query and for thousands."""
 
     rows: int
     keys: int
 
 
-TWO_BYTE_ATTENTION = AttentionTile(64, KEY_BLOCK)  # 64: what wgmma takes at least
+TWO_BYTE_ATTENTION = AttentionTile(64, KEY_BLOCK)  # wgmma needs at least 64 rows
 FLOAT32_ATTENTION = AttentionTile(64, 32)  # a quarter of a key block: products are unrolled
 
 
 class Tile(NamedTuple):
-    """Shape of what one program of a GEMM computes.
+    """Shape of the output that one program of a GEMM computes.
 
     Two tiles give the same bits if each output is the same chain of the same instruction over K.
     For two-byte types that is one tensor-core instruction of depth 16 after another into one
@@ -172,7 +172,7 @@ def _gemm_kernel(
     OUTPUTS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """places: of each tile of rows (expert, first row, end of the expert's rows); None if dense."""
+    """places: (expert, first row, end of the expert's rows) of each tile of rows; None if dense."""
     if places is None:
         first = tl.program_id(0).to(tl.int64) * ROWS
         stop = M.to(tl.int64)
@@ -211,7 +211,7 @@ def _gemm_kernel(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """See `Ops.rms_norm`. Rounded after the norm and again after the scale, as by `plain`."""
+    """See `Ops.rms_norm`. Rounded after the norm and again after the scale, like `Ops`."""
     D = x.shape[-1]
     x_MD = _aligned(x.reshape(-1, D))
     out = torch.empty_like(x_MD)
@@ -328,7 +328,7 @@ def _swiglu_kernel(
 
 
 def rope(x_THD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """See `Ops.rope`. cos and sin are rounded to x's dtype, as by `plain`."""
+    """See `Ops.rope`. cos and sin are rounded to x's dtype, like `Ops`."""
     x_THD = _aligned(x_THD)
     _, H, D = x_THD.shape
     out = torch.empty_like(x_THD)
@@ -383,9 +383,9 @@ def _combine_kernel(
 
 
 class Vectors(NamedTuple):
-    """Heads of width D in memory: of head h at place n, vector h * head_step + n * place_step.
+    """Heads of width D in memory: head h at place n is vector h * head_step + n * place_step.
 
-    Steps are in units of D: the kernel knows the alignment of a vector without knowing the steps.
+    Steps are in units of D, so the kernel knows a vector's alignment without knowing the steps.
     """
 
     storage: Tensor
@@ -394,7 +394,7 @@ class Vectors(NamedTuple):
 
     @classmethod
     def of_tokens(cls, x_THD: Tensor) -> Vectors:
-        """A place is a token. Copies only what is no array of aligned vectors."""
+        """A place is a token. Copies `x_THD` unless it is an array of aligned vectors."""
         D = x_THD.shape[2]
         token, head, element = x_THD.stride()
         if element != 1 or head % D or token % D or x_THD.data_ptr() % POINTER_ALIGNMENT:
@@ -404,7 +404,7 @@ class Vectors(NamedTuple):
 
     @classmethod
     def of_pages(cls, cache_GPSD: Tensor) -> Vectors:
-        """A place is a page's offset: page * page_size + offset. Never copies."""
+        """A place is page * page_size + offset. Never copies."""
         _, P, S, _ = cache_GPSD.shape
         return cls(cache_GPSD, P * S, 1)
 
@@ -517,11 +517,11 @@ def _attention_kernel(
     KEYS: tl.constexpr,
 ):
     """Online softmax over blocks of KEYS keys, which begin at multiples of KEYS from the start of
-    the sequence. Rows are the queries of one key head: R heads of each query stand together.
+    the sequence. Rows are the queries of one key head: R heads of each query are adjacent.
 
-    Blocks before every row's window and behind every row's position are left out. A block that is
-    read for another row's sake changes nothing: its scores are -inf, so the maximum stays, the
-    rescaling is exp(0) = 1 (or 0 of what is 0 as yet), and exact zeros are added.
+    Blocks before every row's window and after every row's position are left out. A block that is
+    read for another row changes nothing: its scores are -inf, so the maximum stays, the rescaling
+    is exp(0) = 1 (or 0, of a sum that is still 0), and exact zeros are added.
     """
     b = (tl.program_id(0) // G).to(tl.int64)
     g = tl.program_id(0) % G
@@ -575,7 +575,7 @@ def _attention_kernel(
 
 
 def _aligned(x: Tensor) -> Tensor:
-    """`x` without gaps and on an aligned address. Triton compiles another instance for another
-    alignment, whose threads may share out a row, and so sum it, in another way."""
+    """`x`, contiguous and at an aligned address. For another alignment Triton compiles another
+    instance, whose threads may divide a row, and so sum it, in another way."""
     x = x.contiguous()
     return x if x.data_ptr() % POINTER_ALIGNMENT == 0 else x.clone()

@@ -1,9 +1,9 @@
-"""Attention over packed rows on a GPU by torch's flex_attention, sinks exact in both directions.
+"""Attention over packed rows on a GPU by torch's flex_attention, with exact sinks and gradients.
 
-Rows lie end to end in one sequence, and a block mask hides each from the others, so no score
-matrix, and no block of one that a window cuts off, is ever computed. The log-sum that flex gives is
-differentiable (its backward takes that output's gradient, unlike varlen_attn's): the output times
-sigmoid(lse - sink) has the exact gradient by autograd alone.
+Rows are laid end to end in one sequence, and a block mask hides each from the others. No score
+matrix is formed, and blocks outside a window are skipped. The log-sum that flex returns is
+differentiable (unlike that of varlen_attn), so the output times sigmoid(lse - sink) has the exact
+gradient by autograd alone.
 
 # T tokens  P places of all rows laid end to end  H query heads  G key heads  D head width
 """
@@ -33,7 +33,7 @@ def attend(
     *,
     is_compiled: bool = True,
 ) -> Tensor:
-    """[T, H, D]. is_compiled: without, torch forms the whole score matrix: for tests."""
+    """[T, H, D]. is_compiled: False forms the whole score matrix, for tests."""
     flex_attention, create_block_mask, aux = _functions(is_compiled)
     if ("flex", window) not in context.memo:
         context.memo["flex", window] = _block_mask(context, window, create_block_mask)
@@ -54,7 +54,7 @@ def attend(
 def _block_mask(
     context: PackedContext, window: int | None, create_block_mask: Callable[..., Any]
 ) -> tuple[Tensor, Any]:
-    """(the token at each of P places, which places see which)."""
+    """(token at each of P places, mask of which places see which)."""
     index = torch.cat([block.token_index.flatten() for block in context.blocks])
     row = torch.empty_like(index)
     first = at = 0
@@ -64,7 +64,7 @@ def _block_mask(
         row[at:stop] = numbers.repeat_interleave(block.length)
         first, at = first + block.num_rows, stop
 
-    # A row's places stand together and in order: padding behind its end is after all that is read.
+    # A row's places are adjacent and in order, so padding past its end comes after all real keys.
     def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         is_seen = (row[query] == row[key]) & (query >= key)
         return is_seen if window is None else is_seen & (query - key < window)

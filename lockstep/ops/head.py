@@ -1,11 +1,11 @@
-"""The log-prob head: what sampler and trainer call alike, over any backend's `linear`.
+"""The log-prob head, over the `linear` of any ops.
 
-No [T, V] tensor exists at any time. Forward takes whole rows of logits, a chunk of them at once,
-since a softmax is over a row and its bits are the sampler's. Backward needs no whole row, for it
-knows each row's log-sum: it forms the logits again in tiles of many rows and few columns, so that
-the weight's gradient is complete after one tile, in float32, and written once. Where the loss's
-gradient is known beforehand (`Coefficients`), forward turns each chunk into its gradient in place,
-and nothing is formed twice: three products of matrices in place of four.
+No [T, V] tensor exists at any time. Forward computes whole rows of logits, a chunk of rows at a
+time, since a softmax is over a row and must give the sampler's bits. Backward knows each row's
+log-sum and needs no whole row: it forms the logits again in tiles of many rows and few columns, so
+that the weight's gradient is complete after one tile, in float32, and written once. Where the
+loss's gradient is known beforehand (`Coefficients`), forward turns each chunk into its gradient in
+place and no logits are formed twice: three matrix products instead of four.
 
 # T tokens  D model width  V vocabulary
 """
@@ -25,14 +25,14 @@ Linear = Callable[[Tensor, Tensor], Tensor]
 LogSoftmax = Callable[..., Tensor]
 
 CHUNK_BYTES = 128 << 20  # logits that live at once, forward and backward
-ROW_QUANTUM = 16  # rows of a chunk are a multiple of this, so that no backend has to pad them
-TILE_ROWS = 4096  # of backward: enough that the weight is read seldom, few enough for wide tiles
-BLOCK_BYTES = 1 << 20  # worked on at once by one thread of a CPU: stays in its cache
-TOLERANCE = 1e-5  # of the largest coefficient: float32's rounding, and what a scale adds to it
+ROW_QUANTUM = 16  # rows of a chunk are a multiple of this, so that no ops have to pad them
+TILE_ROWS = 4096  # in backward: enough to read the weight seldom, few enough for wide tiles
+BLOCK_BYTES = 1 << 20  # one thread of a CPU works on this much at once: it stays in the cache
+TOLERANCE = 1e-5  # of the largest coefficient: rounding in float32, and of the scale
 
 
 def chunk_rows(vocab_size: int) -> int:
-    """Tokens whose logits live at once. As many, or fewer, are formed once in any case: their
+    """Tokens whose logits live at once. Logits of at most this many tokens are formed once: their
     log-probs are kept for backward."""
     rows = max(1, CHUNK_BYTES // (4 * vocab_size))
     return rows - rows % ROW_QUANTUM if rows > ROW_QUANTUM else rows
@@ -70,9 +70,9 @@ class _Settings:
 
 
 class _LogProbs(torch.autograd.Function):
-    """Over a support, the probability of an id outside is 0, and with it its part of the entropy
-    and of every gradient: nothing else changes. Its log-prob is written as 0 where it is a factor
-    of that, since 0 * -inf is NaN."""
+    """Over a support, an id outside has probability 0, and so no part in the entropy or any
+    gradient. Its log-prob is written as 0 where it is multiplied by that probability, since
+    0 * -inf is NaN."""
 
     @staticmethod
     def forward(ctx, hidden, weight, ids, settings):
@@ -126,7 +126,7 @@ class _LogProbs(torch.autograd.Function):
             formed, ctx.formed = ctx.formed, None
             if formed is None:
                 raise RuntimeError(
-                    "log_probs with coefficients: its gradient has been taken, and is not kept."
+                    "log_probs: with coefficients backward runs once, and it has run already."
                 )
             scale = _scale_of(settings.coefficients, grad_logprobs, grad_entropy)
             return *formed.take(scale), None, None
@@ -185,7 +185,7 @@ class _LogProbs(torch.autograd.Function):
 
 
 class _Formed:
-    """Gradients that are formed in forward, chunk by chunk."""
+    """Gradients formed in forward, chunk by chunk."""
 
     def __init__(self, hidden: Tensor, weight: Tensor, needs: tuple[bool, ...], s: _Settings):
         dtype = s.gradient_dtype
@@ -196,7 +196,7 @@ class _Formed:
         self.grad_weight = torch.zeros_like(weight, dtype=_sum_dtype(dtype)) if needs[1] else None
 
     def place_for(self, logits: Tensor) -> Tensor:
-        """Where the chunk's gradient is written: over the logits, if they have its dtype."""
+        """Memory for the chunk's gradient: that of the logits, if they have its dtype."""
         is_same = logits.dtype == self.dtype
         return logits if is_same else logits.new_empty(logits.shape, dtype=self.dtype)
 
@@ -223,8 +223,9 @@ class _Formed:
 
 
 def _scale_of(known: Coefficients, grad_logprobs: Tensor, grad_entropy: Tensor) -> Tensor:
-    """What the gradients that arrive are the coefficients times: one number. Raises AlignmentError
-    if there is none. NaN or inf where a gradient is not finite, whatever the coefficients are."""
+    """The number by which the coefficients were multiplied to give the gradients that arrived.
+
+    Raises AlignmentError if there is none. NaN or inf where a gradient is not finite."""
     of_entropy = torch.zeros_like(grad_entropy) if known.entropy is None else known.entropy
     wanted = torch.cat([known.logprobs, of_entropy])
     found = torch.cat([grad_logprobs, grad_entropy])
@@ -239,11 +240,11 @@ def _scale_of(known: Coefficients, grad_logprobs: Tensor, grad_entropy: Tensor) 
     place = int(differs.nan_to_num(float("inf")).argmax())
     what = "log-prob" if place < len(grad_logprobs) else "entropy"
     raise AlignmentError(
-        f"log_probs was told the gradient of the loss, and another one arrived: at the {what} of "
-        f"token {place % len(grad_logprobs)} it is {float(found[place]):.6g}, and the coefficient "
-        f"was {float(wanted[place]):.6g} (times {float(scale):.6g}, the scale of the whole). A "
-        "loss whose gradient depends on the log-probs has no coefficient that is known before "
-        "them: leave it out, and backward forms the logits again."
+        f"log_probs: the gradient that arrived is not the coefficients times one number: at the "
+        f"{what} of token {place % len(grad_logprobs)} it is {float(found[place]):.6g}, and the "
+        f"coefficient is {float(wanted[place]):.6g} (times {float(scale):.6g}). If the loss's "
+        "gradient depends on the log-probs, leave the coefficients out: backward then forms the "
+        "logits again."
     )
 
 
@@ -255,8 +256,8 @@ def _gradient(
     choices: Tensor | None,
     temperature: float,
 ) -> Tensor:
-    """dL/dlogits of some rows and columns, from their log-probs. ids: of each row's token, counted
-    from the first column; outside of them it is in another tile."""
+    """dL/dlogits of some rows and columns, from their log-probs. ids: each row's token, counted
+    from the first column; one outside the columns belongs to another tile."""
     grad = _probs(logp, choices)
     upstream = known.logprobs[:, None]
     if known.entropy is None:
@@ -274,7 +275,7 @@ def _steps(size: int, step: int) -> Iterator[slice]:
 
 
 def _blocks(x: Tensor) -> Iterator[slice]:
-    """Rows that are worked on at once: what fits a cache on a CPU, all of them elsewhere."""
+    """Rows to work on at once: those that fit a cache on a CPU, all rows on other devices."""
     if x.device.type != "cpu":
         return _steps(len(x), max(len(x), 1))
     rows = max(1, BLOCK_BYTES // (4 * x.shape[1])) * torch.get_num_threads()
@@ -286,7 +287,7 @@ def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b, in the dtype of total."""
+    """total += a @ b, in the dtype of `total`."""
     if total.dtype == a.dtype:
         total.addmm_(a, b)
     else:
@@ -294,8 +295,8 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def _clear_outside(logp: Tensor, choices: Tensor | None) -> None:
-    """0 in place of -inf outside of what each token was drawn from. It also spares the exponential
-    a case in which it is several times slower."""
+    """Replaces -inf by 0 outside each token's support. The exponential of -inf would also be
+    several times slower."""
     if choices is not None:
         logp.masked_fill_(~choices, 0.0)
 

@@ -1,18 +1,18 @@
-"""The batch-invariant backend for CPUs: a token's numbers depend on that token's path alone.
+"""Batch-invariant ops for CPUs: a token's numbers depend on that token's own prefix alone.
 
-Not on how many rows run beside it, on where they stand, on chunks, pages or packing. So a decode
-step of the engine and the trainer's packed forward give the same bits, and their KL is 0. Only the
-forward keeps this; backward is stock.
+They do not depend on how many rows run with it, on their order, on chunks, pages or packing. So a
+decode step of the engine and the trainer's packed forward give the same bits, and their KL is 0.
+This holds for the forward; backward is stock.
 
-What stock torch does that depends on the batch, and what stands here instead:
+Where stock torch depends on the batch, and what is done instead:
 
-    GEMMs of few rows (other kernels, other orders)    rows filled up to a quantum; packed weights
+    GEMMs of few rows (other kernels, other orders)    rows padded to a quantum; packed weights
     silu, sigmoid (vector body and tail round apart)   exp, add, divide: each the same in both
     attention (order by chunk, cache and batch)        fixed blocks of keys, summed left to right
     experts (a GEMM of few rows; index_add)            the same GEMM rule; summed in slot order
 
-None of this is promised by the libraries beneath: `ops.selftest` proves it for a model's shapes,
-and the trainer checks every token.   Guard: tests/cpu/ops/test_invariant.py
+The libraries promise none of this: `ops.selftest` tests it for a model's shapes, and the trainer
+checks every token.   Guard: tests/cpu/ops/test_invariant.py
 
 # T tokens  B rows of a block  L its length  H query heads  G key heads  D head width
 # M GEMM rows  K inner width  N outputs  E experts  R token-expert pairs  A active experts
@@ -42,8 +42,8 @@ from lockstep.ops.paged import paged_attention
 
 Tensor = torch.Tensor
 
-QUERY_TILE = 128  # queries that attend together, at most: as many as the keys of a block
-LEAST_TILE = 16  # at least: fewer cost more calls than their scores gain by staying in a cache
+QUERY_TILE = 128  # most queries that attend together: as many as the keys of a block
+LEAST_TILE = 16  # fewest: below it, extra calls cost more than scores gain by staying in a cache
 TILE_SCORES = 1 << 20  # scores held at once, 4 MiB: smaller tiles leave a second thread idle
 PACKED_ROWS = 64  # a GEMM of more rows gains nothing from packed weights
 PACKED_SIZE = 1 << 14  # nor does a weight of fewer elements
@@ -51,34 +51,34 @@ PACKED_SIZE = 1 << 14  # nor does a weight of fewer elements
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """What a machine needs for its GEMMs to be invariant: found by `ops.selftest`."""
+    """Settings under which a machine's GEMMs are invariant; found by `ops.selftest`."""
 
     row_quantum: int = 4
-    """Rows of every GEMM are filled up to a multiple of this. Four at least: fewer are left to
-    kernels that differ by chance even where a test finds none."""
+    """Rows of every GEMM are padded to a multiple of this. At least four: kernels for fewer rows
+    differ occasionally, even where a test finds no difference."""
     head_quantum: int = 4
-    """The same for the query rows of one key head, in attention."""
+    """Query rows of one key head are padded to a multiple of this in attention."""
     key_quantum: int = 16
-    """Keys that are looked at are a multiple of this: what fills a vector register."""
+    """Attention reads a multiple of this many keys: it fills a vector register."""
     is_packing: bool = True
-    """GEMMs of few rows read weights that are packed once per update: the same bits as the large
-    GEMM, and as fast as the stock kernel for one row."""
+    """GEMMs of few rows read weights that are packed once per update. They give the bits of the
+    large GEMM, and are as fast as the stock kernel for one row."""
     is_widening: bool = False
-    """bfloat16 GEMMs are computed in float32 and rounded once at the end. Where the CPU has no
-    bfloat16 arithmetic this is several times faster than the stock kernel."""
+    """bfloat16 GEMMs are computed in float32 and rounded once at the end: several times faster than
+    the stock kernel where the CPU has no bfloat16 arithmetic."""
 
     def widens(self, dtype: torch.dtype) -> bool:
-        """Whether GEMMs of this dtype are computed in float32. float16 ones are on every CPU: few
-        have the arithmetic, and sums in it overflow."""
+        """Whether GEMMs of this dtype are computed in float32. Those of float16 always are: few
+        CPUs have the arithmetic, and sums in it overflow."""
         return dtype == torch.float16 or (dtype == torch.bfloat16 and self.is_widening)
 
 
 def ask_for_reproducible_gemm() -> None:
     """Asks Intel's MKL for sums whose order does not depend on rows or threads.
 
-    MKL reads it at the first GEMM of the process and not again: later it has no effect, and the
-    self-test then finds a larger row quantum, or none. Costs nothing on large GEMMs. A setting of
-    the user's own stays. Other libraries ignore it.
+    MKL reads the setting once, at the first GEMM of the process. Set later it has no effect, and
+    the self-test finds a larger row quantum, or none. Costs nothing on large GEMMs. A setting of
+    the user's own is kept. Other libraries ignore it.
     Source: oneMKL developer guide, "Conditional Numerical Reproducibility", strict mode.
     """
     os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
@@ -90,8 +90,8 @@ def has_bfloat16_arithmetic() -> bool:
 
 
 class InvariantOps(Ops):
-    """`Ops` whose forward does not depend on the batch. What is inherited does not either: `route`
-    (topk and softmax go through each row by itself) and `log_softmax`."""
+    """`Ops` whose forward does not depend on the batch. The inherited `route` and `log_softmax` do
+    not either: they handle each row by itself."""
 
     name = "invariant"
 
@@ -103,7 +103,7 @@ class InvariantOps(Ops):
         return type(self), (self.rules,)
 
     def resident_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        return torch.float32  # what attention computes in: nothing is converted at each step
+        return torch.float32  # attention computes in it: nothing is converted in each step
 
     def gradient_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """float32 where the products would be emulated: gradients of few bits gain nothing."""
@@ -129,7 +129,8 @@ class InvariantOps(Ops):
         owner: Tensor | None = None,
         index: int = 0,
     ) -> Tensor:
-        """owner, index: the parameter whose slice the weight is, if it is not one itself."""
+        """owner, index: the weight is slice `index` of the parameter `owner`; without an owner it
+        is a parameter itself."""
         M, dtype = len(x_MK), x_MK.dtype
         extra = -M % self.rules.row_quantum
         if extra:
@@ -150,7 +151,7 @@ class InvariantOps(Ops):
         return out[:M] if extra else out
 
     def _reads_packed(self, num_rows: int, weight: Tensor, is_float32: bool) -> bool:
-        # Only the engine runs in inference mode: a trainer's few rows are not worth the packing.
+        # Only a sampler runs in inference mode: for a trainer's few rows, packing does not pay.
         return (
             num_rows <= PACKED_ROWS
             and is_float32
@@ -261,17 +262,17 @@ class InvariantOps(Ops):
 
 
 class _PackedWeights:
-    """MKL's own layout of each weight, made once per version of it (`Tensor._version`).
+    """Each weight in MKL's own layout, made once per version of the weight (`Tensor._version`).
 
-    An optimizer that writes without counting must be followed by an increment of the version, as
-    the embedded engine's `load_weights` does.
+    After an optimizer that does not count its writes, the version must be incremented, as the
+    embedded engine's `load_weights` does.
     """
 
     def __init__(self) -> None:
         self._of: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
     def of(self, weight: Tensor, owner: Tensor | None, index: int) -> tuple[Tensor, Tensor]:
-        """(packed, the float32 weight that it was made of)."""
+        """(packed weight, its float32 source)."""
         owner = weight if owner is None else owner
         entry = self._of.get(owner)
         if entry is None or entry[0] != owner._version:
@@ -285,7 +286,7 @@ class _PackedWeights:
 
 
 class _Linear(torch.autograd.Function):
-    """Keeps the rows as they came: filling up is the forward's own affair."""
+    """Saves the rows without padding for backward."""
 
     @staticmethod
     def forward(ctx, x_MK, weight_NK, bias_N, ops):
@@ -314,8 +315,8 @@ def _activate(gate_up: Tensor, alpha: float, limit: float | None) -> Tensor:
 
 
 def _gate(gate_up: Tensor, alpha: float, limit: float | None) -> Tensor:
-    """gate * sigmoid(alpha * gate) from operations that round alike in vectors and in their tails,
-    times up or, clamped, up + 1."""
+    """gate * sigmoid(alpha * gate) times up or, clamped, up + 1; from operations that round alike
+    in vectors and in their tails."""
     gate, up = gate_up.chunk(2, -1)
     if limit is not None:
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit).add_(1)
@@ -325,16 +326,16 @@ def _gate(gate_up: Tensor, alpha: float, limit: float | None) -> Tensor:
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks: Tensor | None) -> Tensor:
-    """See `paged.Attend`. The arithmetic of a query, in the engine and in the trainer: q is scaled
-    already, and the keys begin at a multiple of KEY_BLOCK."""
+    """See `paged.Attend`. Computes a query alike in sampler and trainer. q is scaled already, and
+    the keys begin at a multiple of KEY_BLOCK."""
     return _weigh_values(_softmax(q, k.float(), mask, sinks)[1], v.float())
 
 
 def _softmax(q: Tensor, k: Tensor, mask: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(scores with sinks behind the keys, their softmax).
+    """(scores with sinks after the keys, their softmax).
 
-    Torch's softmax adds every 8th or 16th element into one lane: what lies behind a masked end adds
-    exact zeros, and a sink behind a multiple of 16 keys is always the last of its lane.
+    Torch's softmax adds every 8th or 16th element into one lane: keys past a masked end add exact
+    zeros, and a sink after a multiple of 16 keys is always the last of its lane.
     """
     scores = torch.baddbmm(mask, q, k.transpose(1, 2))
     if sinks is not None:
@@ -344,7 +345,7 @@ def _softmax(q: Tensor, k: Tensor, mask: Tensor, sinks: Tensor | None) -> tuple[
 
 def _weigh_values(probs: Tensor, v: Tensor) -> Tensor:
     """probs [N, R, L or L + 1] times v [N, L, D], block by block from the left. Within a block the
-    kernel adds one key after the other: keys cut off behind a masked end change nothing."""
+    kernel adds one key after the other, so leaving out keys past a masked end changes nothing."""
     here = slice(min(KEY_BLOCK, v.shape[1]))
     out = torch.bmm(probs[..., here], v[:, here])
     for at in range(KEY_BLOCK, v.shape[1], KEY_BLOCK):
@@ -354,8 +355,8 @@ def _weigh_values(probs: Tensor, v: Tensor) -> Tensor:
 
 
 class _Attention(torch.autograd.Function):
-    """Invariant forward, rows of similar length at a time; backward by the stock kernel from this
-    forward's output and log-sum."""
+    """Invariant forward over groups of rows of similar length; backward by the stock kernel, from
+    this forward's output and log-sum."""
 
     @staticmethod
     def forward(ctx, q, k, v, sinks, window, scale, context, ops):
@@ -404,7 +405,7 @@ def _attend_rows(
     keys, values = (  # [B * G, L', D]
         x.transpose(1, 2).float().reshape(B * G, -1, D) for x in (k, v)
     )
-    # [B, G, repeat, L, D]: queries of one key head stand together, head by head.
+    # [B, G, repeat, L, D]: queries of one key head are adjacent, head by head.
     queries = q.view(B, L, G, repeat, D).permute(0, 2, 3, 1, 4)
     outs = out.view(B, L, G, repeat, D).permute(0, 2, 3, 1, 4)
     sums = lse.view(B, G, repeat, L)

@@ -1,16 +1,16 @@
-"""Attention over packed rows on a CPU: whole rows and windows, sinks exact in both directions.
+"""Attention over packed rows on a CPU: whole rows and windows, with exact sinks and gradients.
 
-Stock flash attention knows no sinks. With L = logaddexp(lse, sink), the softmax over keys and sink
-is exp(score - L): the output is the stock one times exp(lse - L), and the stock backward, handed
-that output and L in place of its own, gives the exact dQ, dK and dV, since it uses nothing but
-exp(score - L) and dO . O. The sink's own gradient is -sum exp(sink - L) dO . O. Rescaling by a
-detached lse leaves output, dV and the sink's gradient right and dQ, dK wrong by 28 to 55 %.
+Stock flash attention has no sinks. With L = logaddexp(lse, sink), the softmax over keys and sink
+is exp(score - L): the output is the stock one times exp(lse - L). The stock backward, given that
+output and L in place of its own, returns the exact dQ, dK and dV, since it uses nothing but
+exp(score - L) and dO . O. The sink's own gradient is -sum exp(sink - L) dO . O. (Rescaling by a
+detached lse gives the right output, dV and sink gradient, but a dQ and dK wrong by 28 to 55 %.)
 Guard: tests/cpu/ops/test_attention.py
 
-Rows go through the kernel in pieces, so that a call takes no more for more of them. A window costs
-O(T x window): rows are cut into chunks of queries, each over a band of keys, its own chunk and
-those before it that the window reaches. Nothing is kept but inputs, output and L. The kernel reads
-grouped heads and strides as they are (since torch 2.9): neither keys nor bands are repeated.
+Rows go through the kernel in pieces, so that memory does not grow with their number. A window
+costs O(T x window): rows are cut into chunks of queries, each over a band of keys: its own chunk
+and the chunks before it that the window reaches. Only inputs, output and L are kept. The kernel
+reads grouped heads and strides as they are (since torch 2.9): neither keys nor bands are repeated.
 
 # T tokens  H query heads  G key heads  D head width  B rows (or chunks) of a piece  L its length
 # N chunks  C queries of a chunk  K keys of a band
@@ -31,31 +31,31 @@ from lockstep.ops.context import PackedContext
 
 Tensor = torch.Tensor
 
-PIECE_TOKENS = 2048  # of several rows in one call: enough to fill a kernel, little to copy
-CHUNK = 32  # queries that share a band: more look at keys that most of them do not see
-SLAB_CHUNKS = 16  # chunks of one call
+PIECE_TOKENS = 2048  # tokens of several rows per call: enough to fill a kernel, little to copy
+CHUNK = 32  # queries that share a band; with more, most would read keys that they do not see
+SLAB_CHUNKS = 16  # chunks per call
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Piece:
-    """Places that attend in one call: B rows of L queries, and the keys that they may see."""
+    """Places that attend in one call: B rows of L queries, and the keys that they read."""
 
     index: Tensor
-    """[B * L] int64: the token at each place. Behind a row's end its last token is repeated."""
+    """[B * L] int64: the token at each place. Past a row's end its last token is repeated."""
     shape: tuple[int, int]
     """(B, L)."""
     first: int | None
-    """The first token, where the places are B * L tokens in order: they are read where they lie."""
+    """First token, where the places are B * L tokens in order, which are read in place."""
     owned: Tensor | None
-    """[n] int64: the places whose output is some token's; None if that is all of them. A place
-    behind a row's end owns nothing, and of the rows that share a token one owns it."""
+    """[n] int64: places whose output is written to their token; None if all are. A place past a
+    row's end owns no token, and a token shared by several rows has one owner."""
     key_index: Tensor | None = None
-    """[(B + chunks before) * C] int64: of a window, the tokens of the chunks that the piece reads;
-    None: a row's keys are its queries' tokens, each query seeing those up to itself."""
+    """[(B + chunks before) * C] int64: tokens of the chunks that a windowed piece reads; None: a
+    row's keys are its queries' tokens, and each query sees those up to itself."""
     reach: Tensor | None = None
-    """[B] int64: how many chunks of the same row stand before, at most as many as a band has."""
+    """[B] int64: number of preceding chunks of the same row, at most those of a band."""
     first_key: int = 0
-    """Of `key_index` in the places of the whole band layout."""
+    """Start of `key_index` among the places of the whole band layout."""
 
     @classmethod
     def of(cls, index_BL: Tensor, is_owned_BL: Tensor, **band: Any) -> Piece:
@@ -80,7 +80,7 @@ class Piece:
         return x.index_select(0, self.index).unflatten(0, self.shape)
 
     def take_owned(self, x: Tensor) -> Tensor:
-        """The same, and 0 at the places that own nothing."""
+        """Like `take`, and 0 at the places that own no token."""
         taken = self.take(x)
         if self.owned is not None:
             keep = torch.zeros(len(self.index), dtype=torch.bool, device=x.device)
@@ -100,7 +100,7 @@ class Piece:
             out[self.index[self.owned]] = values[self.owned].to(out.dtype)
 
     def take_keys(self, x: Tensor) -> Tensor:
-        """x [T, G, D] -> [B, G, keys, D]: of a window, bands that overlap in memory."""
+        """x [T, G, D] -> [B, G, keys, D]; with a window, bands that overlap in memory."""
         if self.key_index is None:
             return self.take(x).transpose(1, 2)
         G, D = x.shape[1:]
@@ -111,23 +111,23 @@ class Piece:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Layout:
-    """A context in pieces, for one window."""
+    """A context cut into pieces, for one window."""
 
     pieces: tuple[Piece, ...]
     mask: Tensor | None
-    """[chunks before + 1, C, K] float32, by `Piece.reach`: 0 where a query sees a key, else -inf;
-    None without a window that cuts anything."""
+    """[chunks before + 1, C, K] float32, indexed by `Piece.reach`: 0 where a query sees a key, else
+    -inf. None if no row is longer than the window."""
     key_index: Tensor | None
-    """[(chunks before + N) * C] int64: the token at each key of the bands. The first chunks stand
-    for what the first row has before it, and are hidden."""
+    """[(chunks before + N) * C] int64: the token at each key of the bands. The first chunks fill
+    the band before the first row, and are hidden."""
     key_owned: Tensor | None
-    """[n] int64: places of `key_index`, one for each token that has any."""
+    """[n] int64: one place of `key_index` for each token in it."""
     is_shared: bool
     """Whether some token belongs to several rows."""
 
 
 def layout_of(context: PackedContext, window: int | None) -> Layout:
-    """Made once per context and window."""
+    """The layout, made once per context and window."""
     if window not in context.memo:
         context.memo[window] = _make_layout(context, window)
     return context.memo[window]
@@ -146,7 +146,7 @@ def _make_layout(context: PackedContext, window: int | None) -> Layout:
             is_owned_BL = torch.ones_like(index_BL, dtype=torch.bool)
         else:
             is_owned_BL = context.place_index[index_BL] == place.view_as(index_BL)
-        # Tokens of a row differ from each other: only behind its end does one repeat.
+        # Tokens of a row differ from each other: only past its end does one repeat.
         lens = (index_BL[:, 1:] != index_BL[:, :-1]).sum(1) + 1
         num_real += int(lens.sum())
         if window is None or block.length <= window:
@@ -212,7 +212,7 @@ def attend(
     scale: float,
     context: PackedContext,
 ) -> tuple[Tensor, Tensor]:
-    """(out [T, H, D], L [T, H] float32, float64 of float64: the log-sum over keys and sink)."""
+    """(out [T, H, D], L [T, H]: log-sum over keys and sink, float32, or float64 for float64)."""
     layout = layout_of(context, window)
     out = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
     lse = q_THD.new_empty(q_THD.shape[:2], dtype=_sum_dtype(q_THD))
@@ -252,8 +252,8 @@ def attend_backward(
     *,
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """(dQ, dK, dV, dsinks) by the stock kernel from any forward's output and L, which may have
-    been computed by another one. dtype: what the products are taken in; None is that of q."""
+    """(dQ, dK, dV, dsinks) by the stock kernel, from the output and L of any forward. dtype: of the
+    products; None is the dtype of q."""
     layout = layout_of(context, window)
     dtype = dtype or q_THD.dtype
     grad_out = grad_out.contiguous()
@@ -331,7 +331,7 @@ def _mask_of(piece: Piece, layout: Layout, dtype: torch.dtype) -> Tensor | None:
 
 
 def _add_bands(total: Tensor, part_BKGD: Tensor, first: int) -> None:
-    """Chunk by chunk of the bands, which overlap: their j-th chunks are chunks in a row."""
+    """Adds bands, which overlap, chunk by chunk: the j-th chunks of all bands are adjacent."""
     B = len(part_BKGD)
     part = part_BKGD.unflatten(1, (-1, CHUNK))
     for j in range(part.shape[1]):
@@ -340,8 +340,8 @@ def _add_bands(total: Tensor, part_BKGD: Tensor, first: int) -> None:
 
 
 def _add_places(total: Tensor, values: Tensor, index: Tensor) -> None:
-    """total [T, ...] += values of the places [n, ...] at their tokens, in one order on any number
-    of threads (see `context.take_rows`)."""
+    """Adds values [n, ...] of places to their tokens in total [T, ...], in an order that does not
+    depend on the number of threads (see `context.take_rows`)."""
     summed = torch.ops.aten.embedding_dense_backward(
         values.flatten(1).to(total.dtype), index, len(total), -1, False
     )

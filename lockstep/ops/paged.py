@@ -1,7 +1,7 @@
-"""Attention of an engine step over its paged cache, with the arithmetic left to a backend.
+"""Attention of a step over a paged cache, for any ops.
 
-Where keys are written and read, and which of them a query sees. Queries of one key head stand
-together as rows of one matrix, so that each head's keys are read once.
+Decides where keys are read and which of them a query sees; the ops compute. Queries of one key head
+are rows of one matrix, so that each head's keys are read once.
 
 # T tokens  B sequences of a block  Q new tokens of each  H query heads  G key heads  D head width
 # N = B * G matrices  R rows of each: H/G * Q, rounded up  L keys  S page size  P pages
@@ -22,9 +22,9 @@ Attend = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], Tensor]
 """(q [N, R, D], k [N, L, D], v [N, L, D], mask [N or 1, R, L], sinks [N, R, 1] or
 None) -> [N, R, D]"""
 
-MASK_TABLE_LENGTH = 1024  # 4 MiB of float32: longer sequences have their mask made in every step
+MASK_TABLE_LENGTH = 1024  # 4 MiB of float32; masks of longer sequences are made in every step
 ALL = slice(None)
-QUERY_TILE = 128  # queries of a sequence that attend together: later keys are not read for them
+QUERY_TILE = 128  # queries of a sequence that attend together; keys after them are not read
 
 
 def paged_attention(
@@ -44,9 +44,9 @@ def paged_attention(
     """Runs `attend` on each block of a context whose new keys and values are written: [T, H, D].
 
     The keys that `attend` gets begin at a multiple of `key_block`, counted from the start of the
-    sequence, and are a multiple of `key_quantum`; those before every query's window and those
-    behind every query are left out. R is a multiple of `row_quantum`.
-    Masks and sinks are in the wide dtype: float32, or q's own if that is wider.
+    sequence, and their number is a multiple of `key_quantum`. Keys before every query's window or
+    after every query are left out. R is a multiple of `row_quantum`. Masks and sinks are float32,
+    or q's dtype if that is wider.
     """
     H, D = q_THD.shape[1:]
     keys, values = context.keys[layer], context.values[layer]
@@ -69,7 +69,7 @@ def paged_attention(
             seen: tuple[int, int],
             block: PagedBlock = block,
         ) -> Tensor:
-            """`attend` for the queries [N, rows, D] of `part`, filled up, and cut again."""
+            """`attend` for the queries [N, rows, D] of `part`, padded to the row quantum."""
             rows = q.shape[1]
             extra = -rows % row_quantum
             if extra:
@@ -119,7 +119,7 @@ def _key_range(
 
 
 def _sink_column(sinks_H: Tensor, block: PagedBlock, groups: int, rows: int, extra: int) -> Tensor:
-    """[N, R, 1] in the order of `attend`'s rows."""
+    """[N, R, 1]: the sink of each row of `attend`."""
     B = len(block.positions)
     sinks = sinks_H.view(groups, -1, 1).expand(-1, -1, rows * groups // len(sinks_H))
     sinks = sinks.reshape(groups, -1)
@@ -134,7 +134,7 @@ def _sink_column(sinks_H: Tensor, block: PagedBlock, groups: int, rows: int, ext
 def _resident_rows(
     block: PagedBlock, k_BGD: Tensor, v_BGD: Tensor, layer: int, first: int, stop: int
 ) -> tuple[Tensor, Tensor]:
-    """Keys and values [B * G, L, D] in place, the new ones written first."""
+    """Views of keys and values [B * G, L, D], after the new ones are written."""
     rows = block.resident
     assert rows is not None, "only a resident block is read in place"
     B, G, D = k_BGD.shape
@@ -151,7 +151,7 @@ def _resident_rows(
 
 
 def _read_pages(cache_GPSD: Tensor, block: PagedBlock, first: int, stop: int) -> Tensor:
-    """[G * B, L, D]: the keys of each sequence of the block, in order."""
+    """[G * B, L, D]: a copy of each sequence's keys in order."""
     G, _, S, D = cache_GPSD.shape
     pages = block.pages[:, first // S : math.ceil(stop / S)]
     read = cache_GPSD.index_select(1, pages.reshape(-1)).view(G * len(pages), -1, D)
@@ -169,8 +169,7 @@ def _mask(
     extra: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    """[N or 1, R, L]: 0 where a query sees a key, else -inf. Rows to fill up see what the last
-    sees."""
+    """[N or 1, R, L]: 0 where a query sees a key, else -inf. Padding rows repeat the last row."""
     key = ("mask", part.start, window, dtype, seen, extra)
     if key not in block.memo:
         positions = block.positions[:, part]
@@ -216,7 +215,7 @@ def _hidden(at_query: Tensor, at_key: Tensor, window: int | None) -> Tensor:
 
 
 def _mask_table(rows: ResidentRows, window: int | None, dtype: torch.dtype) -> Tensor | None:
-    """[N, N]: the mask of a query at each position; None where it would be large."""
+    """[N, N]: mask of a query at each position; None where the table would be large."""
     length = rows.keys.shape[3]
     if length > MASK_TABLE_LENGTH:
         return None

@@ -21,14 +21,14 @@ from lockstep.ops.context import PackedContext, PagedContext
 
 Tensor = torch.Tensor
 Around = Callable[..., Any]
-"""Called as around(op, function, *args, **kwargs); gives what the model then gets."""
+"""Called as around(op, function, *args, **kwargs); its result goes to the model."""
 
 DIGEST_NUMBERS = 1 << 20  # numbers that are widened at once: 8 MiB
 DIGEST_SEED = 0
 
 
 class Shape(Protocol):
-    """What inputs and a paged cache are made by: see `models.config.ModelConfig`."""
+    """Sizes of a model's inputs and paged cache: see `models.config.ModelConfig`."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -133,11 +133,11 @@ class Record:
     """One forward."""
 
     calls: list[OpCall]
-    """[C], in order."""
+    """[C]: calls in order."""
     kept: list[Tensor]
-    """[C]: what was asked for of each."""
+    """[C]: the result of `keep` for each call."""
     hidden: Tensor
-    """[T, D]: what the model gave."""
+    """[T, D]: the model's output."""
 
 
 def record(
@@ -150,9 +150,9 @@ def record(
 ) -> Record:
     """Runs the model once. keep: called with the outputs of each op, whose first dim is the tokens.
 
-    What is computed per pair of token and expert has no row per token and is left out: `route` and
-    `combine`, before and after, stand for it; a `combine` of chunks of tokens counts as one call.
-    So is any other output that is not of T rows.
+    Ops per pair of token and expert have no row per token and are left out; `route` before them and
+    `combine` after them are kept. A `combine` over chunks of tokens counts as one call. Any other
+    output without T rows is left out too.
     """
     calls: list[OpCall] = []
     kept: list[Tensor] = []
@@ -201,11 +201,11 @@ def at_token(outputs: tuple[Tensor, ...], *, token: int) -> Tensor:
 
 
 def digests(outputs: tuple[Tensor, ...]) -> Tensor:
-    """[T] int64: equal where a token's numbers are.
+    """[T] int64: a hash of each token's numbers.
 
     Eight bytes in place of W numbers, so that two forwards over a long row can be compared whole.
-    Tokens that differ in one number never share a digest, others by a chance of about 2^-63: bits
-    times odd constants, summed modulo 2^64.
+    The hash is the sum of bits times odd constants, modulo 2^64: tokens that differ in one number
+    never collide, others with probability of about 2^-63.
     """
     num_tokens = len(outputs[0])
     width = sum(o[:1].numel() for o in outputs)
@@ -221,8 +221,8 @@ def digests(outputs: tuple[Tensor, ...]) -> Tensor:
 
 
 def _numbers(outputs: tuple[Tensor, ...], rows: slice) -> Tensor:
-    """[rows, W] float64, which holds every dtype in use exactly. What counts as equal has the same
-    bits: -0.0 becomes 0.0, and every NaN the same one."""
+    """[rows, W] float64, which holds every dtype in use exactly. Equal numbers get equal bits: -0.0
+    becomes 0.0, and every NaN the same NaN."""
     parts = [o[rows] for o in outputs]
     numbers = torch.cat([part.reshape(len(part), -1).double() for part in parts], 1) + 0.0
     return numbers.masked_fill_(numbers.isnan(), math.nan)

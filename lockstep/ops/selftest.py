@@ -1,11 +1,11 @@
-"""Whether this machine keeps the contract for a model: tried at start, on the model's own shapes.
+"""Tests at start whether this machine keeps the contract for a model, on the model's own shapes.
 
-A short forward of the model is recorded; then each op is asked for the same rows in other company
-(alone, few, many, at other places, on one thread, in inference mode as the engine runs), and
-attention for the same positions through a paged cache. Any bit that changes is a failure, with the
-op and the shape. On a CPU the row quantum is raised until nothing changes.
+A short forward of the model is recorded. Then each op gets the same rows in other batches (alone,
+few, many, at other places, on one thread, in inference mode as the engine runs), and attention the
+same positions through a paged cache. Any bit that changes is a failure, reported with the op and
+the shape. On a CPU the row quantum is raised until nothing changes.
 
-Cost: a forward over some 300 tokens and a few more of each op; a second for small models.
+Cost: a forward over some 300 tokens and a few more calls of each op; a second for small models.
 
 # T tokens  H query heads  G key heads  D head width  E experts  R token-expert pairs
 """
@@ -34,7 +34,7 @@ Tensor = torch.Tensor
 
 LARGEST_QUANTUM = 32
 ROW_COUNTS = (1, 2, 3, 4, 5, 7, 8, 9, 13, 16, 17, 31, 33, 64, 65, 127)
-MANY_ROWS = 2048  # what a packed batch has; tried where it costs little
+MANY_ROWS = 2048  # as in a packed batch; tried where it costs little
 MANY_ROWS_MULTIPLIES = 1 << 30  # a tenth of a second on one core
 ROW_LENGTHS = (2 * KEY_BLOCK + 9, 40)  # of the two rows of the recorded forward
 MAX_FORWARD_MULTIPLIES = 1 << 34  # a second on one core: longer forwards are shortened
@@ -73,7 +73,7 @@ class Failure:
 
     op: str
     text: str
-    """With its dtype, shapes and threads."""
+    """The op with its dtype, shapes and threads."""
 
 
 def prove(model: Model, *, ops: Ops | None = None) -> Proof:
@@ -223,7 +223,7 @@ def first_failure(model: Model) -> tuple[Failure | None, int]:
         ids = sampled.argmax(-1)
         trained, _ = ops.log_probs(hidden, model.head, ids)
     if not torch.equal(trained, sampled.gather(1, ids[:, None])[:, 0]):
-        return Failure("log_probs", "log_probs: not what log_softmax gives the sampler"), count
+        return Failure("log_probs", "log_probs: differs from the sampler's log_softmax"), count
     return None, count + 1
 
 
@@ -235,7 +235,7 @@ def _describe(call: _Call) -> str:
 
 
 def _row_checks(ops: Ops, call: _Call) -> Iterator[str]:
-    """Yields "" for each comparison that holds, and the op's name for one that does not."""
+    """Yields "" for each comparison that holds, and the op's name for one that fails."""
     op, rowwise = getattr(ops, call.op), ROWWISE[call.op]
 
     def run(rows: slice | Tensor) -> list[Tensor]:
@@ -265,7 +265,7 @@ def _row_checks(ops: Ops, call: _Call) -> Iterator[str]:
 
 
 def _selections(total: int) -> Iterator[slice]:
-    """Few and many rows, at the beginning, in the middle and at the end."""
+    """Few and many rows, from the beginning, the middle and the end."""
     for i, count in enumerate(ROW_COUNTS):
         if count < total:
             start = (0, (total - count) // 2, total - count)[i % 3]

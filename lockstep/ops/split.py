@@ -23,15 +23,18 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SplitContext:
-    """A `PackedContext` whose tokens are cut in one run per rank."""
+    """A `PackedContext` whose tokens are cut into one run per rank.
+
+    Five tokens on two ranks: sizes (3, 2); rank 0 holds tokens 0 to 2, rank 1 tokens 3 and 4.
+    """
 
     packed: PackedContext
-    """Of all T tokens: what attention sees."""
+    """Context of all T tokens, over which attention runs."""
     num_tokens: int
     """T."""
     sizes: tuple[int, ...]
-    """[S] tokens of each rank, at least one: where there are fewer tokens than ranks, the last one
-    stands on several, and only the first of them counts."""
+    """[S]: tokens of each rank, at least one. With fewer tokens than ranks, several ranks hold a
+    copy of the last token, and only the first copy counts."""
     group: dist.ProcessGroup
 
     @classmethod
@@ -50,16 +53,16 @@ class SplitContext:
 
     @property
     def stop(self) -> int:
-        """Behind the last of this rank's tokens."""
+        """Index after the last of this rank's tokens."""
         return self.start + self.sizes[self.rank]
 
     def take(self, x_T: Tensor) -> Tensor:
-        """This rank's part [P, ...] of values [T, ...]."""
+        """This rank's run [P, ...] of values [T, ...]."""
         places = torch.arange(self.start, self.stop, device=x_T.device)
         return x_T.index_select(0, places.clamp(max=self.num_tokens - 1))
 
     def gather(self, x_P: Tensor) -> Tensor:
-        """[T, ...] of all ranks' parts. No gradient."""
+        """[T, ...]: the runs of all ranks, concatenated. No gradient."""
         longest = max(self.sizes)
         parts = [x_P.new_empty(longest, *x_P.shape[1:]) for _ in self.sizes]
         filler = x_P.new_zeros(longest - len(x_P), *x_P.shape[1:])
@@ -101,20 +104,20 @@ def split_attention(
 
 
 def _to_heads(x_PShK: Tensor, context: SplitContext) -> Tensor:
-    """[P, S, h, K] of one rank's tokens -> [sum of P, h, K] of all tokens and its own heads."""
+    """[P, S, h, K], this rank's tokens and all heads -> [sum of P, h, K], all tokens and its
+    heads."""
     return _Exchange.apply(x_PShK.transpose(0, 1).flatten(0, 1), context, True)
 
 
 def _to_tokens(x_ThK: Tensor, context: SplitContext) -> Tensor:
-    """The way back: [sum of P, h, K] -> [P, S, h, K]."""
+    """The inverse of `_to_heads`: [sum of P, h, K] -> [P, S, h, K]."""
     own = context.sizes[context.rank]
     flat = _Exchange.apply(x_ThK, context, False)
     return flat.view(len(context.sizes), own, *flat.shape[1:]).transpose(0, 1)
 
 
 class _Exchange(torch.autograd.Function):
-    """All-to-all over the first dim. To heads: S pieces of my tokens for the runs of all ranks; or
-    the other way round, which is also its gradient."""
+    """All-to-all over the first dim, to heads or back; each direction is the other's gradient."""
 
     @staticmethod
     def forward(ctx, x: Tensor, context: SplitContext, is_to_heads: bool) -> Tensor:

@@ -1,4 +1,4 @@
-"""Named intermediate values, recorded on demand: what a report or a comparison looks at.
+"""Named intermediate values, recorded on demand for a report or a comparison.
 
 with tracing() as values:
     model(...)
@@ -17,7 +17,7 @@ _values: dict[str, list[torch.Tensor]] | None = None
 
 
 def is_on() -> bool:
-    """Whether anybody looks: guards what would cost time to compute."""
+    """Whether values are recorded. Guards values that cost time to compute."""
     return _values is not None
 
 

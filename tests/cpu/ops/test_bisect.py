@@ -224,7 +224,9 @@ def test_a_difference_in_what_was_prefilled_is_found_where_it_arose(where):
     assert parting.ops[0].call == OpCall("attention", 1, 0)
     # In the last layer: later tokens do not see it, and no log-prob was asked for there.
     assert parting.token is None and parting.trainer_logprob is None
-    assert parting.describe().startswith("Every log-prob is equal, but not every number on the way")
+    assert parting.describe().startswith(
+        "Every log-prob is equal, but some intermediate numbers differ"
+    )
 
 
 def test_the_head_is_the_last_op_of_a_token():
@@ -323,7 +325,7 @@ def test_the_record_is_told_apart_from_each_side_where_they_part():
             assert parting == replace(found, recorded_logprob=known)
             texts[side] = parting.describe()
     both = (
-        f"Token {PROMPT + 1} is the first whose log-probs are not equal: "
+        f"Token {PROMPT + 1} is the first whose log-probs differ: "
         f"{found.trainer_logprob:.9g} by the trainer's packed forward, {found.sampler_logprob:.9g} "
         "by the sampler's steps, and "
     )
@@ -332,7 +334,9 @@ def test_the_record_is_told_apart_from_each_side_where_they_part():
     assert texts["neither"].startswith(both + "-1.5 was recorded.")
     assert texts["unknown"].startswith(both + "none was recorded.")
     for text in texts.values():
-        assert f" The sides part at token {PROMPT} in layer 0, linear[3]: 64 of 64 numbers" in text
+        assert (
+            f" The sides diverge at token {PROMPT} in layer 0, linear[3]: 64 of 64 numbers" in text
+        )
         assert text.endswith(".") and "\n" not in text
 
 
