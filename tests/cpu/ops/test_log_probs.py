@@ -131,7 +131,7 @@ def test_another_gradient_than_the_known_one_is_refused_with_both():
         hidden.requires_grad_(), weight, ids, coefficients=Coefficients(torch.ones(20))
     )
     loss = logprobs.sum() + 0.5 * logprobs[7]
-    with pytest.raises(AlignmentError, match=r"log-prob of token .*, and the coefficient was 1"):
+    with pytest.raises(AlignmentError, match=r"log-prob of token .*, and the coefficient is 1"):
         loss.backward()
     _, entropy = ops.log_probs(
         hidden, weight, ids, coefficients=Coefficients(torch.ones(20), torch.zeros(20))
