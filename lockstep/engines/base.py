@@ -67,9 +67,6 @@ class Capabilities:
     that was interrupted continues under the same seed as if it had not been."""
     has_restart: bool = False
     """`restart` starts the engine's process again from a checkpoint."""
-    takes_fingerprint: bool = False
-    """The engine cannot name its numerics; a comparison with the trainer may establish them, and
-    `set_fingerprint` then records them."""
     weight_sources: tuple[WeightSource, ...] = ("tensors",)
     """Forms that `load_weights` accepts; empty for an engine whose weights never change."""
     fingerprint: str = ""
@@ -211,11 +208,6 @@ class Engine(Protocol):
         """`score` by each engine that has weights of its own: by the name of each replica of a
         pool, by "" for a single engine. Replicas that fail are left out; EngineError if all do."""
         return {"": await self.score(token_ids, distribution=distribution, temperature=temperature)}
-
-    def set_fingerprint(self, fingerprint: str) -> None:
-        """Records that the log-probs were found bit-equal to those of these numerics; replies carry
-        this fingerprint from here on. For engines that claim `takes_fingerprint`."""
-        raise CapabilityError(f"engine {self.capabilities.name} names its numerics itself.")
 
     async def restart(self, directory: str, *, version: int) -> None:
         """Starts the process again from this checkpoint, as `version`; returns when it answers.

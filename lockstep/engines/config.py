@@ -253,9 +253,6 @@ class SGLangConfig(ServedConfig):
     deterministic: bool = False
     """Refuse a server that was started without --enable-deterministic-inference. With the flag a
     reply depends on the request's seed and not on the batch."""
-    weights: Literal["directory", "ipc"] = "directory"
-    """Form in which new weights reach the server. directory: a checkpoint on a disk that both see.
-    ipc: the trainer's own memory, on the same GPUs of the same machine."""
 
     def __post_init__(self) -> None:
         ServedConfig.__post_init__(self)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, cast
+
+import numpy as np
 
 from lockstep.engines.base import EngineContext
 from lockstep.engines.config import ServedConfig
@@ -13,7 +16,15 @@ from lockstep.engines.http import HttpClient
 from lockstep.engines.served import Wire
 from lockstep.errors import CapabilityError, EngineError
 from lockstep.models import peft_format
-from lockstep.types import SamplingParams
+from lockstep.types import Distribution, SamplingParams
+
+Ask = Callable[[list[int], int, dict[str, Any]], tuple[list[int], list[float]]]
+
+NUM_TOKENS = 12
+"""Tokens that a question samples: enough for the model to be in doubt about one of them."""
+
+LEAST_DOUBT = 1e-3
+"""Nats below 0 at which a log-prob shows under which distribution it was computed."""
 
 MIN_TEMPERATURE = 0.01
 """vLLM draws at this temperature if a lower one is asked for, with at most a warning in its log."""
@@ -70,6 +81,45 @@ class HttpWire(Wire):
 
     async def close(self) -> None:
         await self._client.close()
+
+
+def recorded_distribution(ask: Ask, vocab_size: int) -> Distribution | None:
+    """The distribution under which a server records log-probs; None if it ignores top_k.
+
+    ask: (prompt ids, number of tokens, sampling options) -> (ids, log-probs). With top_k=1 two
+    replies, at temperature 1 and 0.5, must choose the greedy ids. Log-probs after top_k are 0;
+    log-probs after temperature differ between the two; the model's do not.
+    """
+    prompt_ids = np.linspace(0, vocab_size - 1, 8).astype(int).tolist()
+    greedy, _ = ask(prompt_ids, NUM_TOKENS, {"temperature": 0.0})
+    plain, cool = (ask(prompt_ids, NUM_TOKENS, {"temperature": t, "top_k": 1}) for t in (1.0, 0.5))
+    if plain[0] != greedy or cool[0] != greedy:
+        return None
+    at_1, at_half = np.array(plain[1]), np.array(cool[1])
+    if max(np.abs(at_1).max(), np.abs(at_half).max()) < LEAST_DOUBT:
+        return "sampled"
+    doubted = np.abs(at_1) > LEAST_DOUBT
+    gaps = np.abs(at_1 - at_half)[doubted]
+    return "model" if gaps.mean() < 0.1 * np.abs(at_1[doubted]).mean() else "tempered"
+
+
+def check_same_config(
+    name: str, url: str, context: EngineContext, found: Mapping[str, Any], keys: Sequence[str]
+) -> None:
+    """Raises CapabilityError if a server's model differs from the trainer's config.json in one of
+    these keys: for a server whose weights are replaced, so that those it has tell nothing."""
+    file = context.directory / "config.json"
+    own = json.loads(file.read_text()) if file.is_file() else {}
+    differing = [
+        f"{key} {found[key]!r} (the trainer's: {own[key]!r})"
+        for key in keys
+        if own.get(key) is not None and found.get(key) is not None and own[key] != found[key]
+    ]
+    if differing:
+        raise CapabilityError(
+            f"engine {name} at {url} serves another model than {context.directory}: "
+            f"{', '.join(differing)}. Start it with that directory, or name its model with model=."
+        )
 
 
 def is_adapter(directory: Path) -> bool:

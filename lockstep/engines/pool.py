@@ -797,7 +797,6 @@ def _common(found: Sequence[Capabilities], names: Sequence[str]) -> Capabilities
             d for d in first.distributions if all(d in f.distributions for f in found)
         ),
         weight_sources=tuple(sources),
-        takes_fingerprint=False,
         **claims,
     )
 

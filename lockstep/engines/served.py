@@ -220,7 +220,6 @@ class ServedEngine(Engine):
         """lease: the run's claim to the server; kept if the wire keeps labels."""
         self.wire = wire
         self._version = version
-        self._fingerprint = wire.capabilities.fingerprint
         self._lease = lease if getattr(wire, "keeps_labels", False) else None
         self._is_held = False
         """Whether the server has weights that this engine loaded and labelled."""
@@ -241,11 +240,7 @@ class ServedEngine(Engine):
 
     @property
     def capabilities(self) -> Capabilities:
-        found = self.wire.capabilities
-        return replace(found, takes_fingerprint=True, fingerprint=self._fingerprint)
-
-    def set_fingerprint(self, fingerprint: str) -> None:
-        self._fingerprint = fingerprint
+        return self.wire.capabilities
 
     @property
     def version(self) -> int:
@@ -850,7 +845,7 @@ class ServedEngine(Engine):
                 ),
                 routed_experts=routes,
                 support=None if reply.support is None else Ragged.of(reply.support[fresh]),
-                fingerprint=self._fingerprint,
+                fingerprint=self.capabilities.fingerprint,
             ),
         )
 

@@ -8,35 +8,28 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import io
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
-from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 
-from lockstep.engines.base import Capabilities, EngineContext, WeightSource
+from lockstep.engines.base import Capabilities, EngineContext
 from lockstep.engines.config import SGLangConfig
 from lockstep.engines.http import HttpClient
 from lockstep.engines.http_wire import (
     HttpWire,
+    check_same_config,
     check_told,
     connect,
     finish_reason,
     is_adapter,
     labels_of,
+    recorded_distribution,
 )
 from lockstep.engines.lease import Lease
 from lockstep.engines.served import Chunk, ServedEngine, WireScores
-from lockstep.engines.server_checks import (
-    NUM_TOKENS,
-    agree,
-    check_same_config,
-    prompt_of,
-    recorded_distribution,
-)
 from lockstep.errors import CapabilityError, EngineError, ServerRefusedError
 from lockstep.types import Distribution, Int32Array, Request, Routes
 
@@ -58,7 +51,6 @@ class Facts:
     version: str
     max_tokens: int
     distribution: Distribution
-    has_score: bool
     is_deterministic: bool
     has_prefix_cache: bool
     has_routes: bool
@@ -68,8 +60,6 @@ class Facts:
     """An event of a stream has the tokens since the last one, and not all tokens."""
     priority_sign: int
     """1: lower priorities run first; -1: higher ones; 0: it has no priorities."""
-    num_ranks: int
-    """Processes that share the weights; each is sent the handles."""
 
 
 def read_facts(client: HttpClient, context: EngineContext, *, deterministic: bool) -> Facts:
@@ -86,37 +76,27 @@ def read_facts(client: HttpClient, context: EngineContext, *, deterministic: boo
     found = client.call_now("/model_info")
     check_same_config("sglang", client.url, context, found, ("model_type", "architectures"))
     routed, _, active = _shape_of_routes(context)
-    prompt = prompt_of(context.vocab_size)
 
-    def ask(ids: Sequence[int], **changes: Any) -> Mapping[str, Any]:
-        settings = {"max_new_tokens": NUM_TOKENS, "ignore_eos": True, **changes}
-        body = {"input_ids": list(ids), "sampling_params": settings, "return_logprob": True}
-        return client.call_now("/generate", body)["meta_info"]
+    def ask(
+        prompt_ids: list[int], num_tokens: int, sampling: dict[str, Any]
+    ) -> tuple[list[int], list[float]]:
+        settings = {"max_new_tokens": num_tokens, "ignore_eos": True, **sampling}
+        body = {"input_ids": prompt_ids, "sampling_params": settings, "return_logprob": True}
+        about = client.call_now("/generate", body)["meta_info"]
+        return _entries(about, "output_token_logprobs")
 
-    greedy = _entries(ask(prompt, temperature=0.0), "output_token_logprobs")
-    if len(greedy[0]) != NUM_TOKENS:
-        raise EngineError(
-            f"engine sglang at {client.url} sampled {len(greedy[0])} tokens of {NUM_TOKENS}."
-        )
-    plain, cool = (
-        _entries(ask(prompt, temperature=t, top_k=1), "output_token_logprobs") for t in (1.0, 0.5)
-    )
-    distribution = recorded_distribution(greedy[0], plain, cool)
+    distribution = recorded_distribution(ask, context.vocab_size)
     if distribution is None:
         raise CapabilityError(
             f"engine sglang at {client.url} does not choose the likeliest token with top_k=1: "
             "whose log-probs it records cannot be told. A custom sampler or logits processor?"
         )
-    body = _scoring_body([*prompt, *greedy[0]], first=len(prompt))
-    about = client.call_now("/generate", body)["meta_info"]
-    scores = _entries(about, "input_token_logprobs")[1]
     has_priorities = info.get("enable_priority_scheduling")
     lower_first = info.get("schedule_low_priority_values_first")
     return Facts(
         version=str(info.get("version", "?")),
         max_tokens=int(info["max_req_input_len"]),
         distribution=distribution,
-        has_score=agree(scores[1:], greedy[1]),
         is_deterministic=bool(info.get("enable_deterministic_inference")),
         has_prefix_cache=not info.get("disable_radix_cache"),
         has_routes=bool(info.get("enable_return_routed_experts") and routed and active),
@@ -124,7 +104,6 @@ def read_facts(client: HttpClient, context: EngineContext, *, deterministic: boo
         has_adapters=bool(info.get("enable_lora")),
         sends_increments=bool(info.get("incremental_streaming_output")),
         priority_sign=0 if not has_priorities else 1 if lower_first else -1,
-        num_ranks=int(info.get("tp_size") or 1),
     )
 
 
@@ -162,14 +141,11 @@ class SGLangWire(HttpWire):
     adapter_routes = ("/load_lora_adapter", "/unload_lora_adapter")
     label_options: ClassVar[Mapping[str, Any]] = {"abort_all_requests": False}
 
-    def __init__(
-        self, client: HttpClient, facts: Facts, context: EngineContext, *, uses_ipc: bool
-    ) -> None:
+    def __init__(self, client: HttpClient, facts: Facts, context: EngineContext) -> None:
         super().__init__(client, context)
         self._facts = facts
         self._routed, self._num_layers, self._num_active = _shape_of_routes(context)
         self._running: set[str] = set()
-        sources: tuple[WeightSource, ...] = ("tensors",) if uses_ipc else ("directory",)
         self.capabilities = Capabilities(
             name="sglang",
             vocab_size=context.vocab_size,
@@ -180,10 +156,10 @@ class SGLangWire(HttpWire):
             has_prefix_cache=facts.has_prefix_cache,
             has_routed_experts=facts.has_routes,
             has_adapters=facts.has_adapters,
-            has_score=facts.has_score,
+            has_score=True,
             scored_distributions=("model",),  # a prompt's log-probs know no temperature
             has_sleep=facts.has_sleep,
-            weight_sources=(*sources, *(("adapter",) if facts.has_adapters else ())),
+            weight_sources=("directory", "adapter") if facts.has_adapters else ("directory",),
         )
 
     # -- calls --------------------------------------------------------------------------------
@@ -317,14 +293,7 @@ class SGLangWire(HttpWire):
     async def load_weights(self, source: Mapping[str, Any] | str | None, *, version: int) -> None:
         """source: a directory of a checkpoint or adapter that the server can read, or tensors on
         GPUs that it shares."""
-        if isinstance(source, Mapping):
-            payload = _shared_handles(source)
-            body = {
-                "serialized_named_tensors": [payload] * self._facts.num_ranks,
-                "flush_cache": True,
-            }
-            await self._client.post("/update_weights_from_tensor", body)
-        elif source is not None and is_adapter(Path(source)):
+        if source is not None and is_adapter(Path(source)):
             await self._load_adapter(Path(source).absolute(), version)
         elif source is not None:
             body = {"model_path": str(Path(source).absolute()), "flush_cache": True}
@@ -341,24 +310,8 @@ class SGLangWire(HttpWire):
         await self._client.post("/resume_memory_occupation", {"tags": ["kv_cache"]})
 
 
-def _shared_handles(tensors: Mapping[str, Any]) -> str:
-    """Handles of the tensors' memory, in the form of SGLang's MultiprocessingSerializer: the server
-    copies from there, and no weight crosses the network."""
-    import torch.multiprocessing  # noqa: F401  teaches the pickler what a tensor's handle is
-
-    elsewhere = [name for name, tensor in tensors.items() if not tensor.is_cuda]
-    if elsewhere:
-        raise EngineError(
-            f"engine.weights=ipc shares the GPU's memory, and {elsewhere[0]} is on "
-            f"{tensors[elsewhere[0]].device}. Set engine.weights=directory."
-        )
-    buffer = io.BytesIO()
-    ForkingPickler(buffer).dump(list(tensors.items()))
-    return base64.b64encode(buffer.getvalue()).decode()
-
-
 HOW_STARTED = (
-    "python -m sglang.launch_server --model-path MODEL --skip-tokenizer-init (docs/sglang.md)"
+    "python -m sglang.launch_server --model-path MODEL --skip-tokenizer-init (docs/engines.md)"
 )
 
 
@@ -366,6 +319,5 @@ def sglang_engine(config: SGLangConfig, context: EngineContext) -> ServedEngine:
     """The engine of engine=sglang. Returns when the server answers."""
     client = connect(config, context, name="sglang", path="/health", how_started=HOW_STARTED)
     facts = read_facts(client, context, deterministic=config.deterministic)
-    wire = SGLangWire(client, facts, context, uses_ipc=config.weights == "ipc")
     lease = Lease(context.run, server=client.url, take_over=config.take_over)
-    return ServedEngine(wire, lease=lease)
+    return ServedEngine(SGLangWire(client, facts, context), lease=lease)

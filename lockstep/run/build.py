@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -14,7 +13,6 @@ from lockstep.config import from_dict
 from lockstep.engines.config import EmbeddedConfig
 from lockstep.errors import (
     ConfigError,
-    EngineError,
     RunError,
 )
 from lockstep.launch.config import share_of
@@ -124,7 +122,7 @@ def build(
     hooks = current_hooks()
     engine = hooks.make_engine(config.engine.for_rank(rank, world), context)
     if numerics.is_kept:
-        numerics = _with_engine(config, model_files, engine, numerics, weights, model)
+        numerics = _with_engine(config, model_files, engine, numerics, model)
     if ranks is not None:
         ranks.check_same({"numerics": numerics.fingerprint.text if numerics.is_kept else "none"})
     check_capabilities(
@@ -304,41 +302,23 @@ def _with_engine(
     model_files: ModelFiles,
     engine: Engine,
     numerics: Numerics,
-    weights: Path | None,
     model: Decoder,
 ) -> Numerics:
     """The numerics that hold with this engine beside the trainer.
 
-    One that says what computes its log-probs is taken at its word; one that does not is compared
-    with the trainer, bit by bit. Raises ConfigError where the contract is named and the engine
-    cannot keep it, and for an engine of this library that should; `auto` goes on without.
+    Raises ConfigError where the contract is named and the engine cannot keep it, and for an engine
+    of this library that should; `auto` goes on without.
     """
-    from lockstep.engines.agreement import compare
     from lockstep.ops.base import Ops
     from lockstep.ops.selftest import fingerprint
 
-    found, line = engine.capabilities, numerics.line
-    reason = ""
+    found = engine.capabilities
     is_known = bool(found.fingerprint)
+    reason = why_not_same(numerics.fingerprint, found.fingerprint)
     if not found.shares_weights and model_files.lora is not None:
         reason = "its weights are its own, with the adapter merged into them: equal to rounding"
-    elif is_known or not found.takes_fingerprint:
-        reason = why_not_same(numerics.fingerprint, found.fingerprint)
-    else:
-        # Until the first sync the engine runs what it was started from, whatever the trainer does.
-        same = model if weights is None else load_model(config, model_files, ops=model.ops)
-        try:
-            agreement = asyncio.run(compare(engine, same, temperature=config.agent.temperature))
-        except EngineError as error:
-            reason = f"it could not be compared with the trainer: {error}"
-        else:
-            line += f". Engine {found.name}: {agreement.text}"
-            if agreement.num_unequal:
-                reason = agreement.text
-            else:
-                engine.set_fingerprint(numerics.fingerprint.text)
     if not reason:
-        return replace(numerics, line=line)
+        return numerics
     if is_known or config.contract == TRUE_ON_POLICY:
         raise ConfigError(
             f"contract={TRUE_ON_POLICY}: engine {found.name} cannot keep it: {reason}. Or set "

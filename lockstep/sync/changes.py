@@ -10,7 +10,6 @@ tensors that are 0 (the B of a fresh adapter) get noise added; they are small, a
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -34,11 +33,6 @@ NOISE = 0.5
 logits of sinks and routers, and biases of normed streams, are of the order of 1."""
 SMALL = 1 << 16
 """Largest tensor that is copied and gets noise: an eighth of four sinks may be none."""
-
-SILENT = 2.0**-20
-"""Factor that removes a tensor's effect without tying all experts of a router."""
-
-_LAYER = re.compile(r"layers\.\d+")
 
 GROUPS = (
     "embedding", "head", "norms", "attention", "attention biases", "sinks", "router", "experts",
@@ -104,20 +98,6 @@ class Change:
         out = {group: [n for n, of in found.items() if of == group] for group in GROUPS}
         return {group: names for group, names in out.items() if names}
 
-    def blocks(self) -> dict[str, list[str]]:
-        """Layer (`layers.0`), or a parameter outside the layers -> names of its parameters, in the
-        order of a checkpoint."""
-        out: dict[str, list[str]] = {}
-        for name in self._parameters():
-            layer = _LAYER.search(name)
-            out.setdefault(name if layer is None else layer[0], []).append(name)
-        return out
-
-    def num_numbers(self, names: Iterable[str]) -> int:
-        """Total size of these parameters."""
-        parameters = self._parameters()
-        return sum(parameters[name].numel() for name in names)
-
     @contextmanager
     def made(self, names: Iterable[str]) -> Generator[None]:
         """Changes these parameters within the block."""
@@ -134,22 +114,6 @@ class Change:
             yield
         finally:
             self._turn(self.changed ^ before)
-
-    @contextmanager
-    def silenced(self, names: Iterable[str]) -> Generator[None]:
-        """Scales these parameters to almost 0 within the block, so that their order in an engine
-        does not matter. Copies them: for the search of a fault."""
-        parameters = self._parameters()
-        before = {name: local_part(parameters[name].detach()).clone() for name in names}
-        try:
-            with torch.no_grad():
-                for name in before:
-                    local_part(parameters[name].detach()).mul_(SILENT)
-            yield
-        finally:
-            with torch.no_grad():
-                for name, value in before.items():
-                    local_part(parameters[name].detach()).copy_(value)
 
     def _turn(self, names: set[str]) -> None:
         with torch.no_grad():

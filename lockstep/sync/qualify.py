@@ -14,7 +14,7 @@ values are the old ones.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -49,10 +49,6 @@ EXPLAINED = 0.05
 """Largest rest of an explained gap, as a share of the change."""
 GAIN = 0.95
 """Another group is named only if it reduces the gap to less than this share."""
-MAX_CELLS = 128
-"""Most groups times layers that are tried one by one, with a forward of the probe each."""
-NEEDED = ("embedding", "head", "norms")
-"""Groups that are never silenced: without them all tokens would be equally likely."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,8 +67,6 @@ class Qualification:
     """Groups whose effect is too small to be distinguished from noise."""
     old: tuple[str, ...] = ()
     """Groups with old values, if they explain the engine's log-probs."""
-    wrong: tuple[str, ...] = ()
-    """Groups that arrive with other values than were sent, if they could be found."""
     failure: str = ""
     """Description of the problem; empty if the engine runs what it is sent."""
     replica: str = ""
@@ -89,8 +83,6 @@ class Qualification:
             failure = f"{self.replica}: {failure}"
         if self.old:
             return f"{failure}: it still runs the old values of {', '.join(self.old)}"
-        if self.wrong:
-            return f"{failure}: {', '.join(self.wrong)} arrive with other values"
         if failure:
             return f"{failure}: no single group of tensors explains it"
         line = (
@@ -182,9 +174,7 @@ class Qualifier:
         )
         if every[worst].is_passed:
             return replace(every[worst], replica="")
-        explained = await self._explain(every[worst], changed[worst], restored[worst], worst)
-        await self._by_engines(version)
-        return explained
+        return self._explain(every[worst], changed[worst], restored[worst])
 
     async def _stages(self, version: int) -> dict[Who, Stage]:
         """The stage of every engine, under the trainer's current weights."""
@@ -208,91 +198,39 @@ class Qualifier:
         with self.change.turned(names):
             return self.probe.by_trainer()
 
-    # -- what is behind a failure -----------------------------------------------------------------
+    # -- the cause of a failure -----------------------------------------------------------------
 
-    async def _explain(
-        self, found: Qualification, changed: Stage, restored: Stage, who: Who
-    ) -> Qualification:
-        """The result with the names of old or wrong groups, if they can be found."""
-        limit = EXPLAINED * found.change
-        if changed.gap >= restored.gap:
-            with self.change.made(self.change.names):
-                old = self._old(changed.theirs, limit)
-        else:
-            old = self._old(restored.theirs, limit)
-        if old:
-            return replace(found, old=old)
-        with self.change.made(self.change.names):
-            return replace(found, wrong=await self._wrong(restored.ours, who))
+    def _explain(self, found: Qualification, changed: Stage, restored: Stage) -> Qualification:
+        """The result with the names of the groups that the engine has in their old state, if these
+        explain its scores. Found by the trainer alone."""
+        is_changed = changed.gap >= restored.gap
+        theirs = (changed if is_changed else restored).theirs
+        groups = self.change.groups()
+        with self.change.made(self.change.names if is_changed else ()):
+            gap, old = min(self._search(theirs, ()), self._search(theirs, groups))
+        if gap > EXPLAINED * found.change:
+            return found
+        return replace(found, old=("everything",) if len(old) == len(groups) else old)
 
-    def _old(self, theirs: LogProbs, limit: float) -> tuple[str, ...]:
-        """Names of the tensors that are old in an engine with these scores, found by the trainer
-        alone: groups, everything after a point (a load that stopped), or groups of single
-        layers."""
-        change = self.change
-        groups = change.groups()
-        gap, old = min(self._search(groups, theirs, ()), self._search(groups, theirs, groups))
-        if gap <= limit:
-            return ("everything",) if len(old) == len(groups) else old
-        blocks, names = list(change.blocks().values()), change.names
-        starts = [names.index(block[0]) for block in blocks[1:]]
-        for _ in range(2):  # by blocks, then by the parameters around the best of them
-            gaps = {at: self._gap_with(names[at:], theirs) for at in starts}
-            at = min(gaps, key=gaps.__getitem__, default=0)
-            if gaps and gaps[at] <= limit:
-                return (f"all from {names[at]} on",)
-            near = max(map(len, blocks))
-            starts = list(range(max(at - near, 1), min(at + near, len(names))))
-        cells = {
-            f"{group} of {block}": [name for name in of_group if name in of_block]
-            for group, of_group in groups.items()
-            for block, of_block in change.blocks().items()
-        }
-        cells = {cell: names for cell, names in cells.items() if names}
-        if len(cells) > MAX_CELLS:
-            return ()
-        gap, old = self._search(cells, theirs, ())
-        return old if gap <= limit else ()
-
-    def _search(
-        self, places: Mapping[str, list[str]], theirs: LogProbs, start: Iterable[str]
-    ) -> tuple[float, tuple[str, ...]]:
-        """(gap, places in their other state): adds or removes one place at a time, from `start` on,
+    def _search(self, theirs: LogProbs, start: Iterable[str]) -> tuple[float, tuple[str, ...]]:
+        """(gap, groups in their other state): adds or removes one group at a time, from `start` on,
         while the gap shrinks."""
-        chosen = list(start)
-        gap = self._gap_with(_names(places, chosen), theirs)
+        groups = self.change.groups()
+
+        def gap_with(chosen: Iterable[str]) -> float:
+            return _median(self._with([n for group in chosen for n in groups[group]]) - theirs)
+
+        chosen = tuple(start)
+        gap = gap_with(chosen)
         while True:
             tried = {}
-            for place in places:
-                others = [p for p in places if (p in chosen) != (p == place)]
-                tried[tuple(others)] = self._gap_with(_names(places, others), theirs)
+            for group in groups:
+                others = tuple(g for g in groups if (g in chosen) != (g == group))
+                tried[others] = gap_with(others)
             best = min(tried, key=tried.__getitem__)
             if tried[best] > GAIN * gap:
-                return gap, tuple(chosen)
-            chosen, gap = list(best), tried[best]
-
-    def _gap_with(self, names: Iterable[str], theirs: LogProbs) -> float:
-        return _median(self._with(names) - theirs)
-
-    async def _wrong(self, before: LogProbs, who: Who) -> tuple[str, ...]:
-        """The smallest group without which engine and trainer agree; costs a load for each."""
-        groups, num_numbers = self.change.groups(), self.change.num_numbers
-        found: list[str] = []
-        for group, names in groups.items():
-            if group in NEEDED:
-                continue
-            with self.change.silenced(names):
-                theirs = (await self._by_engines(CHANGED_VERSION)).get(who)
-                ours = self.probe.by_trainer()
-            if theirs is None:  # the replica has gone since
-                return ()
-            if _median(theirs - ours) <= EXPLAINED * _median(ours - before):
-                found.append(group)
-        return tuple(sorted(found, key=lambda group: num_numbers(groups[group])))[:1]
-
-
-def _names(places: Mapping[str, Sequence[str]], chosen: Iterable[str]) -> list[str]:
-    return [name for place in chosen for name in places[place]]
+                return gap, chosen
+            chosen, gap = best, tried[best]
 
 
 def _slope(gap: LogProbs, mark: LogProbs) -> float:

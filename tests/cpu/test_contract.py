@@ -153,59 +153,6 @@ def test_an_engine_that_cannot_tell_its_numerics_is_refused_by_name():
         build(config, preflight(config))
 
 
-@dataclass(frozen=True, kw_only=True)
-class AskedConfig(EngineConfig):
-    """An engine that can only be asked: its log-probs are off by `gap` nats."""
-
-    gap: float = 0.0
-
-
-class AskedEngine:
-    def __init__(self, engine, gap):
-        self.engine, self.gap, self.fingerprint = engine, gap, ""
-
-    def __getattr__(self, name):
-        return getattr(self.engine, name)
-
-    @property
-    def capabilities(self):
-        found = self.engine.capabilities
-        return replace(
-            found, fingerprint=self.fingerprint, takes_fingerprint=True, weight_sources=("tensors",)
-        )
-
-    def set_fingerprint(self, fingerprint):
-        self.fingerprint = fingerprint
-
-    async def generate(self, request):
-        async for delta in self.engine.generate(request):
-            logprobs = delta.logprobs - np.float32(self.gap)
-            yield replace(delta, logprobs=logprobs, fingerprint=self.fingerprint)
-
-
-@make_engine.register
-def _(config: AskedConfig, context):
-    return AskedEngine(make_engine(EmbeddedConfig(), context), config.gap)
-
-
-def test_an_engine_whose_log_probs_are_the_trainers_to_the_bit_is_under_the_contract():
-    config = resolve(find_recipe("quickstart"), [*SMALL, "contract=true-on-policy"])
-    parts = build(replace(config, engine=AskedConfig()), preflight(config))
-    assert parts.numerics.is_kept
-    assert parts.engine.capabilities.fingerprint == parts.numerics.fingerprint.text
-    assert "compared log-probs differ from the trainer's" in parts.numerics.line
-
-
-def test_an_engine_that_differs_is_declined_with_the_share_that_does():
-    config = resolve(find_recipe("quickstart"), SMALL)
-    parts = build(replace(config, engine=AskedConfig(gap=1e-3)), preflight(config))
-    assert not parts.numerics.is_kept and type(parts.model.ops) is Ops
-    assert "compared log-probs (25.3%) differ from the trainer's" in parts.numerics.line
-    named = replace(config, engine=AskedConfig(gap=1e-3), contract="true-on-policy")
-    with pytest.raises(ConfigError, match=r"cannot keep it: .* by up to 0\.001 nats"):
-        build(named, preflight(config))
-
-
 def test_an_engine_of_another_dtype_is_refused_with_both():
     with pytest.raises(ConfigError, match=r"engine\.dtype=bfloat16 is not the trainer's float32"):
         numerics_of("contract=true-on-policy", "engine.dtype=bfloat16")

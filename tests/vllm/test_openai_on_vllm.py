@@ -2,12 +2,11 @@
 
 import numpy as np
 import pytest
-from vllm_models import make_changed, run, trainer_logprobs
+from vllm_models import run, trainer_logprobs
 
 from lockstep.engines.base import EngineContext
 from lockstep.engines.config import OpenAIConfig
 from lockstep.engines.registry import make_engine
-from lockstep.errors import CapabilityError
 from lockstep.models.decoder import Decoder
 from lockstep.models.hf_io import load_checkpoint
 from lockstep.models.locate import locate_model
@@ -37,9 +36,9 @@ def engine_at(url, directory=None):
 def test_every_promise_is_kept_over_v1_completions(url):
     engine = engine_at(url)
     found = engine.capabilities
-    assert found.distributions == ("sampled",) and found.has_seeds and found.has_score
+    assert found.distributions == ("sampled",) and not found.has_score
     report = run(check_engine(engine, prompt_ids=[5, 6, 7, 8], num_tokens=8, tolerance=1e-4))
-    assert {"score", "stop ids", "abort", "streams", "distributions"} <= set(report.passed)
+    assert {"stop ids", "abort", "streams", "distributions"} <= set(report.passed)
     run(engine.close())
 
 
@@ -56,9 +55,3 @@ def test_its_log_probs_are_the_trainers(url):
     gap = np.abs(trainer_logprobs(locate_model(MODEL), path)[4:] - delta.logprobs)
     assert gap.max() < 1e-4
     run(engine.close())
-
-
-def test_other_weights_than_the_trainers_are_refused(url, place):
-    moved = make_changed(locate_model(MODEL), place / "openai-moved")
-    with pytest.raises(CapabilityError, match="another model than the trainer"):
-        engine_at(url, moved)

@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import io
-import json
 import math
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from lockstep.engines.config import VllmConfig
 from lockstep.engines.http import HttpClient
 from lockstep.engines.http_wire import (
     HttpWire,
+    check_same_config,
     check_temperature,
     check_told,
     connect,
@@ -39,7 +39,6 @@ from lockstep.engines.http_wire import (
 )
 from lockstep.engines.lease import Lease
 from lockstep.engines.served import Chunk, ServedEngine, WireScores
-from lockstep.engines.server_checks import check_same_config
 from lockstep.engines.vllm.started import WORKER_EXTENSION, VllmServer
 from lockstep.errors import (
     CapabilityError,
@@ -70,10 +69,6 @@ END_SECONDS = 2.0
 NO_LOGPROB = -9999.0
 """Value that vLLM writes for a log-prob that is not finite."""
 
-RELOADED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-"""Dense model types, whose weights vLLM's own reload_weights replaces exactly if their output head
-is a parameter of its own."""
-
 SHAPE_FIELDS = (
     "model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "intermediate_size", "moe_intermediate_size",
@@ -103,7 +98,6 @@ class ServerFacts:
     counts_cached: bool
     """It caches prefixes, and reports the number of cached tokens."""
     has_priorities: bool
-    has_extension: bool
     has_routes: bool
     has_support: bool
     has_sleep: bool
@@ -136,24 +130,15 @@ def read_facts(client: HttpClient, context: EngineContext) -> ServerFacts:
             f"{client.url} was started with --logprobs-mode={model['logprobs_mode']}: it sends no "
             "log-probs. Start it with --logprobs-mode=processed_logprobs."
         )
-    extension = settings["parallel_config"].get("worker_extension_cls")
-    has_extension = extension == WORKER_EXTENSION
-    if has_extension:
-        found = call_workers(client, "lockstep_facts", {})[0]
-        config, reason = found["config"], found["why_not_in_place"]
-    else:
-        config = _config_of(model["model"], context, client)
-        reason = ""
-        if config["model_type"] not in RELOADED_FAMILIES:
-            reason = (
-                f"vLLM's own reload leaves a {config['model_type']} with wrong weights (0.32: "
-                "experts that are not packed again, sinks that keep their values)"
-            )
-        elif config.get("tie_word_embeddings"):
-            reason = (
-                "vLLM's own reload leaves an output head that is the embedding with its old "
-                "weights (0.32, CPU)"
-            )
+    if settings["parallel_config"].get("worker_extension_cls") != WORKER_EXTENSION:
+        raise CapabilityError(
+            f"{client.url} cannot take new weights: vLLM's own reload leaves some models with "
+            f"wrong ones. Start it with --worker-extension-cls={WORKER_EXTENSION} and this package "
+            "on its PYTHONPATH, or leave engine.urls out: the run then starts a server."
+        )
+    rpc = {"method": "lockstep_facts", "kwargs": {}}
+    found = client.call_now("/collective_rpc", rpc)["results"][0]
+    config, reason = found["config"], found["why_not_in_place"]
     check_same_config("vllm", client.url, context, config, SHAPE_FIELDS)
     probe = _asked(
         client, GENERATE, "--enable-scale-out",
@@ -172,19 +157,12 @@ def read_facts(client: HttpClient, context: EngineContext) -> ServerFacts:
         logprobs_mode=model["logprobs_mode"],
         counts_cached=bool(cache["enable_prefix_caching"]) and details is not None,
         has_priorities=scheduler["policy"] == "priority",
-        has_extension=has_extension,
         has_routes=bool(model.get("enable_return_routed_experts")),
         has_support=bool(model.get("return_sampling_mask")),
         has_sleep=bool(model.get("enable_sleep_mode")),
         has_adapters=settings.get("lora_config") is not None,
         why_not_in_place=reason,
     )
-
-
-def call_workers(client: HttpClient, method: str, arguments: Mapping[str, Any]) -> list[Any]:
-    """The answers of a method of each worker; blocking."""
-    answer = client.call_now("/collective_rpc", {"method": method, "kwargs": dict(arguments)})
-    return answer["results"]
 
 
 def _asked(
@@ -201,20 +179,6 @@ def _asked(
             f"or started without {needed}. docs/engines.md has the whole command; engine=openai "
             "reads any server that returns token ids, and does not train."
         ) from None
-
-
-def _config_of(path: str, context: EngineContext, client: HttpClient) -> Mapping[str, Any]:
-    """The config.json of a server without our extension, if it can be read from here."""
-    file = Path(path) / "config.json"
-    if file.is_file():
-        return json.loads(file.read_text())
-    if path.count("/") == 1 and f"models--{path.replace('/', '--')}" in context.directory.parts:
-        return json.loads((context.directory / "config.json").read_text())
-    raise CapabilityError(
-        f"{client.url} serves {path}, of which nothing can be read here: whether it is the "
-        f"trainer's model cannot be told. Start it with --worker-extension-cls={WORKER_EXTENSION} "
-        "and this package on its PYTHONPATH, or with a directory that both machines see."
-    )
 
 
 class VllmWire(HttpWire):
@@ -236,9 +200,8 @@ class VllmWire(HttpWire):
         self._is_asleep = False
         if facts.why_not_in_place and not facts.has_adapters and server is None:
             raise CapabilityError(
-                f"{client.url} cannot take new weights: {facts.why_not_in_place}. Start it with "
-                f"--worker-extension-cls={WORKER_EXTENSION} and this package on its PYTHONPATH, or "
-                "leave engine.urls out: a server that the run starts is started again instead."
+                f"{client.url} cannot take new weights: {facts.why_not_in_place}. Leave "
+                "engine.urls out: a server that the run starts is started again instead."
             )
 
     @property
@@ -421,11 +384,9 @@ class VllmWire(HttpWire):
         else:
             if self._is_asleep:
                 await self._client.post("/wake_up?tags=weights")
-            call = {"method": "reload_weights", "kwargs": {"weights_path": str(directory)}}
-            if self._facts.has_extension:
-                call = {
-                    "method": "lockstep_load_directory", "kwargs": {"directory": str(directory)}
-                }  # fmt: skip
+            call = {
+                "method": "lockstep_load_directory", "kwargs": {"directory": str(directory)}
+            }  # fmt: skip
             await self._client.post("/collective_rpc", call)
 
     async def read_label(self) -> str:

@@ -4,7 +4,7 @@ import asyncio
 
 import numpy as np
 import pytest
-from engine_models import make_engine, make_model, prompt, reply_of, request
+from engine_models import make_engine, prompt, reply_of, request
 from fake_servers import FakeOpenAI, context
 
 from lockstep.config import resolve
@@ -26,9 +26,10 @@ def test_a_server_that_returns_ids_keeps_every_promise_that_it_claims(returns):
         engine = engine_of(server)
         report = asyncio.run(check_engine(engine, prompt_ids=[1, 2, 3, 4, 5], num_tokens=8))
     assert set(report.skipped) == {
-        "support", "routed experts", "stop strings", "prefix cache", "weights", "sleep and wake"
+        "support", "routed experts", "stop strings", "prefix cache", "weights", "sleep and wake",
+        "seeds", "score",
     }  # fmt: skip
-    assert {"seeds", "score", "abort"} <= set(report.passed)
+    assert "abort" in report.passed
 
 
 @pytest.mark.parametrize("distribution", ["model", "tempered", "sampled"])
@@ -63,22 +64,11 @@ def test_a_server_without_log_probs_is_refused():
 
 
 def test_a_server_that_leaves_the_stop_id_out_is_refused():
-    with FakeOpenAI(keeps_stop=False) as server, pytest.raises(
-        CapabilityError, match="leaves the stop id out"
-    ):  # fmt: skip
-        engine_of(server)
-
-
-def test_a_server_whose_ignore_eos_takes_stop_ids_along_is_asked_without_it():
-    honours = ("top_k", "seed", "prompt_logprobs")
-    with FakeOpenAI(honours=honours) as server:
+    with FakeOpenAI(keeps_stop=False) as server:
         engine = engine_of(server)
-        free = asyncio.run(reply_of(engine, request("a", prompt(9), temperature=0.0)))[0]
-        stop = int(free[3])
-        asked = request("b", prompt(9), temperature=0.0, stop_ids=(stop,))
-        ids, _ = asyncio.run(reply_of(engine, asked))
-    assert ids.tolist() == free[: free.tolist().index(stop) + 1].tolist()
-    assert not server.bodies[-1][1]["ignore_eos"]
+        asked = request("a", prompt(9), max_tokens=60, stop_ids=tuple(range(0, 97, 3)))
+        with pytest.raises(EngineError, match="the stop id is left out"):
+            asyncio.run(reply_of(engine, asked))
 
 
 def test_what_a_server_does_not_honour_is_not_claimed():
@@ -89,23 +79,6 @@ def test_what_a_server_does_not_honour_is_not_claimed():
         with pytest.raises(CapabilityError, match="did not honour top_k=1"):
             asyncio.run(reply_of(engine, request("a", prompt(9), top_k=3)))
         asyncio.run(reply_of(engine, request("b", prompt(9))))
-        assert "seed" not in server.bodies[-1][1]
-
-
-def test_scores_come_by_echo_where_prompts_have_no_log_probs():
-    with FakeOpenAI(honours=("top_k", "seed", "stop_with_ignore_eos", "echo")) as server:
-        engine = engine_of(server)
-        found = asyncio.run(engine.score(prompt(20), first=5)).logprobs
-        wanted = asyncio.run(make_engine(server.model).score(prompt(20))).logprobs
-    assert np.isnan(found[:5]).all()
-    assert np.abs(found[5:] - wanted[5:]).max() < 1e-4
-
-
-def test_another_model_than_the_trainers_is_refused_with_the_gap():
-    with FakeOpenAI(make_model(seed=3)) as server, pytest.raises(
-        CapabilityError, match=r"another model than the trainer.*nats in the mean.*CHECKPOINT"
-    ):  # fmt: skip
-        engine_of(server, make_model(seed=4))
 
 
 def test_a_model_is_chosen_by_name_where_there_are_several():
@@ -116,14 +89,6 @@ def test_a_model_is_chosen_by_name_where_there_are_several():
             engine_of(server, served_model="c")
         asyncio.run(reply_of(engine_of(server, served_model="b"), request("a", prompt(9))))
         assert server.bodies[-1][1]["model"] == "b"
-
-
-def test_a_prompt_with_tokens_added_is_refused_at_the_start():
-    def added(choice):
-        return choice | {"prompt_token_ids": [1, *choice["prompt_token_ids"]]}
-
-    with FakeOpenAI(changed=added) as server, pytest.raises(CapabilityError, match="tokens of its"):
-        engine_of(server)
 
 
 def test_a_training_run_is_refused_and_an_evaluation_is_not():

@@ -1,15 +1,13 @@
 """engine=sglang against a server that samples and has SGLang's own names. No real one runs here."""
 
 import asyncio
-import dataclasses
-import importlib.util
 
 import numpy as np
 import pytest
 from engine_models import deltas_of, make_engine, make_model, prompt, reply_of, request
 from engine_wire import until
 from fake_servers import context
-from fake_sglang import RECORDED, FakeSGLang
+from fake_sglang import FakeSGLang
 from safetensors.torch import save_file
 
 from lockstep.engines.config import SGLangConfig
@@ -180,29 +178,3 @@ def test_what_a_run_needs_and_a_server_lacks_is_refused(tmp_path):
             make_any(SGLangConfig(urls=(server.url,)), context(directory=tmp_path))
     with pytest.raises(ConfigError, match="engine=sglang needs a server"):
         SGLangConfig()
-
-
-def test_tensors_that_are_not_on_a_gpu_are_not_shared():
-    with FakeSGLang() as server:
-        engine = engine_of(server, weights="ipc")
-        assert engine.capabilities.weight_sources == ("tensors",)
-        with pytest.raises(EngineError, match=r"engine.weights=ipc shares the GPU's memory"):
-            asyncio.run(engine.load_weights(dict(server.model.named_parameters()), version=1))
-
-
-@pytest.mark.skipif(
-    importlib.util.find_spec("sglang") is None, reason="sglang is not installed: it needs a GPU"
-)
-def test_the_recorded_names_are_those_of_the_installed_package():
-    from sglang.srt.managers import io_struct
-
-    for name, recorded in RECORDED["types"].items():
-        kind = getattr(io_struct, name, None)
-        if kind is None:
-            continue
-        fields = (
-            {f.name for f in dataclasses.fields(kind)}
-            if dataclasses.is_dataclass(kind)
-            else set(kind.__struct_fields__)
-        )
-        assert set(recorded) <= fields, name
