@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
@@ -42,67 +42,82 @@ SCHEMA_VERSION = 3
 # Rows that are read together when one trajectory is looked up.
 _ROW_GROUP_SIZE = 32
 
+_TRAINED = ("trainer_logprobs", "advantages", "importance_weights")
+"""Columns of a segment that come from the training rows."""
+
+Values = dict[str, Float32Array]
+"""Trained column -> [T] float32 of one segment."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """One trajectory, as its columns are made from it."""
+
+    step: int
+    group: int
+    task: Task
+    trajectory: Trajectory
+    trained: dict[int, Values]
+    """Segment -> its values from the training rows."""
+
 
 def _list(value: pa.DataType) -> pa.ListType:
     return pa.list_(pa.field("item", value))
 
 
-_ARRAY = pa.struct([("dtype", pa.string()), ("shape", _list(pa.int32())), ("bytes", pa.binary())])
+_INTS, _FLOATS = _list(pa.int32()), _list(pa.float32())
+_ARRAY = pa.struct([("dtype", pa.string()), ("shape", _INTS), ("bytes", pa.binary())])
 _LEAF_REWARD = pa.struct([("leaf", pa.int32()), ("reward", pa.float64())])
-_NAMED_NUMBER = pa.struct([("name", pa.string()), ("value", pa.float64())])
-_SEGMENT = pa.struct(
-    [
-        ("parent", pa.int32()),
-        ("token_ids", _list(pa.int32())),
-        ("is_sampled", pa.bool_()),
-        ("turn", pa.int32()),
-        ("logprobs", _list(pa.float32())),
-        ("trainer_logprobs", _list(pa.float32())),
-        ("advantages", _list(pa.float32())),
-        ("importance_weights", _list(pa.float32())),
-        ("policy_version", pa.int64()),
-        ("finish_reason", pa.string()),
-        ("stop_json", pa.string()),
-        ("sampling_json", pa.string()),
-        ("messages_json", pa.string()),
-        ("reason", pa.string()),
-        ("reward", pa.float64()),
-        ("fingerprint", pa.string()),
-        ("routed_experts", _ARRAY),
-        ("boundary_routes", _ARRAY),
-        ("support_ids", _list(pa.int32())),
-        ("support_sizes", _list(pa.int32())),
-    ]
+_NAMED_NUMBERS = _list(pa.struct([("name", pa.string()), ("value", pa.float64())]))
+
+_SEGMENT_COLUMNS: tuple[tuple[str, pa.DataType, Callable[[Segment, Values], Any]], ...] = (
+    ("parent", pa.int32(), lambda s, _: s.parent),
+    ("token_ids", _INTS, lambda s, _: s.token_ids),
+    ("is_sampled", pa.bool_(), lambda s, _: s.is_sampled),
+    ("turn", pa.int32(), lambda s, _: s.turn),
+    ("logprobs", _FLOATS, lambda s, _: s.logprobs),
+    ("trainer_logprobs", _FLOATS, lambda _, trained: trained.get("trainer_logprobs")),
+    ("advantages", _FLOATS, lambda _, trained: trained.get("advantages")),
+    ("importance_weights", _FLOATS, lambda _, trained: trained.get("importance_weights")),
+    ("policy_version", pa.int64(), lambda s, _: s.policy_version),
+    ("finish_reason", pa.string(), lambda s, _: s.finish_reason),
+    ("stop_json", pa.string(), lambda s, _: None if s.stop is None else json.dumps(s.stop)),
+    ("sampling_json", pa.string(), lambda s, _: _sampling_json(s.sampling)),
+    ("messages_json", pa.string(), lambda s, _: json.dumps([m.to_dict() for m in s.messages])),
+    ("reason", pa.string(), lambda s, _: _text(s.reason)),
+    ("reward", pa.float64(), lambda s, _: s.reward),
+    ("fingerprint", pa.string(), lambda s, _: _text(s.fingerprint)),
+    ("routed_experts", _ARRAY, lambda s, _: _array_to_dict(s.routed_experts)),
+    ("boundary_routes", _ARRAY, lambda s, _: _array_to_dict(s.boundary_routes)),
+    ("support_ids", _INTS, lambda s, _: None if s.support is None else s.support.values),
+    ("support_sizes", _INTS, lambda s, _: None if s.support is None else s.support.sizes),
+)
+_SEGMENT = pa.struct([(name, dtype) for name, dtype, _ in _SEGMENT_COLUMNS])
+
+_COLUMNS: tuple[tuple[str, pa.DataType, Callable[[_Row], Any]], ...] = (
+    ("step", pa.int32(), lambda r: r.step),
+    ("group", pa.int32(), lambda r: r.group),
+    ("task_id", pa.string(), lambda r: _text(r.task.id)),
+    ("task_source", pa.string(), lambda r: _text(r.task.source)),
+    ("task_payload_json", pa.string(), lambda r: json.dumps(dict(r.task.payload))),
+    ("id", pa.string(), lambda r: _text(r.trajectory.id)),
+    ("trajectory_task_id", pa.string(), lambda r: _text(r.trajectory.task_id)),
+    ("status", pa.string(), lambda r: r.trajectory.status),
+    ("error", pa.string(), lambda r: _text(r.trajectory.error)),
+    ("rewards", _list(_LEAF_REWARD), lambda r: list(r.trajectory.rewards.items())),
+    ("reward_parts", _NAMED_NUMBERS, lambda r: _named_numbers(r.trajectory.reward_parts)),
+    ("metrics", _NAMED_NUMBERS, lambda r: _named_numbers(r.trajectory.metrics)),
+    ("reward", pa.float64(), lambda r: r.trajectory.reward),
+    ("num_turns", pa.int32(), lambda r: r.trajectory.num_turns),
+    ("num_tokens", pa.int64(), lambda r: sum(len(s) for s in r.trajectory.segments)),
+    ("num_sampled_tokens", pa.int64(), lambda r: r.trajectory.num_sampled_tokens),
+    ("max_abs_logprob_diff", pa.float32(), lambda r: _max_abs_diff(r)),
 )
 SCHEMA = pa.schema(
-    [
-        ("step", pa.int32()),
-        ("group", pa.int32()),
-        ("task_id", pa.string()),
-        ("task_source", pa.string()),
-        ("task_payload_json", pa.string()),
-        ("id", pa.string()),
-        ("trajectory_task_id", pa.string()),
-        ("status", pa.string()),
-        ("error", pa.string()),
-        ("rewards", _list(_LEAF_REWARD)),
-        ("reward_parts", _list(_NAMED_NUMBER)),
-        ("metrics", _list(_NAMED_NUMBER)),
-        ("reward", pa.float64()),
-        ("num_turns", pa.int32()),
-        ("num_tokens", pa.int64()),
-        ("num_sampled_tokens", pa.int64()),
-        ("max_abs_logprob_diff", pa.float32()),
-        ("segments", _list(_SEGMENT)),
-    ],
+    [*((name, dtype) for name, dtype, _ in _COLUMNS), ("segments", _list(_SEGMENT))],
     metadata={"lockstep.trajectories": str(SCHEMA_VERSION)},
 )
 """Columns whose name ends in `_json` hold JSON in ASCII: model output may contain anything."""
-
-SUMMARY_COLUMNS = (
-    "step", "group", "task_id", "id", "status", "reward", "num_turns", "num_tokens",
-    "num_sampled_tokens", "max_abs_logprob_diff",
-)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -118,15 +133,15 @@ class TrajectoryRecord:
     """Per segment: [T] float32, the trainer's log-probs before the update, of a sampled segment
     that was trained. None for every other."""
     advantages: tuple[Float32Array | None, ...] = ()
-    """Per segment: [T] float32, likewise."""
+    """Per segment: [T] float32 in the same places."""
     importance_weights: tuple[Float32Array | None, ...] = ()
-    """Per segment: [T] float32, likewise: what a correction multiplied each token's loss by, 0
-    where it was rejected. None where nothing was corrected."""
+    """Per segment: [T] float32, the correction's factor on each token's loss, 0 where it was
+    rejected; None where nothing was corrected."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrajectorySummary:
-    """What can be said of a stored trajectory without reading its tokens."""
+    """The columns of a stored trajectory that are read without its tokens."""
 
     step: int
     group: int
@@ -142,15 +157,6 @@ class TrajectorySummary:
     """Largest |trainer - rollout| log-prob of its tokens; None where nothing was compared."""
 
 
-@dataclass(slots=True)
-class _TrainerValues:
-    """What training rows say about one trajectory's segments."""
-
-    logprobs: dict[int, Float32Array] = field(default_factory=dict)
-    advantages: dict[int, Float32Array] = field(default_factory=dict)
-    importance_weights: dict[int, Float32Array] = field(default_factory=dict)
-
-
 # ---------------------------------------------------------------------------------------------
 # Writing
 # ---------------------------------------------------------------------------------------------
@@ -161,45 +167,31 @@ def write_part(
 ) -> None:
     """Writes the groups of one step as one part, atomically.
 
-    samples: training rows made by `Trajectory.rows`. Their `advantages` and the trainer's log-probs
-    (`logprobs`, or else `old_logprobs` if the trainer computed them) are cut back into the segments
-    that the row trains. A row may have been extended with columns, never with tokens:
+    samples: training rows made by `Trajectory.rows`. Their `advantages`, weights and the trainer's
+    log-probs (`logprobs`, or else `old_logprobs` if the trainer computed them) are cut back into
+    the segments that the row trains. A row may have been extended with columns, never with tokens:
     AlignmentError if its length is not its path's.
     """
-    by_id = _trainer_values(groups, samples)
+    trained = _trained_values(groups, samples)
     rows = [
-        (group_index, group.task, trajectory, by_id.get(trajectory.id, _TrainerValues()))
-        for group_index, group in enumerate(groups)
+        _Row(step, index, group.task, trajectory, trained[trajectory.id])
+        for index, group in enumerate(groups)
         for trajectory in group.trajectories
     ]
-    trajectories = [trajectory for _, _, trajectory, _ in rows]
-    tasks = [task for _, task, _, _ in rows]
-    columns: dict[str, Any] = {
-        "step": [step] * len(rows),
-        "group": [index for index, _, _, _ in rows],
-        "task_id": [_text(task.id) for task in tasks],
-        "task_source": [_text(task.source) for task in tasks],
-        "task_payload_json": [json.dumps(dict(task.payload)) for task in tasks],
-        "id": [_text(t.id) for t in trajectories],
-        "trajectory_task_id": [_text(t.task_id) for t in trajectories],
-        "status": [t.status for t in trajectories],
-        "error": [_text(t.error) for t in trajectories],
-        "rewards": [
-            [{"leaf": leaf, "reward": float(reward)} for leaf, reward in t.rewards.items()]
-            for t in trajectories
-        ],
-        "reward_parts": [_named_numbers(t.reward_parts) for t in trajectories],
-        "metrics": [_named_numbers(t.metrics) for t in trajectories],
-        "reward": [t.reward for t in trajectories],
-        "num_turns": [t.num_turns for t in trajectories],
-        "num_tokens": [sum(len(s) for s in t.segments) for t in trajectories],
-        "num_sampled_tokens": [t.num_sampled_tokens for t in trajectories],
-        "max_abs_logprob_diff": [
-            _max_abs_diff(trajectory, values.logprobs) for _, _, trajectory, values in rows
-        ],
-    }
-    arrays = [pa.array(columns[name], SCHEMA.field(name).type) for name in columns]
-    arrays.append(_segments_column(trajectories, [values for _, _, _, values in rows]))
+    segments = [
+        (segment, row.trained.get(index, {}))
+        for row in rows
+        for index, segment in enumerate(row.trajectory.segments)
+    ]
+    struct = pa.StructArray.from_arrays(
+        [_column([get(*s) for s in segments], dtype) for _, dtype, get in _SEGMENT_COLUMNS],
+        fields=list(_SEGMENT),
+    )
+    offsets = [0, *accumulate(len(row.trajectory.segments) for row in rows)]
+    arrays = [_column([get(row) for row in rows], dtype) for _, dtype, get in _COLUMNS]
+    arrays.append(
+        pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), struct, type=_list(_SEGMENT))
+    )
     table = pa.Table.from_arrays(arrays, schema=SCHEMA)
     write_atomically(
         path,
@@ -209,19 +201,18 @@ def write_part(
     )
 
 
-def _trainer_values(
+def _trained_values(
     groups: Sequence[Group], samples: Iterable[Sample]
-) -> dict[str, _TrainerValues]:
-    """Cuts the rows' per-token columns back into segments: trajectory id -> values."""
+) -> dict[str, dict[int, Values]]:
+    """Cuts the rows' per-token columns back into segments: trajectory id -> segment -> values."""
     trajectories: dict[str, Trajectory] = {}
-    for group in groups:
-        for trajectory in group.trajectories:
-            if trajectories.setdefault(trajectory.id, trajectory) is not trajectory:
-                raise DataError(
-                    f"two trajectories of one step have the id {trajectory.id!r}; training rows "
-                    "could not be told apart. Ids must differ within a step."
-                )
-    out: dict[str, _TrainerValues] = {}
+    for trajectory in (t for group in groups for t in group.trajectories):
+        if trajectories.setdefault(trajectory.id, trajectory) is not trajectory:
+            raise DataError(
+                f"two trajectories of one step have the id {trajectory.id!r}; training rows could "
+                "not be told apart. Ids must differ within a step."
+            )
+    out: dict[str, dict[int, Values]] = {name: {} for name in trajectories}
     for sample in samples:
         trajectory_id, _, leaf = sample.id.rpartition("/")
         trajectory = trajectories.get(trajectory_id)
@@ -236,23 +227,18 @@ def _trainer_values(
             raise AlignmentError(
                 f"training row {sample.id!r} has {len(sample)} tokens, its path has {sum(lengths)}."
             )
-        values = out.setdefault(trajectory_id, _TrainerValues())
-        trainer_logprobs = _trainer_logprobs(sample)
+        columns = {**sample.columns, "trainer_logprobs": _trainer_logprobs(sample)}
         for index, end in zip(path, accumulate(lengths), strict=True):
-            segment = trajectory.segments[index]
+            segment, values = trajectory.segments[index], out[trajectory_id].setdefault(index, {})
             tokens = slice(end - len(segment), end)
-            # A shared segment stands in several rows; the one that trains it has the last word.
-            if not segment.is_sampled or not (
-                sample.loss_mask[tokens].any() or index not in values.logprobs
-            ):
+            # Several rows may share a segment; the one that trains it has the last word.
+            is_first = "trainer_logprobs" not in values
+            if not segment.is_sampled or not (sample.loss_mask[tokens].any() or is_first):
                 continue
-            for column, target in (
-                (trainer_logprobs, values.logprobs),
-                (sample.columns.get("advantages"), values.advantages),
-                (sample.columns.get("importance_weights"), values.importance_weights),
-            ):
+            for name in _TRAINED:
+                column = columns.get(name)
                 if column is not None and not np.isnan(column[tokens]).all():
-                    target[index] = column[tokens]
+                    values[name] = column[tokens]
     return out
 
 
@@ -270,68 +256,21 @@ def _trainer_logprobs(sample: Sample) -> Float32Array | None:
     return None
 
 
-def _max_abs_diff(trajectory: Trajectory, trainer: dict[int, Float32Array]) -> float | None:
-    gaps = [
-        np.abs(values.astype(np.float64) - logprobs.astype(np.float64))
-        for index, values in trainer.items()
-        if (logprobs := trajectory.segments[index].logprobs) is not None
-    ]
-    if not gaps:
-        return None
-    every = np.concatenate(gaps)
-    compared = every[~np.isnan(every)]
-    return float(compared.max()) if compared.size else None
+def _max_abs_diff(row: _Row) -> float | None:
+    """Largest |trainer - rollout| log-prob of a trajectory; None where nothing was compared."""
+    gaps: list[float] = []
+    for index, values in row.trained.items():
+        trainer, rollout = values.get("trainer_logprobs"), row.trajectory.segments[index].logprobs
+        if trainer is not None and rollout is not None:
+            gap = np.abs(trainer.astype(np.float64) - rollout.astype(np.float64))
+            gaps += gap[~np.isnan(gap)].tolist()
+    return max(gaps, default=None)
 
 
-def _segments_column(
-    trajectories: Sequence[Trajectory], values: Sequence[_TrainerValues]
-) -> pa.ListArray:
-    segments = [segment for t in trajectories for segment in t.segments]
-    places = [
-        (v, index)
-        for t, v in zip(trajectories, values, strict=True)
-        for index in range(len(t.segments))
-    ]
-    trainer = [v.logprobs.get(index) for v, index in places]
-    advantages = [v.advantages.get(index) for v, index in places]
-    weights = [v.importance_weights.get(index) for v, index in places]
-    columns: dict[str, Any] = {
-        "parent": [s.parent for s in segments],
-        "token_ids": _numbers([s.token_ids for s in segments], pa.int32()),
-        "is_sampled": [s.is_sampled for s in segments],
-        "turn": [s.turn for s in segments],
-        "logprobs": _numbers([s.logprobs for s in segments], pa.float32()),
-        "trainer_logprobs": _numbers(trainer, pa.float32()),
-        "advantages": _numbers(advantages, pa.float32()),
-        "importance_weights": _numbers(weights, pa.float32()),
-        "policy_version": [s.policy_version for s in segments],
-        "finish_reason": [s.finish_reason for s in segments],
-        "stop_json": [None if s.stop is None else json.dumps(s.stop) for s in segments],
-        "sampling_json": [
-            None if s.sampling is None else _sampling_json(s.sampling) for s in segments
-        ],
-        "messages_json": [json.dumps([m.to_dict() for m in s.messages]) for s in segments],
-        "reason": [_text(s.reason) for s in segments],
-        "reward": [s.reward for s in segments],
-        "fingerprint": [_text(s.fingerprint) for s in segments],
-        "routed_experts": [_array_to_dict(s.routed_experts) for s in segments],
-        "boundary_routes": [_array_to_dict(s.boundary_routes) for s in segments],
-        "support_ids": _numbers(
-            [None if s.support is None else s.support.values for s in segments], pa.int32()
-        ),
-        "support_sizes": _numbers(
-            [None if s.support is None else s.support.sizes for s in segments], pa.int32()
-        ),
-    }
-    struct = pa.StructArray.from_arrays(
-        [
-            column if isinstance(column, pa.Array) else pa.array(column, _SEGMENT.field(name).type)
-            for name, column in columns.items()
-        ],
-        fields=list(_SEGMENT),
-    )
-    offsets = [0, *accumulate(len(t.segments) for t in trajectories)]
-    return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), struct, type=_list(_SEGMENT))
+def _column(values: Sequence[Any], dtype: pa.DataType) -> pa.Array:
+    if pa.types.is_list(dtype) and pa.types.is_primitive(dtype.value_type):
+        return _numbers(values, dtype.value_type)
+    return pa.array(values, dtype)
 
 
 def _numbers(arrays: Sequence[npt.NDArray[Any] | None], dtype: pa.DataType) -> pa.ListArray:
@@ -348,13 +287,13 @@ def _numbers(arrays: Sequence[npt.NDArray[Any] | None], dtype: pa.DataType) -> p
     )
 
 
-def _named_numbers(numbers: dict[str, float]) -> list[dict[str, Any]]:
-    return [{"name": _text(name), "value": float(value)} for name, value in numbers.items()]
+def _named_numbers(numbers: dict[str, float]) -> list[tuple[str, float]]:
+    return [(_text(name), float(value)) for name, value in numbers.items()]
 
 
 @lru_cache(maxsize=64)  # a step's segments share a handful
-def _sampling_json(sampling: SamplingParams) -> str:
-    return json.dumps(dataclasses.asdict(sampling))
+def _sampling_json(sampling: SamplingParams | None) -> str | None:
+    return None if sampling is None else json.dumps(dataclasses.asdict(sampling))
 
 
 def _text(text: str) -> str:
@@ -376,14 +315,18 @@ def _array_to_dict(array: npt.NDArray[Any] | None) -> dict[str, Any] | None:
 def read_part(path: Path) -> Iterator[TrajectoryRecord]:
     """The trajectories of one part, in the order written, a few at a time."""
     with _open(path) as part:
-        for rows in _read(path, part):
-            yield from map(_record, rows)
+        try:
+            for batch in part.iter_batches(batch_size=_ROW_GROUP_SIZE, use_threads=False):
+                yield from map(_record, batch.to_pylist())
+        except (pa.ArrowException, OSError) as error:
+            raise DataError(f"{path}: the part is damaged ({error}).") from error
 
 
 def read_summaries(path: Path) -> list[TrajectorySummary]:
     """The summary columns of one part, in the order written."""
+    columns = [field.name for field in dataclasses.fields(TrajectorySummary)]
     with _open(path) as part:
-        rows = part.read(columns=list(SUMMARY_COLUMNS), use_threads=False).to_pylist()
+        rows = part.read(columns=columns, use_threads=False).to_pylist()
     return [TrajectorySummary(**row) for row in rows]
 
 
@@ -402,14 +345,6 @@ def to_groups(records: Iterable[TrajectoryRecord]) -> list[Group]:
         group = groups.setdefault(record.group, Group(task=record.task, trajectories=[]))
         group.trajectories.append(record.trajectory)
     return list(groups.values())
-
-
-def _read(path: Path, part: pq.ParquetFile) -> Iterator[list[dict[str, Any]]]:
-    try:
-        for batch in part.iter_batches(batch_size=_ROW_GROUP_SIZE, use_threads=False):
-            yield batch.to_pylist()
-    except (pa.ArrowException, OSError) as error:
-        raise DataError(f"{path}: the part was damaged on its way ({error}).") from error
 
 
 def _open(path: Path) -> pq.ParquetFile:
@@ -448,9 +383,7 @@ def _record(row: dict[str, Any]) -> TrajectoryRecord:
             error=row["error"],
             metrics={entry["name"]: entry["value"] for entry in row["metrics"]},
         ),
-        trainer_logprobs=tuple(_floats(s["trainer_logprobs"]) for s in row["segments"]),
-        advantages=tuple(_floats(s["advantages"]) for s in row["segments"]),
-        importance_weights=tuple(_floats(s.get("importance_weights")) for s in row["segments"]),
+        **{name: tuple(_floats(s.get(name)) for s in row["segments"]) for name in _TRAINED},
     )
 
 
