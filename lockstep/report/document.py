@@ -6,6 +6,7 @@ metrics.jsonl.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -262,55 +263,42 @@ def evaluation_names(run: Run) -> list[str]:
 
 def _results(run: Run) -> list[dict[str, Any]]:
     """One run's line of the final table: cells of label, value, unit, better, spread."""
-    rewards = run.column("reward/mean")[1]
-    cells = []
+    cells: list[tuple[str, float, str, str]] = []
+    rewards, spread = run.column("reward/mean")[1], None
     if rewards:
         first, last = rewards[:NUM_LAST_STEPS], rewards[-NUM_LAST_STEPS:]
         if len(rewards) > len(last):
-            label = f"reward, first {len(first)}"
-            cells.append(_cell(label, statistics.fmean(first), "reward", "up"))
-        cells.append(
-            _cell(
-                f"reward, last {len(last)}",
-                statistics.fmean(last),
-                "reward",
-                "up",
-                spread=statistics.stdev(last) if len(last) > 1 else None,
-            )
-        )
+            cells.append((f"reward, first {len(first)}", statistics.fmean(first), "reward", "up"))
+        cells.append((f"reward, last {len(last)}", statistics.fmean(last), "reward", "up"))
+        spread = statistics.stdev(last) if len(last) > 1 else None
     for name in evaluation_names(run):
-        label = f"held-out {held_out_label(name)}"
-        cells.append(_cell(label, run.column(name)[1][-1], "reward", "up"))
-    for name, label, choose in (
-        ("mismatch/k3", "k3, median", statistics.median),
-        ("mismatch/k3", "k3, worst", max),
-        ("mismatch/max_abs_diff", "largest difference", max),
-        ("train/skipped_updates", "skipped updates", max),
+        cells.append((f"held-out {held_out_label(name)}", run.column(name)[1][-1], "reward", "up"))
+    for name, label, unit, choose in (
+        ("mismatch/k3", "k3, median", "nats", statistics.median),
+        ("mismatch/k3", "k3, worst", "nats", max),
+        ("mismatch/max_abs_diff", "largest difference", "nats", max),
+        ("train/skipped_updates", "skipped updates", "updates", max),
     ):
         if values := run.column(name)[1]:
-            metric = find_metric(name)
-            cells.append(_cell(label, choose(values), metric.unit if metric else "", "down"))
+            cells.append((label, choose(values), unit, "down"))
     if seconds := _seconds(run):
-        cells.append(_cell("time", seconds, "seconds", "down"))
-    for tokens, seconds, label in (
+        cells.append(("time", seconds, "seconds", "down"))
+    for tokens, phase, label in (
         ("tokens/sampled", "time/sample_seconds", "sampling"),
         ("tokens/trained", "time/train_seconds", "training"),
     ):
-        if rate := _rate(run, tokens, seconds):
-            cells.append(_cell(label, rate, "tokens/s", "up"))
-    return cells
-
-
-def _cell(
-    label: str, value: float, unit: str, better: str, *, spread: float | None = None
-) -> dict[str, Any]:
-    return {
-        "label": label,
-        "value": write_number(value),
-        "spread": write_number(spread),
-        "unit": unit,
-        "better": better,
-    }
+        if rate := _rate(run, tokens, phase):
+            cells.append((label, rate, "tokens/s", "up"))
+    return [
+        {
+            "label": label,
+            "value": write_number(value),
+            "spread": write_number(spread) if label.startswith("reward, last") else None,
+            "unit": unit,
+            "better": better,
+        }
+        for label, value, unit, better in cells
+    ]
 
 
 def _rate(run: Run, tokens: str, seconds: str) -> float | None:
@@ -320,73 +308,77 @@ def _rate(run: Run, tokens: str, seconds: str) -> float | None:
 
 
 def _headlines(runs: Sequence[Run], groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The few figures that a reader wants first, each with what it means in plain words."""
-    out = []
-    rewards = [_ends(run.column("reward/mean")[1], NUM_LAST_STEPS) for run in runs]
-    out.append(
-        _headline(
+    """The few figures that a reader wants first, each with its meaning in plain words."""
+    names = [name for run in runs for name in evaluation_names(run)]
+    alarms = [worst_alarm(run) for run in runs]
+    tiles: list[tuple[str, str, str, str, list[Ends]]] = [
+        (
             f"Reward, last {NUM_LAST_STEPS} steps",
             "Mean reward of the sampled episodes that were trained on, at the end of the run. "
             "It is measured with exploration on, on tasks drawn fresh for each step.",
             "reward",
             "up",
-            rewards,
-            groups,
+            [_ends(run.column("reward/mean")[1], NUM_LAST_STEPS) for run in runs],
         )
-    )
-    for word, title, meaning in (
-        (
-            "sampled",
-            "Held-out, sampled",
-            "Reward on tasks that were never trained on, answered the way training samples.",
-        ),
-        (
-            "greedy",
-            "Held-out, greedy",
-            "The same tasks, always taking the likeliest token. Where this starts high, much of "
-            "the gain in sampled reward is the policy becoming more certain, not learning more.",
-        ),
-    ):
-        name = next(
-            (n for run in runs for n in evaluation_names(run) if f"/{word}/mean" in n), None
-        )
-        if name is not None:
+    ]
+    for word, title, meaning in _HELD_OUT:
+        if name := next((n for n in names if f"/{word}/mean" in n), ""):
             values = [_ends(run.column(name)[1], 1) for run in runs]
-            out.append(_headline(title, meaning, "reward", "up", values, groups))
-    worst = [worst_alarm(run) for run in runs]
-    out.append(
-        _headline(
-            "Worst mismatch",
+            tiles.append((title, meaning, "reward", "up", values))
+    tiles += [
+        (
+            _WORST,
             "max(|k1|, k2, k3) between the sampler's and the trainer's log-probs, at its worst "
             f"step. Above {WARNING_LIMIT:g} the update is visibly off-policy; above "
             f"{CRITICAL_LIMIT:g} runs tend to collapse.",
             "nats",
             "down",
-            [(None, alarm.value if alarm.value == alarm.value else None) for alarm in worst],
-            groups,
-            choose=max,
-            levels=[alarm.level for alarm in worst],
-        )
-    )
-    seconds = [(None, _seconds(run) or None) for run in runs]
-    out.append(
-        _headline("Time", "From the first step to the last.", "seconds", "down", seconds, groups)
-    )
-    rates = [(None, _rate(run, "tokens/sampled", "time/sample_seconds")) for run in runs]
-    out.append(
-        _headline(
+            [(None, None if math.isnan(alarm.value) else alarm.value) for alarm in alarms],
+        ),
+        (
+            "Time",
+            "From the first step to the last.",
+            "seconds",
+            "down",
+            [(None, _seconds(run) or None) for run in runs],
+        ),
+        (
             "Sampling speed",
             "Tokens that the policy sampled per second of sampling.",
             "tokens/s",
             "up",
-            rates,
-            groups,
-        )
-    )
-    return [headline for headline in out if any(v["value"] is not None for v in headline["values"])]
+            [(None, _rate(run, "tokens/sampled", "time/sample_seconds")) for run in runs],
+        ),
+    ]
+    out: list[dict[str, Any]] = []
+    for title, meaning, unit, better, ends in tiles:
+        values = [_tile(title, [(ends[i], alarms[i]) for i in group["runs"]]) for group in groups]
+        if any(value["value"] is not None for value in values):
+            text = {"title": title, "meaning": meaning, "unit": unit, "better": better}
+            out.append({**text, "values": values})
+    return out
 
 
-def _ends(values: Sequence[float], size: int) -> tuple[float | None, float | None]:
+Ends = tuple[float | None, float | None]
+"""(value at the start, value at the end) of one run; None where it was not measured."""
+
+_WORST = "Worst mismatch"
+_HELD_OUT = (
+    (
+        "sampled",
+        "Held-out, sampled",
+        "Reward on tasks that were never trained on, answered the way training samples.",
+    ),
+    (
+        "greedy",
+        "Held-out, greedy",
+        "The same tasks, always taking the likeliest token. Where this starts high, much of the "
+        "gain in sampled reward is the policy becoming more certain, not learning more.",
+    ),
+)
+
+
+def _ends(values: Sequence[float], size: int) -> Ends:
     """(mean of the first `size`, mean of the last); no start if there is one measurement."""
     if not values:
         return None, None
@@ -394,39 +386,19 @@ def _ends(values: Sequence[float], size: int) -> tuple[float | None, float | Non
     return start, statistics.fmean(values[-size:])
 
 
-def _headline(
-    title: str,
-    meaning: str,
-    unit: str,
-    better: str,
-    ends: Sequence[tuple[float | None, float | None]],
-    groups: Sequence[Mapping[str, Any]],
-    *,
-    choose: Callable[[Sequence[float]], float] = statistics.fmean,
-    levels: Sequence[Level] = (),
-) -> dict[str, Any]:
-    """One tile: per group the value over its runs, its range, and where it started."""
-    values = []
-    for group in groups:
-        starts = [s for s, _ in (ends[run] for run in group["runs"]) if s is not None]
-        finals = [v for _, v in (ends[run] for run in group["runs"]) if v is not None]
-        values.append(
-            {
-                "value": write_number(choose(finals)) if finals else None,
-                "low": write_number(min(finals)) if len(finals) > 1 else None,
-                "high": write_number(max(finals)) if len(finals) > 1 else None,
-                "start": write_number(statistics.fmean(starts)) if starts else None,
-                "level": max((levels[run] for run in group["runs"]), key=_LEVELS.index)
-                if levels
-                else None,
-            }
-        )
+def _tile(title: str, members: Sequence[tuple[Ends, Alarm]]) -> dict[str, Any]:
+    """One group's figure in a headline: over its runs, with its range and where it started."""
+    starts = [start for (start, _), _ in members if start is not None]
+    finals = [final for (_, final), _ in members if final is not None]
+    is_worst = title == _WORST
+    level = max((alarm.level for _, alarm in members), key=_LEVELS.index) if is_worst else None
+    choose = max if is_worst else statistics.fmean
     return {
-        "title": title,
-        "meaning": meaning,
-        "unit": unit,
-        "better": better,
-        "values": values,
+        "value": write_number(choose(finals)) if finals else None,
+        "low": write_number(min(finals)) if len(finals) > 1 else None,
+        "high": write_number(max(finals)) if len(finals) > 1 else None,
+        "start": write_number(statistics.fmean(starts)) if starts else None,
+        "level": level,
     }
 
 

@@ -17,7 +17,6 @@ import json
 import os
 import platform
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -55,9 +54,15 @@ _PART = re.compile(r"step-(\d{6,})(?:-([A-Za-z0-9_.-]+))?\.parquet")
 _CHECKPOINT = re.compile(r"step-(\d{6,})")
 _SPLIT = re.compile(r"[A-Za-z0-9_.-]+")
 _PACKAGES = (
-    "lockstep-rl", "torch", "numpy", "tokenizers", "safetensors", "huggingface_hub", "pyarrow",
-    "transformers", "rich",
-)  # fmt: skip
+    "lockstep-rl",
+    "torch",
+    "numpy",
+    "tokenizers",
+    "safetensors",
+    "pyarrow",
+    "transformers",
+)
+_THREADS = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "MKL_NUM_THREADS")
 
 
 Status = Literal["done", "interrupted", "stopped"]
@@ -90,17 +95,6 @@ def describe_environment(facts: Mapping[str, Any] | None = None) -> dict[str, An
 
     facts: what only the caller knows (fingerprint, architecture, thread count of torch); JSON-able.
     """
-    versions = {}
-    for package in _PACKAGES:
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    threads = {
-        name: os.environ[name]
-        for name in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "MKL_NUM_THREADS")
-        if name in os.environ
-    }
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {
         "started_at": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -111,11 +105,11 @@ def describe_environment(facts: Mapping[str, Any] | None = None) -> dict[str, An
         "cpu": _cpu_name(),
         "num_cpus": os.cpu_count(),
         "num_usable_cpus": usable,
-        "threads": threads,
+        "threads": {name: os.environ[name] for name in _THREADS if name in os.environ},
         "working_directory": os.getcwd(),
         "argv": list(sys.argv),
         "git_commit": _git_commit(),
-        "versions": versions,
+        "versions": {name: found for name in _PACKAGES if (found := _version(name))},
         **(facts or {}),
     }
 
@@ -508,29 +502,25 @@ def _is_in_sample(step: int, task_id: str, fraction: float) -> bool:
     return int.from_bytes(digest, "big") < fraction * 2**64
 
 
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
 def _cpu_name() -> str:
     cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text(errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+    text = cpuinfo.read_text(errors="replace") if cpuinfo.exists() else ""
+    found = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    return found[1] if found else platform.processor() or platform.machine()
 
 
 def _git_commit() -> str:
-    """Of the working directory, with "+changes" if tracked files differ; "" outside of git."""
-    if shutil.which("git") is None:
-        return ""
+    """The working directory's commit, with "+changes" if tracked files differ; "" outside git."""
+    command = ["git", "describe", "--always", "--dirty=+changes", "--abbrev=40", "--exclude=*"]
     try:
-        commit, changes = (
-            subprocess.run(
-                ["git", *arguments], capture_output=True, text=True, timeout=5, check=True
-            ).stdout.strip()
-            for arguments in (
-                ("rev-parse", "HEAD"),
-                ("status", "--porcelain", "--untracked-files=no"),
-            )
-        )
+        found = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True)
     except (subprocess.SubprocessError, OSError):
         return ""
-    return f"{commit}+changes" if changes else commit
+    return found.stdout.strip()
