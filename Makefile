@@ -17,7 +17,7 @@ else
 TORCH = $(PIP) install "torch$(TORCH_VERSION)"
 endif
 
-.PHONY: install install-dev quickstart test test-vllm test-openenv test-verifiers test-agents test-renderers test-instructions test-bfcl check bench proof studies models clean
+.PHONY: install install-dev quickstart test test-vllm test-openenv test-verifiers test-agents test-renderers test-instructions check bench proof studies models clean
 
 install: $(VENV)/.installed
 
@@ -116,16 +116,6 @@ $(PEER_CHECKERS)/.installed: Makefile | $(VENV)/.installed-dev
 
 test-instructions: $(PEER_CHECKERS)/.installed
 	PYTHONPATH=$(abspath $(PEER_CHECKERS)) $(BIN)/python -m pytest tests/parity/test_instructions_parity.py -rP
-
-# BFCL's package without the clients of every vendor, beside ours.
-BFCL = build/bfcl
-$(BFCL)/.installed: Makefile | $(VENV)/.installed-dev
-	rm -rf $(BFCL)
-	$(PIP) install --target $(BFCL) --no-deps bfcl-eval==2026.3.23 mpmath==1.3.0
-	touch $@
-
-test-bfcl: $(BFCL)/.installed
-	PYTHONPATH=$(abspath $(BFCL)) $(BIN)/python -m pytest tests/parity/test_bfcl.py
 
 check: install-dev
 	$(BIN)/ruff check .

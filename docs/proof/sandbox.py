@@ -14,6 +14,7 @@ import asyncio
 import json
 import os
 import platform
+import sys
 import time
 from datetime import UTC, datetime
 from pathlib import Path
@@ -29,12 +30,15 @@ from lockstep.agent.sandbox import (
 from lockstep.errors import LockstepError
 from lockstep.testing.check_sandbox import check_sandbox
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests/cpu/agent/sandbox"))
+from hostile import HOSTILE
+
 LIMITS = SandboxLimits(seconds=2.0)
 
 
 def proof_of(config: SandboxConfig) -> dict[str, Any]:
     began = time.monotonic()
-    report = asyncio.run(check_sandbox(config.open(), limits=config.limits))
+    report = asyncio.run(check_sandbox(config.open(), limits=config.limits, programs=HOSTILE))
     return {
         "endings": report.endings,
         "seconds": round(time.monotonic() - began, 1),

@@ -60,7 +60,6 @@ def find_supervised_recipe(name: str) -> SupervisedConfig:
 
 
 import lockstep.agent.judge  # noqa: E402  a kind of scorer: known to --help by its import
-import lockstep.envs.bfcl.config  # noqa: E402
 import lockstep.envs.mcp_tasks  # noqa: E402  kinds of task: known to --help by their import
 import lockstep.envs.mixture  # noqa: E402
 import lockstep.envs.openenv  # noqa: E402

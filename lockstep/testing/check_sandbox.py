@@ -23,7 +23,6 @@ from lockstep.agent.sandbox.base import (
     metrics_of,
 )
 from lockstep.errors import SandboxError
-from lockstep.testing.hostile import HOSTILE
 
 GRACE_SECONDS = 3.0
 """Seconds past its limit for a program to be ended, on a busy machine."""
@@ -37,7 +36,7 @@ class SandboxReport:
     """Measurements of a sandbox that kept every promise."""
 
     endings: dict[str, Ending] = field(default_factory=dict[str, Ending])
-    """name of the program -> ending, in the order of `HOSTILE`."""
+    """name of the program -> ending, in the order of `programs`."""
     max_seconds: float = 0.0
     """Seconds of the slowest program."""
     max_stall_seconds: float = 0.0
@@ -50,7 +49,7 @@ async def check_sandbox(
     sandbox: Sandbox,
     *,
     limits: SandboxLimits,
-    programs: Mapping[str, str] = HOSTILE,
+    programs: Mapping[str, str],
     max_stall_seconds: float = 5.0,
 ) -> SandboxReport:
     """Raises SandboxError, naming the program, if `sandbox` breaks a promise. Closes the sandbox.
@@ -59,7 +58,9 @@ async def check_sandbox(
     `programs`. Then looks for leaked secrets, written files and processes that still run. Plain
     programs must work before and after.
 
-    limits: the sandbox's own. max_stall_seconds: seconds for which the event loop may be blocked.
+    programs: name -> code, in which SECRET_PATH, CANARY_PATH, PORT and HOST_PID are replaced by
+    things of this machine. limits: the sandbox's own. max_stall_seconds: seconds for which the
+    event loop may be blocked.
 
     Guard: tests/cpu/agent/sandbox/test_check_sandbox.py breaks each promise.
     """

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hostile import HOSTILE
 
 from lockstep.agent.sandbox import (
     BubblewrapConfig,
@@ -22,7 +23,6 @@ from lockstep.agent.sandbox.bubblewrap import require_bwrap
 from lockstep.config import choices
 from lockstep.errors import ConfigError, SandboxError
 from lockstep.testing.check_sandbox import check_sandbox
-from lockstep.testing.hostile import HOSTILE
 
 LIMITS = SandboxLimits(seconds=1.0, memory_mib=64)
 CALM = SandboxLimits(seconds=20.0, memory_mib=64)
@@ -48,7 +48,7 @@ KINDS = {
 def test_no_hostile_program_gets_out_outlives_its_time_or_takes_the_host_down(kind):
     if kind == "bwrap" and (problem := why_no_bwrap()):
         pytest.skip(problem)
-    report = asyncio.run(check_sandbox(KINDS[kind].open(), limits=LIMITS))
+    report = asyncio.run(check_sandbox(KINDS[kind].open(), limits=LIMITS, programs=HOSTILE))
     assert list(report.endings) == list(HOSTILE)
     assert report.endings["loop"] == report.endings["loop that catches all"] == "timeout"
     endings = {

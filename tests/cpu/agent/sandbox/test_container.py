@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from hostile import HOSTILE
 
 from lockstep.agent.sandbox import ContainerConfig, ProgramResult, SandboxLimits
 from lockstep.agent.sandbox.container import container_argv, require_image
@@ -115,4 +116,4 @@ def test_docker_itself():
         config.check()
     except ConfigError as error:
         pytest.skip(str(error))
-    asyncio.run(check_sandbox(config.open(), limits=config.limits))
+    asyncio.run(check_sandbox(config.open(), limits=config.limits, programs=HOSTILE))

@@ -5,8 +5,6 @@ replaces SECRET_PATH, CANARY_PATH, PORT and HOST_PID by things of the host. In a
 modules that they use, most end with an error, which is just as good.
 """
 
-from __future__ import annotations
-
 HOSTILE: dict[str, str] = {
     # -- time ---------------------------------------------------------------------------------
     "loop": "while True: pass",
