@@ -17,18 +17,17 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.metadata import version
-from typing import Any
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
 
-from lockstep.ops.audit import ops_outside
 from lockstep.ops.base import Ops
 from lockstep.ops.context import KEY_BLOCK, PackedContext, PagedContext
 from lockstep.ops.contract import COVERED_DTYPES, Fingerprint
 from lockstep.ops.invariant import InvariantOps
-from lockstep.ops.recording import Model, around_every_op, with_ops
 
 Tensor = torch.Tensor
 
@@ -49,6 +48,19 @@ ROWWISE = {
     "log_softmax": (0,),
 }
 """op -> the positions of its arguments that have a row per token."""
+WATCHED = {*ROWWISE, "expert_linear", "attention"}
+
+
+class Model(Protocol):
+    """A decoder: see `models.decoder.Decoder`."""
+
+    ops: Ops
+    config: Any
+
+    @property
+    def head(self) -> Tensor: ...
+    def parameters(self) -> Iterator[Any]: ...
+    def __call__(self, ids_T: Tensor, positions_T: Tensor, context: PackedContext, /) -> Tensor: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,20 +79,10 @@ class Proof:
         return not self.failure
 
 
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """The first op that gave a row other bits in other company."""
-
-    op: str
-    text: str
-    """The op with its dtype, shapes and threads."""
-
-
 def prove(model: Model, *, ops: Ops | None = None) -> Proof:
     """Looks for ops that keep the contract for `model`, on its device and in its dtype.
 
-    ops: what to try; None takes those of the device. A model that computes by itself, outside of
-    its ops, is declined before any op is tried. Leaves the model's ops and the thread count as
+    ops: what to try; None takes those of the device. Leaves the model's ops and the thread count as
     they were.
     """
     began = time.perf_counter()
@@ -89,37 +91,27 @@ def prove(model: Model, *, ops: Ops | None = None) -> Proof:
     if dtype not in COVERED_DTYPES:
         failure = f"dtype {dtype} is not covered; covered are {', '.join(COVERED_DTYPES)}"
         return Proof(ops=Ops(), failure=failure, num_checks=0, seconds=0.0)
-    tried, num_checks, threads = Ops(), 0, torch.get_num_threads()
+    num_checks, before, threads = 0, model.ops, torch.get_num_threads()
     try:
-        tried = _ops_of(weight.device) if ops is None else ops
-        with with_ops(model, tried):
-            failure, num_checks = _try(tried, model)
+        model.ops = ops = ops or _ops_of(weight.device)
+        while True:
+            op, failure, count = first_failure(model)
+            num_checks += count
+            if not failure or not _raise_quantum(ops, op):
+                break
     except Exception as error:
         # A package that is missing, a switch that forbids it, a kernel that this device cannot
         # build or launch: whatever it is, these ops are not to be trained with.
         failure = f"{type(error).__name__}: {error}"
     finally:
+        model.ops = before
         torch.set_num_threads(threads)
     return Proof(
-        ops=Ops() if failure else tried,
+        ops=Ops() if failure or ops is None else ops,
         failure=failure,
         num_checks=num_checks,
         seconds=time.perf_counter() - began,
     )
-
-
-def _try(ops: Ops, model: Model) -> tuple[str, int]:
-    """(why `ops` do not keep the contract under any rules, or nothing; checks made)."""
-    num_checks = 0
-    if text := _ops_outside(model):
-        return text, num_checks
-    while True:
-        found, count = first_failure(model)
-        num_checks += count
-        if found is None:
-            return "", num_checks
-        if not _raise_quantum(ops, found):
-            return found.text, num_checks
 
 
 def _ops_of(device: torch.device) -> Ops:
@@ -130,24 +122,16 @@ def _ops_of(device: torch.device) -> Ops:
     return CudaOps()
 
 
-def _ops_outside(model: Model) -> str:
-    """The ops that the model computes by itself, in words; empty if there are none."""
-    ids = torch.zeros(3, dtype=torch.int64, device=model.head.device)
-    positions = torch.arange(3, device=ids.device)
-    found = ops_outside(model, ids, positions, PackedContext.of([3], device=ids.device))
-    return f"outside of its ops the model calls {', '.join(found)}" if found else ""
-
-
-def _raise_quantum(ops: Ops, failure: Failure) -> bool:
+def _raise_quantum(ops: Ops, failed: str) -> bool:
     """Changes the rules so that they may help; False if none is left that could."""
     if not isinstance(ops, InvariantOps):
         return False
     rules = ops.rules
-    if failure.op == "packed weights":
+    if failed == "packed weights":
         rules = replace(rules, is_packing=False)
-    elif failure.op == "attention" and rules.key_quantum < KEY_BLOCK:
+    elif failed == "attention" and rules.key_quantum < KEY_BLOCK:
         rules = replace(rules, key_quantum=KEY_BLOCK)
-    elif failure.op == "attention":
+    elif failed == "attention":
         rules = replace(rules, head_quantum=2 * rules.head_quantum)
     else:
         rules = replace(rules, row_quantum=2 * rules.row_quantum)
@@ -166,72 +150,76 @@ class _Call:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
+    def describe(self) -> str:
+        tensors = [a for a in (*self.args, *self.kwargs.values()) if isinstance(a, Tensor)]
+        shapes = " x ".join(str(list(t.shape)) for t in tensors[:3])
+        threads = f", {torch.get_num_threads()} threads" if tensors[0].device.type == "cpu" else ""
+        return f"{str(tensors[0].dtype).removeprefix('torch.')} {shapes}{threads}"
 
-def _record(model: Model) -> tuple[list[_Call], Tensor]:
-    """One call of each op and shape, and the hidden states [T, D]."""
-    config, device = model.config, model.head.device
-    size = sum(p.numel() for p in model.parameters()) if isinstance(model, torch.nn.Module) else 0
-    longest = min(config.max_positions, max(MAX_FORWARD_MULTIPLIES // max(size, 1), KEY_BLOCK + 9))
-    lengths = [min(length, longest) for length in ROW_LENGTHS]
-    total = sum(lengths)
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, config.vocab_size, (total,), generator=generator).to(device)
-    positions = torch.cat([torch.arange(length) for length in lengths]).to(device)
-    calls: dict[Any, _Call] = {}
 
-    def around(op: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+class _Recorder:
+    """Ops that keep one call of each op and shape."""
+
+    def __init__(self, ops: Ops) -> None:
+        self._ops = ops
+        self.calls: dict[Any, _Call] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        function = getattr(self._ops, name)
+        return partial(self._run, name, function) if name in WATCHED else function
+
+    def _run(self, op: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         out = function(*args, **kwargs)
         first = out[0] if isinstance(out, tuple) else out
         tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
         key = (op, tuple(t.shape[1:] for t in (*tensors, first)), kwargs.get("window"))
-        calls.setdefault(key, _Call(op, args, kwargs))
+        self.calls.setdefault(key, _Call(op, args, kwargs))
         return out
 
-    context = PackedContext.of(lengths, device=device)
-    with torch.no_grad(), around_every_op(model, around):
-        hidden = model(ids, positions, context)
-    return list(calls.values()), hidden
+
+def _record(model: Model) -> tuple[list[_Call], Tensor]:
+    """One call of each op and shape, and the hidden states [T, D]."""
+    config, device, ops = model.config, model.head.device, model.ops
+    size = sum(p.numel() for p in model.parameters())
+    longest = min(config.max_positions, max(MAX_FORWARD_MULTIPLIES // size, KEY_BLOCK + 9))
+    lengths = [min(length, longest) for length in ROW_LENGTHS]
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, config.vocab_size, (sum(lengths),), generator=generator).to(device)
+    positions = torch.cat([torch.arange(length) for length in lengths]).to(device)
+    recorder = _Recorder(ops)
+    model.ops = cast(Ops, recorder)
+    try:
+        with torch.no_grad():
+            hidden = model(ids, positions, PackedContext.of(lengths, device=device))
+    finally:
+        model.ops = ops
+    return list(recorder.calls.values()), hidden
 
 
 # -- the checks -----------------------------------------------------------------------------------
 
 
-def first_failure(model: Model) -> tuple[Failure | None, int]:
-    """(the first of the model's ops that is not invariant, checks made)."""
+def first_failure(model: Model) -> tuple[str, str, int]:
+    """(first of the model's ops that is not invariant, its shapes in words, checks made); the first
+    two are empty if all are invariant."""
     ops = model.ops
     calls, hidden = _record(model)
     with torch.no_grad():
         logits = ops.linear(hidden, model.head)
-    count = 0
-    for call in (
-        *calls,
-        _Call("linear", (hidden, model.head), {}),
-        _Call("log_softmax", (logits,), {}),
-    ):
-        if call.op == "attention":
-            checks = _attention_checks(ops, call)
-        elif call.op == "expert_linear":
-            checks = _expert_checks(ops, call)
-        else:
-            checks = _row_checks(ops, call)
-        for failed in checks:
-            count += 1
-            if failed:
-                return Failure(failed, f"{failed}: {_describe(call)}"), count
-    with torch.no_grad():
         sampled = ops.log_softmax(logits)
         ids = sampled.argmax(-1)
         trained, _ = ops.log_probs(hidden, model.head, ids)
+    of_head = [_Call("linear", (hidden, model.head), {}), _Call("log_softmax", (logits,), {})]
+    count = 0
+    for call in (*calls, *of_head):
+        checks = {"attention": _attention_checks, "expert_linear": _expert_checks}
+        for failed in checks.get(call.op, _row_checks)(ops, call):
+            count += 1
+            if failed:
+                return failed, f"{failed}: {call.describe()}", count
     if not torch.equal(trained, sampled.gather(1, ids[:, None])[:, 0]):
-        return Failure("log_probs", "log_probs: differs from the sampler's log_softmax"), count
-    return None, count + 1
-
-
-def _describe(call: _Call) -> str:
-    tensors = [a for a in (*call.args, *call.kwargs.values()) if isinstance(a, Tensor)]
-    shapes = " x ".join(str(list(t.shape)) for t in tensors[:3])
-    threads = f", {torch.get_num_threads()} threads" if tensors[0].device.type == "cpu" else ""
-    return f"{str(tensors[0].dtype).removeprefix('torch.')} {shapes}{threads}"
+        return "log_probs", "log_probs: differs from the sampler's log_softmax", count
+    return "", "", count + 1
 
 
 def _row_checks(ops: Ops, call: _Call) -> Iterator[str]:

@@ -4,7 +4,6 @@ import pytest
 import torch
 from cpu.engines.engine_models import make_model
 
-from lockstep.models.decoder import Decoder
 from lockstep.ops.base import Ops
 from lockstep.ops.invariant import InvariantOps, Rules
 from lockstep.ops.selftest import fingerprint, first_failure, prove
@@ -59,9 +58,9 @@ class Dependent(InvariantOps):
 def test_an_op_that_depends_on_its_company_is_named(kind, op):
     model = make_model(kind, max_positions=512)
     model.ops = Dependent(op)
-    failure, num_checks = first_failure(model)
-    assert failure is not None and failure.op == op
-    assert failure.text.startswith(f"{op}: float32 [") and num_checks > 0
+    failed, text, num_checks = first_failure(model)
+    assert failed == op
+    assert text.startswith(f"{op}: float32 [") and num_checks > 0
 
 
 @pytest.mark.parametrize("kind", ARCHITECTURES)
@@ -110,25 +109,12 @@ def test_a_machine_that_no_quantum_helps_is_told_the_op_and_the_shape():
 
 def test_stock_ops_do_not_pass():
     """The control: what the invariant backend replaces does depend on the batch."""
-    assert first_failure(make_model("gpt_oss", max_positions=512))[0] is not None
+    assert first_failure(make_model("gpt_oss", max_positions=512))[0]
 
 
 def test_a_dtype_that_the_contract_does_not_cover_is_declined():
     proof = prove(make_model().to(torch.float64))
     assert proof.failure == "dtype float64 is not covered; covered are float32, bfloat16, float16"
-
-
-def test_a_model_that_computes_outside_of_the_api_is_declined_by_the_ops_name():
-    class Softened(Decoder):
-        def forward(self, ids_T, positions_T, context):
-            return torch.tanh(super().forward(ids_T, positions_T, context))
-
-    inner = make_model()
-    model = Softened(inner.config)
-    model.load_state_dict(inner.state_dict())
-    proof = prove(model)
-    assert not proof.is_kept and proof.num_checks == 0
-    assert proof.failure.startswith("outside of its ops the model calls aten.tanh")
 
 
 def test_the_fingerprint_says_what_the_bits_depend_on():

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from tiny_training import VOCAB, make_rows, make_trainer, set_rollout
+from watched_ops import around_every_op
 
 from lockstep.correction.config import Correction
 from lockstep.errors import ContractError
@@ -17,7 +18,6 @@ from lockstep.objectives.config import CISPO, DPPO, GSPO, PPOClip, Reinforce
 from lockstep.objectives.losses import TokenLoss, make_loss, supervised_loss
 from lockstep.ops import head
 from lockstep.ops.contract import Fingerprint
-from lockstep.ops.recording import around_every_op
 
 LENGTHS = [31, 22, 40]
 ON_POLICY = Correction(level="none", anchor="on_policy")
@@ -47,7 +47,7 @@ def gradients(trainer, rows, loss_fn, **options):
         return function(*args, **kwargs)
 
     trainer.optimizer.zero_gradients()
-    with around_every_op(count):
+    with around_every_op(trainer.model, count):
         trainer.forward_backward(rows, loss_fn, **options)
     found = trainer.optimizer.gradients().values()
     return torch.cat([g.flatten().double() for g in found]), forwards
@@ -106,7 +106,7 @@ def test_update_knows_which_losses_are_fixed(tmp_path, small_chunks):
                 forwards.append(kwargs["coefficients"] is not None)
             return function(*args, **kwargs)
 
-        with around_every_op(note):
+        with around_every_op(trainer.model, note):
             trainer.update(rows, objective, correction)
         assert forwards == [is_known], (objective, correction)
 

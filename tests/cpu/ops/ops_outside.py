@@ -14,9 +14,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.module_tracker import ModuleTracker
+from watched_ops import around_every_op
 
 from lockstep.ops.context import PackedContext, PagedContext
-from lockstep.ops.recording import Model, around_every_op
 
 Tensor = torch.Tensor
 
@@ -46,7 +46,7 @@ _IS_EXACT = {name for names in EXACT.values() for name in names.split()}
 
 
 def ops_outside(
-    model: Model, ids_T: Tensor, positions_T: Tensor, context: PackedContext | PagedContext
+    model: Any, ids_T: Tensor, positions_T: Tensor, context: PackedContext | PagedContext
 ) -> list[str]:
     """Lists ops that the model computes itself and may not: "aten.gelu in Decoder.layers.0.mlp".
 
