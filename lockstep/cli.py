@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import json
 import os
 import sys
@@ -112,6 +113,18 @@ def _print(options: argparse.Namespace, value: Any, text: str) -> None:
     print(json.dumps(value) if options.json else text)
 
 
+def _present(draw: Callable[[Any], None], *, width: int) -> None:
+    """Calls `draw` with a console: in colour on a terminal, else as plain text of this width."""
+    from rich.console import Console
+
+    if (console := Console(highlight=False)).is_terminal:
+        draw(console)
+        return
+    out = io.StringIO()
+    draw(Console(file=out, highlight=False, width=width, no_color=True))
+    print("\n".join(line.rstrip() for line in out.getvalue().splitlines()))
+
+
 # -- the verbs ----------------------------------------------------------------------------------
 
 
@@ -214,12 +227,10 @@ def _serve(options: argparse.Namespace) -> int:
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    from rich.console import Console
-
     from lockstep.doctor.diagnose import diagnose
     from lockstep.doctor.diagnosis import EXIT_CODES
     from lockstep.doctor.progress import Reading
-    from lockstep.doctor.terminal import show, summary
+    from lockstep.doctor.terminal import show
 
     if options.ladder:
         return _ladder(options)
@@ -249,10 +260,7 @@ def _doctor(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(diagnosis.to_json() | {"page": page}, allow_nan=False))
         return EXIT_CODES[diagnosis.outcome]
-    if (console := Console(highlight=False)).is_terminal:
-        show(diagnosis, console, page=page)
-    else:
-        print(summary(diagnosis, page=page))
+    _present(lambda console: show(diagnosis, console, page=page), width=80)
     return EXIT_CODES[diagnosis.outcome]
 
 
@@ -279,10 +287,6 @@ def _ladder(options: argparse.Namespace) -> int:
 
 
 def _replay(options: argparse.Namespace) -> int:
-    import io
-
-    from rich.console import Console
-
     from lockstep.doctor.inputs.base import Facts
     from lockstep.doctor.replay import find, parse_target, score, show
     from lockstep.doctor.tokenization import find_tokenization
@@ -296,20 +300,14 @@ def _replay(options: argparse.Namespace) -> int:
     scores = score(replay, step=step) if options.score or step is not None else None
     if options.json:
         print(json.dumps(replay.to_json(), allow_nan=False))
-    elif (console := Console(highlight=False)).is_terminal:
-        show(replay, console, has_all_tokens=options.tokens)
     else:
-        out = io.StringIO()
-        show(replay, Console(file=out, highlight=False, width=100), has_all_tokens=options.tokens)
-        print("\n".join(line.rstrip() for line in out.getvalue().splitlines()))
+        _present(lambda c: show(replay, c, has_all_tokens=options.tokens), width=100)
     is_broken = scores is not None and scores.contract and replay.comes_back is False
     return FAILED if is_broken else OK
 
 
 def _render(options: argparse.Namespace) -> int:
-    from rich.console import Console
-
-    from lockstep.doctor.rendering import find_renderer, read_dialogue, show, text_of, to_json
+    from lockstep.doctor.rendering import find_renderer, read_dialogue, show, to_json
     from lockstep.renderers.origins import trace
 
     _import_plugins(options.plugin)
@@ -318,10 +316,8 @@ def _render(options: argparse.Namespace) -> int:
     rendering = trace(renderer, messages, tools)
     if options.json:
         print(json.dumps(to_json(rendering, renderer, options.model)))
-    elif (console := Console(highlight=False)).is_terminal:
-        show(rendering, renderer, options.model, console)
     else:
-        print(text_of(rendering, renderer, options.model))
+        _present(lambda console: show(rendering, renderer, options.model, console), width=100)
     return OK
 
 

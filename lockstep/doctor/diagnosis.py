@@ -1,4 +1,4 @@
-"""What the doctor says: findings, shares, and one verdict."""
+"""The result of an examination: findings, shares, and one verdict."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lockstep.doctor.checks.base import Setting, Share
 from lockstep.doctor.checks.causes import CAUSES, Cause
 from lockstep.doctor.checks.examine import Examination
 from lockstep.doctor.checks.findings import Evidence, Finding
-from lockstep.doctor.inputs.base import Dump
+from lockstep.doctor.inputs.base import HOW_TO_GET, Dump
 from lockstep.doctor.row_choice import RowChoice
 from lockstep.observe.alarms import WARNING_LIMIT
 from lockstep.store.files import encode_number
@@ -21,52 +21,22 @@ Outcome = Literal["consistent", "differs", "could_not_check"]
 EXIT_CODES: Mapping[Outcome, int] = {"consistent": 0, "differs": 1, "could_not_check": 2}
 
 Certainty = Literal["proved", "likely", "possible"]
-"""How sure a cause is. proved: its repair takes most of the gap, or the ids themselves show it.
-likely: its repair takes a part of the gap, or tokens show it. possible: the figures fit, and no
-token shows it."""
+"""proved: the repair of the cause removes most of the gap, or the ids themselves show it. likely:
+its repair removes a part of the gap, or tokens show it. possible: the figures fit and no token
+shows it."""
 
 MOST_OF_THE_GAP = 0.5
-"""Share of the k2 that was left before its repair, from which the repair is its own proof: no
-chance moves log-probs to where the other side has them."""
+"""Share of the remaining k2 that a repair must remove to prove its cause: log-probs do not move to
+those of the other side by chance."""
 PART_OF_THE_GAP = 0.05
-"""Share of k2 below which a repair says little: repairs leave out tokens, and with them noise."""
+"""Share of k2 below which a repair proves little: repairs leave out tokens, and their noise."""
 
 FLOAT_NOISE = 1e-4
-"""Largest |d| in nats that two float32 sides of one computation come to, with room: metrics of a
-run call a token above it an outlier (`correction/metrics.py: OUTLIER_DIFF`)."""
+"""Upper bound in nats of |d| between two float32 computations of the same thing: metrics of a run
+call a token above it an outlier (`correction/metrics.py: OUTLIER_DIFF`)."""
 
 MAX_EXPECTED = 2000
-"""Expected ids of one place that are given: more say nothing more, and would fill a page."""
-
-HOW_TO_GET: Mapping[str, str] = {
-    "rollout_logprobs": "log the sampler's log-prob of each sampled token when it is drawn",
-    "trainer_logprobs": "log the trainer's log-probs of the same tokens before the update "
-    "(often called old_logprobs)",
-    "rescored_logprobs": "give the model that sampled: --model DIR",
-    "is_sampled": "log which tokens the model drew, beside the loss mask",
-    "turn": "log the number of each token's turn",
-    "policy_version": "log the version of the weights that sampled each token",
-    "trainer_version": "log the version of the weights that the trainer's log-probs are of",
-    "advantages": "log the advantage of each token",
-    "routed_experts": "ask the engine for the routed experts, and log them",
-    "trainer_routed_experts": "log the experts that the trainer's router chose",
-    "prompt_lengths": "log how many tokens of each row are the prompt",
-    "rewards": "log the reward of each row",
-    "groups": "log which rows are of one task",
-    "steps": "log the training step of each row",
-    "messages": "log the dialogue of each row, the model's replies included",
-    "texts": "log the text of each response as the trainer has it",
-    "engine_ids": "log the ids that the engine returned, turn by turn, beside those trained",
-    "tokenizer": "name the model's tokenizer: --tokenizer DIR",
-    "renderer": "name the template that the prompts were made with: --renderer NAME",
-    "stop_ids": "name the model, or log the ids that end a turn",
-    "pad_id": "name the model, or log the padding id",
-    "temperature": "log the sampling temperature",
-    "top_p": "log the sampling settings",
-    "top_k": "log the sampling settings",
-    "model": "give the model that sampled: --model DIR",
-}
-"""What a check lacks -> how whoever wrote the input gets it, where the format does not say."""
+"""Expected ids that are given for one place: more tell nothing, and would fill a page."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,17 +48,17 @@ class Diagnosis:
     examination: Examination
     seconds: float
     only: tuple[str, ...] = ()
-    """Checks that were asked for; empty: all."""
+    """Requested checks; empty: all."""
     choice: RowChoice = field(default_factory=RowChoice)
-    """Rows to look at: the worst, and a sample of all."""
+    """Rows to show: the worst, and a sample of all."""
     options: tuple[str, ...] = ()
-    """What was said of the input on the command line: ("--tokenizer", DIR)."""
+    """Options about the input on the command line: ("--tokenizer", DIR)."""
     lacks: Mapping[str, str] = field(default_factory=dict[str, str])
-    """What the input and its surroundings do not have -> why, and how to get it."""
+    """Data that the input and this machine lack -> why, and how to get it."""
 
     @property
     def name(self) -> str:
-        """Of the input, as commands take it."""
+        """The input, as commands take it."""
         return str(self.dump.path)
 
     @property
@@ -101,8 +71,8 @@ class Diagnosis:
 
     @property
     def next_steps(self) -> list[str]:
-        """What would tell more, where a gap is left that no cause accounts for and that a trainer
-        would warn of (observe/alarms.py); empty where there is none, or not all was looked at."""
+        """Steps that would tell more, if no cause explains a gap that is large enough for a warning
+        (observe/alarms.py); empty if there is none, or if only some checks were requested."""
         left = self.examination.after.total.means()
         if self.only or max(left["k2"], left["k3"]) <= WARNING_LIMIT:
             return []
@@ -121,9 +91,9 @@ class Diagnosis:
 
     @property
     def causes(self) -> list[tuple[Cause, Finding]]:
-        """What was found, the one that explains most of the gap first; those that move no log-prob
-        (a missing stop token) after those that do, in the order of the checks. A cause that two
-        checks found is there once, with the first one's finding."""
+        """The causes by their share of the gap. Causes that move no log-prob (a missing stop token)
+        are last, in the order of the checks. A cause that two checks found is listed once, with
+        the first finding."""
         first: dict[str, Finding] = {}
         for finding in self.with_verdict("differs"):
             first.setdefault(finding.cause, finding)
@@ -144,18 +114,18 @@ class Diagnosis:
 
     @property
     def is_float_noise(self) -> bool:
-        """Whether the log-probs of both sides agree as far as float32 goes: there is no gap to
-        divide, whatever else is wrong with the rows."""
+        """Whether the log-probs of both sides agree to float32: there is no gap to divide, whatever
+        else is wrong with the rows."""
         return self.examination.gap.max_abs < FLOAT_NOISE
 
     def share_of(self, cause: str) -> float:
-        """Of the sum of d^2 / 2 that goes with the cause; 0 if it moves no log-prob."""
+        """Share of the sum of d^2 / 2 that the cause explains; 0 if it moves no log-prob."""
         if self.is_float_noise:
             return 0.0
         return sum(share.k2 for share in self._shares(cause))
 
     def certainty_of(self, cause: Cause, finding: Finding) -> tuple[Certainty, str]:
-        """How sure it is that this is a cause, and why."""
+        """How certain the cause is, and why."""
         share = self.share_of(cause.name)
         if share >= PART_OF_THE_GAP:
             steps = self._shares(cause.name)
@@ -178,16 +148,16 @@ class Diagnosis:
         return level, why
 
     def remedy_for(self, cause: Cause) -> str:
-        """In the settings of the trainer that wrote the input, where it has one for it."""
+        """The remedy, in the settings of the trainer that wrote the input, if it has one."""
         return cause.in_trainers.get(self.setting.trainer, cause.remedy)
 
     def command_for(self, finding: Finding) -> str:
-        """What makes this check alone, again."""
+        """The command that runs this check alone."""
         words = ["lockstep", "doctor", self.name, *self.options, "--only", finding.check]
         return shlex.join(words)
 
     def missing_for(self, finding: Finding) -> list[str]:
-        """What a check that could not be made lacks, each with how to get it."""
+        """The data that a check lacks, each with how to get it."""
         return [
             f"{name}: {self.lacks.get(name) or HOW_TO_GET.get(name, 'not in this input')}"
             for name in finding.lacks
@@ -195,8 +165,7 @@ class Diagnosis:
 
     @property
     def unexplained(self) -> list[Place]:
-        """Where what no cause accounts for sits on few tokens; empty if it is spread evenly, or too
-        small to be anywhere."""
+        """Places of the unexplained gap, if it is on few tokens; empty if it is even or small."""
         left = self.examination.after
         return [] if left.total.max_abs < FLOAT_NOISE else left.concentrations()
 
@@ -206,7 +175,7 @@ class Diagnosis:
     # -- as data ------------------------------------------------------------------------------
 
     def to_json(self) -> dict[str, Any]:
-        """Everything, as `--json` prints it. A number that is not finite is "NaN" or "Infinity"."""
+        """The diagnosis as `--json` prints it. NaN and infinity are "NaN" and "Infinity"."""
         examined = self.examination
         return {
             "input": self.name,
@@ -269,7 +238,7 @@ def finding_to_json(finding: Finding) -> dict[str, Any]:
 
 
 def evidence_to_json(piece: Evidence) -> dict[str, Any]:
-    """A place; of one with very many tokens the first MAX_EXPECTED."""
+    """A place; if it has very many tokens, the first MAX_EXPECTED."""
     out = asdict(piece)
     if len(piece.expected_ids) > MAX_EXPECTED:
         out |= {
@@ -281,7 +250,7 @@ def evidence_to_json(piece: Evidence) -> dict[str, Any]:
 
 
 def split_to_json(split: Split) -> dict[str, Any]:
-    """Every part with its labels, the worst experts, the steps and the sizes of d."""
+    """Every part with its labels, the worst experts, the steps, and the sizes of d."""
     return {
         "parts": {
             part.name: [_place(place) for place in split.places(part.name)] for part in SPLIT_BY

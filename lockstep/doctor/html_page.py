@@ -169,14 +169,13 @@ def row_document(
     *,
     why: Sequence[str],
     evidence: Sequence[Mapping[str, Any]] = (),
-    first: int | None = None,
 ) -> dict[str, Any]:
     """One row (`rows` has no other) as the page's scripts read a trajectory: a chain of segments,
     each sampled or observed. `begin` is the place of a segment's first token in its row. first: of
     the MAX_ROW_TOKENS tokens to show; None shows those around the evidence, or the worst one."""
     gap = np.abs(rows.gap)
     apart = np.flatnonzero(gap > DIVERGENCE)
-    first, last = _window(rows, evidence, first)
+    first, last = _window(rows, evidence)
     spans = _segments(rows, first, last)
     messages = _messages_of(rows, spans)
     reward = None if rows.rewards is None else encode_number(float(rows.rewards[0]))
@@ -210,17 +209,12 @@ def row_document(
     }
 
 
-def _window(
-    rows: Rows, evidence: Sequence[Mapping[str, Any]], first: int | None
-) -> tuple[int, int]:
+def _window(rows: Rows, evidence: Sequence[Mapping[str, Any]]) -> tuple[int, int]:
     """The tokens to show: all, or MAX_ROW_TOKENS from `first`, or around what the row is shown
     for."""
     size = rows.num_tokens
     if size <= MAX_ROW_TOKENS:
         return 0, size
-    if first is not None:
-        first = min(max(first, 0), size - 1)
-        return first, min(first + MAX_ROW_TOKENS, size)
     worst = int(np.nan_to_num(np.abs(rows.gap)).argmax())
     small = [piece for piece in evidence if piece["end"] - piece["begin"] <= MAX_ROW_TOKENS // 2]
     centre = int(small[0]["begin"]) if small else worst

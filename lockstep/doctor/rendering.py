@@ -1,8 +1,7 @@
-"""What `lockstep render` reads and shows: a dialogue as tokens, coloured by origin. No torch."""
+"""`lockstep render`: reads a dialogue and prints its tokens, coloured by origin. No torch."""
 
 from __future__ import annotations
 
-import io
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -24,7 +23,7 @@ from lockstep.renderers.tokenizer import Tokenizer
 from lockstep.types import Message, ToolSchema
 
 NUM_AROUND = 12
-"""Ids that are shown of each side from where two prompts differ."""
+"""Ids that are shown of each side, from the first difference of two prompts."""
 _COLOURS: Mapping[Origin, str] = {
     "template": "bright_black",
     "system": "magenta",
@@ -35,7 +34,7 @@ _COLOURS: Mapping[Origin, str] = {
 
 
 def find_renderer(model: str, *, renderer: str = "") -> Renderer:
-    """The renderer of a model by its name or directory. Raises ConfigError or RendererError."""
+    """The renderer of a model, by name or directory. Raises ConfigError or RendererError."""
     try:
         found = find_tokenization(Facts(), tokenizer=model, renderer=renderer)
     except ConfigError as error:
@@ -50,8 +49,8 @@ def read_dialogue(
 ) -> tuple[tuple[Message, ...], tuple[ToolSchema, ...]]:
     """The messages and the tools of a JSON file, or of a JSONL file's first line.
 
-    The file holds a list of messages, or an object with `messages` and, if it has any, `tools`.
-    tools_path: a JSON list of tools, in place of the file's own. Raises DataError.
+    The file holds a list of messages, or an object with `messages` and optional `tools`.
+    tools_path: a JSON list of tools that replaces the file's own. Raises DataError.
     """
     source = _read_json(path)
     tools: Any = []
@@ -98,7 +97,7 @@ def _read_json(path: str | Path) -> Any:
 
 
 def to_json(rendering: Rendering, renderer: Renderer, model: str) -> dict[str, Any]:
-    """Everything, as `--json` prints it."""
+    """The rendering as `--json` prints it."""
     show = renderer.tokenizer.decode
     return {
         "model": model,
@@ -130,16 +129,8 @@ def to_json(rendering: Rendering, renderer: Renderer, model: str) -> dict[str, A
     }
 
 
-def text_of(rendering: Rendering, renderer: Renderer, model: str) -> str:
-    """The rendering without colours, 100 columns wide."""
-    console = Console(file=io.StringIO(), width=100, highlight=False)
-    show(rendering, renderer, model, console)
-    assert isinstance(console.file, io.StringIO)
-    return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
-
-
 def show(rendering: Rendering, renderer: Renderer, model: str, console: Console) -> None:
-    """Prints tokens by origin, how many there are, and whether the prefix property holds."""
+    """Prints the tokens by origin, their counts, and whether the prefix property holds."""
     tokenizer = renderer.tokenizer
     counts = _counts(rendering)
     total = f"{model} ({renderer.name}): {len(rendering.tokens)} tokens"
@@ -183,7 +174,7 @@ def _table(tokens: Sequence[OriginatedToken], tokenizer: Tokenizer) -> Table:
 
 
 def _words(tokens: Sequence[OriginatedToken], tokenizer: Tokenizer) -> Text:
-    """The tokens one after another, a bar between two; control tokens underlined."""
+    """The tokens separated by bars; control tokens are underlined."""
     out = Text()
     for number, token in enumerate(tokens):
         if number:

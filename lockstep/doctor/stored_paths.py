@@ -6,7 +6,6 @@ from itertools import groupby
 
 import numpy as np
 
-from lockstep.doctor.checks.rows import Rows
 from lockstep.errors import RunError
 from lockstep.store.trajectories import TrajectoryRecord
 from lockstep.types import Float32Array, Int32Array, Sample, Trajectory
@@ -31,12 +30,6 @@ def trainer_logprobs(record: TrajectoryRecord, leaf: int) -> Float32Array:
             for i, values in stored.items()
         ]
     )
-
-
-def path_as_rows(record: TrajectoryRecord) -> Rows:
-    """The path to the first leaf of a trajectory as a row with both sides' log-probs."""
-    leaf = first_leaf(record)
-    return Rows.of([record.trajectory.row(leaf)], trainer_logprobs=trainer_logprobs(record, leaf))
 
 
 def prompt_length(sample: Sample) -> int:

@@ -1,4 +1,4 @@
-"""The tokenizer and the renderer of what is examined, found by what it says of itself. No torch."""
+"""Finds the tokenizer and the renderer of a dump. No torch."""
 
 from __future__ import annotations
 
@@ -27,32 +27,31 @@ _FILES = (
     "config.json",
     RENDERER_FILE,
 )
-"""What is fetched of a model on the hub: a few MB, no weights."""
+"""Files that are fetched from the hub for a model: a few MB, no weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tokenization:
-    """How the rows' ids read. What is None was not found, and `lacks` says why."""
+    """Tokenizer and renderer of the rows. `lacks` gives the reason for each that is None."""
 
     tokenizer: Tokenizer | None = None
     renderer: Renderer | None = None
     pad_id: int | None = None
-    """Of the tokenizer's own settings."""
+    """Padding id of the tokenizer's own settings."""
     lacks: Mapping[str, str] = field(default_factory=dict[str, str])
-    """"tokenizer", "renderer" -> why it is not there, and how to give it."""
+    """"tokenizer", "renderer" -> why it is missing and how to give it."""
 
 
 def find_tokenization(facts: Facts, *, tokenizer: str = "", renderer: str = "") -> Tokenization:
-    """What `facts` name, or what the user does in its place.
+    """The tokenizer and renderer that the user names, or else those that `facts` name.
 
-    tokenizer: a directory or a tokenizer.json, a shipped model, or ORGANISATION/NAME on the hub,
-    of which only the small files are fetched. renderer: harmony, chatml or another by its name, its
-    settings as JSON, or a renderer.json.
-    What the user names and is not there raises ConfigError or RendererError; what the input names
-    is left out, as nothing is fetched for it.
+    tokenizer: a directory or a tokenizer.json, a shipped model, or ORGANISATION/NAME on the hub
+    (only the small files are fetched). renderer: a name (harmony, chatml, ...), settings as JSON,
+    or a renderer.json. Raises ConfigError or RendererError if the user's choice is missing; a
+    missing choice of the input is left out, and nothing is fetched for it.
     """
     lacks: dict[str, str] = {}
-    place = _place_of(tokenizer) if tokenizer else _place_named(facts, lacks)
+    place = _locate(tokenizer, may_fetch=True) if tokenizer else _place_named(facts, lacks)
     found: Tokenizer | None = None
     if place is not None:
         try:
@@ -61,78 +60,66 @@ def find_tokenization(facts: Facts, *, tokenizer: str = "", renderer: str = "") 
             if tokenizer:
                 raise
             lacks["tokenizer"] = f"{error} Name another with --tokenizer DIR"
-    made: Renderer | None = None
-    if found is None:
+    if found is None or place is None:
         if renderer:
             raise ConfigError(
                 f"--renderer {renderer} needs the tokenizer of the model, which was not found: "
                 f"{lacks['tokenizer']}."
             )
         lacks["renderer"] = "it needs the tokenizer: --tokenizer DIR"
-    else:
-        assert place is not None
-        try:
-            config = _renderer_config(renderer or facts.renderer, _directory(place))
-            made = make_renderer(config, found)
-        except LockstepError as error:
-            if renderer:
-                raise
-            lacks["renderer"] = f"{error} Name it: --renderer {'|'.join(_names())}"
+        return Tokenization(lacks=lacks)
+    directory = place if place.is_dir() else place.parent
+    made: Renderer | None = None
+    try:
+        made = make_renderer(_renderer_config(renderer or facts.renderer, directory), found)
+    except LockstepError as error:
+        if renderer:
+            raise
+        lacks["renderer"] = f"{error} Name it: --renderer {'|'.join(_names())}"
     return Tokenization(
-        tokenizer=found,
-        renderer=made,
-        pad_id=None if found is None or place is None else _pad_id(found, _directory(place)),
-        lacks=lacks,
+        tokenizer=found, renderer=made, pad_id=_pad_id(found, directory), lacks=lacks
     )
 
 
-def _place_of(named: str) -> Path:
-    """The directory or the file that a user means."""
+def _place_named(facts: Facts, lacks: dict[str, str]) -> Path | None:
+    """The place that the input names, if it is on this machine."""
+    for named in filter(None, (facts.tokenizer, facts.model)):
+        try:
+            return _locate(named, may_fetch=False)
+        except LockstepError:
+            pass
+    how = "name it: --tokenizer DIR, or ORGANISATION/NAME to fetch it"
+    named = facts.tokenizer or facts.model
+    lacks["tokenizer"] = (
+        f"the input names the model {named}, whose tokenizer is not on this machine; {how}"
+        if named
+        else f"the input does not name its model; {how}"
+    )
+    return None
+
+
+def _locate(named: str, *, may_fetch: bool) -> Path:
+    """A file, a directory, a shipped model, or the hub's copy of the small files."""
     path = Path(named).expanduser()
     if path.is_file() or (path / "tokenizer.json").is_file():
         return path
     if named in shipped_models():
         return locate_model(named)
     if named.count("/") == 1 and not named.startswith((".", "/", "~")) and not path.exists():
-        return _from_hub(named, is_asked=True)
+        return _from_hub(named, may_fetch=may_fetch)
     raise ConfigError(
         f"--tokenizer {named}: expected a directory with a tokenizer.json, such a file, a shipped "
         f"model ({', '.join(shipped_models())}), or ORGANISATION/NAME on the Hugging Face hub."
     )
 
 
-def _place_named(facts: Facts, lacks: dict[str, str]) -> Path | None:
-    """The directory that the input means, if it is on this machine."""
-    how = "name it: --tokenizer DIR, or ORGANISATION/NAME to fetch it"
-    for named in (facts.tokenizer, facts.model):
-        if not named:
-            continue
-        path = Path(named).expanduser()
-        if path.is_file() or (path / "tokenizer.json").is_file():
-            return path
-        if named in shipped_models():
-            return locate_model(named)
-        if named.count("/") == 1 and not named.startswith((".", "/", "~")):
-            try:
-                return _from_hub(named, is_asked=False)
-            except CheckpointError:
-                pass
-    named = facts.tokenizer or facts.model
-    lacks["tokenizer"] = (
-        f"the input names the model {named}, whose tokenizer is not on this machine; {how}"
-        if named
-        else f"the input does not say of which model it is; {how}"
-    )
-    return None
-
-
-def _from_hub(named: str, *, is_asked: bool) -> Path:
-    """The directory of the small files. is_asked: they may be fetched, and not only found."""
+def _from_hub(named: str, *, may_fetch: bool) -> Path:
+    """The directory of the small files. may_fetch: False takes them from the local cache only."""
     from huggingface_hub import snapshot_download
 
     try:
         place = Path(
-            snapshot_download(named, allow_patterns=list(_FILES), local_files_only=not is_asked)
+            snapshot_download(named, allow_patterns=list(_FILES), local_files_only=not may_fetch)
         )
     except Exception as error:  # the hub's client raises a dozen kinds; each means the same here
         raise CheckpointError(
@@ -144,12 +131,8 @@ def _from_hub(named: str, *, is_asked: bool) -> Path:
     return place
 
 
-def _directory(place: Path) -> Path:
-    return place if place.is_dir() else place.parent
-
-
 def _renderer_config(named: str, directory: Path) -> RendererConfig:
-    """The renderer that `named` means; the model's own if it is empty, or the same by its name."""
+    """The settings that `named` means: JSON, a file, or a name; empty takes the model's own."""
     path = Path(named).expanduser()
     if named.lstrip().startswith("{") or (named and path.is_file()):
         where = "--renderer" if named.lstrip().startswith("{") else str(path)

@@ -21,6 +21,37 @@ _WORDS_BYTES = 16
 """Approximate bytes per token of the text in messages."""
 
 
+HOW_TO_GET: Mapping[str, str] = {
+    "rollout_logprobs": "log the sampler's log-prob of each sampled token when it is drawn",
+    "trainer_logprobs": "log the trainer's log-probs of the same tokens before the update "
+    "(often called old_logprobs)",
+    "rescored_logprobs": "give the model that sampled: --model DIR",
+    "is_sampled": "log which tokens the model drew, beside the loss mask",
+    "turn": "log the number of each token's turn",
+    "policy_version": "log the version of the weights that sampled each token",
+    "trainer_version": "log the version of the weights that the trainer's log-probs are of",
+    "advantages": "log the advantage of each token",
+    "routed_experts": "ask the engine for the routed experts, and log them",
+    "trainer_routed_experts": "log the experts that the trainer's router chose",
+    "prompt_lengths": "log how many tokens of each row are the prompt",
+    "rewards": "log the reward of each row",
+    "groups": "log which rows are of one task",
+    "steps": "log the training step of each row",
+    "messages": "log the dialogue of each row, the model's replies included",
+    "texts": "log the text of each response as the trainer has it",
+    "engine_ids": "log the ids that the engine returned, turn by turn, beside those trained",
+    "tokenizer": "name the model's tokenizer: --tokenizer DIR",
+    "renderer": "name the template that the prompts were made with: --renderer NAME",
+    "stop_ids": "name the model, or log the ids that end a turn",
+    "pad_id": "name the model, or log the padding id",
+    "temperature": "log the sampling temperature",
+    "top_p": "log the sampling settings",
+    "top_k": "log the sampling settings",
+    "model": "give the model that sampled: --model DIR",
+}
+"""Data that a check lacks -> how the writer of the input gets it, if the format does not say."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Facts:
     """Facts that a dump states beside its rows. None and empty values are unknown."""

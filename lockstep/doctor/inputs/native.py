@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 from lockstep.config import did_you_mean
 from lockstep.doctor.checks.rows import Rows
 from lockstep.doctor.inputs.assemble import grouped
-from lockstep.doctor.inputs.base import CHUNK_TOKENS, Dump, Facts
+from lockstep.doctor.inputs.base import CHUNK_TOKENS, HOW_TO_GET, Dump, Facts
 from lockstep.doctor.inputs.lines import json_line, lines_of, numbers_in, parse_json
 from lockstep.doctor.inputs.places import PARQUET_MAGIC, check_place, head_of, why_no_rows
 from lockstep.doctor.inputs.schema import (
@@ -81,7 +81,8 @@ class RowsDump(Dump):
         known = {BY_NAME[name].field for name in names if name in BY_NAME}
         self.has = frozenset(known | ({"is_sampled"} if "turn" in names else set()))
         self.lacks = {
-            column.field: f"there is no column {column.name}: {column.how}.{_hint(column, names)}"
+            column.field: f"there is no column {column.name}: "
+            f"{HOW_TO_GET[column.field]}.{_hint(column, names)}"
             for column in COLUMNS
             if column.field not in self.has and column.name != "id"
         }

@@ -48,8 +48,6 @@ class Column:
     """Value of null; None forbids null."""
     about: str
     """Meaning, for the reader of the documentation."""
-    how: str = ""
-    """Where a trainer has it, for a writer who left it out."""
     as_field: str = ""
     """Name in `Rows`, if it is another."""
 
@@ -74,14 +72,12 @@ COLUMNS: tuple[Column, ...] = (
         shape="token",
         dtype="int32",
         about="The whole row as it is trained: prompt, replies, observations; no padding needed.",
-        how="the ids that the trainer feeds to the model",
     ),
     Column(
         name="loss_mask",
         shape="token",
         dtype="bool",
         about="true (or 1) where the token is trained.",
-        how="the mask of the loss over the whole row: false over the prompt",
     ),
     Column(
         name="rollout_logprobs",
@@ -90,8 +86,6 @@ COLUMNS: tuple[Column, ...] = (
         fill=np.nan,
         about="The sampler's log-prob (natural log) of the token itself, at the token's own index; "
         "null where it has none (the prompt).",
-        how="ask the engine for the log-probs of the tokens that it samples, and keep them beside "
-        "the ids",
     ),
     Column(
         name="trainer_logprobs",
@@ -99,15 +93,12 @@ COLUMNS: tuple[Column, ...] = (
         dtype="float32",
         fill=np.nan,
         about="The trainer's log-prob, before the update, in the same layout.",
-        how='have the trainer compute the log-probs of its rows before the update ("old" '
-        "log-probs), or give the doctor the model to score the rows again",
     ),
     Column(
         name="is_sampled",
         shape="token",
         dtype="bool",
         about="true where the model drew the token, trained or not; default: the loss mask.",
-        how="write true where the id came from the engine",
     ),
     Column(
         name="turn",
@@ -116,7 +107,6 @@ COLUMNS: tuple[Column, ...] = (
         fill=-1,
         about="Number of the reply that the token belongs to, from 0; -1 where it was not sampled. "
         "It implies is_sampled.",
-        how="count the calls of the engine",
     ),
     Column(
         name="policy_version",
@@ -124,14 +114,12 @@ COLUMNS: tuple[Column, ...] = (
         dtype="int32",
         fill=-1,
         about="Version of the weights that sampled it.",
-        how="note with each reply the number of the last sync of weights",
     ),
     Column(
         name="trainer_version",
         shape="row",
         dtype="int64",
         about="Version of the weights that computed trainer_logprobs.",
-        how="note the number of updates before the log-probs were computed",
     ),
     Column(
         name="advantages",
@@ -139,7 +127,6 @@ COLUMNS: tuple[Column, ...] = (
         dtype="float32",
         fill=np.nan,
         about="Weight of the token in the loss. One number applies to every trained token.",
-        how="write the values that the loss was given",
     ),
     Column(
         name="prompt_length",
@@ -147,7 +134,6 @@ COLUMNS: tuple[Column, ...] = (
         dtype="int64",
         as_field="prompt_lengths",
         about="Tokens before the response, as the trainer has it: it may be wrong.",
-        how="write where the trainer begins the response",
     ),
     Column(
         name="reward",
@@ -156,7 +142,6 @@ COLUMNS: tuple[Column, ...] = (
         fill=np.nan,
         as_field="rewards",
         about="Reward of the row's episode.",
-        how="write the reward of the environment",
     ),
     Column(
         name="group",
@@ -164,7 +149,6 @@ COLUMNS: tuple[Column, ...] = (
         dtype="int64",
         as_field="groups",
         about="The same number for the rows of one task in one step.",
-        how="number the prompts of a step",
     ),
     Column(
         name="step",
@@ -172,14 +156,12 @@ COLUMNS: tuple[Column, ...] = (
         dtype="int64",
         as_field="steps",
         about="Training step.",
-        how="write the number of the row's update",
     ),
     Column(
         name="id",
         shape="text",
         as_field="row_ids",
         about="Name of the row in the verdict; default: its number in the file.",
-        how="any text or number",
     ),
     Column(
         name="messages",
@@ -187,21 +169,18 @@ COLUMNS: tuple[Column, ...] = (
         about="The dialogue of the row, replies included, in OpenAI's chat form: role, content, "
         "thinking (or reasoning_content), tool_calls, name, tool_call_id. In Parquet a list of "
         "structs, or JSON text.",
-        how="write the chat that the environment saw",
     ),
     Column(
         name="text",
         shape="text",
         as_field="texts",
         about="The response as the trainer spells it.",
-        how="write the reply as text, as the environment got it",
     ),
     Column(
         name="engine_ids",
         shape="turn",
         dtype="int32",
         about="The ids that the engine returned: a list of ids per reply.",
-        how="keep the ids of each response as the engine gave them",
     ),
     Column(
         name="routed_experts",
@@ -210,7 +189,6 @@ COLUMNS: tuple[Column, ...] = (
         fill=UNKNOWN_EXPERT,
         about="The sampler's experts of each token: a list per token of a list per layer; -1 where "
         "not recorded.",
-        how="engines return them on request (SGLang, vLLM: return_routed_experts)",
     ),
     Column(
         name="trainer_routed_experts",
@@ -218,7 +196,6 @@ COLUMNS: tuple[Column, ...] = (
         dtype="int16",
         fill=UNKNOWN_EXPERT,
         about="The trainer's experts, in the same layout.",
-        how="record the router's choice in the trainer's forward pass",
     ),
 )
 BY_NAME: Mapping[str, Column] = {column.name: column for column in COLUMNS}

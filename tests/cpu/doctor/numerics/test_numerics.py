@@ -6,7 +6,6 @@ from sampled_rows import ArrayDump, noisy, replayed_values, routed, sampled_rows
 
 from lockstep.doctor.diagnose import diagnose
 from lockstep.doctor.inputs.base import Facts
-from lockstep.doctor.numerics.bisecting import bisect_row
 from lockstep.doctor.numerics.compare import variance_within
 from lockstep.errors import ConfigError
 
@@ -209,32 +208,3 @@ def test_a_trainer_that_replays_the_routes_agrees_with_the_replayed_model():
     flipped = replayed_values(MOE, routes)
     both = rows.with_(rollout_logprobs=flipped, trainer_logprobs=flipped, routed_experts=routes)
     assert causes(diagnose(ArrayDump(both), model=MOE)) == []
-
-
-def test_bisect_names_the_op_that_a_variant_changes():
-    found = diagnosed(MOE, scored(MOE), scored(MOE, "without_sinks"))
-    bisection = bisect_row(found.setting.model, "row-4")
-    assert bisection.row == "row-4"
-    assert (bisection.token, bisection.ops[0].call.op) == (0, "attention")
-    assert "as the trainer has it (without sinks)" in bisection.describe()
-    assert bisection.to_json()["ops"][0]["call"] == "layer 0, attention[0]"
-
-
-def test_bisect_of_a_window_begins_where_the_window_ends():
-    found = diagnosed(MOE, scored(MOE), scored(MOE, "without_windows"))
-    bisection = bisect_row(found.setting.model)
-    assert bisection.token is not None and bisection.token >= 64
-    assert bisection.ops[0].call.op == "attention"
-
-
-def test_bisect_of_noise_says_that_the_model_did_not_record_it():
-    found = diagnosed(DENSE, noisy(DENSE, 0.4), scored(DENSE))
-    assert "this model did not record it" in bisect_row(found.setting.model).describe()
-
-
-def test_bisect_needs_a_model_and_a_row_that_was_scored():
-    with pytest.raises(ConfigError, match="add --model DIR"):
-        bisect_row(None)
-    found = diagnosed(DENSE, scored(DENSE), scored(DENSE))
-    with pytest.raises(ConfigError, match="not among the 36 that were scored"):
-        bisect_row(found.setting.model, "row-99")
