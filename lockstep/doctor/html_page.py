@@ -171,8 +171,9 @@ def row_document(
     evidence: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
     """One row (`rows` has no other) as the page's scripts read a trajectory: a chain of segments,
-    each sampled or observed. `begin` is the place of a segment's first token in its row. first: of
-    the MAX_ROW_TOKENS tokens to show; None shows those around the evidence, or the worst one."""
+    each sampled or observed. `begin` is the place of a segment's first token in its row. Of a row
+    with more than MAX_ROW_TOKENS tokens, those around the evidence, or the worst one.
+    """
     gap = np.abs(rows.gap)
     apart = np.flatnonzero(gap > DIVERGENCE)
     first, last = _window(rows, evidence)
@@ -210,8 +211,7 @@ def row_document(
 
 
 def _window(rows: Rows, evidence: Sequence[Mapping[str, Any]]) -> tuple[int, int]:
-    """The tokens to show: all, or MAX_ROW_TOKENS from `first`, or around what the row is shown
-    for."""
+    """(first, last + 1) token to show: all, or MAX_ROW_TOKENS around the evidence."""
     size = rows.num_tokens
     if size <= MAX_ROW_TOKENS:
         return 0, size

@@ -138,7 +138,7 @@ def climb(
     *,
     weights: Path | None = None,
     num_episodes: int = NUM_EPISODES,
-    dump: str | Path | None = None,
+    dump: str | Path = "",
     on_rung: Callable[[str], None] = lambda _: None,
 ) -> Ladder:
     """Plays every rung with the model, template, engine and tasks of `config`.
@@ -158,7 +158,7 @@ def climb(
             "ladder plays environments. Look at a run of it (lockstep doctor RUN), or climb with "
             "another task and the same model and engine."
         )
-    theirs = None if dump is None else open_dump(dump)
+    theirs = open_dump(dump) if dump else None
     on_rung("loading the model")
     config, parts = rebuild(config, weights)
     climber = _Climber(config, parts, tasks)

@@ -140,8 +140,6 @@ class Evidence:
     routes_differ: BoolArray | None = None
     distribution: str = ""
     """That the reference is of, in words."""
-    temperature: float = 1.0
-    """Of it."""
     is_replayed: bool = False
     """The reference itself is of the sampler's recorded experts: the trainer replays them."""
     is_scored: Mapping[SideName, bool] = field(default_factory=lambda: {})

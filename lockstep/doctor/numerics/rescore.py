@@ -82,8 +82,6 @@ class Rescoring:
     device: str = ""
     recorded: dict[SideName, float] = field(default_factory=dict[SideName, float])
     """k2 per token of each side against the model, as the sample has it before any repair."""
-    last: Comparison | None = None
-    """Comparison of the sample as its checks first saw it; None before."""
     _sample: Rows | None = None
     _scorer: Scorer | None = None
     _scored: dict[bytes, Evidence] = field(default_factory=dict[bytes, Evidence])
@@ -223,13 +221,7 @@ class Rescoring:
         key = _digest(rows, rows.rollout_logprobs, rows.trainer_logprobs)
         if key not in self._compared:
             self._compared[key] = compare(self.evidence(rows))
-            self.last = self.last or self._compared[key]
         return self._compared[key]
-
-    def weights_of(self, rows: Rows) -> Weights:
-        """Weights that the trainer ran on the first of these rows; the first of all if they are not
-        at hand."""
-        return self.weights.all[max(int(self._own(rows)[0]), 0)]
 
     @property
     def scorer(self) -> Scorer:
@@ -322,7 +314,6 @@ class Rescoring:
             routes_differ=differ,
             is_replayed=is_replayed,
             distribution=chosen.describe(),
-            temperature=chosen.temperature,
             is_scored={"sampler": self.has_rollout, "trainer": self.has_trainer},
         )
 

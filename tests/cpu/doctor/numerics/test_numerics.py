@@ -7,7 +7,6 @@ from sampled_rows import ArrayDump, noisy, replayed_values, routed, sampled_rows
 from lockstep.doctor.diagnose import diagnose
 from lockstep.doctor.inputs.base import Facts
 from lockstep.doctor.numerics.compare import variance_within
-from lockstep.errors import ConfigError
 
 MOE, DENSE = "tiny-gpt-oss", "tiny-qwen3"
 
