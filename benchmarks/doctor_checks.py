@@ -28,7 +28,7 @@ import numpy as np
 
 from lockstep.doctor.checks.base import Check, Setting
 from lockstep.doctor.checks.rows import Rows
-from lockstep.doctor.checks.suite import STAGES
+from lockstep.doctor.checks.suite import stages as all_stages
 from lockstep.doctor.inputs.base import CHUNK_TOKENS
 from lockstep.models.locate import locate_model
 from lockstep.renderers.chatml import ChatMLRenderer
@@ -208,7 +208,7 @@ def compare(num_tokens: int, repeats: int) -> dict[str, Any]:
     size = sum(rows.num_tokens for rows in chunks)
     num_rows = sum(len(rows) for rows in chunks)
     note(f"{size} tokens in {num_rows} rows, {len(chunks)} chunks")
-    kinds = [kind for checks in STAGES for kind in checks]
+    kinds = [kind for checks in all_stages().values() for kind in checks]
     rates = {
         kind.name: size / seconds_of(lambda k=kind: look_by([k], setting, chunks), repeats)
         for kind in kinds

@@ -12,7 +12,7 @@ from lockstep.config import did_you_mean
 from lockstep.doctor.checks.base import Setting
 from lockstep.doctor.checks.examine import Stage, examine
 from lockstep.doctor.checks.rows import Rows
-from lockstep.doctor.checks.suite import STAGES
+from lockstep.doctor.checks.suite import stages as all_stages
 from lockstep.doctor.diagnosis import Diagnosis
 from lockstep.doctor.inputs.base import Dump, Facts
 from lockstep.doctor.inputs.registry import open_dump
@@ -58,7 +58,7 @@ def diagnose(
     of_model = facts if str(model) in ("", OWN) else replace(facts, model=str(model), tokenizer="")
     words = _tokenization(of_model, tokenizer, renderer)
     setting = make_setting(facts, words, tuple(dump.step_metrics()))
-    stages = [Stage(checks=checks) for checks in STAGES]
+    stages = [Stage(checks=checks) for checks in all_stages().values()]
     numerics = Stage(checks=NUMERICS)
     _check_names(only, [*stages, numerics])
 

@@ -20,12 +20,12 @@ from lockstep.agent.environment import Environment, Observation, Score
 from lockstep.agent.harness import Harness
 from lockstep.agent.loop import Budget, EpisodeSlots, collect, training_sampling
 from lockstep.config import tag
-from lockstep.doctor.checks.attribution import gap_of_all
-from lockstep.doctor.checks.base import Gap, Setting
+from lockstep.doctor.checks.attribution import Gap, gap_of_all
+from lockstep.doctor.checks.base import Setting
 from lockstep.doctor.checks.causes import CAUSES
 from lockstep.doctor.checks.examine import Stage, examine
 from lockstep.doctor.checks.rows import Rows
-from lockstep.doctor.checks.suite import STAGES
+from lockstep.doctor.checks.suite import stages as all_stages
 from lockstep.doctor.diagnose import diagnose
 from lockstep.doctor.inputs.base import Dump
 from lockstep.doctor.inputs.registry import open_dump
@@ -314,7 +314,7 @@ class _Climber:
         trainer = self.parts.trainer.forward(samples, column=None)
         rows = Rows.of(samples, trainer_logprobs=np.concatenate(trainer))
         has = frozenset({"rollout_logprobs", "trainer_logprobs", "is_sampled", "turn"})
-        stages = [Stage(checks=checks) for checks in STAGES]
+        stages = [Stage(checks=checks) for checks in all_stages().values()]
         examined = examine(lambda: [rows], stages, self.setting, has=has)
         gap = gap_of_all(rows)
         shares = {share.cause: share.k2 for share in examined.shares}

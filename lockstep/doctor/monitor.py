@@ -18,7 +18,7 @@ from lockstep.doctor.checks.base import Setting
 from lockstep.doctor.checks.causes import CAUSES
 from lockstep.doctor.checks.examine import Examination, Stage, examine
 from lockstep.doctor.checks.rows import Rows
-from lockstep.doctor.checks.suite import STAGES
+from lockstep.doctor.checks.suite import stages as all_stages
 from lockstep.doctor.diagnose import make_setting
 from lockstep.doctor.inputs.base import Facts
 from lockstep.doctor.inputs.native import write_rows
@@ -116,7 +116,7 @@ class Monitor:
     ) -> tuple[Rows, Examination]:
         rows = rows_of(step, chosen, groups, version=version)
         has = frozenset(name for name in _FIELDS if getattr(rows, name) is not None)
-        stages = [Stage(checks=checks) for checks in STAGES]
+        stages = [Stage(checks=checks) for checks in all_stages().values()]
         return rows, examine(lambda: [rows], stages, self.setting, has=has)
 
     def _keep(self, step: int, rows: Rows, examined: Examination, causes: Sequence[str]) -> None:

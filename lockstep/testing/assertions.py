@@ -20,7 +20,7 @@ from lockstep.doctor.checks.causes import CAUSES
 from lockstep.doctor.checks.examine import Stage, examine
 from lockstep.doctor.checks.findings import Finding
 from lockstep.doctor.checks.rows import Rows
-from lockstep.doctor.checks.suite import STAGES
+from lockstep.doctor.checks.suite import stages as all_stages
 from lockstep.doctor.checks.training.unphysical import Unphysical
 from lockstep.renderers.base import Renderer
 from lockstep.renderers.tokenizer import Tokenizer
@@ -110,7 +110,9 @@ def assert_aligned(
     """
     rows = _rows(rollout_logprobs, trainer_logprobs, loss_mask, row_ids, name)
     has = frozenset({"rollout_logprobs", "trainer_logprobs"})
-    stages = [Stage(checks=[k for k in checks if k.name in _PLACES]) for checks in STAGES]
+    stages = [
+        Stage(checks=[k for k in checks if k.name in _PLACES]) for checks in all_stages().values()
+    ]
     found = examine(lambda: [rows], [s for s in stages if s.checks], Setting(), has=has).findings
     if wrong := [finding for finding in found if finding.verdict == "differs"]:
         raise AssertionError("\n".join(_said(finding, rows) for finding in wrong) + f"\n{NEXT}")

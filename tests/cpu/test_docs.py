@@ -542,13 +542,18 @@ def doctor_formats_table() -> str:
 
 def doctor_columns_table() -> str:
     """The columns, and which checks cannot be made without each."""
-    from lockstep.doctor.checks.suite import STAGES
+    from lockstep.doctor.checks.suite import stages as all_stages
     from lockstep.doctor.inputs.schema import COLUMNS, REQUIRED
 
     rows = ["| column | per | what it is | cannot be made without it |", "|---|---|---|---|"]
     for column in COLUMNS:
         names = sorted(
-            {kind.name for stage in STAGES for kind in stage if column.field in kind.needs}
+            {
+                kind.name
+                for stage in all_stages().values()
+                for kind in stage
+                if column.field in kind.needs
+            }
         )
         cost = ", ".join(f"`{name}`" for name in names[:3])
         if len(names) > 3:

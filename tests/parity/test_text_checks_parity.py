@@ -6,7 +6,7 @@ from cpu.doctor.checks.text_dumps import looked, play, policy, rows_of
 from real_tokenizers import o200k_harmony, tokenizer_of
 
 from lockstep.doctor.checks.rows import Rows
-from lockstep.doctor.checks.suite import MASKS, STRUCTURE
+from lockstep.doctor.checks.suite import stages
 from lockstep.doctor.checks.tokens.alignment import Shifted
 from lockstep.doctor.checks.tokens.injected_control import InjectedControl, written_pairs
 from lockstep.doctor.checks.tokens.post_processed import PostProcessed
@@ -40,7 +40,7 @@ def episodes_of(renderer, *, split=0.1, **how):
 def test_no_cause_is_named_in_healthy_rows(renderer, split, engine):
     for how in ({}, {"thinks": True}, {"cut": True}, {"tool_text": "<|im_end|><|end|><think>"}):
         rows = rows_of(episodes_of(renderer, split=split, **how), engine=engine, noise=0.05)
-        _, findings = looked((*MASKS, *STRUCTURE), rows, renderer)
+        _, findings = looked((*stages()["masks"], *stages()["structure"]), rows, renderer)
         differing = [f.check for f in findings.values() if f.verdict == "differs"]
         assert not differing, how
 

@@ -1,11 +1,10 @@
-"""Where the gap is: sums of it over positions, turns, kinds of token, ages, experts and steps.
+"""Where the gap is: its sums by position, turn, kind of token, age, expert and step.
 
 # N tokens  n compared tokens  C cells of all parts crossed  L layers  K active experts
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
@@ -22,29 +21,29 @@ if TYPE_CHECKING:
     from lockstep.renderers.tokenizer import Tokenizer
 
 SPELLINGS = ("word", "number", "punctuation", "space", "bytes", "control")
-"""Of one token: it has a letter, else a digit; neither; blanks alone; half a character; a token
-of the protocol."""
+"""Kinds of one token: has a letter; has a digit; neither; only blanks; part of a character; a
+control token."""
 SPELLING = Part("spelling", SPELLINGS, tuple(range(len(SPELLINGS))))
 SPLIT_BY = (*PARTS, SPELLING)
-"""As the metrics of a training step tell tokens apart (`by_turn/0/k3`), and by spelling."""
+"""Parts that the metrics of a step split by (`by_turn/0/k3`), and spelling."""
 RATIO_LIMIT = 20.0
-"""Log ratios are cut here before exp, as those of a run are: correction/kl.py."""
+"""Bound of log ratios before exp, as in correction/kl.py."""
 HISTOGRAM_EDGES = np.array([10.0**e for e in np.arange(-8.0, 2.01, 0.5)])
-"""Of |d|: two bins per decade from 1e-8, far below float noise, to 100 nats."""
+"""Edges of |d|: two bins per decade, from 1e-8 (far below float noise) to 100 nats."""
 MIN_EXPERT_TOKENS = 30
-"""Tokens that an expert must have served to be named: the mean of fewer is chance."""
+"""Tokens that an expert must have served to be listed: the mean of fewer is chance."""
 
 _CELLS = tuple(len(part.labels) for part in SPLIT_BY)
 _TABLES = [
     np.searchsorted(part.starts, np.arange(part.starts[-1] + 1), side="right").clip(1) - 1
     for part in SPLIT_BY
 ]
-"""Of each part: number -> label, up to the start of the last label."""
+"""For each part, number -> index of its label, up to the start of the last label."""
 
 
 @dataclass(slots=True)
 class Gap:
-    """Sums over compared tokens: of d = trainer - rollout, d^2 / 2, and exp(d) - 1 - d."""
+    """Sums over compared tokens: d = trainer - rollout, k2 = d^2 / 2, k3 = exp(d) - 1 - d."""
 
     tokens: int = 0
     d: float = 0.0
@@ -60,7 +59,7 @@ class Gap:
         self.max_abs = max(self.max_abs, other.max_abs)
 
     def means(self) -> dict[str, float]:
-        """k1 = mean(rollout - trainer), k2, k3, as `docs/mismatch.md` has them."""
+        """k1 = mean(rollout - trainer), k2 and k3, as docs/correction.md defines them."""
         n = max(self.tokens, 1)
         return {
             "k1": -self.d / n,
@@ -72,10 +71,7 @@ class Gap:
 
 
 def gap_of(gap: Float64Array) -> Gap:
-    """The sums over the tokens of `gap` that were compared.
-
-    gap: [N] float64, trainer - rollout, NaN where there is nothing to compare.
-    """
+    """The sums of `gap`, [N] float64: trainer - rollout, NaN where there is nothing to compare."""
     d = gap[~np.isnan(gap)]
     if not len(d):
         return Gap()
@@ -89,12 +85,12 @@ def gap_of(gap: Float64Array) -> Gap:
 
 
 def gap_of_all(rows: Rows) -> Gap:
-    """The sums over all rows of a chunk, not to be changed."""
+    """The sums over a chunk; must not be changed."""
     return rows.once("gap", lambda: gap_of(rows.gap))
 
 
 def k3_of(d: Float64Array) -> Float64Array:
-    """[n] exp(d) - 1 - d of each, d cut at RATIO_LIMIT; from its series where that is small."""
+    """[n] exp(d) - 1 - d, with d at most RATIO_LIMIT; by its series where d is small."""
     out = np.minimum(d, RATIO_LIMIT)
     out = np.expm1(out) - out
     small = np.flatnonzero(np.abs(d) < 1e-4)  # below, the subtraction loses what is left
@@ -106,22 +102,22 @@ def k3_of(d: Float64Array) -> Float64Array:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """One label of a part, and how much of the gap is there."""
+    """One label of a part, and the gap of its tokens."""
 
     part: str
     label: str
     gap: Gap
     share_k2: float
-    """Of the whole gap's sum of d^2 / 2."""
+    """Share of the whole sum of d^2 / 2."""
     share_tokens: float
-    """Of the compared tokens."""
+    """Share of the compared tokens."""
 
 
 @dataclass(kw_only=True)
 class Split:
-    """The gap of all rows that were added, told apart by SPLIT_BY, experts and steps.
+    """The gap of all added rows, split by SPLIT_BY, experts and steps.
 
-    Memory does not grow with the rows. One pass; cells of all parts crossed are summed at once.
+    Memory does not grow with the rows: one table holds the sums of all parts crossed.
 
     >>> split = Split()
     >>> split.add(
@@ -139,11 +135,11 @@ class Split:
     """
 
     tokenizer: Tokenizer | None = None
-    """Tells control tokens and spellings; None leaves these two out."""
+    """Needed to split by control tokens and spelling; None leaves these out."""
     steps: dict[int, Gap] = field(default_factory=dict[int, Gap])
     routes: tuple[Gap, Gap] = field(default_factory=lambda: (Gap(), Gap()))
-    """Of tokens that the trainer's experts predicted as the sampler's did, and of the others;
-    empty where not both are recorded."""
+    """Gaps of the tokens that both sides predicted with the same experts, and of the others; empty
+    unless both sides' routes are recorded."""
 
     def __post_init__(self) -> None:
         self._sums = np.zeros((4, prod(_CELLS)))  # tokens, d, k2, k3
@@ -156,7 +152,7 @@ class Split:
     # -- taking in ----------------------------------------------------------------------------
 
     def add(self, rows: Rows) -> None:
-        """Takes in the compared tokens of a chunk."""
+        """Adds the compared tokens of a chunk."""
         at = rows.compared
         if not len(at):
             return
@@ -178,7 +174,7 @@ class Split:
         self._add_routes(rows, at, d)
 
     def _cells(self, rows: Rows, at: Int64Array) -> Int64Array:
-        """[n] the cell of each compared token."""
+        """[n] cell of each compared token."""
         cell = np.zeros(len(at), np.int64)
         for part, table, size in zip(SPLIT_BY, _TABLES, _CELLS, strict=True):
             cell *= size
@@ -189,7 +185,7 @@ class Split:
         return cell
 
     def _numbers(self, part: str, rows: Rows, at: Int64Array) -> npt.NDArray[Any] | None:
-        """[n] what the part tells tokens apart by; None: not known."""
+        """[n] the number that the part splits by; None if unknown."""
         if part == "age":
             if rows.policy_version is None or rows.trainer_version is None:
                 return None
@@ -220,7 +216,7 @@ class Split:
             self.steps.setdefault(int(step), Gap()).add(gap_of(here))
 
     def _add_routes(self, rows: Rows, at: Int64Array, d: Float64Array) -> None:
-        """A token is predicted by what the position before it computed: its routes count."""
+        """Sums by expert. A token is predicted by the routes of the position before it."""
         if rows.routed_experts is None:
             return
         inside = rows.position[at] > 0
@@ -259,7 +255,7 @@ class Split:
         return Gap(int(tokens), float(d), float(k2), float(k3), float(self._largest.max()))
 
     def places(self, part: str) -> list[Place]:
-        """The labels of a part that have compared tokens, in the part's order."""
+        """The labels of a part that have compared tokens, in order."""
         if part not in self._known:
             return []
         axis = next(i for i, p in enumerate(SPLIT_BY) if p.name == part)
@@ -280,9 +276,8 @@ class Split:
         ]
 
     def experts(self) -> list[Place]:
-        """Every expert that served enough tokens, the one with the largest mean k2 first. A token
-        counts for each expert that took part in predicting it, so the shares of a layer sum to the
-        number of active experts."""
+        """Every expert that served enough tokens, largest mean k2 first. A token counts for each of
+        its active experts, so the shares of a layer sum to the number of active experts."""
         if self._experts is None:
             return []
         whole = self.total
@@ -300,8 +295,8 @@ class Split:
         return sorted(found, key=lambda place: -place.gap.k2 / place.gap.tokens)
 
     def histogram(self) -> dict[str, Any]:
-        """Tokens by the size of d: `edges` of |d|, counts `below` (trainer less likely) and `above`
-        of each of len(edges) + 1 bins, and how many are `equal` to the bit."""
+        """Tokens by |d|: the `edges`, counts of each of len(edges) + 1 bins `below` 0 (trainer less
+        likely) and `above`, and the tokens that are bitwise `equal`."""
         return {
             "edges": HISTOGRAM_EDGES.tolist(),
             "below": self._histogram[0].tolist(),
@@ -310,8 +305,8 @@ class Split:
         }
 
     def figures(self) -> dict[str, float]:
-        """`by_PART/LABEL/k2` ..., by the names that a run's metrics have behind `mismatch/`;
-        of parts with more than one label seen."""
+        """`by_PART/LABEL/k2` ..., named like a run's metrics after `mismatch/`; only of parts with
+        more than one label."""
         out: dict[str, float] = {}
         for part in SPLIT_BY:
             places = self.places(part.name)
@@ -325,8 +320,8 @@ class Split:
         return out
 
     def concentrations(self, *, limit: int = 3) -> list[Place]:
-        """Where most of the gap is on few of the tokens: labels with more than half of k2 and at
-        least twice their part of the tokens, the most concentrated first."""
+        """Labels with more than half of k2, on at most half as large a share of the tokens; the
+        most concentrated first."""
         found = [
             place
             for part in SPLIT_BY
@@ -337,7 +332,7 @@ class Split:
 
 
 class Spellings:
-    """What kind of text each id is; an id is decoded the first time that it is seen."""
+    """Kind of text of each id. An id is decoded once."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -346,7 +341,7 @@ class Spellings:
         self._table[-1] = SPELLINGS.index("bytes")
 
     def of(self, token_ids: npt.NDArray[Any]) -> npt.NDArray[np.int8]:
-        """[n] index in SPELLINGS. An id that the tokenizer does not know is "bytes"."""
+        """[n] index in SPELLINGS; "bytes" for an id that the tokenizer does not have."""
         last = len(self._table) - 1
         index = np.where((token_ids < 0) | (token_ids > last), last, token_ids)
         out = self._table[index]
@@ -372,21 +367,8 @@ class Spellings:
         return "number" if any(c.isnumeric() for c in text) else "punctuation"
 
 
-def moved(before: Split, after: Split) -> Mapping[str, tuple[Gap, Gap]]:
-    """`PART/LABEL` -> the gap there before and after the causes were repaired."""
-    out: dict[str, tuple[Gap, Gap]] = {}
-    for part in SPLIT_BY:
-        left = {p.label: p.gap for p in after.places(part.name)}
-        for place in before.places(part.name):
-            out[f"{part.name}/{place.label}"] = (place.gap, left.get(place.label, Gap()))
-    return out
-
-
 def is_touched(rows: Rows, repaired: Rows) -> BoolArray:
-    """[R] rows in which a repair changed an id, the mask or a log-prob.
-
-    Rows of which the repair took or added tokens count as changed.
-    """
+    """[R] True for rows in which a repair changed an id, the mask, a log-prob or the length."""
     if len(rows) != len(repaired) or not np.array_equal(rows.offsets, repaired.offsets):
         sizes = dict(zip(repaired.row_ids, repaired.sizes.tolist(), strict=True))
         return np.array(

@@ -1,106 +1,166 @@
-"""What a check is, and what it may know beside the rows."""
+"""What a check is, and what it knows besides the rows."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from lockstep.doctor.checks.attribution import Gap
 from lockstep.doctor.checks.causes import CAUSES
 from lockstep.doctor.checks.findings import MAX_EVIDENCE, Evidence, Finding, Verdict
-from lockstep.doctor.checks.once import Once
+from lockstep.doctor.checks.rows import Once, Rows
+from lockstep.errors import ConfigError
+from lockstep.types import Int64Array
 
 if TYPE_CHECKING:
-    from lockstep.doctor.checks.rows import Rows
     from lockstep.renderers.base import Renderer
     from lockstep.renderers.tokenizer import Tokenizer
+
+StageName = Literal["masks", "structure", "values", "processed", "noise", "training"]
+MAX_SHOWN = 64
+"""Runs of one chunk that are offered as evidence."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting(Once):
-    """What is known of a run beside its rows. None and empty: not known."""
+    """What is known of a run besides its rows. None and empty mean unknown."""
 
     trainer: str = ""
-    """What wrote the rows: "lockstep", "verl", "trl", ...: remedies are said in its settings."""
+    """Trainer that wrote the rows ("lockstep", "verl", "trl", ...): remedies name its settings."""
     tokenizer: Tokenizer | None = None
     renderer: Renderer | None = None
     stop_ids: frozenset[int] = frozenset()
     """Ids that end a turn."""
     pad_id: int | None = None
     temperature: float | None = None
-    """That tokens were sampled at."""
+    """Temperature of sampling."""
     top_p: float | None = None
     top_k: int | None = None
     is_moe: bool | None = None
     model: object | None = None
-    """What rows can be scored by again: `doctor.numerics.rescore.Rescoring`. None: not given."""
+    """Model that can score rows again: a `doctor.numerics.rescore.Rescoring`."""
     is_one_process: bool | None = None
-    """Whether sampler and trainer are one process over the same ops."""
+    """True if sampler and trainer are one process over the same ops."""
     max_staleness: int | None = None
-    """Updates that a token may be behind by the run's own settings."""
+    """Updates that a token may be behind by the run's settings."""
     step_metrics: Sequence[Mapping[str, Any]] = ()
-    """Rows of metrics by step, by the names of docs/metrics.md."""
+    """Metrics of each step, by the names of docs/reference/metrics.md."""
     seed: int = 0
-    """Of whatever a check draws."""
+    """Seed of everything that a check draws."""
+
+
+def evidence_at(
+    rows: Rows, begin: int, end: int, note: str, expected_ids: Sequence[int] = ()
+) -> Evidence:
+    """Evidence of the tokens begin..end of `rows`, which are of one row."""
+    row, at = rows.where(begin)
+    return Evidence(
+        row=row, begin=at, end=at + end - begin, note=note, expected_ids=tuple(expected_ids)
+    )
 
 
 class Check(ABC):
-    """One claim about rows, tried on all of them, a chunk at a time.
+    """One claim about rows, tested on all of them, one chunk at a time.
 
-    A subclass sets the class variables, collects in `look` (its memory must not grow with the
-    dump: counts, and `evidence` through `show`), and says in `conclude` what that means. It never
-    raises about the data: what is wrong there is its finding.
+    A subclass declares the class variables, counts in `look`, and judges in `conclude`. Its memory
+    must not grow with the dump. It never raises about the data: what is wrong is its finding.
 
-    Checks run in stages (`examine.py`). A check of a later stage sees the rows as `repair` of the
-    causes that were found before has left them, so that it explains what is left.
+    Checks run in stages (`suite.py`). A check sees the rows after the `repair` of every cause that
+    an earlier stage found, so that it explains only what is left.
+
+    A check from outside of the package is a subclass in a plugin; its cause is added before it:
+
+    >>> from lockstep.doctor.checks.causes import Cause, add_cause
+    >>> add_cause(Cause(name="zero_ids", room="tokens", title="Ids are 0.", remedy="Find out why."))
+    >>> class ZeroIds(Check):
+    ...     name = "tokens/zero_ids"
+    ...     claim = "no id is 0"
+    ...     cause = "zero_ids"
+    ...     stage = "structure"
+    ...     counted = ("zeros",)
+    ...
+    ...     def look(self, rows):
+    ...         begin, end = rows.runs(rows.token_ids == 0)
+    ...         self.counts["zeros"] += int((end - begin).sum())
+    ...         self.show_runs(rows, begin, end, lambda b, e: "ids of 0")
+    ...
+    ...     def conclude(self):
+    ...         zeros = self.counts["zeros"]
+    ...         return self.differs(f"{zeros} ids are 0") if zeros else self.consistent("none is")
     """
 
     name: ClassVar[str]
     """ROOM/NAME: "tokens/shifted"."""
     claim: ClassVar[str]
     """What holds of healthy data."""
-    cause: ClassVar[str]
+    cause: ClassVar[str] = ""
     """Name in CAUSES; empty for a check that only informs."""
     needs: ClassVar[tuple[str, ...]] = ()
-    """Fields of `Rows` and of `Setting` without which it cannot be made."""
+    """Fields of `Rows` and `Setting` that the check cannot do without."""
+    stage: ClassVar[StageName | Literal[""]] = ""
+    """Stage that the check is made in; empty for bases and for checks that need a model."""
+    counted: ClassVar[tuple[str, ...]] = ()
+    """Entries of `counts` that every finding reports as figures."""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        cause = cls.__dict__.get("cause")
-        assert not cause or cause in CAUSES, f"{cls.__name__}: {cause!r} is not in CAUSES"
+        if cls.cause and cls.cause not in CAUSES:
+            raise ConfigError(
+                f"the check {cls.__name__} names the cause {cls.cause!r}, which is not known. Add "
+                "it first: lockstep.doctor.checks.causes.add_cause(Cause(...))."
+            )
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
+        self.counts: Counter[str] = Counter()
         self._evidence: list[tuple[float, Evidence]] = []
 
     @abstractmethod
     def look(self, rows: Rows) -> None:
-        """Takes in the next chunk. Rows are whole: none is split over two chunks."""
+        """Reads the next chunk. A row is never split over two chunks."""
 
     @abstractmethod
     def conclude(self) -> Finding:
-        """The finding over all that was looked at."""
+        """The finding over all chunks."""
 
     def repair(self, rows: Rows) -> Rows:
-        """The rows as they would be without this cause, once it was found: log-probs moved back,
-        NaN where the right number is not in the dump, the mask as it should be. Of the rows and
-        tokens that the cause has not touched, nothing changes. What the gap between the two sides
-        loses by it is the share of this cause."""
+        """`rows` without this cause, once it was found: log-probs moved back, NaN where the right
+        number is not in the dump, the mask as it should be. Rows and tokens that the cause has not
+        touched stay equal. The gap that goes away is the share of this cause."""
         return rows
 
     # -- for subclasses -----------------------------------------------------------------------
 
-    def show(self, weight: float, evidence: Evidence) -> None:
-        """Keeps a place as evidence if it is among the heaviest."""
+    def show(
+        self,
+        weight: float,
+        rows: Rows,
+        begin: int,
+        end: int,
+        note: str,
+        expected_ids: Sequence[int] = (),
+    ) -> None:
+        """Keeps the tokens begin..end of `rows` as evidence if they are among the heaviest."""
+        self.keep(weight, evidence_at(rows, begin, end, note, expected_ids))
+
+    def keep(self, weight: float, evidence: Evidence) -> None:
         self._evidence.append((weight, evidence))
         if len(self._evidence) > 4 * MAX_EVIDENCE:
             self._evidence.sort(key=lambda pair: -pair[0])
             del self._evidence[MAX_EVIDENCE:]
 
+    def show_runs(
+        self, rows: Rows, begin: Int64Array, end: Int64Array, note: Callable[[int, int], str]
+    ) -> None:
+        """`show` for the first runs, the longest as the strongest."""
+        shown = zip(begin[:MAX_SHOWN].tolist(), end[:MAX_SHOWN].tolist(), strict=True)
+        for b, e in shown:
+            self.show(e - b, rows, b, e, note(b, e))
+
     def found(self, verdict: Verdict, measured: str, **figures: float) -> Finding:
-        """The finding of this check, with the evidence that was kept unless it is consistent."""
+        """The finding, with `counted`, these figures, and the evidence unless it is consistent."""
         kept = sorted(self._evidence, key=lambda pair: -pair[0])[:MAX_EVIDENCE]
         return Finding(
             check=self.name,
@@ -108,28 +168,25 @@ class Check(ABC):
             verdict=verdict,
             measured=measured,
             cause="" if verdict == "consistent" else self.cause,
-            figures=figures,
+            figures={name: self.counts[name] for name in self.counted} | figures,
             evidence=() if verdict == "consistent" else tuple(e for _, e in kept),
         )
 
+    def differs(self, measured: str, **figures: float) -> Finding:
+        return self.found("differs", measured, **figures)
+
+    def information(self, measured: str, **figures: float) -> Finding:
+        return self.found("information", measured, **figures)
+
+    def consistent(self, measured: str, **figures: float) -> Finding:
+        return self.found("consistent", measured, **figures)
+
     @classmethod
-    def not_checkable(cls, lacks: tuple[str, ...]) -> Finding:
+    def not_checkable(cls, *lacks: str, measured: str = "") -> Finding:
         return Finding(
             check=cls.name,
             claim=cls.claim,
             verdict="not_checkable",
-            measured=f"needs {', '.join(lacks)}",
+            measured=measured or f"needs {', '.join(lacks)}",
             lacks=lacks,
         )
-
-
-@dataclass(slots=True)
-class Share:
-    """How much of the gap a cause explains."""
-
-    cause: str
-    k2: float
-    """Of the sum of d^2 / 2, in [0, 1] of the whole dump's."""
-    k3: float
-    before: Gap = field(default_factory=Gap)
-    after: Gap = field(default_factory=Gap)

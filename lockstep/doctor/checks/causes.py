@@ -1,7 +1,7 @@
-"""The known causes of a mismatch, and what is done about each.
+"""The known causes of a mismatch, and the remedy of each.
 
-A cause has a *class*: causes of one class leave the same marks on rows, and a verdict is right if
-it names one of them. The classes were fixed before the doctor was tried on anything.
+Causes of one *class* leave the same marks on rows; a verdict is right if it names one of them. The
+classes were fixed before the doctor was tried on anything.
 """
 
 from __future__ import annotations
@@ -15,24 +15,22 @@ Room = Literal["tokens", "template", "values", "numerics", "noise", "training"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cause:
-    """One way in which sampler and trainer come to differ."""
+    """One way in which sampler and trainer come to differ, with what users read about it."""
 
     name: str
     room: Room
     kind: str = ""
-    """Its class; empty: a class of its own, of its name."""
+    """Class of the cause; empty if it is the only one of its class."""
     title: str
-    """What is wrong, in one sentence."""
+    """The defect, in one sentence."""
     remedy: str
-    """What to do, in any trainer."""
+    """The repair, in any trainer."""
     in_trainers: Mapping[str, str] = field(default_factory=dict[str, str])
-    """What writes dumps -> the setting or the command there, where it is known."""
+    """Trainer -> the setting or command that repairs it there."""
     in_engines: Mapping[str, str] = field(default_factory=dict[str, str])
-    """The same of what any trainer may stand on: an engine, a library of models."""
+    """Engine or library of models -> the same."""
     fault: str = ""
     """Fault that injects the cause into a healthy run: `lockstep train quickstart --fault ...`."""
-    is_defect: bool = True
-    """False: worth knowing, and nobody's mistake."""
 
     @property
     def equivalents(self) -> str:
@@ -40,82 +38,83 @@ class Cause:
 
 
 _CAUSES = (
-    # -- the ids are not what was sampled ---------------------------------------------------------
+    # -- the ids are not those that were sampled --------------------------------------------------
     Cause(
         name="reencoded",
         room="tokens",
         title="The sampled ids were decoded to text and encoded again.",
-        remedy="Keep the ids that the engine returned, from sampling to the loss; text is for "
-        "people.",
+        remedy="Keep the ids that the engine returned, from sampling to the loss. Text is for "
+        "people to read.",
         in_trainers={
             "verl": "actor_rollout_ref.rollout.agent.default_agent_loop=tool_agent passes ids; "
-            "rollout.multi_turn.tokenization_sanity_check_mode=strict warns of rows that were "
-            "encoded.",
-            "trl": "a rollout_func of your own must return completion_ids as the engine gave them.",
-            "slime": "append the ids in meta_info.output_token_logprobs to Sample.tokens, never an "
-            "encoding of Sample.response.",
+            "rollout.multi_turn.tokenization_sanity_check_mode=strict warns about rows that were "
+            "encoded again.",
+            "trl": "your rollout_func must return completion_ids as the engine gave them.",
+            "slime": "append the ids in meta_info.output_token_logprobs to Sample.tokens; never "
+            "encode Sample.response.",
         },
         fault="retokenized_rows",
     ),
     Cause(
         name="rerendered",
         room="tokens",
-        title="Earlier turns were rendered anew from messages, and read otherwise than they were "
+        title="Earlier turns were rendered again from messages, and differ from the ids that were "
         "sampled.",
-        remedy="Extend the ids turn by turn (prompt + sampled + encoded tool reply) in place of "
+        remedy="Extend the ids turn by turn (prompt + sampled ids + encoded tool reply) instead of "
         "applying the chat template to the whole history.",
         in_trainers={
             "verl": "actor_rollout_ref.rollout.agent.default_agent_loop=tool_agent appends ids "
             "turn by turn.",
-            "tinker": "take a renderer whose has_extension_property is True; with another one "
-            "each turn must be a row of its own.",
+            "tinker": "use a renderer whose has_extension_property is True; otherwise make each "
+            "turn a row of its own.",
         },
         fault="rerendered_history",
     ),
     Cause(
         name="missing_final",
         room="tokens",
-        title="The last sampled tokens of a turn are not in the row: its end is never trained.",
-        remedy="Add the sampled ids to the row before asking the environment whether it is done, "
-        "and keep the stop id that the engine returned.",
+        title="The last sampled tokens of a turn are missing from the row, so that its end is "
+        "never trained.",
+        remedy="Add the sampled ids to the row before asking the environment whether the episode "
+        "is done, and keep the stop id that the engine returned.",
         in_engines={
-            "vllm": "take the ids (token_ids; over HTTP return_token_ids=true): they have the stop "
-            "id, which the text leaves out.",
+            "vllm": "use the ids (token_ids; over HTTP return_token_ids=true): they include the "
+            "stop id, which the text does not.",
         },
         fault="dropped_final_tokens",
     ),
     Cause(
         name="dropped_separator",
         room="tokens",
-        title="What the template puts between two turns is missing from the rows.",
+        title="The separator that the template puts between two turns is missing from the rows.",
         remedy="After a sampled stop id, add the template's separator (Qwen: a line break) as "
-        "observed ids before the next message.",
+        "observed ids, before the next message.",
         fault="dropped_separators",
     ),
     Cause(
         name="shifted",
         room="tokens",
-        title="Log-probs stand beside other tokens than their own: off by one or more places.",
-        remedy="Place the rollout's log-probs by the turn's position, and shift to 'predicts the "
-        "next token' in one place only.",
+        title="Log-probs are assigned to the wrong tokens: they are off by one or more positions.",
+        remedy="Place the rollout's log-probs by the position of their turn, and shift to "
+        "'predicts the next token' in one function only.",
         fault="shifted_logprobs",
     ),
     Cause(
         name="after_stop",
         room="tokens",
-        title="Tokens after a stop id are trained as if the model had chosen them.",
-        remedy="Cut the reply at its first stop id, and mask what follows.",
+        title="Tokens after a stop id are trained as if the model had sampled them.",
+        remedy="Cut the reply at its first stop id, and mask everything after it.",
         fault="tokens_after_stop",
     ),
     Cause(
         name="observation_trained",
         room="tokens",
-        title="Tokens that the model did not sample (tool replies, users' words) are trained.",
-        remedy="Mask observations: the loss is over sampled tokens only.",
+        title="Tokens that the model did not sample (tool replies, user messages) are trained.",
+        remedy="Mask observations: only sampled tokens belong in the loss.",
         in_trainers={
             "verl": "AgentLoopOutput.response_mask must be 0 over tool replies.",
             "slime": "Sample.loss_mask must be 0 over tool replies.",
-            "trl": "a rollout_func of your own must return env_mask: 0 over what the model did not "
+            "trl": "your rollout_func must return env_mask, 0 over tokens that the model did not "
             "sample.",
         },
         fault="trained_observations",
@@ -123,50 +122,50 @@ _CAUSES = (
     Cause(
         name="boundary",
         room="tokens",
-        title="The border between prompt and response is at the wrong place.",
-        remedy="Take the prompt's length from the prompt that was sent, not from what is left "
-        "after subtracting the reply's; a negative one means that the reply is not in the row.",
+        title="The boundary between prompt and response is at the wrong position.",
+        remedy="Take the prompt's length from the prompt that was sent. Do not compute it as the "
+        "row's length minus the reply's: a negative one means that the reply is not in the row.",
         fault="wrong_boundary",
     ),
     Cause(
         name="duplicated_prompt",
         room="tokens",
-        title="The prompt stands in the row twice.",
-        remedy="Append what is new since the last turn, and nothing if nothing is: a slice [-0:] "
-        "is the whole list.",
+        title="The prompt is in the row twice.",
+        remedy="Append only what is new since the last turn, and nothing if nothing is new: a "
+        "slice [-0:] is the whole list.",
         fault="duplicated_prompt",
     ),
     Cause(
         name="fillers",
         room="tokens",
-        title="Trained tokens have the log-prob 0.0 that stands for 'none'.",
-        remedy="Mask tokens that have no log-prob of their own; a filler says that the token was "
+        title="Trained tokens have a filler, such as 0.0, in place of a log-prob.",
+        remedy="Mask tokens that have no log-prob: a filler of 0.0 claims that the token was "
         "certain.",
         fault="filler_logprobs",
     ),
     Cause(
         name="padding",
         room="tokens",
-        title="The padding token stands inside of rows.",
-        remedy="Remove padding by the attention mask, and keep pad_token apart from the stop "
+        title="Padding tokens are inside of rows, or before them.",
+        remedy="Remove padding by the attention mask, and use a pad_token that is not the stop "
         "token.",
         fault="padded_rows",
     ),
     Cause(
         name="post_processed",
         room="tokens",
-        title="Replies were changed after they were sampled: stripped, cut, or completed.",
-        remedy="Train the ids as sampled; change a copy for the environment.",
+        title="Replies were changed after they were sampled: stripped, cut or completed.",
+        remedy="Train the sampled ids; give the environment a changed copy.",
         fault="post_processed_replies",
     ),
     Cause(
         name="injected_control",
         room="tokens",
-        title="Text of a tool or a user has become control tokens.",
+        title="Text from a tool or user was encoded as control tokens.",
         remedy="Encode text that people and tools wrote with a tokenizer that has no control "
         "tokens.",
         in_engines={
-            "transformers": "split_special_tokens=True stops the special ones, and not those that "
+            "transformers": "split_special_tokens=True stops special tokens, but not those that "
             "are only 'added' (<tool_call>): encode with those removed.",
         },
         fault="injected_control_tokens",
@@ -175,29 +174,29 @@ _CAUSES = (
         name="template_drift",
         room="template",
         kind="rerendered",
-        title="The template over the whole dialogue gives other ids than the row, turn by turn.",
-        remedy="Do not render a dialogue again: extend it.",
+        title="The template, applied to the whole dialogue, gives other ids than the row has.",
+        remedy="Do not render a dialogue again: extend its ids.",
     ),
     Cause(
         name="thinking_dropped",
         room="template",
-        title="The template drops the thinking of earlier turns: what was sampled is not in the "
-        "row.",
-        remedy="Keep thinking in the history, or make a row of each turn.",
+        title="The template drops the thinking of earlier turns: sampled tokens are missing from "
+        "the row.",
+        remedy="Keep thinking in the history, or make each turn a row of its own.",
         in_trainers={
             "verl": "actor_rollout_ref.rollout.multi_turn.use_inference_chat_template=False keeps "
             "it.",
         },
         fault="dropped_thinking",
     ),
-    # -- the numbers are not log-probs of what was sampled ----------------------------------------
+    # -- the numbers are not log-probs of the sampled tokens --------------------------------------
     Cause(
         name="processed",
         room="values",
-        title="The rollout's log-probs are of the distribution after temperature, top-p or top-k; "
-        "the trainer's are not.",
+        title="The rollout's log-probs are taken after temperature, top-p or top-k; the trainer's "
+        "are not.",
         remedy="Divide the trainer's logits by the temperature, ask the engine for log-probs after "
-        "it, and sample with top_p=1 and without top_k, or renormalise over the kept tokens.",
+        "it, and sample with top_p=1 and no top_k, or renormalise over the kept tokens.",
         in_trainers={
             "lockstep": "agent.record_support=true (the default) keeps the ids that top_p and "
             "top_k left; an engine that cannot needs agent.top_p=1 agent.top_k=0.",
@@ -218,14 +217,14 @@ _CAUSES = (
     Cause(
         name="clamped",
         room="values",
-        title="Log-probs were cut at a bound.",
-        remedy="Store log-probs as they are; bound ratios where they are used.",
+        title="Log-probs were clamped at a bound.",
+        remedy="Store log-probs as they are; clamp ratios where they are used.",
         fault="clamped_logprobs",
     ),
     Cause(
         name="quantised",
         room="values",
-        title="Log-probs were rounded: to decimals, or to a narrow type.",
+        title="Log-probs were rounded, to decimals or to a narrow dtype.",
         remedy="Store float32.",
         fault="quantised_logprobs",
     ),
@@ -239,31 +238,32 @@ _CAUSES = (
     Cause(
         name="positive",
         room="values",
-        title="Log-probs are above 0: they are probabilities, or something else.",
-        remedy="Take the natural log of the probability of each token.",
+        title="Log-probs are above 0 or in another unit: they are probabilities, negated, or logs "
+        "to another base.",
+        remedy="Store the natural log of each token's probability.",
         fault="probabilities_as_logprobs",
     ),
     # -- the two sides compute other numbers ------------------------------------------------------
     Cause(
         name="kernel_noise",
         room="numerics",
-        title="The sampler's kernels round otherwise: noise on every token.",
-        remedy="Correct for it (truncated importance sampling), average log-probs, or sample with "
-        "the trainer's own ops.",
+        title="The sampler's kernels round differently: every token has some noise.",
+        remedy="Correct for it (truncated importance sampling), average several scorings, or "
+        "sample with the trainer's own ops.",
         in_trainers={
-            "lockstep": "contract=true-on-policy; or correction=mis, correction=averaged",
+            "lockstep": "contract=true-on-policy, correction=mis or correction=averaged",
             "verl": "algorithm.rollout_correction.rollout_is=token",
         },
         in_engines={
-            "vllm": "VLLM_BATCH_INVARIANT=1 makes it repeat itself in any batch; it does not make "
-            "it equal to another trainer",
+            "vllm": "VLLM_BATCH_INVARIANT=1 makes its log-probs independent of the batch; it does "
+            "not make them equal to another trainer's",
         },
         fault="kernel_noise,std=0.05",
     ),
     Cause(
         name="routing_flips",
         room="numerics",
-        title="Tokens near a tie go to other experts on the two sides.",
+        title="Tokens near a tie are routed to different experts by the two sides.",
         remedy="Replay the sampler's routes in the trainer.",
         in_trainers={
             "lockstep": "trainer.routing_replay=rollout",
@@ -277,20 +277,20 @@ _CAUSES = (
     Cause(
         name="ignored_sinks",
         room="numerics",
-        title="The trainer's attention ignores the model's sinks.",
-        remedy="Train with an attention kernel that knows sinks.",
+        title="The trainer's attention ignores the model's attention sinks.",
+        remedy="Train with an attention kernel that supports sinks.",
         in_engines={
             "transformers": "attn_implementation=eager, flex_attention, flash_attention_4 or "
-            "kernels-community/vllm-flash-attn3 (Hopper): for gpt-oss, flash_attention_2 and sdpa "
-            "are not among those that its model lists.",
+            "kernels-community/vllm-flash-attn3 (Hopper): gpt-oss does not support "
+            "flash_attention_2 and sdpa.",
         },
         fault="ignored_sinks",
     ),
     Cause(
         name="ignored_window",
         room="numerics",
-        title="One side's attention sees beyond the model's sliding window.",
-        remedy="Give the attention kernel the window of each layer.",
+        title="One side's attention reaches beyond the model's sliding window.",
+        remedy="Pass each layer's window to the attention kernel.",
         fault="ignored_window",
     ),
     Cause(
@@ -311,15 +311,15 @@ _CAUSES = (
         name="other_weights",
         room="numerics",
         kind="weights",
-        title="The two sides run different weights: a stale or failed sync, or the wrong "
-        "checkpoint.",
-        remedy="Verify the engine's weights after each sync, and compare versions.",
+        title="The two sides run different weights: a sync was late or failed, or a checkpoint is "
+        "the wrong one.",
+        remedy="Verify the engine's weights after each sync, and compare their versions.",
         in_trainers={
-            "lockstep": "sync.verify_every=1; docs/sync.md",
+            "lockstep": "sync.verify_every=1",
         },
         in_engines={
-            "vllm": "reset_prefix_cache after loading: keys and values of the old weights stay "
-            "otherwise.",
+            "vllm": "call reset_prefix_cache after loading: keys and values of the old weights "
+            "remain otherwise.",
         },
         fault="stale_weights",
     ),
@@ -328,24 +328,23 @@ _CAUSES = (
         room="numerics",
         kind="weights",
         title="One side runs the base model without its adapter.",
-        remedy="Load the adapter in the engine after each update.",
+        remedy="Load the adapter into the engine after each update.",
         fault="unmerged_adapter",
     ),
     Cause(
         name="precision",
         room="numerics",
         title="The two sides compute in different precisions.",
-        remedy="Nothing, or one dtype on both sides.",
+        remedy="Nothing, or use one dtype on both sides.",
         in_trainers={"lockstep": "engine.dtype=same"},
-        is_defect=False,
     ),
-    # -- what the training itself does ------------------------------------------------------------
+    # -- training itself --------------------------------------------------------------------------
     Cause(
         name="stale",
         room="training",
         kind="weights",
-        title="The tokens were sampled by weights of updates ago.",
-        remedy="Lower the staleness, or correct for it.",
+        title="The tokens were sampled by weights that are several updates old.",
+        remedy="Reduce the staleness, or correct for it.",
         in_trainers={
             "lockstep": "max_staleness, correction=mis",
             "slime": "--update-weights-interval",
@@ -355,23 +354,28 @@ _CAUSES = (
         name="after_update",
         room="training",
         kind="weights",
-        title="The trainer's log-probs were taken after the update that the rows made.",
-        remedy="Compute them before the first optimizer step, or take the sampler's.",
+        title="The trainer's log-probs were computed after the update on these rows.",
+        remedy="Compute them before the first optimizer step, or use the sampler's.",
         fault="scored_after_update",
     ),
     Cause(
         name="unphysical",
         room="training",
         title="The statistics of training contradict each other.",
-        remedy="Look at the tokens first: such figures come from rows that are not what was "
+        remedy="Check the tokens first: such statistics come from rows that are not what was "
         "sampled.",
     ),
 )
 
-CAUSES: Mapping[str, Cause] = {cause.name: cause for cause in _CAUSES}
-"""Every cause by name."""
+CAUSES: dict[str, Cause] = {cause.name: cause for cause in _CAUSES}
+"""Every cause by name; `add_cause` adds a plugin's."""
+
+
+def add_cause(cause: Cause) -> None:
+    """Makes a cause known, for a check of a plugin that names it."""
+    CAUSES[cause.name] = cause
 
 
 def is_same_class(one: str, other: str) -> bool:
-    """Whether a verdict of `one` is right where `other` is the cause."""
+    """True if naming `one` is right where `other` is the cause."""
     return CAUSES[one].equivalents == CAUSES[other].equivalents

@@ -1,55 +1,54 @@
-"""Where rows begin with the same ids: the same token after the same ids, and different ones.
+"""Tokens that follow the same ids in several rows: the same token again, and different ones.
 
-The rows of one task begin with the same prompt, and go on with the same ids for a while. Where a
-token stands more than once after the same ids, a side that computes the same thing each time has
-given it the same log-prob each time. Where different tokens were drawn after the same ids (a
-branch), their log-probs share one normaliser, which falls out of differences. Neither needs a
-model. Rows of one chunk are compared with each other; those of one task stand together in it.
+The rows of one task share their prompt, and some ids after it. If a token occurs again after the
+same ids, a side that computes deterministically gives it the same log-prob each time. At a
+*branch*, where different tokens follow the same ids, their log-probs share one normaliser, which
+cancels in differences. Neither needs a model. Rows are compared within one chunk.
 
-# N tokens  M tokens that stand more than once  G of these that differ  B pairs at branches
+# N tokens  M tokens that occur again  G groups of these  B pairs at branches
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
+from lockstep.doctor.checks.rows import Rows
 from lockstep.types import Int64Array
 
 FIRST_STRIDE, MAX_STRIDE = 4, 64
-"""Places that rows are followed over at once, while none of them parts from its like."""
-
-if TYPE_CHECKING:
-    from lockstep.doctor.checks.rows import Rows
+"""Tokens that rows are followed over at once, while none of them diverges."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Contexts:
-    """Trained tokens with finite log-probs (of both sides, where there are two) that follow the
-    same ids, under the same weights as far as versions and steps are known."""
+    """Trained tokens with finite log-probs on both sides that follow the same ids, under the same
+    weights as far as versions and steps are known."""
 
     repeated: Int64Array
-    """[M] tokens that stand more than once: index into the chunk's, group after group."""
+    """[M] indices of tokens that occur again, group by group."""
     group: Int64Array
-    """[M] 0 .. G-1."""
+    """[M] group of each, 0 .. G-1."""
     size: Int64Array
-    """[G] how often each stands there, at least 2."""
+    """[G] tokens of each group, at least 2."""
     one: Int64Array
     """[B] index of a token at a branch, ..."""
     other: Int64Array
-    """[B] ... and of a different one there. Of k different tokens k - 1 pairs, in a chain."""
+    """[B] ... and of a different token there. k different tokens make k - 1 pairs, in a chain."""
 
 
 def contexts_of(rows: Rows) -> Contexts:
-    """What `Rows.contexts` holds.
+    """The repeated contexts of one chunk, found once.
 
-    Rows that begin alike are followed together, trained token by trained token, until each has
-    parted from all others: the work is that of the parts that they share. Over places where none
-    parts they go many at a time, and nothing is sorted.
+    Rows that begin alike are followed together, one trained token at a time, until each has
+    diverged from all others. Where none diverges, many tokens are passed at once, without sorting.
     """
+    return rows.once("contexts", lambda: _contexts_of(rows))
+
+
+def _contexts_of(rows: Rows) -> Contexts:
     at = np.flatnonzero(rows.loss_mask)
     at = at[rows.position[at] > 0]
     num = np.bincount(rows.row_of[at], minlength=len(rows))
@@ -65,7 +64,7 @@ def contexts_of(rows: Rows) -> Contexts:
     alike = _Alike(key=np.empty(0, np.uint64), weights=np.empty(0, np.uint64))
 
     def going_on() -> tuple[Int64Array, _Alike]:
-        """Those of `alive` that have a k-th token, and another row beside them that does."""
+        """The rows of `alive` that have a k-th token and are not alone."""
         has_more = num[alive] > k
         left = alike.where(has_more)
         is_paired = left.is_paired
@@ -119,32 +118,32 @@ def contexts_of(rows: Rows) -> Contexts:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Alike:
-    """Rows that have gone the same way so far, side by side. A of them."""
+    """A rows, those with the same ids so far next to each other."""
 
     key: npt.NDArray[np.uint64]
     """[A] equal for rows that are alike."""
     weights: npt.NDArray[np.uint64]
-    """[A] of the token that they were compared at last: `_weights_keys`."""
+    """[A] `_weights_keys` of the last token that was compared."""
 
     def where(self, is_kept: npt.NDArray[np.bool_]) -> _Alike:
         return _Alike(key=self.key[is_kept], weights=self.weights[is_kept])
 
     @property
     def is_paired(self) -> npt.NDArray[np.bool_]:
-        """[A] has another beside it."""
+        """[A] True if another row has the same key."""
         same = np.zeros(len(self.key) + 1, np.bool_)
         same[1:-1] = self.key[1:] == self.key[:-1]
         return same[:-1] | same[1:]
 
     @property
     def sizes(self) -> Int64Array:
-        """Rows of each kind."""
+        """Number of rows of each key."""
         ends = np.flatnonzero(self.key[1:] != self.key[:-1]) + 1
         return np.diff(ends, prepend=0, append=len(self.key))
 
     def num_kept(self, rows: Rows, token: Int64Array, finite: npt.NDArray[np.bool_]) -> int:
-        """Over how many of the next places no row parts from its like, none that was parted comes
-        together (as it may under other weights), and all log-probs are finite. token: [P, A]."""
+        """How many of the next P tokens [P, A] keep the grouping as it is, with finite log-probs.
+        Rows may also come together again, under other weights."""
         weights = _weights_keys(rows, token)
         same = self.key[1:] == self.key[:-1]
         kept = finite[token].all(1) & (weights == self.weights).all(1)
@@ -155,7 +154,7 @@ class _Alike:
 
 
 def _stands_twice(keys: npt.NDArray[np.uint64]) -> npt.NDArray[np.bool_]:
-    """Which of these numbers are not the only one of their value."""
+    """True for each number that occurs more than once."""
     order = np.argsort(keys)
     same = np.zeros(len(keys) + 1, np.bool_)
     same[1:-1] = keys[order][1:] == keys[order][:-1]
@@ -165,7 +164,7 @@ def _stands_twice(keys: npt.NDArray[np.uint64]) -> npt.NDArray[np.bool_]:
 
 
 def _weights_keys(rows: Rows, at: Int64Array) -> npt.NDArray[np.uint64]:
-    """A number for the weights that the tokens `at` (any shape) were sampled and scored by."""
+    """Hash of the weights that sampled and scored the tokens `at` (any shape)."""
     out = np.zeros(at.shape, np.uint64)
     if rows.policy_version is not None:
         out += rows.policy_version[at].astype(np.uint64)

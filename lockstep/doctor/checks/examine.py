@@ -1,8 +1,8 @@
-"""Runs checks over rows in stages, and divides the gap among the causes that were found.
+"""Runs checks over rows in stages, and divides the gap among the causes that they find.
 
-A defect of the rows makes every later figure wrong, so that what is obvious is repaired before what
-is subtle is judged: each stage sees the rows without the causes of the stages before it. What the
-gap loses by each repair is that cause's share; what is left at the end is unexplained.
+A defect of the rows makes every later figure wrong, so obvious causes are repaired before subtle
+ones are judged: each stage sees the rows without the causes of the stages before it. The gap that a
+repair removes is the share of its cause; what is left at the end is unexplained.
 """
 
 from __future__ import annotations
@@ -12,56 +12,70 @@ from dataclasses import dataclass, field, fields
 from itertools import pairwise
 
 from lockstep.doctor.checks.attribution import Gap, Split, gap_of_all
-from lockstep.doctor.checks.base import Check, Setting, Share
+from lockstep.doctor.checks.base import Check, Setting
 from lockstep.doctor.checks.findings import Finding
 from lockstep.doctor.checks.rows import Rows
 
 Chunks = Callable[[], Iterable[Rows]]
-"""Gives the rows from the beginning, as often as it is called."""
+"""Yields the rows from the beginning, each time that it is called."""
+
+
+@dataclass(slots=True)
+class Share:
+    """Share of the gap that a cause explains."""
+
+    cause: str
+    k2: float
+    """Share of the whole dump's sum of d^2 / 2, in [0, 1]."""
+    k3: float
+    before: Gap = field(default_factory=Gap)
+    """Gap before the repair."""
+    after: Gap = field(default_factory=Gap)
+    """Gap after it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """Checks that look at the same rows, in the order in which their repairs are made."""
+    """Checks that read the same rows, in the order of their repairs."""
 
     checks: Sequence[type[Check]]
     chunks: Chunks | None = None
-    """Rows of its own (a sample that was scored by a model); None: all of them."""
+    """Rows of this stage alone (a sample that a model scored); None for all rows."""
     has: frozenset[str] = frozenset()
-    """Columns that these have, and the others do not."""
+    """Columns that only these rows have."""
 
 
 @dataclass(kw_only=True)
 class Examination:
-    """What was found, and how much of the gap each cause explains."""
+    """Findings, and the share of the gap that each cause explains."""
 
     findings: list[Finding] = field(default_factory=list[Finding])
     before: Split = field(default_factory=Split)
-    """The gap of the rows as they are, and where it is."""
+    """Gap of the rows as they are, by place."""
     after: Split = field(default_factory=Split)
-    """The same with the causes repaired: what is left of it is unexplained. Of the sample that was
-    scored by a model, where a cause was found in that."""
+    """The same after all repairs: the unexplained gap. Of the sample that a model scored, if a
+    cause was found there."""
     shares: list[Share] = field(default_factory=list[Share])
-    """Of each cause that was found, in the order of the repairs."""
+    """Shares of the causes, in the order of their repairs."""
     repairs: list[Check] = field(default_factory=list[Check])
-    """The checks that found them, in the same order: of those that looked at all rows."""
+    """Checks that found a cause in all rows, in the same order."""
     num_rows: int = 0
     num_tokens: int = 0
 
     @property
     def gap(self) -> Gap:
-        """Of the rows as they are."""
+        """Gap of the rows as they are."""
         return self.before.total
 
     def repaired(self, rows: Rows) -> Rows:
-        """The rows as they would be without the causes that were found."""
+        """`rows` without the causes that were found."""
         for check in self.repairs:
             rows = check.repair(rows)
         return rows
 
     @property
     def unexplained_k2(self) -> float:
-        """Share of k2 that no cause accounts for; 1 where none was found."""
+        """Share of k2 that no cause explains; 1 without causes."""
         return 1.0 - sum(share.k2 for share in self.shares)
 
 
@@ -75,17 +89,15 @@ def examine(
     only: Collection[str] = (),
     on_rows: Callable[[Rows], None] = lambda _: None,
 ) -> Examination:
-    """Runs every check that can be made. has: columns that the rows have, somewhere. has_ids: False
-    of a dump of texts: no check of it can be made.
+    """Makes every check that can be made, stage by stage.
 
-    only: names of the checks that are asked for; empty: all. Those of their stage and the stages
-    before are made too, for their repairs, and not reported: a check says the same by itself as
-    among all.
-    on_rows: given every chunk, as it is, once.
+    has: columns that some rows have. has_ids: False for a dump of texts, of which no check can be
+    made. only: names of the checks to report; empty reports all. The others of their stage and of
+    earlier stages are made too, for their repairs, so that a check finds the same alone as among
+    all. on_rows: called once with every chunk as it is.
 
-    Reads the rows once for each stage that has checks to make, once more for each stage that found
-    a cause (twice, if several), and once at the end if any did. Memory: one chunk, and what the
-    checks keep.
+    Reads the rows once for each stage with checks to make, once more (twice for several causes) for
+    each stage that finds a cause, and once at the end if any did. Holds one chunk in memory.
     """
     out = Examination(before=Split(tokenizer=setting.tokenizer))
     known = has | {
@@ -94,7 +106,7 @@ def examine(
         if getattr(setting, f.name) not in (None, "", frozenset(), ())
     }
     found: list[Check] = []
-    rows_left = chunks  # which are left without their causes at the end
+    rows_left = chunks  # what is read at the end, without the causes
     left = {"k2": 1.0, "k3": 1.0}
     last = max(
         (i for i, s in enumerate(stages) if any(k.name in only for k in s.checks)), default=0
@@ -104,7 +116,7 @@ def examine(
         for kind in stage.checks:
             lacks = tuple(name for name in kind.needs if name not in known | stage.has)
             if lacks := lacks if has_ids else ("token_ids",):
-                out.findings.append(kind.not_checkable(lacks))
+                out.findings.append(kind.not_checkable(*lacks))
             else:
                 made.append(kind(setting))
         if not made and number:
@@ -148,9 +160,9 @@ def examine(
 def _without_symptoms(
     chunks: Chunks, before: Sequence[Check], concluded: Sequence[tuple[Check, Finding]]
 ) -> list[tuple[Check, Finding]]:
-    """Of several causes in one stage, each is looked for again in rows without those before it in
-    the order: what is gone then was their mark (log-probs behind a token that was spelt anew stand
-    at an offset, and nothing shifted them)."""
+    """The findings of a stage, each cause tested again in rows without the causes before it: one
+    that is gone then was their mark. (Log-probs after a token with another spelling are at an
+    offset, though nothing shifted them.)"""
     new = [check for check, finding in concluded if finding.verdict == "differs"]
     if len(new) < 2:
         return list(concluded)
@@ -169,7 +181,7 @@ def _without_symptoms(
 
 
 def _repaired(check: Check, rows: Rows) -> Rows:
-    """The rows without the check's cause; as they are if they lack what it was found by, which only
+    """The rows without the check's cause; as they are if they lack what the check needs, which only
     a sample that was scored again has."""
     lacks = any(getattr(rows, name, True) is None for name in check.needs)
     return rows if lacks else check.repair(rows)
@@ -182,16 +194,15 @@ def _divide(
     left: dict[str, float],
     out: Examination,
 ) -> None:
-    """Adds the shares of `new`, and takes them from what is `left`.
+    """Adds the shares of `new`, and subtracts them from `left`.
 
-    A token that two causes have hit loses its gap to whichever is repaired first. It is both's: the
-    repairs are made in their order and from the last to the first, and a share is the mean of what
-    goes away in either.
+    A token that two causes hit loses its gap to the one that is repaired first. To be fair, repairs
+    are made in order and in reverse order, and a share is the mean of both.
     """
     gaps = [Gap() for _ in range(len(new) + 1)]
-    """In their order: before the first, and behind each."""
+    """In order: before the first repair, and after each."""
     back = [Gap() for _ in range(len(new) + 1)] if len(new) > 1 else gaps
-    """From the last to the first: with all repaired from so many on."""
+    """In reverse order: entry i is the gap with all repaired from i on."""
     for rows in chunks():
         for check in before:
             rows = _repaired(check, rows)
@@ -207,7 +218,7 @@ def _divide(
             rows = check.repair(rows)
             gap.add(gap_of_all(rows))
     whole = gaps[0]
-    # What is left at the end is that of their order: it is what later stages go on with.
+    # Later stages continue with what the repairs in order leave, so shares sum to that.
     shares: dict[str, list[float]] = {}
     for name in left:
         total = getattr(whole, name)

@@ -1,4 +1,4 @@
-"""What a check found: a claim, what was measured, a verdict, and the tokens that prove it."""
+"""What a check reports: a claim, what was measured, a verdict, and the tokens that prove it."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 Verdict = Literal["consistent", "information", "differs", "not_checkable"]
-"""consistent: the claim was tried and holds. differs: it does not, and `cause` says why.
-information: it is worth knowing and no defect (a pair of precisions, how many tokens are forced).
-not_checkable: what the check needs is not there."""
+"""consistent: the claim holds. differs: it does not, and `cause` says why. information: worth
+knowing, and no defect. not_checkable: the dump lacks what the check needs."""
 
 MAX_EVIDENCE = 8
-"""Places that a finding shows. How many there are is in its figures."""
+"""Places that a finding shows; its figures count all of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,13 +20,13 @@ class Evidence:
 
     row: str
     begin: int
-    """Place of the first one in its row."""
+    """Position of the first token in its row."""
     end: int
-    """Place after the last one."""
+    """Position after the last token."""
     note: str
-    """What is wrong there, in words."""
+    """What is wrong with these tokens, in words."""
     expected_ids: tuple[int, ...] = ()
-    """What should stand there (encoded again, rendered, answered by the engine), if it is known."""
+    """Ids that should be there, where they are known (the engine's, or rendered)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,17 +34,17 @@ class Finding:
     """The result of one check."""
 
     check: str
-    """ROOM/NAME, as `--only` takes it."""
+    """Name of the check, as `--only` takes it: "tokens/shifted"."""
     claim: str
     """What holds of healthy data, in one sentence."""
     verdict: Verdict
     measured: str
-    """What was found, with its figures, in one sentence."""
+    """What was found, with numbers, in one sentence."""
     cause: str = ""
-    """Name in `causes.CAUSES` if it differs, or of what the information is about."""
+    """Name in `causes.CAUSES`, unless the finding is consistent."""
     figures: Mapping[str, float] = field(default_factory=dict[str, float])
-    """The same as numbers, by stable names."""
+    """The numbers behind `measured`, by stable names."""
     evidence: tuple[Evidence, ...] = ()
-    """The worst first, at most MAX_EVIDENCE."""
+    """Strongest first, at most MAX_EVIDENCE."""
     lacks: tuple[str, ...] = ()
-    """What is missing if it is not checkable: columns of the dump, `tokenizer`, `model`."""
+    """What is missing where the check cannot be made: columns, `tokenizer`, `model`."""

@@ -1,31 +1,50 @@
-"""Training rows laid end to end, as checks look at them: a few thousand at a time, as arrays.
+"""Rows of a dump as arrays, laid end to end: what checks read, a few thousand rows at a time.
 
 # N tokens of all rows  R rows  S spans of sampled tokens  L layers  K active experts
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from lockstep.doctor.checks.contexts import Contexts, contexts_of
-from lockstep.doctor.checks.once import Once
 from lockstep.errors import AlignmentError
 from lockstep.types import COLUMNS, Float32Array, Int32Array, Int64Array, Message, Sample
 
+T = TypeVar("T")
 BoolArray = npt.NDArray[np.bool_]
 Float64Array = npt.NDArray[np.float64]
 
 
+class Once:
+    """Base of immutable objects that remember what was computed from them."""
+
+    def once(self, name: str, compute: Callable[[], T]) -> T:
+        """The result of the first `compute` under this name. It must not be changed.
+
+        >>> things = Once()
+        >>> things.once("answer", lambda: 42), things.once("answer", lambda: 43)
+        (42, 42)
+        """
+        known = self._known
+        if name not in known:
+            known[name] = compute()
+        return known[name]
+
+    @cached_property
+    def _known(self) -> dict[str, Any]:
+        return {}
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Rows(Once):
-    """Some rows of a run or of a dump. What is None is not known, and checks that need it cannot
-    be made; nothing is ever filled in.
+    """Some whole rows of a run or dump. None means not recorded: checks that need the field are not
+    made, and nothing is ever filled in.
 
     >>> rows = Rows(
     ...     row_ids=("a", "b"),
@@ -38,47 +57,48 @@ class Rows(Once):
     """
 
     row_ids: tuple[str, ...]
-    """[R] what the row is called where it came from."""
+    """[R] name of each row in its source."""
     offsets: Int64Array
-    """[R + 1] where each row begins in the arrays of tokens, and where the last one ends."""
+    """[R + 1] index of each row's first token; last, the number of tokens."""
     token_ids: Int32Array
     """[N]"""
     loss_mask: BoolArray
-    """[N] trained."""
+    """[N] True where the token is trained."""
     rollout_logprobs: Float32Array | None = None
-    """[N] the sampler's, natural log, of each token itself (not of the next); NaN where none."""
+    """[N] log-prob of the token itself (not of the next one) by the sampler, natural log; NaN where
+    there is none."""
     trainer_logprobs: Float32Array | None = None
-    """[N] the trainer's, before the update; NaN where none."""
+    """[N] the same by the trainer, before its update."""
     rescored_logprobs: Float32Array | None = None
-    """[N] of the model at hand, where the doctor was given one; NaN where it was not asked."""
+    """[N] the same by a model that was given to the doctor; NaN where it did not score."""
     is_sampled: BoolArray | None = None
-    """[N] said to have been drawn by the model; None where only the loss mask is known."""
+    """[N] True where the source says that the model drew the token."""
     turn: Int32Array | None = None
-    """[N] as the dump says it, -1 of what was not sampled; `turns` is known always."""
+    """[N] number of the turn by the source, -1 where not sampled; `turns` is always known."""
     policy_version: Int32Array | None = None
-    """[N] of the weights that sampled it, -1 of what was not sampled."""
+    """[N] version of the weights that sampled the token, -1 where not sampled."""
     trainer_version: Int64Array | None = None
-    """[R] of the weights that `trainer_logprobs` are of."""
+    """[R] version of the weights behind `trainer_logprobs`."""
     advantages: Float32Array | None = None
     """[N]"""
     routed_experts: npt.NDArray[np.int16] | None = None
-    """[N, L, K] the sampler's; -1 where not recorded."""
+    """[N, L, K] experts of the sampler; -1 where not recorded."""
     trainer_routed_experts: npt.NDArray[np.int16] | None = None
-    """[N, L, K] the trainer's."""
+    """[N, L, K] experts of the trainer."""
     prompt_lengths: Int64Array | None = None
-    """[R] tokens before the response, as the dump says: it may be wrong, and negative."""
+    """[R] tokens before the response by the source; may be wrong, even negative."""
     rewards: Float64Array | None = None
     """[R]"""
     groups: Int64Array | None = None
-    """[R] rows of one task in one step have the same number."""
+    """[R] equal for rows of one task in one step."""
     steps: Int64Array | None = None
     """[R] training step."""
     messages: tuple[tuple[Message, ...] | None, ...] | None = None
-    """[R] the dialogue that the row shows, the model's replies included."""
+    """[R] dialogue of the row, replies included."""
     texts: tuple[str | None, ...] | None = None
-    """[R] the response as the dump spells it."""
+    """[R] response as text."""
     engine_ids: tuple[tuple[Int32Array, ...] | None, ...] | None = None
-    """[R] what the engine answered, turn by turn, where it was kept beside what is trained."""
+    """[R] ids that the engine returned, by turn."""
 
     def __post_init__(self) -> None:
         num_rows, num_tokens = len(self.row_ids), len(self.token_ids)
@@ -106,13 +126,25 @@ class Rows(Once):
     def num_tokens(self) -> int:
         return len(self.token_ids)
 
+    @property
+    def rollout(self) -> Float32Array:
+        """`rollout_logprobs`, for checks that need them."""
+        assert self.rollout_logprobs is not None, "the check does not declare its need"
+        return self.rollout_logprobs
+
+    @property
+    def trainer(self) -> Float32Array:
+        """`trainer_logprobs`, for checks that need them."""
+        assert self.trainer_logprobs is not None, "the check does not declare its need"
+        return self.trainer_logprobs
+
     # -- made of ------------------------------------------------------------------------------
 
     @classmethod
     def of(cls, samples: Sequence[Sample], **more: Any) -> Rows:
-        """Training rows of Lockstep. more: fields that a `Sample` has no column for.
+        """Rows made of `samples`. more: fields that a `Sample` has no column for.
 
-        A column that not every row has is left out. `is_sampled` is where a turn is said.
+        A column that some sample lacks is left out. `is_sampled` is True where a turn is given.
         """
         sizes = [len(sample) for sample in samples]
         ids = [sample.token_ids for sample in samples] or [np.empty(0, np.int32)]
@@ -143,7 +175,7 @@ class Rows(Once):
         )
 
     def take(self, index: Sequence[int] | Int64Array) -> Rows:
-        """The rows at these places, in this order."""
+        """The rows at these indices, in this order."""
         index = np.asarray(index, np.int64)
         sizes = self.sizes[index]
         offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
@@ -161,7 +193,7 @@ class Rows(Once):
 
     @classmethod
     def joined(cls, parts: Sequence[Rows]) -> Rows:
-        """Rows of several pieces, one after another. A field that one of them lacks is left out.
+        """Rows of several chunks in one. A field that one of them lacks is left out.
 
         >>> one = Rows(row_ids=("a",), offsets=np.array([0, 1]), token_ids=np.array([7], np.int32),
         ...            loss_mask=np.array([True]))
@@ -181,11 +213,11 @@ class Rows(Once):
         return cls(**found)
 
     def with_(self, **changed: Any) -> Rows:
-        """A copy with other columns; the arrays that stay are shared."""
+        """A copy with other columns; unchanged arrays are shared."""
         return replace(self, **changed)
 
     def has_same_ids(self, other: Rows) -> bool:
-        """Whether these are the same rows, as far as their ids and ends tell."""
+        """True if both have the same ids and row lengths."""
         return np.array_equal(self.offsets, other.offsets) and np.array_equal(
             self.token_ids, other.token_ids
         )
@@ -199,18 +231,18 @@ class Rows(Once):
 
     @cached_property
     def row_of(self) -> Int64Array:
-        """[N] the row that each token is of."""
+        """[N] index of the row that each token belongs to."""
         return np.repeat(np.arange(len(self)), self.sizes)
 
     @cached_property
     def position(self) -> Int64Array:
-        """[N] the place of each token in its row."""
+        """[N] position of each token in its row."""
         return np.arange(self.num_tokens) - np.repeat(self.offsets[:-1], self.sizes)
 
     @cached_property
     def prefix_keys(self) -> npt.NDArray[np.uint64]:
-        """[N] a number for the ids of the row up to and with this one: two places of this chunk
-        have the same one if those ids are the same (else by chance, once in 2^64 / N^2)."""
+        """[N] hash of the row's ids up to and with this one: two tokens of a chunk have the same
+        key if they follow the same ids, and else with probability N^2 / 2^64."""
         place = _mixed(self.position.astype(np.uint64) + np.uint64(1))
         mixed = _mixed(self.token_ids.astype(np.uint64) * _GOLDEN + place)
         total = np.cumsum(mixed, dtype=np.uint64)
@@ -218,18 +250,13 @@ class Rows(Once):
         return total - np.repeat(before, self.sizes)
 
     @cached_property
-    def contexts(self) -> Contexts:
-        """Where the same token, or another one, follows the same ids."""
-        return contexts_of(self)
-
-    @cached_property
     def sampled(self) -> BoolArray:
-        """[N] drawn by the model, as far as is known: `is_sampled`, else the loss mask."""
+        """[N] True where the model drew the token: `is_sampled`, else the loss mask."""
         return self.loss_mask if self.is_sampled is None else self.is_sampled
 
     @cached_property
     def spans(self) -> Spans:
-        """The sampled turns: runs of sampled tokens of one turn in one row."""
+        """The sampled turns: maximal runs of sampled tokens of one turn in one row."""
         sampled = self.sampled
         ends = np.ones(self.num_tokens, np.bool_)
         ends[:-1] = (sampled[1:] != sampled[:-1]) | (self.row_of[1:] != self.row_of[:-1])
@@ -243,7 +270,7 @@ class Rows(Once):
 
     @cached_property
     def turns(self) -> Int32Array:
-        """[N] number of the sampled turn in its row, -1 of what was not sampled."""
+        """[N] number of the sampled turn in its row, -1 where not sampled."""
         if self.turn is not None:
             return self.turn
         spans = self.spans
@@ -255,7 +282,7 @@ class Rows(Once):
 
     @cached_property
     def gap(self) -> Float64Array:
-        """[N] trainer - rollout of each trained token that has both, finite; NaN elsewhere."""
+        """[N] trainer - rollout of each trained token with two finite log-probs; NaN elsewhere."""
         if self.rollout_logprobs is None or self.trainer_logprobs is None:
             return np.full(self.num_tokens, np.nan)
         with np.errstate(invalid="ignore"):
@@ -265,16 +292,85 @@ class Rows(Once):
 
     @cached_property
     def compared(self) -> Int64Array:
-        """[n] the tokens that `gap` is known of."""
+        """[n] indices of the tokens that have a `gap`."""
         return np.flatnonzero(~np.isnan(self.gap))
 
     def where(self, at: int) -> tuple[str, int]:
-        """(row's id, place in the row) of the token `at`."""
+        """(row's id, position in the row) of the token with index `at`."""
         row = int(self.row_of[at])
         return self.row_ids[row], at - int(self.offsets[row])
 
+    def sides(self) -> list[tuple[str, str, Float32Array, Float32Array | None]]:
+        """(sampler or trainer, its field, its log-probs, the other side's) of each known side."""
+        sides = {"sampler": "rollout_logprobs", "trainer": "trainer_logprobs"}
+        values = [getattr(self, field) for field in sides.values()]
+        return [
+            (who, field, side, other)
+            for (who, field), side, other in zip(sides.items(), values, values[::-1], strict=True)
+            if side is not None
+        ]
+
+    def row_sums(self, at: Int64Array, weights: Any = None) -> npt.NDArray[Any]:
+        """[R] sum of `weights` [n] over the tokens `at` [n] of each row; None counts them."""
+        return np.bincount(self.row_of[at], weights, minlength=len(self))
+
+    def row_means(self, at: Int64Array, values: Float64Array) -> Float64Array:
+        """[R] mean of `values` [n] over the tokens `at` [n] of each row; 0 for a row without."""
+        return self.row_sums(at, values) / np.maximum(self.row_sums(at), 1)
+
+    def firsts(self, at: Int64Array, behind: Int64Array | None = None) -> Int64Array:
+        """[R] smallest of the indices `at` in each row, N where there is none. behind: [n] reported
+        in place of `at`."""
+        first = np.full(len(self), self.num_tokens, np.int64)
+        np.minimum.at(first, self.row_of[at], at if behind is None else behind)
+        return first
+
+    def runs(self, mask: BoolArray) -> tuple[Int64Array, Int64Array]:
+        """(begin, end) of each run of True in `mask` [N], inside one row."""
+        index = np.flatnonzero(mask)
+        if not len(index):
+            return index, index
+        is_begin = np.ones(len(index), np.bool_)
+        is_begin[1:] = (np.diff(index) > 1) | (self.position[index[1:]] == 0)
+        return index[is_begin], index[np.append(is_begin[1:], True)] + 1
+
+    # -- repaired -----------------------------------------------------------------------------
+
+    def untrained(self, where: BoolArray) -> Rows:
+        """These rows without the tokens `where` [N] in the loss."""
+        return self.with_(loss_mask=self.loss_mask & ~where) if where.any() else self
+
+    def agreeing(self, where: BoolArray) -> Rows:
+        """These rows with the trainer's log-probs in place of the sampler's at `where` [N]."""
+        values = np.where(where & ~np.isnan(self.gap), self.trainer, self.rollout)
+        return self.with_(rollout_logprobs=values)
+
+    def cut_from(self, at: Sequence[int] | Int64Array) -> Rows:
+        """These rows without everything from the smallest index `at` of each row on: not sampled,
+        not trained, no log-prob of the sampler. What follows other ids is explained by them.
+
+        A cut inside a turn moves to the turn's beginning: half a turn would be another defect.
+        """
+        begin = self.firsts(np.asarray(at, np.int64))
+        spans = self.spans
+        if len(spans):
+            turn = np.maximum(np.searchsorted(spans.begin, begin, side="right") - 1, 0)
+            is_inside = (begin >= spans.begin[turn]) & (begin < spans.end[turn])
+            begin = np.where(is_inside, spans.begin[turn], begin)
+        is_lost = np.arange(self.num_tokens) >= np.repeat(begin, self.sizes)
+        if not is_lost.any():
+            return self
+        changed: dict[str, Any] = {"loss_mask": self.loss_mask & ~is_lost}
+        if self.rollout_logprobs is not None:
+            changed["rollout_logprobs"] = np.where(is_lost, np.float32(np.nan), self.rollout)
+        if self.is_sampled is not None:
+            changed["is_sampled"] = self.is_sampled & ~is_lost
+        if self.turn is not None:
+            changed["turn"] = np.where(is_lost, np.int32(-1), self.turn)
+        return self.with_(**changed)
+
     def rows(self) -> Iterator[tuple[str, slice]]:
-        """(row's id, its tokens) one after the other: for checks that must go row by row."""
+        """(row's id, slice of its tokens) of each row."""
         for name, begin, end in zip(
             self.row_ids, self.offsets[:-1].tolist(), self.offsets[1:].tolist(), strict=True
         ):
@@ -282,9 +378,9 @@ class Rows(Once):
 
 
 def _trainer_logprobs(samples: Sequence[Sample]) -> Float32Array | None:
-    """What the trainer computed for each row before its update, NaN of rows that it computed
-    nothing of; None if that is all of them. An old policy that is the sampler's own array was taken
-    from there: comparing the two would report a gap of 0 that nobody measured."""
+    """Log-probs by the trainer before its update, NaN in rows that it did not score; None if it
+    scored none. An old policy that is the sampler's own array does not count: comparing an array
+    with itself would report a gap of 0 that nobody measured."""
     found: list[Float32Array | None] = []
     for sample in samples:
         rollout = sample.columns.get("rollout_logprobs")
@@ -304,7 +400,7 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 def _mixed(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Each number as one that looks drawn at random (the finaliser of splitmix64)."""
+    """Mixes the bits of each number (the finaliser of splitmix64)."""
     out = values ^ (values >> np.uint64(30))
     out *= np.uint64(0xBF58476D1CE4E5B9)
     out ^= out >> np.uint64(27)
@@ -327,13 +423,13 @@ _OF_ROWS = frozenset(
     }
 )
 TOKEN_COLUMNS = tuple(f.name for f in fields(Rows) if f.name not in _OF_ROWS)
-"""Fields with an entry per token."""
+"""Fields with one entry per token."""
 assert {"rollout_logprobs", "advantages", "policy_version", "routed_experts"} <= set(COLUMNS)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Spans:
-    """Runs of tokens, each inside of one row."""
+    """Runs of tokens, each inside one row."""
 
     begin: Int64Array
     """[S] index of the first token."""
@@ -349,3 +445,24 @@ class Spans:
     def size(self) -> Int64Array:
         """[S] tokens."""
         return self.end - self.begin
+
+    @cached_property
+    def is_last(self) -> BoolArray:
+        """[S] True for the last span of its row."""
+        return np.append(self.row[1:] != self.row[:-1], True)[: len(self.row)]
+
+    @cached_property
+    def is_first(self) -> BoolArray:
+        """[S] True for the first span of its row."""
+        return np.diff(self.row, prepend=-1) > 0
+
+    def of_rows(self, num_rows: int) -> Int64Array:
+        """[num_rows + 1] index of each row's first span; those of row r are of[r] .. of[r+1]."""
+        return np.searchsorted(self.row, np.arange(num_rows + 1))
+
+
+def indices_of(begin: Int64Array, end: Int64Array) -> Int64Array:
+    """All indices of the slices begin..end, in order."""
+    size = end - begin
+    before = np.cumsum(size) - size
+    return np.arange(int(size.sum())) + np.repeat(begin - before, size)

@@ -1,10 +1,8 @@
-"""Every check on arrays, in its stage."""
+"""Every check on arrays, by stage."""
 
 from __future__ import annotations
 
 from lockstep.doctor.checks.base import Check
-from lockstep.doctor.checks.template.drift import TemplateDrift
-from lockstep.doctor.checks.template.thinking import ThinkingDropped
 from lockstep.doctor.checks.tokens.alignment import Shifted
 from lockstep.doctor.checks.tokens.context import DroppedSeparator, DuplicatedPrompt, Padding
 from lockstep.doctor.checks.tokens.endings import AfterStop, MissingFinal
@@ -14,7 +12,8 @@ from lockstep.doctor.checks.tokens.masks import Boundary, ObservationTrained
 from lockstep.doctor.checks.tokens.post_processed import PostProcessed
 from lockstep.doctor.checks.tokens.reencoded import Reencoded
 from lockstep.doctor.checks.tokens.rerendered import Rerendered
-from lockstep.doctor.checks.training.staleness import AfterUpdate, Stale, StillVersion
+from lockstep.doctor.checks.tokens.template import TemplateDrift, ThinkingDropped
+from lockstep.doctor.checks.training.staleness import AfterUpdate, GrowingGap, Stale
 from lockstep.doctor.checks.training.unphysical import Unphysical
 from lockstep.doctor.checks.values.estimators import Estimators, Forced
 from lockstep.doctor.checks.values.finite import NonFinite, Positive
@@ -23,43 +22,58 @@ from lockstep.doctor.checks.values.precision import Precision
 from lockstep.doctor.checks.values.processed import Processed
 from lockstep.doctor.checks.values.rounding import Clamped, Quantised
 
-MASKS: tuple[type[Check], ...] = (
-    Boundary,
-    # whose ids they are: what stands behind another id bears the marks of what follows
-    InjectedControl,
-    ThinkingDropped,
-    Rerendered,
-    TemplateDrift,
-    PostProcessed,
-    # and which of them are the model's
-    ObservationTrained,
-    AfterStop,
-    MissingFinal,
-)
-"""Which tokens are the model's: what is not trained rightly has no right log-prob either. Of
-several causes in one stage, one that is gone once those before it are repaired was their mark, and
-is not named."""
-STRUCTURE: tuple[type[Check], ...] = (
-    Reencoded,
-    Shifted,
-    Fillers,
-    Padding,
-    DuplicatedPrompt,
-    DroppedSeparator,
-    NonFinite,
-    Positive,
-    Estimators,
-    Forced,
-)
-"""What is obvious: ids, and what stands beside which."""
-VALUES: tuple[type[Check], ...] = (Clamped, Quantised)
-"""How the log-probs were kept."""
-PROCESSED: tuple[type[Check], ...] = (Processed,)
-"""What they are of."""
-NOISE: tuple[type[Check], ...] = (Precision, NoisySampler, NoisyTrainer)
-"""What is the same each time and what is not: of rows that are otherwise explained."""
-TRAINING: tuple[type[Check], ...] = (Stale, AfterUpdate, StillVersion, Unphysical)
-"""What the run does with them."""
+_OWN: dict[str, tuple[type[Check], ...]] = {
+    # Which tokens are the model's: first whose ids they are, for what follows another id bears the
+    # marks of what comes later; then which of them are trained. A token that should not be trained
+    # has no right log-prob either.
+    "masks": (
+        Boundary,
+        InjectedControl,
+        ThinkingDropped,
+        Rerendered,
+        TemplateDrift,
+        PostProcessed,
+        ObservationTrained,
+        AfterStop,
+        MissingFinal,
+    ),
+    # What is obvious: the ids, and which number is beside which token.
+    "structure": (
+        Reencoded,
+        Shifted,
+        Fillers,
+        Padding,
+        DuplicatedPrompt,
+        DroppedSeparator,
+        NonFinite,
+        Positive,
+        Estimators,
+        Forced,
+    ),
+    # How log-probs were stored.
+    "values": (Clamped, Quantised),
+    # Which distribution they are of.
+    "processed": (Processed,),
+    # What repeats and what does not, in rows that are otherwise explained.
+    "noise": (Precision, NoisySampler, NoisyTrainer),
+    # What training does with the rows.
+    "training": (Stale, AfterUpdate, GrowingGap, Unphysical),
+}
 
-STAGES = (MASKS, STRUCTURE, VALUES, PROCESSED, NOISE, TRAINING)
-"""Each sees the rows as the repairs of those before it have left them."""
+
+def stages() -> dict[str, tuple[type[Check], ...]]:
+    """Stage -> its checks, in the order of their repairs; a plugin's come after the built-in ones.
+
+    Each stage sees the rows as the repairs of the stages before it leave them. Of several causes in
+    one stage, one that is gone after the repairs of those before it was their mark, and is not
+    named.
+    """
+    out = {stage: list(checks) for stage, checks in _OWN.items()}
+    for kind in _subclasses(Check):
+        if kind.stage and kind not in out[kind.stage]:
+            out[kind.stage].append(kind)
+    return {stage: tuple(checks) for stage, checks in out.items()}
+
+
+def _subclasses(kind: type[Check]) -> list[type[Check]]:
+    return [one for sub in kind.__subclasses__() for one in (sub, *_subclasses(sub))]

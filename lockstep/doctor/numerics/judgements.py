@@ -12,9 +12,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from lockstep.doctor.checks import findings
 from lockstep.doctor.checks.base import Check, Setting
-from lockstep.doctor.checks.findings import Finding
+from lockstep.doctor.checks.findings import MAX_EVIDENCE, Finding
 from lockstep.doctor.checks.rows import BoolArray, Float64Array, Rows
 from lockstep.doctor.numerics.compare import (
     FLOAT_K2,
@@ -64,7 +63,7 @@ class _Compared(Check):
         return self.unable(model.reason if isinstance(model, Refusal) else "no row was scored")
 
     def unable(self, reason: str) -> Finding:
-        return replace(self.not_checkable(("model",)), measured=reason)
+        return self.not_checkable("model", measured=reason)
 
     def judge(self) -> Finding:
         """The finding, of rows that were scored."""
@@ -103,18 +102,14 @@ class _Compared(Check):
         rows = self.comparison.evidence.rows
         d = np.abs(side.values - side.reference)
         d[~np.isfinite(d) | ~rows_hit[rows.row_of]] = 0.0
-        for at in np.argsort(-d)[: findings.MAX_EVIDENCE].tolist():
+        for at in np.argsort(-d)[:MAX_EVIDENCE].tolist():
             if not d[at]:
                 break
-            row, place = rows.where(at)
             held = "the model" if side.is_known[rows.row_of[at]] else "the other side"
             text = f"{side.name} {side.values[at]:.4f}, {held} {side.reference[at]:.4f}"
             if np.isfinite(other[at]):
                 text += f", {note} {other[at]:.4f}"
-            self.show(
-                float(d[at]),
-                findings.Evidence(row=row, begin=place, end=place + 1, note=text),
-            )
+            self.show(float(d[at]), rows, at, at + 1, text)
 
     def repaired(self, rows: Rows, is_hit: Callable[[Comparison, Side], BoolArray | None]) -> Rows:
         """`rows` with the model's log-probs in the rows that `is_hit` [R] names, side by side."""

@@ -102,7 +102,7 @@ class Substituted(Check):
     def look(self, rows):
         for name in rows.row_ids:
             hostile = "here\x1b[31m[bold]\u202e\r\n"
-            self.show(1.0, Evidence(
+            self.keep(1.0, Evidence(
                 row=name, begin=10, end=14, note=hostile,
                 expected_ids=(*rows.token_ids[10:12].tolist(), 7, 8, 9),
             ))  # fmt: skip

@@ -1,5 +1,5 @@
-"""What stands in a row and should not, or is missing: the tokens behind it were drawn after other
-ids than they are computed with.
+"""Ids that should not be in a row, or are missing from it: the tokens after them were sampled after
+other ids than they are scored with.
 
 # N tokens  R rows  S spans (sampled turns)
 """
@@ -11,27 +11,27 @@ from collections import Counter
 import numpy as np
 
 from lockstep.doctor.checks.base import Check, Setting
-from lockstep.doctor.checks.findings import Evidence, Finding
-from lockstep.doctor.checks.rows import BoolArray, Rows
-from lockstep.doctor.checks.tokens.masks import runs_of
+from lockstep.doctor.checks.findings import Finding
+from lockstep.doctor.checks.rows import BoolArray, Rows, indices_of
 from lockstep.doctor.checks.tokens.template_ids import (
     MIN_FOLLOWED,
     TemplateIds,
     is_one_of,
     opening_of,
 )
+from lockstep.renderers.base import Renderer
 from lockstep.types import Int64Array, Message
 
 MIN_COMPARED = 100
-"""Tokens elsewhere before the gap there is what a sound token of the dump has."""
+"""Tokens elsewhere, before their gap is taken for that of sound tokens."""
 MIN_RAISED = 2.0
-"""Times the mean d^2 elsewhere that the tokens behind a cause must have, for it to be theirs."""
+"""Ratio of the mean d^2 after a cause to that elsewhere, for the gap to be the cause's."""
 MIN_PROMPT = 16
-"""Tokens of a prompt that is looked for again: a short one is said again by people."""
+"""Tokens of a prompt that is searched for again: people repeat short ones."""
 MIN_RUN = 2
-"""Padding tokens in a row: one by itself is an end, or a beginning, of a text."""
+"""Padding tokens in a row: a single one may end or begin a text."""
 MIN_LEARNT_RUN = 4
-"""The same of an id that only the rows show to pad: a text may well begin with one id twice."""
+"""The same for an id that only the rows show to pad: a text may begin with one id twice."""
 PAD_NAMES = (
     "<|endoftext|>",
     "<|finetune_right_pad_id|>",
@@ -40,56 +40,48 @@ PAD_NAMES = (
     "[PAD]",
     "<unused_pad>",
 )
-"""Control tokens that pad where the dump does not say which does."""
+"""Control tokens that are taken for padding if the dump does not name its own."""
 MIN_PADDED_ROWS = 2
-"""Rows that must show it, for an id to pad where neither the dump nor a tokenizer says so."""
+"""Rows that must show it before an unnamed id is taken for padding."""
 MIN_DROPPED = 2
 """Turns without their separator before a cause is named."""
 
 
 class _Context(Check):
-    """Base of what changes the context of all that follows in a row.
+    """Base of causes that change the context of everything after them in a row.
 
-    The right log-probs of those tokens are not in the dump: `repair` takes the trainer's away. Only
-    if they differ more than others do: of rows that are off by other weights, an extra line break
-    explains nothing.
+    The right log-probs of those tokens are not in the dump, so `repair` removes the trainer's. It
+    does so only if they differ more than elsewhere: in rows that are off by other weights, an extra
+    line break explains nothing.
     """
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
-        self._template = TemplateIds(setting)
-        self._rows = 0
-        self._rows_hit = 0
-        self._behind = [0.0, 0]
-        self._elsewhere = [0.0, 0]
+        self._behind = np.zeros(2)
+        """Sum of d^2 and number of the compared tokens after the cause."""
+        self._elsewhere = np.zeros(2)
 
     def measure(self, rows: Rows, first: Int64Array) -> None:
-        """Counts the rows hit, and sums the gap behind the cause and elsewhere.
+        """Counts the rows hit, and sums the gap after the cause and elsewhere.
 
-        first: [R] index of a row's first token behind the cause; the number of all tokens where
-        there is none."""
-        self._rows += len(rows)
-        self._rows_hit += int((first < rows.num_tokens).sum())
-        gap = rows.gap
-        compared = np.flatnonzero(~np.isnan(gap))
-        is_behind = compared >= first[rows.row_of[compared]]
-        for sums, chosen in (
-            (self._behind, compared[is_behind]),
-            (self._elsewhere, compared[~is_behind]),
-        ):
-            sums[0] += float(gap[chosen] @ gap[chosen])
-            sums[1] += len(chosen)
+        first: [R] index of a row's first token after the cause, N without one."""
+        self.counts["rows"] += len(rows)
+        self.counts["rows_hit"] += int((first < rows.num_tokens).sum())
+        is_behind = rows.compared >= first[rows.row_of[rows.compared]]
+        for sums, chosen in ((self._behind, is_behind), (self._elsewhere, ~is_behind)):
+            gap = rows.gap[rows.compared[chosen]]
+            sums += [float(gap @ gap), len(gap)]
 
     @property
-    def explains_gap(self) -> bool:
+    def _explains_gap(self) -> bool:
         if self._elsewhere[1] < MIN_COMPARED or not self._behind[1]:
             return True
         behind = self._behind[0] / self._behind[1]
-        return behind > MIN_RAISED * self._elsewhere[0] / self._elsewhere[1]
+        return bool(behind > MIN_RAISED * self._elsewhere[0] / self._elsewhere[1])
 
     def without_gap_behind(self, rows: Rows, first: Int64Array) -> Rows:
-        """`rows` without the trainer's log-probs from `first` on."""
-        if rows.trainer_logprobs is None or not self.explains_gap:
+        """`rows` without the trainer's log-probs from `first` [R] on."""
+        if rows.trainer_logprobs is None or not self._explains_gap:
             return rows
         is_behind = np.arange(rows.num_tokens) >= np.repeat(first, rows.sizes)
         if not is_behind.any():
@@ -101,40 +93,44 @@ class _Context(Check):
 class Padding(_Context):
     """Runs of the padding token before or between the tokens of a row.
 
-    Behind the last token, and not trained, it changes nothing: that is said, and is no defect.
+    After the last token, and not trained, padding changes nothing: that is information.
     """
 
     name = "tokens/padding"
-    claim = "no padding stands in a row"
+    claim = "no padding is inside a row"
     cause = "padding"
+    counted = ("rows", "rows_hit", "pads_inside", "pads_before", "pads_behind", "pads_trained")
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
-        self._inside = self._left = self._right = self._trained = 0
         self._learnt: Counter[int] = Counter()
 
     def look(self, rows: Rows) -> None:
         if not self._given and len(rows.spans):
             self._learn(rows)
         begin, end = self._runs(rows)
-        first = self._first(rows, begin, end)
-        self.measure(rows, first)
+        self.measure(rows, self._first(rows, begin, end))
         if not len(begin):
             return
         row = rows.row_of[begin]
         is_left = begin == rows.offsets[row]
-        is_trained = self._has_trained(rows, begin, end)
-        is_right = (end == rows.offsets[row + 1]) & ~is_left & ~is_trained
-        self._left += int((end - begin)[is_left].sum())
-        self._right += int((end - begin)[is_right].sum())
-        self._inside += int((end - begin)[~is_left & ~is_right].sum())
         trained = np.concatenate([[0], np.cumsum(rows.loss_mask)])
-        self._trained += int((trained[end] - trained[begin]).sum())
-        for b, e in zip(begin[~is_right][:64].tolist(), end[~is_right][:64].tolist(), strict=True):
-            name, place = rows.where(b)
-            where = "before the row" if place == 0 else "inside of the row"
-            note = f"{e - b} times id {int(rows.token_ids[b])} {where}"
-            self.show(e - b, Evidence(row=name, begin=place, end=place + e - b, note=note))
+        num_trained = trained[end] - trained[begin]
+        # A stop id that also pads is trained once, at its turn's end.
+        is_right = (end == rows.offsets[row + 1]) & ~is_left & (num_trained < MIN_RUN)
+        for name, chosen in (
+            ("pads_before", is_left),
+            ("pads_behind", is_right),
+            ("pads_inside", ~is_left & ~is_right),
+        ):
+            self.counts[name] += int((end - begin)[chosen].sum())
+        self.counts["pads_trained"] += int(num_trained.sum())
+
+        def note(b: int, e: int) -> str:
+            where = "before the row" if rows.position[b] == 0 else "inside the row"
+            return f"{e - b} times id {int(rows.token_ids[b])} {where}"
+
+        self.show_runs(rows, begin[~is_right], end[~is_right], note)
 
     @property
     def _given(self) -> frozenset[int]:
@@ -146,74 +142,49 @@ class Padding(_Context):
         names = {tokenizer.control_name(id_): id_ for id_ in tokenizer.control_ids}
         return frozenset(names[name] for name in PAD_NAMES if name in names)
 
-    @property
-    def _pads(self) -> frozenset[int]:
-        """Ids that pad."""
-        learnt = (id_ for id_, num in self._learnt.items() if num >= MIN_PADDED_ROWS)
-        return self._given or frozenset(learnt)
-
     def _learn(self, rows: Rows) -> None:
-        """An id that rows begin with again and again, or that so stands before their replies."""
+        """Counts ids that repeat at the beginning of rows or directly before the first reply."""
         ids, spans = rows.token_ids, rows.spans
         starts = rows.offsets[:-1][rows.sizes >= MIN_LEARNT_RUN]
-        is_first = np.diff(spans.row, prepend=-1) > 0
-        replies = spans.begin[is_first & (rows.position[spans.begin] >= MIN_LEARNT_RUN)]
+        replies = spans.begin[spans.is_first & (rows.position[spans.begin] >= MIN_LEARNT_RUN)]
         for at in (starts, replies - MIN_LEARNT_RUN):
             for step in range(1, MIN_LEARNT_RUN):
                 at = at[ids[at] == ids[at + step]]
             self._learnt.update(ids[at].tolist())
 
     def _runs(self, rows: Rows) -> tuple[Int64Array, Int64Array]:
-        begin, end = runs_of(is_one_of(rows.token_ids, self._pads), rows)
+        learnt = (id_ for id_, num in self._learnt.items() if num >= MIN_PADDED_ROWS)
+        begin, end = rows.runs(is_one_of(rows.token_ids, self._given or frozenset(learnt)))
         kept = end - begin >= (MIN_RUN if self._given else MIN_LEARNT_RUN)
         return begin[kept], end[kept]
 
-    def _has_trained(self, rows: Rows, begin: Int64Array, end: Int64Array) -> BoolArray:
-        """A stop id that also pads is trained once, at its turn's end."""
-        total = np.concatenate([[0], np.cumsum(rows.loss_mask)])
-        return total[end] - total[begin] >= MIN_RUN
-
     def _first(self, rows: Rows, begin: Int64Array, end: Int64Array) -> Int64Array:
-        first = np.full(len(rows), rows.num_tokens, np.int64)
         row = rows.row_of[begin]
         is_right = (end == rows.offsets[row + 1]) & (begin > rows.offsets[row])
-        np.minimum.at(first, row[~is_right], end[~is_right])
-        return first
+        return rows.firsts(begin[~is_right], end[~is_right])
 
     def conclude(self) -> Finding:
-        figures = {
-            "rows": self._rows,
-            "rows_hit": self._rows_hit,
-            "pads_inside": self._inside,
-            "pads_before": self._left,
-            "pads_behind": self._right,
-            "pads_trained": self._trained,
-        }
-        if self._inside or self._left:
-            return self.found(
-                "differs",
-                f"{self._inside} padding tokens inside of rows and {self._left} before them, in "
-                f"{self._rows_hit} of {self._rows} rows; {self._trained} of them are trained",
-                **figures,
+        c = self.counts
+        if c["pads_inside"] or c["pads_before"]:
+            return self.differs(
+                f"{c['pads_inside']} padding tokens inside of rows and {c['pads_before']} before "
+                f"them, in {c['rows_hit']} of {c['rows']} rows; {c['pads_trained']} of them are "
+                "trained"
             )
-        if self._right:
-            return self.found(
-                "information",
-                f"{self._right} padding tokens behind the rows' last, none of them trained",
-                **figures,
+        if c["pads_behind"]:
+            return self.information(
+                f"{c['pads_behind']} padding tokens after the rows' last token, none trained"
             )
-        return self.found("consistent", f"no padding in {self._rows} rows", **figures)
+        return self.consistent(f"no padding in {c['rows']} rows")
 
     def repair(self, rows: Rows) -> Rows:
-        """Padding is not trained, and what stands behind it has no right log-prob here."""
+        """Padding is not trained, and the tokens after it have no right log-prob here."""
         begin, end = self._runs(rows)
         if not len(begin):
             return rows
         is_pad = np.zeros(rows.num_tokens, np.bool_)
-        for b, e in zip(begin.tolist(), end.tolist(), strict=True):
-            is_pad[b:e] = True
-        is_pad &= ~is_one_of(rows.token_ids, self.setting.stop_ids)
-        rows = rows.with_(loss_mask=rows.loss_mask & ~is_pad)
+        is_pad[indices_of(begin, end)] = True
+        rows = rows.untrained(is_pad & ~is_one_of(rows.token_ids, self.setting.stop_ids))
         return self.without_gap_behind(rows, self._first(rows, begin, end))
 
 
@@ -221,38 +192,33 @@ class DuplicatedPrompt(_Context):
     """The whole prompt, control tokens included, a second time in its row."""
 
     name = "tokens/duplicated_prompt"
-    claim = "the prompt stands in its row once"
+    claim = "the prompt is in its row once"
     cause = "duplicated_prompt"
-
-    def __init__(self, setting: Setting) -> None:
-        super().__init__(setting)
-        self._restated = 0
-        self._tokens = 0
+    counted = ("rows", "rows_hit", "duplicated_tokens", "restated_prompts")
 
     def look(self, rows: Rows) -> None:
         found = self._copies(rows)
-        first = np.full(len(rows), rows.num_tokens, np.int64)
-        for row, at, size, is_certain in found:
-            if not is_certain:
-                self._restated += 1
-                continue
-            first[row] = min(int(first[row]), at + size)
-            self._tokens += size
-            name, place = rows.where(at)
+        certain = [(at, size) for at, size, is_certain in found if is_certain]
+        self.counts["restated_prompts"] += len(found) - len(certain)
+        for at, size in certain:
+            self.counts["duplicated_tokens"] += size
             note = f"the {size} ids that the row begins with, again"
-            self.show(size, Evidence(row=name, begin=place, end=place + size, note=note))
-        self.measure(rows, first)
+            self.show(size, rows, at, at + size, note)
+        self.measure(rows, self._first(rows, certain))
 
-    def _copies(self, rows: Rows) -> list[tuple[int, int, int, bool]]:
-        """(row, index, tokens, beyond doubt) of each copy.
+    def _first(self, rows: Rows, copies: list[tuple[int, int]]) -> Int64Array:
+        at, size = np.array(copies, np.int64).reshape(-1, 2).T
+        return rows.firsts(at, at + size)
 
-        In doubt is a prompt of one message that comes again as a message should: a user may say
-        the same twice.
+    def _copies(self, rows: Rows) -> list[tuple[int, int, bool]]:
+        """(index, tokens, is certain) of each copy.
+
+        In doubt is a prompt of one message that comes again as a later message: a user may say the
+        same twice.
         """
         ids, spans = rows.token_ids, rows.spans
         prompt = np.zeros(len(rows), np.int64)
-        is_first = np.diff(spans.row, prepend=-1) > 0
-        prompt[spans.row[is_first]] = rows.position[spans.begin[is_first]]
+        prompt[spans.row[spans.is_first]] = rows.position[spans.begin[spans.is_first]]
         start = rows.offsets[:-1]
         opener = np.full(len(rows), -1, np.int64)
         asked = prompt >= MIN_PROMPT
@@ -267,7 +233,7 @@ class DuplicatedPrompt(_Context):
             at, row = at[same], row[same]
             if not len(at):
                 break
-        out: list[tuple[int, int, int, bool]] = []
+        out: list[tuple[int, int, bool]] = []
         for r, place in zip(row.tolist(), at.tolist(), strict=True):
             begin, size = int(start[r]), int(prompt[r])
             before = place - begin
@@ -279,93 +245,72 @@ class DuplicatedPrompt(_Context):
             if not np.array_equal(ids[place : place + length], ids[begin : begin + length]):
                 continue
             opening = ids[begin + size - 2 : begin + size]
-            goes_on = np.array_equal(ids[place - 2 : place], opening)
+            continues = np.array_equal(ids[place - 2 : place], opening)
             messages = int(np.count_nonzero(ids[begin : begin + length] == ids[begin]))
-            out.append((r, place, length, goes_on or messages >= 3))
+            out.append((place, length, continues or messages >= 3))
         return out
 
     def conclude(self) -> Finding:
-        figures = {
-            "rows": self._rows,
-            "rows_hit": self._rows_hit,
-            "duplicated_tokens": self._tokens,
-            "restated_prompts": self._restated,
-        }
-        if self._rows_hit:
-            return self.found(
-                "differs",
-                f"{self._rows_hit} of {self._rows} rows hold their prompt again, "
-                f"{self._tokens} tokens",
-                **figures,
+        c = self.counts
+        if c["rows_hit"]:
+            return self.differs(
+                f"{c['rows_hit']} of {c['rows']} rows contain their prompt again, "
+                f"{c['duplicated_tokens']} tokens"
             )
-        if self._restated:
-            return self.found(
-                "information",
-                f"{self._restated} prompts of one message come again as a later message",
-                **figures,
+        if c["restated_prompts"]:
+            return self.information(
+                f"{c['restated_prompts']} prompts of one message come again as a later message"
             )
-        return self.found("consistent", f"no prompt of {self._rows} comes again", **figures)
+        return self.consistent(f"no prompt of {c['rows']} comes again")
 
     def repair(self, rows: Rows) -> Rows:
-        """The copy is not trained, and what stands behind it has no right log-prob here."""
-        first = np.full(len(rows), rows.num_tokens, np.int64)
-        mask = rows.loss_mask.copy()
-        for row, at, size, is_certain in self._copies(rows):
-            if is_certain:
-                first[row] = min(int(first[row]), at + size)
-                mask[at : at + size] &= rows.sampled[at : at + size]
-        if (first == rows.num_tokens).all():
+        """The copy is not trained, and the tokens after it have no right log-prob here."""
+        certain = [(at, size) for at, size, is_certain in self._copies(rows) if is_certain]
+        if not certain:
             return rows
-        return self.without_gap_behind(rows.with_(loss_mask=mask), first)
+        mask = rows.loss_mask.copy()
+        for at, size in certain:
+            mask[at : at + size] &= rows.sampled[at : at + size]
+        return self.without_gap_behind(rows.with_(loss_mask=mask), self._first(rows, certain))
 
 
 class DroppedSeparator(_Context):
-    """A stop id that the next message follows at once, where the template writes something between.
+    """A stop id directly followed by the next message, where the template has a separator.
 
-    The template's word is the renderer's; without one, what follows the same id elsewhere in the
-    rows. ChatML: a line break behind <|im_end|>. Harmony writes nothing, and nothing can be lost.
+    The separator is the renderer's; without one, it is what follows the same id elsewhere in the
+    rows. ChatML has a line break after <|im_end|>. Harmony has none, so none can be lost.
     """
 
     name = "tokens/dropped_separator"
-    claim = "what the template writes between two turns stands there"
+    claim = "the template's separator is between two turns"
     cause = "dropped_separator"
+    counted = ("turns_followed", "dropped_separators", "rows", "rows_hit")
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
-        self._turns = 0
-        self._dropped = 0
+        self._template = TemplateIds(setting)
         self._followed: dict[int, Counter[tuple[int, int]]] = {}
-        self._exact = None if setting.renderer is None else separators_of(setting)
+        self._exact = None if setting.renderer is None else separators_of(setting.renderer)
 
     def look(self, rows: Rows) -> None:
         self._template.add(rows)
         if self._exact is None:
             self._learn(rows)
         ends = self._ends(rows)
-        self._turns += len(ends)
-        hit = self._is_dropped(rows, ends)
-        at = ends[hit]
-        self._dropped += len(at)
-        self.measure(rows, self._first(rows, at))
+        at = ends[self._is_dropped(rows, ends)]
+        self.counts["turns_followed"] += len(ends)
+        self.counts["dropped_separators"] += len(at)
+        self.measure(rows, rows.firsts(at))
         for index in at[:64].tolist():
-            name, place = rows.where(index)
             stop = int(rows.token_ids[index - 1])
-            expected = self._separators[stop][0]
-            note = f"id {int(rows.token_ids[index])} follows the stop id {stop} at once"
-            self.show(
-                1.0,
-                Evidence(
-                    row=name, begin=place - 1, end=place + 1, note=note, expected_ids=expected
-                ),
-            )
+            note = f"id {int(rows.token_ids[index])} directly follows the stop id {stop}"
+            self.show(1.0, rows, index - 1, index + 1, note, self._separators[stop][0])
 
     def _learn(self, rows: Rows) -> None:
-        """Which two ids follow each stop id: behind turns, and in messages that were given."""
+        """Counts which two ids follow each stop id, after turns and in observed messages."""
         stops = self._template.stop_ids
         at = np.flatnonzero(is_one_of(rows.token_ids, stops))
-        is_end = ~rows.sampled[at]
-        last = rows.spans.end - 1
-        is_end |= np.isin(at, last)
+        is_end = ~rows.sampled[at] | np.isin(at, rows.spans.end - 1)
         at = at[is_end & (rows.position[at] + 2 < rows.sizes[rows.row_of[at]])]
         ids = rows.token_ids
         triples = np.stack([ids[at], ids[at + 1], ids[at + 2]], axis=1)
@@ -375,7 +320,7 @@ class DroppedSeparator(_Context):
 
     @property
     def _separators(self) -> dict[int, tuple[tuple[int, ...], int]]:
-        """Stop id -> (what stands behind it, the id that opens the next message)."""
+        """Stop id -> (its separator, the id that opens the next message)."""
         if self._exact is not None:
             return self._exact
         out: dict[int, tuple[tuple[int, ...], int]] = {}
@@ -387,7 +332,7 @@ class DroppedSeparator(_Context):
         return out
 
     def _ends(self, rows: Rows) -> Int64Array:
-        """Index behind each turn that ends with a stop id and that something follows."""
+        """Index after each turn that ends with a stop id and is not the end of its row."""
         spans = rows.spans
         if not len(spans):
             return spans.end
@@ -400,45 +345,26 @@ class DroppedSeparator(_Context):
             out |= (rows.token_ids[ends - 1] == stop) & (rows.token_ids[ends] == opener)
         return out
 
-    def _first(self, rows: Rows, at: Int64Array) -> Int64Array:
-        first = np.full(len(rows), rows.num_tokens, np.int64)
-        np.minimum.at(first, rows.row_of[at], at)
-        return first
-
     def conclude(self) -> Finding:
-        figures = {
-            "turns_followed": self._turns,
-            "dropped_separators": self._dropped,
-            "rows": self._rows,
-            "rows_hit": self._rows_hit,
-        }
-        if self._dropped >= MIN_DROPPED:
-            return self.found(
-                "differs",
-                f"{self._dropped} of {self._turns} turns are followed by the next message at once",
-                **figures,
+        turns, dropped = self.counts["turns_followed"], self.counts["dropped_separators"]
+        if dropped >= MIN_DROPPED:
+            return self.differs(f"{dropped} of {turns} turns are directly followed by a message")
+        if self._separators:
+            return self.consistent(
+                f"{turns - dropped} of {turns} turns with a message after them have the separator"
             )
-        what = (
-            f"{self._turns - self._dropped} of {self._turns} turns that something follows have "
-            "what the template writes between"
-            if self._separators
-            else "the template writes nothing between a stop id and the next message"
-            if self._exact is not None
-            else "no separator is known"
-        )
-        return self.found("consistent", what, **figures)
+        known = "the template has no separator" if self._exact is not None else "none is known"
+        return self.consistent(f"{known} between a stop id and the next message")
 
     def repair(self, rows: Rows) -> Rows:
-        """What stands behind the lost separator has no right log-prob here."""
+        """The tokens after a lost separator have no right log-prob here."""
         ends = self._ends(rows)
         at = ends[self._is_dropped(rows, ends)]
-        return self.without_gap_behind(rows, self._first(rows, at)) if len(at) else rows
+        return self.without_gap_behind(rows, rows.firsts(at)) if len(at) else rows
 
 
-def separators_of(setting: Setting) -> dict[int, tuple[tuple[int, ...], int]]:
-    """Stop id -> (what the renderer writes behind it, the id that opens the next message)."""
-    renderer = setting.renderer
-    assert renderer is not None, "asked only where there is one"
+def separators_of(renderer: Renderer) -> dict[int, tuple[tuple[int, ...], int]]:
+    """Stop id -> (ids that the renderer writes after it, the id that opens the next message)."""
     opener = opening_of(renderer)[0]
     out: dict[int, tuple[tuple[int, ...], int]] = {}
     for stop in renderer.stop_ids:

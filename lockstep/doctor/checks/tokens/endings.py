@@ -1,58 +1,59 @@
-"""How turns end: by their stop id, once, and with nothing behind it.
+"""Do turns end with their stop id, once, with nothing after it?
 
-# N tokens  S spans (sampled turns)  C ways in which a length can be limited
+# N tokens  S spans (sampled turns)
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from lockstep.doctor.checks.base import Check, Setting
-from lockstep.doctor.checks.findings import Evidence, Finding
+from lockstep.doctor.checks.base import MAX_SHOWN, Check, Setting
+from lockstep.doctor.checks.findings import Finding
 from lockstep.doctor.checks.rows import BoolArray, Rows
-from lockstep.doctor.checks.tokens.masks import misplaced, runs_of
+from lockstep.doctor.checks.tokens.masks import misplaced
 from lockstep.doctor.checks.tokens.template_ids import TemplateIds
 from lockstep.types import Int64Array
 
 MIN_STOPPED = 0.5
-"""Share of the turns that must end with a stop id, where the stop ids are learnt, before the others
-are asked why they do not."""
+"""Share of the turns that must end with a stop id, where stop ids are learnt, before the others
+count."""
 MIN_UNFINISHED = 3
-"""Turns without an end before they are more than an engine's failure."""
+"""Turns without an end that are more than an engine's failure."""
 MIN_UNFINISHED_SHARE = 0.02
-"""Of the turns, likewise: requests that were aborted leave as much."""
+"""The same as a share of the turns: aborted requests leave as many."""
 MIN_AT_CEILING = 2
-"""Turns that must be cut at the same count before it is taken for a limit: a single one is the
-longest of its kind in any dump."""
+"""Turns that must be cut at the same count before it is a limit: one turn is always the longest."""
 MAX_KEPT = 4096
-"""Turns without an end whose lengths are kept: memory does not grow with the dump. The share of
-them that a limit explains is taken for that of all."""
+"""Turns without an end whose lengths are kept. The share of them that a limit explains is taken for
+the share of all."""
 
 
 class MissingFinal(Check):
-    """Turns without their stop id, where no limit of length explains it.
+    """Turns without their stop id that no limit of length explains.
 
-    A reply that a limit has cut off ends at the same count as others: tokens of the turn, of the
-    row, of the row's response, or sampled in the row so far. What is lost after sampling ends
-    anywhere. Where the engine's answers are in the dump, they are the proof.
+    Replies that a limit cuts off end at a common count: tokens of the turn, of the row, of the
+    response, or sampled in the row so far. Replies that lost tokens after sampling end anywhere.
+    The engine's answers are the proof, where the dump has them.
     """
 
     name = "tokens/missing_final"
     claim = "each turn ends with its stop id, or at a limit of length"
     cause = "missing_final"
+    counted = (
+        "turns",
+        "turns_without_stop",
+        "last_turns_without_stop",
+        "turns_with_stop_behind",
+        "turns_of_engine",
+        "turns_cut_short",
+        "tokens_cut_off",
+    )
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
         self._template = TemplateIds(setting)
-        self._turns = 0
-        self._open_turns = 0
-        self._open_last = 0
-        self._stop_behind = 0
         self._kept: list[tuple[int, ...]] = []
         self._largest = np.zeros(4, np.int64)
-        self._turns_of_engine = 0
-        self._cut_turns = 0
-        self._cut_tokens = 0
 
     def look(self, rows: Rows) -> None:
         self._template.add(rows)
@@ -61,81 +62,62 @@ class MissingFinal(Check):
             return
         is_cut, is_answered = self._compare_with_engine(rows)
         counts = lengths_so_far(rows)
-        self._turns += len(spans)
+        self.counts["turns"] += len(spans)
         self._largest = np.maximum(self._largest, counts.max(axis=0))
         stops = self._template.stop_ids
         if not stops:
             return
-        follows = np.zeros(len(spans), np.bool_)  # the next turn of the row begins where this ends
-        follows[:-1] = (spans.begin[1:] == spans.end[:-1]) & (spans.row[1:] == spans.row[:-1])
-        is_last = np.ones(len(spans), np.bool_)
-        is_last[:-1] = spans.row[1:] != spans.row[:-1]
+        is_last = spans.is_last
+        follows = np.zeros(len(spans), np.bool_)  # the row's next turn begins where this one ends
+        follows[:-1] = (spans.begin[1:] == spans.end[:-1]) & ~is_last[:-1]
         is_stop = self._template.is_stop(rows)
         stops_before = np.concatenate([[0], np.cumsum(is_stop)])
         has_stop = stops_before[spans.end] > stops_before[spans.begin]  # else `AfterStop` has it
-        # One that other weights went on with is not open, nor one that the engine ended so.
+        # A turn that other weights continued is not open, nor one that the engine ended so.
         is_open = ~has_stop & ~follows & ~is_answered
         has_stop_behind = np.zeros(len(spans), np.bool_)
         has_stop_behind[~is_last] = is_stop[spans.end[~is_last]]
-        self._open_turns += int(is_open.sum())
-        self._open_last += int((is_open & is_last).sum())
-        self._stop_behind += int((is_open & has_stop_behind).sum())
+        for name, chosen in (
+            ("turns_without_stop", is_open),
+            ("last_turns_without_stop", is_open & is_last),
+            ("turns_with_stop_behind", is_open & has_stop_behind),
+        ):
+            self.counts[name] += int(chosen.sum())
         index = np.flatnonzero(is_open & ~is_cut)
         self._kept += map(tuple, counts[index[: MAX_KEPT - len(self._kept)]].tolist())
-        for s in index[:64].tolist():
-            row, begin = rows.where(int(spans.begin[s]))
-            end = begin + int(spans.size[s])
-            at = "the row's last turn" if is_last[s] else "a turn with others behind it"
-            tail = ", its stop id stands behind it and is not sampled" if has_stop_behind[s] else ""
-            self.show(
-                1.0 - float((counts[s] == self._largest).any()),
-                Evidence(
-                    row=row,
-                    begin=end - 1,
-                    end=end,
-                    note=f"{at} ends with id {int(rows.token_ids[spans.end[s] - 1])} after "
-                    f"{int(spans.size[s])} tokens{tail}",
-                    expected_ids=tuple(sorted(stops)),
-                ),
+        for s in index[:MAX_SHOWN].tolist():
+            end = int(spans.end[s])
+            turn = "the row's last turn" if is_last[s] else "a turn with others after it"
+            tail = ", its stop id comes after it and is not sampled" if has_stop_behind[s] else ""
+            note = (
+                f"{turn} ends with id {int(rows.token_ids[end - 1])} after {int(spans.size[s])} "
+                f"tokens{tail}"
             )
+            weight = 1.0 - float((counts[s] == self._largest).any())
+            self.show(weight, rows, end - 1, end, note, sorted(stops))
 
     def _compare_with_engine(self, rows: Rows) -> tuple[BoolArray, BoolArray]:
-        """[S] turns that are a beginning of what the engine answered and not all of it, and [S]
-        those that are all of it."""
+        """([S] turns that are a strict prefix of the engine's answer, [S] turns that are all of
+        it)."""
         spans = rows.spans
         is_cut, is_answered = np.zeros(len(spans), np.bool_), np.zeros(len(spans), np.bool_)
-        if rows.engine_ids is None:
-            return is_cut, is_answered
-        first = np.searchsorted(spans.row, np.arange(len(rows) + 1))
-        for number, answers in enumerate(rows.engine_ids):
-            if answers is None:
-                continue
-            turns = range(int(first[number]), int(first[number + 1]))
-            for s, answer in zip(turns, answers, strict=False):
-                size = int(spans.size[s])
-                self._turns_of_engine += 1
-                begin = int(spans.begin[s])
+        first = spans.of_rows(len(rows))
+        for r, answers in enumerate(rows.engine_ids or ()):
+            turns = range(int(first[r]), int(first[r + 1]))
+            for s, answer in zip(turns, answers or (), strict=False):
+                begin, size = int(spans.begin[s]), int(spans.size[s])
+                found = rows.token_ids[begin : begin + size]
+                self.counts["turns_of_engine"] += 1
                 if size >= len(answer):
-                    found = rows.token_ids[begin : begin + size]
                     is_answered[s] = np.array_equal(found, answer)
-                    continue
-                if not np.array_equal(rows.token_ids[begin : begin + size], answer[:size]):
-                    continue
-                is_cut[s] = True
-                self._cut_turns += 1
-                self._cut_tokens += len(answer) - size
-                row, place = rows.where(begin)
-                lost = tuple(np.asarray(answer[size : size + 8]).tolist())
-                self.show(
-                    2.0 + len(answer) - size,
-                    Evidence(
-                        row=row,
-                        begin=place + size - 1,
-                        end=place + size,
-                        note=f"the engine answered {len(answer)} tokens, the row has {size}",
-                        expected_ids=lost,
-                    ),
-                )
+                elif np.array_equal(found, answer[:size]):
+                    is_cut[s] = True
+                    num_lost = len(answer) - size
+                    self.counts["turns_cut_short"] += 1
+                    self.counts["tokens_cut_off"] += num_lost
+                    note = f"the engine answered {len(answer)} tokens, the row has {size}"
+                    end, lost = begin + size, np.asarray(answer[size : size + 8]).tolist()
+                    self.show(2.0 + num_lost, rows, end - 1, end, note, lost)
         return is_cut, is_answered
 
     def conclude(self) -> Finding:
@@ -146,127 +128,93 @@ class MissingFinal(Check):
             if is_largest.sum() >= MIN_AT_CEILING:
                 at_limit |= is_largest
         unexplained = float((~at_limit).mean()) if len(kept) else 0.0
-        unfinished = round(unexplained * (self._open_turns - self._cut_turns))
-        figures = {
-            "turns": self._turns,
-            "turns_without_stop": self._open_turns,
-            "last_turns_without_stop": self._open_last,
-            "turns_with_stop_behind": self._stop_behind,
-            "unfinished_turns": unfinished,
-            "turns_of_engine": self._turns_of_engine,
-            "turns_cut_short": self._cut_turns,
-            "tokens_cut_off": self._cut_tokens,
-        }
-        if self._cut_turns:
-            return self.found(
-                "differs",
-                f"{self._cut_turns} of {self._turns_of_engine} turns lack the last tokens that the "
-                f"engine answered, {self._cut_tokens} tokens in all",
-                **figures,
+        c = self.counts
+        num_open = c["turns_without_stop"]
+        unfinished = round(unexplained * (num_open - c["turns_cut_short"]))
+        if c["turns_cut_short"]:
+            return self.differs(
+                f"{c['turns_cut_short']} of {c['turns_of_engine']} turns lack the last tokens that "
+                f"the engine answered, {c['tokens_cut_off']} tokens in all",
+                unfinished_turns=unfinished,
             )
         template = self._template
         if not template.stop_ids:
-            return self.not_checkable(("stop_ids",))
-        stopped = self._turns - self._open_turns
-        is_many = unfinished >= max(MIN_UNFINISHED, MIN_UNFINISHED_SHARE * self._turns)
-        if not is_many:
-            limits = self._open_turns - unfinished
-            return self.found(
-                "consistent",
-                f"{stopped} of {self._turns} turns end with a stop id, {limits} at a limit",
-                **figures,
+            return self.not_checkable("stop_ids")
+        stopped = c["turns"] - num_open
+        if unfinished < max(MIN_UNFINISHED, MIN_UNFINISHED_SHARE * c["turns"]):
+            return self.consistent(
+                f"{stopped} of {c['turns']} turns end with a stop id, {num_open - unfinished} at a "
+                "limit",
+                unfinished_turns=unfinished,
             )
         is_proof = template.is_sure and (
-            bool(self.setting.stop_ids) or stopped >= MIN_STOPPED * self._turns
+            bool(self.setting.stop_ids) or stopped >= MIN_STOPPED * c["turns"]
         )
-        where = "most of them the last of their row" if self._is_of_last() else "in any place"
+        is_of_last = c["last_turns_without_stop"] > 0.8 * num_open
+        where = "most of them the last of their row" if is_of_last else "at any place in their row"
         return self.found(
             "differs" if is_proof else "information",
-            f"{unfinished} of {self._turns} turns end with no stop id and at no limit of length, "
+            f"{unfinished} of {c['turns']} turns end with no stop id and at no limit of length, "
             f"{where}",
-            **figures,
+            unfinished_turns=unfinished,
         )
-
-    def _is_of_last(self) -> bool:
-        return self._open_last > 0.8 * self._open_turns
 
 
 class AfterStop(Check):
-    """Sampled or trained tokens behind a stop id of the same turn.
+    """Sampled or trained tokens after a stop id of the same turn.
 
-    Where only the loss mask is known, tool replies that are trained join two turns to one run.
-    These are the business of `observation_trained`, and are left out here.
+    Where only the loss mask is known, trained tool replies join two turns into one run. These are
+    left to `observation_trained`.
     """
 
     name = "tokens/after_stop"
-    claim = "nothing is trained behind the stop id of a turn"
+    claim = "nothing is trained after the stop id of a turn"
     cause = "after_stop"
+    counted = ("turns", "turns_with_tokens_after_stop", "tokens_after_stop")
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
         self._template = TemplateIds(setting)
-        self._turns = 0
-        self._turns_hit = 0
-        self._tokens = 0
         self._knows_sampled = False
 
     def look(self, rows: Rows) -> None:
         self._template.add(rows)
         self._knows_sampled = rows.is_sampled is not None
-        self._turns += len(rows.spans)
+        self.counts["turns"] += len(rows.spans)
         behind = misplaced(rows, self._template).after_stop
-        if not behind.any():
-            return
-        self._tokens += int(behind.sum())
-        begins, ends = runs_of(behind, rows)
-        self._turns_hit += len(begins)
-        for begin, end in zip(begins[:64].tolist(), ends[:64].tolist(), strict=True):
-            row, place = rows.where(begin)
-            self.show(
-                end - begin,
-                Evidence(
-                    row=row,
-                    begin=place,
-                    end=place + end - begin,
-                    note=f"{end - begin} tokens behind stop id {int(rows.token_ids[begin - 1])}",
-                ),
-            )
+        begin, end = rows.runs(behind)
+        self.counts["tokens_after_stop"] += int(behind.sum())
+        self.counts["turns_with_tokens_after_stop"] += len(begin)
+
+        def note(b: int, e: int) -> str:
+            return f"{e - b} tokens after stop id {int(rows.token_ids[b - 1])}"
+
+        self.show_runs(rows, begin, end, note)
 
     def conclude(self) -> Finding:
-        template = self._template
+        template, c = self._template, self.counts
         if not template.stop_ids:
-            return self.not_checkable(("stop_ids",))
-        figures = {
-            "turns": self._turns,
-            "turns_with_tokens_after_stop": self._turns_hit,
-            "tokens_after_stop": self._tokens,
-        }
-        if not self._tokens:
-            return self.found(
-                "consistent", f"0 of {self._turns} turns go on behind a stop id", **figures
-            )
+            return self.not_checkable("stop_ids")
+        if not c["tokens_after_stop"]:
+            return self.consistent(f"0 of {c['turns']} turns continue after a stop id")
         is_told = bool(template.openings) or self._knows_sampled
         return self.found(
             "differs" if template.is_sure and is_told else "information",
-            f"{self._turns_hit} of {self._turns} turns go on behind a stop id, {self._tokens} "
-            "tokens that are trained",
-            **figures,
+            f"{c['turns_with_tokens_after_stop']} of {c['turns']} turns continue after a stop id, "
+            f"with {c['tokens_after_stop']} trained tokens",
         )
 
     def repair(self, rows: Rows) -> Rows:
-        """What follows a stop id is not trained."""
-        behind = misplaced(rows, self._template).after_stop
-        return rows.with_(loss_mask=rows.loss_mask & ~behind) if behind.any() else rows
+        """Tokens after a stop id are not trained."""
+        return rows.untrained(misplaced(rows, self._template).after_stop)
 
 
 def lengths_so_far(rows: Rows) -> Int64Array:
-    """[S, 4] at the end of each turn: tokens of the turn, of the row, of its response (all behind
-    the first sampled token), and sampled in the row."""
+    """[S, 4] at the end of each turn: tokens of the turn, of the row, of the response (from the
+    first sampled token on), and sampled in the row."""
     spans = rows.spans
-    is_first = np.ones(len(spans), np.bool_)
-    is_first[1:] = spans.row[1:] != spans.row[:-1]
     of_row = spans.end - rows.offsets[spans.row]
-    first = np.maximum.accumulate(np.where(is_first, np.arange(len(spans)), 0))
+    first = np.maximum.accumulate(np.where(spans.is_first, np.arange(len(spans)), 0))
     total = np.cumsum(spans.size)
     sampled = total - (total - spans.size)[first]
     return np.stack([spans.size, of_row, spans.end - spans.begin[first], sampled], axis=1)

@@ -1,9 +1,8 @@
-"""Whether text that a tool or a user wrote has become control tokens.
+"""Was text from a tool or user encoded as control tokens?
 
-A message's words are looked up in the text of its row: no control token may stand between them.
-Where the messages are not known, the control tokens of what was observed are compared, pair by
-pair, with those that the renderer writes; that is information, for padding and a prompt that stands
-there twice are out of order too.
+Each message is searched in the text of its row: no control token may be inside it. Where messages
+are not known, the control tokens of observed text are compared, pair by pair, with those that the
+renderer writes; that is information only, for padding and a duplicated prompt are out of order too.
 """
 
 from __future__ import annotations
@@ -15,25 +14,32 @@ from itertools import pairwise
 import numpy as np
 
 from lockstep.doctor.checks.base import Check, Setting
-from lockstep.doctor.checks.findings import Evidence, Finding
+from lockstep.doctor.checks.findings import Finding
 from lockstep.doctor.checks.rows import BoolArray, Rows
-from lockstep.doctor.checks.tokens.reencoded import without_explained
 from lockstep.doctor.checks.tokens.spelling import control_spelling
 from lockstep.errors import RendererError
 from lockstep.renderers.base import Renderer
 from lockstep.types import Message, ToolCall, ToolSchema
 
 MIN_WORDS_BYTES = 4
-"""Bytes of a message that is looked up: fewer stand anywhere."""
+"""Bytes of a message that is searched for: shorter text is everywhere."""
 
 
 class InjectedControl(Check):
-    """Control tokens inside of what users and tools wrote."""
+    """Control tokens inside of messages from users and tools."""
 
     name = "tokens/injected_control"
-    claim = "what users and tools wrote stands in the rows as text, never as control tokens"
+    claim = "messages of users and tools are text in the rows, never control tokens"
     cause = "injected_control"
     needs = ("tokenizer",)
+    counted = (
+        "messages",
+        "spelt_messages",
+        "injected_messages",
+        "rows",
+        "stretches",
+        "irregular_stretches",
+    )
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
@@ -50,144 +56,102 @@ class InjectedControl(Check):
             if renderer is None
             else setting.once("pairs of control ids", lambda: written_pairs(renderer))
         )
-        self._num_messages = self._num_spelt = self._num_injected = self._num_rows = 0
-        self._num_stretches = self._num_irregular = 0
         self._irregular: Counter[str] = Counter()
 
     def look(self, rows: Rows) -> None:
-        seen: set[int] = set()
-        for row, at, spelt in self._injected(rows):
-            self._num_injected += 1
-            self._num_rows += row not in seen
-            seen.add(row)
-            name = self._tokenizer.control_name(int(rows.token_ids[rows.offsets[row] + at]))
-            self.show(
-                1e6,
-                Evidence(
-                    row=rows.row_ids[row],
-                    begin=at,
-                    end=at + 1,
-                    note=f"{name} stands inside of what a user or a tool wrote"
-                    + ("; as the text that was written it is beside" if spelt else ""),
-                    expected_ids=tuple(self._tokenizer.encode(name)) if spelt else (),
-                ),
-            )
+        hit: set[int] = set()
+        for at, is_spelt in self._injected(rows):
+            hit.add(int(rows.row_of[at]))
+            self.counts["injected_messages"] += 1
+            name = self._tokenizer.control_name(int(rows.token_ids[at]))
+            note = f"{name} is inside a message of a user or tool"
+            note += "; expected are the ids of its text" if is_spelt else ""
+            self.show(1e6, rows, at, at + 1, note, self._tokenizer.encode(name) if is_spelt else ())
+        self.counts["rows"] += len(hit)
         if rows.messages is not None:
             return
-        for row, at, name in self._out_of_order(rows):
+        for at in self._out_of_order(rows):
+            name = self._tokenizer.control_name(int(rows.token_ids[at]))
             self._irregular[name] += 1
-            self.show(
-                1.0,
-                Evidence(
-                    row=rows.row_ids[row],
-                    begin=at,
-                    end=at + 1,
-                    note=f"the renderer writes no {name} here: not behind the control token that "
-                    "stands before it, among what was observed",
-                ),
-            )
+            note = f"the renderer never writes {name} after the control token before it"
+            self.show(1.0, rows, at, at + 1, note)
 
-    def _injected(self, rows: Rows) -> Iterator[tuple[int, int, bool]]:
-        """(row, place, whether the message spells it) of the first control token inside of the
-        words of each message that has one."""
+    def _is_control(self, rows: Rows) -> BoolArray:
+        return self._control[np.clip(rows.token_ids, 0, len(self._control) - 1)]
+
+    def _injected(self, rows: Rows) -> Iterator[tuple[int, bool]]:
+        """(index of the first control token inside a message, whether the message spells it)."""
         if rows.messages is None:
             return
-        is_control = self._control[np.clip(rows.token_ids, 0, len(self._control) - 1)]
-        for r, messages in enumerate(rows.messages):
+        is_control = self._is_control(rows)
+        for (_, tokens), messages in zip(rows.rows(), rows.messages, strict=True):
             written = [
                 message.content
                 for message in messages or ()
                 if message.role != "assistant" and len(message.content) >= MIN_WORDS_BYTES
             ]
-            self._num_messages += len(written)
+            self.counts["messages"] += len(written)
             if not written:
                 continue
-            begin, end = int(rows.offsets[r]), int(rows.offsets[r + 1])
-            known = len(self._bytes)
-            ids = rows.token_ids[begin:end].tolist()
+            ids, known = rows.token_ids[tokens].tolist(), len(self._bytes)
             row = _Spelt(
-                [self._bytes[i] if 0 <= i < known else b"" for i in ids], is_control[begin:end]
+                [self._bytes[i] if 0 <= i < known else b"" for i in ids], is_control[tokens]
             )
             for content in written:
                 is_spelt = self._spelling.search(content) is not None
-                self._num_spelt += is_spelt
+                self.counts["spelt_messages"] += is_spelt
                 at = row.control_inside(content.encode("utf-8", "replace"), is_spelt=is_spelt)
                 if at is not None:
-                    yield r, at, is_spelt
+                    yield tokens.start + at, is_spelt
 
-    def _out_of_order(self, rows: Rows) -> Iterator[tuple[int, int, str]]:
-        """(row, place, name) of the first control token of each observed stretch that the renderer
-        does not write behind the one before it."""
-        if self._pairs is None:
-            return
-        is_control = self._control[np.clip(rows.token_ids, 0, len(self._control) - 1)]
-        observed = np.flatnonzero(is_control & ~rows.sampled)
-        if not len(observed):
-            return
+    def _out_of_order(self, rows: Rows) -> list[int]:
+        """Index of the first control token of each observed stretch that the renderer never writes
+        after the one before it."""
+        observed = np.flatnonzero(self._is_control(rows) & ~rows.sampled)
+        if self._pairs is None or not len(observed):
+            return []
         # A stretch ends with its row and at a sampled token.
         sampled_before = np.cumsum(rows.sampled)[observed]
         stretch = rows.row_of[observed] * (rows.num_tokens + 1) + sampled_before
         ids = rows.token_ids[observed].astype(np.int64)
-        self._num_stretches += len(np.unique(stretch))
+        self.counts["stretches"] += len(np.unique(stretch))
         size = len(self._control)
         allowed = np.array(sorted(a * size + b for a, b in self._pairs), np.int64)
         is_irregular = (stretch[1:] == stretch[:-1]) & ~np.isin(ids[:-1] * size + ids[1:], allowed)
         at = np.flatnonzero(is_irregular) + 1
         _, first = np.unique(stretch[at], return_index=True)
-        self._num_irregular += len(first)
-        for place in observed[at[first]].tolist():
-            row = int(rows.row_of[place])
-            name = self._tokenizer.control_name(int(rows.token_ids[place]))
-            yield row, place - int(rows.offsets[row]), name
+        self.counts["irregular_stretches"] += len(first)
+        return observed[at[first]].tolist()
 
     def conclude(self) -> Finding:
-        figures = {
-            "messages": self._num_messages,
-            "spelt_messages": self._num_spelt,
-            "injected_messages": self._num_injected,
-            "rows": self._num_rows,
-            "stretches": self._num_stretches,
-            "irregular_stretches": self._num_irregular,
-        }
-        if self._num_injected:
-            return self.found(
-                "differs",
-                f"{self._num_injected} messages of users and tools have control tokens inside, in "
-                f"{self._num_rows} rows",
-                **figures,
+        c = self.counts
+        if c["injected_messages"]:
+            return self.differs(
+                f"{c['injected_messages']} messages of users and tools contain control tokens, in "
+                f"{c['rows']} rows"
             )
-        if self._num_irregular:
-            said = (
-                f"{self._num_irregular} of {self._num_stretches} observed stretches have control "
-                f"tokens in an order that the renderer does not write ({self._names()})"
+        if c["irregular_stretches"]:
+            names = ", ".join(name for name, _ in self._irregular.most_common(3))
+            return self.information(
+                f"{c['irregular_stretches']} of {c['stretches']} observed stretches have control "
+                f"tokens in an order that the renderer does not write ({names}); the messages "
+                "would tell where they come from"
             )
-            return self.found(
-                "information",
-                f"{said}; with the messages it could be said what they stand in",
-                **figures,
+        if c["messages"]:
+            return self.consistent(
+                f"{c['messages']} messages of users and tools are text in their rows; "
+                f"{c['spelt_messages']} of them spell a control token"
             )
-        if not self._num_messages and not self._num_stretches:
-            return self.not_checkable(("messages or renderer",))
-        return self.found(
-            "consistent",
-            f"{self._num_messages} messages of users and tools are text in their rows; "
-            f"{self._num_spelt} of them spell a control token"
-            if self._num_messages
-            else f"the control tokens of {self._num_stretches} observed stretches stand in an "
-            "order that the renderer writes",
-            **figures,
-        )
-
-    def _names(self) -> str:
-        return ", ".join(name for name, _ in self._irregular.most_common(3))
+        if c["stretches"]:
+            return self.consistent(
+                f"the control tokens of {c['stretches']} observed stretches are in an order that "
+                "the renderer writes"
+            )
+        return self.not_checkable("messages or renderer")
 
     def repair(self, rows: Rows) -> Rows:
-        """Nothing is trained behind a control token that was injected: the sampler may have read
-        text there."""
-        begin = np.full(len(rows), rows.num_tokens, np.int64)
-        for row, at, _ in self._injected(rows):
-            begin[row] = min(begin[row], int(rows.offsets[row]) + at)
-        return without_explained(rows, begin)
+        """Nothing is trained after an injected control token: the sampler may have read text."""
+        return rows.cut_from([at for at, _ in self._injected(rows)])
 
 
 class _Spelt:
@@ -198,10 +162,10 @@ class _Spelt:
         self._whole = b"".join(pieces)
 
     def control_inside(self, words: bytes, *, is_spelt: bool) -> int | None:
-        """Place of the first control token inside of `words`, if they stand nowhere without one.
+        """Position of the first control token inside `words`, if every occurrence of them has one.
 
-        is_spelt: they name a control token, which may have become it. None too if they do not
-        stand in the row at all.
+        is_spelt: the words spell a control token, and may have become it. None too if they are not
+        in the row at all.
         """
         begin = self._whole.find(words)
         if begin >= 0 and not is_spelt:
@@ -235,8 +199,8 @@ _TOOLS = (ToolSchema(name="f", description="f", parameters={"type": "object", "p
 
 
 def written_pairs(renderer: Renderer) -> frozenset[tuple[int, int]]:
-    """Control ids that the renderer writes one behind the other in what is observed: prompts with
-    and without tools, and what follows turns that ended and that were cut off at each token."""
+    """Pairs of control ids that the renderer writes one after the other in observed text: in
+    prompts with and without tools, and after turns that ended or were cut off at any token."""
     user = Message(role="user", content="u")
     system = Message(role="system", content="s")
     tool = Message(role="tool", name="f", content="t")

@@ -1,4 +1,4 @@
-"""Whether what is trained is what the model sampled, and begins where its turn begins.
+"""Is exactly what the model sampled trained, from the first token of each turn on?
 
 # N tokens  S spans (runs of sampled or trained tokens)  R rows
 """
@@ -10,160 +10,141 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.doctor.checks.base import Check, Setting
+from lockstep.doctor.checks.base import MAX_SHOWN, Check, Setting
 from lockstep.doctor.checks.findings import Evidence, Finding
-from lockstep.doctor.checks.rows import BoolArray, Rows
+from lockstep.doctor.checks.rows import BoolArray, Rows, indices_of
 from lockstep.doctor.checks.tokens.template_ids import TemplateIds
 from lockstep.types import Int32Array, Int64Array
 
 MIN_OPENED = 0.5
-"""Openings per row that the renderer's template must have in the rows, to be their template."""
+"""Openings of the renderer's template per row, for the rows to be of that template."""
 MAX_BORDER = 8
-"""Tokens by which a border is taken for misplaced. A run that begins further before its turn is a
+"""Tokens by which a border may be misplaced; a run that begins further before its turn is a
 message that is trained."""
 MIN_ANSWER = 8
-"""Tokens of the engine's answer, for it to be looked for in the row."""
+"""Tokens that the engine's answer must have to be searched for in the row."""
 MAX_ALIKE = 64
 """Tokens of it that are compared where a reply begins."""
 MIN_ALIKE = 0.75
-"""Share of them that are the engine's where a reply begins at its place, and was changed."""
+"""Share of them that must be the engine's, where a reply is at its place but was changed."""
 LOST_GAP = 0.5
-"""Mean |d| of a row whose first reply is moved, from which its log-probs are moved too."""
+"""Mean |d| above which the log-probs of a row with a moved reply are moved too."""
 
 
 class ObservationTrained(Check):
     """Trained tokens that the model did not sample.
 
-    Where the dump says what was sampled, that decides. Else the template does: what stands between
-    a stop id and the end of the next opening ("<|im_start|>assistant" and a line break) was written
-    by others, and so was the first token of a row.
+    If the dump says what was sampled, that decides. Else the template does: tokens between a stop
+    id and the end of the next opening ("<|im_start|>assistant" and a line break) were written by
+    others, and so was the first token of a row.
     """
 
     name = "tokens/observation_trained"
-    claim = "only what the model sampled is trained"
+    claim = "only sampled tokens are trained"
     cause = "observation_trained"
+    counted = ("trained_tokens", "observed_tokens_trained", "rows", "rows_hit")
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
         self._template = TemplateIds(setting)
-        self._trained = 0
-        self._tokens = 0
-        self._rows = 0
-        self._rows_hit = 0
 
     def look(self, rows: Rows) -> None:
         if rows.is_sampled is None:
             self._template.add(rows)
-        self._trained += int(np.count_nonzero(rows.loss_mask))
-        self._rows += len(rows)
-        bad = misplaced(rows, self._template).observed
-        if not bad.any():
-            return
-        begin, end = runs_of(bad, rows)
-        self._tokens += int((end - begin).sum())
-        self._rows_hit += len(np.unique(rows.row_of[begin]))
-        for b, e in zip(begin[:64].tolist(), end[:64].tolist(), strict=True):
-            row, place = rows.where(b)
-            note = "the prompt is trained" if place == 0 else "trained, and not sampled"
-            self.show(e - b, Evidence(row=row, begin=place, end=place + e - b, note=note))
+        self.counts["trained_tokens"] += int(np.count_nonzero(rows.loss_mask))
+        self.counts["rows"] += len(rows)
+        begin, end = rows.runs(misplaced(rows, self._template).observed)
+        self.counts["observed_tokens_trained"] += int((end - begin).sum())
+        self.counts["rows_hit"] += len(np.unique(rows.row_of[begin]))
+
+        def note(b: int, _: int) -> str:
+            return "trained, but not sampled" if rows.position[b] else "the prompt is trained"
+
+        self.show_runs(rows, begin, end, note)
 
     def conclude(self) -> Finding:
-        figures = {
-            "trained_tokens": self._trained,
-            "observed_tokens_trained": self._tokens,
-            "rows": self._rows,
-            "rows_hit": self._rows_hit,
-        }
-        if not self._tokens:
-            return self.found(
-                "consistent", f"0 of {self._trained} trained tokens are others' words", **figures
-            )
-        return self.found(
-            "differs",
-            f"{self._tokens} of {self._trained} trained tokens were not sampled, in "
-            f"{self._rows_hit} of {self._rows} rows",
-            **figures,
+        c = self.counts
+        bad, trained = c["observed_tokens_trained"], c["trained_tokens"]
+        if not bad:
+            return self.consistent(f"0 of {trained} trained tokens were written by others")
+        return self.differs(
+            f"{bad} of {trained} trained tokens were not sampled, in {c['rows_hit']} of "
+            f"{c['rows']} rows"
         )
 
     def repair(self, rows: Rows) -> Rows:
-        """What was not sampled is not trained."""
-        bad = misplaced(rows, self._template).observed
-        return rows.with_(loss_mask=rows.loss_mask & ~bad) if bad.any() else rows
+        """Tokens that were not sampled are not trained."""
+        return rows.untrained(misplaced(rows, self._template).observed)
 
 
 class Boundary(Check):
-    """Prompt lengths, the first trained token, and the engine's first answer, against each other.
+    """Prompt lengths, the first trained token and the engine's first answer, against each other.
 
-    A border some tokens off leaves log-probs beside their own tokens; a prompt's length that is
-    negative, beyond the row, or far off says that the row was cut by arithmetic, and none of its
-    columns is where it should be.
+    A border some tokens off leaves log-probs at their own tokens. A prompt's length that is
+    negative, beyond the row, or far off says that the row was cut by arithmetic, and that none of
+    its columns is where it should be.
     """
 
     name = "tokens/boundary"
     claim = "the first reply of a row begins where its prompt ends"
     cause = "boundary"
+    counted = (
+        "rows",
+        "rows_hit",
+        "impossible_lengths",
+        "other_lengths",
+        "moved_from_engine",
+        "early_borders",
+    )
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
         self._template = TemplateIds(setting)
-        self._rows = 0
-        self._rows_hit = 0
-        self._impossible = 0
-        self._unlike = 0
-        self._of_engine = 0
-        self._far = 0
-        self._early = 0
+        self._num_far = 0
 
     def look(self, rows: Rows) -> None:
         if rows.is_sampled is None:
             self._template.add(rows)
-        self._rows += len(rows)
         found = self._borders(rows)
-        early = misplaced(rows, self._template).early
-        begin, _ = runs_of(early, rows)
+        begin, _ = rows.runs(misplaced(rows, self._template).early)
         hit = found.is_impossible | found.is_unlike | (found.moved_by != 0)
         hit[rows.row_of[begin]] = True
-        self._rows_hit += int(hit.sum())
-        self._impossible += int(found.is_impossible.sum())
-        self._unlike += int(found.is_unlike.sum())
-        self._of_engine += int((found.moved_by != 0).sum())
-        self._far += int((np.abs(found.moved_by) > MAX_BORDER).sum())
-        self._early += len(begin)
-        for r in np.flatnonzero(hit)[:64].tolist():
-            first = int(found.first[r])
-            said = "" if rows.prompt_lengths is None else (
-                f"the dump says {int(rows.prompt_lengths[r])}, "
-            )  # fmt: skip
-            moved = int(found.moved_by[r])
-            engine = f", the engine's answer at {first + moved}" if moved else ""
-            size = int(rows.sizes[r])
-            self.show(
-                2.0 if found.is_impossible[r] else 1.0,
-                Evidence(
-                    row=rows.row_ids[r],
-                    begin=min(max(first - 1, 0), size),
-                    end=min(first + 1, size),
-                    note=f"{said}the first reply begins at {first}{engine}",
-                ),
-            )
+        for name, num in (
+            ("rows", len(rows)),
+            ("rows_hit", hit.sum()),
+            ("impossible_lengths", found.is_impossible.sum()),
+            ("other_lengths", found.is_unlike.sum()),
+            ("moved_from_engine", (found.moved_by != 0).sum()),
+            ("early_borders", len(begin)),
+        ):
+            self.counts[name] += int(num)
+        self._num_far += int((np.abs(found.moved_by) > MAX_BORDER).sum())
+        for r in np.flatnonzero(hit)[:MAX_SHOWN].tolist():
+            first, moved = int(found.first[r]), int(found.moved_by[r])
+            note = f"the first reply begins at {first}"
+            if rows.prompt_lengths is not None:
+                note = f"the dump says {int(rows.prompt_lengths[r])}, {note}"
+            if moved:
+                note += f", the engine's answer at {first + moved}"
+            end = min(first + 1, int(rows.sizes[r]))
+            shown = Evidence(row=rows.row_ids[r], begin=max(first - 1, 0), end=end, note=note)
+            self.keep(2.0 if found.is_impossible[r] else 1.0, shown)
 
     def _borders(self, rows: Rows) -> Borders:
-        num = len(rows)
-        spans = rows.spans
-        is_first = np.diff(spans.row, prepend=-1) > 0
-        begin = spans.begin[is_first]
+        num, spans = len(rows), rows.spans
+        replied, begin = spans.row[spans.is_first], spans.begin[spans.is_first]
         first = rows.sizes.copy()
-        first[spans.row[is_first]] = rows.position[begin]
+        first[replied] = rows.position[begin]
         has_reply = np.zeros(num, np.bool_)
-        has_reply[spans.row[is_first]] = True
+        has_reply[replied] = True
         is_impossible, is_unlike = np.zeros(num, np.bool_), np.zeros(num, np.bool_)
         if rows.prompt_lengths is not None:
             said = rows.prompt_lengths
             is_impossible = (said < 0) | (has_reply & (said > rows.sizes))
             off = said != first
             if rows.is_sampled is None:
-                # A reply's first tokens may well be left out of a mask, and a prompt that is
-                # trained is another matter.
+                # A mask may leave out a reply's first tokens, and a trained prompt is another
+                # matter.
                 off = (said > first) & (said <= first + MAX_BORDER)
             is_unlike = has_reply & off & ~is_impossible
         moved_by, is_nowhere = np.zeros(num, np.int64), np.zeros(num, np.bool_)
@@ -174,9 +155,9 @@ class Boundary(Check):
                 is_nowhere[r] = moved is None
                 moved_by[r] = moved or 0
         if rows.is_sampled is None:
-            # Trained from the middle of what others wrote on.
+            # Trained from the middle of a message of others on.
             observed = misplaced(rows, self._template).observed[begin]
-            is_nowhere[spans.row[is_first]] |= observed & (rows.position[begin] > 0)
+            is_nowhere[replied] |= observed & (rows.position[begin] > 0)
         return Borders(
             first=first,
             is_impossible=is_impossible,
@@ -185,50 +166,32 @@ class Boundary(Check):
             is_nowhere=is_nowhere,
         )
 
-    @property
-    def _lost_too(self) -> bool:
-        """Rows without the engine's answer are of the same defect: others are, beyond doubt."""
-        return self._impossible + self._far > 0
-
     def conclude(self) -> Finding:
-        figures = {
-            "rows": self._rows,
-            "rows_hit": self._rows_hit,
-            "impossible_lengths": self._impossible,
-            "other_lengths": self._unlike,
-            "moved_from_engine": self._of_engine,
-            "early_borders": self._early,
-        }
-        if not self._rows_hit:
-            return self.found(
-                "consistent", f"the borders of {self._rows} rows are where they are said", **figures
-            )
+        c = self.counts
+        if not c["rows_hit"]:
+            return self.consistent(f"the borders of {c['rows']} rows are where they should be")
         parts = [
-            f"{num} {what}"
-            for num, what in (
-                (self._impossible, "prompt lengths are negative or beyond the row"),
-                (self._unlike, "are not where the first reply begins"),
-                (self._of_engine, "first replies begin elsewhere than the engine's answer"),
-                (self._early, "replies are trained from before their first token"),
+            f"{c[name]} {what}"
+            for name, what in (
+                ("impossible_lengths", "prompt lengths are negative or beyond the row"),
+                ("other_lengths", "are not where the first reply begins"),
+                ("moved_from_engine", "first replies begin elsewhere than the engine's answer"),
+                ("early_borders", "replies are trained from before their first token"),
             )
-            if num
+            if c[name]
         ]
-        return self.found("differs", f"of {self._rows} rows, " + "; ".join(parts), **figures)
+        return self.differs(f"of {c['rows']} rows, " + "; ".join(parts))
 
     def repair(self, rows: Rows) -> Rows:
-        """Tokens before a reply are not trained, and its own first ones were sampled; rows whose
-        columns are of nothing that stands there are left out."""
+        """Tokens before a reply are not trained, and its own first ones count as sampled; rows
+        whose columns are of other tokens are left out."""
         early = misplaced(rows, self._template).early
         found = self._borders(rows)
         is_lost = found.is_impossible | (np.abs(found.moved_by) > MAX_BORDER)
-        if self._lost_too:
+        if self.counts["impossible_lengths"] + self._num_far:
+            # Some rows are cut beyond doubt, so those that cannot be found are too.
             is_lost |= found.is_nowhere
-        gap = np.abs(rows.gap)
-        compared = np.flatnonzero(~np.isnan(gap))
-        row = rows.row_of[compared]
-        mean = np.bincount(row, gap[compared], minlength=len(rows)) / np.maximum(
-            np.bincount(row, minlength=len(rows)), 1
-        )
+        mean = rows.row_means(rows.compared, np.abs(rows.gap[rows.compared]))
         is_lost |= (found.moved_by != 0) & (mean > LOST_GAP)
         is_late = (found.moved_by < 0) & ~is_lost
         if not early.any() and not is_lost.any() and not is_late.any():
@@ -241,31 +204,31 @@ class Boundary(Check):
         if rows.is_sampled is not None:
             changed["is_sampled"] = (rows.is_sampled | late) & kept
         if rows.turn is not None:
-            turn = np.where(late, rows.turn[np.repeat(np.minimum(end, len(kept) - 1), rows.sizes)],
-                            rows.turn)  # fmt: skip
+            of_reply = rows.turn[np.repeat(np.minimum(end, len(kept) - 1), rows.sizes)]
+            turn = np.where(late, of_reply, rows.turn)
             changed["turn"] = np.where(kept, turn, -1).astype(np.int32)
         return rows.with_(**changed)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Borders:
-    """Of each row. [R] each."""
+    """Where the first reply of each row begins. [R] each."""
 
     first: Int64Array
-    """Place of the first reply; the row's size without one."""
+    """Position of the first reply; the row's size without one."""
     is_impossible: BoolArray
-    """The prompt's length is negative, or beyond the row."""
+    """True if the prompt's length is negative or beyond the row."""
     is_unlike: BoolArray
-    """It is possible, and not where the reply begins."""
+    """True if it is possible, but not where the reply begins."""
     moved_by: Int64Array
-    """Places from there to where the engine's first answer stands; 0 if it is there, or nowhere."""
+    """Offset from there to the engine's first answer in the row; 0 if it is there, or nowhere."""
     is_nowhere: BoolArray
-    """The engine's first answer is not in the row, and nothing like it where it should begin."""
+    """True if neither the engine's first answer nor something like it is in the row."""
 
 
 def moved_to(ids: Int32Array, first: int, answer: Int32Array) -> int | None:
-    """Places from `first` to where `answer` stands in `ids`, the nearest such; None if nowhere, and
-    0 if something like it stands there: it was changed, which is not about borders."""
+    """Offset from `first` to the nearest occurrence of `answer` in `ids`; None if there is none.
+    0 if something like it is at `first`: a changed reply is not a moved one."""
     answer = np.asarray(answer)
     head = ids[first : first + min(len(answer), MAX_ALIKE)]
     alike = float((head == answer[: len(head)]).mean())
@@ -284,37 +247,35 @@ class Misplaced:
     """Trained tokens that were not sampled."""
 
     observed: BoolArray
-    """[N] others' words."""
+    """[N] True for tokens that others wrote."""
     early: BoolArray
-    """[N] a few tokens before a turn that is trained: its border is misplaced."""
+    """[N] True for a few tokens before a trained turn: its border is misplaced."""
     after_stop: BoolArray
-    """[N] behind the stop id of a turn that is trained, with no other turn after them."""
+    """[N] True for tokens after the stop id of a trained turn that no other turn follows."""
 
 
 def misplaced(rows: Rows, template: TemplateIds) -> Misplaced:
-    """Trained tokens that were not sampled: by `is_sampled`, or by the template's word.
+    """Trained tokens that were not sampled, by `is_sampled` or else by the template.
 
-    By the template, in a run of trained tokens: what stands behind a stop id up to the end of an
-    opening, and what stands before the first opening if the run begins with its row. With a
-    renderer also runs that begin in a message of others.
+    By the template, these are the tokens of a trained run from a stop id to the end of the next
+    opening, and those before the first opening if the run begins with its row. With a renderer,
+    runs that begin in a message of others count too.
     """
     observed = np.zeros(rows.num_tokens, np.bool_)
     early, after = observed.copy(), observed.copy()
     if rows.is_sampled is not None:
-        bad = rows.loss_mask & ~rows.is_sampled
-        ends = rows.spans.begin
+        bad, ends = rows.loss_mask & ~rows.is_sampled, rows.spans.begin
+        after |= _behind_stops(rows, template)
     else:
         bad, ends = _observed_by_template(rows, template)
-    if rows.is_sampled is not None:
-        after |= _behind_stops(rows, template)
     if not bad.any():
         return Misplaced(observed=observed, early=early, after_stop=after)
-    begin, end = runs_of(bad, rows)
+    begin, end = rows.runs(bad)
     size = end - begin
     is_first = rows.position[begin] == 0
     before = np.where(is_first, begin, begin - 1)
     is_joined = ~is_first & rows.loss_mask[before]
-    """Goes on from a turn that is trained."""
+    """[X] True for runs that directly follow a trained token."""
     is_followed = np.isin(end, ends)
     is_followed[is_followed] = rows.loss_mask[np.minimum(end, rows.num_tokens - 1)[is_followed]]
     is_early = ~is_first & ~is_joined & is_followed & (size <= MAX_BORDER)
@@ -322,7 +283,7 @@ def misplaced(rows: Rows, template: TemplateIds) -> Misplaced:
     if rows.is_sampled is None:
         is_after = is_joined & ~np.isin(end, ends)
         is_after &= ~_opens_message(rows, begin, template)
-        # No opening until the run ends, from the row's first token on: a dump of replies alone.
+        # No opening from the row's first token until the run ends: a dump of replies only.
         is_none |= is_first & ~np.isin(end, ends)
     for where, chosen in (
         (early, is_early),
@@ -334,8 +295,7 @@ def misplaced(rows: Rows, template: TemplateIds) -> Misplaced:
 
 
 def _opens_message(rows: Rows, begin: Int64Array, template: TemplateIds) -> BoolArray:
-    """Whether what stands behind a stop id begins a message of the template: at once, or behind
-    one id between."""
+    """[X] True where a message of the template begins at `begin`, or one id later."""
     out = np.zeros(len(begin), np.bool_)
     for opener in {opening[0] for opening in template.openings}:
         for step in (0, 1):
@@ -345,7 +305,7 @@ def _opens_message(rows: Rows, begin: Int64Array, template: TemplateIds) -> Bool
 
 
 def _behind_stops(rows: Rows, template: TemplateIds) -> BoolArray:
-    """[N] trained, and behind a stop id among the sampled tokens of one turn."""
+    """[N] True for trained tokens after a stop id of the same sampled turn."""
     out = np.zeros(rows.num_tokens, np.bool_)
     spans = rows.spans
     if not len(spans):
@@ -359,7 +319,7 @@ def _behind_stops(rows: Rows, template: TemplateIds) -> BoolArray:
 
 
 def _observed_by_template(rows: Rows, template: TemplateIds) -> tuple[BoolArray, Int64Array]:
-    """[N] trained, and by the template in a message of others; and where openings end."""
+    """([N] True for trained tokens in a message of others, by the template; where openings end)."""
     none = np.zeros(rows.num_tokens, np.bool_)
     spans = rows.spans
     if not len(spans):
@@ -385,22 +345,3 @@ def _observed_by_template(rows: Rows, template: TemplateIds) -> tuple[BoolArray,
         in_suspect[indices_of(spans.begin[suspect], spans.end[suspect])] = True
         bad &= in_suspect
     return bad, ends
-
-
-def runs_of(mask: BoolArray, rows: Rows) -> tuple[Int64Array, Int64Array]:
-    """Where each run of True begins and ends, inside of one row."""
-    index = np.flatnonzero(mask)
-    if not len(index):
-        return index, index
-    is_begin = np.ones(len(index), np.bool_)
-    is_begin[1:] = (np.diff(index) > 1) | (rows.position[index[1:]] == 0)
-    begin = index[is_begin]
-    end = index[np.append(is_begin[1:], True)] + 1
-    return begin, end
-
-
-def indices_of(begin: Int64Array, end: Int64Array) -> Int64Array:
-    """All indices of the slices begin..end, in order."""
-    size = end - begin
-    before = np.cumsum(size) - size
-    return np.arange(int(size.sum())) + np.repeat(begin - before, size)

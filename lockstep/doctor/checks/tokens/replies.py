@@ -1,4 +1,4 @@
-"""What was done to replies between the engine and the row, where the engine's ids were kept."""
+"""How replies were changed between engine and row, where the engine's ids were kept."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from lockstep.renderers.base import Renderer
 from lockstep.types import Int32Array, Message
 
 MIN_SHARED = 0.5
-"""Share of a reply's characters that must be left in the row, in order, for the row's turn to be
-that reply after a change. Two replies to one task share less than their protocol's words."""
+"""Share of a reply's characters that must be left in order, for a turn to be that reply after a
+change. Two replies to one task share less."""
 MIN_FORM_TOKENS = 3
-"""Tokens that a turn and a rendering must share before they are taken for the same."""
+"""Tokens that a turn and a rendering must share to be the same."""
 
 Change = Literal["reencoded", "rerendered", "post_processed"]
 
 _WORDS = Message(role="user", content="?")
-"""What stands before a message whose rendering is wanted: any words do."""
+"""Message before the one whose rendering is wanted; its content does not matter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChangedReply:
-    """A turn of a row that is not what the engine answered, and what made it so."""
+    """A turn of a row that is not the engine's reply, and how it was changed."""
 
     change: Change
     row: int
@@ -39,31 +39,30 @@ class ChangedReply:
     """Index of the turn's first token."""
     end: int
     first: int
-    """Index of the first token that is another."""
+    """Index of the first different token."""
     engine_ids: Int32Array
     match_rate: float
-    """Share of the engine's ids that stand at their place in the row's turn."""
+    """Share of the engine's ids that are at their position in the turn."""
     what: str
-    """How it was changed, in words."""
+    """The change, in words."""
     is_last: bool
-    """Of its row's turns."""
+    """True for the last turn of its row."""
     is_last_own: bool
-    """Whether the row's last turn is what was answered, in a spelling that is not the tokenizer's:
+    """True if the row's last turn is the engine's reply in a spelling that is not the tokenizer's:
     then nothing encoded the row again."""
 
 
 def changed_replies(rows: Rows, speller: Speller, setting: Setting) -> Iterator[ChangedReply]:
-    """The turns whose ids are others than the engine's, and where it can be said why.
+    """The turns that differ from the engine's ids, where the change can be told.
 
-    Rows with another number of turns than the engine answered are passed over: which is which
-    would be a guess. So is a turn that is the beginning of the reply, token by token, or that has
-    tokens of its neighbours: it is the border that is wrong there, and nobody wrote it anew. A stop
-    id that a program put behind a reply which has none is a change.
+    Rows with another number of turns than the engine's replies are skipped: matching them would be
+    a guess. So are turns that are a prefix of their reply, or that have tokens of their neighbours:
+    their border is wrong, and nobody rewrote them. A stop id that a program added is a change.
     """
     if rows.engine_ids is None:
         return
     spans = rows.spans
-    first_span = np.searchsorted(spans.row, np.arange(len(rows) + 1))
+    first_span = spans.of_rows(len(rows))
     for r, answered in enumerate(rows.engine_ids):
         low, high = int(first_span[r]), int(first_span[r + 1])
         if answered is None or len(answered) != high - low:
@@ -105,13 +104,9 @@ def _change(
     size = min(len(found), len(engine))
     if np.array_equal(found[:size], engine[:size]):
         stops = setting.stop_ids
-        if (
-            len(found) == size + 1
-            and found[-1] in stops
-            and engine[-1:].tolist() not in ([[stop] for stop in stops])
-        ):
+        if len(found) == size + 1 and found[-1] in stops and not set(engine[-1:].tolist()) & stops:
             return "post_processed", f"completed by {speller.tokenizer.decode(found[-1:])}"
-        return None  # the one is the other's beginning
+        return None  # one is a prefix of the other
     again = speller.turn(engine)
     if np.array_equal(found, again) or (
         len(found) == len(engine) and np.array_equal(found, again[: len(found)])
@@ -123,7 +118,7 @@ def _change(
             if shared >= MIN_FORM_TOKENS and np.array_equal(found[:shared], form[:shared]):
                 return "rerendered", what
     if np.array_equal(_words_of(found, speller, setting), _words_of(engine, speller, setting)):
-        return None  # control tokens or padding came or went: the text is as it was
+        return None  # only control tokens or padding differ
     before, after = (speller.tokenizer.decode(ids.tolist()) for ids in (engine, found))
     return rewriting(before, after)
 
@@ -136,16 +131,16 @@ def _words_of(ids: Int32Array, speller: Speller, setting: Setting) -> Int32Array
 
 
 def renderings(sampled_ids: Int32Array, renderer: Renderer) -> Iterator[tuple[list[int], str]]:
-    """The ids that a program writes for a turn that it kept as a message, in the ways that there
-    are: (ids, in words). They begin where the sampled ids would."""
+    """The ids that a program may write for a turn that it kept as a message: (ids, in words). They
+    begin where the sampled ids would."""
     tokenizer = renderer.tokenizer
     message = renderer.parse(sampled_ids)
     plain = replace(message, parse_error="")
     text = tokenizer.decode(sampled_ids)
     words = tokenizer.decode(i for i in sampled_ids.tolist() if i not in tokenizer.control_ids)
     written = [
-        (plain, "the message that it was read as, rendered anew"),
-        (replace(plain, thinking=""), "rendered anew without its thinking"),
+        (plain, "parsed to a message and rendered again"),
+        (replace(plain, thinking=""), "rendered again without its thinking"),
         (
             Message(role="assistant", content=text),
             "its whole text, rendered as a message's content",
@@ -160,17 +155,17 @@ def renderings(sampled_ids: Int32Array, renderer: Renderer) -> Iterator[tuple[li
 
 
 def as_history(message: Message, renderer: Renderer) -> list[int]:
-    """The ids of an assistant message in a history, from where a sampled turn would begin to the
-    close that every message has. RendererError if the format has no place for it."""
+    """The ids of an assistant message in a history, from where a sampled turn would begin up to the
+    close that every message has. Raises RendererError if the format cannot write it."""
     before = renderer.render([_WORDS])
     whole = renderer.render([_WORDS, message])
-    close = 0  # of any message, and the opening of the next
+    close = 0  # close of any message, and opening of the next
     while close < len(before) and before[-1 - close] == whole[-1 - close]:
         close += 1
     body = whole[len(before) : len(whole) - close]
     if whole[: len(before)] == before:
         return body
-    # The opening's last word runs into the message's first: cut where its bytes end.
+    # One token spans the end of the opening and the message's beginning: cut by bytes.
     size = len(renderer.tokenizer.decode_bytes(before))
     at, seen = 0, 0
     while at < len(whole) and seen < size:
@@ -180,7 +175,7 @@ def as_history(message: Message, renderer: Renderer) -> list[int]:
 
 
 def rewriting(before: str, after: str) -> tuple[Change, str] | None:
-    """How a text became another one, if it did and was not another from the beginning."""
+    """How one text became another; None if they are equal, or too different for a change."""
     if before == after:
         return None
     if before.strip() == after.strip():
@@ -202,7 +197,7 @@ def rewriting(before: str, after: str) -> tuple[Change, str] | None:
 
 
 def _shared(one: str, other: str) -> tuple[int, int]:
-    """Characters that two texts share at the beginning, and at the end behind those."""
+    """Numbers of characters that two texts share at the beginning, and at the end after these."""
     size = min(len(one), len(other))
     head = 0
     while head < size and one[head] == other[head]:

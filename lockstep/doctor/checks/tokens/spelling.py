@@ -1,4 +1,4 @@
-"""What the ids of rows would become if their text were encoded again.
+"""The ids that the text of rows is encoded to again.
 
 # N tokens  U runs of sampled text
 """
@@ -17,46 +17,45 @@ from lockstep.renderers.tokenizer import Tokenizer
 from lockstep.types import Int32Array, Int64Array
 
 MAX_KNOWN_TOKENS = 1 << 20
-"""Tokens of runs whose spelling is remembered: 10 MB, however large the dump is."""
+"""Tokens of runs whose spelling is cached: 10 MB, for a dump of any size."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Runs:
-    """Sampled text between two control tokens, and how the tokenizer spells it."""
+    """Runs of sampled text without control tokens, and their spelling by the tokenizer."""
 
     begin: Int64Array
     """[U] index of the first token."""
     end: Int64Array
     """[U]"""
     respelt: Sequence[Int32Array | None]
-    """[U] the ids that its text is encoded to, if they are others."""
+    """[U] ids that the text is encoded to; None if they are the same."""
 
     def __len__(self) -> int:
         return len(self.begin)
 
 
 def control_spelling(tokenizer: Tokenizer) -> re.Pattern[str]:
-    """Matches the name of any control token, the longest that stands there."""
+    """Matches the name of any control token, the longest first."""
     names = sorted((tokenizer.control_name(i) for i in tokenizer.control_ids), key=len)
     return re.compile("|".join(map(re.escape, reversed(names))) or r"(?!)")
 
 
 def speller_of(setting: Setting) -> Speller:
-    """The one of the setting's tokenizer, shared by all checks: what one has encoded the others
-    need not."""
+    """The speller of the setting's tokenizer, shared by all checks."""
     tokenizer = setting.tokenizer
     assert tokenizer is not None, "the check's needs"
     return setting.once("speller", lambda: Speller(tokenizer))
 
 
 class Speller:
-    """Decodes and encodes runs of text, each different one once."""
+    """Decodes and encodes runs of text, each distinct run once."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
         self._bytes = tokenizer.all_token_bytes()
         size = tokenizer.vocab_size
-        is_text = np.zeros(size + 1, np.bool_)  # one more: every id beyond the vocabulary
+        is_text = np.zeros(size + 1, np.bool_)  # the last one is for ids beyond the vocabulary
         is_text[:size] = [len(piece) > 0 for piece in self._bytes]
         is_text[list(tokenizer.control_ids)] = False
         self._is_text = is_text
@@ -64,7 +63,7 @@ class Speller:
         self._num_known = 0
 
     def is_text(self, ids: Int32Array) -> BoolArray:
-        """[N] whether each id is a token of text: no control token, and in the vocabulary."""
+        """[N] True for ids of text: in the vocabulary, and no control token."""
         index = np.where((ids < 0) | (ids >= len(self._is_text)), len(self._is_text) - 1, ids)
         return self._is_text[index]
 
@@ -84,7 +83,7 @@ class Speller:
         return Runs(begin=begin, end=end, respelt=self.respelt(parts))
 
     def respelt(self, runs: Sequence[Int32Array]) -> list[Int32Array | None]:
-        """What each run of text tokens is encoded to again; None where that is itself."""
+        """The ids that each run of text is encoded to again; None if they are the same."""
         if self._num_known > MAX_KNOWN_TOKENS:
             self._known.clear()
             self._num_known = 0
@@ -103,7 +102,7 @@ class Speller:
         return [self._known[key] for key in keys]
 
     def turn(self, ids: Int32Array) -> Int32Array:
-        """One sampled turn with all of its text encoded again; its control tokens stay."""
+        """One turn with all of its text encoded again, and its control tokens kept."""
         is_text = self.is_text(ids)
         at = np.flatnonzero(np.diff(is_text)) + 1
         parts = np.split(np.asarray(ids, np.int32), at)

@@ -1,4 +1,4 @@
-"""Which ids end a turn and which open one: said by the setting, or learnt from the rows.
+"""The ids that end and open turns: given by the setting, or learnt from the rows.
 
 # N tokens  S spans (sampled turns)
 """
@@ -17,36 +17,36 @@ from lockstep.renderers.base import Renderer
 from lockstep.types import Int32Array, Int64Array, Message
 
 MIN_TURNS = 8
-"""Turns that must end with an id before it is taken for a stop id: fewer end alike by chance."""
+"""Turns that must end with an id for it to be a stop id: fewer end alike by chance."""
 MIN_SHARE = 0.2
-"""Share of the turns that a learnt stop id must end. Harmony has two; a reply that is cut off ends
-with any id, each of them rarely."""
+"""Share of the turns that a learnt stop id must end. Harmony has two stop ids; cut replies end with
+many ids, each of them rarely."""
 MIN_PRECISION = 0.9
 """Share of its sampled occurrences at which a learnt stop id must end the turn: the last character
-of calls ("}") ends many turns too, and stands within others."""
+of calls ("}") ends many turns too, but is also inside of others."""
 MIN_CONTROL_PRECISION = 0.2
-"""The same of a control token. Where tool replies are trained, runs of trained tokens hold those of
+"""The same for a control token. If tool replies are trained, one run of trained tokens spans
 several turns."""
 TOP_OF_VOCABULARY = 0.97
-"""Ids above this share of the largest one seen are taken for control tokens where there is no
-tokenizer: byte-level vocabularies have theirs at the end."""
+"""Ids above this share of the largest one are control tokens where there is no tokenizer:
+byte-level vocabularies have theirs at the end."""
 MIN_FOLLOWED = 0.95
-"""Share of the observed occurrences of an id that one other id must follow, for it to be a part of
-the template (ChatML: a line break behind <|im_end|>)."""
+"""Share of an id's observed occurrences that one other id must follow, for both to be part of the
+template (ChatML: a line break after <|im_end|>)."""
 MAX_OPENING_TOKENS = 12
-"""Ids before a turn among which the one that opens messages is sought: it begins the row too."""
+"""Ids before a turn among which the one that opens messages is searched: it begins the row too."""
 MIN_OPENING_TOKENS = 2
-"""Ids that are taken for the opening where that one is not among them (rows with a token for the
-beginning of the text): "assistant" and a line break."""
+"""Ids of the opening if that one is not among them (rows that begin with a token of their own):
+"assistant" and a line break."""
 MIN_OPENING = 0.05
 """Share of the turns that a learnt opening must precede."""
 MAX_OPENINGS = 4096
-"""Openings that are counted: where something else stands before each turn, memory would grow with
-the dump. Those that are rarer than all of these are none."""
+"""Openings that are counted at once. If each turn had another one, memory would grow with the dump;
+rarer ones are no openings."""
 
 
 class TemplateIds:
-    """What a check knows of the template. Counts over chunks; holds no rows."""
+    """Counts over chunks that tell the template's ids; holds no rows."""
 
     def __init__(self, setting: Setting) -> None:
         self._setting = setting
@@ -58,7 +58,7 @@ class TemplateIds:
         self._max_id = 0
 
     def add(self, rows: Rows) -> None:
-        """Learns from a chunk; what the setting says is not asked for again."""
+        """Learns from a chunk whatever the setting does not say."""
         spans, ids = rows.spans, rows.token_ids
         if not len(spans):
             return
@@ -86,7 +86,7 @@ class TemplateIds:
 
     @cached_property
     def stop_ids(self) -> frozenset[int]:
-        """Ids that end a turn; empty if none is known."""
+        """Ids that end a turn; empty if unknown."""
         if self._setting.stop_ids:
             return self._setting.stop_ids
         least = max(MIN_TURNS, MIN_SHARE * self._num_turns)
@@ -102,7 +102,7 @@ class TemplateIds:
 
     @property
     def is_sure(self) -> bool:
-        """The stop ids are control tokens beyond doubt, and not what replies happen to end with."""
+        """True if the stop ids are control tokens, and not ids that replies happen to end with."""
         if self._setting.stop_ids:
             return True
         return bool(self.stop_ids) and all(self._is_control(id_) for id_ in self.stop_ids)
@@ -118,23 +118,23 @@ class TemplateIds:
 
     @property
     def is_exact(self) -> bool:
-        """The opening is the renderer's, and not what was learnt."""
+        """True if the opening is the renderer's, False if it is learnt."""
         return self._setting.renderer is not None
 
     @cached_property
     def openings(self) -> tuple[tuple[int, ...], ...]:
-        """Ids directly before a turn; one of them if the renderer is known, which is then all."""
+        """Ids directly before a turn: the renderer's one opening, or those that were learnt."""
         if self._setting.renderer is not None:
             return (opening_of(self._setting.renderer),)
         least = max(MIN_TURNS, MIN_OPENING * self._openings.total())
         return tuple(opening for opening, num in self._openings.items() if num >= least)
 
     def is_stop(self, rows: Rows) -> BoolArray:
-        """[N]"""
+        """[N] True for stop ids."""
         return is_one_of(rows.token_ids, self.stop_ids)
 
     def opening_ends(self, rows: Rows) -> Int64Array:
-        """[X] index after each opening in the rows, in order."""
+        """[X] index after each opening, in order."""
         found = [np.empty(0, np.int64)]
         for opening in self.openings:
             found.append(ends_of(opening, rows))
@@ -142,7 +142,7 @@ class TemplateIds:
 
 
 def openings_before(rows: Rows) -> Counter[tuple[int, ...]]:
-    """What stands before turns, from the id that opens messages on, and how often."""
+    """Ids before turns, from the id that opens messages on, and how often each occurs."""
     begin, ids = rows.spans.begin, rows.token_ids
     first = ids[rows.offsets[rows.spans.row]]
     room = rows.position[begin]
@@ -160,7 +160,7 @@ def openings_before(rows: Rows) -> Counter[tuple[int, ...]]:
 
 
 def opening_of(renderer: Renderer) -> tuple[int, ...]:
-    """What a renderer writes before each turn, whatever came before it."""
+    """The ids that a renderer writes before each turn, in any context."""
     stop = [renderer.stop_ids[0]]
     user = [Message(role="user", content="a")]
     first = renderer.render(user)
@@ -168,15 +168,15 @@ def opening_of(renderer: Renderer) -> tuple[int, ...]:
     size = 0
     while size < min(len(first), len(then)) and first[-size - 1] == then[-size - 1]:
         size += 1
-    # The close of the user's message is the same in both too: the opening begins with the id that
-    # each of the messages begins with.
+    # The close of the user's message is shared too: the opening begins with the id that every
+    # message begins with.
     opening = first[len(first) - size :]
     starts = [at for at, id_ in enumerate(opening) if id_ == first[0]]
     return tuple(opening[starts[-1] :] if starts else opening)
 
 
 def ends_of(sequence: Sequence[int], rows: Rows) -> Int64Array:
-    """[X] index after each place where `sequence` stands inside of one row."""
+    """[X] index after each occurrence of `sequence` inside one row."""
     ids, size = rows.token_ids, len(sequence)
     at = np.flatnonzero(ids == sequence[0])
     at = at[at + size <= rows.num_tokens]
@@ -187,7 +187,7 @@ def ends_of(sequence: Sequence[int], rows: Rows) -> Int64Array:
 
 
 def is_one_of(ids: Int32Array, wanted: frozenset[int]) -> BoolArray:
-    """[N]; one comparison per id wanted, of which there are few."""
+    """[N] True for the wanted ids, of which there should be few."""
     out = np.zeros(len(ids), np.bool_)
     for id_ in wanted:
         out |= ids == id_

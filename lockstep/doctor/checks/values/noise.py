@@ -1,6 +1,6 @@
-"""Which side is noisy, and which is only different, without any model.
+"""Which side is noisy, and which is only different, without a model.
 
-# N tokens  M tokens that stand more than once after the same ids  G of these that differ
+# N tokens  M tokens that occur again after the same ids  G groups of these
 """
 
 from __future__ import annotations
@@ -10,38 +10,39 @@ from dataclasses import dataclass
 import numpy as np
 
 from lockstep.doctor.checks.base import Check, Setting
-from lockstep.doctor.checks.contexts import Contexts
-from lockstep.doctor.checks.findings import Evidence, Finding
+from lockstep.doctor.checks.contexts import Contexts, contexts_of
+from lockstep.doctor.checks.findings import Finding
 from lockstep.doctor.checks.rows import Float64Array, Rows
 from lockstep.doctor.checks.values.precision import MIN_SHARE_NOISY, Marks
 from lockstep.observe.alarms import DENSE_BAND, MOE_BAND
-from lockstep.types import FORCED_LOGPROB, Float32Array, Int64Array
+from lockstep.types import FORCED_LOGPROB, Int64Array
 
 FLOAT32_STD = 1e-4
-"""Standard deviation in nats up to which a side counts as computing the same thing each time: in
-float32 another batch moves a log-prob by 1e-6, and what is exact but for a few tokens by less."""
+"""Standard deviation in nats up to which a side is deterministic: in float32 another batch moves a
+log-prob by 1e-6."""
 MIN_FREEDOM = 16
-"""Unforced tokens beyond the first of their kind that a variance is taken from: it is then known to
-a third of its size."""
+"""Degrees of freedom that a variance needs, to be known to a third of its size."""
 MIN_VARYING = 0.5
-"""Share of the repeated tokens that must vary. Noise of a computation is on all of them; a defect
-of some rows makes some of them vary."""
+"""Share of the groups that must vary. Noise of a computation is on all of them; a defect of some
+rows makes some of them vary."""
 MIN_SHARE = 0.05
-"""Share of the gap on repeated tokens that noise must make to be a cause of it."""
+"""Share of the gap on repeated tokens that noise must make to be its cause."""
 TYPICAL = 0.9
-"""Share of the repeated tokens, those that vary least, that must be as noisy as the gap is large:
-a few that vary by nats are those of a defect, and say nothing of the others' noise."""
+"""Share of the groups, those that vary least, whose noise must be as large as the gap: a few groups
+that vary by nats belong to a defect, and say nothing about the noise of the others."""
 NUM_STDS = 8.0
-"""Standard deviations of the mean token's noise that a token's gap may have: unsure tokens have a
-few times the mean's."""
+"""Standard deviations of the mean token's noise that a token's gap may have: the noise of unsure
+tokens is a few times the mean."""
+NUM_SHOWN = 4
+"""Groups of one chunk that are offered as evidence, and log-probs that are shown of each."""
 
 
 @dataclass(slots=True)
 class Noise:
-    """Sums over unforced tokens that stand more than once after the same ids, and what follows.
+    """Sums over unforced tokens that occur again after the same ids, and variances made of them.
 
-    Sums of several chunks, or steps, are added up with `add`. Variances are in nats^2, of one
-    log-prob. The trainer's, and all of the gap, are NaN where it has none.
+    `add` adds those of another chunk or step. Variances are of one log-prob, in nats^2. Those of
+    the trainer and of the gap are NaN if there are no trainer's log-probs.
 
     >>> both = Noise(tokens=4, groups=2, within_rollout=2e-4, within_trainer=0.0, square_gap=4e-4)
     >>> both.freedom, both.var_rollout, both.mean_square_gap
@@ -50,7 +51,7 @@ class Noise:
 
     tokens: int = 0
     groups: int = 0
-    """Different ones of these tokens."""
+    """Groups of equal tokens after equal ids."""
     within_rollout: float = 0.0
     """Sum of squares about each group's mean."""
     within_trainer: float = 0.0
@@ -58,7 +59,7 @@ class Noise:
     """Groups that vary by more than FLOAT32_STD."""
     varying_trainer: int = 0
     typical_rollout: float = 0.0
-    """As `within_rollout`, of the TYPICAL share of the groups that vary least."""
+    """`within_rollout` of the TYPICAL share of groups that vary least."""
     typical_trainer: float = 0.0
     typical_freedom: int = 0
     square_gap: float = 0.0
@@ -84,7 +85,7 @@ class Noise:
         return self.within_trainer / max(self.freedom, 1)
 
     def typical_of(self, within: float) -> float:
-        """Variance of the groups that vary least. within: `typical_rollout`, `typical_trainer`."""
+        """Variance of the groups that vary least. within: a `typical_...` sum."""
         return within / max(self.typical_freedom, 1)
 
     @property
@@ -95,7 +96,7 @@ class Noise:
 
     @property
     def mean_square_bias(self) -> float:
-        """What `mean_square_gap` would be without noise; unbiased, so it may fall below 0."""
+        """`mean_square_gap` without noise; an unbiased estimate, so it may be below 0."""
         return self.square_bias / max(self.tokens, 1)
 
     def figures(self) -> dict[str, float]:
@@ -110,15 +111,14 @@ class Noise:
 
 
 def noise_of(rows: Rows) -> Noise:
-    """The noise of one chunk, not to be changed. Needs `rollout_logprobs`; tokens that are as good
-    as forced are left out: there is nothing to vary."""
+    """The noise of one chunk; must not be changed. Needs `rollout_logprobs`; forced tokens are left
+    out, for they cannot vary."""
     return rows.once("noise", lambda: _noise_of(rows))
 
 
 def _noise_of(rows: Rows) -> Noise:
-    contexts, rollout = rows.contexts, rows.rollout_logprobs
-    assert rollout is not None, "the caller's check of needs"
-    values = rollout[contexts.repeated].astype(np.float64)
+    contexts = contexts_of(rows)
+    values = rows.rollout[contexts.repeated].astype(np.float64)
     unforced = _mean(contexts, values) < FORCED_LOGPROB
     size = contexts.size[unforced]
     out = Noise(tokens=int(size.sum()), groups=len(size))
@@ -143,13 +143,12 @@ def _noise_of(rows: Rows) -> Noise:
 
 
 def _num_unforced(rows: Rows) -> int:
-    assert rows.rollout_logprobs is not None, "asked only where there are some"
     with np.errstate(invalid="ignore"):
-        return int(np.count_nonzero(rows.loss_mask & (rows.rollout_logprobs < FORCED_LOGPROB)))
+        return int(np.count_nonzero(rows.loss_mask & (rows.rollout < FORCED_LOGPROB)))
 
 
 def _mean(contexts: Contexts, values: Float64Array) -> Float64Array:
-    """[G] of each group. values: [M]."""
+    """[G] mean of each group. values: [M]."""
     return np.bincount(contexts.group, values, minlength=len(contexts.size)) / contexts.size
 
 
@@ -167,61 +166,53 @@ def _typical(within: Float64Array, size: Int64Array) -> tuple[float, int]:
 
 
 class _Repeated(Check):
-    """Base: the noise of one side."""
-
-    who = ""
+    """Base: the noise of one side, by tokens that occur again after the same ids."""
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
+        self.who = self.name.partition("/")[2]
         self.noise = Noise()
         self._marks = Marks()
-        self._unforced, self._square = 0, 0.0
-        """Compared tokens that are not as good as forced, and the sum of d^2 of all."""
+        self._square = 0.0
+        """Sum of d^2 over all compared tokens."""
 
     def look(self, rows: Rows) -> None:
         self.noise.add(noise_of(rows))
-        side = self._side(rows)
+        side = rows.rollout if self.who == "sampler" else rows.trainer
         d = rows.gap[rows.compared]
         self._square += float(d @ d)
-        if rows.rollout_logprobs is not None:
-            self._unforced += rows.once("unforced", lambda: _num_unforced(rows))
+        self.counts["unforced"] += rows.once("unforced", lambda: _num_unforced(rows))
         self._marks.add(rows, side, temperature=self.setting.temperature)
-        contexts = rows.contexts
+        contexts = contexts_of(rows)
         values = side[contexts.repeated].astype(np.float64)
         spread = np.sqrt(_within(contexts, values) / (contexts.size - 1))
         begin = np.cumsum(contexts.size) - contexts.size
         largest = np.flatnonzero(spread > FLOAT32_STD)
-        if len(largest) > 4:
-            largest = largest[spread[largest] >= np.partition(spread[largest], -4)[-4]]
-        for g in largest[np.argsort(-spread[largest], kind="stable")][:4].tolist():
+        if len(largest) > NUM_SHOWN:
+            least = np.partition(spread[largest], -NUM_SHOWN)[-NUM_SHOWN]
+            largest = largest[spread[largest] >= least]
+        for g in largest[np.argsort(-spread[largest], kind="stable")][:NUM_SHOWN].tolist():
             places = contexts.repeated[begin[g] : begin[g] + contexts.size[g]]
-            row, at = rows.where(int(places[0]))
-            told = ", ".join(f"{v:.4f}" for v in side[places[:4]].tolist())
-            self.show(
-                float(spread[g]),
-                Evidence(
-                    row=row,
-                    begin=at,
-                    end=at + 1,
-                    note=f"the same token after the same ids, {len(places)} times: {told}"
-                    f"{', ...' if len(places) > 4 else ''}",
-                ),
-            )
+            told = ", ".join(f"{v:.4f}" for v in side[places[:NUM_SHOWN]].tolist())
+            more = ", ..." if len(places) > NUM_SHOWN else ""
+            note = f"the same token after the same ids, {len(places)} times: {told}{more}"
+            self.show(float(spread[g]), rows, int(places[0]), int(places[0]) + 1, note)
 
-    def _side(self, rows: Rows) -> Float32Array:
-        raise NotImplementedError
-
-    def _judge(self, variance: float, varying: int, typical: float) -> Finding:
+    def conclude(self) -> Finding:
         noise, figures = self.noise, self.noise.figures()
         if noise.freedom < MIN_FREEDOM:
-            return self.not_checkable(("several rows of one prompt in one step",))
+            return self.not_checkable("several rows of one prompt in one step")
+        is_sampler = self.who == "sampler"
+        varying = noise.varying_rollout if is_sampler else noise.varying_trainer
+        typical = noise.typical_of(noise.typical_rollout if is_sampler else noise.typical_trainer)
+        variance = self._variance
         told = (
-            f"{noise.tokens} tokens stand more than once after the same ids: the {self.who}'s "
+            f"{noise.tokens} tokens occur more than once after the same ids: the {self.who}'s "
             f"log-prob of one varies by {variance**0.5:.1e} nats"
         )
         if not variance > FLOAT32_STD**2 or varying < MIN_VARYING * noise.groups:
-            return self.found("consistent", told, **figures)
-        share = 1.0  # of a gap that is not known
+            return self.consistent(told, **figures)
+        share = 1.0  # of an unknown gap
         if noise.mean_square_gap > 0:
             share = min(variance / noise.mean_square_gap, 1.0)
             told += (
@@ -229,18 +220,15 @@ class _Repeated(Check):
                 f"makes {max(noise.mean_square_bias, 0.0) / noise.mean_square_gap:.0%}"
             )
         is_small = share < MIN_SHARE
-        if noise.mean_square_gap > 0 and noise.typical_of(typical) < (
-            MIN_SHARE * noise.mean_square_gap
-        ):
+        if noise.mean_square_gap > 0 and typical < MIN_SHARE * noise.mean_square_gap:
             is_small = True
             told += (
-                f". But {TYPICAL:.0%} of them vary by "
-                f"{noise.typical_of(typical) ** 0.5:.1e} nats only: it is not noise that makes the "
-                "gap"
+                f". But {TYPICAL:.0%} of them vary by only {typical**0.5:.1e} nats: the gap is not "
+                "made by noise"
             )
-        if self._square > 0 and variance * self._unforced < MIN_SHARE * self._square:
+        if self._square > 0 and variance * self.counts["unforced"] < MIN_SHARE * self._square:
             is_small = True
-            told += ". As much noise on every token is a small part of the gap of all of them"
+            told += ". As much noise on every token is a small part of the whole gap"
         if bits := self._marks.name(min_share=MIN_SHARE_NOISY):
             is_small = True
             told += f". Its logits are rounded to {bits}, which makes as much"
@@ -250,9 +238,13 @@ class _Repeated(Check):
         return self.found("information" if is_small else "differs", told, **figures, share=share)
 
     @property
+    def _variance(self) -> float:
+        return self.noise.var_rollout if self.who == "sampler" else self.noise.var_trainer
+
+    @property
     def _is_between_engines(self) -> bool:
-        """Whether some noise is the weather: two engines, not one process over one set of ops. A
-        dump that does not say who wrote it is not Lockstep's."""
+        """True if some noise is normal: between two engines, not in one process with one set of
+        ops. A dump that does not name its trainer is not Lockstep's."""
         return self.setting.is_one_process is False or self.setting.trainer != "lockstep"
 
     @property
@@ -260,18 +252,10 @@ class _Repeated(Check):
         return (MOE_BAND if self.setting.is_moe else DENSE_BAND)[1]
 
     def repair(self, rows: Rows) -> Rows:
-        """Noise has no place of its own: what is left of the gap is within it, up to the tokens
-        that it is too large for."""
+        """Noise is everywhere: the gap of every token that is within its size is explained."""
         if rows.trainer_logprobs is None or rows.rollout_logprobs is None:
             return rows
-        bound = NUM_STDS * self._std()
-        explained = np.abs(rows.gap) <= bound  # False of NaN
-        return rows.with_(
-            rollout_logprobs=np.where(explained, rows.trainer_logprobs, rows.rollout_logprobs)
-        )
-
-    def _std(self) -> float:
-        raise NotImplementedError
+        return rows.agreeing(np.abs(rows.gap) <= NUM_STDS * self._variance**0.5)
 
 
 class NoisySampler(_Repeated):
@@ -281,19 +265,6 @@ class NoisySampler(_Repeated):
     claim = "the sampler gives the same token after the same ids the same log-prob"
     cause = "kernel_noise"
     needs = ("rollout_logprobs",)
-    who = "sampler"
-
-    def _side(self, rows: Rows) -> Float32Array:
-        assert rows.rollout_logprobs is not None, "the check's needs"
-        return rows.rollout_logprobs
-
-    def conclude(self) -> Finding:
-        return self._judge(
-            self.noise.var_rollout, self.noise.varying_rollout, self.noise.typical_rollout
-        )
-
-    def _std(self) -> float:
-        return self.noise.var_rollout**0.5
 
 
 class NoisyTrainer(_Repeated):
@@ -303,16 +274,3 @@ class NoisyTrainer(_Repeated):
     claim = "the trainer gives the same token after the same ids the same log-prob"
     cause = "dropout"
     needs = ("rollout_logprobs", "trainer_logprobs")
-    who = "trainer"
-
-    def _side(self, rows: Rows) -> Float32Array:
-        assert rows.trainer_logprobs is not None, "the check's needs"
-        return rows.trainer_logprobs
-
-    def conclude(self) -> Finding:
-        return self._judge(
-            self.noise.var_trainer, self.noise.varying_trainer, self.noise.typical_trainer
-        )
-
-    def _std(self) -> float:
-        return self.noise.var_trainer**0.5

@@ -1,16 +1,16 @@
-"""Whether both sides' log-probs are of the distribution that was drawn from: temperature, top-p
-and top-k on one side only.
+"""Are both sides' log-probs of the distribution that was sampled from, or are temperature, top-p or
+top-k on one side only?
 
-Temperature. With T on the sampler's side alone and a = 1/T, the log-odds of a drawn token are
+Temperature. With T on the sampler's side alone and a = 1/T, the log-odds of a sampled token are
 
     logit(p_sampler) = a * logit(p_trainer) + (a - 1) * H
 
-where H >= 0 is a Renyi entropy of what else could have been drawn: a line that is the lower edge of
-all tokens (upper, for T > 1), whatever the context. At a branch (different tokens after the same
-ids) the normaliser falls out, and the differences of log-probs stand in the ratio a exactly.
+where H >= 0 is a Renyi entropy of the other tokens: a line that is the lower edge of all tokens
+(upper, for T > 1) in any context. At a branch (different tokens after the same ids) the normaliser
+cancels, and the ratio of the two sides' differences is exactly a.
 
-Truncation. Top-p and top-k divide by the mass that they kept: the sampler's log-prob is above the
-trainer's by -log(mass), never below, and by the same for all tokens at a branch.
+Truncation. Top-p and top-k divide by the mass that they keep: the sampler's log-prob is above the
+trainer's by -log(mass), never below, and by the same amount for all tokens at a branch.
 
 # N tokens  R rows  B pairs at branches
 """
@@ -22,39 +22,43 @@ from dataclasses import dataclass
 import numpy as np
 
 from lockstep.doctor.checks.base import Check, Setting
+from lockstep.doctor.checks.contexts import contexts_of
 from lockstep.doctor.checks.findings import Evidence, Finding
 from lockstep.doctor.checks.rows import BoolArray, Float64Array, Rows
 from lockstep.types import Int64Array
 
 SAMPLE_TOKENS = 4096
-"""Tokens of a chunk that are looked at; a pass over all of a dump would tell no more."""
+"""Tokens of a chunk that are read; the whole dump would tell no more."""
 NUM_SAMPLES = 16
-"""Chunks that are kept of; with more, every second one is let go."""
+"""Chunks whose tokens are kept; with more, every second one is dropped."""
 TEMPERATURES = tuple(round(0.3 + 0.05 * i, 2) for i in range(35) if i != 14)
-"""That are tried, 0.3 to 2.0 without 1.0, beside the one that is declared; then finer."""
+"""Temperatures that are tried besides the declared one: 0.3 to 2.0 without 1.0, then finer."""
 ENTROPY = 4.0
-"""Nats of H that are allowed for: above it lie a few tokens of undecided places."""
+"""Nats of H that are allowed; only a few tokens of undecided contexts have more."""
 MIN_GAP = 1e-4
-"""|d| in nats from which on a token tells something."""
+"""|d| in nats above which a token is informative."""
 MIN_TOLD = 5
-"""Such tokens of a row before it is judged."""
+"""Informative tokens that a judged row needs."""
 MAX_RESIDUAL = 0.1
-"""Share of a row's sum of |d| that the processing may leave unexplained: noise of two engines makes
-less beside any processing that matters, and other causes leave a third and more."""
+"""Share of a row's sum of |d| that processing may leave: the noise of two engines is less of any
+processing that matters, and other causes leave a third and more."""
 MIN_SHARE = 0.8
-"""Of the judged rows, and of their gap, that must be explained where branches say nothing."""
+"""Share of the judged rows, and of their gap, that must be explained if there are no branches."""
 MIN_ROWS = 4
+"""Rows that must be judged, and explained."""
 MIN_PAIRS = 6
-"""Branches in explained rows, from which on they have the last word."""
+"""Branches in explained rows, from which on they decide."""
 MAX_PAIR_RESIDUAL = 0.25
 """Share of the squares at branches that may be left: exact processing leaves float noise, another
 engine's noise a few per cent, other weights a fifth and more."""
 MAX_PAIR_RESIDUAL_OF_SOME = 0.01
-"""The same where only some rows are explained: chosen among many, they may fit by chance."""
+"""The same if only some rows are explained: some of many may fit by chance."""
 MIN_SHARE_OF_SOME = 0.2
-"""Of the gap of judged rows, if only some are explained."""
+"""Share of the gap of judged rows that must be explained then."""
 MAX_LONE_RESIDUAL = 0.03
-"""In place of MAX_RESIDUAL over all explained rows, where there are no branches to ask."""
+"""MAX_RESIDUAL over all explained rows if there are no branches."""
+NUM_SHOWN = 8
+"""Tokens that are offered as evidence."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -62,12 +66,12 @@ class Processing:
     """What one side did to the logits and the other did not."""
 
     slope: float = 1.0
-    """1/T on the sampler's side."""
+    """1/T of the sampler."""
     truncated: int = 0
-    """1: the sampler renormalised, -1: the trainer did, 0: neither."""
+    """1 if the sampler renormalised, -1 if the trainer did, else 0."""
 
     def left_over(self, rollout: Float64Array, trainer: Float64Array) -> Float64Array:
-        """What it cannot explain of the sampler's log-prob: 0.0 where it can be all of the gap."""
+        """The part of each gap that it cannot explain, 0.0 where it may explain all of it."""
         d = trainer - rollout
         if self.truncated and self.slope == 1.0:
             return -np.maximum(d, 0.0) if self.truncated > 0 else -np.minimum(d, 0.0)
@@ -75,7 +79,7 @@ class Processing:
         room = (self.slope - 1.0) * ENTROPY
         at = np.clip(_logit(rollout), edge + min(room, 0.0), edge + max(room, 0.0))
         left = rollout + np.logaddexp(0.0, -at)
-        if self.truncated:  # what was divided by comes on top
+        if self.truncated:  # the kept mass adds to it
             left = np.minimum(left, 0.0) if self.truncated > 0 else np.maximum(left, 0.0)
         return np.where((rollout > -MIN_GAP) & (trainer > -MIN_GAP), 0.0, left)
 
@@ -91,10 +95,10 @@ class Processing:
 
 
 class Processed(Check):
-    """Log-probs after temperature, top-p or top-k against log-probs before them."""
+    """Fits temperature, top-p and top-k on one side to the gap."""
 
     name = "values/processed"
-    claim = "both sides' log-probs are of the distribution that was drawn from"
+    claim = "both sides' log-probs are of the distribution that was sampled from"
     cause = "processed"
     needs = ("rollout_logprobs", "trainer_logprobs")
 
@@ -114,9 +118,9 @@ class Processed(Check):
 
     def conclude(self) -> Finding:
         sample = _Sample.joined(self._samples)
-        told = f"{len(sample.rollout)} tokens of {sample.num_rows} rows were looked at"
+        told = f"{len(sample.rollout)} tokens of {sample.num_rows} rows were read"
         if sample.is_judged.sum() < MIN_ROWS:
-            return self.found("consistent", f"{told}: they agree, or are too few")
+            return self.consistent(f"{told}: they agree, or are too few")
         fits = [_Fit.of(processing, sample) for processing in self._candidates(sample)]
         best = max(fits, key=lambda fit: fit.score)
         if best.processing.slope != 1.0:
@@ -132,7 +136,7 @@ class Processed(Check):
             "branches": float(best.pairs),
         }
         if not best.is_proof:
-            return self.found("consistent", f"{told}: no processing explains the gap", **figures)
+            return self.consistent(f"{told}: no processing explains the gap", **figures)
         self._chosen = best.processing
         told = (
             f"in {int(best.hit.sum())} of {int(sample.is_judged.sum())} judged rows "
@@ -142,32 +146,30 @@ class Processed(Check):
             told += f", and {best.pair_residual:.1%} at {best.pairs} branches"
         told += self._meaning(best, sample)
         self._show(best, sample)
-        return self.found("differs", told, **figures, temperature_ratio=1 / best.processing.slope)
+        return self.differs(told, **figures, temperature_ratio=1 / best.processing.slope)
 
     def repair(self, rows: Rows) -> Rows:
-        """Without the part of each token's gap that the processing can make: what it was exactly is
-        not in the dump, for it hangs on the whole distribution."""
+        """Each gap without the part that the processing may make; its exact part depends on the
+        whole distribution, which is not in the dump."""
         if self._chosen is None:
             return rows
-        assert rows.rollout_logprobs is not None and rows.trainer_logprobs is not None, "needs"
         at = rows.compared
-        trainer = rows.trainer_logprobs[at].astype(np.float64)
-        rollout = rows.rollout_logprobs.astype(np.float64)
+        trainer = rows.trainer[at].astype(np.float64)
+        rollout = rows.rollout.astype(np.float64)
         left = self._chosen.left_over(rollout[at], trainer)
-        row = rows.row_of[at]
-        total = np.bincount(row, np.abs(rows.gap[at]), minlength=len(rows))
-        is_hit = np.bincount(row, np.abs(left), minlength=len(rows)) <= MAX_RESIDUAL * total
-        kept = is_hit[row]
+        total = rows.row_sums(at, np.abs(rows.gap[at]))
+        is_hit = rows.row_sums(at, np.abs(left)) <= MAX_RESIDUAL * total
+        kept = is_hit[rows.row_of[at]]
         repaired = rollout.copy()
         repaired[at[kept]] = (trainer + left)[kept]
-        # What varies from one time to the next is no processing: it stays, where it can be seen.
-        contexts = rows.contexts
+        # Noise is no processing: it stays, where repeated contexts show it.
+        contexts = contexts_of(rows)
         again = contexts.repeated
         mean = np.bincount(contexts.group, rollout[again], minlength=len(contexts.size))
         num_hit = np.bincount(contexts.group, is_hit[rows.row_of[again]])
         is_whole = (num_hit == contexts.size)[contexts.group]
         again, mean = again[is_whole], (mean / contexts.size)[contexts.group[is_whole]]
-        repaired[again] = rows.trainer_logprobs[again] + rollout[again] - mean
+        repaired[again] = rows.trainer[again] + rollout[again] - mean
         return rows.with_(rollout_logprobs=repaired.astype(np.float32))
 
     def _candidates(self, sample: _Sample) -> list[Processing]:
@@ -184,7 +186,7 @@ class Processed(Check):
         ]
 
     def _refined(self, best: _Fit, sample: _Sample) -> _Fit:
-        """The same with the temperature read off the branches, or tried in smaller steps."""
+        """The fit with the temperature that branches show, or the best of smaller steps."""
         truncated = best.processing.truncated
         if best.pairs >= MIN_PAIRS:
             slope = sample.slope_at_branches(best.hit)
@@ -198,66 +200,60 @@ class Processed(Check):
         return max(best, *around, key=lambda fit: fit.score)
 
     def _meaning(self, best: _Fit, sample: _Sample) -> str:
-        """What the figures say beside the fit: the mass that was kept, and what was drawn from."""
+        """What else the gap says: the mass that was kept, and which side was sampled from."""
         d = (sample.trainer - sample.rollout)[best.hit[sample.row]]
         if best.processing.truncated and best.processing.slope == 1.0:
             kept = float(np.exp(-np.abs(d).max()))
             return f"; at least {kept:.3g} of the mass was kept at each place"
         drawn = float(-d.mean()) / max(float(d.std()) / max(len(d), 1) ** 0.5, 1e-12)
-        if abs(drawn) < 3.0:  # standard errors: k1 is above 0 for draws from the sampler's
+        if abs(drawn) < 3.0:  # standard errors; k1 is above 0 for draws from the sampler's
             return ""
         return f"; the tokens were drawn from the {'sampler' if drawn > 0 else 'trainer'}'s"
 
     def _show(self, best: _Fit, sample: _Sample) -> None:
         d = np.abs(sample.trainer - sample.rollout)
         hit = np.flatnonzero(best.hit[sample.row])
-        for i in hit[np.argsort(-d[hit])][:8].tolist():
-            self.show(
-                float(d[i]),
-                Evidence(
-                    row=sample.names[int(sample.row[i])],
-                    begin=int(sample.place[i]),
-                    end=int(sample.place[i]) + 1,
-                    note=f"sampler {sample.rollout[i]:.4f}, trainer {sample.trainer[i]:.4f}",
-                ),
-            )
+        for i in hit[np.argsort(-d[hit])][:NUM_SHOWN].tolist():
+            row, begin = sample.names[int(sample.row[i])], int(sample.place[i])
+            note = f"sampler {sample.rollout[i]:.4f}, trainer {sample.trainer[i]:.4f}"
+            self.keep(float(d[i]), Evidence(row=row, begin=begin, end=begin + 1, note=note))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Sample:
-    """Compared tokens of some whole rows."""
+    """The compared tokens of some whole rows."""
 
     names: tuple[str, ...]
     """[R]"""
     row: Int64Array
     """[N]"""
     place: Int64Array
-    """[N] in its row."""
+    """[N] position in the row."""
     rollout: Float64Array
     """[N] at most 0."""
     trainer: Float64Array
     one: Int64Array
-    """[B] into N: a token at a branch, and ..."""
+    """[B] index of a token at a branch, ..."""
     other: Int64Array
+    """[B] ... and of a different token there."""
 
     @classmethod
     def of(cls, rows: Rows) -> _Sample:
-        """Of the first rows of a chunk."""
+        """The first rows of a chunk."""
         num_rows = int(np.searchsorted(rows.offsets, SAMPLE_TOKENS, side="right")) - 1
         num_rows = max(min(num_rows, len(rows)), min(len(rows), 1))
         some = rows if num_rows == len(rows) else rows.take(np.arange(num_rows))
-        at = some.compared
-        assert some.rollout_logprobs is not None and some.trainer_logprobs is not None, "needs"
+        at, contexts = some.compared, contexts_of(some)
         to = np.full(some.num_tokens, -1, np.int64)
         to[at] = np.arange(len(at))
-        one, other = to[some.contexts.one], to[some.contexts.other]
+        one, other = to[contexts.one], to[contexts.other]
         known = (one >= 0) & (other >= 0)
         return cls(
             names=some.row_ids,
             row=some.row_of[at],
             place=some.position[at],
-            rollout=np.minimum(some.rollout_logprobs[at].astype(np.float64), 0.0),
-            trainer=np.minimum(some.trainer_logprobs[at].astype(np.float64), 0.0),
+            rollout=np.minimum(some.rollout[at].astype(np.float64), 0.0),
+            trainer=np.minimum(some.trainer[at].astype(np.float64), 0.0),
             one=one[known],
             other=other[known],
         )
@@ -289,13 +285,13 @@ class _Sample:
 
     @property
     def is_judged(self) -> BoolArray:
-        """[R]"""
+        """[R] True for rows with enough informative tokens."""
         tells = np.abs(self.trainer - self.rollout) > MIN_GAP
         return np.bincount(self.row, tells, minlength=self.num_rows) >= MIN_TOLD
 
     def slope_at_branches(self, hit: BoolArray | None = None) -> float | None:
-        """The ratio of the two sides' differences at branches between rows of `hit` [R]: the median
-        of those that are clear, and not 1."""
+        """Median ratio of the two sides' differences at branches between rows of `hit` [R], over
+        differences that are large enough and ratios that are not 1."""
         of_rollout = self.rollout[self.one] - self.rollout[self.other]
         of_trainer = self.trainer[self.one] - self.trainer[self.other]
         clear = np.abs(of_trainer) > 0.2  # nats: the ratio is then known to noise
@@ -311,16 +307,16 @@ class _Sample:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Fit:
-    """How far one processing explains a sample."""
+    """How much of a sample one processing explains."""
 
     processing: Processing
     hit: BoolArray
-    """[R] rows that it explains."""
+    """[R] True for rows that it explains."""
     share: float
-    """Of the judged rows' sum of |d| that is theirs."""
+    """Share of the judged rows' sum of |d| that is in explained rows."""
     share_of_rows: float
     residual: float
-    """Share of their sum of |d| that is left."""
+    """Share of the explained rows' sum of |d| that is left."""
     score: float
     pairs: int
     """Branches between explained rows."""
@@ -351,7 +347,7 @@ class _Fit:
             share=explained / max(float(whole[judged].sum()), 1e-300),
             share_of_rows=float(hit.sum()) / max(float(judged.sum()), 1.0),
             residual=unexplained / max(explained, 1e-300),
-            score=explained - 5.0 * unexplained,  # a near temperature explains the same rows, worse
+            score=explained - 5.0 * unexplained,  # a close temperature explains the same rows worse
             pairs=len(one),
             pair_residual=float((apart**2).sum() / max(float(base.sum()), 1e-300)),
         )
@@ -361,7 +357,7 @@ class _Fit:
         if self.hit.sum() < MIN_ROWS:
             return False
         if self.processing.truncated and self.processing.slope != 1.0:
-            # One edge holds of much; the proof is in the branches alone.
+            # One edge fits much by chance; only branches prove it.
             return (
                 self.pairs >= MIN_PAIRS
                 and self.share >= MIN_SHARE
@@ -380,6 +376,6 @@ class _Fit:
 
 
 def _logit(logprobs: Float64Array) -> Float64Array:
-    """log(p / (1 - p)); of what is as good as certain, as far as float32 tells."""
+    """log(p / (1 - p)), with p at most what float32 can tell from 1."""
     bounded = np.minimum(logprobs, -1e-6)
     return bounded - np.log(-np.expm1(bounded))

@@ -1,107 +1,105 @@
-"""Whether log-probs were kept as they were computed: cut at a bound, or rounded.
+"""Were log-probs stored as they were computed, or clamped at a bound, or rounded?
 
 # N tokens  R rows  J judged tokens
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, fields
 
 import numpy as np
 import numpy.typing as npt
 
-from lockstep.doctor.checks.base import Check, Setting
+from lockstep.doctor.checks.base import Check, Setting, evidence_at
 from lockstep.doctor.checks.findings import Evidence, Finding
 from lockstep.doctor.checks.rows import BoolArray, Float64Array, Rows
 from lockstep.types import Float32Array, Int64Array
 
 MIN_CUT = 4
-"""Tokens at one bound, after different ids: as many equal float32 numbers are no chance."""
+"""Tokens at one bound, after different ids: so many equal float32 numbers are no chance."""
 MIN_CUT_SHARE = 0.95
-"""Of the tokens at a bound, but for those within CUT_MARGIN of it, that the other side must have
-beyond it: half are if it is none."""
+"""Share of the tokens at a bound that the other side must have beyond it, without those within
+CUT_MARGIN of it: at any other number it has half of them beyond."""
 CUT_MARGIN = 0.02
-"""Nats beyond the bound that count: noise of two engines is about as large."""
+"""Nats beyond the bound that do not count: about the noise of two engines."""
 MIN_PILE = 8
-"""Tokens at one number that tell of a bound by themselves, where the other side's log-probs of the
-same tokens do not (they stand beside other tokens, or are noisy)."""
+"""Tokens at one number that show a bound by themselves, where the other side's log-probs of the
+same tokens do not (because they are shifted or noisy)."""
 MIN_OTHERS = 0.8
-"""Of the tokens at it, that the other side must have beyond it: a filler's are anywhere."""
+"""Tokens that the other side must have beyond the number, per token at it: at a filler, the other
+side's are anywhere."""
 MIN_PILE_LEAD = 2.0
-"""Times as many as lie within PILE_WIDTH inside of it: log-probs do not crowd at their rarest."""
+"""Ratio of the tokens at it to those within PILE_WIDTH inside: rare log-probs do not crowd."""
 PILE_WIDTH = 0.25
-"""Nats."""
+"""Nats inside of a bound in which tokens are counted."""
 MAX_BOUNDS = 64
 """Values that are kept as possible bounds."""
 
 FINE = -0.03
-"""Log-probs above it are left out: those of nearly certain tokens are multiples of 2^-24 by the way
-in which float32 computes them."""
+"""Log-probs above it are left out: float32 computes those of nearly certain tokens as multiples of
+2^-24."""
 MIN_ROUNDED = 12
-"""Judged tokens before rounding is spoken of."""
+"""Judged tokens before rounding is named."""
 MIN_ROW_SHARE = 0.9
-"""Of a row's judged tokens that must be on the grid, for the row to count as rounded."""
+"""Share of a row's judged tokens that must be on the grid, for the row to be rounded."""
 MIN_ROW = 2
-"""Judged tokens of such a row: two by chance on the coarsest grid of decimals that is tried, 1e-4,
-come once in 1e4 rows; and so do a tenth of all rows never."""
+"""Judged tokens of such a row: two are on the grid of 1e-4 by chance once in 1e4 rows, and so are
+never those of MIN_ROWS_SHARE."""
 MIN_ROWS_SHARE = 0.05
-"""Of the judged tokens that must stand in such rows."""
+"""Share of the judged tokens that must be in such rows."""
 
 
 class Clamped(Check):
-    """A number at which many log-probs are equal, and the other side goes beyond."""
+    """A number at which many log-probs are equal, while the other side goes beyond it."""
 
     name = "values/clamped"
-    claim = "log-probs are kept at any size"
+    claim = "log-probs are stored at any size"
     cause = "clamped"
     needs = ("rollout_logprobs", "trainer_logprobs")
+    counted = ("trained_tokens",)
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
         self._bounds: dict[tuple[str, bool, float], _Bound] = {}
-        self._trained = 0
 
     def look(self, rows: Rows) -> None:
-        self._trained += int(rows.loss_mask.sum())
-        for who, side, other in _sides(rows):
+        self.counts["trained_tokens"] += int(rows.loss_mask.sum())
+        for who, _, side, other in rows.sides():
+            assert other is not None, "the check's needs"
             for is_low in (True, False):
                 for value, bound in _bounds_of(rows, side, other, is_low=is_low).items():
-                    known = self._bounds.setdefault((who, is_low, value), _Bound())
-                    known.add(bound)
+                    self._bounds.setdefault((who, is_low, value), _Bound()).add(bound)
         if len(self._bounds) > 4 * MAX_BOUNDS:
             best = sorted(self._bounds.items(), key=lambda item: -item[1].beyond)
             self._bounds = dict(best[:MAX_BOUNDS])
 
     def conclude(self) -> Finding:
         found = self._found()
-        figures = {"trained_tokens": self._trained}
         if not found:
-            return self.found("consistent", "no number at which one side ends", **figures)
+            return self.consistent("no number at which one side ends")
         (who, is_low, value), bound = max(found.items(), key=lambda item: item[1].beyond)
         for evidence in bound.evidence:
-            self.show(1.0, evidence)
-        return self.found(
-            "differs",
-            f"{bound.at} of {self._trained} tokens have the {who}'s log-prob {value:.6g} exactly, "
-            f"and the other side is {'below' if is_low else 'above'} it for {bound.beyond} of them",
-            **figures,
+            self.keep(1.0, evidence)
+        return self.differs(
+            f"{bound.at} of {self.counts['trained_tokens']} tokens have the {who}'s log-prob "
+            f"{value:.6g} exactly, and the other side is {'below' if is_low else 'above'} it for "
+            f"{bound.beyond} of them",
             bound=value,
             clamped_tokens=bound.at,
         )
 
     def repair(self, rows: Rows) -> Rows:
-        """NaN: what the number was is lost."""
+        """NaN: the right number is lost."""
         changed: dict[str, Float32Array] = {}
-        for who, side, other in _sides(rows):
-            bounds = [key for key in self._found() if key[0] == who]
-            if not bounds:
-                continue
+        for who, field, side, other in rows.sides():
+            assert other is not None, "the check's needs"
             cut = np.zeros(rows.num_tokens, np.bool_)
-            for _, is_low, value in bounds:
+            for of, is_low, value in self._found():
                 beyond = other < value if is_low else other > value
-                cut |= (side == np.float32(value)) & beyond
-            name = "rollout_logprobs" if who == "sampler" else "trainer_logprobs"
-            changed[name] = np.where(cut, np.float32(np.nan), side)
+                cut |= (of == who) & (side == np.float32(value)) & beyond
+            if cut.any():
+                changed[field] = np.where(cut, np.float32(np.nan), side)
         return rows.with_(**changed) if changed else rows
 
     def _found(self) -> dict[tuple[str, bool, float], _Bound]:
@@ -114,32 +112,31 @@ class Clamped(Check):
 
 @dataclass(slots=True)
 class _Bound:
-    """Tokens that have one number exactly."""
+    """Counts of the tokens at one exact number."""
 
     at: int = 0
     beyond: int = 0
     inside: int = 0
-    """Tokens at it that the other side has clearly inside: as many as beyond it, if it is none."""
+    """Tokens at it that the other side has clearly inside of it."""
     crossed: int = 0
-    """Tokens of the same rows that go beyond it themselves: the end of a row is crossed by none,
-    and any other number by some."""
+    """Tokens of the same rows that are beyond it themselves: none at a bound."""
     different: int = 0
-    """Different log-probs of the other side among those beyond it."""
+    """Distinct log-probs of the other side beyond it."""
     others: int = 0
-    """Tokens of the same rows that the other side has beyond it, wherever they stand."""
+    """Tokens of the same rows that the other side has beyond it."""
     close: int = 0
-    """Tokens of these rows that are within PILE_WIDTH inside of it."""
+    """Tokens of the same rows within PILE_WIDTH inside of it."""
     evidence: tuple[Evidence, ...] = ()
 
     @property
     def is_cut(self) -> bool:
-        """The other side is beyond it at the same tokens."""
+        """True if the other side is beyond it at the same tokens."""
         return self.beyond >= MIN_CUT_SHARE * (self.beyond + self.inside + self.crossed)
 
     @property
     def is_pile(self) -> bool:
-        """One side ends at it, and has as many tokens there as the other has beyond it: of the same
-        rows, and not of the same tokens, as beside a shift or noise."""
+        """True if one side ends at it, with as many tokens there as the other has beyond it in the
+        same rows, if not at the same tokens (because of a shift or noise)."""
         return (
             self.at >= max(MIN_PILE, MIN_PILE_LEAD * self.close)
             and self.crossed <= (1 - MIN_CUT_SHARE) * self.at
@@ -147,24 +144,18 @@ class _Bound:
         )
 
     def add(self, more: _Bound) -> None:
-        self.at += more.at
-        self.beyond += more.beyond
-        self.inside += more.inside
-        self.crossed += more.crossed
-        self.different += more.different
-        self.others += more.others
-        self.close += more.close
-        self.evidence = (self.evidence + more.evidence)[:4]
+        for name in (f.name for f in fields(self)):
+            setattr(self, name, getattr(self, name) + getattr(more, name))
+        self.evidence = self.evidence[:4]
 
 
 def _bounds_of(
     rows: Rows, side: Float32Array, other: Float32Array, *, is_low: bool
 ) -> dict[float, _Bound]:
-    """Numbers that several trained tokens of this chunk have on one side, and the other side is
-    beyond them."""
+    """Numbers that several trained tokens have on one side, and the other side is beyond."""
     judged = rows.compared
     apart = (side[judged] - other[judged]) * np.float32(1 if is_low else -1)
-    # 0 is where log-probs end, and one of 0 where the other side is below is a filler.
+    # Log-probs end at 0; a 0 where the other side is below it is a filler.
     beyond = np.flatnonzero((side[judged] < -1e-6) & (apart > CUT_MARGIN))
     if not len(beyond):
         return {}
@@ -188,8 +179,8 @@ def _bounds_of(
         is_at = judged[side[judged] == value]
         margin = _margins(rows, side, grids, is_at)
         is_inside = (other[is_at] > value + margin) if is_low else (other[is_at] < value - margin)
-        row, begin = rows.where(int(equal[0]))
-        note = f"{float(value):.6g} exactly, where the other side has {float(other[equal[0]]):.4f}"
+        shown = int(equal[0])
+        note = f"{float(value):.6g} exactly, where the other side has {float(other[shown]):.4f}"
         out[float(value)] = _Bound(
             at=len(is_at),
             beyond=len(equal),
@@ -198,7 +189,7 @@ def _bounds_of(
             different=different,
             others=int(np.count_nonzero(inward_other < 0)),
             close=int(np.count_nonzero((inward > 0) & (inward <= PILE_WIDTH))),
-            evidence=(Evidence(row=row, begin=begin, end=begin + 1, note=note),),
+            evidence=(evidence_at(rows, shown, shown + 1, note),),
         )
     return out
 
@@ -206,21 +197,21 @@ def _bounds_of(
 def _margins(
     rows: Rows, side: Float32Array, grids: npt.NDArray[np.int64], at: Int64Array
 ) -> Float64Array:
-    """Nats beyond a bound that count, of the tokens `at`. grids: [R]."""
+    """Nats beyond a bound that do not count, for each token `at`. grids: [R]."""
     return np.maximum(CUT_MARGIN, 2 * _half_steps(rows, side, grids, at))
 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """Numbers that a narrow type, or so many decimals, can hold."""
+    """The numbers of a narrow type, or of so many decimals."""
 
     name: str
     zero_bits: int = 0
-    """Lowest bits of a float32 that are 0."""
+    """Number of low bits of a float32 that are 0."""
     decimals: int = 0
 
     def holds(self, values: Float32Array) -> BoolArray:
-        """Which of them are on it; float32 has room for one unit in its last place."""
+        """True for values on the grid, up to one unit in float32's last place."""
         if self.zero_bits:
             mask = np.uint32((1 << self.zero_bits) - 1)
             return (values.view(np.uint32) & mask) == 0
@@ -229,7 +220,7 @@ class Grid:
         return off <= np.abs(scaled) * 2.0**-23
 
     def half_step(self, values: Float32Array) -> Float64Array:
-        """The largest error of rounding to it."""
+        """Largest error of rounding each value to the grid."""
         if self.decimals:
             return np.full(len(values), 0.5 * 10.0**-self.decimals)
         exponent = np.frexp(np.abs(values))[1] - 1
@@ -246,9 +237,9 @@ GRIDS = (
     Grid("3 decimals", decimals=3),
     Grid("4 decimals", decimals=4),
 )
-"""The coarsest first, of types and of decimals: what is on one is on the finer ones after it."""
+"""Types, then decimals, the coarsest first: a number on one grid is on the finer ones after it."""
 NUM_TYPES = 4
-"""Of these, before the decimals."""
+"""Number of the grids that are types."""
 
 
 class Quantised(Check):
@@ -261,61 +252,50 @@ class Quantised(Check):
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
-        self._judged = {"sampler": 0, "trainer": 0}
-        self._rounded: dict[tuple[str, Grid], int] = {}
-        self._unequal = 0
+        self._rounded: Counter[tuple[str, Grid]] = Counter()
 
     def look(self, rows: Rows) -> None:
-        self._unequal += int((np.abs(rows.gap) > 0).sum())
-        for who, side, _ in _sides(rows):
+        self.counts["unequal"] += int((np.abs(rows.gap) > 0).sum())
+        for who, _, side, _ in rows.sides():
             judged = _judged(rows, side)
-            self._judged[who] += int(judged.sum())
+            self.counts[who] += int(judged.sum())
             grid_of_row = grids_of(rows, side)
             for number in np.unique(grid_of_row[grid_of_row >= 0]).tolist():
-                grid = GRIDS[number]
-                hit = judged & (grid_of_row == number)[rows.row_of]
-                key = (who, grid)
-                self._rounded[key] = self._rounded.get(key, 0) + int(hit.sum())
-                for at in np.flatnonzero(hit)[:4].tolist():
-                    row, begin = rows.where(at)
-                    note = f"the {who}'s log-prob is a number of {grid.name}: {side[at]:.8g}"
-                    self.show(
-                        float(-side[at]),
-                        Evidence(row=row, begin=begin, end=begin + 1, note=note),
-                    )
+                at = np.flatnonzero(judged & (grid_of_row == number)[rows.row_of])
+                self._rounded[who, GRIDS[number]] += len(at)
+                for i in at[:4].tolist():
+                    note = f"the {who}'s log-prob is a number of {GRIDS[number].name}"
+                    self.show(float(-side[i]), rows, i, i + 1, f"{note}: {side[i]:.8g}")
 
     def conclude(self) -> Finding:
         found = self._found()
-        total = sum(self._judged.values())
-        figures = {"judged_tokens": total}
+        total = self.counts["sampler"] + self.counts["trainer"]
         if total < MIN_ROUNDED or not found:
-            return self.found("consistent", f"of {total} log-probs none are rounded", **figures)
+            return self.consistent(f"of {total} log-probs none are rounded", judged_tokens=total)
         told = "; ".join(
-            f"{n} of {self._judged[who]} of the {who}'s log-probs are numbers of {grid.name}"
+            f"{n} of {self.counts[who]} of the {who}'s log-probs are numbers of {grid.name}"
             for (who, grid), n in found.items()
         )
-        sides = {who for who, _ in found}
-        if len(sides) == 2 and not self._unequal:
-            return self.found(
-                "information", f"{told}; the two sides are rounded alike, and equal", **figures
-            )
-        return self.found("differs", told, **figures, rounded_tokens=sum(found.values()))
+        if len({who for who, _ in found}) == 2 and not self.counts["unequal"]:
+            told += "; the two sides are rounded alike, and equal"
+            return self.information(told, judged_tokens=total)
+        return self.differs(told, judged_tokens=total, rounded_tokens=sum(found.values()))
 
     def repair(self, rows: Rows) -> Rows:
-        """The gap without the part that rounding can make. Where the number was within its
-        interval is lost: it is taken to be where the other side is, or as near as may be."""
-        rollout, trainer = rows.rollout_logprobs, rows.trainer_logprobs
-        if rollout is None or trainer is None:
+        """The gap without what rounding can make. A rounded number is taken to be where the other
+        side is, or as close as its interval allows."""
+        if rows.rollout_logprobs is None or rows.trainer_logprobs is None:
             return rows
         found = self._found()
         room = np.zeros(rows.num_tokens)
-        for who, side, _ in _sides(rows):
+        for who, _, side, _ in rows.sides():
             number_of_row = grids_of(rows, side).copy()
             for number, grid in enumerate(GRIDS):
                 if (who, grid) not in found:
                     number_of_row[number_of_row == number] = -1
             half = _half_steps(rows, side, number_of_row, np.arange(rows.num_tokens))
-            room += half * (1 + 1e-3) + 1e-6 * (half > 0)  # and float32's own
+            room += half * (1 + 1e-3) + 1e-6 * (half > 0)  # and float32's own rounding
+        rollout, trainer = rows.rollout, rows.trainer
         with np.errstate(invalid="ignore"):
             d = trainer.astype(np.float64) - rollout
             moved = np.where(room > 0, trainer - np.sign(d) * np.maximum(np.abs(d) - room, 0), 0.0)
@@ -325,18 +305,18 @@ class Quantised(Check):
         return {
             key: n
             for key, n in self._rounded.items()
-            if n >= max(MIN_ROUNDED, MIN_ROWS_SHARE * self._judged[key[0]])
+            if n >= max(MIN_ROUNDED, MIN_ROWS_SHARE * self.counts[key[0]])
         }
 
 
 def _judged(rows: Rows, side: Float32Array) -> BoolArray:
-    """[N] trained tokens whose log-prob has digits to judge."""
+    """[N] True for trained tokens whose log-prob has digits to judge."""
     with np.errstate(invalid="ignore"):
         return rows.loss_mask & (side < FINE) & np.isfinite(side)
 
 
 def grids_of(rows: Rows, side: Float32Array) -> npt.NDArray[np.int64]:
-    """[R] index into GRIDS of the coarsest grid that holds a row's log-probs; -1 for none. Not to
+    """[R] index into GRIDS of the coarsest grid that holds a row's log-probs, -1 for none; must not
     be changed. side: one of the two of `rows`."""
     name = "sampler" if side is rows.rollout_logprobs else "trainer"
     return rows.once(f"{name}'s grids", lambda: _grids_of(rows, side))
@@ -347,7 +327,7 @@ def _grids_of(rows: Rows, side: Float32Array) -> npt.NDArray[np.int64]:
     row, values = rows.row_of[at], side[at]
     judged = np.bincount(row, minlength=len(rows))
     out = np.full(len(rows), -1, np.int64)
-    # What is on no finest grid of its family is on none of it.
+    # A value that is not on the finest grid of a family is on none of it.
     finest = [GRIDS[n].holds(values) for n in (NUM_TYPES - 1, len(GRIDS) - 1)]
     for number in reversed(range(len(GRIDS))):
         if np.count_nonzero(finest[number >= NUM_TYPES]) < MIN_ROW:
@@ -361,23 +341,9 @@ def _grids_of(rows: Rows, side: Float32Array) -> npt.NDArray[np.int64]:
 def _half_steps(
     rows: Rows, side: Float32Array, grid_of_row: npt.NDArray[np.int64], at: Int64Array
 ) -> Float64Array:
-    """[M] the largest error of rounding the tokens `at` [M] to the grid of their row; 0.0 of a row
-    with none (-1)."""
+    """[M] largest error of rounding the tokens `at` [M] to their row's grid; 0.0 without one."""
     out = np.zeros(len(at))
     for number in np.unique(grid_of_row[grid_of_row >= 0]).tolist():
         here = np.flatnonzero((grid_of_row == number)[rows.row_of[at]] & np.isfinite(side[at]))
         out[here] = GRIDS[number].half_step(side[at[here]])
     return out
-
-
-def _sides(rows: Rows) -> list[tuple[str, Float32Array, Float32Array]]:
-    """(who, its log-probs, the other side's) of each side that is known; a side that is not is all
-    NaN as the other one."""
-    sides = [("sampler", rows.rollout_logprobs), ("trainer", rows.trainer_logprobs)]
-    none = np.full(rows.num_tokens, np.nan, np.float32)
-    others = [none if side is None else side for _, side in reversed(sides)]
-    return [
-        (who, side, other)
-        for (who, side), other in zip(sides, others, strict=True)
-        if side is not None
-    ]

@@ -15,7 +15,7 @@ import numpy as np
 from lockstep.doctor.checks.base import Setting
 from lockstep.doctor.checks.examine import Examination, Stage, examine
 from lockstep.doctor.checks.rows import Rows
-from lockstep.doctor.checks.suite import STAGES
+from lockstep.doctor.checks.suite import stages as all_stages
 from lockstep.renderers.base import Renderer
 from lockstep.renderers.chatml import ChatMLRenderer
 from lockstep.renderers.harmony import HarmonyRenderer
@@ -179,7 +179,7 @@ def examined(rows: Rows, setting: Setting | None = None) -> Examination:
         )
         if getattr(rows, name) is not None
     }
-    stages = [Stage(checks=checks) for checks in STAGES]
+    stages = [Stage(checks=checks) for checks in all_stages().values()]
     return examine(lambda: [rows], stages, setting or Setting(), has=frozenset(has))
 
 

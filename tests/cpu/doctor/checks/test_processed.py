@@ -7,13 +7,13 @@ from made_rows import best_of, bfloat16, noisy, nucleus, policy_rows, tempered
 from lockstep.doctor.checks.base import Setting
 from lockstep.doctor.checks.examine import Examination, Stage, examine
 from lockstep.doctor.checks.rows import Rows
-from lockstep.doctor.checks.suite import STAGES
+from lockstep.doctor.checks.suite import stages as all_stages
 
 HAS = frozenset({"rollout_logprobs", "trainer_logprobs"})
 
 
 def examined(rows: Rows, setting: Setting | None = None) -> Examination:
-    stages = [Stage(checks=checks) for checks in STAGES]
+    stages = [Stage(checks=checks) for checks in all_stages().values()]
     return examine(lambda: [rows], stages, setting or Setting(trainer="lockstep"), has=HAS)
 
 

@@ -8,7 +8,7 @@ from lockstep.doctor.checks.base import Setting
 from lockstep.doctor.checks.examine import Examination, Stage, examine
 from lockstep.doctor.checks.findings import Finding
 from lockstep.doctor.checks.rows import Rows
-from lockstep.doctor.checks.suite import TRAINING
+from lockstep.doctor.checks.suite import stages
 from lockstep.doctor.checks.training.unphysical import RULES
 
 EXACT = policy_rows(sampler=noisy(1e-6))
@@ -24,7 +24,9 @@ def examined(rows: Rows, **setting) -> Examination:
         )
         if getattr(rows, name) is not None
     )  # fmt: skip
-    return examine(lambda: [rows], [Stage(checks=TRAINING)], Setting(**setting), has=has)
+    return examine(
+        lambda: [rows], [Stage(checks=stages()["training"])], Setting(**setting), has=has
+    )
 
 
 def finding(rows: Rows, check: str, **setting) -> Finding:

@@ -5,9 +5,10 @@ import pytest
 from made_rows import bfloat16, noisy, policy_rows
 
 from lockstep.doctor.checks.base import Setting
+from lockstep.doctor.checks.contexts import contexts_of
 from lockstep.doctor.checks.examine import Examination, Stage, examine
 from lockstep.doctor.checks.rows import Rows
-from lockstep.doctor.checks.suite import STAGES
+from lockstep.doctor.checks.suite import stages as all_stages
 from lockstep.doctor.checks.values.noise import Noise, noise_of
 
 
@@ -17,7 +18,7 @@ def examined(rows: Rows, setting: Setting | None = None) -> Examination:
         for name in ("rollout_logprobs", "trainer_logprobs", "policy_version", "advantages")
         if getattr(rows, name) is not None
     )
-    stages = [Stage(checks=checks) for checks in STAGES]
+    stages = [Stage(checks=checks) for checks in all_stages().values()]
     return examine(lambda: [rows], stages, setting or Setting(trainer="lockstep"), has=has)
 
 
@@ -61,14 +62,14 @@ def test_noise_of_the_sampler_is_told_by_tokens_that_stand_more_than_once(std):
 
 def test_a_few_wild_tokens_over_little_noise_are_not_noise_that_makes_the_gap():
     rows = policy_rows(sampler=noisy(1e-3))
-    contexts = rows.contexts
+    contexts = contexts_of(rows)
     wild = rows.rollout_logprobs.copy()
     wild[contexts.repeated[:1]] -= 1.5
     noise = noise_of(rows.with_(rollout_logprobs=wild))
     assert noise.var_rollout > 0.01 > 1e-4 > noise.typical_of(noise.typical_rollout)
     told = {f.check: f for f in examined(rows.with_(rollout_logprobs=wild)).findings}
     assert told["noise/sampler"].verdict == "information"
-    assert "not noise that makes the gap" in told["noise/sampler"].measured
+    assert "the gap is not made by noise" in told["noise/sampler"].measured
 
 
 def test_noise_of_the_trainer_is_not_the_samplers():
@@ -133,7 +134,7 @@ def test_a_row_that_was_never_scored_is_no_defect_of_numbers():
     ("change", "told"),
     [
         (np.exp, "probabilities"),
-        (np.negative, "sign turned"),
+        (np.negative, "negated"),
         (lambda x: x / np.log(2), "log2"),
         (lambda x: x / np.log(10), "log10"),
     ],
@@ -244,7 +245,7 @@ def test_contexts_are_those_that_a_search_over_all_pairs_of_tokens_finds():
     for at in np.flatnonzero(rows.loss_mask).tolist():
         begin = int(rows.offsets[rows.row_of[at]])
         prefixes.setdefault(tuple(rows.token_ids[begin : at + 1].tolist()), []).append(at)
-    contexts = rows.contexts
+    contexts = contexts_of(rows)
     found = np.split(contexts.repeated, np.cumsum(contexts.size)[:-1])
     expected = sorted(places for places in prefixes.values() if len(places) > 1)
     assert sorted(sorted(group.tolist()) for group in found) == expected

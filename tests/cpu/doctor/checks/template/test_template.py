@@ -3,8 +3,7 @@
 import numpy as np
 from cpu.doctor.checks.text_dumps import looked, played, rows_of
 
-from lockstep.doctor.checks.template.drift import TemplateDrift
-from lockstep.doctor.checks.template.thinking import ThinkingDropped
+from lockstep.doctor.checks.tokens.template import TemplateDrift, ThinkingDropped
 from lockstep.types import Sample
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from cpu.doctor.checks.text_dumps import looked, played, policy, rows_of
 
-from lockstep.doctor.checks.suite import MASKS, STRUCTURE
+from lockstep.doctor.checks.suite import stages
 from lockstep.doctor.checks.tokens.alignment import Shifted
 from lockstep.doctor.checks.tokens.injected_control import InjectedControl
 from lockstep.doctor.checks.tokens.post_processed import PostProcessed
@@ -48,7 +48,7 @@ def test_no_cause_is_named_in_healthy_rows(name, engine, how):
     renderer, episodes = played(name, **how)
     for noise in (0.0, 0.1):
         rows = rows_of(episodes, engine=engine, noise=noise)
-        _, findings = looked((*MASKS, *STRUCTURE), rows, renderer)
+        _, findings = looked((*stages()["masks"], *stages()["structure"]), rows, renderer)
         assert "differs" not in verdicts(findings).values(), findings
 
 
@@ -253,7 +253,7 @@ def test_without_messages_turns_that_nobody_sampled_are_told_by_the_trainer(name
     lean = rows.with_(trainer_logprobs=unlikely, **dict.fromkeys(LEAN))
     _, findings = looked(TEXT, lean, renderer)
     assert findings["tokens/rerendered"].verdict == "differs"
-    assert "were written by a template" in findings["tokens/rerendered"].measured
+    assert "a template wrote the earlier ones" in findings["tokens/rerendered"].measured
     everywhere = np.where(rows.sampled, np.float32(-9.0), rows.trainer_logprobs)
     lean = rows.with_(trainer_logprobs=everywhere, **dict.fromkeys(LEAN))
     _, findings = looked(TEXT, lean, renderer)

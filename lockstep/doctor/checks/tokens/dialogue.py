@@ -1,5 +1,4 @@
-"""A row beside the messages that it shows: which span is which reply, and what a template would
-have made of them."""
+"""A row and its messages: which span is which reply, and what a template makes of them."""
 
 from __future__ import annotations
 
@@ -20,33 +19,33 @@ class Dialogue:
 
     row: int
     ids: Int32Array
-    """[T] of the row."""
+    """[T]"""
     offset: int
     """Index of the row's first token."""
     begin: Int64Array
-    """[S] place in the row of each sampled turn."""
+    """[S] position of the first token of each sampled turn."""
     end: Int64Array
-    """[S]"""
+    """[S] position after its last token."""
     messages: tuple[Message, ...]
     replies: list[int]
     """Indices of the assistant's messages."""
 
     @property
     def is_paired(self) -> bool:
-        """Whether each of the assistant's messages is a sampled turn of this row."""
+        """True if each assistant message is a sampled turn of this row."""
         return len(self.replies) == len(self.begin)
 
     def between(self, turn: int) -> Sequence[Message]:
-        """The messages behind sampled turn `turn`, before the next one."""
+        """The messages after sampled turn `turn`, before the next one."""
         return self.messages[self.replies[turn] + 1 : self.replies[turn + 1]]
 
 
 def dialogues(rows: Rows) -> list[Dialogue]:
-    """The rows whose messages are known and that have a reply."""
+    """The rows that have messages and a reply."""
     if rows.messages is None:
         return []
     spans = rows.spans
-    first = np.searchsorted(spans.row, np.arange(len(rows) + 1))
+    first = spans.of_rows(len(rows))
     out: list[Dialogue] = []
     for r, messages in enumerate(rows.messages):
         low, high = int(first[r]), int(first[r + 1])
@@ -68,11 +67,11 @@ def dialogues(rows: Rows) -> list[Dialogue]:
 
 
 def first_unextended(dialogue: Dialogue, renderer: Renderer) -> tuple[int, list[int]] | None:
-    """(place, ids that should stand there) of the first observed token that is not what the
-    renderer adds behind the sampled turn before it; None if the row is its turns, extended.
+    """(position, expected ids) of the first observed token that is not what the renderer writes
+    after the sampled turn before it; None if the row is its turns, extended.
 
-    Only for a paired dialogue. What stands before the first turn is not looked at: it declares
-    tools, which a row does not tell.
+    Only for a paired dialogue. The first prompt is not compared: it declares tools, which a row
+    does not record.
     """
     for turn in range(len(dialogue.begin) - 1):
         begin, end = int(dialogue.end[turn]), int(dialogue.begin[turn + 1])
@@ -88,9 +87,8 @@ def first_unextended(dialogue: Dialogue, renderer: Renderer) -> tuple[int, list[
 
 
 def rendered_whole(dialogue: Dialogue, renderer: Renderer) -> Int32Array | None:
-    """The ids that the renderer writes for all messages before the last reply, behind the row's own
-    first prompt; None if there is no earlier reply, or the first prompt is not the beginning of
-    the whole one."""
+    """The row's first prompt, then the ids that the renderer writes for all messages before the
+    last reply; None without an earlier reply, or if the first prompt is no prefix of it."""
     if len(dialogue.replies) < 2:
         return None
     try:
@@ -105,7 +103,7 @@ def rendered_whole(dialogue: Dialogue, renderer: Renderer) -> Int32Array | None:
 
 
 def first_difference(one: Int32Array, other: Int32Array) -> int:
-    """Place of the first id that is another one, or the shorter one's length."""
+    """Position of the first different id, or the shorter one's length."""
     size = min(len(one), len(other))
     same = one[:size] == other[:size]
     return size if same.all() else int(np.argmin(same))

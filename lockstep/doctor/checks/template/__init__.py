@@ -1,1 +1,0 @@
-"""Checks of rows against what a template makes of their messages."""
