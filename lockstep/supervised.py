@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Any, Literal, cast
 
 from lockstep.config import to_dict
 from lockstep.observe.live import RunHeader, open_view
-from lockstep.renderers.base import Renderer, TokenIds
+from lockstep.renderers.base import Renderer
 from lockstep.renderers.registry import make_renderer
-from lockstep.renderers.tokenizer import Tokenizer
 from lockstep.run.build import load_model, resolve_device
 from lockstep.run.plan import describe_memory
 from lockstep.run.preflight import (
@@ -31,10 +31,7 @@ from lockstep.run.preflight import (
 )
 from lockstep.run_config import SupervisedConfig
 from lockstep.store.run import Outcome, RunDirectory, Status, default_run_path
-from lockstep.types import Message, Sample, ToolSchema
-
-if TYPE_CHECKING:
-    from lockstep.training.trainer import Trainer
+from lockstep.types import Sample
 
 
 def train_supervised(
@@ -63,12 +60,11 @@ def train_supervised(
             model_files = read_model_files(config)
         check_parallel(config, model_files.model)
         check_memory(config, model_files, resolve_device(config))
-        parts = _rows(config, model_files)
-        return _train(config, model_files, parts, out=out, view=view)
+        return _train(config, model_files, _rows(config, model_files), out=out, view=view)
 
 
 def check_supervised(config: SupervisedConfig) -> None:
-    """What can be wrong and be known without a model: the dialogues, the model's files, the format.
+    """Checks what is known before a model is loaded: dialogues, the model's files, the format.
 
     Raises DataError `file:line`, ConfigError, CheckpointError or RendererError.
     """
@@ -82,17 +78,17 @@ def check_supervised(config: SupervisedConfig) -> None:
 def _train(
     config: SupervisedConfig,
     model_files: ModelFiles,
-    parts: Sequence[_Part],
+    rows: Iterator[Sample],
     *,
     out: str | Path | None,
     view: Literal["live", "json"],
 ) -> Outcome:
     from lockstep.models.peft_io import save_policy
+    from lockstep.training.sft import run_sft
     from lockstep.training.trainer import Trainer
 
     path = Path(out) if out else default_run_path(config.name)
     shown = open_view(is_json=view == "json")
-    num_steps = sum(part.num_steps for part in parts)
     facts = {"architecture": model_files.model.architecture, "family": model_files.model.family}
     last: dict[str, float] = {}
     memory = describe_memory(config, model_files)
@@ -101,22 +97,19 @@ def _train(
             load_model(config, model_files),
             config.trainer,
             like=model_files.directory,
-            total_updates=num_steps,
+            total_updates=config.sft.steps,
         )
         shown.start(
             RunHeader(
                 name=path.name,
-                num_steps=num_steps,
+                num_steps=config.sft.steps,
                 architecture=model_files.model.family,
-                lines=(
-                    f"memory     {memory}",
-                    f"run        {path}",
-                ),
+                lines=(f"memory     {memory}", f"run        {path}"),
             )
         )
         began = time.perf_counter()
         try:
-            for metrics in _steps(trainer, parts, config):
+            for metrics in run_sft(trainer, rows, config.sft):
                 elapsed = {"time/elapsed_seconds": time.perf_counter() - began}
                 last = {**metrics, "step": int(metrics["step"]), **elapsed}
                 run.log(last)
@@ -129,106 +122,57 @@ def _train(
         save_policy(trainer.model, made, like=model_files.directory)
         write_renderer(made, model_files.renderer_config)
     summary = {k: last[k] for k in ("train/loss", "time/elapsed_seconds") if k in last}
-    return Outcome(path, status, {"steps": num_steps, made.name: str(made), **summary})
+    return Outcome(path, status, {"steps": config.sft.steps, made.name: str(made), **summary})
 
 
-def _steps(
-    trainer: Trainer, parts: Sequence[_Part], config: SupervisedConfig
-) -> Iterator[dict[str, float]]:
-    """The metrics of every step of every stage, as it is done."""
-    from lockstep.training.sft import run_sft
+def _rows(config: SupervisedConfig, model_files: ModelFiles) -> Iterator[Sample]:
+    """The rows of all steps: those of a file, or of one stage of `data` after another."""
+    from lockstep.training.sft import SFTExample, load_examples, sft_row, sft_rows
 
-    first = 0
-    for part in parts:
-        end = first + part.num_steps
-        yield from run_sft(trainer, part.rows, replace(config.sft, steps=end), first_step=first)
-        first = end
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """Steps that draw from one stream of rows."""
-
-    num_steps: int
-    rows: Iterator[Sample]
-
-
-def _rows(config: SupervisedConfig, model_files: ModelFiles) -> list[_Part]:
-    """The rows of each stage; a file is one stage."""
-    from lockstep.training.sft import SFTExample, SFTRows, load_examples, sft_row
-
-    renderer = _spelling(model_files, config)
-
-    def stream(examples, sft, seed):
-        return SFTRows(examples, lambda _: renderer, sft, max_tokens=config.max_tokens, seed=seed)
-
+    renderer, sft = _spelling(model_files, config), config.sft
     if config.data is None:
-        return [
-            _Part(config.sft.steps, stream(load_examples(config.sft.path), config.sft, config.seed))
-        ]
-    parts: list[_Part] = []
-    done = 0
+        examples = load_examples(sft.path)
+        return sft_rows(examples, renderer, sft, max_tokens=config.max_tokens, seed=config.seed)
+    streams: list[Iterator[Sample]] = []
+    left = sft.steps
     stages = config.data.stages(config.seed)
     for number, stage in enumerate(stages):
-        # Written once, with one spelling each: writing them anew in each pass costs more than it
-        # teaches, since the next dialogue spells the same words differently anyway.
+        # Each dialogue is written once, with one spelling: writing it anew in each pass costs more
+        # than it teaches, since the next dialogue spells the same words differently anyway.
         examples = []
         for at, dialogue in enumerate(stage.dialogues):
             where = f"{config.name} stage {number} dialogue {at}"
-            example = SFTExample(
-                where=where,
-                messages=tuple(dialogue),
-                message_weights=(1.0,) * len(dialogue),
-            )
+            weights = (1.0,) * len(dialogue)
             row = sft_row(
-                example,
+                SFTExample(where=where, messages=tuple(dialogue), message_weights=weights),
                 renderer,
-                observed_weight=config.sft.observed_weight,
+                observed_weight=sft.observed_weight,
                 word_weights=stage.word_weights,
             )
             examples.append(SFTExample(where=where, sample=row))
-        is_last = number == len(stages) - 1
-        steps = config.sft.steps - done if is_last else round(stage.share * config.sft.steps)
-        done += steps
-        sft = replace(config.sft, observed_weight=0.0, word_weights={})
-        parts.append(_Part(steps, stream(examples, sft, config.seed + number)))
-    return parts
+        steps = left if number == len(stages) - 1 else round(stage.share * sft.steps)
+        left -= steps
+        written = replace(sft, observed_weight=0.0, word_weights={})
+        seed = config.seed + number
+        rows = sft_rows(examples, renderer, written, max_tokens=config.max_tokens, seed=seed)
+        streams.append(islice(rows, steps * sft.rows_per_step))
+    return chain.from_iterable(streams)
 
 
 def _spelling(model_files: ModelFiles, config: SupervisedConfig) -> Renderer:
-    """The run's renderer, with `spelling_dropout` in what the model is to say."""
+    """The run's renderer, with `spelling_dropout` in the replies."""
     if not config.spelling_dropout:
         return model_files.renderer
     loose = model_files.renderer.tokenizer.with_dropout(config.spelling_dropout, seed=config.seed)
-    return LooseReplies(model_files.renderer, make_renderer(model_files.renderer_config, loose))
+    spelled = make_renderer(model_files.renderer_config, loose)
+    return cast(Renderer, LooseReplies(model_files.renderer, spelled))
 
 
 class LooseReplies:
-    """One renderer for what the model reads, another spelling for what it says."""
+    """A renderer whose replies are spelled by another one."""
 
     def __init__(self, strict: Renderer, loose: Renderer) -> None:
-        self.name, self.stop_ids = strict.name, strict.stop_ids
-        self.tokenizer: Tokenizer = strict.tokenizer
-        self._strict, self._loose = strict, loose
+        self._strict, self.render_reply = strict, loose.render_reply
 
-    def render(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> list[int]:
-        return self._strict.render(messages, tools)
-
-    def extend(self, sampled_ids: TokenIds, messages: Sequence[Message]) -> list[int]:
-        return self._strict.extend(sampled_ids, messages)
-
-    @property
-    def thinking_opening(self) -> tuple[int, ...]:
-        return self._strict.thinking_opening
-
-    def forgets(self, messages: Sequence[Message]) -> bool:
-        return self._strict.forgets(messages)
-
-    def without_thinking(self, sampled_ids: TokenIds) -> list[int]:
-        return self._strict.without_thinking(sampled_ids)
-
-    def parse(self, sampled_ids: TokenIds) -> Message:
-        return self._strict.parse(sampled_ids)
-
-    def render_reply(self, message: Message) -> list[int]:
-        return self._loose.render_reply(message)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._strict, name)
