@@ -12,7 +12,6 @@ from lockstep.agent.gateway.reading import (
     TEXT_ONLY,
     Answered,
     Asked,
-    Histories,
     Memory,
     Transcript,
     accepted,
@@ -97,8 +96,8 @@ def read(body: Mapping[str, Any], memory: Memory) -> Asked:
     return Asked(
         turn=turn_of(
             body,
-            _messages(body.get("messages"), memory.histories),
-            memory.histories.tools(body.get("tools"), _tools) if has_tools else (),
+            _messages(body.get("messages")),
+            _tools(body.get("tools")) if has_tools else (),
             limits=("max_tokens", "max_completion_tokens"),
             ignored=found,
         ),
@@ -125,14 +124,10 @@ def _function(entry: dict[str, Any], where: str, otherwise: str) -> dict[str, An
     return object_of(entry.get("function"), f"{where}.function")
 
 
-def _messages(value: Any, histories: Histories) -> list[Message]:
-    entries = list_of(value, "messages")
-    num_known, known = histories.find(entries)
-    transcript = Transcript(known)
-    for at in range(num_known, len(entries)):
-        where = f"messages[{at}]"
-        _add(transcript, object_of(entries[at], where), where)
-    histories.add(entries, transcript.messages)
+def _messages(value: Any) -> list[Message]:
+    transcript = Transcript()
+    for where, entry in objects_of(list_of(value, "messages"), "messages"):
+        _add(transcript, entry, where)
     return transcript.messages
 
 

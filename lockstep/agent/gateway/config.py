@@ -35,8 +35,6 @@ class GatewayConfig:
     """Seconds after which a client is told to come back while the engine is down."""
     rotate_tokens: int = 1_000_000
     """Requests that name no session share one. It ends at this many tokens, and another begins."""
-    rotate_seconds: float = 600.0
-    """Seconds without a request after which the shared session ends."""
 
     @property
     def is_local(self) -> bool:
@@ -71,7 +69,6 @@ class GatewayConfig:
                 "a finite number, at least 0",
             ),
             (self.rotate_tokens >= 1, "rotate_tokens", "at least 1"),
-            (0 < self.rotate_seconds < math.inf, "rotate_seconds", "a finite number above 0"),
         ):
             if not ok:
                 raise ConfigError(f"gateway.{name}={getattr(self, name)!r} must be {expected}.")

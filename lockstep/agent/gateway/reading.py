@@ -11,7 +11,7 @@ import difflib
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
@@ -20,8 +20,6 @@ from lockstep.types import Message, ToolCall, ToolSchema
 
 MAX_SCHEMA_DEPTH = 64
 """Levels of a tool's parameters; renderers recurse into them."""
-MAX_HISTORIES = 4
-"""Histories kept per session, newest last; agents that take turns in a session have one each."""
 MIN_TEMPERATURE = 1e-5
 """Smallest temperature above 0: logits divided by less overflow float32."""
 
@@ -161,94 +159,12 @@ class Answered:
         return entries
 
 
-# -- what a session remembers of its requests -----------------------------------------------------
-
-
-class Histories:
-    """Messages of earlier requests: a history that comes again is compared and not read again.
-
-    Histories are equal by `==`, to which 1 and true are the same. That is right for a dialect whose
-    messages consist of text.
-    """
-
-    def __init__(self) -> None:
-        self._read: list[tuple[list[Any], list[Message]]] = []
-        """(entries, messages), newest last."""
-        self._tools_text = ""
-        self._tools: tuple[ToolSchema, ...] = ()
-
-    def find(self, entries: list[Any]) -> tuple[int, list[Message]]:
-        """Returns (number of entries that were read before, their messages). Replaces those
-        entries by the equal ones, so that their text is in memory once."""
-        for at, (known, messages) in reversed(list(enumerate(self._read))):
-            if entries[: len(known)] == known:
-                entries[: len(known)] = known
-                del self._read[at]
-                return len(known), messages
-        return 0, []
-
-    def add(self, entries: list[Any], messages: list[Message]) -> None:
-        self._read.append((entries, messages))
-        del self._read[:-MAX_HISTORIES]
-
-    def tools(
-        self, value: Any, read: Callable[[Any], tuple[ToolSchema, ...]]
-    ) -> tuple[ToolSchema, ...]:
-        """Returns `read(value)`, or the result of the request before if the value is the same."""
-        try:
-            text = json.dumps(value)
-        except RecursionError:
-            return read(value)
-        if text != self._tools_text:
-            self._tools, self._tools_text = read(value), text
-        return self._tools
-
-
-class Dialogues:
-    """The dialogues behind the response ids of one session, as a tree that shares beginnings."""
-
-    def __init__(self) -> None:
-        self._children: dict[tuple[int, Message], int] = {}
-        self._nodes: list[tuple[int, Message]] = []
-        """(parent or -1, message)."""
-        self._ends: dict[str, int] = {}
-        """Response id -> its last node."""
-
-    def add(self, response_id: str, messages: Sequence[Message]) -> None:
-        at = -1
-        for message in messages:
-            known = self._children.get((at, message))
-            if known is None:
-                known = len(self._nodes)
-                self._children[at, message] = known
-                self._nodes.append((at, message))
-            at = known
-        self._ends[response_id] = at
-
-    def get(self, response_id: str) -> list[Message]:
-        """Raises Refusal (400) for an unknown id."""
-        at = self._ends.get(response_id)
-        if at is None:
-            raise Refusal(
-                400,
-                "previous_response_not_found",
-                f"previous_response_id={response_id[:80]!r} is no response of this session that "
-                "was stored. Send the whole input, or the id of one sent without store=false.",
-                parameter="previous_response_id",
-            )
-        found: list[Message] = []
-        while at >= 0:
-            at, message = self._nodes[at]
-            found.append(message)
-        return found[::-1]
-
-
 @dataclass(slots=True)
 class Memory:
     """State of one session that the server needs to read its requests."""
 
-    histories: Histories = field(default_factory=Histories)
-    dialogues: Dialogues = field(default_factory=Dialogues)
+    dialogues: dict[str, list[Message]] = field(default_factory=dict[str, list[Message]])
+    """Response id -> its dialogue."""
     keys: dict[bytes, str] = field(default_factory=dict[bytes, str])
     """Digest of a body -> the key of the latest first attempt."""
     bodies: dict[str, bytes] = field(default_factory=dict[str, bytes])

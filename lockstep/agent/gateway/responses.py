@@ -98,7 +98,15 @@ def read(body: Mapping[str, Any], memory: Memory) -> Asked:
         transcript.add(Message(role="system", content=instructions))
     num_instructions = len(transcript.messages)
     if previous := text_of(body.get("previous_response_id"), "previous_response_id", optional=True):
-        for message in memory.dialogues.get(previous):
+        if previous not in memory.dialogues:
+            raise Refusal(
+                400,
+                "previous_response_not_found",
+                f"previous_response_id={previous[:80]!r} is no response of this session that was "
+                "stored. Send the whole input, or the id of one sent without store=false.",
+                parameter="previous_response_id",
+            )
+        for message in memory.dialogues[previous]:
             transcript.add(message)
     _add_input(transcript, body.get("input"))
     for at, name in enumerate(list_of(body.get("include") or [], "include")):

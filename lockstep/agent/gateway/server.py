@@ -1,13 +1,13 @@
-"""The gateway's HTTP server: which session a request is for, and what its status is.
+"""The gateway's HTTP server.
 
     /v1/chat/completions, /v1/responses, /v1/messages      the session of the key, or the shared one
     /s/SESSION/v1/...                                      that session
     /sessions, /sessions/SESSION/...                       made, rewarded, finished, read
     /claim                                                 an episode that waits for an agent
 
-A turn is in its session before its first byte is sent, so a stream is sent when it is complete.
-Where a client goes away meanwhile, its turn is sampled to its end, and its retry gets it; of a
-client that cannot be known again (no count of attempts, no key) it is given up.
+A turn is recorded before its first byte is sent, so a stream is sent when it is complete. If the
+client goes away meanwhile, its turn is sampled to the end and kept for its retry; a client that
+cannot be recognized (no count of attempts, no key) has it aborted.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from types import ModuleType
 from typing import Any, cast
@@ -56,7 +57,7 @@ from lockstep.errors import (
     RendererError,
 )
 from lockstep.renderers.base import Renderer
-from lockstep.types import Message, Task
+from lockstep.types import Task
 
 try:
     from aiohttp import web
@@ -67,30 +68,16 @@ LOGGER = logging.getLogger(__name__)
 
 MAX_CLAIM_SECONDS = 300.0
 MAX_REMEMBERED_BODIES = 1024
-"""Per session: how far back a retry can come."""
+"""Bodies per session that a retry can refer to."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
-
-@dataclass(slots=True)
-class Counts:
-    """Counters of the server since its start."""
-
-    num_requests: int = 0
-    """Turns that were asked for."""
-    num_refused: int = 0
-    num_failed: int = 0
-    """Answered with a status of 500 or above."""
-    num_sampled_tokens: int = 0
-    num_encoded_tokens: int = 0
-    """Tokens of prompts that no session had before."""
 
 
 class GatewayServer:
     """Serves `sessions` from `start` to `close`.
 
-    model: what the model is called. key: opens every session; "" leaves this machine's users in,
-    and is refused for any other address.
+    model: name of the model. key: opens every session; "" lets in the users of this machine, and is
+    refused for any other address.
     """
 
     def __init__(
@@ -104,16 +91,14 @@ class GatewayServer:
     ) -> None:
         self.sessions, self.model = sessions, model
         self.config = config or GatewayConfig()
-        self.counts = Counts()
+        self.counts: Counter[str] = Counter()
+        """requests, refused, failed (status 500 or above), sampled_tokens, encoded_tokens."""
         self.config.check_key(key)
         self._key = key.encode()
         self._renderer = renderer
         self._token_bytes = renderer.tokenizer.all_token_bytes()
         self._memories: dict[str, Memory] = {}
         self._shared: GatewaySession | None = None
-        self._num_shared_tokens = 0
-        self._num_shared_turns = 0
-        self._rotation: asyncio.TimerHandle | None = None
         self._turns: set[asyncio.Task[Any]] = set()
         self._numbers = itertools.count()
         self._runner: web.AppRunner | None = None
@@ -148,28 +133,22 @@ class GatewayServer:
         self._port = cast("tuple[str, int]", runner.addresses[0])[1]
 
     async def close(self) -> None:
-        """Stops listening; turns under way are given up. Sessions stay as they are, but for the
-        shared one, which nobody else would finish."""
+        """Stops listening and cancels turns under way. Finishes the shared session, which nobody
+        else would; all others stay as they are."""
         if self._runner is not None:
             for turn in self._turns:
                 turn.cancel()
             await asyncio.gather(*self._turns, return_exceptions=True)
             await self._runner.cleanup()
             self._runner = None
-        if self._rotation is not None:
-            self._rotation.cancel()
-        if self._shared is not None and not self._shared.is_finished:
+        if self._shared is not None:
             await self._shared.finish()
 
     @property
     def url(self) -> str:
-        """`http://HOST:PORT`, as somebody on this machine reaches it."""
+        """`http://HOST:PORT`, as reached from this machine."""
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.config.host, self.config.host)
         return f"http://{f'[{host}]' if ':' in host else host}:{self._port}"
-
-    def session_url(self, session_id: str) -> str:
-        """`Endpoint.base_url` of a session."""
-        return f"{self.url}/s/{session_id}"
 
     def _routes(self) -> list[web.RouteDef]:
         routes = [
@@ -198,7 +177,7 @@ class GatewayServer:
 
     @web.middleware
     async def _answer_safely(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Whatever happens, a status and a body in the dialect's own shape."""
+        """Turns every error into a status and a body in the dialect's own shape."""
         try:
             self._check_origin(request)
             return await handler(request)
@@ -206,7 +185,8 @@ class GatewayServer:
             raise
         except Exception as error:
             refusal = self._refusal_of(error, request)
-        dialect = messages if _is_anthropic(request) else chat
+        is_anthropic = "anthropic-version" in request.headers or "/v1/messages" in request.path
+        dialect = messages if is_anthropic else chat
         response = _json(dialect.error(refusal), status=refusal.status)
         if refusal.status == 503:
             response.headers["Retry-After"] = f"{max(1, round(self.config.retry_after_seconds))}"
@@ -219,32 +199,33 @@ class GatewayServer:
         return response
 
     def _check_origin(self, request: web.Request) -> None:
-        """A page in a browser on this machine must not reach a server that has no key."""
+        """Keeps out pages of a browser on this machine, if the server has no key."""
         if self._key:
             return
-        origin = request.headers.get("Origin", "")
-        host = request.headers.get("Host", "")
-        for name in (host and f"//{host}", origin):
-            if name and _host(name) not in LOOPBACK:
+        origin, host = request.headers.get("Origin", ""), request.headers.get("Host", "")
+        for name in filter(None, (host and f"//{host}", origin)):
+            try:
+                found = urlsplit(name).hostname or name
+            except ValueError:
+                found = name
+            if found not in LOOPBACK:
                 raise Refusal(
                     403,
                     "foreign_origin",
-                    f"this server has no key and answers this machine alone, not "
-                    f"{_host(name)[:80]!r}. Start it with a key (LOCKSTEP_KEY) to be reached by "
-                    "another name.",
+                    f"this server has no key and answers this machine alone, not {found[:80]!r}. "
+                    "Start it with a key (LOCKSTEP_KEY) to be reached by another name.",
                 )
 
     def _refusal_of(self, error: Exception, request: web.Request) -> Refusal:
         refusal = _refusal_of(error, request, self.config)
-        if refusal.status >= 500:
-            self.counts.num_failed += 1
-        else:
-            self.counts.num_refused += 1
-        if refusal.status == 500:  # somebody's mistake, and not a server that is away
+        self.counts["failed" if refusal.status >= 500 else "refused"] += 1
+        if refusal.status == 500:  # a bug here, not a server that is away
             LOGGER.error("%s %s", request.method, request.path, exc_info=error)
         return refusal
 
-    async def _body(self, request: web.Request) -> bytes:
+    async def _body(self, request: web.Request, *, optional: bool = False) -> bytes:
+        if optional and not request.can_read_body:
+            return b"{}"
         if request.content_type != "application/json":
             raise Refusal(
                 415,
@@ -254,83 +235,63 @@ class GatewayServer:
             )
         try:
             async with asyncio.timeout(self.config.read_seconds):
-                return await request.read()
+                return await request.read() or (b"{}" if optional else b"")
         except TimeoutError:
-            raise Refusal(
-                408,
-                "slow_client",
-                f"the body did not arrive within {self.config.read_seconds:g} s.",
-            ) from None
+            text = f"the body did not arrive within {self.config.read_seconds:g} s."
+            raise Refusal(408, "slow_client", text) from None
         except web.RequestPayloadError as error:  # its compression is broken
             raise Refusal(400, "unreadable_body", f"the body cannot be read: {error}.") from None
-
-    async def _small_body(self, request: web.Request) -> dict[str, Any]:
-        """Reads a body that may be missing."""
-        if not request.can_read_body:
-            return {}
-        return parse_body(await self._body(request) or b"{}")
 
     # -- whose session ----------------------------------------------------------------------------
 
     def _session(self, request: web.Request) -> GatewaySession:
-        """The session that a request is for. Raises Refusal (401, 403, 404)."""
-        key = _key_of(request)
+        """Returns the session that a request is for. Raises Refusal (401, 403, 404)."""
         named = request.match_info.get("session") or request.headers.get("x-lockstep-session", "")
-        if self._is_master(key):
+        owner = self._key_owner(request)
+        if owner is None:
             return self.sessions.get(named) if named else self._shared_session()
-        owner = self._owner(key)
-        if owner is not None:
-            if named and named != owner.id:
-                raise Refusal(
-                    403, "foreign_session", f"this key is of another session than {named[:80]!r}."
-                )
-            return owner
-        if self._key:
-            raise _unauthorized(key)
-        return self.sessions.get(named) if named else self._shared_session()
+        if named and named != owner.id:
+            text = f"this key is of another session than {named[:80]!r}."
+            raise Refusal(403, "foreign_session", text)
+        return owner
 
-    def _owner(self, key: str) -> GatewaySession | None:
-        return self.sessions.of_key(key) if key and key.isascii() else None
-
-    def _is_master(self, key: str) -> bool:
+    def _key_owner(self, request: web.Request) -> GatewaySession | None:
+        """Returns the session whose key came; None where all sessions are open: the server's key
+        came, or it has none. Raises Refusal (401)."""
+        scheme, _, key = request.headers.get("Authorization", "").partition(" ")
+        if scheme.lower() != "bearer" or not key:
+            key = request.headers.get("x-api-key", "")
+        key = key.strip()
         given = key.encode("utf-8", "surrogateescape")
-        return bool(self._key) and hmac.compare_digest(given, self._key)
+        if self._key and hmac.compare_digest(given, self._key):
+            return None
+        owner = self.sessions.of_key(key) if key and key.isascii() else None
+        if owner is None and self._key:
+            found = "this one is not known" if key else "none came"
+            raise Refusal(
+                401,
+                "invalid_api_key",
+                f"a key is needed, of a session or of the whole server, and {found}. Send it as "
+                "Authorization: Bearer KEY, or x-api-key: KEY.",
+            )
+        return owner
 
     def _check_master(self, request: web.Request) -> None:
-        key = _key_of(request)
-        if self._is_master(key):
-            return
-        if self._owner(key) is not None:
-            raise Refusal(
-                403, "needs_master_key", "a session's key opens that session and nothing else."
-            )
-        if self._key:
-            raise _unauthorized(key)
+        if self._key_owner(request) is not None:
+            text = "a session's key opens that session and nothing else."
+            raise Refusal(403, "needs_master_key", text)
 
     def _shared_session(self) -> GatewaySession:
         """Returns the session for requests that name none."""
-        is_full = self._num_shared_tokens >= self.config.rotate_tokens
         shared = self._shared
-        if shared is None or shared.is_finished or (is_full and not self._num_shared_turns):
-            if shared is not None and not shared.is_finished:
+        if shared is not None and not shared.is_busy:
+            num_tokens = sum(map(len, shared.trajectory.segments))
+            if num_tokens >= self.config.rotate_tokens:
                 self._spawn(self._end(shared))
-            self._shared = shared = self.sessions.create()
-            self._num_shared_tokens = 0
-        self._rotate_later()
+                shared = None
+        if shared is None or shared.is_finished:
+            shared = self._shared = self.sessions.create()
         return shared
-
-    def _rotate_later(self) -> None:
-        if self._rotation is not None:
-            self._rotation.cancel()
-        loop = asyncio.get_running_loop()
-        self._rotation = loop.call_later(self.config.rotate_seconds, self._rotate)
-
-    def _rotate(self) -> None:
-        if self._num_shared_turns:
-            self._rotate_later()
-        elif (shared := self._shared) is not None:
-            self._shared = None
-            self._spawn(self._end(shared))
 
     def _memory(self, session: GatewaySession) -> Memory:
         found = self._memories.get(session.id)
@@ -348,20 +309,29 @@ class GatewayServer:
         raw = await self._body(request)
         if session.is_finished:  # the shared one may have ended meanwhile
             session = self._session(request)
-        asked = dialect.read(parse_body(raw), self._memory(session))
+        asked: Asked = dialect.read(parse_body(raw), self._memory(session))
         self._check_asked(asked)
         if key := self._turn_key(request, session, raw):
             asked = replace(asked, turn=replace(asked.turn, key=key))
-        self.counts.num_requests += 1
-        self._num_shared_turns += session is self._shared
+        self.counts["requests"] += 1
         work = self._spawn(self._sample(session, asked))
         has_ids = request.headers.get("x-lockstep-ids", "").lower() in ("1", "true", "yes")
 
-        def answered(replies: list[TurnReply]) -> Answered:
-            found = self._answered(asked, replies, session, has_ids=has_ids)
+        def answered(replies: Sequence[TurnReply]) -> Answered:
+            found = Answered(
+                asked=asked,
+                replies=replies,
+                id=secrets.token_hex(12),
+                created=int(time.time()),
+                session_id=session.id,
+                token_bytes=self._token_bytes,
+                num_thinking_tokens=[self._num_thinking_tokens(reply) for reply in replies],
+                has_ids=has_ids,
+            )
             if dialect is responses and asked.is_stored:
-                dialogue = [*asked.turn.messages[asked.num_instructions :], _as_stored(replies[0])]
-                self._memory(session).dialogues.add(responses.response_id(found), dialogue)
+                last = replace(client_message(replies[0].message, replies[0].stop), parse_error="")
+                dialogue = [*asked.turn.messages[asked.num_instructions :], last]
+                self._memory(session).dialogues[responses.response_id(found)] = dialogue
             return found
 
         try:
@@ -383,49 +353,37 @@ class GatewayServer:
         work: asyncio.Task[list[TurnReply]],
         answered: Callable[[list[TurnReply]], Answered],
     ) -> web.StreamResponse:
-        """A stream, begun when the turn is complete or takes long: until then a refusal has its
-        own status."""
+        """Sends a stream. It begins when the turn is complete or takes long, so that an early
+        refusal has its own status."""
         wait = self.config.keep_alive_seconds
         headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
         await asyncio.wait((work,), timeout=wait)
-        if work.done():
+        known = work.result() if work.done() else []
+        response = web.StreamResponse(headers={**headers, **_headers(session, known)})
+        await response.prepare(request)
+        while not work.done():
+            await response.write(dialect.KEEP_ALIVE)
+            await asyncio.wait((work,), timeout=wait)
+        try:
             replies = work.result()
-            response = web.StreamResponse(headers={**headers, **_headers(session, replies)})
-            await response.prepare(request)
-        else:
-            response = web.StreamResponse(headers={**headers, **_headers(session, [])})
-            await response.prepare(request)
-            while not work.done():
-                await response.write(dialect.KEEP_ALIVE)
-                await asyncio.wait((work,), timeout=wait)
-            try:
-                replies = work.result()
-            except Exception as error:
-                await response.write(dialect.late_error(self._refusal_of(error, request)))
-                return response
+        except Exception as error:
+            await response.write(dialect.late_error(self._refusal_of(error, request)))
+            return response
         await response.write(b"".join(dialect.events(answered(replies))))
         await response.write_eof()
         return response
 
     async def _sample(self, session: GatewaySession, asked: Asked) -> list[TurnReply]:
-        """The turns that were asked for, side by side."""
-        is_shared = session is self._shared
-        try:
-            if asked.num_choices == 1:
-                replies = [await session.reply(asked.turn)]
-            else:
-                turns = [_choice(asked.turn, at) for at in range(asked.num_choices)]
-                replies = await asyncio.gather(*map(session.reply, turns))
-        finally:
-            self._num_shared_turns -= is_shared
+        """Samples the requested turns side by side."""
+        turns = [asked.turn]
+        if asked.num_choices > 1:
+            turns = [_choice(asked.turn, at) for at in range(asked.num_choices)]
+        replies = await asyncio.gather(*map(session.reply, turns))
         for reply in replies:
             if not reply.is_repeated:
-                num_encoded = len(reply.prompt_ids) - reply.num_reused_tokens
-                self.counts.num_encoded_tokens += num_encoded
-                self.counts.num_sampled_tokens += len(reply.token_ids)
-                if is_shared:
-                    self._num_shared_tokens += num_encoded + len(reply.token_ids)
-        return list(replies)
+                self.counts["encoded_tokens"] += len(reply.prompt_ids) - reply.num_reused_tokens
+                self.counts["sampled_tokens"] += len(reply.token_ids)
+        return replies
 
     def _check_asked(self, asked: Asked) -> None:
         name = asked.model
@@ -433,8 +391,8 @@ class GatewayServer:
             raise Refusal(
                 404,
                 "unknown_model",
-                f"the model {name[:80]!r} is not served here; expected {self.model!r}. An agent "
-                "with a name of its own built in is let in by gateway.names.",
+                f"the model {name[:80]!r} is not served here; expected {self.model!r}. Let other "
+                "names in with gateway.names.",
                 parameter="model",
             )
         if asked.num_choices > self.config.max_choices:
@@ -469,36 +427,23 @@ class GatewayServer:
             _forget_oldest(memory.keys)
         return known
 
-    def _answered(
-        self, asked: Asked, replies: list[TurnReply], session: GatewaySession, *, has_ids: bool
-    ) -> Answered:
-        return Answered(
-            asked=asked,
-            replies=replies,
-            id=secrets.token_hex(12),
-            created=int(time.time()),
-            session_id=session.id,
-            token_bytes=self._token_bytes,
-            num_thinking_tokens=[self._num_thinking_tokens(reply) for reply in replies],
-            has_ids=has_ids,
-        )
-
     def _num_thinking_tokens(self, reply: TurnReply) -> int:
         if not reply.message.thinking:
             return 0
         kept = self._renderer.without_thinking(reply.token_ids.tolist())
         return max(0, len(reply.token_ids) - len(kept))
 
-    def _spawn(self, work: Any) -> asyncio.Task[Any]:
+    def _spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         task = asyncio.get_running_loop().create_task(work)
         self._turns.add(task)
-        task.add_done_callback(self._done)
-        return task
 
-    def _done(self, task: asyncio.Task[Any]) -> None:
-        self._turns.discard(task)
-        if not task.cancelled():
-            task.exception()  # retrieved: who waits got it, and nobody else needs it
+        def done(task: asyncio.Task[Any]) -> None:
+            self._turns.discard(task)
+            if not task.cancelled():
+                task.exception()  # retrieved: whoever waits got it, and nobody else needs it
+
+        task.add_done_callback(done)
+        return task
 
     async def _count_tokens(self, request: web.Request) -> web.Response:
         session = self._session(request)
@@ -508,34 +453,23 @@ class GatewayServer:
         return _json({"input_tokens": await session.count_tokens(asked.turn)})
 
     async def _models(self, request: web.Request) -> web.Response:
-        key = _key_of(request)
-        if self._key and not self._is_master(key) and self._owner(key) is None:
-            raise _unauthorized(key)
-        names = [self.model, *(name for name in self.config.names if name != "*")]
-        listed = [
-            {
-                "id": name,
-                "object": "model",
-                "type": "model",
-                "created": 0,
-                "owned_by": "lockstep",
-                "display_name": name,
+        self._key_owner(request)
+        names = dict.fromkeys([self.model, *(name for name in self.config.names if name != "*")])
+        listed = {
+            name: {
+                "id": name, "object": "model", "type": "model", "created": 0,
+                "owned_by": "lockstep", "display_name": name,
                 "created_at": "1970-01-01T00:00:00Z",
             }
-            for name in dict.fromkeys(names)
-        ]
+            for name in names
+        }  # fmt: skip
         if (wanted := request.match_info.get("model")) is None:
-            ends = {"first_id": names[0], "last_id": names[-1], "has_more": False}
-            return _json({"object": "list", "data": listed, **ends})
-        for entry in listed:
-            if entry["id"] == wanted:
-                return _json(entry)
-        raise Refusal(
-            404,
-            "unknown_model",
-            f"the model {wanted[:80]!r} is not served here.",
-            parameter="model",
-        )
+            ends = {"first_id": self.model, "last_id": [*names][-1], "has_more": False}
+            return _json({"object": "list", "data": [*listed.values()], **ends})
+        if wanted not in listed:
+            text = f"the model {wanted[:80]!r} is not served here."
+            raise Refusal(404, "unknown_model", text, parameter="model")
+        return _json(listed[wanted])
 
     # -- sessions ---------------------------------------------------------------------------------
 
@@ -544,19 +478,17 @@ class GatewayServer:
 
     async def _create(self, request: web.Request) -> web.Response:
         self._check_master(request)
-        body = await self._small_body(request)
+        body = parse_body(await self._body(request, optional=True))
         task = None
         if (given := body.get("task")) is not None:
             given = object_of(given, "task")
-            task = Task(
-                id=text_of(given.get("id"), "task.id"),
-                payload=object_of(given.get("payload") or {}, "task.payload"),
-            )
-        return _json(self._opened(self.sessions.create(task=task)), status=201)
+            payload = object_of(given.get("payload") or {}, "task.payload")
+            task = Task(id=text_of(given.get("id"), "task.id"), payload=payload)
+        return _json(self._access(self.sessions.create(task=task)), status=201)
 
-    def _opened(self, session: GatewaySession) -> dict[str, Any]:
+    def _access(self, session: GatewaySession) -> dict[str, Any]:
         """Describes a session to its agent."""
-        base_url = self.session_url(session.id)
+        base_url = f"{self.url}/s/{session.id}"
         return {
             "id": session.id,
             "api_key": session.key,
@@ -595,7 +527,7 @@ class GatewayServer:
 
     async def _finish(self, request: web.Request) -> web.Response:
         session = self._session(request)
-        body = await self._small_body(request)
+        body = parse_body(await self._body(request, optional=True))
         if unknown := sorted(set(body) - {"error"}):
             raise unsupported(unknown[0], "finish takes error alone; post a reward before it.")
         await self._end(session, error=text_of(body.get("error"), "error", optional=True))
@@ -606,20 +538,19 @@ class GatewayServer:
         self._memories.pop(session.id, None)
 
     async def _trajectory(self, request: web.Request) -> web.Response:
-        session = self._session(request)
+        trajectory = self._session(request).trajectory
         match request.query.get("format", "json"):
             case "json":
-                return _json(trajectory_to_dict(session.trajectory))
+                return _json(trajectory_to_dict(trajectory))
             case "text":
-                return web.Response(text=describe_trajectory(session.trajectory) + "\n")
+                return web.Response(text=describe_trajectory(trajectory) + "\n")
             case other:
                 raise wrong_value("format", f"must be json or text, found {other[:40]!r}.")
 
     async def _claim(self, request: web.Request) -> web.Response:
         self._check_master(request)
-        body = await self._small_body(request)
-        wait = body.get("wait_seconds", 30.0)
-        seconds = reward_of(wait, "wait_seconds")
+        body = parse_body(await self._body(request, optional=True))
+        seconds = reward_of(body.get("wait_seconds", 30.0), "wait_seconds")
         if not 0 <= seconds <= MAX_CLAIM_SECONDS:
             raise wrong_value("wait_seconds", f"must lie in 0..{MAX_CLAIM_SECONDS:g}.")
         try:
@@ -628,7 +559,7 @@ class GatewayServer:
         except TimeoutError:
             return web.Response(status=204)  # nothing yet: ask again
         about = {"id": task.id, "payload": dict(task.payload), "source": task.source}
-        return _json({**self._opened(session), "task": about})
+        return _json({**self._access(session), "task": about})
 
 
 # -- small things ---------------------------------------------------------------------------------
@@ -645,46 +576,11 @@ def _json(
     )
 
 
-def _headers(session: GatewaySession, replies: list[TurnReply]) -> dict[str, str]:
+def _headers(session: GatewaySession, replies: Sequence[TurnReply]) -> dict[str, str]:
     found = {"x-lockstep-session": session.id}
     if replies:
         found["x-lockstep-leaf"] = ",".join(str(reply.leaf) for reply in replies)
     return found
-
-
-def _key_of(request: web.Request) -> str:
-    scheme, _, bearer = request.headers.get("Authorization", "").partition(" ")
-    if scheme.lower() == "bearer" and bearer:
-        return bearer.strip()
-    return request.headers.get("x-api-key", "").strip()
-
-
-def _unauthorized(key: str) -> Refusal:
-    found = "this one is not known" if key else "none came"
-    return Refusal(
-        401,
-        "invalid_api_key",
-        f"a key is needed, of a session or of the whole server, and {found}. Send it as "
-        "Authorization: Bearer KEY, or x-api-key: KEY.",
-    )
-
-
-def _host(url: str) -> str:
-    try:
-        return urlsplit(url).hostname or url
-    except ValueError:
-        return url
-
-
-def _is_anthropic(request: web.Request) -> bool:
-    path = request.path
-    return "anthropic-version" in request.headers or path.endswith(
-        ("/v1/messages", "/v1/messages/count_tokens")
-    )
-
-
-def _as_stored(reply: TurnReply) -> Message:
-    return replace(client_message(reply.message, reply.stop), parse_error="")
 
 
 def _lost(session: GatewaySession, work: asyncio.Task[list[TurnReply]]) -> None:
@@ -727,26 +623,16 @@ def _refusal_of(error: Exception, request: web.Request, config: GatewayConfig) -
         case Refusal():
             return error
         case web.HTTPRequestEntityTooLarge():
-            return Refusal(
-                413,
-                "body_too_large",
-                f"the body is larger than {config.max_body_bytes} bytes; gateway.max_body_bytes "
-                "is the limit.",
-            )
+            text = f"the body has more than gateway.max_body_bytes={config.max_body_bytes} bytes."
+            return Refusal(413, "body_too_large", text)
         case web.HTTPNotFound():
-            return Refusal(
-                404,
-                "unknown_url",
-                f"there is nothing at {request.method} {request.path[:120]}. Turns are asked for "
-                "at /v1/chat/completions, /v1/responses and /v1/messages, behind /s/SESSION or by "
-                "key.",
+            text = (
+                f"there is nothing at {request.method} {request.path[:120]}. Ask for turns at "
+                "/v1/chat/completions, /v1/responses or /v1/messages, behind /s/SESSION or by key."
             )
-        case web.HTTPMethodNotAllowed():
-            allowed = ", ".join(sorted(error.allowed_methods))
-            text = f"{request.path[:120]} takes {allowed}, not {request.method}."
-            return Refusal(405, "wrong_method", text)
+            return Refusal(404, "unknown_url", text)
         case web.HTTPException():
-            return Refusal(error.status, "bad_request", error.reason)
+            return Refusal(error.status, "bad_request", f"{request.path[:120]}: {error.reason}")
         case CapabilityError():
             return Refusal(400, "unsupported_value", str(error))
         case EngineDownError():
@@ -756,9 +642,5 @@ def _refusal_of(error: Exception, request: web.Request, config: GatewayConfig) -
         case RendererError() | DataError() | ConfigError():
             return Refusal(400, "unwritable_dialogue", str(error))
         case _:
-            name = type(error).__name__
-            return Refusal(
-                500,
-                "internal_error",
-                f"{name} in the gateway; its log has the place. Nothing was added to the session.",
-            )
+            text = f"{type(error).__name__} in the gateway; its log has the place."
+            return Refusal(500, "internal_error", text)

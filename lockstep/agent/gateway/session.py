@@ -97,8 +97,6 @@ class GatewaySession:
         self._id = id or secrets.token_hex(8)
         self._key = key or f"sk-{secrets.token_urlsafe(24)}"
         self._tree = Tree()
-        self._latest: Dialogue | None = None
-        """Dialogue of the last request."""
         self._running: dict[asyncio.Task[Answer], str] = {}
         """Requests under way, with their keys."""
         self._answered: dict[str, Answer] = {}
@@ -285,7 +283,7 @@ class GatewaySession:
     async def _answer(self, request: TurnRequest) -> Answer:
         # Up to the engine nothing is awaited: what is found holds where it is used.
         sampling = self._sampling_of(request)
-        dialogue = self._latest = Dialogue.of(request, self._latest)
+        dialogue = Dialogue.of(request)
         self._check_budget()
         found = self._tree.find(dialogue)
         reason = self._tree.reason(dialogue, found)

@@ -12,7 +12,6 @@ model's reasoning (left out, or under another name), and anything that a `Messag
 from __future__ import annotations
 
 import json
-import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -111,16 +110,10 @@ class Dialogue:
     batch_keys: list[Key]
     """The first is with the tools."""
     reply_keys: list[Key]
-    all_messages: tuple[Message, ...]
-    """All messages, in order."""
 
     @classmethod
-    def of(cls, request: TurnRequest, before: Dialogue | None = None) -> Dialogue:
-        """before: an earlier dialogue. If the request continues it with the very same objects, its
-        keys up to the last reply are taken over.
-
-        Raises Refusal if the dialogue does not end with something to answer.
-        """
+    def of(cls, request: TurnRequest) -> Dialogue:
+        """Raises Refusal if the dialogue does not end with something to answer."""
         if not request.messages or request.messages[-1].role == "assistant":
             raise Refusal(
                 400,
@@ -130,19 +123,10 @@ class Dialogue:
                 parameter="messages",
             )
         calls: list[str] = []
-        out = cls(request.tools, [], [], [], [], request.messages)
+        out = cls(request.tools, [], [], [], [])
         batch: list[Message] = []
-        key: list[Any] = []
-        num_known = 0 if before is None else before._num_kept(request)
-        if before is not None and num_known:
-            out.batches.extend(before.batches[:-1])
-            out.replies.extend(before.replies)
-            out.batch_keys.extend(before.batch_keys[:-1])
-            out.reply_keys.extend(before.reply_keys)
-            calls = [call.id for call in before.replies[-1].tool_calls]
-        else:
-            key.append(_tools_key(request.tools))
-        for message in request.messages[num_known:]:
+        key: list[Any] = [_tools_key(request.tools)]
+        for message in request.messages:
             if message.role == "assistant":
                 out.batches.append(tuple(batch))
                 out.batch_keys.append(tuple(key))
@@ -151,8 +135,8 @@ class Dialogue:
                 out.reply_keys.append(reply_key(message))
                 calls = [call.id for call in message.tool_calls]
                 continue
-            # Which call a tool answers, whatever the client makes of ids: in order if they do not
-            # say.
+            # The call that a tool answers, however the client renames ids: by position if they do
+            # not say.
             is_clear = calls.count(message.tool_call_id) == 1
             answers = calls.index(message.tool_call_id) if is_clear else len(batch)
             key.append((message.role, message.name, message.content, answers))
@@ -160,16 +144,6 @@ class Dialogue:
         out.batches.append(tuple(batch))
         out.batch_keys.append(tuple(key))
         return out
-
-    def _num_kept(self, request: TurnRequest) -> int:
-        """Its messages up to the last reply, if the request begins with these objects; else 0."""
-        num = len(self.all_messages) - len(self.batches[-1])
-        is_kept = request.tools is self.tools and num <= len(request.messages)
-        return (
-            num
-            if is_kept and all(map(operator.is_, self.all_messages[:num], request.messages))
-            else 0
-        )
 
     @property
     def num_replies(self) -> int:

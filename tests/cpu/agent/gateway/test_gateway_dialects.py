@@ -1,6 +1,5 @@
 """Bodies of the three dialects: what is honoured, what is refused, what comes back."""
 
-import copy
 import json
 from typing import Any
 
@@ -9,7 +8,7 @@ from gateways import MODEL, Gateway, says
 
 from lockstep.agent.gateway import chat, messages, responses
 from lockstep.agent.gateway.exchange import Refusal
-from lockstep.agent.gateway.reading import Dialogues, Memory, parse_body
+from lockstep.agent.gateway.reading import Memory, parse_body
 from lockstep.types import Message
 
 USER = {"role": "user", "content": "hi"}
@@ -352,21 +351,6 @@ def test_previous_response_id_continues_without_the_instructions_before(gateway:
     assert (status, found["error"]["param"]) == (400, "previous_response_id")
 
 
-def test_dialogues_of_response_ids_share_their_beginnings():
-    dialogues = Dialogues()
-    told: list[Message] = []
-    for turn in range(64):
-        told = [
-            *told,
-            Message(role="user", content=f"question {turn}"),
-            Message(role="assistant", content=f"answer {turn}"),
-        ]
-        dialogues.add(f"r{turn}", told)
-    assert len(dialogues._nodes) == 128
-    assert dialogues.get("r63") == told
-    assert dialogues.get("r2") == told[:6]
-
-
 def test_ids_come_with_a_reply_where_they_are_asked_for(gateway: Gateway):
     body = chat_body()
     _, raw, headers = gateway.ask_raw("POST", "/v1/chat/completions", body, x_lockstep_ids="1")
@@ -386,38 +370,3 @@ def test_a_stream_ends_with_its_usage_and_done(gateway: Gateway):
     lines = [line for line in raw.decode().split("\n\n") if line]
     assert lines[-1] == "data: [DONE]"
     assert json.loads(lines[-2].removeprefix("data: "))["usage"]["completion_tokens"] > 0
-
-
-def test_a_chat_history_that_comes_again_is_taken_over_and_an_edited_one_is_read():
-    histories = Memory()
-    told = [USER, {"role": "assistant", "content": "", "tool_calls": [CALL]}]
-    result = {"role": "tool", "tool_call_id": "c1", "content": "sunny"}
-    first = chat.read(chat_body(messages=[*told, result], tools=[CHAT_TOOL]), histories).turn
-    longer = [*told, result, {"role": "assistant", "content": "yes"}, USER]
-    second = chat.read(chat_body(messages=copy.deepcopy(longer), tools=[CHAT_TOOL]), histories).turn
-    assert all(one is other for one, other in zip(first.messages, second.messages, strict=False))
-    assert second.tools is first.tools
-    assert second == read_chat(chat_body(messages=longer, tools=[CHAT_TOOL])).turn
-    edited = [{**USER, "content": "ho"}, *told[1:], {**result, "content": "rain"}]
-    for messages_, tools in ((edited, []), ([*edited, USER], [CHAT_TOOL]), (longer[:1], [])):
-        body = chat_body(messages=messages_, tools=tools)
-        assert chat.read(copy.deepcopy(body), histories).turn == read_chat(body).turn
-
-
-def test_a_refused_message_leaves_nothing_behind_in_what_is_taken_over():
-    histories = Memory()
-    chat.read(chat_body(), histories)
-    with pytest.raises(Refusal):
-        chat.read(chat_body(messages=[USER, {"role": "user", "content": 5}]), histories)
-    assert (
-        chat.read(chat_body(messages=[USER, USER]), histories).turn.messages
-        == (Message(role="user", content="hi"),) * 2
-    )
-
-
-def test_tools_that_differ_in_true_and_1_are_not_the_same():
-    histories = Memory()
-    for default in (1, True, 1.0):
-        tool = {"function": {"name": "f", "parameters": {"default": default}}}
-        [found] = chat.read(chat_body(tools=[tool]), histories).turn.tools
-        assert found.parameters["default"] is default

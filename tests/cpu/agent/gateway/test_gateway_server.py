@@ -88,17 +88,6 @@ def test_requests_that_name_no_session_share_one_until_it_is_full():
         assert [s.id for s in gateway.finished] == list(dict.fromkeys(found))[:-1]
 
 
-def test_the_shared_session_ends_when_nobody_uses_it():
-    with Gateway(script, config=GatewayConfig(rotate_seconds=0.1)) as gateway:
-        gateway.engine.delay = 0.2  # it is not idle while a turn is sampled
-        gateway.chat(USER)
-        assert gateway.finished == []
-        time.sleep(0.3)
-        assert [session.trajectory.status for session in gateway.finished] == ["finished"]
-        gateway.chat(USER)
-        assert len(gateway.sessions.all()) == 2
-
-
 def test_a_key_of_one_session_opens_no_other(gateway: Gateway):
     _, mine = gateway.ask("POST", "/sessions")
     _, other = gateway.ask("POST", "/sessions")
