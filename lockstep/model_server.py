@@ -1,6 +1,6 @@
 """`lockstep serve`: a model behind the gateway, for any agent that speaks HTTP.
 
-What agents do is kept as trajectories: with `out`, in a run directory that `lockstep report` and
+With `out`, the agents' trajectories are stored in a run directory, which `lockstep report` and
 `lockstep doctor` read.
 """
 
@@ -34,7 +34,6 @@ from lockstep.store.run import RunDirectory, load_run
 from lockstep.types import Group, SamplingParams, Task, Trajectory
 
 if TYPE_CHECKING:
-    from lockstep.agent.gateway.exchange import Session
     from lockstep.agent.gateway.server import GatewayServer
     from lockstep.agent.gateway.session import GatewaySession
     from lockstep.engines.base import Engine
@@ -100,7 +99,7 @@ def _default_max_tokens(config: ServeConfig) -> int:
 def open_served(
     served: Served, *, scratch: Path | None, on_wait: Callable[[str], None] = lambda text: None
 ) -> tuple[ModelFiles, Engine]:
-    """The engine, and what its ids mean."""
+    """Opens the engine. Returns it with the files of its model."""
     from lockstep.engines.base import EngineContext
     from lockstep.engines.registry import check_capabilities, open_engine
 
@@ -136,8 +135,8 @@ def open_served(
 
 
 class SessionStore:
-    """Finished sessions on their way into a run directory: a part for several, and a row of metrics
-    with each part. What cannot be written waits, and is tried again."""
+    """Writes finished sessions into a run directory, several as one part with a row of metrics.
+    Sessions that cannot be written are kept and tried again."""
 
     def __init__(self, run: RunDirectory) -> None:
         self._run = run
@@ -146,8 +145,8 @@ class SessionStore:
         self._step = 0
         self.num_stored = 0
 
-    def add(self, session: Session) -> None:
-        """A session that asked for no turn leaves nothing."""
+    def add(self, session: GatewaySession) -> None:
+        """Takes in a finished session, unless it asked for no turn."""
         trajectory = session.trajectory
         if trajectory.num_turns:
             task = Task(id=trajectory.task_id or trajectory.id)
@@ -232,33 +231,66 @@ async def opened(
 
 def serve(served: Served, *, key: str, out: str | Path | None, is_json: bool) -> None:
     """Serves until Ctrl-C, which is its ordinary end."""
-    view = _View(is_json=is_json)
+
+    def note(text: str) -> None:
+        if not is_json:
+            print(text, file=sys.stderr, flush=True)
 
     async def run() -> None:
         server, store = None, None
         try:
-            async with opened(served, key=key, out=out, on_wait=view.note) as (server, store):
-                view.start(server, served, has_key=bool(key), out=out)
-                stop = _stop_of_sigint(view.note)
+            async with opened(served, key=key, out=out, on_wait=note) as (server, store):
+                print(_access(server, served, key, out, is_json=is_json), flush=True)
+                stop = _stop_on_sigint(note)
                 while not stop.is_set():
                     with contextlib.suppress(TimeoutError):
                         await asyncio.wait_for(stop.wait(), 1.0)
-                    view.update(server)
                     if store is not None:
                         try:
                             store.write_if_due()
                         except RunError as error:
-                            view.note(f"{error} They wait, and are tried again.")
+                            note(f"{error} They are kept, and tried again.")
         finally:
             if server is not None:
-                view.end(server, num_stored=0 if store is None else store.num_stored)
+                names = ("requests", "refused", "failed", "sampled_tokens", "encoded_tokens")
+                found = {"sessions": len(server.sessions.all())}
+                found |= {name: server.counts[name] for name in names}
+                found["stored"] = 0 if store is None else store.num_stored
+                text = ", ".join(f"{n} {name.replace('_', ' ')}" for name, n in found.items())
+                print(json.dumps(found) if is_json else text, flush=True)
 
     asyncio.run(run())
 
 
-def _stop_of_sigint(note: Callable[[str], None]) -> asyncio.Event:
-    """Set by the first Ctrl-C. Sessions are then ended and stored, which an impatient second one
-    must not lose; a third one is meant."""
+def _access(
+    server: GatewayServer, served: Served, key: str, out: str | Path | None, *, is_json: bool
+) -> str:
+    """Says how to reach the server."""
+    if is_json:
+        return json.dumps(
+            {
+                "url": server.url,
+                "openai_base_url": f"{server.url}/v1",
+                "model": server.model,
+                "max_tokens": served.config.max_tokens,
+                "needs_key": bool(key),
+                "out": None if out is None else str(out),
+            }
+        )
+    shown = "$LOCKSTEP_KEY" if key else "none"
+    lines = [
+        f"{server.url} serves {server.model}; Ctrl-C ends it",
+        f"  export OPENAI_BASE_URL={server.url}/v1 OPENAI_API_KEY={shown}",
+        f"  export ANTHROPIC_BASE_URL={server.url} ANTHROPIC_API_KEY={shown}",
+        f"  a dialogue may have {served.config.max_tokens} tokens (max_tokens)",
+        *([] if out is None else [f"  finished sessions go to {out}"]),
+    ]
+    return "\n".join(lines)
+
+
+def _stop_on_sigint(note: Callable[[str], None]) -> asyncio.Event:
+    """Returns an event that the first Ctrl-C sets. Sessions are then ended and stored; the second
+    one warns, and only the third one interrupts that."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
 
@@ -343,84 +375,10 @@ def _session(
         ),
         budget=Budget(
             max_tokens=config.max_tokens,
-            max_turns=sys.maxsize,  # how long an agent goes on is its own affair
+            max_turns=sys.maxsize,  # the agent decides when it ends
             max_turn_tokens=config.max_turn_tokens,
             max_seconds=config.turn_seconds,
             continue_cut_turns=True,
         ),
         rule="client",
-    )
-
-
-class _View:
-    """Prints how to reach the server, a line of live counters, and a summary at the end."""
-
-    def __init__(self, *, is_json: bool) -> None:
-        self._is_json = is_json
-        self._is_live = not is_json and sys.stderr.isatty()
-
-    def note(self, text: str) -> None:
-        if not self._is_json:
-            print(text, file=sys.stderr, flush=True)
-
-    def start(
-        self, server: GatewayServer, served: Served, *, has_key: bool, out: str | Path | None
-    ) -> None:
-        if self._is_json:
-            self._print_json(
-                {
-                    "url": server.url,
-                    "openai_base_url": f"{server.url}/v1",
-                    "model": server.model,
-                    "max_tokens": served.config.max_tokens,
-                    "needs_key": has_key,
-                    "out": None if out is None else str(out),
-                }
-            )
-            return
-        key = "$LOCKSTEP_KEY" if has_key else "none"
-        lines = [
-            f"{server.url} serves {server.model}; Ctrl-C ends it",
-            f"  export OPENAI_BASE_URL={server.url}/v1 OPENAI_API_KEY={key}",
-            f"  export ANTHROPIC_BASE_URL={server.url} ANTHROPIC_API_KEY={key}",
-            f"  a dialogue may have {served.config.max_tokens} tokens (max_tokens)",
-        ]
-        if out is not None:
-            lines.append(f"  finished sessions go to {out}")
-        print("\n".join(lines), flush=True)
-
-    def update(self, server: GatewayServer) -> None:
-        if self._is_live:
-            print(f"\r{_counted(server)}   ", end="", file=sys.stderr, flush=True)
-
-    def end(self, server: GatewayServer, *, num_stored: int) -> None:
-        if self._is_json:
-            counts = server.counts
-            self._print_json(
-                {
-                    "sessions": len(server.sessions.all()),
-                    "requests": counts.num_requests,
-                    "refused": counts.num_refused,
-                    "failed": counts.num_failed,
-                    "sampled_tokens": counts.num_sampled_tokens,
-                    "encoded_tokens": counts.num_encoded_tokens,
-                    "stored": num_stored,
-                }
-            )
-            return
-        stored = f"; {num_stored} stored" if num_stored else ""
-        print(f"{chr(10) if self._is_live else ''}{_counted(server)}{stored}", flush=True)
-
-    def _print_json(self, body: dict[str, Any]) -> None:
-        print(json.dumps(body), flush=True)
-
-
-def _counted(server: GatewayServer) -> str:
-    counts = server.counts
-    sessions = server.sessions.all()
-    num_open = sum(not session.is_finished for session in sessions)
-    return (
-        f"{len(sessions)} sessions ({num_open} open), {counts.num_requests} turns asked for, "
-        f"{counts.num_refused} refused, {counts.num_failed} failed, "
-        f"{counts.num_sampled_tokens} tokens sampled, {counts.num_encoded_tokens} encoded"
     )

@@ -24,7 +24,6 @@ from gateway_sessions import (
 )
 
 from lockstep.agent.gateway.exchange import Refusal, TurnRequest
-from lockstep.agent.gateway.tree import Dialogue
 from lockstep.renderers.chatml import ChatMLRenderer
 from lockstep.renderers.config import ChatMLConfig
 from lockstep.renderers.harmony import HarmonyRenderer
@@ -450,25 +449,3 @@ def test_random_draws_depend_on_what_is_asked_and_not_on_when():
         return {text(r.prompt_ids): r.seed for r in engine.requests}
 
     assert seeds(["a", "b"]) == seeds(["b", "a"])
-
-
-def test_a_dialogue_that_takes_over_another_is_the_same_as_one_read_anew():
-    one, two = replace(look(), id="1"), replace(look(), id="2")
-    told = (
-        system("s"), user("a"), said("", one, two), seen("x", two), seen("y", one),
-        user("b"), said("c"), user("d"),
-    )  # fmt: skip
-    requests = [
-        TurnRequest(messages=messages)
-        for messages in (
-            *(told[:size] for size in (1, 2, 4, 5, 6, 8)),
-            (*told, user("e")),
-            (*told[:2], said("other"), *told[3:]),
-            (*told[:4], replace(told[5], content="f")),
-        )
-    ]
-    for before in requests:
-        for request in requests:
-            expected = Dialogue.of(request)
-            assert Dialogue.of(request, Dialogue.of(before)) == expected
-            assert Dialogue.of(request, Dialogue.of(request, Dialogue.of(before))) == expected
