@@ -187,19 +187,36 @@ def _form_problem(schema: Any, root: Any, at: str, depth: int) -> str:
         return f"{at} is {_short(schema)}, and a schema is an object, true or false"
     if depth > MAX_DEPTH:
         return f"{at} is nested too deep"
-    for name, (is_right, expected) in _FORMS.items():
-        if name in schema and not is_right(schema[name]):
-            return f"{at}/{name} must be {expected}, found {_short(schema[name])}"
-    if "$ref" in schema:
-        try:
-            resolve(schema["$ref"], root)
-        except LookupError as error:
-            return f"{at}: {error.args[0]}"
-    parts = [(f"{at}/{name}", schema[name]) for name in _ONE if name in schema]
-    for name in _SEVERAL:
-        parts += [(f"{at}/{name}/{i}", each) for i, each in enumerate(schema.get(name, ()))]
-    for name in _NAMED:
-        parts += [(f"{at}/{name}/{key}", each) for key, each in schema.get(name, {}).items()]
+    parts: list[tuple[str, Any]] = []
+    for name, value in schema.items():
+        place, expected = f"{at}/{name}", ""
+        if name == "type" and not (_listed(value) and all(t in _TYPES for t in _listed(value))):
+            expected = "one or several of " + ", ".join(_TYPES)
+        elif name == "required" and not (
+            isinstance(value, list) and all(isinstance(each, str) for each in value)
+        ):
+            expected = "a list of names"
+        elif name in _RANGES or name in _SIZES:
+            expected = "" if json_type(value) in ("integer", "number") else "a number"
+        elif name in _SEVERAL or name == "enum":
+            if not isinstance(value, list) or not value:
+                expected = "a list with a value"
+            elif name != "enum":
+                parts += [(f"{place}/{i}", each) for i, each in enumerate(value)]
+        elif name in _NAMED:
+            if not isinstance(value, Mapping):
+                expected = "schemas by name"
+            else:
+                parts += [(f"{place}/{key}", each) for key, each in value.items()]
+        elif name in _ONE:
+            parts.append((place, value))
+        elif name == "$ref":
+            try:
+                resolve(value, root)
+            except LookupError as error:
+                return f"{at}: {error.args[0]}"
+        if expected:
+            return f"{place} must be {expected}, found {_short(value)}"
     problems = (_form_problem(each, root, place, depth + 1) for place, each in parts)
     return next(filter(None, problems), "")
 
@@ -261,31 +278,6 @@ def _are_disjoint(options: Sequence[Any]) -> bool:
         return False
     types = [t for each in options for t in _listed(each["type"])]
     return len(types) == len({"number" if t == "integer" else t for t in types})
-
-
-def _is_type(value: Any) -> bool:
-    return bool(_listed(value)) and all(each in _TYPES for each in _listed(value))
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-_FORMS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "type": (_is_type, "one or several of " + ", ".join(_TYPES)),
-    "enum": (lambda value: isinstance(value, list) and bool(value), "a list with a value"),
-    "required": (
-        lambda value: isinstance(value, list) and all(isinstance(each, str) for each in value),
-        "a list of names",
-    ),
-    **dict.fromkeys(_RANGES, (_is_number, "a number")),
-    **dict.fromkeys(_SIZES, (lambda value: _is_number(value) and value >= 0, "a number from 0 on")),
-    **dict.fromkeys(
-        _SEVERAL, (lambda value: isinstance(value, list) and bool(value), "a list of schemas")
-    ),
-    **dict.fromkeys(_NAMED, (lambda value: isinstance(value, Mapping), "schemas by name")),
-}
-"""keyword -> (whether its value has the right form, the form in words)."""
 
 
 # -- JSON -----------------------------------------------------------------------------------------

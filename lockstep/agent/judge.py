@@ -1,13 +1,12 @@
 """Rewards from a model that judges, behind any server of the OpenAI chat protocol.
 
-A judge that fails is no judgement: the episode then fails, with its reason, and is not trained. A
-silent 0 would train the policy against the weather on the judge's machine.
+If the judge fails, the episode fails with its reason and is not trained. A silent 0 would train the
+policy on the outages of the judge's server.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 import math
 import os
@@ -16,7 +15,6 @@ import re
 import statistics
 import string
 import time
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -26,7 +24,7 @@ from typing import Any, ClassVar
 from lockstep.agent.environment import Score
 from lockstep.agent.scoring import ScorerConfig, accepted_answers
 from lockstep.engines.http import HttpClient
-from lockstep.errors import ConfigError, DataError, EngineError, JudgeError, ServerRefusedError
+from lockstep.errors import ConfigError, EngineError, JudgeError, ServerRefusedError
 from lockstep.types import Message, Task
 
 MAX_PAUSE_SECONDS = 30.0
@@ -54,7 +52,7 @@ CONTROL = re.compile(
     r"(?:<\|[^<>|\s]{1,40}\|>|<\uff5c[^<>]{1,60}\uff5c>|</?s>|</?think>|\[/?INST\]"
     r"|<(?:bos|eos|pad|unk|start_of_turn|end_of_turn)>)"
 )
-"""Spellings of control tokens, which a server may read in text as if they were the tokens."""
+"""Spellings of control tokens, which a server may read in text as the tokens themselves."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +66,7 @@ class JudgeScorer(ScorerConfig):
     model: str = ""
     """Name of the model at the server."""
     api_key_variable: str = ""
-    """Environment variable with the key; empty sends none."""
+    """Environment variable with the server's key; empty sends none."""
     rubric: str = "Is the answer right and complete?"
     """Criterion of the grade. `@FILE` reads it from a file."""
     prompt: str = PROMPT
@@ -84,42 +82,33 @@ class JudgeScorer(ScorerConfig):
     max_tokens: int = 1024
     """Tokens that one grading may take."""
     timeout_seconds: float = 120.0
-    """Without a byte from the server, until it counts as frozen."""
+    """Seconds without a byte from the server until the grading has failed."""
     retries: int = 4
-    """After a grading that failed or cannot be read. Then the episode fails."""
+    """Retries of a grading that failed or cannot be read; then the episode fails."""
     retry_seconds: float = 1.0
-    """Pause before the first of them; each one after is twice as long, up to 30 s."""
+    """Seconds before the first retry; each pause after it is twice as long, up to 30 s."""
     max_in_flight: int = 32
-    """Gradings at the same time."""
+    """Gradings that run at the same time."""
     max_answer_chars: int = 20_000
     """Characters of the answer that the judge reads; the rest is cut, with a note to the judge."""
-    cache: str = ""
-    """JSONL file that keeps gradings by what was asked, for later runs too. Empty: in memory."""
 
     def __post_init__(self) -> None:
         low, high = self.grades
-        for ok, text in (
-            (low < high and all(map(math.isfinite, self.grades)),
-             f"grades={self.grades} must be (lowest, highest), finite"),
-            (self.samples >= 1, f"samples={self.samples} must be at least 1"),
-            (self.samples == 1 or self.temperature > 0,
-             f"samples={self.samples} at temperature=0 are one grading, repeated. Raise it"),
-            (0 <= self.temperature < math.inf,
-             f"temperature={self.temperature} must be at least 0"),
-            (self.max_tokens >= 1, f"max_tokens={self.max_tokens} must be at least 1"),
-            (0 < self.timeout_seconds < math.inf,
-             f"timeout_seconds={self.timeout_seconds} must be above 0"),
-            (self.retries >= 0, f"retries={self.retries} must be at least 0"),
-            (self.max_in_flight >= 1, f"max_in_flight={self.max_in_flight} must be at least 1"),
-            (0 <= self.retry_seconds < math.inf,
-             f"retry_seconds={self.retry_seconds} must be at least 0"),
-            (self.max_answer_chars >= 1,
-             f"max_answer_chars={self.max_answer_chars} must be at least 1"),
-            (not self.url or re.match(r"https?://", self.url),
-             f"url={self.url!r} must begin with http:// or https://"),
-        ):  # fmt: skip
+        for ok, name, expected in (
+            (low < high and all(map(math.isfinite, self.grades)), "grades", "(lowest, highest)"),
+            (self.samples >= 1, "samples", "at least 1"),
+            (self.samples == 1 or self.temperature > 0, "temperature", "above 0 with samples > 1"),
+            (0 <= self.temperature < math.inf, "temperature", "at least 0"),
+            (self.max_tokens >= 1, "max_tokens", "at least 1"),
+            (0 < self.timeout_seconds < math.inf, "timeout_seconds", "above 0"),
+            (self.retries >= 0, "retries", "at least 0"),
+            (self.max_in_flight >= 1, "max_in_flight", "at least 1"),
+            (0 <= self.retry_seconds < math.inf, "retry_seconds", "at least 0"),
+            (self.max_answer_chars >= 1, "max_answer_chars", "at least 1"),
+            (not self.url or re.match(r"https?://", self.url), "url", "http://... or https://..."),
+        ):
             if not ok:
-                raise ConfigError(f"judge: {text}.")
+                raise ConfigError(f"judge: {name}={getattr(self, name)!r} must be {expected}.")
 
     def check(self) -> None:
         """Asks the server which models it has."""
@@ -128,7 +117,7 @@ class JudgeScorer(ScorerConfig):
                 f"judge: url={self.url!r} model={self.model!r}: give both, "
                 "scorer.url=http://HOST/v1 scorer.model=NAME."
             )
-        _ = self._texts, self._known
+        _ = self._texts
         try:
             found = self._client.call_now("/models", seconds=min(30.0, self.timeout_seconds))
         except ServerRefusedError as error:
@@ -147,8 +136,8 @@ class JudgeScorer(ScorerConfig):
     async def score(
         self, task: Task, answer: str | None, dialogue: Sequence[Message]
     ) -> tuple[Score, dict[str, float]]:
-        """Counters: judge/calls, judge/retries, judge/cached, judge/seconds (waited for), and of
-        several gradings judge/spread, the highest less the lowest, from 0 to 1."""
+        """Counters: judge/calls, judge/retries, judge/cached, judge/seconds (waiting), and with
+        several gradings judge/spread: the highest minus the lowest, from 0 to 1."""
         if answer is None:
             return Score(reward=0.0, parts={"judged": 0.0, "answered": 0.0}), {}
         question = self._question(task, answer, dialogue)
@@ -170,7 +159,7 @@ class JudgeScorer(ScorerConfig):
     # -- asking ---------------------------------------------------------------------------------
 
     async def _grade(self, question: str, sample: int, counters: dict[str, float]) -> float:
-        """One grading, from 0 to 1. Raises JudgeError when no try brought one."""
+        """Returns one grading, scaled to 0..1. Raises JudgeError if no attempt gave one."""
         body = {
             "model": self.model,
             "messages": [
@@ -180,10 +169,7 @@ class JudgeScorer(ScorerConfig):
             "temperature": self.temperature,
             "max_tokens": self.max_tokens,
         }
-        key = hashlib.blake2b(
-            json.dumps([self.url, body, self.grades, sample], sort_keys=True).encode(),
-            digest_size=16,
-        ).hexdigest()
+        key = (question, sample)
         if key in self._known:
             counters["judge/cached"] = counters.get("judge/cached", 0.0) + 1.0
             return self._known[key]
@@ -206,7 +192,7 @@ class JudgeScorer(ScorerConfig):
             except (EngineError, JudgeError) as error:
                 failure = error
             else:
-                self._keep(key, grade)
+                self._known[key] = grade
                 return grade
         raise JudgeError(f"judge: no grading in {self.retries + 1} tries. The last: {failure}")
 
@@ -285,27 +271,9 @@ class JudgeScorer(ScorerConfig):
         return self._slots_by_loop.setdefault(loop, asyncio.Semaphore(self.max_in_flight))
 
     @cached_property
-    def _known(self) -> OrderedDict[str, float]:
-        """Digest of what was asked -> grade, the file's at first."""
-        known: OrderedDict[str, float] = OrderedDict()
-        path = Path(self.cache)
-        if not self.cache or not path.exists():
-            return known
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-            try:
-                record = json.loads(line)
-                known[str(record["key"])] = float(record["grade"])
-            except (ValueError, LookupError, TypeError) as error:
-                raise DataError(
-                    f"{path}:{number}: is no grading ({error}). Delete the line, or the file."
-                ) from None
-        return known
-
-    def _keep(self, key: str, grade: float) -> None:
-        self._known[key] = grade
-        if self.cache:
-            with Path(self.cache).open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"key": key, "grade": grade}) + "\n")
+    def _known(self) -> dict[tuple[str, int], float]:
+        """(question, sample) -> grade: equal answers are graded once."""
+        return {}
 
 
 def quoted(text: str, *, limit: int = 0) -> str:
@@ -326,8 +294,7 @@ def quoted(text: str, *, limit: int = 0) -> str:
 
 
 def grade_in(text: str) -> float | None:
-    """The score in the last JSON object of `text` that has one. Quotations are no words of the
-    judge's.
+    """Returns the score in the last JSON object of `text` that has one, outside of quotations.
 
     >>> grade_in('It is {"score": 3} at first sight, but {"score": 7.5}.')
     7.5
@@ -353,7 +320,7 @@ def _lines_of(dialogue: Sequence[Message]) -> Iterator[str]:
 
 
 def _text_of(setting: str) -> str:
-    """The setting, or the file that it names with an @ before it."""
+    """Reads a setting, or the file that `@FILE` names."""
     if not setting.startswith("@"):
         return setting
     try:

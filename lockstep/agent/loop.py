@@ -11,11 +11,9 @@ episode, whose trajectory is then "failed", says why, and is never trained.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import heapq
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
@@ -491,44 +489,11 @@ def _score_problem(score: Any, *, num_turns: int) -> str:
 # ---------------------------------------------------------------------------------------------
 
 
-class EpisodeSlots:
-    """At most `size` episodes at the same time, of one batch or of several; 0 has no limit.
-
-    Where some wait, those of the lowest order come first, and of these the first that asked.
-    """
+class EpisodeSlots(asyncio.Semaphore):
+    """At most `size` episodes at the same time, of one batch or of several; 0 has no limit."""
 
     def __init__(self, size: int = 0) -> None:
-        self._num_free = size or sys.maxsize
-        self._num_asked = 0
-        self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
-
-    @contextlib.asynccontextmanager
-    async def taken(self, order: int = 0) -> AsyncIterator[None]:
-        """Waits for a slot, and holds it in the block."""
-        if self._num_free:  # then nobody waits
-            self._num_free -= 1
-        else:
-            given = asyncio.get_running_loop().create_future()
-            self._num_asked += 1
-            heapq.heappush(self._waiting, (order, self._num_asked, given))
-            try:
-                await given
-            except asyncio.CancelledError:
-                if given.done() and not given.cancelled():
-                    self._hand_on()
-                raise
-        try:
-            yield
-        finally:
-            self._hand_on()
-
-    def _hand_on(self) -> None:
-        while self._waiting:
-            given = heapq.heappop(self._waiting)[2]
-            if not given.done():
-                given.set_result(None)
-                return
-        self._num_free += 1
+        super().__init__(size or sys.maxsize)
 
 
 async def collect(
@@ -558,10 +523,10 @@ async def collect(
     status "failed". Cancelling closes every environment.
 
     sampling: a template, see `run_episode`. slots: limits concurrent episodes; None runs all.
-    order: priority of these episodes, evaluated for each turn; lower ones get a slot and the engine
-    first. rescorer: scores each finished turn again while others are sampled; awaited and closed at
-    the end. gateway: opens the gateway for agents that are not environments. on_progress: called
-    with each complete trajectory, in order of completion.
+    order: priority of these episodes in the engine, evaluated for each turn; lower comes first.
+    rescorer: scores each finished turn again while others are sampled; awaited and closed at the
+    end. gateway: opens the gateway for agents that are not environments. on_progress: called with
+    each complete trajectory, in order of completion.
     """
     seen: dict[str, int] = {}
     groups: list[_GroupRun] = []
@@ -586,7 +551,7 @@ async def collect(
     slots = slots or EpisodeSlots()
 
     async def work(group: _GroupRun, episode: _Episode) -> None:
-        async with slots.taken(order()):
+        async with slots:
             await group.run(episode, make_environment, score_group, on_progress)
 
     try:

@@ -154,28 +154,12 @@ def test_idle_is_the_time_in_which_nothing_is_sampled():
 # -- episodes at the same time --------------------------------------------------------------------
 
 
-def test_slots_go_to_the_earliest_batch_and_there_to_who_asked_first():
-    async def main():
-        slots, held = EpisodeSlots(1), []
-
-        async def hold(name, order):
-            async with slots.taken(order):
-                held.append(name)
-                await asyncio.sleep(0)
-
-        names = [("a", 0), ("later", 1), ("later still", 1), ("b", 0), ("first", -1)]
-        await asyncio.gather(*(hold(*each) for each in names))
-        assert held == ["a", "first", "b", "later", "later still"]
-
-    asyncio.run(main())
-
-
 def test_a_slot_is_not_lost_with_an_episode_that_is_cancelled():
     async def main():
         slots, never = EpisodeSlots(1), asyncio.Event()
 
         async def hold():
-            async with slots.taken():
+            async with slots:
                 await never.wait()
 
         jobs = [asyncio.create_task(hold()) for _ in range(3)]
@@ -186,7 +170,7 @@ def test_a_slot_is_not_lost_with_an_episode_that_is_cancelled():
         await asyncio.sleep(0)
         jobs[2].cancel()
         await asyncio.gather(*jobs, return_exceptions=True)
-        async with slots.taken():
+        async with slots:
             pass
 
     asyncio.run(main())

@@ -11,7 +11,6 @@ from lockstep.agent.judge import JudgeScorer, grade_in, quoted
 from lockstep.envs.questions import QuestionsConfig
 from lockstep.errors import (
     ConfigError,
-    DataError,
     JudgeError,
     ServerRefusedError,
     ServerUnreachableError,
@@ -132,18 +131,12 @@ def test_a_failed_judge_fails_the_episode_and_not_the_run():
             asyncio.run(environment.step(DIALOGUE[1]))
 
 
-def test_the_same_question_is_asked_once(tmp_path):
-    cache = tmp_path / "grades.jsonl"
+def test_the_same_question_is_asked_once():
     with JudgeServer('{"score": 5}') as server:
-        scorer = judge(server, cache=str(cache))
+        scorer = judge(server)
         assert score(scorer) == (0.5, {"judge/calls": 1})
         assert score(scorer) == (0.5, {"judge/cached": 1})
         assert score(scorer, answer="Four.")[1] == {"judge/calls": 1}
-        assert score(judge(server, cache=str(cache))) == (0.5, {"judge/cached": 1})
-        assert score(judge(server, cache=str(cache), grades=(1.0, 5.0)))[0] == 1.0
-    cache.write_text('{"key": "a"}\n')
-    with pytest.raises(DataError, match=r"grades.jsonl:1: is no grading"):
-        score(JudgeScorer(url="http://127.0.0.1:9", model="m", cache=str(cache)))
 
 
 def test_several_gradings_give_their_median_and_how_far_they_are_apart():
