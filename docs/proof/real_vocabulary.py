@@ -36,7 +36,7 @@ from lockstep.models.config import ModelConfig  # noqa: E402
 from lockstep.models.decoder import Decoder  # noqa: E402
 from lockstep.models.hf_io import save_checkpoint  # noqa: E402
 from lockstep.models.tiny import SINK_LOGIT, hf_config  # noqa: E402
-from lockstep.recipes.tiny_models import TRAINER  # noqa: E402
+from lockstep.recipes.shipped import TINY_SFT as TRAINER  # noqa: E402
 from lockstep.renderers.config import ChatMLConfig  # noqa: E402
 from lockstep.renderers.registry import make_renderer  # noqa: E402
 from lockstep.renderers.tokenizer import Tokenizer  # noqa: E402

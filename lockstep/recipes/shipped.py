@@ -1,0 +1,251 @@
+"""The recipes that come with Lockstep. Importing this file also registers all kinds of tasks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import lockstep.agent.judge
+import lockstep.envs.mcp_tasks
+import lockstep.envs.mixture
+import lockstep.envs.openenv
+import lockstep.envs.reasoning_gym.config
+import lockstep.envs.verifiers.config  # noqa: F401
+from lockstep.agent.config import AgentConfig
+from lockstep.envs.docsearch.config import DocSearchConfig
+from lockstep.envs.docsearch.demonstrations import SearchDemonstrationsConfig
+from lockstep.envs.instructions.config import InstructionsConfig
+from lockstep.envs.instructions.demonstrations import InstructionDemonstrationsConfig
+from lockstep.envs.math.config import MathConfig, RetoolConfig
+from lockstep.envs.math.demonstrations import (
+    HEAD_INSTRUCTIONS,
+    STEPS_INSTRUCTIONS,
+    TOOL_INSTRUCTIONS,
+    MathDemonstrationsConfig,
+)
+from lockstep.envs.programs.config import AgentProgramConfig, ConnectConfig
+from lockstep.objectives.config import GAE
+from lockstep.recipes.registry import recipe, supervised_recipe
+from lockstep.renderers.config import ChatMLConfig, HarmonyConfig
+from lockstep.run_config import Config, EvaluationConfig, SupervisedConfig
+from lockstep.training.config import CheckpointConfig, CriticConfig, SFTConfig, TrainerConfig
+
+TINY_SFT = TrainerConfig(
+    lr=4e-3,
+    betas=(0.9, 0.98),
+    weight_decay=0.01,
+    warmup_updates=50,
+    schedule="linear",
+    min_lr_share=0.05,
+)
+"""Training of the shipped models on demonstrations."""
+PLAIN_CHATML = ChatMLConfig(tools_in_prompt=False, has_empty_thinking=False)
+
+
+def _tiny(**settings: Any) -> Config:
+    """A run of a shipped model, in minutes on two CPU cores."""
+    defaults: dict[str, Any] = {
+        "max_tokens": 256,
+        "groups_per_step": 8,
+        "group_size": 8,
+        "trainer": TrainerConfig(lr=1e-3, warmup_updates=5, schedule="linear", min_lr_share=0.05),
+        "evaluation": EvaluationConfig(num_tasks=256),
+        "checkpoint": CheckpointConfig(every=25),
+    }
+    return Config(**defaults | settings)
+
+
+def _own(**settings: Any) -> Config:
+    """A run of the user's model on the user's data."""
+    defaults: dict[str, Any] = {
+        "steps": 200,
+        "max_tokens": 1024,
+        "groups_per_step": 8,
+        "group_size": 8,
+        "trainer": TrainerConfig(lr=1e-5, warmup_updates=10),
+        "evaluation": EvaluationConfig(every=50, num_tasks=64),
+        "checkpoint": CheckpointConfig(every=25),
+    }
+    return Config(**defaults | settings)
+
+
+def _tiny_model(name: str, create: str, data: Any, steps: int, **settings: Any) -> SupervisedConfig:
+    """A shipped model, made from random weights."""
+    defaults: dict[str, Any] = {"renderer": PLAIN_CHATML, "spelling_dropout": 0.05}
+    return SupervisedConfig(
+        name=name,
+        create=create,
+        data=data,
+        sft=SFTConfig(steps=steps, rows_per_step=32, observed_weight=0.05),
+        trainer=TINY_SFT,
+        max_tokens=512,
+        **defaults | settings,
+    )
+
+
+@recipe
+def quickstart() -> Config:
+    """A tiny model learns to search 30 facts over several turns and to answer: minutes on two CPU
+    cores. Also with model=tiny-qwen3."""
+    return _tiny(
+        name="quickstart",
+        model="tiny-gpt-oss",
+        task=DocSearchConfig(),
+        steps=150,
+        agent=AgentConfig(max_turns=5, max_turn_tokens=48),
+    )
+
+
+@recipe
+def quickstart_ppo() -> Config:
+    """The quickstart by PPO with a critic: one episode per task, an advantage for every token."""
+    return replace(
+        quickstart(),
+        name="quickstart-ppo",
+        groups_per_step=64,
+        group_size=1,
+        advantage=GAE(),
+        critic=CriticConfig(lr=2e-3, updates_per_batch=2, clip=0.2),
+    )
+
+
+@recipe
+def docsearch() -> Config:
+    """A model searches your documents: task.docs=FOLDER task.questions=FILE.jsonl model=DIR."""
+    return _own(
+        name="docsearch",
+        model="tiny-gpt-oss",
+        task=DocSearchConfig(),
+        agent=AgentConfig(max_turns=6, max_turn_tokens=256),
+    )
+
+
+@recipe
+def math() -> Config:
+    """A tiny model learns word problems with their steps written out: minutes on a CPU core."""
+    return _tiny(
+        name="math",
+        model="tiny-math",
+        task=MathConfig(instructions=STEPS_INSTRUCTIONS),
+        steps=240,
+        agent=AgentConfig(max_turns=1, max_turn_tokens=64),
+    )
+
+
+@recipe
+def retool() -> Config:
+    """A tiny model learns to compute with a Python tool over several turns: minutes on a core."""
+    return _tiny(
+        name="retool",
+        model="tiny-math",
+        task=RetoolConfig(
+            instructions=TOOL_INSTRUCTIONS,
+            head_instructions=HEAD_INSTRUCTIONS,
+            explains_errors=False,
+        ),
+        steps=120,
+        agent=AgentConfig(max_turns=6, max_turn_tokens=48),
+    )
+
+
+@recipe
+def gsm8k() -> Config:
+    """GSM8K in one reply, by a model of the hub or model=DIR; task.path=DIR if the hub cannot be
+    reached. Also task.source=dapo or file."""
+    return _own(
+        name="gsm8k",
+        model="Qwen/Qwen3-0.6B",
+        task=MathConfig(source="gsm8k"),
+        max_tokens=1536,
+        groups_per_step=16,
+        agent=AgentConfig(max_turns=1, max_turn_tokens=1024),
+        trainer=TrainerConfig(lr=1e-6, warmup_updates=10),
+        evaluation=EvaluationConfig(every=50, num_tasks=256),
+    )
+
+
+@recipe
+def retool_dapo() -> Config:
+    """ReTool on DAPO-Math-17k, by a model of the hub or model=DIR; task.path=FILE.parquet if the
+    hub cannot be reached. task.eval_source=aime tests on AIME 2024."""
+    return _own(
+        name="retool-dapo",
+        model="Qwen/Qwen3-4B",
+        task=RetoolConfig(source="dapo"),
+        max_tokens=8192,
+        groups_per_step=16,
+        agent=AgentConfig(max_turns=8, max_turn_tokens=2048),
+        trainer=TrainerConfig(lr=1e-6, warmup_updates=10),
+        evaluation=EvaluationConfig(every=50, num_tasks=128),
+    )
+
+
+@recipe
+def instructions() -> Config:
+    """A tiny model learns to follow instructions that a program checks: minutes on one core. With a
+    model that knows English: model=DIR task.world=full, or task.path=FILE (IFEval, Multi-IF)."""
+    return _tiny(
+        name="instructions",
+        model="tiny-instructions",
+        task=InstructionsConfig(world="small"),
+        steps=150,
+        agent=AgentConfig(max_turns=3, max_turn_tokens=64),
+        checkpoint=CheckpointConfig(every=50),
+    )
+
+
+@recipe
+def agent() -> Config:
+    """Your finished agent, started once for each episode: task.command="python my_agent.py"
+    task.path=TASKS.jsonl model=DIR."""
+    return _own(
+        name="agent",
+        model="tiny-qwen3",
+        task=AgentProgramConfig(),
+        agent=AgentConfig(max_turns=32, max_turn_tokens=256, max_in_flight=32),
+    )
+
+
+@recipe
+def connect() -> Config:
+    """Agents that run somewhere else claim their episodes over HTTP: task.path=TASKS.jsonl
+    model=DIR."""
+    return _own(
+        name="connect",
+        model="tiny-qwen3",
+        task=ConnectConfig(),
+        agent=AgentConfig(max_turns=32, max_turn_tokens=256),
+    )
+
+
+@supervised_recipe
+def sft() -> SupervisedConfig:
+    """Trains a model on your own dialogues: sft.path=FILE.jsonl model=DIR."""
+    return SupervisedConfig(name="sft", sft=SFTConfig(path="dialogues.jsonl"), max_tokens=1024)
+
+
+@supervised_recipe
+def tiny_gpt_oss() -> SupervisedConfig:
+    """The shipped mixture of experts with sinks, from random weights: minutes on a CPU."""
+    renderer = HarmonyConfig(system_message=False, developer_heading=False, tools_in_prompt=False)
+    data = SearchDemonstrationsConfig()
+    return _tiny_model("tiny-gpt-oss", "gpt_oss", data, 1300, renderer=renderer)
+
+
+@supervised_recipe
+def tiny_qwen3() -> SupervisedConfig:
+    """The shipped dense model, from random weights: minutes on a CPU."""
+    return _tiny_model("tiny-qwen3", "qwen3", SearchDemonstrationsConfig(), 860)
+
+
+@supervised_recipe
+def tiny_math() -> SupervisedConfig:
+    """The shipped dense model for `math` and `retool`, from random weights: minutes on a CPU."""
+    return _tiny_model("tiny-math", "qwen3", MathDemonstrationsConfig(), 2000)
+
+
+@supervised_recipe
+def tiny_instructions() -> SupervisedConfig:
+    """The shipped model of the recipe `instructions`, from random weights: minutes on a CPU."""
+    data = InstructionDemonstrationsConfig()
+    return _tiny_model("tiny-instructions", "qwen3", data, 1500, spelling_dropout=0.0)
