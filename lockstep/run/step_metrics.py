@@ -111,24 +111,6 @@ def _support_bias(groups: Sequence[Group], rows: Sequence[Sample]) -> dict[str, 
     return {"mismatch/support_bias": float(bias) + 0.0}  # + 0.0: -0.0 is shown as 0.0
 
 
-def describe_first_step(groups: Sequence[Group], rows: Sequence[Sample]) -> str:
-    """Shapes, masks and sample values of a first batch, for a person to check at a glance."""
-    if not rows:
-        return "step 0: no episode can be trained."
-    row = max(rows, key=lambda r: r.num_trained)
-    total, trained = sum(len(r) for r in rows), sum(r.num_trained for r in rows)
-    logprobs = row.columns["rollout_logprobs"]
-    runs = np.flatnonzero(np.diff(row.loss_mask.astype(np.int8), prepend=0, append=0))
-    spans = " ".join(f"{a}:{b}" for a, b in zip(runs[::2], runs[1::2], strict=True))
-    first = np.flatnonzero(row.loss_mask)[:6]
-    values = " ".join(f"{row.token_ids[i]}:{logprobs[i]:.3f}" for i in first)
-    return (
-        f"step 0: {len(groups)} groups, {len(rows)} rows, {total} tokens of which {trained} are "
-        f"trained ({trained / total:.0%}); longest row {max(len(r) for r in rows)}. "
-        f"Row {row.id}: {len(row)} ids, sampled at {spans}; id:logprob {values} ..."
-    )
-
-
 def check_failures(groups: Sequence[Group], max_share: float, *, where: str) -> None:
     """Raises RolloutError if more than `max_share` of the episodes failed: what is left would be a
     biased sample of what the policy does."""

@@ -26,7 +26,7 @@ from lockstep.observe.live import open_view
 from lockstep.run.build import build, checkpoint_of
 from lockstep.run.evaluation import Tester
 from lockstep.run.preflight import ModelFiles, read_model_files
-from lockstep.run.step_metrics import check_failures, describe_first_step, step_metrics
+from lockstep.run.step_metrics import check_failures, step_metrics
 from lockstep.run.training_run import TrainingRun, make_gateway, open_run
 from lockstep.run_config import Config
 from lockstep.store.run import Outcome, Status, load_run
@@ -47,20 +47,17 @@ def train_on_rank(
     model_files = model_files or read_model_files(config)
     with open_run(ranks, config, model_files, **options) as run:
         try:
-            status = asyncio.run(run_steps(run))
+            run.status = asyncio.run(run_steps(run))
         except KeyboardInterrupt:
             if ranks is not None:  # a second Ctrl-C: the others are at some other place
                 raise
-            status: Status = "interrupted"
+            run.status = "interrupted"
             run.save_if_whole()
         except Exception as error:
             if ranks is None or isinstance(error, RolloutError):  # which all ranks raise
                 run.save_unsaved()
             raise
-    if run.directory is None:
-        return Outcome(run.path, status, {})
-    run.write_report()
-    return Outcome(run.path, status, run.summary())
+    return Outcome(run.path, run.status, {}) if run.directory is None else run.finish()
 
 
 async def run_steps(run: TrainingRun) -> Status:
@@ -180,8 +177,6 @@ def align(
     sampled_rows = rows
     log_probs = partial(parts.trainer.forward, column=None)
     rows = parts.hooks.change_rows(sampled_rows, parts.renderer, log_probs)
-    if run.step == 0:
-        run.view.note(describe_first_step(groups, rows))
     return rows, sampled_rows, metrics
 
 

@@ -20,7 +20,6 @@ from lockstep.observe.live import RunHeader, View, open_view
 from lockstep.observe.loggers import Loggers
 from lockstep.observe.metrics import is_step_row
 from lockstep.ops.contract import TRUE_ON_POLICY
-from lockstep.renderers.base import Renderer
 from lockstep.report.page import write_report
 from lockstep.run.build import Parts, build, checkpoint_of, vocabulary_of
 from lockstep.run.evaluation import Tester
@@ -28,7 +27,7 @@ from lockstep.run.hooks import check_same_hooks, current_hooks
 from lockstep.run.plan import plan
 from lockstep.run.preflight import ModelFiles
 from lockstep.run_config import Config
-from lockstep.store.run import TRAIN, RunDirectory, default_run_path, load_run
+from lockstep.store.run import TRAIN, Outcome, RunDirectory, Status, default_run_path, load_run
 from lockstep.sync.publisher import Level, Publisher
 from lockstep.training.checkpoint import CheckpointStore
 from lockstep.training.critic import CRITIC, Critic
@@ -45,20 +44,9 @@ class Monitor(Protocol):
         ...
 
 
-class OpenMonitor(Protocol):
-    """Makes the monitor of a run whose parts are built; a function of a module, as ranks pickle
-    it. None watches nothing."""
-
-    def __call__(
-        self,
-        config: Config,
-        path: Path,
-        *,
-        renderer: Renderer,
-        is_moe: bool,
-        is_one_process: bool,
-        warn: Callable[[str], None],
-    ) -> Monitor | None: ...
+OpenMonitor = Callable[..., Monitor | None]
+"""Makes a run's monitor once its parts are built: see `lockstep.doctor.monitor.open_monitor`. A
+function of a module, as ranks pickle it."""
 
 
 @dataclass(slots=True)
@@ -76,6 +64,7 @@ class TrainingRun:
     ranks: Ranks | None = None
     monitor: Monitor | None = None
     """On the first rank alone, where the caller gave one."""
+    status: Status = "done"
     step: int = 0
     """The next step."""
     elapsed_seconds: float = 0.0
@@ -276,10 +265,9 @@ class TrainingRun:
         if self._num_updates() == self._counts:
             self.save()
         else:
-            self.view.note(
+            self.warn(
                 f"step {self.step} was interrupted within its update, so nothing is saved: the run "
-                f"continues from the checkpoint of step {self.saved_at}.",
-                "warning",
+                f"continues from the checkpoint of step {self.saved_at}."
             )
 
     def save_unsaved(self) -> None:
@@ -295,7 +283,7 @@ class TrainingRun:
         if newest is None:
             if self.directory is not None:
                 self.directory.rewind(-2)
-            self.view.note("no checkpoint yet: the run begins again.", "warning")
+            self.warn("no checkpoint yet: the run begins again.")
             return
         self._restore(newest, critic=self.parts.critic)
         if self.directory is None:
@@ -303,25 +291,21 @@ class TrainingRun:
         is_complete = self.step >= self.config.steps and self.tested_at == self.step
         if not is_complete:  # a complete run ends with the row of its last evaluation
             self.directory.rewind(self.step - 1)
-        self._report_lost_rows(load_run(self.path).metrics)
-
-    def _report_lost_rows(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        first = load_run(self.path).first_step
-        there = {row["step"] for row in rows if is_step_row(row)}
-        lost = [step for step in range(first, self.step) if step not in there]
+        run = load_run(self.path)
+        there = {row["step"] for row in run.metrics if is_step_row(row)}
+        lost = [step for step in range(run.first_step, self.step) if step not in there]
         if lost:
-            self.view.note(
-                f"{self.path / 'metrics.jsonl'} has lost the rows of {len(lost)} step(s) before "
-                f"the checkpoint of step {self.step}: {_ranges(lost)}. The run continues; curves "
-                "and summary lack them.",
-                "warning",
+            self.warn(
+                f"{self.path / 'metrics.jsonl'} has lost the rows of {len(lost)} step(s), the "
+                f"first of step {lost[0]}, before the checkpoint of step {self.step}. The run "
+                "continues; curves and summary lack them."
             )
 
     def restore_origin(self, checkpoint: Path) -> None:
         """Starts from another run's checkpoint; a critic that it lacks starts anew."""
         has_critic = (checkpoint / CRITIC).is_dir()
         if self.parts.critic is not None and not has_critic:
-            self.view.note(f"{checkpoint} has no critic: this run's begins anew.", "warning")
+            self.warn(f"{checkpoint} has no critic: this run's begins anew.")
         self._restore(checkpoint, critic=self.parts.critic if has_critic else None)
 
     def _restore(self, checkpoint: Path, *, critic: Critic | None) -> None:
@@ -354,23 +338,17 @@ class TrainingRun:
             ),
         )
 
-    def write_report(self) -> None:
-        """Writes RUN/report.html."""
+    def finish(self) -> Outcome:
+        """Writes RUN/report.html. Returns the outcome with the last figures of metrics.jsonl."""
+        run = load_run(self.path)
         vocabulary = vocabulary_of(to_dict(self.config))
-        write_report([load_run(self.path)], self.path / "report.html", vocabulary=vocabulary)
-
-    def summary(self) -> dict[str, Any]:
-        """The last figures of metrics.jsonl, for the command's last line."""
-        rows = load_run(self.path).metrics
-        rewards = [r["reward/mean"] for r in rows if "reward/mean" in r]
-        last = rewards[-10:]
-        evaluations = [r for r in rows if any(k.startswith("eval/") for k in r)]
+        write_report([run], self.path / "report.html", vocabulary=vocabulary)
         out: dict[str, Any] = {"steps": self.step, "elapsed_seconds": self.elapsed_seconds}
-        if last:
+        if rewards := run.column("reward/mean")[1]:
+            last = rewards[-10:]
             out |= {"reward_first": rewards[0], "reward_last_10": sum(last) / len(last)}
-        if evaluations:
-            out |= {k: v for k, v in evaluations[-1].items() if k.startswith("eval/")}
-        return out
+        tested = [{k: v for k, v in r.items() if k.startswith("eval/")} for r in run.metrics]
+        return Outcome(self.path, self.status, out | next(filter(None, reversed(tested)), {}))
 
 
 @contextmanager
@@ -466,18 +444,3 @@ def make_gateway(
         rank=0 if ranks is None else ranks.rank,
         note=view.note,
     )
-
-
-def _ranges(steps: Sequence[int]) -> str:
-    """Rising numbers in short.
-
-    >>> _ranges([1, 2, 3, 7])
-    '1-3, 7'
-    """
-    parts: list[list[int]] = []
-    for step in steps:
-        if parts and parts[-1][-1] == step - 1:
-            parts[-1].append(step)
-        else:
-            parts.append([step])
-    return ", ".join(str(p[0]) if len(p) == 1 else f"{p[0]}-{p[-1]}" for p in parts)

@@ -118,7 +118,7 @@ def test_rows_that_were_lost_from_the_metrics_are_named_when_a_run_continues(
     (path / "metrics.jsonl").write_text("".join(lines[2:]))
     train(config(), out=path, resume=True)
     said = capsys.readouterr().out
-    assert "has lost the rows of 2 step(s) before the checkpoint of step 3: 0-1." in said
+    assert "has lost the rows of 2 step(s), the first of step 0, before the checkpoint" in said
     fork = tmp_path / "fork"
     train(config("steps=4"), out=fork, start=(whole, 3), view="json")
     train(config("steps=4"), out=fork, resume=True)
