@@ -14,12 +14,12 @@ from typing import Any, Literal
 
 import numpy as np
 
-from lockstep.engines.base import Capabilities, Scores
+from lockstep.engines.base import Capabilities, Engine, Scores
 from lockstep.errors import EngineError
 from lockstep.types import Delta, Distribution, Int32Array, Request, SamplingParams
 
 
-class BigramEngine:
+class BigramEngine(Engine):
     """Samples the next id from a row of `logits`: [V, V] float32, previous id to next id."""
 
     def __init__(self, logits: np.ndarray, *, max_tokens: int = 256) -> None:
@@ -27,7 +27,7 @@ class BigramEngine:
         self._may_run, self._is_asleep = asyncio.Event(), False
         self._may_run.set()
         self._stops: dict[str, asyncio.Event] = {}
-        self.capabilities = Capabilities(
+        self._capabilities = Capabilities(
             name="bigram",
             vocab_size=len(logits),
             max_tokens=max_tokens,
@@ -36,6 +36,10 @@ class BigramEngine:
             has_sleep=True,
             has_score=True,
         )
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self._capabilities
 
     @property
     def version(self) -> int:

@@ -304,5 +304,4 @@ def _shortened(text: str) -> str:
 
 
 def _reason(error: object) -> str:
-    text = str(error)
-    return text if text else type(error).__name__
+    return str(getattr(error, "os_error", error)) or type(error).__name__
