@@ -1,7 +1,8 @@
 """Tools of an MCP server, through the official SDK (the extra `mcp`).
 
-A server is another program. It may die, hang, answer with megabytes or lie about its tools: what
-can be seen at start is refused there, and all else is text that the model reads, and a counter.
+A server is another program. It may die, hang, answer with megabytes or describe its tools wrongly.
+What can be seen at the start is refused there; everything else becomes text that the model reads,
+and a counter.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import shlex
 import sys
 import tempfile
 import threading
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib.util import find_spec
@@ -45,40 +46,45 @@ class ServerAddress:
     """Address of an MCP server: a command to start, or a URL."""
 
     command: str = ""
-    """Started as a process, spoken to over its standard input and output. Split as a shell would,
+    """Command of a process that speaks over its standard input and output. Split as a shell would,
     but no shell runs it; `python` is the interpreter that runs Lockstep."""
     url: str = ""
     """URL of a running server (streamable HTTP)."""
     pass_variables: tuple[str, ...] = ()
-    """Environment variables that the command gets beside PATH, HOME and the like. Others it does
-    not see: keys of yours among them."""
+    """Environment variables that the command gets beside PATH, HOME and the like. It sees no
+    others, your keys among them."""
     token_variable: str = ""
     """Environment variable with the bearer token that the URL asks for."""
 
     def __post_init__(self) -> None:
-        if bool(self.command) == bool(self.url):
-            raise ConfigError(
-                "an MCP server is given by its command or its url, one of them: "
-                f"command={self.command!r} url={self.url!r}."
-            )
-        if self.url and not re.match(r"https?://", self.url):
-            raise ConfigError(f"url={self.url!r} must begin with http:// or https://.")
-        if self.url and self.pass_variables:
-            raise ConfigError("pass_variables is for a command, and there is a url.")
-        if self.command and self.token_variable:
-            raise ConfigError("token_variable is for a url. Use pass_variables.")
         try:
-            is_empty = bool(self.command) and not shlex.split(self.command)
+            words = shlex.split(self.command)
         except ValueError as error:
             raise ConfigError(f"command={self.command!r}: {error}.") from None
-        if is_empty:
-            raise ConfigError(f"command={self.command!r} names no program.")
+        for is_wrong, text in (
+            (
+                bool(self.command) == bool(self.url),
+                f"give a command or a url, one of them: command={self.command!r} url={self.url!r}",
+            ),
+            (
+                self.url and not re.match(r"https?://", self.url),
+                f"url={self.url!r} must begin with http:// or https://",
+            ),
+            (self.url and self.pass_variables, "pass_variables is for a command, not for a url"),
+            (
+                self.command and self.token_variable,
+                "token_variable is for a url",
+            ),
+            (self.command and not words, f"command={self.command!r} names no program"),
+        ):
+            if is_wrong:
+                raise ConfigError(f"MCP server: {text}.")
 
     def __str__(self) -> str:
         return f"the MCP server {(self.command or self.url)!r}"
 
     def variables(self) -> dict[str, str]:
-        """The named environment variables. ConfigError for one that is not set."""
+        """Returns the named environment variables. Raises ConfigError for one that is not set."""
         names = self.pass_variables + ((self.token_variable,) if self.token_variable else ())
         for name in names:
             if name not in os.environ:
@@ -87,8 +93,8 @@ class ServerAddress:
 
 
 class ToolServer:
-    """One MCP server and its tools. Used from any event loop; started on first use, and again after
-    it died.
+    """One MCP server and its tools. Used from any event loop; started on first use, and again
+    after it died.
 
     The tools are those of the first start. A server that comes back with other tools is not used
     again, because the model was told of the first ones.
@@ -109,36 +115,39 @@ class ToolServer:
         self.address = address
         self._only, self._start_seconds = tuple(only), start_seconds
         self._ping_seconds = ping_seconds
-        self._expected = None if expected is None else _digest_of(expected)
+        self._expected: Offered | None = None
+        if expected is not None:
+            self._expected = {t.name: (t.description, dict(t.parameters)) for t in expected}
         self._connection: _Connection | None = None
         self._lock: asyncio.Lock | None = None
+        """Held while the server is started or ended. Made in the background loop."""
         self._settling: set[asyncio.Task[None]] = set()
         self.num_starts = 0
 
     async def tools(self, *, call_seconds: float = 30.0) -> tuple[Tool, ...]:
-        """Its tools, each call of which may take call_seconds; a restart before it has
-        start_seconds of its own. Their calls count mcp/restarts (it was started again), mcp/lost
-        (it went away in the middle of a call) and mcp/omitted_parts (images and the like).
+        """Returns its tools. call_seconds: limit of each call; a restart before it has
+        start_seconds of its own. Calls count mcp/restarts (it was started again), mcp/lost (it went
+        away in the middle of a call) and mcp/omitted_parts (images and the like).
 
-        Raises ToolServerError if it cannot be started or offers what no tool can be made of.
+        Raises ToolServerError if it cannot be started or offers something unusable.
         """
-        return self._as_tools(await _in_background(self._connected({})), call_seconds)
+        return self._with_calls(await _in_background(self._connected({})), call_seconds)
 
-    def tools_now(self, *, call_seconds: float = 30.0) -> tuple[Tool, ...]:
+    def tools_now(self) -> tuple[Tool, ...]:
         """`tools`, for a caller that cannot await."""
         work = asyncio.run_coroutine_threadsafe(self._connected({}), _background_loop())
-        return self._as_tools(work.result(), call_seconds)
+        return self._with_calls(work.result(), 30.0)
 
-    def _as_tools(self, connection: _Connection, call_seconds: float) -> tuple[Tool, ...]:
+    def _with_calls(self, connection: _Connection, seconds: float) -> tuple[Tool, ...]:
         return tuple(
             Tool(
-                name=offered["name"],
-                description=offered["description"],
-                parameters=offered["parameters"],
-                function=partial(self._call, offered["name"], call_seconds),
+                name=name,
+                description=description,
+                parameters=parameters,
+                function=partial(self._call, name, seconds),
                 bounds_itself=True,
             )
-            for offered in connection.offered
+            for name, (description, parameters) in connection.offered.items()
         )
 
     async def close(self) -> None:
@@ -149,7 +158,7 @@ class ToolServer:
         """`close`, for a caller that cannot await."""
         asyncio.run_coroutine_threadsafe(self._disconnect(), _background_loop()).result()
 
-    # -- calls ------------------------------------------------------------------------------------
+    # -- in the background loop -------------------------------------------------------------------
 
     async def _call(self, _name: str, _seconds: float, /, **arguments: Any) -> ToolOutput:
         return await _in_background(self._call_there(_name, _seconds, arguments))
@@ -162,33 +171,29 @@ class ToolServer:
             raise ToolFailure(str(error), metrics=counters) from error
         call = asyncio.ensure_future(connection.client.call_tool(name, arguments))
         try:
-            # The connection's end is watched beside the call: waiting for an answer that cannot
-            # come any more would make a death look like a slow tool.
+            # Watches the end of the connection too: a death must not look like a slow tool.
             done, _ = await asyncio.wait(
                 {call, connection.task}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED
             )
             if not done:
-                self._settle(connection)
-                raise ToolFailure(
-                    f"{name} took longer than {seconds:g} s", outcome="timeouts", metrics=counters
-                )
+                text = f"{name} took longer than {seconds:g} s"
+                raise ToolFailure(text, outcome="timeouts", metrics=counters)
             if not call.done():
                 raise ToolServerError("the connection ended")
             result = call.result()
-        except asyncio.CancelledError:
-            self._settle(connection)
-            raise
-        except ToolFailure:
+        except (asyncio.CancelledError, ToolFailure):  # given up: does the server still answer?
+            task = asyncio.create_task(self._settle(connection))
+            self._settling.add(task)
+            task.add_done_callback(self._settling.discard)
             raise
         except Exception as error:
             if await self._is_alive(connection):
                 raise ToolFailure(_words(error), metrics=counters) from error
             counters["mcp/lost"] = 1.0
-            if self._connection is connection:  # and nobody has started it again
+            if self._connection is connection:  # nobody has started it again yet
                 await self._disconnect()
-            raise ToolFailure(
-                f"the tool's server went away during the call ({_words(error)})", metrics=counters
-            ) from error
+            text = f"the tool's server went away during the call ({_words(error)})"
+            raise ToolFailure(text, metrics=counters) from error
         finally:
             call.cancel()
         text, num_omitted = _text_of(result)
@@ -198,69 +203,48 @@ class ToolServer:
             raise ToolFailure(text or "the tool failed without a word", metrics=counters)
         return ToolOutput(text=text, metrics=counters)
 
-    def _settle(self, connection: _Connection) -> None:
-        """After a call that was given up: ends a server that answers nothing any more, before
-        another call waits for it, and before one that floods the connection fills the memory."""
-
-        async def settle() -> None:
-            async with self._guard():
-                is_current = self._connection is connection
-                if is_current and not await self._is_alive(connection):
-                    await self._disconnect()
-
-        task = asyncio.create_task(settle())
-        self._settling.add(task)
-        task.add_done_callback(self._settling.discard)
+    async def _settle(self, connection: _Connection) -> None:
+        """Ends a server that answers nothing any more, before another call waits for it."""
+        async with self._guard():
+            if self._connection is connection and not await self._is_alive(connection):
+                await self._disconnect()
 
     async def _is_alive(self, connection: _Connection) -> bool:
-        if connection.task.done():
-            return False
-        try:
-            await asyncio.wait_for(
-                connection.client.list_tools(cache_mode="bypass"), self._ping_seconds
-            )
-        except Exception:
-            return False
-        return not connection.task.done()
+        if not connection.task.done():
+            with contextlib.suppress(Exception):
+                ping = connection.client.list_tools(cache_mode="bypass")
+                await asyncio.wait_for(ping, self._ping_seconds)
+                return not connection.task.done()
+        return False
 
-    # -- the connection ---------------------------------------------------------------------------
+    def _guard(self) -> asyncio.Lock:
+        self._lock = self._lock or asyncio.Lock()
+        return self._lock
 
     async def _connected(self, counters: dict[str, float]) -> _Connection:
         async with self._guard():
             if self._connection is None or self._connection.task.done():
                 if self.num_starts:
                     counters["mcp/restarts"] = 1.0
-                await self._connect()
-            assert self._connection is not None
+                self._connection = connection = _Connection(self.address)
+                await connection.open(self._start_seconds)
+                self.num_starts += 1
+                try:
+                    connection.offered = check_offer(connection.listed, self.address, self._only)
+                    self._check_same(connection.offered)
+                except BaseException:
+                    await self._disconnect()
+                    raise
             return self._connection
 
-    def _guard(self) -> asyncio.Lock:
-        """Held by whoever starts or ends the server. Made in the loop that it belongs to."""
-        if self._lock is None:
-            self._lock = asyncio.Lock()
-        return self._lock
-
-    async def _connect(self) -> None:
-        connection = await _Connection.open(self.address, self._start_seconds)
-        self.num_starts += 1
-        self._connection = connection
-        try:
-            offered = check_offer(connection.listed, self.address, self._only)
-            digest = _digest(offered)
-            if self._expected is not None and digest != self._expected:
-                before, after = (sorted(json.loads(each)) for each in (self._expected, digest))
-                raise ToolServerError(
-                    f"{self.address} offers other tools than at the start: "
-                    + (
-                        f"{before} then, {after} now."
-                        if before != after
-                        else "their schemas differ."
-                    )
-                )
-        except BaseException:
-            await self._disconnect()
-            raise
-        self._expected, connection.offered = digest, offered
+    def _check_same(self, offered: Offered) -> None:
+        before = self._expected = offered if self._expected is None else self._expected
+        if before != offered:
+            names = f"{sorted(before)} then, {sorted(offered)} now."
+            raise ToolServerError(
+                f"{self.address} offers other tools than at the start: "
+                + (names if before.keys() != offered.keys() else "their schemas differ.")
+            )
 
     async def _disconnect(self) -> None:
         connection, self._connection = self._connection, None
@@ -271,59 +255,53 @@ class ToolServer:
 class _Connection:
     """A session with a server. Its context is entered and left in one task, as the SDK needs."""
 
-    def __init__(self) -> None:
+    def __init__(self, address: ServerAddress) -> None:
+        self._address = address
         self.client: Any = None
         self.listed: list[Any] = []
-        self.offered: list[dict[str, Any]] = []
-        self.task: asyncio.Task[None]
-        self.is_ready = False
-        self.printed = ""
-        """The end of what a process wrote to its standard error, once it is over."""
+        self.offered: Offered = {}
+        self._ready = asyncio.Event()
         self._is_over = asyncio.Event()
-        self._errors: Any = None
+        self._printed = ""
+        """End of the process's error output, once it is over."""
+        self.task = asyncio.create_task(self._run())
 
-    @classmethod
-    async def open(cls, address: ServerAddress, start_seconds: float) -> _Connection:
-        connection = cls()
-        ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        connection.task = asyncio.create_task(connection._run(address, ready))
+    async def open(self, seconds: float) -> None:
+        ready = asyncio.create_task(self._ready.wait())
         try:
-            done, _ = await asyncio.wait(
-                {ready, connection.task},
-                timeout=start_seconds,
-                return_when=asyncio.FIRST_COMPLETED,
+            await asyncio.wait(
+                {ready, self.task}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED
             )
         except asyncio.CancelledError:
-            connection.task.cancel()
+            self.task.cancel()
             raise
-        if ready.done():
-            connection.is_ready = True
-            return connection
-        what = f"did not answer within start_seconds={start_seconds:g}"
-        if done:
-            what = f"could not be reached or spoken to ({_words(connection.task.exception())})"
-        await connection.close()
-        printed = f" It printed: {connection.printed}" if connection.printed else ""
-        raise ToolServerError(f"{address} {what}. {_hint(address)}{printed}")
+        finally:
+            ready.cancel()
+        if self._ready.is_set():
+            return
+        what = f"did not answer within start_seconds={seconds:g}"
+        if self.task.done():
+            what = f"could not be reached or spoken to ({_words(self.task.exception())})"
+        await self.close()
+        printed = f" It printed: {self._printed}" if self._printed else ""
+        raise ToolServerError(f"{self._address} {what}. {_hint(self._address)}{printed}")
 
-    async def _run(self, address: ServerAddress, ready: asyncio.Future[None]) -> None:
+    async def _run(self) -> None:
         from mcp import Client
 
         async with contextlib.AsyncExitStack() as stack:
-            transport = await self._transport(address, stack)
+            transport = await self._transport(stack)
             self.client = await stack.enter_async_context(Client(transport, cache=None))
-            cursor: str | None = None
-            while True:
-                page = await self.client.list_tools(cursor=cursor)
+            cursor: str | None = ""
+            while cursor is not None and len(self.listed) <= MAX_TOOLS:
+                page = await self.client.list_tools(cursor=cursor or None)
                 self.listed += page.tools
-                cursor = page.next_cursor
-                if not cursor or len(self.listed) > MAX_TOOLS:
-                    break
-            ready.set_result(None)
+                cursor = page.next_cursor or None
+            self._ready.set()
             await self._is_over.wait()
 
-    async def _transport(self, address: ServerAddress, stack: contextlib.AsyncExitStack) -> Any:
-        variables = address.variables()
+    async def _transport(self, stack: contextlib.AsyncExitStack) -> Any:
+        address, variables = self._address, self._address.variables()
         if address.url:
             import httpx2
             from mcp.client.streamable_http import streamable_http_client
@@ -338,31 +316,28 @@ class _Connection:
             return streamable_http_client(address.url, http_client=http)
         from mcp import StdioServerParameters, stdio_client
 
-        # What it prints must not fill the terminal, and says why it did not start.
-        errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115  the stack closes it
-        self._errors = stack.enter_context(errors)
-        stack.callback(self._keep_tail)
-        program, *arguments = shlex.split(address.command)
-        return stdio_client(
-            StdioServerParameters(
-                command=sys.executable if program == "python" else program,
-                args=arguments,
-                env=variables,
-                encoding_error_handler="replace",
-            ),
-            errlog=self._errors,
-        )
+        # Its error output must not fill the terminal, and says why it did not start.
+        errors = stack.enter_context(tempfile.TemporaryFile("w+", errors="replace"))  # noqa: SIM115
 
-    def _keep_tail(self) -> None:
-        """Keeps the end of the process's error output before the file is gone."""
-        if self._errors is not None and not self._errors.closed:
-            number = self._errors.fileno()
-            start = max(0, os.fstat(number).st_size - TAIL_BYTES)
-            self.printed = os.pread(number, TAIL_BYTES, start).decode("utf-8", "replace").strip()
+        def keep_tail() -> None:
+            start = max(0, os.fstat(errors.fileno()).st_size - TAIL_BYTES)
+            tail = os.pread(errors.fileno(), TAIL_BYTES, start)
+            self._printed = tail.decode("utf-8", "replace").strip()
+
+        stack.callback(keep_tail)
+        program, *arguments = shlex.split(address.command)
+        parameters = StdioServerParameters(
+            command=sys.executable if program == "python" else program,
+            args=arguments,
+            env=variables,
+            encoding_error_handler="replace",
+        )
+        return stdio_client(parameters, errlog=errors)
 
     async def close(self) -> None:
         self._is_over.set()
-        done, _ = await asyncio.wait({self.task}, timeout=STOP_SECONDS if self.is_ready else 0.0)
+        seconds = STOP_SECONDS if self._ready.is_set() else 0.0
+        done, _ = await asyncio.wait({self.task}, timeout=seconds)
         if not done:
             self.task.cancel()
             done, _ = await asyncio.wait({self.task}, timeout=STOP_SECONDS)
@@ -372,63 +347,46 @@ class _Connection:
 
 # -- what a server offers -------------------------------------------------------------------------
 
+Offered = dict[str, tuple[str, dict[str, Any]]]
+"""Name -> (description, schema of the arguments)."""
 
-def check_offer(
-    listed: Sequence[Any], address: ServerAddress, only: Sequence[str]
-) -> list[dict[str, Any]]:
-    """Returns the tools as name, description and parameters. Raises ToolServerError for a tool that
-    the model cannot be told about, or whose arguments could not be checked."""
+
+def check_offer(listed: Sequence[Any], address: ServerAddress, only: Sequence[str]) -> Offered:
+    """Returns the tools. Raises ToolServerError for a tool that the model cannot be told about, or
+    whose arguments could not be checked."""
     names = [each.name for each in listed]
-    if not names:
-        raise ToolServerError(f"{address} offers no tool.")
     for name in only:
         if name not in names:
             raise ConfigError(f"{address} has no tool {name!r}.{did_you_mean(name, names)}")
     taken = [each for each in listed if not only or each.name in only]
-    hint = "Name the tools to take with only=..., or mend the server."
-    if len(taken) > MAX_TOOLS:
-        raise ToolServerError(f"{address} offers more than {MAX_TOOLS} tools. {hint}")
-    offered: list[dict[str, Any]] = []
+    if not taken or len(taken) > MAX_TOOLS:
+        count = "no tool" if not taken else f"more than {MAX_TOOLS} tools; name some in only=..."
+        raise ToolServerError(f"{address} offers {count}.")
+    offered: Offered = {}
     for each in taken:
-        where = f"{address}: the tool {each.name[:80]!r}"
-        if not TOOL_NAME.fullmatch(each.name):
-            raise ToolServerError(
-                f"{where} has a name that calls cannot carry: expected 1 to 64 letters, digits, "
-                f"'_', '-' or '.'. {hint}"
-            )
-        if names.count(each.name) > 1:
-            raise ToolServerError(f"{where} is offered {names.count(each.name)} times.")
-        schema = each.input_schema
-        if problem := schema_problem(schema):
-            raise ToolServerError(f"{where} has a schema that is none: {problem}. {hint}")
+        schema, problem = each.input_schema, schema_problem(each.input_schema)
         description = (each.description or "").strip()
         size = len(description) + len(json.dumps(schema))
-        if size > MAX_DESCRIPTION_CHARS:
-            raise ToolServerError(
-                f"{where} is described in {size} characters, more than {MAX_DESCRIPTION_CHARS}: "
-                f"every prompt would contain them. {hint}"
-            )
-        offered.append(
-            {"name": each.name, "description": description, "parameters": simplified(schema)}
-        )
+        for is_wrong, text in (
+            (
+                not TOOL_NAME.fullmatch(each.name),
+                "has a name that calls cannot carry: expected 1 to 64 letters, digits, _ - .",
+            ),
+            (names.count(each.name) > 1, f"is offered {names.count(each.name)} times"),
+            (problem, f"has a schema that is none: {problem}"),
+            (
+                size > MAX_DESCRIPTION_CHARS,
+                f"is described in {size} characters, more than {MAX_DESCRIPTION_CHARS}",
+            ),
+        ):
+            if is_wrong:
+                raise ToolServerError(f"{address}: the tool {each.name[:80]!r} {text}.")
+        offered[each.name] = (description, simplified(schema))
     return offered
 
 
-def _digest(offered: Sequence[Mapping[str, Any]]) -> str:
-    return json.dumps({each["name"]: each for each in offered}, sort_keys=True)
-
-
-def _digest_of(tools: Sequence[Tool]) -> str:
-    return _digest(
-        [
-            {"name": t.name, "description": t.description, "parameters": dict(t.parameters)}
-            for t in tools
-        ]
-    )
-
-
 def _text_of(result: Any) -> tuple[str, int]:
-    """(what the model reads of a result, parts that are no text and were named in their place)."""
+    """Returns (text for the model, number of parts that are no text and are only named in it)."""
     parts: list[str] = []
     num_omitted = 0
     for part in result.content:
