@@ -17,10 +17,10 @@ SWEEPS_PER_TIMEOUT = 4
 
 
 class SessionRegistry:
-    """See `exchange.Sessions`.
+    """All sessions of one gateway.
 
-    A session that is finished is found until it is removed, or until its place is needed: then the
-    one that finished first goes. One that is not finished never goes for another one's sake.
+    A finished session is found until it is removed, or until its slot is needed; the one that
+    finished first is dropped then. A session that is not finished is never dropped for another.
     """
 
     def __init__(

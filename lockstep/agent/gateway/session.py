@@ -36,7 +36,7 @@ from lockstep.agent.gateway.tree import (
     altered_from,
     with_call_ids,
 )
-from lockstep.agent.guard import described
+from lockstep.agent.guard import described, number_problem, numbers_problem
 from lockstep.agent.tasks import derive_seed
 from lockstep.agent.turns import (
     Budget,
@@ -88,14 +88,14 @@ class GatewaySession:
         """sampling: a template, see `TurnSampler`. budget: `max_seconds` applies to one turn.
         deadline: of the whole session, by `time.monotonic`. id, key: drawn if empty. on_turn:
         called with the last segment of each recorded turn."""
-        self._engine, self._renderer, self._trajectory = engine, renderer, trajectory
+        self._engine, self._renderer, self.trajectory = engine, renderer, trajectory
         self._sampler = TurnSampler(
             engine, renderer, trajectory, sampling=sampling, budget=budget, priority=priority
         )
         self._seed, self._budget, self._rule, self._deadline = seed, budget, rule, deadline
         self._on_turn = on_turn
-        self._id = id or secrets.token_hex(8)
-        self._key = key or f"sk-{secrets.token_urlsafe(24)}"
+        self.id = id or secrets.token_hex(8)
+        self.key = key or f"sk-{secrets.token_urlsafe(24)}"
         self._tree = Tree()
         self._running: dict[asyncio.Task[Answer], str] = {}
         """Requests under way, with their keys."""
@@ -117,20 +117,8 @@ class GatewaySession:
     # -- what a server sees -------------------------------------------------------------------
 
     @property
-    def id(self) -> str:
-        return self._id
-
-    @property
-    def key(self) -> str:
-        return self._key
-
-    @property
     def is_finished(self) -> bool:
         return self._finishing is not None
-
-    @property
-    def trajectory(self) -> Trajectory:
-        return self._trajectory
 
     @property
     def is_busy(self) -> bool:
@@ -144,13 +132,13 @@ class GatewaySession:
 
     @property
     def rewards(self) -> dict[int, float]:
-        return self._trajectory.rewards if self.ended.is_set() else self._due_rewards()
+        return self.trajectory.rewards if self.ended.is_set() else self._due_rewards()
 
     def _due_rewards(self) -> dict[int, float]:
         out: dict[int, float] = {}
         if None in self._rewards:
             out = dict.fromkeys(self.rewarded_leaves(), self._rewards[None])
-        ends = set(self._trajectory.leaves())
+        ends = set(self.trajectory.leaves())
         return out | {at: r for at, r in self._rewards.items() if at is not None and at in ends}
 
     @property
@@ -161,7 +149,7 @@ class GatewaySession:
     def rewarded_leaves(self) -> list[int]:
         """The ends of paths that the session's reward is for: each path's last turn, without turns
         that a retry took the place of."""
-        leaves = set(self._trajectory.leaves())
+        leaves = set(self.trajectory.leaves())
         answers = [a for a in self._tree.answers if a.segment in leaves and not a.is_abandoned]
         return [a.segment for a in answers if a.segment is not None]
 
@@ -169,7 +157,7 @@ class GatewaySession:
         """The next turn of the dialogue that the request tells. Raises Refusal."""
         self._check_open()
         self.last_used = time.monotonic()
-        count(self._trajectory, "gateway/requests")
+        count(self.trajectory, "gateway/requests")
         if request.key and (answer := self._answered.get(request.key)) is not None:
             return self._reply_of(answer, is_repeated=True)
         job = next((j for j, key in self._running.items() if key and key == request.key), None)
@@ -200,25 +188,26 @@ class GatewaySession:
     async def set_reward(
         self, reward: float, *, parts: Mapping[str, float], leaf: int | None = None
     ) -> None:
-        """See `exchange.Session.set_reward`. The reward of a turn that is no leaf in the end is for
-        that turn alone."""
+        """Rewards the path that ends with segment `leaf`, or with None the end of every path. A
+        second reward for the same leaf replaces the first. If the turn is no leaf in the end, the
+        reward is for that turn alone. All numbers must be finite.
+
+        Raises Refusal."""
         self._check_open()
-        for name, value in {"reward": reward, **parts}.items():
-            if not math.isfinite(value):
-                raise Refusal(
-                    400, "invalid_reward", f"{name} is {value!r}; expected a finite number."
-                )
+        problem = number_problem(reward, "reward") or numbers_problem(parts, "parts")
+        if problem:
+            raise Refusal(400, "invalid_reward", problem)
         if leaf is not None and leaf not in self.turn_ends:
             raise Refusal(
                 400,
                 "unknown_leaf",
-                f"no turn of session {self._id} ends with segment {leaf}; its turns end with "
+                f"no turn of session {self.id} ends with segment {leaf}; its turns end with "
                 f"{self.turn_ends}. Take `leaf` from the reply.",
                 parameter="leaf",
             )
         self.last_used = time.monotonic()
         self._rewards[leaf] = float(reward)
-        self._trajectory.reward_parts.update({name: float(v) for name, v in parts.items()})
+        self.trajectory.reward_parts.update({name: float(v) for name, v in parts.items()})
 
     def lost(self, leaf: int) -> None:
         """Takes back that a client received the turn that ends with `leaf`: it was gone when the
@@ -230,7 +219,7 @@ class GatewaySession:
 
     def drop_rewards(self) -> None:
         """Forgets the rewards that were posted, because a score replaces them."""
-        trajectory = self._trajectory
+        trajectory = self.trajectory
         if self._rewards:
             count(trajectory, "gateway/ignored_rewards", len(self._rewards))
         for leaf in self._rewards:
@@ -247,12 +236,12 @@ class GatewaySession:
         The end is carried out whole, also if this call is cancelled."""
         if self._finishing is None:
             self._finishing = asyncio.create_task(self._finish(error))
-        elif error and error != self._trajectory.error:
+        elif error and error != self.trajectory.error:
             raise self._closed()
         await asyncio.shield(self._finishing)
 
     async def _finish(self, error: str) -> None:
-        trajectory = self._trajectory
+        trajectory = self.trajectory
         running = list(self._running)
         for job in running:
             job.cancel()
@@ -270,7 +259,7 @@ class GatewaySession:
         self.on_finish(self)
 
     def _lay_rewards(self) -> None:
-        trajectory = self._trajectory
+        trajectory = self.trajectory
         trajectory.rewards.update(self._due_rewards())
         for leaf, reward in self._rewards.items():
             if leaf is not None and leaf not in trajectory.rewards:
@@ -302,7 +291,7 @@ class GatewaySession:
                 parameter="messages",
             )
         self._insert(drafted, dialogue)
-        count(self._trajectory, "tokens/encoded", drafted.num_encoded)
+        count(self.trajectory, "tokens/encoded", drafted.num_encoded)
         place = drafted.place
         if not place.num_asked:
             place.why = drafted.reason
@@ -364,7 +353,7 @@ class GatewaySession:
             ) from None
         except Exception as error:
             # Nothing of it stands, and nothing is given: an agent would act on what is not there.
-            count(self._trajectory, "gateway/engine_errors")
+            count(self.trajectory, "gateway/engine_errors")
             status, code = 500, "not_recorded"
             if isinstance(error, EngineError):
                 is_down = isinstance(error, EngineDownError)
@@ -382,11 +371,11 @@ class GatewaySession:
                 before.is_retried = True
         self._tree.add(answer)
         self._exhausted = ""
-        count(self._trajectory, "turns")
-        count(self._trajectory, "parse_errors", bool(turn.message.parse_error))
-        count(self._trajectory, "gateway/reused_tokens", answer.num_reused_tokens)
+        count(self.trajectory, "turns")
+        count(self.trajectory, "parse_errors", bool(turn.message.parse_error))
+        count(self.trajectory, "gateway/reused_tokens", answer.num_reused_tokens)
         if reason:
-            count(self._trajectory, f"branches/{reason}")
+            count(self.trajectory, f"branches/{reason}")
         self._on_turn(turn.leaf)
         return answer
 
@@ -399,10 +388,10 @@ class GatewaySession:
             if (value := getattr(request, name)) is not None and value != getattr(template, name)
         }
         for name in request.ignored:
-            count(self._trajectory, f"gateway/ignored/{name}")
+            count(self.trajectory, f"gateway/ignored/{name}")
         if self._rule == "run":
             for name in [*asked, *(["seed"] if request.seed is not None else [])]:
-                count(self._trajectory, f"gateway/ignored/{name}")
+                count(self.trajectory, f"gateway/ignored/{name}")
             asked = {}
         strings = tuple(dict.fromkeys((*template.stop_strings, *request.stop_strings)))
         if not asked and limit >= template.max_tokens and strings == template.stop_strings:
@@ -434,7 +423,7 @@ class GatewaySession:
         """Builds the reply from the trajectory, which holds the only copy."""
         assert answer.segment is not None, "only recorded turns are returned"
         answer.num_receivers += 1
-        trajectory, leaf = self._trajectory, answer.segment
+        trajectory, leaf = self.trajectory, answer.segment
         last = trajectory.segments[leaf]
         if is_repeated:
             count(trajectory, "gateway/repeated_requests")
@@ -462,12 +451,12 @@ class GatewaySession:
             raise self._closed()
 
     def _closed(self) -> Refusal:
-        trajectory = self._trajectory
+        trajectory = self.trajectory
         why = f" ({trajectory.error})" if trajectory.error else ""
         return Refusal(
             410,
             "session_finished",
-            f"session {self._id} is {trajectory.status}{why}: no more turns, no more rewards. "
+            f"session {self.id} is {trajectory.status}{why}: no more turns, no more rewards. "
             "Begin another one.",
         )
 
@@ -546,7 +535,7 @@ class GatewaySession:
         was = altered_from(place, reply)
         known = self._tree.known(reply)
         if known is not None:
-            ids, reply = self._ids_of(known), known.message
+            ids, reply = self.ids_of(known), known.message
         else:
             thought = "" if was is None else was[0].message.thinking
             if not reply.thinking:  # left out, as clients do
@@ -556,7 +545,7 @@ class GatewaySession:
             if was is not None:
                 written, num_encoded = splice_reply(
                     self._renderer,
-                    self._ids_of(was[0]).tolist(),
+                    self.ids_of(was[0]).tolist(),
                     written,
                     is_thinking_kept=reply.thinking.strip() == thought.strip(),
                 )
@@ -571,10 +560,10 @@ class GatewaySession:
         """The place that batch `at` makes behind `above`."""
         batch = dialogue.batches[at]
         place = Place(above, [], dialogue.num_messages(at + 1))
-        tail = self._ids_of(above)
+        tail = self.ids_of(above)
         if self._renderer.forgets(batch):
             leaf, behind = self._recorded_part(above)
-            fork = fork_without_thinking(self._trajectory, leaf, self._renderer, behind=behind)
+            fork = fork_without_thinking(self.trajectory, leaf, self._renderer, behind=behind)
             if fork is not None:
                 place.is_forked, (place.base, place.parts) = True, fork
                 tail = place.parts[-1].ids
@@ -598,8 +587,8 @@ class GatewaySession:
                 above.place.add(above)
             above.places[dialogue.batch_keys[at]] = place
         for turn, ids in draft.altered:
-            count(self._trajectory, "gateway/altered_replies")
-            count(self._trajectory, "gateway/altered_tokens", _num_changed(self._ids_of(turn), ids))
+            count(self.trajectory, "gateway/altered_replies")
+            count(self.trajectory, "gateway/altered_tokens", _num_changed(self.ids_of(turn), ids))
 
     def _recorded_part(self, node: Place | Answer) -> tuple[int | None, list[Observed]]:
         """Returns (the last recorded segment of the node's path, the parts behind it that are not
@@ -639,11 +628,11 @@ class GatewaySession:
     def _ids_of(self, answer: Answer) -> Int32Array:
         if answer.segment is None:
             return answer.parts[0].ids
-        return turn_ids(self._trajectory, answer.segment)
+        return turn_ids(self.trajectory, answer.segment)
 
     def _prompt_ids(self, place: Place) -> Int32Array:
         leaf, parts = self._recorded_part(place)
-        return np.concatenate([self._trajectory.path_ids(leaf), *(part.ids for part in parts)])
+        return np.concatenate([self.trajectory.path_ids(leaf), *(part.ids for part in parts)])
 
     def _ended(self, job: asyncio.Task[Answer]) -> None:
         key = self._running.pop(job)
