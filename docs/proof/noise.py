@@ -17,7 +17,7 @@ import asyncio
 import json
 import sys
 import warnings
-from dataclasses import asdict, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import mean
@@ -31,7 +31,6 @@ from studies import REPORTED_NOISE, TEN_TIMES
 from lockstep.agent.loop import Budget, collect, training_sampling
 from lockstep.agent.rescoring import Rescorer
 from lockstep.config import resolve
-from lockstep.correction.averaging import noise_table
 from lockstep.recipes import find_recipe
 from lockstep.run.build import build
 from lockstep.run.preflight import preflight
@@ -121,11 +120,23 @@ def measure(words: tuple[str, ...], seed: int) -> dict[str, float]:
     recorded = torch.from_numpy(
         np.concatenate([row.columns["rollout_logprobs"][row.loss_mask] for row in rows])
     )
-    figures = asdict(noise_table(trained, scored))
+    figures = noise_table(trained, scored)
     figures["single_diff"] = float((trained[0] - recorded).abs().mean())
-    of_probs = asdict(noise_table(trained.exp(), scored.exp()))
+    of_probs = noise_table(trained.exp(), scored.exp())
     figures |= {f"prob_{name}": value for name, value in of_probs.items() if name != "num_tokens"}
     return figures
+
+
+def noise_table(trained: torch.Tensor, scored: torch.Tensor) -> dict[str, float]:
+    """How far two sides are apart, and each from itself; [scorings, tokens] of both."""
+    keep = torch.isfinite(trained).all(0) & torch.isfinite(scored).all(0)
+    left, right = trained[:, keep].double(), scored[:, keep].double()
+    return {
+        "diff": float((left.mean(0) - right.mean(0)).abs().mean()),
+        "var_rollout": float(right.var(0, unbiased=True).mean()),
+        "var_train": float(left.var(0, unbiased=True).mean()),
+        "num_tokens": int(keep.sum()),
+    }
 
 
 def row_of(words: tuple[str, ...]) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """The sampler's own probabilities, estimated from several scorings instead of one.
 
-An engine that gives another number each time it looks at a token has a distribution of numbers.
-The log-prob recorded while sampling is one draw from it, and not a fair one: a token is drawn more
-often when noise favours it. The mean over re-scorings of what was sampled has neither fault.
+The log-probs of a noisy engine differ from pass to pass. The one recorded while sampling is a
+single draw, and a biased one: a token is drawn more often when noise favours it. The mean over
+re-scorings has neither fault.
 Source: KwaiKAT team 2025, "Reducing Sampling Noise to Improve Stability of MoE RL".
 
 # S scorings  T tokens
@@ -29,8 +29,8 @@ class AveragedLogprobs:
     logprobs: Tensor
     """[T] float32 nats: log of the mean probability. NaN where a scoring is not finite."""
     variance: Tensor
-    """[T] float64 nats^2: of the log-prob between scorings (divided by their number less one); the
-    estimate's own is about this over their number. NaN where there are fewer than two."""
+    """[T] float64 nats^2: variance of the log-prob between scorings (divided by n - 1); that of the
+    estimate is about 1 / n of it. NaN where there are fewer than two."""
     sampling_bias: Tensor | None
     """[T] float64 nats: the log-prob recorded while sampling minus the estimate without it; NaN
     where either is not finite. None without `rollout_logprobs`."""
@@ -90,53 +90,8 @@ def average_logprobs(
     return AveragedLogprobs(mean.float(), variance, bias)
 
 
-@dataclass(frozen=True, slots=True)
-class NoiseTable:
-    """How far two sides are apart, and how far each is from itself; nats."""
-
-    diff: float
-    """Mean over tokens of |mean trainer log-prob - mean rollout log-prob|."""
-    var_rollout: float
-    """Mean over tokens of the variance between the sampler's scorings, nats^2."""
-    var_train: float
-    """The same of the trainer's."""
-    num_tokens: int
-
-
-def noise_table(trainer: Tensor, rollout: Tensor, *, mask: Tensor | None = None) -> NoiseTable:
-    """Bias against variance, from repeated scorings of the same tokens by both sides.
-
-    trainer, rollout: [S, T] float32 nats, S at least 2 and not necessarily alike. mask: [T] bool.
-    Tokens with a scoring that is not finite are left out. A variance of 0 means a side that repeats
-    itself bit for bit.
-    """
-    if trainer.ndim != 2 or rollout.ndim != 2 or trainer.shape[1] != rollout.shape[1]:
-        raise AlignmentError(
-            f"trainer and rollout have the shapes {list(trainer.shape)} and {list(rollout.shape)}; "
-            "expected [scorings, tokens] of the same tokens."
-        )
-    if min(len(trainer), len(rollout)) < 2:
-        raise AlignmentError(
-            f"{len(trainer)} scorings by the trainer and {len(rollout)} by the sampler: a variance "
-            "needs two of each at least."
-        )
-    keep = torch.isfinite(trainer).all(0) & torch.isfinite(rollout).all(0)
-    if mask is not None:
-        keep &= mask != 0
-    left, right = trainer[:, keep].double(), rollout[:, keep].double()
-    count = int(keep.sum())
-    if not count:
-        return NoiseTable(math.nan, math.nan, math.nan, 0)
-    return NoiseTable(
-        diff=float((left.mean(0) - right.mean(0)).abs().mean()),
-        var_rollout=float(right.var(0, unbiased=True).mean()),
-        var_train=float(left.var(0, unbiased=True).mean()),
-        num_tokens=count,
-    )
-
-
 def _finite_or_nan(stacked: Tensor) -> Tensor:
-    """NaN in all scorings of a token where one of them is not finite."""
+    """The scorings, with NaN in all of a token's if one of them is not finite."""
     return torch.where(torch.isfinite(stacked).all(0), stacked, float("nan"))
 
 

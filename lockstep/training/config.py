@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Literal
 
 from lockstep.config import check_choices
@@ -24,107 +24,112 @@ def _check(room: str, *claims: tuple[bool, str, object, str]) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainerConfig:
-    """How weights are updated: AdamW, its schedule, and how a batch is cut up."""
+class LearnerConfig:
+    """Settings that the policy and the critic each have of their own."""
 
     lr: float = 1e-5
     """Peak learning rate, after the warm-up."""
-    betas: tuple[float, float] = (0.9, 0.95)
-    """AdamW's decay of the gradient's first and second moment."""
-    eps: float = 1e-8
-    """AdamW's addition to the denominator."""
     weight_decay: float = 0.0
     """Decoupled: each update shrinks the weights by lr * weight_decay. Norms, biases and attention
     sinks are never shrunk."""
     warmup_updates: int = 0
     """Updates over which the learning rate rises linearly to its peak."""
     schedule: Schedule = "constant"
-    """What the learning rate does after the warm-up, until the run's last update."""
+    """Course of the learning rate after the warm-up, until the run's last update."""
     min_lr_share: float = 0.0
-    """Share of the peak that linear and cosine end with."""
+    """Ratio of the last learning rate to the peak, with linear and cosine."""
     grad_clip: float = 1.0
     """Largest global norm of the gradient; a longer one is shortened to it. 0 never clips."""
-    max_tokens_per_microbatch: int = 16384
-    """Tokens of one forward and backward. Rows are packed without padding and never split, so the
-    longest row must fit. Less memory, same result."""
     freeze: tuple[str, ...] = ()
-    """Parameters that stay as they are: patterns on their names, such as *.attention.* or *.sinks
-    or embedding. They have no gradient and no optimizer state."""
-    recompute: Recompute = "none"
-    """blocks: activation checkpointing. The training forward keeps only what each block begins
-    with, and backward computes the block again: up to a third more time, the same bits."""
-    optimizer_bits: Literal[32, 8] = 32
-    """Bits of each of AdamW's two moments. 8: a code per value and a scale per 256, for matrices;
-    embeddings, norms and what is small keep 32. About 2 bytes per weight in place of 8."""
-    offload: Offload = "none"
-    """optimizer: AdamW's moments and the float32 masters are in the host's memory, and the update
-    is made there; gradients go to it and weights come back. For a model on a GPU."""
+    """Parameters that are not trained: patterns on their names, such as *.attention.* or *.sinks or
+    embedding. They have no gradient and no optimizer state. The critic's blocks begin with body:
+    critic.freeze=body.* trains its head alone."""
     loss_scale: float = 0.0
-    """Factor on the loss, so that small gradients are not lost; a power of two. 0 is 1, and with
-    dtype=float16 found anew all the time: halved after an overflow (and the batch run backward
-    again), doubled after 100 updates without one."""
+    """Factor on the loss, a power of two, against underflow of small gradients. 0 is 1, and with
+    dtype=float16 dynamic: halved after an overflow (and the batch run backward again), doubled
+    after 100 updates without one."""
     updates_per_batch: int = 1
-    """Optimizer steps on each sampled batch, each on its share of the rows."""
-    routing_replay: RoutingReplay = "none"
-    """Which experts a mixture's tokens go to in the trainer. none: those that its own router
-    chooses. rollout: those that the sampler's router chose, in every forward (R3). recompute: those
-    that the trainer's router chose before the first update of a batch, in all of them (R2), at the
-    price of that forward. The router weighs them by its own logits and is trained either way."""
-    partial_routes: bool = False
-    """With routing_replay=rollout: where a row has no routes the router chooses, and
-    `routing/replayed_share` counts it. Otherwise a row without them is an error."""
-    router_aux_coef: float = 0.0
-    """Weight of the auxiliary loss that has a mixture's routers spread the tokens over the experts:
-    experts * sum of load * mean probability, 1 where even, by the load of the whole update. Costs
-    one more forward without the head where nothing else has counted the load. 0 has none."""
-    measure_after_every: int = 10
-    """Every that many steps the mismatch is measured again after the update, on a part of the
-    batch; 0 never does."""
+    """Optimizer steps on each sampled batch: the policy's on shares of the rows, the critic's on
+    all rows."""
 
-    def __post_init__(self) -> None:
-        check_choices(self, "trainer")
-        low, high = self.betas
+    def _check_learner(self, room: str) -> None:
+        check_choices(self, room)
+        is_power = math.isfinite(self.loss_scale) and math.frexp(self.loss_scale)[0] in (0, 0.5)
         _check(
-            "trainer",
+            room,
             (0 < self.lr < math.inf, "lr", self.lr, "a finite number above 0"),
-            (0 <= low < 1 and 0 <= high < 1, "betas", f"{low},{high}", "two numbers in [0, 1)"),
-            (0 < self.eps < math.inf, "eps", self.eps, "a finite number above 0"),
             (0 <= self.weight_decay < math.inf, "weight_decay", self.weight_decay, "at least 0"),
             (self.warmup_updates >= 0, "warmup_updates", self.warmup_updates, "at least 0"),
             (0 <= self.min_lr_share <= 1, "min_lr_share", self.min_lr_share, "in [0, 1]"),
             (0 <= self.grad_clip < math.inf, "grad_clip", self.grad_clip, "at least 0; 0 is off"),
-            (
-                self.max_tokens_per_microbatch >= 2,
-                "max_tokens_per_microbatch",
-                self.max_tokens_per_microbatch,
-                "at least 2: a prompt token and one that it predicts",
-            ),
             (self.updates_per_batch >= 1, "updates_per_batch", self.updates_per_batch, ">= 1"),
-            (
-                self.loss_scale == 0
-                or (0 < self.loss_scale < math.inf and math.frexp(self.loss_scale)[0] == 0.5),
-                "loss_scale",
-                self.loss_scale,
-                "a power of two, or 0",
-            ),
-            (
-                0 <= self.router_aux_coef < math.inf,
-                "router_aux_coef",
-                self.router_aux_coef,
-                "a finite number, at least 0; 0 is off",
-            ),
-            (
-                self.measure_after_every >= 0,
-                "measure_after_every",
-                self.measure_after_every,
-                "at least 0; 0 is off",
-            ),
+            (is_power, "loss_scale", self.loss_scale, "a power of two, or 0"),
         )
 
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerConfig(LearnerConfig):
+    """Settings of the update: AdamW, its schedule, and the micro-batches."""
+
+    betas: tuple[float, float] = (0.9, 0.95)
+    """AdamW's decay of the gradient's first and second moment."""
+    eps: float = 1e-8
+    """AdamW's addition to the denominator."""
+    max_tokens_per_microbatch: int = 16384
+    """Tokens of one forward and backward. Rows are packed without padding and never split, so the
+    longest row must fit. Less memory, same result."""
+    recompute: Recompute = "none"
+    """blocks: activation checkpointing. The training forward keeps only the input of each block,
+    and backward computes the block again: up to a third more time, the same bits."""
+    optimizer_bits: Literal[32, 8] = 32
+    """Bits of each of AdamW's two moments. 8: a code per value and a scale per 256, for matrices;
+    embeddings, norms and small tensors keep 32. About 2 bytes per weight instead of 8."""
+    offload: Offload = "none"
+    """optimizer: AdamW's moments and the float32 masters are kept and updated in the host's memory;
+    gradients go there and weights come back. For a model on a GPU."""
+    routing_replay: RoutingReplay = "none"
+    """Experts of a mixture in the trainer. none: chosen by its own router. rollout: those that the
+    sampler's router chose, in every forward (R3). recompute: those that the trainer's router chose
+    before the first update of a batch, in all of them (R2), at the price of that forward. The
+    router weighs them by its own logits and is trained either way."""
+    partial_routes: bool = False
+    """With routing_replay=rollout: the router chooses where a row has no routes, and
+    `routing/replayed_share` counts it. Otherwise a row without them is an error."""
+    router_aux_coef: float = 0.0
+    """Weight of the auxiliary loss that evens out the load of a mixture's experts: experts * sum of
+    load * mean probability, 1 where even, by the load of the whole update. Costs one more forward
+    without the head where nothing else has counted the load. 0 is off."""
+    measure_after_every: int = 10
+    """Steps between measurements of the mismatch after the update, on the batch; 0 never
+    measures."""
+
+    def __post_init__(self) -> None:
+        self._check_learner("trainer")
+        low, high = self.betas
+        budget, every = self.max_tokens_per_microbatch, self.measure_after_every
+        coef = self.router_aux_coef
+        _check(
+            "trainer",
+            (0 <= low < 1 and 0 <= high < 1, "betas", f"{low},{high}", "two numbers in [0, 1)"),
+            (0 < self.eps < math.inf, "eps", self.eps, "a finite number above 0"),
+            (
+                budget >= 2,
+                "max_tokens_per_microbatch",
+                budget,
+                "at least 2: a prompt token and one that it predicts",
+            ),
+            (
+                0 <= coef < math.inf,
+                "router_aux_coef",
+                coef,
+                "a finite number, at least 0; 0 is off",
+            ),
+            (every >= 0, "measure_after_every", every, "at least 0; 0 is off"),
+        )
         if self.partial_routes and self.routing_replay != "rollout":
             raise ConfigError(
                 f"trainer.partial_routes=true with trainer.routing_replay={self.routing_replay}: "
-                "only the sampler's routes can be there in part. Set routing_replay=rollout, or "
+                "only the sampler's routes can be incomplete. Set routing_replay=rollout, or "
                 "leave it out."
             )
 
@@ -159,80 +164,44 @@ class TrainerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CriticConfig:
-    """The model of values behind advantage=gae: what it starts from, and how it learns. What is not
-    here (betas, micro-batches, recompute, optimizer_bits, ...) is as the trainer has it."""
+class CriticConfig(LearnerConfig):
+    """The model of values behind advantage=gae. All settings that are not here (betas,
+    micro-batches, recompute, optimizer_bits, ...) are the trainer's."""
 
     model: str = ""
-    """What it starts from: a model named as `model` is. A reward model (sequence classification
-    with one label) keeps its head; with any other all values begin at 0. Empty: the run's model."""
-    lr: float = 1e-5
-    """Peak learning rate, after the warm-up."""
-    weight_decay: float = 0.0
-    """Decoupled: each update shrinks the weights by lr * weight_decay."""
-    warmup_updates: int = 0
-    """Updates over which the learning rate rises linearly to its peak."""
-    schedule: Schedule = "constant"
-    """What the learning rate does after the warm-up, until the run's last update."""
-    min_lr_share: float = 0.0
-    """Share of the peak that linear and cosine end with."""
-    grad_clip: float = 1.0
-    """Largest global norm of the gradient; a longer one is shortened to it. 0 never clips."""
-    freeze: tuple[str, ...] = ()
-    """Parameters that stay as they are, as in trainer.freeze; the blocks' names begin with body:
-    body.* trains the head alone. trainer.freeze is not about the critic."""
-    loss_scale: float = 0.0
-    """Factor on the loss, so that small gradients are not lost; a power of two. 0 is 1, and with
-    dtype=float16 found anew all the time: halved after an overflow (and the batch run backward
-    again), doubled after 100 updates without one."""
-    updates_per_batch: int = 1
-    """Optimizer steps on each sampled batch, each on all of its rows."""
+    """Model to start from, named as `model` is. A reward model (sequence classification with one
+    label) keeps its head; with any other all values begin at 0. Empty: the run's model."""
     clip: float = 0.5
-    """How far a value may move from what it was before the batch until it stops learning from it,
-    in units of the reward. 0 never clips."""
+    """Distance from its value before the batch at which a value stops learning, in units of the
+    reward. 0 never clips."""
     steps_before_policy: int = 0
-    """Steps at the beginning in which the critic alone is trained: what one that knows nothing says
-    of the policy's tokens is noise."""
+    """Steps at the beginning in which the critic alone is trained: the values of an untrained one
+    are noise to the policy."""
 
     def __post_init__(self) -> None:
+        self._check_learner("critic")
+        steps = self.steps_before_policy
         _check(
             "critic",
-            (self.updates_per_batch >= 1, "updates_per_batch", self.updates_per_batch, ">= 1"),
-            (
-                self.loss_scale == 0
-                or (0 < self.loss_scale < math.inf and math.frexp(self.loss_scale)[0] == 0.5),
-                "loss_scale",
-                self.loss_scale,
-                "a power of two, or 0",
-            ),
             (0 <= self.clip < math.inf, "clip", self.clip, "at least 0; 0 is off"),
-            (self.steps_before_policy >= 0, "steps_before_policy", self.steps_before_policy,
-             "at least 0"),
-        )  # fmt: skip
-        try:
-            self.trainer(TrainerConfig())
-        except ConfigError as error:
-            raise ConfigError(str(error).replace("trainer.", "critic.", 1)) from None
+            (steps >= 0, "steps_before_policy", steps, "at least 0"),
+        )
 
     def trainer(self, policy: TrainerConfig) -> TrainerConfig:
-        """The settings of the critic's optimizer and batches: the policy's, but for those here."""
-        return replace(
-            policy,
-            lr=self.lr, weight_decay=self.weight_decay, warmup_updates=self.warmup_updates,
-            schedule=self.schedule, min_lr_share=self.min_lr_share, grad_clip=self.grad_clip,
-            freeze=self.freeze, loss_scale=self.loss_scale,
-            updates_per_batch=self.updates_per_batch,
-        )  # fmt: skip
+        """The critic's optimizer and batches: the policy's settings, with its own where it has
+        them."""
+        own = {field.name: getattr(self, field.name) for field in fields(LearnerConfig)}
+        return replace(policy, **own)
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """When the state of a run is written, and what of it is kept."""
+    """Settings of checkpoints: how often they are written, and which are kept."""
 
     every: int = 10
-    """Steps between checkpoints; one is always written at the end. 0 writes no other."""
+    """Steps between checkpoints; 0 writes only the one at the end."""
     keep_last: int = 2
-    """Newest checkpoints to keep. Two at least survive a torn write of one."""
+    """Newest checkpoints to keep. With two or more, one survives a torn write."""
     keep_best: bool = True
     """Also keep the one with the highest evaluation reward."""
 
@@ -256,16 +225,16 @@ class SFTConfig:
     rows_per_step: int = 32
     """Rows of one update."""
     shuffle: bool = True
-    """Draw a fresh order for each pass over the file."""
+    """Draw a new order for each pass over the file."""
     observed_weight: float = 0.0
-    """Loss weight of the tokens that no assistant wrote: prompts and tool replies. 0 leaves them
-    out; a little keeps a model that is trained from scratch from ignoring them."""
+    """Loss weight of prompts and tool replies. 0 leaves them out; a little keeps a model that is
+    trained from scratch from ignoring them."""
     word_weights: dict[str, float] = field(default_factory=dict)
     """Loss weight of the tokens that spell these words in an assistant's reply; others have 1."""
     max_tokens: int = 0
     """Longest row; 0 is the trainer's max_tokens_per_microbatch."""
     long_rows: LongRows = "error"
-    """What happens to a longer one: an error that names its line, or it is left out and counted."""
+    """Treatment of longer rows: an error that names the line, or they are left out."""
 
     def __post_init__(self) -> None:
         _check(

@@ -280,8 +280,7 @@ class Learner:
     # -- the cause of a bad gradient ------------------------------------------------------------
 
     def _name_bad_gradients(self) -> str:
-        """Finds the rows whose own gradient is not finite by halving the batch; costs up to two
-        more passes over it."""
+        """Finds the rows whose own gradient is not finite, by one more backward of each."""
         found = "the gradient is not finite"
         parts = [local_part(p.detach()) for p in self._module.parameters()]
         has_bad_weights = not all(bool(torch.isfinite(p).all()) for p in parts)
@@ -291,28 +290,16 @@ class Learner:
             return f"{found}, because the weights are not: an earlier state must be loaded"
         bad: list[str] = []
         for call in self._passes:
-            rows = [i for i, s in enumerate(call.samples) if s.num_trained]
-            while rows and len(bad) < MAX_NAMED_ROWS:
-                row = self._first_bad_row(call, rows)
-                if row is None:
-                    break
-                bad.append(f"{call.samples[row].id} (row {row})")
-                rows = [i for i in rows if i > row]
+            for row, sample in enumerate(call.samples):
+                if len(bad) < MAX_NAMED_ROWS and self._has_bad_gradient(call, sample):
+                    bad.append(f"{sample.id} (row {row})")
         if not bad:
             return f"{found}, but each row's own is: their sum is too large for float32"
         return f"{found}; it comes from {', '.join(bad)}"
 
-    def _first_bad_row(self, call: Pass, rows: list[int]) -> int | None:
-        if not self._has_bad_gradient(call, rows):
-            return None
-        while len(rows) > 1:
-            half = rows[: len(rows) // 2]
-            rows = half if self._has_bad_gradient(call, half) else rows[len(half) :]
-        return rows[0] if self._has_bad_gradient(call, rows) else None
-
-    def _has_bad_gradient(self, call: Pass, rows: Sequence[int]) -> bool:
+    def _has_bad_gradient(self, call: Pass, sample: Sample) -> bool:
         self.optimizer.zero_gradients()
-        for batch in self.pack([call.samples[i] for i in rows]):
+        for batch in self.pack([sample]):
             call.backward(batch)
         return not np.isfinite(self._gradient_norm())
 

@@ -371,29 +371,13 @@ def unpack_rows(
 
 
 def describe(samples: Sequence[Sample], batches: Sequence[PackedBatch]) -> str:
-    """A batch in a few lines, for the log of the first step."""
+    """A batch in one line, for the log of the first step."""
     if not batches:
         return f"{len(samples)} rows, nothing to train"
     lengths = [len(s) for s in samples]
-    lines = [
+    return (
         f"{len(samples)} rows of {min(lengths)}..{max(lengths)} tokens, {sum(lengths)} in all; "
         f"{sum(s.num_trained for s in samples)} trained, in {len(batches)} micro-batches of "
         f"{', '.join(str(len(b.ids)) for b in batches[:8])}{' ...' if len(batches) > 8 else ''} "
         "tokens"
-    ]
-    first = batches[0]
-    sample, places = samples[first.rows[0]], first.places[0]
-    runs = np.flatnonzero(np.diff(sample.loss_mask.astype(np.int8), prepend=0, append=0))
-    lines.append(
-        f"row {sample.id}: trained {', '.join(f'{a}:{b}' for a, b in runs.reshape(-1, 2))} of "
-        f"{len(sample)}"
     )
-    count = min(4, len(places))
-    lines.append(f"  token_ids[{places[0]}:]: {first.targets[:count].tolist()}")
-    lines += [
-        f"  {name} {list(values.shape)} {str(values.dtype).removeprefix('torch.')}: "
-        f"{[round(v, 4) for v in values[:count].tolist()]}"
-        for name, values in first.columns.items()
-        if values.ndim == 1
-    ]
-    return "\n".join(lines)

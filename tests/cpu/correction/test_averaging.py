@@ -6,7 +6,7 @@ import warnings
 import pytest
 import torch
 
-from lockstep.correction.averaging import average_logprobs, noise_table
+from lockstep.correction.averaging import average_logprobs
 from lockstep.errors import AlignmentError
 
 NAN, INF = math.nan, math.inf
@@ -119,44 +119,3 @@ def test_a_token_with_a_scoring_that_is_not_finite_has_no_estimate(bad):
 def test_scorings_that_do_not_fit_are_refused(arguments, text):
     with pytest.raises(AlignmentError, match=text):
         average_logprobs(**arguments)
-
-
-# -- the noise of both sides ----------------------------------------------------------------------
-
-
-def test_the_noise_table_tells_bias_from_variance():
-    trainer = torch.tensor([[-1.0, -2.0], [-1.0, -2.0]])  # repeats itself
-    rollout = torch.tensor([[-1.0, -2.0], [-3.0, -2.0], [-2.0, -2.0]])
-    found = noise_table(trainer, rollout)
-    assert (found.diff, found.var_rollout, found.var_train) == (0.5, 0.5, 0.0)
-    assert found.num_tokens == 2
-
-
-def test_the_noise_table_finds_the_noise_that_was_put_in():
-    g = torch.Generator().manual_seed(0)
-    base = -5 * torch.rand(20_000, generator=g)
-    trainer = base + 0.1 * torch.randn(4, 20_000, generator=g)
-    rollout = base - 2.0 + 0.3 * torch.randn(8, 20_000, generator=g)
-    found = noise_table(trainer, rollout)
-    # standard error of a variance over 20000 x 3 degrees of freedom: 0.6 %
-    assert found.var_train == pytest.approx(0.01, rel=0.03)
-    assert found.var_rollout == pytest.approx(0.09, rel=0.03)
-    assert found.diff == pytest.approx(2.0, rel=0.01)
-
-
-def test_what_is_masked_or_not_finite_is_not_in_the_noise_table():
-    trainer = torch.tensor([[-1.0, NAN, -9.0], [-1.0, -1.0, -9.0]])
-    rollout = torch.tensor([[-2.0, -1.0, -1.0], [-2.0, -1.0, INF]])
-    found = noise_table(trainer, rollout)
-    assert (found.diff, found.num_tokens) == (1.0, 1)
-    none = noise_table(trainer, rollout, mask=torch.tensor([False, True, True]))
-    assert none.num_tokens == 0 and math.isnan(none.diff) and math.isnan(none.var_rollout)
-
-
-def test_scorings_of_other_tokens_or_a_single_one_are_refused():
-    with pytest.raises(AlignmentError, match=r"shapes \[2, 3\] and \[2, 4\].*of the same tokens"):
-        noise_table(torch.zeros(2, 3), torch.zeros(2, 4))
-    with pytest.raises(AlignmentError, match=r"shapes \[3\] and"):
-        noise_table(torch.zeros(3), torch.zeros(2, 3))
-    with pytest.raises(AlignmentError, match="1 scorings by the trainer and 2 by the sampler"):
-        noise_table(torch.zeros(1, 3), torch.zeros(2, 3))
