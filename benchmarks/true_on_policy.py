@@ -44,7 +44,7 @@ from lockstep.models.decoder import Decoder
 from lockstep.objectives.config import PPOClip
 from lockstep.objectives.losses import make_loss
 from lockstep.ops.base import KEY_QUANTUM, Ops
-from lockstep.ops.context import PagedContext
+from lockstep.ops.context import AttentionSpec, PagedContext
 from lockstep.ops.invariant import InvariantOps, ask_for_reproducible_gemm
 from lockstep.ops.paged import paged_attention
 from lockstep.training.config import TrainerConfig
@@ -103,16 +103,14 @@ class FlashAttention(Ops):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        sinks: Tensor | None,
-        window: int | None,
-        scale: float,
+        spec: AttentionSpec,
         layer: int,
         context: PagedContext,
     ) -> Tensor:
         def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks: Tensor | None) -> Tensor:
             q, k, v, mask = (x[:, None] for x in (q, k, v, mask.to(q.dtype)))
             out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                q, k, v, 0.0, False, attn_mask=mask, scale=scale
+                q, k, v, 0.0, False, attn_mask=mask, scale=spec.scale
             )
             if sinks is not None:  # one more term of the softmax's sum, without a value
                 share = torch.sigmoid(lse[..., None] - sinks[:, None])
@@ -123,8 +121,7 @@ class FlashAttention(Ops):
             q,
             k,
             v,
-            sinks=sinks,
-            window=window,
+            spec=spec,
             layer=layer,
             context=context,
             attend=attend,

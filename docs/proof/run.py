@@ -110,8 +110,9 @@ def describe_model(model: str) -> dict[str, Any]:
     import torch
 
     from lockstep.config import resolve
+    from lockstep.ops import packed
+    from lockstep.ops.base import Ops
     from lockstep.ops.context import PackedContext
-    from lockstep.ops.trace import tracing
     from lockstep.recipes import find_recipe
     from lockstep.run.build import load_model
     from lockstep.run.preflight import read_model_files
@@ -145,9 +146,18 @@ def describe_model(model: str) -> dict[str, Any]:
     rows = [t.path_ids(len(t.segments) - 1) for t in trajectories]
     ids = torch.tensor([i for row in rows for i in row.tolist()])
     positions = torch.cat([torch.arange(len(row)) for row in rows])
-    with torch.no_grad(), tracing() as values:
+    shares: list[float] = []
+
+    class Shares(Ops):
+        def _packed_attention(self, q, k, v, spec, context):
+            out, lse = packed.attend(q, k, v, spec, context)
+            if spec.sinks is not None:
+                shares.append(float(torch.exp(spec.sinks - lse).mean()))
+            return out
+
+    decoder.ops = Shares()
+    with torch.no_grad():
         decoder(ids, positions, PackedContext.of([len(row) for row in rows]))
-    shares = [float(v) for v in values["sink_share"]]
     return {
         "parameters": sum(p.numel() for p in decoder.parameters()),
         "turns_spelt_otherwise": round(mean(spell_again(t) != t for t in turns), 3),

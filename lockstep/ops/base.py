@@ -19,7 +19,13 @@ import torch.nn.functional as F
 
 from lockstep.errors import AlignmentError
 from lockstep.ops import flex, head
-from lockstep.ops.context import Coefficients, PackedContext, PagedContext, Support
+from lockstep.ops.context import (
+    AttentionSpec,
+    Coefficients,
+    PackedContext,
+    PagedContext,
+    Support,
+)
 from lockstep.ops.packed import SinkAttention
 from lockstep.ops.paged import paged_attention
 from lockstep.ops.split import SplitContext, split_attention
@@ -206,33 +212,25 @@ class Ops:
         if isinstance(context, SplitContext):
             attend = partial(self.attention, window=window, scale=scale, layer=layer)
             return split_attention(attend, q, k, v, sinks=sinks, context=context)
+        spec = AttentionSpec(sinks, window, scale)
         if isinstance(context, PackedContext):
-            return self._packed_attention(q, k, v, sinks, window, scale, context)
+            return self._packed_attention(q, k, v, spec, context)
         context.write(layer, k, v)
-        return self._paged_attention(q, k, v, sinks, window, scale, layer, context)
+        return self._paged_attention(q, k, v, spec, layer, context)
 
     def _packed_attention(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sinks: Tensor | None,
-        window: int | None,
-        scale: float,
-        context: PackedContext,
+        self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, context: PackedContext
     ) -> Tensor:
         if q.device.type == "cpu":
-            return SinkAttention.apply(q, k, v, sinks, window, scale, context)  # pyright: ignore
-        return flex.attend(q, k, v, sinks, window, scale, context)
+            return SinkAttention.apply(q, k, v, spec.sinks, spec, context)  # pyright: ignore
+        return flex.attend(q, k, v, spec, context)
 
     def _paged_attention(
         self,
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        sinks: Tensor | None,
-        window: int | None,
-        scale: float,
+        spec: AttentionSpec,
         layer: int,
         context: PagedContext,
     ) -> Tensor:
@@ -241,11 +239,10 @@ class Ops:
             q,
             k,
             v,
-            sinks=sinks,
-            window=window,
+            spec=spec,
             layer=layer,
             context=context,
-            attend=partial(_attend, scale=scale),
+            attend=partial(_attend, scale=spec.scale),
             key_block=KEY_QUANTUM,
             key_quantum=KEY_QUANTUM,
         )

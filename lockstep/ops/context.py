@@ -117,6 +117,18 @@ class Coefficients:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class AttentionSpec:
+    """Settings of one layer's attention."""
+
+    sinks: Tensor | None
+    """[H] logits that take part in the softmax and have no value (gpt-oss)."""
+    window: int | None
+    """A position sees itself and the window - 1 before it; None sees all before it."""
+    scale: float
+    """Factor of the scores."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class PackedBlock:
     """Rows of similar length, as one padded block of attention."""
 

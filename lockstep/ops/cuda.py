@@ -21,9 +21,8 @@ import torch
 
 from lockstep.errors import ConfigError
 from lockstep.ops import cuda_kernels as kernels
-from lockstep.ops import trace
 from lockstep.ops.base import Ops
-from lockstep.ops.context import PackedContext, PagedBlock, PagedContext
+from lockstep.ops.context import AttentionSpec, PackedContext, PagedBlock, PagedContext
 
 Tensor = torch.Tensor
 
@@ -100,25 +99,16 @@ class CudaOps(Ops):
         return _run(kernels.rope, super().rope, x, cos, sin)
 
     def _packed_attention(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sinks: Tensor | None,
-        window: int | None,
-        scale: float,
-        context: PackedContext,
+        self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, context: PackedContext
     ) -> Tensor:
-        return _PackedAttention.apply(q, k, v, sinks, window, scale, context)  # pyright: ignore
+        return _PackedAttention.apply(q, k, v, spec.sinks, spec, context)  # pyright: ignore
 
     def _paged_attention(
         self,
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        sinks: Tensor | None,
-        window: int | None,
-        scale: float,
+        spec: AttentionSpec,
         layer: int,
         context: PagedContext,
     ) -> Tensor:
@@ -140,10 +130,8 @@ class CudaOps(Ops):
                 positions=block.positions,
                 pages=block.pages,
                 page_size=keys.shape[2],
-                sinks=sinks,
+                spec=spec,
                 num_key_heads=keys.shape[0],
-                window=window,
-                scale=scale,
             )
             first += block.positions.numel()
         return out if context.place_index is None else out[context.place_index]
@@ -229,7 +217,7 @@ class _PackedAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, q, k, v, sinks, window, scale, context):
+    def forward(ctx, q, k, v, sinks, spec, context):
         H, D = q.shape[1:]
         num_places = sum(block.token_index.numel() for block in context.blocks)
         out = q.new_empty(num_places, H, D)
@@ -248,18 +236,14 @@ class _PackedAttention(torch.autograd.Function):
                 positions=torch.arange(block.length, device=q.device)[None],
                 pages=block.token_index,
                 page_size=1,
-                sinks=sinks,
                 num_key_heads=k.shape[1],
-                window=window,
-                scale=scale,
+                spec=spec,
             )
             first += block.token_index.numel()
         if context.place_index is not None:
             out, lse = out[context.place_index], lse[context.place_index]
-        if sinks is not None and trace.is_on():
-            trace.record("sink_share", torch.exp(sinks.float() - lse).mean())
         ctx.save_for_backward(q, k, v, sinks, out, lse)
-        ctx.window, ctx.scale, ctx.context = window, scale, context
+        ctx.spec, ctx.context = spec, context
         return out
 
     @staticmethod
@@ -285,8 +269,8 @@ class _PackedAttention(torch.autograd.Function):
                 grad_places[places].view(*shape, *q.shape[1:]),
                 lse_TH[index],
                 through_places[places].view(*shape, -1),
-                ctx.window,
-                ctx.scale,
+                ctx.spec.window,
+                ctx.spec.scale,
             )
             for grad, part in zip(grads, parts, strict=True):
                 # Rows may share tokens. On CUDA this sorts, then sums in one order, without
@@ -296,7 +280,7 @@ class _PackedAttention(torch.autograd.Function):
         if sinks is not None:
             grad_sinks = -(torch.exp(sinks.float() - lse_TH) * through_TH).sum(0).to(sinks.dtype)
         grad_q, grad_k, grad_v = (grad.to(q.dtype) for grad in grads)
-        return grad_q, grad_k, grad_v, grad_sinks, None, None, None
+        return grad_q, grad_k, grad_v, grad_sinks, None, None
 
 
 def _spread(x_T: Tensor, context: PackedContext) -> Tensor:

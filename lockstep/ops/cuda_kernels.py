@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 import torch
 
 from lockstep.errors import MissingExtraError
-from lockstep.ops.context import KEY_BLOCK
+from lockstep.ops.context import KEY_BLOCK, AttentionSpec
 
 try:
     import triton
@@ -421,10 +421,8 @@ def attention(
     positions: Tensor,
     pages: Tensor,
     page_size: int,
-    sinks: Tensor | None,
+    spec: AttentionSpec,
     num_key_heads: int,
-    window: int | None,
-    scale: float,
 ) -> None:
     """Causal attention of a block of B sequences with Q queries each.
 
@@ -442,7 +440,7 @@ def attention(
         q.storage,
         keys.storage,
         values.storage,
-        None if sinks is None else _aligned(sinks),
+        None if spec.sinks is None else _aligned(spec.sinks),
         _aligned(tokens),
         _aligned(positions),
         _aligned(pages),
@@ -459,8 +457,8 @@ def attention(
         keys.place_step,
         values.head_step,
         values.place_step,
-        NO_WINDOW if window is None else window,
-        scale,
+        NO_WINDOW if spec.window is None else spec.window,
+        spec.scale,
         num_key_heads,
         repeat,
         D,

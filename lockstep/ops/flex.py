@@ -16,8 +16,7 @@ from typing import Any
 
 import torch
 
-from lockstep.ops import trace
-from lockstep.ops.context import PackedContext, take_rows
+from lockstep.ops.context import AttentionSpec, PackedContext, take_rows
 
 Tensor = torch.Tensor
 
@@ -26,27 +25,24 @@ def attend(
     q_THD: Tensor,
     k_TGD: Tensor,
     v_TGD: Tensor,
-    sinks_H: Tensor | None,
-    window: int | None,
-    scale: float,
+    spec: AttentionSpec,
     context: PackedContext,
     *,
     is_compiled: bool = True,
 ) -> Tensor:
     """[T, H, D]. is_compiled: False forms the whole score matrix, for tests."""
+    sinks_H, window = spec.sinks, spec.window
     flex_attention, create_block_mask, aux = _functions(is_compiled)
     if ("flex", window) not in context.memo:
         context.memo["flex", window] = _block_mask(context, window, create_block_mask)
     index, block_mask = context.memo["flex", window]
     q, k, v = (take_rows(x, index).transpose(0, 1)[None] for x in (q_THD, k_TGD, v_TGD))
     out, found = flex_attention(
-        q, k, v, block_mask=block_mask, scale=scale, enable_gqa=True, return_aux=aux(lse=True)
+        q, k, v, block_mask=block_mask, scale=spec.scale, enable_gqa=True, return_aux=aux(lse=True)
     )
     if sinks_H is not None:
         keys_share = torch.sigmoid(found.lse - sinks_H.to(found.lse.dtype)[:, None])
         out = (out * keys_share[..., None]).to(q_THD.dtype)
-        if trace.is_on():
-            trace.record("sink_share", 1 - keys_share.detach().mean())
     out_PHD = out[0].transpose(0, 1)
     return out_PHD if context.place_index is None else out_PHD[context.place_index]
 

@@ -29,7 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lockstep.ops import packed, trace
+from lockstep.ops import packed
 from lockstep.ops.base import (
     ACTIVATION_CHUNK,
     Activation,
@@ -37,7 +37,7 @@ from lockstep.ops.base import (
     activation_chunks,
     rows_by_expert,
 )
-from lockstep.ops.context import KEY_BLOCK, PackedContext, PagedContext
+from lockstep.ops.context import KEY_BLOCK, AttentionSpec, PackedContext, PagedContext
 from lockstep.ops.paged import paged_attention
 
 Tensor = torch.Tensor
@@ -223,34 +223,24 @@ class InvariantOps(Ops):
     # -- attention ----------------------------------------------------------------------------
 
     def _packed_attention(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sinks: Tensor | None,
-        window: int | None,
-        scale: float,
-        context: PackedContext,
+        self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, context: PackedContext
     ) -> Tensor:
-        return _Attention.apply(q, k, v, sinks, window, scale, context, self)  # pyright: ignore
+        return _Attention.apply(q, k, v, spec.sinks, spec, context, self)  # pyright: ignore
 
     def _paged_attention(
         self,
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        sinks: Tensor | None,
-        window: int | None,
-        scale: float,
+        spec: AttentionSpec,
         layer: int,
         context: PagedContext,
     ) -> Tensor:
         out = paged_attention(
-            q.float() * scale,
+            q.float() * spec.scale,
             k,
             v,
-            sinks=sinks,
-            window=window,
+            spec=spec,
             layer=layer,
             context=context,
             attend=_attend,
@@ -359,7 +349,7 @@ class _Attention(torch.autograd.Function):
     this forward's output and log-sum."""
 
     @staticmethod
-    def forward(ctx, q, k, v, sinks, window, scale, context, ops):
+    def forward(ctx, q, k, v, sinks, spec, context, ops):
         rules = ops.rules
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         lse = q.new_empty(q.shape[:2], dtype=torch.float32)
@@ -369,29 +359,25 @@ class _Attention(torch.autograd.Function):
             keys, values = (
                 x.index_select(0, index.flatten()).unflatten(0, index.shape) for x in (k, v)
             )
-            part, sums = _attend_rows(piece.take(q), keys, values, sinks, window, scale, rules)
+            part, sums = _attend_rows(piece.take(q), keys, values, spec, rules)
             piece.put(out, part)
             piece.put(lse, sums.transpose(1, 2))
-        if sinks is not None and trace.is_on():
-            trace.record("sink_share", torch.exp(sinks.float() - lse).mean())
         ctx.save_for_backward(q, k, v, sinks, out, lse)
-        ctx.settings = window, scale, context
+        ctx.settings = spec, context
         ctx.dtype = ops.gradient_dtype(q.dtype)
         return out
 
     @staticmethod
     def backward(ctx, grad_out):
         grads = packed.attend_backward(grad_out, *ctx.saved_tensors, *ctx.settings, dtype=ctx.dtype)
-        return *grads, *[None] * 4
+        return *grads, *[None] * 3
 
 
 def _attend_rows(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    sinks: Tensor | None,
-    window: int | None,
-    scale: float,
+    spec: AttentionSpec,
     rules: Rules,
 ) -> tuple[Tensor, Tensor]:
     """q [B, L, H, D], k and v [B, L', G, D] with L' the next multiple of the key quantum.
@@ -399,6 +385,7 @@ def _attend_rows(
     Returns out [B, L, H, D] in q's dtype and lse [B, H, L] float32.
     """
     B, L, H, D = q.shape
+    sinks, window = spec.sinks, spec.window
     G = k.shape[2]
     repeat = H // G
     out, lse = torch.empty_like(q), q.new_empty(B, H, L, dtype=torch.float32)
@@ -426,7 +413,7 @@ def _attend_rows(
         step = max(1, TILE_SCORES // (G * (rows + extra) * (last - first)))
         for at in range(0, B, step):
             part = slice(at, at + step)
-            tile = (queries[part, :, :, start:stop].float() * scale).reshape(-1, rows, D)
+            tile = (queries[part, :, :, start:stop].float() * spec.scale).reshape(-1, rows, D)
             if extra:
                 tile = F.pad(tile, (0, 0, 0, extra))
             tile_sinks = None

@@ -26,8 +26,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from lockstep.ops import trace
-from lockstep.ops.context import PackedContext
+from lockstep.ops.context import AttentionSpec, PackedContext
 
 Tensor = torch.Tensor
 
@@ -207,13 +206,11 @@ def attend(
     q_THD: Tensor,
     k_TGD: Tensor,
     v_TGD: Tensor,
-    sinks_H: Tensor | None,
-    window: int | None,
-    scale: float,
+    spec: AttentionSpec,
     context: PackedContext,
 ) -> tuple[Tensor, Tensor]:
     """(out [T, H, D], L [T, H]: log-sum over keys and sink, float32, or float64 for float64)."""
-    layout = layout_of(context, window)
+    layout, sinks_H = layout_of(context, spec.window), spec.sinks
     out = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
     lse = q_THD.new_empty(q_THD.shape[:2], dtype=_sum_dtype(q_THD))
     for piece in layout.pieces:
@@ -225,7 +222,7 @@ def attend(
             0.0,
             mask is None,
             attn_mask=mask,
-            scale=scale,
+            scale=spec.scale,
         )
         if sinks_H is not None:
             total = torch.logaddexp(part_lse, sinks_H.to(part_lse.dtype)[:, None])
@@ -233,8 +230,6 @@ def attend(
             part_lse = total
         piece.put(out, part.transpose(1, 2))
         piece.put(lse, part_lse.transpose(1, 2))
-    if sinks_H is not None and trace.is_on():
-        trace.record("sink_share", torch.exp(sinks_H.to(lse.dtype) - lse).mean())
     return out, lse
 
 
@@ -246,15 +241,14 @@ def attend_backward(
     sinks_H: Tensor | None,
     out: Tensor,
     lse_TH: Tensor,
-    window: int | None,
-    scale: float,
+    spec: AttentionSpec,
     context: PackedContext,
     *,
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """(dQ, dK, dV, dsinks) by the stock kernel, from the output and L of any forward. dtype: of the
     products; None is the dtype of q."""
-    layout = layout_of(context, window)
+    layout = layout_of(context, spec.window)
     dtype = dtype or q_THD.dtype
     grad_out = grad_out.contiguous()
     grad_q = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
@@ -278,7 +272,7 @@ def attend_backward(
             0.0,
             mask is None,
             attn_mask=mask,
-            scale=scale,
+            scale=spec.scale,
         )
         piece.put(grad_q, found_q.transpose(1, 2))
         if piece.key_index is not None:
@@ -308,15 +302,15 @@ class SinkAttention(torch.autograd.Function):
     """`attend` and `attend_backward`."""
 
     @staticmethod
-    def forward(ctx, q, k, v, sinks, window, scale, context):
-        out, lse = attend(q, k, v, sinks, window, scale, context)
+    def forward(ctx, q, k, v, sinks, spec, context):
+        out, lse = attend(q, k, v, spec, context)
         ctx.save_for_backward(q, k, v, sinks, out, lse)
-        ctx.settings = window, scale, context
+        ctx.settings = spec, context
         return out
 
     @staticmethod
     def backward(ctx, grad_out):
-        return *attend_backward(grad_out, *ctx.saved_tensors, *ctx.settings), None, None, None
+        return *attend_backward(grad_out, *ctx.saved_tensors, *ctx.settings), None, None
 
 
 def _sum_dtype(x: Tensor) -> torch.dtype:

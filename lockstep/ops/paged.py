@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from lockstep.ops.context import PagedBlock, PagedContext, ResidentRows
+from lockstep.ops.context import AttentionSpec, PagedBlock, PagedContext, ResidentRows
 
 Tensor = torch.Tensor
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], Tensor]
@@ -32,8 +32,7 @@ def paged_attention(
     k_TGD: Tensor,
     v_TGD: Tensor,
     *,
-    sinks: Tensor | None,
-    window: int | None,
+    spec: AttentionSpec,
     layer: int,
     context: PagedContext,
     attend: Attend,
@@ -52,7 +51,8 @@ def paged_attention(
     keys, values = context.keys[layer], context.values[layer]
     G = keys.shape[0]
     wide = torch.float32 if q_THD.dtype.itemsize < 4 else q_THD.dtype
-    sinks = None if sinks is None else sinks.to(wide)
+    sinks = None if spec.sinks is None else spec.sinks.to(wide)
+    window = spec.window
     outs = []
     for block in context.blocks:
         B, Q = block.positions.shape

@@ -6,9 +6,15 @@ import torch
 from attention_formula import reference_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lockstep.ops import flex, packed, trace
+from lockstep.ops import flex, packed
 from lockstep.ops.base import Ops
-from lockstep.ops.context import PackedBlock, PackedContext, PagedBlock, PagedContext
+from lockstep.ops.context import (
+    AttentionSpec,
+    PackedBlock,
+    PackedContext,
+    PagedBlock,
+    PagedContext,
+)
 
 ops = Ops()
 
@@ -216,8 +222,9 @@ def test_the_form_for_gpus_gives_the_same_output(window):
     """Only forward: torch's flex_attention has no backward on a CPU."""
     inputs = make_inputs(dtype=torch.float32, lengths=[175])
     context = PackedContext.of_rows(BRANCHES)
-    found = flex.attend(*inputs, window, 0.3, context, is_compiled=False)
-    wanted, _ = packed.attend(*inputs, window, 0.3, context)
+    spec = AttentionSpec(inputs[3], window, 0.3)
+    found = flex.attend(*inputs[:3], spec, context, is_compiled=False)
+    wanted, _ = packed.attend(*inputs[:3], spec, context)
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
 
 
@@ -275,11 +282,3 @@ def test_paged_attention_equals_packed_attention(window):
             context=context,
         )
     torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
-
-
-def test_the_sinks_share_of_attention_can_be_traced():
-    inputs = make_inputs(lengths=[4])
-    inputs[3] = torch.full((4,), 50.0, dtype=torch.float64)
-    with trace.tracing() as values:
-        attend_packed(None, [4])(*inputs)
-    assert values["sink_share"][0] > 0.99
