@@ -535,7 +535,7 @@ class GatewaySession:
         was = altered_from(place, reply)
         known = self._tree.known(reply)
         if known is not None:
-            ids, reply = self.ids_of(known), known.message
+            ids, reply = self._ids_of(known), known.message
         else:
             thought = "" if was is None else was[0].message.thinking
             if not reply.thinking:  # left out, as clients do
@@ -545,7 +545,7 @@ class GatewaySession:
             if was is not None:
                 written, num_encoded = splice_reply(
                     self._renderer,
-                    self.ids_of(was[0]).tolist(),
+                    self._ids_of(was[0]).tolist(),
                     written,
                     is_thinking_kept=reply.thinking.strip() == thought.strip(),
                 )
@@ -560,7 +560,7 @@ class GatewaySession:
         """The place that batch `at` makes behind `above`."""
         batch = dialogue.batches[at]
         place = Place(above, [], dialogue.num_messages(at + 1))
-        tail = self.ids_of(above)
+        tail = self._ids_of(above)
         if self._renderer.forgets(batch):
             leaf, behind = self._recorded_part(above)
             fork = fork_without_thinking(self.trajectory, leaf, self._renderer, behind=behind)
@@ -588,7 +588,7 @@ class GatewaySession:
             above.places[dialogue.batch_keys[at]] = place
         for turn, ids in draft.altered:
             count(self.trajectory, "gateway/altered_replies")
-            count(self.trajectory, "gateway/altered_tokens", _num_changed(self.ids_of(turn), ids))
+            count(self.trajectory, "gateway/altered_tokens", _num_changed(self._ids_of(turn), ids))
 
     def _recorded_part(self, node: Place | Answer) -> tuple[int | None, list[Observed]]:
         """Returns (the last recorded segment of the node's path, the parts behind it that are not
