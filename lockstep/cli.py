@@ -229,7 +229,6 @@ def _serve(options: argparse.Namespace) -> int:
 def _doctor(options: argparse.Namespace) -> int:
     from lockstep.doctor.diagnose import diagnose
     from lockstep.doctor.diagnosis import EXIT_CODES
-    from lockstep.doctor.progress import Reading
     from lockstep.doctor.terminal import show
 
     if options.ladder:
@@ -240,18 +239,16 @@ def _doctor(options: argparse.Namespace) -> int:
             "run or a dump is only read."
         )
     _import_plugins(options.plugin)
-    with Reading() as reading:
-        diagnosis = diagnose(
-            options.target,
-            format=options.format,
-            only=options.only,
-            tokenizer=options.tokenizer,
-            renderer=options.renderer,
-            model=options.model,
-            adapter=options.adapter,
-            against=options.against,
-            on_rows=reading.on_rows,
-        )
+    diagnosis = diagnose(
+        options.target,
+        format=options.format,
+        only=options.only,
+        tokenizer=options.tokenizer,
+        renderer=options.renderer,
+        model=options.model,
+        adapter=options.adapter,
+        against=options.against,
+    )
     page = ""
     if options.out:
         from lockstep.doctor.html_page import write_page

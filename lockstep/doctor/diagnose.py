@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,6 @@ from typing import Any
 from lockstep.config import did_you_mean
 from lockstep.doctor.checks.base import Setting
 from lockstep.doctor.checks.examine import Stage, examine
-from lockstep.doctor.checks.rows import Rows
 from lockstep.doctor.checks.suite import stages as all_stages
 from lockstep.doctor.diagnosis import Diagnosis
 from lockstep.doctor.inputs.base import Dump, Facts
@@ -37,7 +36,6 @@ def diagnose(
     adapter: str | Path = "",
     against: Sequence[str | Path] = (),
     only: Sequence[str] = (),
-    on_rows: Callable[[Rows], None] = lambda _: None,
 ) -> Diagnosis:
     """Examines a run, or a dump of any trainer. `lockstep.diagnose` is this function.
 
@@ -48,7 +46,7 @@ def diagnose(
     rows is scored by again, a directory or a shipped name, or one that is open already; "own" is
     what a run has of itself; empty leaves out the checks that need one. adapter: in PEFT's form, on
     that model. against: other weights that may be behind a difference. only: names of checks; empty
-    makes all. on_rows: called with every chunk that is read, as often as it is, for progress.
+    makes all.
     Raises DataError if the input cannot be read, ConfigError if `only` names no check, or what is
     named is not there.
     """
@@ -62,14 +60,9 @@ def diagnose(
     numerics = Stage(checks=NUMERICS)
     _check_names(only, [*stages, numerics])
 
-    def chunks() -> Iterator[Rows]:
-        for rows in dump.read():
-            on_rows(rows)
-            yield rows
-
     if isinstance(model, Rescoring) or model:
         opened = open_model(
-            dump, chunks, facts, model=model, adapter=adapter, against=against, seed=setting.seed
+            dump, dump.read, facts, model=model, adapter=adapter, against=against, seed=setting.seed
         )
         setting = replace(setting, model=opened)
         if isinstance(opened, Rescoring):
@@ -81,11 +74,10 @@ def diagnose(
     stages.insert(len(stages) - 1, numerics)
     choice = RowChoice()
     examination = examine(
-        chunks,
+        dump.read,
         stages,
         setting,
         has=dump.has,
-        has_ids=dump.has_ids,
         only=only,
         on_rows=choice.add,
     )

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from lockstep.doctor.inputs.registry import open_dump
-from lockstep.doctor.inputs.tinker import TinkerDump, TinkerSummaries
+from lockstep.doctor.inputs.tinker import TinkerDump
 
 if any(importlib.util.find_spec(name) is None for name in ("tinker", "tinker_cookbook")):
     pytest.skip("pip install tinker-cookbook", allow_module_level=True)
@@ -18,10 +18,7 @@ try:
     import tinker
     from tinker_cookbook.completers import TokensWithLogprobs
     from tinker_cookbook.rl.data_processing import trajectory_to_data
-    from tinker_cookbook.rl.rollout_logging import serialize_rollout_summaries
-    from tinker_cookbook.rl.types import Trajectory, TrajectoryGroup, Transition
-    from tinker_cookbook.stores.storage import LocalStorage
-    from tinker_cookbook.stores.training_store import TrainingRunStore
+    from tinker_cookbook.rl.types import Trajectory, Transition
 except ImportError as error:
     pytest.skip(f"tinker-cookbook needs what is not installed: {error}", allow_module_level=True)
 
@@ -66,20 +63,3 @@ def test_datums_of_a_trajectory_are_read_token_by_token(tmp_path, trajectory):
     assert np.array_equal(rows.rollout_logprobs, np.float32(expected), equal_nan=True)
     assert set(rows.gap[rows.loss_mask].tolist()) == {-0.125}
     assert set(rows.advantages[rows.loss_mask].tolist()) == {0.5}
-
-
-def test_the_summaries_of_a_run_are_read(tmp_path, trajectory):
-    group = TrajectoryGroup(
-        trajectories_G=[trajectory] * 2, final_rewards_G=[0.0, 0.5], metrics_G=[{}, {}]
-    )
-    store = TrainingRunStore(LocalStorage(tmp_path))
-    for iteration in (0, 1):
-        records = serialize_rollout_summaries(
-            split="train", iteration=iteration, trajectory_groups_P=[group], taglist_P=[["a"]]
-        )
-        store.write_rollouts(iteration, records)
-    dump = open_dump(tmp_path)
-    assert isinstance(dump, TinkerSummaries)
-    [rows] = dump.chunks()
-    assert rows.rewards.tolist() == [1.0, 1.5, 1.0, 1.5] and rows.steps.tolist() == [0, 0, 1, 1]
-    assert rows.groups.tolist() == [0, 0, 1, 1]

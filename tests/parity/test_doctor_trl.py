@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from lockstep.doctor.inputs.registry import open_dump
-from lockstep.doctor.inputs.trl import TrlDump, TrlTexts
+from lockstep.doctor.inputs.trl import TrlDump
 
 TESTS = Path(__file__).resolve().parents[1]
 PAD, EOS = 0, 1
@@ -120,11 +120,3 @@ def test_a_batch_of_the_trainer_is_read_token_by_token(output):
         assert logprobs[sampled] == pytest.approx(expected, abs=1e-6)
     assert np.isfinite(rows.gap[rows.loss_mask]).all(), "num_iterations=2 has old log-probs"
     assert "advantages" in dump.has
-
-
-def test_the_log_of_completions_is_read_as_texts(output):
-    dump = open_dump(output)
-    assert isinstance(dump, TrlTexts)
-    rows = next(iter(dump.chunks()))
-    assert rows.texts is not None and set(rows.texts) <= {"?2 + 2=", "= 7 - 01="}
-    assert rows.rewards is not None and set(rows.rewards.tolist()) <= {7.0, 9.0}

@@ -5,12 +5,8 @@ training system to be imported. Batches need verl's `DataProto` itself:
 pip install --no-deps verl tensordict orjson pyvers omegaconf antlr4-python3-runtime==4.9.3
 """
 
-import ast
 import importlib.util
-import json
-import os
 import sys
-from pathlib import Path
 from types import ModuleType
 
 import numpy as np
@@ -18,47 +14,9 @@ import pytest
 import torch
 
 from lockstep.doctor.inputs.registry import open_dump
-from lockstep.doctor.inputs.verl import VerlDump, VerlTexts
+from lockstep.doctor.inputs.verl import VerlDump
 
 VERSION = "0.9.1"
-
-
-def function_of_verl(path: str, name: str):
-    """A static method of verl, by its source in the wheel."""
-    spec = importlib.util.find_spec("verl")
-    if spec is None or not spec.submodule_search_locations:
-        pytest.skip(f"pip install --no-deps verl=={VERSION}")
-    source = Path(spec.submodule_search_locations[0]) / path
-    for node in ast.walk(ast.parse(source.read_text())):
-        if isinstance(node, ast.FunctionDef) and node.name == name:
-            node.decorator_list = []
-            names = {"os": os, "json": json, "np": np}
-            exec(compile(ast.Module([node], []), str(source), "exec"), names)
-            return names[name]
-    raise AssertionError(f"verl {VERSION} has {name} in {path}")
-
-
-@pytest.mark.parametrize(
-    "path", ["trainer/ppo/ray_trainer.py", "trainer/ppo/v1/trainer_base.py"]
-)  # fmt: skip
-def test_what_rollout_data_dir_logs_is_read(tmp_path, path):
-    write = function_of_verl(path, "_write_generations")
-    arguments = {
-        "inputs": ["user\n2 + 2?\nassistant\n", "user\nGr\u00fc\u00dfe\nassistant\n"],
-        "outputs": ["4", 'said "hi"\nand left'],
-        "gts": ["4", None],
-        "scores": [1.0, 0.0],
-        "reward_extra_infos_dict": {"acc": [True, False], "short": [1]},
-        "dump_path": str(tmp_path),
-        "global_steps": 3,
-    }
-    parameters = write.__code__.co_varnames[: write.__code__.co_argcount]
-    write(*(None if name == "self" else arguments[name] for name in parameters))
-    dump = open_dump(tmp_path)
-    assert isinstance(dump, VerlTexts)
-    [rows] = dump.chunks()
-    assert rows.texts == ("4", 'said "hi"\nand left')
-    assert rows.rewards.tolist() == [1.0, 0.0] and rows.steps.tolist() == [3, 3]
 
 
 @pytest.fixture
@@ -85,9 +43,7 @@ def proto(monkeypatch):
     )
 
 
-@pytest.mark.parametrize("method", ["", "numpy"])
-def test_a_saved_batch_is_read_however_verl_serialised_it(tmp_path, monkeypatch, proto, method):
-    monkeypatch.setenv("VERL_DATAPROTO_SERIALIZATION_METHOD", method)
+def test_a_saved_batch_is_read(tmp_path, proto):
     path = tmp_path / "batch.pkl"
     proto.save_to_disk(path)
     check(open_dump(path))

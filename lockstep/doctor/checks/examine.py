@@ -85,16 +85,14 @@ def examine(
     setting: Setting,
     *,
     has: frozenset[str],
-    has_ids: bool = True,
     only: Collection[str] = (),
     on_rows: Callable[[Rows], None] = lambda _: None,
 ) -> Examination:
     """Makes every check that can be made, stage by stage.
 
-    has: columns that some rows have. has_ids: False for a dump of texts, of which no check can be
-    made. only: names of the checks to report; empty reports all. The others of their stage and of
-    earlier stages are made too, for their repairs, so that a check finds the same alone as among
-    all. on_rows: called once with every chunk as it is.
+    has: columns that some rows have. only: names of the checks to report; empty reports all. The
+    others of their stage and of earlier stages are made too, for their repairs, so that a check
+    finds the same alone as among all. on_rows: called once with every chunk as it is.
 
     Reads the rows once for each stage with checks to make, once more (twice for several causes) for
     each stage that finds a cause, and once at the end if any did. Holds one chunk in memory.
@@ -115,7 +113,7 @@ def examine(
         made: list[Check] = []
         for kind in stage.checks:
             lacks = tuple(name for name in kind.needs if name not in known | stage.has)
-            if lacks := lacks if has_ids else ("token_ids",):
+            if lacks:
                 out.findings.append(kind.not_checkable(*lacks))
             else:
                 made.append(kind(setting))

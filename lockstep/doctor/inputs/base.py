@@ -97,8 +97,6 @@ class Dump(ABC):
     """Name for `--format`."""
     formats: ClassVar[list[type[Dump]]] = []
     """Every format that is defined, in the order of definition."""
-    has_ids: ClassVar[bool] = True
-    """Whether rows have token ids. False for logs of texts: no check can run on them."""
 
     facts: Facts = Facts()
     """Facts about the run beside its rows."""

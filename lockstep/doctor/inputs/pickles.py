@@ -18,7 +18,6 @@ import pickle
 import zipfile
 from collections.abc import Callable, Iterable, Mapping
 from itertools import pairwise
-from math import prod
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -240,22 +239,14 @@ def _as_numpy(tensor: Any) -> Array:
 
 def _consolidated(metadata: Any, flat: Any) -> dict[str, Any]:
     """tensordict's one storage for many tensors: name -> (dtype, shape, begin, end, padding)."""
-    out: dict[str, Any] = {}
-    for name, (dtype, shape, begin, end, padding) in metadata["leaves"].items():
-        raw = flat[begin : end - padding].tobytes()
-        out[name] = tensor_of(raw, str(dtype).removeprefix("torch."), shape)
-    return out
-
-
-def tensor_of(raw: bytes, dtype: str, shape: Any) -> Array:
-    """Bytes as an array of a torch dtype ("bfloat16"). ValueError if they do not fit the shape."""
     import torch
 
-    kind = getattr(torch, dtype)
-    if len(raw) != prod(_shape(shape)) * kind.itemsize:
-        raise ValueError(f"{len(raw)} bytes for a tensor of {dtype} of shape {tuple(shape)}")
-    flat = torch.frombuffer(bytearray(raw), dtype=kind) if raw else torch.empty(0, dtype=kind)
-    return _as_numpy(flat).reshape(shape)
+    out: dict[str, Any] = {}
+    for name, (dtype, shape, begin, end, padding) in metadata["leaves"].items():
+        kind, raw = getattr(torch, str(dtype).removeprefix("torch.")), flat[begin : end - padding]
+        values = torch.from_numpy(np.array(raw)).view(kind)
+        out[name] = _as_numpy(values.reshape(_shape(shape)))
+    return out
 
 
 def _jagged(state: Any) -> list[Array]:

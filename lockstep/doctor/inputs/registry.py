@@ -13,9 +13,9 @@ from lockstep.doctor.inputs.places import check_place, why_no_rows
 from lockstep.doctor.inputs.prime_rl import PrimeRlDump
 from lockstep.doctor.inputs.run_dump import RunDump
 from lockstep.doctor.inputs.slime import SlimeDump
-from lockstep.doctor.inputs.tinker import TinkerDump, TinkerSummaries
-from lockstep.doctor.inputs.trl import TrlDump, TrlTexts
-from lockstep.doctor.inputs.verl import VerlDump, VerlTexts
+from lockstep.doctor.inputs.tinker import TinkerDump
+from lockstep.doctor.inputs.trl import TrlDump
+from lockstep.doctor.inputs.verl import VerlDump
 from lockstep.errors import DataError
 
 FORMATS: tuple[type[Dump], ...] = (
@@ -24,11 +24,8 @@ FORMATS: tuple[type[Dump], ...] = (
     NemoRlDump,
     RowsDump,
     VerlDump,
-    VerlTexts,
     TrlDump,
-    TrlTexts,
     TinkerDump,
-    TinkerSummaries,
     ChatDump,
     SlimeDump,
 )

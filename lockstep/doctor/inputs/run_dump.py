@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from lockstep.doctor.checks.causes import CAUSES
 from lockstep.doctor.checks.rows import Rows
+from lockstep.doctor.inputs.assemble import grouped
 from lockstep.doctor.inputs.base import CHUNK_TOKENS, Dump, Facts
 from lockstep.doctor.stored_paths import prompt_length, replies
 from lockstep.errors import DataError
@@ -21,36 +22,15 @@ from lockstep.store.run import Run, load_run
 from lockstep.store.trajectories import TrajectoryRecord
 from lockstep.types import UNKNOWN_EXPERT, Sample
 
-_ALWAYS = frozenset(
-    {
-        "row_ids",
-        "token_ids",
-        "loss_mask",
-        "rollout_logprobs",
-        "trainer_logprobs",
-        "is_sampled",
-        "turn",
-        "policy_version",
-        "advantages",
-        "prompt_lengths",
-        "rewards",
-        "groups",
-        "steps",
-        "messages",
-        "engine_ids",
-    }
-)
-
-
 MONITOR = "doctor"
-"""Directory of a run in which rows are kept that showed a cause while it trained."""
+"""Directory of a run for the rows that showed a cause while it trained."""
 
 
 class RunDump(Dump):
-    """The trajectories of a run directory: what was sampled, and what the trainer made of it.
+    """The trajectories of a run directory: the sampled rows with the trainer's log-probs.
 
-    The rows are put together from the segments that were sampled, which is how the run puts them
-    together itself; `engine_ids` are those segments, reply by reply.
+    Rows are joined from the sampled segments, as the run joins them; `engine_ids` are these
+    segments, reply by reply.
     """
 
     format: ClassVar[str] = "lockstep"
@@ -59,173 +39,111 @@ class RunDump(Dump):
         super().__init__(path)
         self._run: Run = load_run(path)
         self._steps = self._run.steps()
-        self._route_shape: tuple[int, ...] = ()
         first = next(self._rows(), None)
         if first is None:
-            raise DataError(f"{path} has no row to look at: {self._why_none()}")
+            raise DataError(
+                f"{path} has no row to look at: no stored episode has a reward. It may not have "
+                "ended its first step, or record.keep stores none."
+            )
         routes = first[0].columns.get("routed_experts")
-        if routes is not None:
-            self._route_shape = routes.shape[1:]
+        self._route_shape = () if routes is None else routes.shape[1:]
         versions = {row.get("step"): row.get("staleness/version") for row in self._run.metrics}
-        self._versions: dict[int, int] = {
-            step: int(version)
-            for step in self._steps
-            if (version := versions.get(step)) is not None
+        self._versions = {step: versions.get(step) for step in self._steps}
+        rows = self._together([first])
+        known = {f.name for f in fields(rows) if getattr(rows, f.name) is not None}
+        self.has = frozenset(known - {"offsets"})
+        lacks = {
+            "trainer_routed_experts": "a run does not store the trainer's routes",
+            "texts": "a run keeps ids and messages, no other text",
+            "routed_experts": "trainer.routing_replay=rollout records them",
+            "trainer_version": "metrics.jsonl lacks staleness/version for some steps",
         }
+        self.lacks = {name: why for name, why in lacks.items() if name not in self.has}
+        found = {name: len(self._run.column(f"doctor/{name}")[1]) for name in CAUSES}
+        self.found_before = {name: steps for name, steps in found.items() if steps}
+        self.facts = self._facts()
+        self.notes = self._notes()
 
     @classmethod
     def recognises(cls, path: Path) -> bool:
         return (path / "config.json").is_file() and (path / "environment.json").is_file()
 
-    @cached_property
-    def facts(self) -> Facts:
-        config = self._run.config
+    def chunks(self, *, max_tokens: int = CHUNK_TOKENS) -> Iterator[Rows]:
+        sized = ((len(sample), (sample, record)) for sample, record in self._rows())
+        for pending in grouped(sized, max_tokens):
+            yield self._together(pending)
+
+    def step_metrics(self) -> Iterable[Mapping[str, Any]]:
+        return self._run.metrics
+
+    def _facts(self) -> Facts:
+        config, environment = self._run.config, self._run.environment
         agent: Mapping[str, Any] = config.get("agent") or {}
-        family = self._run.environment.get("family")
-        renderer = config.get("renderer")
+        family, renderer = environment.get("family"), config.get("renderer")
+        name = str(config.get("model", ""))
+        began_in = Path(str(environment.get("working_directory", "")))
+        # The tokenizer beside the last checkpoint exists when the first model is gone.
+        policies = [checkpoint.path / "policy" for checkpoint in self._run.checkpoints()]
+        kept = [p for p in policies if (p / "tokenizer.json").is_file()]
         return Facts(
             trainer="lockstep",
-            model=self._model(),
-            tokenizer=self._own_tokenizer(),
+            model=str(began_in / name) if name and (began_in / name).is_dir() else name,
+            tokenizer=str(kept[-1]) if kept else "",
             renderer=json.dumps(renderer) if renderer else "",
             temperature=agent.get("temperature"),
             top_p=agent.get("top_p"),
             top_k=agent.get("top_k"),
-            is_one_process=self._run.environment.get("is_one_process"),
+            is_one_process=environment.get("is_one_process"),
             max_staleness=int(config.get("max_staleness") or 0)
             * int((config.get("trainer") or {}).get("updates_per_batch") or 1),
             is_moe=None if family is None else family == "moe",
         )
 
-    @cached_property
-    def has(self) -> frozenset[str]:
-        sometimes = {
-            "routed_experts": bool(self._route_shape),
-            "trainer_version": len(self._versions) == len(self._steps),
-        }
-        return _ALWAYS | {name for name, is_there in sometimes.items() if is_there}
-
-    @cached_property
-    def lacks(self) -> Mapping[str, str]:
-        out = {
-            "trainer_routed_experts": "a run does not store the trainer's routes; give the model "
-            "to record them again",
-            "texts": "a run keeps the ids of the replies and their messages, no other text",
-        }
-        if not self._route_shape:
-            out["routed_experts"] = (
-                "the run did not record them: trainer.routing_replay=rollout does"
-            )
-        if "trainer_version" not in self.has:
-            out["trainer_version"] = (
-                "metrics.jsonl does not say it of all steps (staleness/version)"
-            )
-        return out
-
-    @cached_property
-    def notes(self) -> Sequence[str]:
+    def _notes(self) -> list[str]:
         out: list[str] = []
+        steps = f"the rows are of steps {self._steps[0]} to {self._steps[-1]}"
         keep: Mapping[str, Any] = (self._run.config.get("record") or {}).get("keep") or {}
         if keep.get("type") == "sample":
-            out.append(
-                f"record.keep=sample: the rows are of {keep.get('fraction', 0):.0%} of the groups"
-            )
+            share = keep.get("fraction", 0)
+            out.append(f"record.keep=sample: the rows are of {share:.0%} of the groups")
         if keep.get("type") == "last":
-            out.append(
-                f"record.keep=last: the rows are of steps {self._steps[0]} to {self._steps[-1]}; "
-                "older ones were deleted"
-            )
+            out.append(f"record.keep=last: {steps}")
         if is_locked(self.path / "lock"):
-            out.append(
-                f"the run still goes on; the rows are of its steps {self._steps[0]} to "
-                f"{self._steps[-1]}"
-            )
-        if found := self.found_before:
-            told = ", ".join(f"{cause} in {steps}" for cause, steps in found.items())
+            out.append(f"the run still goes on; {steps}")
+        if self.found_before:
+            told = ", ".join(f"{cause} in {count}" for cause, count in self.found_before.items())
             out.append(
                 f"while it trained, causes were found in rows of its steps ({told}); as they were "
                 f"trained: lockstep doctor {self.path / MONITOR}"
             )
         for fault in self._run.environment.get("faults", []):
             out.append(
-                f"the fault {fault['type']} was injected into this run. A run stores what was "
-                "sampled; what a fault does to the rows on their way to the trainer is not in it"
+                f"the fault {fault['type']} was injected; a run stores sampled rows, without the "
+                "changes of a fault on their way to the trainer"
             )
         return out
-
-    @cached_property
-    def found_before(self) -> Mapping[str, int]:
-        steps = {name: self._run.column(f"doctor/{name}")[1] for name in CAUSES}
-        return {name: len(values) for name, values in steps.items() if values}
-
-    def chunks(self, *, max_tokens: int = CHUNK_TOKENS) -> Iterator[Rows]:
-        pending: list[tuple[Sample, TrajectoryRecord]] = []
-        size = 0
-        for sample, record in self._rows():
-            if pending and size + len(sample) > max_tokens:
-                yield self._together(pending)
-                pending, size = [], 0
-            pending.append((sample, record))
-            size += len(sample)
-        if pending:
-            yield self._together(pending)
-
-    def step_metrics(self) -> Iterable[Mapping[str, Any]]:
-        return self._run.metrics
-
-    # -- what it was made with ----------------------------------------------------------------
-
-    def _model(self) -> str:
-        """The setting `model`; a directory by its whole path, as the run was started elsewhere."""
-        name = str(self._run.config.get("model", ""))
-        began_in = Path(str(self._run.environment.get("working_directory", "")))
-        return str(began_in / name) if name and (began_in / name).is_dir() else name
-
-    def _own_tokenizer(self) -> str:
-        """The tokenizer that stands beside the run's last checkpoint: it is there when the model
-        that the run began with is gone."""
-        for checkpoint in reversed(self._run.checkpoints()):
-            if (checkpoint.path / "policy" / "tokenizer.json").is_file():
-                return str(checkpoint.path / "policy")
-        return ""
-
-    def _why_none(self) -> str:
-        if self._steps:
-            return (
-                f"its steps {self._steps[0]} to {self._steps[-1]} are stored, and no episode of "
-                "them has a reward. `lockstep report` shows how they ended."
-            )
-        if is_locked(self.path / "lock"):
-            return "it still goes on, and its first step is not stored yet. Try again later."
-        if not self._run.metrics:
-            return "it ended before its first step was done. See what it said when it ended."
-        return (
-            "no trajectories are stored. record.keep decides which are; a run whose directory was "
-            "copied needs its trajectories/ too."
-        )
 
     # -- rows ---------------------------------------------------------------------------------
 
     def _rows(self) -> Iterator[tuple[Sample, TrajectoryRecord]]:
-        for step in self._steps:  # those of when it was opened: the run may go on
+        for step in self._steps:  # the steps on opening: the run may go on
             for record in self._run.trajectories(step):
                 for sample in _samples(record):
                     yield sample, record
 
     def _together(self, pending: list[tuple[Sample, TrajectoryRecord]]) -> Rows:
         samples = [sample for sample, _ in pending]
-        records = [record for _, record in pending]
-        leaves = [int(sample.id.rpartition("/")[2]) for sample in samples]
-        placed = list(zip(records, leaves, strict=True))
+        placed = [(r, int(sample.id.rpartition("/")[2])) for sample, r in pending]
+        steps = [record.step for record, _ in placed]
         more: dict[str, Any] = {}
         if self._route_shape:
             more["routed_experts"] = np.concatenate([self._routes(sample) for sample in samples])
-        if "trainer_version" in self.has:
-            more["trainer_version"] = np.array([self._versions[r.step] for r in records], np.int64)
+        if None not in self._versions.values():
+            more["trainer_version"] = np.array([self._versions[s] for s in steps], np.int64)
         return Rows.of(
             samples,
             rewards=np.array([r.trajectory.rewards[leaf] for r, leaf in placed]),
-            steps=np.array([r.step for r in records], np.int64),
+            steps=np.array(steps, np.int64),
             prompt_lengths=np.array([prompt_length(sample) for sample in samples], np.int64),
             messages=tuple(tuple(r.trajectory.messages(leaf)) for r, leaf in placed),
             engine_ids=tuple(replies(r.trajectory, leaf) for r, leaf in placed),
@@ -234,13 +152,12 @@ class RunDump(Dump):
 
     def _routes(self, sample: Sample) -> npt.NDArray[np.int16]:
         found = sample.columns.get("routed_experts")
-        if found is not None:
-            return found
-        return np.full((len(sample), *self._route_shape), UNKNOWN_EXPERT, np.int16)
+        shape = (len(sample), *self._route_shape)
+        return np.full(shape, UNKNOWN_EXPERT, np.int16) if found is None else found
 
 
 def _samples(record: TrajectoryRecord) -> Iterator[Sample]:
-    """The rows of a trajectory that were trained, with the trainer's log-probs laid into them."""
+    """The trained rows of a trajectory, with the trainer's log-probs and advantages."""
     trajectory = record.trajectory
     for sample in trajectory.rows():
         for name, values in (

@@ -1,9 +1,6 @@
-"""tinker-cookbook: the summaries that it logs, and datums that one line in its loop saves.
+"""tinker-cookbook: datums that one line in its loop saves (docs/doctor-dumps.md has the line).
 
-    log_path/iteration_NNNNNN/train_rollout_summaries.jsonl    lengths and rewards (always written)
-    one line of JSON per datum                                 docs/doctor-dumps.md has the line
-
-Names as in tinker-cookbook 0.6.1 (rl/rollout_logging.py, rl/data_processing.py) and tinker 0.38.
+Names as in tinker-cookbook 0.6.1 (rl/data_processing.py) and tinker 0.38.
 The parity tests read files made by its own functions.
 """
 
@@ -18,51 +15,6 @@ import numpy as np
 from lockstep.doctor.inputs.assemble import Row, floats_of, ids_of
 from lockstep.doctor.inputs.lines import LineDump
 from lockstep.errors import DataError
-
-_SUMMARIES = "train_rollout_summaries.jsonl"
-_NO_IDS = (
-    "tinker-cookbook's summaries have lengths and rewards, its logtree has texts. For ids and both "
-    "sides' log-probs save the datums of a step, one per line (docs/doctor-dumps.md)."
-)
-
-
-class TinkerSummaries(LineDump):
-    """`train_rollout_summaries.jsonl` of each iteration: the reward and length of each rollout."""
-
-    format: ClassVar[str] = "tinker-summaries"
-    trainer: ClassVar[str] = "tinker"
-    has_ids: ClassVar[bool] = False
-    patterns: ClassVar[tuple[str, ...]] = (_SUMMARIES, f"iteration_*/{_SUMMARIES}")
-    suffixes: ClassVar[tuple[str, ...]] = ("_rollout_summaries.jsonl",)
-    keys: ClassVar[frozenset[str]] = frozenset(
-        {"schema_version", "iteration", "group_idx", "traj_idx", "total_reward"}
-    )
-    kind: ClassVar[str] = "tinker-cookbook's summary"
-    no_row: ClassVar[str] = (
-        f" has no {_SUMMARIES}. Give tinker-cookbook's log_path, or one of its iterations."
-    )
-    why: ClassVar[Mapping[str, str]] = {
-        "token_ids": _NO_IDS,
-        "rollout_logprobs": _NO_IDS,
-        "trainer_logprobs": _NO_IDS,
-    }
-
-    def rows(self) -> Iterator[Row]:
-        self._groups: dict[tuple[str, str], int] = {}
-        yield from super().rows()
-
-    def rows_of(
-        self, line: Mapping[str, Any], path: Path, number: int, where: str
-    ) -> Iterator[Row]:
-        step, group = line["iteration"], line["group_idx"]
-        yield Row(
-            row_id=f"{step}/{group}.{line['traj_idx']}",
-            columns={
-                "groups": self._groups.setdefault((str(step), str(group)), len(self._groups)),
-                "steps": step,
-                "rewards": line["total_reward"],
-            },
-        )
 
 
 class TinkerDump(LineDump):

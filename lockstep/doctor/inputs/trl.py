@@ -1,6 +1,5 @@
-"""TRL: its log of completions, and the batches that a subclass of three lines saves.
+"""TRL: the batches that a subclass of three lines saves.
 
-    GRPOConfig(log_completions=True)    OUTPUT/completions/completions_STEP.parquet: texts
     torch.save(batch, ...)              the value of `_generate_and_score_completions`, with ids and
                                         both sides' log-probs (docs/doctor-dumps.md has the lines)
 
@@ -14,91 +13,13 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 
 from lockstep.doctor.inputs.assemble import Array, Row, at_the_end, ids_of, numbers, row_name
 from lockstep.doctor.inputs.lines import FileDump, step_in
-from lockstep.doctor.inputs.messages import read_messages
 from lockstep.doctor.inputs.pickles import is_torch_file, mentions, read_torch
-from lockstep.doctor.inputs.places import PARQUET_MAGIC, head_of
 from lockstep.errors import DataError
 
-_COLUMNS = frozenset({"step", "prompt", "completion", "advantage"})
-"""Columns that TRL writes beside those of the reward functions."""
 _BATCH = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
-_NO_IDS = (
-    "log_completions logs texts only. For ids and both sides' log-probs, save the value of "
-    "GRPOTrainer._generate_and_score_completions (docs/doctor-dumps.md)."
-)
-
-
-class TrlTexts(FileDump):
-    """`log_completions`: one Parquet file per step, with the texts of prompts and completions."""
-
-    format: ClassVar[str] = "trl-texts"
-    trainer: ClassVar[str] = "trl"
-    has_ids: ClassVar[bool] = False
-    patterns: ClassVar[tuple[str, ...]] = (
-        "completions/completions_*.parquet",
-        "completions_*.parquet",
-    )
-    suffixes: ClassVar[tuple[str, ...]] = ("",)
-    no_row: ClassVar[str] = (
-        f" has no Parquet file with the columns {', '.join(sorted(_COLUMNS))}, which TRL writes to "
-        "OUTPUT/completions with log_completions=True."
-    )
-    why: ClassVar[Mapping[str, str]] = {
-        "token_ids": _NO_IDS,
-        "rollout_logprobs": _NO_IDS,
-        "trainer_logprobs": _NO_IDS,
-    }
-
-    @classmethod
-    def is_own(cls, path: Path) -> bool:
-        return _schema(path) is not None
-
-    def rows_in(self, path: Path) -> Iterator[Row]:
-        schema = _schema(path)
-        if schema is None:
-            return
-        rewards = [
-            f.name for f in schema if f.name not in _COLUMNS and pa.types.is_floating(f.type)
-        ]
-        # Of several reward functions the weights are not in the file.
-        names = ["step", "prompt", "completion", *(rewards if len(rewards) == 1 else [])]
-        number = 0
-        try:
-            with pq.ParquetFile(path) as file:
-                for batch in file.iter_batches(256, columns=names, use_threads=False):
-                    for logged in batch.to_pylist():
-                        yield _texts(logged, f"{path}: row {number}", number)
-                        number += 1
-        except (pa.ArrowException, OSError) as error:
-            raise DataError(f"{path} cannot be read as Parquet: {error}.") from None
-
-
-def _schema(path: Path) -> pa.Schema | None:
-    """The schema of a file of TRL's completions; None for any other file."""
-    try:
-        schema = pq.read_schema(path) if head_of(path, 4) == PARQUET_MAGIC else None
-    except (pa.ArrowException, OSError, ValueError):
-        return None
-    return schema if schema is not None and set(schema.names) >= _COLUMNS else None
-
-
-def _texts(logged: dict[str, Any], where: str, number: int) -> Row:
-    step, prompt, completion = (logged.pop(name) for name in ("step", "prompt", "completion"))
-    is_dialogue = isinstance(prompt, list) and isinstance(completion, list)
-    return Row(
-        row_id=f"{step}/{number}",
-        columns={
-            "steps": step,
-            "texts": completion if isinstance(completion, str) else None,
-            "messages": read_messages([*prompt, *completion], where=where) if is_dialogue else None,
-            "rewards": next(iter(logged.values()), None),
-        },
-    )
 
 
 class TrlDump(FileDump):
@@ -122,8 +43,8 @@ class TrlDump(FileDump):
         "(num_iterations > 1).",
         "policy_version": "TRL samples with the weights of the step that trains.",
         "rewards": "the batch has advantages; rewards are in the log of completions.",
-        "texts": "GRPOConfig(log_completions=True) logs them, in files of their own.",
-        "messages": "GRPOConfig(log_completions=True) logs them, in files of their own.",
+        "texts": "GRPOConfig(log_completions=True) logs them, without ids.",
+        "messages": "GRPOConfig(log_completions=True) logs them, without ids.",
     }
 
     @classmethod

@@ -1,6 +1,5 @@
-"""verl: the texts that it logs, and the batches that it saves.
+"""verl: the batches that it saves.
 
-    trainer.rollout_data_dir=DIR         DIR/STEP.jsonl: prompts and replies as texts, scores
     skip.rollout.enable=true skip.rollout.steps=[1] skip.rollout.dump_dir=DIR
                                          DIR/.../STEP/gen_batch.dp: sampled ids and log-probs
     skip.rollout_tq...                   DIR/.../STEP/N/tq_batch.pt: the same by the v1 trainer
@@ -30,7 +29,7 @@ from lockstep.doctor.inputs.assemble import (
     whole,
 )
 from lockstep.doctor.inputs.base import Facts
-from lockstep.doctor.inputs.lines import FileDump, LineDump
+from lockstep.doctor.inputs.lines import FileDump
 from lockstep.doctor.inputs.pickles import (
     Record,
     is_pickle,
@@ -38,45 +37,11 @@ from lockstep.doctor.inputs.pickles import (
     plain,
     read_pickle,
     read_torch,
-    tensor_of,
 )
 from lockstep.doctor.inputs.places import head_of
 from lockstep.errors import DataError
 
 _BATCHES = ("gen_batch.dp", "tq_batch.pt")
-_NO_IDS = (
-    "trainer.rollout_data_dir logs texts only. For ids and log-probs set skip.rollout.enable=true, "
-    "skip.rollout.steps=[...] and skip.rollout.dump_dir (v1 trainer: skip.rollout_tq), or save a "
-    "batch: batch.save_to_disk(PATH)."
-)
-
-
-class VerlTexts(LineDump):
-    """`trainer.rollout_data_dir`: STEP.jsonl, one line per sample with its texts.
-
-    No ids are made by encoding the texts: the doctor is asked whether the trained ids are the
-    sampled ones.
-    """
-
-    format: ClassVar[str] = "verl-texts"
-    trainer: ClassVar[str] = "verl"
-    has_ids: ClassVar[bool] = False
-    keys: ClassVar[frozenset[str]] = frozenset({"input", "output", "score", "step"})
-    kind: ClassVar[str] = "a line that verl's trainer.rollout_data_dir writes"
-    no_row: ClassVar[str] = " has no line of verl's trainer.rollout_data_dir (.jsonl)."
-    why: ClassVar[Mapping[str, str]] = {
-        "token_ids": _NO_IDS,
-        "rollout_logprobs": _NO_IDS,
-        "trainer_logprobs": _NO_IDS,
-    }
-
-    def rows_of(
-        self, line: Mapping[str, Any], path: Path, number: int, where: str
-    ) -> Iterator[Row]:
-        if not isinstance(line["output"], str):
-            raise DataError(f"{where}: `output` must be text, as verl writes it.")
-        columns = {"texts": line["output"], "rewards": line["score"], "steps": line["step"]}
-        yield Row(row_id=f"{path.stem}/{number - 1}", columns=columns)
 
 
 class VerlDump(FileDump):
@@ -104,7 +69,7 @@ class VerlDump(FileDump):
         "the sampler's experts.",
         "policy_version": "min_global_steps and max_global_steps are in batches of the agent loop; "
         "where they differ, no token is known to be of either.",
-        "texts": "trainer.rollout_data_dir logs them, in files of their own.",
+        "texts": "trainer.rollout_data_dir logs them, without ids.",
         "messages": "verl keeps the prompt as messages and the reply as ids.",
     }
 
@@ -175,22 +140,7 @@ class _Batch:
             for name, values in non_tensor.items():
                 if isinstance(values := plain(values), np.ndarray) and values.ndim == 1:
                     self.per_row[name] = values.tolist()
-        if isinstance(batch, bytes):
-            return read_torch(batch, f"{self.path} (its tensors)")
-        if isinstance(batch, tuple) and len(batch) == 3 and isinstance(batch[2], dict):
-            # VERL_DATAPROTO_SERIALIZATION_METHOD=numpy: name -> (dtype, shape, bytes)
-            return {name: self._of_numpy(name, value) for name, value in batch[2].items()}
-        return None
-
-    def _of_numpy(self, name: str, value: Any) -> Any:
-        """(dtype, shape, bytes) of a tensor, or (layout, list of those) of a nested one."""
-        if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], list):
-            return [self._of_numpy(name, entry) for entry in value[1]]
-        try:
-            dtype, shape, raw = value
-            return tensor_of(plain(raw).tobytes(), dtype, shape)
-        except (TypeError, ValueError, AttributeError) as error:
-            raise DataError(f"{self.path}: tensor {name!r} cannot be read: {error}.") from None
+        return read_torch(batch, f"{self.path} (its tensors)") if isinstance(batch, bytes) else None
 
     def _step(self) -> int | None:
         step = whole(self.meta.get("global_steps"))
@@ -219,7 +169,6 @@ class _Batch:
         where = f"{self.path}: row {i}"
         prompt, is_prompt = self._part("prompts", i, where)
         reply, is_reply = self._part("responses", i, where)
-        self._compare(i, prompt, reply, where)
         ids = np.concatenate([prompt[is_prompt], reply[is_reply]])
 
         def response(name: str) -> Array | None:
@@ -305,20 +254,6 @@ class _Batch:
             )
         part = attended[: widths[0]] if name == "prompts" else attended[widths[0] :]
         return ids, part.astype(np.bool_)
-
-    def _compare(self, i: int, prompt: Array, reply: Array, where: str) -> None:
-        """Raises DataError unless input_ids are the prompt and the reply."""
-        found = self._row("input_ids", i, where)
-        if found is None or not isinstance(self.tensors["prompts"], np.ndarray):
-            return
-        both = np.concatenate([prompt, reply])
-        if len(found) != len(both) or (found != both).any():
-            at = int((found != both).argmax()) if len(found) == len(both) else len(found)
-            raise DataError(
-                f"{where}: input_ids are not prompts and responses one after the other (place "
-                f"{at}): log-probs would be computed over other tokens than those that were "
-                "sampled."
-            )
 
     def _routes(self, i: int, prompt: Array, reply: Array, where: str) -> Array | None:
         """[T, L, K], -1 where verl has zeros for none and at the last token."""

@@ -409,8 +409,6 @@ def open_model(
     Raises ConfigError for what names no model, or nothing to compare: rows without log-probs of
     either side.
     """
-    if not dump.has_ids:
-        return Refusal(reason="the rows have no token ids: nothing to score")
     if not {"rollout_logprobs", "trainer_logprobs"} & dump.has:
         return Refusal(reason="the rows have log-probs of neither side: nothing to compare")
     try:

@@ -16,7 +16,6 @@ from lockstep.doctor.checks.base import Check
 from lockstep.doctor.checks.examine import Stage, examine
 from lockstep.doctor.checks.findings import Evidence
 from lockstep.doctor.diagnosis import EXIT_CODES, evidence_to_json
-from lockstep.doctor.progress import Reading
 from lockstep.doctor.row_choice import RowChoice, fetch
 from lockstep.doctor.terminal import show, summary
 from lockstep.errors import ConfigError
@@ -207,23 +206,6 @@ def test_the_worst_rows_and_a_sample_of_all_are_chosen_in_bounded_memory():
     assert {n: r.row_ids for n, r in found.items()} == {
         5: ("row-5",), 700: ("row-700",), 8: ("row-8",),
     }  # fmt: skip
-
-
-def test_progress_is_one_line_after_a_second_and_only_in_a_terminal():
-    rows, now = make_rows(4), [0.0]
-    for is_terminal, shown in ((True, True), (False, False)):
-        now[0], out = 0.0, io.StringIO()
-        with Reading(
-            Console(file=out, force_terminal=is_terminal, width=80), clock=lambda: now[0]
-        ) as reading:
-            reading.on_rows(rows)
-            assert not out.getvalue()
-            now[0] += 2.0
-            reading.on_rows(rows)
-            assert ("read 8 rows, 960 tokens" in out.getvalue()) == shown
-
-
-# -- the command --------------------------------------------------------------------------------
 
 
 def test_exit_codes_and_errors_of_the_verb(tmp_path, capsys):

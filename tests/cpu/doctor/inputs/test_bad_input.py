@@ -186,8 +186,8 @@ def test_every_bit_that_flips_in_a_parquet_file_is_read_or_refused(tmp_path: Pat
         (b'{"lockstep.doctor": {"version": 9}}\n', "its schema is of version 9"),
         (b'{"token_ids": [1], "loss_mask": [1], "text": "\xff"}\n', "byte 46 is not UTF-8"),
         (b"{}\n" * 2 + b"7\n", "expected a JSON object, one row; found a int"),
-        (json.dumps(GOOD).encode("utf-16"), "text in UTF-16"),
-        (json.dumps(GOOD).encode("utf-16-le"), "text in UTF-16"),
+        (json.dumps(GOOD).encode("utf-16"), "neither Parquet nor JSON lines"),
+        (json.dumps(GOOD).encode("utf-16-le"), "neither Parquet nor JSON lines"),
         (gzip.compress(json.dumps(GOOD).encode(), mtime=0), "compressed with gzip"),
         (b"ARROW1\0\0", "Arrow IPC"),
         (bytes(5000), "zero bytes"),
@@ -269,10 +269,10 @@ def test_a_place_without_rows_is_said_to_be_one(tmp_path: Path):
     none = tmp_path / "none.parquet"
     pq.write_table(pa.table({"token_ids": pa.array([], pa.list_(pa.int32()))}), none)
 
-    assert "a directory with nothing in it" in complaint(empty)
+    assert "it has nothing" in complaint(empty)
     assert "without a .parquet or .jsonl file; it has notes.txt" in complaint(other)
-    assert "is a link to" in complaint(link)
-    assert "neither a file nor a directory" in complaint(pipe)
+    assert "is a link to nothing" in complaint(link)
+    assert "no file and no directory" in complaint(pipe)
     assert "has no rows: a Parquet file of 0 rows" in complaint(none)
     assert "there is nothing at" in complaint(tmp_path / "absent")
 

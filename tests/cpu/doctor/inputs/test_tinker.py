@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from lockstep.doctor.inputs.registry import open_dump
-from lockstep.doctor.inputs.tinker import TinkerDump, TinkerSummaries
+from lockstep.doctor.inputs.tinker import TinkerDump
 from lockstep.errors import DataError
 
 nan = np.nan
@@ -76,23 +76,3 @@ def test_numbers_that_only_later_lines_have_are_not_lost_without_a_word(tmp_path
 def test_what_contradicts_itself_is_named_with_its_line(tmp_path, changed, message):
     with pytest.raises(DataError, match=f"a.jsonl:1: {message}"):
         open_dump(save(tmp_path / "a.jsonl", datum(**changed)))
-
-
-def test_summaries_are_read_and_what_they_lack_is_said(tmp_path):
-    for iteration in (10, 9):
-        lines = [
-            {
-                "schema_version": 1, "split": "train", "iteration": iteration, "group_idx": 0,
-                "traj_idx": i, "tags": [], "sampling_client_step": None, "total_reward": 0.5 * i,
-                "final_reward": 0.0, "trajectory_metrics": {}, "final_ob_len": 9,
-                "steps": [{"step_idx": 0, "ob_len": 5, "ac_len": 2}],
-            }
-            for i in range(2)
-        ]  # fmt: skip
-        save(tmp_path / f"iteration_{iteration:06d}" / "train_rollout_summaries.jsonl", *lines)
-    dump = open_dump(tmp_path)
-    assert isinstance(dump, TinkerSummaries) and not dump.has_ids
-    [rows] = dump.chunks()
-    assert rows.steps.tolist() == [9, 9, 10, 10] and rows.groups.tolist() == [0, 0, 1, 1]
-    assert rows.rewards.tolist() == [0.0, 0.5, 0.0, 0.5]
-    assert "docs/doctor-dumps.md" in dump.lacks["token_ids"]

@@ -4,13 +4,11 @@ them written by a GRPOTrainer."""
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 
 from lockstep.doctor.inputs.registry import open_dump
-from lockstep.doctor.inputs.trl import TrlDump, TrlTexts
+from lockstep.doctor.inputs.trl import TrlDump
 from lockstep.errors import DataError
 
 nan = np.nan
@@ -81,34 +79,3 @@ def test_batches_of_a_directory_come_in_the_order_of_their_steps(tmp_path):
 def test_what_contradicts_itself_is_named_with_its_row(tmp_path, changed, message):
     with pytest.raises(DataError, match=message):
         list(open_dump(save(tmp_path / "7.pt", **changed)).chunks())
-
-
-def write(path: Path, **columns: list) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    pq.write_table(pa.table(columns), path)
-
-
-def test_completions_are_read_as_texts_and_what_they_lack_is_said(tmp_path):
-    write(
-        tmp_path / "completions" / "completions_00003.parquet",
-        step=[3, 3], prompt=["2 + 2?"] * 2, completion=["4", "5"], length=[1.0, 0.5],
-        advantage=[0.5, -0.5],
-    )  # fmt: skip
-    dump = open_dump(tmp_path)
-    assert isinstance(dump, TrlTexts) and not dump.has_ids
-    [rows] = dump.chunks()
-    assert rows.texts == ("4", "5") and rows.rewards.tolist() == [1.0, 0.5]
-    assert rows.num_tokens == 0 and "_generate_and_score_completions" in dump.lacks["token_ids"]
-
-
-def test_completions_that_are_dialogues_are_read_as_messages(tmp_path):
-    write(
-        tmp_path / "completions_00001.parquet",
-        step=[1], prompt=[[{"role": "user", "content": "2 + 2?"}]],
-        completion=[[{"role": "assistant", "content": "4"}]], a=[0.0], b=[1.0], advantage=[0.0],
-    )  # fmt: skip
-    dump = open_dump(tmp_path)
-    [rows] = dump.chunks()
-    assert rows.messages is not None and rows.messages[0] is not None
-    assert [m.content for m in rows.messages[0]] == ["2 + 2?", "4"]
-    assert rows.rewards is None, "which weights the two rewards have is not in the file"
