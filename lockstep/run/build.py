@@ -90,16 +90,20 @@ def build(
     False leaves out the models that only training needs, reference and critic. scratch: where
     the engine may leave logs and weights on their way. on_wait: told what the engine waits for.
     """
+    import torch
+
     from lockstep.engines.base import EngineContext
     from lockstep.engines.registry import check_capabilities
+    from lockstep.models.critic import load_value_model
     from lockstep.ops.invariant import ask_for_reproducible_gemm
     from lockstep.sync.publisher import Publisher
+    from lockstep.training.critic import Critic
     from lockstep.training.trainer import Trainer
 
     if config.contract != "none":
         ask_for_reproducible_gemm()
-    if is_training and config.advantage.needs_critic:
-        _check_critic_freeze(config, model_files)
+    if is_training:
+        check_freezes(config, model_files)
     if is_training and (device := resolve_device(config)) == "cuda":
         check_memory(config, model_files, device)
     model = load_model(config, model_files, weights=weights)
@@ -170,9 +174,20 @@ def build(
         )
     critic = None
     if is_training and config.advantage.needs_critic:
-        device = model.embedding.device
-        critic = load_critic(
-            config, model_files, device=device, ranks=ranks, mesh=mesh, ops=model.ops
+        directory = _critic_directory(config, model_files)
+        critic = Critic(
+            load_value_model(
+                directory,
+                dtype=getattr(torch, config.dtype),
+                device=model.embedding.device,
+                mesh=mesh,
+                ops=model.ops,
+            ),
+            config.critic,
+            config.trainer,
+            like=directory,
+            total_updates=config.steps * config.critic.updates_per_batch,
+            ranks=ranks,
         )
     return Parts(model_files, model, engine, trainer, numerics, publisher, critic, hooks)
 
@@ -212,50 +227,9 @@ def _workers(config: Config, rank: int, world: int, device: torch.device) -> Wor
     )
 
 
-def _check_critic_freeze(config: Config, model_files: ModelFiles) -> None:
-    """Tries the setting on a critic without memory, before weights are read."""
-    import torch
-
-    from lockstep.models.critic import ValueModel
-    from lockstep.training.optimizer import freeze
-
+def _critic_directory(config: Config, model_files: ModelFiles) -> Path:
     name = config.critic.model
-    shape = ModelConfig.from_directory(locate_model(name) if name else model_files.directory)
-    with torch.device("meta"):
-        model = ValueModel(shape)
-    freeze(model.named_parameters(), config.critic.freeze, setting="critic.freeze")
-
-
-def load_critic(
-    config: Config,
-    model_files: ModelFiles,
-    *,
-    device: torch.device,
-    ranks: Ranks | None = None,
-    mesh: DeviceMesh | None = None,
-    ops: Ops | None = None,
-) -> Critic:
-    """The critic that `advantage` compares with, from its own model or the run's.
-
-    ranks, mesh, ops: as of `build` and `load_model`.
-    """
-    import torch
-
-    from lockstep.models.critic import load_value_model
-    from lockstep.training.critic import Critic
-
-    name = config.critic.model
-    directory = locate_model(name) if name else model_files.directory
-    return Critic(
-        load_value_model(
-            directory, dtype=getattr(torch, config.dtype), device=device, mesh=mesh, ops=ops
-        ),
-        config.critic,
-        config.trainer,
-        like=directory,
-        total_updates=config.steps * config.critic.updates_per_batch,
-        ranks=ranks,
-    )
+    return locate_model(name) if name else model_files.directory
 
 
 def choose_numerics(config: Config, model: Decoder) -> Numerics:
@@ -266,35 +240,32 @@ def choose_numerics(config: Config, model: Decoder) -> Numerics:
     from lockstep.ops.base import Ops
     from lockstep.ops.selftest import fingerprint, prove
 
-    weight = model.embedding
     model.ops = Ops()
-    reason = "contract=none"
-    if config.contract != "none":
-        reason = why_no_contract(config)
-        if not reason:
-            proof = prove(model)
-            model.ops = proof.ops
-            reason = proof.failure
-            if proof.is_kept:
-                found = fingerprint(model.ops, weight.dtype, weight.device)
-                return Numerics(
-                    found, True,
-                    f"{TRUE_ON_POLICY}: {found.ops} ops, rows filled to {found.row_quantum}, keys "
-                    f"in blocks of {found.key_block}; {proof.num_checks} checks on the model's "
-                    f"shapes in {proof.seconds:.1f} s. Every token is checked",
-                )  # fmt: skip
-            if weight.device.type == "cpu" and proof.num_checks:  # an op was tried and broke
-                reason += (
-                    ". Its result depends on the batch here; a fresh process, one thread or "
-                    "MKL_CBWR=AUTO,STRICT in the environment may change that"
-                )
+    if config.contract == "none":
+        return _stock(model, " (contract=none)")
+    weight = model.embedding
+    reason = why_no_contract(config)
+    if not reason:
+        proof = prove(model)
+        model.ops, reason = proof.ops, proof.failure
+        if proof.is_kept:
+            found = fingerprint(model.ops, weight.dtype, weight.device)
+            line = (
+                f"{TRUE_ON_POLICY}: {found.ops} ops, rows filled to {found.row_quantum}, keys in "
+                f"blocks of {found.key_block}; {proof.num_checks} checks on the model's shapes in "
+                f"{proof.seconds:.1f} s. Every token is checked"
+            )
+            return Numerics(found, True, line)
+        if weight.device.type == "cpu" and proof.num_checks:  # an op was tried and broke
+            reason += (
+                ". Its result depends on the batch here; a fresh process, one thread or "
+                "MKL_CBWR=AUTO,STRICT in the environment may change that"
+            )
     if config.contract == TRUE_ON_POLICY:
         raise ConfigError(
             f"contract={TRUE_ON_POLICY} cannot be kept: {reason}. contract=auto goes on without."
         )
-    line = "stock ops; sampler and trainer agree to rounding"
-    line += f" ({reason})" if config.contract == "none" else f". No contract: {reason}"
-    return Numerics(fingerprint(model.ops, weight.dtype, weight.device), False, line)
+    return _stock(model, f". No contract: {reason}")
 
 
 def _with_engine(
@@ -310,27 +281,28 @@ def _with_engine(
     of this library that should; `auto` goes on without.
     """
     from lockstep.ops.base import Ops
-    from lockstep.ops.selftest import fingerprint
 
     found = engine.capabilities
-    is_known = bool(found.fingerprint)
     reason = why_not_same(numerics.fingerprint, found.fingerprint)
     if not found.shares_weights and model_files.lora is not None:
         reason = "its weights are its own, with the adapter merged into them: equal to rounding"
     if not reason:
         return numerics
-    if is_known or config.contract == TRUE_ON_POLICY:
+    if found.fingerprint or config.contract == TRUE_ON_POLICY:
         raise ConfigError(
             f"contract={TRUE_ON_POLICY}: engine {found.name} cannot keep it: {reason}. Or set "
             "contract=none: the gap is then measured and corrected."
         )
     model.ops = Ops()
+    return _stock(model, f". No contract: engine {found.name} cannot keep it: {reason}")
+
+
+def _stock(model: Decoder, reason: str) -> Numerics:
+    from lockstep.ops.selftest import fingerprint
+
     weight = model.embedding
-    return Numerics(
-        fingerprint(model.ops, weight.dtype, weight.device), False,
-        "stock ops; sampler and trainer agree to rounding. No contract: engine "
-        f"{found.name} cannot keep it: {reason}",
-    )  # fmt: skip
+    line = f"stock ops; sampler and trainer agree to rounding{reason}"
+    return Numerics(fingerprint(model.ops, weight.dtype, weight.device), False, line)
 
 
 def load_model(
@@ -364,7 +336,6 @@ def load_model(
 
         found = load_fallback(weights or model_files.directory, dtype=dtype, device=device)
         return cast("Decoder", found)
-    _check_freeze(config, model_files)
     if config.lora is None or model_files.lora is None:
         source = weights or model_files.directory
         return load_checkpoint(source, dtype=dtype, device=device, mesh=mesh, ops=ops)
@@ -387,21 +358,26 @@ def resolve_device(config: ModelChoice) -> Device:
     return "cuda" if has_gpu and config.device != "cpu" else "cpu"
 
 
-def _check_freeze(config: ModelChoice, model_files: ModelFiles) -> None:
-    """Tries the setting on a model without memory: an error comes before weights are read."""
+def check_freezes(config: ModelChoice, model_files: ModelFiles) -> None:
+    """Tries trainer.freeze and critic.freeze on models without memory: before weights are read."""
     import torch
 
+    from lockstep.models.critic import ValueModel
     from lockstep.models.decoder import Decoder
     from lockstep.models.lora import add_adapter
     from lockstep.training.optimizer import freeze
 
-    if not config.trainer.freeze or not isinstance(model_files.model, ModelConfig):
+    if not isinstance(model_files.model, ModelConfig):
         return
     with torch.device("meta"):
-        model = Decoder(model_files.model)
-    if model_files.lora is not None:
-        add_adapter(model, model_files.lora, seed=0)
-    freeze(model.named_parameters(), config.trainer.freeze)
+        if config.trainer.freeze:
+            model = Decoder(model_files.model)
+            if model_files.lora is not None:
+                add_adapter(model, model_files.lora, seed=0)
+            freeze(model.named_parameters(), config.trainer.freeze)
+        if isinstance(config, Config) and config.advantage.needs_critic:
+            critic = ValueModel(ModelConfig.from_directory(_critic_directory(config, model_files)))
+            freeze(critic.named_parameters(), config.critic.freeze, setting="critic.freeze")
 
 
 # -- checkpoints and texts of a run ---------------------------------------------------------------

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lockstep.agent.harness import Harness
 from lockstep.config import from_dict, tag
@@ -43,9 +43,6 @@ from lockstep.renderers.tokenizer import Tokenizer
 from lockstep.run.hooks import current_hooks
 from lockstep.run_config import Config, ModelChoice
 
-if TYPE_CHECKING:
-    pass
-
 RENDERER_FILE = "renderer.json"
 
 DEFAULT_RENDERERS: dict[str, Callable[[], RendererConfig]] = {
@@ -63,7 +60,7 @@ Those of deepseek_v3 differ in whether they think: their templates say it."""
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """What a run stands on, known without torch."""
+    """A model as its files describe it, without torch: shape, format, tokenizer and adapter."""
 
     directory: Path
     model: ModelConfig | FallbackConfig
@@ -75,14 +72,14 @@ class ModelFiles:
 
 @dataclass(frozen=True, slots=True)
 class Numerics:
-    """What was made of the setting `contract`."""
+    """The result of the setting `contract`."""
 
     fingerprint: Fingerprint
-    """Of the trainer's side."""
+    """Numerics of the trainer."""
     is_kept: bool
-    """The contract true-on-policy holds."""
+    """Whether the contract true-on-policy holds."""
     line: str
-    """For a person: what is promised, or why nothing is."""
+    """The promise for a person to read, or why there is none."""
 
 
 def preflight(config: Config, *, is_training: bool = True) -> ModelFiles:
@@ -106,7 +103,13 @@ def preflight(config: Config, *, is_training: bool = True) -> ModelFiles:
     if config.critic.model:
         check_critic(config, model_files)
     if isinstance(model_files.model, ModelConfig):
-        _check_replay(config, model_files.model)
+        config.trainer.check_routers(model_files.model)
+    if config.trainer.routing_replay == "rollout" and not config.engine.can_record_routes:
+        raise ConfigError(
+            f"trainer.routing_replay=rollout: engine={tag(type(config.engine))} does not hand out "
+            "the experts that its tokens went to. Use engine=embedded, or "
+            "trainer.routing_replay=recompute."
+        )
     check_parallel(config, model_files.model)
     if is_training and not config.placement.is_elsewhere():
         check_memory(config, model_files, expected_device(config))
@@ -120,27 +123,6 @@ def preflight(config: Config, *, is_training: bool = True) -> ModelFiles:
     for first in firsts:
         _check_first_prompt(config, model_files, first)
     return model_files
-
-
-def _check_replay(config: Config, model: ModelConfig) -> None:
-    """Raises ConfigError if there are no routes to replay, or no routers to train."""
-    if config.trainer.router_aux_coef and not model.routed_layers:
-        raise ConfigError(
-            f"trainer.router_aux_coef={config.trainer.router_aux_coef} needs a model with routers; "
-            f"model={config.model} ({model.architecture}) has none to train. Leave it at 0."
-        )
-    replay = config.trainer.routing_replay
-    if replay != "none" and not model.routed_layers:
-        raise ConfigError(
-            f"trainer.routing_replay={replay} needs a model with routers; model={config.model} "
-            f"({model.architecture}) has none to hand routes to. Set trainer.routing_replay=none."
-        )
-    if replay == "rollout" and not config.engine.can_record_routes:
-        raise ConfigError(
-            f"trainer.routing_replay=rollout: engine={tag(type(config.engine))} does not hand out "
-            "the experts that its tokens went to. Use engine=embedded, or "
-            "trainer.routing_replay=recompute."
-        )
 
 
 def check_parallel(config: ModelChoice, model: ModelConfig | FallbackConfig) -> None:
@@ -264,59 +246,46 @@ def read_model_files(config: ModelChoice) -> ModelFiles:
 
 def check_critic(config: Config, model_files: ModelFiles) -> None:
     """Raises ConfigError if `critic.model` cannot read what the policy writes."""
+    where, known = f"critic.model={config.critic.model}", model_files.renderer.tokenizer
     try:
         directory = locate_model(config.critic.model)
     except ConfigError as error:
         raise ConfigError(str(error).replace("model=", "critic.model=", 1)) from None
     model = ModelConfig.from_directory(directory)
-    where = f"critic.model={config.critic.model}"
+    problem = ""
     if config.max_tokens > model.max_positions:
-        raise ConfigError(
-            f"max_tokens={config.max_tokens} is more than the {model.max_positions} positions that "
-            f"{where} was made for."
+        problem = f"has {model.max_positions} positions, and max_tokens={config.max_tokens}"
+    elif known.vocab_size > model.vocab_size:
+        problem = (
+            f"has a vocabulary of {model.vocab_size}, and the policy's tokenizer ids up to "
+            f"{known.vocab_size - 1}"
         )
-    known = model_files.renderer.tokenizer
-    if (directory / "tokenizer.json").is_file():
+    elif (directory / "tokenizer.json").is_file():
         theirs = Tokenizer.from_file(directory)
         if theirs.all_token_bytes() != known.all_token_bytes():
-            raise ConfigError(
-                f"{where} has another tokenizer than model={config.model}: it would read other "
-                "text than was written. Leave critic.model empty to start from the policy."
-            )
-    if known.vocab_size > model.vocab_size:
-        raise ConfigError(
-            f"{where} has a vocabulary of {model.vocab_size}, and the policy's tokenizer ids up to "
-            f"{known.vocab_size - 1}. Leave critic.model empty to start from the policy."
-        )
+            problem = f"has another tokenizer than model={config.model}: it would read other text"
+    if problem:
+        raise ConfigError(f"{where} {problem}. Leave it empty to start from the policy.")
 
 
 def _check_fallback(config: Config) -> None:
-    """Raises ConfigError that lists what a model which transformers runs cannot do of what is asked
-    for: before it is loaded, and before transformers is imported."""
-    problems = [
-        text
-        for is_asked, text in (
-            (
-                isinstance(config.engine, EmbeddedConfig),
-                "engine=embedded runs the decoder alone; choose an engine outside of this process",
-            ),
-            (
-                config.contract == TRUE_ON_POLICY,
-                f"contract={TRUE_ON_POLICY} is a promise of the decoder's ops; set contract=none",
-            ),
-            (
-                config.advantage.needs_critic and not config.critic.model,
-                "a critic is a decoder: name one with critic.model",
-            ),
-            (
-                config.trainer.routing_replay != "none" or config.trainer.router_aux_coef > 0,
-                "routers are known of the decoder alone; set trainer.routing_replay=none "
-                "trainer.router_aux_coef=0",
-            ),
-        )
-        if is_asked
-    ]
-    if problems:
+    """Raises ConfigError listing the settings that a model which transformers runs cannot keep:
+    before it is loaded, and before transformers is imported."""
+    uses_routers = config.trainer.routing_replay != "none" or config.trainer.router_aux_coef > 0
+    cases = {
+        "engine=embedded runs the decoder alone; choose an engine outside of this process": (
+            isinstance(config.engine, EmbeddedConfig)
+        ),
+        f"contract={TRUE_ON_POLICY} is a promise of the decoder's ops; set contract=none": (
+            config.contract == TRUE_ON_POLICY
+        ),
+        "a critic is a decoder: name one with critic.model": (
+            config.advantage.needs_critic and not config.critic.model
+        ),
+        "routers are known of the decoder alone; set trainer.routing_replay=none "
+        "trainer.router_aux_coef=0": uses_routers,
+    }
+    if problems := [text for text, is_asked in cases.items() if is_asked]:
         raise ConfigError(f"fallback=true: {'; '.join(problems)}.")
     if find_spec("transformers") is None:
         raise MissingExtraError.of("transformers", extra="transformers", needed_for="fallback=true")

@@ -119,7 +119,7 @@ async def one_step(run: TrainingRun) -> dict[str, Any] | None:
     except UnequalTokenError as broken:
         run.save_if_whole()  # the state that samples this step again
         raise ContractError(
-            f"{broken} Nothing was updated; the run holds the trajectory: "
+            f"{broken} Nothing was updated; {run.path} holds the trajectory: "
             f"lockstep replay '{run.path}#{broken.sample.id}' --score"
         ) from broken
     finally:

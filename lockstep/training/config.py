@@ -9,6 +9,7 @@ from typing import Literal
 from lockstep.config import check_choices
 from lockstep.correction.config import Correction
 from lockstep.errors import ConfigError
+from lockstep.models.config import FallbackConfig, ModelConfig
 
 Schedule = Literal["constant", "linear", "cosine"]
 LongRows = Literal["error", "drop"]
@@ -144,6 +145,17 @@ class TrainerConfig(LearnerConfig):
             or self.routing_replay == "recompute"
             or (num_updates > 1 and is_measured)
         )
+
+    def check_routers(self, model: ModelConfig | FallbackConfig) -> None:
+        """Raises ConfigError if there are no routes to replay, or no routers to train."""
+        if model.routed_layers:
+            return
+        for name, idle in (("routing_replay", "none"), ("router_aux_coef", 0.0)):
+            if getattr(self, name) != idle:
+                raise ConfigError(
+                    f"trainer.{name}={getattr(self, name)} needs a model with routers; this one "
+                    f"({model.architecture}) has none. Set trainer.{name}={idle}."
+                )
 
     def check_device(self, device: str) -> None:
         """Raises ConfigError for a setting that is not for a model on this kind of device."""

@@ -122,17 +122,7 @@ class Trainer(Learner):
                 "sampling records log-probs at temperature 1, and gives no groups to learn from."
             )
         config.check_device(model.embedding.device.type)
-        if config.routing_replay != "none" and not model.config.routed_layers:
-            raise ConfigError(
-                f"trainer.routing_replay={config.routing_replay} needs a model with routers; this "
-                f"one ({model.config.architecture}) has none to hand routes to. Set "
-                "routing_replay=none."
-            )
-        if config.router_aux_coef and not model.config.routed_layers:
-            raise ConfigError(
-                f"trainer.router_aux_coef={config.router_aux_coef} needs a model with routers; "
-                f"this one ({model.config.architecture}) has none to train. Leave it at 0."
-            )
+        config.check_routers(model.config)
         super().__init__(model, config, like=like, total_updates=total_updates, ranks=ranks)
         self.model, self.reference, self.contract = model, reference, contract
         self.temperature = temperature

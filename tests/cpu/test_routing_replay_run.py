@@ -73,11 +73,11 @@ class NoRoutes(EngineConfig):
     [
         (
             ["model=tiny-qwen3", "trainer.routing_replay=rollout"],
-            r"model=tiny-qwen3 \(qwen3\) has none",
+            r"this one \(qwen3\) has none",
         ),
         (
             ["model=tiny-qwen3", "trainer.routing_replay=recompute"],
-            r"model=tiny-qwen3 \(qwen3\) has none",
+            r"this one \(qwen3\) has none",
         ),
         (
             ["engine=no_routes", "trainer.routing_replay=rollout"],

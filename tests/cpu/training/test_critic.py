@@ -555,7 +555,7 @@ def test_bad_settings_are_one_error_before_a_model_is_loaded(words, message, tmp
 
 def test_a_critic_that_reads_fewer_positions_or_ids_is_refused(tmp_path, capsys):
     for key, value, message in (
-        ("max_position_embeddings", 128, "max_tokens=256 is more than the 128 positions"),
+        ("max_position_embeddings", 128, "has 128 positions, and max_tokens=256"),
         ("vocab_size", 99, "has a vocabulary of 99, and the policy's tokenizer ids up to"),
     ):
         source = {**HF_CONFIGS["qwen3"], "max_position_embeddings": 512, "vocab_size": 9999}
