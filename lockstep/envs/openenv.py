@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import json
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -123,16 +124,11 @@ class OpenEnvConfig(TaskConfig):
             )
         required = [name for name in self._schema.get("required", ()) if name in fields]
         chosen = self.action_field or (required[0] if len(required) == 1 else "")
-        if not chosen:
+        if not chosen or set(required) - {chosen}:
             raise ConfigError(
-                f"action=text: an action has the fields {', '.join(fields)}; name the one that the "
-                "reply is, with action_field=NAME, or use action=tool."
-            )
-        others = [name for name in required if name != chosen]
-        if others:
-            raise ConfigError(
-                f"action=text: an action must have {', '.join(others)} beside {chosen}. Use "
-                "action=tool."
+                f"action=text: an action has the fields {', '.join(fields)} and must have "
+                f"{', '.join(required) or 'none of them'}. Name the one that the reply is, with "
+                "action_field=NAME, or use action=tool."
             )
         return chosen
 
@@ -143,7 +139,6 @@ class OpenEnvEnvironment(Environment):
     def __init__(self, config: OpenEnvConfig, task: Task, limits: ToolLimits) -> None:
         self.config, self.task, self.limits = config, task, limits
         self.rewards: list[float] = []
-        self.num_refused = 0
         if config.action == "tool":
             schema = config._schema
             self.tools = (
@@ -171,23 +166,17 @@ class OpenEnvEnvironment(Environment):
             return Observation(messages=(unreadable(message),))
         if self.config.action == "text":
             text, counters, done = await self._act({self.config._text_field: message.content})
-            return Observation(
-                messages=(Message(role="user", content=text),), done=done, metrics=counters
-            )
+            reply = Message(role="user", content=text)
+            return Observation(messages=(reply,), done=done, metrics=counters)
         if not message.tool_calls:
             return Observation(done=True, metrics={"openenv/gave_up": 1.0})
         replies: list[Message] = []
-        totals: dict[str, float] = {}
+        totals: Counter[str] = Counter()
         for call in message.tool_calls:
             text, counters, done = await self._call(call)
-            for name, value in {"tool/calls": 1.0, **counters}.items():
-                totals[name] = totals.get(name, 0.0) + value
-            replies.append(
-                Message(
-                    role="tool", name=call.name[:64] or "unknown", content=text,
-                    tool_call_id=call.id,
-                )
-            )  # fmt: skip
+            totals.update({"tool/calls": 1, **counters})
+            name = call.name[:64] or "unknown"
+            replies.append(Message(role="tool", name=name, content=text, tool_call_id=call.id))
             if done:
                 return Observation(done=True, metrics=totals)
         return Observation(messages=replies, metrics=totals)
@@ -202,24 +191,22 @@ class OpenEnvEnvironment(Environment):
             if each is not None:
                 await each.close()
 
-    # -- acting -----------------------------------------------------------------------------------
-
-    async def _call(self, call: ToolCall) -> tuple[str, dict[str, float], bool]:
+    async def _call(self, call: ToolCall) -> tuple[str, dict[str, int], bool]:
         (tool,) = self.tools
         if call.name != tool.name:
             text = f"error: unknown tool {call.name!r}; tools: {tool.name}"
-            return text, {"tool/unknown": 1.0}, False
+            return text, {"tool/unknown": 1}, False
         try:
             action = parse_arguments(call.arguments, tool)
         except ValueError as error:
-            return f"error: {error}", {"tool/invalid_arguments": 1.0}, False
+            return f"error: {error}", {"tool/invalid_arguments": 1}, False
         return await self._act(action)
 
-    async def _act(self, action: Mapping[str, Any]) -> tuple[str, dict[str, float], bool]:
+    async def _act(self, action: Mapping[str, Any]) -> tuple[str, dict[str, int], bool]:
         """(text for the model, counters, whether the episode is over)."""
         kind, data = await self._ask("step", action)
         if kind == "error":
-            return f"error: {_words_of(data)}", {"openenv/refused": 1.0}, False
+            return f"error: {_words_of(data)}", {"openenv/refused": 1}, False
         reward = data.get("reward")
         if reward is not None:
             if not isinstance(reward, int | float) or not math.isfinite(reward):
@@ -245,8 +232,6 @@ class OpenEnvEnvironment(Environment):
         if len(text) > limit:
             text = text[:limit] + f"\n[cut: {len(text)} characters in all]"
         return text.encode("utf-8", "replace").decode("utf-8")
-
-    # -- the session ------------------------------------------------------------------------------
 
     async def _opened(self, sent: Mapping[str, Any]) -> Mapping[str, Any]:
         """Opens a session and returns its first observation. Waits for a free session."""
@@ -305,12 +290,10 @@ class OpenEnvEnvironment(Environment):
 
 
 def _words_of(data: Mapping[str, Any]) -> str:
-    errors = data.get("errors")
-    if isinstance(errors, list) and errors and isinstance(errors[0], Mapping):
-        places = [
-            f"{'.'.join(map(str, e.get('loc', ())))}: {e.get('msg', '')}"
-            for e in errors
-            if isinstance(e, Mapping)
-        ]
-        return f"{data.get('message', 'refused')} ({'; '.join(places)})"
-    return str(data.get("message", "refused"))
+    """The message of an error, with the places that it names."""
+    text, errors = str(data.get("message", "refused")), data.get("errors")
+    if not isinstance(errors, list) or not errors or not isinstance(errors[0], Mapping):
+        return text
+    places = [e for e in errors if isinstance(e, Mapping)]
+    shown = [f"{'.'.join(map(str, e.get('loc', ())))}: {e.get('msg', '')}" for e in places]
+    return f"{text} ({'; '.join(shown)})"

@@ -10,7 +10,7 @@ import secrets
 import socket
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -65,18 +65,17 @@ async def check_sandbox(
     Guard: tests/cpu/agent/sandbox/test_check_sandbox.py breaks each promise.
     """
     report = SandboxReport()
-    with _Host() as host:
-        before = _descendants()
-        size = _max_resident_mib()
+    with contextlib.ExitStack() as stack:
+        host = _Host(stack)
+        before, size = _descendants(), _max_resident_mib()
         watch = asyncio.ensure_future(_watch(report))
         try:
             await _check_plain(sandbox)
             await _check_sessions(sandbox)
-            results = await asyncio.gather(
-                *(_run_hostile(sandbox, name, host.fill(code)) for name, code in programs.items())
-            )
+            running = [_run(sandbox, name, host.fill(code)) for name, code in programs.items()]
+            results = await asyncio.gather(*running)
             for name, result in zip(programs, results, strict=True):
-                _check_result(name, result, limits, host)
+                _check_result(name, result, limits, host.secrets)
                 report.endings[name] = result.ending
                 report.max_seconds = max(report.max_seconds, result.seconds)
             await _check_plain(sandbox)
@@ -85,18 +84,13 @@ async def check_sandbox(
             await _check_close(sandbox)
         report.host_growth_mib = _max_resident_mib() - size
         host.check()
-        left = await _left_over(before)
-        _expect("close", not left, f"left the processes {sorted(left)} of this one running")
-    _expect(
-        "all programs",
-        report.host_growth_mib <= MAX_HOST_GROWTH_MIB,
-        f"made this process grow by {report.host_growth_mib:.0f} MiB",
-    )
-    _expect(
-        "all programs",
-        report.max_stall_seconds <= max_stall_seconds,
-        f"held the event loop up for {report.max_stall_seconds:.1f} s",
-    )
+        end = time.monotonic() + GRACE_SECONDS  # a killed process may take a moment to go
+        while (left := _descendants() - before) and time.monotonic() < end:
+            await asyncio.sleep(0.02)
+    growth, stall = report.host_growth_mib, report.max_stall_seconds
+    _expect("close", not left, f"left the processes {sorted(left)} of this one running")
+    _expect("memory", growth <= MAX_HOST_GROWTH_MIB, f"let this process grow by {growth:.0f} MiB")
+    _expect("event loop", stall <= max_stall_seconds, f"held the event loop up for {stall:.1f} s")
     return report
 
 
@@ -105,37 +99,31 @@ def _expect(name: str, holds: bool, problem: str) -> None:
         raise SandboxError(f"check_sandbox: {name}: {problem}.")
 
 
-async def _run_hostile(sandbox: Sandbox, name: str, code: str) -> ProgramResult:
+async def _run(sandbox: Sandbox, name: str, code: str) -> ProgramResult:
     try:
         return await sandbox.run(code)
     except Exception as error:
-        raise SandboxError(
-            f"check_sandbox: {name}: run raised {type(error).__name__}: {error}. What a program "
-            "does must become a ProgramResult."
-        ) from error
+        text = f"run raised {type(error).__name__}: {error}"
+        raise SandboxError(f"check_sandbox: {name}: {text}; expected a ProgramResult.") from error
 
 
-def _check_result(name: str, result: ProgramResult, limits: SandboxLimits, host: _Host) -> None:
-    _expect(name, result.ending in ENDINGS, f"ending={result.ending!r} is none of {ENDINGS}")
-    _expect(
-        name,
-        len(result.output) <= limits.output_chars,
-        f"an output of {len(result.output)} characters, at most {limits.output_chars}",
-    )
-    try:
-        result.output.encode()
-    except UnicodeEncodeError as error:
-        raise SandboxError(f"check_sandbox: {name}: {error}; tokenizers need text.") from error
-    for secret in host.secrets:
-        _expect(name, secret not in result.output, "read a secret of this machine")
-    _expect(
-        name,
-        result.seconds <= limits.seconds + GRACE_SECONDS,
-        f"ran for {result.seconds:.1f} s, limit {limits.seconds:g}",
-    )
-    expected = metrics_of(result.ending, is_truncated=result.is_truncated)
-    missing = {k: v for k, v in expected.items() if result.metrics.get(k) != v}
-    _expect(name, not missing, f"metrics={result.metrics} lack {missing}")
+def _check_result(
+    name: str, result: ProgramResult, limits: SandboxLimits, planted: list[str]
+) -> None:
+    size, most = len(result.output), limits.output_chars
+    is_text = result.output.encode("utf-8", "replace").decode() == result.output
+    metrics = metrics_of(result.ending, is_truncated=result.is_truncated)
+    missing = {k: v for k, v in metrics.items() if result.metrics.get(k) != v}
+    late = limits.seconds + GRACE_SECONDS
+    for holds, problem in (
+        (result.ending in ENDINGS, f"ending={result.ending!r} is none of {ENDINGS}"),
+        (size <= most, f"an output of {size} characters, at most {most}"),
+        (is_text, "an output with half a character; tokenizers need text"),
+        (not any(s in result.output for s in planted), "read a secret of this machine"),
+        (result.seconds <= late, f"ran for {result.seconds:.1f} s, limit {limits.seconds:g}"),
+        (not missing, f"metrics={result.metrics} lack {missing}"),
+    ):
+        _expect(name, holds, problem)
 
 
 async def _check_plain(sandbox: Sandbox) -> None:
@@ -148,36 +136,27 @@ async def _check_plain(sandbox: Sandbox) -> None:
     ):
         result = await sandbox.run(code)
         is_right = result.output == output if ending == "ok" else output in result.output
-        _expect(
-            repr(code),
-            is_right and result.ending == ending,
-            f"expected {ending}, {output!r}; found {result.ending}, {result.output!r}",
-        )
+        found = f"expected {ending}, {output!r}; found {result.ending}, {result.output!r}"
+        _expect(repr(code), is_right and result.ending == ending, found)
 
 
 async def _check_sessions(sandbox: Sandbox) -> None:
-    async def said(code: str, session: str) -> str:
-        return (await sandbox.run(code, session=session)).output
+    async def expect(expected: str, session: str, problem: str) -> None:
+        found = (await sandbox.run("x", session=session)).output
+        _expect("session", expected in found, f"{problem}: found {found!r}")
 
     await sandbox.run("x = 41", session="a")
-    at_once = [asyncio.ensure_future(sandbox.run("x = x + 1", session="a")) for _ in range(4)]
-    await asyncio.gather(*at_once)
-    found = await said("x", "a")
-    _expect("session", found == "45", f"expected 45 after 41 and four times 1, found {found!r}")
+    await asyncio.gather(*(sandbox.run("x = x + 1", session="a") for _ in range(4)))
+    await expect("45", "a", "expected 45 after 41 and four times 1")
     for name in ("b", ""):
-        found = await said("x", name)
-        _expect(
-            "session", "NameError" in found, f"{name!r} saw a variable of another one: {found!r}"
-        )
-    await said("1 / 0", "a")
-    found = await said("x", "a")
-    _expect("session", found == "45", f"an error lost its variables: found {found!r}")
-    await sandbox.end_session("a")
-    await sandbox.end_session("unknown")
-    found = await said("x", "a")
-    _expect("end_session", "NameError" in found, f"kept a variable: {found!r}")
-    await sandbox.end_session("a")
-    await sandbox.end_session("b")
+        await expect("NameError", name, f"{name!r} saw a variable of another one")
+    await sandbox.run("1 / 0", session="a")
+    await expect("45", "a", "an error lost its variables")
+    for name in ("a", "unknown"):
+        await sandbox.end_session(name)
+    await expect("NameError", "a", "end_session kept a variable")
+    for name in ("a", "b"):
+        await sandbox.end_session(name)
 
 
 async def _check_close(sandbox: Sandbox) -> None:
@@ -185,8 +164,8 @@ async def _check_close(sandbox: Sandbox) -> None:
     running = asyncio.ensure_future(sandbox.run("while True: pass"))
     await asyncio.sleep(0.05)
     await sandbox.close()
-    result = await running
-    _expect("close", result.ending == "crashed", f"a program under way ended as {result.ending}")
+    ending = (await running).ending
+    _expect("close", ending == "crashed", f"a running program ended as {ending}")
 
 
 async def _watch(report: SandboxReport) -> None:
@@ -200,55 +179,39 @@ async def _watch(report: SandboxReport) -> None:
 class _Host:
     """Secrets and traps of this machine that programs look for."""
 
-    def __enter__(self) -> _Host:
-        self._stack = contextlib.ExitStack()
-        folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory()))
+    def __init__(self, stack: contextlib.ExitStack) -> None:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         self.secrets = [f"secret-{secrets.token_hex(8)}" for _ in range(2)]
         self._file, self._canary = folder / "secret", folder / "canary"
         self._file.write_text(self.secrets[0])
-        self._stack.enter_context(_environment(VARIABLE, self.secrets[1]))
-        self._stream = self._stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-        self._stream.setblocking(False)
+        os.environ[VARIABLE] = self.secrets[1]
+        stack.callback(os.environ.pop, VARIABLE)
+        self._stream = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
         self._port = self._stream.getsockname()[1]
-        self._datagrams = self._stack.enter_context(
-            socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-        )
+        self._datagrams = stack.enter_context(socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
         self._datagrams.bind(("127.0.0.1", self._port))
-        self._datagrams.setblocking(False)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._stack.close()
+        for each in (self._stream, self._datagrams):
+            each.setblocking(False)
 
     def fill(self, code: str) -> str:
         for name, value in (
-            ("SECRET_PATH", str(self._file)),
-            ("CANARY_PATH", str(self._canary)),
-            ("HOST_PID", str(os.getpid())),
-            ("PORT", str(self._port)),
+            ("SECRET_PATH", self._file),
+            ("CANARY_PATH", self._canary),
+            ("HOST_PID", os.getpid()),
+            ("PORT", self._port),
         ):
-            code = code.replace(name, value)
+            code = code.replace(name, str(value))
         return code
 
     def check(self) -> None:
         _expect("files", self._file.exists(), "a program deleted a file of this machine")
         _expect("files", not self._canary.exists(), "a program wrote a file of this machine")
-        for kind, receive in (
-            ("connected", self._stream.accept),
-            ("sent a datagram", lambda: self._datagrams.recv(16)),
-        ):
-            with contextlib.suppress(BlockingIOError):
-                receive()
-                raise SandboxError(f"check_sandbox: network: a program {kind} to this machine.")
-
-
-@contextlib.contextmanager
-def _environment(name: str, value: str) -> Iterator[None]:
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        del os.environ[name]
+        with contextlib.suppress(BlockingIOError):
+            self._stream.accept()
+            _expect("network", False, "a program connected to this machine")
+        with contextlib.suppress(BlockingIOError):
+            self._datagrams.recv(16)
+            _expect("network", False, "a program sent a datagram to this machine")
 
 
 def _descendants() -> set[tuple[int, str]]:
@@ -265,14 +228,6 @@ def _descendants() -> set[tuple[int, str]]:
         if parent == os.getpid():
             found.add((process, name))
     return found
-
-
-async def _left_over(before: set[tuple[int, str]]) -> set[tuple[int, str]]:
-    """Processes that remain after the grace; a killed one may take a moment to go."""
-    end = time.monotonic() + GRACE_SECONDS
-    while (left := _descendants() - before) and time.monotonic() < end:
-        await asyncio.sleep(0.02)
-    return left
 
 
 def _max_resident_mib() -> float:

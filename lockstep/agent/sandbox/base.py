@@ -83,8 +83,7 @@ class Sandbox(Protocol):
 
     @property
     def dialect(self) -> str:
-        """What a model must know about this Python, in a sentence or two, for a tool's
-        description."""
+        """One or two sentences about this Python, for the description of a tool."""
         ...
 
     async def run(self, code: str, *, session: str = "") -> ProgramResult:

@@ -44,7 +44,7 @@ END_SECONDS = 5.0
 MARK_SECONDS = 1.0
 """Seconds from the report of a program to the mark at the end of its output."""
 MAX_REPORT_BYTES = 64 * 1024
-"""Of one answer of `inside.py`, whose error is at most 4000 characters."""
+"""Bytes of one report of `inside.py`, whose error is at most 4000 characters."""
 FLOOD_BYTES = 1024 * 1024
 """Bytes that a program may write past its output limit, around `print`, before it is ended."""
 INTERPRETER_MIB = 64

@@ -24,6 +24,7 @@ import secrets
 import time
 import urllib.request
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any, ClassVar
 from urllib.parse import quote
 
@@ -45,8 +46,8 @@ NOT_RUN = (429, 502, 503, 504)
 
 @dataclass(frozen=True, kw_only=True)
 class RemoteConfig(SandboxConfig):
-    """A server that runs programs: Lockstep's `SandboxServer`, or any with its protocol. The server
-    enforces the limits, except for that on the output."""
+    """A server that runs programs: Lockstep's `sandbox_server`, or any with its protocol. The
+    server enforces the limits, except for that on the output."""
 
     TAG: ClassVar[str] = "remote"
 
@@ -59,7 +60,7 @@ class RemoteConfig(SandboxConfig):
     retries: int = 4
     """Further attempts at an unanswered request. The server still runs the program once."""
     dialect: str = ""
-    """What the model reads about the Python there."""
+    """Text about the Python there, for the model."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -89,21 +90,12 @@ class RemoteConfig(SandboxConfig):
                 answer.read(1)
         except OSError as error:  # HTTPError and URLError too
             raise ConfigError(
-                f"sandbox.url={self.url}: GET / answered {error}. Is a SandboxServer up there, and "
-                f"does sandbox.api_key_env={self.api_key_env!r} name its key?"
+                f"sandbox.url={self.url}: GET / answered {error}. Is a sandbox server up there, "
+                f"and does sandbox.api_key_env={self.api_key_env!r} name its key?"
             ) from error
 
     def open(self) -> Sandbox:
         return RemoteSandbox(self)
-
-
-def require_aiohttp() -> Any:
-    """The package. Raises MissingExtraError without it."""
-    try:
-        import aiohttp
-    except ImportError:
-        raise MissingExtraError.of("aiohttp", extra="http", needed_for="sandbox=remote") from None
-    return aiohttp
 
 
 class RemoteSandbox(QueuedSandbox):
@@ -111,25 +103,24 @@ class RemoteSandbox(QueuedSandbox):
 
     def __init__(self, config: RemoteConfig) -> None:
         super().__init__(config)
-        self._http = require_aiohttp()
+        if find_spec("aiohttp") is None:
+            raise MissingExtraError.of("aiohttp", extra="http", needed_for="sandbox=remote")
         self._config = config
         self._url = config.url.rstrip("/")
         self._client: Any = None
-        if config.dialect:
-            self.dialect = config.dialect
+        self.dialect = config.dialect or self.dialect
 
     async def _run(self, code: str, session: str) -> ProgramResult:
         began = time.monotonic()
         answer = await self._ask("POST", "/run", {"code": code, "session": session})
-        output, ending = answer.get("output"), answer.get("ending")
-        seconds, is_truncated = answer.get("seconds", 0.0), answer.get("is_truncated", False)
+        output, ending, seconds = (answer.get(key) for key in ("output", "ending", "seconds"))
         if ending not in ENDINGS or not isinstance(output, str):
             raise SandboxError(
                 f"{self._url}/run answered ending={ending!r} and output of type "
                 f"{type(output).__name__}; expected one of {list(ENDINGS)}, and text."
             )
         limit = self._limits.output_chars
-        is_truncated = is_truncated is True or len(output) > limit
+        is_truncated = answer.get("is_truncated") is True or len(output) > limit
         return ProgramResult(
             output=output[:limit].encode("utf-8", "replace").decode("utf-8"),
             ending=ending,
@@ -151,57 +142,51 @@ class RemoteSandbox(QueuedSandbox):
 
     async def _ask(self, method: str, path: str, body: dict[str, str] | None) -> dict[str, Any]:
         """The answer, after at most `retries` further attempts."""
+        import aiohttp
+
+        if self._client is None:
+            timeout = aiohttp.ClientTimeout(
+                total=self._config.request_seconds, sock_connect=CONNECT_SECONDS
+            )
+            self._client = aiohttp.ClientSession(headers=self._config.headers(), timeout=timeout)
         where = f"{method} {self._url}{path}"
         headers = {"Idempotency-Key": secrets.token_hex(16)}
-        said = ""
+        problem = ""
         for attempt in range(self._config.retries + 1):
             wait = min(2.0**attempt, 30.0)
             try:
-                async with self._session().request(
+                async with self._client.request(
                     method, self._url + path, json=body, headers=headers
                 ) as answer:
-                    if answer.status in NOT_RUN:
-                        said = f"status {answer.status}"
-                        after = answer.headers.get("Retry-After", "")
-                        wait = min(float(after), 60.0) if after.isdigit() else wait
-                    elif answer.status >= 300:
+                    if answer.status < 300:
+                        return await self._read(answer, where)
+                    if answer.status not in NOT_RUN:
                         text = (await answer.content.read(2048)).decode("utf-8", "replace")
                         raise SandboxError(f"{where} answered {answer.status}: {text[:500]}")
-                    else:
-                        return await self._read(answer, where)
-            except (self._http.ClientError, TimeoutError) as error:
-                said = str(error) or type(error).__name__
+                    problem = f"status {answer.status}"
+                    after = answer.headers.get("Retry-After", "")
+                    wait = min(float(after), 60.0) if after.isdigit() else wait
+            except (aiohttp.ClientError, TimeoutError) as error:
+                problem = str(error) or type(error).__name__
             if attempt < self._config.retries:
                 await asyncio.sleep(wait)
         raise SandboxError(
-            f"{where}: {said}, {self._config.retries + 1} times. Is the server up, and are its "
+            f"{where}: {problem}, {self._config.retries + 1} times. Is the server up, and are its "
             "limits on time below sandbox.request_seconds?"
         )
 
     async def _read(self, answer: Any, where: str) -> dict[str, Any]:
-        if answer.status == 204:
-            return {}
         # JSON may write a character as \\uXXXX\\uXXXX, and there may be more fields.
-        most = 12 * self._config.limits.output_chars + 4096
+        most = 12 * self._limits.output_chars + 4096
         text = b""
         async for part in answer.content.iter_any():
             text += part
             if len(text) > most:
                 raise SandboxError(f"{where} answered more than {most} bytes.")
         try:
-            found = json.loads(text)
+            found = json.loads(text or b"{}")
         except (ValueError, RecursionError) as error:
             raise SandboxError(f"{where} answered with text that is not JSON: {error}.") from error
         if not isinstance(found, dict):
             raise SandboxError(f"{where} answered a {type(found).__name__}, not an object.")
         return found
-
-    def _session(self) -> Any:
-        if self._client is None or self._client.closed:
-            self._client = self._http.ClientSession(
-                headers=self._config.headers(),
-                timeout=self._http.ClientTimeout(
-                    total=self._config.request_seconds, sock_connect=CONNECT_SECONDS
-                ),
-            )
-        return self._client

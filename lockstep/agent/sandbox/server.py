@@ -6,11 +6,13 @@ Needs the extra `http`.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import hmac
 import json
 import secrets
 from collections import OrderedDict
-from types import TracebackType
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 from aiohttp import web
@@ -25,71 +27,34 @@ REMEMBERED = 4096
 """Answers that the server keeps for retries."""
 
 
-class SandboxServer:
-    """Serves `sandbox` over HTTP. The caller closes the sandbox.
+@asynccontextmanager
+async def sandbox_server(
+    sandbox: Sandbox, *, host: str = "127.0.0.1", port: int = 8400, key: str = ""
+) -> AsyncIterator[str]:
+    """Serves `sandbox` over HTTP; the value is the URL. The caller closes the sandbox.
 
-    port: 0 takes a free one, which `url` then names. key: required from clients; without one the
-    server listens on this machine alone.
+    port: 0 takes a free one. key: required from clients; without one the server listens on this
+    machine alone.
 
     >>> async def demo():
-    ...     async with SandboxServer(MontyConfig().open(), port=0) as server:
-    ...         return server.url
+    ...     async with sandbox_server(MontyConfig().open(), port=0) as url:
+    ...         return url
     """
-
-    def __init__(
-        self, sandbox: Sandbox, *, host: str = "127.0.0.1", port: int = 8400, key: str = ""
-    ) -> None:
-        if host not in LOOPBACK and not key:
-            raise ConfigError(
-                f"SandboxServer(host={host!r}): anybody who reaches it runs programs on this "
-                "machine. Give a key, or stay on 127.0.0.1."
-            )
-        self._sandbox = sandbox
-        self._host, self._port, self._key = host, port, key
-        self._runner: web.AppRunner | None = None
-        self._answers: OrderedDict[str, asyncio.Task[ProgramResult]] = OrderedDict()
-
-    @property
-    def url(self) -> str:
-        return f"http://{f'[{self._host}]' if ':' in self._host else self._host}:{self._port}"
-
-    async def __aenter__(self) -> SandboxServer:
-        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._guarded])
-        app.router.add_post("/run", self._run)
-        app.router.add_delete("/sessions/{session:.*}", self._end_session)
-        app.router.add_get("/", self._describe)
-        self._runner = web.AppRunner(app, access_log=None)
-        await self._runner.setup()
-        site = web.TCPSite(self._runner, self._host, self._port)
-        try:
-            await site.start()
-        except OSError as error:
-            await self._runner.cleanup()
-            raise ConfigError(f"SandboxServer: {self.url} cannot be bound: {error}.") from error
-        self._port = self._runner.addresses[0][1]
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        assert self._runner is not None, "entered"
-        await self._runner.cleanup()
-        for task in self._answers.values():
-            task.cancel()
-        await asyncio.gather(*self._answers.values(), return_exceptions=True)
-        self._answers.clear()
+    if host not in LOOPBACK and not key:
+        raise ConfigError(
+            f"sandbox_server(host={host!r}): anybody who reaches it runs programs on this machine. "
+            "Give a key, or stay on 127.0.0.1."
+        )
+    running: OrderedDict[str, asyncio.Task[ProgramResult]] = OrderedDict()
 
     @web.middleware
-    async def _guarded(self, request: web.Request, handler: Any) -> web.StreamResponse:
+    async def guarded(request: web.Request, handler: Any) -> web.StreamResponse:
         given = request.headers.get("Authorization", "").removeprefix("Bearer ")
-        if self._key and not hmac.compare_digest(given.encode(), self._key.encode()):
+        if key and not hmac.compare_digest(given.encode(), key.encode()):
             return web.json_response({"error": "the key is wrong or missing"}, status=401)
         return await handler(request)
 
-    async def _run(self, request: web.Request) -> web.Response:
+    async def run(request: web.Request) -> web.Response:
         try:
             body = json.loads(await request.read())
             code, session = body["code"], body.get("session", "")
@@ -98,31 +63,42 @@ class SandboxServer:
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             text = f'expected {{"code": str, "session": str}}: {type(error).__name__}: {error}'
             return web.json_response({"error": text}, status=400)
-        known = request.headers.get("Idempotency-Key", "") or secrets.token_hex(16)
-        task = self._answers.get(known)
-        if task is None:
-            task = asyncio.ensure_future(self._sandbox.run(code, session=session))
-            self._answers[known] = task
-            while len(self._answers) > REMEMBERED and next(iter(self._answers.values())).done():
-                self._answers.popitem(last=False)
+        number = request.headers.get("Idempotency-Key", "") or secrets.token_hex(16)
+        if number not in running:
+            running[number] = asyncio.ensure_future(sandbox.run(code, session=session))
+            while len(running) > REMEMBERED and next(iter(running.values())).done():
+                running.popitem(last=False)
         try:
             # Goes on if the client disconnects: it asks again for the result.
-            result = await asyncio.shield(task)
+            result = await asyncio.shield(running[number])
         except SandboxError as error:
-            self._answers.pop(known, None)
+            running.pop(number, None)
             return web.json_response({"error": str(error)}, status=503)
-        return web.json_response(
-            {
-                "output": result.output,
-                "ending": result.ending,
-                "is_truncated": result.is_truncated,
-                "seconds": result.seconds,
-            }
-        )
+        answer = dataclasses.asdict(result)
+        answer.pop("metrics")
+        return web.json_response(answer)
 
-    async def _end_session(self, request: web.Request) -> web.Response:
-        await self._sandbox.end_session(request.match_info["session"])
+    async def end_session(request: web.Request) -> web.Response:
+        await sandbox.end_session(request.match_info["session"])
         return web.Response(status=204)
 
-    async def _describe(self, request: web.Request) -> web.Response:
-        return web.json_response({"dialect": self._sandbox.dialect})
+    async def describe(_: web.Request) -> web.Response:
+        return web.json_response({"dialect": sandbox.dialect})
+
+    app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[guarded])
+    app.router.add_post("/run", run)
+    app.router.add_delete("/sessions/{session:.*}", end_session)
+    app.router.add_get("/", describe)
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    try:
+        try:
+            await web.TCPSite(runner, host, port).start()
+        except OSError as error:
+            raise ConfigError(f"sandbox_server: {host}:{port} cannot be bound: {error}.") from error
+        yield f"http://{f'[{host}]' if ':' in host else host}:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+        for task in running.values():
+            task.cancel()
+        await asyncio.gather(*running.values(), return_exceptions=True)

@@ -81,40 +81,20 @@ class DocSearchConfig(TaskConfig):
     def __post_init__(self) -> None:
         smallest, largest = self.chunk_chars
         weights = (self.retrieval_weight, self.correctness_weight, self.format_penalty_weight)
-        for ok, text in (
-            (
-                bool(self.docs) == bool(self.questions),
-                f"docs={self.docs!r} and questions={self.questions!r} go together: give both, or "
-                "neither for generated worlds",
-            ),
-            (
-                bool(self.docs) or not self.eval_questions,
-                f"eval_questions={self.eval_questions!r} needs docs",
-            ),
-            (0 < self.eval_share < 1, f"eval_share={self.eval_share} must lie in (0, 1)"),
-            (
-                0 <= self.two_hop_share <= 1,
-                f"two_hop_share={self.two_hop_share} must lie in [0, 1]",
-            ),
-            (self.max_calls >= 1, f"max_calls={self.max_calls} must be at least 1"),
-            (self.num_results >= 1, f"num_results={self.num_results} must be at least 1"),
-            (
-                0 < smallest <= largest and largest >= 32,
-                f"chunk_chars={self.chunk_chars} must be (smallest, largest) with 0 < smallest <= "
-                "largest and largest at least 32",
-            ),
-            (
-                0 <= self.chunk_overlap_chars < largest,
-                f"chunk_overlap_chars={self.chunk_overlap_chars} must be at least 0 and below the "
-                f"largest chunk, {largest}",
-            ),
-            (
-                all(0 <= w < math.inf for w in weights),
-                f"the weights {weights} must be finite and at least 0",
-            ),
+        for name, holds, expected in (
+            ("docs", bool(self.docs) == bool(self.questions), "given with questions, or neither"),
+            ("eval_questions", bool(self.docs) or not self.eval_questions, "given with docs"),
+            ("eval_share", 0 < self.eval_share < 1, "in (0, 1)"),
+            ("two_hop_share", 0 <= self.two_hop_share <= 1, "in [0, 1]"),
+            ("max_calls", self.max_calls >= 1, "at least 1"),
+            ("num_results", self.num_results >= 1, "at least 1"),
+            ("chunk_chars", 0 < smallest <= largest >= 32, "0 < smallest <= largest >= 32"),
+            ("chunk_overlap_chars", 0 <= self.chunk_overlap_chars < largest, f"below {largest}"),
         ):
-            if not ok:
-                raise ConfigError(f"docsearch: {text}.")
+            if not holds:
+                raise ConfigError(f"docsearch: {name}={getattr(self, name)!r} must be {expected}.")
+        if not all(0 <= w < math.inf for w in weights):
+            raise ConfigError(f"docsearch: the weights {weights} must be finite and at least 0.")
 
     def check(self) -> None:
         if self.docs:

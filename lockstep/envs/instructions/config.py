@@ -65,22 +65,19 @@ class InstructionsConfig(TaskConfig):
     def __post_init__(self) -> None:
         low, high = self.num_instructions
         weights = (self.instruction_weight, self.prompt_weight)
-        for ok, text in (
-            (bool(self.path) or not self.eval_path, f"eval_path={self.eval_path!r} needs path"),
-            (0 < self.eval_share <= 1, f"eval_share={self.eval_share} must lie in (0, 1]"),
-            (
-                1 <= low <= high <= 4,
-                f"num_instructions={self.num_instructions} must be (least, most) from 1 to 4: more "
-                "kinds than that seldom fit together",
-            ),
-            (1 <= self.num_turns <= 3, f"num_turns={self.num_turns} must be from 1 to 3"),
-            (
-                all(0 <= w <= 1000 for w in weights) and sum(weights) > 0,
-                f"the weights {weights} must be at least 0, one of them above 0",
-            ),
+        for name, holds, expected in (
+            ("eval_path", bool(self.path) or not self.eval_path, "given with path"),
+            ("eval_share", 0 < self.eval_share <= 1, "in (0, 1]"),
+            ("num_instructions", 1 <= low <= high <= 4, "(least, most), from 1 to 4"),
+            ("num_turns", 1 <= self.num_turns <= 3, "from 1 to 3"),
         ):
-            if not ok:
-                raise ConfigError(f"instructions: {text}.")
+            if not holds:
+                value = getattr(self, name)
+                raise ConfigError(f"instructions: {name}={value!r} must be {expected}.")
+        if not all(0 <= w <= 1000 for w in weights) or not sum(weights):
+            raise ConfigError(
+                f"instructions: the weights {weights} must be at least 0, one of them above 0."
+            )
 
     def check(self) -> None:
         if self.detector == "langdetect":

@@ -85,26 +85,18 @@ class MathConfig(TaskConfig):
 
     def __post_init__(self) -> None:
         weights = (self.correctness_weight, self.format_weight)
-        evaluates_a_set = (self.eval_source or self.source) not in _GENERATED
-        for ok, text in (
-            (0 < self.eval_share < 1, f"eval_share={self.eval_share} must lie in (0, 1)"),
-            (
-                all(0 <= w < math.inf for w in weights),
-                f"the weights {weights} must be finite and at least 0",
-            ),
-            (
-                not self.path or self.source not in _GENERATED,
-                f"path={self.path!r} belongs to a data set, and source={self.source} is "
-                "generated. Set source=gsm8k, dapo, aime or file",
-            ),
-            (
-                not self.eval_path or evaluates_a_set,
-                f"eval_path={self.eval_path!r} belongs to a data set; set eval_source to gsm8k, "
-                "dapo, aime or file",
-            ),
-        ):
-            if not ok:
-                raise ConfigError(f"{self.TAG}: {text}.")
+        eval_source = self.eval_source or self.source
+        sets = "a data set, and {}={} is generated. Use gsm8k, dapo, aime or file"
+        if not 0 < self.eval_share < 1:
+            raise ConfigError(f"{self.TAG}: eval_share={self.eval_share} must lie in (0, 1).")
+        if not all(0 <= w < math.inf for w in weights):
+            raise ConfigError(f"{self.TAG}: the weights {weights} must be finite and at least 0.")
+        if self.path and self.source in _GENERATED:
+            where = sets.format("source", self.source)
+            raise ConfigError(f"{self.TAG}: path={self.path!r} belongs to {where}.")
+        if self.eval_path and eval_source in _GENERATED:
+            where = sets.format("eval_source", eval_source)
+            raise ConfigError(f"{self.TAG}: eval_path={self.eval_path!r} belongs to {where}.")
 
     def check(self) -> None:
         _ = self._problems

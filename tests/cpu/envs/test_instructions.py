@@ -426,7 +426,7 @@ def test_the_loose_mode_pays_for_the_loose_verdict(tmp_path):
 @pytest.mark.parametrize(
     ("settings_", "text"),
     [
-        ({"eval_path": "a.jsonl"}, "needs path"),
+        ({"eval_path": "a.jsonl"}, "must be given with path"),
         ({"eval_share": 0.0}, "eval_share=0.0"),
         ({"num_instructions": (3, 2)}, "num_instructions="),
         ({"num_turns": 0}, "num_turns=0"),

@@ -170,7 +170,7 @@ def test_contradicting_questions_are_left_out_in_all_their_rows(tmp_path):
     ("settings", "message"),
     [
         ({"path": "x"}, "belongs to a data set"),
-        ({"eval_path": "x"}, "set eval_source"),
+        ({"eval_path": "x"}, "eval_source=arithmetic is generated"),
         ({"eval_share": 1.0}, "eval_share"),
         ({"format_weight": -1.0}, "weights"),
     ],

@@ -272,12 +272,12 @@ TEXT = {"type": "object", "properties": {"metadata": {}, "text": {"type": "strin
     [
         ({"properties": 3}, {}, "the schema of its actions is invalid: #/properties"),
         (None, {}, "has no schema of actions"),
-        (TEXT, {"action": "text"}, "an action has the fields text, n; name the one"),
+        (TEXT, {"action": "text"}, "an action has the fields text, n and must have none"),
         (TEXT, {"action": "text", "action_field": "tex"}, "no such field.*Did you mean 'text'"),
         (
             TEXT | {"required": ["text", "n"]},
             {"action": "text", "action_field": "text"},
-            "must have n beside text",
+            "must have text, n",
         ),
     ],
     ids=range(5),

@@ -12,7 +12,7 @@ import aiohttp
 from aiohttp import web
 
 from lockstep.agent.sandbox import MontyConfig, RemoteConfig, SandboxLimits
-from lockstep.agent.sandbox.server import SandboxServer
+from lockstep.agent.sandbox.server import sandbox_server
 from lockstep.errors import ConfigError, SandboxError
 from lockstep.testing.check_sandbox import check_sandbox
 
@@ -26,8 +26,8 @@ def test_a_remote_sandbox_keeps_every_promise_over_the_network(monkeypatch):
     async def play():
         inner = MontyConfig(limits=LIMITS, workers=2).open()
         await inner.run("1")  # its processes are this one's, and stay
-        async with SandboxServer(inner, port=0, key="k") as server:
-            config = RemoteConfig(url=server.url, api_key_env="KEY_OF_THE_TEST", limits=LIMITS)
+        async with sandbox_server(inner, port=0, key="k") as url:
+            config = RemoteConfig(url=url, api_key_env="KEY_OF_THE_TEST", limits=LIMITS)
             await asyncio.to_thread(config.check)
             with pytest.raises(ConfigError, match="Unauthorized"):
                 await asyncio.to_thread(replace(config, api_key_env="").check)
@@ -64,8 +64,8 @@ class Counting:
 def test_a_program_whose_answer_was_lost_is_asked_for_again_and_run_once():
     async def play():
         counting = Counting()
-        async with SandboxServer(counting, port=0) as server:
-            config = RemoteConfig(url=server.url, request_seconds=0.2, retries=3, limits=LIMITS)
+        async with sandbox_server(counting, port=0) as url:
+            config = RemoteConfig(url=url, request_seconds=0.2, retries=3, limits=LIMITS)
             sandbox = config.open()
             result = await sandbox.run("x = 1\nx", session="a")
             await sandbox.close()
@@ -114,7 +114,7 @@ def test_a_server_that_answers_what_cannot_be_is_no_programs_fault(status, body,
 
 def test_a_server_that_is_not_there_is_named():
     config = RemoteConfig(url="http://127.0.0.1:9", retries=0)
-    with pytest.raises(ConfigError, match="Is a SandboxServer up there"):
+    with pytest.raises(ConfigError, match="Is a sandbox server up there"):
         config.check()
     sandbox = config.open()
 
@@ -131,16 +131,16 @@ def test_a_server_that_is_not_there_is_named():
 def test_the_server_refuses_malformed_requests_and_stays_up():
     async def play():
         inner = MontyConfig(limits=LIMITS, workers=1).open()
-        async with SandboxServer(inner, port=0) as server, aiohttp.ClientSession() as client:
+        async with sandbox_server(inner, port=0) as url, aiohttp.ClientSession() as client:
             statuses = []
             for body in (b"", b"{", b"[]", b'{"code": 1}', b'{"code": "1", "session": 2}'):
-                async with client.post(server.url + "/run", data=body) as answer:
+                async with client.post(url + "/run", data=body) as answer:
                     statuses.append((answer.status, "expected" in (await answer.json())["error"]))
-            async with client.post(server.url + "/run", data=b"x" * 2_000_000) as answer:
+            async with client.post(url + "/run", data=b"x" * 2_000_000) as answer:
                 statuses.append((answer.status, True))
-            async with client.get(server.url + "/") as answer:
+            async with client.get(url + "/") as answer:
                 dialect = (await answer.json())["dialect"]
-            async with client.post(server.url + "/run", json={"code": "1 + 1"}) as answer:
+            async with client.post(url + "/run", json={"code": "1 + 1"}) as answer:
                 found = await answer.json()
         await inner.close()
         return statuses, dialect, found
@@ -152,8 +152,13 @@ def test_the_server_refuses_malformed_requests_and_stays_up():
 
 def test_a_server_for_others_needs_a_key_and_settings_are_checked(monkeypatch):
     inner = MontyConfig(limits=LIMITS).open()
+
+    async def serve():
+        async with sandbox_server(inner, host="0.0.0.0"):
+            pass
+
     with pytest.raises(ConfigError, match="Give a key"):
-        SandboxServer(inner, host="0.0.0.0")
+        asyncio.run(serve())
     with pytest.raises(ConfigError, match=r"sandbox\.url"):
         RemoteConfig(url="localhost:1")
     monkeypatch.delenv("NO_SUCH_KEY", raising=False)
