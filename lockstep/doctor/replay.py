@@ -24,7 +24,7 @@ from lockstep.agent.tasks import derive_seed
 from lockstep.config import from_dict
 from lockstep.doctor.rebuilt import rebuild, running
 from lockstep.doctor.stored_paths import first_leaf, trainer_logprobs
-from lockstep.doctor.terminal import gap_style, logprob_text, plain_table, token_text
+from lockstep.doctor.terminal import gap_style, gap_text, logprob_text, plain_table, token_text
 from lockstep.errors import ConfigError, RunError, printable
 from lockstep.renderers.tokenizer import Tokenizer
 from lockstep.report.selection import to_document
@@ -32,7 +32,7 @@ from lockstep.run.build import Parts
 from lockstep.run_config import Config
 from lockstep.store.run import Run, load_run
 from lockstep.store.trajectories import TrajectoryRecord
-from lockstep.types import Float32Array, Int32Array, Request, Sample
+from lockstep.types import Float32Array, Int32Array, Request, Sample, Segment
 
 NUM_NAMES = 2000
 """Ids that are compared with an unknown one, to suggest the nearest."""
@@ -163,22 +163,23 @@ def find(path: Path, name: str, *, tokenizer: Tokenizer | None = None) -> Replay
         )
     head, _, leaf_name = name.rpartition("/")
     # The latest first: evaluations of all steps have the same ids.
-    found = [entry for entry in reversed(stored) if entry[0] == name]
-    rest = ""
+    found, rest = [entry for entry in reversed(stored) if entry[0] == name], ""
     if not found and leaf_name.isdigit():
         found, rest = [entry for entry in reversed(stored) if entry[0] == head], leaf_name
-    if not found and name.isdigit():
-        found, rest = [entry for entry in stored if entry[2] == "train"], ""
-        if int(name) >= len(found):
-            raise RunError(
-                f"{run.path} holds {len(found)} trajectories of training, numbered from 0."
-            )
-        found = [found[int(name)]]
     if not found:
-        ends = {entry[0]: entry for entry in stored if name and entry[0].endswith(name)}
-        if len(ends) != 1:
-            raise RunError(_why_not(run, name, [entry[0] for entry in stored], list(ends)))
-        found, rest = list(ends.values()), ""
+        rest = ""
+        trained = [entry for entry in stored if entry[2] == "train"]
+        if name.isdigit():
+            found = trained[int(name) : int(name) + 1]
+        elif name and len({entry[0] for entry in stored if entry[0].endswith(name)}) == 1:
+            found = [entry for entry in stored if entry[0].endswith(name)]
+    if not found:
+        steps, known = run.steps() or ["none"], [entry[0] for entry in stored]
+        near = get_close_matches(name, known[:NUM_NAMES], n=1) or known[:1]
+        raise RunError(
+            f"{run.path} holds no trajectory {name!r}; stored are steps {steps[0]} to {steps[-1]}, "
+            f"{len(known)} in all (record.keep). Did you mean {near[0]!r}?"
+        )
     _, address, split = found[0]
     record = run.read(address)
     leaf = int(rest) if rest else first_leaf(record)
@@ -186,28 +187,6 @@ def find(path: Path, name: str, *, tokenizer: Tokenizer | None = None) -> Replay
         known = ", ".join(map(str, leaves))
         raise RunError(f"trajectory {record.trajectory.id} has no leaf {leaf}; it has {known}.")
     return Replay(run=run, record=record, split=split, leaf=leaf, tokenizer=tokenizer)
-
-
-def _why_not(run: Run, name: str, known: list[str], ends: list[str]) -> str:
-    text = f"{run.path} holds no trajectory {name!r}."
-    if not name:
-        return f"{run.path}#: which trajectory? For example {run.path}#{known[0]}"
-    if ends:
-        return f"{text} The ids of {len(ends)} end so: {', '.join(ends[:3])}, ..."
-    parts = name.split("/")
-    steps = run.steps()
-    if parts[0] == "train" and len(parts) > 1 and parts[1].isdigit() and int(parts[1]) not in steps:
-        kept = f"{steps[0]} to {steps[-1]}" if steps else "none"
-        keep = run.config.get("record", {}).get("keep", {})
-        kind = keep.get("type", "") if isinstance(keep, dict) else str(keep)
-        return (
-            f"{text} Those of step {parts[1]} are not stored (stored: {kept}): "
-            f"record.keep={kind or '?'} let them go, or the run has not come to it."
-        )
-    near = [id_ for id_ in known if id_.rpartition("/")[0] == name.rpartition("/")[0]]
-    found = get_close_matches(name, (near or known)[:NUM_NAMES], n=1, cutoff=0.6)
-    hint = f" Did you mean {found[0]!r}?" if found else f" For example: {known[0]}."
-    return f"{text}{hint} `lockstep report {run.path}` shows many."
 
 
 # -- scoring it ---------------------------------------------------------------------------------
@@ -306,93 +285,78 @@ def show(replay: Replay, console: Console, *, has_all_tokens: bool = False) -> N
     """Prints the dialogue, the tokens coloured by trainer - rollout, and the comparison."""
     record, trajectory = replay.record, replay.record.trajectory
     console.print(Text(printable(trajectory.id), style="bold"))
-    facts = [
-        f"step {record.step}",
-        *([] if replay.split == "train" else [replay.split]),
-        trajectory.status,
-        f"reward {trajectory.reward:.4g}",
-        f"{len(replay.row)} tokens",
-    ]
-    console.print(Text(", ".join(facts), style="dim"))
+    where = f"step {record.step}" + (f", {replay.split}" if replay.split != "train" else "")
+    size = f"reward {trajectory.reward:.4g}, {len(replay.row)} tokens"
+    console.print(Text(f"{where}, {trajectory.status}, {size}", style="dim"))
     if trajectory.error:
         console.print(Text(_lines(trajectory.error), style="red"))
-    others = [str(i) for i in trajectory.leaves() if i != replay.leaf]
-    if others:
+    if others := [str(i) for i in trajectory.leaves() if i != replay.leaf]:
         text = f"this is the path to leaf {replay.leaf}; others: {', '.join(others)} (ID/LEAF)"
         console.print(Text(text, style="dim"))
     for index, begin, end in replay.spans:
-        _show_segment(replay, console, index, begin, end, has_all_tokens=has_all_tokens)
+        _show_segment(replay, console, trajectory.segments[index], begin, end, has_all_tokens)
     _show_verdict(replay, console)
 
 
 def _show_segment(
-    replay: Replay, console: Console, index: int, begin: int, end: int, *, has_all_tokens: bool
+    replay: Replay, console: Console, segment: Segment, begin: int, end: int, has_all_tokens: bool
 ) -> None:
-    segment = replay.record.trajectory.segments[index]
     gap = replay.stored_trainer - replay.row.columns["rollout_logprobs"]
-    head = (
-        f"\nturn {segment.turn + 1}, sampled by version {segment.policy_version}"
-        if (segment.is_sampled)
-        else "\nobserved"
-    )
-    head += f", tokens {begin} to {end - 1}"
-    if segment.routed_experts is not None:
-        known, layers, active = segment.routed_experts.shape
-        head += f", routes of {known} positions x {layers} layers x {active}"
+    sampled = f"turn {segment.turn + 1}, sampled by version {segment.policy_version}"
+    head = f"\n{sampled if segment.is_sampled else 'observed'}, tokens {begin} to {end - 1}"
     if segment.finish_reason not in (None, "stop"):
         head += f", ended by {segment.finish_reason}"
     console.print(Text(head, style="bold cyan" if segment.is_sampled else "dim"))
     for message in segment.messages:
-        who = f"{message.role} {message.name}".strip()
-        said = [
-            message.thinking,
-            message.content,
-            *(f"{c.name}({c.arguments})" for c in message.tool_calls),
-        ]
-        for text in filter(None, said):
-            console.print(Text(f"  {printable(who)}: {_lines(text)}"))
+        calls = (f"{c.name}({c.arguments})" for c in message.tool_calls)
+        for text in filter(None, (message.thinking, message.content, *calls)):
+            who = printable(f"{message.role} {message.name}".strip())
+            console.print(Text(f"  {who}: {_lines(text)}"))
     tokens = Text("  ")
     for at in range(begin, end):
-        tokens.append(
-            _spelled(replay, at), style=gap_style(gap[at]) if segment.is_sampled else "dim"
-        )
+        id_ = int(replay.row.token_ids[at])
+        known = replay.tokenizer
+        text = f"{id_} " if known is None else _lines(known.decode([id_]))
+        tokens.append(text, style=gap_style(gap[at]) if segment.is_sampled else "dim")
     console.print(tokens)
     if segment.is_sampled:
-        console.print(_token_table(replay, begin, end, gap, has_all_tokens=has_all_tokens))
+        console.print(_token_table(replay, begin, end, gap, has_all_tokens))
 
 
 def _token_table(
-    replay: Replay, begin: int, end: int, gap: Float32Array, *, has_all_tokens: bool
+    replay: Replay, begin: int, end: int, gap: Float32Array, has_all_tokens: bool
 ) -> Table:
     """Every token, or those with the largest differences, in their order."""
     scores, rollout = replay.scores, replay.row.columns["rollout_logprobs"]
     size = np.nan_to_num(np.abs(gap[begin:end]))
+    columns = ["place", "token", "rollout", "trainer", "difference"]
     if scores is not None:
+        columns += ["rollout again", "trainer again"]
         for again, stored in ((scores.trainer, replay.stored_trainer), (scores.engine, rollout)):
-            moved = np.nan_to_num(np.abs(again[begin:end] - stored[begin:end]))
-            size = np.maximum(size, moved)
+            size = np.maximum(size, np.nan_to_num(np.abs(again[begin:end] - stored[begin:end])))
         size[scores.engine_ids[begin:end] != replay.row.token_ids[begin:end]] = np.inf
     places = np.argsort(-size, kind="stable")
     chosen = np.sort(places if has_all_tokens else places[:NUM_TOKENS]) + begin
-    columns = ["place", "token", "rollout", "trainer", "difference"]
-    table = plain_table(*columns, *([] if scores is None else ["rollout again", "trainer again"]))
+    table = plain_table(*columns)
     for at in chosen.tolist():
-        d, sampled, trained = float(gap[at]), float(rollout[at]), float(replay.stored_trainer[at])
+        id_, trained = int(replay.row.token_ids[at]), float(replay.stored_trainer[at])
+        sampled = float(rollout[at])
         cells: list[Text | str] = [
             str(at),
-            token_text(int(replay.row.token_ids[at]), replay.tokenizer),
+            token_text(id_, replay.tokenizer),
             logprob_text(sampled),
             logprob_text(trained),
-            Text("-" if np.isnan(d) else f"{d:+.3g}", style=gap_style(d)),
+            gap_text(float(gap[at])),
         ]
         if scores is not None:
             other = int(scores.engine_ids[at])
-            if other != replay.row.token_ids[at]:
-                drawn = "drew none" if other < 0 else f"drew {token_text(other, replay.tokenizer)}"
-                cells.append(Text(drawn, style="bold red"))
-            else:
-                cells.append(_again(sampled, float(scores.engine[at])))
-            cells.append(_again(trained, float(scores.trainer[at])))
+            drawn = "none" if other < 0 else token_text(other, replay.tokenizer)
+            cells += [
+                _again(sampled, float(scores.engine[at]))
+                if other == id_
+                else Text(f"drew {drawn}", style="bold red"),
+                _again(trained, float(scores.trainer[at])),
+            ]
         table.add_row(*cells)
     if len(chosen) < end - begin:
         table.caption = f"{len(chosen)} of {end - begin} tokens; --tokens lists all"
@@ -412,8 +376,8 @@ def _again(stored: float, again: float) -> Text:
 def _show_verdict(replay: Replay, console: Console) -> None:
     scores = replay.scores
     if scores is None:
-        name = f"{replay.run.path}#{replay.record.trajectory.id}"
-        text = f"\nscore it again, by trainer and engine: lockstep replay {printable(name)} --score"
+        name = printable(f"{replay.run.path}#{replay.record.trajectory.id}")
+        text = f"\nscore it again, by trainer and engine: lockstep replay {name} --score"
         console.print(Text(text, style="dim"))
         return
     console.print(Text(f"\nscored by {printable(scores.weights)}", style="bold"))
@@ -421,30 +385,20 @@ def _show_verdict(replay: Replay, console: Console) -> None:
     for source, what in sides:
         found = replay.comparison(source)
         compared, unequal = found["compared_tokens"], found["unequal_tokens"]
+        text, style = f"all {compared} came back, bit for bit", "green"
         if not compared:
             text, style = "nothing to compare: none are stored for these weights", "yellow"
-        elif not unequal:
-            text, style = f"all {compared} came back, bit for bit", "green"
-        else:
+        elif unequal:
             text = (
                 f"{unequal} of {compared} differ, by {found['max_abs_diff']:.2g} at most, first at "
                 f"token {found['first_unequal_token']}"
             )
-            style = "bold red" if scores.contract or found["max_abs_diff"] > 1e-3 else "yellow"
+            style = "bold red" if scores.contract else "yellow"
         if found.get("drawn_otherwise_tokens"):
             text += f"; from token {found['first_drawn_otherwise']} on others were drawn"
-            style = "bold red"
         if found["other_version_tokens"]:
             text += f" ({found['other_version_tokens']} tokens of other weights left out)"
         console.print(Text.assemble(f"the {what}'s log-probs: ", (text, style)))
-    if replay.comes_back is False and not scores.contract:
-        text = "Without a contract, rounding differs with what else is computed beside a row."
-        console.print(Text(text, style="dim"))
-
-
-def _spelled(replay: Replay, at: int) -> str:
-    id_ = int(replay.row.token_ids[at])
-    return f"{id_} " if replay.tokenizer is None else _lines(replay.tokenizer.decode([id_]))
 
 
 def _lines(text: str) -> str:

@@ -17,12 +17,19 @@ from lockstep.doctor.checks.examine import Stage, examine
 from lockstep.doctor.checks.findings import Evidence
 from lockstep.doctor.diagnosis import EXIT_CODES, evidence_to_json
 from lockstep.doctor.row_choice import RowChoice, fetch
-from lockstep.doctor.terminal import show, summary
+from lockstep.doctor.terminal import show
 from lockstep.errors import ConfigError
 from lockstep.store.run import RunDirectory
 from lockstep.testing.tokenizers import byte_tokenizer
 
 EXAMPLE = str(files("lockstep.doctor").joinpath("example.parquet"))
+
+
+def summary(diagnosis):
+    """The screen as plain text."""
+    out = io.StringIO()
+    show(diagnosis, Console(file=out, width=80, highlight=False, no_color=True))
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
 
 @pytest.fixture(scope="module")

@@ -46,7 +46,7 @@ def test_rows_that_were_changed_show_on_the_training_path_alone():
     with injected(ShiftedLogprobs()):
         ladder = climb(quickstart("model=tiny-qwen3"), num_episodes=8)
     assert ladder.culprits == [ladder.rungs[-1]]
-    assert ladder.culprits[0].causes[0] == "shifted" and "their own" in ladder.verdict
+    assert ladder.culprits[0].causes[0] == "shifted" and "off by one" in ladder.verdict
     assert [sentence.split(" (")[0] for sentence in ladder.ruled_out] == [
         "not kernels, precision or weights of the two sides",
         "not the template's prompt and its control tokens",

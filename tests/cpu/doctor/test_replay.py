@@ -138,11 +138,11 @@ def test_a_trajectory_is_found_by_id_row_number_and_the_end_of_an_id(stored):
 def test_an_unknown_name_says_what_was_meant_or_why_it_is_gone(stored):
     for name, text in (
         ("train/4/world/7/8", "Did you mean 'train/4/world/7/"),
-        ("train/1/world/7/0", r"step 1 are not stored \(stored: 3 to 4\): record.keep=last"),
+        ("train/1/world/7/0", r"stored are steps 3 to 4, 4 in all \(record.keep\)"),
         ("train/4/world/7/1/9", r"no leaf 9; it has 1, 2"),
-        ("world/7/1", "The ids of 2 end so"),
-        ("99", "holds 4 trajectories of training, numbered from 0"),
-        ("", "which trajectory"),
+        ("world/7/1", "holds no trajectory 'world/7/1'"),
+        ("99", "holds no trajectory '99'"),
+        ("", "holds no trajectory ''"),
     ):
         with pytest.raises(RunError, match=text):
             find(stored, name)
