@@ -845,15 +845,13 @@ class Trajectory:
         )
 
     def rows(self) -> Iterator[Sample]:
-        """The row of every rewarded leaf that has something to train.
+        """The row of every rewarded path that has something to train, in order of their ends.
 
-        A sampled segment is trained in the row of the first rewarded leaf below it, so each sampled
-        token is trained once.
+        A sampled segment is trained in the row of the first rewarded path through it, so each
+        sampled token is trained once. Segments behind a rewarded end are not trained.
         """
         taken: set[int] = set()
-        for leaf in self.leaves():
-            if leaf not in self.rewards:
-                continue
+        for leaf in sorted(self.rewards):
             owned = {i for i in self.path(leaf) if self.segments[i].is_sampled} - taken
             taken |= owned
             if owned:

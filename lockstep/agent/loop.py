@@ -414,7 +414,7 @@ class _Episode:
         leaves, turn_ends = trajectory.leaves(), self.turn_ends
         if self.session is not None:
             self.session.drop_rewards()
-            leaves, turn_ends = self.session.rewarded_leaves(), self.session.turn_ends
+            leaves, turn_ends = self.session.rewarded_ends(), self.session.turn_ends
         problem = _score_problem(score, num_turns=len(turn_ends))
         if not leaves:
             problem = "the agent left before it received a reply: there is no turn to reward"

@@ -285,7 +285,7 @@ def _means_over_paths(
 
 
 def _finite_rewards(trajectory: Trajectory) -> dict[int, float]:
-    """The rewards of the leaves. Raises DataError if one, or a segment's own, is not finite."""
+    """The rewards by path. Raises DataError if one, or a segment's own, is not finite."""
     given = [(f"leaf {leaf}", reward) for leaf, reward in trajectory.rewards.items()]
     given += [
         (f"segment {i}", segment.reward)
@@ -298,5 +298,4 @@ def _finite_rewards(trajectory: Trajectory) -> dict[int, float]:
                 f"trajectory {trajectory.id}, {where}: the reward is {reward}; a reward must "
                 "be finite. An episode that could not be scored has status 'failed'."
             )
-    leaves = set(trajectory.leaves())
-    return {leaf: reward for leaf, reward in trajectory.rewards.items() if leaf in leaves}
+    return trajectory.rewards

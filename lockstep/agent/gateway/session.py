@@ -135,23 +135,34 @@ class GatewaySession:
         return self.trajectory.rewards if self.ended.is_set() else self._due_rewards()
 
     def _due_rewards(self) -> dict[int, float]:
-        out: dict[int, float] = {}
-        if None in self._rewards:
-            out = dict.fromkeys(self.rewarded_leaves(), self._rewards[None])
-        ends = set(self.trajectory.leaves())
-        return out | {at: r for at, r in self._rewards.items() if at is not None and at in ends}
+        ends = self.rewarded_ends()
+        out = dict.fromkeys(ends, self._rewards[None]) if None in self._rewards else {}
+        own = {at: r for at, r in self._rewards.items() if at is not None}
+        return out | {at: r for at, r in own.items() if at in self.trajectory.leaves()}
 
     @property
     def turn_ends(self) -> list[int]:
         """The segment that ends each turn, in the order in which they were recorded."""
         return [a.segment for a in self._tree.answers if a.segment is not None]
 
-    def rewarded_leaves(self) -> list[int]:
-        """The ends of paths that the session's reward is for: each path's last turn, without turns
-        that a retry took the place of."""
-        leaves = set(self.trajectory.leaves())
-        answers = [a for a in self._tree.answers if a.segment in leaves and not a.is_abandoned]
-        return [a.segment for a in answers if a.segment is not None]
+    def rewarded_ends(self) -> list[int]:
+        """The turns at which the session's reward applies: the last one of each path, without turns
+        that a retry replaced or that no client received. Where the last turn of a path was not
+        received, the path ends at the one before."""
+        leaves, sampled = set(self.trajectory.leaves()), set(self.turn_ends)
+        ends: list[int] = []
+        climbed: list[int] = []
+        for answer in self._tree.answers:
+            if answer.segment in leaves and not answer.is_abandoned:
+                ends.append(answer.segment)
+            elif answer.segment in leaves and not answer.is_retried:
+                at = answer.place.above
+                while at is not None and at.segment not in sampled:
+                    at = at.place.above
+                if at is not None and at.segment is not None:
+                    climbed.append(at.segment)
+        inside = {i for end in ends for i in self.trajectory.path(end)}
+        return sorted({*ends, *(i for i in climbed if i not in inside)})
 
     async def reply(self, request: TurnRequest) -> TurnReply:
         """The next turn of the dialogue that the request tells. Raises Refusal."""

@@ -414,3 +414,20 @@ def test_a_turn_that_no_client_received_is_not_rewarded_unless_the_agent_goes_on
     assert list(left.rewards) == [1] and left.metrics["gateway/abandoned_turns"] == 1
     kept = asyncio.run(main(goes_on=True))
     assert len(kept.rewards) == 2 and kept.metrics["gateway/abandoned_turns"] == 0
+
+
+def test_a_path_whose_last_turn_nobody_received_is_rewarded_up_to_the_turn_before():
+    async def main():
+        session = make_session(FakeEngine(turns(said("one"), said("two"))))
+        agent = Agent(session)
+        first = await agent.ask(user("a"))
+        lost = await agent.ask(user("b"))
+        session.lost(lost.leaf)
+        await session.set_reward(1.0, parts={})
+        await session.finish()
+        return session.trajectory, first.leaf
+
+    trajectory, leaf = asyncio.run(main())
+    assert trajectory.rewards == {leaf: 1.0}
+    (row,) = trajectory.rows()
+    assert row.num_trained == len(trajectory.segments[leaf])
