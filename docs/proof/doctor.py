@@ -2,7 +2,7 @@
 
     python docs/proof/doctor.py                    everything (`make proof` runs it)
     python docs/proof/doctor.py matrix --seeds 1   one part, fewer dumps
-    python docs/proof/doctor.py --table            the tables of docs/doctor-proof.md, from the JSON
+    python docs/proof/doctor.py --table            tables of docs/doctor-causes.md, from the JSON
 
 Three parts. *matrix*: every cause in three strengths, on two tokenizers, with several seeds: is the
 cause that is named first the right one, by the classes of `checks/causes.py`? *healthy*: 500 dumps
@@ -97,7 +97,7 @@ NUM_TASKS, GROUP_SIZE = 8, 8
 """64 rows in a dump: a small step. Larger ones are easier."""
 NOISE = KernelNoise(std=0.008)
 """Between the two sides of every dump: what is told of two engines on a large dense model
-(docs/faults.md): a mean difference of 0.002."""
+(docs/reference/faults.md): a mean difference of 0.002."""
 FACTOR = 3.0
 """Times the noise floor's k2 from which on a cause must be found."""
 SHARE_TOLERANCE = 0.2
@@ -719,8 +719,8 @@ def write(player: str, asked: Asked, figures: dict[str, Any]) -> None:
 
 
 def tables(documents: Mapping[str, Mapping[str, Any]]) -> str:
-    """The table of docs/doctor-proof.md: right of all cases that move the gap, and (in brackets) of
-    those that do not. documents: by player."""
+    """The table of docs/doctor-causes.md: the cases that are right, of those that move the gap and,
+    in brackets, of the others. documents: by player."""
     columns = [(player, is_lean) for player in PLAYERS for is_lean in (True, False)]
     heads = [f"{player}, {'lean' if is_lean else 'full or model'}" for player, is_lean in columns]
     lines = [f"| cause | {' | '.join(heads)} |", "|---|" + "---|" * len(columns)]

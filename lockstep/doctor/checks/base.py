@@ -70,25 +70,7 @@ class Check(ABC):
     Checks run in stages (`suite.py`). A check sees the rows after the `repair` of every cause that
     an earlier stage found, so that it explains only what is left.
 
-    A check from outside of the package is a subclass in a plugin; its cause is added before it:
-
-    >>> from lockstep.doctor.checks.causes import Cause, add_cause
-    >>> add_cause(Cause(name="zero_ids", room="tokens", title="Ids are 0.", remedy="Find out why."))
-    >>> class ZeroIds(Check):
-    ...     name = "tokens/zero_ids"
-    ...     claim = "no id is 0"
-    ...     cause = "zero_ids"
-    ...     stage = "structure"
-    ...     counted = ("zeros",)
-    ...
-    ...     def look(self, rows):
-    ...         begin, end = rows.runs(rows.token_ids == 0)
-    ...         self.counts["zeros"] += int((end - begin).sum())
-    ...         self.show_runs(rows, begin, end, lambda b, e: "ids of 0")
-    ...
-    ...     def conclude(self):
-    ...         zeros = self.counts["zeros"]
-    ...         return self.differs(f"{zeros} ids are 0") if zeros else self.consistent("none is")
+    A plugin adds one by a subclass that names its `stage`: docs/doctor-causes.md has an example.
     """
 
     name: ClassVar[str]

@@ -1,14 +1,13 @@
 """Faults that are injected into a run on purpose: `lockstep train quickstart --fault
 kernel_noise,std=0.01`, or `with injected(KernelNoise(std=0.01)): train(config)`.
 
-A fault of the engine makes the sampler differ from the trainer, and leaves the trainer as it is; a
-fault of the trainer does the reverse. A fault of the rows leaves both sides as they are, and gets
-wrong what is written down between them. Each way the run goes on, and what it measures is what a
-user with that defect would see. `testing.dumps` makes rows of the same faults, without a run.
+A fault is in the sampler, in the trainer, in the rows between them, or in the engine as a server.
+The run goes on and measures what a user with that defect would see. `testing.dumps` makes rows
+with the same faults, without a run.
 
-No torch here: the settings are read by the command line. What computes is in `faulty_engines.py`,
-`faulty_decoders.py` and `models/variants.py`.
+No torch is imported here, so that the command line can read the settings.
 """
+# ruff: noqa: F401  the names of all faults, for `from lockstep.testing.faults import ...`
 
 from lockstep.testing.faults.base import (
     FILLER,
@@ -34,15 +33,21 @@ from lockstep.testing.faults.edits import (
     without_final,
 )
 from lockstep.testing.faults.rows import (
+    ClampedLogprobs,
     DroppedFinalTokens,
     DroppedSeparators,
     DroppedThinking,
     DuplicatedPrompt,
+    FillerLogprobs,
     InjectedControlTokens,
+    NonfiniteLogprobs,
     PaddedRows,
     PostProcessedReplies,
+    ProbabilitiesAsLogprobs,
+    QuantisedLogprobs,
     RerenderedHistory,
     RetokenizedRows,
+    ShiftedLogprobs,
     TokensAfterStop,
     TrainedObservations,
     WrongBoundary,
@@ -68,66 +73,3 @@ from lockstep.testing.faults.servers import (
     SlowReplies,
     WrongWeights,
 )
-from lockstep.testing.faults.values import (
-    ClampedLogprobs,
-    FillerLogprobs,
-    NonfiniteLogprobs,
-    ProbabilitiesAsLogprobs,
-    QuantisedLogprobs,
-    ShiftedLogprobs,
-)
-
-__all__ = [
-    "FILLER",
-    "ActiveDropout",
-    "ClampedLogprobs",
-    "DetachedSinks",
-    "DroppedFinalTokens",
-    "DroppedSeparators",
-    "DroppedThinking",
-    "DuplicatedPrompt",
-    "DuplicatedReplies",
-    "EngineFrozen",
-    "EngineKilled",
-    "FalseVersions",
-    "FaultConfig",
-    "Faults",
-    "FillerLogprobs",
-    "GrowingNoise",
-    "HalfLoadedWeights",
-    "IgnoredSinks",
-    "IgnoredWindow",
-    "InjectedControlTokens",
-    "KernelNoise",
-    "Learn",
-    "LostReplies",
-    "LostRoutes",
-    "MisorderedReplies",
-    "NonfiniteLogprobs",
-    "PaddedRows",
-    "PostProcessedReplies",
-    "ProbabilitiesAsLogprobs",
-    "ProcessedLogprobs",
-    "QuantisedLogprobs",
-    "RerenderedHistory",
-    "RetokenizedRows",
-    "RouterNoise",
-    "RowShare",
-    "SamplingNoise",
-    "ScoredAfterUpdate",
-    "ShiftedLogprobs",
-    "SlowReplies",
-    "StaleWeights",
-    "TokensAfterStop",
-    "TrainedObservations",
-    "UnmergedAdapter",
-    "WrongBoundary",
-    "WrongWeights",
-    "injected",
-    "parse_fault",
-    "retokenized",
-    "shifted",
-    "split_faults",
-    "without_early_routes",
-    "without_final",
-]

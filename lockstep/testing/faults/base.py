@@ -1,12 +1,12 @@
-"""What every fault is, and what it may refuse."""
+"""What a fault is, how faults are injected, and what a fault may refuse."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from lockstep.agent.tasks import derive_seed
 from lockstep.config import resolve, tag, to_dict
@@ -23,17 +23,17 @@ if TYPE_CHECKING:
     from lockstep.models.decoder import Decoder
 
 FILLER = 0.0
-"""What a token is given whose own log-prob is lost: what an array holds that was made of zeros."""
+"""Log-prob of a token whose own is lost: the value of an array of zeros."""
 
 
 class Learn(Protocol):
-    """The model of a dump after updates of its own (`testing.dumps`)."""
+    """Trains the model of a dump (`testing.dumps`)."""
 
     def __call__(
         self, num_updates: int, *, is_by_these_rows: bool = False, has_adapter: bool = False
     ) -> Decoder:
-        """is_by_these_rows: by the rows of the dump; else by rows that came before them.
-        has_adapter: an adapter alone has learnt."""
+        """The model after so many updates, by the rows of the dump or by earlier ones.
+        has_adapter: only an adapter is trained."""
         ...
 
 
@@ -50,30 +50,35 @@ class FaultConfig(RunHooks):
     'doubled_rows'
     """
 
+    least: ClassVar[Mapping[str, int]] = {}
+    """Setting -> its smallest value."""
     verifies_sync: ClassVar[bool] = True
     """False for a fault that the verification of weights would refuse before it could act."""
 
+    def __post_init__(self) -> None:
+        check_least(self)
+
     def make_other(self, model: Decoder, learn: Learn) -> Decoder:
-        """For a dump: the trainer's decoder, `model` being what drew the tokens."""
+        """For a dump: the trainer's decoder. model: what sampled the tokens."""
         return self.make_trained(model)
 
     def make_sampler(self, model: Decoder) -> Decoder:
-        """For a dump: the sampler's decoder, `model` being what it should run."""
+        """For a dump: the sampler's decoder. model: what it should run."""
         return model
 
     @property
     def age(self) -> int:
-        """For a dump: versions by which it says that the tokens are older than the trainer."""
+        """For a dump: versions by which tokens are older than the trainer."""
         return 0
 
     def said(
         self, before: Sample, messages: Sequence[Message], renderer: Renderer
     ) -> Sequence[Message]:
-        """For a dump: the dialogue of a row that this fault hits. before: the row as it was."""
+        """For a dump: the messages of a row that this fault hits. before: the row without it."""
         return messages
 
     def prompt_length(self, row: Sample, before: Sample) -> int | None:
-        """For a dump: what it says of `row`, which was `before`; None where it is right."""
+        """For a dump: its prompt length of `row`, which was `before`; None if it is right."""
         return None
 
     def describe(self) -> str:
@@ -173,17 +178,25 @@ def parse_fault(text: str) -> FaultConfig:
     return fault
 
 
+def check_least(fault: Any) -> None:
+    """Raises ConfigError for a setting below its `least`."""
+    for name, least in fault.least.items():
+        if not getattr(fault, name) >= least:
+            raise ConfigError(f"{name}={getattr(fault, name)} must be at least {least}.")
+
+
 @dataclass(frozen=True, kw_only=True)
 class RowShare:
-    """Which rows a fault hits. Decided by `seed` and the row's id, which names step, task and
-    sample: the same rows in a run that is resumed."""
+    """Base of faults that hit a share of the rows, chosen by `seed` and the row's id (which names
+    step, task and sample): a resumed run hits the same rows."""
 
     share: float = 1.0
     """Share of the rows that are hit."""
     seed: int = 0
-    """Of the choice."""
+    """Seed of the choice."""
 
     def __post_init__(self) -> None:
+        check_least(self)
         if not 0 < self.share <= 1:
             raise ConfigError(f"share={self.share} must lie in (0, 1].")
 
@@ -200,13 +213,6 @@ def split_faults(words: Sequence[str]) -> tuple[list[str], list[FaultConfig]]:
     option = "--fault="
     faults = [parse_fault(word.removeprefix(option)) for word in words if word.startswith(option)]
     return [word for word in words if not word.startswith(option)], faults
-
-
-def check_at_least(fault: object, name: str, least: float) -> None:
-    """Raises ConfigError where a setting is below `least`."""
-    value = getattr(fault, name)
-    if not value >= least:
-        raise ConfigError(f"{name}={value} must be at least {least}.")
 
 
 def check_embedded(fault: FaultConfig, engine: EngineConfig) -> EmbeddedConfig:

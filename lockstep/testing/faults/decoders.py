@@ -1,4 +1,4 @@
-"""Faults of the trainer's decoder, and of when it is asked."""
+"""Faults of the trainer's decoder, and of when it scores."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lockstep.models.config import ModelConfig
 from lockstep.renderers.base import Renderer
 from lockstep.run.hooks import LogProbs
 from lockstep.run_config import Config
-from lockstep.testing.faults.base import FaultConfig, Learn, check_at_least
+from lockstep.testing.faults.base import FaultConfig, Learn
 from lockstep.types import Sample
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class _SinkFault(FaultConfig):
-    """Base of what a training kernel gets wrong about attention sinks."""
+    """Base of training kernels that are wrong about attention sinks."""
 
     verifies_sync: ClassVar[bool] = False
 
@@ -36,7 +36,7 @@ class _SinkFault(FaultConfig):
 @dataclass(frozen=True, kw_only=True)
 class IgnoredSinks(_SinkFault):
     """The trainer's attention has no sinks: a training kernel that drops the argument, as flash
-    attention 2 does under gpt-oss. All log-probs of the trainer are of another model."""
+    attention 2 does for gpt-oss. All log-probs of the trainer are of another model."""
 
     def make_trained(self, model: Decoder) -> Decoder:
         from lockstep.models.variants import without_sinks
@@ -46,8 +46,8 @@ class IgnoredSinks(_SinkFault):
 
 @dataclass(frozen=True, kw_only=True)
 class DetachedSinks(_SinkFault):
-    """The trainer's sinks have no gradient: a kernel whose forward knows them and whose backward
-    does not. Log-probs are right, and the sinks stay as they were loaded."""
+    """The trainer's sinks have no gradient: a kernel with sinks in its forward only. Log-probs are
+    right, and the sinks stay as they were loaded."""
 
     def make_trained(self, model: Decoder) -> Decoder:
         from lockstep.testing.faulty_decoders import with_detached_sinks
@@ -57,8 +57,8 @@ class DetachedSinks(_SinkFault):
 
 @dataclass(frozen=True, kw_only=True)
 class IgnoredWindow(FaultConfig):
-    """The trainer's attention sees everything before a token, in layers that have a sliding window
-    too: a kernel that is called without the window. Nothing is wrong up to the window's length."""
+    """The trainer's attention ignores sliding windows: a kernel that is called without the window.
+    Rows up to the window's length are right."""
 
     verifies_sync: ClassVar[bool] = False
 
@@ -77,15 +77,15 @@ class IgnoredWindow(FaultConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class ActiveDropout(FaultConfig):
-    """The trainer's attention drops a share of what it adds, anew in every forward: a model that
-    was left in train mode while its log-probs are computed."""
+    """The trainer's attention has dropout, drawn again in each forward: a model that is in train
+    mode while its log-probs are computed."""
 
     verifies_sync: ClassVar[bool] = False
 
     prob: float = 0.1
     """Share that is dropped."""
     seed: int = 0
-    """Of the draws."""
+    """Seed of the draws."""
 
     def __post_init__(self) -> None:
         if not 0 < self.prob < 1:
@@ -99,16 +99,14 @@ class ActiveDropout(FaultConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class ScoredAfterUpdate(FaultConfig):
-    """The trainer's log-probs that are kept of a row are those after the update which the row made:
-    a program that logs them from the training forward of a later epoch, or computes them when it
-    writes. Metrics of a run are of before, as ever; its recorded trajectories are not."""
+    """The recorded log-probs of the trainer are those after the update on the row: a program that
+    logs the training forward of a later epoch, or computes them when it writes. A run's metrics are
+    those before the update; its recorded trajectories are not."""
+
+    least: ClassVar = {"updates": 1}
 
     updates: int = 1
-    """In a dump, where nothing is trained: how many updates the rows have made. In a run it is
-    trainer.updates_per_batch."""
-
-    def __post_init__(self) -> None:
-        check_at_least(self, "updates", 1)
+    """Updates on the rows of a dump. In a run they are trainer.updates_per_batch."""
 
     def after_update(self, rows: Sequence[Sample], log_probs: LogProbs) -> None:
         for row, values in zip(rows, log_probs(rows), strict=True):

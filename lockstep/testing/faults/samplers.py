@@ -16,7 +16,6 @@ from lockstep.run_config import Config
 from lockstep.testing.faults.base import (
     FaultConfig,
     Learn,
-    check_at_least,
     check_embedded,
     check_routed,
     check_shared,
@@ -31,13 +30,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class GrowingNoise:
-    """How large the noise of a computation is. Its standard deviation is
+    """Size of the noise of a computation. Its standard deviation is
 
         std + growth * max(version - growth_from, 0)
 
-    and depends on the policy version alone, so that a run that is resumed goes on with it. The
-    draws are a hash of `seed`, the version and what is computed: a run repeats bit for bit, while
-    another batch, or the same tokens scored again, come with other noise.
+    which depends on the policy version only, so that a resumed run has the same noise. Draws are a
+    hash of `seed`, the version and the inputs: a run repeats bitwise, while another batch, or the
+    same tokens scored again, have other noise.
     """
 
     std: float
@@ -64,16 +63,16 @@ class GrowingNoise:
 
 @dataclass(frozen=True, kw_only=True)
 class KernelNoise(GrowingNoise, FaultConfig):
-    """Gaussian noise on the sampler's logits: another engine's kernels, which round otherwise.
+    """Gaussian noise on the sampler's logits: the kernels of another engine, which round
+    differently.
 
-    It is added before temperature, top-k and top-p. The log-prob that is recorded is that of the
-    noisy distribution which was drawn from; `score` is noisy too, by draws of its own.
+    It is added before temperature, top-k and top-p. The recorded log-prob is that of the noisy
+    distribution; `score` has noise of its own draws.
     """
 
     bias: float = 0.0
-    """Standard deviation of a second part, one offset per token id that never changes: a systematic
-    error, which averaging does not remove. (One offset for all ids would leave softmax as it is.)
-    """
+    """Standard deviation of a constant offset per token id: a systematic error, which averaging
+    does not remove."""
 
     def __post_init__(self) -> None:
         GrowingNoise.__post_init__(self)
@@ -96,8 +95,8 @@ class KernelNoise(GrowingNoise, FaultConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class RouterNoise(GrowingNoise, FaultConfig):
-    """Gaussian noise on the logits of every router, in the sampler only: near a tie a token goes to
-    other experts than in the trainer. Keys and values that are cached have it too."""
+    """Gaussian noise on the logits of every router of the sampler: near a tie, tokens go to other
+    experts than in the trainer. Cached keys and values have it too."""
 
     def check(self, config: Config, model: ModelConfig, renderer: Renderer) -> None:
         check_shared(self, config.engine)
@@ -116,23 +115,21 @@ class RouterNoise(GrowingNoise, FaultConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingNoise(FaultConfig):
-    """The noise of a mixture of experts at work, on both sides at once: what a large one measures
-    as the mean difference of the two log-probs, their variance in the sampler, and in the trainer.
-    """
+    """The noise of a large mixture of experts, on both sides: the mean difference of the two
+    log-probs, their variance in the sampler, and in the trainer."""
 
     router_std: float = 0.0
-    """Standard deviation on the sampler's router logits, as `router_noise`: rare, large, new with
-    every pass."""
+    """Standard deviation on the sampler's router logits, like `router_noise`: rare, large, new in
+    each pass."""
     head_std: float = 0.0
-    """The same on its logits, as `kernel_noise`: small, everywhere, new with every pass."""
+    """The same on its logits, like `kernel_noise`: small, everywhere, new in each pass."""
     bias: float = 0.0
-    """As of `kernel_noise`: what stays the same in every pass, and no average removes."""
+    """`bias` of `kernel_noise`: the same in each pass."""
     trainer_std: float = 0.0
-    """Standard deviation on what the trainer's experts give, summed by atomic adds in an order of
-    their own; in units of that output. Backward goes through the same noise, but for blocks that
-    activation checkpointing computes again, which draw other noise."""
+    """Standard deviation on the output of the trainer's experts, as of atomic adds in any order.
+    Backward has the same noise, except in blocks that activation checkpointing recomputes."""
     seed: int = 0
-    """Of all of it."""
+    """Seed of all draws."""
 
     def __post_init__(self) -> None:
         for name in ("router_std", "head_std", "bias", "trainer_std"):
@@ -184,17 +181,16 @@ class LostRoutes(FaultConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class StaleWeights(FaultConfig):
-    """The sampler runs the weights of `lag` policy versions ago; in the first ones, the oldest that
-    it has seen. A run that is resumed has seen none: the lag builds up from its checkpoint again.
-    """
+    """The sampler runs the weights of `lag` policy versions ago, or the oldest that it has seen. A
+    resumed run has seen none: the lag builds up again."""
 
     verifies_sync: ClassVar[bool] = False
 
     lag: int = 1
     """Policy versions by which the sampler is behind."""
     is_honest: bool = True
-    """Tokens carry the version that sampled them, so that their age shows. False: they carry the
-    newest one, as if the sync had worked."""
+    """True: tokens carry the version that sampled them, so that their age shows. False: they carry
+    the newest one, as if the sync had worked."""
 
     def __post_init__(self) -> None:
         if self.lag < 0:
@@ -218,17 +214,15 @@ class StaleWeights(FaultConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class UnmergedAdapter(FaultConfig):
-    """The sampler runs the base model, and never its adapter: a server that was started without
-    LoRA, or is asked for the base model's name. In the first step the two are still the same."""
+    """The sampler runs the base model without its adapter: a server that was started without LoRA,
+    or is asked for the base model. In the first step both are the same."""
 
     verifies_sync: ClassVar[bool] = False
 
-    updates: int = 8
-    """In a dump, where nothing is trained: updates that the adapter has behind it. In a run the
-    adapter learns by itself."""
+    least: ClassVar = {"updates": 1}
 
-    def __post_init__(self) -> None:
-        check_at_least(self, "updates", 1)
+    updates: int = 8
+    """Updates of the adapter of a dump. In a run the adapter is trained."""
 
     def check(self, config: Config, model: ModelConfig, renderer: Renderer) -> None:
         check_shared(self, config.engine)
@@ -249,13 +243,12 @@ class UnmergedAdapter(FaultConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessedLogprobs(FaultConfig):
-    """The sampler draws at a temperature, from the top-p or the top-k, and records log-probs of
-    that distribution; the trainer's are of the raw one, and the run's settings say nothing of it.
-    So under vLLM's logprobs_mode=processed_logprobs, and under SGLang, whose log-probs are after
-    temperature, where the trainer's loss knows of neither."""
+    """The sampler draws with a temperature, top-p or top-k and records log-probs of that
+    distribution, while the trainer's are of the raw one: vLLM's logprobs_mode=processed_logprobs,
+    or SGLang's log-probs after temperature, with a trainer that ignores both."""
 
     temperature: float = 1.0
-    """That the sampler divides its logits by, whatever it was asked for."""
+    """Divisor of the sampler's logits, besides the requested one."""
     top_p: float = 1.0
     """1 is off."""
     top_k: int = 0
@@ -282,7 +275,7 @@ class ProcessedLogprobs(FaultConfig):
         return self.processing(open_engine(config, context))
 
     def processing(self, engine: Engine) -> Engine:
-        """`engine`, which draws as this fault says. The rows of a dump must be sampled by it."""
+        """`engine` with this fault: the rows of a dump must be sampled by it."""
         from lockstep.testing.faulty_engines import ProcessingEngine
 
         return ProcessingEngine(engine, self)
