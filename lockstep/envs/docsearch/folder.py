@@ -224,37 +224,30 @@ class Library:
     def read_questions(self, path: str | Path) -> list[Question]:
         """Questions of a JSONL file. Raises DataError, `path:line` first, for a malformed line and
         for a gold passage that does not exist."""
-        questions: list[Question] = []
+        questions: dict[str, Question] = {}
         lines: dict[str, int] = {}
         for number, record in read_jsonl(path):
-            question = self._question(record, where=f"{path}:{number}", number=number)
+            where = f"{path}:{number}"
+            question = self._question({"id": f"question-{number}", **record}, where)
             if question.id in lines:
-                raise DataError(
-                    f"{path}:{number}: the id {question.id!r} is on line {lines[question.id]} too."
-                )
-            lines[question.id] = number
-            questions.append(question)
+                first = lines[question.id]
+                raise DataError(f"{where}: the id {question.id!r} is on line {first} too.")
+            questions[question.id], lines[question.id] = question, number
         if not questions:
             raise DataError(f"{path}: has no question: expected one JSON object per line.")
-        return questions
+        return list(questions.values())
 
-    def _question(self, record: Mapping[str, Any], *, where: str, number: int) -> Question:
+    def _question(self, record: Mapping[str, Any], where: str) -> Question:
         known = ("id", "question", "answer", "answers", "gold", "label")
-        unknown = sorted(set(record) - set(known))
-        if unknown:
+        if unknown := sorted(set(record) - set(known)):
             raise DataError(f"{where}: unknown keys {unknown}; known are {', '.join(known)}.")
-        question = _text(record, "question", where)
         if ("answer" in record) == ("answers" in record):
             raise DataError(f"{where}: give either `answer` (text) or `answers` (a list of texts).")
         answers = [_text(record, "answer", where)] if "answer" in record else record["answers"]
-        if (
-            not isinstance(answers, list)
-            or not answers
-            or not all(isinstance(answer, str) and normalise(answer) for answer in answers)
+        if not isinstance(answers, list) or not all(
+            isinstance(each, str) and normalise(each) for each in answers or [None]
         ):
-            raise DataError(
-                f"{where}: answers must be texts with at least one word, found {answers!r}."
-            )
+            raise DataError(f"{where}: answers must be texts with at least one word: {answers!r}.")
         entries = record.get("gold")
         if isinstance(entries, str | dict):
             entries = [entries]
@@ -263,26 +256,27 @@ class Library:
                 f"{where}: `gold` is missing: name the passages that hold the answer, as "
                 '"FILE#CHUNK" or {"document": FILE, "quote": TEXT}.'
             )
-        question_id = record.get("id", f"question-{number}")
+        question_id = record["id"]
         if not isinstance(question_id, str | int) or isinstance(question_id, bool):
             raise DataError(f"{where}: id must be text or a whole number, found {question_id!r}.")
         return Question(
             id=str(question_id),
-            question=question,
+            question=_text(record, "question", where),
             answers=tuple(answers),
             gold=tuple(self._gold(entry, where) for entry in entries),
             label=_text(record, "label", where) if "label" in record else "",
         )
 
     def _gold(self, entry: Any, where: str) -> frozenset[str]:
+        """Ids of the chunks that hold a gold passage."""
         if isinstance(entry, str):
             if entry in self._by_id:
                 return frozenset((entry,))
             document = self._document(entry.rpartition("#")[0], where, entry)
             raise DataError(
                 f"{where}: there is no chunk {entry!r}; {document} has the chunks #0 to "
-                f"#{len(self._of_document[document]) - 1}. Chunk numbers change with "
-                "chunk_chars; a quote does not."
+                f"#{len(self._of_document[document]) - 1}. They change with chunk_chars; a quote "
+                "does not."
             )
         if not isinstance(entry, dict) or set(entry) != {"document", "quote"}:
             raise DataError(
@@ -293,9 +287,8 @@ class Library:
         quote = _text(entry, "quote", where)
         # Any white space: a quote may be wrapped differently than its document.
         pattern = r"\s+".join(re.escape(word) for word in quote.split())
-        found: set[str] = set()
-        for match in re.finditer(pattern, self.documents[document]):
-            found |= self._holding(document, match.span())
+        places = re.finditer(pattern, self.documents[document])
+        found = {id_ for match in places for id_ in self._holding(document, match.span())}
         if not found:
             raise DataError(f"{where}: {document} does not contain the quote {quote[:80]!r}.")
         return frozenset(found)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from lockstep.config import did_you_mean
@@ -46,10 +46,12 @@ class Kind:
     check: Check
     """(text, arguments, detector) -> whether the text follows it."""
     sentence: str
-    """Sentence that asks for it, with the names of arguments in braces."""
-    arguments: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict)
-    """name -> function that returns the checked value, or raises ValueError with the
-    expectation."""
+    """Sentence that asks for it, with all arguments in braces."""
+
+    @property
+    def arguments(self) -> list[str]:
+        """Names of its arguments."""
+        return re.findall(r"{(\w+)}", self.sentence)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,11 +121,11 @@ def instruction(
             f"{where}{instruction_id} has no argument {unknown[0]!r}; it takes: {expected}."
         )
     checked: dict[str, Any] = {}
-    for name, check in kind.arguments.items():
+    for name in kind.arguments:
         if name not in given:
             raise DataError(f"{where}{instruction_id} needs the argument {name!r}.")
         try:
-            checked[name] = check(given[name])
+            checked[name] = ARGUMENTS.get(name, _count)(given[name])
         except ValueError as error:
             raise DataError(
                 f"{where}{instruction_id}: {name}={given[name]!r} must be {error}."
@@ -393,65 +395,59 @@ def _no_comma(text: str, _: Mapping[str, Any], __: Detector) -> bool:
 # -- the table -------------------------------------------------------------------------------------
 
 
-KINDS: dict[str, Kind] = {
-    "keywords:existence": Kind(
-        _existence, "Include these keywords: {keywords}.", {"keywords": _texts}
+ARGUMENTS: dict[str, Callable[[Any], Any]] = {
+    **dict.fromkeys(("keywords", "forbidden_words"), _texts),
+    **dict.fromkeys(("relation", "let_relation", "capital_relation"), _relation),
+    **dict.fromkeys(
+        ("keyword", "first_word", "postscript_marker", "section_spliter", "end_phrase"), _text
     ),
+    "prompt_to_repeat": _text,
+    "letter": _letter,
+    "language": _language,
+    "nth_paragraph": _ordinal,
+}
+"""name of an argument -> function that returns its checked value, or raises ValueError with what is
+expected. Arguments that are not here are counts."""
+
+
+KINDS: dict[str, Kind] = {
+    "keywords:existence": Kind(_existence, "Include these keywords: {keywords}."),
     "keywords:frequency": Kind(
-        _frequency,
-        "Use the word '{keyword}' {relation} {frequency} times.",
-        {"keyword": _text, "frequency": _count, "relation": _relation},
+        _frequency, "Use the word '{keyword}' {relation} {frequency} times."
     ),
     "keywords:forbidden_words": Kind(
-        _no_forbidden_words,
-        "Do not use these words: {forbidden_words}.",
-        {"forbidden_words": _texts},
+        _no_forbidden_words, "Do not use these words: {forbidden_words}."
     ),
     "keywords:letter_frequency": Kind(
         _letter_frequency,
         "The letter '{letter}' should appear {let_relation} {let_frequency} times.",
-        {"letter": _letter, "let_frequency": _count, "let_relation": _relation},
     ),
     "language:response_language": Kind(
-        _response_language,
-        "Write the entire response in {language}, and in no other language.",
-        {"language": _language},
+        _response_language, "Write the entire response in {language}, and in no other language."
     ),
     "length_constraints:number_sentences": Kind(
-        _number_sentences,
-        "Write {relation} {num_sentences} sentences.",
-        {"num_sentences": _count, "relation": _relation},
+        _number_sentences, "Write {relation} {num_sentences} sentences."
     ),
     "length_constraints:number_paragraphs": Kind(
         _number_paragraphs,
         "Write {num_paragraphs} paragraphs, separated by the markdown divider: ***",
-        {"num_paragraphs": _count},
     ),
-    "length_constraints:number_words": Kind(
-        _number_words,
-        "Write {relation} {num_words} words.",
-        {"num_words": _count, "relation": _relation},
-    ),
+    "length_constraints:number_words": Kind(_number_words, "Write {relation} {num_words} words."),
     "length_constraints:nth_paragraph_first_word": Kind(
         _nth_paragraph_first_word,
         "Write {num_paragraphs} paragraphs, separated by an empty line and nothing else. "
         "Begin paragraph {nth_paragraph} with the word '{first_word}'.",
-        {"num_paragraphs": _ordinal, "nth_paragraph": _ordinal, "first_word": _text},
     ),
     "detectable_content:number_placeholders": Kind(
         _number_placeholders,
         "Use at least {num_placeholders} placeholders in square brackets, such as [address].",
-        {"num_placeholders": _count},
     ),
     "detectable_content:postscript": Kind(
-        _postscript,
-        "At the end, add a postscript that begins with {postscript_marker}",
-        {"postscript_marker": _text},
+        _postscript, "At the end, add a postscript that begins with {postscript_marker}"
     ),
     "detectable_format:number_bullet_lists": Kind(
         _number_bullet_lists,
         "Write exactly {num_bullets} markdown bullet points, such as: * This is a point.",
-        {"num_bullets": _count},
     ),
     "detectable_format:constrained_response": Kind(
         _constrained_response, f"Answer with one of these: {' '.join(OPTIONS)}"
@@ -459,12 +455,10 @@ KINDS: dict[str, Kind] = {
     "detectable_format:number_highlighted_sections": Kind(
         _number_highlighted_sections,
         "Highlight at least {num_highlights} sections with markdown, such as *this one*.",
-        {"num_highlights": _count},
     ),
     "detectable_format:multiple_sections": Kind(
         _multiple_sections,
         "Write {num_sections} sections, each begun with its number, such as {section_spliter} 1.",
-        {"section_spliter": _text, "num_sections": _count},
     ),
     "detectable_format:json_format": Kind(
         _json_format, "Write the entire response as JSON; markdown ticks are allowed."
@@ -476,20 +470,15 @@ KINDS: dict[str, Kind] = {
         _two_responses, "Give two different responses, separated by six asterisks: ******"
     ),
     "combination:repeat_prompt": Kind(
-        _repeat_prompt,
-        "First repeat this request word for word, then answer: {prompt_to_repeat}",
-        {"prompt_to_repeat": _text},
+        _repeat_prompt, "First repeat this request word for word, then answer: {prompt_to_repeat}"
     ),
     "startend:end_checker": Kind(
-        _end_checker,
-        "End with exactly this phrase, and nothing after it: {end_phrase}",
-        {"end_phrase": _text},
+        _end_checker, "End with exactly this phrase, and nothing after it: {end_phrase}"
     ),
     "startend:quotation": Kind(_quotation, "Wrap the entire response in double quotation marks."),
     "change_case:capital_word_frequency": Kind(
         _capital_word_frequency,
         "Words in capital letters should appear {capital_relation} {capital_frequency} times.",
-        {"capital_frequency": _count, "capital_relation": _relation},
     ),
     "change_case:english_capital": Kind(
         _english_capital, "Write in English and in capital letters only."
