@@ -1,4 +1,4 @@
-"""Attention of one layer, and the rotary angles that it turns by, over ops alone.
+"""Attention of one layer, and the table of rotary angles, over ops alone.
 
 # T tokens  D model width  H query heads  G key heads  K head width
 """
@@ -57,12 +57,12 @@ class Attention(nn.Module):
         return self.o_proj(out_THK.flatten(1), ops)
 
     def sink_logits(self) -> Tensor | None:
-        """[H] what takes part in each head's softmax without a value; None in a model without."""
+        """[H] logits of the sinks; None in a model without sinks."""
         return self.sinks
 
 
 def rope_table(config: ModelConfig, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
-    """(cos, sin) [max_positions, 1, K] float32 as `Ops.rope` wants them: sin's first half negated.
+    """(cos, sin) [max_positions, 1, K] float32, with the first half of sin negated for `Ops.rope`.
 
     The same float32 operations as Hugging Face's, so that angles are equal bit for bit: one ulp of
     a frequency is 1e-2 radians at position 100,000. Guard: tests/parity/test_decoder_parity.py
@@ -84,8 +84,8 @@ def rope_table(config: ModelConfig, device: torch.device | str = "cpu") -> tuple
 
 
 def _llama3(scaling: Llama3Scaling, inverse: Tensor) -> Tensor:
-    """Wavelengths above the original context over low_freq_factor are stretched, those below it
-    over high_freq_factor kept, those between a mixture of both."""
+    """Wavelengths above (original context / low_freq_factor) are stretched, those below (original
+    context / high_freq_factor) kept, and those between interpolated."""
     wavelength = 2 * math.pi / inverse
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     original = scaling.original_max_positions

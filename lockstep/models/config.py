@@ -1,4 +1,4 @@
-"""What a decoder is made of, read from a Hugging Face config. No torch: the CLI reads it."""
+"""Shapes and switches of a decoder, read from a Hugging Face config. No torch: the CLI reads it."""
 
 from __future__ import annotations
 
@@ -57,14 +57,14 @@ RopeScaling = LinearScaling | Llama3Scaling | YarnScaling
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """Shapes and switches of one decoder. `from_hf` reads a config.json and refuses what it does
-    not implement; the file itself is kept and written back by `save_checkpoint`."""
+    """Shapes and switches of one decoder. `from_hf` reads a config.json and refuses settings that
+    are not implemented. `save_checkpoint` copies the file itself."""
 
     architecture: Architecture
     vocab_size: int
     hidden_size: int
     intermediate_size: int
-    """Width of the MLP, or of one expert."""
+    """Width of the MLP, or of an expert."""
     num_layers: int
     num_heads: int
     num_kv_heads: int
@@ -73,30 +73,30 @@ class ModelConfig:
     rope_theta: float
     max_positions: int
     windows: tuple[int | None, ...]
-    """Per layer: the sliding window, or None for full attention."""
+    """Sliding window of each layer; None is full attention."""
     rope_scaling: RopeScaling | None = None
     tie_embeddings: bool = False
     has_attention_bias: bool = False
-    """On the projections to queries, keys and values."""
+    """Biases on the projections to queries, keys and values."""
     has_output_bias: bool = True
-    """Where `has_attention_bias`: on the output projection too. Qwen2 has none there."""
+    """With `has_attention_bias`, a bias on the output projection too. Qwen2 has none there."""
     has_qk_norm: bool = False
     has_sinks: bool = False
     num_experts: int = 0
-    """0 is a dense MLP."""
+    """Experts per routed layer; 0 means dense MLPs."""
     num_active_experts: int = 0
     swiglu_limit: float = 0.0
-    """Where gpt-oss' activation clamps gate and up. 0 is the plain silu(gate) * up."""
+    """Limit at which gpt-oss' activation clamps gate and up. 0 is the plain silu(gate) * up."""
     has_router_bias: bool = False
     has_expert_bias: bool = False
-    """On both projections of every expert."""
+    """Biases on both projections of every expert."""
     has_normalized_routes: bool = True
-    """Whether a token's router weights are the softmax over its own experts alone, and sum to 1.
-    Otherwise they are those experts' share of the softmax over all."""
+    """A token's router weights are the softmax over its own experts, and sum to 1. Otherwise they
+    are its experts' share of the softmax over all experts."""
     dense_layers: tuple[int, ...] = ()
-    """Layers of a mixture of experts that have a dense MLP instead, in order."""
+    """Layers of a mixture of experts that have a dense MLP, in order."""
     dense_intermediate_size: int = 0
-    """Width of the MLP of `dense_layers`."""
+    """MLP width of `dense_layers`."""
 
     @property
     def is_moe(self) -> bool:
@@ -104,24 +104,24 @@ class ModelConfig:
 
     @property
     def routed_layers(self) -> tuple[int, ...]:
-        """The layers that have experts, in order. Routes and loads are counted by the place in
-        here: routed layer 0 is the first of them."""
+        """Layers with experts, in order. Routes and loads are indexed by position in this tuple:
+        routed layer 0 is its first entry."""
         if not self.is_moe:
             return ()
         return tuple(i for i in range(self.num_layers) if i not in self.dense_layers)
 
     @property
     def family(self) -> Literal["dense", "moe"]:
-        """What the mismatch bands are quoted for."""
+        """Kind of model for which mismatch bands are quoted."""
         return "moe" if self.is_moe else "dense"
 
     @classmethod
     def from_hf(cls, source: Mapping[str, Any], *, where: str = "config.json") -> ModelConfig:
         """Reads a Hugging Face config of one of ARCHITECTURES.
 
-        Raises CheckpointError for another architecture, and one that lists every setting that is
-        missing, or would change the numbers and is not implemented. Keys that transformers' own
-        model of the architecture does not read are left alone.
+        Raises CheckpointError for another architecture, and one that lists every missing setting
+        and every setting that changes the numbers and is not implemented. Keys that transformers'
+        own model of the architecture does not read are ignored.
         """
         architecture = source.get("model_type")
         if architecture not in _READERS:
@@ -146,7 +146,7 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FallbackConfig:
-    """What can be known of a model that transformers runs (`models.fallback`) without it."""
+    """Facts about a model that transformers runs (`models.fallback`), read without transformers."""
 
     architecture: str
     """Its model_type."""
@@ -157,7 +157,7 @@ class FallbackConfig:
     num_experts: int = 0
     num_active_experts: int = 0
     routed_layers: ClassVar[tuple[int, ...]] = ()
-    """None that routes can be read from or replayed in."""
+    """Empty: routes can be neither read nor replayed."""
 
     @property
     def is_moe(self) -> bool:
@@ -165,17 +165,17 @@ class FallbackConfig:
 
     @property
     def family(self) -> Literal["dense", "moe"]:
-        """What the mismatch bands are quoted for."""
+        """Kind of model for which mismatch bands are quoted."""
         return "moe" if self.is_moe else "dense"
 
     @classmethod
     def from_directory(cls, directory: str | Path) -> FallbackConfig:
-        """Reads `directory`/config.json. Raises CheckpointError for an encoder-decoder, a model of
-        more than text, and quantised weights: none of them can be trained on token ids alone."""
+        """Reads `directory`/config.json. Raises CheckpointError for encoder-decoders, models of
+        more than text, and quantised weights: they cannot be trained on token ids alone."""
         path = Path(directory) / "config.json"
         reading = _Reading(read_json(path))
         if reading.get("text_config") is not None:
-            reading.problems.append("text_config: a model of more than text")
+            reading.problems.append("text_config: the model reads more than text")
         reading.expect("is_encoder_decoder", None, False)
         reading.expect("quantization_config", None)
         out = cls(
@@ -197,7 +197,8 @@ NO_LIMIT = 1 << 31  # positions of a model without a table of them (ALiBi, state
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object. Raises CheckpointError if the file is missing, torn or something else."""
+    """Reads a JSON object. Raises CheckpointError if the file is missing, torn or something
+    else."""
     try:
         found = json.loads(path.read_text("utf-8"))
     except FileNotFoundError:
@@ -219,7 +220,7 @@ _DEFAULTS: dict[Architecture, dict[str, Any]] = {
     "gpt_oss": {"rope_theta": 150000.0, "head_dim": 64, "attention_bias": True},
     "qwen3": {"head_dim": 128},
 }
-"""What transformers assumes where a key is absent, if not what `_read_common` does."""
+"""Values that transformers assumes for absent keys, where they differ from `_read_common`."""
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "hidden_act": (None, "silu", "swish"),
@@ -252,8 +253,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n_group": (None, 0, 1),
     "swiglu_alpha": (None, 1.702),
 }
-"""Keys that change the numbers of some architecture, and the values with which they do not. Also
-checked where transformers would not read them: a config that sets one means another model."""
+"""Keys that change the numbers of some architecture -> values with which they do not. Also checked
+where transformers would not read them, since a config that sets one means another model."""
 
 _ROPE_KEYS = {
     "default": (),
@@ -279,24 +280,24 @@ _ROPE_KEYS = {
 
 @dataclass(slots=True)
 class _Reading:
-    """A config.json as it is read. What is wrong gathers in `problems`, and is raised at once."""
+    """A config.json while it is read. Collects problems, which `finish` raises together."""
 
     source: Mapping[str, Any]
     problems: list[str] = field(default_factory=list[str])
 
     def get(self, *keys: str, default: Any = None) -> Any:
-        """The first of `keys` that is there and not null."""
+        """Value of the first of `keys` that is present and not null."""
         return next((v for k in keys if (v := self.source.get(k)) is not None), default)
 
     def need(self, *keys: str) -> Any:
-        """Like `get`; a missing one is a problem, and 1 for what is read after it."""
+        """Like `get`; a missing value is a problem, and 1 is returned so that reading goes on."""
         found = self.get(*keys)
         if found is None:
             self.problems.append(f"{' or '.join(keys)} is missing")
         return 1 if found is None else found
 
     def count(self, *keys: str, default: int | None = None) -> int:
-        """Like `need` (or `get`, with a default), and a problem unless it is a whole number."""
+        """Like `need` (or `get`, with a default); a problem unless it is a whole number."""
         found = self.need(*keys) if default is None else self.get(*keys, default=default)
         least = 0 if default == 0 else 1
         if type(found) is int and found >= least:
@@ -328,7 +329,7 @@ class _Reading:
             self.problems.append(f"num_experts_per_tok={active} of {experts} experts")
 
     def finish(self, where: str) -> None:
-        """Raises CheckpointError that lists every problem, if there is one."""
+        """Raises CheckpointError that lists all problems, if there are any."""
         if self.problems:
             raise CheckpointError(f"{where}: {'; '.join(self.problems)}.")
 
@@ -445,7 +446,7 @@ def _read_rope(
 
 def _num_layers(reading: _Reading) -> int:
     found = reading.get("num_hidden_layers")
-    return found if type(found) is int else 0  # `_read_common` has said what is wrong with it
+    return found if type(found) is int else 0  # `_read_common` has reported it
 
 
 def _windows(

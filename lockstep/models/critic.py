@@ -1,7 +1,7 @@
-"""A model of values: the decoder's blocks with one number per state in place of the vocabulary.
+"""The critic: a decoder's blocks with a head of one value in place of the vocabulary.
 
 On disk it is Hugging Face's `...ForSequenceClassification` with one label: the decoder's tensors
-and `score.weight`. So a reward model of that form can be what a critic starts from.
+and `score.weight`. A critic can start from a reward model of that form.
 
 # T tokens  D model width  N states
 """
@@ -31,7 +31,7 @@ SCORE = "score.weight"
 
 
 class ValueModel(nn.Module):
-    """What a state is worth, after each token. Made with random blocks and all values 0."""
+    """Predicts the value after each token. Made with random blocks and a head of zeros."""
 
     def __init__(self, config: ModelConfig, *, ops: Ops | None = None) -> None:
         super().__init__()
@@ -52,11 +52,10 @@ class ValueModel(nn.Module):
     ) -> Tensor:
         """ids, positions [T] int64 -> [N] float32: the value after each of `states_N`, places in T.
 
-        What was read up to and including a place decides its value, and nothing else.
+        A value depends only on the row's tokens up to and including its place.
         """
         hidden_TD = self.body(ids_T, positions_T, context)
-        # The head is float32 whatever the blocks are: a value with 8 bits cannot tell what a token
-        # has changed.
+        # The head is always float32: with 8 bits, values before and after a token would be equal.
         hidden_ND = hidden_TD.index_select(0, states_N).float()
         return self.body.ops.linear(hidden_ND, self.value_head)[:, 0]
 
@@ -99,7 +98,7 @@ def load_value_weights(model: ValueModel, directory: str | Path) -> None:
     if list(score.shape) != shape:
         raise CheckpointError(
             f"{directory}: {SCORE} has the shape {list(score.shape)}; a critic's is {shape}, one "
-            "label. Is this a classifier and not a reward model?"
+            "label. Is this a classifier instead of a reward model?"
         )
     load_weights(model.body, tensors, where=str(directory))
     with torch.no_grad():

@@ -21,7 +21,7 @@ Tensor = torch.Tensor
 
 
 class Block(nn.Module):
-    """Attention and MLP, each on a normed copy and added to the stream."""
+    """Attention and MLP; each reads a normed copy of the stream and is added to it."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Ids and positions in, final hidden states out. Stateless: what it attends to is the context.
+    """Maps ids and positions to final hidden states. Stateless: keys come from the context.
 
     The engine: `hidden = decoder(ids, positions, context)`, then `decoder.logits(hidden)`. The
     trainer: `decoder.score(ids, positions, context, predictors_N=..., targets_N=...)`. Made on its
@@ -90,22 +90,24 @@ class Decoder(nn.Module):
         shape = (config.vocab_size, config.hidden_size)
         self.untied_head = None if config.tie_embeddings else nn.Parameter(torch.empty(shape))
         self.lora: LoraShape | None = None
-        """The adapter that was put on by `lora.add_adapter`; the rest is frozen then."""
+        """Shape of the adapter that `lora.add_adapter` has added; all other weights are frozen
+        then."""
         self.recomputes_blocks = False
-        """Activation checkpointing: a forward that is to be differentiated keeps the input of each
-        block, and backward runs the block again. The same bits, in less memory."""
+        """Activation checkpointing: forward keeps only the input of each block, and backward runs
+        the block again. The same bits, in less memory."""
         self._rope_table: tuple[Tensor, Tensor] | None = None
         self.init_weights()
 
     @property
     def head(self) -> Tensor:
-        """[V, D]: the output projection, which may be the embedding itself."""
+        """[V, D]: the output projection; the embedding itself if tied."""
         return self.embedding if self.untied_head is None else self.untied_head
 
     def init_weights(self, *, std: float = 0.02, seed: int | None = None) -> None:
-        """Normal weights, unit norms, zero biases and sinks. On the meta device, nothing."""
+        """Draws normal weights; norms are 1, biases and sinks 0. Does nothing on the meta
+        device."""
         if self.embedding.is_meta:
-            return  # to draw nothing, torch would import its compiler: 1.2 s and 100 MB
+            return  # drawing would import torch's compiler: 1.2 s and 100 MB
         generator = None if seed is None else torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for name, parameter in self.named_parameters():
@@ -125,7 +127,7 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """ids, positions [T] int64 -> [T, D] normed hidden states in the compute dtype.
 
-        routing: experts to replay, and where those that were taken are left.
+        routing: experts to replay; records the experts that were chosen.
         """
         cos, sin = self._rope(positions_T)
         x_TD = torch.nn.functional.embedding(ids_T, self.embedding)
@@ -135,7 +137,7 @@ class Decoder(nn.Module):
         return self.ops.rms_norm(x_TD, self.final_norm, self.config.rms_norm_eps)
 
     def logits(self, hidden_TD: Tensor) -> Tensor:
-        """[T, V] in the compute dtype: what a sampler draws from."""
+        """[T, V] in the compute dtype; a sampler draws from them."""
         return self.ops.linear(hidden_TD, self.head)
 
     def score(
@@ -151,9 +153,9 @@ class Decoder(nn.Module):
         routing: Routing | None = None,
         coefficients: Coefficients | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """(log-prob, entropy), each [N] float32, of targets [N] as predicted at predictors [N],
-        places among the T: all that a trainer asks of a model, in one call. coefficients: of the
-        loss, see `Ops.log_probs`."""
+        """(log-prob, entropy), each [N] float32, of targets [N]; each is predicted at its place of
+        predictors [N] among the T. The one call that a trainer makes. coefficients: see
+        `Ops.log_probs`."""
         hidden_TD = self(ids_T, positions_T, context, routing)
         return self.ops.log_probs(
             hidden_TD.index_select(0, predictors_N),
@@ -171,7 +173,7 @@ class Decoder(nn.Module):
         return self.ops.log_probs(hidden_TD, self.head, ids_T, temperature=temperature)
 
     def _rope(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin [T, 1, K], from a table that is computed once per device."""
+        """cos and sin [T, 1, K], from a table that is made once per device."""
         table = self._rope_table
         if table is None or table[0].device != self.embedding.device:
             with torch.inference_mode(False):  # the engine may be first, the trainer reads it too

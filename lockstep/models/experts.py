@@ -1,10 +1,9 @@
 """The experts' MLPs on the tokens that chose them, in memory for one chunk of tokens.
 
 Pairs of token and expert are sorted by expert and run chunk by chunk of the tokens, so what lives
-at a time is bounded however many tokens there are and however unevenly they choose. A gradient
-keeps the layer's input and the routes; the rest is computed again, chunk by chunk, and the experts'
-gradients are summed where they will stand. With and without a gradient, a token's numbers come the
-same way.
+at a time is bounded, whatever the number of tokens and however unevenly they choose. For backward,
+the layer's input and the routes are kept; the rest is computed again, chunk by chunk, and the
+experts' gradients are summed in place. A token's numbers are the same with and without a gradient.
 
 # T tokens  C tokens of a chunk  D model width  E experts  A active experts  F expert width
 # P = T * A token-expert pairs  R = C * A pairs of a chunk  K inner width  N outputs
@@ -22,17 +21,18 @@ from lockstep.ops.base import Ops, rows_by_expert
 Tensor = torch.Tensor
 
 ROWS_PER_EXPERT = {"cpu": 128, "cuda": 1024}
-"""Of a chunk whose tokens choose evenly: fewer make slower products. What a chunk takes is then
-about as much as the weights of its layer on a CPU (widths of 512), and less for wider experts."""
-LEAST_CHUNK = 1024  # tokens; of few experts, or of experts that are all active
+"""Rows per expert in a chunk whose tokens choose evenly; with fewer, products are slower. On a CPU
+a chunk then takes about as much memory as its layer's weights (widths of 512), less for wider
+ones."""
+LEAST_CHUNK = 1024  # tokens; for few experts, or experts that are all active
 
 ALL_EXPERTS_MULTIPLIES = 1 << 19
 """Multiplications per matrix that may be wasted on experts that a token did not choose: below it,
 sorting tokens by expert costs more than it saves (a few dozen tokens of a tiny model on a CPU)."""
 
 READING = 16
-"""Tokens whose multiplications take as long as reading an expert from memory: with fewer, an expert
-costs what it costs with these."""
+"""Tokens whose multiplications take as long as reading an expert from memory. Fewer tokens cost as
+much as this many."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,7 +59,7 @@ class ExpertProjection:
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """What may have a gradient, in the order of `with_tensors`."""
+        """Tensors that may have a gradient, in the order of `with_tensors`."""
         low = self.low_rank
         return (self.weight, self.bias, *((None, None) if low is None else (low.A, low.B)))
 
@@ -94,8 +94,8 @@ class ExpertProjection:
     ) -> Tensor:
         """[R, K]: the gradient of x. Those of `tensors` are added to `into`, None where not needed.
 
-        share_R: what each row's output is multiplied by. The caller has multiplied x by it in place
-        of the gradient; the bias has no x that could carry it.
+        share_R: factor of each row's output. The caller has multiplied x by it instead of the
+        gradient, which is why the bias needs it separately.
         """
         grad_weight, grad_bias, grad_A, grad_B = into
         grad_RK = ops.expert_linear_backward(
@@ -115,7 +115,7 @@ class ExpertProjection:
 
 @dataclass(slots=True, eq=False)
 class _Plan:
-    """What the pairs of a forward are run by."""
+    """Settings of one forward over pairs of token and expert."""
 
     gate_up: ExpertProjection
     down: ExpertProjection
@@ -142,10 +142,10 @@ def mix_experts(
     ops: Ops,
     num_chunk_tokens: int | None = None,
 ) -> Tensor:
-    """[T, D]: what each token's experts give, times its weights, summed in the order of its slots.
+    """[T, D]: outputs of each token's experts, times its weights, summed in the order of its slots.
 
     experts_TA: [T, A] int64, distinct per token. activation: [R, 2F] -> [R, F] over `ops`.
-    num_chunk_tokens: None takes what ROWS_PER_EXPERT says.
+    num_chunk_tokens: None derives it from ROWS_PER_EXPERT.
     """
     plan = _Plan(gate_up, down, activation, ops, num_chunk_tokens)
     if torch.is_grad_enabled():
@@ -159,8 +159,8 @@ def mix_experts(
 class _Mix(torch.autograd.Function):
     """Keeps the layer's input, the routes and the parameters.
 
-    With y = W h + b, the gradient of a pair's weight is g . y = (W^T g) . h + g . b, and W^T g is
-    what h needs anyway: the second product of the forward is not computed again.
+    With y = W h + b, the gradient of a pair's weight is g . y = (W^T g) . h + g . b. W^T g is
+    needed for h anyway, so the second product of the forward is not computed again.
     """
 
     @staticmethod
@@ -291,7 +291,7 @@ def _rows(x: Tensor, index: Tensor) -> Tensor:
 
 
 def _zeros(x: Tensor, num_chunks: int) -> Tensor:
-    """Where a gradient is summed: over several chunks in four bytes at least."""
+    """Zeros in which a gradient is summed; at least four bytes wide for several chunks."""
     is_narrow = num_chunks > 1 and x.dtype.itemsize < 4
     return torch.zeros_like(x, dtype=torch.float32 if is_narrow else x.dtype)
 

@@ -1,8 +1,8 @@
 """Any causal language model of transformers behind the decoder's interface, for the trainer.
 
-Its own code computes it, so nothing here can promise equal bits, cached pages, replayed routes or
-shared beginnings: rows run as padded batches, and an engine outside of this process samples. What
-it cannot do is refused by name, in `build.preflight` before a model is loaded and here.
+The model's own code computes, so equal bits, cached pages, replayed routes and shared beginnings
+are not available: rows run as padded batches, and an engine outside of this process samples.
+Settings that need more are refused by name, before a model is loaded and here.
 
 # T tokens  D model width  N trained tokens  V vocabulary  B rows of a block  L its length
 """
@@ -38,8 +38,8 @@ class FallbackModel(nn.Module):
     and log-probs out. Made by `load_fallback`."""
 
     def __init__(self, inner: Any, config: FallbackConfig) -> None:
-        """inner: a transformers model with a language-modelling head; kept in evaluation mode, so
-        that dropout never makes two forwards differ."""
+        """inner: a transformers model with a language-modelling head. It stays in evaluation mode,
+        so that dropout never makes two forwards differ."""
         super().__init__()
         self.inner = inner.eval()
         self.config = config
@@ -48,8 +48,8 @@ class FallbackModel(nn.Module):
         parameters = inspect.signature(inner.forward).parameters
         self._takes_positions = "position_ids" in parameters
         self.has_plain_head = self._is_plain_head()
-        """Whether logits are hidden states times a matrix and nothing else: not capped, scaled or
-        shifted. The log-probs are then formed in chunks; otherwise all logits at once."""
+        """Whether logits are hidden states times a matrix, neither capped, scaled nor shifted. Then
+        log-probs are formed in chunks; otherwise all logits at once."""
 
     @property
     def embedding(self) -> Tensor:
@@ -76,7 +76,7 @@ class FallbackModel(nn.Module):
     def forward(
         self, ids_T: Tensor, positions_T: Tensor, context: Any, routing: Any = None
     ) -> Tensor:
-        """ids, positions [T] int64 -> [T, D] hidden states: what the head reads, where it is plain.
+        """ids, positions [T] int64 -> [T, D] hidden states, the input of a plain head.
 
         Raises CapabilityError for a context or routes that only the decoder understands.
         """
@@ -135,7 +135,7 @@ class FallbackModel(nn.Module):
         positions_T: Tensor,
         context: PackedContext,
     ) -> Tensor:
-        """[T, ...]: the rows of each block as a batch, padded behind their ends."""
+        """[T, ...]: outputs of the rows of each block, run as a batch with right padding."""
         outs: list[Tensor] = []
         for block in context.blocks:
             index_BL = block.token_index
@@ -148,7 +148,7 @@ class FallbackModel(nn.Module):
         return out if context.place_index is None else take_rows(out, context.place_index)
 
     def _is_plain_head(self) -> bool:
-        """Tried on a few ids: what the head does is known to its own forward alone."""
+        """Tries the head on a few ids, since only its own forward shows what it does."""
         head = self.inner.get_output_embeddings()
         if head is None:
             raise CapabilityError(
@@ -166,8 +166,8 @@ class FallbackModel(nn.Module):
 
 
 def _mask(block: PackedBlock) -> Tensor:
-    """[B, L] int64, 1 at a row's own tokens. Places behind its end repeat its last token, which
-    stands nowhere before it."""
+    """[B, L] int64, 1 at a row's own tokens. Places past its end repeat its last token, which
+    occurs nowhere before."""
     index_BL = block.token_index
     lengths_B = (index_BL != index_BL[:, -1:]).sum(1) + 1
     steps_L = torch.arange(block.length, device=index_BL.device)
@@ -182,8 +182,8 @@ def load_fallback(
 ) -> FallbackModel:
     """A checkpoint directory of any architecture that transformers has, as a model to train.
 
-    Raises MissingExtraError without transformers; CheckpointError for an architecture that it does
-    not know either, and one listing every tensor that is missing, extra or misshapen, which
+    Raises MissingExtraError without transformers; CheckpointError for an architecture unknown to
+    transformers, and one listing every tensor that is missing, extra or misshapen, which
     transformers itself would fill with random numbers.
     """
     config = FallbackConfig.from_directory(directory)
@@ -237,8 +237,8 @@ def _(
     dtype: torch.dtype | None = None,
     is_writer: bool = True,
 ) -> None:
-    """As transformers writes it. is_writer: False on all ranks but one. Raises CapabilityError for
-    another dtype than the model's."""
+    """Saves as transformers does. is_writer: False on all ranks but one. Raises CapabilityError for
+    a dtype other than the model's."""
     if dtype not in (None, model.embedding.dtype):
         raise CapabilityError(f"a model that transformers runs is not saved in {dtype}.")
     if not is_writer:
@@ -250,7 +250,7 @@ def _(
 
 @load_into.register
 def _(model: FallbackModel, directory: str | Path) -> None:
-    """By way of a second copy on the CPU: transformers loads into new models only."""
+    """Loads a second copy on the CPU first, since transformers loads into new models only."""
     other = load_fallback(directory, dtype=model.embedding.dtype)
     with torch.no_grad():
         mine, theirs = dict(model.named_parameters()), dict(other.named_parameters())

@@ -53,12 +53,12 @@ COMPANIONS = (
     "chat_template.jinja",
     "renderer.json",
 )
-"""Files beside the weights that travel with a checkpoint. renderer.json is ours: the settings of
-the renderer that the model was trained with."""
+"""Files that are copied with a checkpoint's weights. renderer.json is written by Lockstep: settings
+of the renderer that the model was trained with."""
 
 MAX_SHARD_BYTES = 5 << 30
-"""Of a file, where the checkpoint that is written like another cannot have that one's files."""
-MAX_NAMED = 20  # of one kind of misfit; the count tells the rest
+"""Largest weight file, where the files of the checkpoint `like` cannot be reproduced."""
+MAX_NAMED = 20  # tensors named per kind of misfit; the message counts the rest
 _FLOATS = ("F64", "F32", "F16", "BF16")
 
 
@@ -75,10 +75,10 @@ def load_checkpoint(
 ) -> Decoder:
     """A decoder with the weights of a Hugging Face checkpoint directory.
 
-    mesh: the ranks that the parameters are spread over; each keeps of what it reads its own part.
+    mesh: the ranks that the parameters are spread over; each keeps its own part of what it reads.
     Takes no more memory than the model (this rank's part, and one parameter) and a block
     (`tensor_file.BLOCK_BYTES`). Raises CheckpointError naming every tensor that is missing, extra
-    or misshapen, not the first.
+    or misshapen.
     """
     config = ModelConfig.from_directory(directory)
     tensors = read_tensors(directory)
@@ -94,9 +94,9 @@ def load_checkpoint(
 
 
 def weight_files(directory: str | Path) -> tuple[list[str], dict[str, str] | None]:
-    """(files with weights, tensor name -> file where there is an index) of a checkpoint.
+    """(weight files, tensor name -> file if there is an index) of a checkpoint.
 
-    Raises CheckpointError if there are none, or two answers to what they are.
+    Raises CheckpointError if there are no weights, or two sets of them.
     """
     root = Path(directory)
     has_index, has_file = (root / INDEX).is_file(), (root / WEIGHTS).is_file()
@@ -119,10 +119,10 @@ def weight_files(directory: str | Path) -> tuple[list[str], dict[str, str] | Non
 
 
 def read_tensors(directory: str | Path) -> dict[str, StoredTensor]:
-    """name -> a tensor still in its file, over one file or the shards of an index.
+    """name -> tensor in its file, over one file or the shards of an index.
 
-    Raises CheckpointError that lists every file which is missing or torn, and every tensor that is
-    not where the index says.
+    Raises CheckpointError that lists every missing or torn file, and every tensor that is not in
+    the file that the index names.
     """
     root = Path(directory)
     files, placed = weight_files(root)
@@ -154,8 +154,8 @@ def read_tensors(directory: str | Path) -> dict[str, StoredTensor]:
 def check_tensors(
     model: Decoder, tensors: Mapping[str, Tensor | StoredTensor], *, where: str
 ) -> None:
-    """Raises CheckpointError that lists what of `tensors` does not fit the model: missing,
-    unexpected, of another shape, or of a dtype that holds no weights."""
+    """Raises CheckpointError that lists the tensors which do not fit the model: missing,
+    unexpected, of another shape, or of a dtype that cannot be read."""
     config = model.config
     if isinstance(tensors, HFTensors):
         tensors = tensors.outlines()
@@ -284,8 +284,8 @@ def dequantize_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
 
 
 def _parts(piece: Piece, tensors: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """name -> shape of the tensors that `piece` is read from: itself, or blocks and scales where
-    experts are packed in MXFP4."""
+    """name -> shape of the tensors that `piece` is read from: itself, or blocks and scales of
+    experts that are packed in MXFP4."""
     blocks, scales = f"{piece.name}_blocks", f"{piece.name}_scales"
     if piece.name in tensors or not (blocks in tensors or scales in tensors):
         return {piece.name: piece.shape}
@@ -295,7 +295,7 @@ def _parts(piece: Piece, tensors: Mapping[str, Any]) -> dict[str, tuple[int, ...
 
 
 def _check_tied(head: Tensor | StoredTensor, embedding: Tensor, where: str) -> None:
-    """A checkpoint may hold the tied head once more, and nothing else under its name."""
+    """Raises CheckpointError if the head in the file differs from the embedding it is tied to."""
     for rows in blocks_of(len(embedding), embedding.nbytes):
         if not torch.equal(rows_of(head, rows).to(embedding), embedding[rows]):
             raise CheckpointError(
@@ -320,12 +320,12 @@ def _first(texts: list[str]) -> list[str]:
 
 class HFTensors(Mapping[str, Tensor]):
     """A decoder's weights by Hugging Face's names, in the order of the model, with its adapter
-    merged into them if it has one.
+    merged in.
 
-    A tensor is made when it is asked for, and may be a view of the model's own memory: whoever
-    keeps it copies it. So a model that is handed over piece by piece takes no second copy of it
-    all, but of a parameter or two. One that is sharded is gathered parameter by parameter: all
-    ranks ask for the same names in the same order.
+    A tensor is made on access and may be a view of the model's own memory: copy it to keep it. So
+    handing a model over tensor by tensor copies no more than a parameter or two at a time. A
+    sharded model is gathered parameter by parameter: all ranks access the same names in the same
+    order.
     """
 
     def __init__(self, model: Decoder) -> None:
@@ -352,8 +352,8 @@ class HFTensors(Mapping[str, Tensor]):
         return len(self._places)
 
     def finish(self) -> None:
-        """Gathers what comes after the tensor that was asked for last: for a rank whose engine has
-        failed, while others go on."""
+        """Gathers all tensors after the one accessed last: for a rank whose engine has failed while
+        the others continue."""
         names = list(self._places)
         last = next(iter(self._values), None)
         done = [at for at, name in enumerate(names) if self._places[name][0] == last]
@@ -389,15 +389,16 @@ def save_checkpoint(
 ) -> None:
     """Writes weights in Hugging Face's names, with config and tokenizer files copied from `like`.
 
-    Each tensor goes to the file that it has in `like`; where the two do not hold the same tensors
-    (`like` has no weights, or packed ones), files have at most `max_shard_bytes`. dtype: of the
-    file; the model's own without. Packed weights are written as they were unpacked, and
-    config.json no longer says that they are quantised. An adapter is merged in.
-    extra_tensors: written beside the decoder's, as they are: a head of another kind.
-    config_changes: keys of config.json that differ from those of `like`.
-    The directory appears whole or not at all: it is written beside and renamed. Takes no more
-    memory than a block of one tensor, or two parameters with an adapter or of a sharded model,
-    whose ranks all call this. is_writer: False on those that only take part in gathering.
+    Each tensor goes to the same file as in `like`; if the two do not hold the same tensors (`like`
+    has no weights, or packed ones), files have at most `max_shard_bytes`. dtype: None is the
+    model's. Weights that were packed are written unpacked, and config.json then has no
+    quantization_config. An adapter is merged in. extra_tensors: written unchanged with the
+    decoder's, such as another head. config_changes: keys of config.json that differ from those of
+    `like`.
+
+    The directory appears whole or not at all: it is written under another name, then renamed. Takes
+    no more memory than a block of one tensor, or two parameters with an adapter or a sharded model,
+    whose ranks all call this. is_writer: False on ranks that only help to gather.
     """
     dtype = dtype or model.embedding.dtype
     parameters = dict(model.named_parameters())
@@ -454,7 +455,7 @@ def save_checkpoint(
 
 @contextmanager
 def replacing(directory: str | Path) -> Generator[Path]:
-    """A directory to write into that takes the place of `directory` once all is written."""
+    """A temporary directory that replaces `directory` at the end of the block."""
     target = Path(directory)
     beside = target.with_name(f".{target.name}.{os.getpid()}.partial")
     shutil.rmtree(beside, ignore_errors=True)
@@ -466,7 +467,7 @@ def replacing(directory: str | Path) -> Generator[Path]:
 
 
 def copy_companions(like: str | Path, directory: Path) -> None:
-    """Copies the tokenizer's files, and what else travels with a checkpoint."""
+    """Copies the tokenizer's files and the other COMPANIONS."""
     for name in COMPANIONS:
         if (Path(like) / name).is_file():
             shutil.copyfile(Path(like) / name, directory / name)
@@ -475,7 +476,7 @@ def copy_companions(like: str | Path, directory: Path) -> None:
 def _files_like(
     like: str | Path, tensors: Mapping[str, Outgoing], *, is_tied: bool
 ) -> dict[str, str] | None:
-    """name -> file as in the checkpoint `like`, if it holds the same tensors."""
+    """name -> file as in the checkpoint `like`; None unless it holds the same tensors."""
     root = Path(like)
     if not ((root / WEIGHTS).is_file() or (root / INDEX).is_file()):
         return None

@@ -1,4 +1,4 @@
-"""Where a model's files are: in the package, in a directory, or on the Hugging Face hub."""
+"""Finds a model's files: in the package, in a directory, or on the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from lockstep.config import did_you_mean
 from lockstep.errors import CheckpointError, ConfigError
 
 SHIPPED_ROOT = Path(__file__).parent / "shipped"
-"""One directory per model that comes with the package; `lockstep sft NAME` rebuilds it."""
+"""One directory per model of the package; `lockstep sft NAME` rebuilds it."""
 
 HUB_FILES = ("*.json", "*.safetensors", "*.jinja")
 NOT_HUB_FILES = ("*/*", "consolidated*")
-"""Second copies of the weights that some repositories hold, in the form of their authors."""
+"""Second copies of the weights that some repositories hold in another format."""
 
 
 def shipped_models() -> list[str]:
@@ -20,10 +20,9 @@ def shipped_models() -> list[str]:
 
 
 def locate_model(name: str) -> Path:
-    """The checkpoint directory that `name` means; a hub name is downloaded first.
+    """The checkpoint directory of `name`; a model on the hub is downloaded first.
 
-    Raises ConfigError for a name that is none of the three, CheckpointError if the hub has no
-    answer.
+    Raises ConfigError for an unknown name, CheckpointError if the download fails.
     """
     if not name:
         raise ConfigError(
@@ -56,6 +55,6 @@ def _from_hub(name: str) -> Path:
         )
     except Exception as error:  # the hub's client raises a dozen kinds; each means the same here
         raise CheckpointError(
-            f"model={name}: no such directory, and the Hugging Face hub gave no answer "
+            f"model={name}: no such directory, and the download from the Hugging Face hub failed "
             f"({type(error).__name__}: {error})."
         ) from error

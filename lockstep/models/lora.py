@@ -1,7 +1,7 @@
-"""Low-rank adapters beside the decoder's projections, for sampler and trainer alike.
+"""Low-rank adapters of the decoder's projections, for sampler and trainer.
 
-The adapter is never merged while it is trained: both sides add the same product, computed by
-the same ops, so what a contract promises of a model holds for the adapted one.
+An adapter is never merged while it is trained: both sides add the same product, computed by the
+same ops, so a contract holds for the adapted model too.
 
 # T tokens  K inputs  N outputs  R rank  S parts of a fused projection  E experts
 """
@@ -25,7 +25,7 @@ Tensor = torch.Tensor
 
 
 class Projection(nn.Linear):
-    """x W^T + b, and what an adapter adds to it."""
+    """x W^T + b, plus the adapter's product if it has one."""
 
     def __init__(self, inputs: int, outputs: int, *, bias: bool) -> None:
         super().__init__(inputs, outputs, bias=bias)
@@ -37,15 +37,15 @@ class Projection(nn.Linear):
 
 
 class LowRank(nn.Module):
-    """The adapter of a projection that may hold several of Hugging Face's.
+    """Adapter of a projection that may fuse several of Hugging Face's.
 
-    The parts' A stand in one matrix, so that the inputs are read once; each part has its own B.
+    The A of all parts are one matrix, so that the inputs are read once; each part has its own B.
     """
 
     def __init__(
         self, parts: Sequence[tuple[Site, int]], sizes: Sequence[int], shape: LoraShape
     ) -> None:
-        """parts: the adapted ones, each with its place among all; sizes: outputs of all."""
+        """parts: the adapted parts, each with its index among all; sizes: outputs of all parts."""
         super().__init__()
         self.places = [place for _, place in parts]
         self.sizes = list(sizes)
@@ -72,7 +72,7 @@ class LowRank(nn.Module):
         return self.A[number * self.rank : (number + 1) * self.rank], self.B[number]
 
     def delta(self) -> Tensor:
-        """[N, K] float32: what is added to the weight, scale included."""
+        """[N, K] float32: the product to add to the weight, with its scale."""
         rows = [self.A.new_zeros(n, self.A.shape[1], dtype=torch.float32) for n in self.sizes]
         for number, place in enumerate(self.places):
             A, B = (x.detach().float() for x in self.factors(number))
@@ -81,7 +81,7 @@ class LowRank(nn.Module):
 
 
 class _AddParts(torch.autograd.Function):
-    """Each part's gradient is a view of the whole one: split and cat would copy it both ways."""
+    """Each part's gradient is a view of the whole gradient; split and cat would copy it twice."""
 
     @staticmethod
     def forward(ctx, out_TN, sizes, *deltas):
@@ -107,7 +107,7 @@ def _add_parts(out_TN: Tensor, sizes: list[int], deltas: Sequence[Tensor | None]
 
 
 class ExpertLowRank(nn.Module):
-    """The adapter of one projection of all experts, each with factors of its own."""
+    """Adapter of one projection of all experts, with factors for each expert."""
 
     def __init__(self, site: Site, shape: LoraShape) -> None:
         super().__init__()
@@ -117,12 +117,12 @@ class ExpertLowRank(nn.Module):
         self.B = nn.Parameter(torch.empty(E, site.outputs, R))
 
     def factors(self) -> ExpertFactors | None:
-        """What is added where the experts are computed (`experts.mix_experts`), gradients of A and
-        B included; None while the adapter is off."""
+        """Factors for `experts.mix_experts`, which computes the gradients of A and B too; None
+        while the adapter is off."""
         return ExpertFactors(self.A, self.B, self.scale) if self.is_on else None
 
     def delta(self) -> Tensor:
-        """[E, N, K] float32: what is added to the weights, scale included."""
+        """[E, N, K] float32: the products to add to the weights, with their scale."""
         return torch.bmm(self.B.detach().float(), self.A.detach().float()) * self.scale
 
 
@@ -160,7 +160,7 @@ def add_adapter(model: nn.Module, shape: LoraShape, *, seed: int) -> None:
 
 
 def _place(model: nn.Module, projection: str) -> tuple[nn.Module, str, Tensor]:
-    """(module, its attribute for the adapter, the weight beside it)."""
+    """(module, its attribute for the adapter, the adapted weight)."""
     parent, _, name = projection.rpartition(".")
     owner = model.get_submodule(parent)
     found = getattr(owner, name)
@@ -170,14 +170,14 @@ def _place(model: nn.Module, projection: str) -> tuple[nn.Module, str, Tensor]:
 
 
 def adapter_at(model: nn.Module, projection: str) -> Adapter | None:
-    """The adapter of one of our projections, if it has one."""
+    """The adapter of a projection of the decoder, if it has one."""
     owner, attribute, _ = _place(model, projection)
     return getattr(owner, attribute)
 
 
 @contextmanager
 def adapter_off(model: nn.Module) -> Iterator[None]:
-    """In the block, `model` is the one that the adapter was put on: the reference policy."""
+    """In the block, `model` computes without its adapter, as the reference policy does."""
     adapters = [m for m in model.modules() if isinstance(m, LowRank | ExpertLowRank)]
     before = [adapter.is_on for adapter in adapters]
     try:
@@ -190,8 +190,8 @@ def adapter_off(model: nn.Module) -> Iterator[None]:
 
 
 def merged(model: nn.Module, name: str, weight: Tensor) -> Tensor:
-    """`weight`, the parameter `name` of `model`, with what its adapter adds: summed in float32,
-    rounded once. Itself where there is no adapter."""
+    """`weight`, the parameter `name` of `model`, plus its adapter's product: summed in float32 and
+    rounded once. Unchanged if it has no adapter."""
     parent, _, last = name.rpartition(".")
     owner = model.get_submodule(parent)
     attribute = "lora" if isinstance(owner, Projection) else f"{last.removesuffix('_proj')}_lora"

@@ -1,4 +1,4 @@
-"""Where a LoRA adapter sits on a decoder, and how large it is. No torch: the CLI reads it.
+"""Settings, places and sizes of a LoRA adapter. No torch: the CLI reads it.
 
 LoRA (arXiv 2106.09685): a frozen projection W x gets scale * B (A x) added, with A [rank, inputs]
 and B [outputs, rank] trained.
@@ -24,25 +24,25 @@ DEFAULT_RANK, DEFAULT_ALPHA = 8, 16.0
 
 @dataclass(frozen=True, kw_only=True)
 class LoraConfig:
-    """A low-rank adapter that is trained in place of the model, whose own weights are frozen.
+    """A low-rank adapter, trained while the model's own weights are frozen.
 
-    There is no dropout: sampler and trainer would then compute different numbers.
+    It has no dropout, which would make sampler and trainer compute different numbers.
     """
 
     rank: int | None = None
-    """Inner width of each adapted projection; none is 8, or that of the adapter at `path`."""
+    """Inner width of each adapted projection; none is 8, or the rank of the adapter at `path`."""
     alpha: float | None = None
-    """What the adapter adds is scaled by alpha / rank; none is 16, or that of the adapter at
+    """The adapter's product is scaled by alpha / rank; none is 16, or the alpha of the adapter at
     `path`."""
     rslora: bool | None = None
     """Scale by alpha / sqrt(rank) instead (arXiv 2312.03732); none is false, or as at `path`."""
     targets: tuple[str, ...] = ()
-    """Which projections: attention, mlp (dense), experts, or patterns on their names such as
-    *.q_proj or layers.0.*; nothing is all of them, or those of the adapter at `path`."""
+    """Projections to adapt: attention, mlp (dense), experts, or patterns on names such as *.q_proj
+    or layers.0.*; empty is all of them, or those of the adapter at `path`."""
     seed: int = 0
-    """Of A's random start; B starts at 0, so the first step samples from the model as it is."""
+    """Seed of A's random values; B starts at 0, so the first step samples from the base model."""
     path: str = ""
-    """A directory with an adapter in PEFT's form to go on from."""
+    """Directory of an adapter in PEFT's form to continue from."""
 
     def __post_init__(self) -> None:
         if self.rank is not None and self.rank < 1:
@@ -53,33 +53,33 @@ class LoraConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Site:
-    """One projection as Hugging Face has it, of which the decoder may hold several in one."""
+    """One projection of Hugging Face's model; the decoder may fuse several into one."""
 
     name: str
-    """What `LoraConfig.targets` are matched with: layers.0.attention.q_proj."""
+    """Name that `LoraConfig.targets` are matched with: layers.0.attention.q_proj."""
     group: Group
     projection: str
-    """Ours that computes it: layers.0.attention.qkv_proj."""
+    """The decoder's projection that computes it: layers.0.attention.qkv_proj."""
     hf_name: str
-    """model.layers.0.self_attn.q_proj; of experts, the parameter."""
+    """model.layers.0.self_attn.q_proj; for experts, the name of the parameter."""
     inputs: int
     outputs: int
     num_experts: int = 0
-    """0 is one projection for all tokens."""
+    """Experts that it has; 0 is one projection for all tokens."""
     is_interleaved: bool = False
-    """Hugging Face alternates the outputs of gate and up, ours lay gate, then up."""
+    """Hugging Face alternates the outputs of gate and up; the decoder keeps gate, then up."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraShape:
-    """What an adapter is, once its settings are read against a model."""
+    """An adapter's settings, resolved against a model."""
 
     rank: int
     alpha: float
     rslora: bool
     sites: tuple[Site, ...]
     base: str = ""
-    """What the model is called on the hub; empty for a directory."""
+    """Name of the base model on the hub; empty for a directory."""
 
     @property
     def scale(self) -> float:
@@ -99,9 +99,9 @@ class LoraShape:
 
 
 def lora_shape(config: LoraConfig, model: ModelConfig, *, base: str = "") -> LoraShape:
-    """The adapter that `config` asks for on a model of these shapes, `path` aside.
+    """The adapter that `config` describes for this model, without regard to `path`.
 
-    Raises ConfigError for a target that no projection of the model has.
+    Raises ConfigError for a target that matches no projection.
     """
     return LoraShape(
         rank=DEFAULT_RANK if config.rank is None else config.rank,

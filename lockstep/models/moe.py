@@ -1,4 +1,4 @@
-"""What follows attention in a layer: a dense gated MLP, or routed experts, over ops alone.
+"""The second half of a layer: a dense gated MLP or routed experts, over ops alone.
 
 # T tokens  D model width  E experts  A active experts  F expert width  L routed layers
 """
@@ -24,21 +24,21 @@ GPT_OSS_ALPHA = 1.702  # sigmoid slope of gpt-oss' activation; a constant in its
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Balancing:
-    """The auxiliary loss of one forward, which has routers spread the tokens over their experts.
+    """The auxiliary loss of one forward, which makes routers spread tokens over their experts.
 
     It is linear in the routers' probabilities, so its gradient is known in the forward: backward
-    adds it to that of each router's logits, and the loss itself needs not be handed on.
+    adds it to the gradient of each router's logits, and the loss itself need not be passed on.
     """
 
     pull_LE: Tensor
-    """[L, E] float64: what one token's whole probability of an expert adds to the loss."""
+    """[L, E] float64: loss that a token adds by routing to an expert with probability 1."""
     weight_T: Tensor
-    """[T] float64: how often each token counts."""
+    """[T] float64: weight of each token."""
     losses: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
-    """Routed layer -> [] float64: its part of the loss, of these tokens."""
+    """Routed layer -> [] float64: its part of these tokens' loss."""
 
     def attach(self, logits_TE: Tensor, routed_layer: int) -> Tensor:
-        """The same logits, with the gradient of the loss."""
+        """Returns the logits unchanged, and adds the loss's gradient to theirs in backward."""
         pull_E = self.pull_LE[routed_layer]
         probs_TE = _router_probs(logits_TE.detach())
         cost_T = probs_TE @ pull_E.to(probs_TE.dtype)
@@ -63,34 +63,40 @@ class _Balanced(torch.autograd.Function):
 
 
 def _router_probs(logits_TE: Tensor) -> Tensor:
-    """In float32 at least."""
+    """Softmax in float32 at least."""
     return (logits_TE.float() if logits_TE.dtype.itemsize < 4 else logits_TE).softmax(-1)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Routing:
-    """Which experts the tokens of one forward go to, and which they went to.
+    """Experts to replay in one forward, and the experts that were chosen.
 
-    Handed to `Decoder.forward`; each routed layer reads its own slice and writes its own choice, by
-    its number and not in turn, so that a layer that is run again (activation checkpointing) finds
-    the same. Routed layers are counted from 0, dense ones in between are left out.
+    Passed to `Decoder.forward`. Each routed layer reads and writes its own entry, indexed by layer
+    number, so that a layer that runs twice (activation checkpointing) finds the same. Routed layers
+    are counted from 0; dense ones in between are left out.
+
+    >>> routing = Routing(replay_TLA=torch.tensor([[[3, 1]], [[0, 2]]]))  # 2 tokens, 1 layer, top 2
+    >>> hidden = decoder(ids, positions, context, routing)      # doctest: +SKIP
+    >>> routing.chosen[0].tolist()                              # doctest: +SKIP
+    [[3, 1], [0, 2]]
     """
 
     replay_TLA: Tensor | None = None
-    """[T, L, A] integers: the experts that each token goes to, in slot order. The router's logits
-    still decide how they are weighed, with gradient. None lets the router choose."""
+    """[T, L, A] integers: experts of each token, in slot order. The router's logits still weigh
+    them, with gradient. None lets the router choose."""
     is_known_T: Tensor | None = None
-    """[T] bool: where `replay_TLA` holds; elsewhere the router chooses. None: everywhere."""
+    """[T] bool: tokens for which `replay_TLA` is valid; the router chooses for the others. None:
+    all tokens."""
     chosen: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
-    """Routed layer -> [T, A] int64: what was taken in the end."""
+    """Routed layer -> [T, A] int64: experts that were used."""
     differing: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
-    """Routed layer -> [T] bool, of a replay: where the router itself would have chosen others."""
+    """Routed layer -> [T] bool: in a replay, whether the router would have chosen other experts."""
     balancing: Balancing | None = None
-    """The auxiliary loss of this forward; None has none."""
+    """Auxiliary loss of this forward, if any."""
 
     def __post_init__(self) -> None:
         if self.is_known_T is not None and self.replay_TLA is None:
-            raise AlignmentError("Routing: is_known_T says where routes are known; none are given.")
+            raise AlignmentError("Routing: is_known_T is given, and replay_TLA is not.")
 
     def stacked(self) -> Tensor:
         """[T, L, A] int64 of all routed layers, after the forward."""
@@ -111,7 +117,7 @@ class MLP(nn.Module):
 
 
 class MoE(nn.Module):
-    """Top-k routed experts; what they compute is `experts.mix_experts`."""
+    """Top-k routed experts, computed by `experts.mix_experts`."""
 
     def __init__(self, config: ModelConfig, routed_layer: int) -> None:
         super().__init__()
@@ -167,7 +173,7 @@ class MoE(nn.Module):
         return weights_TA, experts_TA
 
     def router_logits(self, x_TD: Tensor, ops: Ops) -> Tensor:
-        """[T, E] in the compute dtype: what experts are chosen and weighed by."""
+        """[T, E] in the compute dtype; experts are chosen and weighed by them."""
         return ops.linear(x_TD, self.router.weight, self.router.bias)
 
 

@@ -1,13 +1,14 @@
-"""PEFT's form of an adapter on disk: names, layouts, settings, and whose adapter it is. No torch.
+"""PEFT's form of an adapter on disk: names, layouts, settings, and the base model. No torch.
 
-    adapter_config.json           rank, alpha, what is adapted
+    adapter_config.json           rank, alpha, adapted modules
     adapter_model.safetensors     base_model.model.<module>.lora_A.weight and lora_B.weight
-    base_model.json               ours: a digest of the model that it belongs to
+    base_model.json               written by Lockstep alone: a digest of the base model
 
-Experts are adapted as PEFT's `target_parameters` are: A is [experts * rank, inputs], an expert's
-rows together; B is [outputs, rank * experts], an expert's columns `experts` apart. A module of
-which two parameters are adapted is wrapped twice, the first in the inner one (`base_layer`).
-Source: peft 0.21, tuners/lora/layer.py ParamWrapper.   Guard: tests/parity/test_peft_parity.py
+Experts are adapted like PEFT's `target_parameters`: A is [experts * rank, inputs] with an expert's
+rows adjacent; B is [outputs, rank * experts] with an expert's columns `experts` apart. A module
+with two adapted parameters is wrapped twice, the first parameter in the inner wrapper
+(`base_layer`). Source: peft 0.21, tuners/lora/layer.py ParamWrapper.   Guard:
+tests/parity/test_peft_parity.py
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ CONFIG, WEIGHTS, BASE = "adapter_config.json", "adapter_model.safetensors", "bas
 PREFIX = "base_model.model."
 
 _SAMPLES, _SAMPLE_BYTES = 16, 1 << 16
-"""Of each weight file: enough to tell two trainings of one model, whose every weight differs, at
-the cost of a few reads."""
+"""Samples of each weight file: a few reads tell two trainings of one model, whose every weight
+differs."""
 
 _VOLATILE = ("dtype", "torch_dtype", "transformers_version", "_name_or_path")
-"""Of config.json: what changes when a model is saved again."""
+"""Keys of config.json that change when a model is saved again."""
 
 _WITHOUT_EFFECT = {
     "auto_mapping",
@@ -59,24 +60,24 @@ _WITHOUT_EFFECT = {
     "task_type",
     "use_rslora",
 }
-"""Settings that change nothing of what the tensors mean, or that are read. Dropout is of PEFT's own
-training. The tensors say what is adapted."""
+"""Settings that are read, or that do not change what the tensors mean. Dropout concerns PEFT's own
+training. The tensors show which modules are adapted."""
 
 _PLAIN = {"bias": ("none",), "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal")}
-"""Settings that may have these values. Other starts (pissa, olora, ...) change the base too."""
+"""Setting -> accepted values. Other initialisations (pissa, olora, ...) change the base too."""
 
 
 def read_shape(directory: str | Path, model: ModelConfig) -> LoraShape:
-    """The adapter in `directory`, checked against a model of these shapes.
+    """Shape of the adapter in `directory`, checked against the model.
 
     Raises CheckpointError naming every setting that is not implemented and every tensor that is
-    missing, unexpected or misshapen, not the first.
+    missing, unexpected or misshapen.
     """
     root = Path(directory)
     settings = read_json(root / CONFIG)
     problems = _unknown_settings(settings)
     if not isinstance(settings.get("r"), int) or settings["r"] < 1:
-        problems.append(f"r={settings.get('r')} is no rank")
+        problems.append(f"r={settings.get('r')} must be a whole number of at least 1")
     if problems:
         raise CheckpointError(f"{root / CONFIG} cannot be read as LoRA: {'; '.join(problems)}.")
     header = _read_header(root / WEIGHTS)
@@ -96,7 +97,7 @@ def read_shape(directory: str | Path, model: ModelConfig) -> LoraShape:
     if problems or not sites:
         raise CheckpointError(
             f"{root / WEIGHTS} does not fit the model ({model.architecture}) at rank {rank}: "
-            f"{'; '.join(problems) or 'it has no tensor'}. An adapter of another model?"
+            f"{'; '.join(problems) or 'it has no tensors'}. An adapter of another model?"
         )
     return LoraShape(
         rank=rank,
@@ -129,8 +130,8 @@ def resolve_shape(
         differing.append(f"lora.targets={','.join(config.targets)} and other projections there")
     if differing:
         raise ConfigError(
-            f"lora.path={config.path} says what the adapter is: {'; '.join(differing)}. Leave "
-            "these settings out, or start a new adapter without lora.path."
+            f"lora.path={config.path} contradicts these settings: {'; '.join(differing)}. Leave "
+            "them out, or start a new adapter without lora.path."
         )
     check_base(path, base, name=hub_name)
     return found
@@ -139,8 +140,8 @@ def resolve_shape(
 def check_base(directory: str | Path, base: str | Path, *, name: str = "") -> None:
     """Raises CheckpointError if the adapter in `directory` belongs to another model than `base`.
 
-    Ours says so by a digest. PEFT's own names a directory, whose digest is compared where it is
-    there, or a model on the hub, compared with `name` where that is one.
+    Adapters written by Lockstep hold a digest of the base. PEFT's own name a directory, whose
+    digest is compared if it exists, or a model on the hub, compared with `name` if that is one.
     """
     directory, base = Path(directory), Path(base)
     if (directory / BASE).is_file():
@@ -158,12 +159,12 @@ def check_base(directory: str | Path, base: str | Path, *, name: str = "") -> No
     if not is_same:
         raise CheckpointError(
             f"{directory} is an adapter of {theirs}, and this model is {name or base}, with other "
-            "weights: what it adds means nothing there. Give the model that it was trained on."
+            "weights. Give the model that the adapter was trained on."
         )
 
 
 def config_of(shape: LoraShape, model: ModelConfig, base: str | Path) -> dict[str, Any]:
-    """What adapter_config.json says of an adapter on the model in directory `base`."""
+    """Content of adapter_config.json, for an adapter of the model in directory `base`."""
     everywhere = lora_sites(model)
     alpha = int(shape.alpha) if shape.alpha == int(shape.alpha) else shape.alpha
     return {
@@ -184,12 +185,12 @@ def config_of(shape: LoraShape, model: ModelConfig, base: str | Path) -> dict[st
 
 
 def identity_of(shape: LoraShape, base: str | Path) -> dict[str, str]:
-    """What base_model.json says."""
+    """Content of base_model.json."""
     return {"name": shape.base or str(Path(base).resolve()), "digest": digest_of(base)}
 
 
 def tensor_keys(sites: Sequence[Site]) -> dict[str, tuple[str, str]]:
-    """Site -> PEFT's names of its A and B, where exactly these sites are adapted."""
+    """Site -> PEFT's names of its A and B, for an adapter of exactly these sites."""
     wrapped = [site.hf_name.rpartition(".")[0] for site in sites if site.num_experts]
     out: dict[str, tuple[str, str]] = {}
     for site in sites:
@@ -203,7 +204,7 @@ def tensor_keys(sites: Sequence[Site]) -> dict[str, tuple[str, str]]:
 
 
 def digest_of(directory: str | Path) -> str:
-    """Tells one model's weights from another's: of config.json and samples of each weight file."""
+    """Hash of config.json and samples of each weight file: identifies a model's weights."""
     root = Path(directory)
     config = {k: v for k, v in read_json(root / "config.json").items() if k not in _VOLATILE}
     found = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
@@ -235,8 +236,8 @@ def _unknown_settings(settings: Mapping[str, Any]) -> list[str]:
 
 
 def _sites_of(header: Mapping[str, list[int]], sites: Sequence[Site]) -> list[Site]:
-    """Those of which a tensor is there. Of experts with a single wrapped parameter, its sizes tell
-    which it is."""
+    """Sites that have a tensor. For experts with a single wrapped parameter, its sizes tell which
+    parameter it is."""
 
     def is_there(stem: str) -> bool:
         return any(f"{PREFIX}{stem}.lora_{x}.weight" in header for x in "AB")
@@ -260,7 +261,7 @@ def _sites_of(header: Mapping[str, list[int]], sites: Sequence[Site]) -> list[Si
 def _short_names(
     sites: Sequence[Site], everywhere: Sequence[Site], *, is_experts: bool
 ) -> list[str]:
-    """Without the layer's number where all layers have it, as people write them; else whole."""
+    """Module names without the layer's number where all layers are adapted; else full names."""
 
     def short(site: Site) -> str:
         parts = site.hf_name.split(".")

@@ -1,4 +1,4 @@
-"""The weights that a run trains, on disk: the whole model, or its adapter in PEFT's form.
+"""Saves and loads the weights that a run trains: the whole model, or its adapter in PEFT's form.
 
 # E experts  R rank  K inputs  N outputs
 """
@@ -35,9 +35,9 @@ Tensor = torch.Tensor
 def save_policy(
     model: Decoder, directory: str | Path, *, like: str | Path, is_writer: bool = True
 ) -> None:
-    """Writes what is trained. like: the directory of the model's config and tokenizer, which is
-    the base of an adapter. `directory` appears whole or not at all. is_writer: False on the ranks
-    that only take part in gathering a sharded model; an adapter is whole on each."""
+    """Writes the trained weights. like: directory of the model's config and tokenizer, and the base
+    of an adapter. `directory` appears whole or not at all. is_writer: False on ranks that only help
+    to gather a sharded model; an adapter is whole on each."""
     if model.lora is None:
         save_checkpoint(model, directory, like=like, is_writer=is_writer)
     elif is_writer:
@@ -45,8 +45,8 @@ def save_policy(
 
 
 def check_policy(model: Decoder, directory: str | Path, *, like: str | Path) -> None:
-    """Raises CheckpointError if `directory` holds an adapter and `model` has none, the other way
-    round, or another adapter than the model's, or of another base than that in `like`."""
+    """Raises CheckpointError unless `directory` holds what `model` trains: a whole model, or an
+    adapter of the same shape and of the base in `like`."""
     root = Path(directory)
     is_adapter = (root / CONFIG).is_file()
     if is_adapter and model.lora is None:
@@ -79,7 +79,7 @@ def check_policy(model: Decoder, directory: str | Path, *, like: str | Path) -> 
 
 
 def load_policy(model: Decoder, directory: str | Path) -> None:
-    """Reads what `save_policy` wrote into the model's own memory; `check_policy` goes before."""
+    """Reads what `save_policy` wrote into the model's own memory. Call `check_policy` first."""
     if model.lora is None:
         load_into(model, directory)
     else:
@@ -87,7 +87,7 @@ def load_policy(model: Decoder, directory: str | Path) -> None:
 
 
 def save_adapter(model: Decoder, directory: str | Path, *, base: str | Path) -> None:
-    """Writes the model's adapter as PEFT reads it. base: the directory of the model it is on."""
+    """Writes the model's adapter in PEFT's form. base: directory of the model that it adapts."""
     shape = _shape(model)
     tensors = {name: t.detach().cpu().contiguous() for name, t in peft_tensors(model)}
     config, identity = config_of(shape, model.config, base), identity_of(shape, base)
@@ -99,7 +99,7 @@ def save_adapter(model: Decoder, directory: str | Path, *, base: str | Path) -> 
 
 
 def load_adapter(model: Decoder, directory: str | Path) -> None:
-    """Copies an adapter's tensors into the one that the model has (`lora.add_adapter`).
+    """Copies an adapter's tensors into the model's adapter (`lora.add_adapter`).
 
     Raises CheckpointError listing everything that does not fit.
     """
@@ -140,7 +140,8 @@ def peft_tensors(model: Decoder) -> Iterator[tuple[str, Tensor]]:
 
 
 def _factors(model: Decoder) -> Iterator[tuple[Site, Tensor, Tensor]]:
-    """(site, A [R, K], B [N, R]), with experts in front for experts: views of the parameters."""
+    """(site, A [R, K], B [N, R]), with a leading dim of experts for experts: views of
+    parameters."""
     seen: dict[str, int] = {}
     for site in _shape(model).sites:
         adapter = adapter_at(model, site.projection)

@@ -24,7 +24,8 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SequenceParallel:
-    """The ranks that share each micro-batch. All call with the same arguments, in step."""
+    """The ranks that share each micro-batch. All call the methods together, with equal
+    arguments."""
 
     group: dist.ProcessGroup
 
@@ -48,8 +49,8 @@ class SequenceParallel:
         """`Decoder.score`, each rank on its part: (log-prob, entropy) of all N tokens on all ranks.
 
         Backward leaves each rank its part of every parameter's gradient: their sum over the ranks
-        is that of a loss which all of them compute alike. routing: of all T tokens; what it
-        keeps of the forward is gathered.
+        is the gradient of a loss that all of them compute alike. routing: of all T tokens; the
+        choices that it records are gathered.
         """
         split = SplitContext.of(context, len(ids_T), self.group)
         is_mine_N = (predictors_N >= split.start) & (predictors_N < split.stop)
@@ -84,8 +85,8 @@ class SequenceParallel:
         *,
         states_N: Tensor,
     ) -> Tensor:
-        """A critic's forward, each rank on its part: [N] values of all states on all ranks. Its
-        gradients are parts, as those of `score`."""
+        """A critic's forward, each rank on its part: [N] values of all states on all ranks.
+        Backward leaves each rank its part of the gradients, as after `score`."""
         split = SplitContext.of(context, len(ids_T), self.group)
         is_mine_N = (states_N >= split.start) & (states_N < split.stop)
         mine = is_mine_N.nonzero()[:, 0]

@@ -19,9 +19,9 @@ def shard(model: torch.nn.Module, mesh: DeviceMesh) -> None:
     """Spreads a `Decoder`'s parameters over the mesh, in place: each block by itself, the rest
     together.
 
-    A model on the meta device stays there: give it memory afterwards. From then on `forward` and
-    `score` are called by all ranks in step, and their gradients are summed, not averaged: a loss
-    is divided by what all ranks have.
+    A model on the meta device stays there: give it memory afterwards. From then on all ranks call
+    `forward` and `score` together, and gradients are summed, not averaged: divide the loss by the
+    number of tokens of all ranks.
     """
     policy = MixedPrecisionPolicy()
     if next(model.parameters()).dtype.itemsize < 4:
@@ -38,13 +38,13 @@ def shard(model: torch.nn.Module, mesh: DeviceMesh) -> None:
 
 
 def let_go(model: torch.nn.Module) -> None:
-    """Gives back what a forward without a backward has left gathered."""
+    """Frees the parameters that a forward without a backward has left gathered."""
     if isinstance(model, FSDPModule):
         model.reshard()
 
 
 def mesh_of(x: Tensor) -> DeviceMesh | None:
-    """What a parameter is sharded over; None if it is whole."""
+    """The mesh over which a parameter is sharded; None if it is whole."""
     return x.device_mesh if isinstance(x, DTensor) else None
 
 
@@ -89,7 +89,7 @@ def copy_whole(
 ) -> None:
     """Writes the parameters of a sharded model into a whole one, gathering one after another.
 
-    is_trained_only: leaves out what is frozen, which the target has already. Collective.
+    is_trained_only: leaves out frozen parameters, which the target has already. Collective.
     """
     own = dict(target.named_parameters())
     with torch.no_grad():

@@ -1,8 +1,8 @@
 """safetensors files, read and written a block at a time.
 
-The library maps a file into memory: the pages that are read count as the process's own until the
-file is closed, so that a model in one file is held twice while it is loaded. Here bytes go from the
-file straight to where they belong, and a file's header alone says what fits and what is torn.
+The library maps a file into memory: pages that were read count as the process's own until the file
+is closed, so a model in one file is held twice while it is loaded. Here bytes go from the file
+straight to their destination, and the header alone tells whether a file fits and is whole.
 
 Format: 8 bytes little-endian length, a JSON header name -> dtype, shape, data_offsets, the data.
 Source: https://github.com/huggingface/safetensors, README
@@ -30,24 +30,24 @@ DTYPES = {
     "BF16": torch.bfloat16,
     "U8": torch.uint8,
 }
-"""What can be read, by the format's names; others stand in headers and are refused by name."""
+"""Readable dtypes by the format's names; others may occur in headers and are refused by name."""
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 MAX_HEADER_BYTES = 100_000_000  # as the library: more is not a header
 BLOCK_BYTES = 32 << 20
-"""Read or written at once where a copy is needed: for another dtype or order."""
+"""Size of a block that is read or written at once where another dtype or order needs a copy."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor that is still in its file."""
+    """A tensor in its file, not read yet."""
 
     path: Path
     dtype_name: str
-    """The format's: F32, BF16, I8, ..."""
+    """Name in the format: F32, BF16, I8, ..."""
     shape: tuple[int, ...]
     offset: int
-    """Of its first byte in the file."""
+    """Place of its first byte in the file."""
     num_bytes: int
 
     def read(self) -> Tensor:
@@ -57,7 +57,7 @@ class StoredTensor:
         return out
 
     def rows(self, rows: slice) -> Tensor:
-        """Those of its first dim."""
+        """Reads these rows of the first dim."""
         out = torch.empty((rows.stop - rows.start, *self.shape[1:]), dtype=DTYPES[self.dtype_name])
         self.read_into(out, first=rows.start)
         return out
@@ -86,12 +86,12 @@ class StoredTensor:
 
 
 def rows_of(source: Tensor | StoredTensor, rows: slice) -> Tensor:
-    """Those rows of a tensor, in memory or in its file."""
+    """Rows of a tensor that is in memory or in its file."""
     return source.rows(rows) if isinstance(source, StoredTensor) else source[rows]
 
 
 def _bytes_of(x: Tensor) -> memoryview:
-    """Of a contiguous tensor on the CPU, in place."""
+    """The memory of a contiguous tensor on the CPU."""
     return x.view(-1).view(torch.uint8).numpy().data
 
 
@@ -144,8 +144,8 @@ class Outgoing:
     shape: tuple[int, ...]
     dtype: torch.dtype
     view: Callable[[], Tensor]
-    """Its numbers in order, on any device and in any strides and dtype; asked for when its turn
-    comes."""
+    """Returns the numbers in order, on any device, in any strides and dtype. Called when the tensor
+    is written."""
 
     @property
     def num_bytes(self) -> int:
@@ -153,12 +153,12 @@ class Outgoing:
 
 
 def in_file_order(tensors: Sequence[Outgoing]) -> list[Outgoing]:
-    """As `write_tensors` asks for them."""
+    """Tensors in the order in which `write_tensors` writes them."""
     return sorted(tensors, key=lambda t: (-t.dtype.itemsize, DTYPE_NAMES[t.dtype], t.name))
 
 
 def write_tensors(path: Path, tensors: Sequence[Outgoing]) -> None:
-    """Writes the file that the library would: the same bytes, without all tensors in memory.
+    """Writes the bytes that the library would write, without all tensors in memory.
 
     Guard: tests/cpu/models/test_tensor_file.py
     """

@@ -1,9 +1,9 @@
-"""How the shipped tiny models begin: a tokenizer made for the task, and random weights.
+"""Makes the tiny models that are shipped: a tokenizer for the task, and random weights.
 
 The tokenizer is byte-level BPE trained on demonstrations. Protocol strings (the call header, the
-opening of the arguments) come out as single tokens and as many longer spellings, so that decoding a
-sampled turn and encoding it again really gives other ids, as it does for large models whose
-vocabulary holds `<think>` whole and in pieces. Digits are tokens of their own, as in Qwen.
+opening of the arguments) are single tokens and can be spelt in many longer ways, so that decoding a
+sampled turn and encoding it again gives other ids, as for large models whose vocabulary holds
+`<think>` whole and in pieces. Each digit is a token, as in Qwen.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from lockstep.renderers.registry import make_renderer
 from lockstep.renderers.tokenizer import Tokenizer
 from lockstep.types import Message
 
-VOCAB_SIZE = 640  # more than the words of the demonstrations yield: merging runs out before
+VOCAB_SIZE = 640  # an upper bound: the demonstrations yield fewer merges
 
 CONTROL_TOKENS: dict[Architecture, tuple[str, ...]] = {
     "gpt_oss": (
@@ -58,7 +58,7 @@ PROTOCOL = (
     r"commentary to=functions\.\w+ |functions\.\w+ to=assistant"
     r'|\{"[a-z]+": \[?"|\n\{"name": "\w+", "arguments": \{"[a-z]+": \[?"'
 )
-"""Strings that the pre-tokenizer leaves whole, so that merges can join them to one token: the call
+"""Strings that the pre-tokenizer does not split, so that merges can make them one token: the call
 header, and the opening of arguments whose first is a text or a list of texts."""
 
 
@@ -72,7 +72,8 @@ def create_tiny_model(
 ) -> None:
     """Writes config.json, tokenizer.json and random weights: a checkpoint to train from.
 
-    dialogues: what the tokenizer's merges are counted on, as `renderer` writes them. Deterministic.
+    dialogues: rendered by `renderer`, they are the text that the tokenizer is trained on.
+    Deterministic.
     """
     if renderer is None:
         raise ValueError("create_tiny_model needs the renderer that its tokenizer is made for.")

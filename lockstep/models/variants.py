@@ -1,7 +1,7 @@
-"""Decoders that have another one's parameters and not quite its arithmetic.
+"""Decoders that share another one's parameters and compute with a defect.
 
-What a defect makes of a model: the doctor scores by them to see which one reproduces a side that
-deviates (`doctor.numerics`), the faults of a run are made of them (`testing.faulty_decoders`).
+The doctor scores by them to find the defect that reproduces a deviating side (`doctor.numerics`);
+faults of a run are built from them (`testing.faulty_decoders`).
 
 # T tokens  D model width  H heads
 """
@@ -31,7 +31,7 @@ def sharing(twin: AnyDecoder, model: Decoder) -> AnyDecoder:
     twin.ops = model.ops
     if model.lora is not None:
         add_adapter(twin, model.lora, seed=0)
-    # Assigning hands down what the twin's own, thrown away, had for requires_grad.
+    # Assigned parameters take over requires_grad from those that they replace.
     trained = {name: p.requires_grad for name, p in model.named_parameters()}
     twin.load_state_dict(model.state_dict(keep_vars=True), assign=True)
     for name, parameter in model.named_parameters():
@@ -49,26 +49,26 @@ def with_attention(model: Decoder, kind: Callable[..., Attention]) -> Decoder:
 
 
 class SinklessAttention(Attention):
-    """Attention that leaves its sinks out."""
+    """Attention without its sinks."""
 
     def sink_logits(self) -> None:
         return None
 
 
 def without_sinks(model: Decoder) -> Decoder:
-    """`model`, whose attention knows of no sinks. They have no gradient then."""
+    """`model` without attention sinks, which then get no gradient."""
     return with_attention(model, SinklessAttention)
 
 
 def without_windows(model: Decoder) -> Decoder:
-    """`model`, each of whose layers sees everything before a token."""
+    """`model` with full attention in every layer."""
     with torch.device("meta"):
         twin = Decoder(replace(model.config, windows=(None,) * model.config.num_layers))
     return sharing(twin, model)
 
 
 class DropoutAttention(Attention):
-    """Attention that drops a share of what it adds, and scales the rest up, anew in each call."""
+    """Attention with dropout on its output, drawn anew in each call."""
 
     def __init__(self, *args, share: float, generator: torch.Generator) -> None:
         super().__init__(*args)
@@ -81,8 +81,8 @@ class DropoutAttention(Attention):
 
 
 def with_dropout(model: Decoder, share: float, *, seed: int) -> Decoder:
-    """`model` with dropout on the output of every attention. seed: of the first of its forwards;
-    the generator is on the CPU, so that every device drops the same."""
+    """`model` with dropout on the output of every attention. seed: of a generator on the CPU, so
+    that every device drops the same."""
     generator = torch.Generator().manual_seed(seed)
 
     def kind(*args) -> Attention:
@@ -105,7 +105,7 @@ class PerturbedRouter(MoE):
 
 
 def with_perturbed_routers(model: Decoder, std: float, *, seed: int) -> Decoder:
-    """`model` with noise on the logits of its routers, anew in each forward. seed: of the first."""
+    """`model` with noise on the logits of its routers, drawn anew in each forward."""
     generator = torch.Generator().manual_seed(seed)
     with torch.device("meta"):
         twin = Decoder(model.config)
@@ -120,8 +120,8 @@ def with_perturbed_routers(model: Decoder, std: float, *, seed: int) -> Decoder:
 
 @contextmanager
 def adapter_scaled(model: Decoder, factor: float) -> Iterator[None]:
-    """In the block, `model`'s adapter counts `factor` times: 2 is one that was merged into weights
-    which had it already."""
+    """In the block, the adapter of `model` is scaled by `factor`. 2 is an adapter that was merged
+    into weights which contained it already."""
     adapters = [m for m in model.modules() if isinstance(m, LowRank | ExpertLowRank)]
     before = [adapter.scale for adapter in adapters]
     try:
