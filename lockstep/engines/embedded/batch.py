@@ -1,7 +1,7 @@
 """The running rows of the engine, and the index tensors of one step.
 
-What a sampled token changes is held in arrays over all rows, so that a step has no loop over
-requests; a request is looked at when it comes, ends, or needs another page.
+State that changes with every token is held in arrays over all rows, so that a step has no loop over
+requests. Code runs per request only when it arrives, ends, or needs another page.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from lockstep.types import Float32Array, Int32Array, Request, Routes
 Tensor = torch.Tensor
 
 JOIN_PAIRS = 16384
-"""Query-key pairs that one block of attention may waste on padding rather than be split in two:
-about what the calls of another block cost on a CPU."""
+"""Query-key pairs that one block of attention may waste on padding before it is split in two: about
+the cost of another block's calls on a CPU."""
 
 KEY_QUANTUM = 16
-"""Keys looked at are a multiple of this: what fills a vector register in any dtype."""
+"""Attention reads a multiple of this many keys: it fills a vector register in any dtype."""
 
 
 Group = tuple[Rule, Tensor | slice, npt.NDArray[np.int64]]
@@ -40,55 +40,54 @@ class Sequence:
 
     request: Request
     order: int
-    """Of arrival."""
+    """Number in the order of arrival."""
     limit: int
-    """Tokens to sample at most, the context's end considered."""
+    """Most tokens to sample, limited by the end of the context too."""
     ids: Int32Array
-    """What is to be prefilled: the prompt, and after a preemption what was sampled since."""
+    """Ids to prefill: the prompt, and after a preemption the sampled ids too."""
     is_score: bool = False
     first_scored: int = 1
-    """The first of its ids whose score is wanted: keys before its predictor may be reused."""
+    """First id whose score is wanted; keys before its predictor may be reused."""
     scores: Float32Array | None = None
     lease: Lease | None = None
     row: int = -1
-    """In `Rows`, or -1 while it waits or is prefilled."""
+    """Row in `Rows`; -1 while it waits or is prefilled."""
     num_computed: int = 0
     sampled_ids: Int32Array | None = None
-    """Of a preempted request; of a running one they stand in `Rows`."""
+    """Sampled ids of a preempted request; those of a running one are in `Rows`."""
     sampled_logprobs: Float32Array | None = None
     support: list[Int32Array] | None = None
-    """Of each sampled token, what it was drawn from (nothing: the whole vocabulary); None if the
-    request does not ask."""
+    """Ids that each sampled token was drawn from (empty: the whole vocabulary); None if the request
+    does not ask."""
     routes: list[Routes] | None = None
-    """Those that were saved from pages given up, and are not handed over; None if the request does
-    not ask."""
+    """Routes that were saved from given-up pages and are not sent yet; None if the request does not
+    ask."""
     num_routed: int = 0
-    """The position up to which routes were handed over or saved."""
+    """Position up to which routes were sent or saved."""
     has_old_keys: bool = False
-    """Some of its keys were computed by weights before the running version's, and kept."""
+    """Whether some of its keys were computed by older weights and kept."""
     num_sent: int = 0
-    """Sampled tokens handed over already."""
+    """Sampled tokens sent already."""
     has_sent: bool = False
-    """A first delta, with the counts of the prompt, was handed over."""
+    """Whether the first delta, with the counts of the prompt, was sent."""
     num_cached: int = -1
-    """Of the prompt when it was first admitted."""
+    """Prompt tokens that were cached at the first admission; -1 before."""
 
     @property
     def rank(self) -> tuple[int, int]:
-        """Smaller runs first and is preempted last."""
+        """Order of requests: the smallest runs first and is preempted last."""
         return (self.request.priority, self.order)
 
     @property
     def num_to_compute(self) -> int:
-        """Positions to prefill: the last id of a scored text predicts nothing."""
+        """Positions to prefill. The last id of a scored text predicts nothing and is left out."""
         return len(self.ids) - self.is_score
 
 
 class Rows:
     """State of the requests that sample a token in every step: one entry per row in each array.
 
-    `positions` is the position of `last_ids`, the token that the next step feeds; the token that is
-    sampled then stands one further.
+    The next step feeds `last_ids` at `positions`, and samples the token of the next position.
     """
 
     def __init__(self, *, capacity: int, max_context: int, page_size: int) -> None:
@@ -109,8 +108,8 @@ class Rows:
         self.stop_ids = np.full((capacity, 4), -1, np.int64)
         self.rule_of = np.zeros(capacity, np.int64)
         self.is_loaded = np.zeros(capacity, np.bool_)
-        """Whether the row stands in the resident cache."""
-        # As long as the longest reply may become; untouched memory is not taken from the system.
+        """Whether the row is in the resident cache."""
+        # As long as the longest possible reply; untouched memory is not taken from the system.
         self.sampled_ids = np.empty((capacity, max_context), np.int32)
         self.logprobs = np.empty((capacity, max_context), np.float32)
         self._rules: list[Rule] = []
@@ -119,7 +118,7 @@ class Rows:
         self._row_starts = np.arange(capacity) * max_context
 
     def append(self, sequence: Sequence) -> None:
-        """Takes a request of which all but the last token has been computed, or is in this step."""
+        """Adds a request whose tokens, except for the last, are computed or are in this step."""
         assert sequence.lease is not None, "a running request holds pages"
         row, request = self.num, sequence.request
         sampling, pages = request.sampling, sequence.lease.pages
@@ -161,7 +160,7 @@ class Rows:
         self._groups = None
 
     def remove(self, row: int) -> None:
-        """The last row takes the place of this one."""
+        """Removes a row; the last row moves to its place."""
         last = self.num - 1
         self.sequences[row].row = -1
         if row != last:
@@ -194,7 +193,7 @@ class Rows:
         self._groups = None
 
     def add_page(self, row: int, page: int) -> None:
-        """`page` follows the row's last one, and is what is written to next."""
+        """Appends a page to a row; the next token is written to it."""
         self.pages[row, self.num_pages[row]] = page
         self.num_pages[row] += 1
         self.page_ends[row] += self.page_size
@@ -211,7 +210,7 @@ class Rows:
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32], dict[int, Int32Array]]:
         """Draws one token per row from logits [num, V]: (ids, log-probs, row -> its support).
 
-        Only rows that ask for their support are in the third.
+        The third holds only rows that ask for their support.
         """
         n, device = self.num, logits.device
         uniform = _tensor(uniforms(self.streams[:n], self.positions[:n] + 1), device)
@@ -246,8 +245,8 @@ class Rows:
         logprobs: npt.NDArray[np.float32],
         support: Mapping[int, Int32Array],
     ) -> npt.NDArray[np.bool_]:
-        """Appends a token to every row, as `sample` gave them. Returns which rows end with it: by a
-        stop id, their limit, or a log-prob that is no number."""
+        """Appends the tokens from `sample` to the rows. Returns which rows end with theirs: at a
+        stop id, at their limit, or by a log-prob that is not a number."""
         n = self.num
         counts = self.counts[:n]
         places = self._row_starts[:n] + counts
@@ -255,7 +254,7 @@ class Rows:
         self._flat_logprobs[places] = logprobs
         for row, kept_ids in support.items():
             of_request = self.sequences[row].support
-            assert of_request is not None, "only a request that asks is given its support"
+            assert of_request is not None, "only a request that asks gets its support"
             of_request.append(kept_ids)
         counts += 1
         self.positions[:n] += 1
@@ -269,7 +268,7 @@ class Rows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Chunk:
-    """Positions [start, stop) of a request's ids, prefilled in this step."""
+    """Positions [start, stop) of a request's ids, to be prefilled in this step."""
 
     sequence: Sequence
     start: int
@@ -282,20 +281,20 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Inputs:
-    """What the decoder is called with in a step: rows first, then the chunks one after another."""
+    """Arguments of the decoder in a step: rows first, then the chunks one after another."""
 
     ids: Tensor
     positions: Tensor
     context: PagedContext
     chunks: list[Chunk]
-    """In the order of their tokens."""
+    """Chunks in the order of their tokens."""
 
 
 def build_inputs(
     rows: Rows, chunks: Seq[Chunk], cache: PagedCache, resident: ResidentCache | None
 ) -> Inputs:
-    """The index tensors of a step over the rows as they stand, and `chunks`. Loads the resident
-    cache, so copies between pages must have been made."""
+    """Index tensors of a step over the current rows and `chunks`. Loads the resident cache, so
+    pending copies between pages must run before."""
     n, size, device = rows.num, rows.page_size, cache.keys.device
     ids, positions = rows.last_ids[:n], rows.positions[:n]
     write_index = rows.write_index[:n]
@@ -336,13 +335,13 @@ def build_inputs(
 
 
 class _Layout:
-    """Blocks of attention in the making, and where the outputs of each token stand in them."""
+    """Builds the blocks of attention and the place of each token's output in them."""
 
     def __init__(self, page_size: int, device: torch.device) -> None:
         self._page_size, self._device = page_size, device
         self._blocks: list[PagedBlock] = []
         self._places: list[npt.NDArray[np.int64]] = []
-        """Per block, the token of each output."""
+        """Token of each output, per block."""
         self._is_ordered = True
         self._num_tokens = 0
 
@@ -353,7 +352,7 @@ class _Layout:
         num_pages: npt.NDArray[np.int64],
         resident: ResidentRows | None,
     ) -> None:
-        """One query each. Rows of very different length go to several blocks."""
+        """Adds one query per row. Rows of very different length go to several blocks."""
         width, n = int(num_pages.max()), len(positions)
         wasted = (width * n - int(num_pages.sum())) * self._page_size
         if wasted <= JOIN_PAIRS or resident is not None:
@@ -373,7 +372,7 @@ class _Layout:
         starts: npt.NDArray[np.int64],
         table: npt.NDArray[np.int64],
     ) -> None:
-        """Several queries each, padded to the longest chunk by repeating the last query."""
+        """Adds several queries per chunk, padded to the longest by repeating the last query."""
         longest = int(lengths.max())
         steps = np.minimum(np.arange(longest), lengths[:, None] - 1)
         positions = starts[:, None] + steps
@@ -408,7 +407,7 @@ class _Layout:
         self._is_ordered &= is_ordered
 
     def finish(self, num_tokens: int) -> tuple[tuple[PagedBlock, ...], Tensor | None]:
-        """(blocks, place_index) as `PagedContext` wants them."""
+        """(blocks, place_index) for `PagedContext`."""
         if self._is_ordered:
             return tuple(self._blocks), None
         # A padded place repeats its chunk's last token; the first place of a token is the real one.
@@ -419,7 +418,7 @@ class _Layout:
 
 
 def _group_chunks(chunks: Seq[Chunk], page_size: int) -> list[list[int]]:
-    """Chunks that share a padded block of attention: similar ones, as long as padding is cheap."""
+    """Groups chunks into padded blocks of attention: similar ones, while padding is cheap."""
     if len(chunks) == 1:
         return [[0]]
     queries = [c.stop - c.start for c in chunks]
@@ -440,7 +439,7 @@ def _group_chunks(chunks: Seq[Chunk], page_size: int) -> list[list[int]]:
 def _load_resident(
     rows: Rows, resident: ResidentCache, device: torch.device
 ) -> ResidentRows | None:
-    """The resident cache with all rows in it, or None where it would be too large."""
+    """The resident cache with all rows loaded; None if it would be too large."""
     n = rows.num
     is_kept = resident.fit(n, int(rows.num_pages[:n].max()))
     if is_kept is None:
@@ -459,7 +458,7 @@ def _load_resident(
 
 
 def _ids_of(kept: Tensor) -> list[Int32Array]:
-    """Each row's ids of kept [B, V], in order; none where all are kept."""
+    """Each row's ids of kept [B, V], in order; empty if all are kept."""
     vocab_size = kept.shape[1]
     sizes = kept.sum(1).cpu().numpy()
     ids = kept.nonzero()[:, 1].to(torch.int32).cpu().numpy()

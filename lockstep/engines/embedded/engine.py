@@ -1,8 +1,8 @@
 """The engine inside the training process: the trainer's own decoder over a paged cache.
 
-A step runs in the event loop, without threads: all running requests sample one token, prompts are
-prefilled beside them, and between steps the coroutines that await replies get their turn, so that
-the next turn of an episode is in the next step. With shared weights a sync is a version number.
+A step runs in the event loop, without threads: all running requests sample one token, and prompts
+are prefilled in the same step. Between steps, coroutines that await replies run, so that the next
+turn of an episode joins the next step. With shared weights a sync is a new version number.
 
 Cost of a step: a part that does not depend on the batch, a part per token fed, and attention over
 each request's pages. Per request that comes or ends there is work in Python proportional to its
@@ -47,19 +47,19 @@ from lockstep.types import (
 )
 
 YIELDS_AFTER_REPLY = 3
-"""Turns of the event loop that the coroutines get when a request has ended: enough for an episode
-to parse the reply, call a tool that does not wait, and send its next turn into the next step."""
+"""Turns of the event loop that coroutines get when a request has ended: enough for an episode to
+parse the reply, call a tool that does not wait, and send its next turn into the next step."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class _Entry(Entry):
     sequence: Sequence
     text: bytearray = field(default_factory=bytearray)
-    """The sampled bytes, of a request with stop strings."""
+    """Sampled bytes of a request with stop strings."""
 
 
 class EmbeddedEngine(Engine):
-    """`Engine` over a `Decoder`. Knows ids only.
+    """`Engine` over a `Decoder`. Handles token ids only.
 
     token_bytes: the bytes of each id, for stop strings; without it they are refused.
     is_shared: the model is the trainer's; otherwise the engine's own, and weights must be handed
@@ -120,7 +120,7 @@ class EmbeddedEngine(Engine):
         self._ledger: Ledger[_Entry] = Ledger()
         self._scoring: dict[Sequence, tuple[asyncio.Future[Scores], float]] = {}
         self._watched: dict[Sequence, None] = {}
-        """Requests that are looked at after every token: stop strings, streams."""
+        """Requests that need code after every token: stop strings, streams."""
         self._num_arrived = 0
         self._has_finished = False
         self._fingerprint = fingerprint(model.ops, model.embedding.dtype, model.embedding.device)
@@ -174,7 +174,7 @@ class EmbeddedEngine(Engine):
         first: int = 1,
         affinity: str = "",
     ) -> Scores:
-        """As the protocol says. Nothing is left in the prefix cache."""
+        """See `Engine.score`. Leaves nothing in the prefix cache."""
         ids = checked_text(
             token_ids,
             self.capabilities,
@@ -211,7 +211,7 @@ class EmbeddedEngine(Engine):
         )
 
     def take_metrics(self) -> dict[str, float]:
-        """Requests that failed, and requests computed again for want of pages."""
+        """Requests that failed, and requests computed again for lack of pages."""
         return self._ledger.take_counts("failed_requests", "preemptions")
 
     async def abort(self, request_id: str) -> None:
@@ -259,8 +259,8 @@ class EmbeddedEngine(Engine):
             self._drop_cache()
 
     async def sleep(self) -> None:
-        """Requests in flight keep their place and are computed again after `wake`; those that
-        arrive in between are refused."""
+        """Requests in flight are kept and computed again after `wake`; requests that arrive in
+        between are refused."""
         self._ledger.check_open()
         if not self._ledger.is_asleep:
             self._drop_cache()
@@ -317,8 +317,8 @@ class EmbeddedEngine(Engine):
         return reply
 
     def _keep_routes(self, request: Request) -> None:
-        """With the first request that asks, capturing begins, for all of them: what one of them
-        computes is another's prefix."""
+        """Starts to record routes, for all requests, with the first request that asks: one request
+        computes another's prefix."""
         model = self._model.config
         if not model.is_moe:
             raise CapabilityError(
@@ -363,7 +363,7 @@ class EmbeddedEngine(Engine):
                 await asyncio.sleep(0)
 
     def step(self) -> None:
-        """Every running request samples a token, and prompts are prefilled beside them."""
+        """Samples a token for every running request, and prefills prompts in the same forward."""
         started = time.perf_counter()
         rows, cache, stats = self._rows, self._cache, self.stats
         planned = self._scheduler.plan()
@@ -405,7 +405,8 @@ class EmbeddedEngine(Engine):
         stats.step_seconds += time.perf_counter() - started
 
     def _finish_prefill(self, chunks: Seq[Chunk], num_fed: int) -> list[int]:
-        """Rows for the requests whose prefill ends in this step; where their last tokens stand."""
+        """Adds rows for requests whose prefill ends in this step; returns the places of their last
+        tokens."""
         places: list[int] = []
         at = num_fed
         for chunk in chunks:
@@ -419,12 +420,12 @@ class EmbeddedEngine(Engine):
     def _score_chunks(
         self, chunks: Seq[Chunk], hidden: torch.Tensor, num_fed: int
     ) -> list[Sequence]:
-        """Log-probs of what is scored. Returns the requests that are not sampled in this step and
-        whose hidden states are not finite: their keys and values would be NaN from here on."""
+        """Computes log-probs of scored texts. Returns the requests, other than those that sample in
+        this step, whose hidden states are not finite: their keys and values would be NaN."""
         finite = None
         broken: list[Sequence] = []
         scored: dict[float, list[tuple[Chunk, slice]]] = {}
-        """Temperature -> what is scored under it, and where it stands in the step."""
+        """Temperature -> chunks scored under it, and their places in the step."""
         at = num_fed
         for chunk in chunks:
             sequence, here = chunk.sequence, slice(at, at + chunk.stop - chunk.start)
@@ -444,7 +445,7 @@ class EmbeddedEngine(Engine):
     def _write_scores(
         self, parts: Seq[tuple[Chunk, slice]], hidden: torch.Tensor, temperature: float
     ) -> None:
-        """The log-probs of all chunks of one temperature at once; many are a few tokens long."""
+        """Scores all chunks of one temperature at once, since many are a few tokens long."""
         wanted = [slice(chunk.start + 1, chunk.stop + 1) for chunk, _ in parts]
         ids = np.concatenate(
             [chunk.sequence.ids[at] for (chunk, _), at in zip(parts, wanted, strict=True)]
@@ -522,7 +523,7 @@ class EmbeddedEngine(Engine):
         self._end(self._entry_of(sequence), reason, stop)
 
     def _matched_string(self, sequence: Sequence) -> str | None:
-        """The stop string that the last token completed, wherever in the token it ends."""
+        """The stop string that the last token completed, even if it ends inside the token."""
         if not sequence.request.sampling.stop_strings:
             return None
         assert self._token_bytes is not None, "stop strings are refused without token_bytes"
@@ -540,7 +541,7 @@ class EmbeddedEngine(Engine):
     # -- replies ------------------------------------------------------------------------------
 
     def _sampled(self, sequence: Sequence) -> tuple[np.ndarray, np.ndarray]:
-        """(ids, log-probs) of all that a request has sampled."""
+        """(ids, log-probs) of all tokens that a request has sampled."""
         if sequence.row >= 0:
             rows, count = self._rows, int(self._rows.counts[sequence.row])
             return rows.sampled_ids[sequence.row, :count], rows.logprobs[sequence.row, :count]
@@ -549,7 +550,7 @@ class EmbeddedEngine(Engine):
         return sequence.sampled_ids, sequence.sampled_logprobs
 
     def _send(self, reply: _Entry, reason: FinishReason | None, stop: int | str | None) -> None:
-        """Hands over what was sampled since the last delta."""
+        """Sends the tokens sampled since the last delta."""
         sequence = reply.sequence
         ids, logprobs = self._sampled(sequence)
         fresh = slice(sequence.num_sent, None)
@@ -577,7 +578,7 @@ class EmbeddedEngine(Engine):
         sequence.has_sent = True
 
     def _fresh_routes(self, sequence: Sequence, num_fresh: int, num_sampled: int) -> Routes | None:
-        """Of all that was read for the last `num_fresh` sampled tokens and was not handed over."""
+        """Routes of all positions read for the last `num_fresh` sampled tokens and not sent yet."""
         if sequence.routes is None:
             return None
         if not num_fresh:
@@ -596,12 +597,12 @@ class EmbeddedEngine(Engine):
         return self._fingerprint_text
 
     def _end_segment(self, reply: _Entry) -> None:
-        """Hands over what was sampled under the old weights, as a segment of its own."""
+        """Sends the tokens sampled under the old weights as a segment of their own."""
         if len(self._sampled(reply.sequence)[0]) > reply.sequence.num_sent:
             self._send(reply, "weight_update", None)
 
     def _end(self, reply: _Entry, reason: FinishReason, stop: int | str | None = None) -> None:
-        """The last delta, and the request leaves."""
+        """Sends the last delta and removes the request."""
         self._send(reply, reason, stop)
         self._leave(reply)
 
@@ -615,7 +616,8 @@ class EmbeddedEngine(Engine):
         self._ledger.fail(reply, error)
 
     def _fail_unfinite(self, sequence: Sequence, found: str) -> None:
-        """A request whose numbers broke fails alone: its pages are zeroed, the others go on."""
+        """Fails one request whose numbers are not finite; zeroes its pages, and the others go
+        on."""
         cause = (
             f"{found}. The weights of version {self._version} give values that are not finite: a "
             "diverged or half-loaded policy?"
@@ -644,7 +646,7 @@ class EmbeddedEngine(Engine):
     # -- weights ------------------------------------------------------------------------------
 
     def _drop_cache(self) -> None:
-        """Every running request waits to be computed again, and no prefix is known."""
+        """Forgets all keys; every running request is queued and computed again."""
         scheduler = self._scheduler
         for sequence in scheduler.sequences():
             sequence.has_old_keys = False

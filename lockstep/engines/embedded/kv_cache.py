@@ -1,12 +1,12 @@
-"""Keys and values in pages, shared between requests that have a prefix in common.
+"""Keys and values in pages, shared between requests with a common prefix.
 
-A page holds `page_size` consecutive positions of one path of tokens. Pages whose content is known
-stand in a trie, one node per page: a request walks it with its prompt, uses full pages in place,
-and goes on in a partly filled last page if nobody else does, or in a copy of it. So reuse is exact
-to the token, although memory is handed out in pages.
+A page holds `page_size` consecutive positions of one path of tokens. Pages with known content form
+a trie, one node per page. A request walks it with its prompt, uses full pages in place, and
+continues in a partly filled last page if nobody else does, or in a copy of it. So reuse is exact
+to the token, although memory is allocated in pages.
 
-Cost: a lookup is O(prompt) plus, in the page where paths part, O(paths that part there); taking
-and freeing a page is O(1); nothing here runs once per sampled token.
+Cost: a lookup is O(prompt) plus, in the page where paths diverge, O(paths that diverge there);
+taking and freeing a page is O(1); nothing here runs once per sampled token.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from lockstep.types import Routes, route_dtype
 Ids = npt.NDArray[np.int32]
 
 ZERO_PAGE = 0
-"""Never handed out and always zero: fills the unused places of page tables, so that what a masked
-key multiplies is finite whatever other requests computed."""
+"""Never allocated and always zero. Fills the unused places of page tables, so that masked keys and
+values are finite, whatever other requests computed."""
 
 
 @dataclass(slots=True, eq=False)
 class PageNode:
-    """A page of the trie: the positions that follow its parent's."""
+    """A page of the trie. Its positions follow those of its parent."""
 
     page: int
     parent: PageNode | None
     uid: int
     epoch: int
     length: int = 0
-    """Positions of the page that are computed and known."""
+    """Computed positions of the page."""
     num_users: int = 0
-    """Leases that hold it, or hold a page below it."""
+    """Leases that hold this page or a page below it."""
     num_probes: int = 0
-    """How many of the index' prefix lengths it is entered under."""
+    """Number of prefix lengths under which the index lists it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -54,19 +54,19 @@ class Lease:
     epoch: int
     pages: list[int] = field(default_factory=list)
     nodes: list[PageNode] = field(default_factory=list)
-    """The trie's node of each page as far as they are entered. A node of another page than ours
-    means that somebody else computed the same tokens first; ours then stays private."""
+    """Trie nodes of the pages entered so far. A node with another page means that another request
+    computed the same tokens first; this lease's page then stays private."""
     num_cached: int = 0
-    """Positions that were found computed."""
+    """Positions that were computed before."""
     num_committed: int = 0
     """Positions entered into the trie."""
 
 
 class ResidentCache:
-    """The running rows' keys and values once more, each row in one piece: see `ResidentRows`.
+    """A contiguous copy of the running rows' keys and values: see `ResidentRows`.
 
-    Derived from the pages and never the only place of anything: a row that is not loaded is copied
-    from its pages before the next step. Not used where it would take more than `max_tokens` places.
+    Everything in it is in the pages too: a row that is not loaded is copied from its pages before
+    the next step. Not used where it would take more than `max_tokens` places.
     """
 
     def __init__(self, cache: PagedCache, *, max_tokens: int, dtype: torch.dtype) -> None:
@@ -74,12 +74,12 @@ class ResidentCache:
         self.num_rows = self.length = 0
         self.keys = self.values = torch.empty(0)
         self.first_places = np.zeros((0, 0), np.int64)
-        """[num_rows, G]: where each row's keys of each head begin, in a layer."""
+        """[num_rows, G]: first place of each row's keys, by head, in a layer."""
         self._memo: dict[Any, Any] = {}
 
     def fit(self, num_rows: int, num_pages: int) -> bool | None:
-        """Makes room for this many rows and pages per row. Returns whether what was loaded still
-        is; None if there may not be so much."""
+        """Makes room for this many rows and pages per row. Returns whether loaded rows are still
+        loaded; None if the limit does not allow it."""
         size = self._cache.page_size
         length = math.ceil(num_pages * size / KEY_BLOCK) * KEY_BLOCK
         if num_rows <= self.num_rows and length <= self.length:
@@ -117,14 +117,14 @@ class ResidentCache:
             resident[:, :, :, : width * size].index_copy_(1, at, by_row)
 
     def drop(self) -> None:
-        """Gives the memory back, with all that was in it."""
+        """Frees the memory."""
         self.num_rows = self.length = 0
         self._memo = {}
         self.keys = self.values = torch.empty(0)
 
 
 class PagedCache:
-    """Memory for keys and values, the trie over it, and the least recently used order."""
+    """Memory for keys and values, the trie over it, and its least-recently-used order."""
 
     def __init__(
         self,
@@ -142,7 +142,7 @@ class PagedCache:
         self._shape = (num_layers, num_kv_heads, num_pages + 1, page_size, head_dim)
         self._dtype, self._device = dtype, device
         self._tokens = np.zeros((num_pages + 1, page_size), np.int32)
-        # Prefix lengths under which a page can be found: dense where most prompts part.
+        # Prefix lengths under which a page can be found: dense where most prompts diverge.
         probes = [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128]
         while probes[-1] < page_size:
             probes.append(2 * probes[-1])
@@ -155,23 +155,23 @@ class PagedCache:
         self._free: list[int] = []
         self.keys = self.values = torch.empty(0)
         self.routes: torch.Tensor | None = None
-        """[pages, page_size, layers, active]: which experts each position went to, beside its keys
-        and values; None until `keep_routes`."""
+        """[pages, page_size, layers, active]: experts of each position; None until
+        `keep_routes`."""
         self._no_routes: Routes | None = None
         self.allocate()
 
     # -- memory -------------------------------------------------------------------------------
 
     def allocate(self) -> None:
-        """Takes the memory, all zero: a masked place is multiplied by 0 and must be finite."""
+        """Allocates the memory as zeros: a masked place is multiplied by 0 and must be finite."""
         self.keys = torch.zeros(self._shape, dtype=self._dtype, device=self._device)
         self.values = torch.zeros_like(self.keys)
         self._allocate_routes()
         self._free = list(range(self.num_pages, 0, -1))
 
     def keep_routes(self, *, num_layers: int, num_active: int, num_experts: int) -> None:
-        """From now on every position has its routes, as its keys and values. Those that are known
-        have none, and are forgotten."""
+        """From now on routes are stored for every position. Cached positions have none and are
+        forgotten."""
         self.forget()
         self._no_routes = np.empty((0, num_layers, num_active), route_dtype(num_experts))
         self._allocate_routes()
@@ -183,22 +183,22 @@ class PagedCache:
             self.routes = torch.zeros(shape, dtype=dtype, device=self._device)
 
     def deallocate(self) -> None:
-        """Gives the memory back. No lease may be out."""
+        """Frees the memory. No lease may be open."""
         self.forget()
-        assert len(self._free) == self.num_pages, "a lease is out while the cache is put to sleep"
+        assert len(self._free) == self.num_pages, "a lease is open while the cache is put to sleep"
         self.keys = self.values = torch.empty(0)
         self.routes = None
 
     @property
     def num_available(self) -> int:
-        """Pages that can be handed out: free ones, and cached ones that no request uses."""
+        """Pages that can be allocated: free ones, and cached ones that no request uses."""
         return len(self._free) + len(self._idle)
 
     def _take(self) -> int:
         if self._free:
             return self._free.pop()
-        # A node is used for as long as one below it is, and is put here after it: the oldest entry
-        # is always a leaf.
+        # A node is in use while one below it is, and becomes idle after it: the oldest entry is
+        # always a leaf.
         node, _ = self._idle.popitem(last=False)
         self._drop_from_index(node)
         return node.page
@@ -206,9 +206,10 @@ class PagedCache:
     # -- leases -------------------------------------------------------------------------------
 
     def open(self, ids: Ids, *, reuse: int) -> Lease | None:
-        """Pages for all of `ids`; what is known of the first `reuse` need not be computed again.
+        """Pages for all of `ids`; cached positions among the first `reuse` need not be computed
+        again.
 
-        None if there are not enough pages; nothing has changed then.
+        None, without any change, if there are not enough pages.
         """
         lease = Lease(self.epoch)
         path, partial, length = self._walk(ids, reuse)
@@ -219,7 +220,7 @@ class PagedCache:
         lease.num_cached = lease.num_committed = len(path) * self.page_size
         needed = -(-len(ids) // self.page_size) - len(path)
         if partial is not None and partial.num_users == 0 and length == partial.length:
-            # It ends where we go on: no one loses anything if we write behind it.
+            # It ends where this request continues, so writing after its end overwrites nothing.
             self._use(partial)
             lease.nodes.append(partial)
             lease.pages.append(partial.page)
@@ -229,8 +230,8 @@ class PagedCache:
             self._unuse(lease)
             return None
         if partial is not None:
-            # The copy reads every source before it writes: it stays right if the source is handed
-            # out again before the step that copies.
+            # The copy reads every source before it writes, so a source may be allocated again
+            # before the step that copies.
             source, page = partial.page, self._take()
             self._copies.append((source, page))
             lease.pages.append(page)
@@ -240,14 +241,14 @@ class PagedCache:
         return lease
 
     def grow(self, lease: Lease) -> int | None:
-        """One more page, or None if there is none."""
+        """Adds a page; None if none is available."""
         if not self.num_available:
             return None
         lease.pages.append(self._take())
         return lease.pages[-1]
 
     def commit(self, lease: Lease, ids: Ids) -> None:
-        """Makes the computed positions, whose tokens are `ids`, known to other requests."""
+        """Enters the computed positions, whose tokens are `ids`, into the trie."""
         if not self.is_caching or lease.epoch != self.epoch or len(ids) <= lease.num_committed:
             return
         size = self.page_size
@@ -274,7 +275,7 @@ class PagedCache:
         lease.num_committed = len(ids)
 
     def close(self, lease: Lease, ids: Ids, *, keep: bool = True) -> None:
-        """Ends a lease whose computed positions hold `ids`; they stay cached if `keep`."""
+        """Ends a lease whose computed positions hold `ids`; keeps them cached if `keep`."""
         if keep:
             self.commit(lease, ids)
         nodes = lease.nodes
@@ -284,20 +285,20 @@ class PagedCache:
         self._unuse(lease)
 
     def forget(self) -> None:
-        """Drops every cached prefix. Open leases keep their pages and are not shared any more."""
+        """Drops every cached prefix. Open leases keep their pages, which are no longer shared."""
         self._free += [node.page for node in self._idle]
         self._idle.clear()
         self._index.clear()
         self.epoch += 1
 
     def clear_free_pages(self) -> None:
-        """Zeroes what nobody holds: after a request whose values were not finite."""
+        """Zeroes all free pages, after a request whose values were not finite."""
         free = torch.tensor(self._free, device=self._device)
         self.keys.index_fill_(2, free, 0)
         self.values.index_fill_(2, free, 0)
 
     def run_copies(self) -> None:
-        """Carries out the copies of the leases opened since the last call, in one go."""
+        """Runs the copies of all leases opened since the last call."""
         if not self._copies:
             return
         source, target = torch.tensor(self._copies, device=self._device).unbind(1)
@@ -308,12 +309,12 @@ class PagedCache:
             self.routes.index_copy_(0, target, self.routes.index_select(0, source))
 
     def write_routes(self, write_index: torch.Tensor, routes: torch.Tensor) -> None:
-        """routes: [T, layers, active] of the positions whose keys are written at `write_index`."""
+        """Stores routes [T, layers, active] of the positions at `write_index`."""
         assert self.routes is not None, "routes are written where they are kept"
         self.routes.flatten(0, 1).index_copy_(0, write_index, routes.to(self.routes.dtype))
 
     def read_routes(self, pages: Sequence[int], start: int, stop: int) -> Routes:
-        """Of the positions [start, stop) of the path that `pages` hold, all of them computed."""
+        """Routes of the computed positions [start, stop) of the path in `pages`."""
         assert self._no_routes is not None, "routes are read where they are kept"
         if self.routes is None or start == stop:
             return self._no_routes
@@ -323,14 +324,14 @@ class PagedCache:
         return found.cpu().numpy()
 
     def num_known(self, ids: Ids) -> int:
-        """How many of the first positions of `ids` need not be computed."""
+        """Number of leading positions of `ids` that are cached."""
         path, _, length = self._walk(ids, len(ids))
         return len(path) * self.page_size + length
 
     # -- the trie -----------------------------------------------------------------------------
 
     def _walk(self, ids: Ids, limit: int) -> tuple[list[PageNode], PageNode | None, int]:
-        """(full pages, the page that goes on furthest behind them, for how many positions)."""
+        """(full pages, the page that continues them furthest, its number of matching positions)."""
         path: list[PageNode] = []
         if not self.is_caching:
             return path, None, 0
@@ -368,7 +369,7 @@ class PagedCache:
         return None, 0
 
     def _extend(self, node: PageNode, part: Ids) -> None:
-        """The node's page holds `part`, which begins with what it was known to hold."""
+        """Records that the node's page holds `part`, which extends its known content."""
         self._tokens[node.page, node.length : len(part)] = part[node.length :]
         node.length = len(part)
         while node.num_probes < len(self._probes) and self._probes[node.num_probes] <= len(part):

@@ -26,32 +26,32 @@ from lockstep.ops.invariant import ask_for_reproducible_gemm
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """What a worker makes its engine of."""
+    """Description of the engine that a worker makes."""
 
     config: EmbeddedConfig
     directory: str
     token_bytes: list[bytes]
     dtype: str
     device: str
-    """cpu or cuda: then the only one that it sees."""
+    """cpu or cuda; a worker sees one GPU only."""
     threads: int
     ops: Ops
-    """The trainer's, made anew by the same rules: its self-test holds here too, as the fingerprint
-    tells (a fixed computation is part of it)."""
+    """The trainer's ops, made anew in the worker with the same rules. Its self-test holds there
+    too: the fingerprint, which includes a fixed computation, is compared."""
     memory_fd: int
-    """The file that weights on their way stand in, for workers that map it."""
+    """File descriptor of the memory through which weights are passed."""
 
 
 class OwnWeightsEngine(EmbeddedEngine):
-    """Over a decoder that nobody else has: new weights are written into it."""
+    """An engine that owns its decoder: new weights are written into it."""
 
     @property
     def capabilities(self) -> Capabilities:
         return replace(super().capabilities, weight_sources=("tensors", "directory"))
 
     async def load_weights(self, source: Mapping[str, Any] | str | None, *, version: int) -> None:
-        """Named tensors or a checkpoint directory. Raises CheckpointError, before anything is
-        changed, for those that do not fit; TornWeightsError if they cannot be read to their end."""
+        """Loads named tensors or a checkpoint directory. Raises CheckpointError, before anything is
+        changed, for tensors that do not fit; TornWeightsError if reading fails midway."""
         if source is None:
             raise EngineError("load_weights: expected named tensors or a directory, found None.")
         if isinstance(source, Mapping):
@@ -69,7 +69,7 @@ class OwnWeightsEngine(EmbeddedEngine):
 
 
 def make_replica(config: EmbeddedConfig, context: EngineContext) -> WorkerEngine:
-    """An engine in a process of its own, with the weights that the run began from."""
+    """An engine in a process of its own, with the weights that the run started from."""
     model, workers = context.model, context.workers
     if not isinstance(model, Decoder):
         raise CapabilityError(

@@ -1,7 +1,7 @@
 """From logits to ids and log-probs, for all rows of a step at once.
 
-A draw is the inverse of the cumulative distribution at one uniform number, which is a hash of the
-request's seed and the position of the token: the same alone, in company, and after a preemption.
+A draw is the inverse of the cumulative distribution at one uniform number, a hash of the request's
+seed and the token's position. It does not depend on other requests or on preemption.
 
 # B rows  V vocabulary
 """
@@ -25,14 +25,15 @@ _MASK = (1 << 64) - 1
 
 
 def _mix(z: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """The finaliser of splitmix64 (Steele, Lea, Flood 2014): each bit in moves every bit out."""
+    """The finaliser of splitmix64 (Steele, Lea, Flood 2014): every input bit affects every output
+    bit."""
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return z ^ (z >> np.uint64(31))
 
 
 def stream_of(seed: int) -> np.uint64:
-    """Where the stream of a request begins; computed once per request."""
+    """Start of a request's stream of random numbers; computed once per request."""
     return _mix(np.array([seed & _MASK], np.uint64) + _GOLDEN)[0]
 
 
@@ -41,8 +42,8 @@ def uniforms(
 ) -> npt.NDArray[np.float32]:
     """[B] float32 in [0, 1), multiples of 2^-24: a hash of stream and position.
 
-    24 bits are what float32 holds: u times the sum of the probabilities then stays below that sum,
-    and a draw can never fall behind the last token.
+    float32 holds 24 bits, so u times the sum of the probabilities stays below that sum, and a draw
+    never falls past the last token.
     """
     bits = _mix(streams + positions.astype(np.uint64) * _GOLDEN) >> np.uint64(40)
     return bits.astype(np.float32) * np.float32(2.0**-24)
@@ -54,10 +55,10 @@ class Rule:
 
     temperature: float
     is_filtered: bool
-    """top-p or top-k is on."""
+    """Whether top-p or top-k is on."""
     distribution: Distribution
     records_support: bool = False
-    """What a filter kept is handed back with each draw."""
+    """Whether each draw returns the ids that the filter kept."""
 
 
 class Draw(NamedTuple):
@@ -68,7 +69,7 @@ class Draw(NamedTuple):
     logprobs: Tensor
     """[B] float32 under the rule's distribution."""
     kept: Tensor | None
-    """[B, V] bool, what was drawn from; None unless the rule records it."""
+    """[B, V] bool, True at ids that could be drawn; None unless the rule records it."""
 
 
 def sample(
@@ -94,7 +95,7 @@ def sample(
         assert top_p is not None and top_k is not None, "a filtering rule needs top_p and top_k"
         ids, kept = _draw_filtered(logp, uniform, top_p, top_k)
         if rule.distribution == "sampled":
-            # The trainer's own arithmetic over the support, and not a log-prob minus a log mass.
+            # The trainer's arithmetic over the support, not a log-prob minus a log mass.
             logp = ops.log_softmax(logits, temperature=rule.temperature, kept=kept)
             found = logp.gather(1, ids)[:, 0]
             return Draw(ids[:, 0], found, kept if rule.records_support else None)
@@ -106,14 +107,14 @@ def sample(
 
 
 def _probs(logits: Tensor, temperature: float) -> Tensor:
-    """What exp(log_softmax) is to rounding, for less."""
+    """exp(log_softmax) up to rounding, but cheaper."""
     logits = logits.float()
     return torch.softmax(logits if temperature == 1.0 else logits / temperature, -1)
 
 
 def _draw(probs: Tensor, uniform: Tensor) -> Tensor:
-    """[B, 1]: the first place whose cumulative probability exceeds u times the sum. probs [B, V]
-    need not sum to 1; a place of probability 0 is never drawn."""
+    """[B, 1]: first id whose cumulative probability exceeds u times the sum. probs [B, V] need not
+    sum to 1; an id of probability 0 is never drawn."""
     cumulative = probs.cumsum(-1)
     target = cumulative[:, -1:] * uniform[:, None]
     return torch.searchsorted(cumulative, target, right=True).clamp_(max=probs.shape[1] - 1)
@@ -122,8 +123,8 @@ def _draw(probs: Tensor, uniform: Tensor) -> Tensor:
 def _draw_filtered(
     logp: Tensor, uniform: Tensor, top_p: Tensor, top_k: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """(ids [B, 1], what is kept [B, V] bool): top-k first, then top-p of what that leaves, in the
-    order of Hugging Face and vLLM. Of equal tokens the smaller id goes first."""
+    """(ids [B, 1], kept [B, V] bool). Applies top-k, then top-p to the rest, in the order of
+    Hugging Face and vLLM. Of equally likely tokens the smaller id comes first."""
     logp, order = logp.sort(dim=-1, descending=True, stable=True)
     probs = logp.exp()
     rank = torch.arange(probs.shape[1], device=probs.device)

@@ -1,8 +1,8 @@
-"""Who runs: admission, shared prefixes, chunks of prefill, preemption.
+"""Scheduling: admission, shared prefixes, chunks of prefill, preemption.
 
-Requests are taken by priority, then in the order of their arrival. A request that runs out of pages
-takes them from the last one in that order, which is computed again later; the first one in the
-order can take all pages, and any request fits in all pages, so somebody always gets on.
+Requests are ordered by priority, then by arrival. A request that runs out of pages takes them from
+the last one in that order, which is computed again later. The first in the order can take all
+pages, and any request fits into all pages, so there is always progress.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Scheduler:
         self.num_preemptions = 0
         self.num_cached_tokens = 0
         self.num_single_tokens = 0
-        """Prompt tokens fed as rows: all the rest of the prompt was cached."""
+        """Prompt tokens fed as rows, since the rest of their prompt was cached."""
 
     @property
     def num_running(self) -> int:
@@ -44,11 +44,11 @@ class Scheduler:
         return [*self.rows.sequences, *self.prefilling, *(s for _, s in sorted(self._waiting))]
 
     def add(self, sequence: Sequence) -> None:
-        """Puts a request in its place among the waiting ones."""
+        """Queues a request."""
         heapq.heappush(self._waiting, (sequence.rank, sequence))
 
     def remove(self, sequence: Sequence, *, keep: bool = True) -> None:
-        """Takes a request out, wherever it is; what it computed stays cached if `keep`."""
+        """Removes a request in any state; keeps what it computed in the cache if `keep`."""
         if sequence.lease is None:
             self._waiting = [entry for entry in self._waiting if entry[1] is not sequence]
             heapq.heapify(self._waiting)
@@ -56,14 +56,15 @@ class Scheduler:
         self._vacate(sequence, keep=keep)
 
     def preempt(self, sequence: Sequence, *, keep: bool = True) -> None:
-        """Takes a request's pages; it waits and is computed again from what is cached by then."""
+        """Takes a request's pages and queues it; it is computed again from what is cached by
+        then."""
         rows, row = self.rows, sequence.row
         if row >= 0:
             count = int(rows.counts[row])
             sequence.sampled_ids = rows.sampled_ids[row, :count].copy()
             sequence.sampled_logprobs = rows.logprobs[row, :count].copy()
             if sequence.routes is not None and count > sequence.num_sent:
-                # What was sampled was sampled by these; computed again, some may be others.
+                # Save the routes that were sampled with; computed again, some may differ.
                 assert sequence.lease is not None, "a running request holds pages"
                 stop = int(rows.positions[row])
                 routes = self.cache.read_routes(sequence.lease.pages, sequence.num_routed, stop)
@@ -96,7 +97,7 @@ class Scheduler:
     # -- one step -----------------------------------------------------------------------------
 
     def plan(self) -> list[Chunk]:
-        """Makes room, admits, and hands out this step's prefill. The rows are ready to be fed."""
+        """Allocates pages, admits requests, and returns this step's prefill chunks."""
         self._give_pages()
         self._admit()
         budget = self.max_tokens - self.rows.num
@@ -161,7 +162,7 @@ class Scheduler:
             heapq.heappush(self._waiting, entry)
 
     def _awaits_prefix(self, sequence: Sequence) -> bool:
-        """Whether a request under way computes at least half of what this one would have to, so
+        """Whether a request in prefill computes at least half of what this one would compute, so
         that waiting for it saves more than it costs."""
         if not self.cache.is_caching or sequence.is_score:
             return False
