@@ -188,8 +188,8 @@ def assert_incremental(
 def assert_physical(metrics: Sequence[Mapping[str, Any]]) -> None:
     """The statistics of training can stand beside each other.
 
-    metrics: one mapping per step, by the names of docs/reference/metrics.md (mismatch/k1, train/clip_fraction
-    and so on); rules whose metrics are not there are not tried.
+    metrics: one mapping per step, by the names of docs/reference/metrics.md (mismatch/k1,
+    train/clip_fraction and so on); rules whose metrics are missing are not tried.
     """
     finding = Unphysical(Setting(step_metrics=tuple(metrics))).conclude()
     if finding.verdict == "differs":
