@@ -5,7 +5,7 @@
 
 A row is the quickstart's first batch, 8 x 8 episodes of three seeds: each sampled turn is scored 16
 times by the engine in company that changes (`Rescorer`, as in a run), and 4 times by the trainer.
-Without words the rows are written to noise.json beside this file; docs/averaging.md shows them. An
+Without words the rows are written to noise.json beside this file; docs/correction.md shows them. An
 engine that needs another interpreter is asked in that one, with its words:
 
     .venv-vllm/bin/python docs/proof/noise.py engine=vllm engine.local=true

@@ -368,16 +368,3 @@ def unpack_rows(
     for s, values, of_row in zip(samples, out, np.split(found.cpu().numpy(), ends), strict=True):
         values[s.loss_mask] = of_row
     return out
-
-
-def describe(samples: Sequence[Sample], batches: Sequence[PackedBatch]) -> str:
-    """A batch in one line, for the log of the first step."""
-    if not batches:
-        return f"{len(samples)} rows, nothing to train"
-    lengths = [len(s) for s in samples]
-    return (
-        f"{len(samples)} rows of {min(lengths)}..{max(lengths)} tokens, {sum(lengths)} in all; "
-        f"{sum(s.num_trained for s in samples)} trained, in {len(batches)} micro-batches of "
-        f"{', '.join(str(len(b.ids)) for b in batches[:8])}{' ...' if len(batches) > 8 else ''} "
-        "tokens"
-    )

@@ -9,7 +9,6 @@ from tiny_training import make_rows
 
 from lockstep.errors import AlignmentError, ConfigError
 from lockstep.training.packing import (
-    describe,
     pack,
     plan_microbatches,
     share_beginnings,
@@ -120,10 +119,3 @@ def test_updates_share_the_rows_between_them():
     parts = split_updates(rows, 3)
     assert [[s.id for s in p] for p in parts] == [["t0/0", "t3/0"], ["t1/0", "t4/0"], ["t2/0"]]
     assert len(split_updates(rows, 9)) == 5
-
-
-def test_the_description_counts_rows_and_tokens():
-    rows = make_rows([9, 12])
-    text = describe(rows, pack(rows, plan_microbatches(rows, 64)))
-    assert "2 rows of 9..12 tokens, 21 in all" in text
-    assert describe([], []) == "0 rows, nothing to train"
