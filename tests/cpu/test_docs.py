@@ -540,34 +540,6 @@ def doctor_formats_table() -> str:
     return "\n".join(rows) + "\n"
 
 
-def doctor_columns_table() -> str:
-    """The columns, and which checks cannot be made without each."""
-    from lockstep.doctor.checks.suite import stages as all_stages
-    from lockstep.doctor.inputs.schema import COLUMNS, REQUIRED
-
-    rows = ["| column | per | what it is | cannot be made without it |", "|---|---|---|---|"]
-    for column in COLUMNS:
-        names = sorted(
-            {
-                kind.name
-                for stage in all_stages().values()
-                for kind in stage
-                if column.field in kind.needs
-            }
-        )
-        cost = ", ".join(f"`{name}`" for name in names[:3])
-        if len(names) > 3:
-            cost += " and others"
-        if column.name in REQUIRED:
-            cost = "anything: it must be there"
-        kind = {"text": "row", "messages": "row", "turn": "row", "route": "token"}.get(
-            column.shape, column.shape
-        )
-        dtype = column.dtype or {"messages": "objects"}.get(column.shape, "text")
-        rows.append(f"| `{column.name}` {dtype} | {kind} | {column.about} | {cost} |")
-    return "\n".join(rows) + "\n"
-
-
 def doctor_facts_table() -> str:
     from lockstep.config import field_docs
     from lockstep.doctor.inputs.base import Facts
@@ -583,7 +555,6 @@ def _first_paragraph(kind: type) -> str:
 
 TABLES = {
     "doctor-formats": doctor_formats_table,
-    "doctor-columns": doctor_columns_table,
     "doctor-facts": doctor_facts_table,
     "noise": noise_rows,
     "causes": causes_table,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar
@@ -326,31 +326,23 @@ class _JsonPart(_Part):
             yield len(ids) if isinstance(ids, list) else 1, (line, row)
 
 
-def _array(values: list[Any], name: str, where: Callable[[int], str]) -> pa.Array:
+def _array(values: list[Any], name: str, where: Where) -> pa.Array:
     """Python values as an Arrow array of the type that Arrow infers."""
     problems = (pa.ArrowException, OverflowError, TypeError, ValueError)
-    try:
-        return pa.array(values)
-    except problems:
-        pass
-    first: tuple[int, str] | None = None
-    for i, value in enumerate(values):
+    kinds: set[str] = set()
+    for i in range(-1, len(values)):  # all at once, and one by one if that fails
         try:
-            kind = str(pa.array([value]).type)
+            array = pa.array(values if i < 0 else [values[i]])
         except problems as error:
-            reason = " ".join(str(error).split())[:200]
-            raise DataError(
-                f"{where(i)}: {name} holds values that do not belong together, or numbers too "
-                f"large for 64 bits ({reason})."
-            ) from None
-        if "null" in kind:
-            continue
-        first = first or (i, kind)
-        if kind != first[1]:
-            raise DataError(
-                f"{where(i)}: {name} is {kind}, and at {where(first[0])} {first[1]}; expected the "
-                "same in all rows."
-            )
+            if i < 0:
+                continue
+            reason = " ".join(str(error).split())[:100]
+            raise DataError(f"{where(i)}: {name} is no column of numbers ({reason}).") from None
+        if i < 0:
+            return array
+        kinds |= {str(array.type)}
+        if len({kind for kind in kinds if "null" not in kind}) > 1:
+            raise DataError(f"{where(i)}: {name} is {array.type}, other than in rows before it.")
     raise DataError(f"{where(0)}: {name}, in this or a later row, holds no column of numbers.")
 
 

@@ -29,12 +29,11 @@ VERSION = 1
 Shape = Literal["token", "row", "token or row", "turn", "route", "text", "messages"]
 _DEPTHS: Mapping[Shape, int] = {"token": 1, "token or row": 1, "turn": 2, "route": 3}
 """Levels of lists of a shape."""
-_KINDS = {"f": "numbers", "i": "whole numbers", "b": "true or false (or 1 and 0)"}
 Where = Callable[[int], str]
 """Place in the file of the row with an index; begins an error."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Column:
     """One column of the file."""
 
@@ -46,8 +45,6 @@ class Column:
     """dtype of the array in `Rows`; empty for text and messages."""
     fill: float | int | None = None
     """Value of null; None forbids null."""
-    about: str
-    """Meaning, for the reader of the documentation."""
     as_field: str = ""
     """Name in `Rows`, if it is another."""
 
@@ -58,146 +55,47 @@ class Column:
     @property
     def arrow_type(self) -> pa.DataType:
         """The type that is written. Any type that holds the same values is read."""
-        if not self.dtype:
-            return pa.string()
+        return self.arrow_type_of(_DEPTHS.get(self.shape, 0)) if self.dtype else pa.string()
+
+    def arrow_type_of(self, depth: int) -> pa.DataType:
+        """The type of the values in so many levels of lists."""
         kind = pa.from_numpy_dtype(self.dtype)
-        for _ in range(_DEPTHS.get(self.shape, 0)):
+        for _ in range(depth):
             kind = pa.list_(kind)
         return kind
 
+    @property
+    def expected(self) -> str:
+        kind = {"f": "numbers", "i": "whole numbers", "b": "true or false (or 1 and 0)"}
+        lists = "a list per row of " * bool(_DEPTHS.get(self.shape))
+        lists += {"turn": "a list per reply of ", "route": "lists per token and layer of "}.get(
+            self.shape, ""
+        )
+        return f"{lists}{kind[np.dtype(self.dtype).kind]}"
+
 
 COLUMNS: tuple[Column, ...] = (
-    Column(
-        name="token_ids",
-        shape="token",
-        dtype="int32",
-        about="The whole row as it is trained: prompt, replies, observations; no padding needed.",
-    ),
-    Column(
-        name="loss_mask",
-        shape="token",
-        dtype="bool",
-        about="true (or 1) where the token is trained.",
-    ),
-    Column(
-        name="rollout_logprobs",
-        shape="token",
-        dtype="float32",
-        fill=np.nan,
-        about="The sampler's log-prob (natural log) of the token itself, at the token's own index; "
-        "null where it has none (the prompt).",
-    ),
-    Column(
-        name="trainer_logprobs",
-        shape="token",
-        dtype="float32",
-        fill=np.nan,
-        about="The trainer's log-prob, before the update, in the same layout.",
-    ),
-    Column(
-        name="is_sampled",
-        shape="token",
-        dtype="bool",
-        about="true where the model drew the token, trained or not; default: the loss mask.",
-    ),
-    Column(
-        name="turn",
-        shape="token",
-        dtype="int32",
-        fill=-1,
-        about="Number of the reply that the token belongs to, from 0; -1 where it was not sampled. "
-        "It implies is_sampled.",
-    ),
-    Column(
-        name="policy_version",
-        shape="token or row",
-        dtype="int32",
-        fill=-1,
-        about="Version of the weights that sampled it.",
-    ),
-    Column(
-        name="trainer_version",
-        shape="row",
-        dtype="int64",
-        about="Version of the weights that computed trainer_logprobs.",
-    ),
-    Column(
-        name="advantages",
-        shape="token or row",
-        dtype="float32",
-        fill=np.nan,
-        about="Weight of the token in the loss. One number applies to every trained token.",
-    ),
-    Column(
-        name="prompt_length",
-        shape="row",
-        dtype="int64",
-        as_field="prompt_lengths",
-        about="Tokens before the response, as the trainer has it: it may be wrong.",
-    ),
-    Column(
-        name="reward",
-        shape="row",
-        dtype="float64",
-        fill=np.nan,
-        as_field="rewards",
-        about="Reward of the row's episode.",
-    ),
-    Column(
-        name="group",
-        shape="row",
-        dtype="int64",
-        as_field="groups",
-        about="The same number for the rows of one task in one step.",
-    ),
-    Column(
-        name="step",
-        shape="row",
-        dtype="int64",
-        as_field="steps",
-        about="Training step.",
-    ),
-    Column(
-        name="id",
-        shape="text",
-        as_field="row_ids",
-        about="Name of the row in the verdict; default: its number in the file.",
-    ),
-    Column(
-        name="messages",
-        shape="messages",
-        about="The dialogue of the row, replies included, in OpenAI's chat form: role, content, "
-        "thinking (or reasoning_content), tool_calls, name, tool_call_id. In Parquet a list of "
-        "structs, or JSON text.",
-    ),
-    Column(
-        name="text",
-        shape="text",
-        as_field="texts",
-        about="The response as the trainer spells it.",
-    ),
-    Column(
-        name="engine_ids",
-        shape="turn",
-        dtype="int32",
-        about="The ids that the engine returned: a list of ids per reply.",
-    ),
-    Column(
-        name="routed_experts",
-        shape="route",
-        dtype="int16",
-        fill=UNKNOWN_EXPERT,
-        about="The sampler's experts of each token: a list per token of a list per layer; -1 where "
-        "not recorded.",
-    ),
-    Column(
-        name="trainer_routed_experts",
-        shape="route",
-        dtype="int16",
-        fill=UNKNOWN_EXPERT,
-        about="The trainer's experts, in the same layout.",
-    ),
+    Column("token_ids", "token", "int32"),
+    Column("loss_mask", "token", "bool"),
+    Column("rollout_logprobs", "token", "float32", fill=np.nan),
+    Column("trainer_logprobs", "token", "float32", fill=np.nan),
+    Column("is_sampled", "token", "bool"),
+    Column("turn", "token", "int32", fill=-1),
+    Column("policy_version", "token or row", "int32", fill=-1),
+    Column("trainer_version", "row", "int64"),
+    Column("advantages", "token or row", "float32", fill=np.nan),
+    Column("prompt_length", "row", "int64", as_field="prompt_lengths"),
+    Column("reward", "row", "float64", fill=np.nan, as_field="rewards"),
+    Column("group", "row", "int64", as_field="groups"),
+    Column("step", "row", "int64", as_field="steps"),
+    Column("id", "text", as_field="row_ids"),
+    Column("messages", "messages"),
+    Column("text", "text", as_field="texts"),
+    Column("engine_ids", "turn", "int32"),
+    Column("routed_experts", "route", "int16", fill=UNKNOWN_EXPERT),
+    Column("trainer_routed_experts", "route", "int16", fill=UNKNOWN_EXPERT),
 )
+"""docs/doctor-dumps.md has the meaning of each."""
 BY_NAME: Mapping[str, Column] = {column.name: column for column in COLUMNS}
 REQUIRED = ("token_ids", "loss_mask")
 
@@ -243,16 +141,16 @@ def facts_to_dict(facts: Facts) -> dict[str, Any]:
 def facts_from_dict(source: object, where: str) -> Facts:
     """Inverse of `facts_to_dict`. Raises DataError, which begins with `where`."""
     if not isinstance(source, dict):
-        raise DataError(f"{where}: expected a JSON object of facts, found {_shown(source)}.")
+        raise DataError(f"{where}: expected a JSON object of facts, found {source!r:.40}.")
     facts = {name: value for name, value in source.items() if value is not None}
     version, stop_ids = facts.pop("version", VERSION), facts.pop("stop_ids", [])
     if type(version) is not int or version > VERSION:
         raise DataError(
-            f"{where}: its schema is of version {_shown(version)}; this Lockstep reads up to "
+            f"{where}: its schema is of version {version!r:.40}; this Lockstep reads up to "
             f"{VERSION}. Read it with the version that wrote it."
         )
     if not isinstance(stop_ids, list) or not all(type(i) is int for i in stop_ids):
-        raise DataError(f"{where}: stop_ids must be a list of ids, found {_shown(stop_ids)}.")
+        raise DataError(f"{where}: stop_ids must be a list of ids, found {stop_ids!r:.40}.")
     try:
         return replace(from_dict(Facts, facts), stop_ids=frozenset(stop_ids))
     except ConfigError as error:
@@ -292,7 +190,7 @@ def rows_of(
         ("policy_version", parts.get("is_sampled", parts["loss_mask"])),
         ("advantages", parts["loss_mask"]),
     ):
-        if name in columns and not _is_of_tokens(columns[name].type):
+        if name in columns and not _is_list(columns[name].type):
             fill = np.array(BY_NAME[name].fill, parts[name].dtype)
             parts[name] = np.where(over, np.repeat(parts[name], sizes), fill)
     return Rows(**parts)
@@ -309,8 +207,8 @@ def _read(
             None if m is None else read_messages(m, where=f"{where(i)}: messages")
             for i, m in enumerate(found)
         )
-    if column.shape == "row" or (column.shape == "token or row" and not _is_of_tokens(found.type)):
-        return _values(found, column, lambda at: f"{where(at)}: {column.name}")
+    if column.shape == "row" or (column.shape == "token or row" and not _is_list(found.type)):
+        return _values(_cast(found, column, column.arrow_type_of(0), where), column, where)
     (entries, *inner), values = _unnested(found, column, where)
     if column.shape == "turn":
         replies = iter(np.split(values, np.cumsum(inner[0])[:-1]))
@@ -342,7 +240,7 @@ def _texts(
         if is_id and (value is None or type(value) is int):
             value = row_ids[i] if value is None else str(value)
         if value is not None and not isinstance(value, str):
-            raise DataError(f"{where(i)}: {column.name} must be text, found {_shown(value)}.")
+            raise DataError(f"{where(i)}: {column.name} must be text, found {value!r:.40}.")
         out.append(value)
     return tuple(out)
 
@@ -351,114 +249,63 @@ def _unnested(
     found: pa.Array, column: Column, where: Where
 ) -> tuple[list[Int64Array], npt.NDArray[Any]]:
     """(entries of each list, level by level, -1 where a row is null; all values in order)."""
-    kind = _KINDS[np.dtype(column.dtype).kind]
-    expected = {
-        "turn": "a list per row, of a list of ids per reply",
-        "route": "a list per token, of a list per layer, of the experts' numbers",
-    }.get(column.shape, f"a list of {kind} per row")
+    depth = _DEPTHS[column.shape]
+    found = _cast(found, column, column.arrow_type_of(depth), where)
     row = np.arange(len(found))
     """Index of the row that each entry of this level belongs to."""
     levels: list[Int64Array] = []
-    for level in range(_DEPTHS[column.shape]):
-        if pa.types.is_null(found.type):
-            sizes, found = np.full(len(found), -1, np.int64), pa.nulls(0)
-        elif _is_list(found.type):
-            sizes = pc.call_function("list_value_length", [found]).cast(pa.int64()).fill_null(-1)
-            sizes, found = sizes.to_numpy(zero_copy_only=False), found.flatten()
-        else:
-            at, value = _first_value(found)
-            raise DataError(
-                f"{where(int(row[at]) if len(row) else 0)}: {column.name} is {value} "
-                f"({found.type}); expected {expected}."
-            )
-        _check_level(sizes, level, column, lambda at, row=row: where(int(row[at])))
+    for level in range(depth):
+        sizes = pc.call_function("list_value_length", [found]).cast(pa.int64()).fill_null(-1)
+        sizes = sizes.to_numpy(zero_copy_only=False)
+        is_wrong = sizes < 0
+        if not level and (column.fill is not None or column.shape == "turn"):
+            is_wrong = np.zeros_like(is_wrong)
+        elif level and column.shape == "route":
+            is_wrong |= sizes != sizes[:1].sum()
+        if is_wrong.any():
+            at = int(row[np.argmax(is_wrong)])
+            what = "null or missing" if sizes.min() < 0 else "not equally long at all tokens"
+            raise DataError(f"{where(at)}: {column.name} is {what}; expected {column.expected}.")
         levels.append(sizes)
-        row = np.repeat(row, np.maximum(sizes, 0))
-
-    def of_value(at: int) -> str:
-        first = int(np.searchsorted(row, row[at]))
-        return f"{where(int(row[at]))}: entry {at - first} of {column.name}"
-
-    return levels, _values(found, column, of_value)
+        row, found = np.repeat(row, np.maximum(sizes, 0)), found.flatten()
+    return levels, _values(found, column, lambda at: where(int(row[at])))
 
 
-def _check_level(sizes: Int64Array, level: int, column: Column, where: Where) -> None:
-    """Raises DataError for a null that may not be, or for routes of unequal sizes."""
-    is_null = sizes < 0
-    at = int(np.argmax(is_null)) if is_null.any() else -1
-    if at >= 0 and level:
+def _cast(found: pa.Array, column: Column, kind: pa.DataType, where: Where) -> pa.Array:
+    """`found` as an array of this type; DataError names the first row that is something else."""
+    try:
+        leaf = found.type
+        while _is_list(leaf):
+            leaf = leaf.value_type
+        is_number = pa.types.is_primitive(leaf) or pa.types.is_null(leaf)
+        if not is_number or (pa.types.is_boolean(leaf) and column.dtype != "bool"):
+            raise pa.ArrowInvalid(f"found {leaf}")
+        return found.cast(kind)
+    except (pa.ArrowException, NotImplementedError) as error:
+        if len(found) > 1:
+            for i in range(len(found)):
+                _cast(found.slice(i, 1), column, kind, lambda _, i=i: where(i))
+        reason = " ".join(str(error).split())[:100]
         raise DataError(
-            f"{where(at)}: {column.name} is null inside of a row; expected a list at each place "
-            "(for routes of -1 where nothing was recorded)."
-        )
-    if at >= 0 and column.fill is None and column.shape != "turn":
-        raise DataError(
-            f"{where(at)}: {column.name} is null or missing, and other rows have it; expected a "
-            "value in every row, or the column left out."
-        )
-    if column.shape == "route" and level and len(sizes) and (sizes != sizes[0]).any():
-        at = int(np.argmax(sizes != sizes[0]))
-        raise DataError(
-            f"{where(at)}: {column.name} has {int(sizes[at])} {('layers', 'experts')[level - 1]} "
-            f"at one place and {int(sizes[0])} at another; expected as many at each."
-        )
+            f"{where(0)}: {column.name} must be {column.expected} ({reason})."
+        ) from None
 
 
-def _values(values: pa.Array, column: Column, of_value: Where) -> npt.NDArray[Any]:
-    """`values` as an array of the column's dtype. of_value: the place of one, for an error."""
-    dtype, kind = np.dtype(column.dtype), values.type
-    expected = _KINDS[dtype.kind]
-    if pa.types.is_dictionary(kind):
-        values, kind = values.dictionary_decode(), kind.value_type
-    is_number = pa.types.is_integer(kind) or (dtype.kind == "f" and pa.types.is_floating(kind))
-    is_bool = dtype.kind == "b" and pa.types.is_boolean(kind)
-    if not (is_number or is_bool or pa.types.is_null(kind)):
-        at, value = _first_value(values)
-        hint = ""
-        if pa.types.is_floating(kind):
-            hint = (
-                " pandas makes numbers with a fraction of a column that has gaps."
-                if dtype.kind == "i"
-                else " Weights are written as weight != 0."
-            )
-        raise DataError(f"{of_value(at)} is {value} ({kind}); expected {expected}.{hint}")
-    if values.null_count and column.fill is None:
-        at = int(np.argmax(values.is_null().to_numpy(zero_copy_only=False)))
-        raise DataError(f"{of_value(at)} is null; expected {expected}.")
-    if values.null_count == len(values):
-        return np.full(len(values), column.fill if len(values) else 0, dtype)
-    if dtype.kind == "f":
-        with np.errstate(over="ignore"):  # becomes infinite, which the checks judge
-            return values.to_numpy(zero_copy_only=False).astype(dtype)
+def _values(values: pa.Array, column: Column, where: Where) -> npt.NDArray[Any]:
+    """Values without null as an array. where: the place of a value."""
     if values.null_count:
-        values = pc.fill_null(values.cast(pa.int64()), int(column.fill or 0))
+        if column.fill is None:
+            at = int(np.argmax(values.is_null().to_numpy(zero_copy_only=False)))
+            raise DataError(f"{where(at)}: {column.name} is null; expected {column.expected}.")
+        values = values.fill_null(column.fill)
     array = values.to_numpy(zero_copy_only=False)
-    low, high = (0, 1) if dtype.kind == "b" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
-    low = 0 if column.name in ("token_ids", "engine_ids") else low
-    if not is_bool and ((array < low) | (array > high)).any():
-        at = int(np.argmax((array < low) | (array > high)))
-        raise DataError(f"{of_value(at)} is {array[at]}; expected {expected} of {low} to {high}.")
-    return array.astype(dtype, copy=False)
-
-
-def _first_value(values: pa.Array) -> tuple[int, str]:
-    """(index, text) of the first entry that is not null."""
-    if not len(values):
-        return 0, "nothing"
-    at = int(np.argmax(values.is_valid().to_numpy(zero_copy_only=False)))
-    return at, _shown(values[at].as_py())
-
-
-def _is_of_tokens(kind: pa.DataType) -> bool:
-    return _is_list(kind) or pa.types.is_null(kind)
+    if column.name in ("token_ids", "engine_ids") and (array < 0).any():
+        at = int(np.argmax(array < 0))
+        raise DataError(f"{where(at)}: {column.name} has {array[at]}; expected ids from 0.")
+    return array
 
 
 def _is_list(kind: pa.DataType) -> bool:
     return (
         pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
     )
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 40 else f"{text[:40]}... ({type(value).__name__})"

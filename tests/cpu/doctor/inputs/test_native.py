@@ -263,3 +263,9 @@ def test_rows_that_are_few_are_read_from_the_file_once(tmp_path: Path, monkeypat
     write_rows(tmp_path / "rows.parquet", [some_rows()])
     dump = open_dump(tmp_path / "rows.parquet")
     assert next(dump.read()) is not next(dump.read())
+
+
+def test_every_column_has_a_row_in_the_docs():
+    page = (Path(__file__).parents[4] / "docs" / "doctor-dumps.md").read_text()
+
+    assert all(f"\n| `{column.name}`" in page for column in COLUMNS)
