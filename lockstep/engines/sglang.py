@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
-from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -31,7 +30,7 @@ from lockstep.engines.http_wire import (
 from lockstep.engines.lease import Lease
 from lockstep.engines.served import Chunk, ServedEngine, WireScores
 from lockstep.errors import CapabilityError, EngineError, ServerRefusedError
-from lockstep.types import Distribution, Int32Array, Request, Routes
+from lockstep.types import Int32Array, Request, Routes
 
 CHECKED_VERSION = "0.5.23"
 """Version of SGLang that this follows."""
@@ -44,93 +43,11 @@ FLUSH_SECONDS = 60.0
 """Limit of the server's wait until no request holds a cached prefix."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Facts:
-    """Properties of one server, reported by it or found with requests of a few tokens."""
-
-    version: str
-    max_tokens: int
-    distribution: Distribution
-    is_deterministic: bool
-    has_prefix_cache: bool
-    has_routes: bool
-    has_sleep: bool
-    has_adapters: bool
-    sends_increments: bool
-    """An event of a stream has the tokens since the last one, and not all tokens."""
-    priority_sign: int
-    """1: lower priorities run first; -1: higher ones; 0: it has no priorities."""
-
-
-def read_facts(client: HttpClient, context: EngineContext, *, deterministic: bool) -> Facts:
-    """Finds out about a running server. Raises CapabilityError, with the reason, if it cannot be
-    used."""
-    info = client.call_now("/server_info")
-    if info.get("is_embedding"):
-        raise CapabilityError(f"engine sglang at {client.url} serves embeddings, not tokens.")
-    if deterministic and not info.get("enable_deterministic_inference"):
-        raise CapabilityError(
-            f"engine sglang at {client.url} was started without --enable-deterministic-inference, "
-            "and engine.deterministic=true wants it. Start it with the flag, or leave the setting."
-        )
-    found = client.call_now("/model_info")
-    check_same_config("sglang", client.url, context, found, ("model_type", "architectures"))
-    routed, _, active = _shape_of_routes(context)
-
-    def ask(
-        prompt_ids: list[int], num_tokens: int, sampling: dict[str, Any]
-    ) -> tuple[list[int], list[float]]:
-        settings = {"max_new_tokens": num_tokens, "ignore_eos": True, **sampling}
-        body = {"input_ids": prompt_ids, "sampling_params": settings, "return_logprob": True}
-        about = client.call_now("/generate", body)["meta_info"]
-        return _entries(about, "output_token_logprobs")
-
-    distribution = recorded_distribution(ask, context.vocab_size)
-    if distribution is None:
-        raise CapabilityError(
-            f"engine sglang at {client.url} does not choose the likeliest token with top_k=1: "
-            "whose log-probs it records cannot be told. A custom sampler or logits processor?"
-        )
-    has_priorities = info.get("enable_priority_scheduling")
-    lower_first = info.get("schedule_low_priority_values_first")
-    return Facts(
-        version=str(info.get("version", "?")),
-        max_tokens=int(info["max_req_input_len"]),
-        distribution=distribution,
-        is_deterministic=bool(info.get("enable_deterministic_inference")),
-        has_prefix_cache=not info.get("disable_radix_cache"),
-        has_routes=bool(info.get("enable_return_routed_experts") and routed and active),
-        has_sleep=bool(info.get("enable_memory_saver")),
-        has_adapters=bool(info.get("enable_lora")),
-        sends_increments=bool(info.get("incremental_streaming_output")),
-        priority_sign=0 if not has_priorities else 1 if lower_first else -1,
-    )
-
-
-def _shape_of_routes(context: EngineContext) -> tuple[list[int], int, int]:
-    """(layers that route, all layers, experts per token) of the trainer's model."""
-    config = getattr(context.model, "config", None)
-    if config is None or not getattr(config, "is_moe", False):  # transformers' have their own
-        return [], 0, 0
-    return list(config.routed_layers), config.num_layers, config.num_active_experts
-
-
 def _entries(about: Mapping[str, Any], name: str) -> tuple[list[int], list[float]]:
     """(ids, log-probs) of the entries [log-prob, id, text]; NaN where there is no log-prob."""
     rows = about.get(name) or []
     values = [float("nan") if row[0] is None else float(row[0]) for row in rows]
     return [int(row[1]) for row in rows], values
-
-
-def _scoring_body(ids: Sequence[int], *, first: int) -> dict[str, Any]:
-    return {
-        "input_ids": list(ids),
-        "sampling_params": {"max_new_tokens": 1, "temperature": 0.0, "ignore_eos": True},
-        "return_logprob": True,
-        # The first entry is that of the id at this index, without a log-prob.
-        "logprob_start_len": first - 1,
-        "return_prompt_token_ids": True,
-    }
 
 
 class SGLangWire(HttpWire):
@@ -141,26 +58,63 @@ class SGLangWire(HttpWire):
     adapter_routes = ("/load_lora_adapter", "/unload_lora_adapter")
     label_options: ClassVar[Mapping[str, Any]] = {"abort_all_requests": False}
 
-    def __init__(self, client: HttpClient, facts: Facts, context: EngineContext) -> None:
+    def __init__(
+        self, client: HttpClient, context: EngineContext, *, must_be_deterministic: bool
+    ) -> None:
+        """Finds out about the running server. Raises CapabilityError, with the reason, if it
+        cannot be used."""
         super().__init__(client, context)
-        self._facts = facts
-        self._routed, self._num_layers, self._num_active = _shape_of_routes(context)
+        info = client.call_now("/server_info")
+        if info.get("is_embedding"):
+            raise CapabilityError(f"engine sglang at {client.url} serves embeddings, not tokens.")
+        is_deterministic = bool(info.get("enable_deterministic_inference"))
+        if must_be_deterministic and not is_deterministic:
+            raise CapabilityError(
+                f"engine sglang at {client.url} was started without "
+                "--enable-deterministic-inference, and engine.deterministic=true wants it. Start "
+                "it with the flag, or leave the setting."
+            )
+        found = client.call_now("/model_info")
+        check_same_config("sglang", client.url, context, found, ("model_type", "architectures"))
+        distribution = recorded_distribution(self._sample_now, context.vocab_size)
+        if distribution is None:
+            raise CapabilityError(
+                f"engine sglang at {client.url} does not choose the likeliest token with top_k=1: "
+                "whose log-probs it records cannot be told. A custom sampler or logits processor?"
+            )
+        self._model = getattr(context.model, "config", None)
+        is_moe = bool(getattr(self._model, "is_moe", False))  # transformers' models have their own
         self._running: set[str] = set()
+        self._sends_increments = bool(info.get("incremental_streaming_output"))
+        """An event of a stream has the tokens since the last one, and not all tokens."""
+        self._priority_sign = 0
+        """1: lower priorities run first; -1: higher ones; 0: it has no priorities."""
+        if info.get("enable_priority_scheduling"):
+            self._priority_sign = 1 if info.get("schedule_low_priority_values_first") else -1
+        has_adapters = bool(info.get("enable_lora"))
         self.capabilities = Capabilities(
             name="sglang",
             vocab_size=context.vocab_size,
-            max_tokens=facts.max_tokens,
-            distributions=(facts.distribution,),
-            has_seeds=facts.is_deterministic,
-            has_positional_draws=facts.is_deterministic,
-            has_prefix_cache=facts.has_prefix_cache,
-            has_routed_experts=facts.has_routes,
-            has_adapters=facts.has_adapters,
+            max_tokens=int(info["max_req_input_len"]),
+            distributions=(distribution,),
+            has_seeds=is_deterministic,
+            has_positional_draws=is_deterministic,
+            has_prefix_cache=not info.get("disable_radix_cache"),
+            has_routed_experts=bool(info.get("enable_return_routed_experts") and is_moe),
+            has_adapters=has_adapters,
             has_score=True,
             scored_distributions=("model",),  # a prompt's log-probs know no temperature
-            has_sleep=facts.has_sleep,
-            weight_sources=("directory", "adapter") if facts.has_adapters else ("directory",),
+            has_sleep=bool(info.get("enable_memory_saver")),
+            weight_sources=("directory", "adapter") if has_adapters else ("directory",),
         )
+
+    def _sample_now(
+        self, prompt_ids: list[int], num_tokens: int, sampling: dict[str, Any]
+    ) -> tuple[list[int], list[float]]:
+        settings = {"max_new_tokens": num_tokens, "ignore_eos": True, **sampling}
+        body = {"input_ids": prompt_ids, "sampling_params": settings, "return_logprob": True}
+        about = self._client.call_now("/generate", body)["meta_info"]
+        return _entries(about, "output_token_logprobs")
 
     # -- calls --------------------------------------------------------------------------------
 
@@ -176,14 +130,14 @@ class SGLangWire(HttpWire):
             num_before = 0
             async for event in self._client.stream("/generate", body | {"stream": True}):
                 chunk = self._chunk(event, request, num_before)
-                if not self._facts.sends_increments:
+                if not self._sends_increments:
                     num_before += len(chunk.token_ids)
                 yield chunk
         finally:
             self._running.discard(call_id)
 
     def _body(self, request: Request, call_id: str) -> dict[str, Any]:
-        sampling, facts = request.sampling, self._facts
+        sampling = request.sampling
         settings: dict[str, Any] = {
             "max_new_tokens": sampling.max_tokens,
             "temperature": sampling.temperature,
@@ -195,7 +149,7 @@ class SGLangWire(HttpWire):
             "stop_token_ids": list(sampling.stop_ids),
             "no_stop_trim": True,
         }
-        if facts.is_deterministic:
+        if self.capabilities.has_seeds:
             settings["sampling_seed"] = request.seed
         body: dict[str, Any] = {
             "rid": call_id,
@@ -204,8 +158,8 @@ class SGLangWire(HttpWire):
             "return_logprob": True,
             "return_prompt_token_ids": True,
         }
-        if facts.priority_sign:
-            body["priority"] = facts.priority_sign * request.priority
+        if self._priority_sign:
+            body["priority"] = self._priority_sign * request.priority
         if adapter := request.adapter or self._adapter:
             body["lora_path"] = adapter
         if sampling.record_routes:
@@ -241,26 +195,34 @@ class SGLangWire(HttpWire):
 
     def _routes(self, text: str) -> Routes:
         """[T, layers that route, active]: SGLang sends every layer, as int32 in base64."""
-        flat = np.frombuffer(base64.b64decode(text), np.int32)
-        shape = (-1, self._num_layers, self._num_active)
-        if flat.size % (self._num_layers * self._num_active):
+        flat, model = np.frombuffer(base64.b64decode(text), np.int32), self._model
+        if flat.size % (model.num_layers * model.num_active_experts):
             raise EngineError(
-                f"{self.url}: {flat.size} routes, which are no rows of {self._num_layers} layers "
-                f"and {self._num_active} experts: another model?"
+                f"{self.url}: {flat.size} routes, which are no rows of {model.num_layers} layers "
+                f"and {model.num_active_experts} experts: another model?"
             )
-        return flat.reshape(shape)[:, self._routed].astype(np.int16)
+        rows = flat.reshape(-1, model.num_layers, model.num_active_experts)
+        return rows[:, list(model.routed_layers)].astype(np.int16)
 
     async def score(
         self, call_id: str, token_ids: Int32Array, *, first: int, priority: int
     ) -> WireScores:
-        if len(token_ids) >= self._facts.max_tokens:
+        if len(token_ids) >= self.capabilities.max_tokens:
             raise EngineError(
                 f"score: the text has {len(token_ids)} tokens; SGLang scores at most "
-                f"{self._facts.max_tokens - 1}."
+                f"{self.capabilities.max_tokens - 1}."
             )
-        body = _scoring_body(token_ids.tolist(), first=first) | {"rid": f"{call_id}."}
-        if self._facts.priority_sign:
-            body["priority"] = self._facts.priority_sign * priority
+        body: dict[str, Any] = {
+            "rid": f"{call_id}.",
+            "input_ids": token_ids.tolist(),
+            "sampling_params": {"max_new_tokens": 1, "temperature": 0.0, "ignore_eos": True},
+            "return_logprob": True,
+            # The first entry is that of the id at this index, without a log-prob.
+            "logprob_start_len": first - 1,
+            "return_prompt_token_ids": True,
+        }
+        if self._priority_sign:
+            body["priority"] = self._priority_sign * priority
         if self._adapter:
             body["lora_path"] = self._adapter
         answer = await self._client.post("/generate", body)
@@ -318,6 +280,6 @@ HOW_STARTED = (
 def sglang_engine(config: SGLangConfig, context: EngineContext) -> ServedEngine:
     """The engine of engine=sglang. Returns when the server answers."""
     client = connect(config, context, name="sglang", path="/health", how_started=HOW_STARTED)
-    facts = read_facts(client, context, deterministic=config.deterministic)
+    wire = SGLangWire(client, context, must_be_deterministic=config.deterministic)
     lease = Lease(context.run, server=client.url, take_over=config.take_over)
-    return ServedEngine(SGLangWire(client, facts, context), lease=lease)
+    return ServedEngine(wire, lease=lease)

@@ -17,7 +17,6 @@ import base64
 import io
 import math
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -83,88 +82,6 @@ DISTRIBUTIONS: dict[str, tuple[Distribution, ...]] = {
 """--logprobs-mode -> distributions that are recorded."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServerFacts:
-    """Properties of one server, reported by it or found with a request of one token."""
-
-    vllm_version: str
-    model: str
-    """Name of the model in requests."""
-    path: str
-    """Path of the checkpoint that it was started with."""
-    vocab_size: int
-    max_tokens: int
-    logprobs_mode: str
-    counts_cached: bool
-    """It caches prefixes, and reports the number of cached tokens."""
-    has_priorities: bool
-    has_routes: bool
-    has_support: bool
-    has_sleep: bool
-    has_adapters: bool
-    why_not_in_place: str
-    """Reason why its weights cannot be replaced while it runs; empty if they can."""
-
-
-def read_facts(client: HttpClient, context: EngineContext) -> ServerFacts:
-    """Finds out about a running server. Raises CapabilityError, with the command that would help,
-    if it lacks what a run needs or serves another model."""
-    version = str((_asked(client, "/version", "vLLM") or {}).get("version", "?"))
-    info = _asked(
-        client, "/server_info?config_format=json", "VLLM_SERVER_DEV_MODE=1 in its environment"
-    )
-    settings = info["vllm_config"]
-    model, cache = settings["model_config"], settings["cache_config"]
-    served = model["served_model_name"]
-    served = served[0] if isinstance(served, list) else served
-    scheduler = settings["scheduler_config"]
-    is_cpu = settings["device_config"].get("device") == "cpu"
-    if is_cpu and scheduler["enable_chunked_prefill"]:
-        raise CapabilityError(
-            f"{client.url} runs on a CPU and computes long prompts in parts: the first of them "
-            "that has a seed ends it. Start it with --no-enable-chunked-prefill and "
-            f"--max-num-batched-tokens={max(2048, context.max_tokens)}."
-        )
-    if model["logprobs_mode"] not in DISTRIBUTIONS:
-        raise CapabilityError(
-            f"{client.url} was started with --logprobs-mode={model['logprobs_mode']}: it sends no "
-            "log-probs. Start it with --logprobs-mode=processed_logprobs."
-        )
-    if settings["parallel_config"].get("worker_extension_cls") != WORKER_EXTENSION:
-        raise CapabilityError(
-            f"{client.url} cannot take new weights: vLLM's own reload leaves some models with "
-            f"wrong ones. Start it with --worker-extension-cls={WORKER_EXTENSION} and this package "
-            "on its PYTHONPATH, or leave engine.urls out: the run then starts a server."
-        )
-    rpc = {"method": "lockstep_facts", "kwargs": {}}
-    found = client.call_now("/collective_rpc", rpc)["results"][0]
-    config, reason = found["config"], found["why_not_in_place"]
-    check_same_config("vllm", client.url, context, config, SHAPE_FIELDS)
-    probe = _asked(
-        client, GENERATE, "--enable-scale-out",
-        body={
-            "token_ids": [0], "return_token_ids": True,
-            "sampling_params": {"max_tokens": 1, "detokenize": False, "ignore_eos": True},
-        },
-    )  # fmt: skip
-    details = (probe.get("usage") or {}).get("prompt_tokens_details")
-    return ServerFacts(
-        vllm_version=version,
-        model=str(served or model["model"]),
-        path=model["model"],
-        vocab_size=int(config["vocab_size"]),
-        max_tokens=int(model["max_model_len"]),
-        logprobs_mode=model["logprobs_mode"],
-        counts_cached=bool(cache["enable_prefix_caching"]) and details is not None,
-        has_priorities=scheduler["policy"] == "priority",
-        has_routes=bool(model.get("enable_return_routed_experts")),
-        has_support=bool(model.get("return_sampling_mask")),
-        has_sleep=bool(model.get("enable_sleep_mode")),
-        has_adapters=settings.get("lora_config") is not None,
-        why_not_in_place=reason,
-    )
-
-
 def _asked(
     client: HttpClient, path: str, needed: str, *, body: Mapping[str, Any] | None = None
 ) -> Any:
@@ -188,43 +105,71 @@ class VllmWire(HttpWire):
     adapter_routes = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 
     def __init__(
-        self,
-        client: HttpClient,
-        facts: ServerFacts,
-        context: EngineContext,
-        *,
-        server: VllmServer | None = None,
+        self, client: HttpClient, context: EngineContext, *, server: VllmServer | None = None
     ) -> None:
+        """Finds out about the running server. Raises CapabilityError, with the command that would
+        help, if it lacks what a run needs or serves another model."""
         super().__init__(client, context)
-        self._facts, self.server = facts, server
-        self._is_asleep = False
-        if facts.why_not_in_place and not facts.has_adapters and server is None:
+        self.server, self._is_asleep = server, False
+        _asked(client, "/version", "vLLM")
+        info = _asked(
+            client, "/server_info?config_format=json", "VLLM_SERVER_DEV_MODE=1 in its environment"
+        )
+        settings = info["vllm_config"]
+        model, scheduler = settings["model_config"], settings["scheduler_config"]
+        if settings["device_config"].get("device") == "cpu" and scheduler["enable_chunked_prefill"]:
             raise CapabilityError(
-                f"{client.url} cannot take new weights: {facts.why_not_in_place}. Leave "
+                f"{client.url} runs on a CPU and computes long prompts in parts: the first of them "
+                "that has a seed ends it. Start it with --no-enable-chunked-prefill and "
+                f"--max-num-batched-tokens={max(2048, context.max_tokens)}."
+            )
+        if model["logprobs_mode"] not in DISTRIBUTIONS:
+            raise CapabilityError(
+                f"{client.url} was started with --logprobs-mode={model['logprobs_mode']}: it sends "
+                "no log-probs. Start it with --logprobs-mode=processed_logprobs."
+            )
+        if settings["parallel_config"].get("worker_extension_cls") != WORKER_EXTENSION:
+            raise CapabilityError(
+                f"{client.url} cannot take new weights: vLLM's own reload leaves some models with "
+                f"wrong ones. Start it with --worker-extension-cls={WORKER_EXTENSION} and this "
+                "package on its PYTHONPATH, or leave engine.urls out: the run starts a server."
+            )
+        rpc = {"method": "lockstep_facts", "kwargs": {}}
+        found = client.call_now("/collective_rpc", rpc)["results"][0]
+        config, self._why_not_in_place = found["config"], found["why_not_in_place"]
+        check_same_config("vllm", client.url, context, config, SHAPE_FIELDS)
+        asked = {"max_tokens": 1, "detokenize": False, "ignore_eos": True}
+        body = {"token_ids": [0], "return_token_ids": True, "sampling_params": asked}
+        probe = _asked(client, GENERATE, "--enable-scale-out", body=body)
+        details = (probe.get("usage") or {}).get("prompt_tokens_details")
+        has_adapters = settings.get("lora_config") is not None
+        if self._why_not_in_place and not has_adapters and server is None:
+            raise CapabilityError(
+                f"{client.url} cannot take new weights: {self._why_not_in_place}. Leave "
                 "engine.urls out: a server that the run starts is started again instead."
             )
-
-    @property
-    def capabilities(self) -> Capabilities:
-        facts = self._facts
-        sources: tuple[WeightSource, ...] = ("adapter",) if facts.has_adapters else ()
-        if not facts.why_not_in_place or self.server is not None:
+        served = model["served_model_name"]
+        self._model = str((served[0] if isinstance(served, list) else served) or model["model"])
+        self._has_priorities = scheduler["policy"] == "priority"
+        sources: tuple[WeightSource, ...] = ("adapter",) if has_adapters else ()
+        if not self._why_not_in_place or server is not None:
             sources = ("directory", *sources)
-        return Capabilities(
+        is_caching = bool(settings["cache_config"]["enable_prefix_caching"])
+        self.capabilities = Capabilities(
             name="vllm",
-            vocab_size=facts.vocab_size,
-            max_tokens=facts.max_tokens,
-            distributions=DISTRIBUTIONS[facts.logprobs_mode],
-            has_prefix_cache=facts.counts_cached,
+            vocab_size=int(config["vocab_size"]),
+            max_tokens=int(model["max_model_len"]),
+            distributions=DISTRIBUTIONS[model["logprobs_mode"]],
+            has_prefix_cache=is_caching and details is not None,
             has_seeds=True,
             has_score=True,
             # Whatever the mode: no sampling step touches a prompt's log-probs.
             scored_distributions=("model",),
-            has_routed_experts=facts.has_routes,
-            has_support=facts.has_support,
-            has_adapters=facts.has_adapters,
-            has_sleep=facts.has_sleep,
-            has_restart=self.server is not None,
+            has_routed_experts=bool(model.get("enable_return_routed_experts")),
+            has_support=bool(model.get("return_sampling_mask")),
+            has_adapters=has_adapters,
+            has_sleep=bool(model.get("enable_sleep_mode")),
+            has_restart=server is not None,
             weight_sources=sources,
         )
 
@@ -289,7 +234,7 @@ class VllmWire(HttpWire):
             "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False,
             "ignore_eos": True,
         }  # fmt: skip
-        room = self._facts.max_tokens - 1  # it samples a token, wanted or not
+        room = self.capabilities.max_tokens - 1  # it samples a token, wanted or not
         if len(token_ids) > room:
             raise EngineError(
                 f"score: the text has {len(token_ids)} tokens; vLLM scores at most {room}, one "
@@ -316,11 +261,11 @@ class VllmWire(HttpWire):
         body: dict[str, Any] = {
             "request_id": call_id,
             "token_ids": np.asarray(ids).tolist(),
-            "model": self._adapter or self._facts.model,
+            "model": self._adapter or self._model,
             "return_token_ids": True,
             "sampling_params": settings,
         }
-        if self._facts.has_priorities:
+        if self._has_priorities:
             body["priority"] = priority
         return body
 
@@ -372,15 +317,15 @@ class VllmWire(HttpWire):
         if reason := self.must_restart or ("it had ended" if self._is_gone else ""):
             await self._restart(directory, reason)
         elif is_adapter(directory):
-            if not self._facts.has_adapters:
+            if not self.capabilities.has_adapters:
                 raise CapabilityError(
                     f"{directory} is an adapter, and the server takes none: set "
                     "engine.max_adapter_rank, or start it with --enable-lora and "
                     "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1."
                 )
             await self._load_adapter(directory, version)
-        elif self._facts.why_not_in_place:
-            await self._restart(directory, self._facts.why_not_in_place)
+        elif self._why_not_in_place:
+            await self._restart(directory, self._why_not_in_place)
         else:
             if self._is_asleep:
                 await self._client.post("/wake_up?tags=weights")
@@ -447,13 +392,12 @@ def make_vllm_engine(config: VllmConfig, context: EngineContext) -> Engine:
     if config.urls:
         client = connect(config, context, name="vllm", path="/health", how_started=HOW_STARTED)
         lease = Lease(context.run, server=client.url, take_over=config.take_over)
-        return ServedEngine(VllmWire(client, read_facts(client, context), context), lease=lease)
+        return ServedEngine(VllmWire(client, context), lease=lease)
     server = VllmServer(config, context)
     try:
         server.wait(context.on_wait)
-        facts = read_facts(server.client, context)
         lease = Lease(context.run, server=server.client.url)
-        return ServedEngine(VllmWire(server.client, facts, context, server=server), lease=lease)
+        return ServedEngine(VllmWire(server.client, context, server=server), lease=lease)
     except BaseException:  # Ctrl-C while it loads leaves no server either
         server.close()
         raise

@@ -14,7 +14,7 @@ from aiohttp import ClientSession, web
 from lockstep.engines.http import HttpClient
 from lockstep.engines.lease import Lease
 from lockstep.engines.served import ServedEngine
-from lockstep.engines.vllm.wire import VllmWire, read_facts
+from lockstep.engines.vllm.wire import VllmWire
 from lockstep.types import Request, SamplingParams
 
 PROMPT = np.array([5, 6, 7, 8], np.int32)
@@ -33,13 +33,14 @@ KEPT = {
 """Of /server_info, which tells everything of the machine as well."""
 
 
-async def play(url, context, directory, read=read_facts):
+async def play(url, context, directory):
     """Talks to the server at `url`; returns what an engine makes of its answers, as JSON."""
     client = HttpClient(url, name="vllm")
-    facts = await asyncio.to_thread(read, client, context)
+    wire = await asyncio.to_thread(VllmWire, client, context)
     lease = Lease("recorded", server=url, process="1")
-    engine = ServedEngine(VllmWire(client, facts, context), lease=lease)
-    found = {"max_tokens": facts.max_tokens, "vocab_size": facts.vocab_size}
+    engine = ServedEngine(wire, lease=lease)
+    limits = engine.capabilities
+    found = {"max_tokens": limits.max_tokens, "vocab_size": limits.vocab_size}
 
     async def ask(name, **sampling):
         sampling = SamplingParams(**({"max_tokens": 20} | sampling))
