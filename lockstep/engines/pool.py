@@ -16,12 +16,12 @@ from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, TypeVar
 
 import numpy as np
 
-from lockstep.engines.base import Capabilities, Engine, Scores, WeightSource
+from lockstep.engines.base import Capabilities, Engine, Scores
 from lockstep.engines.config import PoolConfig
 from lockstep.engines.ledger import Entry, Ledger, checked_prompt, end_delta
 from lockstep.errors import CapabilityError, ConfigError, EngineDownError, EngineError, LeaseError
@@ -762,43 +762,21 @@ class Pool(Engine):
 
 
 def _common(found: Sequence[Capabilities], names: Sequence[str]) -> Capabilities:
-    """The features that all of them have. Raises ConfigError if they do not sample the same model
-    alike."""
+    """The capabilities of the pool. Raises ConfigError unless all replicas have the same, but for
+    the longest text."""
     if not found:
         raise ConfigError("a pool needs at least one engine.")
     first = found[0]
     for name, other in zip(names, found, strict=True):
-        for what in ("name", "vocab_size", "fingerprint", "has_positional_draws"):
-            if getattr(other, what) != getattr(first, what):
+        for entry in fields(Capabilities):
+            own, theirs = getattr(first, entry.name), getattr(other, entry.name)
+            if own != theirs and entry.name != "max_tokens":
                 raise ConfigError(
-                    f"the replicas of a pool must be one engine over one model: {what} is "
-                    f"{getattr(first, what)!r} in {names[0]} and {getattr(other, what)!r} in "
-                    f"{name}. Start both alike, or leave one out."
+                    f"the replicas of a pool must be one engine over one model: {entry.name} is "
+                    f"{own!r} in {names[0]} and {theirs!r} in {name}. Start both alike."
                 )
-    sources: list[WeightSource] = [
-        source for source in first.weight_sources if all(source in f.weight_sources for f in found)
-    ]
-    if not sources and any(f.weight_sources for f in found):
-        listed = "; ".join(
-            f"{name}: {', '.join(f.weight_sources) or 'none'}"
-            for name, f in zip(names, found, strict=True)
-        )
-        raise ConfigError(f"the replicas of a pool take weights in no common form. {listed}.")
-    claims = {
-        name: all(getattr(f, name) for f in found)
-        for name in Capabilities.__dataclass_fields__
-        if name.startswith("has_")
-    }
-    return replace(
-        first,
-        name=first.name if len(found) == 1 else f"{first.name} x{len(found)}",
-        max_tokens=min(f.max_tokens for f in found),
-        distributions=tuple(
-            d for d in first.distributions if all(d in f.distributions for f in found)
-        ),
-        weight_sources=tuple(sources),
-        **claims,
-    )
+    name = first.name if len(found) == 1 else f"{first.name} x{len(found)}"
+    return replace(first, name=name, max_tokens=min(f.max_tokens for f in found))
 
 
 def _now() -> float:

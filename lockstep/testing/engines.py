@@ -9,6 +9,7 @@ from typing import Any, Literal
 import numpy as np
 
 from lockstep.engines.base import Capabilities, Engine, Scores
+from lockstep.engines.ledger import checked_prompt
 from lockstep.errors import EngineError
 from lockstep.types import Delta, Distribution, Int32Array, Ragged, Request
 
@@ -113,19 +114,9 @@ class FakeEngine(Engine):
             ended.set()
 
     def _check(self, request: Request) -> None:
-        prompt_ids, limits = request.prompt_ids, self._capabilities
         if self._is_asleep:
             raise EngineError(f"request {request.id}: the engine sleeps; wake it first.")
-        if len(prompt_ids) >= limits.max_tokens:
-            raise EngineError(
-                f"request {request.id}: a prompt of {len(prompt_ids)} tokens leaves no room; this "
-                f"engine holds {limits.max_tokens}."
-            )
-        if len(prompt_ids) == 0 or int(prompt_ids.max()) >= limits.vocab_size:
-            raise EngineError(
-                f"request {request.id}: the prompt is empty or has an id outside of the vocabulary "
-                f"of {limits.vocab_size}."
-            )
+        checked_prompt(request, self._capabilities)
 
     async def _sample(self, request: Request) -> AsyncIterator[Delta]:
         sampling, start = request.sampling, len(request.prompt_ids)

@@ -377,7 +377,6 @@ def test_engines_that_can_be_started_anew_are_by_the_pool_too():
     engines = [Started(make_engine()) for _ in range(2)]
     pool = make_pool(*engines)
     assert pool.capabilities.has_restart
-    assert not make_pool(engines[0], make_engine()).capabilities.has_restart
 
     async def main():
         await pool.restart("weights/3", version=3)
@@ -487,10 +486,11 @@ def test_replicas_that_are_not_the_same_engine_are_refused():
 
 
 def test_the_pool_can_do_what_all_its_replicas_can():
-    pool = make_pool(make_engine(), make_engine(prefix_cache=False, kv_cache_tokens=128))
-    found = pool.capabilities
+    found = make_pool(make_engine(), make_engine(kv_cache_tokens=128)).capabilities
     assert found.name == "embedded x2"
-    assert found.max_tokens == 128 and not found.has_prefix_cache and found.has_score
+    assert found.max_tokens == 128 and found.has_prefix_cache and found.has_score
+    with pytest.raises(ConfigError, match="has_prefix_cache is True in a and False in b"):
+        make_pool(make_engine(), make_engine(prefix_cache=False))
 
 
 def test_a_reader_who_leaves_ends_the_request_in_its_replica():
