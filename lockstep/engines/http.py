@@ -34,6 +34,9 @@ KEEP_SECONDS = 2.0
 """Time that an idle connection is kept. Servers close theirs after five seconds, and a request that
 is sent at that moment is lost."""
 
+TELL_SECONDS = 15.0
+"""Interval of the messages about a server that does not answer yet."""
+
 PROBE_SECONDS = 5.0
 """Limit of one check whether a server is up."""
 
@@ -190,11 +193,10 @@ class HttpClient:
         body: Mapping[str, Any] | None = None,
         *,
         seconds: float | None = None,
-        is_post: bool = False,
     ) -> Any:
-        """A blocking request, for questions before the event loop runs: a POST if there is a body,
-        or with is_post. Works beside a running loop too."""
-        method = "GET" if body is None and not is_post else "POST"
+        """A blocking request, for questions before the event loop runs: a POST if there is a body.
+        Works beside a running loop too."""
+        method = "GET" if body is None else "POST"
         seconds = self.request_seconds if seconds is None else seconds
 
         async def call() -> Any:
@@ -225,7 +227,7 @@ class HttpClient:
         and how such a server is started.
         """
         started = time.monotonic()
-        pause, told = 0.1, ""
+        pause, told_at = 0.1, -TELL_SECONDS
         while True:
             try:
                 return self.call_now(path, seconds=min(PROBE_SECONDS, start_seconds))
@@ -248,10 +250,9 @@ class HttpClient:
                     f"(engine.start_seconds={start_seconds:g}). The last attempt: {found}"
                     f"{'' if self._advice() in str(found) else self._advice()}"
                 ) from found
-            text = f"waiting for engine {self.name} at {self.url} ({waited:.0f} s)"
-            if text != told:
-                on_wait(text)
-                told = text
+            if waited - told_at >= TELL_SECONDS:
+                told_at = waited
+                on_wait(f"waiting for engine {self.name} at {self.url} ({waited:.0f} s)")
             time.sleep(pause)
             pause = min(2.0, pause * 1.5)
 

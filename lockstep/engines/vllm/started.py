@@ -7,7 +7,6 @@ import os
 import shlex
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -26,19 +25,11 @@ WORKER_EXTENSION = "lockstep.engines.vllm.worker.LockstepWorker"
 CPU_CACHE_GIB = 1.0
 """GiB of keys and values without a GPU, where vLLM's default is most of the machine."""
 
-TELL_SECONDS = 15.0
-"""Interval of the messages about a server that is still starting."""
-
 CPU_STEP_TOKENS = 2048
 """Most tokens of one step without a GPU; vLLM's default."""
 
-NUM_STARTS = 3
-"""Starts of a server whose port was taken between choosing it and listening on it."""
-
 NOT_INHERITED = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "RANK", "WORLD_SIZE", "LOCAL_RANK")
 """Environment variables of this process alone: its packages, and its place among trainers."""
-
-PORT_TAKEN = "address already in use"
 
 ADVICE = (
     (
@@ -134,11 +125,7 @@ class VllmServer:
                 f"engine.python={self._python} is no file; expected the interpreter of an "
                 "environment that has vLLM, as DIR/bin/python."
             )
-        self._temporary = None
-        place = context.scratch
-        if place is None:
-            self._temporary = tempfile.TemporaryDirectory(prefix="lockstep-vllm-")
-            place = Path(self._temporary.name)
+        place = context.scratch or Path(tempfile.mkdtemp(prefix="lockstep-vllm-"))
         self._place = place.absolute() / "vllm"
         self._place.mkdir(parents=True, exist_ok=True)
         self._packages = _folder_of_package(self._place)
@@ -158,37 +145,18 @@ class VllmServer:
     def log(self) -> Path:
         return self._process.log
 
-    @property
-    def command(self) -> str:
-        """The command, as a user would type it, without the environment."""
-        return shlex.join(self._process.command)
-
     def wait(self, on_wait: Callable[[str], None]) -> None:
         """Waits until it answers. Raises EngineError, with the end of its log and advice, if it
         ends before or takes longer than engine.start_seconds."""
         on_wait(f"starting vLLM, which takes from half a minute to minutes; its log: {self.log}")
-        told = started = time.monotonic()
-
-        def tell(text: str) -> None:
-            nonlocal told
-            if time.monotonic() - told >= TELL_SECONDS:
-                told = time.monotonic()
-                on_wait(text)
-
-        for attempt in range(NUM_STARTS):
-            try:
-                self.client.wait_until_up(
-                    "/health", self._config.start_seconds, tell, self._process.why_ended
-                )
-                on_wait(f"vLLM answers after {time.monotonic() - started:.0f} s")
-                return
-            except EngineError as error:
-                said = self._process.log_tail(200)
-                is_race = PORT_TAKEN in said.lower() and attempt + 1 < NUM_STARTS
-                self._process.stop()
-                if not is_race:
-                    raise EngineError(f"{error}{self._advice(said)}") from error
-            self._process = self._started()
+        try:
+            self.client.wait_until_up(
+                "/health", self._config.start_seconds, on_wait, self._process.why_ended
+            )
+        except EngineError as error:
+            said = self._process.log_tail(200)
+            self._process.stop()
+            raise EngineError(f"{error}{self._advice(said)}") from error
 
     def restart(self, directory: Path, on_wait: Callable[[str], None]) -> None:
         """Ends the server if it runs, and starts one from the checkpoint in `directory`."""
@@ -205,10 +173,7 @@ class VllmServer:
         return f"its process ended{self._process.first_error()}. The whole log: {self.log}"
 
     def close(self) -> None:
-        """Ends it, and removes its temporary files."""
         self._process.stop()
-        if self._temporary is not None:
-            self._temporary.cleanup()
 
     def _started(self) -> ServerProcess:
         port = free_ports(1)[0]
