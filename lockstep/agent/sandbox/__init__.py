@@ -11,7 +11,6 @@ from lockstep.agent.sandbox.base import (
 from lockstep.agent.sandbox.bubblewrap import BubblewrapConfig
 from lockstep.agent.sandbox.container import ContainerConfig
 from lockstep.agent.sandbox.monty import MontyConfig
-from lockstep.agent.sandbox.remote import RemoteConfig
 from lockstep.agent.sandbox.tool import python_tool
 
 __all__ = [
@@ -21,7 +20,6 @@ __all__ = [
     "Ending",
     "MontyConfig",
     "ProgramResult",
-    "RemoteConfig",
     "Sandbox",
     "SandboxConfig",
     "SandboxLimits",

@@ -173,7 +173,7 @@ def test_a_sandbox_that_breaks_a_promise_is_named(broken, code, words):
 
 def test_nothing_runs_without_isolation_and_no_setting_makes_it_so():
     """A kind added here has to say how it isolates, in docs/sandbox.md."""
-    assert set(choices(SandboxConfig)) == {"monty", "bwrap", "container", "remote"}
+    assert set(choices(SandboxConfig)) == {"monty", "bwrap", "container"}
     with pytest.raises(NotImplementedError):
         SandboxConfig().open()
 

@@ -19,7 +19,7 @@ LIMITS = SandboxLimits(seconds=0.7, memory_mib=128)
 STAND_IN = """#!{python}
 import os, sys
 log = open({log!r}, "a")
-print(*sys.argv[1:4], sep=" ", file=log, flush=True)
+print(*sys.argv[1:4], *filter(None, [os.environ.get("DOCKER_HOST")]), file=log, flush=True)
 if sys.argv[1] == "image":
     sys.exit(0 if sys.argv[3] == "there" else "Error: No such image")
 if sys.argv[1] == "run":
@@ -83,6 +83,20 @@ def test_programs_run_end_and_leave_no_container(tmp_path):
     assert (
         started >= 4 and sum(line.startswith("rm --force lockstep-") for line in lines) == started
     )
+
+
+def test_the_command_may_reach_the_engine_of_another_machine(tmp_path, monkeypatch):
+    monkeypatch.setenv("DOCKER_HOST", "ssh://elsewhere")
+    config, log = stand_in(tmp_path)
+
+    async def play() -> ProgramResult:
+        sandbox = config.open()
+        found = await sandbox.run("import os; os.environ.get('DOCKER_HOST')")
+        await sandbox.close()
+        return found
+
+    assert asyncio.run(play()).output == ""
+    assert {line.split()[-1] for line in log.read_text().splitlines()} == {"ssh://elsewhere"}
 
 
 def test_a_command_that_fails_is_no_programs_fault(tmp_path):
