@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import pairwise
@@ -18,7 +18,6 @@ from lockstep.doctor.diagnosis import MAX_EXPECTED, Diagnosis
 from lockstep.doctor.row_choice import fetch
 from lockstep.errors import ConfigError
 from lockstep.observe.alarms import CRITICAL_LIMIT, WARNING_LIMIT
-from lockstep.renderers.tokenizer import Tokenizer
 from lockstep.report.page import Template, render_page
 from lockstep.report.selection import shortest
 from lockstep.store.files import encode_number, write_atomically
@@ -33,15 +32,15 @@ TEMPLATE = Template(
 
 MAX_PAGE_BYTES = 30_000_000
 MAX_ROW_TOKENS = 10_000
-"""Of a longer row, a piece around what it is shown for: a browser lays out as many in a second."""
+"""Tokens shown of a longer row, around its evidence: a browser lays out as many in a second."""
 DIVERGENCE = 0.1
-"""|d| in nats of the first divergence of a row: over it a token is 10 % more or less likely, which
-no pair of precisions makes of an ordinary token."""
+"""|d| in nats from which a token counts as the first divergence of its row: 10 % more or less
+likely, which no pair of precisions causes at an ordinary token."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PageBudget:
-    """How much a page holds: what opens at once."""
+    """Size of a page that opens at once."""
 
     num_rows: int = 200
     num_tokens: int = 300_000
@@ -53,8 +52,8 @@ def write_page(
 ) -> Path:
     """Writes `out`, an .html file of at most MAX_PAGE_BYTES, and returns it.
 
-    It holds the diagnosis, the rows that prove it, the worst rows and a sample of all. Where these
-    would make it larger, rows are left out, and it says how many.
+    It holds the diagnosis, the rows that prove it, the worst rows and a sample. Rows that would
+    make it larger are left out and counted.
     """
     out = Path(out)
     budget = budget or PageBudget()
@@ -73,33 +72,9 @@ def write_page(
 
 
 def build_document(diagnosis: Diagnosis, budget: PageBudget) -> dict[str, Any]:
-    """Everything that the page says, as JSON."""
+    """The content of the page as JSON, in the form of a report of one run."""
     rows, num_left_out = _rows_to_show(diagnosis, budget)
-    tokenizer = diagnosis.setting.tokenizer
-    findings = diagnosis.examination.findings
-    return {
-        **page_frame(
-            title=Path(diagnosis.name).resolve().name,
-            rows=rows,
-            tokenizer=tokenizer,
-            expected=[
-                i for f in findings for e in f.evidence for i in e.expected_ids[:MAX_EXPECTED]
-            ],
-        ),
-        "num_stored_trajectories": diagnosis.examination.num_rows,
-        "num_left_out_for_size": num_left_out,
-        "diagnosis": diagnosis.to_json(),
-    }
-
-
-def page_frame(
-    *,
-    title: str,
-    rows: Sequence[Mapping[str, Any]],
-    tokenizer: Tokenizer | None,
-    expected: Sequence[int] = (),
-) -> dict[str, Any]:
-    """What the scripts of a page that shows rows expect beside its own content."""
+    title = Path(diagnosis.name).resolve().name
     return {
         "document_version": 1,
         "title": title,
@@ -108,18 +83,22 @@ def page_frame(
         "runs": [{"name": title, "group": 0, "mismatch_band": None}],
         "groups": [{"label": title, "runs": [0], "seeds": [None]}],
         "metrics": {},
-        "trajectories": list(rows),
-        "vocabularies": [vocabulary(rows, tokenizer, expected)],
+        "trajectories": rows,
+        "vocabularies": [_vocabulary(diagnosis, rows)],
+        "num_stored_trajectories": diagnosis.examination.num_rows,
+        "num_left_out_for_size": num_left_out,
+        "diagnosis": diagnosis.to_json(),
     }
 
 
-def vocabulary(
-    rows: Sequence[Mapping[str, Any]], tokenizer: Tokenizer | None, expected: Sequence[int] = ()
-) -> dict[str, Any] | None:
-    """The text of every id that is shown; None without a tokenizer: ids are shown."""
+def _vocabulary(diagnosis: Diagnosis, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """The text of every id on the page; None without a tokenizer."""
+    tokenizer = diagnosis.setting.tokenizer
     if tokenizer is None:
         return None
-    used = set(expected).union(*(s["token_ids"] for row in rows for s in row["segments"]))
+    pieces = [piece for found in diagnosis.examination.findings for piece in found.evidence]
+    used = {i for piece in pieces for i in piece.expected_ids[:MAX_EXPECTED]}
+    used = used.union(*(s["token_ids"] for row in rows for s in row["segments"]))
     return {
         "texts": {
             str(i): tokenizer.decode([i]).encode("utf-8", "backslashreplace").decode()
@@ -154,14 +133,12 @@ def _rows_to_show(diagnosis: Diagnosis, budget: PageBudget) -> tuple[list[dict[s
         why = [*dict.fromkeys(piece["check"] for piece in proof)]
         why += [chosen[number]] if number in chosen else []
         touched = {
-            check.cause for check in diagnosis.examination.repairs if _changes(check.repair, rows)
+            check.cause
+            for check in diagnosis.examination.repairs
+            if is_touched(rows, check.repair(rows)).any()
         }
         out.append(row_document(rows, why=[*why, *sorted(touched)], evidence=proof))
     return out, left_out
-
-
-def _changes(repair: Callable[[Rows], Rows], rows: Rows) -> bool:
-    return bool(is_touched(rows, repair(rows)).any())
 
 
 def row_document(

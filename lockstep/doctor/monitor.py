@@ -98,12 +98,12 @@ class Monitor:
         chosen = choose(rows, self.num_rows, step=step)
         if not chosen:
             return {}
-        examined = self._examine(step, chosen, groups, version)
-        causes = list(
-            dict.fromkeys(f.cause for f in examined[1].findings if f.verdict == "differs")
-        )
+        looked = rows_of(step, chosen, groups, version=version)
+        stages = [Stage(checks=checks) for checks in all_stages().values()]
+        found = examine(lambda: [looked], stages, self.setting, has=looked.has)
+        causes = list(dict.fromkeys(f.cause for f in found.findings if f.verdict == "differs"))
         if causes:
-            self._keep(step, *examined, causes)
+            self._keep(step, looked, found, causes)
         return {
             "doctor/rows": len(chosen),
             "doctor/causes": len(causes),
@@ -111,18 +111,9 @@ class Monitor:
             "time/doctor_seconds": time.perf_counter() - began,
         }
 
-    def _examine(
-        self, step: int, chosen: Sequence[Sample], groups: Sequence[Group], version: int
-    ) -> tuple[Rows, Examination]:
-        rows = rows_of(step, chosen, groups, version=version)
-        has = frozenset(name for name in _FIELDS if getattr(rows, name) is not None)
-        stages = [Stage(checks=checks) for checks in all_stages().values()]
-        return rows, examine(lambda: [rows], stages, self.setting, has=has)
-
     def _keep(self, step: int, rows: Rows, examined: Examination, causes: Sequence[str]) -> None:
         path = self.directory / f"step-{step:06d}.parquet"
-        is_due = any(self._kept.get(cause, 0) < MAX_KEPT for cause in causes)
-        if is_due:
+        if any(self._kept.get(cause, 0) < MAX_KEPT for cause in causes):
             self.directory.mkdir(exist_ok=True)
             write_rows(path, [rows], self.facts)
         share = {s.cause: s.k2 for s in examined.shares}
@@ -137,22 +128,6 @@ class Monitor:
             )
         for cause in causes:
             self._kept[cause] = self._kept.get(cause, 0) + 1
-
-
-_FIELDS = (
-    "rollout_logprobs",
-    "trainer_logprobs",
-    "is_sampled",
-    "turn",
-    "policy_version",
-    "trainer_version",
-    "advantages",
-    "routed_experts",
-    "prompt_lengths",
-    "groups",
-    "steps",
-    "engine_ids",
-)
 
 
 def choose(rows: Sequence[Sample], num_rows: int, *, step: int) -> list[Sample]:

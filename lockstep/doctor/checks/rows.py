@@ -123,6 +123,12 @@ class Rows(Once):
         return len(self.row_ids)
 
     @property
+    def has(self) -> frozenset[str]:
+        """Names of the fields that are known, without `offsets`."""
+        known = {f.name for f in fields(self) if getattr(self, f.name) is not None}
+        return frozenset(known - {"offsets"})
+
+    @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -49,9 +48,7 @@ class RunDump(Dump):
         self._route_shape = () if routes is None else routes.shape[1:]
         versions = {row.get("step"): row.get("staleness/version") for row in self._run.metrics}
         self._versions = {step: versions.get(step) for step in self._steps}
-        rows = self._together([first])
-        known = {f.name for f in fields(rows) if getattr(rows, f.name) is not None}
-        self.has = frozenset(known - {"offsets"})
+        self.has = self._together([first]).has
         lacks = {
             "trainer_routed_experts": "a run does not store the trainer's routes",
             "texts": "a run keeps ids and messages, no other text",
