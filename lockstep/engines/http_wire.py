@@ -52,7 +52,7 @@ class HttpWire(Wire):
     adapter_routes: tuple[str, str] = ("", "")
     """Routes that load and unload an adapter."""
     label_options: Mapping[str, Any] = {}
-    """What a request for a new label says besides."""
+    """Further fields of a request that changes the label."""
 
     def __init__(self, client: HttpClient, context: EngineContext) -> None:
         self._client, self._context = client, context

@@ -19,7 +19,7 @@ from lockstep.models.moe import MoE, Routing
 from lockstep.models.variants import sharing, with_attention
 from lockstep.ops.base import Ops
 from lockstep.ops.head import CHUNK_BYTES
-from lockstep.testing.faults import GrowingNoise
+from lockstep.testing.faults.noise import GrowingNoise
 
 Tensor = torch.Tensor
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from lockstep.agent.tasks import derive_seed
 from lockstep.engines.base import Engine, EngineContext
 from lockstep.engines.config import EmbeddedConfig
 from lockstep.engines.embedded.engine import EmbeddedEngine
@@ -16,36 +15,10 @@ from lockstep.errors import EngineError
 from lockstep.models.decoder import Decoder
 from lockstep.models.hf_io import copy_decoder, read_tensors
 from lockstep.testing.engines import BrokenEngine
-from lockstep.testing.faults import (
-    GrowingNoise,
-    KernelNoise,
-    ProcessedLogprobs,
-    RouterNoise,
-    SamplingNoise,
-    StaleWeights,
-)
-from lockstep.testing.faulty_decoders import Noise, with_noisy_head, with_noisy_routers
+from lockstep.testing.faulty_decoders import Noise
 from lockstep.types import Delta, Request
 
 Tensor = torch.Tensor
-
-
-def noisy_sampler(
-    fault: KernelNoise | RouterNoise | SamplingNoise, model: Decoder
-) -> tuple[Decoder, list[Noise]]:
-    """`model` with the noise of a fault, over the same parameters, and the noises in it."""
-    if isinstance(fault, KernelNoise):
-        noise = Noise(fault)
-        return with_noisy_head(model, noise, bias=fault.bias, seed=fault.seed), [noise]
-    if isinstance(fault, RouterNoise):
-        noise = Noise(fault)
-        return with_noisy_routers(model, noise), [noise]
-    of_routers, of_head = (
-        Noise(GrowingNoise(std=std, seed=derive_seed(fault.seed, name)))
-        for name, std in (("routers", fault.router_std), ("head", fault.head_std))
-    )
-    noisy = with_noisy_head(model, of_head, bias=fault.bias, seed=fault.seed, of_routers=of_routers)
-    return noisy, [of_routers, of_head]
 
 
 def base_model_engine(config: EmbeddedConfig, context: EngineContext) -> EmbeddedEngine:
@@ -65,24 +38,24 @@ def base_model_engine(config: EmbeddedConfig, context: EngineContext) -> Embedde
 class ProcessingEngine(BrokenEngine):
     """An engine that draws otherwise than it is asked to, and does not say so."""
 
-    def __init__(self, engine: Engine, fault: ProcessedLogprobs) -> None:
+    def __init__(self, engine: Engine, *, temperature: float, top_p: float, top_k: int) -> None:
         super().__init__(engine)
-        self._fault = fault
+        self._temperature, self._top_p, self._top_k = temperature, top_p, top_k
 
     async def generate(self, request: Request) -> AsyncIterator[Delta]:
         async for delta in self.inner.generate(self._processed(request)):
             yield delta
 
     def _processed(self, request: Request) -> Request:
-        asked, fault = request.sampling, self._fault
+        asked = request.sampling
         if asked.temperature == 0:  # greedy: there is nothing to process
             return request
-        is_truncated = fault.top_p < 1 or fault.top_k > 0
+        is_truncated = self._top_p < 1 or self._top_k > 0
         sampling = replace(
             asked,
-            temperature=asked.temperature * fault.temperature,
-            top_p=fault.top_p,
-            top_k=fault.top_k,
+            temperature=asked.temperature * self._temperature,
+            top_p=self._top_p,
+            top_k=self._top_k,
             distribution="sampled" if is_truncated else "tempered",
         )
         return replace(request, sampling=sampling)
@@ -92,13 +65,10 @@ class NoisyEngine(EmbeddedEngine):
     """An engine that shares the trainer's weights, with noise that follows their version."""
 
     def __init__(
-        self,
-        fault: KernelNoise | RouterNoise | SamplingNoise,
-        config: EmbeddedConfig,
-        context: EngineContext,
+        self, noisy: Decoder, noises: list[Noise], config: EmbeddedConfig, context: EngineContext
     ) -> None:
-        noisy, self._noises = noisy_sampler(fault, context.model)
         super().__init__(noisy, config, token_bytes=context.token_bytes)
+        self._noises = noises
 
     async def load_weights(self, source: Mapping[str, Any] | str | None, *, version: int) -> None:
         if source is not None:
@@ -114,11 +84,14 @@ class NoisyEngine(EmbeddedEngine):
 class StaleEngine(EmbeddedEngine):
     """An engine that takes every version of the weights, and runs copies of an older one."""
 
-    def __init__(self, fault: StaleWeights, config: EmbeddedConfig, context: EngineContext) -> None:
+    def __init__(
+        self, config: EmbeddedConfig, context: EngineContext, *, lag: int, is_honest: bool
+    ) -> None:
+        """lag: versions behind. is_honest: tokens carry the version that sampled them."""
         dtype = None if config.dtype == "same" else getattr(torch, config.dtype)
         own = copy_decoder(context.model, dtype=dtype)
         super().__init__(own, config, token_bytes=context.token_bytes, is_shared=False)
-        self._fault = fault
+        self._lag, self._is_honest = lag, is_honest
         self._weights: dict[int, dict[str, Tensor]] = {}
         """version -> tensors: the one that runs first, then those that will."""
 
@@ -129,9 +102,9 @@ class StaleEngine(EmbeddedEngine):
             source = {name: tensor.clone() for name, tensor in source.items()}
         if source is not None:
             self._weights[version] = source
-            due = [v for v in self._weights if v <= version - self._fault.lag]
+            due = [v for v in self._weights if v <= version - self._lag]
             running = max(due, default=min(self._weights))
             self._weights = {v: w for v, w in self._weights.items() if v >= running}
             source = self._weights[running]
-            version = running if self._fault.is_honest else version
+            version = running if self._is_honest else version
         await super().load_weights(source, version=version)

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import torch
 
-import lockstep
 from lockstep.engines.base import EngineContext
 from lockstep.engines.config import VllmConfig
 from lockstep.engines.http import HttpClient
@@ -251,5 +250,5 @@ def _folder_of_package(place: Path) -> Path:
     folder.mkdir(exist_ok=True)
     link = folder / "lockstep"
     link.unlink(missing_ok=True)
-    link.symlink_to(Path(lockstep.__file__).parent.absolute())
+    link.symlink_to(Path(__file__).absolute().parents[2])
     return folder

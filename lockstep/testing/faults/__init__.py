@@ -32,6 +32,7 @@ from lockstep.testing.faults.edits import (
     without_early_routes,
     without_final,
 )
+from lockstep.testing.faults.noise import GrowingNoise
 from lockstep.testing.faults.rows import (
     ClampedLogprobs,
     DroppedFinalTokens,
@@ -53,7 +54,6 @@ from lockstep.testing.faults.rows import (
     WrongBoundary,
 )
 from lockstep.testing.faults.samplers import (
-    GrowingNoise,
     KernelNoise,
     LostRoutes,
     ProcessedLogprobs,

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from lockstep.agent.tasks import derive_seed
 from lockstep.engines.config import EngineConfig
 from lockstep.errors import ConfigError
 from lockstep.models.config import ModelConfig
@@ -21,44 +22,13 @@ from lockstep.testing.faults.base import (
     check_shared,
 )
 from lockstep.testing.faults.edits import without_early_routes
+from lockstep.testing.faults.noise import GrowingNoise
 from lockstep.types import Sample
 
 if TYPE_CHECKING:
     from lockstep.engines.base import Engine, EngineContext
     from lockstep.models.decoder import Decoder
-
-
-@dataclass(frozen=True, kw_only=True)
-class GrowingNoise:
-    """Size of the noise of a computation. Its standard deviation is
-
-        std + growth * max(version - growth_from, 0)
-
-    which depends on the policy version only, so that a resumed run has the same noise. Draws are a
-    hash of `seed`, the version and the inputs: a run repeats bitwise, while another batch, or the
-    same tokens scored again, have other noise.
-    """
-
-    std: float
-    """Standard deviation, in logits."""
-    growth: float = 0.0
-    """Added to `std` with each policy version."""
-    growth_from: int = 0
-    """The policy version from which on it grows: that of the checkpoint, for a run forked late."""
-    seed: int = 0
-    """Of the noise."""
-
-    def __post_init__(self) -> None:
-        for name in ("std", "growth"):
-            value = getattr(self, name)
-            if not 0 <= value < math.inf:
-                raise ConfigError(f"{name}={value} must be a finite number of at least 0.")
-        if self.growth_from < 0:
-            raise ConfigError(f"growth_from={self.growth_from} must be at least 0.")
-
-    def std_at(self, version: int) -> float:
-        """The standard deviation under this policy version."""
-        return self.std + self.growth * max(version - self.growth_from, 0)
+    from lockstep.testing.faulty_decoders import Noise
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,12 +55,17 @@ class KernelNoise(GrowingNoise, FaultConfig):
     def make_engine(self, config: EngineConfig, context: EngineContext) -> Engine:
         from lockstep.testing.faulty_engines import NoisyEngine
 
-        return NoisyEngine(self, check_shared(self, config), context)
+        return NoisyEngine(*self.noisy(context.model), check_shared(self, config), context)
 
     def make_sampler(self, model: Decoder) -> Decoder:
-        from lockstep.testing.faulty_engines import noisy_sampler
+        return self.noisy(model)[0]
 
-        return noisy_sampler(self, model)[0]
+    def noisy(self, model: Decoder) -> tuple[Decoder, list[Noise]]:
+        """`model` with this noise, over the same parameters, and the noises in it."""
+        from lockstep.testing.faulty_decoders import Noise, with_noisy_head
+
+        noise = Noise(self)
+        return with_noisy_head(model, noise, bias=self.bias, seed=self.seed), [noise]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,12 +80,17 @@ class RouterNoise(GrowingNoise, FaultConfig):
     def make_engine(self, config: EngineConfig, context: EngineContext) -> Engine:
         from lockstep.testing.faulty_engines import NoisyEngine
 
-        return NoisyEngine(self, check_shared(self, config), context)
+        return NoisyEngine(*self.noisy(context.model), check_shared(self, config), context)
 
     def make_sampler(self, model: Decoder) -> Decoder:
-        from lockstep.testing.faulty_engines import noisy_sampler
+        return self.noisy(model)[0]
 
-        return noisy_sampler(self, model)[0]
+    def noisy(self, model: Decoder) -> tuple[Decoder, list[Noise]]:
+        """`model` with this noise, over the same parameters, and the noises in it."""
+        from lockstep.testing.faulty_decoders import Noise, with_noisy_routers
+
+        noise = Noise(self)
+        return with_noisy_routers(model, noise), [noise]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,12 +124,21 @@ class SamplingNoise(FaultConfig):
     def make_engine(self, config: EngineConfig, context: EngineContext) -> Engine:
         from lockstep.testing.faulty_engines import NoisyEngine
 
-        return NoisyEngine(self, check_shared(self, config), context)
+        return NoisyEngine(*self.noisy(context.model), check_shared(self, config), context)
 
     def make_sampler(self, model: Decoder) -> Decoder:
-        from lockstep.testing.faulty_engines import noisy_sampler
+        return self.noisy(model)[0]
 
-        return noisy_sampler(self, model)[0]
+    def noisy(self, model: Decoder) -> tuple[Decoder, list[Noise]]:
+        """`model` with this noise, over the same parameters, and the noises in it."""
+        from lockstep.testing.faulty_decoders import Noise, with_noisy_head
+
+        routers, head = (
+            Noise(GrowingNoise(std=std, seed=derive_seed(self.seed, name)))
+            for name, std in (("routers", self.router_std), ("head", self.head_std))
+        )
+        noisy = with_noisy_head(model, head, bias=self.bias, seed=self.seed, of_routers=routers)
+        return noisy, [routers, head]
 
     def make_trained(self, model: Decoder) -> Decoder:
         from lockstep.testing.faulty_decoders import Noise, with_noisy_experts
@@ -202,7 +191,8 @@ class StaleWeights(FaultConfig):
     def make_engine(self, config: EngineConfig, context: EngineContext) -> Engine:
         from lockstep.testing.faulty_engines import StaleEngine
 
-        return StaleEngine(self, check_embedded(self, config), context)
+        own = check_embedded(self, config)
+        return StaleEngine(own, context, lag=self.lag, is_honest=self.is_honest)
 
     @property
     def age(self) -> int:
@@ -278,4 +268,6 @@ class ProcessedLogprobs(FaultConfig):
         """`engine` with this fault: the rows of a dump must be sampled by it."""
         from lockstep.testing.faulty_engines import ProcessingEngine
 
-        return ProcessingEngine(engine, self)
+        return ProcessingEngine(
+            engine, temperature=self.temperature, top_p=self.top_p, top_k=self.top_k
+        )
