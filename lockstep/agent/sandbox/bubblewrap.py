@@ -7,12 +7,12 @@ the rest.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -35,15 +35,6 @@ MIN_VERSION = (0, 7)
 """First version with `--size`."""
 NOBODY = 65534
 
-DESCRIBE_PYTHON = """
-import json, sys, sysconfig
-print(json.dumps({
-    "executable": sys.executable, "version": list(sys.version_info[:2]),
-    "stdlib": sysconfig.get_path("stdlib"), "libdir": sys.platlibdir,
-    "dynload": sysconfig.get_config_var("DESTSHARED") or "",
-}))
-"""
-
 
 @dataclass(frozen=True, kw_only=True)
 class BubblewrapConfig(_ProcessConfig):
@@ -54,8 +45,6 @@ class BubblewrapConfig(_ProcessConfig):
 
     command: str = "bwrap"
     """Path or name of bubblewrap."""
-    python: str = ""
-    """Python that runs the programs. Empty: this one."""
     packages: tuple[str, ...] = ()
     """Folders that programs can read and import from, such as a site-packages with numpy."""
 
@@ -111,45 +100,6 @@ def require_bwrap(command: str) -> str:
     return found
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Interpreter:
-    """Files of a Python on this machine that programs need."""
-
-    executable: str
-    stdlib: str
-    folder: str
-    """Folder of the standard library below the prefix: lib/python3.12."""
-    libraries: dict[str, str]
-    """soname -> path of each library that its binaries are linked with."""
-    loader: str
-    """Dynamic linker, whose path is written into the binaries."""
-
-    @classmethod
-    def found_at(cls, python: str, packages: Sequence[str]) -> Interpreter:
-        """Raises ConfigError if `python` is not a Python."""
-        try:
-            text = subprocess.run(
-                [python, "-I", "-S", "-c", DESCRIBE_PYTHON],
-                capture_output=True, text=True, timeout=PROBE_SECONDS, check=True,
-            ).stdout  # fmt: skip
-            facts = json.loads(text)
-        except (OSError, ValueError, subprocess.SubprocessError) as error:
-            raise ConfigError(f"sandbox.python={python!r} is no Python: {error}.") from error
-        binaries = [facts["executable"]]
-        for folder in (facts["dynload"], *packages):
-            if folder and os.path.isdir(folder):
-                binaries += sorted(str(path) for path in Path(folder).rglob("*.so"))
-        libraries, loader = _linked_with(binaries)
-        major, minor = facts["version"]
-        return cls(
-            executable=os.path.realpath(facts["executable"]),
-            stdlib=facts["stdlib"],
-            folder=f"{facts['libdir']}/python{major}.{minor}",
-            libraries=libraries,
-            loader=loader,
-        )
-
-
 def _linked_with(binaries: Sequence[str]) -> tuple[dict[str, str], str]:
     """(soname -> path, dynamic linker) of all `binaries`."""
     listed = subprocess.run(
@@ -169,35 +119,49 @@ def _linked_with(binaries: Sequence[str]) -> tuple[dict[str, str], str]:
     return libraries, loader
 
 
+def python_binds(packages: Sequence[str]) -> list[str]:
+    """Options that bind the files of this Python, of the libraries that it and `packages` are
+    linked with, and of `packages`. Packages installed beside this Python stay outside."""
+    stdlib, dynload = sysconfig.get_path("stdlib"), sysconfig.get_config_var("DESTSHARED")
+    inside = f"/python/{sys.platlibdir}/python{sys.version_info[0]}.{sys.version_info[1]}"
+    binaries = [sys.executable]
+    for folder in filter(None, (dynload, *packages)):
+        binaries += sorted(str(path) for path in Path(folder).rglob("*.so"))
+    libraries, loader = _linked_with(binaries)
+    bound = {
+        "/python/bin/python": os.path.realpath(sys.executable),
+        inside: stdlib,
+        loader: os.path.realpath(loader),
+        **{f"/python/libraries/{k}": os.path.realpath(v) for k, v in sorted(libraries.items())},
+        **{f"/packages/{index}": path for index, path in enumerate(packages)},
+    }
+    argv: list[str] = []
+    for place, path in bound.items():
+        argv += ["--ro-bind", path, place]
+    for name in ("site-packages", "dist-packages"):
+        if os.path.isdir(f"{stdlib}/{name}"):
+            hidden = f"{inside}/{name}"
+            argv += ["--size", "4096", "--tmpfs", hidden, "--remount-ro", hidden]
+    return argv
+
+
 def bwrap_argv(
-    bwrap: str, python: Interpreter, *, packages: Sequence[str], disk_mib: int, seccomp_fd: int
+    bwrap: str, binds: Sequence[str], *, num_packages: int, disk_mib: int, seccomp_fd: int
 ) -> list[str]:
-    """Command that precedes the arguments of the Python inside."""
+    """Command that precedes the arguments of the Python inside. binds: of `python_binds`."""
     argv = [
         bwrap, "--unshare-all", "--unshare-user", "--die-with-parent", "--new-session",
         "--cap-drop", "ALL", "--clearenv", "--hostname", "sandbox",
-        "--uid", str(NOBODY), "--gid", str(NOBODY),
-        "--ro-bind", python.executable, "/python/bin/python",
-        "--ro-bind", python.stdlib, f"/python/{python.folder}",
-        "--ro-bind", os.path.realpath(python.loader), python.loader,
+        "--uid", str(NOBODY), "--gid", str(NOBODY), *binds,
     ]  # fmt: skip
-    for name in ("site-packages", "dist-packages"):  # packages installed beside it stay outside
-        if os.path.isdir(f"{python.stdlib}/{name}"):
-            hidden = f"/python/{python.folder}/{name}"
-            argv += ["--size", "4096", "--tmpfs", hidden, "--remount-ro", hidden]
-    for name, path in sorted(python.libraries.items()):
-        argv += ["--ro-bind", os.path.realpath(path), f"/python/libraries/{name}"]
-    places = [f"/packages/{index}" for index in range(len(packages))]
-    for path, place in zip(packages, places, strict=True):
-        argv += ["--ro-bind", path, place]
     for device in ("null", "zero", "urandom", "random"):
         # One by one: the /dev that bwrap makes has an unlimited /dev/shm.
         argv += ["--dev-bind", f"/dev/{device}", f"/dev/{device}"]
     argv += ["--size", str(disk_mib << 20), "--tmpfs", "/tmp", "--remount-ro", "/"]
     variables = {
         "HOME": "/tmp", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0", "PYTHONHOME": "/python",
-        "PYTHONPATH": ":".join(places), "PYTHONDONTWRITEBYTECODE": "1",
-        "LD_LIBRARY_PATH": "/python/libraries", "TZ": "UTC",
+        "PYTHONPATH": ":".join(f"/packages/{index}" for index in range(num_packages)),
+        "PYTHONDONTWRITEBYTECODE": "1", "LD_LIBRARY_PATH": "/python/libraries", "TZ": "UTC",
         # One thread: more need address space and are mostly not allowed.
         "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1",
     }  # fmt: skip
@@ -220,10 +184,8 @@ class BubblewrapSandbox(ProcessSandbox):
         self._config = config
 
     @cached_property
-    def _found(self) -> tuple[str, Interpreter]:
-        python = self._config.python or sys.executable
-        bwrap = require_bwrap(self._config.command)
-        return bwrap, Interpreter.found_at(python, self._config.packages)
+    def _found(self) -> tuple[str, list[str]]:
+        return require_bwrap(self._config.command), python_binds(self._config.packages)
 
     def _prepare(self) -> None:
         _ = self._found
@@ -233,11 +195,11 @@ class BubblewrapSandbox(ProcessSandbox):
         reading, writing = os.pipe()  # holds a whole filter
         os.write(writing, filter_program(allow_processes=config.limits.processes > 1))
         os.close(writing)
-        bwrap, interpreter = self._found
+        bwrap, binds = self._found
         argv = bwrap_argv(
             bwrap,
-            interpreter,
-            packages=config.packages,
+            binds,
+            num_packages=len(config.packages),
             disk_mib=config.disk_mib,
             seccomp_fd=reading,
         )
