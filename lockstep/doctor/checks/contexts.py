@@ -18,9 +18,6 @@ import numpy.typing as npt
 from lockstep.doctor.checks.rows import Rows
 from lockstep.types import Int64Array
 
-FIRST_STRIDE, MAX_STRIDE = 4, 64
-"""Tokens that rows are followed over at once, while none of them diverges."""
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Contexts:
@@ -40,121 +37,38 @@ class Contexts:
 
 
 def contexts_of(rows: Rows) -> Contexts:
-    """The repeated contexts of one chunk, found once.
-
-    Rows that begin alike are followed together, one trained token at a time, until each has
-    diverged from all others. Where none diverges, many tokens are passed at once, without sorting.
-    """
+    """The repeated contexts of one chunk, found once."""
     return rows.once("contexts", lambda: _contexts_of(rows))
 
 
 def _contexts_of(rows: Rows) -> Contexts:
-    at = np.flatnonzero(rows.loss_mask)
-    at = at[rows.position[at] > 0]
-    num = np.bincount(rows.row_of[at], minlength=len(rows))
-    first = np.cumsum(num) - num
-    finite = np.ones(rows.num_tokens, np.bool_)
+    at = np.flatnonzero(rows.loss_mask & (rows.position > 0))
     for side in (rows.rollout_logprobs, rows.trainer_logprobs):
         if side is not None:
-            finite &= np.isfinite(side)
-    repeated: list[Int64Array] = []
-    sizes: list[Int64Array] = []
-    pairs: list[tuple[Int64Array, Int64Array]] = []
-    alive, k, stride = np.flatnonzero(num), 0, 0
-    alike = _Alike(key=np.empty(0, np.uint64), weights=np.empty(0, np.uint64))
-
-    def going_on() -> tuple[Int64Array, _Alike]:
-        """The rows of `alive` that have a k-th token and are not alone."""
-        has_more = num[alive] > k
-        left = alike.where(has_more)
-        is_paired = left.is_paired
-        return alive[has_more][is_paired], left.where(is_paired)
-
-    while len(alive) > 1:
-        if stride:
-            ahead = min(stride, int(num[alive].min()) - k)
-            ahead_at = at[first[alive] + (k + np.arange(ahead))[:, None]]
-            passed = alike.num_kept(rows, ahead_at, finite)
-            if passed:
-                repeated.append(ahead_at[:passed].reshape(-1))
-                sizes.append(np.tile(alike.sizes, passed))
-                k += passed
-                alive, alike = going_on()
-            stride = min(2 * stride, MAX_STRIDE) if passed == ahead else 0
-            if stride or len(alive) < 2:
-                continue
-        stride = FIRST_STRIDE
-        token = at[first[alive] + k]
-        weights = _weights_keys(rows, token)
-        is_shared = _stands_twice(rows.prefix_keys[token - 1] + weights)
-        alive, token, weights = alive[is_shared], token[is_shared], weights[is_shared]
-        key = rows.prefix_keys[token] + weights
-        known = np.flatnonzero(finite[token])
-        order = known[np.argsort(key[known], kind="stable")]
-        begins = np.ones(len(order), np.bool_)
-        begins[1:] = key[order][1:] != key[order][:-1]
-        size = np.diff(np.flatnonzero(np.append(begins, True)))
-        repeated.append(token[order][np.repeat(size > 1, size)])
-        sizes.append(size[size > 1])
-        different = token[order[begins]]
-        context = (rows.prefix_keys[token - 1] + weights)[order[begins]]
-        by_context = np.argsort(context, kind="stable")
-        is_pair = context[by_context][1:] == context[by_context][:-1]
-        pairs.append((different[by_context[:-1]][is_pair], different[by_context[1:]][is_pair]))
-        k += 1
-        order = np.argsort(key, kind="stable")
-        alive, alike = alive[order], _Alike(key=key[order], weights=weights[order])
-        alive, alike = going_on()
-    size = np.concatenate([*sizes, np.empty(0, np.int64)])
-    none = np.empty(0, np.int64)
+            at = at[np.isfinite(side[at])]
+    weights = _weights_keys(rows, at)
+    context = rows.prefix_keys[at - 1] + weights
+    is_shared = _occurs_again(context)
+    at, weights, context = at[is_shared], weights[is_shared], context[is_shared]
+    key = rows.prefix_keys[at] + weights
+    order = np.argsort(key, kind="stable")
+    begins = np.diff(key[order], prepend=~key[order[:1]]) != 0
+    size = np.diff(np.flatnonzero(np.append(begins, True)))
+    different = order[begins]
+    different = different[np.argsort(context[different], kind="stable")]
+    is_pair = context[different][1:] == context[different][:-1]
+    num_repeated = size[size > 1]
     return Contexts(
-        repeated=np.concatenate([*repeated, none]),
-        group=np.repeat(np.arange(len(size)), size),
-        size=size,
-        one=np.concatenate([*(one for one, _ in pairs), none]),
-        other=np.concatenate([*(other for _, other in pairs), none]),
+        repeated=at[order][np.repeat(size > 1, size)],
+        group=np.repeat(np.arange(len(num_repeated)), num_repeated),
+        size=num_repeated,
+        one=at[different[:-1][is_pair]],
+        other=at[different[1:][is_pair]],
     )
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Alike:
-    """A rows, those with the same ids so far next to each other."""
-
-    key: npt.NDArray[np.uint64]
-    """[A] equal for rows that are alike."""
-    weights: npt.NDArray[np.uint64]
-    """[A] `_weights_keys` of the last token that was compared."""
-
-    def where(self, is_kept: npt.NDArray[np.bool_]) -> _Alike:
-        return _Alike(key=self.key[is_kept], weights=self.weights[is_kept])
-
-    @property
-    def is_paired(self) -> npt.NDArray[np.bool_]:
-        """[A] True if another row has the same key."""
-        same = np.zeros(len(self.key) + 1, np.bool_)
-        same[1:-1] = self.key[1:] == self.key[:-1]
-        return same[:-1] | same[1:]
-
-    @property
-    def sizes(self) -> Int64Array:
-        """Number of rows of each key."""
-        ends = np.flatnonzero(self.key[1:] != self.key[:-1]) + 1
-        return np.diff(ends, prepend=0, append=len(self.key))
-
-    def num_kept(self, rows: Rows, token: Int64Array, finite: npt.NDArray[np.bool_]) -> int:
-        """How many of the next P tokens [P, A] keep the grouping as it is, with finite log-probs.
-        Rows may also come together again, under other weights."""
-        weights = _weights_keys(rows, token)
-        same = self.key[1:] == self.key[:-1]
-        kept = finite[token].all(1) & (weights == self.weights).all(1)
-        for until in (token - 1, token):
-            key = rows.prefix_keys[until]
-            kept &= ((key[:, 1:] == key[:, :-1]) == same).all(1)
-        return len(kept) if kept.all() else int(np.argmin(kept))
-
-
-def _stands_twice(keys: npt.NDArray[np.uint64]) -> npt.NDArray[np.bool_]:
-    """True for each number that occurs more than once."""
+def _occurs_again(keys: npt.NDArray[np.uint64]) -> npt.NDArray[np.bool_]:
+    """True for each number that is not the only one of its value."""
     order = np.argsort(keys)
     same = np.zeros(len(keys) + 1, np.bool_)
     same[1:-1] = keys[order][1:] == keys[order][:-1]
