@@ -233,9 +233,9 @@ def _doctor(options: argparse.Namespace) -> int:
 
     if options.ladder:
         return _ladder(options)
-    if options.settings or options.dump:
+    if options.settings:
         raise ConfigError(
-            f"{(options.settings or ['--dump'])[0]} belongs to --ladder, which plays a recipe; a "
+            f"{options.settings[0]} belongs to --ladder, which plays a recipe; a "
             "run or a dump is only read."
         )
     _import_plugins(options.plugin)
@@ -276,7 +276,6 @@ def _ladder(options: argparse.Namespace) -> int:
     ladder = climb(
         resolve(config, settings),
         weights=weights,
-        dump=options.dump,
         on_rung=lambda text: None if options.json else print(f"{text} ...", file=sys.stderr),
     )
     _print(options, ladder.to_json(), ladder.summary())
@@ -579,7 +578,6 @@ COMMANDS = {
                 "play plain text, one turn, several turns and the training path with a recipe's "
                 "model, template and engine",
             ),
-            _arg("--dump", "DUMP", "with --ladder: your trainer's dump as the last rung"),
             _FORMAT,
             _arg("--out", "FILE.html", "also write the diagnosis as one HTML file"),
             _arg(

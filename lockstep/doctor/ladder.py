@@ -26,9 +26,6 @@ from lockstep.doctor.checks.causes import CAUSES
 from lockstep.doctor.checks.examine import Stage, examine
 from lockstep.doctor.checks.rows import Rows
 from lockstep.doctor.checks.suite import stages as all_stages
-from lockstep.doctor.diagnose import diagnose
-from lockstep.doctor.inputs.base import Dump
-from lockstep.doctor.inputs.registry import open_dump
 from lockstep.doctor.rebuilt import rebuild, running
 from lockstep.errors import ConfigError, DataError
 from lockstep.objectives.config import GRPO
@@ -138,14 +135,12 @@ def climb(
     *,
     weights: Path | None = None,
     num_episodes: int = NUM_EPISODES,
-    dump: str | Path = "",
     on_rung: Callable[[str], None] = lambda _: None,
 ) -> Ladder:
     """Plays every rung with the model, template, engine and tasks of `config`.
 
-    weights: a checkpoint in place of the model's own. dump: rows that another trainer wrote with
-    this model; they replace the last rung. on_rung: told which rung is played. Raises ConfigError
-    or DataError before a model is loaded.
+    weights: a checkpoint in place of the model's own. on_rung: told which rung is played. Raises
+    ConfigError or DataError before a model is loaded.
     """
     if num_episodes < 1:
         raise DataError(f"{num_episodes} episodes show nothing; expected at least 1.")
@@ -158,7 +153,6 @@ def climb(
             "ladder plays environments. Look at a run of it (lockstep doctor RUN), or climb with "
             "another task and the same model and engine."
         )
-    theirs = open_dump(dump) if dump else None
     on_rung("loading the model")
     config, parts = rebuild(config, weights)
     climber = _Climber(config, parts, tasks)
@@ -166,7 +160,7 @@ def climb(
     async def play() -> tuple[Rung, ...]:
         async with running(parts):
             try:
-                return tuple([rung async for rung in climber.rungs(theirs, on_rung)])
+                return tuple([rung async for rung in climber.rungs(on_rung)])
             finally:
                 await config.task.close()
 
@@ -187,8 +181,8 @@ class _Climber:
             temperature=config.agent.temperature,
         )
 
-    async def rungs(self, theirs: Dump | None, on_rung: Callable[[str], None]) -> Any:
-        """All rungs in order, each when it is measured. theirs: replaces the last rung."""
+    async def rungs(self, on_rung: Callable[[str], None]) -> Any:
+        """All rungs in order, each when it is measured."""
         name = "plain text"
         on_rung(name)
         words = {task.id: await self._words_of(task) for task in self.tasks}
@@ -204,7 +198,7 @@ class _Climber:
         on_rung("the same, rendered anew")
         yield self._rendered_anew(played)
         on_rung("the training path")
-        yield self._trained(played) if theirs is None else self._of_dump(theirs)
+        yield self._trained(played)
 
     # -- played ---------------------------------------------------------------------------------
 
@@ -293,19 +287,6 @@ class _Climber:
         rows = self.parts.hooks.change_rows(sampled, self.renderer, log_probs)
         adds = "the changes to rows on their way to the loss"
         return self._measured("the training path", adds, rows, match=token_match(sampled, rows))
-
-    def _of_dump(self, dump: Dump) -> Rung:
-        found = diagnose(dump, tokenizer=self.setting.tokenizer, renderer=self.setting.renderer)
-        gap = found.examination.gap
-        return Rung(
-            name=f"the dump {dump.path.name}",
-            adds="the changes of its program to rows on their way to the loss",
-            gap=gap,
-            alarm=self._alarm(gap),
-            match=float("nan"),
-            num_rows=found.examination.num_rows,
-            causes=tuple(cause.name for cause, _ in found.causes),
-        )
 
     def _measured(
         self, name: str, adds: str, samples: Sequence[Sample], *, match: float, **more: Any

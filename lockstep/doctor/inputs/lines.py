@@ -139,17 +139,13 @@ def lines_of(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def _line(file: BinaryIO, where: str) -> bytes:
+    """The next line, in pieces, so that a line without end is refused before it is in memory."""
     pieces: list[bytes] = []
-    size = 0
     while piece := file.readline(_LINE_PIECE):
         if b"\0" in piece:
-            raise DataError(
-                f"{where}: zero bytes in place of text: space that was reserved and never written, "
-                "or a copy that failed. Write or copy the file again."
-            )
+            raise DataError(f"{where}: zero bytes in place of text. Write or copy the file again.")
         pieces.append(piece)
-        size += len(piece)
-        if size > MAX_LINE_BYTES:
+        if sum(map(len, pieces)) > MAX_LINE_BYTES:
             raise DataError(
                 f"{where}: the line is longer than {MAX_LINE_BYTES >> 20} MiB; expected one row "
                 "per line. Write rows that large as Parquet."
@@ -170,24 +166,12 @@ def json_line(text: bytes, where: str) -> dict[str, Any]:
 def parse_json(text: bytes, where: str) -> Any:
     try:
         return json.loads(text)
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"{where}: byte {error.start} is not UTF-8 ({error.reason}). Write the text as UTF-8."
-        ) from None
     except RecursionError:
         raise DataError(f"{where}: JSON that is nested too deeply to be a row.") from None
-    except ValueError as error:
-        at = getattr(error, "pos", 0)
-        if text.strip() in (b"{", b"["):
-            why = (
-                "the object goes on over several lines; expected each row on one line: "
-                "jq -c . FILE > rows.jsonl"
-            )
-        elif not text.endswith(b"\n"):
-            why = (
-                f"the file ends in the middle of a row (character {at}): it was cut off, or is "
-                "still being written. Write or copy it again, or remove the last line"
-            )
-        else:
-            why = f"not JSON at character {at} ({getattr(error, 'msg', error)})"
-        raise DataError(f"{where}: {why}.") from None
+    except ValueError as error:  # UnicodeDecodeError is one
+        is_cut = not text.endswith(b"\n") and text.strip() not in (b"{", b"[")
+        why = "the file ends in the middle of a row" if is_cut else "not JSON"
+        raise DataError(
+            f"{where}: {why} ({error}). Expected one object per line in UTF-8: "
+            "jq -c . FILE > rows.jsonl"
+        ) from None

@@ -19,7 +19,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from lockstep.config import did_you_mean
 from lockstep.doctor.checks.rows import Rows
 from lockstep.doctor.inputs.assemble import grouped
 from lockstep.doctor.inputs.base import CHUNK_TOKENS, HOW_TO_GET, Dump, Facts
@@ -154,18 +153,11 @@ class _Part(ABC):
                     f"{self.path} is a part of a run of Lockstep; give the run's directory, with "
                     "config.json in it."
                 )
-            meant = sorted(n for n in self.columns if OFTEN_CALLED.get(n) == name)
-            hint = (
-                f" If {meant[0]} is that, rename it."
-                if meant
-                else did_you_mean(name, self.columns)
-                if self.columns
-                else ""
-            )
             raise DataError(
                 f"{self.path} has no column {name}; every row must have "
                 f"{' and '.join(REQUIRED)} (docs/doctor-dumps.md). It has: "
-                f"{', '.join(sorted(self.columns)[:12]) or 'none'}.{hint}"
+                f"{', '.join(sorted(self.columns)[:12]) or 'none'}."
+                f"{_hint(BY_NAME[name], self.columns)}"
             )
 
 
@@ -210,20 +202,10 @@ class _ParquetPart(_Part):
             raise self._broken(error) from None
 
     def _broken(self, error: Exception) -> DataError:
-        size = self.path.stat().st_size
-        with open(self.path, "rb") as file:
-            file.seek(max(size - 4, 0))
-            is_whole = file.read() == PARQUET_MAGIC and size > 8
-        if not is_whole:
-            return DataError(
-                f"{self.path} begins as Parquet and its end is missing ({size} bytes): it was cut "
-                "off, or is still being written. The list of columns is at the end, so that "
-                "nothing can be read; write or copy it again."
-            )
-        reason = " ".join(str(error).split())[:300]
+        reason = " ".join(str(error).split())[:200]
         return DataError(
-            f"{self.path} is Parquet, but its content cannot be read ({reason}): the file is "
-            "damaged. Write or copy it again."
+            f"{self.path} begins as Parquet and cannot be read ({reason}): its end is missing, or "
+            "it is damaged. Write or copy it again."
         )
 
     def blocks(self, max_tokens: int) -> Iterator[tuple[_Columns, Where]]:
