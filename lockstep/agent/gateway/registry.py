@@ -34,12 +34,11 @@ class SessionRegistry:
         """make: a session for `create`; None refuses those, because all are handed out by a run.
         max_sessions: at the same time, finished ones included. idle_seconds: a session without a
         request for so long fails, and is counted in its trajectory's metrics; 0 waits forever.
-        on_finished: given each session once, when it has ended or is removed."""
+        on_finished: called with each session when it has ended."""
         self._make, self._max_sessions = make, max_sessions
         self._idle_seconds, self._on_finished = idle_seconds, on_finished
         self._sessions: dict[str, GatewaySession] = {}
         self._by_key: dict[bytes, GatewaySession] = {}
-        self._handed_over: set[str] = set()
         self._offers: asyncio.Queue[_Offer | None] = asyncio.Queue()
         """None: no more will come."""
         self._is_offering = False
@@ -60,7 +59,7 @@ class SessionRegistry:
     def add(self, session: GatewaySession) -> GatewaySession:
         """Takes in a session that was made elsewhere. Refusal 429 if there are too many."""
         if len(self._sessions) >= self._max_sessions:
-            old = next((s for s in self._sessions.values() if s.is_finished), None)
+            old = next((s for s in self._sessions.values() if s.ended.is_set()), None)
             if old is None:
                 raise Refusal(
                     429,
@@ -71,7 +70,7 @@ class SessionRegistry:
             self._drop(old)
         self._sessions[session.id] = session
         self._by_key[_digest(session.key)] = session
-        session.on_finish = self._hand_over
+        session.on_finish = self._on_finished
         self._sweep_later()
         return session
 
@@ -93,8 +92,7 @@ class SessionRegistry:
 
     async def remove(self, session_id: str) -> None:
         session = self.get(session_id)
-        if not session.is_finished:
-            await session.finish(error="removed before it was finished")
+        await session.finish(error="" if session.is_finished else "removed before it was finished")
         self._drop(session)
 
     async def close(self) -> None:
@@ -151,14 +149,7 @@ class SessionRegistry:
 
     # -- the end of a session -----------------------------------------------------------------
 
-    def _hand_over(self, session: GatewaySession) -> None:
-        if session.id not in self._handed_over:
-            self._handed_over.add(session.id)
-            self._on_finished(session)
-
     def _drop(self, session: GatewaySession) -> None:
-        self._hand_over(session)
-        self._handed_over.discard(session.id)
         del self._sessions[session.id], self._by_key[_digest(session.key)]
 
     def _sweep_later(self) -> None:

@@ -7,28 +7,22 @@ from typing import Any
 
 from lockstep.types import Message, Trajectory
 
+SEGMENT_FIELDS = (
+    "parent", "turn", "is_sampled", "reason", "policy_version", "finish_reason", "stop",
+)  # fmt: skip
+
 
 def trajectory_to_dict(trajectory: Trajectory) -> dict[str, Any]:
     """JSON-able: every segment with its ids, log-probs and messages. Numbers are finite."""
+    names = ("id", "task_id", "status", "error", "reward_parts", "metrics")
     return {
-        "id": trajectory.id,
-        "task_id": trajectory.task_id,
-        "status": trajectory.status,
-        "error": trajectory.error,
+        **{name: getattr(trajectory, name) for name in names},
         "rewards": {str(leaf): reward for leaf, reward in trajectory.rewards.items()},
-        "reward_parts": trajectory.reward_parts,
-        "metrics": trajectory.metrics,
         "segments": [
             {
-                "parent": segment.parent,
-                "turn": segment.turn,
-                "is_sampled": segment.is_sampled,
-                "reason": segment.reason,
+                **{name: getattr(segment, name) for name in SEGMENT_FIELDS},
                 "token_ids": segment.token_ids.tolist(),
                 "logprobs": None if segment.logprobs is None else segment.logprobs.tolist(),
-                "policy_version": segment.policy_version,
-                "finish_reason": segment.finish_reason,
-                "stop": segment.stop,
                 "messages": [message.to_dict() for message in segment.messages],
             }
             for segment in trajectory.segments

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import math
 import os
 import shlex
 import shutil
@@ -152,7 +151,7 @@ def own_variables(names: Sequence[str]) -> dict[str, str]:
 
 
 def score_of(output: str) -> Score | None:
-    """Reads the reward from the last line of a program's output; None if that is no number and no
+    """Reads the score from the last line of a program's output; None if that is no number and no
     object with a `reward`.
 
     >>> score_of("thinking...\\n0.5").reward
@@ -168,15 +167,7 @@ def score_of(output: str) -> Score | None:
         found, parts = said["reward"], said.get("parts") or {}
     if isinstance(found, bool) or not isinstance(found, int | float):
         return None
-    if not isinstance(parts, dict) or not all(map(_is_number, parts.values())):
-        raise RolloutError(f"`parts` of the last line must be finite numbers, found {parts!r}")
-    if not math.isfinite(found):
-        raise RolloutError(f"the reward of the last line is {found!r}; expected a finite number")
-    return Score(reward=float(found), parts={str(k): float(v) for k, v in parts.items()})
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
+    return Score(reward=found, parts=parts)
 
 
 def _variables(endpoint: Endpoint, task_text: str) -> Mapping[str, str]:
