@@ -336,7 +336,7 @@ class BackgroundServer:
         except BaseException as error:
             if started.done():
                 raise
-            started.set_exception(error)  # whoever waits for the address is told
+            started.set_exception(error)  # raised where the address is awaited
         finally:
             self._loop.close()
 

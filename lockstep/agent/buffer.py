@@ -49,7 +49,7 @@ class Batch:
 
 @dataclass(slots=True)
 class _Sampling:
-    """A batch under way."""
+    """A batch that is being sampled."""
 
     tasks: list[Task]
     """Tasks of all ranks."""
@@ -85,18 +85,18 @@ class Buffer:
     on_progress: Callable[[int, int], None] = lambda done, total: None
     """Told how many episodes of how many tasks the batch has that is waited for."""
     _begun: dict[int, _Sampling] = field(default_factory=dict, init=False)
-    """By step: taken for the step in training, under way for later ones."""
+    """By step: complete for the step in training, in progress for later ones."""
     _awaited: int = field(default=-1, init=False)
     _num_sampling: int = field(default=0, init=False)
     _idle_since: float | None = field(default=None, init=False)
-    """None before the first batch, and while one is under way."""
+    """None before the first batch, and during sampling."""
     _idle_seconds: float = field(default=0.0, init=False)
 
     async def take(self, step: int, play: Play) -> Batch:
-        """Batch `step`, when all its episodes have ended. Begins those that may begin.
+        """Returns batch `step` when all its episodes have ended. Begins the batches that may begin.
 
-        What ended a later batch shows when that is taken. If this is interrupted, `state_before`
-        is that of the same batch.
+        An error in a later batch is raised when that batch is taken. After an interrupt,
+        `state_before` is the state of the same batch.
         """
         asked = time.perf_counter()
         for ahead in range(step, min(step + 1 + self.max_staleness, self.num_steps)):
@@ -129,7 +129,7 @@ class Buffer:
         return found
 
     async def close(self) -> None:
-        """Cancels the batches under way and closes their environments."""
+        """Cancels all batches in progress and closes their environments."""
         jobs = [batch.job for batch in self._begun.values() if batch.job is not None]
         for job in jobs:
             job.cancel()

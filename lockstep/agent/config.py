@@ -17,8 +17,8 @@ class AgentConfig:
     max_turn_tokens: int = 1024
     """Tokens that the model may sample in one turn; the stop token counts."""
     max_seconds: float = 600.0
-    """Wall time of one episode. A reply that is late by then is aborted, and the episode is scored
-    as it is. A single call of the environment is cut off after as long."""
+    """Wall time of one episode. At its end, a reply is aborted and the episode is scored as it is.
+    A single call of the environment is cut off after the same time."""
     continue_cut_turns: bool = False
     """Go on after a turn that hit max_turn_tokens: the renderer closes the turn with observed ids.
     Otherwise such a turn is the last one."""
@@ -35,7 +35,7 @@ class AgentConfig:
     top_p alone as many as the model is unsure about. Without the record, or with an engine that
     cannot make it, the gradient is biased by `mismatch/support_bias`."""
     max_in_flight: int = 256
-    """Episodes that run at the same time, of all batches under way; 0 has no limit."""
+    """Episodes that run at the same time, over all batches; 0 has no limit."""
     tool_timeout_seconds: float = 30.0
     """After this a tool call is given up, and the model reads that it took too long."""
     tool_output_chars: int = 8192

@@ -9,8 +9,8 @@ from lockstep.types import Group, Task
 
 
 def deal_tasks(tasks: Sequence[Task], num_ranks: int) -> list[list[int]]:
-    """For each rank the indices of its tasks. One that comes twice stays on one rank, where its
-    samples go on being counted.
+    """Returns the indices of the tasks for each rank. A task that occurs twice stays on one rank,
+    which numbers its samples through.
 
     >>> deal_tasks([Task(id=name) for name in "abac"], 2)
     [[0, 2], [1, 3]]
@@ -50,5 +50,6 @@ async def collect_over(
     tasks: Sequence[Task],
     play: Callable[[Sequence[Task]], Awaitable[list[Group]]],
 ) -> list[Group]:
-    """`gather_groups` of what each rank plays. play: makes the groups of some tasks."""
+    """Returns `gather_groups` of the groups that each rank plays. play: makes the groups of some
+    tasks."""
     return gather_groups(ranks, tasks, await play(own_tasks(ranks, tasks)))

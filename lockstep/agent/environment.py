@@ -24,7 +24,7 @@ class Score:
     """Reward of an episode."""
 
     reward: float
-    """Finite. What is trained."""
+    """The trained reward; finite."""
     parts: Mapping[str, float] = field(default_factory=dict)
     """Raw named parts, before weights; logged as reward/<part>."""
     turn_rewards: Mapping[int, float] = field(default_factory=dict)
@@ -53,11 +53,11 @@ class Environment:
         raise NotImplementedError
 
     async def close(self) -> None:
-        """Frees what `reset` took. Called once, also after a failure."""
+        """Frees the resources of `reset`. Called once, also after a failure."""
 
 
 GroupScorer = Callable[[Sequence[Environment]], "Sequence[Score] | Awaitable[Sequence[Score]]"]
-"""Scores the episodes of one group against each other, in place of each `Environment.score`.
+"""Scores the episodes of one group against each other, instead of each `Environment.score`.
 
 Called once per group when its last episode has ended, before the environments close, with those
 that did not fail; returns one score for each, in the same order. May be a coroutine function.

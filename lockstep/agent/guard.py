@@ -25,8 +25,8 @@ CANCEL_SECONDS = 1.0
 
 
 class ForeignExit(RolloutError):
-    """Foreign code raised something that is no Exception: SystemExit, or a CancelledError that
-    nobody sent. The original is the `__cause__`."""
+    """Foreign code raised something that is no Exception: SystemExit, or a CancelledError of its
+    own. The original is the `__cause__`."""
 
 
 class TookTooLong(TimeoutError):
@@ -34,7 +34,7 @@ class TookTooLong(TimeoutError):
 
 
 Settled = tuple[Any, BaseException | None]
-"""(result, None), or (None, what was raised)."""
+"""(result, None), or (None, error)."""
 
 
 async def guarded(
@@ -140,7 +140,7 @@ def settle(call: Callable[[], Any]) -> Settled:
 
 
 def result_of(outcome: Settled) -> Any:
-    """Returns the result, or raises what was raised as an Exception."""
+    """Returns the result, or raises the error as an Exception."""
     result, error = outcome
     if error is None:
         return result

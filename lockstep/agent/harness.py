@@ -14,8 +14,11 @@ class Endpoint:
     """Address and key of one episode's model: a session of the gateway."""
 
     base_url: str
-    """`http://HOST:PORT/s/SESSION`. An Anthropic client takes it as it is, an OpenAI client with
-    `/v1` behind it."""
+    """`http:
+
+    HOST:PORT/s/SESSION`. An Anthropic client takes it as it is; an OpenAI client needs `/v1` after
+    it.
+    """
     api_key: str
     """Key of this session alone. A client that knows only the server's address finds the session by
     this key."""
@@ -23,7 +26,10 @@ class Endpoint:
     """Name of the model at the endpoint."""
     session_id: str
     session_url: str
-    """`http://HOST:PORT/sessions/SESSION`: to post the reward to, with `/reward` behind it."""
+    """`http:
+
+    HOST:PORT/sessions/SESSION`; rewards are posted to `/reward` below it.
+    """
     offer: Callable[[], Awaitable[None]]
     """Hands the episode to an agent that claims one over HTTP (`POST /claim`), and returns when
     that has finished the session. TimeoutError if none does within `Harness.wait_seconds`."""
@@ -38,7 +44,7 @@ class Harness:
     wait_seconds: float = 0.0
     """Seconds until an agent must begin; `agent.max_seconds` counts from then."""
     output: str = ""
-    """The end of what the agent printed: shown with an episode that has no reward."""
+    """End of the agent's output, shown with an episode that has no reward."""
     lacks_reward: str = "the harness returned None"
     """Explains to the author of the agent why `run` returned None."""
     metrics: Mapping[str, float] = {}
@@ -49,8 +55,8 @@ class Harness:
         raise NotImplementedError
 
     async def close(self) -> None:
-        """Frees what `run` took. Called once, also after a failure or when time is over."""
+        """Frees the resources of `run`. Called once, also after a failure or at the time limit."""
 
 
 EnvironmentFactory = Callable[[Task], Environment | Harness]
-"""Makes what plays one episode of a task."""
+"""Makes the environment or harness that plays one episode of a task."""

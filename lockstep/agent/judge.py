@@ -227,7 +227,7 @@ class JudgeScorer(ScorerConfig):
         }
         return prompt.format_map(values)
 
-    # -- what is kept beside the fields -----------------------------------------------------------
+    # -- kept beside the fields -------------------------------------------------------------------
 
     @cached_property
     def _texts(self) -> tuple[str, str]:

@@ -81,9 +81,9 @@ def sampling_of(config: AgentConfig) -> SamplingParams:
 def training_sampling(
     config: AgentConfig, capabilities: Capabilities, *, record_routes: bool = False
 ) -> SamplingParams:
-    """`sampling_of`, with what a trainer needs of tokens that top-p or top-k cut: the log-prob
-    under what was left, and what was left where the engine can say so and the settings want it.
-    record_routes: it replays the experts that the sampler's tokens went to."""
+    """Returns `sampling_of`, with the records that a trainer needs when top-p or top-k are set:
+    log-probs under the truncated distribution, and its support if the engine and the settings
+    allow. record_routes: record the experts of each token for replay."""
     sampling = replace(sampling_of(config), record_routes=record_routes)
     if not sampling.is_truncated:
         return sampling
@@ -371,7 +371,7 @@ class _Episode:
         except OutOfTime:
             raise
         except Exception:
-            if self.stage == "engine.generate":  # what the engine failed on is worth seeing
+            if self.stage == "engine.generate":  # shows the prompt that the engine failed on
                 self.sampler.observe(leaf, pending, reason=self.reason)
             raise
 
@@ -381,7 +381,7 @@ class _Episode:
     # -- the end ------------------------------------------------------------------------------
 
     async def score(self) -> None:
-        """Asks the environment what the episode was worth, unless it failed."""
+        """Scores the episode by its environment, unless it failed."""
         if self.trajectory.status == "failed" or self.environment is None:
             return
         if isinstance(self.environment, Harness):
@@ -404,11 +404,12 @@ class _Episode:
             )
 
     def set_score(self, score: Score) -> None:
-        """Puts rewards on the leaves and on turns: a path that was left because thinking was
-        forgotten led to the same end. A score that cannot be trained on fails the episode.
+        """Puts rewards on the leaves and on turns. All leaves get the reward: a path that was left
+        because thinking was forgotten led to the same end. A score that cannot be trained on fails
+        the episode.
 
-        The score is the only reward: what the agent posted to its session is dropped, and counted
-        as gateway/ignored_rewards.
+        The score is the only reward: rewards that the agent posted to its session are dropped, and
+        counted as gateway/ignored_rewards.
         """
         trajectory = self.trajectory
         leaves, turn_ends = trajectory.leaves(), self.turn_ends
@@ -428,7 +429,7 @@ class _Episode:
             trajectory.set_segment_reward(turn_ends[turn], reward)
 
     async def close(self) -> None:
-        """Closes the environment, once. What it raises is counted: the episode is over already."""
+        """Closes the environment, once. An error is only counted, because the episode is over."""
         environment, self.environment = self.environment, None
         if environment is None:
             return
@@ -458,7 +459,7 @@ def _shown_output(harness: Harness) -> str:
 
 
 def _check_messages(messages: Any) -> None:
-    """Raises TypeError for what an environment may not say."""
+    """Raises TypeError for anything that is no list of messages."""
     if isinstance(messages, str) or not isinstance(messages, Sequence):
         raise TypeError(f"returned {shortened(messages)}; expected a list of messages")
     for message in messages:
@@ -555,7 +556,7 @@ async def collect(
             await group.run(episode, make_environment, score_group, on_progress)
 
     try:
-        # In this order they ask for slots: a group's episodes start together and end early.
+        # In this order they get slots, so that the episodes of a group end together.
         async with asyncio.TaskGroup() as workers:
             for group in groups:
                 for episode in group.episodes:

@@ -54,7 +54,7 @@ class ServerAddress:
     """Environment variables that the command gets beside PATH, HOME and the like. It sees no
     others, your keys among them."""
     token_variable: str = ""
-    """Environment variable with the bearer token that the URL asks for."""
+    """Environment variable with the bearer token for the URL."""
 
     def __post_init__(self) -> None:
         try:
@@ -345,7 +345,7 @@ class _Connection:
             self.task.exception()  # retrieved: whoever waited got it
 
 
-# -- what a server offers -------------------------------------------------------------------------
+# -- the tools of a server ------------------------------------------------------------------------
 
 Offered = dict[str, tuple[str, dict[str, Any]]]
 """Name -> (description, schema of the arguments)."""
@@ -435,7 +435,7 @@ def _background_loop() -> asyncio.AbstractEventLoop:
     the SDK ties it to the one that it was opened in."""
     if find_spec("mcp") is None:
         raise MissingExtraError.of("mcp", extra="mcp", needed_for="an MCP server")
-    # A server that prints what is no message (many log there) must not print tracebacks of the SDK.
+    # Many servers log to their output; the SDK must not print a traceback for each line.
     logging.getLogger("mcp").addHandler(logging.NullHandler())
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, name="lockstep-mcp", daemon=True)
@@ -448,7 +448,7 @@ def _background_loop() -> asyncio.AbstractEventLoop:
                 task.cancel()
             await asyncio.wait(others, timeout=STOP_SECONDS) if others else None
 
-        with contextlib.suppress(Exception):  # the interpreter is ending: there is no one to tell
+        with contextlib.suppress(Exception):  # the interpreter is ending
             asyncio.run_coroutine_threadsafe(end_all(), loop).result(STOP_SECONDS)
         loop.call_soon_threadsafe(loop.stop)
 

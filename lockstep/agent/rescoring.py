@@ -1,15 +1,12 @@
-"""Re-scores finished turns, several times over, by the engine that sampled them.
+"""Scores finished turns again, several times, with the engine that sampled them.
 
-It happens while other episodes are still sampled, at a low priority: what the engine would idle
-away, it spends on this. A turn is scored on top of its prefix, whose keys and values the engine has
-just left in its cache.
+The engine does it at a low priority in its idle time, while other episodes are sampled. A turn is
+scored on top of its prefix, whose keys and values are still in the engine's cache.
 
-What makes two scorings of a turn differ is the company: the other tokens of the engine's step, by
-which kernels choose how they sum. So a turn is never scored twice at the same time, the turns with
-the fewest scorings go first, in an order drawn anew, and how many go together is drawn as well: in
-two scorings a turn stands in two steps, with other turns and another number of tokens. An engine
-whose numbers do not depend on the company says the same each time, and so does one that has a
-single turn to score and nothing beside it.
+Two scorings of a turn differ by their company: the other tokens in the engine's step, by which
+kernels choose their order of summation. So a turn is never scored twice at the same time, turns
+with the fewest scorings go first in a random order, and the number of turns per step is random. An
+engine whose numbers do not depend on the company returns the same log-probs each time.
 """
 
 from __future__ import annotations
@@ -30,8 +27,8 @@ RESCORING_PRIORITY = 1 << 20  # after whatever is sampled, of later batches too
 
 
 class Rescorer:
-    """Hands turns to an engine again, a bounded number at a time, and keeps what it says with their
-    trajectories (`Trajectory.rescorings`).
+    """Sends finished turns to an engine again, a bounded number at a time, and stores the log-probs
+    with their trajectories (`Trajectory.rescorings`).
 
     >>> rescorer = Rescorer(engine, num_scorings=8, temperature=1.0)            # doctest: +SKIP
     >>> rescorer.add(trajectory, leaf)      # when a turn has ended             # doctest: +SKIP
@@ -69,7 +66,8 @@ class Rescorer:
         self._put_back(_Turn.ending_with(leaf, trajectory, trajectory.rescorings))
 
     def drop(self, trajectory: Trajectory) -> None:
-        """Forgets a failed episode: what waits is not scored, what runs is not kept."""
+        """Drops the turns of a failed episode: waiting ones are not scored, results of running ones
+        are not kept."""
         trajectory.rescorings = None
 
     async def wait(self, trajectories: Iterable[Trajectory]) -> None:
@@ -168,7 +166,7 @@ class _Turn:
         ]
         return cls(trajectory, rescorings, trajectory.path_ids(leaf), spans)
 
-    def __lt__(self, other: _Turn) -> bool:  # a heap compares what two equal draws stand before
+    def __lt__(self, other: _Turn) -> bool:  # ties of the heap
         return self.spans < other.spans
 
     @property
@@ -185,7 +183,7 @@ class _Turn:
         return any(segments[i].policy_version == version for i, _, _ in self.spans)
 
     def keep(self, scores: Scores) -> None:
-        """Keeps what the weights that sampled it say, and counts the rest."""
+        """Keeps scores by the weights that sampled the turn, and counts the others."""
         if self.is_dropped:
             return
         if len(scores.logprobs) != len(self.ids):

@@ -17,7 +17,7 @@ class ScorerConfig:
     a module given with --plugin adds its own."""
 
     def check(self) -> None:
-        """Raises ConfigError for what can be known without a model."""
+        """Raises ConfigError for errors that can be found without a model."""
 
     def check_task(self, task: Task) -> None:
         """Raises DataError for a task that lacks the data to score by."""
@@ -33,7 +33,8 @@ class ScorerConfig:
         raise NotImplementedError
 
     async def close(self) -> None:
-        """Frees what scoring took. Called after the last episode; it may be used again."""
+        """Frees the resources of scoring. Called after the last episode; the scorer may be used
+        again."""
 
 
 @dataclass(frozen=True, kw_only=True)

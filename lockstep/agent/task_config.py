@@ -24,19 +24,20 @@ class TaskConfig:
     """
 
     def check(self) -> None:
-        """Raises DataError or ConfigError for what can be known without a model."""
+        """Raises DataError or ConfigError for errors that can be found without a model."""
 
     def tasks(self, *, split: Split, seed: int) -> TaskSource:
         """The stream of one split. The two splits share no task."""
         raise NotImplementedError
 
     def first_tasks(self, *, split: Split, seed: int) -> list[Task]:
-        """Tasks whose prompts are tried before a model is loaded: the split's first."""
+        """Returns the tasks whose prompts are tried before a model is loaded: the first ones of the
+        split."""
         return self.tasks(split=split, seed=seed).take(1)
 
     def environment(self, task: Task, agent: AgentConfig) -> Environment | Harness:
-        """A fresh environment for one episode of `task`; or a harness, where the episode is played
-        by an agent that asks for its turns over HTTP."""
+        """Makes the environment for one episode of `task`, or a harness if an agent plays the
+        episode over HTTP."""
         raise NotImplementedError
 
     def group_scorer(self) -> GroupScorer | None:
@@ -48,14 +49,14 @@ class TaskConfig:
         return ""
 
     async def close(self) -> None:
-        """Ends what its episodes shared, the processes of a sandbox above all. Called once, after
-        the last episode; it may be used again."""
+        """Ends resources that the episodes shared, such as the processes of a sandbox. Called once,
+        after the last episode; the config may be used again."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DialogueConfig:
-    """Base of what a model is trained on by example, where it is not a file: dialogues made by a
-    program. A subclass is a choice of the setting `data` of `lockstep sft`, by its tag."""
+    """Base of every source of training dialogues that is a program, not a file. A subclass is a
+    choice of the setting `data` of `lockstep sft`, by its tag."""
 
     def stages(self, seed: int) -> Sequence[DialogueStage]:
         """The stages of the training, in order. Their shares add up to 1."""

@@ -50,7 +50,7 @@ _SCALARS: dict[Any, str] = {str: "string", bool: "boolean", int: "integer", floa
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Tool(ToolSchema):
-    """A schema together with the function behind it. Made by `tool`."""
+    """A schema with its function. Made by `tool`."""
 
     function: Callable[..., Any]
     """Called with keyword arguments. A plain function runs in a thread of its own, a coroutine
@@ -208,11 +208,11 @@ def _split_docstring(function: Callable[..., Any]) -> tuple[str, dict[str, str]]
 
 
 def parse_arguments(text: str, schema: ToolSchema) -> dict[str, Any]:
-    """The arguments that the model wrote, checked against the schema of the tool.
+    """Parses the model's arguments and checks them against the schema of the tool.
 
     Raises ValueError whose text is written for the model. A whole number is accepted where a float
     is expected, and nothing else is converted: "3" is not 3. An argument that the schema does not
-    name is refused, unless the schema says that there may be others.
+    name is refused, unless the schema allows others.
     """
     try:
         arguments = json.loads(text or "{}", parse_constant=_refuse_constant)
@@ -255,8 +255,8 @@ class ToolLimits:
     """Limits of one call."""
 
     timeout_seconds: float = 30.0
-    """A call that takes longer is given up. Its thread, if it has one, is a daemon and is left
-    behind: Python cannot stop it, and the run does not wait for it."""
+    """Seconds until a call is given up. A plain function's thread keeps running as a daemon: Python
+    cannot stop it, and the run does not wait for it."""
     output_chars: int = 8192
     """Characters of the output that the model reads; the rest is cut, with a notice."""
 

@@ -64,7 +64,8 @@ class Observed:
 
     ids: Int32Array
     messages: Sequence[Message] = ()
-    """A turn's copy has one, an assistant's; else what came between two turns."""
+    """Messages of the ids: one assistant's message for the copy of a turn, else the messages
+    between two turns."""
 
     @property
     def is_turn(self) -> bool:
@@ -97,8 +98,8 @@ class OutOfTime(EngineError):
 
 
 class TurnSampler:
-    """Draws turns onto one trajectory. Several may be under way at the same time: each is recorded
-    whole when it has ended, and nothing is held meanwhile."""
+    """Draws turns onto one trajectory. Several may be sampled at the same time; each is recorded
+    when it is complete, without a lock."""
 
     def __init__(
         self,
@@ -110,8 +111,8 @@ class TurnSampler:
         budget: Budget,
         priority: Callable[[], int] = lambda: 0,
     ) -> None:
-        """sampling: a template, whose `max_tokens` the budget lowers and whose `stop_ids` the
-        renderer's precede."""
+        """sampling: a template; the budget lowers its `max_tokens`, and the renderer's `stop_ids`
+        come before its own."""
         self.engine, self.renderer, self.trajectory = engine, renderer, trajectory
         self.budget, self.priority = budget, priority
         stop_ids = tuple(dict.fromkeys((*renderer.stop_ids, *sampling.stop_ids)))
@@ -220,10 +221,10 @@ class TurnSampler:
     async def _generate(
         self, request: Request, deadline: float
     ) -> tuple[list[_Piece], FinishReason]:
-        """The engine's reply: what each policy version sampled, and why it ended. It is aborted at
-        the deadline, and the iterator is closed whatever happens.
+        """Returns the engine's reply: a piece per policy version, and the finish reason. It is
+        aborted at the deadline, and the iterator is always closed.
 
-        Raises EngineError for a reply that cannot be, or if not even the abort is answered.
+        Raises EngineError for an impossible reply, or if even the abort is not answered.
         """
         deltas = self.engine.generate(request)
         loop = asyncio.get_running_loop()
@@ -266,7 +267,7 @@ class TurnSampler:
         if last.finish_reason == "abort" and time.monotonic() < deadline:
             raise EngineError(f"request {request.id}: the engine aborted it.")
         # A version may have sampled nothing: the weights changed right before the first token, or
-        # after the last one, whose piece then is the one that ended.
+        # after the last one, and then the last piece gets the finish reason.
         sampled = [piece for piece in pieces if len(piece.ids)]
         if sampled:
             sampled[-1].finish_reason, sampled[-1].stop = last.finish_reason, last.stop
@@ -319,7 +320,7 @@ def fork_without_thinking(
         if not run.is_turn:
             continue
         if opening and (not at or parts[at - 1][-len(opening) :] != opening):
-            continue  # a copy that lost it already, with what began it
+            continue  # a copy that lost its thinking already, with the opening
         whole, kept = parts[at], renderer.without_thinking(parts[at])
         if opening:
             parts[at - 1] = parts[at - 1][: -len(opening)]

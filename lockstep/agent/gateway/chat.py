@@ -175,7 +175,7 @@ def write(answered: Answered) -> dict[str, Any]:
         message = client_message(reply.message, reply.stop)
         content: dict[str, Any] = {
             "role": "assistant",
-            # null where a call stands alone, as OpenAI has it
+            # null for a call without text, as OpenAI has it
             "content": message.content or (None if message.tool_calls else ""),
             "refusal": None,
         }
@@ -265,7 +265,7 @@ def _usage(answered: Answered) -> dict[str, Any]:
 
 # -- refusals -------------------------------------------------------------------------------------
 
-# OpenAI's own code where there is one: clients look for it.
+# Clients look for OpenAI's own codes.
 _CODES = {"context_overflow": "context_length_exceeded", "unknown_model": "model_not_found"}
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 

@@ -27,12 +27,12 @@ class GatewayConfig:
     """Seconds that a client may take to send its headers, and again to send the body; a connection
     without a request is closed after as long."""
     keep_alive_seconds: float = 10.0
-    """A stream whose turn is not complete by then begins with a sign of life, and another one is
-    sent as often."""
+    """Seconds until a stream whose turn is not complete sends a keep-alive, and between
+    keep-alives."""
     max_choices: int = 64
     """Largest `n` of one request: replies that are sampled side by side."""
     retry_after_seconds: float = 1.0
-    """Seconds after which a client is told to come back while the engine is down."""
+    """Value of Retry-After while the engine is down, in seconds."""
     rotate_tokens: int = 1_000_000
     """Requests that name no session share one. It ends at this many tokens, and another begins."""
 

@@ -20,10 +20,10 @@ from lockstep.types import (
 
 
 class Refusal(LockstepError):
-    """A request that is not answered with a turn: what was expected, what came, what to do.
+    """A request that gets no turn. The text says what was expected, what came and what to do.
 
     status: of HTTP. code: short and stable, for programs (`unknown_session`, `context_overflow`).
-    parameter: the field of the body that it is about, where it is one.
+    parameter: the field of the body, if the refusal is about one.
     """
 
     def __init__(self, status: int, code: str, message: str, *, parameter: str = "") -> None:
@@ -33,10 +33,10 @@ class Refusal(LockstepError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnRequest:
-    """One turn that an agent asks for, in any dialect."""
+    """One requested turn, in any dialect."""
 
     messages: tuple[Message, ...]
-    """The whole dialogue, as the agent tells it. The last one is not an assistant's."""
+    """The whole dialogue, as the agent sends it. The last message is not an assistant's."""
     tools: tuple[ToolSchema, ...] = ()
     max_tokens: int | None = None
     """None leaves it to the session, as with all that follows."""
@@ -46,7 +46,7 @@ class TurnRequest:
     stop_strings: tuple[str, ...] = ()
     seed: int | None = None
     ignored: tuple[str, ...] = ()
-    """Fields of the body that ask for something that will not happen; counted."""
+    """Fields of the body that have no effect here; counted."""
     key: str = ""
     """Says that two requests are one: a client's own idempotency key, else a digest of the body
     together with the client's count of retries. Empty: never the same."""

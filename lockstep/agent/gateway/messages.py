@@ -299,7 +299,7 @@ def _ending(reply: TurnReply) -> dict[str, Any]:
 def _usage(answered: Answered) -> dict[str, Any]:
     reply = answered.replies[0]
     return {
-        # In this dialect what was read from the cache is not part of the input.
+        # In this dialect, input_tokens excludes tokens read from the cache.
         "input_tokens": len(reply.prompt_ids) - reply.num_reused_tokens,
         "cache_read_input_tokens": reply.num_reused_tokens,
         "cache_creation_input_tokens": 0,

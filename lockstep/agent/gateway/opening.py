@@ -42,7 +42,7 @@ class RunGateway:
         self._config, self._renderer, self._model, self._note = config, renderer, model, note
         self._opening: asyncio.Task[Gateway] | None = None
         self._server: GatewayServer | None = None
-        # As many as episodes may be under way, which `agent.max_in_flight` decides.
+        # `agent.max_in_flight` limits the episodes.
         self._sessions = SessionRegistry(max_sessions=sys.maxsize)
 
     async def open(self) -> Gateway:

@@ -37,9 +37,10 @@ class Field:
     """accepted: changes nothing and need not. ignored: has no effect; a request that sets it is
     counted as gateway/ignored/NAME. refused: status 400."""
     about: str = ""
-    """Honoured: how. Accepted or ignored: why that is right. Refused: what to do instead."""
+    """Explains how the field is honoured, why it is accepted or ignored, or what to send instead.
+    """
     neutral: tuple[Any, ...] = ()
-    """Values of an ignored or refused field that ask for what happens anyway; null always is."""
+    """Values of an ignored or refused field that change nothing; null always is one."""
 
 
 Fields = Mapping[str, Field]
@@ -124,10 +125,10 @@ class Answered:
     num_thinking_tokens: Sequence[int]
     """One number per reply."""
     has_ids: bool = False
-    """Ids were asked for, by the header x-lockstep-ids."""
+    """The header x-lockstep-ids asked for ids."""
 
     def extension(self) -> dict[str, Any]:
-        """Returns `{"lockstep": ...}` if it was asked for. Nothing depends on its coming back."""
+        """Returns `{"lockstep": ...}` if the header asked for ids. An agent need not send it back."""
         if not self.has_ids:
             return {}
         turns = [
@@ -198,8 +199,8 @@ def _no_constant(name: str) -> float:
 
 
 def check_fields(body: Mapping[str, Any], fields: Fields, *, where: str = "") -> list[str]:
-    """Returns the names of ignored fields that ask for something. Raises Refusal for a field that
-    is refused, or in no table."""
+    """Returns the names of ignored fields that are set. Raises Refusal for a field that is refused,
+    or in no table."""
     found: list[str] = []
     for name, value in body.items():
         known = fields.get(name)
@@ -228,8 +229,8 @@ def turn_of(
     stops: str = "stop",
     ignored: Sequence[str] = (),
 ) -> TurnRequest:
-    """The turn that a body asks for. where: the field of the messages. limits, stops: fields of the
-    largest number of tokens (the smallest counts) and of the stop strings."""
+    """Builds the requested turn. where: the field of the messages. limits: fields of the token
+    limit; the smallest counts. stops: the field of the stop strings."""
     found = [integer_of(body.get(name), name, low=1, high=2**31 - 1) for name in limits]
     top_k = integer_of(body.get("top_k"), "top_k", low=-1, high=2**31 - 1)
     temperature = number_of(body.get("temperature"), "temperature", low=0, high=100)

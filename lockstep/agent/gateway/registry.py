@@ -1,4 +1,4 @@
-"""All sessions of one gateway: made, found by id or key, ended when nobody uses them any more."""
+"""All sessions of one gateway: created, found by id or key, and ended when idle."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class SessionRegistry:
         return found
 
     def of_key(self, key: str) -> GatewaySession | None:
-        return self._by_key.get(_digest(key))  # by digest: the time tells nothing of the key
+        return self._by_key.get(_digest(key))  # by digest: the time of the lookup reveals nothing
 
     def all(self) -> Sequence[GatewaySession]:
         return list(self._sessions.values())

@@ -150,8 +150,8 @@ def _tools(value: Any, left_out: list[str]) -> tuple[ToolSchema, ...]:
 
 
 def _add_input(transcript: Transcript, value: Any) -> None:
-    """Adds the messages of the items. What the model said in one turn is several items: reasoning,
-    then a message, then calls."""
+    """Adds the messages of the items. One turn of the model is several items: reasoning, then a
+    message, then calls."""
     if isinstance(value, str):
         transcript.add(Message(role="user", content=value))
         return

@@ -133,8 +133,8 @@ class GatewayServer:
         self._port = cast("tuple[str, int]", runner.addresses[0])[1]
 
     async def close(self) -> None:
-        """Stops listening and cancels turns under way. Finishes the shared session, which nobody
-        else would; all others stay as they are."""
+        """Stops listening, cancels turns in progress, and finishes the shared session. Other
+        sessions stay as they are."""
         if self._runner is not None:
             for turn in self._turns:
                 turn.cancel()
@@ -242,7 +242,7 @@ class GatewayServer:
         except web.RequestPayloadError as error:  # its compression is broken
             raise Refusal(400, "unreadable_body", f"the body cannot be read: {error}.") from None
 
-    # -- whose session ----------------------------------------------------------------------------
+    # -- the session of a request -----------------------------------------------------------------
 
     def _session(self, request: web.Request) -> GatewaySession:
         """Returns the session that a request is for. Raises Refusal (401, 403, 404)."""
@@ -256,8 +256,8 @@ class GatewayServer:
         return owner
 
     def _key_owner(self, request: web.Request) -> GatewaySession | None:
-        """Returns the session whose key came; None where all sessions are open: the server's key
-        came, or it has none. Raises Refusal (401)."""
+        """Returns the session of the request's key, or None if all sessions are open: the server's
+        key came, or the server has none. Raises Refusal (401)."""
         scheme, _, key = request.headers.get("Authorization", "").partition(" ")
         if scheme.lower() != "bearer" or not key:
             key = request.headers.get("x-api-key", "")
@@ -440,7 +440,7 @@ class GatewayServer:
         def done(task: asyncio.Task[Any]) -> None:
             self._turns.discard(task)
             if not task.cancelled():
-                task.exception()  # retrieved: whoever waits got it, and nobody else needs it
+                task.exception()  # retrieved: a caller that waits got it
 
         task.add_done_callback(done)
         return task

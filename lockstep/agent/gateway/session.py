@@ -98,7 +98,7 @@ class GatewaySession:
         self.key = key or f"sk-{secrets.token_urlsafe(24)}"
         self._tree = Tree()
         self._running: dict[asyncio.Task[Answer], str] = {}
-        """Requests under way, with their keys."""
+        """Requests in progress, with their keys."""
         self._answered: dict[str, Answer] = {}
         """By the key of the request."""
         self._asked: Counter[str] = Counter()
@@ -114,7 +114,7 @@ class GatewaySession:
         self.on_finish: Callable[[GatewaySession], None] = lambda session: None
         """Called once, when the trajectory is complete."""
 
-    # -- what a server sees -------------------------------------------------------------------
+    # -- for the server -----------------------------------------------------------------------
 
     @property
     def is_finished(self) -> bool:
@@ -165,7 +165,7 @@ class GatewaySession:
         return sorted({*ends, *(i for i in climbed if i not in inside)})
 
     async def reply(self, request: TurnRequest) -> TurnReply:
-        """The next turn of the dialogue that the request tells. Raises Refusal."""
+        """Returns the next turn of the request's dialogue. Raises Refusal."""
         self._check_open()
         self.last_used = time.monotonic()
         count(self.trajectory, "gateway/requests")
@@ -182,7 +182,7 @@ class GatewaySession:
         except asyncio.CancelledError:
             if job.cancelled():
                 raise self._closed() from None
-            if not request.key:  # the client is gone, and cannot come back for it
+            if not request.key:  # the client is gone and has no key to retry with
                 job.cancel()
             raise
         finally:
@@ -221,9 +221,8 @@ class GatewaySession:
         self.trajectory.reward_parts.update({name: float(v) for name, v in parts.items()})
 
     def lost(self, leaf: int) -> None:
-        """Takes back that a client received the turn that ends with `leaf`: it was gone when the
-        reply was there. A turn that no client received, and that no request goes on from, is not
-        rewarded."""
+        """Records that the client was gone before it received the turn that ends with `leaf`. A
+        turn that no client received is not rewarded, unless a request continues from it."""
         for answer in self._tree.answers:
             if answer.segment == leaf:
                 answer.num_receivers -= 1
@@ -241,10 +240,11 @@ class GatewaySession:
         trajectory.reward_parts.clear()
 
     async def finish(self, *, error: str = "") -> None:
-        """Ends the session; turns under way are given up. The trajectory is "failed" with an error,
+        """Ends the session and cancels turns in progress. The trajectory is "failed" with an error,
         "truncated" if a budget refused the last request, else "finished".
 
-        The end is carried out whole, also if this call is cancelled."""
+        The end is completed even if this call is cancelled.
+        """
         if self._finishing is None:
             self._finishing = asyncio.create_task(self._finish(error))
         elif error and error != self.trajectory.error:
@@ -281,7 +281,7 @@ class GatewaySession:
     # -- one turn -----------------------------------------------------------------------------
 
     async def _answer(self, request: TurnRequest) -> Answer:
-        # Up to the engine nothing is awaited: what is found holds where it is used.
+        # Nothing is awaited up to the engine, so the tree does not change meanwhile.
         sampling = self._sampling_of(request)
         dialogue = Dialogue.of(request)
         self._check_budget()
@@ -323,7 +323,7 @@ class GatewaySession:
     ) -> Answer:
         place = drafted.place
         digest = hashlib.blake2b(prompt_ids.data, digest_size=6).hexdigest()
-        # By what is asked and how often, and not by when: requests at the same time do not change
+        # By prompt and count, not by time: concurrent requests do not change
         # each other's draws.
         self._asked[digest] += 1
         num_asked = self._asked[digest]
@@ -363,7 +363,7 @@ class GatewaySession:
                 403, "max_seconds", "the time was over before the first token was sampled."
             ) from None
         except Exception as error:
-            # Nothing of it stands, and nothing is given: an agent would act on what is not there.
+            # Nothing was recorded, so the agent gets no turn.
             count(self.trajectory, "gateway/engine_errors")
             status, code = 500, "not_recorded"
             if isinstance(error, EngineError):
@@ -485,7 +485,7 @@ class GatewaySession:
                 "end before.",
             )
 
-    # -- what a request goes on from -----------------------------------------------------------
+    # -- the place of a request ----------------------------------------------------------------
 
     def _draft(self, dialogue: Dialogue, found: Found, reason: Reason) -> _Draft:
         """Finds the place where the request asks, and encodes what is new on the way there.
@@ -542,7 +542,8 @@ class GatewaySession:
         return draft
 
     def _copy(self, draft: _Draft, place: Place, reply: Message) -> Answer:
-        """A reply that an agent tells and that was not sampled at this place, as observed ids."""
+        """Copies a reply that the agent sent and that was not sampled at this place, as observed
+        ids."""
         was = altered_from(place, reply)
         known = self._tree.known(reply)
         if known is not None:
@@ -568,7 +569,7 @@ class GatewaySession:
         return Answer(place, reply, parts=[Observed(ids, (reply,))], reason=reason)
 
     def _extend(self, draft: _Draft, above: Answer, dialogue: Dialogue, at: int) -> Place:
-        """The place that batch `at` makes behind `above`."""
+        """Makes the place of batch `at`, after the reply `above`."""
         batch = dialogue.batches[at]
         place = Place(above, [], dialogue.num_messages(at + 1))
         tail = self._ids_of(above)
@@ -586,7 +587,7 @@ class GatewaySession:
         return place
 
     def _insert(self, draft: _Draft, dialogue: Dialogue) -> None:
-        """Links what a draft made into the tree."""
+        """Links the new places of a draft into the tree."""
         chain = draft.chain
         if draft.root_size:
             self._tree.insert_root(chain[0], dialogue, draft.root_size)
@@ -602,8 +603,7 @@ class GatewaySession:
             count(self.trajectory, "gateway/altered_tokens", _num_changed(self._ids_of(turn), ids))
 
     def _recorded_part(self, node: Place | Answer) -> tuple[int | None, list[Observed]]:
-        """Returns (the last recorded segment of the node's path, the parts behind it that are not
-        recorded)."""
+        """Returns (last recorded segment of the node's path, parts after it that are not recorded)."""
         parts: list[Observed] = []
         at: Place | Answer | None = node
         while at is not None and at.segment is None:
@@ -658,20 +658,20 @@ class _Draft:
     """Additions of one request to its session."""
 
     place: Place
-    """The place where the request asks for a turn."""
+    """Place where the request asks for a turn."""
     reason: Reason
     """Reason of the turn."""
     chain: list[Place]
-    """New places, each behind the one before; the last one is `place`."""
+    """New places, each following the one before; the last one is `place`."""
     num_encoded: int = 0
     first: int = 0
-    """The batch of the first place behind what stood."""
+    """Index of the first new batch."""
     root_size: int = 0
     """Batches of messages in a new root's prompt; 0 if there is no new root."""
     altered: list[tuple[Answer, Int32Array]] = field(
         default_factory=list[tuple[Answer, Int32Array]]
     )
-    """Turns that the agent altered, and the ids of what it made of them."""
+    """Turns that the agent altered, with the ids of the altered reply."""
     is_reason_taken: bool = False
 
     def take_reason(self) -> Reason:
@@ -683,7 +683,7 @@ class _Draft:
 
 
 def _num_changed(before: Int32Array, after: Int32Array) -> int:
-    """Ids that went and ids that came, between what both begin with and what both end with."""
+    """Counts removed and added ids, between a common beginning and a common end."""
     size = min(len(before), len(after))
     differs = np.flatnonzero(before[:size] != after[:size])
     head = int(differs[0]) if differs.size else size

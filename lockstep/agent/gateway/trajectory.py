@@ -54,7 +54,7 @@ def describe_trajectory(trajectory: Trajectory) -> str:
         line = f"{at} {' '.join(words)}"
         if segment.finish_reason:
             line += f", {segment.finish_reason}"
-        # A child that stands right below its parent needs no word about it.
+        # A parent in the line above is not named.
         if segment.parent is not None and segment.parent != at - 1:
             line += f", after {segment.parent}"
         if segment.reason:

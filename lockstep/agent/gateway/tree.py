@@ -31,8 +31,7 @@ Reason = Literal[
 """Why a turn begins a branch: the table in docs/gateway.md."""
 
 MAX_REMEMBERED_CHARS = 1024
-"""Longest arguments of a call whose canonical spelling is cached: 8192 of them take at most 16 MiB.
-"""
+"""Longest arguments whose canonical spelling is cached: 8192 of them take at most 16 MiB."""
 MIN_QUOTED_CHARS = 24
 """Shortest reply that counts as quoted when another message contains it; shorter ones match by
 chance."""
@@ -46,7 +45,7 @@ class Place:
     above: Answer | None
     """The reply before this batch; None for a root."""
     parts: list[Observed]
-    """Ids that are new behind `above`, until they are recorded in the trajectory."""
+    """Ids that are new after `above`, until they are recorded in the trajectory."""
     num_messages: int
     """Messages of the dialogue up to here, its own included."""
     reason: Reason = ""
@@ -54,7 +53,8 @@ class Place:
     why: Reason = ""
     """Reason of its first turn, whose branch may begin above the place."""
     is_forked: bool = False
-    """Its path leaves that of `above`, because thinking was forgotten: it goes on from `base`."""
+    """The path leaves that of `above`, because thinking was forgotten, and continues from `base`.
+    """
     base: int | None = None
     """A segment; None for a new root."""
     segment: int | None = None
@@ -76,7 +76,7 @@ class Place:
 
 @dataclass(slots=True, eq=False)
 class Answer:
-    """One turn of the model as the agent was told it, or a reply that the agent wrote instead."""
+    """One turn of the model as it was sent to the agent, or a reply that the agent wrote instead."""
 
     place: Place
     message: Message
@@ -94,14 +94,15 @@ class Answer:
 
     @property
     def is_abandoned(self) -> bool:
-        """A retry took its place or no client received it, and nothing goes on from it."""
+        """Whether a retry replaced the turn or no client received it, and no request continues from
+        it."""
         is_left = self.is_retried or self.num_receivers <= 0
         return is_left and not any(place.is_used for place in self.places.values())
 
 
 @dataclass(frozen=True, slots=True)
 class Dialogue:
-    """The messages of a request: batches of what the model reads, and the replies between them."""
+    """The messages of a request: batches that the model reads, and the replies between them."""
 
     tools: tuple[ToolSchema, ...]
     batches: list[tuple[Message, ...]]
@@ -348,7 +349,7 @@ def _calls_key(calls: Sequence[ToolCall]) -> Key:
 
 def _canonical(arguments: str) -> str:
     """Equal for two spellings of one JSON value; other text stays as it is."""
-    # Every request of a dialogue tells all calls again.
+    # Every request repeats all calls of its dialogue.
     is_short = len(arguments) <= MAX_REMEMBERED_CHARS
     return _short_canonical(arguments) if is_short else _read_canonical(arguments)
 

@@ -109,7 +109,7 @@ class ProgramHarness(Harness):
         ]
         try:
             await _ended(process)
-            # A child that it left behind may hold the pipes open for as long as it likes.
+            # A child of the program may hold the pipes open for longer.
             await asyncio.wait(pipes, timeout=DRAIN_SECONDS)
         finally:
             self.output = _end(bytes(printed) + b"\n" + bytes(complaints))
@@ -134,7 +134,7 @@ class ProgramHarness(Harness):
             await _ended(self._process)
 
     def _kill(self) -> None:
-        """Also kills what the program has started and left behind."""
+        """Kills the program and everything that it started."""
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -185,8 +185,8 @@ def _variables(endpoint: Endpoint, task_text: str) -> Mapping[str, str]:
 
 
 async def _ended(process: asyncio.subprocess.Process) -> None:
-    """Returns when the process has ended. `Process.wait` waits for its pipes as well, which a
-    child that was left behind may hold open."""
+    """Waits for the end of the process. `Process.wait` also waits for its pipes, which a child of
+    the process may hold open."""
     while process.returncode is None:
         await asyncio.sleep(0.01)
 
