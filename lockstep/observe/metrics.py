@@ -111,7 +111,7 @@ _TABLE: dict[str, tuple[tuple[str, str, Direction, str], ...]] = {
         ("gateway/abandoned_turns", "turns", "down", "Turns retried, or never received."),
         ("gateway/ignored_rewards", "rewards", "down", "Posted rewards that a score replaced."),
         ("gateway/engine_errors", "requests", "down", "Requests that the engine did not answer."),
-        ("gateway/ignored/*", "requests", "down", "Requests for other sampling settings."),
+        ("gateway/ignored/*", "requests", "down", "Requests that set a field without effect."),
         ("*", "1", "none", "Mean over episodes of a counter of the environment."),
     ),
     "response_length/": (
