@@ -128,7 +128,7 @@ class Answered:
     """The header x-lockstep-ids asked for ids."""
 
     def extension(self) -> dict[str, Any]:
-        """Returns `{"lockstep": ...}` if the header asked for ids. An agent need not send it back."""
+        """Returns `{"lockstep": ...}` if the header asked for ids."""
         if not self.has_ids:
             return {}
         turns = [

@@ -603,7 +603,7 @@ class GatewaySession:
             count(self.trajectory, "gateway/altered_tokens", _num_changed(self._ids_of(turn), ids))
 
     def _recorded_part(self, node: Place | Answer) -> tuple[int | None, list[Observed]]:
-        """Returns (last recorded segment of the node's path, parts after it that are not recorded)."""
+        """Returns (last recorded segment of the node's path, unrecorded parts after it)."""
         parts: list[Observed] = []
         at: Place | Answer | None = node
         while at is not None and at.segment is None:

@@ -76,7 +76,7 @@ class Place:
 
 @dataclass(slots=True, eq=False)
 class Answer:
-    """One turn of the model as it was sent to the agent, or a reply that the agent wrote instead."""
+    """One turn of the model as sent to the agent, or a reply that the agent wrote instead."""
 
     place: Place
     message: Message
