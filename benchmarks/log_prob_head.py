@@ -1,10 +1,9 @@
 """Log-probs over a large vocabulary, forward and backward: time and memory beside other functions.
 
 T hidden states of width 1024 and a head of V ids, float32, one thread; a gradient by the log-probs
-alone. Ours gives the entropy besides; "known" is ours where the loss's gradient is known before it
-(`ops.context.Coefficients`): a loss without a ratio, or with one fixed at 1. Peers: log_softmax and
-gather of all logits ("naive"); TRL's selective_log_softmax, whose code for a CPU is read out of its
-file; verl's FusedLinearForPPO. A peer that is not installed is left out, with the reason.
+alone. Ours gives the entropy too. Peers: log_softmax and gather of all logits ("naive"); TRL's
+selective_log_softmax, whose code for a CPU is read out of its file; verl's FusedLinearForPPO. A
+peer that is not installed is left out, with the reason.
 
 Seconds are processor time, MiB the peak above what was held before, gradients included: see
 sink_attention.py. The weight's gradient alone takes 4 x 1024 x V bytes.
@@ -33,12 +32,11 @@ from measuring import used_by
 from sink_attention import best, measure
 
 from lockstep.ops.base import Ops
-from lockstep.ops.context import Coefficients
 
 NAME = "log_prob_head"
 Tensor = torch.Tensor
 WIDTH = 1024
-SIDES = ("ours", "known", "naive", "trl", "verl")
+SIDES = ("ours", "naive", "trl", "verl")
 
 
 def naive(hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
@@ -83,7 +81,7 @@ def load_verl() -> Callable[..., Tensor]:
     return run
 
 
-def function_of(side: str, trl: str, upstream: Tensor) -> Callable[..., Tensor]:
+def function_of(side: str, trl: str) -> Callable[..., Tensor]:
     if side == "trl":
         return load_trl(trl)
     if side == "verl":
@@ -92,8 +90,7 @@ def function_of(side: str, trl: str, upstream: Tensor) -> Callable[..., Tensor]:
         return naive
 
     def run(hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
-        known = Coefficients(upstream[: len(ids)]) if side == "known" else None
-        return Ops().log_probs(hidden, weight, ids, coefficients=known)[0]
+        return Ops().log_probs(hidden, weight, ids)[0]
 
     return run
 
@@ -102,7 +99,7 @@ def measure_here(side: str, num_tokens: int, vocab_size: int, trl: str) -> dict[
     torch.set_num_threads(1)
     g = torch.Generator().manual_seed(0)
     upstream = torch.randn(num_tokens, generator=g)
-    function = function_of(side, trl, upstream)
+    function = function_of(side, trl)
     found, checks = (0.0, 0.0), {}
     for tokens, vocab in ((64, 512), (num_tokens, vocab_size)):
         hidden = torch.randn(tokens, WIDTH, generator=g).requires_grad_()
@@ -128,7 +125,7 @@ def measure_here(side: str, num_tokens: int, vocab_size: int, trl: str) -> dict[
 
 def why_not(side: str, trl: str) -> str:
     try:
-        function_of(side, trl, torch.zeros(1))
+        function_of(side, trl)
     except (LookupError, ImportError) as error:
         return str(error)
     return ""
@@ -163,13 +160,12 @@ def main() -> None:
     how = f"{T} tokens, {V} ids, width {WIDTH}, forward and backward, one thread"
     parts = [
         {
-            "name": f"{mine}/{peer}/{name}", "ours": round(found[mine][name], 2),
+            "name": f"ours/{peer}/{name}", "ours": round(found["ours"][name], 2),
             "peer": round(found[peer][name], 2), "unit": unit,
-            "ratio": round(found[peer][name] / found[mine][name], 2), "better": "lower",
-            "how": f"{how}; {mine} beside {peer}",
+            "ratio": round(found[peer][name] / found["ours"][name], 2), "better": "lower",
+            "how": f"{how}; ours beside {peer}",
         }
-        for mine in ("ours", "known") if mine in found
-        for peer in ("naive", "trl", "verl") if peer in found
+        for peer in ("naive", "trl", "verl") if peer in found and "ours" in found
         for name, unit in (("seconds", "CPU s"), ("mib", "MiB"))
     ]  # fmt: skip
     if not parts:

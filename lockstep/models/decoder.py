@@ -14,7 +14,7 @@ from lockstep.models.config import ModelConfig
 from lockstep.models.lora_config import LoraShape
 from lockstep.models.moe import MLP, MoE, Routing
 from lockstep.ops.base import Context, Ops
-from lockstep.ops.context import Coefficients, PackedContext, Support
+from lockstep.ops.context import PackedContext, Support
 from lockstep.ops.split import SplitContext
 
 Tensor = torch.Tensor
@@ -151,11 +151,9 @@ class Decoder(nn.Module):
         temperature: float = 1.0,
         support: Support | None = None,
         routing: Routing | None = None,
-        coefficients: Coefficients | None = None,
     ) -> tuple[Tensor, Tensor]:
         """(log-prob, entropy), each [N] float32, of targets [N]; each is predicted at its place of
-        predictors [N] among the T. The one call that a trainer makes. coefficients: see
-        `Ops.log_probs`."""
+        predictors [N] among the T. The one call that a trainer makes."""
         hidden_TD = self(ids_T, positions_T, context, routing)
         return self.ops.log_probs(
             hidden_TD.index_select(0, predictors_N),
@@ -163,7 +161,6 @@ class Decoder(nn.Module):
             targets_N,
             temperature=temperature,
             support=support,
-            coefficients=coefficients,
         )
 
     def log_probs(

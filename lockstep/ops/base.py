@@ -21,7 +21,6 @@ from lockstep.errors import AlignmentError
 from lockstep.ops import flex, head
 from lockstep.ops.context import (
     AttentionSpec,
-    Coefficients,
     PackedContext,
     PagedContext,
     Support,
@@ -257,7 +256,6 @@ class Ops:
         *,
         temperature: float = 1.0,
         support: Support | None = None,
-        coefficients: Coefficients | None = None,
     ) -> tuple[Tensor, Tensor]:
         """(log-prob of ids, entropy), each [T] float32 nats, of softmax(hidden @ weight^T / t).
 
@@ -266,18 +264,7 @@ class Ops:
 
         support: the ids that each of the T tokens was drawn from. The softmax is over these alone;
         an id outside has log-prob -inf. Raises AlignmentError for another number of tokens.
-
-        coefficients: the loss's gradient by both outputs, where it is known beforehand: the
-        gradients of hidden and weight are then formed in the forward, and the logits not formed
-        twice. The gradient that arrives in backward must be the coefficients times one number:
-        AlignmentError if it is not, or if they are of another number of tokens. Backward then runs
-        once only.
         """
-        if coefficients is not None and len(coefficients.logprobs) != len(ids):
-            raise AlignmentError(
-                f"log_probs: {len(ids)} ids, and coefficients of {len(coefficients.logprobs)} "
-                "tokens: one each."
-            )
         if support is not None and len(support) != len(ids):
             raise AlignmentError(
                 f"log_probs: {len(ids)} ids, and a support of {len(support)} tokens: one entry "
@@ -292,7 +279,6 @@ class Ops:
             gradient_dtype=self.gradient_dtype(hidden.dtype),
             temperature=temperature,
             support=support,
-            coefficients=coefficients,
         )
 
     def log_softmax(

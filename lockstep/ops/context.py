@@ -92,31 +92,6 @@ class Support:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Coefficients:
-    """Gradient of the loss by the outputs of the log-prob head, known before they are computed.
-
-    It is known for a loss that is linear in the log-probs, or whose ratio to the old policy is
-    fixed at 1."""
-
-    logprobs: Tensor
-    """[T] float32: dL/dlog-prob of each token, up to one factor for all."""
-    entropy: Tensor | None = None
-    """[T] float32: dL/dentropy, up to the same factor; None: the loss reads no entropy."""
-
-    def of(self, part: slice) -> Coefficients:
-        return Coefficients(
-            self.logprobs[part], None if self.entropy is None else self.entropy[part]
-        )
-
-    def equals(self, other: Coefficients) -> bool:
-        """Bit for bit. An entropy of None equals coefficients of 0."""
-        mine, theirs = (
-            torch.zeros_like(c.logprobs) if c.entropy is None else c.entropy for c in (self, other)
-        )
-        return torch.equal(self.logprobs, other.logprobs) and torch.equal(mine, theirs)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class AttentionSpec:
     """Settings of one layer's attention."""
 

@@ -3,9 +3,7 @@
 No [T, V] tensor exists at any time. Forward computes whole rows of logits, a chunk of rows at a
 time, since a softmax is over a row and must give the sampler's bits. Backward knows each row's
 log-sum and needs no whole row: it forms the logits again in tiles of many rows and few columns, so
-that the weight's gradient is complete after one tile, in float32, and written once. Where the
-loss's gradient is known beforehand (`Coefficients`), forward turns each chunk into its gradient in
-place and no logits are formed twice: three matrix products instead of four.
+that the weight's gradient is complete after one tile, in float32, and written once.
 
 # T tokens  D model width  V vocabulary
 """
@@ -17,8 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lockstep.errors import AlignmentError
-from lockstep.ops.context import Coefficients, Support
+from lockstep.ops.context import Support
 
 Tensor = torch.Tensor
 Linear = Callable[[Tensor, Tensor], Tensor]
@@ -28,7 +25,6 @@ CHUNK_BYTES = 128 << 20  # logits that live at once, forward and backward
 ROW_QUANTUM = 16  # rows of a chunk are a multiple of this, so that no ops have to pad them
 TILE_ROWS = 4096  # in backward: enough to read the weight seldom, few enough for wide tiles
 BLOCK_BYTES = 1 << 20  # one thread of a CPU works on this much at once: it stays in the cache
-TOLERANCE = 1e-5  # of the largest coefficient: rounding in float32, and of the scale
 
 
 def chunk_rows(vocab_size: int) -> int:
@@ -48,11 +44,10 @@ def log_probs(
     gradient_dtype: torch.dtype,
     temperature: float,
     support: Support | None,
-    coefficients: Coefficients | None,
 ) -> tuple[Tensor, Tensor]:
     """See `Ops.log_probs`. linear and log_softmax: those of the ops, which must give the same
     numbers whether or not a gradient is wanted."""
-    settings = _Settings(temperature, support, linear, log_softmax, gradient_dtype, coefficients)
+    settings = _Settings(temperature, support, linear, log_softmax, gradient_dtype)
     return _LogProbs.apply(hidden, weight, ids, settings)  # pyright: ignore[reportReturnType]
 
 
@@ -63,7 +58,6 @@ class _Settings:
     linear: Linear
     log_softmax: LogSoftmax
     gradient_dtype: torch.dtype
-    coefficients: Coefficients | None
 
     def choices(self, rows: slice, vocab_size: int, columns: slice | None = None) -> Tensor | None:
         return None if self.support is None else self.support.mask(rows, vocab_size, columns)
@@ -80,16 +74,13 @@ class _LogProbs(torch.autograd.Function):
         logprobs = hidden.new_empty(T, dtype=torch.float32)
         entropy, log_sums = torch.empty_like(logprobs), torch.empty_like(logprobs)
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
-        known = settings.coefficients if needs_hidden or needs_weight else None
         rows = chunk_rows(V)
         # A single chunk is no larger than what one tile takes in backward anyway: keep it.
-        is_kept = known is None and rows >= T and (needs_hidden or needs_weight)
+        is_kept = rows >= T and (needs_hidden or needs_weight)
         kept = hidden.new_empty(T, V, dtype=torch.float32) if is_kept else None
-        formed = None if known is None else _Formed(hidden, weight, ctx.needs_input_grad, settings)
         for part in _steps(T, rows):
             logits = settings.linear(hidden[part], weight)
             choices = settings.choices(part, V)
-            grads = None if formed is None else formed.place_for(logits)
             for block in _blocks(logits):
                 here = slice(part.start + block.start, part.start + block.stop)
                 mask = None if choices is None else choices[block]
@@ -106,35 +97,21 @@ class _LogProbs(torch.autograd.Function):
                 entropy[here] = -(_probs(logp, mask) * logp).sum(-1)
                 if kept is not None:
                     kept[here] = logp
-                if known is not None and grads is not None:
-                    grads[block] = _gradient(
-                        logp, known.of(here), entropy[here], ids[here], mask, settings.temperature
-                    )
                 del logp
-            if formed is not None and grads is not None:
-                formed.add(grads, part)
-            del logits, grads, choices  # before the next chunk is formed
-        ctx.settings, ctx.formed = settings, formed
-        if known is None:
-            ctx.save_for_backward(hidden, weight, ids, entropy, log_sums, kept)
+            del logits, choices  # before the next chunk is formed
+        ctx.settings = settings
+        ctx.save_for_backward(hidden, weight, ids, entropy, log_sums, kept)
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx, grad_logprobs, grad_entropy):
         settings = ctx.settings
-        if settings.coefficients is not None:
-            formed, ctx.formed = ctx.formed, None
-            if formed is None:
-                raise RuntimeError(
-                    "log_probs: with coefficients backward runs once, and it has run already."
-                )
-            scale = _scale_of(settings.coefficients, grad_logprobs, grad_entropy)
-            return *formed.take(scale), None, None
         hidden, weight, ids, entropy, log_sums, kept = ctx.saved_tensors
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         T, V, dtype = len(ids), len(weight), settings.gradient_dtype
         has_entropy_grad = bool((grad_entropy != 0).any())
-        known = Coefficients(grad_logprobs, grad_entropy if has_entropy_grad else None)
+        if not has_entropy_grad:
+            grad_entropy = None
         wide_hidden = hidden.to(dtype)
         grad_hidden = torch.zeros_like(hidden, dtype=_sum_dtype(dtype)) if needs_hidden else None
         grad_weight = torch.empty_like(weight) if needs_weight else None
@@ -162,7 +139,8 @@ class _LogProbs(torch.autograd.Function):
                     mask = None if choices is None else choices[block]
                     tile[block] = _gradient(
                         logp,
-                        known.of(here),
+                        grad_logprobs[here],
+                        None if grad_entropy is None else grad_entropy[here],
                         entropy[here],
                         ids[here] - columns.start,
                         mask,
@@ -184,73 +162,10 @@ class _LogProbs(torch.autograd.Function):
         return grad_hidden, grad_weight, None, None
 
 
-class _Formed:
-    """Gradients formed in forward, chunk by chunk."""
-
-    def __init__(self, hidden: Tensor, weight: Tensor, needs: tuple[bool, ...], s: _Settings):
-        dtype = s.gradient_dtype
-        self.dtype = dtype
-        self.hidden, self.weight = hidden, weight
-        self.grad_hidden = torch.zeros_like(hidden, dtype=_sum_dtype(dtype)) if needs[0] else None
-        # Chunks add to the whole of it: in bfloat16 the small ones would be lost.
-        self.grad_weight = torch.zeros_like(weight, dtype=_sum_dtype(dtype)) if needs[1] else None
-
-    def place_for(self, logits: Tensor) -> Tensor:
-        """Memory for the chunk's gradient: that of the logits, if they have its dtype."""
-        is_same = logits.dtype == self.dtype
-        return logits if is_same else logits.new_empty(logits.shape, dtype=self.dtype)
-
-    def add(self, grads: Tensor, rows: slice) -> None:
-        hidden = self.hidden[rows].to(self.dtype)
-        is_cast = self.weight.dtype != self.dtype  # then a part of it at once
-        columns = CHUNK_BYTES // (4 * self.weight.shape[1]) if is_cast else len(self.weight)
-        for part in _steps(len(self.weight), max(1, columns)):
-            if self.grad_hidden is not None:
-                weight = self.weight[part].to(self.dtype)
-                _add_product(self.grad_hidden[rows], grads[:, part], weight)
-            if self.grad_weight is not None:
-                _add_product(self.grad_weight[part], grads[:, part].t(), hidden)
-
-    def take(self, scale: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        grads = [self.grad_hidden, self.grad_weight]
-        self.grad_hidden = self.grad_weight = None  # nobody else holds them: they become .grad
-        is_one = bool(scale == 1)
-        for at, like in enumerate((self.hidden, self.weight)):
-            grad = grads[at]
-            if grad is not None:
-                grads[at] = (grad if is_one else grad.mul_(scale)).to(like.dtype)
-        return grads[0], grads[1]
-
-
-def _scale_of(known: Coefficients, grad_logprobs: Tensor, grad_entropy: Tensor) -> Tensor:
-    """The number by which the coefficients were multiplied to give the gradients that arrived.
-
-    Raises AlignmentError if there is none. NaN or inf where a gradient is not finite."""
-    of_entropy = torch.zeros_like(grad_entropy) if known.entropy is None else known.entropy
-    wanted = torch.cat([known.logprobs, of_entropy])
-    found = torch.cat([grad_logprobs, grad_entropy])
-    if not len(wanted) or not bool(torch.isfinite(found).all()):
-        return found.sum()
-    at = wanted.abs().argmax()
-    scale = found[at] / wanted[at] if bool(wanted[at] != 0) else found.new_ones(())
-    differs = (found - scale * wanted).abs()
-    limit = TOLERANCE * found.abs().max()
-    if bool((differs <= limit).all()):
-        return scale
-    place = int(differs.nan_to_num(float("inf")).argmax())
-    what = "log-prob" if place < len(grad_logprobs) else "entropy"
-    raise AlignmentError(
-        f"log_probs: the gradient that arrived is not the coefficients times one number: at the "
-        f"{what} of token {place % len(grad_logprobs)} it is {float(found[place]):.6g}, and the "
-        f"coefficient is {float(wanted[place]):.6g} (times {float(scale):.6g}). If the loss's "
-        "gradient depends on the log-probs, leave the coefficients out: backward then forms the "
-        "logits again."
-    )
-
-
 def _gradient(
     logp: Tensor,
-    known: Coefficients,
+    grad_logprobs: Tensor,
+    grad_entropy: Tensor | None,
     entropy: Tensor,
     ids: Tensor,
     choices: Tensor | None,
@@ -259,14 +174,14 @@ def _gradient(
     """dL/dlogits of some rows and columns, from their log-probs. ids: each row's token, counted
     from the first column; one outside the columns belongs to another tile."""
     grad = _probs(logp, choices)
-    upstream = known.logprobs[:, None]
-    if known.entropy is None:
+    upstream = grad_logprobs[:, None]
+    if grad_entropy is None:
         grad.mul_(-upstream)
     else:  # dH/dlogit_j = -p_j (log p_j + H)
-        through = logp.add(entropy[:, None]).mul_(known.entropy[:, None]).add_(upstream)
+        through = logp.add(entropy[:, None]).mul_(grad_entropy[:, None]).add_(upstream)
         grad.mul_(through).neg_()
     row = ((ids >= 0) & (ids < logp.shape[1])).nonzero()[:, 0]
-    grad[row, ids[row]] += known.logprobs[row]
+    grad[row, ids[row]] += grad_logprobs[row]
     return grad if temperature == 1.0 else grad.div_(temperature)
 
 

@@ -173,9 +173,7 @@ def run_sft(
     for step in range(first_step, config.steps):
         batch = [next(rows) for _ in range(config.rows_per_step)]
         weight = sum(float(s.columns["weights"][s.loss_mask].sum()) for s in batch)
-        metrics = trainer.forward_backward(
-            batch, supervised_loss, denominator=weight, is_linear=True
-        )
+        metrics = trainer.forward_backward(batch, supervised_loss, denominator=weight)
         yield {"step": float(step), **metrics, **trainer.optim_step()}
 
 

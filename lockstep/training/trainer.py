@@ -31,9 +31,7 @@ from lockstep.models.peft_io import check_policy, load_policy, save_policy
 from lockstep.models.sharding import let_go
 from lockstep.objectives.config import Aggregate, ObjectiveConfig
 from lockstep.objectives.losses import LossFn, TokenBatch, TokenLoss, make_loss
-from lockstep.ops.context import Coefficients
 from lockstep.ops.contract import Fingerprint, check_rows
-from lockstep.ops.head import chunk_rows
 from lockstep.training.config import TrainerConfig
 from lockstep.training.correcting import (
     BEHAVIOUR,
@@ -85,9 +83,6 @@ class _Call:
     """Load that the auxiliary loss balances; None without that loss."""
     is_measured: bool
     """Whether rows that were weighed before are measured in this forward too."""
-    is_linear: bool
-    is_refuted: bool = False
-    """Whether a gradient formed before its forward was wrong: none is tried again."""
 
 
 class Trainer(Learner):
@@ -213,7 +208,6 @@ class Trainer(Learner):
         denominator: float | None = None,
         correction: Correction | None = None,
         column: str | None = None,
-        is_linear: bool = False,
     ) -> Metrics:
         """Adds the gradient of the loss over `samples` to what the next `optim_step` applies.
 
@@ -228,9 +222,6 @@ class Trainer(Learner):
         batch first and has not: `update` does that.
         column: the samples keep this forward's log-probs under this name. The mismatch is measured
         in this forward if they are kept or the rows were not weighed before.
-        is_linear: the loss is linear in log-probs and entropy (or its ratio is fixed at 1), so its
-        gradient is known before the forward. A large head then forms its gradient in the forward,
-        which saves one product of four. The claim is checked; a wrong one costs a second forward.
         """
         is_weighed = bool(samples) and WEIGHTS in samples[0].columns
         if correction is not None and correction.needs_whole_batch and not is_weighed:
@@ -254,7 +245,6 @@ class Trainer(Learner):
             correction=correction,
             load=self._load_to_balance(samples, batches),
             is_measured=column is not None,
-            is_linear=is_linear,
         )
         self._passes.append(Pass(samples, lambda batch: self._backward(batch, call)))
         totals = Totals(self.device)
@@ -377,7 +367,6 @@ class Trainer(Learner):
         if not is_scored and num_updates > 1:
             _keep(rows, [np.full(len(s), np.nan, np.float32) for s in rows], "logprobs")
         # A loss without a ratio, or with one that is 1 by definition, is linear in log-probs.
-        is_ratio_one = not objective.has_ratio or correction.anchor == "on_policy"
         loss_fn = make_loss(objective)
         parts: list[Metrics] = []
         for number, part in enumerate(split_updates(rows, num_updates) or [[]]):
@@ -388,7 +377,6 @@ class Trainer(Learner):
                 fixed_length=objective.fixed_length,
                 correction=correction,
                 column="logprobs" if number == 0 and not is_scored else None,
-                is_linear=is_ratio_one and not objective.kl_coef and not correction.changes_tokens,
             )
             parts.append(metrics | self.optim_step())
         return merge_metrics(parts)
@@ -403,16 +391,16 @@ class Trainer(Learner):
         Returns at its N tokens, without gradient: log-probs, losses, and the correction's weights;
         the last two are 0.0 where a token is not trained on.
         """
-        routing, known = self._routing_for(batch, call), self._known_gradient(batch, call)
-        logprobs, entropy = self._log_probs(batch, routing, coefficients=known)
-        if known is not None:
-            found = self._gradient_at(logprobs, entropy, batch, call)
-            if found is None or not known.equals(found):
-                call.is_refuted = True
-                del logprobs, entropy  # and with them what that forward has kept
-                routing = self._routing_for(batch, call)
-                logprobs, entropy = self._log_probs(batch, routing)
-        tokens, reports = self._keep_tokens(batch, logprobs, entropy, call)
+        routing = self._routing_for(batch, call)
+        logprobs, entropy = self._log_probs(batch, routing)
+        tokens, reports = keep_tokens(
+            batch,
+            logprobs,
+            entropy,
+            call.correction,
+            version=self.version,
+            is_measured=call.is_measured,
+        )
         weight_N = call.loss_weights(batch)
         loss_N, out = torch.zeros_like(logprobs.detach()), None
         if batch.is_filler or not len(tokens.logprobs):
@@ -442,63 +430,16 @@ class Trainer(Learner):
             )
         return logprobs.detach(), loss_N, tokens.spread(tokens.weights_or_ones())
 
-    def _keep_tokens(
-        self, batch: PackedBatch, logprobs: Tensor, entropy: Tensor, call: _Call
-    ) -> tuple[TokenBatch, dict[str, MismatchReport]]:
-        return keep_tokens(
-            batch,
-            logprobs,
-            entropy,
-            call.correction,
-            version=self.version,
-            is_measured=call.is_measured,
-        )
-
-    def _known_gradient(self, batch: PackedBatch, call: _Call) -> Coefficients | None:
-        """The loss's gradient before the forward, where it is known and saves forming the logits
-        twice; None elsewhere. Ranks always take the plain way: one that had to repeat a forward
-        would leave the others waiting."""
-        if self.ranks is not None or call.is_refuted:
-            return None
-        if len(batch.targets) <= chunk_rows(self.model.config.vocab_size):
-            return None
-        if self.contract is not None:
-            versions = batch.columns.get("policy_version")
-            recorded = batch.columns.get("rollout_logprobs")
-            if versions is not None and recorded is not None and (versions == self.version).all():
-                return self._gradient_at(recorded, torch.zeros_like(recorded), batch, call)
-        if not call.is_linear:
-            return None
-        zeros = torch.zeros(len(batch.targets), device=batch.ids.device)
-        return self._gradient_at(zeros, zeros, batch, call)
-
-    def _gradient_at(
-        self, logprobs: Tensor, entropy: Tensor, batch: PackedBatch, call: _Call
-    ) -> Coefficients | None:
-        """The loss's gradient by log-probs and entropy at these values; None if nothing is
-        trained."""
-        logprobs, entropy = (x.detach().clone().requires_grad_() for x in (logprobs, entropy))
-        tokens, _ = self._keep_tokens(batch, logprobs, entropy, call)
-        if not len(tokens.logprobs):
-            return None
-        loss = _weighed(call.loss_fn(tokens), tokens) * tokens.select(call.loss_weights(batch))
-        total = loss.sum() * self.loss_scale.value
-        grads = torch.autograd.grad(total, (logprobs, entropy), allow_unused=True)
-        return Coefficients(torch.zeros_like(logprobs) if grads[0] is None else grads[0], grads[1])
-
     def _log_probs(
         self,
         batch: PackedBatch,
         routing: Routing | None = None,
         *,
         model: Decoder | None = None,
-        coefficients: Coefficients | None = None,
     ) -> tuple[Tensor, Tensor]:
         """(log-probs, entropy), each [N] float32, at the trained tokens."""
         model = model or self.model
         score = model.score if self._sequence is None else partial(self._sequence.score, model)
-        if coefficients is not None:
-            score = partial(model.score, coefficients=coefficients)
         return score(
             batch.ids,
             batch.positions,
