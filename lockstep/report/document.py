@@ -74,7 +74,6 @@ def build_document(
         "metrics": _meanings(series),
         "held_out": {name: held_out_label(name) for run in runs for name in evaluation_names(run)},
         "headlines": _headlines(runs, groups),
-        "results": [_results(run) for run in runs],
         "config_differences": _differences(configs),
         "trajectories": trajectories.documents,
         "num_stored_trajectories": trajectories.num_stored,
@@ -259,46 +258,6 @@ def evaluation_names(run: Run) -> list[str]:
     """Held-out means and pass rates of a run, in order of first appearance."""
     names = dict.fromkeys(name for row in run.metrics for name in row)
     return [name for name in names if held_out_label(name)]
-
-
-def _results(run: Run) -> list[dict[str, Any]]:
-    """One run's line of the final table: cells of label, value, unit, better, spread."""
-    cells: list[tuple[str, float, str, str]] = []
-    rewards, spread = run.column("reward/mean")[1], None
-    if rewards:
-        first, last = rewards[:NUM_LAST_STEPS], rewards[-NUM_LAST_STEPS:]
-        if len(rewards) > len(last):
-            cells.append((f"reward, first {len(first)}", statistics.fmean(first), "reward", "up"))
-        cells.append((f"reward, last {len(last)}", statistics.fmean(last), "reward", "up"))
-        spread = statistics.stdev(last) if len(last) > 1 else None
-    for name in evaluation_names(run):
-        cells.append((f"held-out {held_out_label(name)}", run.column(name)[1][-1], "reward", "up"))
-    for name, label, unit, choose in (
-        ("mismatch/k3", "k3, median", "nats", statistics.median),
-        ("mismatch/k3", "k3, worst", "nats", max),
-        ("mismatch/max_abs_diff", "largest difference", "nats", max),
-        ("train/skipped_updates", "skipped updates", "updates", max),
-    ):
-        if values := run.column(name)[1]:
-            cells.append((label, choose(values), unit, "down"))
-    if seconds := _seconds(run):
-        cells.append(("time", seconds, "seconds", "down"))
-    for tokens, phase, label in (
-        ("tokens/sampled", "time/sample_seconds", "sampling"),
-        ("tokens/trained", "time/train_seconds", "training"),
-    ):
-        if rate := _rate(run, tokens, phase):
-            cells.append((label, rate, "tokens/s", "up"))
-    return [
-        {
-            "label": label,
-            "value": write_number(value),
-            "spread": write_number(spread) if label.startswith("reward, last") else None,
-            "unit": unit,
-            "better": better,
-        }
-        for label, value, unit, better in cells
-    ]
 
 
 def _rate(run: Run, tokens: str, seconds: str) -> float | None:

@@ -1,4 +1,4 @@
-// Puts the page together: what ran, the headline figures, results, settings.
+// Puts the page together: what ran, the headline figures, settings.
 
 function buildTop(top) {
   const run = report.runs[0];
@@ -37,7 +37,7 @@ function groupDot(group) {
 }
 
 function buildSections(nav) {
-  const names = [["curves", "Curves"], ["results", "Results"], ["settings", "Settings"], ["trajectories", "Trajectories"]];
+  const names = [["curves", "Curves"], ["settings", "Settings"], ["trajectories", "Trajectories"]];
   nav.append(...names.filter(([id]) => document.getElementById(id)).map(([id, text]) => element("a", { href: `#${id}` }, text)));
 }
 
@@ -65,41 +65,6 @@ function buildHeadlines(section) {
       report.runs.length > 1 ? element("b", {}, `${run.name}: `) : null, run.alarm.text))));
 }
 
-function buildResults(section) {
-  const labels = [...new Set(report.results.flatMap((cells) => cells.map((cell) => cell.label)))];
-  const find = (cells, label) => cells.find((cell) => cell.label === label);
-  const any = (label) => report.results.map((cells) => find(cells, label)).find(Boolean);
-  const arrow = { up: " \u2191", down: " \u2193", none: "" };
-  const unit = (label) => unitToShow(any(label).unit);
-  section.append(sectionTitle("Results", element("span", { class: "hint" }, "\u2191 higher is better, \u2193 lower is better; \u00b1 is the standard deviation between steps.")));
-  if (report.runs.length === 1) { // a table of one line is easier to read as a list
-    section.append(element("dl", { class: "facts card padded" }, report.results[0].map((cell) => element("div", {},
-      element("dt", {}, cell.label + arrow[cell.better]),
-      element("dd", {}, formatNumber(cell.value, cell.unit),
-        isNumber(cell.spread) ? element("small", {}, ` \u00b1 ${formatNumber(cell.spread)}`) : null,
-        unit(cell.label) ? element("small", {}, ` ${unit(cell.label)}`) : null)))));
-    return;
-  }
-  const body = [];
-  for (const [groupIndex, group] of report.groups.entries()) {
-    for (const run of group.runs) {
-      body.push(element("tr", {}, element("th", {}, groupDot(groupIndex), report.runs[run].name), labels.map((label) => {
-        const cell = find(report.results[run], label);
-        return element("td", {}, cell ? formatNumber(cell.value, cell.unit) : "\u2013",
-          cell && isNumber(cell.spread) ? element("small", {}, ` \u00b1 ${formatNumber(cell.spread)}`) : null);
-      })));
-    }
-    if (group.runs.length > 1) body.push(element("tr", { class: "mean" }, element("th", {}, groupDot(groupIndex), `mean of ${group.runs.length} seeds`), labels.map((label) => {
-      const values = group.runs.map((run) => find(report.results[run], label)?.value).filter(isNumber);
-      return element("td", {}, values.length ? formatNumber(mean(values), any(label).unit) : "\u2013");
-    })));
-  }
-  section.append(element("div", { class: "table-frame card" }, element("table", { class: "numbers" },
-      element("thead", {}, element("tr", {}, element("th", {}, "run"), labels.map((label) =>
-        element("th", {}, label + arrow[any(label).better], unit(label) ? element("small", {}, unit(label)) : null)))),
-      element("tbody", {}, body))));
-}
-
 function buildSettings(section) {
   const differences = report.config_differences;
   section.append(sectionTitle("Settings"));
@@ -121,7 +86,6 @@ function buildSettings(section) {
 buildTop(document.getElementById("top"));
 buildHeadlines(document.getElementById("headlines"));
 buildCurves(document.getElementById("curves"));
-buildResults(document.getElementById("results"));
 buildSettings(document.getElementById("settings"));
 prepareTrajectories();
 buildBrowser(document.getElementById("trajectories"));

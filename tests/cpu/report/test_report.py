@@ -194,7 +194,7 @@ def test_runs_that_differ_in_the_seed_alone_are_one_group(written):
     ]
 
 
-def test_headlines_and_results_are_computed_from_the_rows(runs, written):
+def test_headlines_are_computed_from_the_rows(runs, written):
     document = written[1]
     reward, sampled, greedy, mismatch, seconds, speed = document["headlines"]
     lasts = [statistics.fmean(run.column("reward/mean")[1][-10:]) for run in runs]
@@ -213,12 +213,6 @@ def test_headlines_and_results_are_computed_from_the_rows(runs, written):
     assert [v["level"] for v in mismatch["values"]] == ["ok", "warning"]
     assert seconds["values"][1]["value"] == sum(runs[2].column("time/step_seconds")[1])
     assert speed["unit"] == "tokens/s"
-    cells = {cell["label"]: cell["value"] for cell in document["results"][2]}
-    firsts = statistics.fmean(runs[2].column("reward/mean")[1][:10])
-    assert cells["reward, first 10"] == firsts
-    assert cells["reward, last 10"] == lasts[2]
-    assert cells["held-out sampled"] == runs[2].column("eval/sampled/mean@1")[1][-1]
-    assert cells["k3, worst"] == max(runs[2].column("mismatch/k3")[1])
 
 
 def test_values_that_are_not_finite_are_said_and_not_dropped(tmp_path):
