@@ -720,7 +720,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _options(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parsed arguments, where flags and settings may stand in any order.
+    """Parses arguments, with flags and settings in any order.
 
     `lockstep train from=RUN@3` has no target: a first word with an = in it is a setting.
     """

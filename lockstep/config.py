@@ -160,7 +160,7 @@ def describe(config: Any, prefix: str = "") -> Iterable[tuple[str, str, str, str
 
 @cache
 def field_docs(cls: type) -> dict[str, str]:
-    """field -> the docstring that stands under it, base classes included."""
+    """field -> the docstring below it, base classes included."""
     docs: dict[str, str] = {}
     for base in reversed(cls.__mro__):
         if not dataclasses.is_dataclass(base):

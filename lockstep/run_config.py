@@ -1,7 +1,7 @@
-"""Everything that a training run is, as one tree of settings. No torch.
+"""All settings of a run, as one tree. No torch.
 
-Facts that several rooms share (model, seed, longest row, threads) stand here once and are handed
-down; the rest belongs to the room that reads it.
+Settings that several rooms share (model, seed, longest row, threads) are here once and are handed
+down; the others belong to the room that reads them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from lockstep.training.config import (
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationConfig:
-    """How the policy is tested on tasks that it is not trained on."""
+    """Tests of the policy on tasks that it is not trained on."""
 
     every: int = 0
     """Steps between evaluations; 0 tests before the first step and after the last one only."""
@@ -48,7 +48,7 @@ class EvaluationConfig:
     success_reward: float = 0.999
     """A sample with at least this reward has passed (pass@k)."""
     at_start: bool = True
-    """Test before the first step: what the run began from."""
+    """Test before the first step."""
 
     def __post_init__(self) -> None:
         for name in ("num_tasks", "num_samples"):
@@ -78,7 +78,7 @@ class DoctorConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelChoice:
-    """Which model, and how it is run: what every kind of run has in common."""
+    """The model and how it is run: settings that every kind of run has."""
 
     name: str = "run"
     """Names the run directory: runs/NAME-TIMESTAMP."""
@@ -89,16 +89,16 @@ class ModelChoice:
     does not have. For training alone: another engine samples, and the contract, routing replay,
     recompute, adapters and sharding are refused. Needs the extra `transformers`."""
     seed: int = 0
-    """Of tasks, sampling and everything else that is drawn."""
+    """Seed of tasks, sampling and every other draw."""
     max_tokens: int = 512
     """Longest row: prompt, sampled and observed tokens of one episode."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """What the trainer computes in, and the sampler unless engine.dtype says otherwise. The
-    optimizer keeps float32 masters; float16 gradients are scaled (trainer.loss_scale)."""
+    """Number format of the trainer, and of the sampler unless engine.dtype differs. The optimizer
+    keeps float32 masters; float16 gradients are scaled (trainer.loss_scale)."""
     threads: int = 1
     """CPU threads of torch."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where the model runs; auto takes a GPU where there is one."""
+    """Device of the model; auto takes a GPU if there is one."""
     memory_limit_gib: float = 0.0
     """GiB of the device's memory that the run may take; one whose predicted peak is larger is
     refused at start. 0 is what the device has free."""
@@ -147,49 +147,50 @@ class Config(ModelChoice):
     group_size: int = 8
     """Episodes per task: what a group baseline compares."""
     max_failed_share: float = 0.5
-    """Share of a step's episodes that may fail (a tool that crashes the environment, an engine that
-    answers nonsense). Above it the run stops and says why; below it the rest is trained on."""
+    """Share of a step's episodes that may fail (a tool crashes the environment, an engine answers
+    nonsense). Above it the run stops and says why; below it the other episodes are trained on."""
     max_staleness: int = 0
     """Steps that the weights may be behind which sample a batch. 0 samples and trains in turn.
     Above 0 up to this many later batches are under way, their episodes take new weights in the
     middle of a reply, and an engine in a process of its own samples while the trainer trains."""
     over_stale: Literal["correct", "drop"] = "correct"
-    """What becomes of a row with a token that is older than max_staleness allows (a replica that
-    lags behind): trained with its correction like any other, or left out; counted either way."""
+    """Treatment of a row with a token older than max_staleness (a replica lagged behind): train on
+    it with its correction like any other, or drop it. It is counted either way."""
     task: TaskConfig
-    """What the agent is trained on."""
+    """The task that the agent is trained on."""
     contract: ContractChoice = "auto"
-    """What is promised of the sampler's and the trainer's log-probs. true-on-policy: equal bit for
-    bit, proved at start and checked on every token, or the run is refused. auto: the same where the
-    machine can keep it, else without, saying why. none: stock arithmetic, equal to rounding."""
+    """Promise about the sampler's and the trainer's log-probs. true-on-policy: equal bit for bit,
+    proved at the start and checked on every token, or the run is refused. auto: the same if this
+    machine can keep it, else none, and the plan says why. none: stock arithmetic, equal to
+    rounding."""
     agent: AgentConfig = field(default_factory=AgentConfig)
     """Budgets of an episode and how its tokens are drawn."""
     gateway: GatewayConfig = field(default_factory=GatewayConfig)
-    """Where finished agents find the model over HTTP, of a task that has such."""
+    """HTTP server through which the agent programs of a task reach the model."""
     engine: EngineConfig = field(default_factory=EmbeddedConfig)
-    """What samples."""
+    """Engine that samples."""
     placement: PlacementConfig = field(default_factory=LocalPlacement)
-    """Where the processes of the run are started."""
+    """Machines on which the processes of the run are started."""
     sync: SyncConfig = field(default_factory=SyncConfig)
     """How the engine gets the trainer's weights, and how that it did is verified."""
     advantage: AdvantageConfig = field(default_factory=GRPO)
     """How rewards become advantages."""
     critic: CriticConfig = field(default_factory=CriticConfig)
-    """The model of values that advantage=gae compares with; there is none with any other."""
+    """Model of values for advantage=gae; other advantages have none."""
     objective: ObjectiveConfig = field(default_factory=PPOClip)
     """The policy loss."""
     correction: Correction | None = None
-    """What is done about the gap between sampler and trainer; a preset by its name
-    (`correction=mis`), or one setting after another. none: bypass where the sampler runs the
-    trainer's own decoder in its dtype and in step with it, and mis everywhere else."""
+    """Correction of the gap between sampler and trainer: a preset by its name (`correction=mis`),
+    or single settings. none chooses bypass if the sampler runs the trainer's own decoder in its
+    dtype and in step with it, and mis otherwise."""
     doctor: DoctorConfig = field(default_factory=DoctorConfig)
-    """What is looked for in the rows that are trained, and what is done about it."""
+    """Checks of the trained rows, and the reaction to a cause that they find."""
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     """Tests on held-out tasks."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    """What is saved, and how often."""
+    """Which checkpoints are saved, and how often."""
     record: RecordConfig = field(default_factory=RecordConfig)
-    """What of the trajectories is kept, and extra loggers."""
+    """Trajectories to keep, and extra loggers."""
 
     @property
     def chosen_correction(self) -> Correction:
@@ -200,8 +201,8 @@ class Config(ModelChoice):
 
     @property
     def is_in_step(self) -> bool:
-        """Whether what samples is the trainer's own decoder, in its dtype and of its version: the
-        two are equal up to the ops, whatever fault is injected into one of them."""
+        """Whether the sampler is the trainer's own decoder, in its dtype and with its weights: the
+        two then differ in their ops at most."""
         engine = self.engine
         is_own = isinstance(engine, EmbeddedConfig) and engine.dtype in ("same", self.dtype)
         return is_own and not self.max_staleness
@@ -304,23 +305,23 @@ class SupervisedConfig(ModelChoice):
 
 @dataclass(frozen=True, kw_only=True)
 class ServeConfig(ModelChoice):
-    """What `lockstep serve` serves, and how its tokens are drawn where a request does not say."""
+    """Settings of `lockstep serve`: the model, and defaults for requests."""
 
     name: str = "serve"
     engine: EngineConfig = field(default_factory=EmbeddedConfig)
-    """What samples."""
+    """Engine that samples."""
     gateway: GatewayConfig = field(default_factory=GatewayConfig)
-    """Where agents find it, and what one request may cost."""
+    """Address of the server, and limits of one request."""
     temperature: float = 1.0
-    """Of requests that name none; 0 is greedy."""
+    """Temperature of requests that name none; 0 is greedy."""
     top_p: float = 1.0
-    """Of requests that name none; 1 is off."""
+    """Top-p of requests that name none; 1 is off."""
     top_k: int = 0
-    """Of requests that name none; 0 is off."""
+    """Top-k of requests that name none; 0 is off."""
     max_turn_tokens: int = 1024
     """Tokens that a reply may have, whatever a request asks for."""
     turn_seconds: float = 600.0
-    """How long one reply may take; it is aborted then, and told as far as it went."""
+    """Seconds until a reply is cut off; the tokens sampled so far are returned."""
     idle_seconds: float = 3600.0
     """A session without a request for so long has failed: its agent is gone. 0 waits for ever."""
     max_sessions: int = 4096

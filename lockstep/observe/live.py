@@ -1,4 +1,4 @@
-"""The lines that a person reads while a run goes on: one per step, and what must not be lost."""
+"""The lines that a person reads while a run trains: one per step, and warnings."""
 
 from __future__ import annotations
 

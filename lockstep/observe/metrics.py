@@ -27,11 +27,11 @@ class Metric:
     """One line of the table."""
 
     name: str
-    """As in metrics.jsonl; `*` stands for one or more characters."""
+    """The name in metrics.jsonl; `*` matches one or more characters."""
     unit: str
     """"1" is a bare number; "share" lies in 0..1."""
     better: Direction
-    """Which way an improvement goes; "none" where it depends or nothing can be said."""
+    """Direction of an improvement; "none" if neither is better."""
     meaning: str
     """One line, for people who did not write the code."""
 
@@ -284,7 +284,7 @@ def step_metric(
     """Adds a metric of your own to every training step, as a decorator in a file for `--plugin`.
 
     The function gets the step's groups of trajectories and its training rows and returns a number.
-    If it raises, the step goes on without the metric and the log says why. Raises DataError for a
+    If it raises, the step has no such metric and the log says why. Raises DataError for a
     name that exists.
     """
 

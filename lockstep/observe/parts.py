@@ -1,5 +1,4 @@
-"""The ways in which tokens are told apart in figures of the mismatch: one table for the training
-step, the doctor and whoever reads them."""
+"""The partitions of tokens that figures of the mismatch are split by: age, turn, position, ..."""
 
 from __future__ import annotations
 
@@ -11,12 +10,12 @@ from lockstep.types import TOKEN_KINDS
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One way of telling tokens apart: by a number of theirs, in half-open ranges."""
+    """A partition of tokens by one of their numbers, in half-open ranges."""
 
     name: str
     labels: tuple[str, ...]
     starts: tuple[int, ...]
-    """Of each label's range, rising; a number below the first belongs to it."""
+    """First number of each label's range, rising; numbers below the first belong to it."""
 
 
 def _part(name: str, *starts: int, labels: Sequence[str] = ()) -> Part:

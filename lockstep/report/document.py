@@ -1,4 +1,4 @@
-"""What a report says, as plain data: the page draws exactly this, and `report.json` holds it.
+"""The content of a report as plain data: the page draws exactly this; `report.json` holds it.
 
 Metrics keep every digit. A value that is not finite is "NaN", "Infinity" or "-Infinity", as in
 metrics.jsonl.
@@ -24,7 +24,7 @@ from lockstep.observe.alarms import (
     normal_band,
 )
 from lockstep.observe.metrics import find_metric, held_out_label, is_step_row
-from lockstep.report.selection import Budget, select
+from lockstep.report.selection import select
 from lockstep.store.files import encode_number
 from lockstep.store.run import Run
 
@@ -54,13 +54,14 @@ def build_document(
     *,
     vocabularies: Sequence[Vocabulary | None],
     title: str,
-    budget: Budget,
+    num_trajectories: int,
+    num_tokens: int,
 ) -> dict[str, Any]:
     """The whole report as JSON. `vocabularies`: one per run; None shows ids."""
     configs = [flatten(run.config) for run in runs]
     groups = _groups(runs, configs)
     series = [_series(run) for run in runs]
-    trajectories = select(runs, budget)
+    trajectories = select(runs, num_trajectories=num_trajectories, num_tokens=num_tokens)
     return {
         "document_version": DOCUMENT_VERSION,
         "title": title,
@@ -150,7 +151,7 @@ def worst_alarm(run: Run) -> Alarm:
 
 
 def _seconds(run: Run) -> float:
-    """What the run took: its own clock if it has one, else the sum of its steps; 0 if unknown."""
+    """Seconds of the run: by its own clock, else the sum of its steps; 0 if unknown."""
     elapsed = run.column("time/elapsed_seconds")[1]
     return elapsed[-1] if elapsed else sum(run.column("time/step_seconds")[1])
 

@@ -1,7 +1,7 @@
 """Writes a report: one HTML file that needs nothing else, and the same as JSON.
 
-The page's script and style stand in it whole, and its policy allows those two by their hash and
-nothing else: no request leaves the page, and text that a model wrote cannot run, whatever it is.
+The page holds its script and style, and its policy allows these two by their hash and nothing else:
+the page sends no request, and text that a model wrote cannot run.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from typing import Any
 
 from lockstep.errors import RunError
 from lockstep.report.document import Vocabulary, build_document
-from lockstep.report.selection import Budget
+from lockstep.report.selection import NUM_TOKENS, NUM_TRAJECTORIES
 from lockstep.store.files import write_atomically
 from lockstep.store.run import Run
 
 
 @dataclass(frozen=True, kw_only=True)
 class Template:
-    """The files of this package that a sort of page is put together of."""
+    """The files of this package that make one kind of page."""
 
     page: str
     styles: tuple[str, ...]
     scripts: tuple[str, ...]
     label: str
-    """What the page is, behind its title."""
+    """Kind of page, shown after its title."""
 
 
 REPORT = Template(
@@ -50,7 +50,8 @@ def write_report(
     *,
     vocabulary: Vocabulary | Sequence[Vocabulary | None] | None = None,
     title: str = "",
-    budget: Budget | None = None,
+    num_trajectories: int = NUM_TRAJECTORIES,
+    num_tokens: int = NUM_TOKENS,
 ) -> Path:
     """Writes `out` (an .html file) and the same content beside it as .json; returns `out`.
 
@@ -68,7 +69,8 @@ def write_report(
         runs,
         vocabularies=vocabularies,
         title=title or (runs[0].name if len(runs) == 1 else f"{len(runs)} runs"),
-        budget=budget or Budget(),
+        num_trajectories=num_trajectories,
+        num_tokens=num_tokens,
     )
     out = Path(out)
     out.parent.mkdir(parents=True, exist_ok=True)

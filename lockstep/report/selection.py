@@ -1,4 +1,4 @@
-"""Which trajectories a report shows: the ones that somebody would look for, and a fair sample."""
+"""Selects the trajectories of a report: the telling ones, and a fair sample."""
 
 from __future__ import annotations
 
@@ -18,23 +18,19 @@ from lockstep.types import Float32Array
 _MAX_STEPS_READ = 400
 
 
-@dataclass(frozen=True, kw_only=True)
-class Budget:
-    """How much a report may hold: a page of a few megabytes opens at once, also on a phone."""
-
-    num_trajectories: int = 200
-    num_tokens: int = 120_000
-    """About 25 bytes each, with two log-probs."""
+NUM_TRAJECTORIES, NUM_TOKENS = 200, 120_000
+"""Most trajectories and tokens of a report, about 25 bytes a token with two log-probs: a page of a
+few megabytes opens at once, also on a phone."""
 
 
 @dataclass
 class Selection:
-    """What was chosen."""
+    """The trajectories of a report."""
 
     documents: list[dict[str, Any]] = field(default_factory=list)
     num_stored: int = 0
     num_left_out: int = 0
-    """Chosen, and then too long for the budget of tokens."""
+    """Chosen trajectories that were too long for the budget of tokens."""
 
 
 @dataclass(frozen=True)
@@ -44,14 +40,14 @@ class _Candidate:
     split: str
 
 
-def select(runs: Sequence[Run], budget: Budget) -> Selection:
-    """Chooses within the budget, evenly over the runs, and reads only what was chosen.
+def select(runs: Sequence[Run], *, num_trajectories: int, num_tokens: int) -> Selection:
+    """Chooses within these limits, evenly over the runs, and reads only the chosen ones.
 
-    By each run: the worst mismatches, the best and worst rewards of its second half, episodes that
+    From each run: the worst mismatches, the best and worst rewards of its second half, episodes that
     did not finish, evaluations, and the rest as an even sample over the steps.
     """
     out = Selection()
-    num_left, tokens_left = budget.num_trajectories, budget.num_tokens
+    num_left, tokens_left = num_trajectories, num_tokens
     for index, run in enumerate(runs):
         runs_left = len(runs) - index
         candidates = _candidates(run)

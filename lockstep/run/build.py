@@ -56,17 +56,16 @@ class Parts:
 
     model_files: ModelFiles
     model: Decoder
-    """What the engine samples from: the trained one itself, unless that is sharded."""
+    """The model that the engine samples from: the trained one itself, unless that is sharded."""
     engine: Engine
     trainer: Trainer
     numerics: Numerics
     publisher: Publisher | None
-    """The way from the trainer's weights to the engine; None if the engine keeps those that it has,
-    which serves an evaluation."""
+    """Hands the trainer's weights to the engine; None if an evaluation plays with the engine's own."""
     critic: Critic | None = None
-    """Only where the advantage is made of its values."""
+    """The model of values; None unless the advantage needs one."""
     hooks: RunHooks = field(default_factory=current_hooks)
-    """What steps into the run from outside; by default nothing."""
+    """Code from outside that steps into the run; by default none."""
 
     @property
     def renderer(self) -> Renderer:
@@ -193,14 +192,14 @@ def build(
 
 
 def _weights_place(config: Config, context: EngineContext) -> Path | None:
-    """Where versions are written for engines that read them; None is a temporary directory."""
+    """The directory of versions for engines that read files; None is a temporary one."""
     if config.sync.directory:
         return Path(config.sync.directory).expanduser() / context.run
     return None if context.scratch is None else context.scratch / "weights"
 
 
 def _workers(config: Config, rank: int, world: int, device: torch.device) -> Workers:
-    """Where this rank's part of the engines is, that run in processes of their own."""
+    """The places of this rank's share of the engines that run in processes of their own."""
     import torch
 
     from lockstep.launch.workers import LocalWorkers, RemoteWorkers, gpus_of_rank
@@ -275,7 +274,7 @@ def _with_engine(
     numerics: Numerics,
     model: Decoder,
 ) -> Numerics:
-    """The numerics that hold with this engine beside the trainer.
+    """The numerics that this engine and the trainer keep together.
 
     Raises ConfigError where the contract is named and the engine cannot keep it, and for an engine
     of this library that should; `auto` goes on without.
@@ -349,7 +348,7 @@ def load_model(
 
 
 def resolve_device(config: ModelChoice) -> Device:
-    """What the setting `device` means here. Raises ConfigError for a GPU that is not there."""
+    """The device that the setting names here. Raises ConfigError for a GPU that is missing."""
     import torch
 
     has_gpu = torch.cuda.is_available()

@@ -156,7 +156,7 @@ def _update(config: Config, *, is_kept: bool) -> str:
 
 
 def _critic(config: Config) -> str:
-    """Where the critic starts, and how it learns."""
+    """The critic's first weights, and how it learns."""
     if not config.advantage.needs_critic:
         return ""
     critic = config.critic

@@ -1,4 +1,4 @@
-"""What is known and checked of a run before a model is loaded, in under two seconds. No torch."""
+"""All checks of a run that need no loaded model, in under two seconds. No torch."""
 
 from __future__ import annotations
 
@@ -83,9 +83,9 @@ class Numerics:
 
 
 def preflight(config: Config, *, is_training: bool = True) -> ModelFiles:
-    """Everything that can be wrong and be known without loading a model. Returns what it read.
+    """Checks everything that can be known without loading a model. Returns the files it read.
 
-    is_training: False leaves out what training takes of the memory, and its tasks.
+    is_training: False checks neither the memory that training needs nor its tasks.
     Raises ConfigError, CheckpointError, RendererError or DataError, with both values and the fix.
     """
     model_files = read_model_files(config)
@@ -179,7 +179,7 @@ def memory_limit(config: ModelChoice, device: Device) -> tuple[int, str] | None:
 
 
 def _host_memory(config: ModelChoice) -> tuple[int, str] | None:
-    """What this machine has for one of the run's processes on it."""
+    """(bytes of this machine's memory for one of the run's processes on it, their source)."""
     found = available_bytes()
     here = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or config.parallel.processes or 1
     if found is None or here == 1:
@@ -213,7 +213,7 @@ def memory_plan(
 
 
 def expected_device(config: ModelChoice) -> Device:
-    """What `device=auto` will be, as far as can be seen without torch."""
+    """The device that `device=auto` will choose, as far as can be seen without torch."""
     if config.device == "auto":
         return "cuda" if Path("/dev/nvidiactl").exists() else "cpu"
     return config.device
@@ -361,7 +361,7 @@ def _check_first_prompt(config: Config, model_files: ModelFiles, task: Any) -> N
 
 
 def why_no_contract(config: Config) -> str:
-    """What rules the contract out before anything is tried; empty if nothing does."""
+    """Why the contract cannot be kept, as far as the settings tell; empty if it may be."""
     if config.fallback:
         return "fallback=true: transformers computes the model, and not ops"
     if config.agent.is_truncated and not config.agent.record_support:

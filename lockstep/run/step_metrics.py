@@ -20,7 +20,7 @@ TOKEN_COUNTERS = ("encoded", "prefilled", "cached")
 def step_metrics(
     step: int, groups: Sequence[Group], rows: Sequence[Sample], trainer: Mapping[str, float]
 ) -> dict[str, Any]:
-    """One row of metrics.jsonl, without `time/*`. `trainer`: what the update reported.
+    """One row of metrics.jsonl, without `time/*`. trainer: the metrics of the update.
 
     Rewards are over the episodes that did not fail; counters are means over all of them.
     """
@@ -70,8 +70,7 @@ def step_metrics(
 
 
 def _by_source(groups: Sequence[Group]) -> dict[str, float]:
-    """Of each component of a mixture: its episodes, and the mean reward of those that did not
-    fail."""
+    """Episodes of each component of a mixture, and the mean reward of those that did not fail."""
     sources: dict[str, list[Trajectory]] = defaultdict(list)
     for group in groups:
         if group.task.source:

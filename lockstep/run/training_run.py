@@ -58,7 +58,7 @@ class TrainingRun:
     parts: Parts
     path: Path
     directory: RunDirectory | None
-    """Where the run is written; None on every rank but the first."""
+    """The run directory; None on every rank but the first."""
     view: View
     loggers: Loggers
     ranks: Ranks | None = None

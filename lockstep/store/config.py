@@ -1,4 +1,4 @@
-"""What a run keeps, and where its metrics go besides its own directory."""
+"""Settings of the record: which trajectories are kept, and which trackers get the metrics."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class LastConfig:
     """Only the most recent steps keep their trajectories."""
 
     steps: int = 20
-    """Steps whose trajectories stay on disk; older parts are deleted as the run goes on."""
+    """Number of steps whose trajectories are kept; older parts are deleted during the run."""
 
     def __post_init__(self) -> None:
         if self.steps < 1:
@@ -46,12 +46,12 @@ class SampleConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RecordConfig:
-    """What is recorded of a run."""
+    """Settings of a run's record."""
 
     keep: AllConfig | LastConfig | SampleConfig = field(default_factory=AllConfig)
-    """Which trajectories stay on disk: all, those of the last steps, or a sample of the groups."""
+    """Trajectories to keep: all, those of the last steps, or a sample of the groups."""
     loggers: tuple[str, ...] = ()
-    """Where metrics go besides metrics.jsonl: tensorboard, wandb, trackio."""
+    """Trackers that get the metrics besides metrics.jsonl: tensorboard, wandb, trackio."""
     project: str = "lockstep"
     """Project name shown by wandb and trackio."""
 

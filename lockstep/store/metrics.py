@@ -9,19 +9,22 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import DataError, RunError
-from lockstep.store.files import decode_number, encode_number
+from lockstep.store.files import decode_number, encode_number, write_atomically
 
 
 class JsonlLogger:
     """Appends rows to a file; each is on disk when `log` returns, so a kill loses at most one.
 
-    A torn last line, left by a kill within a write, is cut off when the file is opened and given
-    back as `torn_line`: the caller keeps it if it wants to.
+    A torn last line, left by a kill within a write, is cut off when the file is opened.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-        self.torn_line = _cut_torn_line(self.path)
+        content = self.path.read_bytes() if self.path.exists() else b""
+        if not content.endswith(b"\n"):
+            write_atomically(
+                self.path, lambda file: file.write(content[: content.rfind(b"\n") + 1])
+            )
         self._last_step = max((row["step"] for row in read_rows(self.path)), default=None)
         self._file = open(self.path, "ab")  # noqa: SIM115 - closed by close()
 
@@ -78,16 +81,3 @@ def read_rows(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
                     "restore the file, or delete this line to read the rest."
                 ) from None
             yield {name: decode_number(value) for name, value in row.items()}
-
-
-def _cut_torn_line(path: Path) -> bytes:
-    """Removes what stands after the last newline and returns it."""
-    if not path.exists():
-        return b""
-    content = path.read_bytes()
-    end = content.rfind(b"\n") + 1
-    if end < len(content):
-        with open(path, "r+b") as file:
-            file.truncate(end)
-            os.fsync(file.fileno())
-    return content[end:]

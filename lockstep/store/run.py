@@ -44,7 +44,7 @@ from lockstep.store.trajectories import (
 from lockstep.types import Group, Sample
 
 FORMAT_VERSION = 1
-"""Of the directory as a whole; in environment.json. Parts have a schema version of their own."""
+"""Version of the directory, in environment.json. Parts have a schema version of their own."""
 
 TRAIN = "train"
 """The split whose parts have no name of their own in the file name."""
@@ -91,9 +91,9 @@ def default_run_path(name: str, *, root: str | os.PathLike[str] = "runs") -> Pat
 
 
 def describe_environment(facts: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """What decided a run besides its config: versions, host, processor, threads, command.
+    """The facts that decide a run besides its config: versions, host, processor, threads, command.
 
-    facts: what only the caller knows (fingerprint, architecture, thread count of torch); JSON-able.
+    facts: JSON values that only the caller knows (fingerprint, architecture).
     """
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {
@@ -147,17 +147,17 @@ class RunDirectory:
         """Starts a run in an empty or missing directory.
 
         config: the resolved config as JSON. facts: added to environment.json.
-        Raises RunError if a run stands there already.
+        Raises RunError if the directory holds a run already.
         """
         path = Path(path)
         path.mkdir(parents=True, exist_ok=True)
         lock = RunLock(path / "lock")
         lock.acquire()
         try:
-            standing = [name for name in _OWN_NAMES if _holds_something(path / name)]
-            if standing:
+            found = [name for name in _OWN_NAMES if _holds_something(path / name)]
+            if found:
                 raise RunError(
-                    f"{path} holds a run already (it has {', '.join(standing)}). Continue it with "
+                    f"{path} holds a run already (it has {', '.join(found)}). Continue it with "
                     "resume=true, or choose another directory with out=DIR."
                 )
             (path / "trajectories").mkdir(exist_ok=True)
@@ -186,7 +186,7 @@ class RunDirectory:
         record: RecordConfig | None = None,
         facts: Mapping[str, Any] | None = None,
     ) -> RunDirectory:
-        """Continues a run. What a kill left half written is moved aside; call `rewind` next.
+        """Continues a run, without the half-written files that a kill left. Call `rewind` next.
 
         Raises RunError if `path` is not a run, or another process writes to it.
         """
@@ -196,19 +196,15 @@ class RunDirectory:
         lock.acquire()
         try:
             metrics = JsonlLogger(path / "metrics.jsonl")
-            run = cls(path, lock, metrics, record or RecordConfig())
-            run._add_resume(describe_environment(facts))
-            if metrics.torn_line:
-                place = run._set_aside_place()
-                write_atomically(
-                    place / "torn-line.txt", lambda file: file.write(metrics.torn_line)
-                )
+            environment = _read_json(path / "environment.json")
+            environment["resumes"].append(describe_environment(facts))
+            write_json(path / "environment.json", environment)
             for partial in (path / "trajectories").glob("*.partial"):
                 partial.unlink()
         except BaseException:
             lock.release()
             raise
-        return run
+        return cls(path, lock, metrics, record or RecordConfig())
 
     def log(self, row: Mapping[str, Any]) -> None:
         """Appends a metrics row; on disk when this returns. See `JsonlLogger.log`."""
@@ -254,7 +250,8 @@ class RunDirectory:
         parts = [part for step, _, part in _parts(self.path) if step > last_step]
         if not later and not parts:
             return None
-        place = self._set_aside_place()
+        place = default_run_path("resume", root=self.path / "set-aside")
+        place.mkdir(parents=True)
         if later:
             earlier = b"".join(line for line in lines if json.loads(line)["step"] <= last_step)
             # The copy comes first: a kill between the two leaves the rows twice, never lost.
@@ -271,10 +268,7 @@ class RunDirectory:
         return place
 
     def add_facts(self, facts: Mapping[str, Any]) -> None:
-        """Adds what is known only after the start (fingerprint, thread count) to environment.json.
-
-        They belong to the latest start: the run's own, or the last resume.
-        """
+        """Adds facts to the latest start in environment.json: the run's own, or the last resume."""
         environment = _read_json(self.path / "environment.json")
         (environment["resumes"][-1] if environment["resumes"] else environment).update(facts)
         write_json(self.path / "environment.json", environment)
@@ -295,16 +289,6 @@ class RunDirectory:
     ) -> None:
         self.close()
 
-    def _add_resume(self, start: Mapping[str, Any]) -> None:
-        environment = _read_json(self.path / "environment.json")
-        environment["resumes"].append(dict(start))
-        write_json(self.path / "environment.json", environment)
-
-    def _set_aside_place(self) -> Path:
-        place = default_run_path("resume", root=self.path / "set-aside")
-        place.mkdir(parents=True)
-        return place
-
 
 # ---------------------------------------------------------------------------------------------
 # Reading
@@ -321,7 +305,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Run:
-    """A run as it stands on disk, read only and on demand; the run may still be going."""
+    """A run on disk, read on demand and never written; the run may still be training."""
 
     path: Path
 
@@ -367,7 +351,7 @@ class Run:
         return [step for step, part_split, _ in _parts(self.path) if part_split == split]
 
     def splits(self) -> list[str]:
-        """What trajectories are stored of: "train" and the names of evaluations."""
+        """The splits that have stored trajectories: "train" and the names of evaluations."""
         return sorted({split for _, split, _ in _parts(self.path)})
 
     def trajectories(
@@ -387,7 +371,7 @@ class Run:
     def summaries(
         self, step: int | None = None, *, split: str = TRAIN
     ) -> Iterator[tuple[TrajectorySummary, TrajectoryAddress]]:
-        """What can be said of the trajectories without their tokens, and where each one is."""
+        """The trajectories' summaries, read without their tokens, each with its address."""
         for path in self._selected(step, split):
             for index, summary in enumerate(read_summaries(path)):
                 yield summary, TrajectoryAddress(path, index)
@@ -432,7 +416,7 @@ class Run:
 
 @dataclass(frozen=True)
 class TrajectoryAddress:
-    """Where one stored trajectory is: a part and a row in it."""
+    """The place of one stored trajectory: a part, and the index of its row."""
 
     path: Path
     index: int

@@ -243,11 +243,11 @@ def _trained_values(
 
 
 def _trainer_logprobs(sample: Sample) -> Float32Array | None:
-    """What the trainer computed for the row; None where it computed nothing.
+    """The trainer's log-probs of the row; None if it computed none.
 
-    Whoever drives the trainer by hand may take the sampler's own numbers for the old policy: the
-    column is then the same array, and comparing it with itself would report a mismatch of 0 that
-    nobody measured.
+    A loop of your own may use the sampler's log-probs as those of the old policy. The column is
+    then the same array, and comparing it with itself would report a mismatch of 0 that nobody
+    measured.
     """
     for name in ("logprobs", "old_logprobs"):
         column = sample.columns.get(name)

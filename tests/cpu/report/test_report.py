@@ -19,7 +19,6 @@ from lockstep.errors import RunError
 from lockstep.observe.metrics import unknown_names
 from lockstep.report.document import Vocabulary
 from lockstep.report.page import write_report
-from lockstep.report.selection import Budget
 from lockstep.store.files import decode_number
 from lockstep.store.run import RunDirectory, load_run
 
@@ -238,8 +237,8 @@ def test_a_long_run_is_thinned_to_means(tmp_path):
 
 
 def test_the_extremes_are_always_shown(runs, tmp_path):
-    budget = Budget(num_trajectories=20)
-    write_report(runs[2:], tmp_path / "r.html", budget=budget)
+    number = 20
+    write_report(runs[2:], tmp_path / "r.html", num_trajectories=number)
     document = json.loads((tmp_path / "r.json").read_text())
     assert len(document["trajectories"]) == 20
     assert document["num_stored_trajectories"] == sum(1 for _ in runs[2].summaries()) + sum(
@@ -258,11 +257,11 @@ def test_the_extremes_are_always_shown(runs, tmp_path):
 
 
 def test_the_budget_of_tokens_holds_and_says_what_it_left_out(runs, tmp_path):
-    write_report(runs[:1], tmp_path / "r.html", budget=Budget(num_tokens=400))
+    write_report(runs[:1], tmp_path / "r.html", num_tokens=400)
     document = json.loads((tmp_path / "r.json").read_text())
     tokens = [sum(len(s["token_ids"]) for s in t["segments"]) for t in document["trajectories"]]
     assert 0 < sum(tokens) <= 400 and document["num_left_out_for_size"] > 0
-    write_report(runs[:1], tmp_path / "one.html", budget=Budget(num_tokens=1))
+    write_report(runs[:1], tmp_path / "one.html", num_tokens=1)
     assert len(json.loads((tmp_path / "one.json").read_text())["trajectories"]) == 1
 
 

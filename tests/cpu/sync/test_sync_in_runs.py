@@ -12,7 +12,6 @@ from lockstep.errors import EngineError
 from lockstep.observe.metrics import check_row
 from lockstep.recipes import find_recipe
 from lockstep.report.document import build_document
-from lockstep.report.selection import Budget
 from lockstep.run.train import train
 from lockstep.store.run import load_run
 from lockstep.testing.faults import WrongWeights, injected, parse_fault
@@ -59,7 +58,9 @@ def test_a_run_records_how_far_its_syncs_were_verified(tmp_path):
         assert row["sync/level"] >= 2 and row["sync/alarm"] == 0
         assert row["sync/probe_gap"] < 1e-3
     assert not (outcome.path / "weights").exists(), "nothing is left of what was sent"
-    document = build_document([run], vocabularies=[None], title="", budget=Budget())
+    document = build_document(
+        [run], vocabularies=[None], title="", num_trajectories=200, num_tokens=120_000
+    )
     assert document["runs"][0]["sync"] == facts["line"]
 
 
