@@ -43,8 +43,8 @@ class _Candidate:
 def select(runs: Sequence[Run], *, num_trajectories: int, num_tokens: int) -> Selection:
     """Chooses within these limits, evenly over the runs, and reads only the chosen ones.
 
-    From each run: the worst mismatches, the best and worst rewards of its second half, episodes that
-    did not finish, evaluations, and the rest as an even sample over the steps.
+    From each run: the worst mismatches, the best and worst rewards of its second half, unfinished
+    episodes, evaluations, and an even sample of the rest over the steps.
     """
     out = Selection()
     num_left, tokens_left = num_trajectories, num_tokens

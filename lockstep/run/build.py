@@ -61,7 +61,7 @@ class Parts:
     trainer: Trainer
     numerics: Numerics
     publisher: Publisher | None
-    """Hands the trainer's weights to the engine; None if an evaluation plays with the engine's own."""
+    """Hands weights to the engine; None if an evaluation plays with the engine's own."""
     critic: Critic | None = None
     """The model of values; None unless the advantage needs one."""
     hooks: RunHooks = field(default_factory=current_hooks)
