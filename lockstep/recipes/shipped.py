@@ -69,7 +69,7 @@ def _own(**settings: Any) -> Config:
     return Config(**defaults | settings)
 
 
-def _tiny_model(name: str, create: str, data: Any, steps: int, **settings: Any) -> SupervisedConfig:
+def _tiny_model(name: str, create: Any, data: Any, steps: int, **settings: Any) -> SupervisedConfig:
     """A shipped model, made from random weights."""
     defaults: dict[str, Any] = {"renderer": PLAIN_CHATML, "spelling_dropout": 0.05}
     return SupervisedConfig(

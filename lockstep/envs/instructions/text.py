@@ -3,7 +3,8 @@
 Every function takes time linear in the text and raises for no text.
 """
 
-# pyright: reportMissingImports=false  (langdetect is in an extra)
+# langdetect is in an extra.
+# pyright: reportMissingImports=false
 
 from __future__ import annotations
 
