@@ -23,51 +23,6 @@ GPT_OSS_ALPHA = 1.702  # sigmoid slope of gpt-oss' activation; a constant in its
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Balancing:
-    """The auxiliary loss of one forward, which makes routers spread tokens over their experts.
-
-    It is linear in the routers' probabilities, so its gradient is known in the forward: backward
-    adds it to the gradient of each router's logits, and the loss itself need not be passed on.
-    """
-
-    pull_LE: Tensor
-    """[L, E] float64: loss that a token adds by routing to an expert with probability 1."""
-    weight_T: Tensor
-    """[T] float64: weight of each token."""
-    losses: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
-    """Routed layer -> [] float64: its part of these tokens' loss."""
-
-    def attach(self, logits_TE: Tensor, routed_layer: int) -> Tensor:
-        """Returns the logits unchanged, and adds the loss's gradient to theirs in backward."""
-        pull_E = self.pull_LE[routed_layer]
-        probs_TE = _router_probs(logits_TE.detach())
-        cost_T = probs_TE @ pull_E.to(probs_TE.dtype)
-        self.losses[routed_layer] = (cost_T * self.weight_T).sum(dtype=torch.float64)
-        return _Balanced.apply(logits_TE, pull_E, self.weight_T)  # pyright: ignore[reportReturnType]
-
-
-class _Balanced(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, logits_TE, pull_E, weight_T):
-        ctx.save_for_backward(logits_TE, pull_E, weight_T)
-        return logits_TE.view_as(logits_TE)
-
-    @staticmethod
-    def backward(ctx, *grad_outputs):
-        logits_TE, pull_E, weight_T = ctx.saved_tensors
-        (grad_TE,) = grad_outputs
-        probs_TE = _router_probs(logits_TE)
-        pull_E, weight_T = pull_E.to(probs_TE.dtype), weight_T.to(probs_TE.dtype)
-        through_TE = probs_TE * (pull_E - (probs_TE @ pull_E)[:, None]) * weight_T[:, None]
-        return grad_TE + through_TE.to(grad_TE.dtype), None, None
-
-
-def _router_probs(logits_TE: Tensor) -> Tensor:
-    """Softmax in float32 at least."""
-    return (logits_TE.float() if logits_TE.dtype.itemsize < 4 else logits_TE).softmax(-1)
-
-
-@dataclass(slots=True, eq=False, kw_only=True)
 class Routing:
     """Experts to replay in one forward, and the experts that were chosen.
 
@@ -91,8 +46,6 @@ class Routing:
     """Routed layer -> [T, A] int64: experts that were used."""
     differing: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
     """Routed layer -> [T] bool: in a replay, whether the router would have chosen other experts."""
-    balancing: Balancing | None = None
-    """Auxiliary loss of this forward, if any."""
 
     def __post_init__(self) -> None:
         if self.is_known_T is not None and self.replay_TLA is None:
@@ -152,8 +105,6 @@ class MoE(nn.Module):
 
     def _route(self, x_TD: Tensor, ops: Ops, routing: Routing | None) -> tuple[Tensor, Tensor]:
         logits_TE = self.router_logits(x_TD, ops)
-        if routing is not None and routing.balancing is not None:
-            logits_TE = routing.balancing.attach(logits_TE, self.routed_layer)
         replayed_TA = None
         if routing is not None and routing.replay_TLA is not None:
             own_TA = ops.route(logits_TE.detach(), self.num_active)[1]

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from lockstep.models.critic import ValueModel
 from lockstep.models.decoder import Decoder
-from lockstep.models.moe import Balancing, Routing
+from lockstep.models.moe import Routing
 from lockstep.ops.context import PackedContext, Support
 from lockstep.ops.split import SplitContext
 
@@ -69,10 +69,6 @@ class SequenceParallel:
         if routing is not None and own is not None:
             routing.chosen |= {layer: split.gather(x) for layer, x in own.chosen.items()}
             routing.differing |= {layer: split.gather(x) for layer, x in own.differing.items()}
-            if routing.balancing is not None and own.balancing is not None:
-                routing.balancing.losses |= own.balancing.losses
-                for loss in routing.balancing.losses.values():
-                    dist.all_reduce(loss, group=self.group)
         found = _Spread.apply(torch.stack([logprobs, entropy]), mine, len(targets_N), self.group)
         return found[0], found[1]
 
@@ -100,17 +96,12 @@ class SequenceParallel:
 
 
 def _take_routing(routing: Routing, split: SplitContext) -> Routing:
-    """This rank's part of the routes, and of the balancing loss."""
+    """This rank's part of the routes."""
     replay, is_known = routing.replay_TLA, routing.is_known_T
-    own = Routing(
+    return Routing(
         replay_TLA=None if replay is None else split.take(replay),
         is_known_T=None if is_known is None else split.take(is_known),
     )
-    if (whole := routing.balancing) is not None:
-        weight_P = split.take(whole.weight_T)
-        weight_P[max(split.num_tokens - split.start, 0) :] = 0.0  # copies that fill up the ranks
-        own.balancing = Balancing(pull_LE=whole.pull_LE, weight_T=weight_P)
-    return own
 
 
 class _Spread(torch.autograd.Function):

@@ -211,7 +211,6 @@ _TABLE: dict[str, tuple[tuple[str, str, Direction, str], ...]] = {
         ("load_cv", "1", "down", "Standard deviation over mean of the tokens per expert."),
         ("load_cv/*", "1", "down", "The same for one routed layer, counted from 0."),
         ("unused_experts", "share", "down", "Experts that no token went to."),
-        ("aux_loss", "1", "down", "Experts * sum of load * mean router probability; 1 if even."),
     ),
     "tokens/": (
         ("sampled", "tokens", "none", "Tokens that the model sampled."),

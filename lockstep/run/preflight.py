@@ -271,7 +271,6 @@ def check_critic(config: Config, model_files: ModelFiles) -> None:
 def _check_fallback(config: Config) -> None:
     """Raises ConfigError listing the settings that a model which transformers runs cannot keep:
     before it is loaded, and before transformers is imported."""
-    uses_routers = config.trainer.routing_replay != "none" or config.trainer.router_aux_coef > 0
     cases = {
         "engine=embedded runs the decoder alone; choose an engine outside of this process": (
             isinstance(config.engine, EmbeddedConfig)
@@ -282,8 +281,9 @@ def _check_fallback(config: Config) -> None:
         "a critic is a decoder: name one with critic.model": (
             config.advantage.needs_critic and not config.critic.model
         ),
-        "routers are known of the decoder alone; set trainer.routing_replay=none "
-        "trainer.router_aux_coef=0": uses_routers,
+        "routers are known of the decoder alone; set trainer.routing_replay=none": (
+            config.trainer.routing_replay != "none"
+        ),
     }
     if problems := [text for text, is_asked in cases.items() if is_asked]:
         raise ConfigError(f"fallback=true: {'; '.join(problems)}.")

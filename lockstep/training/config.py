@@ -96,10 +96,6 @@ class TrainerConfig(LearnerConfig):
     partial_routes: bool = False
     """With routing_replay=rollout: the router chooses where a row has no routes, and
     `routing/replayed_share` counts it. Otherwise a row without them is an error."""
-    router_aux_coef: float = 0.0
-    """Weight of the auxiliary loss that evens out the load of a mixture's experts: experts * sum of
-    load * mean probability, 1 where even, by the load of the whole update. Costs one more forward
-    without the head where nothing else has counted the load. 0 is off."""
     measure_after_every: int = 10
     """Steps between measurements of the mismatch after the update, on the batch; 0 never
     measures."""
@@ -108,7 +104,6 @@ class TrainerConfig(LearnerConfig):
         self._check_learner("trainer")
         low, high = self.betas
         budget, every = self.max_tokens_per_microbatch, self.measure_after_every
-        coef = self.router_aux_coef
         _check(
             "trainer",
             (0 <= low < 1 and 0 <= high < 1, "betas", f"{low},{high}", "two numbers in [0, 1)"),
@@ -118,12 +113,6 @@ class TrainerConfig(LearnerConfig):
                 "max_tokens_per_microbatch",
                 budget,
                 "at least 2: a prompt token and one that it predicts",
-            ),
-            (
-                0 <= coef < math.inf,
-                "router_aux_coef",
-                coef,
-                "a finite number, at least 0; 0 is off",
             ),
             (every >= 0, "measure_after_every", every, "at least 0; 0 is off"),
         )
@@ -147,15 +136,12 @@ class TrainerConfig(LearnerConfig):
         )
 
     def check_routers(self, model: ModelConfig | FallbackConfig) -> None:
-        """Raises ConfigError if there are no routes to replay, or no routers to train."""
-        if model.routed_layers:
-            return
-        for name, idle in (("routing_replay", "none"), ("router_aux_coef", 0.0)):
-            if getattr(self, name) != idle:
-                raise ConfigError(
-                    f"trainer.{name}={getattr(self, name)} needs a model with routers; this one "
-                    f"({model.architecture}) has none. Set trainer.{name}={idle}."
-                )
+        """Raises ConfigError if there are no routes to replay."""
+        if self.routing_replay != "none" and not model.routed_layers:
+            raise ConfigError(
+                f"trainer.routing_replay={self.routing_replay} needs a model with routers; this "
+                f"one ({model.architecture}) has none. Set trainer.routing_replay=none."
+            )
 
     def check_device(self, device: str) -> None:
         """Raises ConfigError for a setting that is not for a model on this kind of device."""

@@ -1,7 +1,6 @@
-"""Load of a mixture's experts, and the auxiliary loss that evens it out.
+"""Load of a mixture's experts, over all rows of an update, whatever its micro-batches.
 
-Both cover all rows of an update, whatever its micro-batches. A token that several rows share is run
-once in a micro-batch and counts once for each of them.
+A token that several rows share is run once in a micro-batch and counts once for each of them.
 
 # T tokens  L routed layers  E experts  A active experts
 """
@@ -13,7 +12,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from lockstep.models.moe import Balancing
 from lockstep.training.packing import PackedBatch
 
 Tensor = torch.Tensor
@@ -31,7 +29,7 @@ class ExpertLoad:
     """[L, E] float64: each layer's sum is tokens times active experts."""
 
     @classmethod
-    def of(cls, chosen_TLA: Tensor, batch: PackedBatch, num_experts: int) -> ExpertLoad:
+    def of(cls, batch: PackedBatch, chosen_TLA: Tensor, num_experts: int) -> ExpertLoad:
         """chosen_TLA: [T, L, A] integers, the experts that processed the tokens of `batch`."""
         T, L, A = chosen_TLA.shape
         layer_L = torch.arange(L, device=chosen_TLA.device)
@@ -44,21 +42,6 @@ class ExpertLoad:
 
     def __add__(self, other: ExpertLoad) -> ExpertLoad:
         return ExpertLoad(self.counts_LE + other.counts_LE)
-
-    def balancing(self, batch: PackedBatch, *, num_active: int, coef: float) -> Balancing:
-        """The part of coef * mean over layers of E * sum_e f_e P_e contributed by `batch`.
-
-        f_e: expert e's share of this load, without gradient. P_e: the mean over the same
-        tokens of the router's probability of e. 1 where f or P is even, E where all go to one.
-        Source: Switch Transformers (arXiv 2101.03961), eq. 4-6, with f over the whole update as in
-        arXiv 2501.11873; their f_e of top-k routing add up to k, these to 1.
-        """
-        L, E = self.counts_LE.shape
-        per_layer = self.counts_LE.sum(1, keepdim=True).clamp(min=1.0)
-        share_LE = self.counts_LE / per_layer
-        num_tokens = per_layer / num_active
-        pull_LE = share_LE * (coef * E / L) / num_tokens
-        return Balancing(pull_LE=pull_LE, weight_T=row_counts(batch))
 
     def to_metrics(self) -> dict[str, float]:
         """`moe/...` metrics."""

@@ -28,7 +28,6 @@ class Totals:
         self.sums: dict[str, Tensor] = {}
         self.maxima: dict[str, Tensor] = {}
         self.loss = torch.zeros((), dtype=torch.float64, device=device)
-        self.balance_loss = torch.zeros_like(self.loss)
         self.num_differing = torch.zeros_like(self.loss)
         """Replayed choices, over tokens and layers, that the router would have made otherwise."""
         self.counts = dict.fromkeys(("tokens", "kept", "fed", "routed", "choices"), 0)
@@ -59,9 +58,6 @@ class Totals:
         self._sum("logprob", logprobs_N)
         self._count(tokens=len(logprobs_N), kept=len(tokens.logprobs))
         self._add_load(load)
-        if routing is not None and routing.balancing is not None:
-            for balance_loss in routing.balancing.losses.values():
-                self.balance_loss = self.balance_loss + balance_loss
         if routing is not None and batch.routes is not None:
             self._count(
                 fed=len(batch.ids),
@@ -81,7 +77,6 @@ class Totals:
         """The same on the CPU, to be sent to other ranks."""
         self.loss, self.num_differing = self.loss.cpu(), self.num_differing.cpu()
         self.load = None if self.load is None else ExpertLoad(self.load.counts_LE.cpu())
-        self.balance_loss = self.balance_loss.cpu()
         self.sums = {name: total.cpu() for name, total in self.sums.items()}
         self.maxima = {name: top.cpu() for name, top in self.maxima.items()}
         return self
@@ -89,7 +84,6 @@ class Totals:
     def merge(self, other: Totals) -> Totals:
         """Adds another rank's totals to these."""
         self.loss = self.loss + other.loss
-        self.balance_loss = self.balance_loss + other.balance_loss
         self.num_differing = self.num_differing + other.num_differing
         self.reports = merge_reports(self.reports, other.reports)
         self._count(**other.counts)

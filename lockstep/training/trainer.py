@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
-from operator import add
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -79,8 +78,6 @@ class _Call:
     loss_fn: LossFn
     loss_weights: Callable[[PackedBatch], Tensor]
     correction: Correction | None
-    load: ExpertLoad | None
-    """Load that the auxiliary loss balances; None without that loss."""
     is_measured: bool
     """Whether rows that were weighed before are measured in this forward too."""
 
@@ -123,8 +120,6 @@ class Trainer(Learner):
         self.temperature = temperature
         self.num_recomputed = 0
         """Trained tokens whose log-probs were computed again without a gradient, in all."""
-        self._counted: tuple[tuple[int, list[str]], ExpertLoad] | None = None
-        """Expert load of the last `forward` of the old policy, with its version and rows."""
 
     # -- the verbs ------------------------------------------------------------------------------
 
@@ -142,32 +137,25 @@ class Trainer(Learner):
         The micro-batches are those of `forward_backward` on the same samples, so before an update
         both give the same bits.
 
-        Filling `old_logprobs` also keeps the chosen experts as `old_routed_experts` with
-        routing_replay=recompute, and counts the expert load for the auxiliary loss.
+        With routing_replay=recompute, filling `old_logprobs` also keeps the chosen experts as
+        `old_routed_experts`.
         """
-        is_old_policy = model is None and column == "old_logprobs"
-        is_capturing = is_old_policy and self.config.routing_replay == "recompute"
-        is_counting = is_old_policy and self.config.router_aux_coef > 0
+        is_capturing = (
+            model is None and column == "old_logprobs" and self.config.routing_replay == "recompute"
+        )
         if is_capturing:
             for sample in samples:
                 sample.columns.pop(OLD_ROUTES, None)
         parts: Parts = []
-        loads: list[ExpertLoad] = []
         with torch.no_grad():
             for batch in self._pack(samples, routes=None if model else self._routes(samples)):
-                routing = routing_of(batch)
-                if is_capturing or is_counting:
-                    routing = routing or Routing()
+                routing = Routing() if is_capturing else routing_of(batch)
                 parts.append((batch, self._log_probs(batch, routing, model=model)[0]))
                 if routing is not None and is_capturing:
                     keep_routes(samples, batch, routing, column=OLD_ROUTES)
-                if routing is not None and is_counting and not batch.is_filler:
-                    loads.append(self._load_of(batch, routing.stacked()))
         let_go(model or self.model)
         if is_capturing and self.ranks is not None:
             self._share_routes(samples, [batch for batch, _ in parts])
-        if is_counting:
-            self._counted = (self._state_of(samples), self._load_of_all(loads))
         self.num_recomputed += sum(sample.num_trained for sample in samples)
         out = self._by_row(samples, parts)
         if column is not None:
@@ -243,7 +231,6 @@ class Trainer(Learner):
                 and correction.denominator == "kept",
             ),
             correction=correction,
-            load=self._load_to_balance(samples, batches),
             is_measured=column is not None,
         )
         self._passes.append(Pass(samples, lambda batch: self._backward(batch, call)))
@@ -263,8 +250,6 @@ class Trainer(Learner):
             totals = reduce(Totals.merge, self.ranks.gather_data(totals.on_host()))
         self._num_kept += totals.num_kept
         metrics = totals.to_metrics()
-        if call.load is not None:
-            metrics["moe/aux_loss"] = float(totals.balance_loss) / self.config.router_aux_coef
         if not np.isfinite(metrics["train/loss"]):
             found = self._by_row(samples, losses, fill=0.0)
             self._bad_loss = self._bad_loss or _name_bad_losses(samples, found)
@@ -391,7 +376,7 @@ class Trainer(Learner):
         Returns at its N tokens, without gradient: log-probs, losses, and the correction's weights;
         the last two are 0.0 where a token is not trained on.
         """
-        routing = self._routing_for(batch, call)
+        routing = self._routing_for(batch)
         logprobs, entropy = self._log_probs(batch, routing)
         tokens, reports = keep_tokens(
             batch,
@@ -404,8 +389,7 @@ class Trainer(Learner):
         weight_N = call.loss_weights(batch)
         loss_N, out = torch.zeros_like(logprobs.detach()), None
         if batch.is_filler or not len(tokens.logprobs):
-            # Other ranks wait for its part in their gradients; routers are balanced by it too.
-            if self.ranks is not None or call.load is not None:
+            if self.ranks is not None:  # the others wait for its part in their gradients
                 logprobs.backward(torch.zeros_like(logprobs))
                 self.optimizer.collect_gradients()
         else:
@@ -417,7 +401,7 @@ class Trainer(Learner):
         if totals is not None and not batch.is_filler:
             load = None
             if routing is not None and routing.chosen:
-                load = self._load_of(batch, routing.stacked())
+                load = ExpertLoad.of(batch, routing.stacked(), self.model.config.num_experts)
             totals.add(
                 batch,
                 tokens,
@@ -451,7 +435,7 @@ class Trainer(Learner):
             routing=routing,
         )
 
-    # -- routes and expert load -----------------------------------------------------------------
+    # -- routes -----------------------------------------------------------------------------------
 
     def pack(self, samples: Sequence[Sample]) -> list[PackedBatch]:
         """The micro-batches of a training forward, with the routes that it replays. Raises
@@ -479,59 +463,10 @@ class Trainer(Learner):
             for row, routes in theirs.items():
                 samples[row].set(OLD_ROUTES, routes)
 
-    def _routing_for(self, batch: PackedBatch, call: _Call) -> Routing | None:
-        """The routing of one training forward: what it replays, balances and keeps."""
-        routing = routing_of(batch)
-        if self.model.config.routed_layers:
-            routing = routing or Routing()  # keeps what is chosen, for `moe/...`
-        if routing is not None and call.load is not None and not batch.is_filler:
-            routing.balancing = call.load.balancing(
-                batch,
-                num_active=self.model.config.num_active_experts,
-                coef=self.config.router_aux_coef,
-            )
-        return routing
-
-    def _state_of(self, samples: Sequence[Sample]) -> tuple[int, list[str]]:
-        return self.version, [sample.id for sample in samples]
-
-    def _load_of(self, batch: PackedBatch, chosen_TLA: Tensor) -> ExpertLoad:
-        return ExpertLoad.of(chosen_TLA, batch, self.model.config.num_experts)
-
-    def _load_of_all(self, loads: Sequence[ExpertLoad]) -> ExpertLoad:
-        """The sum over micro-batches and ranks."""
-        shape = (len(self.model.config.routed_layers), self.model.config.num_experts)
-        total = torch.zeros(shape, dtype=torch.float64, device=self.device)
-        total = reduce(add, loads, ExpertLoad(total))
-        if self.ranks is not None:
-            self.ranks.sum_data(total.counts_LE)
-        return total
-
-    def _load_to_balance(
-        self, samples: Sequence[Sample], batches: Sequence[PackedBatch]
-    ) -> ExpertLoad | None:
-        """The load of all samples, needed before the first backward: from the routes to replay,
-        from a forward that was just made, or from one more forward."""
-        if not (self.config.router_aux_coef and batches):
-            return None
-        if self._counted is not None and self._counted[0] == self._state_of(samples):
-            return self._counted[1]
-        loads: list[ExpertLoad] = []
-        is_known = not self.config.partial_routes  # on all ranks alike
-        with torch.no_grad():
-            for batch in batches:
-                chosen = batch.routes
-                if chosen is None or not is_known:
-                    routing = routing_of(batch) or Routing()
-                    if self.ranks is None:
-                        self.model(batch.ids, batch.positions, batch.context, routing)
-                    else:
-                        self._log_probs(batch, routing)  # in step with the others
-                    chosen = routing.stacked()
-                if not batch.is_filler:
-                    loads.append(self._load_of(batch, chosen))
-        let_go(self.model)
-        return self._load_of_all(loads)
+    def _routing_for(self, batch: PackedBatch) -> Routing | None:
+        """The routing of a training forward: it replays, and keeps what is chosen for `moe/...`."""
+        is_routed = bool(self.model.config.routed_layers)
+        return routing_of(batch) or (Routing() if is_routed else None)
 
     # -- checks, files --------------------------------------------------------------------------
 

@@ -37,8 +37,6 @@ ARMS = [
 
 def make_arm(directory, kind, *, ranks=None, is_sharded=False, hf=(), **settings):
     hf = {"num_attention_heads": 4, **dict(hf)}
-    if kind == "gpt_oss":  # its load is counted over all ranks before any backward
-        settings = {"router_aux_coef": 0.05, **settings}
     found = make_trainer(Path(directory), kind, hf=hf, **{**SETTINGS, **settings})
     if ranks is None:
         return found
