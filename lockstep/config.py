@@ -19,6 +19,7 @@ import dataclasses
 import difflib
 import inspect
 import json
+import math
 import re
 import textwrap
 import types
@@ -111,6 +112,18 @@ def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str
     left, right = flatten(before), flatten(after)
     paths = list(dict.fromkeys([*left, *right]))
     return {p: (left.get(p), right.get(p)) for p in paths if left.get(p) != right.get(p)}
+
+
+def check_numbers(config: Any, where: str, *names: str, least: float | None = None) -> None:
+    """Raises ConfigError unless these fields are finite and at least `least`, or above 0 without
+    it. where: the path of the config, with a dot at its end."""
+    for name in names:
+        value = getattr(config, name)
+        if math.isfinite(value) and (value > 0 if least is None else value >= least):
+            continue
+        kind = "" if isinstance(value, int) else "a finite number of "
+        bound = "a finite number above 0" if least is None else f"{kind}at least {least:g}"
+        raise ConfigError(f"{where}{name}={value} must be {bound}.")
 
 
 def check_choices(config: Any, where: str) -> None:

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field, fields, replace
 from typing import ClassVar, Literal
 
+from lockstep.config import check_numbers
 from lockstep.errors import ConfigError
 from lockstep.launch.config import share_of
 
@@ -44,19 +45,10 @@ class PoolConfig:
     """Longest wait of requests for a replica to come back when all are out."""
 
     def __post_init__(self) -> None:
-        for name in ("spill_requests", "tries"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"engine.pool.{name}={getattr(self, name)} must be at least 1.")
-        for name in ("check_seconds", "frozen_seconds", "reply_seconds", "load_seconds"):
-            value = getattr(self, name)
-            if not 0 < value < math.inf:
-                raise ConfigError(f"engine.pool.{name}={value} must be a finite number above 0.")
-        for name in ("drain_seconds", "wait_seconds"):
-            value = getattr(self, name)
-            if not 0 <= value < math.inf:
-                raise ConfigError(
-                    f"engine.pool.{name}={value} must be a finite number of at least 0."
-                )
+        where, limits = "engine.pool.", ("check_seconds", "frozen_seconds", "reply_seconds")
+        check_numbers(self, where, "spill_requests", "tries", least=1)
+        check_numbers(self, where, *limits, "load_seconds")
+        check_numbers(self, where, "drain_seconds", "wait_seconds", least=0)
         first, longest = self.retry_seconds
         if not 0 < first <= longest < math.inf:
             raise ConfigError(
@@ -138,12 +130,9 @@ class EmbeddedConfig(EngineConfig):
     kv_cache_tokens; batches that do not fit gather pages."""
 
     def __post_init__(self) -> None:
-        for name in ("max_num_sequences", "max_step_tokens", "kv_cache_tokens", "page_size"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"engine.{name}={getattr(self, name)} must be at least 1.")
-        for name in ("replicas", "restarts"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"engine.{name}={getattr(self, name)} must be at least 0.")
+        counts = ("max_num_sequences", "max_step_tokens", "kv_cache_tokens", "page_size")
+        check_numbers(self, "engine.", *counts, least=1)
+        check_numbers(self, "engine.", "replicas", "restarts", least=0)
         if self.max_step_tokens < self.max_num_sequences:
             raise ConfigError(
                 f"engine.max_step_tokens={self.max_step_tokens} is smaller than "
@@ -207,10 +196,7 @@ class ServedConfig(EngineConfig):
                 )
         if len(set(self.urls)) < len(self.urls):
             raise ConfigError("engine.urls names a server twice: each is one replica.")
-        for name in ("start_seconds", "request_seconds"):
-            value = getattr(self, name)
-            if not 0 < value < math.inf:
-                raise ConfigError(f"engine.{name}={value} must be a finite number above 0.")
+        check_numbers(self, "engine.", "start_seconds", "request_seconds")
 
     def for_rank(self, rank: int, world: int) -> EngineConfig:
         if not self.urls:
@@ -322,17 +308,9 @@ class VllmConfig(ServedConfig):
             )
         if self.urls:
             self._check_attached()
-        for name in ("replicas", "max_num_sequences", "tensor_parallel"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"engine.{name}={getattr(self, name)} must be at least 1.")
-        if self.max_adapter_rank < 0:
-            raise ConfigError(
-                f"engine.max_adapter_rank={self.max_adapter_rank} must be at least 0."
-            )
-        if not 0 <= self.kv_cache_gib < math.inf:
-            raise ConfigError(
-                f"engine.kv_cache_gib={self.kv_cache_gib} must be at least 0; 0 is vLLM's choice."
-            )
+        counts = ("replicas", "max_num_sequences", "tensor_parallel")
+        check_numbers(self, "engine.", *counts, least=1)
+        check_numbers(self, "engine.", "max_adapter_rank", "kv_cache_gib", least=0)
         for value in self.args:
             if not value.startswith("--"):
                 raise ConfigError(f"engine.args: {value!r} must read --NAME or --NAME=VALUE.")

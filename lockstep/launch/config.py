@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from lockstep.config import check_numbers
 from lockstep.errors import ConfigError
 
 
@@ -45,14 +46,9 @@ class ParallelConfig:
     """Longest wait of a process for another one; then the run ends with an error on all."""
 
     def __post_init__(self) -> None:
-        if self.processes < 0:
-            raise ConfigError(f"parallel.processes={self.processes} must be at least 0.")
-        if self.sequence < 1:
-            raise ConfigError(f"parallel.sequence={self.sequence} must be at least 1.")
-        if not 0 < self.timeout_seconds < float("inf"):
-            raise ConfigError(
-                f"parallel.timeout_seconds={self.timeout_seconds} must be a finite number above 0."
-            )
+        check_numbers(self, "parallel.", "processes", least=0)
+        check_numbers(self, "parallel.", "sequence", least=1)
+        check_numbers(self, "parallel.", "timeout_seconds")
 
     def num_processes(self, environment: Mapping[str, str]) -> int:
         """Number of processes that train, by these settings and torchrun's environment.

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from lockstep.config import check_numbers
 from lockstep.errors import ConfigError
 from lockstep.launch.config import ParallelConfig, share_of
 
@@ -89,10 +89,7 @@ class RayPlacement(PlacementConfig):
         for name in ("trainer_gpus", "replica_gpus"):
             if getattr(self, name) not in (0, 1):
                 raise ConfigError(f"placement.{name}={getattr(self, name)} must be 0 or 1.")
-        for name in ("trainer_cpus", "replica_cpus", "wait_seconds"):
-            value = getattr(self, name)
-            if not 0 < value < math.inf:
-                raise ConfigError(f"placement.{name}={value} must be a finite number above 0.")
+        check_numbers(self, "placement.", "trainer_cpus", "replica_cpus", "wait_seconds")
         if self.colocate and self.replica_gpus:
             raise ConfigError(
                 "placement.colocate=true puts engines on the GPUs of the trainer's processes: "

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from lockstep.config import check_numbers
 from lockstep.errors import ConfigError
 
 Form = Literal["shared", "tensors", "directory", "adapter"]
@@ -42,13 +43,9 @@ class SyncConfig:
     `weights` in the run's directory."""
 
     def __post_init__(self) -> None:
-        for name, least in (("num_probes", 1), ("probe_tokens", 8), ("window", 1)):
-            if getattr(self, name) < least:
-                raise ConfigError(f"sync.{name}={getattr(self, name)} must be at least {least}.")
-        if self.verify_every < 0:
-            raise ConfigError(
-                f"sync.verify_every={self.verify_every} must be at least 0; 0 is never."
-            )
+        check_numbers(self, "sync.", "num_probes", "window", least=1)
+        check_numbers(self, "sync.", "probe_tokens", least=8)
+        check_numbers(self, "sync.", "verify_every", least=0)
         if self.qualify == "on" and self.form == "shared":
             raise ConfigError(
                 "sync.qualify=on with sync.form=shared: no weights are sent, so there is nothing "

@@ -8,12 +8,12 @@ are.
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from lockstep.agent.tasks import derive_seed
+from lockstep.config import check_numbers
 from lockstep.engines.base import Capabilities, Engine, EngineContext, Scores
 from lockstep.engines.config import EngineConfig
 from lockstep.errors import ConfigError, EngineDownError, EngineError
@@ -35,9 +35,7 @@ class _EngineFault(FaultConfig):
     """Replica of a pool that it happens to; 0 for a single engine."""
 
     def __post_init__(self) -> None:
-        for name in ("at", "replica"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name}={getattr(self, name)} must be at least 0.")
+        check_numbers(self, "", "at", "replica", least=0)
 
     def check(self, config: Config, model: ModelConfig, renderer: Renderer) -> None:
         num = len(config.engine.replica_configs())
@@ -274,8 +272,7 @@ class SlowReplies(_EngineFault):
 
     def __post_init__(self) -> None:
         _EngineFault.__post_init__(self)
-        if not 0 < self.seconds < math.inf:
-            raise ConfigError(f"seconds={self.seconds} must be a finite number above 0.")
+        check_numbers(self, "", "seconds")
 
     async def replies(self, engine: _Replying, request: Request) -> AsyncIterator[Delta]:
         async for delta in engine.inner.generate(request):
