@@ -685,16 +685,11 @@ class ServedEngine(Engine):
         if np.array_equal(sent, echo):
             return
         shared = min(len(sent), len(echo))
-        differing = np.flatnonzero(np.asarray(sent[:shared]) != np.asarray(echo[:shared]))
-        if not differing.size:
-            raise self._fault(
-                where, f"read {len(echo)} prompt ids, and {len(sent)} prompt ids were sent; the "
-                f"first {shared} are the same. It cuts or pads prompts?",
-            )  # fmt: skip
-        at = int(differing[0])
+        at = next((i for i in range(shared) if sent[i] != echo[i]), shared)
+        read, wanted = (int(ids[at]) if at < len(ids) else "missing" for ids in (echo, sent))
         raise self._fault(
-            where, f"read another prompt than was sent: token {at} is {int(echo[at])} and was sent "
-            f"as {int(sent[at])}. It adds tokens of its own, or encodes the prompt again?",
+            where, f"read {len(echo)} prompt ids, and {len(sent)} prompt ids were sent: token {at} "
+            f"is {read} and was sent as {wanted}. It adds tokens, cuts or encodes prompts?",
         )  # fmt: skip
 
     def _check_logprobs(
