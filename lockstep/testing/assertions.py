@@ -1,9 +1,7 @@
-"""Assertions for the tests of any trainer: its ids, places and statistics, as `lockstep doctor`
-checks them.
+"""Assertions for the tests of any trainer: ids, positions and statistics, by the doctor's checks.
 
-Each takes lists, numpy arrays or torch tensors, says nothing if all is well, and raises an
-AssertionError that names the token, the place and both values. The judgement is the doctor's own:
-its checks run here on rows made of what was given.
+Each takes lists, numpy arrays or torch tensors, and raises an AssertionError that names the token,
+the position and both values.
 """
 
 from __future__ import annotations
@@ -27,8 +25,8 @@ from lockstep.renderers.tokenizer import Tokenizer
 from lockstep.types import Message
 
 MAX_MEAN_DIFF = 0.05
-"""Mean |trainer - rollout| in nats up to which two engines with the same weights are in step: five
-times what 16-bit kernels of two engines make."""
+"""Mean |trainer - rollout| in nats up to which two engines have the same weights: five times that
+of their 16-bit kernels."""
 NEXT = "For all rows at once, and what each cause explains: `lockstep doctor DUMP`."
 _SHOWN = 3
 _PLACES = ("tokens/shifted", "tokens/fillers", "values/nonfinite", "values/positive")
@@ -42,16 +40,16 @@ def assert_token_exact(
     tokenizer: Tokenizer | None = None,
     name: str = "row",
 ) -> None:
-    """The row that is trained holds each turn as the engine sampled it, whole and in order.
+    """Asserts that the trained row contains each turn as the engine sampled it, in order.
 
-    row_ids: [T] ids. sampled_turns: ids of each turn, as the engine returned them. loss_mask: [T]
-    what is trained; then exactly those tokens must be. tokenizer: for what the ids say.
+    row_ids: [T] ids. sampled_turns: ids of each turn, as the engine returned them. loss_mask: [T];
+    if given, it must be 1 for exactly these tokens. tokenizer: adds the text of ids to the message.
 
     >>> assert_token_exact([1, 2, 7, 8, 3, 9], [[7, 8], [9]], loss_mask=[0, 0, 1, 1, 0, 1])
     >>> assert_token_exact([1, 2, 7, 3, 9], [[7, 8], [9]])
     Traceback (most recent call last):
     AssertionError: row: turn 0 is not in the row as it was sampled. Token 1 of 2 was sampled as \
-id 8; at place 3 of the row stands id 3. Train the ids that the engine returned. For all rows at \
+id 8; the row has id 3 at position 3. Train the ids that the engine returned. For all rows at \
 once, and what each cause explains: `lockstep doctor DUMP`.
     """
     ids = _ids(row_ids)
@@ -80,11 +78,11 @@ once, and what each cause explains: `lockstep doctor DUMP`.
     if len(other):
         at = int(other[0])
         what = (
-            "was sampled and is not trained" if expected[at] else "is trained and was not sampled"
+            "was sampled but is not trained" if expected[at] else "is trained but was not sampled"
         )
         cause = CAUSES["missing_final" if expected[at] else "observation_trained"]
         raise AssertionError(
-            f"{name}: {_token(ids, at, tokenizer)} {what}, and {len(other) - 1} others so. "
+            f"{name}: {_token(ids, at, tokenizer)} {what}, like {len(other) - 1} others. "
             f"{cause.remedy} {NEXT}"
         )
 
@@ -98,12 +96,11 @@ def assert_aligned(
     max_mean_diff: float = MAX_MEAN_DIFF,
     name: str = "row",
 ) -> None:
-    """Each log-prob of the sampler stands beside the token that the trainer's is of.
+    """Asserts that the two sides' log-probs at each index are of the same token.
 
-    rollout_logprobs, trainer_logprobs: [T] of one row, or one such list for each row; natural log,
-    each at its own token's place (not at the one that predicts it). loss_mask: the same shape;
-    None compares all. row_ids: the ids, for the message. max_mean_diff: nats that the two sides may
-    be apart in the mean, on the same weights.
+    rollout_logprobs, trainer_logprobs: [T] of one row, or one such list per row; natural log, each
+    at its own token's index (not at the one that predicts it). loss_mask: the same shape; None
+    compares all. row_ids: ids, for the message. max_mean_diff: mean |d| in nats that is allowed.
 
     >>> logprobs = [-2.0, -0.1, -1.5, -0.7, -3.0, -0.2, -1.1, -2.4]
     >>> assert_aligned(logprobs, logprobs)
@@ -131,7 +128,7 @@ def assert_aligned(
 
 
 def assert_prefix(shorter_ids: Any, longer_ids: Any, *, tokenizer: Tokenizer | None = None) -> None:
-    """The first ids are a prefix of the second: of a row and the next prompt, for one.
+    """Asserts that the first ids are a prefix of the second, such as a row and the next prompt.
 
     >>> assert_prefix([1, 2], [1, 2, 3])
     """
@@ -149,7 +146,7 @@ def assert_prefix(shorter_ids: Any, longer_ids: Any, *, tokenizer: Tokenizer | N
 
 @runtime_checkable
 class ChatTemplate(Protocol):
-    """What a tokenizer of transformers has."""
+    """A tokenizer of transformers."""
 
     def apply_chat_template(self, conversation: Any, **settings: Any) -> Any: ...
 
@@ -157,12 +154,11 @@ class ChatTemplate(Protocol):
 def assert_incremental(
     template: Renderer | ChatTemplate, messages: Sequence[Message | Mapping[str, Any]]
 ) -> None:
-    """A template over the whole dialogue begins with what was there after each turn.
+    """Asserts that the template over a whole dialogue begins with the dialogue after each turn.
 
-    template: a renderer of Lockstep, whose replies are those that a model would sample, or a
-    tokenizer of transformers with a chat template. messages: a dialogue with at least two replies
-    of the assistant. Where this fails, rows must be made by extending ids, and never of the last
-    prompt: it does not hold the turns as they were sampled.
+    template: a renderer of Lockstep, or a tokenizer of transformers with a chat template. messages:
+    a dialogue with at least two replies. If this fails, make rows by extending ids, never from the
+    last prompt, which does not contain the turns as they were sampled.
     """
     replies = [at for at, m in enumerate(messages) if _role(m) == "assistant"]
     if len(replies) < 2:
@@ -186,10 +182,10 @@ def assert_incremental(
 
 
 def assert_physical(metrics: Sequence[Mapping[str, Any]]) -> None:
-    """The statistics of training can stand beside each other.
+    """Asserts that the statistics of training do not contradict each other.
 
     metrics: one mapping per step, by the names of docs/reference/metrics.md (mismatch/k1,
-    train/clip_fraction and so on); rules whose metrics are missing are not tried.
+    train/clip_fraction); rules without their metrics are skipped.
     """
     finding = Unphysical(Setting(step_metrics=tuple(metrics))).conclude()
     if finding.verdict == "differs":
@@ -200,7 +196,7 @@ def assert_physical(metrics: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _array(values: Any) -> npt.NDArray[Any]:
-    """A list, an array, or a tensor: of any device, with a gradient, of 16 bits."""
+    """An array of a list, an array or a tensor (on any device, with a gradient, of 16 bits)."""
     if hasattr(values, "detach"):
         values = values.detach().cpu()
         values = (values.float() if values.is_floating_point() else values).numpy()
@@ -222,7 +218,7 @@ def _rows(rollout: Any, trainer: Any, mask: Any, ids: Any, name: str) -> Rows:
         found = [side[at] if at < len(side) else "none" for side in sizes]
         raise AssertionError(
             f"{name} {at}: {found[0]} log-probs of the sampler, {found[1]} of the trainer. Each "
-            "token must have one of both, at its own place."
+            "token needs one of both, at its own index."
         )
     num = sum(sizes[0])
     flat = [np.concatenate([*side, np.empty(0)]).astype(np.float32) for side in sides]
@@ -255,7 +251,7 @@ def _role(message: Message | Mapping[str, Any]) -> str:
 def _prompt(
     template: Renderer | ChatTemplate, messages: Sequence[Message | Mapping[str, Any]]
 ) -> npt.NDArray[np.int32]:
-    """Up to where the next reply begins."""
+    """Ids up to where the next reply begins."""
     if isinstance(template, Renderer):
         return _ids(template.render([_message(m) for m in messages]))
     return _applied(template, messages, is_prompt=True)
@@ -264,7 +260,7 @@ def _prompt(
 def _with_reply(
     template: Renderer | ChatTemplate, messages: Sequence[Message | Mapping[str, Any]]
 ) -> npt.NDArray[np.int32]:
-    """Up to the end of the last message, a reply."""
+    """Ids up to the end of the last message, a reply."""
     if isinstance(template, Renderer):
         reply = template.render_reply(_message(messages[-1]))
         return np.concatenate([_prompt(template, messages[:-1]), _ids(reply)])
@@ -293,7 +289,7 @@ def _num_equal(one: npt.NDArray[Any], other: npt.NDArray[Any]) -> int:
 
 
 def _find(ids: npt.NDArray[np.int32], turn: npt.NDArray[np.int32], begin: int) -> tuple[int, int]:
-    """(place in `ids` from `begin` on where most of `turn` stands, how many of its ids do)."""
+    """(position in `ids` from `begin` on with the longest prefix of `turn`, its length)."""
     if not len(turn):
         return begin, 0
     at = np.flatnonzero(ids[begin:] == turn[0]) + begin
@@ -315,13 +311,13 @@ def _first_other(
     tokenizer: Tokenizer | None,
 ) -> str:
     if not num_equal:
-        return f"None of its {len(turn)} ids stands in the row from place {at} on."
+        return f"None of its {len(turn)} ids is in the row from position {at} on."
     place = at + num_equal
     there = _token(ids, place, tokenizer, where=False) if place < len(ids) else "nothing more"
     return (
         f"Token {num_equal} of {len(turn)} was sampled as "
-        f"{_token(turn, num_equal, tokenizer, where=False)}; at place {place} of the row stands "
-        f"{there}."
+        f"{_token(turn, num_equal, tokenizer, where=False)}; the row has {there} at position "
+        f"{place}."
     )
 
 
@@ -329,7 +325,7 @@ def _token(
     ids: npt.NDArray[np.int32], at: int, tokenizer: Tokenizer | None, *, where: bool = True
 ) -> str:
     text = "" if tokenizer is None else f" ({tokenizer.decode([int(ids[at])])!r})"
-    return f"id {int(ids[at])}{text}" + (f" at place {at}" if where else "")
+    return f"id {int(ids[at])}{text}" + (f" at position {at}" if where else "")
 
 
 def _worst(rows: Rows) -> str:
@@ -338,17 +334,18 @@ def _worst(rows: Rows) -> str:
     row, place = rows.where(at)
     assert rows.rollout_logprobs is not None and rows.trainer_logprobs is not None
     return (
-        f"{row}, place {place}, id {int(rows.token_ids[at])}: sampler "
+        f"{row}, position {place}, id {int(rows.token_ids[at])}: sampler "
         f"{rows.rollout_logprobs[at]:.4g}, trainer {rows.trainer_logprobs[at]:.4g}"
     )
 
 
 def _said(finding: Finding, rows: Rows) -> str:
-    """The finding, its proof, and what to do."""
+    """The finding, its proof and its remedy."""
     cause = CAUSES[finding.cause]
     lines = [f"{cause.title} {finding.measured}."]
     for evidence in finding.evidence[:_SHOWN]:
-        lines.append(f"  {evidence.row}, places {evidence.begin}-{evidence.end}: {evidence.note}")
+        span = f"{evidence.begin}-{evidence.end}"
+        lines.append(f"  {evidence.row}, positions {span}: {evidence.note}")
     if not np.isnan(rows.gap).all():
         lines.append(f"  the worst: {_worst(rows)}")
     return "\n".join([*lines, f"  {cause.remedy}"])

@@ -1,7 +1,7 @@
-"""Rows as a trainer with a known defect would have dumped them: what a doctor is tried on.
+"""Dumps of a trainer with a known defect, to test importers and the doctor on.
 
-The rows of a run that was sound are taken, and the fault is laid on them. Log-probs are computed
-anew wherever the fault changes them, by the decoder that has it.
+A fault is applied to the rows of a sound run; the log-probs that it changes are recomputed by the
+decoder that has the fault.
 
 # T tokens  N trained tokens  L routed layers  A active experts
 """
@@ -34,38 +34,36 @@ MICROBATCH_TOKENS = 16384
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """Sound rows, and the model that both sides should have."""
+    """Sound rows, and the model that both sides should run."""
 
     model: Decoder
     renderer: Renderer
     samples: Sequence[Sample]
-    """As `training.rows.rows_for_training` makes them: with `rollout_logprobs` and `advantages`."""
+    """Rows as `rows_for_training` makes them, with `rollout_logprobs` and `advantages`."""
     sampler: Decoder | None = None
-    """What drew them, where that is not the model itself but one with noise: for log-probs of the
-    sampler's that a fault needs besides."""
+    """Decoder that sampled the rows, if not the model: for more log-probs of the sampler."""
     earlier: Sequence[Sample] = ()
-    """Rows that the updates of a stale dump were made by; empty takes `samples` themselves."""
+    """Rows of the updates of a stale dump; empty for `samples`."""
     temperature: float = 1.0
-    """That the rows were sampled at."""
+    """Temperature of the rows."""
     lr: float = 1e-3
-    """Of the updates that a fault needs."""
+    """Learning rate of the updates that a fault needs."""
     model_ids: Callable[[Int32Array], Int32Array] = field(default=lambda ids: ids)
-    """From the tokenizer's ids to the model's: not the same for a model of few ids."""
+    """Maps the tokenizer's ids to those of a model with fewer ids."""
     rewards: Mapping[str, float] = field(default_factory=dict[str, float])
     """Sample's id -> reward of its episode."""
     messages: Mapping[str, Sequence[Message]] = field(default_factory=dict[str, Sequence[Message]])
     """Sample's id -> its dialogue."""
 
     def log_probs(self, decoder: Decoder, rows: Sequence[Sample]) -> list[Float32Array]:
-        """[T] float32 per row: of its trained tokens by `decoder`, NaN elsewhere."""
+        """[T] float32 per row: log-probs of its trained tokens by `decoder`, NaN elsewhere."""
         return [values for values, _ in self.scored(decoder, rows)]
 
     def scored(
         self, decoder: Decoder, rows: Sequence[Sample]
     ) -> list[tuple[Float32Array, npt.NDArray[np.int16] | None]]:
-        """For each row, log-probs as `log_probs`, and the experts [T, L, A] that it went to, -1
-        where nothing was read; None for a dense model.
-        """
+        """For each row, its `log_probs` and its experts [T, L, A], -1 where nothing was read; None
+        for a dense model."""
         logprobs = [np.full(len(row), np.nan, np.float32) for row in rows]
         routes: list[npt.NDArray[np.int16] | None] = [None for _ in rows]
         read = [self._read(row) for row in rows]
@@ -99,7 +97,7 @@ class Source:
     def learn(
         self, num_updates: int, *, is_by_these_rows: bool = False, has_adapter: bool = False
     ) -> Decoder:
-        """A copy of the model after so many updates by AdamW on advantage times log-prob."""
+        """A copy of the model after so many AdamW updates on advantage times log-prob."""
         rows = self.samples if is_by_these_rows or not self.earlier else self.earlier
         model = copy_decoder(self.model).requires_grad_(True)
         if has_adapter:
@@ -123,23 +121,22 @@ class Source:
 
 
 def faulty_rows(source: Source, *faults: FaultConfig, share: float = 1.0, seed: int = 0) -> Rows:
-    """What a trainer with these faults would have dumped of the rows of `source`.
+    """The rows of `source` as a trainer with these faults would dump them.
 
-    share: of the rows that meet a fault of the trainer's decoder or of its weights, for one that
-    not every rank has; the faults of rows have a share of their own. seed: of that choice.
+    share: share of the rows that a fault of the trainer's decoder or weights hits; faults of rows
+    have their own. seed: seed of that choice.
 
-    Every field of `Rows` is filled that a full dump would have: `turn` and `is_sampled` as the
-    program believes them, `engine_ids` as the engine answered, `messages` and `rewards` as the
-    source has them. `without_columns` leaves out what a smaller dump has not.
+    Every field of a full dump is filled: `turn` and `is_sampled` as the program believes them,
+    `engine_ids` as the engine answered. `without_columns` removes fields.
 
-    A fault of the sampler's numbers (`KernelNoise`, `RouterNoise`) has its log-probs and routes
-    computed anew for the same tokens. That is right to first order in the noise; for more, draw the
-    rows with it (`fault.make_engine`) and leave the fault out here. Raises ValueError for
-    `ProcessedLogprobs`, which is in how rows are drawn and nowhere else.
+    Faults of the sampler's numbers (`KernelNoise`, `RouterNoise`) recompute log-probs and routes of
+    the same tokens: right to first order in the noise. For more, sample with `fault.make_engine`
+    and leave the fault out here. Raises ValueError for `ProcessedLogprobs`, which changes only how
+    rows are sampled.
     """
     if any(isinstance(fault, ProcessedLogprobs) for fault in faults):
         raise ValueError(
-            "processed_logprobs is in how the rows are drawn: sample them by "
+            "processed_logprobs changes how rows are sampled: sample them with "
             "fault.processing(engine), and call faulty_rows without the fault."
         )
     before = list(source.samples)
@@ -168,7 +165,7 @@ def faulty_rows(source: Source, *faults: FaultConfig, share: float = 1.0, seed: 
 
 
 def _drawn_by(source: Source, sampler: Decoder, rows: Sequence[Sample]) -> list[Sample]:
-    """`rows` with the log-probs and routes that this sampler has for their tokens."""
+    """`rows` with this sampler's log-probs and routes."""
     out: list[Sample] = []
     for row, (logprobs, routes) in zip(rows, source.scored(sampler, rows), strict=True):
         new = replace(row, columns={**row.columns, "rollout_logprobs": logprobs})
@@ -220,7 +217,7 @@ def _dialogues(
 
 
 def without_columns(rows: Rows, *names: str) -> Rows:
-    """`rows` of a dump that does not have these fields."""
+    """`rows` without these fields."""
     return rows.with_(**dict.fromkeys(names))
 
 

@@ -1,4 +1,4 @@
-"""The decoders of `faults`: another one's parameters, and not quite its arithmetic.
+"""Decoders of `faults`: the parameters of a given decoder with wrong arithmetic.
 
 # T tokens  D model width  H heads  V vocabulary  E experts
 """
@@ -27,8 +27,8 @@ Tensor = torch.Tensor
 def with_noisy_head(
     model: Decoder, noise: Noise, *, bias: float, seed: int, of_routers: Noise | None = None
 ) -> Decoder:
-    """`model` with noise on its logits. bias, seed: of the offset per token id. of_routers: on
-    those of its routers besides."""
+    """`model` with noise on its logits. bias, seed: size and seed of the offset per token id.
+    of_routers: noise on the logits of its routers."""
     with torch.device("meta"):
         twin = NoisyHead(model.config, noise, bias=bias, seed=seed)
         if of_routers is not None:
@@ -42,7 +42,7 @@ def with_noisy_routers(model: Decoder, noise: Noise) -> Decoder:
 
 
 def with_noisy_experts(model: Decoder, noise: Noise) -> Decoder:
-    """`model` with noise on what its experts give."""
+    """`model` with noise on the output of its experts."""
     return _with_mixtures(model, NoisyExperts, noise)
 
 
@@ -60,7 +60,7 @@ def _put_mixtures(twin: Decoder, kind: type[NoisyMoE], noise: Noise) -> None:
 
 
 def with_detached_sinks(model: Decoder) -> Decoder:
-    """`model`, whose sinks take part in attention and get no gradient."""
+    """`model` with sinks that get no gradient."""
     return with_attention(model, DetachedSinkAttention)
 
 
@@ -72,11 +72,11 @@ class DetachedSinkAttention(Attention):
 
 
 class Noise:
-    """Normal numbers, drawn anew for everything that is computed, that repeat with the run.
+    """Normal numbers that are new for each computation and repeat with the run.
 
-    A draw is a function of the seed, the policy version, the bits of what goes into the computation
-    and how often that went in before under this version. So it does not depend on what happened
-    before the last sync, and a batch put together in another way has other noise.
+    A draw is a function of the seed, the policy version, the bits of the inputs and how often these
+    occurred under this version. So it does not depend on anything before the last sync, and another
+    batch has other noise.
     """
 
     def __init__(self, settings: GrowingNoise) -> None:
@@ -85,14 +85,14 @@ class Noise:
         self.begin(0)
 
     def begin(self, version: int) -> None:
-        """The noise under this policy version, from its first draw."""
+        """Starts the noise of this policy version."""
         self._version = version
         self.std = self._settings.std_at(version)
         self._num_draws.clear()
 
     def add_to(self, logits: Tensor, x_TD: Tensor) -> Tensor:
-        """logits [T, N] computed from x [T, D] -> [T, N] float32 with noise; itself if there is
-        none to add. The noise has no gradient."""
+        """logits [T, N] computed from x [T, D] -> [T, N] float32 with noise, which has no gradient;
+        `logits` itself if `std` is 0."""
         if self.std == 0:
             return logits
         digest = hashlib.blake2b(
@@ -106,12 +106,12 @@ class Noise:
 
 
 class NoisyHead(Decoder):
-    """A decoder with noise on its logits, and on what it scores."""
+    """A decoder with noise on its logits and its log-probs."""
 
     def __init__(self, config: ModelConfig, noise: Noise, *, bias: float, seed: int) -> None:
         super().__init__(config)
         self._noise = noise
-        with torch.device("cpu"):  # this decoder is made without memory, its offsets are not
+        with torch.device("cpu"):  # the decoder is made on the meta device, its offsets are not
             offset_V = bias * _normal((config.vocab_size,), derive_seed(seed, "bias"))
         self._offset_V = offset_V if bias else None
 
@@ -144,7 +144,7 @@ class NoisyMoE(MoE):
 
 
 class NoisyRouter(NoisyMoE):
-    """Noise on the logits that choose experts and weigh them."""
+    """Noise on the logits that choose and weigh experts."""
 
     def router_logits(self, x_TD: Tensor, ops: Ops) -> Tensor:
         logits_TE = super().router_logits(x_TD, ops)
@@ -152,7 +152,7 @@ class NoisyRouter(NoisyMoE):
 
 
 class NoisyExperts(NoisyMoE):
-    """Noise on the sum of the experts: atomic adds, in an order of their own each time."""
+    """Noise on the sum of the experts, as of atomic adds in any order."""
 
     def forward(self, x_TD: Tensor, ops: Ops, routing: Routing | None = None) -> Tensor:
         out_TD = super().forward(x_TD, ops, routing)
@@ -160,5 +160,5 @@ class NoisyExperts(NoisyMoE):
 
 
 def _normal(shape: Sequence[int], seed: int) -> Tensor:
-    """N(0, 1) float32 on the CPU, so that every device is given the same numbers."""
+    """N(0, 1) float32, drawn on the CPU so that all devices get the same numbers."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))

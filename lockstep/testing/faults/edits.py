@@ -1,4 +1,4 @@
-"""What the faults do to one row. A row is never changed: another one is made.
+"""Changes that faults make to one row. Each returns a new row, and leaves the given one as it is.
 
 # T tokens of the row
 """
@@ -38,7 +38,7 @@ def turns(row: Sample) -> Iterator[tuple[int, int, int]]:
 
 
 def retokenized(row: Sample, tokenizer: Tokenizer) -> Sample:
-    """`row` with the sampled text spelt as the tokenizer would, and its log-probs by position.
+    """`row` with its sampled text encoded again by the tokenizer, and its log-probs by position.
 
     A run of text ends at a control token, and where the turn or the mask changes.
     """
@@ -48,7 +48,7 @@ def retokenized(row: Sample, tokenizer: Tokenizer) -> Sample:
     ends_run[:-1] = ~is_text[:-1] | ~is_text[1:] | (turn[:-1] != turn[1:]) | (mask[:-1] != mask[1:])
     new_ids: list[int] = []
     source: list[int] = []
-    """The token of `row` that each new one takes its other columns from."""
+    """Token of `row` that each new token takes its other columns from."""
     begin = 0
     for end in np.flatnonzero(ends_run).tolist():
         piece = ids[begin : end + 1].tolist()
@@ -69,7 +69,7 @@ def retokenized(row: Sample, tokenizer: Tokenizer) -> Sample:
 
 
 def without_final(row: Sample, count: int) -> Sample:
-    """`row` without the last `count` sampled tokens of its last turn, but for the turn's first."""
+    """`row` without the last `count` sampled tokens of its last turn, but with the turn's first."""
     turn = row.columns["turn"]
     lost = np.flatnonzero((turn >= 0) & (turn == turn.max()))[1:][-count:]
     kept = np.delete(np.arange(len(row)), lost)
@@ -105,7 +105,7 @@ def rerendered(row: Sample, renderer: Renderer, *, is_text: bool) -> Sample:
 
 
 def written(message: Message, renderer: Renderer) -> tuple[list[int], list[int]]:
-    """(the end of the opening before it, as far as that reads otherwise; the ids from where a
+    """(the changed end of the opening before it; the ids from where a
     sampled turn would begin) of an assistant's message inside of a history, up to what ends it.
 
     The opening's last word may run into the message's first: a line break and a line break.
@@ -142,7 +142,7 @@ def without_separators(row: Sample, renderer: Renderer) -> Sample:
 
 
 def after_stop(row: Sample, renderer: Renderer, count: int) -> Sample:
-    """`row` with `count` more tokens behind the stop id that ends it, trained; `row` itself if it
+    """`row` with `count` more trained tokens after the stop id that ends it; `row` itself if it
     does not end with one. They are those that its last turn begins with, again; their log-probs
     are NaN, and for the caller to fill."""
     *_, (number, begin, end) = [(-1, 0, 0), *turns(row)]
@@ -155,8 +155,8 @@ def after_stop(row: Sample, renderer: Renderer, count: int) -> Sample:
 
 
 def with_trained(row: Sample, places: Sequence[int] | Int64Array) -> Sample:
-    """`row` with these observed tokens trained as the rest of it is. Their log-probs are NaN, and
-    for the caller to fill; whether they were sampled is not changed."""
+    """`row` with these observed tokens trained too, with log-probs of NaN for the caller to fill.
+    They still count as not sampled."""
     at = np.asarray(places, np.int64)
     if not at.size:
         return row
@@ -171,10 +171,10 @@ def with_trained(row: Sample, places: Sequence[int] | Int64Array) -> Sample:
 
 
 def by_subtraction(row: Sample) -> tuple[Sample, int]:
-    """(`row` without its last reply, which a loop left before it added; what that loop takes for
-    the prompt's length: what remains when all replies are subtracted, which may be negative).
+    """(`row` without its last reply, as of a loop that ends before it adds it; the prompt's length
+    as that loop computes it: the remaining row minus all replies, which may be negative).
 
-    All log-probs are laid one after another from there on, and all that has one is trained.
+    All log-probs are laid from there on in order, and every token with one is trained.
     """
     *_, (_, cut, _) = [(-1, 0, 0), *turns(row)]
     values = row.columns["rollout_logprobs"][row.columns["turn"] >= 0]
@@ -204,8 +204,7 @@ def by_subtraction(row: Sample) -> tuple[Sample, int]:
 
 
 def with_prompt_again(row: Sample, copies: int) -> Sample:
-    """`row` with its prompt once more, `copies` times: before the last turn if there are several,
-    else behind itself."""
+    """`row` with `copies` more of its prompt, before the last turn of several, else at its end."""
     found = list(turns(row))
     if not found:
         return row
@@ -216,7 +215,7 @@ def with_prompt_again(row: Sample, copies: int) -> Sample:
 
 
 def with_inserted(row: Sample, at: int, ids: Sequence[int]) -> Sample:
-    """`row` with these ids before its token `at`, which nobody sampled and nothing is known of."""
+    """`row` with these observed ids before its token `at`."""
     beside = np.full(len(ids), max(at - 1, 0))
     source = np.concatenate([np.arange(at), beside, np.arange(at, len(row))])
     out = taken(row, source, [*row.token_ids[:at], *ids, *row.token_ids[at:]])
@@ -225,8 +224,8 @@ def with_inserted(row: Sample, at: int, ids: Sequence[int]) -> Sample:
 
 
 def stripped(row: Sample, renderer: Renderer, count: int) -> Sample:
-    """`row` without the last `count` text tokens before the stop id of each turn, but for the
-    turn's first token."""
+    """`row` without the last `count` text tokens before each turn's stop id, but with the turn's
+    first token."""
     is_control = np.isin(row.token_ids, list(renderer.tokenizer.control_ids))
     lost: list[int] = []
     for _, begin, end in turns(row):
@@ -237,8 +236,8 @@ def stripped(row: Sample, renderer: Renderer, count: int) -> Sample:
 
 
 def completed(row: Sample, renderer: Renderer) -> Sample:
-    """`row` with a stop id of the program's own behind each turn that the model did not end,
-    trained with the log-prob 0.0."""
+    """`row` with a stop id after each turn that the model did not end, trained with the log-prob
+    0.0."""
     out = row
     for _, _, end in reversed(list(turns(row))):
         if row.token_ids[end - 1] in renderer.stop_ids:
@@ -253,8 +252,7 @@ def completed(row: Sample, renderer: Renderer) -> Sample:
 
 
 def without_thinking(row: Sample, renderer: Renderer) -> Sample:
-    """`row` without the thinking of every turn but the last, and without what the template writes
-    around it."""
+    """`row` without the thinking of every turn but the last, and its marks."""
     lost: list[int] = []
     for _, begin, end in list(turns(row))[:-1]:
         ids = row.token_ids[begin:end].tolist()
@@ -284,12 +282,12 @@ def _thinking_of(ids: list[int], renderer: Renderer) -> tuple[int, int] | None:
 
 
 THINKING = {"chatml": ("<think>", "</think>"), "harmony": ("<|channel|>", "<|end|>")}
-"""Renderer -> control tokens that thinking stands between."""
+"""Renderer -> control tokens before and after thinking."""
 
 
 def without_early_routes(row: Sample, share: float, *, seed: int) -> Sample:
-    """`row` without the routes of what stands before the last turn that found its prefix gone;
-    `row` itself if no turn did, or it has no routes."""
+    """`row` without the routes before the last turn whose prefix was lost; `row` itself if there is
+    none, or no routes."""
     routes = row.columns.get("routed_experts")
     turn = row.columns["turn"]
     hit = [
@@ -323,7 +321,7 @@ def shifted(row: Sample, offset: int) -> Sample:
 
 
 def with_rollout(row: Sample, values: npt.NDArray[np.float32]) -> Sample:
-    """`row` with these log-probs of its sampler. values: [T] float32."""
+    """`row` with these log-probs of the sampler. values: [T]."""
     out = taken(row, np.arange(len(row)), row.token_ids)
     out.set("rollout_logprobs", values.astype(np.float32))
     return out
@@ -341,7 +339,7 @@ def without(row: Sample, lost: Collection[int]) -> Sample:
 
 
 def observed_at(row: Sample, where: npt.NDArray[np.bool_]) -> Sample:
-    """`row`, in which these tokens are not sampled and not trained. where: [T] bool."""
+    """`row` with the tokens `where` [T] neither sampled nor trained."""
     row.loss_mask[where] = False
     return with_nothing_known(row, where, is_sampled=False)
 
@@ -349,8 +347,8 @@ def observed_at(row: Sample, where: npt.NDArray[np.bool_]) -> Sample:
 def with_nothing_known(
     row: Sample, where: npt.NDArray[np.bool_], *, is_sampled: bool = True
 ) -> Sample:
-    """`row`, which has no log-prob of these tokens, nor routes. is_sampled: they keep turn, version
-    and advantage. The columns are changed in place: for a row that was just made."""
+    """`row` without log-probs and routes of these tokens. is_sampled: they keep turn, version and
+    advantage. The columns are changed in place: for a row that was just made."""
     for name, column in list(row.columns.items()):
         is_number = name.endswith("logprobs") or COLUMNS[name].is_of_inputs
         if is_number or not (is_sampled or name == "token_kind"):
@@ -363,7 +361,7 @@ def with_nothing_known(
 def taken(
     row: Sample, source: Int64Array, token_ids: Sequence[int] | npt.NDArray[np.int32]
 ) -> Sample:
-    """A row of `token_ids` that has everything else from the tokens `source` of `row`.
+    """A row of `token_ids` whose other columns are those of the tokens `source` of `row`.
 
     What an id was drawn from is known of that id alone: of another one it is left empty, which
     means the whole vocabulary.

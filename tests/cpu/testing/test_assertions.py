@@ -44,7 +44,7 @@ def test_tensors_of_sixteen_bits_with_a_gradient_are_read():
 def test_a_turn_that_was_encoded_again_is_shown_with_both_ids():
     tokenizer = byte_tokenizer(merges=[("a", "b")])
     merged = tokenizer.encode("ab")
-    with pytest.raises(AssertionError, match=r"sampled as id 98 \('b'\).* stands id"):
+    with pytest.raises(AssertionError, match=r"sampled as id 98 \('b'\); the row has id"):
         assert_token_exact(
             [1, *b"xa", *merged, 2], [list(b"xab")], tokenizer=tokenizer, name="sample 17"
         )
@@ -53,16 +53,16 @@ def test_a_turn_that_was_encoded_again_is_shown_with_both_ids():
 def test_a_lost_end_and_a_trained_observation_are_named():
     with pytest.raises(AssertionError, match="Token 2 of 3 was sampled as id 9"):
         assert_token_exact([1, 7, 8], [[7, 8, 9]])
-    with pytest.raises(AssertionError, match="place 0 is trained and was not sampled"):
+    with pytest.raises(AssertionError, match="position 0 is trained but was not sampled"):
         assert_token_exact([1, 7, 8], [[7, 8]], loss_mask=[1, 1, 1])
-    with pytest.raises(AssertionError, match="place 2 was sampled and is not trained"):
+    with pytest.raises(AssertionError, match="position 2 was sampled but is not trained"):
         assert_token_exact([1, 7, 8], [[7, 8]], loss_mask=[0, 1, 0])
     with pytest.raises(AssertionError, match="3 ids and a loss mask of 2"):
         assert_token_exact([1, 7, 8], [[7, 8]], loss_mask=[0, 1])
 
 
 def test_shifted_logprobs_say_by_how_much():
-    with pytest.raises(AssertionError, match=r"(?s)moved by -1.*place 39.*lockstep doctor"):
+    with pytest.raises(AssertionError, match=r"(?s)moved by -1.*position 39.*lockstep doctor"):
         assert_aligned(np.roll(TRUE, 1, axis=1), TRUE)
 
 
@@ -77,7 +77,9 @@ def test_fillers_and_nan_are_named():
 
 
 def test_a_gap_that_no_offset_explains_shows_its_worst_token():
-    with pytest.raises(AssertionError, match=r"nats apart.*place \d+, id 7: sampler -.*trainer -"):
+    with pytest.raises(
+        AssertionError, match=r"nats apart.*position \d+, id 7: sampler -.*trainer -"
+    ):
         assert_aligned(
             TRUE,
             np.minimum(TRUE + 0.3 * RNG.standard_normal(TRUE.shape), 0),
@@ -93,7 +95,7 @@ def test_other_lengths_and_no_tokens_are_said():
 
 
 def test_a_prefix_is_held_against_what_follows():
-    with pytest.raises(AssertionError, match="1 of 2 ids are a prefix; then id 2 at place 1"):
+    with pytest.raises(AssertionError, match="1 of 2 ids are a prefix; then id 2 at position 1"):
         assert_prefix([1, 2], [1, 3, 4])
 
 
