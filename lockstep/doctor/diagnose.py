@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,16 +39,13 @@ def diagnose(
 ) -> Diagnosis:
     """Examines a run, or a dump of any trainer. `lockstep.diagnose` is this function.
 
-    source: a directory or a file (`inputs.registry.FORMATS`), or a `Dump` of your own. tokenizer,
-    renderer: for the checks of ids against text, or names of them
-    (`tokenization.find_tokenization`); None takes those of the model that the input names, if it is
-    on this machine. facts: in place of what the input says of itself. model: what a sample of the
-    rows is scored by again, a directory or a shipped name, or one that is open already; "own" is
-    what a run has of itself; empty leaves out the checks that need one. adapter: in PEFT's form, on
-    that model. against: other weights that may be behind a difference. only: names of checks; empty
-    makes all.
-    Raises DataError if the input cannot be read, ConfigError if `only` names no check, or what is
-    named is not there.
+    source: a directory, a file, or a `Dump`. format: name of a dump format; empty recognises it.
+    tokenizer, renderer: objects, or names (`tokenization.find_tokenization`); None takes those of
+    the model that the input names, if it is on this machine. facts: replace those of the input.
+    model: scores a sample of the rows again: a directory, a shipped name, "own" for the weights of
+    a run, or an open `Rescoring`; empty skips the checks that need one. adapter: in PEFT's form,
+    for that model. against: other weights that may explain a difference. only: names of checks;
+    empty runs all. Raises DataError if the input cannot be read, ConfigError for unknown names.
     """
     began = time.perf_counter()
     dump = source if isinstance(source, Dump) else open_dump(source, format=format)
@@ -70,7 +67,7 @@ def diagnose(
             numerics = replace(numerics, chunks=opened.sample)
         else:
             numerics = replace(numerics, chunks=tuple)
-    # What the training does with the gap is judged behind what is behind the gap.
+    # Training is judged last: after the causes of the gap.
     stages.insert(len(stages) - 1, numerics)
     choice = RowChoice()
     examination = examine(
@@ -81,6 +78,9 @@ def diagnose(
         only=only,
         on_rows=choice.add,
     )
+    named: list[tuple[str, object]] = [("--format", format), ("--tokenizer", tokenizer)]
+    named += [("--renderer", renderer), ("--model", model), ("--adapter", adapter)]
+    named += [("--against", weights) for weights in against]
     return Diagnosis(
         dump=dump,
         setting=setting,
@@ -90,14 +90,7 @@ def diagnose(
         choice=choice,
         options=tuple(
             word
-            for name, value in (
-                ("--format", format),
-                ("--tokenizer", tokenizer),
-                ("--renderer", renderer),
-                ("--model", model),
-                ("--adapter", adapter),
-                *(("--against", weights) for weights in against),
-            )
+            for name, value in named
             if isinstance(value, str | Path) and value
             for word in (name, str(value))
         ),
@@ -125,20 +118,12 @@ def _check_names(only: Sequence[str], stages: Sequence[Stage]) -> None:
 def make_setting(
     facts: Facts, words: Tokenization, step_metrics: Sequence[Mapping[str, Any]] = ()
 ) -> Setting:
-    """What the checks may know: what the input says, and what the user gave."""
+    """The facts that checks may use: those of the input, and the user's choices."""
+    shared = {f.name for f in fields(Setting)} & {f.name for f in fields(Facts)}
+    known = {name: getattr(facts, name) for name in shared - {"tokenizer", "renderer", "model"}}
+    known["pad_id"] = words.pad_id if facts.pad_id is None else facts.pad_id
     setting = Setting(
-        trainer=facts.trainer,
-        tokenizer=words.tokenizer,
-        renderer=words.renderer,
-        stop_ids=facts.stop_ids,
-        pad_id=words.pad_id if facts.pad_id is None else facts.pad_id,
-        temperature=facts.temperature,
-        top_p=facts.top_p,
-        top_k=facts.top_k,
-        is_moe=facts.is_moe,
-        is_one_process=facts.is_one_process,
-        max_staleness=facts.max_staleness,
-        step_metrics=step_metrics,
+        **known, tokenizer=words.tokenizer, renderer=words.renderer, step_metrics=step_metrics
     )
     if words.renderer is not None and not setting.stop_ids:
         setting = replace(setting, stop_ids=frozenset(words.renderer.stop_ids))

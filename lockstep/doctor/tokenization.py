@@ -46,8 +46,8 @@ def find_tokenization(facts: Facts, *, tokenizer: str = "", renderer: str = "") 
     """The tokenizer and renderer that the user names, or else those that `facts` name.
 
     tokenizer: a directory or a tokenizer.json, a shipped model, or ORGANISATION/NAME on the hub
-    (only the small files are fetched). renderer: a name (harmony, chatml, ...), settings as JSON,
-    or a renderer.json. Raises ConfigError or RendererError if the user's choice is missing; a
+    (only the small files are fetched). renderer: a name (harmony, chatml, ...) or settings as JSON.
+    Raises ConfigError or RendererError if the user's choice is missing; a
     missing choice of the input is left out, and nothing is fetched for it.
     """
     lacks: dict[str, str] = {}
@@ -132,23 +132,16 @@ def _from_hub(named: str, *, may_fetch: bool) -> Path:
 
 
 def _renderer_config(named: str, directory: Path) -> RendererConfig:
-    """The settings that `named` means: JSON, a file, or a name; empty takes the model's own."""
-    path = Path(named).expanduser()
-    if named.lstrip().startswith("{") or (named and path.is_file()):
-        where = "--renderer" if named.lstrip().startswith("{") else str(path)
+    """The settings that `named` means: JSON, or a name; empty takes the model's own."""
+    if named.lstrip().startswith("{"):
         try:
-            tree = json.loads(named if where == "--renderer" else path.read_text())
-        except ValueError as error:
-            raise ConfigError(f"{where} is not JSON: {error}.") from None
-        try:
-            is_file = isinstance(tree, dict) and "renderer" in tree
-            return from_dict(RendererFile, tree if is_file else {"renderer": tree}).renderer
-        except ConfigError as error:
-            raise ConfigError(f"{where}: {error}") from None
+            return from_dict(RendererFile, {"renderer": json.loads(named)}).renderer
+        except (ValueError, ConfigError) as error:
+            raise ConfigError(f"--renderer: {error}") from None
     if named and named not in _names():
         raise ConfigError(
-            f"--renderer {named}: expected one of {', '.join(_names())}, settings as JSON, or a "
-            f"{RENDERER_FILE}. A renderer of your own comes with --plugin MODULE."
+            f"--renderer {named}: expected one of {', '.join(_names())}, or settings as "
+            "JSON. A renderer of your own comes with --plugin FILE.py."
         )
     says = [name for name in (RENDERER_FILE, "config.json") if (directory / name).is_file()]
     own = JinjaConfig() if has_template(directory) else None

@@ -1,6 +1,6 @@
 """Dialogues with the ids that an engine returned: JSON lines of messages, or of responses.
 
-    {"messages": [...]}                  each assistant message with its ids (and its prompt's)
+    {"messages": [...]}                  each assistant message with its ids and its prompt's
     {"response": {"output": [...]}}      NeMo-Gym's rollouts: prompt_token_ids,
                                          generation_token_ids, generation_log_probs on the items
     {"prompt_token_ids": ..., "choices"} vLLM's answers to requests with return_token_ids=true
@@ -11,7 +11,6 @@ begins a new row, because nothing says that they were trained as one.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -151,42 +150,20 @@ def _has_ids(reply: Any) -> bool:
 def _turns(
     replies: Sequence[Any], where: str, is_dialogue: bool
 ) -> Iterator[tuple[Int32Array, Int32Array, Array | None, int]]:
-    """(whole prompt, ids, log-probs, number of messages so far) of each reply.
-
-    The prompt is the one that the reply names, or the ids of all messages before it.
-    """
-    known: list[Int32Array] | None = []  # ids of the messages so far, while all have them
+    """(whole prompt, ids, log-probs, number of messages so far) of each reply."""
     for number, reply in enumerate(replies):
-        place = f"{where}: {'message' if is_dialogue else 'reply'} {number}"
-        if not _has_ids(reply):
-            known = None
+        if not _has_ids(reply) or reply.get("role", "assistant") != "assistant":
             continue
-        name = next(name for name in _IDS if isinstance(reply.get(name), list))
-        ids = _ids(reply[name], f"{place}: {name}")
-        if reply.get("role", "assistant") == "assistant":
-            prompt = reply.get("prompt_token_ids")
-            if prompt is None and not known:
-                raise DataError(
-                    f"{place} has ids and its prompt has not: give prompt_token_ids with it, or "
-                    "token_ids with every message before it. The prompt cannot be made again from "
-                    "its text."
-                )
-            whole = (
-                np.concatenate(known or [])
-                if prompt is None
-                else _ids(prompt, f"{place}: prompt_token_ids")
+        place = f"{where}: {'message' if is_dialogue else 'reply'} {number}"
+        if reply.get("prompt_token_ids") is None:
+            raise DataError(
+                f"{place} has ids and its prompt has not: give prompt_token_ids with it. The "
+                "prompt cannot be made again from its text."
             )
-            yield whole, ids, _logprobs(reply, len(ids), place), number + 1
-        if known is not None:
-            known.append(ids)
-
-
-def _ids(values: Any, where: str) -> Int32Array:
-    """Ids, also where they are written `token_id:7` (vLLM's return_tokens_as_token_ids)."""
-    if isinstance(values, list) and str in set(map(type, values)):
-        found = [re.fullmatch(r"token_id:(\d+)", v) if isinstance(v, str) else None for v in values]
-        values = [int(m[1]) for m in found if m] if all(found) else values
-    return ids_of(values, where)
+        name = next(name for name in _IDS if isinstance(reply.get(name), list))
+        ids = ids_of(reply[name], f"{place}: {name}")
+        prompt = ids_of(reply["prompt_token_ids"], f"{place}: prompt_token_ids")
+        yield prompt, ids, _logprobs(reply, len(ids), place), number + 1
 
 
 def _logprobs(reply: Mapping[str, Any], size: int, where: str) -> Array | None:

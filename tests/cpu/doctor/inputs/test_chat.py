@@ -73,22 +73,6 @@ def test_a_prompt_that_reads_otherwise_begins_a_new_row(tmp_path):
     assert [len(m) for m in rows.messages] == [2, 4]
 
 
-def test_ids_of_every_message_make_the_prompt(tmp_path):
-    line = {
-        "messages": [
-            {"role": "user", "content": "2 + 2?", "token_ids": [5, 6]},
-            {"role": "assistant", "content": "4", "token_ids": [10, 11]},
-            {"role": "user", "content": "sure?", "token_ids": [20]},
-            {"role": "assistant", "content": "yes", "token_ids": [12], "logprobs": [-1.0]},
-        ]
-    }
-    rows = rows_of(tmp_path, line)
-    assert rows.token_ids.tolist() == [5, 6, 10, 11, 20, 12]
-    assert rows.turns.tolist() == [-1, -1, 0, 0, -1, 1]
-    expected = np.float32([nan] * 5 + [-1.0])
-    assert np.array_equal(rows.rollout_logprobs, expected, equal_nan=True)
-
-
 def test_a_rollout_of_nemo_gym_is_read_from_its_output(tmp_path):
     line = {
         "responses_create_params": {"input": [{"role": "user", "content": "2 + 2?"}]},
@@ -141,7 +125,7 @@ def test_answers_of_vllm_are_rows_by_their_choices(tmp_path):
             {
                 "text": "4",
                 "prompt_token_ids": [7],
-                "token_ids": ["token_id:12"],
+                "token_ids": [12],
                 "logprobs": {"tokens": ["token_id:12"], "token_logprobs": [-1.5]},
             }
         ],
