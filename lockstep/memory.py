@@ -1,9 +1,7 @@
 """The memory that a run will need, predicted before anything is loaded, and the memory available.
 
-The peak is predicted from shapes and settings: the part that stays for the whole run, plus the
-larger of a training step and a step of the engine. Rows are taken as long as the settings allow, so
-a run of shorter rows stays below it. `benchmarks/memory.py` compares it with real processes;
-tests/cpu/test_memory.py compares the bytes that autograd keeps per token.
+The peak is predicted from shapes and settings: the state of the run, plus a training step on rows
+as long as the settings allow. tests/cpu/test_memory.py compares the bytes that autograd keeps.
 
 # T tokens of a micro-batch  D model width  H heads  G key heads  K head width  F MLP width
 # A active experts  V vocabulary  a bytes of the compute dtype
@@ -39,16 +37,10 @@ HEAD_CHUNK_BYTES = 128 * MIB  # ops.head.CHUNK_BYTES
 HEAD_CHUNKS: dict[Device, int] = {"cpu": 2, "cuda": 5}
 """Chunks of logits alive at once."""
 
-HEAP_BYTES: dict[Device, int] = {"cpu": 224 * MIB, "cuda": GIB}
-"""Largest amount of freed memory that the allocator keeps. Measured on a CPU; a guess on CUDA."""
-
 EXPERT_CHUNK_ROWS: dict[Device, int] = {"cpu": 128, "cuda": 1024}  # models.experts.ROWS_PER_EXPERT
 LEAST_EXPERT_CHUNK = 1024  # models.experts.LEAST_CHUNK
 
-PACKED_ELEMENTS = 1 << 14  # ops.invariant.PACKED_SIZE
-
-PROCESS, FREED = "process", "freed, not returned"
-"""Parts that no setting makes smaller."""
+PROCESS = "process"
 
 FEWER_TOKENS = "a smaller trainer.max_tokens_per_microbatch"
 
@@ -70,8 +62,6 @@ class MemoryPlan:
     """The predicted peak of one process and its device."""
 
     device: Device
-    phase: Literal["training", "sampling"]
-    """Phase of the peak."""
     parts: tuple[Part, ...]
     """Everything in the device's memory at the peak, largest first."""
     num_ranks: int = 1
@@ -98,7 +88,7 @@ class MemoryPlan:
         each = f" of each of {self.num_ranks} processes" if self.num_ranks > 1 else ""
         host = f"; {_gib(self.host_bytes)} GiB of the host" if self.host_parts else ""
         return (
-            f"about {_gib(self.num_bytes)} GiB{where}{each} at the peak{there}, in {self.phase}: "
+            f"about {_gib(self.num_bytes)} GiB{where}{each} at the peak{there}: "
             f"{', '.join(texts)}{host}"
         )
 
@@ -108,15 +98,15 @@ class MemoryPlan:
         if self.num_bytes <= num_bytes:
             return
         who = "this run" if self.num_ranks == 1 else f"each of {self.num_ranks} processes"
-        chosen = [part for part in self.parts if part.name not in (PROCESS, FREED)]
+        chosen = [part for part in self.parts if part.name != PROCESS]
         largest = [
             f"{part.name} {_gib(part.num_bytes)} GiB"
             + (f" (less with {part.lowered_by})" if part.lowered_by else "")
             for part in chosen[:3]
         ]
         raise ConfigError(
-            f"{who} is predicted to need {_gib(self.num_bytes)} GiB at its peak, in {self.phase}, "
-            f"and there are {_gib(num_bytes)} GiB ({source}). The largest parts: "
+            f"{who} is predicted to need {_gib(self.num_bytes)} GiB at its peak, and "
+            f"there are {_gib(num_bytes)} GiB ({source}). The largest parts: "
             f"{'; '.join(largest)}. If the prediction is wrong for you, memory_limit_gib=N "
             "replaces what it is compared with."
         )
@@ -233,37 +223,25 @@ def plan_run(
 def plan_memory(facts: PlanFacts) -> MemoryPlan:
     """The prediction itself."""
     shapes, engine = decoder_shapes(facts.model), facts.engine
-    staying = [Part(PROCESS, PROCESS_BYTES[facts.device]), *_policy(facts, shapes)]
+    device = [Part(PROCESS, PROCESS_BYTES[facts.device]), *_policy(facts, shapes)]
     host: list[Part] = []
-    _add_optimizer(facts, facts.trained(), "", staying, host)
+    _add_optimizer(facts, facts.trained(), "", device, host)
     if facts.critic is not None:
         critic = decoder_shapes(replace(facts.critic, tie_embeddings=True))
-        staying.append(Part("critic's weights", facts.weight_bytes(critic)))
+        device.append(Part("critic's weights", facts.weight_bytes(critic)))
         trained = _unfrozen(critic, facts.critic_freeze, prefix="body.")
-        _add_optimizer(facts, trained, "critic's ", staying, host)
+        _add_optimizer(facts, trained, "critic's ", device, host)
     whole = num_elements(shapes) * facts.a
     if facts.has_reference and facts.lora is None:
         less = "objective.kl_coef=0 or lora"
-        staying.append(Part("reference policy", facts.sharded(whole), less))
-    if engine is not None and engine.replicas:
-        staying += _engine_processes(facts, engine, whole)
-        engine = None
-    training, sampling = _training(facts), []
-    if engine is not None:
-        sampling = _sampling(facts, engine)
-        if facts.is_sharded:
-            less = "parallel.shard=false"
-            staying.append(Part("the engine's copy of the weights", whole, less))
-        # With share_device its memory is given back before an update.
-        (sampling if engine.share_device else staying).extend(_engine_state(facts, engine))
-    is_training = _total(training) >= _total(sampling)
-    step = training if is_training else sampling
-    freed = Part(FREED, min(HEAP_BYTES[facts.device], _total(step)))
-    parts = [part for part in (*staying, *step, freed) if part.num_bytes]
+        device.append(Part("reference policy", facts.sharded(whole), less))
+    if engine is not None and (engine.replicas == 0 or facts.device == "cpu"):
+        device += _engine(facts, engine, whole)
+    device += _training(facts)
+    parts = [part for part in device if part.num_bytes]
     return MemoryPlan(
         device=facts.device,
         num_ranks=facts.num_ranks,
-        phase="training" if is_training else "sampling",
         parts=tuple(sorted(parts, key=lambda part: -part.num_bytes)),
         host_parts=tuple(part for part in host if part.num_bytes),
     )
@@ -310,52 +288,41 @@ def _unfrozen(shapes: Shapes, patterns: tuple[str, ...], *, prefix: str = "") ->
     }
 
 
-def _engine_processes(facts: PlanFacts, engine: EmbeddedConfig, weights: int) -> list[Part]:
-    """The share of engine processes in the trainer's device: everything on a CPU, nothing on a
-    GPU."""
-    if facts.device == "cuda":
-        return []
-    own = _total([*_engine_state(facts, engine), *_sampling(facts, engine)])
-    count = math.ceil(engine.replicas / facts.num_ranks)
-    less = "fewer engine.replicas or a smaller engine.kv_cache_tokens"
-    each = PROCESS_BYTES[facts.device] + weights + own
-    return [
-        Part("engines in processes of their own", count * each, less),
-        Part("weights on their way to them", weights, "engine.replicas=0"),
-    ]
-
-
-def _engine_state(facts: PlanFacts, engine: EmbeddedConfig) -> list[Part]:
+def _engine(facts: PlanFacts, engine: EmbeddedConfig, weights: int) -> list[Part]:
+    """The embedded engine in this process, or on a CPU its processes."""
     c, less = facts.model, "a smaller engine.kv_cache_tokens"
     per_token = 2 * c.num_layers * c.num_kv_heads * c.head_dim
     num_pages = engine.kv_cache_tokens // engine.page_size + 1
-    out = [Part("KV cache", per_token * num_pages * engine.page_size * facts.a, less)]
-    if facts.device != "cpu":
-        return out
-    if engine.resident_rows:
-        size = per_token * engine.kv_cache_tokens * (4 if facts.is_invariant else facts.a)
-        out.append(Part("KV cache in rows", size, f"engine.resident_rows=false or {less}"))
-    if facts.is_invariant:
+    cache = per_token * num_pages * engine.page_size * facts.a
+    if engine.resident_rows and facts.device == "cpu":
+        cache += per_token * engine.kv_cache_tokens * (4 if facts.is_invariant else facts.a)
+    packed = 0
+    if facts.is_invariant and facts.device == "cpu":
         # In MKL's layout; a bfloat16 weight is also held in float32, which MKL reads beside it.
-        width = 4 if facts.dtype == "float32" else 8
-        head = "embedding" if c.tie_embeddings else "untied_head"
-        size = sum(
-            math.prod(shape)
-            for name, shape in decoder_shapes(c).items()
-            if len(shape) > 1
-            and math.prod(shape[-2:]) >= PACKED_ELEMENTS
-            and (name != "embedding" or name == head)
-        )
-        out.append(Part("packed weights of the contract", size * width, "contract=none"))
-    return out
+        packed = num_elements(decoder_shapes(c)) * (4 if facts.dtype == "float32" else 8)
+    if engine.replicas:
+        each = PROCESS_BYTES[facts.device] + weights + cache + packed
+        count = math.ceil(engine.replicas / facts.num_ranks)
+        name = "engines in processes of their own"
+        return [Part(name, count * each + weights, f"fewer engine.replicas or {less}")]
+    return [
+        # With share_device the cache is given back before an update.
+        Part("KV cache", 0 if engine.share_device else cache, less),
+        Part("packed weights of the contract", packed, "contract=none"),
+        Part(
+            "the engine's copy of the weights",
+            weights if facts.is_sharded else 0,
+            "parallel.shard=false",
+        ),
+    ]
 
 
 # -- a step ----------------------------------------------------------------------------------------
 
 
 def _training(facts: PlanFacts) -> list[Part]:
-    """The peak of a forward and backward of the largest micro-batch: at the head, where all
-    activations are kept, in the blocks, or where gradients are handed to the masters."""
+    """A forward and backward of the largest micro-batch: the activations, and the larger of the
+    head and one block at work."""
     c, T, trained = facts.model, facts.T, facts.trained()
     layers = range(c.num_layers)
     blocks = [T * kept_per_token(c, i, facts.a, is_invariant=facts.is_invariant) for i in layers]
@@ -364,35 +331,21 @@ def _training(facts: PlanFacts) -> list[Part]:
     if facts.trainer.recompute == "blocks":
         at_work += max(blocks)
         kept, less = c.num_layers * T * c.hidden_size * facts.a, FEWER_TOKENS
-    ends = T * c.hidden_size * (4 + 3 * facts.a)  # the final norm, and the head's input
     per_weight = 4 if facts.dtype == "float32" else 4 + facts.a  # in the master, and its own
     if facts.trainer.offload == "optimizer":
         per_weight = facts.a
     gradients = facts.sharded(num_elements(trained) * per_weight)
-
-    def at(gradients: int, kept: int, head: int, at_work: int) -> list[Part]:
-        return [
-            Part("gradients", gradients, "" if facts.lora else "lora or trainer.freeze"),
-            Part("activations", kept, less),
-            Part("log-prob head", head),
-            Part("one block at work", at_work, FEWER_TOKENS),
-        ]
-
     chunk = min(HEAD_CHUNK_BYTES, T * c.vocab_size * 4)
     head = HEAD_CHUNKS[facts.device] * chunk + 2 * T * c.hidden_size * 4
     if trained.keys() & {"embedding", "untied_head"}:
         head += c.vocab_size * c.hidden_size * 4
-    moments = [at(gradients, kept + ends, head, 0), at(gradients, kept, 0, at_work)]
-    if facts.rank_update_tokens <= T * facts.sequence:
-        # One micro-batch: gradients come as activations go, and go to the masters at the end.
-        own, L = facts.sharded(num_elements(trained) * facts.a), max(c.num_layers, 1)
-        moments = [
-            at(0, kept + ends, head, 0),
-            at(own // L, kept, 0, at_work),
-            at(own, kept // L, 0, at_work),
-            at(gradients, 0, 0, 0),
-        ]
-    return max(moments, key=_total)
+    return [
+        Part("gradients", gradients, "" if facts.lora else "lora or trainer.freeze"),
+        Part("activations", kept, less),
+        Part("log-prob head", head)
+        if head > at_work
+        else Part("one block at work", at_work, FEWER_TOKENS),
+    ]
 
 
 def kept_per_token(c: ModelConfig, layer: int, a: int, *, is_invariant: bool) -> int:
@@ -435,18 +388,6 @@ def _expert_chunk_bytes(facts: PlanFacts, num_tokens: int) -> int:
     rows = EXPERT_CHUNK_ROWS[facts.device] * c.num_experts // c.num_active_experts
     pairs = min(num_tokens, max(LEAST_EXPERT_CHUNK, rows)) * c.num_active_experts
     return pairs * (3 * c.hidden_size + 8 * c.intermediate_size) * max(facts.a, 4)
-
-
-def _sampling(facts: PlanFacts, engine: EmbeddedConfig) -> list[Part]:
-    """A step of the engine: the widest rows of its tokens, and the logits to sample from."""
-    c, T = facts.model, engine.max_step_tokens
-    widths = [(c.num_heads + 2 * c.num_kv_heads) * c.head_dim * 8]
-    if c.routed_layers:
-        widths.append(_expert_chunk_bytes(facts, T) // max(T, 1))
-    if len(c.routed_layers) < c.num_layers:
-        widths.append(3 * _mlp_width(c) * facts.a)
-    size = T * (max(widths) + 16 * c.hidden_size) + 16 * engine.max_num_sequences * c.vocab_size
-    return [Part("a step of the engine", size, "a smaller engine.max_step_tokens")]
 
 
 def _total(parts: list[Part] | tuple[Part, ...]) -> int:
