@@ -144,21 +144,18 @@ class Worker:
         failure = "ended before it had started Python"
         try:
             async with asyncio.timeout(START_SECONDS):
-                report = await worker._report()
+                if ((await worker._report()) or {}).get("ready") is True:
+                    return worker
         except TimeoutError:
-            report, failure = None, f"did not start Python in {START_SECONDS:g} s"
-        except ValueError:
-            report = None
+            failure = f"did not start Python in {START_SECONDS:g} s"
         except asyncio.CancelledError:
             await worker.end()
             raise
-        if report is None or report.get("ready") is not True:
-            # Its error output comes through another pipe than its reports.
-            await asyncio.wait({worker._reading}, timeout=COMPLAINT_SECONDS)
-            said = worker._printed.decode("utf-8", "replace").strip()[-MAX_ERROR_CHARS:]
-            await worker.end()
-            raise SandboxError(f"{launch.argv[0]} {failure}; it said: {said or 'nothing'}")
-        return worker
+        # Its error output comes through another pipe than its reports.
+        await asyncio.wait({worker._reading}, timeout=COMPLAINT_SECONDS)
+        said = worker._printed.decode("utf-8", "replace").strip()[-MAX_ERROR_CHARS:]
+        await worker.end()
+        raise SandboxError(f"{launch.argv[0]} {failure}; it said: {said or 'nothing'}")
 
     @property
     def is_alive(self) -> bool:
@@ -173,7 +170,7 @@ class Worker:
         self._printed.clear()
         self._marked.clear()
         request = {"code": code, "mark": self._mark.decode(), "is_last": is_last}
-        report = None
+        report: dict[str, Any] | None = {}
         is_late = False
         try:
             async with asyncio.timeout(limits.seconds):
@@ -186,9 +183,7 @@ class Worker:
                     await self._process.wait()
         except TimeoutError:
             is_late = True
-        except ValueError:
-            report = {}
-        if report:
+        if report and not is_late:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(MARK_SECONDS):
                     await self._marked.wait()
@@ -225,12 +220,8 @@ class Worker:
         self.kill()
         if self._launch.kill_argv:
             with contextlib.suppress(OSError):
-                killer = await asyncio.create_subprocess_exec(
-                    *self._launch.kill_argv,
-                    stdin=asyncio.subprocess.DEVNULL,
-                    stdout=asyncio.subprocess.DEVNULL,
-                    stderr=asyncio.subprocess.DEVNULL,
-                )
+                nowhere = dict.fromkeys(("stdin", "stdout", "stderr"), asyncio.subprocess.DEVNULL)
+                killer = await asyncio.create_subprocess_exec(*self._launch.kill_argv, **nowhere)
                 await killer.wait()
         await self._gone()
 
@@ -251,18 +242,14 @@ class Worker:
         self._reading.cancel()
 
     async def _report(self) -> dict[str, Any] | None:
-        """Its next report; None at the end. Raises ValueError for anything else."""
+        """Its next report; None at the end, {} for a line that is no report."""
         assert self._process.stdout is not None
-        line = await self._process.stdout.readline()
-        if not line:
-            return None
         try:
-            report = json.loads(line)
-        except RecursionError:
-            report = None
-        if not isinstance(report, dict):
-            raise ValueError("not an object")
-        return report
+            line = await self._process.stdout.readline()
+            report = json.loads(line) if line else None
+        except (ValueError, RecursionError):  # ValueError: a line that is too long, too
+            return {}
+        return report if isinstance(report, dict | None) else {}
 
     async def _read(self) -> None:
         """Keeps what is printed, up to the output limit."""
