@@ -7,7 +7,7 @@ classes were fixed before the doctor was tried on anything.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 Room = Literal["tokens", "template", "values", "numerics", "noise", "training"]
@@ -17,8 +17,8 @@ Room = Literal["tokens", "template", "values", "numerics", "noise", "training"]
 class Cause:
     """One way in which sampler and trainer come to differ, with what users read about it."""
 
-    name: str
-    room: Room
+    name: str = ""
+    room: Room = "tokens"
     kind: str = ""
     """Class of the cause; empty if it is the only one of its class."""
     title: str
@@ -37,337 +37,294 @@ class Cause:
         return self.kind or self.name
 
 
-_CAUSES = (
-    # -- the ids are not those that were sampled --------------------------------------------------
-    Cause(
-        name="reencoded",
-        room="tokens",
-        title="The sampled ids were decoded to text and encoded again.",
-        remedy="Keep the ids that the engine returned, from sampling to the loss. Text is for "
-        "people to read.",
-        in_trainers={
-            "verl": "actor_rollout_ref.rollout.agent.default_agent_loop=tool_agent passes ids; "
-            "rollout.multi_turn.tokenization_sanity_check_mode=strict warns about rows that were "
-            "encoded again.",
-            "trl": "your rollout_func must return completion_ids as the engine gave them.",
-            "slime": "append the ids in meta_info.output_token_logprobs to Sample.tokens; never "
-            "encode Sample.response.",
-        },
-        fault="retokenized_rows",
-    ),
-    Cause(
-        name="rerendered",
-        room="tokens",
-        title="Earlier turns were rendered again from messages, and differ from the ids that were "
-        "sampled.",
-        remedy="Extend the ids turn by turn (prompt + sampled ids + encoded tool reply) instead of "
-        "applying the chat template to the whole history.",
-        in_trainers={
-            "verl": "actor_rollout_ref.rollout.agent.default_agent_loop=tool_agent appends ids "
-            "turn by turn.",
-            "tinker": "use a renderer whose has_extension_property is True; otherwise make each "
-            "turn a row of its own.",
-        },
-        fault="rerendered_history",
-    ),
-    Cause(
-        name="missing_final",
-        room="tokens",
-        title="The last sampled tokens of a turn are missing from the row, so that its end is "
-        "never trained.",
-        remedy="Add the sampled ids to the row before asking the environment whether the episode "
-        "is done, and keep the stop id that the engine returned.",
-        in_engines={
-            "vllm": "use the ids (token_ids; over HTTP return_token_ids=true): they include the "
-            "stop id, which the text does not.",
-        },
-        fault="dropped_final_tokens",
-    ),
-    Cause(
-        name="dropped_separator",
-        room="tokens",
-        title="The separator that the template puts between two turns is missing from the rows.",
-        remedy="After a sampled stop id, add the template's separator (Qwen: a line break) as "
-        "observed ids, before the next message.",
-        fault="dropped_separators",
-    ),
-    Cause(
-        name="shifted",
-        room="tokens",
-        title="Log-probs are assigned to the wrong tokens: they are off by one or more positions.",
-        remedy="Place the rollout's log-probs by the position of their turn, and shift to "
-        "'predicts the next token' in one function only.",
-        fault="shifted_logprobs",
-    ),
-    Cause(
-        name="after_stop",
-        room="tokens",
-        title="Tokens after a stop id are trained as if the model had sampled them.",
-        remedy="Cut the reply at its first stop id, and mask everything after it.",
-        fault="tokens_after_stop",
-    ),
-    Cause(
-        name="observation_trained",
-        room="tokens",
-        title="Tokens that the model did not sample (tool replies, user messages) are trained.",
-        remedy="Mask observations: only sampled tokens belong in the loss.",
-        in_trainers={
-            "verl": "AgentLoopOutput.response_mask must be 0 over tool replies.",
-            "slime": "Sample.loss_mask must be 0 over tool replies.",
-            "trl": "your rollout_func must return env_mask, 0 over tokens that the model did not "
-            "sample.",
-        },
-        fault="trained_observations",
-    ),
-    Cause(
-        name="boundary",
-        room="tokens",
-        title="The boundary between prompt and response is at the wrong position.",
-        remedy="Take the prompt's length from the prompt that was sent. Do not compute it as the "
-        "row's length minus the reply's: a negative one means that the reply is not in the row.",
-        fault="wrong_boundary",
-    ),
-    Cause(
-        name="duplicated_prompt",
-        room="tokens",
-        title="The prompt is in the row twice.",
-        remedy="Append only what is new since the last turn, and nothing if nothing is new: a "
-        "slice [-0:] is the whole list.",
-        fault="duplicated_prompt",
-    ),
-    Cause(
-        name="fillers",
-        room="tokens",
-        title="Trained tokens have a filler, such as 0.0, in place of a log-prob.",
-        remedy="Mask tokens that have no log-prob: a filler of 0.0 claims that the token was "
-        "certain.",
-        fault="filler_logprobs",
-    ),
-    Cause(
-        name="padding",
-        room="tokens",
-        title="Padding tokens are inside of rows, or before them.",
-        remedy="Remove padding by the attention mask, and use a pad_token that is not the stop "
-        "token.",
-        fault="padded_rows",
-    ),
-    Cause(
-        name="post_processed",
-        room="tokens",
-        title="Replies were changed after they were sampled: stripped, cut or completed.",
-        remedy="Train the sampled ids; give the environment a changed copy.",
-        fault="post_processed_replies",
-    ),
-    Cause(
-        name="injected_control",
-        room="tokens",
-        title="Text from a tool or user was encoded as control tokens.",
-        remedy="Encode text that people and tools wrote with a tokenizer that has no control "
-        "tokens.",
-        in_engines={
-            "transformers": "split_special_tokens=True stops special tokens, but not those that "
-            "are only 'added' (<tool_call>): encode with those removed.",
-        },
-        fault="injected_control_tokens",
-    ),
-    Cause(
-        name="template_drift",
-        room="template",
-        kind="rerendered",
-        title="The template, applied to the whole dialogue, gives other ids than the row has.",
-        remedy="Do not render a dialogue again: extend its ids.",
-    ),
-    Cause(
-        name="thinking_dropped",
-        room="template",
-        title="The template drops the thinking of earlier turns: sampled tokens are missing from "
-        "the row.",
-        remedy="Keep thinking in the history, or make each turn a row of its own.",
-        in_trainers={
-            "verl": "actor_rollout_ref.rollout.multi_turn.use_inference_chat_template=False keeps "
-            "it.",
-        },
-        fault="dropped_thinking",
-    ),
-    # -- the numbers are not log-probs of the sampled tokens --------------------------------------
-    Cause(
-        name="processed",
-        room="values",
-        title="The rollout's log-probs are taken after temperature, top-p or top-k; the trainer's "
-        "are not.",
-        remedy="Divide the trainer's logits by the temperature, ask the engine for log-probs after "
-        "it, and sample with top_p=1 and no top_k, or renormalise over the kept tokens.",
-        in_trainers={
-            "lockstep": "agent.record_support=true (the default) keeps the ids that top_p and "
-            "top_k left; an engine that cannot needs agent.top_p=1 agent.top_k=0.",
-            "verl": "actor_rollout_ref.rollout.logprobs_mode=processed_logprobs (the default) "
-            "with top_p=1 and top_k=-1: the actor divides by the temperature, and does not "
-            "truncate.",
-            "trl": "vllm_mode=colocate asks vLLM for processed log-probs; a server of your own "
-            "needs --logprobs-mode processed_logprobs. Keep top_p=1.",
-        },
-        in_engines={
-            "vllm": "--logprobs-mode processed_logprobs; its default, raw_logprobs, is before "
-            "temperature, top_p and top_k.",
-            "sglang": "leave SGLANG_RETURN_ORIGINAL_LOGPROB unset: with it log-probs are before "
-            "temperature.",
-        },
-        fault="processed_logprobs",
-    ),
-    Cause(
-        name="clamped",
-        room="values",
-        title="Log-probs were clamped at a bound.",
-        remedy="Store log-probs as they are; clamp ratios where they are used.",
-        fault="clamped_logprobs",
-    ),
-    Cause(
-        name="quantised",
-        room="values",
-        title="Log-probs were rounded, to decimals or to a narrow dtype.",
-        remedy="Store float32.",
-        fault="quantised_logprobs",
-    ),
-    Cause(
-        name="nonfinite",
-        room="values",
-        title="Trained tokens have log-probs that are not finite.",
-        remedy="Mask them, and find the op that overflowed.",
-        fault="nonfinite_logprobs",
-    ),
-    Cause(
-        name="positive",
-        room="values",
-        title="Log-probs are above 0 or in another unit: they are probabilities, negated, or logs "
-        "to another base.",
-        remedy="Store the natural log of each token's probability.",
-        fault="probabilities_as_logprobs",
-    ),
-    # -- the two sides compute other numbers ------------------------------------------------------
-    Cause(
-        name="kernel_noise",
-        room="numerics",
-        title="The sampler's kernels round differently: every token has some noise.",
-        remedy="Correct for it (truncated importance sampling), average several scorings, or "
-        "sample with the trainer's own ops.",
-        in_trainers={
-            "lockstep": "contract=true-on-policy, correction=mis or correction=averaged",
-            "verl": "algorithm.rollout_correction.rollout_is=token",
-        },
-        in_engines={
-            "vllm": "VLLM_BATCH_INVARIANT=1 makes its log-probs independent of the batch; it does "
-            "not make them equal to another trainer's",
-        },
-        fault="kernel_noise,std=0.05",
-    ),
-    Cause(
-        name="routing_flips",
-        room="numerics",
-        title="Tokens near a tie are routed to different experts by the two sides.",
-        remedy="Replay the sampler's routes in the trainer.",
-        in_trainers={
-            "lockstep": "trainer.routing_replay=rollout",
-            "verl": "with the Megatron engine: "
-            "actor_rollout_ref.rollout.enable_rollout_routing_replay=true "
-            "actor_rollout_ref.actor.megatron.router_replay.mode=R3",
-            "slime": "--use-rollout-routing-replay",
-        },
-        fault="router_noise,std=0.3",
-    ),
-    Cause(
-        name="ignored_sinks",
-        room="numerics",
-        title="The trainer's attention ignores the model's attention sinks.",
-        remedy="Train with an attention kernel that supports sinks.",
-        in_engines={
-            "transformers": "attn_implementation=eager, flex_attention, flash_attention_4 or "
-            "kernels-community/vllm-flash-attn3 (Hopper): gpt-oss does not support "
-            "flash_attention_2 and sdpa.",
-        },
-        fault="ignored_sinks",
-    ),
-    Cause(
-        name="ignored_window",
-        room="numerics",
-        title="One side's attention reaches beyond the model's sliding window.",
-        remedy="Pass each layer's window to the attention kernel.",
-        fault="ignored_window",
-    ),
-    Cause(
-        name="dropout",
-        room="numerics",
-        kind="trainer_noise",
-        title="The trainer's log-probs are computed with dropout.",
-        remedy="Put the model in eval mode, or set its dropout to 0.",
-        in_trainers={
-            "slime": "--attention-dropout 0 --hidden-dropout 0: Megatron's default is 0.1.",
-        },
-        in_engines={
-            "transformers": "model.eval(), or attention_dropout=0 in the config.",
-        },
-        fault="active_dropout",
-    ),
-    Cause(
-        name="other_weights",
-        room="numerics",
-        kind="weights",
-        title="The two sides run different weights: a sync was late or failed, or a checkpoint is "
-        "the wrong one.",
-        remedy="Verify the engine's weights after each sync, and compare their versions.",
-        in_trainers={
-            "lockstep": "sync.verify_every=1",
-        },
-        in_engines={
-            "vllm": "call reset_prefix_cache after loading: keys and values of the old weights "
-            "remain otherwise.",
-        },
-        fault="stale_weights",
-    ),
-    Cause(
-        name="adapter_not_merged",
-        room="numerics",
-        kind="weights",
-        title="One side runs the base model without its adapter.",
-        remedy="Load the adapter into the engine after each update.",
-        fault="unmerged_adapter",
-    ),
-    Cause(
-        name="precision",
-        room="numerics",
-        title="The two sides compute in different precisions.",
-        remedy="Nothing, or use one dtype on both sides.",
-        in_trainers={"lockstep": "engine.dtype=same"},
-    ),
-    # -- training itself --------------------------------------------------------------------------
-    Cause(
-        name="stale",
-        room="training",
-        kind="weights",
-        title="The tokens were sampled by weights that are several updates old.",
-        remedy="Reduce the staleness, or correct for it.",
-        in_trainers={
-            "lockstep": "max_staleness, correction=mis",
-            "slime": "--update-weights-interval",
-        },
-    ),
-    Cause(
-        name="after_update",
-        room="training",
-        kind="weights",
-        title="The trainer's log-probs were computed after the update on these rows.",
-        remedy="Compute them before the first optimizer step, or use the sampler's.",
-        fault="scored_after_update",
-    ),
-    Cause(
-        name="unphysical",
-        room="training",
-        title="The statistics of training contradict each other.",
-        remedy="Check the tokens first: such statistics come from rows that are not what was "
-        "sampled.",
-    ),
-)
+_CAUSES: dict[Room, dict[str, Cause]] = {
+    # The ids, or what is done with them, are not those of what was sampled.
+    "tokens": {
+        "reencoded": Cause(
+            title="The sampled ids were decoded to text and encoded again.",
+            remedy="Keep the ids that the engine returned, from sampling to the loss. Text is for "
+            "people to read.",
+            in_trainers={
+                "verl": "actor_rollout_ref.rollout.agent.default_agent_loop=tool_agent passes "
+                "ids; rollout.multi_turn.tokenization_sanity_check_mode=strict warns about rows "
+                "that were encoded again.",
+                "trl": "your rollout_func must return completion_ids as the engine gave them.",
+                "slime": "append the ids in meta_info.output_token_logprobs to Sample.tokens; "
+                "never encode Sample.response.",
+            },
+            fault="retokenized_rows",
+        ),
+        "rerendered": Cause(
+            title="Earlier turns were rendered again from messages, and differ from the ids that "
+            "were sampled.",
+            remedy="Extend the ids turn by turn (prompt + sampled ids + encoded tool reply) "
+            "instead of applying the chat template to the whole history.",
+            in_trainers={
+                "verl": "actor_rollout_ref.rollout.agent.default_agent_loop=tool_agent appends "
+                "ids turn by turn.",
+                "tinker": "use a renderer whose has_extension_property is True; otherwise make "
+                "each turn a row of its own.",
+            },
+            fault="rerendered_history",
+        ),
+        "missing_final": Cause(
+            title="The last sampled tokens of a turn are missing from the row, so that its end is "
+            "never trained.",
+            remedy="Add the sampled ids to the row before asking the environment whether the "
+            "episode is done, and keep the stop id that the engine returned.",
+            in_engines={
+                "vllm": "use the ids (token_ids; over HTTP return_token_ids=true): they include "
+                "the stop id, which the text does not.",
+            },
+            fault="dropped_final_tokens",
+        ),
+        "dropped_separator": Cause(
+            title="The separator that the template puts between two turns is missing from the "
+            "rows.",
+            remedy="After a sampled stop id, add the template's separator (Qwen: a line break) as "
+            "observed ids, before the next message.",
+            fault="dropped_separators",
+        ),
+        "shifted": Cause(
+            title="Log-probs are assigned to the wrong tokens: they are off by one or more "
+            "positions.",
+            remedy="Place the rollout's log-probs by the position of their turn, and shift to "
+            "'predicts the next token' in one function only.",
+            fault="shifted_logprobs",
+        ),
+        "after_stop": Cause(
+            title="Tokens after a stop id are trained as if the model had sampled them.",
+            remedy="Cut the reply at its first stop id, and mask everything after it.",
+            fault="tokens_after_stop",
+        ),
+        "observation_trained": Cause(
+            title="Tokens that the model did not sample (tool replies, user messages) are trained.",
+            remedy="Mask observations: only sampled tokens belong in the loss.",
+            in_trainers={
+                "verl": "AgentLoopOutput.response_mask must be 0 over tool replies.",
+                "slime": "Sample.loss_mask must be 0 over tool replies.",
+                "trl": "your rollout_func must return env_mask, 0 over tokens that the model did "
+                "not sample.",
+            },
+            fault="trained_observations",
+        ),
+        "boundary": Cause(
+            title="The boundary between prompt and response is at the wrong position.",
+            remedy="Take the prompt's length from the prompt that was sent. Do not compute it as "
+            "the row's length minus the reply's: a negative one means that the reply is not in "
+            "the row.",
+            fault="wrong_boundary",
+        ),
+        "duplicated_prompt": Cause(
+            title="The prompt is in the row twice.",
+            remedy="Append only what is new since the last turn, and nothing if nothing is new: a "
+            "slice [-0:] is the whole list.",
+            fault="duplicated_prompt",
+        ),
+        "fillers": Cause(
+            title="Trained tokens have a filler, such as 0.0, in place of a log-prob.",
+            remedy="Mask tokens that have no log-prob: a filler of 0.0 claims that the token was "
+            "certain.",
+            fault="filler_logprobs",
+        ),
+        "padding": Cause(
+            title="Padding tokens are inside of rows, or before them.",
+            remedy="Remove padding by the attention mask, and use a pad_token that is not the "
+            "stop token.",
+            fault="padded_rows",
+        ),
+        "post_processed": Cause(
+            title="Replies were changed after they were sampled: stripped, cut or completed.",
+            remedy="Train the sampled ids; give the environment a changed copy.",
+            fault="post_processed_replies",
+        ),
+        "injected_control": Cause(
+            title="Text from a tool or user was encoded as control tokens.",
+            remedy="Encode text that people and tools wrote with a tokenizer that has no control "
+            "tokens.",
+            in_engines={
+                "transformers": "split_special_tokens=True stops special tokens, but not those "
+                "that are only 'added' (<tool_call>): encode with those removed.",
+            },
+            fault="injected_control_tokens",
+        ),
+    },
+    "template": {
+        "template_drift": Cause(
+            kind="rerendered",
+            title="The template, applied to the whole dialogue, gives other ids than the row has.",
+            remedy="Do not render a dialogue again: extend its ids.",
+        ),
+        "thinking_dropped": Cause(
+            title="The template drops the thinking of earlier turns: sampled tokens are missing "
+            "from the row.",
+            remedy="Keep thinking in the history, or make each turn a row of its own.",
+            in_trainers={
+                "verl": "actor_rollout_ref.rollout.multi_turn.use_inference_chat_template=False "
+                "keeps it.",
+            },
+            fault="dropped_thinking",
+        ),
+    },
+    # The numbers are not log-probs of the sampled tokens.
+    "values": {
+        "processed": Cause(
+            title="The rollout's log-probs are taken after temperature, top-p or top-k; the "
+            "trainer's are not.",
+            remedy="Divide the trainer's logits by the temperature, ask the engine for log-probs "
+            "after it, and sample with top_p=1 and no top_k, or renormalise over the kept tokens.",
+            in_trainers={
+                "lockstep": "agent.record_support=true (the default) keeps the ids that top_p and "
+                "top_k left; an engine that cannot needs agent.top_p=1 agent.top_k=0.",
+                "verl": "actor_rollout_ref.rollout.logprobs_mode=processed_logprobs (the default) "
+                "with top_p=1 and top_k=-1: the actor divides by the temperature, and does not "
+                "truncate.",
+                "trl": "vllm_mode=colocate asks vLLM for processed log-probs; a server of your "
+                "own needs --logprobs-mode processed_logprobs. Keep top_p=1.",
+            },
+            in_engines={
+                "vllm": "--logprobs-mode processed_logprobs; its default, raw_logprobs, is before "
+                "temperature, top_p and top_k.",
+                "sglang": "leave SGLANG_RETURN_ORIGINAL_LOGPROB unset: with it log-probs are "
+                "before temperature.",
+            },
+            fault="processed_logprobs",
+        ),
+        "clamped": Cause(
+            title="Log-probs were clamped at a bound.",
+            remedy="Store log-probs as they are; clamp ratios where they are used.",
+            fault="clamped_logprobs",
+        ),
+        "quantised": Cause(
+            title="Log-probs were rounded, to decimals or to a narrow dtype.",
+            remedy="Store float32.",
+            fault="quantised_logprobs",
+        ),
+        "nonfinite": Cause(
+            title="Trained tokens have log-probs that are not finite.",
+            remedy="Mask them, and find the op that overflowed.",
+            fault="nonfinite_logprobs",
+        ),
+        "positive": Cause(
+            title="Log-probs are above 0 or in another unit: they are probabilities, negated, or "
+            "logs to another base.",
+            remedy="Store the natural log of each token's probability.",
+            fault="probabilities_as_logprobs",
+        ),
+    },
+    # The two sides compute different numbers.
+    "numerics": {
+        "kernel_noise": Cause(
+            title="The sampler's kernels round differently: every token has some noise.",
+            remedy="Correct for it (truncated importance sampling), average several scorings, or "
+            "sample with the trainer's own ops.",
+            in_trainers={
+                "lockstep": "contract=true-on-policy, correction=mis or correction=averaged",
+                "verl": "algorithm.rollout_correction.rollout_is=token",
+            },
+            in_engines={
+                "vllm": "VLLM_BATCH_INVARIANT=1 makes its log-probs independent of the batch; it "
+                "does not make them equal to another trainer's",
+            },
+            fault="kernel_noise,std=0.05",
+        ),
+        "routing_flips": Cause(
+            title="Tokens near a tie are routed to different experts by the two sides.",
+            remedy="Replay the sampler's routes in the trainer.",
+            in_trainers={
+                "lockstep": "trainer.routing_replay=rollout",
+                "verl": "with the Megatron engine: "
+                "actor_rollout_ref.rollout.enable_rollout_routing_replay=true "
+                "actor_rollout_ref.actor.megatron.router_replay.mode=R3",
+                "slime": "--use-rollout-routing-replay",
+            },
+            fault="router_noise,std=0.3",
+        ),
+        "ignored_sinks": Cause(
+            title="The trainer's attention ignores the model's attention sinks.",
+            remedy="Train with an attention kernel that supports sinks.",
+            in_engines={
+                "transformers": "attn_implementation=eager, flex_attention, flash_attention_4 or "
+                "kernels-community/vllm-flash-attn3 (Hopper): gpt-oss does not support "
+                "flash_attention_2 and sdpa.",
+            },
+            fault="ignored_sinks",
+        ),
+        "ignored_window": Cause(
+            title="One side's attention reaches beyond the model's sliding window.",
+            remedy="Pass each layer's window to the attention kernel.",
+            fault="ignored_window",
+        ),
+        "dropout": Cause(
+            kind="trainer_noise",
+            title="The trainer's log-probs are computed with dropout.",
+            remedy="Put the model in eval mode, or set its dropout to 0.",
+            in_trainers={
+                "slime": "--attention-dropout 0 --hidden-dropout 0: Megatron's default is 0.1.",
+            },
+            in_engines={
+                "transformers": "model.eval(), or attention_dropout=0 in the config.",
+            },
+            fault="active_dropout",
+        ),
+        "other_weights": Cause(
+            kind="weights",
+            title="The two sides run different weights: a sync was late or failed, or a "
+            "checkpoint is the wrong one.",
+            remedy="Verify the engine's weights after each sync, and compare their versions.",
+            in_trainers={
+                "lockstep": "sync.verify_every=1",
+            },
+            in_engines={
+                "vllm": "call reset_prefix_cache after loading: keys and values of the old "
+                "weights remain otherwise.",
+            },
+            fault="stale_weights",
+        ),
+        "adapter_not_merged": Cause(
+            kind="weights",
+            title="One side runs the base model without its adapter.",
+            remedy="Load the adapter into the engine after each update.",
+            fault="unmerged_adapter",
+        ),
+        "precision": Cause(
+            title="The two sides compute in different precisions.",
+            remedy="Nothing, or use one dtype on both sides.",
+            in_trainers={
+                "lockstep": "engine.dtype=same",
+            },
+        ),
+    },
+    # Training itself.
+    "training": {
+        "stale": Cause(
+            kind="weights",
+            title="The tokens were sampled by weights that are several updates old.",
+            remedy="Reduce the staleness, or correct for it.",
+            in_trainers={
+                "lockstep": "max_staleness, correction=mis",
+                "slime": "--update-weights-interval",
+            },
+        ),
+        "after_update": Cause(
+            kind="weights",
+            title="The trainer's log-probs were computed after the update on these rows.",
+            remedy="Compute them before the first optimizer step, or use the sampler's.",
+            fault="scored_after_update",
+        ),
+        "unphysical": Cause(
+            title="The statistics of training contradict each other.",
+            remedy="Check the tokens first: such statistics come from rows that are not what was "
+            "sampled.",
+        ),
+    },
+}
 
-CAUSES: dict[str, Cause] = {cause.name: cause for cause in _CAUSES}
+CAUSES: dict[str, Cause] = {
+    name: replace(cause, name=name, room=room)
+    for room, causes in _CAUSES.items()
+    for name, cause in causes.items()
+}
 """Every cause by name; `add_cause` adds a plugin's."""
 
 

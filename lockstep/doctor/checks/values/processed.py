@@ -104,20 +104,23 @@ class Processed(Check):
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
-        self._samples: list[_Sample] = []
+        self._samples: list[Rows] = []
         self._stride, self._num_chunks = 1, 0
         self._chosen: Processing | None = None
 
     def look(self, rows: Rows) -> None:
         if self._num_chunks % self._stride == 0:
-            self._samples.append(_Sample.of(rows))
+            num_rows = int(np.searchsorted(rows.offsets, SAMPLE_TOKENS, side="right")) - 1
+            self._samples.append(rows.take(np.arange(min(max(num_rows, 1), len(rows)))))
             if len(self._samples) > NUM_SAMPLES:
                 self._samples = self._samples[::2]
                 self._stride *= 2
         self._num_chunks += 1
 
     def conclude(self) -> Finding:
-        sample = _Sample.joined(self._samples)
+        if not self._samples:
+            return self.consistent("there are no rows")
+        sample = _Sample.of(Rows.joined(self._samples))
         told = f"{len(sample.rollout)} tokens of {sample.num_rows} rows were read"
         if sample.is_judged.sum() < MIN_ROWS:
             return self.consistent(f"{told}: they agree, or are too few")
@@ -239,44 +242,19 @@ class _Sample:
 
     @classmethod
     def of(cls, rows: Rows) -> _Sample:
-        """The first rows of a chunk."""
-        num_rows = int(np.searchsorted(rows.offsets, SAMPLE_TOKENS, side="right")) - 1
-        num_rows = max(min(num_rows, len(rows)), min(len(rows), 1))
-        some = rows if num_rows == len(rows) else rows.take(np.arange(num_rows))
-        at, contexts = some.compared, contexts_of(some)
-        to = np.full(some.num_tokens, -1, np.int64)
+        at, contexts = rows.compared, contexts_of(rows)
+        to = np.full(rows.num_tokens, -1, np.int64)
         to[at] = np.arange(len(at))
         one, other = to[contexts.one], to[contexts.other]
         known = (one >= 0) & (other >= 0)
         return cls(
-            names=some.row_ids,
-            row=some.row_of[at],
-            place=some.position[at],
-            rollout=np.minimum(some.rollout[at].astype(np.float64), 0.0),
-            trainer=np.minimum(some.trainer[at].astype(np.float64), 0.0),
+            names=rows.row_ids,
+            row=rows.row_of[at],
+            place=rows.position[at],
+            rollout=np.minimum(rows.rollout[at].astype(np.float64), 0.0),
+            trainer=np.minimum(rows.trainer[at].astype(np.float64), 0.0),
             one=one[known],
             other=other[known],
-        )
-
-    @classmethod
-    def joined(cls, samples: list[_Sample]) -> _Sample:
-        rows = np.cumsum([0, *(len(s.names) for s in samples)])
-        tokens = np.cumsum([0, *(len(s.rollout) for s in samples)])
-
-        def ends(name: str, first: Int64Array | None = None) -> Int64Array:
-            parts = [getattr(s, name) for s in samples]
-            if first is not None:
-                parts = [part + begin for part, begin in zip(parts, first, strict=False)]
-            return np.concatenate(parts) if parts else np.empty(0, np.int64)
-
-        return cls(
-            names=tuple(name for s in samples for name in s.names),
-            row=ends("row", rows),
-            place=ends("place"),
-            rollout=ends("rollout").astype(np.float64),
-            trainer=ends("trainer").astype(np.float64),
-            one=ends("one", tokens),
-            other=ends("other", tokens),
         )
 
     @property
