@@ -17,7 +17,6 @@ from lockstep.agent.gateway.config import GatewayConfig
 from lockstep.agent.gateway.registry import SessionRegistry
 from lockstep.agent.gateway.server import GatewayServer
 from lockstep.agent.gateway.session import GatewaySession
-from lockstep.agent.gateway.trajectory import describe_trajectory
 from lockstep.agent.turns import Budget
 from lockstep.renderers.chatml import ChatMLRenderer
 from lockstep.renderers.config import ChatMLConfig
@@ -107,7 +106,7 @@ class Gateway:
         """The session is one path of so many turns, and what the engine was sent and sampled
         stands in it, id by id."""
         trajectory = self.sessions.get(session_id).trajectory
-        assert len(trajectory.leaves()) == 1, describe_trajectory(trajectory)
+        assert len(trajectory.leaves()) == 1, trajectory.segments
         assert trajectory.num_turns == num_turns
         [leaf] = trajectory.leaves()
         row = trajectory.row(leaf)

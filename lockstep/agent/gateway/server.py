@@ -46,7 +46,6 @@ from lockstep.agent.gateway.reading import (
 )
 from lockstep.agent.gateway.registry import SessionRegistry
 from lockstep.agent.gateway.session import GatewaySession
-from lockstep.agent.gateway.trajectory import describe_trajectory, trajectory_to_dict
 from lockstep.errors import (
     CapabilityError,
     ConfigError,
@@ -57,7 +56,7 @@ from lockstep.errors import (
     RendererError,
 )
 from lockstep.renderers.base import Renderer
-from lockstep.types import Task
+from lockstep.types import Task, Trajectory
 
 try:
     from aiohttp import web
@@ -538,14 +537,7 @@ class GatewayServer:
         self._memories.pop(session.id, None)
 
     async def _trajectory(self, request: web.Request) -> web.Response:
-        trajectory = self._session(request).trajectory
-        match request.query.get("format", "json"):
-            case "json":
-                return _json(trajectory_to_dict(trajectory))
-            case "text":
-                return web.Response(text=describe_trajectory(trajectory) + "\n")
-            case other:
-                raise wrong_value("format", f"must be json or text, found {other[:40]!r}.")
+        return _json(_trajectory_to_dict(self._session(request).trajectory))
 
     async def _claim(self, request: web.Request) -> web.Response:
         self._check_master(request)
@@ -614,6 +606,29 @@ def _summary(session: GatewaySession) -> dict[str, Any]:
         "leaves": trajectory.leaves(),
         "rewards": {str(leaf): reward for leaf, reward in session.rewards.items()},
         "error": trajectory.error,
+    }
+
+
+_SEGMENT_FIELDS = (
+    "parent", "turn", "is_sampled", "reason", "policy_version", "finish_reason", "stop",
+)  # fmt: skip
+
+
+def _trajectory_to_dict(trajectory: Trajectory) -> dict[str, Any]:
+    """JSON-able: every segment with its ids, log-probs and messages. Numbers are finite."""
+    names = ("id", "task_id", "status", "error", "reward_parts", "metrics")
+    return {
+        **{name: getattr(trajectory, name) for name in names},
+        "rewards": {str(leaf): reward for leaf, reward in trajectory.rewards.items()},
+        "segments": [
+            {
+                **{name: getattr(segment, name) for name in _SEGMENT_FIELDS},
+                "token_ids": segment.token_ids.tolist(),
+                "logprobs": None if segment.logprobs is None else segment.logprobs.tolist(),
+                "messages": [message.to_dict() for message in segment.messages],
+            }
+            for segment in trajectory.segments
+        ],
     }
 
 
