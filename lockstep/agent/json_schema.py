@@ -1,15 +1,14 @@
 """Checks a JSON value against a JSON schema, in words that a model can act on.
 
-Knows the keywords of draft 2020-12 that schemas of tools use: types, values, ranges, sizes,
-properties, items, alternatives and references. Any other keyword is not checked here; the owner of
-the tool checks it. `pattern` is among those on purpose: a pattern of a stranger may never end.
+Knows the keywords of draft 2020-12 that schemas of tools use: types, values, properties, items,
+alternatives and references. Any other keyword (ranges, sizes, patterns) is not checked here; the
+owner of the tool checks it.
 """
 
 from __future__ import annotations
 
 import json
-import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 MAX_DEPTH = 100
@@ -23,21 +22,6 @@ _SEVERAL = ("allOf", "anyOf", "oneOf")
 _NAMED = ("properties", "$defs", "definitions")
 _ANNOTATIONS = {"title", "description", "default", "examples", "deprecated", "readOnly"}
 """Keywords that do not change which values are accepted."""
-
-_RANGES: Mapping[str, tuple[Callable[[Any, Any], bool], str]] = {
-    "minimum": (operator.ge, "at least"),
-    "maximum": (operator.le, "at most"),
-    "exclusiveMinimum": (operator.gt, "above"),
-    "exclusiveMaximum": (operator.lt, "below"),
-}
-_SIZES: Mapping[str, tuple[type, str, str]] = {
-    "minLength": (str, "at least", "characters"),
-    "maxLength": (str, "at most", "characters"),
-    "minItems": (list, "at least", "items"),
-    "maxItems": (list, "at most", "items"),
-    "minProperties": (dict, "at least", "keys"),
-    "maxProperties": (dict, "at most", "keys"),
-}
 
 
 # -- values ---------------------------------------------------------------------------------------
@@ -67,7 +51,6 @@ def mismatch(value: Any, schema: Any, where: str, root: Any = None, depth: int =
     return (
         _kind_problem(value, schema, where)
         or _choice_problem(value, schema, where, root, depth + 1)
-        or _size_problem(value, schema, where)
         or _part_problem(value, schema, where, root, depth + 1)
     )
 
@@ -100,19 +83,6 @@ def _choice_problem(
                 return _nearest(problems, options, value, where)
             if name == "oneOf" and num_met > 1:
                 return f"{where} fits {num_met} of its alternatives, and must fit one alone"
-    return ""
-
-
-def _size_problem(value: Any, schema: Mapping[str, Any], where: str) -> str:
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        for name, (is_met, text) in _RANGES.items():
-            if name in schema and not is_met(value, schema[name]):
-                return f"{where} must be {text} {schema[name]}, found {value}"
-    for name, (kind, text, unit) in _SIZES.items():
-        if name in schema and isinstance(value, kind):
-            is_met = operator.ge if name.startswith("min") else operator.le
-            if not is_met(len(value), schema[name]):
-                return f"{where} must have {text} {schema[name]} {unit}, found {len(value)}"
     return ""
 
 
@@ -196,8 +166,6 @@ def _form_problem(schema: Any, root: Any, at: str, depth: int) -> str:
             isinstance(value, list) and all(isinstance(each, str) for each in value)
         ):
             expected = "a list of names"
-        elif name in _RANGES or name in _SIZES:
-            expected = "" if json_type(value) in ("integer", "number") else "a number"
         elif name in _SEVERAL or name == "enum":
             if not isinstance(value, list) or not value:
                 expected = "a list with a value"

@@ -14,7 +14,7 @@ import asyncio
 import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from typing import Any, cast
 
@@ -145,40 +145,42 @@ async def run_episode(
     return episode.trajectory
 
 
+@dataclass(slots=True, eq=False)
 class _Episode:
     """One episode in the making: `play`, then `score` (or `set_score`), then `close`."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        renderer: Renderer,
-        trajectory: Trajectory,
-        *,
-        seed: int,
-        sampling: SamplingParams,
-        budget: Budget,
-        priority: Callable[[], int] = lambda: 0,
-        rescorer: Rescorer | None = None,
-        gateway: OpenGateway | None = None,
-    ) -> None:
-        self.engine, self.renderer, self.trajectory = engine, renderer, trajectory
-        self.rescorer, self.gateway = rescorer, gateway
-        self.environment: Environment | Harness | None = None
-        self.session: GatewaySession | None = None
-        """Session of an agent that asks over HTTP."""
-        self.given_score: Score | None = None
-        """Score that the harness returned."""
-        self.seed, self.budget = seed, budget
+    engine: Engine
+    renderer: Renderer
+    trajectory: Trajectory
+    _: KW_ONLY
+    seed: int
+    sampling: SamplingParams
+    budget: Budget
+    priority: Callable[[], int] = lambda: 0
+    rescorer: Rescorer | None = None
+    gateway: OpenGateway | None = None
+    environment: Environment | Harness | None = None
+    session: GatewaySession | None = None
+    """Session of an agent that asks over HTTP."""
+    given_score: Score | None = None
+    """Score that the harness returned."""
+    stage: str = ""
+    """The operation under way, for the reason of a failure."""
+    reason: str = ""
+    """Reason of the branch that the next turn begins; see `Segment.reason`."""
+    turn_ends: list[int] = field(default_factory=list[int])
+    """The segment that ends each turn."""
+    sampler: TurnSampler = field(init=False)
+
+    def __post_init__(self) -> None:
         self.sampler = TurnSampler(
-            engine, renderer, trajectory, sampling=sampling, budget=budget, priority=priority
+            self.engine,
+            self.renderer,
+            self.trajectory,
+            sampling=self.sampling,
+            budget=self.budget,
+            priority=self.priority,
         )
-        self.max_tokens = self.sampler.max_tokens
-        self.stage = ""
-        """The operation under way, for the reason of a failure."""
-        self.reason = ""
-        """Why the next turn begins a branch; see `Segment.reason`."""
-        self.turn_ends: list[int] = []
-        """The segment that ends each turn."""
 
     async def play(self, environment: Environment | Harness, task: Task) -> None:
         """Turns, until the environment or a budget ends them. Leaves the status at "finished",
@@ -208,10 +210,10 @@ class _Episode:
         self.stage = "renderer.render"
         path_ids = np.asarray(self.renderer.render(messages, tools), np.int32)
         count(self.trajectory, "tokens/encoded", len(path_ids))
-        if len(path_ids) >= self.max_tokens:
+        if len(path_ids) >= self.sampler.max_tokens:
             self.fail(
                 f"the prompt has {len(path_ids)} tokens and the episode may have "
-                f"{self.max_tokens}: no room for a reply. Raise max_tokens or shorten the task"
+                f"{self.sampler.max_tokens}: no room for a reply. Raise max_tokens"
             )
             return
         leaf: int | None = trajectory.observe(path_ids, messages=messages)
@@ -221,7 +223,7 @@ class _Episode:
             deadline = started + budget.max_seconds
             try:
                 prompt_ids = np.concatenate([path_ids, *(part.ids for part in pending)])
-                reply = await self._sample(prompt_ids, leaf, pending, turn, deadline=deadline)
+                reply = await self._sample(prompt_ids, leaf, pending, turn, deadline)
             except OutOfTime:
                 if turn == 0:
                     raise
@@ -260,10 +262,10 @@ class _Episode:
                 count(trajectory, "tokens/encoded", len(observed_ids))
                 pending.append(Observed(np.asarray(observed_ids, np.int32), observation.messages))
                 needed = len(path_ids) + sum(len(part.ids) for part in pending)
-                if needed >= self.max_tokens:
+                if needed >= self.sampler.max_tokens:
                     trajectory.error = (
                         f"max_tokens: the next turn would begin at token {needed} of "
-                        f"{self.max_tokens}"
+                        f"{self.sampler.max_tokens}"
                     )
             if trajectory.error:
                 trajectory.status = "truncated"
@@ -341,8 +343,8 @@ class _Episode:
         """Names the budget that ends the episode after `reply`, or returns ""."""
         if reply.finish_reason == "abort" or time.monotonic() >= deadline:
             return self._out_of_time
-        if num_tokens >= self.max_tokens:
-            return f"max_tokens: all {self.max_tokens} are used"
+        if num_tokens >= self.sampler.max_tokens:
+            return f"max_tokens: all {self.sampler.max_tokens} are used"
         if reply.finish_reason == "length" and not self.budget.continue_cut_turns:
             return f"max_turn_tokens: turn {turn} was cut at {len(reply.ids)} tokens"
         if turn + 1 >= self.budget.max_turns:
@@ -355,28 +357,26 @@ class _Episode:
         leaf: int | None,
         pending: Sequence[Observed],
         turn: int,
-        *,
         deadline: float,
     ) -> Turn:
+        def record_prompt() -> tuple[int, str]:
+            return self.sampler.observe(leaf, pending, reason=self.reason), ""
+
         try:
             return await self.sampler.sample(
                 prompt_ids,
                 parent=leaf,
-                record_prompt=lambda: (self.sampler.observe(leaf, pending, reason=self.reason), ""),
+                record_prompt=record_prompt,
                 name=f"{turn}-{self.seed:x}",
                 seed=derive_seed(self.seed, turn),
                 deadline=deadline,
-                at=self._enter,
+                at=partial(setattr, self, "stage"),
             )
-        except OutOfTime:
+        except Exception as error:
+            is_late = isinstance(error, OutOfTime)
+            if self.stage == "engine.generate" and not is_late:
+                record_prompt()  # shows the prompt that the engine failed on
             raise
-        except Exception:
-            if self.stage == "engine.generate":  # shows the prompt that the engine failed on
-                self.sampler.observe(leaf, pending, reason=self.reason)
-            raise
-
-    def _enter(self, stage: str) -> None:
-        self.stage = stage
 
     # -- the end ------------------------------------------------------------------------------
 

@@ -72,12 +72,6 @@ class ToolOutput:
     """Added to the trajectory's."""
 
 
-@typing.overload
-def tool(function: Callable[..., Any], /) -> Tool: ...
-@typing.overload
-def tool(
-    *, name: str = "", description: str = "", is_instant: bool = False
-) -> Callable[[Callable[..., Any]], Tool]: ...
 def tool(
     function: Callable[..., Any] | None = None,
     /,
@@ -102,7 +96,7 @@ def tool(
     Raises ConfigError for a parameter without a type, or of one that JSON cannot carry.
     """
     if function is None:
-        return lambda f: tool(f, name=name, description=description, is_instant=is_instant)  # type: ignore[call-overload]
+        return lambda f: tool(f, name=name, description=description, is_instant=is_instant)
     return Tool(
         name=name or getattr(function, "__name__", type(function).__name__),
         description=description or _split_docstring(function)[0],

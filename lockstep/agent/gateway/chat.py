@@ -39,11 +39,9 @@ from lockstep.types import Message, ToolSchema
 FIELDS = {
     **OPENAI,
     "messages": honoured("text; a last message of the assistant's is refused"),
-    "max_tokens": honoured(),
-    "max_completion_tokens": honoured(),
+    **dict.fromkeys(("max_tokens", "max_completion_tokens", "seed"), honoured()),
     "top_k": honoured("not OpenAI's, but usual; 0 and -1 are off"),
     "stop": honoured("the reply that is sent ends before it; its ids are kept"),
-    "seed": honoured(),
     "n": honoured("siblings in the session's tree"),
     "stream_options": honoured("include_usage"),
     "logprobs": honoured("of every sampled id, thinking and stop id included"),
@@ -52,9 +50,9 @@ FIELDS = {
     "response_format": refused(
         f"{NO_CONSTRAINT} Ask for the format in a message.", {"type": "text"}
     ),
-    "logit_bias": refused(NO_CONSTRAINT, {}),
-    "frequency_penalty": refused(NO_CONSTRAINT, 0),
-    "presence_penalty": refused(NO_CONSTRAINT, 0),
+    **dict.fromkeys(
+        ("logit_bias", "frequency_penalty", "presence_penalty"), refused(NO_CONSTRAINT, {}, 0)
+    ),
     "modalities": refused(TEXT_ONLY, ["text"]),
     "audio": refused(TEXT_ONLY),
     "prediction": refused("Leave it out: prefixes are reused anyway."),
@@ -65,12 +63,8 @@ FIELDS = {
 }
 
 _MESSAGE_FIELDS = {
-    "role": honoured(),
-    "content": honoured(),
-    "tool_calls": honoured(),
-    "tool_call_id": honoured(),
-    "reasoning_content": honoured("the model's thinking"),
-    "reasoning": honoured("the model's thinking"),
+    **dict.fromkeys(("role", "content", "tool_calls", "tool_call_id"), honoured()),
+    **dict.fromkeys(("reasoning_content", "reasoning"), honoured("the model's thinking")),
     "refusal": refused("A refusal is content here.", ""),
     "audio": refused(TEXT_ONLY),
     "function_call": refused("It is the old form: use tool_calls."),

@@ -65,14 +65,12 @@ FIELDS = {
     "container": refused("There are no containers here; give the model a tool."),
     "mcp_servers": refused("Connect to them yourself, and give the model their tools.", []),
     "cache_control": accepted("prefixes are reused by what they are"),
-    "betas": accepted("names of features; the fields decide"),
-    "anthropic_beta": accepted("names of features; the fields decide"),
-    "anthropic_version": accepted("there is one"),
-    "inference_geo": accepted("there is one place"),
-    "speed": accepted("there is one"),
-    "diagnostics": accepted("asks for notes that nothing depends on"),
-    "user_profile_id": accepted("names the sender"),
-    "workspace_id": accepted("names the sender"),
+    **dict.fromkeys(
+        ("betas", "anthropic_beta", "anthropic_version", "diagnostics"),
+        accepted("the fields of the body decide"),
+    ),
+    **dict.fromkeys(("inference_geo", "speed"), accepted("there is one")),
+    **dict.fromkeys(("user_profile_id", "workspace_id"), accepted("names the sender")),
 }
 
 _MESSAGE_FIELDS = {"role": honoured(), "content": honoured()}

@@ -81,11 +81,11 @@ OPENAI: Fields = {
     "top_logprobs": refused("Only the log-probs of sampled ids are recorded.", 0),
     "parallel_tool_calls": ignored(f"{NO_CONSTRAINT} A turn may have several calls.", True),
     "moderation": refused("Nothing is moderated here."),
-    "user": accepted("names the sender, not the session"),
-    "safety_identifier": accepted("names the sender"),
-    "prompt_cache_key": accepted("prefixes are reused by what they are"),
-    "prompt_cache_options": accepted("prefixes are reused by what they are"),
-    "prompt_cache_retention": accepted("prefixes are reused by what they are"),
+    **dict.fromkeys(("user", "safety_identifier"), accepted("names the sender, not the session")),
+    **dict.fromkeys(
+        ("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
+        accepted("prefixes are reused by what they are"),
+    ),
 }
 """Fields that both OpenAI dialects have."""
 

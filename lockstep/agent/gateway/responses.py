@@ -67,8 +67,9 @@ FIELDS = {
     ),
     "truncation": refused("A dialogue that is too long is refused, not cut.", "disabled"),
     "max_tool_calls": refused(NO_CONSTRAINT),
-    "background": refused("Every turn is waited for.", False),
-    "background_options": refused("Every turn is waited for.", {}),
+    **dict.fromkeys(
+        ("background", "background_options"), refused("Every turn is waited for.", False, {})
+    ),
     "conversation": refused("Send the dialogue, or previous_response_id."),
     "prompt": refused("There are no stored prompts; send the text."),
     "context_management": refused("Histories are the agent's; shorten the input yourself.", []),

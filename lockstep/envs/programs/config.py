@@ -122,7 +122,7 @@ class ConnectConfig(_AgentTasks):
             _ = self._tasks
 
     def environment(self, task: Task, agent: AgentConfig) -> Harness:
-        from lockstep.envs.programs.connected import ConnectedHarness
+        from lockstep.envs.programs.program import ConnectedHarness
 
         return ConnectedHarness(self.wait_seconds)
 

@@ -1,4 +1,4 @@
-"""A program that plays one episode over HTTP: started, read, and killed when time is over."""
+"""Agents that play one episode over HTTP: a program that is started here, or one that connects."""
 
 from __future__ import annotations
 
@@ -138,6 +138,20 @@ class ProgramHarness(Harness):
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
+
+
+class ConnectedHarness(Harness):
+    """Waits for an agent that claims the episode over HTTP, posts its reward and finishes the
+    session."""
+
+    lacks_reward = "its agent finished the session without one"
+
+    def __init__(self, wait_seconds: float) -> None:
+        self.wait_seconds = wait_seconds
+
+    async def run(self, task: Task, endpoint: Endpoint) -> Score | None:
+        await endpoint.offer()
+        return None
 
 
 def own_variables(names: Sequence[str]) -> dict[str, str]:

@@ -36,20 +36,18 @@ TREE = {
              {"properties": {"kind": {"const": "a"}}},
              {"properties": {"kind": {"const": "b"}, "size": {"type": "integer"}}},
          ]}, "v.kind must be \"a\", found \"b\""),
-        (3, {"oneOf": [{"type": "integer"}, {"minimum": 2}]},
+        (3, {"oneOf": [{"type": "integer"}, {"enum": [3]}]},
          "v fits 2 of its alternatives, and must fit one alone"),
-        (3, {"allOf": [{"minimum": 1}, {"maximum": 2}]}, "v must be at most 2, found 3"),
+        (3, {"allOf": [{"type": "integer"}, {"const": 2}]}, "v must be 2, found 3"),
         (2.0, {"type": "integer"}, ""),
         (2.5, {"type": "integer"}, "v must be integer, found number"),
         (True, {"enum": [1]}, "v must be one of [1], found true"),
-        (3, {"exclusiveMinimum": 3}, "v must be above 3, found 3"),
-        ("ab", {"maxLength": 1}, "v must have at most 1 characters, found 2"),
         ({"a": 1}, {"properties": {"a": False}}, "v.a must not be given"),
         ({}, {"$ref": "#"}, "v cannot be checked: it is nested too deep"),
         ({}, {"$ref": "#/x"}, "v cannot be checked: $ref '#/x' leads nowhere"),
         ("(" * 50, {"pattern": "(.*)*$", "format": "date"}, ""),  # not checked, on purpose
     ],
-    ids=range(16),
+    ids=range(14),
 )  # fmt: skip
 def test_what_is_wrong_is_said_with_its_place(value, schema, problem):
     assert mismatch(value, schema, "v") == problem
@@ -89,7 +87,7 @@ def test_arguments_are_checked_by_the_whole_schema_of_a_tool():
         ({"properties": {"a": {"type": "int"}}}, "#/properties/a/type must be one or several of"),
         ({"properties": {"a": 7}}, "#/properties/a is 7, and a schema is an object, true or false"),
         ({"required": "a"}, '#/required must be a list of names, found "a"'),
-        ({"anyOf": [{"minimum": "1"}]}, '#/anyOf/0/minimum must be a number, found "1"'),
+        ({"anyOf": [{"type": "1"}]}, "#/anyOf/0/type must be one or several of"),
         ({"enum": []}, "#/enum must be a list with a value, found []"),
         ({"$ref": 5}, "#: $ref 5 is not of this schema (#/...)"),
         ({"items": {"$ref": "#/$defs/a"}}, "#/items: $ref '#/$defs/a' leads nowhere"),
@@ -139,11 +137,6 @@ KEYWORDS = {
     "type": TYPES | st.lists(TYPES, min_size=1, max_size=3, unique=True),
     "enum": st.lists(VALUES, min_size=1, max_size=3),
     "const": VALUES,
-    "minimum": st.integers(-2, 2),
-    "exclusiveMaximum": st.integers(-2, 2),
-    "minLength": st.integers(0, 3),
-    "maxItems": st.integers(0, 2),
-    "minProperties": st.integers(0, 2),
     "required": st.lists(st.sampled_from("abc"), max_size=2, unique=True),
 }
 SCHEMAS = st.recursive(
