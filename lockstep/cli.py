@@ -514,17 +514,9 @@ def _settings(help: str = "") -> Argument:
 _RUN = "runs/quickstart-20260101-120000"
 _FORMAT = _arg("--format", "NAME", "format of a dump; default: found out")
 _TOKENIZER = _arg(
-    "--tokenizer",
-    "DIR",
-    "directory with a tokenizer.json, such a file, or ORGANISATION/NAME to fetch it; default: the "
-    "tokenizer of the model that the input names, if it is here",
+    "--tokenizer", "DIR", "tokenizer.json, its directory, or ORG/NAME; default: model's"
 )
-_RENDERER = _arg(
-    "--renderer",
-    "NAME",
-    "format of dialogues: harmony, chatml, jinja, ..., settings as JSON, or a renderer.json; "
-    "default: the model's",
-)
+_RENDERER = _arg("--renderer", "NAME", "harmony, chatml, jinja, ..., or JSON; default: the model's")
 
 COMMANDS = {
     "train": Command(
@@ -569,35 +561,25 @@ COMMANDS = {
             _arg(
                 "target",
                 "RUN|DUMP|example",
-                "input to examine (example: a shipped dump with two defects); with --ladder: "
-                "RECIPE|config.json|RUN[@STEP]",
+                "input to examine; with --ladder: RECIPE or RUN[@STEP]",
             ),
             _settings("with --ladder: settings of the recipe"),
-            _flag(
-                "--ladder",
-                "play plain text, one turn, several turns and the training path with a recipe's "
-                "model, template and engine",
-            ),
+            _flag("--ladder", "play plain text, one turn, several turns and the training path"),
             _FORMAT,
             _arg("--out", "FILE.html", "also write the diagnosis as one HTML file"),
             _arg(
                 "--only",
                 "CHECK",
-                "make this check alone, by its name in the summary; may be repeated",
+                "make this check alone; may be repeated",
                 action="append",
                 default=[],
             ),
-            _arg(
-                "--model",
-                "DIR",
-                "score a sample of the rows again by this model; own: by the run's own model and "
-                "checkpoints",
-            ),
+            _arg("--model", "DIR", "score some rows again by this model; own: by the run's own"),
             _arg("--adapter", "DIR", "with --model: its adapter, in PEFT's form"),
             _arg(
                 "--against",
                 "DIR",
-                "with --model: other weights that one side may have run; may be repeated",
+                "with --model: other weights to try",
                 action="append",
                 default=[],
             ),
@@ -612,15 +594,10 @@ COMMANDS = {
         example=f"lockstep replay '{_RUN}#0' --score",
         arguments=(
             _arg(
-                "target",
-                "RUN[@STEP]#ID",
-                "trajectory by its id, the end of one, or its number; with @STEP it is scored by "
-                "that checkpoint",
+                "target", "RUN[@STEP]#ID", "id, its end, or number of a trajectory; @STEP scores it"
             ),
             _flag(
-                "--score",
-                "load the weights that sampled it, and run trainer and engine on it again; exit "
-                "code 1 if a contract is broken",
+                "--score", "run trainer and engine on it again; exit code 1 if a contract is broken"
             ),
             _flag("--tokens", "list every sampled token"),
         ),
@@ -632,10 +609,7 @@ COMMANDS = {
         arguments=(
             _arg("model", "MODEL", "shipped model, directory with a tokenizer.json, or ORG/NAME"),
             _arg(
-                "messages",
-                "messages.json",
-                "list of chat messages, object with `messages` and `tools`, or JSONL file, of "
-                "which the first line is read",
+                "messages", "messages.json", "chat messages, or an object with messages and tools"
             ),
             _arg("--tools", "FILE", "JSON list of the declared tools"),
             _RENDERER,
@@ -660,18 +634,8 @@ COMMANDS = {
             _arg("target", "MODEL|RUN[@STEP]", nargs="?"),
             _settings(),
             _arg("--port", "N", "gateway.port; default: a free one", type=int, default=None),
-            _arg(
-                "--host",
-                "ADDRESS",
-                "gateway.host; default: this machine only. Any other needs a key",
-                default=None,
-            ),
-            _arg(
-                "--key",
-                "KEY",
-                "opens every session; better in the environment, as LOCKSTEP_KEY, where other "
-                "users of this machine do not see it",
-            ),
+            _arg("--host", "ADDRESS", "gateway.host; default: this machine only", default=None),
+            _arg("--key", "KEY", "opens every session; better in the environment, as LOCKSTEP_KEY"),
             _arg("--out", "DIR", "keep finished sessions there, for report and doctor"),
         ),
         has_settings_help=True,

@@ -15,6 +15,7 @@ A field annotated `Mapping[str, T]` holds named entries, each of which is a `T`,
 from __future__ import annotations
 
 import ast
+import contextlib
 import dataclasses
 import difflib
 import inspect
@@ -239,10 +240,12 @@ def _assign_value(
 ) -> None:
     """Puts `text` at `rest` below tree[key], which is of `annotation`. is_entry: of a mapping,
     where a new name has no kind by default, and `none` takes the entry out."""
-    kinds = choices(annotation)
-    nested = _dataclass_of(annotation, tree.get(key))
+    kinds, current = choices(annotation), tree.get(key)
+    nested, presets = _dataclass_of(annotation, current), {}
+    if nested is not None and not kinds:
+        presets = _presets(nested)
     if rest and (inner := _entry_of(annotation)) is not None:
-        if not isinstance(tree.get(key), dict):
+        if not isinstance(current, dict):
             tree[key] = {}
         _assign_value(inner, tree[key], rest[0], rest[1:], text, path=path, is_entry=True)
     elif rest:
@@ -254,91 +257,72 @@ def _assign_value(
                 f"{path}: {chosen} is none. Choose a kind before its settings: "
                 f"{' | '.join(f'{chosen}={kind}' for kind in kinds)}."
             )
-        if not isinstance(tree.get(key), dict):
+        if not isinstance(current, dict):
             tree[key] = {"type": tag(nested)} if kinds else {}
         _assign(nested, tree[key], rest, text, path=path)
-    elif kinds:
-        if text not in kinds:
-            if text == "none" and is_entry:
-                tree.pop(key, None)
-                return
-            if text == "none" and type(None) in _union(annotation):
-                tree[key] = None
-                return
-            raise ConfigError(f"{path}={text}: no such kind.{did_you_mean(text, kinds)}")
-        current = tree.get(key)
-        if not (isinstance(current, dict) and cast(Any, current).get("type") == text):
-            tree[key] = {"type": text}
-    elif text in (presets := _presets(nested)):
-        tree[key] = to_dict(presets[text]())
-    elif presets:
-        raise ConfigError(f"{path}={text}: no such preset.{did_you_mean(text, presets)}")
-    elif nested is not None and text == "none" and type(None) in _union(annotation):
+    elif text == "none" and is_entry and annotation is not str:
+        tree.pop(key, None)
+    elif text == "none" and type(None) in _union(annotation):
         tree[key] = None
+    elif kinds or presets:
+        if text not in (kinds or presets):
+            kind = "kind" if kinds else "preset"
+            raise ConfigError(
+                f"{path}={text}: no such {kind}.{did_you_mean(text, kinds or presets)}"
+            )
+        if presets:
+            tree[key] = to_dict(presets[text]())
+        elif not (isinstance(current, dict) and cast(Any, current).get("type") == text):
+            tree[key] = {"type": text}
     elif nested is not None:
         raise ConfigError(
             f"{path} has settings below it; give one of them: "
             f"{', '.join(f'{path}.{f}' for f in _field_names(nested))}."
         )
-    elif text == "none" and is_entry and annotation in (bool, int, float):
-        tree.pop(key, None)
     else:
         tree[key] = _parse(annotation, text, path)
 
 
+_WORDS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+
+
 def _parse(annotation: Any, text: str, path: str) -> Any:
     """The JSON value that `text` spells, by the field's type."""
-    members = _union(annotation)
-    if type(None) in members and text.lower() in ("none", "null"):
+    members, lowered = _union(annotation), text.lower()
+    if type(None) in members and lowered in ("none", "null"):
         return None
     for member in members:
-        origin = typing.get_origin(member) or member
-        if origin is Any:
-            return _parse_any(text)
-        if origin is bool and text.lower() in ("true", "false", "1", "0", "yes", "no"):
-            return text.lower() in ("true", "1", "yes")
+        origin, inner = typing.get_origin(member) or member, typing.get_args(member)
+        if origin is bool and lowered in _WORDS:
+            return _WORDS[lowered]
         if origin is int and re.fullmatch(r"[+-]?\d[\d_]*", text):
             return int(text)
         if origin is float:
-            try:
+            with contextlib.suppress(ValueError):
                 return float(text)
-            except ValueError:
-                continue
-        if origin in (tuple, list):
-            inner: tuple[Any, ...] = typing.get_args(member) or (str,)
-            if dataclasses.is_dataclass(inner[0]):
-                return _parse_json(text, path, expected="a JSON list of objects")
+        if origin is typing.Literal:  # a choice may be a number, which its digits name
+            return next((a for a in inner if str(a) == text), text)
+        if origin is str:
+            return text
+        is_list = origin in (tuple, list)
+        if is_list and not (inner and dataclasses.is_dataclass(inner[0])):
             parts = [p.strip() for p in text.strip("[]() ").split(",") if p.strip()]
-            is_uniform = len(inner) < 2 or inner[1] is ...
-            kinds = list(inner[:1]) * len(parts) if is_uniform else list(inner)
+            is_pair = len(inner) > 1 and inner[1] is not ...
+            kinds = list(inner) if is_pair else list(inner[:1] or (str,)) * len(parts)
             if len(kinds) != len(parts):
                 raise ConfigError(f"{path}: expected {len(kinds)} values, found {text!r}.")
             return [_parse(k, p, path) for k, p in zip(kinds, parts, strict=True)]
-        if origin in (dict, Mapping):
-            return _parse_json(text, path, expected="a JSON object")
-        if origin is typing.Literal:  # a choice may be a number, which its digits name
-            return next((a for a in typing.get_args(member) if str(a) == text), text)
-        if origin is str:
-            return text
+        if is_list or origin in (dict, Mapping, Any):
+            try:
+                return json.loads(
+                    "null" if lowered == "none" else lowered if lowered in _WORDS else text
+                )
+            except ValueError as error:
+                if origin is Any:
+                    return text
+                expected = "a JSON list of objects" if is_list else "a JSON object"
+                raise ConfigError(f"{path}: expected {expected} ({error}).") from None
     raise ConfigError(f"{path}: expected {_name(annotation)}, found {text!r}.")
-
-
-def _parse_any(text: str) -> Any:
-    """The JSON value that `text` is, with none, true and false in either case; else the text."""
-    lowered = text.lower()
-    if lowered in ("none", "true", "false"):
-        return {"none": None, "true": True, "false": False}[lowered]
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
-
-
-def _parse_json(text: str, path: str, *, expected: str) -> Any:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{path}: expected {expected} ({error}).") from None
 
 
 def _presets(cls: type | None) -> Mapping[str, Callable[[], Any]]:
@@ -379,17 +363,15 @@ def _value(annotation: Any, value: Any, path: str) -> Any:
             known = [str(i) for i in inner]
             raise ConfigError(f"{path}={value}: not one of them.{did_you_mean(str(value), known)}")
         if origin in (tuple, list) and isinstance(value, list | tuple):
-            items = list(cast(Sequence[Any], value))
-            if inner and inner[-1] is not ... and origin is tuple and len(inner) != len(items):
-                raise ConfigError(f"{path}: expected {len(inner)} values, found {items}.")
-            kinds = [inner[0] if inner else Any] * len(items)
-            if inner and inner[-1] is not ... and origin is tuple:
-                kinds = list(inner)
-            made = [
+            found = list(cast(Sequence[Any], value))
+            is_fixed = origin is tuple and inner and inner[-1] is not ...
+            if is_fixed and len(inner) != len(found):
+                raise ConfigError(f"{path}: expected {len(inner)} values, found {found}.")
+            kinds = inner if is_fixed else [inner[0] if inner else Any] * len(found)
+            return origin(
                 _value(k, v, f"{path}[{i}]")
-                for i, (k, v) in enumerate(zip(kinds, items, strict=True))
-            ]
-            return tuple(made) if origin is tuple else made
+                for i, (k, v) in enumerate(zip(kinds, found, strict=True))
+            )
         if origin is float and isinstance(value, int | float) and not isinstance(value, bool):
             return float(value)
         if origin in (bool, int, str) and type(value) is origin:
