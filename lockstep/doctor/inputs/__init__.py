@@ -1,1 +1,1 @@
-"""What the doctor reads: runs of ours, dumps of other trainers, and files in our own schema."""
+"""Dump formats: runs of Lockstep, dumps of other trainers, and rows in the doctor's own columns."""

@@ -89,7 +89,7 @@ def mentions(path: Path, words: Iterable[str]) -> bool:
 
 
 def read_pickle(path: Path) -> Any:
-    """What `pickle.dump` wrote: numbers, texts, lists, dicts, arrays, and `Record`s.
+    """The content of a pickle: numbers, texts, lists, dicts, arrays, and `Record`s.
 
     Raises DataError if the file is damaged or names anything outside of the table.
     """
@@ -98,8 +98,8 @@ def read_pickle(path: Path) -> Any:
 
 
 def read_torch(source: Path | bytes, where: str = "") -> Any:
-    """What `torch.save` wrote, tensors as arrays. source: a file, or the bytes of one; where: its
-    name in errors. Raises DataError as `read_pickle` does.
+    """The content of a `torch.save` file, tensors as arrays. source: a file, or its bytes; where:
+    its name in errors. Raises DataError as `read_pickle` does.
     """
     import torch
 
@@ -157,7 +157,7 @@ def plain(value: Any) -> Any:
 
 
 class _Maker:
-    """What the name of a function becomes: an object that can only be called."""
+    """Stand-in for a function that a pickle names: an object that can only be called."""
 
     __slots__ = ("_make",)
 

@@ -1,5 +1,6 @@
-"""What can be said with the model at hand: both sides scored again, and by what would explain them.
+"""Checks with the model at hand: both sides are scored again, and by variants that may explain
+them.
 
-`weights` says which weights there are, `scorer` computes (the one module with torch), `compare`
-decides which side deviates and by what, `checks` are the findings. Without a model none of it runs.
+`weights` finds the weights, `scorer` computes (the one module with torch), `rescore` keeps the
+sample and its scores, `compare` decides which side deviates and why, `judgements` are the findings.
 """

@@ -1,15 +1,14 @@
-"""Which side deviates from the model at hand, and what would explain it. numpy only.
+"""Finds the side that deviates from the model at hand, and its cause. numpy only.
 
-A side is held against the model's own log-probs (`reference`), row by row. Where it deviates, each
-variant (no sinks, other weights, ...) is held against it too. The one whose numbers the side has is
-the cause: not one that merely makes the gap smaller, for many do.
+Each side is compared with the model's own log-probs (`reference`), row by row. Where it deviates,
+it is compared with each variant (no sinks, other weights, ...) too. The cause is the variant whose
+numbers the side has, not one that merely makes the gap smaller: many do.
 
-Ties: of variants that explain a row equally well, the first in the order of `variants` is taken
-(what is wrong with the arithmetic, then an adapter, then other weights, then what is made of the
-logits, then a precision).
+Of variants that explain a row equally well, the first in the order of `variants` is taken: wrong
+arithmetic, then an adapter, other weights, processing of the logits, a precision.
 
-What no variant reproduces is noise or other weights that are not at hand. Noise is another number
-each time that the same tokens are read, other weights are not: see `variance_within`.
+A deviation that no variant reproduces is noise, or other weights that are not at hand. Noise gives
+other numbers each time that the same tokens are read, other weights do not: see `variance_within`.
 
 # R rows  N tokens
 """
@@ -30,56 +29,56 @@ from lockstep.types import Int64Array
 SideName = Literal["sampler", "trainer"]
 
 MAX_ROW_RESIDUAL = 0.5
-"""Of a row's deviation that a variant may leave for it to be held for the row's cause. A right
-variant leaves float noise, or that of the pair of precisions: the gap of a fault that is three
-times the noise falls to a quarter."""
+"""Share of a row's deviation that the right variant may leave: float noise, or that of a pair of
+precisions. The gap of a fault that is three times the noise falls to a quarter."""
 MAX_FAR_RESIDUAL = 0.02
-"""The same of a row whose weights are not at hand. The model is not known there, and the weights of
-a step before are near it: they must be what the side ran, and not merely nearer than a fault."""
+"""The same for a row whose weights are not at hand. The weights of the step before are near the
+model: a variant must be what the side ran, and not merely nearer than a fault."""
 MIN_FAR_TOKENS = 0.5
-"""Of the tokens in such rows that must be reproduced for it to be believed: a failed sync hits
-whole steps, chance a few rows."""
+"""Share of the tokens in such rows that a variant must reproduce: a failed sync hits whole steps,
+chance a few rows."""
 MAX_RESIDUAL = 0.35
-"""The same over all rows that a variant is held for: chance may reproduce a short row, not many."""
+"""Share of the deviation that a variant may leave over all its rows: chance may reproduce a short
+row, but not many."""
 MIN_MOVE = 0.25
-"""Of a row's deviation that a variant must itself be away from the model: what changes nothing
-(full attention in a row shorter than the window) explains nothing."""
+"""Ratio of a variant's own distance from the model to the row's deviation. A variant that changes
+nothing (full attention in a row shorter than the window) explains nothing."""
 MIN_SHARE = 0.25
-"""Of a side's deviation that those rows must have together to be named. Noise has a few large
-tokens, and a variant that is right by chance on the row of one of them must not be named for it."""
+"""Share of a side's deviation that the rows of a variant must have. Noise has a few large tokens; a
+variant that fits the row of one of them by chance must not be named."""
 MIN_ROWS, MIN_TOKENS = 3, 8
-"""That they must have together; fewer rows where there are no more, or where a variant leaves less
-of them than MAX_FEW_RESIDUAL."""
+"""Rows and tokens that a variant must explain; fewer rows if there are no more, or if the variant
+leaves less of them than MAX_FEW_RESIDUAL."""
 MAX_FEW_RESIDUAL = 0.05
 TIE = 0.05
-"""Of the deviation: variants nearer to each other than this explain equally well."""
+"""Share of the deviation within which two variants explain equally well."""
 FLOAT_K2 = 1e-8
-"""k2 per token under which a side agrees with the model: float32 kernels that sum in another order
+"""k2 per token below which a side agrees with the model: float32 kernels that sum in another order
 are at 1e-13, TF32 is below this."""
 NOISE_FACTOR = 2.0
-"""Times the k2 that computing in bfloat16 makes, up to which what is left is put down to a pair of
-precisions: an engine in bfloat16 has kernels of its own, and other noise than ours of that size."""
+"""Ratio to the k2 of computing in bfloat16, up to which a deviation counts as a pair of precisions:
+an engine in bfloat16 has other kernels, with other noise of that size."""
 NUM_ERRORS = 2.0
-"""Standard errors of that k2 by which it must be larger: a token or two that bfloat16 sends to
-other experts make a mean that says nothing of the rest."""
+"""Standard errors by which k2 must exceed that: one token that bfloat16 sends to other experts can
+dominate the mean."""
 WILD_FACTOR = 6.0
-"""Times that k2, above which a few tokens are enough: more than bfloat16 sends elsewhere."""
+"""Ratio to that k2 above which a few tokens are enough: bfloat16 sends fewer to other experts."""
 DENSE_FACTOR = 6.0
-"""The same for the typical token (the median of d^2 in units of its spread): of a mixture of
-experts the mean is that of a few tokens which bfloat16 sends to other experts, and noise on every
-token would hide below it. Another engine's bfloat16 has at most twice the rounding of ours."""
+"""The same for the typical token (the median of d^2 in units of its spread): in a mixture of
+experts a few tokens that bfloat16 sends to other experts dominate the mean and would hide noise on
+every token. Another engine's bfloat16 has at most twice the rounding of ours."""
 FOREIGN = 4.0
-"""Times the gap between both sides: rows where each side is further than this from the model were
-computed by neither with these weights."""
+"""Ratio to the gap between both sides: in rows where each side is further than this from the model,
+neither side ran these weights."""
 MAX_WITHIN = 0.65
-"""Variance within equal contexts over that of all, under which a deviation is held to repeat: not
-noise. Other weights were at 0.24 to 0.50, noise at 0.80 to 1.02 (two shipped models)."""
+"""Ratio of the variance within equal contexts to the whole, below which a deviation repeats and is
+no noise. Other weights were at 0.24 to 0.50, noise at 0.80 to 1.02 (two shipped models)."""
 MIN_REPEATED = 60
-"""Tokens in contexts that occur more than once, without which that cannot be told."""
+"""Tokens in repeated contexts that are needed to tell."""
 MIN_SPREAD = 1e-3
-"""Variance under unit noise of the logits that a token must have to say anything about noise."""
+"""Variance under unit noise on the logits that a token needs to tell anything about noise."""
 CONTEXTS = (3, 8)
-"""Last tokens that make a context: the short ones occur often, the long ones tell more."""
+"""Lengths of a context in tokens: short ones occur often, long ones tell more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,39 +110,40 @@ class Scored:
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """Log-probs as a defect would make them."""
+    """Log-probs that a defect would cause."""
 
     name: str
     cause: str
     text: str
-    """What the model is then: "without its sinks"."""
+    """The model with the defect: "without its sinks"."""
     logprobs: Float64Array
     """[N], NaN where it was not computed."""
     plain: Float64Array | None = None
-    """[N] the model without the defect, computed in the same way; None: any move will do."""
+    """[N] the model without the defect, computed in the same way; None allows any move."""
 
 
 @dataclass(kw_only=True)
 class Evidence:
-    """What was computed of some rows by the model at hand."""
+    """Scores of some rows by the model at hand."""
 
     rows: Rows
     reference: Float64Array
-    """[N] by the weights that the trainer ran; NaN where these are not at hand."""
+    """[N] the model with the weights that the trainer ran; NaN if these are not at hand."""
     variants: Sequence[Variant]
     bfloat16: Float64Array
-    """[N] the reference computed in bfloat16: what a pair of precisions makes."""
+    """[N] the reference computed in bfloat16: the effect of a pair of precisions."""
     spread: Float64Array
     """[N] as in `Scored`."""
     replayed: Float64Array | None = None
     """[N] with the sampler's recorded experts; None without any."""
     routes_differ: BoolArray | None = None
     distribution: str = ""
-    """That the reference is of, in words."""
+    """Processing of the logits of the reference, in words."""
     is_replayed: bool = False
-    """The reference itself is of the sampler's recorded experts: the trainer replays them."""
+    """Whether the reference takes the sampler's recorded experts, as a trainer that replays
+    them."""
     is_scored: Mapping[SideName, bool] = field(default_factory=lambda: {})
-    """Whether the side has log-probs of its own, not the model's in their place."""
+    """Whether the side has log-probs of its own, and not the model's."""
 
     def take(self, index: Int64Array) -> Evidence:
         """The rows at these places, in their order."""
@@ -175,33 +175,32 @@ class Side:
     values: Float64Array
     """[N]"""
     reference: Float64Array
-    """[N] what it is held against: the model, or where its weights are not at hand the other side.
-    """
+    """[N] the model, or the other side where the weights are not at hand."""
     tokens: Int64Array
-    """[R] that were compared."""
+    """[R] compared tokens."""
     k2: Float64Array
     """[R] sums of (side - reference)^2 / 2."""
     hit: Int64Array
-    """[R] the variant that reproduces the row, -1 for none."""
+    """[R] index of the variant that reproduces the row; -1 for none."""
     left: Float64Array
-    """[R] sums of squares that are left by it."""
+    """[R] the same sums after that variant."""
     variants: Sequence[Variant]
     is_known: BoolArray
-    """[R] held against the model itself."""
+    """[R] whether the reference is the model itself."""
 
     @property
     def deviation(self) -> float:
-        """k2 per token against the model, of the rows whose weights are at hand."""
+        """k2 per token against the model, over rows whose weights are at hand."""
         return _mean(self.k2, self.tokens, self.is_known)
 
     def explained_by(self, cause: str) -> BoolArray:
-        """[R] rows that a variant of this cause reproduces."""
+        """[R] whether a variant of this cause reproduces the row."""
         found = np.array([v.cause == cause for v in self.variants] + [False])
         return found[self.hit]
 
     @cached_property
     def is_unexplained(self) -> BoolArray:
-        """[R] known rows that no variant reproduces."""
+        """[R] whether no variant reproduces a known row."""
         return (self.hit < 0) & self.is_known & (self.tokens > 0)
 
     @property
@@ -217,14 +216,14 @@ class Comparison:
     evidence: Evidence
     sides: dict[SideName, Side]
     is_foreign: BoolArray
-    """[R] rows that neither side computed with the weights at hand."""
+    """[R] whether neither side ran the weights at hand."""
     floor: float
     """k2 per token between the model in float32 and in bfloat16."""
     typical_floor: float
     """The median of d^2 over the token's spread, of the same."""
 
     def is_noisy(self, side: Side) -> bool:
-        """Whether what no variant explains of a side is more than a pair of precisions makes."""
+        """Whether the unexplained deviation of a side exceeds that of a pair of precisions."""
         if side.noise <= FLOAT_K2:
             return False
         rows, spread = self.evidence.rows, self.evidence.spread
@@ -249,7 +248,7 @@ class Comparison:
 
     @property
     def is_judged(self) -> BoolArray:
-        """[R] held against the model, or known to be of other weights."""
+        """[R] whether a row was compared with the model, or has known other weights."""
         out = self.is_foreign.copy()
         for side in self.sides.values():
             out |= side.is_known | (side.hit >= 0)
@@ -257,12 +256,12 @@ class Comparison:
 
     @property
     def num_known(self) -> int:
-        """Rows that were held against the model itself."""
+        """Rows that were compared with the model itself."""
         return max((int(side.is_known.sum()) for side in self.sides.values()), default=0)
 
 
 def compare(evidence: Evidence) -> Comparison:
-    """Holds each side that has log-probs of its own against the model and its variants."""
+    """Compares each side that has log-probs of its own with the model and its variants."""
     rows = evidence.rows
     names: list[SideName] = [n for n in ("sampler", "trainer") if evidence.is_scored.get(n)]
     values = {name: evidence.side(name) for name in ("sampler", "trainer")}
@@ -356,10 +355,10 @@ class Repetition:
     """Whether a deviation is the same each time that the same tokens are read."""
 
     tokens: int
-    """In contexts that occur more than once."""
+    """Tokens in contexts that occur more than once."""
     within: float
-    """Variance within contexts over that of all: about 1 for noise, less for what repeats; NaN if
-    too few tokens repeat."""
+    """Ratio of the variance within contexts to the whole: about 1 for noise, less for a deviation
+    that repeats; NaN if too few tokens repeat."""
 
     @property
     def is_repeated(self) -> bool:
@@ -369,13 +368,12 @@ class Repetition:
 def variance_within(
     rows: Rows, d: Float64Array, spread: Float64Array, *, is_shared: bool
 ) -> Repetition:
-    """Whether d [N] depends on what is read, or on chance.
+    """Whether d [N] depends on the tokens that are read, or on chance.
 
-    Tokens with the same last tokens, themselves included, are one context: what other weights make
-    of them is much the same, whatever stood before; what noise makes of them is not. Of the lengths
-    CONTEXTS, that under which most repeats. Each d is taken in units of what noise on the logits
-    would make of it, extremes are cut. is_shared: rows that begin alike may have been computed
-    once, noise included: of tokens with the same beginning one is taken.
+    Tokens with the same last tokens, themselves included, are one context: other weights change
+    them by much the same, noise does not. The length in CONTEXTS that repeats most counts. d is in
+    units of the spread that noise on the logits would cause, without extremes. is_shared: rows that
+    begin alike may have been computed once, so that one token of each beginning is taken.
     """
     is_used = np.isfinite(d) & (spread > MIN_SPREAD)
     if is_shared:
@@ -413,7 +411,7 @@ def _within(
 
 
 def _beginnings(rows: Rows) -> npt.NDArray[np.uint64]:
-    """[N] a number that two tokens share if everything up to them is the same."""
+    """[N] a number that two tokens share if their rows are the same up to them."""
     mixed = rows.token_ids.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     mixed ^= rows.position.astype(np.uint64) * np.uint64(0xC2B2AE3D27D4EB4F)
     mixed = (mixed ^ (mixed >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -423,8 +421,8 @@ def _beginnings(rows: Rows) -> npt.NDArray[np.uint64]:
 
 
 def log_likelihood_gain(d: Float64Array, scale: Float64Array, plain: Float64Array) -> float:
-    """Nats by which a noise of variances `scale` [N], with any share of one of variances `plain`,
-    tells d [N] better than `plain` alone. Each is fitted in its size."""
+    """Nats by which noise of variances `scale` [N], mixed with any share of `plain`, explains d [N]
+    better than `plain` alone. The size of each is fitted."""
     is_used = np.isfinite(d) & np.isfinite(scale) & (plain > MIN_SPREAD)
     d, scale, plain = d[is_used], scale[is_used], plain[is_used]
     if len(d) < MIN_REPEATED or not scale.sum() or not (d * d).sum():

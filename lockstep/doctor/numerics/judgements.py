@@ -32,11 +32,10 @@ MIN_GAIN = 10.0
 """Nats by which one kind of noise must tell a deviation better than another to be named: a factor
 of 20,000 in likelihood, of which a heavy tail makes some."""
 MIN_LEFT = 0.01
-"""Of a side's deviation as it was recorded that must be left behind the repairs of what was found
-before, to be judged: a repair may be an estimate (log-probs after a temperature), and what it
-misses is not noise."""
+"""Share of a side's recorded deviation that must be left after earlier repairs to be judged: a
+repair may be an estimate (log-probs after a temperature), and its error is no noise."""
 MIN_REPLAYED = 0.1
-"""Of a side's deviation that replaying the recorded routes must remove to be named."""
+"""Share of a side's deviation that replaying the recorded routes must remove to be named."""
 MOSTLY = 0.5
 """The same, above which a deviation is one of routes though it repeats: routers as noisy as that
 make log-probs worse wherever they matter."""
@@ -75,8 +74,8 @@ class _Compared(Check):
         return self._comparison
 
     def of(self, rows: Rows) -> Comparison | None:
-        """What was said of rows of these ids; None of rows that were not scored. What was repaired
-        in their log-probs since then changes nothing of it."""
+        """The comparison of rows with these ids, whatever was repaired since; None if they were not
+        scored."""
         found = self._comparison
         if found is None or not found.evidence.rows.has_same_ids(rows):
             return None
@@ -335,7 +334,7 @@ def deviation(comparison: Comparison, side: Side) -> Float64Array:
 
 
 def replayed_share(comparison: Comparison, side: Side) -> float:
-    """Of the sampler's deviation, what its recorded routes remove; 0 without any."""
+    """Share of the sampler's deviation that its recorded routes remove; 0 without any."""
     evidence = comparison.evidence
     if evidence.replayed is None or side.name != "sampler":
         return 0.0

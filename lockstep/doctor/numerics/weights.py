@@ -1,5 +1,5 @@
-"""Which weights are at hand: a model's directory, those given to compare, the checkpoints of a run.
-No torch."""
+"""The weights at hand: a model's directory, weights given for comparison, checkpoints of a run. No
+torch."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from lockstep.models.peft_format import CONFIG as ADAPTER_CONFIG
 from lockstep.store.run import load_run
 
 OWN = "own"
-"""In place of a directory: what the run itself started from and has checkpoints of."""
+"""Replaces a directory: the model that the run started from, and its checkpoints."""
 MAX_WEIGHTS = 6
-"""Sets that are scored by: each costs a forward over the sample. A fault of weights is nearly
-always one or two versions back, and the model that training began with."""
+"""Sets of weights to score by: each costs a forward over the sample. Faults of weights are nearly
+always one or two versions back, or the model that training began with."""
 POLICY = "policy"
 
 
@@ -29,15 +29,15 @@ class Weights:
     """One set of weights on disk."""
 
     name: str
-    """What a finding calls it."""
+    """Name in findings."""
     directory: Path
-    """Of a Hugging Face model, or of an adapter in PEFT's form."""
+    """Directory of a Hugging Face model, or of an adapter in PEFT's form."""
     base: Path | None = None
-    """The model that an adapter belongs to; None: a whole model."""
+    """Model of an adapter; None for a whole model."""
     step: int | None = None
-    """The training step whose rows are scored by it, of a run's own; None: not known."""
+    """Training step whose rows it scores, in a run; None if unknown."""
     is_fallback: bool = False
-    """Computed by transformers: an architecture that the decoder does not have."""
+    """Whether transformers computes it: an architecture that the decoder lacks."""
 
     @property
     def model_directory(self) -> Path:
@@ -46,16 +46,16 @@ class Weights:
 
 @dataclass(frozen=True, kw_only=True)
 class WeightsAtHand:
-    """What rows can be scored by."""
+    """All weights that can score rows."""
 
     all: tuple[Weights, ...]
-    """The first is what is said to have been trained, unless steps say which."""
+    """The first is the trained model, unless steps say which."""
     config: ModelConfig | FallbackConfig
     dtype: str = "float32"
-    """That the run computes in, where it is known."""
+    """dtype of the run, if it is known."""
 
     def of_step(self, step: int | None) -> int | None:
-        """The place of those that the trainer ran at this step; None if they are not at hand."""
+        """Index of the weights that the trainer ran at this step; None if they are not at hand."""
         if all(w.step is None for w in self.all):
             return 0
         return next((i for i, w in enumerate(self.all) if w.step == step), None)
@@ -64,11 +64,11 @@ class WeightsAtHand:
 def weights_at_hand(
     dump: Dump, model: str | Path, *, adapter: str | Path = "", against: Sequence[str | Path] = ()
 ) -> WeightsAtHand:
-    """Which weights to score by. model: a directory, a shipped name, or OWN for those of a run.
-    adapter: a directory in PEFT's form, on that model. against: other sets that may be behind a
+    """The weights to score by. model: a directory, a shipped name, or OWN for those of a run.
+    adapter: a directory in PEFT's form, for that model. against: other sets that may explain a
     difference.
 
-    Raises ConfigError and CheckpointError for what is no model, or not one with the first's shapes.
+    Raises ConfigError or CheckpointError for anything but a model with the shapes of the first.
     """
     is_own = str(model) == OWN
     if is_own and not isinstance(dump, RunDump):
@@ -122,8 +122,7 @@ def _config_of(directory: Path) -> tuple[ModelConfig | FallbackConfig, bool]:
 
 
 def _of_run(path: Path) -> tuple[list[Weights], str]:
-    """What the run started from, as the weights of step 0, and its checkpoints: those nearest to
-    its end, where there are too many."""
+    """The model that the run started from, as the weights of step 0, and its last checkpoints."""
     run = load_run(path)
     base = locate_model(str(run.config["model"]))
     is_lora = run.config.get("lora") is not None
