@@ -20,9 +20,6 @@ class PoolConfig:
     update: Literal["together", "rolling"] = "together"
     """together: all replicas load new weights at once. rolling: one after the other, while the
     others keep sampling, so that for a moment two versions sample."""
-    drain_seconds: float = 0.0
-    """Time that a replica waits for its requests to end before it loads new weights; the remaining
-    ones continue under the new weights, as a segment of their own."""
     spill_requests: int = 8
     """The next turn of an episode goes to the replica with its prefix, unless that replica has this
     many requests more than the least busy one."""
@@ -48,7 +45,7 @@ class PoolConfig:
         where, limits = "engine.pool.", ("check_seconds", "frozen_seconds", "reply_seconds")
         check_numbers(self, where, "spill_requests", "tries", least=1)
         check_numbers(self, where, *limits, "load_seconds")
-        check_numbers(self, where, "drain_seconds", "wait_seconds", least=0)
+        check_numbers(self, where, "wait_seconds", least=0)
         first, longest = self.retry_seconds
         if not 0 < first <= longest < math.inf:
             raise ConfigError(
@@ -282,8 +279,6 @@ class VllmConfig(ServedConfig):
     deterministic: bool = False
     """VLLM_BATCH_INVARIANT=1: slower kernels, for GPUs only, whose result does not depend on the
     batch."""
-    eager: bool | None = None
-    """Skip compilation and CUDA graphs: slower steps, faster start. none: only without a GPU."""
     tensor_parallel: int = 1
     """GPUs that one replica is spread over."""
     max_adapter_rank: int = 0

@@ -701,9 +701,6 @@ class Pool(Engine):
         was_out = replica.state == "out"
         if not was_out:
             replica.state = "loading"
-            deadline = _now() + self._config.drain_seconds
-            while replica.streams and _now() < deadline:
-                await asyncio.sleep(min(0.02, self._config.drain_seconds))
         replica.incoming = version
         for stream in replica.streams:
             stream.versions.add(version)

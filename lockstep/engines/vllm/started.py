@@ -94,9 +94,7 @@ def engine_arguments(
         # A prompt that is computed in parts rolls back its request's draws, which torch's CPU
         # generator cannot: the engine ends ("CPU Generator does not use offset").
         settings["max-num-batched-tokens"] = max(CPU_STEP_TOKENS, max_tokens)
-        flags.append("no-enable-chunked-prefill")
-    if not has_gpu if config.eager is None else config.eager:
-        flags.append("enforce-eager")
+        flags += ["no-enable-chunked-prefill", "enforce-eager"]
     if wanted := config.max_adapter_rank:
         flags.append("enable-lora")
         fitting = (rank for rank in LORA_RANKS if rank >= wanted)

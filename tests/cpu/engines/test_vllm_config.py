@@ -11,11 +11,10 @@ from lockstep.recipes import RECIPES
 def test_a_recipe_takes_vllm_by_its_tag():
     config = resolve(
         RECIPES["quickstart"](),
-        ["engine=vllm", "engine.python=/somewhere/bin/python", "engine.eager=none"],
+        ["engine=vllm", "engine.python=/somewhere/bin/python"],
     )
     assert isinstance(config.engine, VllmConfig)
     assert config.engine.python == "/somewhere/bin/python"
-    assert config.engine.eager is None
 
 
 @pytest.mark.parametrize(
