@@ -82,8 +82,7 @@ class Case:
 
 
 def cases() -> list[Case]:
-    blocks, eight = TrainerConfig(recompute="blocks"), TrainerConfig(optimizer_bits=8)
-    both = TrainerConfig(recompute="blocks", optimizer_bits=8)
+    blocks = TrainerConfig(recompute="blocks")
     tiny = {"num_rows": 16, "row_tokens": 256, "budget": 4096}
     one = {"num_rows": 4, "row_tokens": 512, "budget": 2048}
     several = {"num_rows": 4, "row_tokens": 512, "budget": 1024}
@@ -96,16 +95,15 @@ def cases() -> list[Case]:
             Case(name=f"middle {kind}", model=model, **one),
             Case(name=f"middle {kind}, recompute", model=model, trainer=blocks, **one),
             Case(name=f"middle {kind}, several micro-batches", model=model, **several),
-            Case(name=f"middle {kind}, 8 bits", model=model, trainer=eight, **several),
             Case(name=f"middle {kind}, contract", model=model, is_invariant=True, **one),
             Case(
-                name=f"middle {kind}, contract, bfloat16, recompute, 8 bits", model=model,
-                is_invariant=True, dtype="bfloat16", trainer=both, **several,
+                name=f"middle {kind}, contract, bfloat16, recompute", model=model,
+                is_invariant=True, dtype="bfloat16", trainer=blocks, **several,
             ),
         ]  # fmt: skip
     out += [
         Case(name="large qwen3", model=LARGE_DENSE, **several),
-        Case(name="large qwen3, recompute, 8 bits", model=LARGE_DENSE, trainer=both, **several),
+        Case(name="large qwen3, recompute", model=LARGE_DENSE, trainer=blocks, **several),
     ]
     return out
 

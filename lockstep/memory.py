@@ -23,7 +23,6 @@ from lockstep.models.lora_config import LoraShape, adapter_shapes
 from lockstep.models.shapes import Shapes, decoder_shapes, num_elements
 from lockstep.run_config import Config, ModelChoice, SupervisedConfig
 from lockstep.training.config import TrainerConfig
-from lockstep.training.precision import moment_bytes
 
 Device = Literal["cpu", "cuda"]
 
@@ -116,8 +115,7 @@ class MemoryPlan:
         if self.host_bytes > num_bytes:
             raise ConfigError(
                 f"trainer.offload is predicted to need {_gib(self.host_bytes)} GiB of the host, "
-                f"which has {_gib(num_bytes)} ({source}). trainer.optimizer_bits=8 or lora need "
-                "less."
+                f"which has {_gib(num_bytes)} ({source}). lora or trainer.freeze need less."
             )
 
 
@@ -263,17 +261,14 @@ def _add_optimizer(
     facts: PlanFacts, trained: Shapes, whose: str, device: list[Part], host: list[Part]
 ) -> None:
     """Adds masters and moments of these parameters, and with trainer.offload their gradients."""
-    bits, is_offloaded = facts.trainer.optimizer_bits, facts.trainer.offload == "optimizer"
+    is_offloaded = facts.trainer.offload == "optimizer"
     less = ["critic.freeze"] if whose else [] if facts.lora else ["lora or trainer.freeze"]
     if facts.device == "cuda" and not is_offloaded:
         less.insert(0, "trainer.offload=optimizer")
     size = facts.sharded(4 * num_elements(trained))
     has_masters = facts.dtype != "float32" or is_offloaded
-    moments = 2 * sum(moment_bytes(name, shape, bits=bits) for name, shape in trained.items())
     parts = [Part(f"{whose}float32 masters", size if has_masters else 0, " or ".join(less))]
-    if bits == 32:
-        less.insert(0, "trainer.optimizer_bits=8")
-    parts.append(Part(f"{whose}AdamW moments", facts.sharded(moments), " or ".join(less)))
+    parts.append(Part(f"{whose}AdamW moments", 2 * size, " or ".join(less)))
     if is_offloaded:
         host += [*parts, Part(f"{whose}gradients", size)]
     else:

@@ -82,9 +82,6 @@ class TrainerConfig(LearnerConfig):
     recompute: Recompute = "none"
     """blocks: activation checkpointing. The training forward keeps only the input of each block,
     and backward computes the block again: up to a third more time, the same bits."""
-    optimizer_bits: Literal[32, 8] = 32
-    """Bits of each of AdamW's two moments. 8: a code per value and a scale per 256, for matrices;
-    embeddings, norms and small tensors keep 32. About 2 bytes per weight instead of 8."""
     offload: Offload = "none"
     """optimizer: AdamW's moments and the float32 masters are kept and updated in the host's memory;
     gradients go there and weights come back. For a model on a GPU."""
@@ -164,7 +161,7 @@ class TrainerConfig(LearnerConfig):
 @dataclass(frozen=True, kw_only=True)
 class CriticConfig(LearnerConfig):
     """The model of values behind advantage=gae. All settings that are not here (betas,
-    micro-batches, recompute, optimizer_bits, ...) are the trainer's."""
+    micro-batches, recompute, ...) are the trainer's."""
 
     model: str = ""
     """Model to start from, named as `model` is. A reward model (sequence classification with one

@@ -15,8 +15,6 @@ import torch.distributed as dist
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.models.sharding import local_part, mesh_of, part_like, whole_like
 from lockstep.training.config import TrainerConfig
-from lockstep.training.moments import Moments, QuantizedMoment, quantized_adamw, zero_moments
-from lockstep.training.precision import BLOCK, is_quantized
 
 if TYPE_CHECKING:
     from lockstep.launch.ranks import Ranks
@@ -24,7 +22,6 @@ if TYPE_CHECKING:
 Tensor = torch.Tensor
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-_CODES, _SCALES = "_codes", "_scales"
 
 SUMMED_ELEMENTS = 1 << 24  # of gradients that are summed over ranks at once: 64 MiB
 
@@ -120,24 +117,13 @@ class Optimizer:
         meshes = {n: mesh for n, p in self.parameters.items() if (mesh := mesh_of(p)) is not None}
         self._sharded = list(meshes)
         self._sharded_over = next(iter(meshes.values()), None)
-        self._quantized = {
-            name
-            for name, p in self.parameters.items()
-            if config.optimizer_bits == 8 and is_quantized(name, p.shape)
-        }
-        self._moments: dict[str, Moments] = {}
-        self._num_updates: dict[str, int] = {}
-        """Parameter -> its updates; a parameter without a gradient has none."""
+        decay = {True: config.weight_decay, False: 0.0}
         groups = [
             {
-                "params": [
-                    m
-                    for n, m in self.masters.items()
-                    if is_decayed(n) == decays and n not in self._quantized
-                ],
-                "weight_decay": self._weight_decay(decays),
+                "params": [m for n, m in self.masters.items() if is_decayed(n) == decays],
+                "weight_decay": decay[decays],
             }
-            for decays in (True, False)
+            for decays in decay
         ]
         self._adam = torch.optim.AdamW(
             groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True
@@ -203,7 +189,6 @@ class Optimizer:
             group["lr"] = lr
         self._adam.step()
         with torch.no_grad():
-            self._step_quantized(lr)
             for name, parameter in self.parameters.items():
                 if not self._is_own_master(name):
                     local_part(parameter.detach()).copy_(self.masters[name])
@@ -216,65 +201,34 @@ class Optimizer:
                 if parameter.dtype == torch.float32 and not self._is_own_master(name):
                     self.masters[name].copy_(local_part(parameter.detach()))
 
-    def _step_quantized(self, lr: float) -> None:
-        for name in self.masters:
-            master = self.masters[name]
-            if name not in self._quantized or master.grad is None:
-                continue
-            if name not in self._moments:
-                self._moments[name], self._num_updates[name] = zero_moments(master), 0
-            self._num_updates[name] += 1
-            quantized_adamw(
-                master, master.grad, self._moments[name],
-                update=self._num_updates[name], lr=lr, betas=self._config.betas,
-                eps=self._config.eps, weight_decay=self._weight_decay(is_decayed(name)),
-            )  # fmt: skip
-
-    def _weight_decay(self, decays: bool) -> float:
-        return self._config.weight_decay if decays else 0.0
-
     # -- state ----------------------------------------------------------------------------------
 
     def state_tensors(self) -> dict[str, Tensor]:
         """`exp_avg/NAME`, `exp_avg_sq/NAME`, `step/NAME`, and `master/NAME` where the parameter is
-        not float32. A moment of 8 bits is `exp_avg_codes/NAME` and `exp_avg_scales/NAME`."""
+        not float32."""
         return dict(self.stream_state())
 
     def stream_state(self) -> Iterator[tuple[str, Tensor]]:
         """`state_tensors`, one at a time, whole. Collective where sharded."""
         for name, master in self.masters.items():
-            parts: dict[str, Tensor] = {}
-            if self._has_stored_master(name):
-                parts["master"] = master.detach()
-            state = dict(self._adam.state.get(master, {}))
-            step = state.pop("step", None)
-            parts |= {key: value.detach() for key, value in state.items()}
-            if name in self._moments:
-                for key, moment in zip(_MOMENTS, self._moments[name], strict=True):
-                    parts[f"{key}{_CODES}"], parts[f"{key}{_SCALES}"] = moment.codes, moment.scales
-                step = torch.tensor(float(self._num_updates[name]))
+            state = self._adam.state.get(master, {})
+            parts = {"master": master} if self._has_stored_master(name) else {}
+            parts |= {key: state[key] for key in _MOMENTS if key in state}
             for key, part in parts.items():
-                yield f"{key}/{name}", whole_like(part, self.parameters[name])
-            if step is not None:
-                yield f"step/{name}", step.detach().reshape(1)
+                yield f"{key}/{name}", whole_like(part.detach(), self.parameters[name])
+            if "step" in state:
+                yield f"step/{name}", state["step"].detach().reshape(1)
 
     def load_state_tensors(self, tensors: Mapping[str, Tensor], *, where: str) -> None:
         """Raises CheckpointError listing every tensor that is missing, extra or misshapen, before
-        anything is changed. Moments written with another `optimizer_bits` are converted, with a
-        warning in the log."""
+        anything is changed."""
         shapes: dict[str, tuple[int, ...]] = {}
         for name, parameter in self.parameters.items():
             shape = tuple(parameter.shape)
             if self._has_stored_master(name):
                 shapes[f"master/{name}"] = shape
             if f"step/{name}" in tensors or any(f"{key}/{name}" in tensors for key in _MOMENTS):
-                shapes[f"step/{name}"] = (1,)
-                if f"{_MOMENTS[0]}{_CODES}/{name}" in tensors:
-                    scales = (*shape[:-1], -(-shape[-1] // BLOCK))
-                    shapes |= {f"{key}{_CODES}/{name}": shape for key in _MOMENTS}
-                    shapes |= {f"{key}{_SCALES}/{name}": scales for key in _MOMENTS}
-                else:
-                    shapes |= {f"{key}/{name}": shape for key in _MOMENTS}
+                shapes |= {f"step/{name}": (1,)} | {f"{key}/{name}": shape for key in _MOMENTS}
         problems = [f"missing {key}" for key in shapes if key not in tensors]
         problems += [f"unexpected {key}" for key in tensors if key not in shapes]
         problems += [
@@ -288,56 +242,18 @@ class Optimizer:
             )
         self.zero_gradients()
         self._adam.state.clear()
-        self._moments.clear()
-        self._num_updates.clear()
-        num_converted = 0
         for name, master in self.masters.items():
+            parameter = self.parameters[name]
             if (kept := tensors.get(f"master/{name}")) is not None:
                 with torch.no_grad():
-                    master.copy_(part_like(kept, self.parameters[name]))
-            if f"step/{name}" in tensors:
-                num_converted += self._load_moments(name, tensors)
-        if num_converted:
-            _log.warning(
-                "%s: the moments of %d parameters were converted to trainer.optimizer_bits=%d.",
-                where, num_converted, self._config.optimizer_bits,
-            )  # fmt: skip
-
-    def _load_moments(self, name: str, tensors: Mapping[str, Tensor]) -> bool:
-        """Loads the moments of `name`; returns whether they were converted."""
-        master, step = self.masters[name], tensors[f"step/{name}"]
-
-        def part_of(key: str) -> Tensor:
-            part = part_like(tensors[f"{key}/{name}"], self.parameters[name])
-            return part.to(master.device, copy=True)
-
-        is_coded = f"{_MOMENTS[0]}{_CODES}/{name}" in tensors
-        if is_coded:
-            stored = [
-                QuantizedMoment(part_of(f"{key}{_CODES}"), part_of(f"{key}{_SCALES}"))
-                for key in _MOMENTS
-            ]
-        else:
-            stored = [part_of(key) for key in _MOMENTS]
-        if name in self._quantized:
-            moments = zero_moments(master)
-            for moment, found in zip(moments, stored, strict=True):
-                if isinstance(found, QuantizedMoment):
-                    moment.codes.copy_(found.codes)
-                    moment.scales.copy_(found.scales)
-                else:
-                    moment.write(found)
-            self._moments[name], self._num_updates[name] = moments, int(step)
-        else:
-            self._adam.state[master] = {
+                    master.copy_(part_like(kept, parameter))
+            if (step := tensors.get(f"step/{name}")) is not None:
                 # The fused kernel keeps its count beside the parameter, in float32.
-                "step": step.reshape(()).to(master.device, copy=True),
-                **{
-                    key: found.read() if isinstance(found, QuantizedMoment) else found
-                    for key, found in zip(_MOMENTS, stored, strict=True)
-                },
-            }
-        return is_coded != (name in self._quantized)
+                state = {"step": step.reshape(()).to(master.device, copy=True)}
+                for key in _MOMENTS:
+                    part = part_like(tensors[f"{key}/{name}"], parameter)
+                    state[key] = part.to(master.device, copy=True)
+                self._adam.state[master] = state
 
     def _is_own_master(self, name: str) -> bool:
         """Whether the master is the parameter's own memory."""

@@ -121,7 +121,6 @@ def test_every_setting_that_saves_memory_lowers_the_plan(kind):
     before = plan_memory(facts(wide)).num_bytes
     saving = (
         facts(wide, trainer={"recompute": "blocks"}),
-        facts(wide, trainer={"optimizer_bits": 8}),
         facts(wide, trainer={"freeze": ("*.mlp.*",)}),
         facts(wide, lora=lora_shape(LoraConfig(rank=4), wide)),
         facts(wide, dtype="bfloat16", lora=lora_shape(LoraConfig(rank=4), wide)),

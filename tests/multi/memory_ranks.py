@@ -1,4 +1,4 @@
-"""What a rank does with sharded weights, moments of 8 bits and blocks that are recomputed."""
+"""What a rank does with sharded weights and blocks that are recomputed."""
 
 from pathlib import Path
 
@@ -37,8 +37,6 @@ def work(rank, directory):
     store = dist.FileStore(f"{directory}/told", world)
     ranks = Ranks(place, store, sequence=1, device=torch.device("cpu"))
     out = {}
-    for bits in (32, 8):
-        for recompute in ("none", "blocks"):
-            at = Path(directory) / f"{bits}-{recompute}"
-            out[bits, recompute] = script(at, ranks, optimizer_bits=bits, recompute=recompute)
+    for recompute in ("none", "blocks"):
+        out[recompute] = script(Path(directory) / recompute, ranks, recompute=recompute)
     return out
