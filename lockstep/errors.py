@@ -14,14 +14,14 @@ thing. A message says what was expected, what was found, where, and what to do n
       CheckpointError    (ValueError)    weights are missing, misshapen, torn or of another model
       EngineError        (RuntimeError)  the engine cannot do, or did not do, what was asked
       CapabilityError    (EngineError)   the engine lacks something that the request needs
-      EngineDownError    (EngineError)   the engine is gone, frozen or not to be trusted any more
+      EngineDownError    (EngineError)   the engine is gone, frozen or sends nonsense
       ServerUnreachableError (EngineDownError)  its server is down, or the connection was lost
       ServerSilentError  (EngineDownError)  its server took a request and does not answer
       ServerRefusedError (EngineError)   its server answered that it will not
       LeaseError         (EngineError)   somebody else's weights are in the engine
       ContractError      (RuntimeError)  a promise about the numerics cannot be or was not kept
       SandboxError       (RuntimeError)  the sandbox of code tools does not work on this machine
-      RolloutError       (RuntimeError)  too many episodes of a step failed to train on the rest
+      RolloutError       (RuntimeError)  too many episodes of a step failed
       JudgeError         (RuntimeError)  a model that judges gave no grade
       ToolServerError    (RuntimeError)  a server of tools cannot be used as it is
       ChildError         (RuntimeError)  a child process died, hangs or wrote nonsense
@@ -75,23 +75,23 @@ class CapabilityError(EngineError):
 
 
 class EngineDownError(EngineError):
-    """The engine is not reached, does not answer, or answers what cannot be: another one may serve
-    the same request. A pool takes such a replica out at once."""
+    """The engine cannot be reached, does not answer, or sends an impossible answer. Another one may
+    serve the same request; a pool takes such a replica out at once."""
 
 
 class LeaseError(EngineError):
-    """The engine has weights that this run did not put there. Nothing that it samples from then on
-    is trained on."""
+    """The engine has weights that this run did not put there. The run trains on nothing that it
+    samples afterwards."""
 
 
 class ServerUnreachableError(EngineDownError):
-    """The server of an engine cannot be reached, or the connection was lost. Another replica may
-    answer; whatever was asked has not been answered here."""
+    """The server of an engine cannot be reached, or the connection was lost before the answer.
+    Another replica may answer."""
 
 
 class ServerSilentError(EngineDownError):
-    """The server of an engine took a request and has said nothing for too long. Another replica may
-    answer; this one may still be at work on what was asked."""
+    """The server of an engine took a request and was silent for too long. Another replica may
+    answer; this one may still be working on the request."""
 
 
 class ServerRefusedError(EngineError):
@@ -109,8 +109,8 @@ class ContractError(LockstepError, RuntimeError):
 
 
 class SandboxError(LockstepError, RuntimeError):
-    """A sandbox does not start, or its server does not answer: no program was run, and it is not
-    the program's fault. Repeats what it said."""
+    """A sandbox does not start, or its server does not answer. No program was run. Repeats the
+    sandbox's own message."""
 
 
 class RolloutError(LockstepError, RuntimeError):
@@ -118,12 +118,12 @@ class RolloutError(LockstepError, RuntimeError):
 
 
 class JudgeError(LockstepError, RuntimeError):
-    """A model that judges gave no grade: it cannot be reached, refuses, or answers what is none."""
+    """A judge model gave no grade: it cannot be reached, refuses, or its answer has no grade."""
 
 
 class ToolServerError(LockstepError, RuntimeError):
-    """A server of tools does not start, is gone, or offers what no tool can be made of. Names the
-    server, and the tool."""
+    """A tool server does not start, is gone, or declares a tool that cannot be used. Names the
+    server and the tool."""
 
 
 class ChildError(LockstepError, RuntimeError):
@@ -149,8 +149,8 @@ class RunError(LockstepError, RuntimeError):
 
 
 class RankError(LockstepError, RuntimeError):
-    """Processes that train together disagree about the run, or one of them has stopped. Names what
-    differs with both values, or which stopped and why where that is known."""
+    """Processes that train together disagree about the run, or one of them has stopped. Names the
+    difference with both values, or the stopped process and its reason."""
 
 
 class MissingExtraError(LockstepError, ImportError):
@@ -165,8 +165,8 @@ class MissingExtraError(LockstepError, ImportError):
 
 
 def printable(text: str) -> str:
-    """Text of others (a dump's, a model's, a program's) as a terminal may show it: what is no
-    character to see, such as what would move its cursor, is written as its escape.
+    """Foreign text (of a dump, a model, a program) that is safe to show on a terminal: invisible
+    characters, such as those that move the cursor, are written as escapes.
 
     >>> printable("all\\x1b[31m good")
     'all\\\\x1b[31m good'

@@ -124,10 +124,8 @@ def to_document(
 ) -> dict[str, Any]:
     """One trajectory as JSON. Log-probs are the shortest decimals that are the same float32."""
     trajectory = record.trajectory
-    values = zip(
-        trajectory.segments, record.trainer_logprobs, record.advantages, record.importance_weights,
-        strict=True,
-    )  # fmt: skip
+    trained = (record.trainer_logprobs, record.advantages, record.importance_weights)
+    values = zip(trajectory.segments, *trained, strict=True)
     return {
         "run": run,
         "split": split,

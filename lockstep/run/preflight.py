@@ -206,10 +206,15 @@ def memory_plan(
                 critic = ModelConfig.from_directory(locate_model(config.critic.model))
         may_be = config.contract != "none" and not why_no_contract(config)
         is_invariant = may_be if numerics is None else numerics.is_kept
+    lora = model_files.lora
     return plan_run(
-        config, model_files.model, device=device, lora=model_files.lora, critic=critic,
+        config,
+        model_files.model,
+        device=device,
+        lora=lora,
+        critic=critic,
         is_invariant=is_invariant,
-    )  # fmt: skip
+    )
 
 
 def expected_device(config: ModelChoice) -> Device:
