@@ -390,20 +390,18 @@ class _Piece:
 
 
 def _check_delta(before: Delta | None, delta: Delta, request: Request, num_tokens: int) -> None:
-    """num_tokens: that came before it."""
-    asks = request.sampling.record_support and request.sampling.is_truncated
-    if len(delta.token_ids) and (delta.support is not None) != asks:
-        raise EngineError(
-            f"request {request.id}: {'expected' if asks else 'did not ask for'} the support of its "
-            f"{len(delta.token_ids)} tokens, and found {'one' if delta.support else 'none'}."
-        )
-    asks = request.sampling.record_routes
-    if len(delta.token_ids) and (delta.routed_experts is not None) != asks:
-        raise EngineError(
-            f"request {request.id}: {'expected' if asks else 'did not ask for'} the experts of its "
-            f"{len(delta.token_ids)} tokens, and found {'none' if asks else 'some'}."
-        )
-    if len(delta.token_ids) and delta.first not in (None, num_tokens):
+    """Raises EngineError for an impossible delta. num_tokens: tokens of the deltas before it."""
+    sampling, num_new = request.sampling, len(delta.token_ids)
+    for found, asks, name in (
+        (delta.support, sampling.record_support and sampling.is_truncated, "support"),
+        (delta.routed_experts, sampling.record_routes, "experts"),
+    ):
+        if num_new and (found is not None) != asks:
+            raise EngineError(
+                f"request {request.id}: {'expected' if asks else 'did not ask for'} the {name} of "
+                f"its {num_new} tokens, and found {'none' if found is None else 'some'}."
+            )
+    if num_new and delta.first not in (None, num_tokens):
         raise EngineError(
             f"request {request.id}: a delta begins at sampled token {delta.first}, and "
             f"{num_tokens} came before it: one was lost, came twice or out of order."

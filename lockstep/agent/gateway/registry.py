@@ -57,7 +57,7 @@ class SessionRegistry:
         return self.add(self._make(task))
 
     def add(self, session: GatewaySession) -> GatewaySession:
-        """Takes in a session that was made elsewhere. Refusal 429 if there are too many."""
+        """Adds a session that was made elsewhere. Raises Refusal (429) if there are too many."""
         if len(self._sessions) >= self._max_sessions:
             old = next((s for s in self._sessions.values() if s.ended.is_set()), None)
             if old is None:
@@ -96,7 +96,7 @@ class SessionRegistry:
         self._drop(session)
 
     async def close(self) -> None:
-        """Ends all sessions, of which those that are not finished fail, and all waiting claims."""
+        """Fails all sessions that are not finished, and ends all waiting claims."""
         self._offers.put_nowait(None)
         if self._sweeper is not None:
             self._sweeper.cancel()
@@ -109,8 +109,9 @@ class SessionRegistry:
     async def offer(
         self, session: GatewaySession, task: Task, *, wait_seconds: float, max_seconds: float
     ) -> None:
-        """Hands the episode to the next agent that claims one, and returns when that has finished
-        the session. TimeoutError if that takes longer than it may."""
+        """Offers the episode to the next agent that claims one, and returns when the agent has
+        finished the session. Raises TimeoutError if no agent claims it within wait_seconds, or the
+        agent does not finish within max_seconds."""
         self._is_offering = True
         offer = _Offer(session, task)
         self._offers.put_nowait(offer)
@@ -150,7 +151,8 @@ class SessionRegistry:
     # -- the end of a session -----------------------------------------------------------------
 
     def _drop(self, session: GatewaySession) -> None:
-        del self._sessions[session.id], self._by_key[_digest(session.key)]
+        self._sessions.pop(session.id, None)
+        self._by_key.pop(_digest(session.key), None)
 
     def _sweep_later(self) -> None:
         if self._idle_seconds and self._sweeper is None:

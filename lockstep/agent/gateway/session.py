@@ -19,7 +19,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -511,20 +511,11 @@ class GatewaySession:
         self, dialogue: Dialogue, found: Found, place: Place, reason: Reason
     ) -> _Draft:
         draft = _Draft(place, reason, [], first=found.num_batches)
-        above = found.answer
-        if above is None:
-            above = self._copy(draft, place, dialogue.replies[found.num_batches - 1])
-        for at in range(found.num_batches, len(dialogue.batches)):
-            if at > found.num_batches:
-                above = self._copy(draft, draft.place, dialogue.replies[at - 1])
-            place = self._extend(draft, above, dialogue, at)
-            draft.chain.append(place)
-            draft.place = place
-        return draft
+        return self._grow(draft, dialogue, found.num_batches, found.answer)
 
     def _draft_root(self, dialogue: Dialogue, reason: Reason) -> _Draft:
-        """A new root: all that was not sampled here is the first prompt, as the template has it;
-        from the first turn that was, ids are reused."""
+        """Makes a new root. Its prompt is everything before the first reply that was sampled here,
+        written by the template; after that, ids are reused."""
         known = (at for at, reply in enumerate(dialogue.replies) if self._tree.known(reply))
         size = 1 + next(known, dialogue.num_replies)
         messages = dialogue.messages(size)
@@ -534,11 +525,15 @@ class GatewaySession:
         )
         draft = _Draft(place, reason, [place], num_encoded=len(ids), first=size, root_size=size)
         draft.is_reason_taken = True
-        for at in range(size, len(dialogue.batches)):
-            above = self._copy(draft, draft.place, dialogue.replies[at - 1])
-            place = self._extend(draft, above, dialogue, at)
-            draft.chain.append(place)
-            draft.place = place
+        return self._grow(draft, dialogue, size, None)
+
+    def _grow(self, draft: _Draft, dialogue: Dialogue, first: int, above: Answer | None) -> _Draft:
+        """Adds the places of the batches from `first` on. above: the known reply before it."""
+        for at in range(first, len(dialogue.batches)):
+            if above is None or at > first:
+                above = self._copy(draft, draft.place, dialogue.replies[at - 1])
+            draft.place = self._extend(draft, above, dialogue, at)
+            draft.chain.append(draft.place)
         return draft
 
     def _copy(self, draft: _Draft, place: Place, reply: Message) -> Answer:
@@ -565,7 +560,8 @@ class GatewaySession:
             draft.num_encoded += num_encoded
         reason = draft.take_reason()
         if was is not None:
-            draft.altered.append((was[0], ids))
+            draft.num_altered += 1
+            draft.num_altered_tokens += _num_changed(self._ids_of(was[0]), ids)
         return Answer(place, reply, parts=[Observed(ids, (reply,))], reason=reason)
 
     def _extend(self, draft: _Draft, above: Answer, dialogue: Dialogue, at: int) -> Place:
@@ -598,39 +594,33 @@ class GatewaySession:
             if above.segment is None and above not in above.place.all_answers():
                 above.place.add(above)
             above.places[dialogue.batch_keys[at]] = place
-        for turn, ids in draft.altered:
-            count(self.trajectory, "gateway/altered_replies")
-            count(self.trajectory, "gateway/altered_tokens", _num_changed(self._ids_of(turn), ids))
+        if draft.num_altered:
+            count(self.trajectory, "gateway/altered_replies", draft.num_altered)
+            count(self.trajectory, "gateway/altered_tokens", draft.num_altered_tokens)
+
+    def _missing(self, node: Place | Answer) -> tuple[int | None, list[Place | Answer]]:
+        """Returns (last recorded segment of the node's path, nodes after it)."""
+        missing: list[Place | Answer] = []
+        at: Place | Answer | None = node
+        while at is not None and at.segment is None:
+            missing.insert(0, at)
+            if isinstance(at, Answer):
+                at = at.place
+            elif at.is_forked:
+                return at.base, missing
+            else:
+                at = at.above
+        return (None if at is None else at.segment), missing
 
     def _recorded_part(self, node: Place | Answer) -> tuple[int | None, list[Observed]]:
         """Returns (last recorded segment of the node's path, unrecorded parts after it)."""
-        parts: list[Observed] = []
-        at: Place | Answer | None = node
-        while at is not None and at.segment is None:
-            parts = [*at.parts, *parts]
-            if isinstance(at, Answer):
-                at = at.place
-            elif at.is_forked:
-                return at.base, parts
-            else:
-                at = at.above
-        return (None if at is None else at.segment), parts
+        leaf, missing = self._missing(node)
+        return leaf, [part for each in missing for part in each.parts]
 
     def _record_path(self, node: Place | Answer) -> int:
         """Records the missing parts of the node's path. Returns the segment that ends it."""
-        missing: list[Place | Answer] = []
-        at: Place | Answer | None = node
-        leaf: int | None = None
-        while at is not None and at.segment is None:
-            missing.append(at)
-            if isinstance(at, Answer):
-                at = at.place
-            elif at.is_forked:
-                leaf, at = at.base, None
-            else:
-                at = at.above
-        leaf = leaf if at is None else at.segment
-        for each in reversed(missing):
+        leaf, missing = self._missing(node)
+        for each in missing:
             leaf = self._sampler.observe(leaf, each.parts, reason=each.reason)
             each.segment, each.parts = leaf, []
         assert leaf is not None, "a first prompt has ids"
@@ -668,10 +658,9 @@ class _Draft:
     """Index of the first new batch."""
     root_size: int = 0
     """Batches of messages in a new root's prompt; 0 if there is no new root."""
-    altered: list[tuple[Answer, Int32Array]] = field(
-        default_factory=list[tuple[Answer, Int32Array]]
-    )
-    """Turns that the agent altered, with the ids of the altered reply."""
+    num_altered: int = 0
+    """Turns that the agent altered."""
+    num_altered_tokens: int = 0
     is_reason_taken: bool = False
 
     def take_reason(self) -> Reason:
