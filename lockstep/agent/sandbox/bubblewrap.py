@@ -149,22 +149,29 @@ def bwrap_argv(
     bwrap: str, binds: Sequence[str], *, num_packages: int, disk_mib: int, seccomp_fd: int
 ) -> list[str]:
     """Command that precedes the arguments of the Python inside. binds: of `python_binds`."""
-    argv = [
-        bwrap, "--unshare-all", "--unshare-user", "--die-with-parent", "--new-session",
-        "--cap-drop", "ALL", "--clearenv", "--hostname", "sandbox",
-        "--uid", str(NOBODY), "--gid", str(NOBODY), *binds,
-    ]  # fmt: skip
+    isolation = (
+        "--unshare-all --unshare-user --die-with-parent --new-session --cap-drop ALL --clearenv "
+        f"--hostname sandbox --uid {NOBODY} --gid {NOBODY}"
+    )
+    argv = [bwrap, *isolation.split(), *binds]
     for device in ("null", "zero", "urandom", "random"):
         # One by one: the /dev that bwrap makes has an unlimited /dev/shm.
         argv += ["--dev-bind", f"/dev/{device}", f"/dev/{device}"]
     argv += ["--size", str(disk_mib << 20), "--tmpfs", "/tmp", "--remount-ro", "/"]
     variables = {
-        "HOME": "/tmp", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0", "PYTHONHOME": "/python",
+        "HOME": "/tmp",
+        "LANG": "C.UTF-8",
+        "PYTHONHASHSEED": "0",
+        "PYTHONHOME": "/python",
         "PYTHONPATH": ":".join(f"/packages/{index}" for index in range(num_packages)),
-        "PYTHONDONTWRITEBYTECODE": "1", "LD_LIBRARY_PATH": "/python/libraries", "TZ": "UTC",
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "LD_LIBRARY_PATH": "/python/libraries",
+        "TZ": "UTC",
         # One thread: more need address space and are mostly not allowed.
-        "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1",
-    }  # fmt: skip
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+        "MKL_NUM_THREADS": "1",
+    }
     for name, value in variables.items():
         argv += ["--setenv", name, value]
     return [*argv, "--seccomp", str(seccomp_fd), "--chdir", "/tmp", "--", "/python/bin/python"]

@@ -73,8 +73,11 @@ def require_image(command: str, image: str) -> None:
     try:
         done = subprocess.run(
             [found, "image", "inspect", image],
-            capture_output=True, text=True, timeout=ASK_SECONDS, check=False,
-        )  # fmt: skip
+            capture_output=True,
+            text=True,
+            timeout=ASK_SECONDS,
+            check=False,
+        )
     except subprocess.TimeoutExpired:
         raise ConfigError(
             f"sandbox=container: `{command} image inspect {image}` does not answer in "
@@ -90,17 +93,16 @@ def require_image(command: str, image: str) -> None:
 def container_argv(config: ContainerConfig, name: str) -> list[str]:
     """Command that precedes the arguments of the Python inside."""
     limits = config.limits
-    argv = [
-        config.command, "run", "--rm", "--interactive", "--pull", "never", "--name", name,
-        "--network", "none", "--read-only", "--cap-drop", "ALL",
-        "--security-opt", "no-new-privileges", "--ipc", "none", "--log-driver", "none",
-        "--user", f"{NOBODY}:{NOBODY}",
-        "--memory", f"{limits.memory_mib}m", "--memory-swap", f"{limits.memory_mib}m",
-        "--pids-limit", str(limits.processes + RUNTIME_PROCESSES), "--cpus", f"{config.cpus:g}",
-        "--tmpfs", f"/tmp:rw,noexec,nosuid,nodev,size={config.disk_mib}m", "--workdir", "/tmp",
-        "--env", "HOME=/tmp", "--env", "LANG=C.UTF-8", "--env", "PYTHONHASHSEED=0",
-        "--env", "TZ=UTC", "--entrypoint", config.python,
-    ]  # fmt: skip
+    options = (
+        f"--rm --interactive --pull never --name {name} --network none --read-only --cap-drop ALL "
+        "--security-opt no-new-privileges --ipc none --log-driver none "
+        f"--user {NOBODY}:{NOBODY} --cpus {config.cpus:g} "
+        f"--memory {limits.memory_mib}m --memory-swap {limits.memory_mib}m "
+        f"--pids-limit {limits.processes + RUNTIME_PROCESSES} "
+        f"--tmpfs /tmp:rw,noexec,nosuid,nodev,size={config.disk_mib}m --workdir /tmp "
+        "--env HOME=/tmp --env LANG=C.UTF-8 --env PYTHONHASHSEED=0 --env TZ=UTC"
+    )
+    argv = [config.command, "run", *options.split(), "--entrypoint", config.python]
     if config.runtime:
         argv += ["--runtime", config.runtime]
     return [*argv, config.image]

@@ -58,14 +58,12 @@ NUM_FRAMES = 5
 SOURCE_CHARS = 200
 """Characters of the source line that a traceback shows."""
 
-OUTSIDE = frozenset(
-    {
-        "asyncio.subprocess", "cffi", "ctypes", "fcntl", "ftplib", "http", "http.client", "httpx",
-        "mmap", "multiprocessing", "paramiko", "pty", "requests", "resource", "select", "shutil",
-        "signal", "smtplib", "socket", "socketserver", "ssl", "subprocess", "tempfile", "threading",
-        "urllib", "urllib.request",
-    }
-)  # fmt: skip
+_OUTSIDE_NAMES = """
+asyncio.subprocess cffi ctypes fcntl ftplib http http.client httpx mmap multiprocessing paramiko
+pty requests resource select shutil signal smtplib socket socketserver ssl subprocess tempfile
+threading urllib urllib.request
+"""
+OUTSIDE = frozenset(_OUTSIDE_NAMES.split())
 """Modules whose only use is to reach out of a program. Importing one counts as refused."""
 
 SHOW = "__value__ = [("

@@ -11,19 +11,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-NAMES = (
-    "Bela", "Mira", "Otto", "Lena", "Hugo", "Nina", "Ivan", "Sara", "Emil", "Rosa",
-    "Karl", "Tina", "Paul", "Vera", "Jan", "Olga", "Finn", "Anna", "Leon", "Ruth",
-)  # fmt: skip
+_NAMES = """
+Bela Mira Otto Lena Hugo Nina Ivan Sara Emil Rosa Karl Tina Paul Vera Jan Olga Finn Anna Leon
+Ruth
+"""
+NAMES = tuple(_NAMES.split())
 LINKS = ("friend", "boss")
 """Relations whose value is another person: the first hop of a two-hop question."""
-VALUES: dict[str, tuple[str, ...]] = {
-    "city": (
-        "Oslo", "Rome", "Paris", "Lima", "Cairo", "Delhi", "Tokyo", "Quito", "Berlin", "Vienna",
-    ),
-    "pet": ("dog", "cat", "parrot", "horse", "snake", "rabbit", "turtle", "goat"),
-    "job": ("baker", "pilot", "nurse", "lawyer", "farmer", "painter", "sailor", "tailor"),
-}  # fmt: skip
+_VALUES = {
+    "city": "Oslo Rome Paris Lima Cairo Delhi Tokyo Quito Berlin Vienna",
+    "pet": "dog cat parrot horse snake rabbit turtle goat",
+    "job": "baker pilot nurse lawyer farmer painter sailor tailor",
+}
+VALUES = {relation: tuple(words.split()) for relation, words in _VALUES.items()}
 """Relations that questions ask for, and their values."""
 
 PEOPLE_PER_WORLD = 6

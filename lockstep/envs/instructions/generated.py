@@ -29,41 +29,56 @@ tailor teacher theatre thunder timber tunnel valley village violin weather windo
 SMALL_WORDS, FULL_WORDS = _SMALL_WORDS.split(), _FULL_WORDS.split()
 SMALL_ENDINGS = ("the end.", "all is well.", "good night.")
 FULL_ENDINGS = (
-    "Any other questions?", "That is all I can say.", "Let me know what you think.",
-    "Is there anything else I can help with?", "And so it ended.",
-)  # fmt: skip
-TOPICS = (
-    "a letter to a neighbour about {}", "a short story about {}", "a poem about {}",
-    "an advertisement for {}", "a speech about {}", "a review of a book about {}",
-    "a blog post about {}", "a summary of what is known about {}", "a dialogue about {}",
-    "instructions for a visitor who asks about {}",
-)  # fmt: skip
-THINGS = (
-    "a lost key", "the history of bread", "an old railway", "a garden in winter", "the night train",
-    "a broken clock", "learning to swim", "the first snow", "a house by the sea", "a quiet town",
-    "the price of apples", "a school play", "the art of waiting", "two rivals", "a long walk",
-)  # fmt: skip
+    "Any other questions?",
+    "That is all I can say.",
+    "Let me know what you think.",
+    "Is there anything else I can help with?",
+    "And so it ended.",
+)
+_TOPICS = (
+    "a letter to a neighbour about {}; a short story about {}; a poem about {}; an "
+    "advertisement for {}; a speech about {}; a review of a book about {}; a blog post about "
+    "{}; a summary of what is known about {}; a dialogue about {}; instructions for a visitor "
+    "who asks about {}"
+)
+TOPICS = tuple(_TOPICS.split("; "))
+_THINGS = (
+    "a lost key; the history of bread; an old railway; a garden in winter; the night train; a "
+    "broken clock; learning to swim; the first snow; a house by the sea; a quiet town; the "
+    "price of apples; a school play; the art of waiting; two rivals; a long walk"
+)
+THINGS = tuple(_THINGS.split("; "))
 
 _LENGTH, _FORMAT, _CASE = "length_constraints:", "detectable_format:", "change_case:"
 SMALL_KINDS = (
-    "keywords:existence", "keywords:forbidden_words", f"{_LENGTH}number_words",
-    f"{_LENGTH}number_sentences", f"{_FORMAT}number_bullet_lists", f"{_CASE}english_lowercase",
-    "punctuation:no_comma", "startend:end_checker", "startend:quotation",
-)  # fmt: skip
+    "keywords:existence",
+    "keywords:forbidden_words",
+    f"{_LENGTH}number_words",
+    f"{_LENGTH}number_sentences",
+    f"{_FORMAT}number_bullet_lists",
+    f"{_CASE}english_lowercase",
+    "punctuation:no_comma",
+    "startend:end_checker",
+    "startend:quotation",
+)
 
 _ALONE = frozenset({f"{_FORMAT}constrained_response"})
 _ONLY_WITH = {
     f"{_FORMAT}json_format": {"keywords:existence", "keywords:forbidden_words"},
     "combination:two_responses": {"keywords:existence", "keywords:forbidden_words"},
     "combination:repeat_prompt": {
-        "keywords:existence", "keywords:frequency", "startend:end_checker",
+        "keywords:existence",
+        "keywords:frequency",
+        "startend:end_checker",
         f"{_LENGTH}number_words",
     },
     "language:response_language": {
-        "punctuation:no_comma", f"{_LENGTH}number_paragraphs", "startend:quotation",
+        "punctuation:no_comma",
+        f"{_LENGTH}number_paragraphs",
+        "startend:quotation",
         f"{_FORMAT}number_highlighted_sections",
     },
-}  # fmt: skip
+}
 """Kinds that go together with these others only."""
 
 _NEVER_TOGETHER = (
@@ -118,8 +133,9 @@ class World:
         # Words of their own for each instruction: what one demands, another cannot forbid.
         words = rng.sample(self.words, len(self.words))
         request = "Write." if self.is_small else self._request(rng)
-        given = [{"id": kind, "arguments": self.arguments(kind, rng, words, request)}
-                 for kind in kinds]  # fmt: skip
+        given = [
+            {"id": kind, "arguments": self.arguments(kind, rng, words, request)} for kind in kinds
+        ]
         texts = [instruction(each["id"], each["arguments"]).description for each in given]
         turns: list[dict[str, Any]] = []
         for number in range(num_turns):

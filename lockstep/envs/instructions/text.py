@@ -127,23 +127,20 @@ def count_capital_words(text: str) -> int:
 
 # -- languages -------------------------------------------------------------------------------------
 
-LANGUAGES = {
-    "ar": "Arabic", "bg": "Bulgarian", "bn": "Bengali", "de": "German", "en": "English",
-    "es": "Spanish", "fa": "Persian", "fi": "Finnish", "fr": "French", "gu": "Gujarati",
-    "he": "Hebrew", "hi": "Hindi", "it": "Italian", "ja": "Japanese", "kn": "Kannada",
-    "ko": "Korean", "ml": "Malayalam", "mr": "Marathi", "ne": "Nepali", "pa": "Punjabi",
-    "pl": "Polish", "pt": "Portuguese", "ru": "Russian", "sw": "Swahili", "ta": "Tamil",
-    "te": "Telugu", "th": "Thai", "uk": "Ukrainian", "ur": "Urdu", "vi": "Vietnamese",
-    "zh": "Chinese",
-}  # fmt: skip
+_LANGUAGES = """
+ar=Arabic bg=Bulgarian bn=Bengali de=German en=English es=Spanish fa=Persian fi=Finnish
+fr=French gu=Gujarati he=Hebrew hi=Hindi it=Italian ja=Japanese kn=Kannada ko=Korean
+ml=Malayalam mr=Marathi ne=Nepali pa=Punjabi pl=Polish pt=Portuguese ru=Russian sw=Swahili
+ta=Tamil te=Telugu th=Thai uk=Ukrainian ur=Urdu vi=Vietnamese zh=Chinese
+"""
+LANGUAGES = dict(pair.split("=") for pair in _LANGUAGES.split())
 """Languages that an instruction may ask for: ISO 639-1 code -> name."""
 
-SCRIPTS: dict[str, tuple[str, ...]] = {
-    "bn": ("BENGALI",), "gu": ("GUJARATI",), "he": ("HEBREW",), "ko": ("HANGUL",),
-    "ja": ("HIRAGANA", "KATAKANA", "CJK"), "kn": ("KANNADA",), "ml": ("MALAYALAM",),
-    "pa": ("GURMUKHI",), "ta": ("TAMIL",), "te": ("TELUGU",), "th": ("THAI",),
-    "zh": ("CJK",),
-}  # fmt: skip
+_SCRIPTS = """
+bn=BENGALI gu=GUJARATI he=HEBREW ko=HANGUL ja=HIRAGANA+KATAKANA+CJK kn=KANNADA ml=MALAYALAM
+pa=GURMUKHI ta=TAMIL te=TELUGU th=THAI zh=CJK
+"""
+SCRIPTS = {k: tuple(v.split("+")) for k, v in (p.split("=") for p in _SCRIPTS.split())}
 """Languages that the script alone tells from all others of LANGUAGES."""
 
 MAX_LETTERS = 4000  # a script shows in the first few; one that changes later is seen up to here

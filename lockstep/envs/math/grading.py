@@ -215,10 +215,10 @@ _TEXT_UNIT = re.compile(
 _PERCENT = re.compile(r"(?<=[0-9.}]) ?%")
 _CIRCLE = re.compile(r"(?:\^ ?\{? ?\\circ ?\}?|\\degree|\u00b0) ?[CF]?$")
 _UNIT = re.compile(r"(?<=[0-9.}]) ?([A-Za-z][A-Za-z/ .-]*)(?:\^\{?[23]\}?|[\u00b2\u00b3])?$")
-_GLUED_UNITS = frozenset(
-    ("mm", "cm", "m", "km", "in", "ft", "yd", "mi", "g", "kg", "mg", "lb", "lbs", "oz", "l", "L",
-     "ml", "mL", "s", "sec", "min", "h", "hr", "hrs", "am", "pm", "mph", "kph")
-)  # fmt: skip
+_UNIT_TEXT = """
+mm cm m km in ft yd mi g kg mg lb lbs oz l L ml mL s sec min h hr hrs am pm mph kph
+"""
+_GLUED_UNITS = frozenset(_UNIT_TEXT.split())
 """Units that may follow digits without a space, or be a single letter. 5x has no unit."""
 _MULTIPLIERS = {"hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9}
 _NO_UNITS = frozenset(

@@ -15,9 +15,8 @@ from typing import Literal
 
 Kind = Literal["word", "chain"]
 
-NAMES = (
-    "Bela", "Mira", "Otto", "Lena", "Hugo", "Nina", "Ivan", "Sara", "Emil", "Rosa",
-)  # fmt: skip
+_NAMES = "Bela Mira Otto Lena Hugo Nina Ivan Sara Emil Rosa"
+NAMES = tuple(_NAMES.split())
 THINGS = ("apples", "books", "coins", "pens", "shells", "stamps")
 
 GAINS = (

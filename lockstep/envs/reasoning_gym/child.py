@@ -59,10 +59,11 @@ EXPRESSION_MODULES = ("games.countdown", "games.puzzle24")
 """Modules whose verifiers import sympy's `parse_expr`, which evaluates; three more call it as
 `sympy.parse_expr`."""
 
-MATH_FUNCTIONS = (
-    "Abs", "acos", "acosh", "asin", "asinh", "atan", "atanh", "cos", "cosh", "cot", "csc", "erf",
-    "exp", "factorial", "ln", "log", "sec", "sin", "sinh", "sqrt", "tan", "tanh",
-)  # fmt: skip
+_FUNCTION_NAMES = """
+Abs acos acosh asin asinh atan atanh cos cosh cot csc erf exp factorial ln log sec sin sinh sqrt
+tan tanh
+"""
+MATH_FUNCTIONS = frozenset(_FUNCTION_NAMES.split())
 MAX_EXPRESSION_CHARS = 2000
 MAX_EXPONENT = 1000
 
