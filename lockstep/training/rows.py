@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,7 @@ from lockstep.errors import ConfigError, DataError
 from lockstep.objectives.advantages import leaf_advantages
 from lockstep.objectives.config import GAE, AdvantageConfig
 from lockstep.objectives.token_advantages import gae, whiten
+from lockstep.training.critic import Critic
 from lockstep.types import Float32Array, Group, Sample, Trajectory
 
 OverStale = Literal["correct", "drop"]
@@ -26,24 +27,12 @@ BySegment = Mapping[int, float | Float32Array]
 """Segment of one trajectory -> its value, or [its tokens] values."""
 
 
-class ValueFunction(Protocol):
-    """The interface of `training.critic.Critic` that advantages need."""
-
-    def values(self, samples: Sequence[Sample]) -> list[Float32Array]:
-        """[T] float32 per sample: the value before each trained token; kept as `values`."""
-        ...
-
-    def values_at_end(self, samples: Sequence[Sample]) -> Float32Array:
-        """[R] float32: the value after each sample's last token."""
-        ...
-
-
 def rows_for_training(
     groups: Sequence[Group],
     advantage: AdvantageConfig,
     *,
     control_ids: Collection[int] = (),
-    critic: ValueFunction | None = None,
+    critic: Critic | None = None,
 ) -> list[Sample]:
     """The rows of a batch, with `advantages` and `token_kind` filled and `group` set.
 
@@ -207,7 +196,7 @@ def _fill_by_values(
     trajectories: Sequence[Trajectory],
     rewards: Sequence[Mapping[int, float]],
     advantage: GAE,
-    critic: ValueFunction,
+    critic: Critic,
 ) -> None:
     """Fills `values`, `advantages` and `returns`, by GAE along the path of every rewarded leaf.
 
@@ -252,7 +241,7 @@ def _fill_by_values(
 
 
 def _values_at_cuts(
-    paths: Sequence[_Path], trajectories: Sequence[Trajectory], critic: ValueFunction
+    paths: Sequence[_Path], trajectories: Sequence[Trajectory], critic: Critic
 ) -> torch.Tensor:
     """[paths]: the value behind the newest leaf of each truncated trajectory; 0.0 elsewhere."""
     out = torch.zeros(len(paths), dtype=torch.float64)
