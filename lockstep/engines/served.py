@@ -793,7 +793,7 @@ class ServedEngine(Engine):
         """Answers nothing until weights are loaded: which ones the server has is not known."""
         self._ledger.broken = (
             f"engine {self.capabilities.name}: {what}: {type(error).__name__}: {error}. Which "
-            "weights its server runs is not known: load them again, or start it anew."
+            "weights its server runs is not known: load them again, or restart it."
         )
         self._fail_all(EngineError(self._ledger.broken))
 

@@ -158,7 +158,7 @@ class Publisher:
             "adapter": "the adapter alone, in PEFT's form",
         }[self.form]  # fmt: skip
         if self.restarts:
-            how += "; the engine starts anew with each"
+            how += "; the engine is restarted with each"
         if self.form == "shared":
             return how
         if self.qualification is not None:
@@ -314,7 +314,7 @@ class Publisher:
         if self.engine.capabilities.has_restart and "directory" in self._sources:
             self.form, self.restarts = "directory", True
             self.warn(
-                f"sync: {what}: {found.describe()}. It is started anew with each version instead."
+                f"sync: {what}: {found.describe()}. It is restarted with each version instead."
             )
             await self._send(version)
             return

@@ -185,8 +185,8 @@ def test_a_restartable_engine_is_started_anew_where_its_reload_is_wrong(tmp_path
     publish(publisher, 0, 1)
     assert engine.loads[-2:] == [0, 1]
     assert publisher.level == "version"
-    assert "starts anew with each" in publisher.describe()
-    assert "started anew with each version" in publisher.warnings[0]
+    assert "is restarted with each" in publisher.describe()
+    assert "restarted with each version" in publisher.warnings[0]
     assert np.isfinite(publisher.last_look.gap)
     assert publisher.last_look.gap < 1e-4
     publisher.close()
