@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -25,7 +25,7 @@ NUM_REMEMBERED = 4096
 
 @dataclass(slots=True)
 class Stats:
-    """Counters since the start of an engine or the last `reset`; each kind of engine uses some."""
+    """Counters since the start of an engine; each kind of engine uses some."""
 
     requests: int = 0
     failed_requests: int = 0
@@ -39,12 +39,8 @@ class Stats:
     """Calls repeated after a lost connection or in another replica."""
 
     steps: int = 0
-    step_seconds: float = 0.0
-    """Time inside steps: the cost of the embedded engine itself."""
     preemptions: int = 0
     """Requests computed again because the cache was out of pages."""
-    busy_sequences: int = 0
-    """Sampling requests summed over steps; divided by `steps` it is the mean batch."""
 
     calls: int = 0
     """Calls to a server; more than requests after weight updates, pauses and lost connections."""
@@ -66,11 +62,6 @@ class Stats:
     wrong_versions: int = 0
     spilled_requests: int = 0
     """Requests sent away from the replica with their prefix, because it was too busy."""
-
-    def reset(self) -> None:
-        """Sets every counter to 0."""
-        for entry in fields(self):
-            setattr(self, entry.name, entry.default)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

@@ -248,7 +248,7 @@ class ServedEngine(Engine):
 
     @property
     def stats(self) -> Stats:
-        """Counters since the start or the last `reset`."""
+        """Counters since the start."""
         return self._ledger.stats
 
     def generate(self, request: Request) -> AsyncIterator[Delta]:

@@ -111,12 +111,6 @@ class ServerProcess:
                 os.killpg(self.session_id, signal.SIGKILL)
             self.wait(END_SECONDS)
 
-    def kill(self) -> None:
-        """Kills the group, like the failure of a machine: for tests."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.session_id, signal.SIGKILL)
-        self.wait(END_SECONDS)
-
     def __enter__(self) -> ServerProcess:
         return self
 

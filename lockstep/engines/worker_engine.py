@@ -202,10 +202,6 @@ class WorkerEngine(Engine):
     async def wake(self) -> None:
         await self._ask("wake")
 
-    async def read_stats(self) -> dict[str, Any]:
-        """The counters of the engine since its start, if it keeps any."""
-        return await self._ask("read_stats")
-
     async def close(self) -> None:
         """Closes the engine and ends its process, by force if it does not end."""
         if self._is_closed:

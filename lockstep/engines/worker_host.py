@@ -12,7 +12,6 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
-from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -107,9 +106,6 @@ class _Host:
     async def _load_arrived(self, layout: Layout, version: int) -> None:
         memory, self._arriving = self._arriving, bytearray()
         await self._engine.load_weights(tensors_in(layout, memory), version=version)
-
-    async def _read_stats(self) -> dict[str, Any]:
-        return asdict(getattr(self._engine, "stats"))  # noqa: B009  only some engines have it
 
     async def _close(self) -> None:
         await self._engine.close()

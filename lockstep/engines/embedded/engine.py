@@ -12,7 +12,6 @@ length; per sampled token there is none.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
@@ -158,7 +157,7 @@ class EmbeddedEngine(Engine):
 
     @property
     def stats(self) -> Stats:
-        """Counters since the start or the last `reset`."""
+        """Counters since the start."""
         return self._ledger.stats
 
     def generate(self, request: Request) -> AsyncIterator[Delta]:
@@ -364,7 +363,6 @@ class EmbeddedEngine(Engine):
 
     def step(self) -> None:
         """Samples a token for every running request, and prefills prompts in the same forward."""
-        started = time.perf_counter()
         rows, cache, stats = self._rows, self._cache, self.stats
         planned = self._scheduler.plan()
         num_fed = rows.num
@@ -402,7 +400,6 @@ class EmbeddedEngine(Engine):
         stats.cached_tokens += scheduler.num_cached_tokens
         stats.prefilled_tokens += scheduler.num_single_tokens
         scheduler.num_preemptions = scheduler.num_cached_tokens = scheduler.num_single_tokens = 0
-        stats.step_seconds += time.perf_counter() - started
 
     def _finish_prefill(self, chunks: Seq[Chunk], num_fed: int) -> list[int]:
         """Adds rows for requests whose prefill ends in this step; returns the places of their last
@@ -492,7 +489,6 @@ class EmbeddedEngine(Engine):
         num = rows.num
         ended = rows.record(ids, logprobs, support)
         stats.sampled_tokens += num
-        stats.busy_sequences += num
         finished = [rows.sequences[i] for i in np.flatnonzero(ended)] if ended.any() else []
         for sequence in list(self._watched):
             if sequence.row < 0:
