@@ -126,11 +126,6 @@ class ListSource(TaskSource):
         """Number of tasks in one epoch."""
         return len(self.tasks)
 
-    @property
-    def epoch(self) -> int:
-        """Epoch of the next task, from 0."""
-        return self._epoch + (self._index == len(self.tasks))
-
     def __next__(self) -> Task:
         if self._index == len(self.tasks):
             if self._epochs is not None and self._epoch + 1 >= self._epochs:
@@ -166,20 +161,12 @@ class GeneratedSource(TaskSource):
     """
 
     def __init__(
-        self,
-        make: Callable[[int, int], Task],
-        *,
-        seed: int = 0,
-        split: str = "train",
-        limit: int | None = None,
+        self, make: Callable[[int, int], Task], *, seed: int = 0, split: str = "train"
     ) -> None:
-        """limit: number of tasks; None is endless."""
-        self._make, self._seed, self._split, self._limit = make, seed, split, limit
+        self._make, self._seed, self._split = make, seed, split
         self._index = 0
 
     def __next__(self) -> Task:
-        if self._limit is not None and self._index >= self._limit:
-            raise StopIteration
         task = self._make(derive_seed("task", self._split, self._seed, self._index), self._index)
         self._index += 1
         return task

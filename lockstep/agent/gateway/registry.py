@@ -33,7 +33,7 @@ class SessionRegistry:
     ) -> None:
         """make: a session for `create`; None refuses those, because all are handed out by a run.
         max_sessions: at the same time, finished ones included. idle_seconds: a session without a
-        request for so long fails, and is counted in its trajectory's metrics; 0 waits forever.
+        request for so long fails; 0 waits forever.
         on_finished: called with each session when it has ended."""
         self._make, self._max_sessions = make, max_sessions
         self._idle_seconds, self._on_finished = idle_seconds, on_finished
@@ -44,7 +44,6 @@ class SessionRegistry:
         self._is_offering = False
         self._sweeper: asyncio.TimerHandle | None = None
         self._sweeps: set[asyncio.Task[None]] = set()
-        self.num_expired = 0
 
     def create(self, *, task: Task | None = None) -> GatewaySession:
         if self._make is None:
@@ -165,7 +164,6 @@ class SessionRegistry:
         for session in self.all():
             idle = now - session.last_used
             if not session.is_finished and not session.is_busy and idle >= self._idle_seconds:
-                self.num_expired += 1
                 ending = asyncio.ensure_future(
                     session.finish(error=f"idle: no request for {self._idle_seconds:g} s")
                 )
