@@ -32,6 +32,7 @@ from lockstep.run_config import Config
 from lockstep.store.run import Outcome, Status, load_run
 from lockstep.training.averaging import average_rows
 from lockstep.training.correcting import UnequalTokenError
+from lockstep.training.learner import uninterrupted
 from lockstep.training.rows import rows_for_training, sort_by_age
 from lockstep.types import Group, Sample, Task
 
@@ -52,7 +53,9 @@ def train_on_rank(
             if ranks is not None:  # a second Ctrl-C: the others are at some other place
                 raise
             run.status = "interrupted"
-            run.save_if_whole()
+            run.view.note("interrupted: saving a checkpoint.")
+            with uninterrupted():  # a second Ctrl-C ends the process after that
+                run.save_if_whole()
         except Exception as error:
             if ranks is None or isinstance(error, RolloutError):  # which all ranks raise
                 run.save_unsaved()

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import signal
 from dataclasses import dataclass
 
 import pytest
@@ -15,6 +16,7 @@ from lockstep.recipes import find_recipe
 from lockstep.run.hooks import RunHooks, hooked
 from lockstep.run.train import train
 from lockstep.store.run import load_run
+from lockstep.training.checkpoint import CheckpointStore
 
 SMALL = (
     "steps=3", "groups_per_step=2", "group_size=4", "evaluation.num_tasks=2", "checkpoint.every=0",
@@ -58,6 +60,33 @@ def test_an_interrupt_within_an_update_saves_nothing_of_it(whole, tmp_path, caps
     assert checkpoints_of(path) == [1]
     assert "step 1 was interrupted within its update" in capsys.readouterr().out
     train(config("checkpoint.every=1"), out=path, resume=True, view="json")
+    assert rows_of(path) == rows_of(whole)
+
+
+class TwiceWhileSaving(RunHooks):
+    """Presses Ctrl-C after the first update is complete, and again while that is being saved."""
+
+    def __init__(self, monkeypatch):
+        self.num_updates = 0
+        write = CheckpointStore.save
+
+        def save(*arguments, **options):
+            signal.raise_signal(signal.SIGINT)
+            return write(*arguments, **options)
+
+        monkeypatch.setattr(CheckpointStore, "save", save)
+
+    def after_update(self, rows, log_probs):
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_a_second_interrupt_does_not_cut_the_checkpoint_off(whole, tmp_path, monkeypatch):
+    path = tmp_path / "run"
+    with hooked(TwiceWhileSaving(monkeypatch)), pytest.raises(KeyboardInterrupt):
+        train(config(), out=path)
+    monkeypatch.undo()
+    assert checkpoints_of(path) == [1]
+    train(config(), out=path, resume=True, view="json")
     assert rows_of(path) == rows_of(whole)
 
 
