@@ -216,8 +216,8 @@ class RetoolConfig(MathConfig):
     TAG: ClassVar[str] = "retool"
 
     source: Source = "chain"
-    """As of `math`. chain: endless generated products of larger numbers with a second step, which
-    no small model can compute without a tool."""
+    """Source of the problems, as in `math`. chain: endless generated products of larger numbers
+    with a second step, which no small model can compute without a tool."""
     tool: bool = True
     """Give the model the tool. false: the same problems without it, to measure its worth."""
     sandbox: SandboxConfig = field(default_factory=MontyConfig)
