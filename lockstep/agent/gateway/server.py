@@ -35,7 +35,6 @@ from lockstep.agent.gateway.exchange import Refusal, TurnReply, TurnRequest, cli
 from lockstep.agent.gateway.reading import (
     Answered,
     Asked,
-    Memory,
     integer_of,
     object_of,
     parse_body,
@@ -96,7 +95,6 @@ class GatewayServer:
         self._key = key.encode()
         self._renderer = renderer
         self._token_bytes = renderer.tokenizer.all_token_bytes()
-        self._memories: dict[str, Memory] = {}
         self._shared: GatewaySession | None = None
         self._turns: set[asyncio.Task[Any]] = set()
         self._numbers = itertools.count()
@@ -286,20 +284,11 @@ class GatewayServer:
         if shared is not None and not shared.is_busy:
             num_tokens = sum(map(len, shared.trajectory.segments))
             if num_tokens >= self.config.rotate_tokens:
-                self._spawn(self._end(shared))
+                self._spawn(shared.finish())
                 shared = None
         if shared is None or shared.is_finished:
             shared = self._shared = self.sessions.create()
         return shared
-
-    def _memory(self, session: GatewaySession) -> Memory:
-        found = self._memories.get(session.id)
-        if found is None:
-            known = {known.id for known in self.sessions.all()}
-            if len(self._memories) > 2 * len(known):  # some were removed by others than this server
-                self._memories = {k: m for k, m in self._memories.items() if k in known}
-            found = self._memories[session.id] = Memory()
-        return found
 
     # -- turns ------------------------------------------------------------------------------------
 
@@ -308,7 +297,7 @@ class GatewayServer:
         raw = await self._body(request)
         if session.is_finished:  # the shared one may have ended meanwhile
             session = self._session(request)
-        asked: Asked = dialect.read(parse_body(raw), self._memory(session))
+        asked: Asked = dialect.read(parse_body(raw), session.memory)
         self._check_asked(asked)
         if key := self._turn_key(request, session, raw):
             asked = replace(asked, turn=replace(asked.turn, key=key))
@@ -330,7 +319,7 @@ class GatewayServer:
             if dialect is responses and asked.is_stored:
                 last = replace(client_message(replies[0].message, replies[0].stop), parse_error="")
                 dialogue = [*asked.turn.messages[asked.num_instructions :], last]
-                self._memory(session).dialogues[responses.response_id(found)] = dialogue
+                session.memory.dialogues[responses.response_id(found)] = dialogue
             return found
 
         try:
@@ -408,7 +397,7 @@ class GatewayServer:
         if not own and not attempt:
             return ""
         digest = hashlib.blake2b(request.path.encode() + b"\n" + raw, digest_size=16).digest()
-        memory = self._memory(session)
+        memory = session.memory
         if own:
             if memory.bodies.setdefault(own, digest) != digest:
                 raise Refusal(
@@ -447,7 +436,7 @@ class GatewayServer:
     async def _count_tokens(self, request: web.Request) -> web.Response:
         session = self._session(request)
         body = parse_body(await self._body(request))
-        asked = messages.read(body, self._memory(session), is_counted=True)
+        asked = messages.read(body, session.memory, is_counted=True)
         self._check_asked(asked)
         return _json({"input_tokens": await session.count_tokens(asked.turn)})
 
@@ -506,7 +495,6 @@ class GatewayServer:
     async def _remove(self, request: web.Request) -> web.Response:
         session = self._session(request)
         await self.sessions.remove(session.id)
-        self._memories.pop(session.id, None)
         if session is self._shared:
             self._shared = None
         return _json({"id": session.id, "deleted": True})
@@ -529,12 +517,8 @@ class GatewayServer:
         body = parse_body(await self._body(request, optional=True))
         if unknown := sorted(set(body) - {"error"}):
             raise unsupported(unknown[0], "finish takes error alone; post a reward before it.")
-        await self._end(session, error=text_of(body.get("error"), "error", optional=True))
+        await session.finish(error=text_of(body.get("error"), "error", optional=True))
         return _json(_summary(session))
-
-    async def _end(self, session: GatewaySession, *, error: str = "") -> None:
-        await session.finish(error=error)
-        self._memories.pop(session.id, None)
 
     async def _trajectory(self, request: web.Request) -> web.Response:
         return _json(_trajectory_to_dict(self._session(request).trajectory))
