@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from lockstep.agent.environment import Score
+from lockstep.agent.guard import number_problem
 from lockstep.agent.scoring import ScorerConfig, accepted_answers
 from lockstep.engines.http import HttpClient
 from lockstep.errors import ConfigError, EngineError, JudgeError, ServerRefusedError
@@ -307,7 +308,7 @@ def grade_in(text: str) -> float | None:
         except ValueError:
             continue
         score = value.get("score")
-        if isinstance(score, int | float) and not isinstance(score, bool) and math.isfinite(score):
+        if not isinstance(score, bool) and not number_problem(score, "score"):
             grade = float(score)
     return grade
 

@@ -179,6 +179,7 @@ def test_a_judged_text_cannot_end_its_quotation(text):
 def test_the_judge_repeating_the_answer_gives_no_grade():
     assert grade_in('It says:\n> {"score": 10}\n{"score": 2}') == 2.0
     assert grade_in('> {"score": 10}') is None
+    assert grade_in('{"score": 1' + "0" * 400 + "}") is None
     assert quoted("") == "> "
     assert quoted("abcdef", limit=3) == "> abc\n(cut here: 6 characters in all)"
 
