@@ -83,10 +83,8 @@ def _check_experts(
             f"{where} has routes of {routes.shape[1]} layers x {routes.shape[2]} experts a token; "
             f"the model has {shape[0]} routed layers x {shape[1]} active experts. Another model's?"
         )
-    known = is_routed(routes)
-    low = np.where(known, 0, UNKNOWN_EXPERT)[:, None, None]
-    high = np.where(known, num_experts, 0)[:, None, None]
-    is_wrong = (routes < low) | (routes >= high)
+    known = is_routed(routes)[:, None, None]
+    is_wrong = np.where(known, (routes < 0) | (routes >= num_experts), routes != UNKNOWN_EXPERT)
     if is_wrong.any():
         token, layer, slot = (int(i) for i in np.argwhere(is_wrong)[0])
         raise RoutingReplayError(
@@ -94,15 +92,15 @@ def _check_experts(
             f"{int(routes[token, layer, slot])}; the model has the experts 0..{num_experts - 1}. "
             "Another model's routes?"
         )
-    for slot in range(1, shape[1]):
-        is_twice = (routes[:, :, slot, None] == routes[:, :, :slot]).any(-1) & known[:, None]
-        if is_twice.any():
-            token, layer = (int(i) for i in np.argwhere(is_twice)[0])
-            raise RoutingReplayError(
-                f"{where}, token {token}: layer {layer} has the experts "
-                f"{routes[token, layer].tolist()}, one of them twice. An engine that fills what it "
-                "did not compute, such as a prefix from its cache, with zeros?"
-            )
+    in_order = np.sort(routes, axis=-1)
+    is_twice = (in_order[..., 1:] == in_order[..., :-1]).any(-1) & known[..., 0]
+    if is_twice.any():
+        token, layer = (int(i) for i in np.argwhere(is_twice)[0])
+        raise RoutingReplayError(
+            f"{where}, token {token}: layer {layer} has the experts "
+            f"{routes[token, layer].tolist()}, one of them twice. An engine that fills what it "
+            "did not compute, such as a prefix from its cache, with zeros?"
+        )
 
 
 def _check_coverage(sample: Sample, routes: npt.NDArray[np.int16], replay: RoutingReplay) -> None:
@@ -112,37 +110,21 @@ def _check_coverage(sample: Sample, routes: npt.NDArray[np.int16], replay: Routi
     missing = np.flatnonzero(~is_routed(routes[:needed]))
     if not missing.size:
         return
-    found = needed - missing.size
-    raise RoutingReplayError(
-        f"sample {sample.id} has routes for {found} positions; {needed} of its {len(sample)} ids "
-        f"are read before the last trained one, and need them. {_cause(sample, missing, replay)} "
-        f"`lockstep replay 'RUN#{sample.id}'` shows it."
-    )
-
-
-def _cause(sample: Sample, missing: npt.NDArray[np.int64], replay: RoutingReplay) -> str:
-    """The missing routes in words, and what to do."""
+    first = f"The first one without is token {int(missing[0])}."
+    if COLUMN[replay] not in sample.columns:
+        first = f"It has no column {COLUMN[replay]}: nothing was captured when it was sampled."
     if replay == "recompute":
-        return (
+        cause = (
             "The trainer's own come from a forward before the update: call Trainer.update, or "
             "forward(column='old_logprobs') first."
         )
-    first = int(missing[0])
-    fix = (
-        "Is the engine's prefix cache without routes? trainer.partial_routes=true lets the router "
-        "choose there, and counts it."
-    )
-    turn = sample.columns.get("turn")
-    if COLUMN[replay] not in sample.columns:
-        return f"It has no column {COLUMN[replay]}: nothing was captured when it was sampled. {fix}"
-    if turn is None:
-        return f"The first one without is {first}. {fix}"
-    later = turn[first + 1 :]
-    after = later[later >= 0][:1]
-    next_turn = f"turn {int(after[0])}" if after.size else "the last turn"
-    if turn[first] >= 0 and turn[first + 1] != turn[first]:
-        return (
-            f"The boundary route of {next_turn} is missing (token {first}): the engine returned "
-            f"none with its prefill. {fix}"
+    else:
+        cause = (
+            f"{first} Is the engine's prefix cache without routes? "
+            "trainer.partial_routes=true lets the router choose there, and counts it."
         )
-    return f"The first one without is token {first}, read for {next_turn}. {fix}"
+    raise RoutingReplayError(
+        f"sample {sample.id} has routes for {needed - missing.size} positions; {needed} of its "
+        f"{len(sample)} ids are read before the last trained one, and need them. {cause} "
+        f"`lockstep replay 'RUN#{sample.id}'` shows it."
+    )
