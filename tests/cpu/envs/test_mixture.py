@@ -10,7 +10,7 @@ from lockstep import config as C
 from lockstep.agent.config import AgentConfig
 from lockstep.agent.environment import Environment, Observation, Score
 from lockstep.agent.task_config import TaskConfig
-from lockstep.agent.tasks import GeneratedSource
+from lockstep.agent.tasks import GeneratedSource, TaskSource
 from lockstep.envs.mixture import MixtureConfig
 from lockstep.errors import ConfigError, DataError
 from lockstep.recipes import find_recipe
@@ -35,6 +35,25 @@ class Counting(Environment):
         return Score(reward=float(self.base))
 
 
+class Names(TaskSource):
+    """A task per name, then the end."""
+
+    def __init__(self, names):
+        self.names, self.index = names, 0
+
+    def __next__(self):
+        if self.index == len(self.names):
+            raise StopIteration
+        self.index += 1
+        return Task(id=self.names[self.index - 1])
+
+    def state_dict(self):
+        return {"index": self.index}
+
+    def load_state_dict(self, state):
+        self.index = state["index"]
+
+
 @dataclass(frozen=True, kw_only=True)
 class CountingConfig(TaskConfig):
     base: int = 10
@@ -48,8 +67,7 @@ class CountingConfig(TaskConfig):
 
     def tasks(self, *, split, seed):
         if split == "eval":
-            names = [f"held-{i}" for i in range(self.num_held_out)]
-            return GeneratedSource(lambda s, i: Task(id=names[i]), limit=len(names), split=split)
+            return Names([f"held-{i}" for i in range(self.num_held_out)])
         return GeneratedSource(lambda s, i: Task(id=f"{self.base}-{s:x}"), seed=seed)
 
     def environment(self, task, agent):
