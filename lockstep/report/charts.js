@@ -69,7 +69,6 @@ function chartSpecs() {
       named("critic/value_mean", "value"), named("critic/return_mean", "return")] },
     { title: "Experts: load", unit: "1", series: [
       named("moe/load_max", "largest over even"), named("moe/load_cv", "variation"), named("moe/unused_experts", "share unused")] },
-    { title: "Experts: balance loss", unit: "1", series: [named("moe/aux_loss", "loss")] },
     { title: "Experts: routes", unit: "share", series: [
       named("routing/replayed_share", "replayed"), named("routing/differing_share", "would differ")] },
     { title: "Response length", unit: "tokens", series: [named("response_length/mean", "mean"), named("response_length/max", "longest")] },
