@@ -247,8 +247,14 @@ class SGLangConfig(ServedConfig):
 
 
 OF_ATTACHED = (
-    "urls", "start_seconds", "request_seconds", "api_key_env", "share_device", "pool", "take_over",
-)  # fmt: skip
+    "urls",
+    "start_seconds",
+    "request_seconds",
+    "api_key_env",
+    "share_device",
+    "pool",
+    "take_over",
+)
 """Settings that apply to servers that others have started."""
 
 

@@ -238,9 +238,11 @@ class Ledger(Generic[E]):
                 f"{entry.num_sent} came before it: one was lost, or came out of order"
             )
         last = entry.deltas[-1] if entry.deltas else None
-        if last is not None and not last.finish_reason and (
-            last.policy_version != delta.policy_version
-        ):  # fmt: skip
+        if (
+            last is not None
+            and not last.finish_reason
+            and (last.policy_version != delta.policy_version)
+        ):
             entry.deltas.append(end_delta(entry, "weight_update", version=last.policy_version))
         entry.deltas.append(replace(delta, first=entry.num_sent))
         entry.num_sent += count

@@ -46,10 +46,19 @@ CLOSE_SECONDS = 60.0
 """Longest wait for a replica to close: a frozen one must not hold up the end of a run."""
 
 EVENTS = (
-    "lost_replicas", "frozen_replicas", "returned_replicas", "retries", "continued_tokens",
-    "dropped_tokens", "duplicated_deltas", "misordered_deltas", "lost_replies", "wrong_versions",
-    "spilled_requests", "failed_requests",
-)  # fmt: skip
+    "lost_replicas",
+    "frozen_replicas",
+    "returned_replicas",
+    "retries",
+    "continued_tokens",
+    "dropped_tokens",
+    "duplicated_deltas",
+    "misordered_deltas",
+    "lost_replies",
+    "wrong_versions",
+    "spilled_requests",
+    "failed_requests",
+)
 """Events that a pool counts."""
 
 _OF_THE_REQUEST = (CapabilityError, LeaseError)
@@ -192,9 +201,14 @@ class Pool(Engine):
 
         async def ask(replica: _Replica, _: int) -> Scores:
             return await self._score(
-                replica, token_ids, distribution=distribution, temperature=temperature,
-                priority=priority, first=first, affinity=affinity,
-            )  # fmt: skip
+                replica,
+                token_ids,
+                distribution=distribution,
+                temperature=temperature,
+                priority=priority,
+                first=first,
+                affinity=affinity,
+            )
 
         return await self._try_replicas("score", ask, affinity)
 

@@ -150,30 +150,48 @@ def check_capabilities(
     records, scores = set(found.distributions), set(found.scored_distributions)
     has_tempered = bool(records & {"tempered", "sampled"}) or temperature == 1
     for holds, text in (
-        (found.weight_sources or not is_trained,
-         "takes no new weights, and serves `lockstep eval` alone. To train, choose engine=vllm, "
-         "engine=sglang or engine=embedded"),
-        (has_tempered,
-         f"records log-probs of {', '.join(records)}; training needs those of the distribution "
-         "that was drawn from (tempered). Set agent.temperature=1"),
-        ("sampled" in records or not is_truncated,
-         f"records log-probs of {', '.join(records)}; with top_p or top_k, training needs those of "
-         "what they leave (sampled). Set agent.top_p=1 agent.top_k=0"),
-        (found.has_score or not is_rescored,
-         "cannot score given ids, which correction.behaviour=averaged needs. Set "
-         "correction.behaviour=rollout"),
-        ("tempered" in scores or temperature == 1 or not is_rescored,
-         f"scores given ids under {', '.join(scores)}, and correction.behaviour=averaged needs "
-         f"agent.temperature={temperature:g}. Set it to 1, or correction.behaviour=rollout"),
-        (found.has_routed_experts or not is_replayed,
-         "does not hand out the experts that tokens went to, which trainer.routing_replay=rollout "
-         "replays. Use recompute or none"),
-        (found.has_sleep or not is_sharing_device,
-         "cannot free the memory of its keys and values. Set engine.share_device=false"),
-        (found.vocab_size == vocab_size,
-         f"has a vocabulary of {found.vocab_size}, the trainer's model one of {vocab_size}"),
-        (found.max_tokens >= max_tokens,
-         f"takes at most {found.max_tokens} tokens; max_tokens={max_tokens}"),
-    ):  # fmt: skip
+        (
+            found.weight_sources or not is_trained,
+            "takes no new weights, and serves `lockstep eval` alone. To train, choose engine=vllm, "
+            "engine=sglang or engine=embedded",
+        ),
+        (
+            has_tempered,
+            f"records log-probs of {', '.join(records)}; training needs those of the distribution "
+            "that was drawn from (tempered). Set agent.temperature=1",
+        ),
+        (
+            "sampled" in records or not is_truncated,
+            f"records log-probs of {', '.join(records)}; with top_p or top_k, training needs those of "
+            "what they leave (sampled). Set agent.top_p=1 agent.top_k=0",
+        ),
+        (
+            found.has_score or not is_rescored,
+            "cannot score given ids, which correction.behaviour=averaged needs. Set "
+            "correction.behaviour=rollout",
+        ),
+        (
+            "tempered" in scores or temperature == 1 or not is_rescored,
+            f"scores given ids under {', '.join(scores)}, and correction.behaviour=averaged needs "
+            f"agent.temperature={temperature:g}. Set it to 1, or correction.behaviour=rollout",
+        ),
+        (
+            found.has_routed_experts or not is_replayed,
+            "does not hand out the experts that tokens went to, which trainer.routing_replay=rollout "
+            "replays. Use recompute or none",
+        ),
+        (
+            found.has_sleep or not is_sharing_device,
+            "cannot free the memory of its keys and values. Set engine.share_device=false",
+        ),
+        (
+            found.vocab_size == vocab_size,
+            f"has a vocabulary of {found.vocab_size}, the trainer's model one of {vocab_size}",
+        ),
+        (
+            found.max_tokens >= max_tokens,
+            f"takes at most {found.max_tokens} tokens; max_tokens={max_tokens}",
+        ),
+    ):
         if not holds:
             raise CapabilityError(f"engine {found.name} {text}.")

@@ -596,9 +596,10 @@ class ServedEngine(Engine):
         where, at = reply.where, len(reply.token_ids)
         found = self.capabilities
         ids = checked_ids(
-            np.array(chunk.token_ids), vocab_size=found.vocab_size,
+            np.array(chunk.token_ids),
+            vocab_size=found.vocab_size,
             where=f"{where}: the reply of engine {found.name}",
-        )  # fmt: skip
+        )
         if len(chunk.logprobs) != len(ids):
             raise self._fault(where, f"sent {len(ids)} ids and {len(chunk.logprobs)} log-probs")
         values = np.asarray(chunk.logprobs, np.float32)
@@ -610,9 +611,10 @@ class ServedEngine(Engine):
         for index, token_id in enumerate(path[:-1], start=at + len(ids) - len(path)):
             if token_id in stop_ids:
                 raise self._fault(
-                    where, f"went on after the stop id {token_id} (token {index}): it does not "
+                    where,
+                    f"went on after the stop id {token_id} (token {index}): it does not "
                     "honour stop ids",
-                )  # fmt: skip
+                )
         if reply.support is not None:
             if chunk.support is None or len(chunk.support) != len(ids):
                 num = "none" if chunk.support is None else len(chunk.support)
@@ -637,26 +639,29 @@ class ServedEngine(Engine):
                 self._send(reply, "abort")
             elif self._shut_at is None:
                 raise self._fault(
-                    reply.where, "aborted it, and was not asked to: its server was paused or ended "
+                    reply.where,
+                    "aborted it, and was not asked to: its server was paused or ended "
                     "by somebody else?",
-                )  # fmt: skip
+                )
         elif chunk.finish_reason == "stop" and num_sampled and chunk.stop == ids[-1]:
             # The server ended at an id of its own. The model chose the token, so it is kept, and
             # the reply continues after it in another call.
             self.stats.own_stops += 1
         elif chunk.finish_reason == "length":
             raise self._fault(
-                reply.where, f"ended after {len(ids)} of {reply.limit} tokens for want of room, "
+                reply.where,
+                f"ended after {len(ids)} of {reply.limit} tokens for want of room, "
                 f"although it said that it takes {self.capabilities.max_tokens}",
-            )  # fmt: skip
+            )
         else:
             found = "without saying where" if chunk.stop is None else f"at {chunk.stop!r}"
             last = f"ends in {ids[-1]}" if ids else "is empty"
             raise self._fault(
-                reply.where, f"stopped {found}, and the reply {last}: the stop id is left out of "
+                reply.where,
+                f"stopped {found}, and the reply {last}: the stop id is left out of "
                 "the ids. It was chosen by the model and is trained, so it is not put back by "
                 f"guess. Expected one of {list(sampling.stop_ids)} as the last id",
-            )  # fmt: skip
+            )
 
     def _drop_last(self, reply: _Entry, num_sampled: int) -> None:
         """Forgets the tokens of a call: they are sampled again."""
@@ -674,9 +679,10 @@ class ServedEngine(Engine):
         if routes is None or len(routes) != num_wanted:
             found = "none" if routes is None else f"those of {len(routes)}"
             raise self._fault(
-                reply.where, f"sent {found}; expected the experts of the {num_wanted} positions "
+                reply.where,
+                f"sent {found}; expected the experts of the {num_wanted} positions "
                 f"from {reply.num_routed} on",
-            )  # fmt: skip
+            )
         reply.routes.append(routes)
         reply.num_routed = stop
 
@@ -688,9 +694,10 @@ class ServedEngine(Engine):
         at = next((i for i in range(shared) if sent[i] != echo[i]), shared)
         read, wanted = (int(ids[at]) if at < len(ids) else "missing" for ids in (echo, sent))
         raise self._fault(
-            where, f"read {len(echo)} prompt ids, and {len(sent)} prompt ids were sent: token {at} "
+            where,
+            f"read {len(echo)} prompt ids, and {len(sent)} prompt ids were sent: token {at} "
             f"is {read} and was sent as {wanted}. It adds tokens, cuts or encodes prompts?",
-        )  # fmt: skip
+        )
 
     def _check_logprobs(
         self, where: str, ids: Int32Array, values: Float32Array, what: str, start: int

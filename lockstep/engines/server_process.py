@@ -63,9 +63,12 @@ class ServerProcess:
         with log.open("wb") as output:
             self._guard = subprocess.Popen(
                 [sys.executable, guard.__file__, str(os.getpid()), *self.command],
-                stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
-                env=None if environment is None else dict(environment), start_new_session=True,
-            )  # fmt: skip
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=None if environment is None else dict(environment),
+                start_new_session=True,
+            )
 
     @property
     def is_running(self) -> bool:

@@ -142,9 +142,14 @@ class WorkerEngine(Engine):
         affinity: str = "",
     ) -> Scores:
         return await self._ask(
-            "score", token_ids=token_ids, distribution=distribution, temperature=temperature,
-            priority=priority, first=first, affinity=affinity,
-        )  # fmt: skip
+            "score",
+            token_ids=token_ids,
+            distribution=distribution,
+            temperature=temperature,
+            priority=priority,
+            first=first,
+            affinity=affinity,
+        )
 
     async def abort(self, request_id: str) -> None:
         await self._ask("abort", request_id=request_id)

@@ -62,12 +62,15 @@ def tensors_in(layout: Layout, memory: Any) -> dict[str, Tensor]:
     """name -> a view of the tensor at its place in `memory`, a writable buffer."""
     return {
         entry.name: torch.frombuffer(
-            memory, dtype=getattr(torch, entry.dtype), count=math.prod(entry.shape),
+            memory,
+            dtype=getattr(torch, entry.dtype),
+            count=math.prod(entry.shape),
             offset=entry.start,
-        ).view(entry.shape) if math.prod(entry.shape)
+        ).view(entry.shape)
+        if math.prod(entry.shape)
         else torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
         for entry in layout.entries
-    }  # fmt: skip
+    }
 
 
 def _aligned(num_bytes: int) -> int:

@@ -28,10 +28,12 @@ class Place:
         if int(found.get("WORLD_SIZE", "0")) < 2:
             return None
         return cls(
-            rank=int(found["RANK"]), world=int(found["WORLD_SIZE"]),
+            rank=int(found["RANK"]),
+            world=int(found["WORLD_SIZE"]),
             local_rank=int(found.get("LOCAL_RANK", "0")),
-            address=found["MASTER_ADDR"], port=int(found["MASTER_PORT"]),
-        )  # fmt: skip
+            address=found["MASTER_ADDR"],
+            port=int(found["MASTER_PORT"]),
+        )
 
 
 def is_follower() -> bool:

@@ -125,9 +125,12 @@ def _joined(
     from lockstep.launch.ranks import Ranks
 
     ranks = Ranks.join(
-        place, meet, sequence=parallel.sequence, device=device,
+        place,
+        meet,
+        sequence=parallel.sequence,
+        device=device,
         timeout_seconds=parallel.timeout_seconds,
-    )  # fmt: skip
+    )
     try:
         with ranks.taking_interrupts():
             yield ranks

@@ -36,17 +36,24 @@ NUM_NAMED = 5  # of the settings in which two ranks differ; more would hide the 
 def open_store(*, world: int, timeout_seconds: float) -> TCPStore:
     """The store where the ranks of this machine meet: held by rank 0, on a free port."""
     return TCPStore(
-        "127.0.0.1", 0, world, is_master=True, wait_for_workers=False,
+        "127.0.0.1",
+        0,
+        world,
+        is_master=True,
+        wait_for_workers=False,
         timeout=timedelta(seconds=timeout_seconds),
-    )  # fmt: skip
+    )
 
 
 def reach_store(place: Place, *, timeout_seconds: float) -> Store:
     """The same store, for the other ranks."""
     return TCPStore(
-        place.address, place.port, place.world, wait_for_workers=False,
+        place.address,
+        place.port,
+        place.world,
+        wait_for_workers=False,
         timeout=timedelta(seconds=timeout_seconds),
-    )  # fmt: skip
+    )
 
 
 def store_of_environment(*, timeout_seconds: float) -> Store:
@@ -100,8 +107,11 @@ class Ranks:
             store = open_store()
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if where.type == "cuda" else "gloo",
-                store=store, rank=place.rank, world_size=place.world, timeout=timeout,
-            )  # fmt: skip
+                store=store,
+                rank=place.rank,
+                world_size=place.world,
+                timeout=timeout,
+            )
             ranks = cls(place, store, sequence=sequence, device=where)
             dist.barrier()
         except RuntimeError as error:

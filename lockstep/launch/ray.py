@@ -48,9 +48,20 @@ from lockstep.launch.workers import (
 T = TypeVar("T")
 
 CARRIED = (
-    "CUDA_", "GLOO_", "HF_", "LOCKSTEP_", "MKL_", "NCCL_", "OMP_", "PYTHON", "TOKENIZERS_",
-    "TORCH", "TRANSFORMERS_", "TRITON_", "WANDB_",
-)  # fmt: skip
+    "CUDA_",
+    "GLOO_",
+    "HF_",
+    "LOCKSTEP_",
+    "MKL_",
+    "NCCL_",
+    "OMP_",
+    "PYTHON",
+    "TOKENIZERS_",
+    "TORCH",
+    "TRANSFORMERS_",
+    "TRITON_",
+    "WANDB_",
+)
 """Prefixes of the environment variables that all processes get from this one."""
 
 OF_A_MACHINE = {"CUDA_VISIBLE_DEVICES"}
@@ -170,9 +181,12 @@ class _Hosts:
             wanted += [("engine", n, placement.replica_cpus) for n in bundle.engines]
             for kind, number, cpus in wanted:
                 self._hosts[kind, number] = make.options(
-                    num_cpus=cpus, num_gpus=bundle.gpus_each, max_concurrency=4,
-                    scheduling_strategy=there, runtime_env={"env_vars": {"PYTHONPATH": path}},
-                ).remote()  # fmt: skip
+                    num_cpus=cpus,
+                    num_gpus=bundle.gpus_each,
+                    max_concurrency=4,
+                    scheduling_strategy=there,
+                    runtime_env={"env_vars": {"PYTHONPATH": path}},
+                ).remote()
 
     def start(self, payload: bytes, engines: tuple[str, int, int]) -> None:
         """Starts the engines, then the ranks. payload: the call that a rank makes (`run_rank`)."""
@@ -187,10 +201,14 @@ class _Hosts:
         }
         key = secrets.token_hex(32)
         where = os.getcwd()
-        addresses = ray.get([
-            host.listen.remote(work, environment | {KEY: key}, where, restarts, f"engine {index}")
-            for index, host in enumerate(self._of("engine"))
-        ])  # fmt: skip
+        addresses = ray.get(
+            [
+                host.listen.remote(
+                    work, environment | {KEY: key}, where, restarts, f"engine {index}"
+                )
+                for index, host in enumerate(self._of("engine"))
+            ]
+        )
         if addresses:
             environment |= {ADDRESSES: ",".join(addresses), KEY: key}
         ranks = self._of("rank")
@@ -266,8 +284,11 @@ class _Hosts:
         hosts = list(self._hosts.values())
         if hosts:
             with contextlib.suppress(exceptions.RayError):
-                ray.wait([host.end.remote() for host in hosts], num_returns=len(hosts),
-                         timeout=2 * END_SECONDS)  # fmt: skip
+                ray.wait(
+                    [host.end.remote() for host in hosts],
+                    num_returns=len(hosts),
+                    timeout=2 * END_SECONDS,
+                )
         for host in hosts:
             ray.kill(host)
         if self._group is not None:
@@ -397,9 +418,11 @@ class Host:
     ) -> None:
         os.chdir(where)
         worker = self._rank = start_worker(
-            "lockstep.launch.ray:run_rank", name=f"rank {rank}", log=self._logs / "rank.log",
+            "lockstep.launch.ray:run_rank",
+            name=f"rank {rank}",
+            log=self._logs / "rank.log",
             environment=_own(environment),
-        )  # fmt: skip
+        )
         worker.listen(self._take, lambda why: self._events.put(("lost", why)))
         worker.send([payload])
 

@@ -35,9 +35,18 @@ SMALL = 1 << 16
 """Largest tensor that is copied and gets noise: an eighth of four sinks may be none."""
 
 GROUPS = (
-    "embedding", "head", "norms", "attention", "attention biases", "sinks", "router", "experts",
-    "expert biases", "mlp", "adapter",
-)  # fmt: skip
+    "embedding",
+    "head",
+    "norms",
+    "attention",
+    "attention biases",
+    "sinks",
+    "router",
+    "experts",
+    "expert biases",
+    "mlp",
+    "adapter",
+)
 """Groups, in the order of messages."""
 
 

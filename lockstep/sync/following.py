@@ -83,10 +83,14 @@ class Follower:
         calm = seen & _typical(last)
         lacking, last_error = self._slope((theirs - ours)[calm], last[calm])
         found = Look(
-            gap=gap, slope=slope, slope_error=error, last_slope=1 + lacking,
-            last_slope_error=last_error, correlation=_correlation(ours[seen], theirs[seen]),
+            gap=gap,
+            slope=slope,
+            slope_error=error,
+            last_slope=1 + lacking,
+            last_slope_error=last_error,
+            correlation=_correlation(ours[seen], theirs[seen]),
             alarm=self._alarm(gap, (slope, error), (1 + lacking, last_error)),
-        )  # fmt: skip
+        )
         self._last, self._num_loads = trainer, self._num_loads + 1
         if self._num_loads >= self.window and found.is_following:
             self._base, self._num_loads = (trainer, engine), 0
@@ -104,8 +108,9 @@ class Follower:
 
     def _alarm(self, gap: float, whole: tuple[float, float], last: tuple[float, float]) -> str:
         for (slope, error), what in (
-            (whole, "since the window's begin"), (last, "of the last load"),
-        ):  # fmt: skip
+            (whole, "since the window's begin"),
+            (last, "of the last load"),
+        ):
             if error <= RESOLVED and abs(slope - 1) > SLOPE_BAND + 4 * error:
                 return (
                     f"the engine's log-probs follow {slope:.2f} of the trainer's change {what} "

@@ -156,7 +156,7 @@ class Publisher:
             "tensors": "tensors, one by one",
             "directory": f"a checkpoint per version in {place}",
             "adapter": "the adapter alone, in PEFT's form",
-        }[self.form]  # fmt: skip
+        }[self.form]
         if self.restarts:
             how += "; the engine is restarted with each"
         if self.form == "shared":
@@ -166,10 +166,12 @@ class Publisher:
         if self._is_qualifying:
             return f"{how}; qualified before the first step"
         why = (
-            "a fault is injected" if not self._is_verifying
-            else "sync.qualify=off" if self.config.qualify == "off"
+            "a fault is injected"
+            if not self._is_verifying
+            else "sync.qualify=off"
+            if self.config.qualify == "off"
             else "it cannot score"
-        )  # fmt: skip
+        )
         return f"{how}. Not qualified: {why}"
 
     def facts(self) -> dict[str, Any]:
@@ -388,10 +390,13 @@ def choose_form(config: SyncConfig, capabilities: Capabilities, *, has_adapter: 
         takes = ", ".join(capabilities.weight_sources) or "no weights at all"
         raise CapabilityError(
             f"sync.form={config.form}: engine {capabilities.name} takes {takes}"
-            + (", and this run has no adapter" if config.form == "adapter" and not has_adapter
-               else "")
+            + (
+                ", and this run has no adapter"
+                if config.form == "adapter" and not has_adapter
+                else ""
+            )
             + f". {'Choose one of these.' if offered else 'It cannot follow a training run.'}"
-        )  # fmt: skip
+        )
     return found
 
 

@@ -140,9 +140,13 @@ def judge(changed: Stage, restored: Stage) -> Qualification:
     elif any(share > MAX_MARK for share in shares.values()):
         failure = "it has not taken all of what it was sent"
     return Qualification(
-        gap=restored.gap, changed_gap=changed.gap, change=size, marks=shares, unseen=unseen,
+        gap=restored.gap,
+        changed_gap=changed.gap,
+        change=size,
+        marks=shares,
+        unseen=unseen,
         failure=failure,
-    )  # fmt: skip
+    )
 
 
 @dataclass(slots=True)

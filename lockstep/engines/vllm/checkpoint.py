@@ -50,10 +50,14 @@ def config_overrides(directory: Path) -> dict[str, Any]:
     if config.get("model_type") != "gpt_oss" or rope.get("rope_type") != "default":
         return {}
     yarn = {
-        "rope_type": "yarn", "rope_theta": rope["rope_theta"], "factor": 1.0,
+        "rope_type": "yarn",
+        "rope_theta": rope["rope_theta"],
+        "factor": 1.0,
         "original_max_position_embeddings": config["max_position_embeddings"],
-        "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
-    }  # fmt: skip
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+    }
     return {"rope_parameters": yarn}
 
 

@@ -110,9 +110,12 @@ class LocalWire(Wire):
 
         threads, set_threads = torch.get_num_threads(), torch.set_num_threads
         arguments = engine_arguments(
-            self._config, self._context, directory, has_gpu=not self._is_cpu,
+            self._config,
+            self._context,
+            directory,
+            has_gpu=not self._is_cpu,
             max_tokens=self._context.max_tokens + 1,  # scoring samples a token, wanted or not
-        )  # fmt: skip
+        )
         arguments += ["--no-use-tqdm-on-load", "--disable-log-stats"]
         if not self._is_cpu:
             arguments.append("--enable-sleep-mode")
@@ -203,9 +206,13 @@ class LocalWire(Wire):
         self, call_id: str, token_ids: Int32Array, *, first: int, priority: int
     ) -> WireScores:
         asked = self._vllm.SamplingParams(
-            max_tokens=1, temperature=0.0, ignore_eos=True, prompt_logprobs=0, detokenize=False,
+            max_tokens=1,
+            temperature=0.0,
+            ignore_eos=True,
+            prompt_logprobs=0,
+            detokenize=False,
             output_kind=self._vllm.sampling_params.RequestOutputKind.FINAL_ONLY,
-        )  # fmt: skip
+        )
         call = self._add(call_id, token_ids, asked, priority)
         try:
             output = await call.next()
@@ -313,9 +320,10 @@ class LocalWire(Wire):
             )
         before, self._adapter = (
             self._adapter,
-            LoRARequest(lora_name=f"version-{version}", lora_int_id=version + 1,
-                        lora_path=directory),
-        )  # fmt: skip
+            LoRARequest(
+                lora_name=f"version-{version}", lora_int_id=version + 1, lora_path=directory
+            ),
+        )
         if before is not None:
             self._engine.remove_lora(before.lora_int_id)
         self._engine.add_lora(self._adapter)

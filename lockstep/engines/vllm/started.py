@@ -188,24 +188,31 @@ class VllmServer:
     def _command(self, port: int) -> list[str]:
         config, context = self._config, self._context
         arguments = [
-            f"--served-model-name={SERVED_NAME}", "--host=127.0.0.1", f"--port={port}",
+            f"--served-model-name={SERVED_NAME}",
+            "--host=127.0.0.1",
+            f"--port={port}",
             f"--worker-extension-cls={WORKER_EXTENSION}",
             "--enable-scale-out",  # the route that takes and gives ids
             "--enable-prompt-tokens-details",  # how many were found in the cache
             "--disable-uvicorn-access-log",
-        ]  # fmt: skip
+        ]
         if not self._has_gpu and config.tensor_parallel == 1:
             # In the engine's process: one less to start, and no step is sent to another.
             arguments.append("--distributed-executor-backend=uni")
         return [
-            self._python, "-m", "vllm.entrypoints.openai.api_server",
+            self._python,
+            "-m",
+            "vllm.entrypoints.openai.api_server",
             *engine_arguments(
-                config, context, self._directory, has_gpu=self._has_gpu,
+                config,
+                context,
+                self._directory,
+                has_gpu=self._has_gpu,
                 max_tokens=context.max_tokens,
             ),
             *arguments,
             *config.args,
-        ]  # fmt: skip
+        ]
 
     def _environment(self) -> dict[str, str]:
         config = self._config

@@ -69,10 +69,20 @@ NO_LOGPROB = -9999.0
 """Value that vLLM writes for a log-prob that is not finite."""
 
 SHAPE_FIELDS = (
-    "model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads",
-    "num_key_value_heads", "head_dim", "intermediate_size", "moe_intermediate_size",
-    "num_local_experts", "num_experts", "num_experts_per_tok", "tie_word_embeddings",
-)  # fmt: skip
+    "model_type",
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "intermediate_size",
+    "moe_intermediate_size",
+    "num_local_experts",
+    "num_experts",
+    "num_experts_per_tok",
+    "tie_word_embeddings",
+)
 """Keys of config.json in which two models with the same weights agree."""
 
 DISTRIBUTIONS: dict[str, tuple[Distribution, ...]] = {
@@ -231,9 +241,12 @@ class VllmWire(HttpWire):
         self, call_id: str, token_ids: Int32Array, *, first: int, priority: int
     ) -> WireScores:
         settings = {
-            "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False,
+            "max_tokens": 1,
+            "temperature": 0.0,
+            "prompt_logprobs": 0,
+            "detokenize": False,
             "ignore_eos": True,
-        }  # fmt: skip
+        }
         room = self.capabilities.max_tokens - 1  # it samples a token, wanted or not
         if len(token_ids) > room:
             raise EngineError(
@@ -329,9 +342,7 @@ class VllmWire(HttpWire):
         else:
             if self._is_asleep:
                 await self._client.post("/wake_up?tags=weights")
-            call = {
-                "method": "lockstep_load_directory", "kwargs": {"directory": str(directory)}
-            }  # fmt: skip
+            call = {"method": "lockstep_load_directory", "kwargs": {"directory": str(directory)}}
             await self._client.post("/collective_rpc", call)
 
     async def read_label(self) -> str:
