@@ -58,7 +58,12 @@ def test_a_float16_sampler_keeps_the_protocol(tmp_path):
     model = make_model("qwen3")
     engine = sampler_of(model, "float16", tmp_path)
     weights = dict(hf_tensors(model))
-    report = asyncio.run(check_engine(engine, prompt_ids=[3, 4, 5], weights=weights))
+    # A CPU with float16 arithmetic computes one row and many by different kernels; each rounds the
+    # logits to 11 bits. On one without, products are made in float32 and agree to 1e-4.
+    tolerance = 20 * 2**-11
+    report = asyncio.run(
+        check_engine(engine, prompt_ids=[3, 4, 5], weights=weights, tolerance=tolerance)
+    )
     assert "weights" in report.passed
 
 
