@@ -162,8 +162,8 @@ def check_capabilities(
         ),
         (
             "sampled" in records or not is_truncated,
-            f"records log-probs of {', '.join(records)}; with top_p or top_k, training needs those of "
-            "what they leave (sampled). Set agent.top_p=1 agent.top_k=0",
+            f"records log-probs of {', '.join(records)}; with top_p or top_k, training needs those "
+            "of what they leave (sampled). Set agent.top_p=1 agent.top_k=0",
         ),
         (
             found.has_score or not is_rescored,
@@ -177,8 +177,8 @@ def check_capabilities(
         ),
         (
             found.has_routed_experts or not is_replayed,
-            "does not hand out the experts that tokens went to, which trainer.routing_replay=rollout "
-            "replays. Use recompute or none",
+            "does not hand out the experts that tokens went to, which "
+            "trainer.routing_replay=rollout replays. Use recompute or none",
         ),
         (
             found.has_sleep or not is_sharing_device,
