@@ -26,7 +26,7 @@ Int64Array = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Layout:
-    """How the tokens of some tensors fall into rows (sequences).
+    """The rows (sequences) of the tokens of some tensors.
 
     >>> padded = Layout.padded(torch.tensor([[True, True, False], [True, False, False]]))
     >>> padded.row_sums(torch.tensor([[1.0, 2.0, 9.0], [3.0, 9.0, 9.0]])).tolist()

@@ -1,4 +1,4 @@
-"""What every loss does first: check shapes, widen, and blank what is masked."""
+"""The first step of every loss: check shapes, widen, and blank masked tokens."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ class TokenBatch:
 
     @property
     def layout(self) -> Layout:
-        """How the tokens fall into rows, for what needs sums over a row."""
+        """The rows of the tokens, for losses that need sums over a row."""
         return Layout.packed(torch.bincount(self.row, minlength=self.num_rows))
 
     def column(self, name: str) -> Tensor:
@@ -250,7 +250,7 @@ def dppo(
 
 
 def binary_divergence(logprobs: Tensor, old_logprobs: Tensor, kind: Divergence) -> Tensor:
-    """How far apart two policies are on "this token or any other", per token; never negative.
+    """Divergence of two policies on "this token or any other", per token; never negative.
 
     "tv": |p - old p|, the total variation. "kl": KL(old || policy) of the two-way choice, in nats.
     Both are lower bounds of the divergence over the vocabulary. Probabilities within half a float32

@@ -1,11 +1,12 @@
-"""Checkpoints that are whole or not there: written beside, checked when read, the old ones let go.
+"""Checkpoints that exist as a whole or not at all: written to a temporary directory, checked on
+reading; old ones are removed.
 
 step-000030/
     policy/                 Hugging Face form: config.json, model.safetensors, tokenizer files;
-                            of a run with lora the adapter in PEFT's form, and whose it is
+                            with lora, the adapter in PEFT's form and a digest of its model
     optimizer.safetensors   moments and, for a low-precision policy, float32 masters
     trainer.json            updates made, skipped, policy version
-    state.json              what the loop gave (TaskSource, unfinished groups, ...), random states
+    state.json              the loop's state (position in the tasks, ...), random states
     critic/                 with advantage=gae: its model, optimizer and counters
     manifest.json           every file with its size and digest; written last
 """
@@ -43,11 +44,11 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """What a checkpoint consists of."""
+    """The files of a checkpoint."""
 
     step: int
     metric: float | None
-    """What `best` is chosen by; None if the step was not evaluated."""
+    """Figure by which `best` is chosen; None if the step was not evaluated."""
     files: Mapping[str, tuple[int, str]]
     """path -> (bytes, sha256)."""
 
@@ -55,8 +56,8 @@ class Manifest:
 class CheckpointStore:
     """The checkpoints of one run, by step.
 
-    keep_last: newest ones that stay. keep_best: the one with the highest metric stays too. Only
-    whole checkpoints count: a torn one never pushes out a good one.
+    keep_last: number of newest ones to keep. keep_best: keep the one with the highest metric too.
+    Only whole checkpoints count: a torn one never replaces a good one.
     """
 
     def __init__(self, root: str | Path, *, keep_last: int = 2, keep_best: bool = True) -> None:
@@ -72,9 +73,9 @@ class CheckpointStore:
         metric: float | None = None,
         critic: Critic | None = None,
     ) -> Path:
-        """Writes `step-NNNNNN`, replaces one of the same step, and lets old ones go.
+        """Writes `step-NNNNNN`, replacing one of the same step, and removes old ones.
 
-        state: JSON-able; `load` gives it back. A kill at any moment leaves the former checkpoints.
+        state: JSON-able; `load` returns it. A kill at any moment leaves the former checkpoints.
         Called by all ranks of the trainer; the first one writes.
         """
         target = self.root / f"step-{step:06d}"
@@ -126,11 +127,11 @@ class CheckpointStore:
         weights_only: bool = False,
         critic: Critic | None = None,
     ) -> dict[str, Any]:
-        """Puts the trainer, and Python's, numpy's and torch's random states, where they were.
+        """Restores the trainer, and Python's, numpy's and torch's random states.
 
-        weights_only: the models alone, for a run that starts from them. critic: put where it was,
-        too. Returns the state that `save` was given. Raises CheckpointError if the checkpoint is
-        torn, another model's, or without a critic that is asked for.
+        weights_only: the models alone, for a run that starts from them. critic: restored too.
+        Returns the state that `save` was given. Raises CheckpointError if the checkpoint is torn,
+        of another model, or without the critic.
         """
         verify(checkpoint)
         if critic is not None:
@@ -144,7 +145,7 @@ class CheckpointStore:
     def latest(self) -> Path | None:
         """The newest whole checkpoint, every byte of it checked; None if there is none.
 
-        Torn ones are passed over with a warning that says what is wrong with them.
+        Torn ones are skipped with a warning that names the problem.
         """
         for step in sorted(self._named(), reverse=True):
             path = self._named()[step]
@@ -157,12 +158,13 @@ class CheckpointStore:
         return None
 
     def best(self) -> Path | None:
-        """The one with the highest metric, the newer of equals; None if no step has a metric."""
+        """The checkpoint with the highest metric, the newer of equals; None if no step has a
+        metric."""
         rated = [(m.metric, m.step, path) for path, m in self._whole() if m.metric is not None]
         return max(rated, key=lambda r: r[:2])[2] if rated else None
 
     def at(self, step: int) -> Path:
-        """The checkpoint of `step`. Raises CheckpointError naming the steps that there are."""
+        """The checkpoint of `step`. Raises CheckpointError naming the existing steps."""
         named = self._named()
         if step not in named:
             known = ", ".join(map(str, sorted(named))) or "none"
@@ -170,7 +172,7 @@ class CheckpointStore:
         return named[step]
 
     def steps(self) -> list[int]:
-        """Of the checkpoints whose files are all there in their sizes, in order."""
+        """Steps of the checkpoints whose files exist with their sizes, in order."""
         return sorted(manifest.step for _, manifest in self._whole())
 
     def _named(self) -> dict[int, Path]:
@@ -206,7 +208,7 @@ class CheckpointStore:
 
 
 def verify(checkpoint: Path, *, digests: bool = True) -> Manifest:
-    """The manifest, if the checkpoint is what it says; else CheckpointError listing every problem.
+    """The manifest, if the files match it; else raises CheckpointError listing every problem.
 
     digests: read every byte; False compares names and sizes only.
     """
@@ -245,8 +247,8 @@ def verify(checkpoint: Path, *, digests: bool = True) -> Manifest:
 
 
 def random_states() -> dict[str, Any]:
-    """Of Python, numpy and torch (CPU), as JSON: for environments that draw from the global ones.
-    Lockstep's own draws come from seeds, never from these."""
+    """Global random states of Python, numpy and torch (CPU) as JSON, for environments that draw
+    from them. Lockstep's own draws come from seeds."""
     version, words, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     return {

@@ -37,7 +37,7 @@ def rows_for_training(
     """The rows of a batch, with `advantages` and `token_kind` filled and `group` set.
 
     control_ids: the tokenizer's, which `token_kind` tells from text. critic: needed by advantages
-    that compare with values; it fills `values` and `returns` too.
+    that compare with values; `values` and `returns` are then filled too.
 
     Failed trajectories and those without a reward are left out, of the baseline too. A sampled
     segment that several leaves share is trained in one row, with the mean advantage of its leaves.
