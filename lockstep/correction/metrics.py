@@ -175,7 +175,8 @@ class MismatchReport:
         a weighed report only, are of the weights, after bounding and before normalising; there a
         sequence weighs as much as another, whatever its length.
         """
-        sums, maxima = self.sums.tolist(), self.maxima.tolist()
+        sums: list[float] = self.sums.numpy().tolist()
+        maxima: list[float] = self.maxima.numpy().tolist()
         width = len(FIELDS)
         groups = [
             dict(zip(FIELDS, sums[g * width : (g + 1) * width], strict=True))

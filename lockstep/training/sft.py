@@ -77,8 +77,8 @@ def sft_row(
         if observed_weight == 0:
             return sample
         fill = np.float32(observed_weight)
-        weights = np.where(sample.loss_mask, sample.columns["weights"], fill)
-        return _make_sample(sample.id, sample.token_ids.tolist(), weights)
+        filled = np.where(sample.loss_mask, sample.columns["weights"], fill)
+        return _make_sample(sample.id, sample.token_ids.tolist(), filled)
     if renderer is None:
         raise ConfigError(f"{example.where} has messages: a renderer is needed to write them.")
     ids: list[int] = []
@@ -139,7 +139,7 @@ def sft_rows(
         if config.shuffle:
             order = np.random.default_rng([seed, epoch]).permutation(len(examples))
         num_kept = 0
-        for index in order:
+        for index in order.tolist():
             example = examples[index]
             sample = sft_row(
                 example,

@@ -30,7 +30,9 @@ class Totals:
         self.loss = torch.zeros((), dtype=torch.float64, device=device)
         self.num_differing = torch.zeros_like(self.loss)
         """Replayed choices, over tokens and layers, that the router would have made otherwise."""
-        self.counts = dict.fromkeys(("tokens", "kept", "fed", "routed", "choices"), 0)
+        self.counts: dict[str, int] = dict.fromkeys(
+            ("tokens", "kept", "fed", "routed", "choices"), 0
+        )
         """Trained tokens, those that the correction kept; in forwards that replay: tokens fed,
         those of them with routes, and these times the layers."""
         self.load: ExpertLoad | None = None
