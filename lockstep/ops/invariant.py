@@ -63,14 +63,6 @@ class Rules:
     is_packing: bool = True
     """GEMMs of few rows read weights that are packed once per update. They give the bits of the
     large GEMM, and are as fast as the stock kernel for one row."""
-    is_widening: bool = False
-    """bfloat16 GEMMs are computed in float32 and rounded once at the end: several times faster than
-    the stock kernel where the CPU has no bfloat16 arithmetic."""
-
-    def widens(self, dtype: torch.dtype) -> bool:
-        """Whether GEMMs of this dtype are computed in float32. Those of float16 always are: few
-        CPUs have the arithmetic, and sums in it overflow."""
-        return dtype == torch.float16 or (dtype == torch.bfloat16 and self.is_widening)
 
 
 def ask_for_reproducible_gemm() -> None:
@@ -84,9 +76,14 @@ def ask_for_reproducible_gemm() -> None:
     os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 
 
-def has_bfloat16_arithmetic() -> bool:
-    """Whether the CPU multiplies bfloat16 in hardware."""
-    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+def is_widened(dtype: torch.dtype) -> bool:
+    """Whether GEMMs of this dtype are computed in float32 and rounded once at the end.
+
+    Sums in float16 overflow. The kernels of CPUs with bfloat16 arithmetic (AMX) give a row other
+    bits in other company: 1 of 4608 outputs of a GEMM of 128 by 1536. Without that arithmetic,
+    float32 is several times as fast.
+    """
+    return dtype in (torch.bfloat16, torch.float16)
 
 
 class InvariantOps(Ops):
@@ -96,7 +93,7 @@ class InvariantOps(Ops):
     name = "invariant"
 
     def __init__(self, rules: Rules | None = None) -> None:
-        self.rules = rules or Rules(is_widening=not has_bfloat16_arithmetic())
+        self.rules = rules or Rules()
         self._packed = _PackedWeights()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -106,9 +103,8 @@ class InvariantOps(Ops):
         return torch.float32  # attention computes in it: nothing is converted in each step
 
     def gradient_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """float32 where the products would be emulated: gradients of few bits gain nothing."""
-        is_widening = Rules(is_widening=not has_bfloat16_arithmetic()).widens(dtype)
-        return torch.float32 if is_widening else dtype
+        """float32 where the forward computes in it."""
+        return torch.float32 if is_widened(dtype) else dtype
 
     # -- GEMMs --------------------------------------------------------------------------------
 
@@ -135,7 +131,7 @@ class InvariantOps(Ops):
         extra = -M % self.rules.row_quantum
         if extra:
             x_MK = F.pad(x_MK, (0, 0, 0, extra))
-        is_wide = self.rules.widens(dtype)
+        is_wide = is_widened(dtype)
         if self._reads_packed(M, weight_NK, is_wide or dtype == torch.float32):
             packed, weight_NK = self._packed.of(weight_NK, owner, index)
             if is_wide:
@@ -165,7 +161,7 @@ class InvariantOps(Ops):
     ) -> Tensor:
         x_RK, weight_ENK, bias_EN, counts = x, weight, bias, tokens_per_expert
         rows, quantum = counts[0], self.rules.row_quantum
-        is_wide = self.rules.widens(x_RK.dtype)
+        is_wide = is_widened(x_RK.dtype)
         if rows and rows <= PACKED_ROWS and not is_wide and counts.count(rows) == len(weight_ENK):
             x_EMK = x_RK.view(len(weight_ENK), rows, -1)
             if extra := -rows % quantum:

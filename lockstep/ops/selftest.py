@@ -27,7 +27,7 @@ import torch
 from lockstep.ops.base import Ops
 from lockstep.ops.context import KEY_BLOCK, PackedContext, PagedContext
 from lockstep.ops.contract import COVERED_DTYPES, Fingerprint
-from lockstep.ops.invariant import InvariantOps
+from lockstep.ops.invariant import InvariantOps, is_widened
 
 Tensor = torch.Tensor
 
@@ -345,7 +345,7 @@ def fingerprint(ops: Ops, dtype: torch.dtype, device: torch.device) -> Fingerpri
             found,
             row_quantum=rules.row_quantum,
             head_quantum=rules.head_quantum,
-            gemm="float32" if rules.widens(dtype) else "native",
+            gemm="float32" if is_widened(dtype) else "native",
         )
     return found
 

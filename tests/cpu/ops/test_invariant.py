@@ -173,12 +173,11 @@ def test_values_are_those_of_the_plain_backend(name):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("is_widening", [True, False])
 @pytest.mark.parametrize("name", CASES)
-def test_bfloat16_values_are_float32_ones_rounded(name, is_widening):
+def test_bfloat16_values_are_float32_ones_rounded(name):
     """Each op rounds at most four results on its way, each by 2^-8 of a value of at most some 8."""
     rows, weights, function = make_case(name, torch.bfloat16)
-    found = as_tuple(function(InvariantOps(Rules(is_widening=is_widening)), rows, weights))
+    found = as_tuple(function(InvariantOps(), rows, weights))
     wide_rows = [r.float() if r.is_floating_point() else r for r in rows]
     wanted = as_tuple(function(plain, wide_rows, [w.float() for w in weights]))
     for a, b in zip(found, wanted, strict=True):
@@ -244,7 +243,7 @@ def test_the_clamped_activation_has_the_gradient_of_its_formula():
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_packed_weights_give_the_bits_of_the_unpacked_and_follow_a_change_in_place(dtype):
-    backend = InvariantOps(Rules(is_widening=True))
+    backend = InvariantOps()
     weight, bias = normal(256, 128, dtype=dtype).requires_grad_(), normal(256, dtype=dtype)
     x = normal(PACKED_ROWS, 128, seed=1, dtype=dtype)
     assert weight.numel() >= PACKED_SIZE
@@ -262,7 +261,7 @@ def test_packed_weights_give_the_bits_of_the_unpacked_and_follow_a_change_in_pla
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_packed_experts_follow_a_change_in_place(dtype):
-    backend = InvariantOps(Rules(is_widening=True))
+    backend = InvariantOps()
     weight = normal(3, 128, 128, dtype=dtype).requires_grad_()
     x, counts = normal(8, 128, seed=1, dtype=dtype), [1, 0, 7]
     seen = []

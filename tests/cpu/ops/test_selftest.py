@@ -96,7 +96,7 @@ def test_packed_weights_that_give_other_bits_are_not_used():
 
     backend = OtherPacking()
     assert prove(make_model(), ops=backend).is_kept
-    assert backend.rules == Rules(is_packing=False, is_widening=backend.rules.is_widening)
+    assert backend.rules == Rules(is_packing=False)
 
 
 def test_a_machine_that_no_quantum_helps_is_told_the_op_and_the_shape():
