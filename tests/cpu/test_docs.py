@@ -362,20 +362,6 @@ def span(values: list[float], digits: int = 2) -> str:
     return low if low == high else f"{low} .. {high}"
 
 
-def short_tasks_table() -> str:
-    """The README's lines of `tasks_table`."""
-    path = ROOT / "docs" / "proof" / "tasks.json"
-    recipes = json.loads(path.read_text())["recipes"]
-    lines = ["| command | learns | held out, before -> after | minutes |", "|---|---|---|---|"]
-    for name, (learns, _, page) in TASKS.items():
-        runs = list(recipes[name]["runs"].values())
-        tests = [run["held_out_reward"]["sampled"] for run in runs]
-        rise = " -> ".join(span([test[at]["mean"] for test in tests]) for at in (0, 1))
-        minutes = span([run["minutes"] for run in runs], 1)
-        lines.append(f"| `lockstep train {name}` | [{learns}](docs/{page}) | {rise} | {minutes} |")
-    return "\n".join(lines) + "\n"
-
-
 def tasks_table() -> str:
     """What `python docs/proof/tasks.py` measured of all recipes, in a line each."""
     path = ROOT / "docs" / "proof" / "tasks.json"
@@ -572,7 +558,6 @@ TABLES = {
     "task-instructions": partial(task_table, "instructions"),
     "task-quickstart": partial(task_table, "quickstart"),
     "tasks": tasks_table,
-    "short-tasks": short_tasks_table,
     **{f"study-{name}": partial(study_table, name) for name in STUDY_COLUMNS},
 }
 

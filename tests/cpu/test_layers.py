@@ -1,42 +1,63 @@
-"""The direction of imports: a file imports only from rows above its own, inside functions too."""
+"""The direction of imports: a file imports only from rows above its own, in no circle.
+
+Imports inside functions and under TYPE_CHECKING count.
+"""
 
 import ast
 import subprocess
 import sys
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "lockstep"
 
 ROWS = [
     ["errors"],
-    ["types", "children"],
-    ["config", "renderers", "ops", "observe", "store"],
-    ["models", "correction", "report", "launch"],
-    ["objectives"],
-    ["engines", "training"],
-    ["agent", "sync"],
-    ["envs"],
+    ["types", "children", "config"],
+    ["ops", "renderers", "observe", "store", "launch"],
+    ["models", "report", "correction"],
+    ["engines", "objectives"],
+    ["agent", "training"],
+    ["envs", "sync"],
     ["run_config"],
-    ["memory"],
+    ["memory", "recipes"],
     ["run"],
-    ["doctor"],
-    ["model_server", "supervised"],
-    ["recipes"],
+    ["doctor", "model_server", "supervised"],
     ["testing"],
     ["cli"],
 ]
 ROW_OF = {name: row for row, names in enumerate(ROWS) for name in names}
 TORCH_FREE = [
-    "lockstep", "lockstep.types", "lockstep.config", "lockstep.cli", "lockstep.recipes",
-    "lockstep.run_config", "lockstep.memory", "lockstep.run.preflight", "lockstep.run.plan",
-    "lockstep.run.build", "lockstep.renderers.registry",
-    "lockstep.store.run", "lockstep.observe.live", "lockstep.report.page",
-    "lockstep.agent.environment", "lockstep.agent.tools",
-    "lockstep.envs.docsearch.config", "lockstep.envs.math.config", "lockstep.testing.faults",
-    "lockstep.launch.processes", "lockstep.doctor.checks.examine", "lockstep.doctor.diagnose",
-    "lockstep.doctor.rendering",
-    "lockstep.agent.gateway.config", "lockstep.agent.gateway.exchange", "lockstep.model_server",
-]  # fmt: skip
+    "lockstep",
+    "lockstep.types",
+    "lockstep.config",
+    "lockstep.cli",
+    "lockstep.recipes",
+    "lockstep.run_config",
+    "lockstep.memory",
+    "lockstep.run.preflight",
+    "lockstep.run.plan",
+    "lockstep.run.build",
+    "lockstep.renderers.registry",
+    "lockstep.store.run",
+    "lockstep.report.page",
+    "lockstep.agent.environment",
+    "lockstep.agent.tools",
+    "lockstep.testing.faults",
+    "lockstep.launch.processes",
+    "lockstep.doctor.diagnose",
+    "lockstep.agent.gateway.config",
+    "lockstep.model_server",
+]
+
+
+def module_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+FILES = {module_of(path): path for path in sorted(PACKAGE.rglob("*.py"))}
 
 
 def room_of(module: str) -> str:
@@ -45,36 +66,43 @@ def room_of(module: str) -> str:
 
 
 def imports_of(path: Path) -> set[str]:
+    """The modules of the package that a file imports."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module:
-            found.add(node.module)
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {name if name in FILES else node.module for name in names}
         elif isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
-    return {name for name in found if name.split(".")[0] == "lockstep"}
+    return found & set(FILES)
 
 
 def test_every_room_has_a_row():
-    rooms = {p.stem for p in (ROOT / "lockstep").iterdir() if p.suffix == ".py" or p.is_dir()}
-    assert rooms - {"__init__", "__pycache__", "py"} - set(ROW_OF) == set()
+    assert {room_of(module) for module in FILES} - {""} == set(ROW_OF)
 
 
 def test_a_file_imports_only_from_rows_above_its_own():
-    wrong = []
-    for path in sorted((ROOT / "lockstep").rglob("*.py")):
-        inside = path.relative_to(ROOT / "lockstep")
-        room = inside.parts[0].removesuffix(".py")
-        if room == "__init__":
-            continue
-        for module in imports_of(path):
-            other = room_of(module)
-            if other in ("", room):
-                continue
-            if ROW_OF[other] >= ROW_OF[room]:
-                wrong.append(
-                    f"{inside} (row {ROW_OF[room]}) imports {module} (row {ROW_OF[other]})"
-                )
+    wrong = [
+        f"{module} (row {ROW_OF[room]}) imports {other}"
+        for module, path in FILES.items()
+        if (room := room_of(module))
+        for other in imports_of(path)
+        if room_of(other) != room and ROW_OF.get(room_of(other), len(ROWS) - 2) >= ROW_OF[room]
+    ]
     assert not wrong, "\n".join(wrong)
+
+
+def test_no_files_import_each_other_in_a_circle():
+    graph = {module: imports_of(path) - {module} for module, path in FILES.items()}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        raise AssertionError(" <- ".join(error.args[1])) from None
+
+
+def test_faults_wrap_a_run_from_outside():
+    users = {m for m, path in FILES.items() if any("testing" in i for i in imports_of(path))}
+    assert {room_of(module) for module in users} <= {"testing", "cli"}
 
 
 def test_torch_is_not_imported_by_what_runs_before_a_model():
@@ -84,3 +112,22 @@ def test_torch_is_not_imported_by_what_runs_before_a_model():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_no_file_escapes_the_formatter():
+    marked = [str(path) for path in PACKAGE.rglob("*.py") if "fmt: " in path.read_text()]
+    assert not marked
+
+
+def test_docstrings_begin_with_a_subject_or_a_verb():
+    """Archaic openings are hard to read: `Of those, what says that ...`."""
+    wrong = []
+    for path in FILES.values():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+                text = node.value.value
+                if isinstance(text, str) and text.lstrip().startswith(
+                    ("Of ", "What ", "That ", "Whose ", "By what ", "To what ")
+                ):
+                    wrong.append(f"{path.relative_to(ROOT)}:{node.lineno}: {text.strip()[:60]}")
+    assert not wrong, "\n".join(wrong)
