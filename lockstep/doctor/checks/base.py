@@ -1,4 +1,4 @@
-"""What a check is, and what it knows besides the rows."""
+"""Base class of checks, and the facts they know besides the rows."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MAX_SHOWN = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Setting(Once):
-    """What is known of a run besides its rows. None and empty mean unknown."""
+    """Known facts about a run besides its rows. None and empty mean unknown."""
 
     trainer: str = ""
     """Trainer that wrote the rows ("lockstep", "verl", "trl", ...): remedies name its settings."""
@@ -76,7 +76,7 @@ class Check(ABC):
     name: ClassVar[str]
     """ROOM/NAME: "tokens/shifted"."""
     claim: ClassVar[str]
-    """What holds of healthy data."""
+    """The property that healthy data has."""
     cause: ClassVar[str] = ""
     """Name in CAUSES; empty for a check that only informs."""
     needs: ClassVar[tuple[str, ...]] = ()

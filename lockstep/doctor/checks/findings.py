@@ -1,4 +1,4 @@
-"""What a check reports: a claim, what was measured, a verdict, and the tokens that prove it."""
+"""The report of a check: a claim, what was measured, a verdict, and the tokens that prove it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Evidence:
     end: int
     """Position after the last token."""
     note: str
-    """What is wrong with these tokens, in words."""
+    """The defect of these tokens, in words."""
     expected_ids: tuple[int, ...] = ()
     """Ids that should be there, where they are known (the engine's, or rendered)."""
 
@@ -36,10 +36,10 @@ class Finding:
     check: str
     """Name of the check, as `--only` takes it: "tokens/shifted"."""
     claim: str
-    """What holds of healthy data, in one sentence."""
+    """The property that healthy data has, in one sentence."""
     verdict: Verdict
     measured: str
-    """What was found, with numbers, in one sentence."""
+    """The result, with numbers, in one sentence."""
     cause: str = ""
     """Name in `causes.CAUSES`, unless the finding is consistent."""
     figures: Mapping[str, float] = field(default_factory=dict[str, float])
@@ -47,4 +47,4 @@ class Finding:
     evidence: tuple[Evidence, ...] = ()
     """Strongest first, at most MAX_EVIDENCE."""
     lacks: tuple[str, ...] = ()
-    """What is missing where the check cannot be made: columns, `tokenizer`, `model`."""
+    """Missing inputs of a check that cannot be made: columns, `tokenizer`, `model`."""

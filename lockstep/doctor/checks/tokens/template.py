@@ -1,4 +1,4 @@
-"""What the chat template does to the rows of a dialogue: other ids, or thinking that is gone."""
+"""Effects of the chat template on the rows of a dialogue: other ids, or thinking that is gone."""
 
 from __future__ import annotations
 

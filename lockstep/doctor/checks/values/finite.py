@@ -138,7 +138,7 @@ class Positive(Check):
 
 
 KINDS = ("", "probabilities", "negated log-probs", "log2", "log10")
-"""What the numbers of a row may be instead of natural logs."""
+"""Scales that a row's numbers may be on instead of natural logs."""
 
 
 def kinds_of(rows: Rows, side: Float32Array, other: Float32Array | None) -> Int64Array:

@@ -63,7 +63,7 @@ NUM_SHOWN = 8
 
 @dataclass(frozen=True, slots=True, order=True)
 class Processing:
-    """What one side did to the logits and the other did not."""
+    """Processing that one side applied to the logits and the other did not."""
 
     slope: float = 1.0
     """1/T of the sampler."""
@@ -203,7 +203,7 @@ class Processed(Check):
         return max(best, *around, key=lambda fit: fit.score)
 
     def _meaning(self, best: _Fit, sample: _Sample) -> str:
-        """What else the gap says: the mass that was kept, and which side was sampled from."""
+        """Further conclusions: the mass that was kept, and which side was sampled from."""
         d = (sample.trainer - sample.rollout)[best.hit[sample.row]]
         if best.processing.truncated and best.processing.slope == 1.0:
             kept = float(np.exp(-np.abs(d).max()))
