@@ -368,10 +368,11 @@ def _value(annotation: Any, value: Any, path: str) -> Any:
             if is_fixed and len(inner) != len(found):
                 raise ConfigError(f"{path}: expected {len(inner)} values, found {found}.")
             kinds = inner if is_fixed else [inner[0] if inner else Any] * len(found)
-            return origin(
+            values: list[Any] = [
                 _value(k, v, f"{path}[{i}]")
                 for i, (k, v) in enumerate(zip(kinds, found, strict=True))
-            )
+            ]
+            return tuple(values) if origin is tuple else values
         if origin is float and isinstance(value, int | float) and not isinstance(value, bool):
             return float(value)
         if origin in (bool, int, str) and type(value) is origin:

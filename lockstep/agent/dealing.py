@@ -40,8 +40,11 @@ def gather_groups(ranks: Ranks | None, tasks: Sequence[Task], own: Sequence[Grou
         return list(own)
     shares = deal_tasks(tasks, ranks.world)
     played = ranks.gather(own)
-    at = {i: group for share, groups in zip(shares, played, strict=True)
-          for i, group in zip(share, groups, strict=True)}  # fmt: skip
+    at = {
+        i: group
+        for share, groups in zip(shares, played, strict=True)
+        for i, group in zip(share, groups, strict=True)
+    }
     return [at[i] for i in range(len(tasks))]
 
 

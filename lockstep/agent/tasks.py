@@ -249,8 +249,10 @@ def read_jsonl(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
         if not line.strip():
             continue
         try:
-            record = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"),
-                                parse_constant=_refuse_constant)  # fmt: skip
+            record = json.loads(
+                line.decode("utf-8-sig" if number == 1 else "utf-8"),
+                parse_constant=_refuse_constant,
+            )
         except UnicodeDecodeError as error:
             raise DataError(f"{path}:{number}: not UTF-8: {error.reason}.") from error
         except (ValueError, RecursionError) as error:

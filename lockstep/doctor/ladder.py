@@ -8,7 +8,7 @@ every rung below it rules something out, with its figures.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -181,7 +181,7 @@ class _Climber:
             temperature=config.agent.temperature,
         )
 
-    async def rungs(self, on_rung: Callable[[str], None]) -> Any:
+    async def rungs(self, on_rung: Callable[[str], None]) -> AsyncIterator[Rung]:
         """All rungs in order, each when it is measured."""
         name = "plain text"
         on_rung(name)

@@ -210,7 +210,9 @@ class Pool(Engine):
                 affinity=affinity,
             )
 
-        return await self._try_replicas("score", ask, affinity)
+        scores = await self._try_replicas("score", ask, affinity)
+        assert scores is not None, "nothing gives up"
+        return scores
 
     async def _score(self, replica: _Replica, token_ids: Int32Array, **asked: Any) -> Scores:
         async with self._serving(replica) as stream:

@@ -134,7 +134,7 @@ class Wire(Protocol):
         self, call_id: str, token_ids: Int32Array, *, first: int, priority: int
     ) -> WireScores:
         """The model's log-probs of `token_ids[first:]`, with 1 <= first < their number."""
-        ...
+        raise CapabilityError(f"score: engine {self.capabilities.name} scores nothing.")
 
     async def abort(self, call_id: str) -> None:
         """Ends one call; ignores an unknown one."""
@@ -154,7 +154,8 @@ class Wire(Protocol):
         """The text beside the weights."""
         return ""
 
-    async def write_label(self, label: str) -> None: ...
+    async def write_label(self, label: str) -> None:
+        """Stores `label` beside the weights."""
 
     async def ping(self) -> None:
         """Raises EngineDownError if the server does not answer."""
@@ -162,9 +163,11 @@ class Wire(Protocol):
     async def sleep(self) -> None:
         """Frees the memory of keys and values of the paused server."""
 
-    async def wake(self) -> None: ...
+    async def wake(self) -> None:
+        """Takes that memory again."""
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """Ends what the wire has opened."""
 
 
 def equal_distributions(sampling: SamplingParams) -> frozenset[Distribution]:

@@ -196,6 +196,7 @@ class SGLangWire(HttpWire):
     def _routes(self, text: str) -> Routes:
         """[T, layers that route, active]: SGLang sends every layer, as int32 in base64."""
         flat, model = np.frombuffer(base64.b64decode(text), np.int32), self._model
+        assert model is not None, "routes are asked for only of a known model"
         if flat.size % (model.num_layers * model.num_active_experts):
             raise EngineError(
                 f"{self.url}: {flat.size} routes, which are no rows of {model.num_layers} layers "
@@ -255,6 +256,8 @@ class SGLangWire(HttpWire):
     async def load_weights(self, source: Mapping[str, Any] | str | None, *, version: int) -> None:
         """source: a directory of a checkpoint or adapter that the server can read, or tensors on
         GPUs that it shares."""
+        if isinstance(source, Mapping):
+            raise CapabilityError("load_weights: SGLang reads a directory, and got tensors.")
         if source is not None and is_adapter(Path(source)):
             await self._load_adapter(Path(source).absolute(), version)
         elif source is not None:

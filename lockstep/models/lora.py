@@ -156,7 +156,7 @@ def add_adapter(model: nn.Module, shape: LoraShape, *, seed: int) -> None:
             for factor in [adapter.B] if isinstance(adapter, ExpertLowRank) else adapter.B:
                 factor.zero_()
         setattr(owner, attribute, adapter.to(weight.device, weight.dtype))
-    model.lora = shape  # pyright: ignore[reportAttributeAccessIssue]
+    model.lora = shape  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
 
 
 def _place(model: nn.Module, projection: str) -> tuple[nn.Module, str, Tensor]:

@@ -288,7 +288,8 @@ def _expert_checks(ops: Ops, call: _Call) -> Iterator[str]:
 def _attention_checks(ops: Ops, call: _Call) -> Iterator[str]:
     """The first row's positions through a paged cache: in chunks, one by one, and two at once."""
     q, k, v = call.args[:3]
-    kwargs = {name: x for name, x in call.kwargs.items() if name != "context"} | {"layer": 0}
+    kwargs: dict[str, Any] = {**call.kwargs, "layer": 0}
+    del kwargs["context"]
     length = call.kwargs["context"].blocks[0].length
     with torch.no_grad():
         full = ops.attention(q, k, v, **call.kwargs)[:length]

@@ -271,7 +271,7 @@ def _headlines(runs: Sequence[Run], groups: Sequence[Mapping[str, Any]]) -> list
     """The few figures that a reader wants first, each with its meaning in plain words."""
     names = [name for run in runs for name in evaluation_names(run)]
     alarms = [worst_alarm(run) for run in runs]
-    tiles: list[tuple[str, str, str, str, list[Ends]]] = [
+    tiles: list[tuple[str, str, str, str, Sequence[Ends]]] = [
         (
             f"Reward, last {NUM_LAST_STEPS} steps",
             "Mean reward of the sampled episodes that were trained on, at the end of the run. "

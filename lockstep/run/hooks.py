@@ -27,7 +27,7 @@ LogProbs = Callable[[Sequence[Sample]], Sequence[Float32Array]]
 
 
 class RunHooks:
-    """What a run calls, in this order; each default leaves the run as it is.
+    """The methods that a run calls, in this order. Each default leaves the run as it is.
 
     >>> class DoubledRows(RunHooks):
     ...     def change_rows(self, rows, renderer, log_probs):

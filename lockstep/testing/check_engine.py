@@ -177,8 +177,9 @@ class _Checker:
         counted = first.num_cached_tokens + first.num_prefilled_tokens
         self.expect(
             counted == len(self.prompt_ids) or not self.limits.has_prefix_cache,
-            f"cached and prefilled tokens to sum to {len(self.prompt_ids)}, the prompt's", counted,
-        )  # fmt: skip
+            f"cached and prefilled tokens to sum to {len(self.prompt_ids)}, the prompt's",
+            counted,
+        )
 
     async def many_replies(self) -> None:
         alone = await self.ids_of(self.request())
@@ -215,9 +216,10 @@ class _Checker:
         if {"tempered", "sampled"} <= set(found):
             gap = np.asarray(found["sampled"].logprobs) - np.asarray(found["tempered"].logprobs)
             self.expect(
-                gap.min() >= -self.tolerance, "no token less likely after top_p than before",
+                gap.min() >= -self.tolerance,
+                "no token less likely after top_p than before",
                 f"a log-prob that falls by {-gap.min():g}",
-            )  # fmt: skip
+            )
 
     async def support(self) -> None:
         base = SamplingParams(
@@ -262,8 +264,9 @@ class _Checker:
                 self.expect(
                     differing <= MAX_DIFFERING_ROUTES,
                     f"the experts of the same tokens again, from position {routes_from} on, also "
-                    "where the prompt is cached", f"others in {differing:.0%} of the layers",
-                )  # fmt: skip
+                    "where the prompt is cached",
+                    f"others in {differing:.0%} of the layers",
+                )
         without = await self.ids_of(self.request())
         found = await self.ids_of(self.request(sampling))
         self.expect(found == without, f"recording not to change the reply {without}", found)
@@ -342,8 +345,9 @@ class _Checker:
         spans = [
             text[start:stop] for start in range(len(text)) for stop in range(len(text), start, -1)
         ]
-        wanted = next((s for span in spans if (s := span.decode(errors="ignore")).encode() == span),
-                      "")  # fmt: skip
+        wanted = next(
+            (s for span in spans if (s := span.decode(errors="ignore")).encode() == span), ""
+        )
         if not wanted:
             return  # the first tokens are no text: nothing to wait for
         read, at = b"", 0

@@ -111,9 +111,13 @@ class Source:
             optimizer.zero_grad()
             for batch in batches:
                 logprobs, _ = model.score(
-                    batch.ids, batch.positions, batch.context, predictors_N=batch.predictors,
-                    targets_N=batch.targets, temperature=self.temperature,
-                )  # fmt: skip
+                    batch.ids,
+                    batch.positions,
+                    batch.context,
+                    predictors_N=batch.predictors,
+                    targets_N=batch.targets,
+                    temperature=self.temperature,
+                )
                 (-(logprobs * batch.columns["advantages"]).sum() / num_trained).backward()
             torch.nn.utils.clip_grad_norm_(trained, 1.0)
             optimizer.step()

@@ -139,10 +139,13 @@ def _add(transcript: Transcript, entry: dict[str, Any], where: str) -> None:
             function = _function(call, here, "only functions are called here.")
             calls.append(
                 call_of(
-                    function.get("name"), function.get("arguments"), call.get("id"),
-                    f"{here}.function", f"{here}.id",
+                    function.get("name"),
+                    function.get("arguments"),
+                    call.get("id"),
+                    f"{here}.function",
+                    f"{here}.id",
                 )
-            )  # fmt: skip
+            )
         transcript.add(
             Message(
                 role="assistant",

@@ -255,9 +255,14 @@ def turn_of(
 # -- values ---------------------------------------------------------------------------------------
 
 _KINDS: tuple[tuple[type, str], ...] = (
-    (bool, "true or false"), (int, "a number"), (float, "a number"), (str, "text"),
-    (list, "a list"), (dict, "an object"), (type(None), "null"),
-)  # fmt: skip
+    (bool, "true or false"),
+    (int, "a number"),
+    (float, "a number"),
+    (str, "text"),
+    (list, "a list"),
+    (dict, "an object"),
+    (type(None), "null"),
+)
 
 
 def shown(value: Any) -> str:

@@ -445,12 +445,16 @@ class GatewayServer:
         names = dict.fromkeys([self.model, *(name for name in self.config.names if name != "*")])
         listed = {
             name: {
-                "id": name, "object": "model", "type": "model", "created": 0,
-                "owned_by": "lockstep", "display_name": name,
+                "id": name,
+                "object": "model",
+                "type": "model",
+                "created": 0,
+                "owned_by": "lockstep",
+                "display_name": name,
                 "created_at": "1970-01-01T00:00:00Z",
             }
             for name in names
-        }  # fmt: skip
+        }
         if (wanted := request.match_info.get("model")) is None:
             ends = {"first_id": self.model, "last_id": [*names][-1], "has_more": False}
             return _json({"object": "list", "data": [*listed.values()], **ends})
@@ -594,8 +598,14 @@ def _summary(session: GatewaySession) -> dict[str, Any]:
 
 
 _SEGMENT_FIELDS = (
-    "parent", "turn", "is_sampled", "reason", "policy_version", "finish_reason", "stop",
-)  # fmt: skip
+    "parent",
+    "turn",
+    "is_sampled",
+    "reason",
+    "policy_version",
+    "finish_reason",
+    "stop",
+)
 
 
 def _trajectory_to_dict(trajectory: Trajectory) -> dict[str, Any]:

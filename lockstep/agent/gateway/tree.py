@@ -25,9 +25,18 @@ Key = tuple[Any, ...]
 """Key that two equal pieces of a dialogue share."""
 
 Reason = Literal[
-    "", "concurrent", "retry", "edited_history", "compaction", "dropped_thinking", "sub_agent",
-    "new_dialogue", "altered_reply:trimmed", "altered_reply:prefixed", "altered_reply:completed",
-]  # fmt: skip
+    "",
+    "concurrent",
+    "retry",
+    "edited_history",
+    "compaction",
+    "dropped_thinking",
+    "sub_agent",
+    "new_dialogue",
+    "altered_reply:trimmed",
+    "altered_reply:prefixed",
+    "altered_reply:completed",
+]
 """Why a turn begins a branch: the table in docs/gateway.md."""
 
 MAX_REMEMBERED_CHARS = 1024

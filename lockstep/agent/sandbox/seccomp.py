@@ -27,45 +27,137 @@ class _Table(NamedTuple):
 # Numbers from the kernel's arch/x86/entry/syscalls/syscall_64.tbl and
 # include/uapi/asm-generic/unistd.h. From 424 on they are the same everywhere.
 _COMMON = (
-    425, 426, 427,  # io_uring_setup, _enter, _register
-    428, 429, 430, 431, 432, 433, 442,  # open_tree, move_mount, fsopen/config/mount/pick, setattr
-    438, 440,  # pidfd_getfd, process_madvise
+    425,
+    426,
+    427,  # io_uring_setup, _enter, _register
+    428,
+    429,
+    430,
+    431,
+    432,
+    433,
+    442,  # open_tree, move_mount, fsopen/config/mount/pick, setattr
+    438,
+    440,  # pidfd_getfd, process_madvise
     443,  # quotactl_fd
     447,  # memfd_secret
-)  # fmt: skip
+)
 _X86_64 = _Table(
-    audit_arch=0xC000003E, clone=56, clone3=435, max_number=0x40000000,
+    audit_arch=0xC000003E,
+    clone=56,
+    clone3=435,
+    max_number=0x40000000,
     forks=(57, 58),  # fork, vfork
     denied=(
         41,  # socket
         319,  # memfd_create: memory in no one's address space
-        29, 30, 31, 64, 65, 66, 68, 69, 70, 71, 220, 240,  # shm, sem, msg, mq_open
-        101, 310, 311, 312,  # ptrace, process_vm_readv, process_vm_writev, kcmp
-        248, 249, 250,  # add_key, request_key, keyctl
-        298, 321, 323,  # perf_event_open, bpf, userfaultfd
-        165, 166, 155, 161, 272, 308,  # mount, umount2, pivot_root, chroot, unshare, setns
-        303, 304, 300,  # name_to_handle_at, open_by_handle_at, fanotify_init
-        175, 313, 176, 246, 320, 169, 167, 168, 103, 163, 179,  # modules, kexec, reboot, swap, ...
-        253, 294, 135, 216,  # inotify_init, inotify_init1, personality, remap_file_pages
+        29,
+        30,
+        31,
+        64,
+        65,
+        66,
+        68,
+        69,
+        70,
+        71,
+        220,
+        240,  # shm, sem, msg, mq_open
+        101,
+        310,
+        311,
+        312,  # ptrace, process_vm_readv, process_vm_writev, kcmp
+        248,
+        249,
+        250,  # add_key, request_key, keyctl
+        298,
+        321,
+        323,  # perf_event_open, bpf, userfaultfd
+        165,
+        166,
+        155,
+        161,
+        272,
+        308,  # mount, umount2, pivot_root, chroot, unshare, setns
+        303,
+        304,
+        300,  # name_to_handle_at, open_by_handle_at, fanotify_init
+        175,
+        313,
+        176,
+        246,
+        320,
+        169,
+        167,
+        168,
+        103,
+        163,
+        179,  # modules, kexec, reboot, swap, ...
+        253,
+        294,
+        135,
+        216,  # inotify_init, inotify_init1, personality, remap_file_pages
         *_COMMON,
     ),
-)  # fmt: skip
+)
 _AARCH64 = _Table(
-    audit_arch=0xC00000B7, clone=220, clone3=435, max_number=0xFFFFFFFF,
+    audit_arch=0xC00000B7,
+    clone=220,
+    clone3=435,
+    max_number=0xFFFFFFFF,
     forks=(),
     denied=(
-        198, 279,  # socket, memfd_create
-        194, 195, 196, 197, 190, 191, 192, 193, 186, 187, 188, 189, 180,  # shm, sem, msg, mq_open
-        117, 270, 271, 272,  # ptrace, process_vm_readv, process_vm_writev, kcmp
-        217, 218, 219,  # add_key, request_key, keyctl
-        241, 280, 282,  # perf_event_open, bpf, userfaultfd
-        40, 39, 41, 51, 97, 268,  # mount, umount2, pivot_root, chroot, unshare, setns
-        264, 265, 262,  # name_to_handle_at, open_by_handle_at, fanotify_init
-        105, 273, 106, 104, 294, 142, 224, 225, 116, 89, 60,  # modules, kexec, reboot, swap, ...
-        26, 92, 234,  # inotify_init1, personality, remap_file_pages
+        198,
+        279,  # socket, memfd_create
+        194,
+        195,
+        196,
+        197,
+        190,
+        191,
+        192,
+        193,
+        186,
+        187,
+        188,
+        189,
+        180,  # shm, sem, msg, mq_open
+        117,
+        270,
+        271,
+        272,  # ptrace, process_vm_readv, process_vm_writev, kcmp
+        217,
+        218,
+        219,  # add_key, request_key, keyctl
+        241,
+        280,
+        282,  # perf_event_open, bpf, userfaultfd
+        40,
+        39,
+        41,
+        51,
+        97,
+        268,  # mount, umount2, pivot_root, chroot, unshare, setns
+        264,
+        265,
+        262,  # name_to_handle_at, open_by_handle_at, fanotify_init
+        105,
+        273,
+        106,
+        104,
+        294,
+        142,
+        224,
+        225,
+        116,
+        89,
+        60,  # modules, kexec, reboot, swap, ...
+        26,
+        92,
+        234,  # inotify_init1, personality, remap_file_pages
         *_COMMON,
     ),
-)  # fmt: skip
+)
 TABLES: dict[str, _Table] = {"x86_64": _X86_64, "aarch64": _AARCH64}
 
 EPERM, ENOSYS = 1, 38

@@ -190,7 +190,8 @@ def rows_of(
         ("policy_version", parts.get("is_sampled", parts["loss_mask"])),
         ("advantages", parts["loss_mask"]),
     ):
-        if name in columns and not _is_list(columns[name].type):
+        found: Any = columns.get(name)
+        if found is not None and not _is_list(found.type):
             fill = np.array(BY_NAME[name].fill, parts[name].dtype)
             parts[name] = np.where(over, np.repeat(parts[name], sizes), fill)
     return Rows(**parts)

@@ -309,8 +309,8 @@ class Precision(Reproduced):
 
 
 def unexplained(comparison: Comparison, side: Side, *, recorded: float) -> Repetition | None:
-    """Whether what no variant explains of this side repeats; None if it is no more than a pair of
-    precisions makes. recorded: k2 per token of the side as it was, before any repair."""
+    """Tells whether the deviation that no variant explains repeats; None if two precisions
+    could make as much. recorded: k2 per token of the side as it was, before any repair."""
     is_left = side.is_unexplained
     if not comparison.is_noisy(side) or side.noise < MIN_LEFT * recorded:
         return None
@@ -384,7 +384,7 @@ class _Noise(_Compared):
         return self.gains(side)[0] > MIN_GAIN
 
     def is_all_of_routers(self, side: Side) -> bool:
-        """Whether what replay leaves is of the same routers: their noise weighs experts too."""
+        """Whether the rest after replay comes from the same routers: noise also weighs experts."""
         return self.is_of_routes(side) and self.gains(side)[0] > MIN_GAIN
 
     def judge(self) -> Finding:

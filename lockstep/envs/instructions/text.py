@@ -133,7 +133,7 @@ fr=French gu=Gujarati he=Hebrew hi=Hindi it=Italian ja=Japanese kn=Kannada ko=Ko
 ml=Malayalam mr=Marathi ne=Nepali pa=Punjabi pl=Polish pt=Portuguese ru=Russian sw=Swahili
 ta=Tamil te=Telugu th=Thai uk=Ukrainian ur=Urdu vi=Vietnamese zh=Chinese
 """
-LANGUAGES = dict(pair.split("=") for pair in _LANGUAGES.split())
+LANGUAGES = {code: name for code, _, name in (p.partition("=") for p in _LANGUAGES.split())}
 """Languages that an instruction may ask for: ISO 639-1 code -> name."""
 
 _SCRIPTS = """

@@ -1,4 +1,4 @@
-"""What a fault is, how faults are injected, and what a fault may refuse."""
+"""The base of all faults, and how they are injected into a run."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ class GrowingNoise:
     growth_from: int = 0
     """The policy version from which on it grows: that of the checkpoint, for a run forked late."""
     seed: int = 0
-    """Of the noise."""
+    """Seed of the noise."""
 
     def __post_init__(self) -> None:
         for name in ("std", "growth"):

@@ -343,7 +343,7 @@ class _ValueFault(_RowFault):
         return [self.changed(row, renderer) if self.is_hit(row) else row for row in rows]
 
     def written(self, logprobs: Float32Array, row: Sample) -> npt.NDArray[np.floating]:
-        """What is written in place of `logprobs` [trained tokens]."""
+        """Returns the values to write in place of `logprobs` [trained tokens]."""
         raise NotImplementedError(f"{type(self).__name__} changes no log-prob")
 
     def refuse_in_runs(self, reason: str) -> None:
@@ -408,7 +408,7 @@ class QuantisedLogprobs(_ValueFault):
     """Log-probs are rounded, by a JSON writer with few decimals or a transfer in a narrow dtype."""
 
     to: Literal["decimals", "bfloat16", "float16"] = "decimals"
-    """What they are rounded to."""
+    """Precision after rounding."""
     decimals: int = 2
     """Decimals of to=decimals."""
 
@@ -434,7 +434,7 @@ class NonfiniteLogprobs(_ValueFault):
     top-p. For dumps: in a run, the episode of such a token fails."""
 
     value: Literal["nan", "-inf"] = "nan"
-    """What they have."""
+    """Value that replaces the log-prob."""
     token_share: float = 0.02
     """Share of the trained tokens that are hit."""
 

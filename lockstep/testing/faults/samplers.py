@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from lockstep.agent.tasks import derive_seed
 from lockstep.engines.config import EngineConfig
@@ -264,7 +264,7 @@ class ProcessedLogprobs(FaultConfig):
 
         return self.processing(open_engine(config, context))
 
-    def processing(self, engine: Engine) -> Engine:
+    def processing(self, engine: Engine) -> Any:
         """`engine` with this fault: the rows of a dump must be sampled by it."""
         from lockstep.testing.faulty_engines import ProcessingEngine
 

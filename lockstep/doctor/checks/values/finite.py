@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import numpy as np
 
@@ -40,7 +41,8 @@ class NonFinite(Check):
 
     def look(self, rows: Rows) -> None:
         self.counts["trained_tokens"] += int(rows.loss_mask.sum())
-        wrong = dict(zip(("rollout_logprobs", "trainer_logprobs"), nonfinite(rows), strict=True))
+        names = ("rollout_logprobs", "trainer_logprobs")
+        wrong = dict[str, Any](zip(names, nonfinite(rows), strict=True))
         for who, field, side, _ in rows.sides():
             at = np.flatnonzero(wrong[field])
             self.counts[field.replace("logprobs", "nonfinite")] += len(at)
@@ -107,7 +109,7 @@ class Positive(Check):
                 self._kinds[told] += len(hit)
                 self.counts["tokens"] += int(rows.loss_mask[(kinds == kind)[rows.row_of]].sum())
                 for r in hit[:NUM_SHOWN].tolist():
-                    tokens = np.arange(rows.offsets[r], rows.offsets[r + 1])
+                    tokens = np.arange(int(rows.offsets[r]), int(rows.offsets[r + 1]))
                     tokens = tokens[rows.loss_mask[tokens] & np.isfinite(side[tokens])]
                     at = int(tokens[np.argmax(side[tokens])])
                     self.show(float(abs(side[at])), rows, at, at + 1, f"{told}: {side[at]:.4f}")
