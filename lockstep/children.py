@@ -22,6 +22,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -174,6 +175,7 @@ class _Process:
 
         timer = threading.Timer(seconds, end_late)
         timer.daemon = True
+        until = time.monotonic() + seconds
         timer.start()
         try:
             _, answered = self.send(request, seconds)
@@ -181,7 +183,7 @@ class _Process:
         finally:
             timer.cancel()
             timer.join()  # it may be ending the process at this moment
-        if late.is_set():
+        if late.is_set() or time.monotonic() > until:
             raise ChildTimeoutError(
                 f"{self._name} did not answer within {seconds:g} s.{self._tail()}"
             )

@@ -442,7 +442,8 @@ def _import_plugins(names: Sequence[str]) -> None:
     for name in names:
         path = Path(name).resolve() if name.endswith(".py") else None
         if path is not None:
-            sys.path.insert(0, str(path.parent))
+            # Last: a file beside it must not shadow a module, here or in child processes.
+            sys.path.append(str(path.parent))
         try:
             module = importlib.import_module(name if path is None else path.stem)
         except ModuleNotFoundError as error:
