@@ -437,7 +437,13 @@ def _import_plugins(names: Sequence[str]) -> None:
     from importlib.metadata import entry_points
 
     for point in entry_points(group="lockstep.plugins"):
-        point.load()
+        try:
+            point.load()
+        except ImportError as error:
+            raise ConfigError(
+                f"the installed plugin {point.name} ({point.value}) cannot be imported: {error}. "
+                "Repair or uninstall its package."
+            ) from error
     sys.path.insert(0, "")  # a module in the working directory is importable, as with `python -m`
     for name in names:
         path = Path(name).resolve() if name.endswith(".py") else None

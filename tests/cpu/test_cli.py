@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.cli import BAD_INPUT, OK, main
+from lockstep.recipes import RECIPES
 
 SMALL = [
     "steps=2", "groups_per_step=2", "group_size=4", "evaluation.num_tasks=4", "checkpoint.every=1",
@@ -418,6 +419,44 @@ def test_a_run_whose_episodes_fail_stops_and_says_why(tmp_path, capsys, monkeypa
     assert "step 0: 8 of 8 episodes failed" in text
     assert "the index is gone" in text
     assert (tmp_path / "run" / "trajectories" / "step-000000.parquet").is_file()
+
+
+def installed(directory, name, source):
+    """Lays out a package as pip does, with `name` announced as a plugin of Lockstep."""
+    info = directory / f"{name}-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[lockstep.plugins]\n{name} = {name}\n")
+    (directory / f"{name}.py").write_text(source)
+
+
+def test_an_installed_package_adds_a_recipe_without_plugin(tmp_path, capsys, monkeypatch):
+    installed(
+        tmp_path / "site",
+        "their_package",
+        "from dataclasses import replace\n"
+        "from lockstep.recipes.registry import recipe, find_recipe\n"
+        "@recipe\n"
+        "def theirs():\n"
+        "    'A recipe of an installed package.'\n"
+        "    return replace(find_recipe('quickstart'), steps=7)\n",
+    )
+    monkeypatch.setitem(RECIPES, "theirs", None)  # so that it is gone afterwards
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    code, out, _ = lockstep("recipes", capsys=capsys)
+    assert code == OK
+    assert "A recipe of an installed package." in out
+
+
+def test_an_installed_plugin_that_cannot_be_imported_is_named(tmp_path, capsys, monkeypatch):
+    installed(tmp_path / "site", "broken_package", "import no_such_dependency\n")
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    code, _, err = lockstep("recipes", capsys=capsys)
+    assert code == BAD_INPUT
+    text = " ".join(err.split())
+    assert "broken_package" in text
+    assert "no_such_dependency" in text
+    assert "Traceback" not in text
 
 
 @pytest.mark.parametrize("verb", ["train", "report", "eval"])
