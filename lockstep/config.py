@@ -127,6 +127,14 @@ def check_numbers(config: Any, where: str, *names: str, least: float | None = No
         raise ConfigError(f"{where}{name}={value} must be {bound}.")
 
 
+def require(config: Any, where: str, **rules: tuple[bool, str]) -> None:
+    """Raises ConfigError for the first rule that does not hold. where: as for `check_numbers`.
+    rules: setting -> (whether it is right, what it must be)."""
+    for name, (holds, expected) in rules.items():
+        if not holds:
+            raise ConfigError(f"{where}{name}={getattr(config, name)!r} must be {expected}.")
+
+
 def check_choices(config: Any, where: str) -> None:
     """Raises ConfigError for a field whose value is none of its Literal's: a dataclass that is made
     in Python has no other check of it. `where` names the settings in the message."""

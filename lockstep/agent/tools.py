@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from lockstep.agent.config import AgentConfig
 from lockstep.agent.environment import Environment, Observation
 from lockstep.agent.guard import (
     ForeignExit,
@@ -253,6 +254,10 @@ class ToolLimits:
     cannot stop it, and the run does not wait for it."""
     output_chars: int = 8192
     """Characters of the output that the model reads; the rest is cut, with a notice."""
+
+    @classmethod
+    def of(cls, agent: AgentConfig) -> ToolLimits:
+        return cls(timeout_seconds=agent.tool_timeout_seconds, output_chars=agent.tool_output_chars)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

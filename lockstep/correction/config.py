@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from lockstep.config import check_choices
+from lockstep.config import check_choices, check_numbers
 from lockstep.errors import ConfigError
 
 Anchor = Literal["rollout", "recomputed", "on_policy"]
@@ -67,42 +67,30 @@ class Rule:
         check_choices(self, "rule")
         low, high, stat = self.low, self.high, self.stat
         given = [b for b in (low, high) if b is not None]
-        found = f"found low={low}, high={high}"
-        is_signed = stat not in UNSIGNED
+        found, never = f"found low={low}, high={high}", f"but {stat} is never below 0"
+        is_unsigned, is_whole = stat in UNSIGNED, self.aggregation != "token"
+        is_swapped = len(given) > 1 and not given[0] < given[1]
+        is_averaged = stat == "old_prob" and self.aggregation in ("sum", "mean")
+        is_no_prob = stat == "old_prob" and not all(0 <= b <= 1 for b in given)
+        is_no_ratio = stat == "ratio" and min(given, default=1) <= 0
+        how = f": aggregation={self.aggregation}"
         _refuse(
             f"correction rule {self.name}",
             (not given, " has no bound: give low, high or both; it would reject nothing."),
             (any(map(math.isnan, given)), f": a bound is not a number, {found}."),
+            (is_swapped, f": low must be below high, {found}. Swapped?"),
+            (is_unsigned and low is not None, f": low={low}, {never}. Give high alone."),
             (
-                len(given) == 2 and not given[0] < given[-1],
-                f": low must be below high, {found}: the bounds of the values kept. Swapped?",
+                is_unsigned and max(given, default=0) < 0,
+                f": high={high}, {never}: no token passes.",
             ),
+            (is_no_prob, f": bounds of a probability are from 0 to 1, {found}. Logs?"),
+            (is_no_ratio, f": bounds of a ratio are above 0, {found}. Its log is minus k1."),
             (
-                low is not None and not is_signed,
-                f": low={low}, but {stat} is never below 0. Give high alone.",
+                is_whole and self.scope == "token",
+                f"{how} judges whole sequences; use scope=sequence.",
             ),
-            (
-                high is not None and high < 0 and not is_signed,
-                f": high={high}, but {stat} is never below 0: it would reject every token.",
-            ),
-            (
-                stat == "old_prob" and not all(0 <= b <= 1 for b in given),
-                f": bounds of a probability are from 0 to 1, {found}. Logs?",
-            ),
-            (
-                stat == "ratio" and min(given, default=1) <= 0,
-                f": bounds of a ratio are above 0, {found}. The log of the ratio is minus k1.",
-            ),
-            (
-                self.aggregation != "token" and self.scope == "token",
-                f": aggregation={self.aggregation} speaks of a whole sequence, so it cannot "
-                "reject single tokens. Use scope=sequence, or aggregation=token.",
-            ),
-            (
-                stat == "old_prob" and self.aggregation in ("sum", "mean"),
-                f": a {self.aggregation} of probabilities does not find the worst of them. Use "
-                "aggregation=token or max.",
-            ),
+            (is_averaged, f"{how} of probabilities hides the worst. Use token or max."),
         )
 
     @property
@@ -205,62 +193,34 @@ class Correction:
 
     def __post_init__(self) -> None:
         check_choices(self, "correction")
+        check_numbers(self, "correction.", "rescorings", "rescorings_in_flight", least=1)
+        check_numbers(self, "correction.", "kl_penalty_coef", least=0)
         (low, high), level, anchor = self.limits, self.level, self.anchor
-        limits = f".limits={low:g},{high:g}"
-        coef, clip = self.kl_penalty_coef, self.kl_penalty_clip
-        names = [rule.name for rule in self.reject]
+        limits, has_weights = f".limits={low:g},{high:g}", level != "none"
+        is_twice = has_weights and anchor == "rollout"
+        is_unread = self.behaviour == "averaged" and self.is_idle
+        is_cut_below = has_weights and self.bound == "truncate" and low != 0
+        clip, names = self.kl_penalty_clip, [rule.name for rule in self.reject]
         _refuse(
             "correction",
+            (not 0 <= low < high, f"{limits}: expected 0 <= lower < upper. Swapped?"),
             (
-                not (0 <= low < high and high > 0),
-                f"{limits}: expected 0 <= lower < upper. Swapped?",
+                has_weights and high < 1,
+                f"{limits}: an upper limit below 1 would cut a weight of 1.",
             ),
+            (low > 1, f"{limits}: a lower limit above 1 would raise a weight of 1."),
+            (is_cut_below, f"{limits}: bound=truncate has no lower limit; clip and mask have one."),
+            (is_twice, f": level={level} with anchor=rollout counts trainer / rollout twice."),
             (
-                level != "none" and high < 1,
-                f"{limits}: an upper limit below 1 would cut the weight of tokens on which "
-                "sampler and trainer agree.",
+                bool(self.normalize) and not has_weights,
+                ".normalize=true: level=none has no weight.",
             ),
-            (
-                low > 1,
-                f"{limits}: a lower limit above 1 would raise the weight of tokens on which "
-                "sampler and trainer agree.",
-            ),
-            (
-                level != "none" and self.bound == "truncate" and low != 0,
-                f"{limits} with bound=truncate: the lower limit must be 0. bound=clip cuts at "
-                "both, bound=mask rejects.",
-            ),
-            (
-                anchor == "rollout" and level != "none",
-                f": anchor=rollout with level={level} counts the ratio trainer / rollout twice, in "
-                "the objective and as a weight. Use anchor=recomputed or on_policy, or level=none.",
-            ),
-            (
-                bool(self.normalize) and level == "none",
-                ".normalize=true with level=none: there is no weight to normalise.",
-            ),
-            (
-                self.behaviour == "averaged" and self.is_idle,
-                f".behaviour=averaged with anchor={anchor} and nothing else: the averaged "
-                "log-probs are never read. Use anchor=rollout, or a level.",
-            ),
-            (self.rescorings < 1, f".rescorings={self.rescorings} must be at least 1."),
-            (
-                self.rescorings_in_flight < 1,
-                f".rescorings_in_flight={self.rescorings_in_flight} must be at least 1.",
-            ),
-            (
-                not 0 <= coef < math.inf,
-                f".kl_penalty_coef={coef} must be a finite number, at least 0; 0 is off.",
-            ),
+            (is_unread, f".behaviour=averaged is never read with anchor={anchor} and no level."),
             (
                 clip is not None and not clip > 0,
-                f".kl_penalty_clip={clip} must be above 0; none is off.",
+                f".kl_penalty_clip={clip} must be above 0, or none.",
             ),
-            (
-                len(set(names)) < len(names),
-                f".reject: rules need different names, found {names}. Give one a label.",
-            ),
+            (len(set(names)) < len(names), f".reject: give one of {names} a label of its own."),
         )
         for text in self.warnings():
             warnings.warn(text, stacklevel=3)  # 2 is the dataclass's own __init__

@@ -7,15 +7,84 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
-from lockstep.agent.tasks import hold_out, read_jsonl
-from lockstep.errors import DataError
+from lockstep.agent.task_config import Split, TaskConfig
+from lockstep.agent.tasks import (
+    GeneratedSource,
+    ListSource,
+    TaskSource,
+    hold_out,
+    read_jsonl,
+    read_tasks,
+)
+from lockstep.config import require
+from lockstep.errors import ConfigError, DataError
+from lockstep.types import Task
 
 T = TypeVar("T")
 Row = tuple[str, Mapping[str, Any]]
 """(`path:line`, or `path:row N` of a parquet file, counted from 1; columns of the row)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileTasks(TaskConfig):
+    """Base of task kinds that read a file of tasks."""
+
+    is_generating: ClassVar[bool] = False
+    """Whether `_make` generates tasks where no path is given."""
+    may_hold_out_all: ClassVar[bool] = False
+
+    path: str = ""
+    """JSONL with a task per line: any object. Without an "id" the line number is its id."""
+    eval_path: str = ""
+    """File of the same form for evaluation. Empty: eval_share of `path` is held out."""
+    eval_share: float = 0.1
+    """Share of `path` that is held out, chosen by id."""
+
+    def __post_init__(self) -> None:
+        is_share = 0 < self.eval_share < 1 or (self.may_hold_out_all and self.eval_share == 1)
+        require(
+            self,
+            "",
+            eval_share=(is_share, "in (0, 1)"),
+            eval_path=(bool(self.path) or not self.eval_path, "given with path"),
+        )
+
+    def check(self) -> None:
+        if self.path or not self.is_generating:
+            _ = self._tasks
+
+    def tasks(self, *, split: Split, seed: int) -> TaskSource:
+        """Training: the file's tasks, reshuffled in each epoch. Evaluation: once, in its order.
+        Generated tasks: endless, one stream per split and seed."""
+        if not self.path and self.is_generating:
+            return GeneratedSource(self._make, seed=seed, split=split)
+        return ListSource.of_split(self._tasks[split], split=split, seed=seed, name=self.path)
+
+    def label(self, task: Task) -> str:
+        """The key `label` of the task's line."""
+        return str(task.payload.get("label", ""))
+
+    def _read(self, path: str) -> list[Task]:
+        return read_tasks(path)
+
+    def _make(self, seed: int, index: int) -> Task:
+        raise NotImplementedError
+
+    @cached_property
+    def _tasks(self) -> dict[str, list[Task]]:
+        if not self.path:
+            raise ConfigError("path is empty: give the tasks, task.path=FILE.jsonl.")
+        tasks = self._read(self.path)
+        if self.eval_share == 1 and not self.eval_path:
+            return {"train": [], "eval": tasks}
+        held_out = self._read(self.eval_path) if self.eval_path else None
+        return split_tasks(tasks, held_out, self.eval_share, name=self.path, key=lambda t: t.id)
+
 
 SUFFIXES = (".jsonl", ".csv", ".parquet")
 MAX_FIELD_CHARS = 10_000_000
@@ -88,17 +157,6 @@ def _parquet_rows(file: Path, columns: Sequence[str]) -> Iterator[Row]:
                     yield f"{file}:row {number}", row
     except (OSError, pyarrow.ArrowException) as error:
         raise DataError(f"{file}: cannot be read as parquet: {error}.") from error
-
-
-def split_files(
-    path: str, eval_path: str, eval_share: float, *, read: Callable[[str], Sequence[Any]]
-) -> dict[str, list[Any]]:
-    """Tasks by split, "train" and "eval", of two files, or of one whose share is held out by id.
-
-    read: file -> its tasks, each with an `id`. Raises DataError as `split_tasks` does.
-    """
-    held_out = read(eval_path) if eval_path else None
-    return split_tasks(read(path), held_out, eval_share, name=path, key=lambda task: task.id)
 
 
 def split_tasks(

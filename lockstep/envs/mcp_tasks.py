@@ -11,13 +11,13 @@ from lockstep.agent.config import AgentConfig
 from lockstep.agent.environment import Environment
 from lockstep.agent.mcp import ServerAddress, ToolServer
 from lockstep.agent.tools import Tool, ToolLimits
-from lockstep.envs.questions import QuestionEnvironment, _TaskFile
+from lockstep.envs.questions import QuestionEnvironment, _ScoredTasks
 from lockstep.errors import ConfigError
 from lockstep.types import Message, Task
 
 
 @dataclass(frozen=True, kw_only=True)
-class MCPConfig(_TaskFile):
+class MCPConfig(_ScoredTasks):
     """Tasks from a file, answered with the tools of an MCP server. Needs the extra `mcp`."""
 
     TAG: ClassVar[str] = "mcp"
@@ -57,9 +57,7 @@ class MCPConfig(_TaskFile):
         _ = self._offered
 
     def environment(self, task: Task, agent: AgentConfig) -> Environment:
-        limits = ToolLimits(
-            timeout_seconds=agent.tool_timeout_seconds, output_chars=agent.tool_output_chars
-        )
+        limits = ToolLimits.of(agent)
         is_own = self.server == "episode"
         server = self._new_server(expected=self._offered) if is_own else self._shared
         return MCPEnvironment(self, task, server, limits, is_own=is_own)

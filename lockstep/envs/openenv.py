@@ -92,9 +92,7 @@ class OpenEnvConfig(TaskConfig):
         return GeneratedSource(make, seed=seed, split=split)
 
     def environment(self, task: Task, agent: AgentConfig) -> Environment:
-        limits = ToolLimits(
-            timeout_seconds=agent.tool_timeout_seconds, output_chars=agent.tool_output_chars
-        )
+        limits = ToolLimits.of(agent)
         return OpenEnvEnvironment(self, task, limits)
 
     @cached_property

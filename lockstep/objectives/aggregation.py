@@ -12,7 +12,7 @@ import torch
 
 from lockstep.correction.layout import Layout
 from lockstep.errors import AlignmentError, ConfigError
-from lockstep.objectives.config import Aggregate
+from lockstep.objectives.config import Aggregate, check_fixed_length
 
 Tensor = torch.Tensor
 
@@ -35,11 +35,7 @@ def token_weights(
     >>> token_weights(Layout.packed([1, 2]), "sequence_mean").tolist()
     [0.5, 0.25, 0.25]
     """
-    if (how == "fixed_length") != (fixed_length > 0):
-        raise ConfigError(
-            f"how={how} with fixed_length={fixed_length}: fixed_length is the number of tokens "
-            "that a row's sum is divided by; it is above 0 with fixed_length, and 0 otherwise."
-        )
+    check_fixed_length(how, fixed_length)
     if denominator is not None and not denominator > 0:
         raise ConfigError(
             f"denominator={denominator} must be above 0: it is the number of tokens (token_mean) "

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from lockstep.config import check_numbers, require
 from lockstep.errors import ConfigError
 
 Aggregate = Literal["token_mean", "sequence_mean", "fixed_length"]
@@ -52,18 +53,8 @@ class ObjectiveConfig:
         return self.kl_coef > 0
 
     def __post_init__(self) -> None:
-        if (self.aggregate == "fixed_length") != (self.fixed_length > 0):
-            raise ConfigError(
-                f"objective.aggregate={self.aggregate} with fixed_length={self.fixed_length}: "
-                "fixed_length is the number of tokens that a row's sum is divided by; it must be "
-                "above 0 with aggregate=fixed_length, and 0 otherwise."
-            )
-        for name in ("entropy_coef", "kl_coef"):
-            value = getattr(self, name)
-            if not 0 <= value < math.inf:
-                raise ConfigError(
-                    f"objective.{name}={value} must be a finite number of at least 0; 0 is off."
-                )
+        check_fixed_length(self.aggregate, self.fixed_length)
+        check_numbers(self, "objective.", "entropy_coef", "kl_coef", least=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,12 +71,9 @@ class PPOClip(ObjectiveConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_clip(self.clip, example="0.2,0.28 keeps the ratio in [0.8, 1.28]")
-        if self.dual_clip is not None and not 1 < self.dual_clip < math.inf:
-            raise ConfigError(
-                f"objective.dual_clip={self.dual_clip} must be a finite number above 1: it bounds "
-                "the ratio of tokens that became likelier although their advantage is negative."
-            )
+        _check_clip(self.clip)
+        is_bound = self.dual_clip is None or 1 < self.dual_clip < math.inf
+        require(self, "objective.", dual_clip=(is_bound, "a finite number above 1"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +89,7 @@ class GSPO(ObjectiveConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_clip(self.clip, example="0.0003,0.0004 keeps the ratio in [0.9997, 1.0004]")
+        _check_clip(self.clip)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +104,7 @@ class CISPO(ObjectiveConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_clip(self.clip, example="1,1 keeps the weight in [0, 2]", largest_low=1.0)
+        _check_clip(self.clip, may_be_one=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,23 +133,11 @@ class DPPO(ObjectiveConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        low, high = self.bounds
-        if not (0 < low < math.inf and 0 < high < math.inf):
-            raise ConfigError(
-                f"objective.max_divergence={low},{high}: expected two finite numbers above 0, for "
-                "tokens that became less likely and for those that became likelier; 0.2,0.2 is "
-                "usual for tv, 0.05,0.05 for kl."
-            )
-        if self.divergence == "tv" and max(low, high) > 1:
-            raise ConfigError(
-                f"objective.max_divergence={low},{high} with divergence=tv: a difference of "
-                "probabilities is at most 1, so this bound would never hold."
-            )
-        if not 1 <= self.max_ratio < math.inf:
-            raise ConfigError(
-                f"objective.max_ratio={self.max_ratio} must be a finite number of at least 1: a "
-                "smaller cut would weigh down tokens whose two log-probs are equal."
-            )
+        largest = 1.0 if self.divergence == "tv" else math.inf
+        is_bound = all(0 < bound <= largest and bound < math.inf for bound in self.bounds)
+        expected = "two finite numbers above 0, and at most 1 with divergence=tv"
+        require(self, "objective.", max_divergence=(is_bound, expected))
+        check_numbers(self, "objective.", "max_ratio", least=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,15 +145,22 @@ class Reinforce(ObjectiveConfig):
     """-advantage * log-prob, as if the sampler were the trainer (Williams 1992)."""
 
 
-def _check_clip(clip: tuple[float, float], *, example: str, largest_low: float = math.inf) -> None:
-    """largest_low: 1 where a ratio that is free below makes sense; else the bound is below 1."""
+def check_fixed_length(aggregate: Aggregate, fixed_length: int) -> None:
+    if (aggregate == "fixed_length") != (fixed_length > 0):
+        raise ConfigError(
+            f"aggregate={aggregate} with fixed_length={fixed_length}: fixed_length, the divisor "
+            "of a row's sum, must be above 0 with aggregate=fixed_length, and 0 otherwise."
+        )
+
+
+def _check_clip(clip: tuple[float, float], *, may_be_one: bool = False) -> None:
+    """may_be_one: whether the ratio may be free below."""
     low, high = clip
-    is_low_fine = 0 < low < 1 or low == largest_low
-    if not (is_low_fine and 0 < high < math.inf):
-        interval = "(0, 1]" if largest_low == 1 else "(0, 1)"
+    if not (0 < low < 1 or (may_be_one and low == 1)) or not 0 < high < math.inf:
+        interval = "(0, 1]" if may_be_one else "(0, 1)"
         raise ConfigError(
             f"objective.clip={low},{high}: expected a distance below 1, in {interval}, and one "
-            f"above 1, a finite number over 0; {example}."
+            "above 1, a finite number over 0; 0.2,0.28 keeps the ratio in [0.8, 1.28]."
         )
 
 
@@ -203,7 +186,7 @@ class GRPO(AdvantageConfig):
     """Added to the standard deviation."""
 
     def __post_init__(self) -> None:
-        _check_eps(self.eps)
+        check_numbers(self, "advantage.", "eps")
 
     def check_group_size(self, group_size: int) -> None:
         _check_has_peers(group_size, "grpo")
@@ -237,7 +220,7 @@ class ReinforcePlusPlus(AdvantageConfig):
     """Added to the standard deviation."""
 
     def __post_init__(self) -> None:
-        _check_eps(self.eps)
+        check_numbers(self, "advantage.", "eps")
         if self.baseline == "group" and not self.normalize_std:
             raise ConfigError(
                 "advantage.baseline=group with advantage.normalize_std=false is reward minus the "
@@ -277,13 +260,7 @@ class GAE(AdvantageConfig):
     def __post_init__(self) -> None:
         for name in ("gamma", "lam", "critic_lam"):
             value = getattr(self, name)
-            if value is not None and not 0 <= value <= 1:
-                raise ConfigError(f"advantage.{name}={value} must lie in [0, 1].")
-
-
-def _check_eps(eps: float) -> None:
-    if not 0 < eps < math.inf:
-        raise ConfigError(f"advantage.eps={eps} must be a finite number above 0.")
+            require(self, "advantage.", **{name: (value is None or 0 <= value <= 1, "in [0, 1]")})
 
 
 def _check_has_peers(group_size: int, chosen: str) -> None:

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field, fields, replace
 from typing import Literal
 
-from lockstep.config import check_choices
+from lockstep.config import check_choices, check_numbers, require
 from lockstep.correction.config import Correction
 from lockstep.errors import ConfigError
 from lockstep.models.config import FallbackConfig, ModelConfig
@@ -16,12 +16,6 @@ LongRows = Literal["error", "drop"]
 Recompute = Literal["none", "blocks"]
 Offload = Literal["none", "optimizer"]
 RoutingReplay = Literal["none", "rollout", "recompute"]
-
-
-def _check(room: str, *claims: tuple[bool, str, object, str]) -> None:
-    for holds, name, value, expected in claims:
-        if not holds:
-            raise ConfigError(f"{room}.{name}={value} must be {expected}.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,15 +50,14 @@ class LearnerConfig:
     def _check_learner(self, room: str) -> None:
         check_choices(self, room)
         is_power = math.isfinite(self.loss_scale) and math.frexp(self.loss_scale)[0] in (0, 0.5)
-        _check(
-            room,
-            (0 < self.lr < math.inf, "lr", self.lr, "a finite number above 0"),
-            (0 <= self.weight_decay < math.inf, "weight_decay", self.weight_decay, "at least 0"),
-            (self.warmup_updates >= 0, "warmup_updates", self.warmup_updates, "at least 0"),
-            (0 <= self.min_lr_share <= 1, "min_lr_share", self.min_lr_share, "in [0, 1]"),
-            (0 <= self.grad_clip < math.inf, "grad_clip", self.grad_clip, "at least 0; 0 is off"),
-            (self.updates_per_batch >= 1, "updates_per_batch", self.updates_per_batch, ">= 1"),
-            (is_power, "loss_scale", self.loss_scale, "a power of two, or 0"),
+        check_numbers(self, f"{room}.", "lr")
+        check_numbers(self, f"{room}.", "weight_decay", "warmup_updates", "grad_clip", least=0)
+        check_numbers(self, f"{room}.", "updates_per_batch", least=1)
+        require(
+            self,
+            f"{room}.",
+            min_lr_share=(0 <= self.min_lr_share <= 1, "in [0, 1]"),
+            loss_scale=(is_power, "a power of two, or 0"),
         )
 
 
@@ -99,20 +92,11 @@ class TrainerConfig(LearnerConfig):
 
     def __post_init__(self) -> None:
         self._check_learner("trainer")
-        low, high = self.betas
-        budget, every = self.max_tokens_per_microbatch, self.measure_after_every
-        _check(
-            "trainer",
-            (0 <= low < 1 and 0 <= high < 1, "betas", f"{low},{high}", "two numbers in [0, 1)"),
-            (0 < self.eps < math.inf, "eps", self.eps, "a finite number above 0"),
-            (
-                budget >= 2,
-                "max_tokens_per_microbatch",
-                budget,
-                "at least 2: a prompt token and one that it predicts",
-            ),
-            (every >= 0, "measure_after_every", every, "at least 0; 0 is off"),
-        )
+        check_numbers(self, "trainer.", "eps")
+        check_numbers(self, "trainer.", "measure_after_every", least=0)
+        check_numbers(self, "trainer.", "max_tokens_per_microbatch", least=2)
+        in_range = all(0 <= beta < 1 for beta in self.betas)
+        require(self, "trainer.", betas=(in_range, "two numbers in [0, 1)"))
         if self.partial_routes and self.routing_replay != "rollout":
             raise ConfigError(
                 f"trainer.partial_routes=true with trainer.routing_replay={self.routing_replay}: "
@@ -175,12 +159,7 @@ class CriticConfig(LearnerConfig):
 
     def __post_init__(self) -> None:
         self._check_learner("critic")
-        steps = self.steps_before_policy
-        _check(
-            "critic",
-            (0 <= self.clip < math.inf, "clip", self.clip, "at least 0; 0 is off"),
-            (steps >= 0, "steps_before_policy", steps, "at least 0"),
-        )
+        check_numbers(self, "critic.", "clip", "steps_before_policy", least=0)
 
     def trainer(self, policy: TrainerConfig) -> TrainerConfig:
         """The critic's optimizer and batches: the policy's settings, with its own where it has
@@ -201,11 +180,8 @@ class CheckpointConfig:
     """Also keep the one with the highest evaluation reward."""
 
     def __post_init__(self) -> None:
-        _check(
-            "checkpoint",
-            (self.every >= 0, "every", self.every, "at least 0; 0 writes only the last"),
-            (self.keep_last >= 1, "keep_last", self.keep_last, "at least 1"),
-        )
+        check_numbers(self, "checkpoint.", "every", least=0)
+        check_numbers(self, "checkpoint.", "keep_last", least=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,21 +208,7 @@ class SFTConfig:
     """Treatment of longer rows: an error that names the line, or they are left out."""
 
     def __post_init__(self) -> None:
-        _check(
-            "sft",
-            (self.steps >= 1, "steps", self.steps, "at least 1"),
-            (self.rows_per_step >= 1, "rows_per_step", self.rows_per_step, "at least 1"),
-            (
-                0 <= self.observed_weight < math.inf,
-                "observed_weight",
-                self.observed_weight,
-                "a finite number, at least 0",
-            ),
-            (self.max_tokens >= 0, "max_tokens", self.max_tokens, "at least 0"),
-        )
-        for word, weight in self.word_weights.items():
-            _check(
-                "sft",
-                (bool(word), "word_weights", repr(word), "words of at least one character"),
-                (0 <= weight < math.inf, f"word_weights[{word!r}]", weight, "finite, at least 0"),
-            )
+        check_numbers(self, "sft.", "steps", "rows_per_step", least=1)
+        check_numbers(self, "sft.", "observed_weight", "max_tokens", least=0)
+        are_right = all(word and 0 <= w < math.inf for word, w in self.word_weights.items())
+        require(self, "sft.", word_weights=(are_right, "words with finite weights of at least 0"))

@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, get_args
 
-from lockstep.errors import ConfigError
+from lockstep.config import require
 
 Ending = Literal["ok", "error", "timeout", "memory", "output", "refused", "crashed"]
 """How a program ended. error: it raised, or is not Python. output: its output was cut at the limit
@@ -42,20 +42,12 @@ class SandboxLimits:
     def __post_init__(self) -> None:
         require(
             self,
-            "limits",
+            "limits.",
             seconds=(0 < self.seconds < math.inf, "a finite number above 0"),
             memory_mib=(self.memory_mib >= 16, "at least 16: Python itself takes about ten"),
             output_chars=(self.output_chars >= 256, "at least 256, to hold an error's text"),
             processes=(self.processes >= 1, "at least 1, the program itself"),
         )
-
-
-def require(config: Any, prefix: str, **rules: tuple[bool, str]) -> None:
-    """Raises ConfigError for the first rule that does not hold. rules: setting -> (whether it is
-    right, what it must be)."""
-    for name, (holds, expected) in rules.items():
-        if not holds:
-            raise ConfigError(f"{prefix}.{name}={getattr(config, name)!r} must be {expected}.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +102,7 @@ class SandboxConfig:
     """Programs that run at a time; others wait. Waiting does not count against a program's time."""
 
     def __post_init__(self) -> None:
-        require(self, "sandbox", workers=(self.workers >= 1, "at least 1"))
+        require(self, "sandbox.", workers=(self.workers >= 1, "at least 1"))
 
     def check(self) -> None:
         """Raises MissingExtraError or ConfigError if something is missing on this machine."""

@@ -29,9 +29,9 @@ from lockstep.agent.sandbox.base import (
     Sandbox,
     SandboxConfig,
     out_of_memory,
-    require,
     timed_out,
 )
+from lockstep.config import require
 from lockstep.errors import MissingExtraError, SandboxError
 
 DIALECT = (
@@ -103,7 +103,7 @@ class MontyConfig(SandboxConfig):
         super().__post_init__()
         require(
             self,
-            "sandbox",
+            "sandbox.",
             max_depth=(1 <= self.max_depth <= 1000, "between 1 and 1000"),
             max_session_mib=(self.max_session_mib >= 1, "at least 1"),
         )

@@ -30,9 +30,9 @@ from lockstep.agent.sandbox.base import (
     SandboxConfig,
     SandboxLimits,
     out_of_memory,
-    require,
     timed_out,
 )
+from lockstep.config import require
 from lockstep.errors import SandboxError
 
 START_SECONDS = 30.0
@@ -66,7 +66,7 @@ class _ProcessConfig(SandboxConfig):
         super().__post_init__()
         require(
             self,
-            "sandbox",
+            "sandbox.",
             disk_mib=(self.disk_mib >= 1, "at least 1"),
             max_sessions=(self.max_sessions >= 1, "at least 1"),
         )

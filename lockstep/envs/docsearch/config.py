@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,11 +13,11 @@ from lockstep.agent.environment import Environment, Observation, Score
 from lockstep.agent.task_config import Split, TaskConfig
 from lockstep.agent.tasks import GeneratedSource, ListSource, TaskSource
 from lockstep.agent.tools import Tool, ToolLimits, ToolRunner
-from lockstep.envs.data_files import split_files
+from lockstep.config import check_numbers, require
+from lockstep.envs.data_files import split_tasks
 from lockstep.envs.docsearch.folder import Library, Question, is_correct, read_documents
 from lockstep.envs.docsearch.worlds import NO_RESULTS, World, world_of
-from lockstep.errors import ConfigError
-from lockstep.types import Message, Task, ToolCall
+from lockstep.types import Message, Task
 
 TOOL_NAME = "get_document_chunks"
 INVALID_CALL = "error: invalid call"
@@ -80,21 +80,19 @@ class DocSearchConfig(TaskConfig):
 
     def __post_init__(self) -> None:
         smallest, largest = self.chunk_chars
-        weights = (self.retrieval_weight, self.correctness_weight, self.format_penalty_weight)
-        for name, holds, expected in (
-            ("docs", bool(self.docs) == bool(self.questions), "given with questions, or neither"),
-            ("eval_questions", bool(self.docs) or not self.eval_questions, "given with docs"),
-            ("eval_share", 0 < self.eval_share < 1, "in (0, 1)"),
-            ("two_hop_share", 0 <= self.two_hop_share <= 1, "in [0, 1]"),
-            ("max_calls", self.max_calls >= 1, "at least 1"),
-            ("num_results", self.num_results >= 1, "at least 1"),
-            ("chunk_chars", 0 < smallest <= largest >= 32, "0 < smallest <= largest >= 32"),
-            ("chunk_overlap_chars", 0 <= self.chunk_overlap_chars < largest, f"below {largest}"),
-        ):
-            if not holds:
-                raise ConfigError(f"docsearch: {name}={getattr(self, name)!r} must be {expected}.")
-        if not all(0 <= w < math.inf for w in weights):
-            raise ConfigError(f"docsearch: the weights {weights} must be finite and at least 0.")
+        weights = ("retrieval_weight", "correctness_weight", "format_penalty_weight")
+        check_numbers(self, "docsearch: ", *weights, least=0)
+        check_numbers(self, "docsearch: ", "max_calls", "num_results", least=1)
+        require(
+            self,
+            "docsearch: ",
+            docs=(bool(self.docs) == bool(self.questions), "given with questions, or neither"),
+            eval_questions=(bool(self.docs) or not self.eval_questions, "given with docs"),
+            eval_share=(0 < self.eval_share < 1, "in (0, 1)"),
+            two_hop_share=(0 <= self.two_hop_share <= 1, "in [0, 1]"),
+            chunk_chars=(0 < smallest <= largest >= 32, "0 < smallest <= largest >= 32"),
+            chunk_overlap_chars=(0 <= self.chunk_overlap_chars < largest, f"below {largest}"),
+        )
 
     def check(self) -> None:
         if self.docs:
@@ -117,10 +115,7 @@ class DocSearchConfig(TaskConfig):
             problem = library_problem(self._library, self._by_id[task.id], self)
         else:
             problem = world_problem(world_of(task.payload["world_seed"], self.two_hop_share), self)
-        limits = ToolLimits(
-            timeout_seconds=agent.tool_timeout_seconds, output_chars=agent.tool_output_chars
-        )
-        return DocSearchEnvironment(problem, self, limits)
+        return DocSearchEnvironment(problem, self, ToolLimits.of(agent))
 
     def label(self, task: Task) -> str:
         """Number of hops ("1-hop", "2-hop"); the `label` of a question of the user."""
@@ -130,15 +125,8 @@ class DocSearchConfig(TaskConfig):
 
     def _world_task(self, seed: int, index: int) -> Task:
         world = world_of(seed, self.two_hop_share)
-        return Task(
-            id=f"world-{seed:016x}",
-            payload={
-                "world_seed": seed,
-                "question": world.question,
-                "answer": world.answer,
-                "hops": world.hops,
-            },
-        )
+        payload = {"question": world.question, "answer": world.answer, "hops": world.hops}
+        return Task(id=f"world-{seed:016x}", payload={"world_seed": seed, **payload})
 
     # `cached_property` keeps its value beside the fields: it is neither compared nor written.
 
@@ -152,11 +140,14 @@ class DocSearchConfig(TaskConfig):
 
     @cached_property
     def _questions(self) -> dict[str, list[Question]]:
-        return split_files(
-            self.questions,
-            self.eval_questions,
+        read = self._library.read_questions
+        held_out = read(self.eval_questions) if self.eval_questions else None
+        return split_tasks(
+            read(self.questions),
+            held_out,
             self.eval_share,
-            read=self._library.read_questions,
+            name=self.questions,
+            key=lambda question: question.id,
         )
 
     @cached_property
@@ -254,32 +245,26 @@ class DocSearchEnvironment(Environment):
         if not message.parse_error and not message.tool_calls:
             self.answer = message.content.strip() or None
             return Observation(done=True)
-        calls = () if message.parse_error else message.tool_calls
         left = self._config.max_calls - self.num_calls
         replies: list[Message] = []
-        counters: dict[str, float] = {}
-        for call in calls[:left]:
-            replies.append(await self._run(call, counters))
+        counters: Counter[str] = Counter()
         if message.parse_error:
-            self.num_invalid_calls += 1
-            replies.append(_reply(self._error_text(f"error: {message.parse_error}")))
+            replies.append(self._reply(f"error: {message.parse_error}", is_invalid=True))
+        for call in () if message.parse_error else message.tool_calls[:left]:
+            (reply,), counted = await self._runner.run((call,))
+            counters.update(counted)
+            is_invalid = "tool/invalid_arguments" in counted or "tool/unknown" in counted
+            replies.append(self._reply(reply.content, call.id, is_invalid=is_invalid))
         self.num_calls += len(replies)
         return Observation(
             messages=replies, done=self.num_calls >= self._config.max_calls, metrics=counters
         )
 
-    async def _run(self, call: ToolCall, counters: dict[str, float]) -> Message:
-        (reply,), counted = await self._runner.run((call,))
-        for name, value in counted.items():
-            counters[name] = counters.get(name, 0.0) + value
-        text = reply.content
-        if "tool/invalid_arguments" in counted or "tool/unknown" in counted:
-            self.num_invalid_calls += 1
-            text = self._error_text(text)
-        return _reply(text, call.id)
-
-    def _error_text(self, explained: str) -> str:
-        return explained if self._problem.explains_errors else INVALID_CALL
+    def _reply(self, text: str, call_id: str = "", *, is_invalid: bool) -> Message:
+        self.num_invalid_calls += is_invalid
+        if is_invalid and not self._problem.explains_errors:
+            text = INVALID_CALL
+        return Message(role="tool", name=TOOL_NAME, content=text, tool_call_id=call_id)
 
     def _search(self, keywords: list[str]) -> str:
         chunks = self._problem.search(keywords)
@@ -291,17 +276,10 @@ class DocSearchEnvironment(Environment):
         retrieval = sum(not self.found.isdisjoint(ids) for ids in gold) / len(gold)
         correctness = float(self.answer is not None and self._problem.is_correct(self.answer))
         format_penalty = min(1.0, 0.5 * self.num_invalid_calls + (self.answer is None))
-        return Score(
-            reward=config.retrieval_weight * retrieval
+        reward = (
+            config.retrieval_weight * retrieval
             + config.correctness_weight * correctness
-            - config.format_penalty_weight * format_penalty,
-            parts={
-                "retrieval": retrieval,
-                "correctness": correctness,
-                "format_penalty": format_penalty,
-            },
+            - config.format_penalty_weight * format_penalty
         )
-
-
-def _reply(text: str, call_id: str = "") -> Message:
-    return Message(role="tool", name=TOOL_NAME, content=text, tool_call_id=call_id)
+        parts = {"retrieval": retrieval, "correctness": correctness}
+        return Score(reward=reward, parts={**parts, "format_penalty": format_penalty})

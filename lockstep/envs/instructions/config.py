@@ -5,14 +5,12 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import ClassVar, Literal
 
 from lockstep.agent.config import AgentConfig
 from lockstep.agent.environment import Environment, Observation, Score
-from lockstep.agent.task_config import Split, TaskConfig
-from lockstep.agent.tasks import GeneratedSource, ListSource, TaskSource
-from lockstep.envs.data_files import split_files
+from lockstep.config import require
+from lockstep.envs.data_files import FileTasks
 from lockstep.envs.instructions.checkers import Detector, Instruction, Verdict, instruction
 from lockstep.envs.instructions.generated import World, WorldName
 from lockstep.envs.instructions.published import BadRows, read_published
@@ -22,7 +20,7 @@ from lockstep.types import Message, Task
 
 
 @dataclass(frozen=True, kw_only=True)
-class InstructionsConfig(TaskConfig):
+class InstructionsConfig(FileTasks):
     """Prompts with instructions that a program checks: the 25 kinds of IFEval.
 
     reward = instruction_weight * share followed + prompt_weight * (1 if all are followed),
@@ -30,6 +28,8 @@ class InstructionsConfig(TaskConfig):
     """
 
     TAG: ClassVar[str] = "instructions"
+    is_generating: ClassVar[bool] = True
+    may_hold_out_all: ClassVar[bool] = True
 
     path: str = ""
     """IFEval or Multi-IF as published: a .jsonl, .csv or .parquet file, or google/IFEval or
@@ -63,34 +63,24 @@ class InstructionsConfig(TaskConfig):
     kind, undetectable language) or whose key came before. drop: leave such records out."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         low, high = self.num_instructions
         weights = (self.instruction_weight, self.prompt_weight)
-        for name, holds, expected in (
-            ("eval_path", bool(self.path) or not self.eval_path, "given with path"),
-            ("eval_share", 0 < self.eval_share <= 1, "in (0, 1]"),
-            ("num_instructions", 1 <= low <= high <= 4, "(least, most), from 1 to 4"),
-            ("num_turns", 1 <= self.num_turns <= 3, "from 1 to 3"),
-        ):
-            if not holds:
-                value = getattr(self, name)
-                raise ConfigError(f"instructions: {name}={value!r} must be {expected}.")
+        require(
+            self,
+            "",
+            num_instructions=(1 <= low <= high <= 4, "(least, most), from 1 to 4"),
+            num_turns=(1 <= self.num_turns <= 3, "from 1 to 3"),
+        )
         if not all(0 <= w <= 1000 for w in weights) or not sum(weights):
             raise ConfigError(
-                f"instructions: the weights {weights} must be at least 0, one of them above 0."
+                f"the weights {weights} must be at least 0 and at most 1000, one of them above 0."
             )
 
     def check(self) -> None:
         if self.detector == "langdetect":
             require_langdetect()
-        if self.path:
-            _ = self._tasks
-
-    def tasks(self, *, split: Split, seed: int) -> TaskSource:
-        """Generated prompts: endless, one stream per split and seed. Files: reshuffled in each
-        epoch of training; once and in order for evaluation."""
-        if not self.path:
-            return GeneratedSource(self._make, seed=seed, split=split)
-        return ListSource.of_split(self._tasks[split], split=split, seed=seed, name=self.path)
+        super().check()
 
     def environment(self, task: Task, agent: AgentConfig) -> Environment:
         turns = [
@@ -126,14 +116,8 @@ class InstructionsConfig(TaskConfig):
         )
         return Task(id=f"instructions-{seed:016x}", payload={"turns": turns})
 
-    @cached_property
-    def _tasks(self) -> dict[str, list[Task]]:
-        def read(path: str) -> list[Task]:
-            return read_published(path, detector=self.detector, bad_rows=self.bad_rows)
-
-        if self.eval_share == 1 and not self.eval_path:
-            return {"train": [], "eval": read(self.path)}
-        return split_files(self.path, self.eval_path, self.eval_share, read=read)
+    def _read(self, path: str) -> list[Task]:
+        return read_published(path, detector=self.detector, bad_rows=self.bad_rows)
 
 
 class InstructionsEnvironment(Environment):

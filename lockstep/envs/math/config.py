@@ -241,9 +241,7 @@ class RetoolConfig(MathConfig):
             sandbox=self._sandbox if self.tool else None,
             session=uuid.uuid4().hex if self.keeps_variables else "",
             explains_errors=self.explains_errors,
-            limits=ToolLimits(
-                timeout_seconds=agent.tool_timeout_seconds, output_chars=agent.tool_output_chars
-            ),
+            limits=ToolLimits.of(agent),
         )
 
     async def close(self) -> None:

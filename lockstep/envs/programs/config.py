@@ -2,61 +2,35 @@
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property, partial
 from typing import ClassVar
 
 from lockstep.agent.config import AgentConfig
 from lockstep.agent.harness import Harness
 from lockstep.agent.scoring import ScorerConfig
-from lockstep.agent.task_config import Split, TaskConfig
-from lockstep.agent.tasks import GeneratedSource, ListSource, TaskSource, read_tasks
-from lockstep.envs.data_files import split_files
+from lockstep.agent.tasks import read_tasks
+from lockstep.config import check_numbers
+from lockstep.envs.data_files import FileTasks
 from lockstep.errors import ConfigError
 from lockstep.types import Task
 
 
 @dataclass(frozen=True, kw_only=True)
-class _AgentTasks(TaskConfig):
-    """Settings of tasks for finished agents."""
+class _AgentTasks(FileTasks):
+    """Base of tasks for finished agents."""
+
+    is_generating: ClassVar[bool] = True
 
     path: str = ""
     """JSONL file with one task per line: any object; without an "id" the line number is taken.
     Empty: endless tasks with nothing but a `seed`, for agents that make their own."""
-    eval_path: str = ""
-    """JSONL file of the same form for evaluation. Empty: eval_share of `path` is held out."""
-    eval_share: float = 0.1
-    """Share of `path` that is held out for evaluation, chosen by the ids."""
 
-    def __post_init__(self) -> None:
-        if not 0 < self.eval_share < 1:
-            raise ConfigError(f"eval_share={self.eval_share} must lie in (0, 1).")
-        if self.eval_path and not self.path:
-            raise ConfigError(f"eval_path={self.eval_path!r} needs path.")
+    def _read(self, path: str) -> list[Task]:
+        return read_tasks(path, has_prompts=False)
 
-    def tasks(self, *, split: Split, seed: int) -> TaskSource:
-        """Endless and shuffled for training; one pass in the file's order for evaluation."""
-        if not self.path:
-            return GeneratedSource(_seed_task, seed=seed, split=split)
-        return ListSource.of_split(
-            self._tasks[split],
-            split=split,
-            seed=seed,
-            name=self.path,
-        )
-
-    def label(self, task: Task) -> str:
-        """The `label` of the task's line."""
-        return str(task.payload.get("label", ""))
-
-    @cached_property
-    def _tasks(self) -> Mapping[str, list[Task]]:
-        return split_files(
-            self.path, self.eval_path, self.eval_share, read=partial(read_tasks, has_prompts=False)
-        )
+    def _make(self, seed: int, index: int) -> Task:
+        return Task(id=f"{seed:016x}", payload={"seed": seed})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,8 +60,7 @@ class AgentProgramConfig(_AgentTasks):
         for name in self.pass_variables:
             if name not in os.environ:
                 raise ConfigError(f"task.pass_variables: {name} is not set in the environment.")
-        if self.path:
-            _ = self._tasks
+        super().check()
         if self.scorer is not None:
             self.scorer.check()
             for task in [*self._tasks["train"], *self._tasks["eval"]] if self.path else ():
@@ -114,18 +87,9 @@ class ConnectConfig(_AgentTasks):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 < self.wait_seconds < math.inf:
-            raise ConfigError(f"wait_seconds={self.wait_seconds} must be a finite number above 0.")
-
-    def check(self) -> None:
-        if self.path:
-            _ = self._tasks
+        check_numbers(self, "", "wait_seconds")
 
     def environment(self, task: Task, agent: AgentConfig) -> Harness:
         from lockstep.envs.programs.program import ConnectedHarness
 
         return ConnectedHarness(self.wait_seconds)
-
-
-def _seed_task(seed: int, index: int) -> Task:
-    return Task(id=f"{seed:016x}", payload={"seed": seed})

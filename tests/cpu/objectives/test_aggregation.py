@@ -73,9 +73,9 @@ def test_bad_input_is_refused_with_what_was_found():
     layout = Layout.packed([2])
     with pytest.raises(AlignmentError, match=r"shape \[3\], the layout \[2\]"):
         aggregate(torch.zeros(3), layout)
-    with pytest.raises(ConfigError, match="how=token_mean with fixed_length=4"):
+    with pytest.raises(ConfigError, match="aggregate=token_mean with fixed_length=4"):
         aggregate(torch.zeros(2), layout, fixed_length=4)
-    with pytest.raises(ConfigError, match="how=fixed_length with fixed_length=0"):
+    with pytest.raises(ConfigError, match="aggregate=fixed_length with fixed_length=0"):
         aggregate(torch.zeros(2), layout, how="fixed_length")
     with pytest.raises(ConfigError, match="denominator=0 must be above 0"):
         aggregate(torch.zeros(2), layout, denominator=0)

@@ -225,8 +225,11 @@ def test_the_loss_is_the_weighted_mean(tmp_path):
     [
         ({"steps": 0}, "sft.steps=0"),
         ({"observed_weight": -1.0}, "sft.observed_weight=-1.0"),
-        ({"word_weights": {"Rome": float("inf")}}, r"sft.word_weights\['Rome'\]=inf"),
-        ({"word_weights": {"": 1.0}}, "at least one character"),
+        (
+            {"word_weights": {"Rome": float("inf")}},
+            r"sft.word_weights={'Rome': inf} must be words with finite",
+        ),
+        ({"word_weights": {"": 1.0}}, r"sft.word_weights={'': 1.0} must be words"),
     ],
 )
 def test_settings_that_say_nothing_are_refused(settings, message):
