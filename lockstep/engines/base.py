@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from lockstep.errors import CapabilityError
-from lockstep.launch.workers import LocalWorkers, Workers
+from lockstep.launch.shared_file import Newest
 from lockstep.types import Delta, Distribution, Float32Array, Int32Array, Request
 
 WeightSource = Literal["shared", "tensors", "directory", "adapter"]
@@ -103,8 +103,10 @@ class EngineContext:
     """Called with a sentence about whatever the engine is waiting for."""
     replica: int = 0
     """Index of this engine in its pool, from 0."""
-    workers: Workers = field(default_factory=LocalWorkers)
-    """Starts the processes of engines that run in one of their own."""
+    gpus: Sequence[str] = ()
+    """The GPU of each replica that runs in a process of its own; empty if they have none."""
+    newest: Newest = field(default_factory=Newest)
+    """Weights on their way to these replicas."""
 
 
 @runtime_checkable

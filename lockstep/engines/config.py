@@ -79,9 +79,9 @@ class EngineConfig:
         return len(self.replica_configs()) > 1
 
     @property
-    def workers(self) -> tuple[str, int, int]:
-        """(function, number, restarts of each) of the processes that sample (`launch.workers`)."""
-        return "", 0, 0
+    def num_workers(self) -> int:
+        """Number of processes that the run starts to sample."""
+        return 0
 
     def for_rank(self, rank: int, world: int) -> EngineConfig:
         """The settings for one of `world` processes that train together: each samples with engines
@@ -147,8 +147,8 @@ class EmbeddedConfig(EngineConfig):
         return self.replicas > 0
 
     @property
-    def workers(self) -> tuple[str, int, int]:
-        return "lockstep.engines.embedded.replica:work", self.replicas, self.restarts
+    def num_workers(self) -> int:
+        return self.replicas
 
     def replica_configs(self) -> tuple[EngineConfig, ...]:
         return (replace(self, replicas=1),) * self.replicas or (self,)

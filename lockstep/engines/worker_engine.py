@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -17,18 +18,15 @@ import torch
 from lockstep import errors
 from lockstep.engines.base import Capabilities, Engine, Scores
 from lockstep.engines.worker_host import READY, in_words
-from lockstep.engines.worker_weights import Layout, holding
+from lockstep.engines.worker_weights import outlines_of, written
 from lockstep.errors import EngineDownError, EngineError, LockstepError
-from lockstep.launch.shared_file import Region, SharedFile, mapped
+from lockstep.launch.shared_file import Newest
 from lockstep.launch.threads import in_thread
 from lockstep.launch.workers import Batch, Worker
 from lockstep.types import Delta, Distribution, Int32Array, Request
 
 CLOSE_SECONDS = 10.0
 """Time that a worker has to end after it was asked to; then it is killed."""
-
-PIECE_BYTES = 8 << 20
-"""Size of the pieces in which weights cross a network: small enough to let requests in between."""
 
 TELL_SECONDS = 10.0
 """Interval between two messages about an engine that is still starting."""
@@ -63,20 +61,20 @@ class WorkerEngine(Engine):
         start: Callable[[], Worker],
         order: Any,
         *,
-        memory: SharedFile,
+        newest: Newest,
         device: torch.device,
         restarts: int = 0,
         on_wait: Callable[[str], None] = lambda text: None,
     ) -> None:
-        """start: starts a worker. order: the description of its engine. memory: holds weights for
-        workers of this machine, which map it. device: of the trainer's tensors. restarts: number of
+        """start: starts a worker. order: the description of its engine. newest: holds weights
+        for workers, which map it. device: of the trainer's tensors. restarts: number of
         times that a dead worker is started again.
 
         Returns when the engine answers; on_wait is told now and then. Raises the worker's own
         error, or EngineDownError with its log, if the engine cannot be made.
         """
         self._start, self._order = start, order
-        self._memory, self._device = memory, device
+        self._newest, self._device = newest, device
         self._restarts, self._on_wait = restarts, on_wait
         self._numbers = itertools.count(READY + 1)
         self._calls: dict[int, _Call] = {}
@@ -105,7 +103,7 @@ class WorkerEngine(Engine):
             raise _error(*value)
         self._worker, self._lost = worker, ""
         self._capabilities, self._version = value
-        worker.listen(self._take, self._lose)
+        worker.listen(self._take, lambda: self._lose(worker.why_ended()))
 
     @property
     def pid(self) -> int:
@@ -183,23 +181,11 @@ class WorkerEngine(Engine):
         if not isinstance(source, Mapping):
             await self._ask("load_weights", source=str(source), version=version)
             return
-        held = holding(self._memory, source, version=version)
-        layout, region = await in_thread(held.__enter__, device=self._device)
-        try:
-            if self._worker.maps_memory:
-                await self._ask("load_shared", layout=layout, region=region, version=version)
-            else:
-                await self._send_weights(layout, region, version)
-        finally:
-            held.__exit__(None, None, None)
-
-    async def _send_weights(self, layout: Layout, region: Region, version: int) -> None:
-        memory = mapped(self._memory.fd, region)
-        await self._ask("begin_weights", num_bytes=layout.num_bytes)
-        for start in range(0, layout.num_bytes, PIECE_BYTES):
-            piece = memory[start : min(start + PIECE_BYTES, layout.num_bytes)]
-            await self._ask("piece_of_weights", start=start, piece=piece)
-        await self._ask("load_arrived", layout=layout, version=version)
+        outlines = outlines_of(source)
+        # Held until the worker has answered: the memory goes with the last reference to it.
+        write = partial(written, self._newest, source, outlines, version=version)
+        file = await in_thread(write, device=self._device)
+        await self._ask("load_shared", outlines=outlines, address=file.address, version=version)
 
     async def sleep(self) -> None:
         await self._ask("sleep")
@@ -219,7 +205,7 @@ class WorkerEngine(Engine):
 
     def remembers(self, source: Mapping[str, Any], *, version: int) -> bool:
         """Whether the weights still lie where they were put for the worker."""
-        return self._memory.has(source, version)
+        return self._newest.has(source, version)
 
     async def ping(self) -> None:
         """Raises EngineDownError if the worker is gone. The first ping after its end starts it

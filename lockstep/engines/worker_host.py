@@ -16,10 +16,10 @@ from functools import partial
 from typing import Any
 
 from lockstep.engines.base import Engine
-from lockstep.engines.worker_weights import Layout, TornWeightsError, reading, tensors_in
+from lockstep.engines.worker_weights import Outline, TornWeightsError, tensors_in
 from lockstep.errors import LockstepError
-from lockstep.launch.shared_file import Region
-from lockstep.launch.workers import Batch, Line
+from lockstep.launch.shared_file import Address, mapped
+from lockstep.launch.workers import Batch, Line, end_now
 
 READY = 0
 """Number of the first answer: the engine's capabilities, or why there is no engine."""
@@ -30,14 +30,15 @@ def serve(line: Line, make: Callable[[Any], Engine]) -> None:
 
     The process also ends when the other end of the line is gone.
     """
-    (order,) = line.receive()
+    batch = line.receive()
+    assert batch is not None, "it waits"
     try:
-        engine = make(order)
+        engine = make(batch[0])
     except Exception as error:
         line.send([(READY, "error", in_words(error))])
         raise
     line.send([(READY, "result", (engine.capabilities, engine.version))])
-    asyncio.run(_Host(engine, line, order.memory_fd).run())
+    asyncio.run(_Host(engine, line).run())
 
 
 def in_words(error: BaseException) -> tuple[str, str]:
@@ -46,17 +47,15 @@ def in_words(error: BaseException) -> tuple[str, str]:
 
 
 class _Host:
-    def __init__(self, engine: Engine, line: Line, memory_fd: int) -> None:
-        self._engine, self._line, self._memory_fd = engine, line, memory_fd
+    def __init__(self, engine: Engine, line: Line) -> None:
+        self._engine, self._line = engine, line
         self._running: dict[int, asyncio.Task[None]] = {}
         self._outbox: list[Any] = []
         self._closed = asyncio.Event()
-        self._arriving = bytearray()
-        """Weights that come in pieces."""
 
     async def run(self) -> None:
         loop = asyncio.get_running_loop()
-        self._line.listen(partial(loop.call_soon_threadsafe, self._take))
+        self._line.listen(partial(loop.call_soon_threadsafe, self._take), end_now)
         await self._closed.wait()
         await asyncio.sleep(0)
         self._flush()
@@ -93,19 +92,9 @@ class _Host:
 
     # -- questions that are not methods of the engine ---------------------------------------------
 
-    async def _load_shared(self, layout: Layout, region: Region, version: int) -> None:
-        with reading(self._memory_fd, layout, region) as tensors:
-            await self._engine.load_weights(tensors, version=version)
-
-    async def _begin_weights(self, num_bytes: int) -> None:
-        self._arriving = bytearray(num_bytes)
-
-    async def _piece_of_weights(self, start: int, piece: bytes) -> None:
-        self._arriving[start : start + len(piece)] = piece
-
-    async def _load_arrived(self, layout: Layout, version: int) -> None:
-        memory, self._arriving = self._arriving, bytearray()
-        await self._engine.load_weights(tensors_in(layout, memory), version=version)
+    async def _load_shared(self, outlines: list[Outline], address: Address, version: int) -> None:
+        tensors = tensors_in(mapped(address), outlines)
+        await self._engine.load_weights(tensors, version=version)
 
     async def _close(self) -> None:
         await self._engine.close()

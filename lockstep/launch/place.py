@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 from dataclasses import dataclass
 
 END_SECONDS = 10.0
@@ -12,14 +13,14 @@ END_SECONDS = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Rank of a process, and the address where the ranks of its run meet."""
+    """Rank of a process among those that train together."""
 
     rank: int
     world: int
     local_rank: int
     """Rank on its machine: the number of its GPU."""
-    address: str
-    port: int
+    meeting: str
+    """Address where the ranks meet, as torch.distributed takes it."""
 
     @classmethod
     def from_torchrun(cls) -> Place | None:
@@ -31,9 +32,15 @@ class Place:
             rank=int(found["RANK"]),
             world=int(found["WORLD_SIZE"]),
             local_rank=int(found.get("LOCAL_RANK", "0")),
-            address=found["MASTER_ADDR"],
-            port=int(found["MASTER_PORT"]),
+            meeting="env://",
         )
+
+
+def free_port() -> int:
+    """A port of this machine that nothing listens at."""
+    with socket.socket() as found:
+        found.bind(("", 0))
+        return found.getsockname()[1]
 
 
 def is_follower() -> bool:

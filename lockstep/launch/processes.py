@@ -6,22 +6,18 @@ rank is reported to rank 0, which shows it once.
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from lockstep.errors import LockstepError, RankError
 from lockstep.launch.config import ParallelConfig
-from lockstep.launch.place import END_SECONDS, Place, end_by_sigterm
+from lockstep.launch.place import END_SECONDS, Place, end_by_sigterm, free_port
 from lockstep.launch.placement import PlacementConfig, RayPlacement
-
-if TYPE_CHECKING:
-    from lockstep.launch.ranks import Ranks
 
 T = TypeVar("T")
 
@@ -32,59 +28,40 @@ def on_all_ranks(
     *args: Any,
     device: str,
     placement: PlacementConfig | None = None,
-    engines: tuple[str, int, int] = ("", 0, 0),
+    num_engines: int = 0,
     **settings: Any,
 ) -> T:
     """Calls `work(ranks, *args, **settings)` on every process; returns the result of this one, or,
     if all of them are elsewhere, of rank 0.
 
     ranks: None if there is one process. work, args and settings are pickled for the others, so work
-    is a function of a module. device: cpu or cuda. engines: (function, number, restarts of each) of
-    the workers that run beside the ranks if `placement` is not this machine. Raises RankError if
-    another rank stopped.
+    is a function of a module. device: cpu or cuda. num_engines: processes that sample, for which
+    `placement` sets resources aside. Raises RankError if another rank stopped.
     """
     if isinstance(placement, RayPlacement) and placement.is_elsewhere():
         from lockstep.launch.ray import on_ray
 
         device = "cuda" if placement.trainer_gpus else "cpu"
         call = partial(on_all_ranks, parallel, work, *args, device=device, **settings)
-        return on_ray(placement, parallel, engines, call)
+        return on_ray(placement, parallel, num_engines, call)
     world = parallel.num_processes(os.environ)
     if world == 1:
         return work(None, *args, **settings)
+    call = partial(_call, parallel, device, work, args, settings)
     if (place := Place.from_torchrun()) is not None:
-        from lockstep.launch.ranks import store_of_environment
-
-        meet = partial(store_of_environment, timeout_seconds=parallel.timeout_seconds)
-        with _joined(place, parallel, device, meet) as ranks:
-            return work(ranks, *args, **settings)
-    return _on_local_ranks(world, parallel, device, partial(_call, work, args, settings))
-
-
-def _call(work: Callable[..., T], args: Any, settings: dict[str, Any], ranks: Ranks) -> T:
-    return work(ranks, *args, **settings)
-
-
-def _on_local_ranks(
-    world: int, parallel: ParallelConfig, device: str, work: Callable[[Ranks], T]
-) -> T:
-    from lockstep.launch.ranks import open_store
-
-    store = open_store(world=world, timeout_seconds=parallel.timeout_seconds)
-    context = multiprocessing.get_context("spawn")
+        return call(place)
+    meeting = f"tcp://127.0.0.1:{free_port()}"
     places = [
-        Place(rank=rank, world=world, local_rank=rank, address="127.0.0.1", port=store.port)
-        for rank in range(world)
+        Place(rank=rank, world=world, local_rank=rank, meeting=meeting) for rank in range(world)
     ]
+    context = multiprocessing.get_context("spawn")
     followers = [
-        context.Process(target=_follow, args=(place, parallel, device, work), daemon=True)
-        for place in places[1:]
+        context.Process(target=_follow, args=(place, call), daemon=True) for place in places[1:]
     ]
     try:
         for follower in followers:
             follower.start()
-        with _joined(places[0], parallel, device, lambda: store) as ranks:
-            return work(ranks)
+        return call(places[0])
     finally:
         for follower in followers:
             if follower.pid is None:
@@ -95,19 +72,13 @@ def _on_local_ranks(
                 follower.join()
 
 
-def _follow(
-    place: Place, parallel: ParallelConfig, device: str, work: Callable[[Ranks], Any]
-) -> None:
+def _follow(place: Place, call: Callable[[Place], Any]) -> None:
     """The main function of ranks 1 and up. Silent: rank 0 says why a run has stopped."""
     os.environ |= {"RANK": str(place.rank), "LOCAL_RANK": str(place.local_rank)}
     end_by_sigterm()
     code = 0
     try:
-        from lockstep.launch.ranks import reach_store
-
-        meet = partial(reach_store, place, timeout_seconds=parallel.timeout_seconds)
-        with _joined(place, parallel, device, meet) as ranks:
-            work(ranks)
+        call(place)
     except (LockstepError, KeyboardInterrupt):
         code = 2
     except BaseException:
@@ -118,22 +89,26 @@ def _follow(
     os._exit(code)  # a group that broke may have left threads that never end
 
 
-@contextlib.contextmanager
-def _joined(
-    place: Place, parallel: ParallelConfig, device: str, meet: Callable[[], Any]
-) -> Iterator[Ranks]:
+def _call(
+    parallel: ParallelConfig,
+    device: str,
+    work: Callable[..., T],
+    args: Any,
+    settings: dict[str, Any],
+    place: Place,
+) -> T:
+    """Joins the other ranks and makes the call."""
     from lockstep.launch.ranks import Ranks
 
     ranks = Ranks.join(
         place,
-        meet,
         sequence=parallel.sequence,
         device=device,
         timeout_seconds=parallel.timeout_seconds,
     )
     try:
         with ranks.taking_interrupts():
-            yield ranks
+            result = work(ranks, *args, **settings)
     except BaseException as error:
         explained = ranks.explain(error) if isinstance(error, Exception) else None
         ranks.leave(error)
@@ -141,3 +116,4 @@ def _joined(
             raise RankError(explained) from error
         raise
     ranks.leave()
+    return result

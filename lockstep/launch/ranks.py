@@ -9,13 +9,13 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store, TCPStore
+from torch._C._distributed_c10d import Store
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
@@ -31,35 +31,6 @@ _STOPPED = "lockstep/stopped/{}"
 """Key of the store under which a rank leaves the error that stopped it."""
 
 NUM_NAMED = 5  # of the settings in which two ranks differ; more would hide the first
-
-
-def open_store(*, world: int, timeout_seconds: float) -> TCPStore:
-    """The store where the ranks of this machine meet: held by rank 0, on a free port."""
-    return TCPStore(
-        "127.0.0.1",
-        0,
-        world,
-        is_master=True,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=timeout_seconds),
-    )
-
-
-def reach_store(place: Place, *, timeout_seconds: float) -> Store:
-    """The same store, for the other ranks."""
-    return TCPStore(
-        place.address,
-        place.port,
-        place.world,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=timeout_seconds),
-    )
-
-
-def store_of_environment(*, timeout_seconds: float) -> Store:
-    """The store of processes that torchrun, or a cluster's own launcher, has started."""
-    found, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=timeout_seconds)))
-    return found
 
 
 class Ranks:
@@ -85,7 +56,6 @@ class Ranks:
     def join(
         cls,
         place: Place,
-        open_store: Callable[[], Store],
         *,
         sequence: int,
         device: str,
@@ -104,7 +74,8 @@ class Ranks:
             where = torch.device("cuda", place.local_rank)
             torch.cuda.set_device(where)
         try:
-            store = open_store()
+            meeting = rendezvous(place.meeting, place.rank, place.world, timeout=timeout)
+            store, _, _ = next(meeting)
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if where.type == "cuda" else "gloo",
                 store=store,

@@ -1,9 +1,9 @@
 """The processes of a run on a Ray cluster.
 
 Ray decides where: it hands out placement groups, and an actor in each place starts the ordinary
-process of a rank, as torchrun would, or of an engine (`launch.workers`). Ranks meet through
-torch.distributed and reach their engines over TCP; Ray carries the output and the result of rank 0,
-and ends every process with the one that started the run.
+process of a rank, as torchrun would, which starts its own engines. Ranks meet through
+torch.distributed; Ray carries the output and the result of rank 0, and ends every process with the
+one that started the run.
 """
 
 from __future__ import annotations
@@ -11,39 +11,27 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import math
 import os
 import pickle
 import queue
-import secrets
 import shutil
 import signal
-import socket
-import subprocess
 import sys
 import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from lockstep import errors
-from lockstep.children import how_ended
 from lockstep.errors import ConfigError, LockstepError, MissingExtraError, RankError
 from lockstep.launch.config import ParallelConfig
-from lockstep.launch.place import END_SECONDS, end_by_sigterm
-from lockstep.launch.placement import Bundle, RayPlacement
-from lockstep.launch.workers import (
-    ADDRESSES,
-    KEY,
-    Batch,
-    Line,
-    Worker,
-    log_tail,
-    start_listener,
-    start_worker,
-)
+from lockstep.launch.place import END_SECONDS, end_by_sigterm, free_port
+from lockstep.launch.placement import RayPlacement
+from lockstep.launch.workers import Batch, Line, Worker, end_now, start_worker
 
 T = TypeVar("T")
 
@@ -62,10 +50,8 @@ CARRIED = (
     "TRITON_",
     "WANDB_",
 )
-"""Prefixes of the environment variables that all processes get from this one."""
-
-OF_A_MACHINE = {"CUDA_VISIBLE_DEVICES"}
-"""Exceptions to these: variables that Ray decides."""
+"""Prefixes of the environment variables that all processes get from this one, apart from
+CUDA_VISIBLE_DEVICES, which Ray decides."""
 
 OBJECT_STORE_BYTES = 80 << 20  # a run sends nothing through it; Ray's least is 75 MiB
 
@@ -73,19 +59,17 @@ LOOK_SECONDS = 0.5
 """Interval of the checks for an interrupt."""
 
 LAST_WORDS_SECONDS = 5.0
-"""Longest wait, after the end of rank 0, for the end of another rank that explains it."""
+"""Longest wait, after the end of one rank, for the end of another that explains it."""
 
 Event = tuple[str, Any]
+"""("stdout" or "stderr", text), or how a rank ended: ("done", result), ("failed", error) or
+("lost", why)."""
 
 
 def on_ray(
-    placement: RayPlacement,
-    parallel: ParallelConfig,
-    engines: tuple[str, int, int],
-    call: Callable[[], T],
+    placement: RayPlacement, parallel: ParallelConfig, num_engines: int, call: Callable[[], T]
 ) -> T:
     """Makes the call on every rank; returns the result of rank 0, whose output appears here.
-    engines: (function, number, restarts of each).
 
     Raises RankError with the end of its log if a rank is lost, and what rank 0 raises.
     """
@@ -93,20 +77,15 @@ def on_ray(
         from ray.cloudpickle import dumps  # pyright: ignore
     except ModuleNotFoundError as error:
         raise MissingExtraError.of("ray", extra="ray", needed_for="placement=ray") from error
-    world = placement.num_ranks(parallel, os.environ)
-    bundles = placement.bundles(world, engines[1])
-    with _cluster(placement, bundles):
-        hosts = _Hosts(placement)
-        try:
-            hosts.place(bundles)
-            hosts.start(dumps(call), engines)
-            return hosts.watch()
-        finally:
-            hosts.close()
+    places = placement.places(parallel, num_engines=num_engines)
+    with _cluster(placement, places), _hosts(placement, places) as hosts:
+        ips = _start(hosts, dumps(call), has_gpus=bool(placement.trainer_gpus))
+        with _passing_interrupts(hosts):
+            return _watch(hosts, ips)
 
 
 @contextlib.contextmanager
-def _cluster(placement: RayPlacement, bundles: Sequence[Bundle]) -> Iterator[None]:
+def _cluster(placement: RayPlacement, places: Sequence[Mapping[str, float]]) -> Iterator[None]:
     """Connects to the cluster, which ends with the block if it was started for it."""
     import ray
 
@@ -117,8 +96,8 @@ def _cluster(placement: RayPlacement, bundles: Sequence[Bundle]) -> Iterator[Non
     if not placement.address:
         options = {
             "address": "local",
-            "num_cpus": sum(bundle.cpus for bundle in bundles) // 1 + 1,
-            "num_gpus": sum(bundle.gpus for bundle in bundles),
+            "num_cpus": sum(place["CPU"] for place in places) // 1 + 1,
+            "num_gpus": sum(place.get("GPU", 0) for place in places),
             "object_store_memory": OBJECT_STORE_BYTES,
             "include_dashboard": False,
         }
@@ -138,293 +117,172 @@ def _cluster(placement: RayPlacement, bundles: Sequence[Bundle]) -> Iterator[Non
         ray.shutdown()
 
 
-class _Hosts:
-    """The actors of a run, for the process that started it."""
+@contextlib.contextmanager
+def _hosts(
+    placement: RayPlacement, places: Sequence[Mapping[str, float]]
+) -> Iterator[Sequence[Any]]:
+    """[rank] An actor in each place. At the end of the block all of their processes are ended, and
+    the places given back. Raises ConfigError if the cluster has no room."""
+    import ray
+    from ray import exceptions
+    from ray.util import placement_group, remove_placement_group
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    def __init__(self, placement: RayPlacement) -> None:
-        self._placement = placement
-        self._group: Any = None
-        self._hosts: dict[tuple[str, int], Any] = {}
-        """("rank" or "engine", number) -> actor."""
-        self._ips: dict[int, str] = {}
-        self._num_interrupts = 0
-
-    def _of(self, kind: str) -> list[Any]:
-        return [host for (found, _), host in sorted(self._hosts.items()) if found == kind]
-
-    def place(self, bundles: Sequence[Bundle]) -> None:
-        """Starts an actor for each process. Raises ConfigError if the cluster has no room."""
-        import ray
-        from ray import exceptions
-        from ray.util import placement_group
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-        placement = self._placement
-        resources = [bundle.resources for bundle in bundles]
-        self._group = placement_group(resources, strategy=placement.strategy.upper())
+    group = placement_group([dict(place) for place in places], strategy=placement.strategy.upper())
+    hosts: list[Any] = []
+    try:
         try:
-            ray.get(self._group.ready(), timeout=placement.wait_seconds)
+            ray.get(group.ready(), timeout=placement.wait_seconds)
         except exceptions.GetTimeoutError:
             has = {k: v for k, v in ray.cluster_resources().items() if k in ("CPU", "GPU")}
             raise ConfigError(
-                f"placement: the cluster has had no room for {resources} ({placement.strategy}) in "
+                f"placement: the cluster has had no room for {places} ({placement.strategy}) in "
                 f"{placement.wait_seconds:g} s. All of it has {has}; others may be using it "
                 "(`ray status` tells). Lower engine.replicas or parallel.processes."
             ) from None
-        make = ray.remote(Host)
         path = os.pathsep.join(dict.fromkeys(os.path.abspath(path) for path in sys.path))
-        for index, bundle in enumerate(bundles):
-            there = PlacementGroupSchedulingStrategy(
-                self._group, placement_group_bundle_index=index
-            )
-            wanted = [("rank", n, placement.trainer_cpus) for n in bundle.ranks]
-            wanted += [("engine", n, placement.replica_cpus) for n in bundle.engines]
-            for kind, number, cpus in wanted:
-                self._hosts[kind, number] = make.options(
-                    num_cpus=cpus,
-                    num_gpus=bundle.gpus_each,
-                    max_concurrency=4,
-                    scheduling_strategy=there,
-                    runtime_env={"env_vars": {"PYTHONPATH": path}},
-                ).remote()
-
-    def start(self, payload: bytes, engines: tuple[str, int, int]) -> None:
-        """Starts the engines, then the ranks. payload: the call that a rank makes (`run_rank`)."""
-        import ray
-
-        work, _, restarts = engines
         environment = {
             name: value
             for name, value in os.environ.items()
-            if (name.startswith(CARRIED) or name in self._placement.env)
-            and name not in OF_A_MACHINE
+            if (name.startswith(CARRIED) or name in placement.env)
+            and name != "CUDA_VISIBLE_DEVICES"
         }
-        key = secrets.token_hex(32)
-        where = os.getcwd()
-        addresses = ray.get(
-            [
-                host.listen.remote(
-                    work, environment | {KEY: key}, where, restarts, f"engine {index}"
-                )
-                for index, host in enumerate(self._of("engine"))
-            ]
-        )
-        if addresses:
-            environment |= {ADDRESSES: ",".join(addresses), KEY: key}
-        ranks = self._of("rank")
-        found = ray.get([host.node.remote() for host in ranks])
-        nodes = [node for node, _, _ in found]
-        self._ips = {rank: ip for rank, (_, ip, _) in enumerate(found)}
-        environment |= {
-            "MASTER_ADDR": found[0][1],
-            "MASTER_PORT": str(found[0][2]),
-            "WORLD_SIZE": str(len(ranks)),
-            **_terminal(),
-        }
-        starting = []
-        for rank, host in enumerate(ranks):
-            # If Ray hands out GPUs, each process sees its own alone.
-            local = 0 if self._placement.trainer_gpus else nodes[:rank].count(nodes[rank])
-            own = {
-                "RANK": str(rank),
-                "LOCAL_RANK": str(local),
-                "LOCAL_WORLD_SIZE": str(nodes.count(nodes[rank])),
-            }
-            starting.append(host.start_rank.remote(payload, environment | own, where, rank))
-        ray.get(starting)
-
-    def watch(self) -> Any:
-        """Shows the output of rank 0 until it ends. Returns its result."""
-        import ray
-        from ray import exceptions
-
-        before = None
-        if threading.current_thread() is threading.main_thread():
-            before = signal.signal(signal.SIGINT, self._interrupt)
-        asked = {host.events.remote(): who for who, host in self._hosts.items()}
-        ended = _Ended()
-        try:
-            while not ended.is_over():
-                done, _ = ray.wait(list(asked), timeout=LOOK_SECONDS)
-                for answer in done:
-                    kind, number = who = asked.pop(answer)
-                    try:
-                        events: list[Event] = ray.get(answer)
-                        asked[self._hosts[who].events.remote()] = who
-                    except exceptions.RayError as error:
-                        text = str(error).strip().split("\n")[0]
-                        events = [("lost", f"its Ray actor or its machine is gone: {text}")]
-                    for name, value in events:
-                        if name == "output":
-                            _show(*value)
-                        elif kind == "engine":
-                            _show("stderr", f"{value}\n")
-                        else:
-                            ended.take(number, name, value)
-            return ended.result(self._ips)
-        finally:
-            if before is not None:
-                signal.signal(signal.SIGINT, before)
-
-    def _interrupt(self, *_: object) -> None:
-        """Ctrl-C goes to rank 0, which stops the others at the next step; a second one to all."""
-        self._num_interrupts += 1
-        if self._num_interrupts > 2:
-            raise KeyboardInterrupt
-        for rank, host in enumerate(self._of("rank")):
-            if rank == 0 or self._num_interrupts > 1:
-                host.signal.remote(int(signal.SIGINT))
-
-    def close(self) -> None:
-        """Ends every process and actor, and gives the places back."""
-        import ray
-        from ray import exceptions
-        from ray.util import remove_placement_group
-
-        hosts = list(self._hosts.values())
+        for rank, place in enumerate(places):
+            actor = ray.remote(Host).options(
+                num_cpus=place["CPU"],
+                num_gpus=place.get("GPU", 0),
+                max_concurrency=4,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(
+                    group, placement_group_bundle_index=rank
+                ),
+                runtime_env={"env_vars": environment | {"PYTHONPATH": path}},
+            )
+            hosts.append(actor.remote(rank, os.getcwd()))
+        yield hosts
+    finally:
         if hosts:
-            with contextlib.suppress(exceptions.RayError):
-                ray.wait(
-                    [host.end.remote() for host in hosts],
-                    num_returns=len(hosts),
-                    timeout=2 * END_SECONDS,
-                )
+            ending = [host.end.remote() for host in hosts]
+            ray.wait(ending, num_returns=len(hosts), timeout=2 * END_SECONDS)
         for host in hosts:
             ray.kill(host)
-        if self._group is not None:
-            remove_placement_group(self._group)
+        remove_placement_group(group)
 
 
-class _Ended:
-    """How ranks have ended, and whether enough is known to report it."""
+def _start(hosts: Sequence[Any], payload: bytes, *, has_gpus: bool) -> Sequence[str]:
+    """Starts the process of each rank. payload: the call that it makes (`run_rank`). Returns the
+    address of each rank's machine."""
+    import ray
 
-    def __init__(self) -> None:
-        self._told: dict[int, Event] = {}
-        """Reports of ranks about their end."""
-        self._lost: dict[int, str] = {}
-        """Ranks that ended without a report."""
-        self._deadline = float("inf")
-
-    def take(self, rank: int, name: str, value: Any) -> None:
-        if name != "lost":
-            self._told[rank] = name, value
-        elif rank not in self._told:
-            self._lost[rank] = value
-        if self._lost or self._told.get(0, ("done", None))[0] == "failed":
-            self._deadline = min(self._deadline, time.monotonic() + LAST_WORDS_SECONDS)
-
-    def is_over(self) -> bool:
-        """Whether rank 0 has ended, and it is known which other rank is the cause, if one is."""
-        if 0 not in self._told and 0 not in self._lost:
-            return time.monotonic() > self._deadline
-        name, value = self._told.get(0, ("lost", None))
-        if name == "failed" and value[0] == "RankError":
-            return bool(self._lost) or time.monotonic() > self._deadline
-        return True
-
-    def result(self, ips: dict[int, str]) -> Any:
-        name, value = self._told.get(0, ("lost", None))
-        if name == "done":
-            return value
-        if self._lost and (name == "lost" or value[0] == "RankError"):
-            rank = max(self._lost)  # rank 0 is seldom why the others ended
-            where = ips.get(rank, "a machine that is gone")
-            raise RankError(
-                f"rank {rank} on {where} has stopped: {self._lost[rank]}\nEverything up to the "
-                "last checkpoint is kept; go on with resume=true."
-            )
-        if name == "lost":
-            raise RankError("rank 0 is gone, and nobody knows why.")
-        kind, text = value
-        if kind == "KeyboardInterrupt":
-            raise KeyboardInterrupt
-        raise getattr(errors, kind)(text)
-
-
-_IS_TERMINAL = "LOCKSTEP_IS_TERMINAL"
-
-
-def _terminal() -> dict[str, str]:
-    """Variables that describe, to rank 0, the terminal that it prints to."""
+    nodes, ips, ports = zip(*ray.get([host.node.remote() for host in hosts]), strict=True)
     size = shutil.get_terminal_size()
-    return {
-        "TERM": os.environ.get("TERM", "dumb"),
-        "COLUMNS": str(size.columns),
-        "LINES": str(size.lines),
-        _IS_TERMINAL: str(int(sys.stdout.isatty())),
-    }
+    starting = []
+    for rank, host in enumerate(hosts):
+        environment = {
+            "MASTER_ADDR": ips[0],
+            "MASTER_PORT": ports[0],
+            "WORLD_SIZE": len(hosts),
+            "RANK": rank,
+            # If Ray hands out GPUs, each process sees its own alone.
+            "LOCAL_RANK": 0 if has_gpus else nodes[:rank].count(nodes[rank]),
+            "LOCAL_WORLD_SIZE": 1 if has_gpus else nodes.count(nodes[rank]),
+            "TERM": os.environ.get("TERM", "dumb"),
+            "COLUMNS": size.columns,
+            "LINES": size.lines,
+            _IS_TERMINAL: int(sys.stdout.isatty()),
+        }
+        texts = {name: str(value) for name, value in environment.items()}
+        starting.append(host.start.remote(payload, texts))
+    ray.get(starting)
+    return ips
 
 
-def _show(stream: str, text: str) -> None:
-    out = sys.stdout if stream == "stdout" else sys.stderr
-    out.write(text)
-    out.flush()
+def _watch(hosts: Sequence[Any], ips: Sequence[str]) -> Any:
+    """Shows the output of rank 0 until it ends. Returns its result."""
+    import ray
+    from ray import exceptions
+
+    asked = {host.events.remote(): rank for rank, host in enumerate(hosts)}
+    ended: dict[int, Event] = {}
+    deadline = math.inf
+    while len(ended) < len(hosts) and time.monotonic() < deadline:
+        done, _ = ray.wait(list(asked), timeout=LOOK_SECONDS)
+        for answer in done:
+            rank = asked.pop(answer)
+            try:
+                events: list[Event] = ray.get(answer)
+                asked[hosts[rank].events.remote()] = rank
+            except exceptions.RayError as error:
+                text = str(error).strip().split("\n")[0]
+                events = [("lost", f"its Ray actor or its machine is gone: {text}")]
+            for kind, value in events:
+                if kind in ("stdout", "stderr"):
+                    print(value, end="", file=getattr(sys, kind), flush=True)
+                elif rank not in ended:
+                    ended[rank] = kind, value
+                    if rank == 0 or kind == "lost":
+                        deadline = min(deadline, time.monotonic() + LAST_WORDS_SECONDS)
+        if 0 in ended and ended[0][0] == "done":
+            return ended[0][1]
+    lost = {rank: why for rank, (kind, why) in ended.items() if kind == "lost"}
+    kind, error = ended.get(0, ("lost", None))
+    if kind == "lost" or (lost and isinstance(error, RankError)):
+        rank = max(lost)  # rank 0 is seldom why the others ended
+        raise RankError(
+            f"rank {rank} on {ips[rank]} has stopped: {lost[rank]}\nEverything up to the "
+            "last checkpoint is kept; go on with resume=true."
+        )
+    raise error
+
+
+@contextlib.contextmanager
+def _passing_interrupts(hosts: Sequence[Any]) -> Iterator[None]:
+    """Ctrl-C goes to rank 0, which stops the others at the next step; a second one to all."""
+    num_interrupts = 0
+
+    def interrupt(*_: object) -> None:
+        nonlocal num_interrupts
+        num_interrupts += 1
+        if num_interrupts > 2:
+            raise KeyboardInterrupt
+        for host in hosts[: 1 if num_interrupts == 1 else None]:
+            host.signal.remote(int(signal.SIGINT))
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 # -- in an actor ----------------------------------------------------------------------------------
 
 
 class Host:
-    """A place on the cluster: starts one process there, and reports what becomes of it."""
+    """A place on the cluster: starts the process of a rank there, and reports its end."""
 
-    def __init__(self) -> None:
+    def __init__(self, rank: int, directory: str) -> None:
+        os.chdir(directory)
+        self._name = f"rank {rank}"
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._logs = Path(tempfile.mkdtemp(prefix="lockstep-"))
-        self._rank: Worker | None = None
-        self._engine: subprocess.Popen[bytes] | None = None
-        self._is_ended = False
+        self._worker: Worker | None = None
 
     def node(self) -> tuple[str, str, int]:
         """(id of the machine, its address, a free port)."""
         import ray
 
-        with socket.socket() as found:
-            found.bind(("", 0))
-            port = found.getsockname()[1]
-        return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), port
+        found = ray.get_runtime_context().get_node_id()
+        return found, ray.util.get_node_ip_address(), free_port()
 
-    def listen(
-        self, work: str, environment: dict[str, str], where: str, restarts: int, name: str
-    ) -> str:
-        """Starts an engine's process, and again each time it dies, up to `restarts` times. Returns
-        the address that all of them have."""
-        os.chdir(where)
-        listening = socket.create_server((self.node()[1], 0))
-        host, port = listening.getsockname()
-        log = self._logs / "engine.log"
-        own = _own(environment)
-        engine = self._engine = start_listener(work, listening, log=log, environment=own)
-
-        def keep(engine: subprocess.Popen[bytes]) -> None:
-            for left in range(restarts, -1, -1):
-                engine.wait()
-                if self._is_ended or engine.returncode == 0:
-                    break
-                end = f"{name} at {host}:{port} {how_ended(engine)}. {log_tail(log)}"
-                if left:
-                    self._events.put(("note", f"{end}\nIt is started again."))
-                    engine = self._engine = start_listener(
-                        work, listening, log=log, environment=own
-                    )
-                else:
-                    self._events.put(("lost", f"{end}\nIt is not started again."))
-            listening.close()  # a later client is refused, and does not wait
-
-        threading.Thread(target=keep, args=(engine,), daemon=True).start()
-        return f"{host}:{port}"
-
-    def start_rank(
-        self, payload: bytes, environment: dict[str, str], where: str, rank: int
-    ) -> None:
-        os.chdir(where)
-        worker = self._rank = start_worker(
-            "lockstep.launch.ray:run_rank",
-            name=f"rank {rank}",
-            log=self._logs / "rank.log",
-            environment=_own(environment),
-        )
-        worker.listen(self._take, lambda why: self._events.put(("lost", why)))
+    def start(self, payload: bytes, environment: Mapping[str, str]) -> None:
+        work, log = "lockstep.launch.ray:run_rank", self._logs / "rank.log"
+        worker = start_worker(work, name=self._name, log=log, environment=environment)
+        worker.listen(self._take, lambda: self._events.put(("lost", worker.why_ended())))
         worker.send([payload])
+        self._worker = worker
 
     def _take(self, batch: Batch) -> None:
         for event in batch:
@@ -433,36 +291,25 @@ class Host:
     def events(self) -> list[Event]:
         """Waits for the next events."""
         found = [self._events.get()]
-        with contextlib.suppress(queue.Empty):
-            while True:
-                found.append(self._events.get_nowait())
+        while not self._events.empty():
+            found.append(self._events.get())
         return found
 
     def signal(self, number: int) -> None:
-        if self._rank is not None:
+        if self._worker is not None:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(self._rank.pid, number)
+                os.kill(self._worker.pid, number)
 
     def end(self) -> None:
         """Ends its process, by force if necessary."""
-        self._is_ended = True
-        if self._rank is not None:
-            self._rank.end(seconds=END_SECONDS)
-        if self._engine is not None:
-            self._engine.kill()
-            self._engine.wait()
+        if self._worker is not None:
+            self._worker.end(seconds=END_SECONDS)
         shutil.rmtree(self._logs, ignore_errors=True)
 
 
-def _own(environment: dict[str, str]) -> dict[str, str]:
-    """The environment with the GPUs that Ray has given this actor, if any."""
-    import ray
-
-    gpus = ",".join(map(str, ray.get_gpu_ids()))
-    return environment | {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES") or gpus}
-
-
 # -- in the process of a rank ---------------------------------------------------------------------
+
+_IS_TERMINAL = "LOCKSTEP_IS_TERMINAL"
 
 
 class _Forwarded(io.TextIOBase):
@@ -478,28 +325,28 @@ class _Forwarded(io.TextIOBase):
         return True
 
     def write(self, text: str) -> int:
-        self._line.send([("output", (self._name, text))])
+        self._line.send([(self._name, text)])
         return len(text)
 
 
 def run_rank(line: Line) -> None:
     """The worker's function of a rank, in an environment like torchrun's."""
-    (payload,) = line.receive()
+    payload = line.receive()
+    assert payload is not None, "it waits"
     signal.signal(signal.SIGINT, signal.default_int_handler)
     end_by_sigterm()
-    line.listen(lambda batch: None)  # ends this process with its actor
+    line.listen(lambda batch: None, end_now)
     if os.environ["RANK"] == "0":
         sys.stdout, sys.stderr = _Forwarded(line, "stdout"), _Forwarded(line, "stderr")
     try:
-        line.send([("done", pickle.loads(payload)())])
+        event = "done", pickle.loads(payload[0])()
     except KeyboardInterrupt:
-        line.send([("failed", ("KeyboardInterrupt", ""))])
-    except LockstepError as error:
-        kinds = (
-            kind.__name__ for kind in type(error).__mro__ if kind.__module__ == errors.__name__
-        )
-        line.send([("failed", (next(kinds), str(error)))])
+        event = "failed", KeyboardInterrupt()
+    except LockstepError as error:  # as one of those that can be pickled
+        kind = next(kind for kind in type(error).__mro__ if kind.__module__ == errors.__name__)
+        event = "failed", kind(str(error))
     except BaseException as error:
         traceback.print_exc()
         what = f"rank {os.environ['RANK']} has failed: {type(error).__name__}: {error}"
-        line.send([("failed", ("RankError", what))])
+        event = "failed", RankError(what)
+    line.send([event])

@@ -10,12 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from lockstep.config import from_dict
-from lockstep.engines.config import EmbeddedConfig
 from lockstep.errors import (
     ConfigError,
     RunError,
 )
-from lockstep.launch.config import share_of
 from lockstep.memory import Device
 from lockstep.models import peft_format
 from lockstep.models.config import ModelConfig
@@ -42,7 +40,6 @@ if TYPE_CHECKING:
 
     from lockstep.engines.base import Engine, EngineContext
     from lockstep.launch.ranks import Ranks
-    from lockstep.launch.workers import Workers
     from lockstep.models.decoder import Decoder
     from lockstep.ops.base import Ops
     from lockstep.sync.publisher import Publisher
@@ -120,7 +117,7 @@ def build(
         run=config.name if scratch is None else scratch.name,
         scratch=scratch if scratch is None or not rank else scratch / f"rank-{rank}",
         on_wait=on_wait,
-        workers=_workers(config, rank, world, model.embedding.device),
+        gpus=_engine_gpus(config, rank, world, model.embedding.device),
     )
     hooks = current_hooks()
     engine = hooks.make_engine(config.engine.for_rank(rank, world), context)
@@ -198,31 +195,24 @@ def _weights_place(config: Config, context: EngineContext) -> Path | None:
     return None if context.scratch is None else context.scratch / "weights"
 
 
-def _workers(config: Config, rank: int, world: int, device: torch.device) -> Workers:
-    """The places of this rank's share of the engines that run in processes of their own."""
+def _engine_gpus(config: Config, rank: int, world: int, device: torch.device) -> list[str]:
+    """The GPU of each engine of this rank that runs in a process of its own; empty on a CPU."""
     import torch
 
-    from lockstep.launch.workers import LocalWorkers, RemoteWorkers, gpus_of_rank
+    from lockstep.launch.workers import gpus_of_rank
 
     engine = config.engine
-    if not isinstance(engine, EmbeddedConfig) or not engine.replicas:
-        return LocalWorkers()
-    first = share_of(engine.replicas, rank, world, "engine.replicas").start
-    if (found := RemoteWorkers.from_environment(first=first)) is not None:
-        return found
-    if device.type != "cuda":
-        return LocalWorkers()
+    if not engine.num_workers or device.type != "cuda":
+        return []
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return LocalWorkers(
-        gpus_of_rank(
-            engine.replicas,
-            rank,
-            world,
-            local_rank=device.index or 0,
-            local_world=int(os.environ.get("LOCAL_WORLD_SIZE", world)),
-            gpus=visible.split(",") if visible else [*map(str, range(torch.cuda.device_count()))],
-            is_shared=engine.share_device,
-        )
+    return gpus_of_rank(
+        engine.num_workers,
+        rank,
+        world,
+        local_rank=device.index or 0,
+        local_world=int(os.environ.get("LOCAL_WORLD_SIZE", world)),
+        gpus=visible.split(",") if visible else [*map(str, range(torch.cuda.device_count()))],
+        is_shared=engine.share_device,
     )
 
 

@@ -84,7 +84,7 @@ def plan(
     before = f"stock ops: {reason}" if reason else before
     return [
         *lines,
-        *config.placement.describe(config.parallel, num_engines=config.engine.workers[1]),
+        *config.placement.describe(config.parallel, num_engines=config.engine.num_workers),
         f"numerics   {before if numerics is None else numerics.line}",
         f"memory     {describe_memory(config, model_files, numerics=numerics)}",
         *(f"warning    {text}" for text in config.chosen_correction.warnings()),

@@ -134,7 +134,7 @@ def check_parallel(config: ModelChoice, model: ModelConfig | FallbackConfig) -> 
         config.engine.for_rank(0, world)
         config.placement.check(
             config.parallel,
-            num_engines=config.engine.workers[1],
+            num_engines=config.engine.num_workers,
             is_shared=config.engine.share_device,
         )
     if world == 1:

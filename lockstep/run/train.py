@@ -48,7 +48,7 @@ def train(
         model_files if is_alone else None,  # each of several processes reads its own
         device="cpu" if is_elsewhere else resolve_device(config),
         placement=config.placement,
-        engines=config.engine.workers,
+        num_engines=config.engine.num_workers,
         out=out,
         resume=resume,
         start=start,

@@ -58,7 +58,7 @@ def script(trainer, directory):
 
 def work(rank, directory):
     world = dist.get_world_size()
-    place = Place(rank=rank, world=world, local_rank=rank, address="", port=0)
+    place = Place(rank=rank, world=world, local_rank=rank, meeting="")
     store = dist.FileStore(f"{directory}/told", world)
     ranks = Ranks(place, store, sequence=1, device=torch.device("cpu"))
     at = Path(directory) / "ranks"

@@ -33,7 +33,7 @@ def script(directory, ranks=None, **settings):
 
 def work(rank, directory):
     world = dist.get_world_size()
-    place = Place(rank=rank, world=world, local_rank=rank, address="", port=0)
+    place = Place(rank=rank, world=world, local_rank=rank, meeting="")
     store = dist.FileStore(f"{directory}/told", world)
     ranks = Ranks(place, store, sequence=1, device=torch.device("cpu"))
     out = {}

@@ -53,7 +53,7 @@ class Copying(EmbeddedEngine):
 
 
 def on_rank(rank, directory):
-    place = Place(rank=rank, world=2, local_rank=rank, address="", port=0)
+    place = Place(rank=rank, world=2, local_rank=rank, meeting="")
     store = dist.FileStore(f"{directory}/told", 2)
     ranks = Ranks(place, store, sequence=1, device=torch.device("cpu"))
     out = {}

@@ -71,9 +71,7 @@ ENGINES, RANKS = "lockstep.engines.embedded.replica:work", "lockstep.launch.ray:
 
 def test_a_run_outlives_a_killed_engine_and_ends_with_ctrl_c(cluster, tmp_path, capfd):
     path = tmp_path / "run"
-    config = resolve(
-        find_recipe("quickstart"), (*SMALL, "engine.replicas=2", "placement.colocate=true", *EAGER)
-    )
+    config = resolve(find_recipe("quickstart"), (*SMALL, "engine.replicas=2", *EAGER))
     killed = []
 
     def kill():
@@ -95,8 +93,7 @@ def test_a_run_outlives_a_killed_engine_and_ends_with_ctrl_c(cluster, tmp_path, 
     assert run.environment["processes"] == 2
     shown = capfd.readouterr()
     assert "step   0/500" in shown.out, "what rank 0 prints appears here"
-    assert f"(pid {killed[0]}) was ended by SIGKILL" in shown.err
-    assert "It is started again." in shown.err
+    assert sum(row.get("engine/returned_replicas", 0) for row in rows) == 1
     assert not processes_of(ENGINES) and not processes_of(RANKS)
 
 

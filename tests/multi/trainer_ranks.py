@@ -138,7 +138,7 @@ class _Slope(torch.autograd.Function):
 def work(rank, directory):
     """Everything that one rank does in all tests."""
     world = dist.get_world_size()
-    place = Place(rank=rank, world=world, local_rank=rank, address="", port=0)
+    place = Place(rank=rank, world=world, local_rank=rank, meeting="")
     store = dist.FileStore(f"{directory}/told", world)
     out = {}
     for sequence, is_sharded in LAYOUTS[world]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from lockstep.engines.worker_engine import WorkerEngine
 from lockstep.engines.worker_host import serve
 from lockstep.engines.worker_weights import TornWeightsError
 from lockstep.errors import CapabilityError, EngineError
-from lockstep.launch.workers import Line, Worker
+from lockstep.launch.workers import Line, start_worker
 from lockstep.models.decoder import Decoder
 from lockstep.models.hf_io import check_tensors, load_checkpoint, load_weights, read_tensors
 from lockstep.ops.base import Ops
@@ -38,8 +39,6 @@ class Order:
     ops: Ops
     """The trainer's ops, made anew in the worker with the same rules. Its self-test holds there
     too: the fingerprint, which includes a fixed computation, is compared."""
-    memory_fd: int
-    """File descriptor of the memory through which weights are passed."""
 
 
 class OwnWeightsEngine(EmbeddedEngine):
@@ -70,7 +69,7 @@ class OwnWeightsEngine(EmbeddedEngine):
 
 def make_replica(config: EmbeddedConfig, context: EngineContext) -> WorkerEngine:
     """An engine in a process of its own, with the weights that the run started from."""
-    model, workers = context.model, context.workers
+    model = context.model
     if not isinstance(model, Decoder):
         raise CapabilityError(
             f"engine embedded runs the decoder, and cannot run a {type(model).__name__}: choose an "
@@ -84,20 +83,20 @@ def make_replica(config: EmbeddedConfig, context: EngineContext) -> WorkerEngine
         device=model.embedding.device.type,
         threads=torch.get_num_threads(),
         ops=model.ops,
-        memory_fd=workers.memory.fd,
     )
-    run, _, _ = config.workers
     scratch = context.scratch or Path(tempfile.mkdtemp(prefix="lockstep-"))
-
-    def start() -> Worker:
-        return workers.start(
-            context.replica, run, name=f"engine {context.replica}", log=scratch / "engine.log"
-        )
-
+    name, gpu = f"engine {context.replica}", context.gpus[context.replica : context.replica + 1]
+    start = partial(
+        start_worker,
+        "lockstep.engines.embedded.replica:work",
+        name=name,
+        log=scratch / "engine.log",
+        environment={"CUDA_VISIBLE_DEVICES": gpu[0]} if gpu else {},
+    )
     return WorkerEngine(
         start,
         order,
-        memory=workers.memory,
+        newest=context.newest,
         device=model.embedding.device,
         restarts=config.restarts,
         on_wait=context.on_wait,
@@ -108,7 +107,7 @@ def make_replica(config: EmbeddedConfig, context: EngineContext) -> WorkerEngine
 
 
 def work(line: Line) -> None:
-    """The worker's function: see `serving.serve`."""
+    """The worker's function: see `worker_host.serve`."""
     serve(line, _make)
 
 

@@ -15,7 +15,7 @@ from lockstep.engines.config import EmbeddedConfig
 from lockstep.engines.embedded.engine import EmbeddedEngine
 from lockstep.engines.embedded.replica import make_replica
 from lockstep.engines.registry import make_engine
-from lockstep.engines.worker_weights import TornWeightsError, holding, reading
+from lockstep.engines.worker_weights import outlines_of, tensors_in, written
 from lockstep.errors import (
     CapabilityError,
     CheckpointError,
@@ -23,7 +23,7 @@ from lockstep.errors import (
     EngineDownError,
     EngineError,
 )
-from lockstep.launch.shared_file import SharedFile
+from lockstep.launch.shared_file import Newest, mapped
 from lockstep.models.hf_io import hf_tensors, load_checkpoint, save_checkpoint
 from lockstep.models.locate import locate_model
 from lockstep.ops.invariant import InvariantOps, Rules
@@ -101,10 +101,8 @@ def test_it_samples_the_bits_of_the_engine_in_this_process(engine, context, mode
         for (_, ours), theirs in zip(hf_tensors(changed).items(), tensors.values(), strict=True):
             ours.copy_(theirs)
     save_checkpoint(changed, tmp_path / "changed", like=DIRECTORY)
-    by_pieces = engine.version + 3
     for source in (hf_tensors(model), tensors, str(tmp_path / "changed"), tensors):
         version = engine.version + 1
-        engine._worker.maps_memory = version != by_pieces  # as to another machine
         asyncio.run(engine.load_weights(source, version=version))
         asyncio.run(here.load_weights(source, version=version))
         asked = [
@@ -174,39 +172,20 @@ def test_an_engine_that_cannot_be_made_says_why(context, tmp_path):
 
 
 def test_weights_on_their_way_are_written_once_for_all_who_read_them():
-    file = SharedFile()
+    newest = Newest()
     first = {"a": torch.arange(5.0), "b": torch.ones(2, 3, dtype=torch.bfloat16)}
+    outlines = outlines_of(first)
+    file = written(newest, first, outlines, version=1)
+    assert written(newest, first, outlines, version=1) is file
     second = {"a": torch.zeros(5), "b": torch.zeros(2, 3, dtype=torch.bfloat16)}
-    with (
-        holding(file, first, version=1) as (layout, region),
-        holding(file, first, version=1) as (_, same),
-    ):
-        assert same is region
-        with (
-            holding(file, second, version=2) as (_, other),
-            reading(file.fd, layout, region) as found,
-        ):
-            assert other.start != region.start, "the first is still read"
-            assert all(torch.equal(found[name], first[name]) for name in first)
-            assert found["b"].dtype == torch.bfloat16
-    with holding(file, second, version=2) as (_, again):
-        assert again == other, "it is there already"
-    first["a"] += 1
-    with (
-        holding(file, first, version=3) as (layout, newer),
-        reading(file.fd, layout, newer) as found,
-    ):
-        assert newer.start == region.start, "memory is used again"
-        assert torch.equal(found["a"], first["a"])
-
-
-def test_weights_that_are_written_over_while_they_are_read_are_noticed():
-    file = SharedFile()
-    with holding(file, {"a": torch.ones(4)}, version=1) as (layout, region):
-        pass
-    with (
-        pytest.raises(TornWeightsError, match="written over"),
-        reading(file.fd, layout, region),
-        holding(file, {"a": torch.zeros(4)}, version=2),
-    ):
-        pass
+    other = written(newest, second, outlines, version=2)
+    assert newest.has(second, 2) and not newest.has(first, 1)
+    found = tensors_in(mapped(file.address), outlines)
+    assert all(torch.equal(found[name], first[name]) for name in first), "the first is still read"
+    assert found["b"].dtype == torch.bfloat16
+    address = file.address
+    del file, other
+    written(newest, first, outlines, version=3)
+    with pytest.raises(EngineError, match="the trainer has given this load up"):
+        mapped(address)
+    assert all(torch.equal(found[name], first[name]) for name in first)

@@ -1,9 +1,12 @@
 """Places on a cluster: what is asked for, and what cannot be."""
 
+from dataclasses import replace
+
 import pytest
 
 from lockstep.config import resolve
 from lockstep.errors import ConfigError
+from lockstep.launch.config import ParallelConfig
 from lockstep.launch.placement import RayPlacement
 from lockstep.recipes import find_recipe
 from lockstep.run.plan import plan
@@ -12,20 +15,13 @@ from lockstep.run.preflight import preflight, read_model_files
 RAY = ("placement=ray", "parallel.processes=2", "engine.replicas=4")
 
 
-def test_engines_apart_have_places_of_their_own():
-    placement = RayPlacement(trainer_gpus=1, replica_gpus=1, trainer_cpus=4)
-    bundles = placement.bundles(2, 3)
-    assert [b.resources for b in bundles[:2]] == [{"CPU": 4, "GPU": 1}] * 2
-    assert [b.resources for b in bundles[2:]] == [{"CPU": 1, "GPU": 1}] * 3
-    assert [b.ranks for b in bundles] == [(0,), (1,), (), (), ()]
-    assert [b.engines for b in bundles] == [(), (), (0,), (1,), (2,)]
-
-
-def test_engines_beside_ranks_share_their_gpu():
-    bundles = RayPlacement(trainer_gpus=1, colocate=True, trainer_cpus=4).bundles(2, 4)
-    assert [b.resources for b in bundles] == [{"CPU": 6, "GPU": 1}] * 2
-    assert [b.engines for b in bundles] == [(0, 1), (2, 3)]
-    assert bundles[0].gpus_each * 3 == pytest.approx(1)
+def test_each_rank_has_a_place_with_its_engines():
+    placement, parallel = RayPlacement(trainer_cpus=4), ParallelConfig(processes=2)
+    assert placement.places(parallel, num_engines=3) == [{"CPU": 5}, {"CPU": 6}]
+    apart = replace(placement, trainer_gpus=1, replica_gpus=1)
+    assert apart.places(parallel, num_engines=3) == [{"CPU": 5, "GPU": 2}, {"CPU": 6, "GPU": 3}]
+    taking_turns = replace(placement, trainer_gpus=1)
+    assert taking_turns.places(parallel, num_engines=4) == [{"CPU": 6, "GPU": 1}] * 2
 
 
 def test_the_plan_shows_the_places():
@@ -33,7 +29,7 @@ def test_the_plan_shows_the_places():
     lines = plan(config, read_model_files(config))
     at = next(i for i, line in enumerate(lines) if line.startswith("placement"))
     assert "the Ray cluster of this machine, pack" in lines[at]
-    assert lines[at + 2].strip() == "rank 1: 1 CPUs" and "engine 3" in lines[at + 6]
+    assert lines[at + 2].strip() == "rank 1 and its engines: 3 CPU"
 
 
 @pytest.mark.parametrize(
@@ -43,12 +39,8 @@ def test_the_plan_shows_the_places():
         (("placement.wait_seconds=0",), "must be a finite number above 0"),
         (("placement.trainer_gpus=1",), "Give both GPUs, or neither"),
         (
-            ("placement.trainer_gpus=1", "placement.colocate=true"),
-            r"Set engine\.share_device=true",
-        ),
-        (
-            ("placement.replica_gpus=1", "placement.colocate=true"),
-            r"leave placement\.replica_gpus at 0",
+            ("placement.trainer_gpus=1", "placement.replica_gpus=1", "engine.share_device=true"),
+            r"the trainer alone, with engine\.share_device=true",
         ),
         (("engine.replicas=1",), r"engine\.replicas has 1 for 2 processes that train"),
     ],

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -10,14 +9,8 @@ import time
 
 import pytest
 
-from lockstep.errors import ConfigError, EngineDownError
-from lockstep.launch.workers import (
-    KEY,
-    RemoteWorkers,
-    gpus_of_rank,
-    start_listener,
-    start_worker,
-)
+from lockstep.errors import ConfigError
+from lockstep.launch.workers import gpus_of_rank, start_worker
 
 
 @pytest.fixture
@@ -45,7 +38,7 @@ def is_running(pid):
 def test_messages_come_back_in_order_and_a_worker_that_is_told_to_stop_ends(start):
     worker = start("echo")
     found, lost, known = [], [], threading.Event()
-    worker.listen(found.append, lambda why: (lost.append(why), known.set()))
+    worker.listen(found.append, lambda: (lost.append(worker.why_ended()), known.set()))
     for number in range(3):
         worker.send([number, "x" * 1_000_000])
     worker.send(["stop"])
@@ -57,7 +50,7 @@ def test_messages_come_back_in_order_and_a_worker_that_is_told_to_stop_ends(star
 def test_a_worker_that_fails_is_told_of_with_the_end_of_its_log(start, tmp_path):
     worker = start("fail")
     lost, known = [], threading.Event()
-    worker.listen(lambda batch: None, lambda why: (lost.append(why), known.set()))
+    worker.listen(lambda batch: None, lambda: (lost.append(worker.why_ended()), known.set()))
     assert known.wait(60)
     assert f"worker 3 (pid {worker.pid}) ended with exit code 1" in lost[0]
     assert f"The end of its log {tmp_path / 'worker.log'}" in lost[0]
@@ -69,7 +62,7 @@ def test_a_worker_that_is_killed_is_told_of_at_once(start):
     worker.send([1])
     worker.receive(seconds=60)
     lost, known = [], threading.Event()
-    worker.listen(lambda batch: None, lambda why: (lost.append(why), known.set()))
+    worker.listen(lambda batch: None, lambda: (lost.append(worker.why_ended()), known.set()))
     os.kill(worker.pid, signal.SIGKILL)
     assert known.wait(60)
     assert "SIGKILL (by hand, or by the system for want of memory)" in lost[0]
@@ -100,35 +93,6 @@ def test_a_worker_ignores_ctrl_c_and_ends_with_the_process_that_started_it(tmp_p
     while is_running(pid) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert not is_running(pid)
-
-
-def test_a_worker_of_another_machine_is_reached_by_those_who_know_the_key(tmp_path):
-    listening = socket.create_server(("127.0.0.1", 0))
-    address = f"127.0.0.1:{listening.getsockname()[1]}"
-    log = tmp_path / "log"
-    process = start_listener(
-        "worker_functions:echo", listening, log=log, environment={KEY: b"secret".hex()}
-    )
-    try:
-        with pytest.raises(EngineDownError, match=f"engine 1 at {address} does not answer"):
-            RemoteWorkers(["", address], first=1, key=b"guess").start(
-                0, "", name="engine 1", log=log
-            )
-        worker = RemoteWorkers([address], first=0, key=b"secret").start(0, "", name="e", log=log)
-        lost, known = [], threading.Event()
-        worker.send([5])
-        assert worker.receive(seconds=60) == [process.pid, 5]
-        worker.listen(lambda batch: None, lambda why: (lost.append(why), known.set()))
-        worker.end(seconds=0)
-        assert process.wait(60) == 0, "it ends when nobody is at the other end"
-        assert known.wait(60) and f"e at {address} is gone" in lost[0]
-    finally:
-        process.kill()
-        process.wait()
-        listening.close()
-    assert "was turned away" in log.read_text()
-    with pytest.raises(EngineDownError, match="is not reached"):
-        RemoteWorkers([address], first=0, key=b"secret").start(0, "", name="e", log=log)
 
 
 def test_workers_take_the_gpus_that_no_trainer_of_their_machine_has():
