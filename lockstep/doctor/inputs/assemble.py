@@ -10,31 +10,22 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep.doctor.checks.rows import TOKEN_COLUMNS, BoolArray, Rows
+from lockstep.doctor.inputs.schema import COLUMNS
 from lockstep.errors import DataError
 from lockstep.types import Int32Array
 
 Array = npt.NDArray[Any]
 T = TypeVar("T")
 
+_UNKNOWN = {"bool": False, "int32": -1, "int64": -1}
 _FILLS: Mapping[str, tuple[str, Any]] = {
-    "rollout_logprobs": ("f4", np.nan),
-    "trainer_logprobs": ("f4", np.nan),
-    "is_sampled": ("?", False),
-    "turn": ("i4", -1),
-    "policy_version": ("i4", -1),
-    "advantages": ("f4", np.nan),
-    "routed_experts": ("i2", -1),
-    "trainer_version": ("i8", -1),
-    "prompt_lengths": ("i8", -1),
-    "rewards": ("f8", np.nan),
-    "groups": ("i8", -1),
-    "steps": ("i8", -1),
+    column.field: (column.dtype, _UNKNOWN.get(column.dtype) if column.fill is None else column.fill)
+    for column in COLUMNS
+    if column.shape in ("token", "token or row", "row", "route")
 }
 """Column -> its dtype, and the value for rows that lack it."""
 _NEVER_LOST = frozenset({"rollout_logprobs", "trainer_logprobs", "advantages", "routed_experts"})
 """Columns that are read completely or not at all."""
-_TOKENS_OF_TEXT = 256
-"""Tokens that a row without ids counts as, so that chunks of texts end too."""
 
 
 @dataclass(kw_only=True)
@@ -56,9 +47,9 @@ class Row:
 
     row_id: str
     """Name of the row in findings."""
-    token_ids: Int32Array = field(default_factory=lambda: np.empty(0, np.int32))
+    token_ids: Int32Array
     """[T] the whole row: prompt, replies, tool replies."""
-    loss_mask: BoolArray = field(default_factory=lambda: np.empty(0, np.bool_))
+    loss_mask: BoolArray
     """[T] true where the token is trained."""
     columns: dict[str, Any] = field(default_factory=dict[str, Any])
     """Other fields of `Rows`: an array [T, ...], or the one value of the row."""
@@ -96,7 +87,7 @@ def in_chunks(rows: Iterable[Row], has: frozenset[str], *, max_tokens: int) -> I
                     f"row {row.row_id!r} is the first with {min(lost)}; expected every column in "
                     "the first rows of the dump. Give the part from that row on by itself."
                 )
-            yield len(row) or _TOKENS_OF_TEXT, row
+            yield len(row), row
 
     for pending in grouped(checked(), max_tokens):
         yield _join(pending, has)
@@ -155,75 +146,93 @@ def _join(rows: Sequence[Row], has: frozenset[str]) -> Rows:
 # -- values of a file ------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, kw_only=True)
+class Values:
+    """Numbers per token of one row of a file, under the names of the file.
+
+    >>> response = np.array([True, True, False])  # its third place is padding
+    >>> values = Values(source={"lp": [-0.5, -0.25, 0.0]}, where="row 0", size=4, kept=response)
+    >>> values.floats("lp").tolist(), values.floats("old_lp")
+    ([nan, nan, -0.5, -0.25], None)
+    """
+
+    source: Mapping[str, Any]
+    where: str
+    """Begins an error."""
+    size: int
+    """Tokens of the row."""
+    kept: BoolArray | None = None
+    """True at each place of a response that is no padding; None if values are of the whole row.
+
+    Of more values than the row has tokens the last are kept: the prompt length of the row is then
+    negative, which the check of the boundary reports."""
+
+    def floats(self, *names: str) -> Array | None:
+        """[size] float32 under the first of these names, NaN before a response; None if the file
+        has none of them. Raises DataError for anything but a number per place."""
+        name = next((name for name in names if self.source.get(name) is not None), None)
+        if name is None:
+            return None
+        where = f"{self.where}: {name}"
+        if self.kept is None:
+            return floats_of(self.source[name], self.size, where)
+        response = floats_of(self.source[name], len(self.kept), where)[self.kept]
+        before = np.full(max(self.size - len(response), 0), np.nan, np.float32)
+        return np.concatenate([before, response[max(len(response) - self.size, 0) :]])
+
+    def mask(self, *names: str) -> BoolArray | None:
+        """[size] true where the number (a mask, or a weight) is above 0."""
+        found = self.floats(*names)
+        return None if found is None else found > 0
+
+
+def row_of(batch: Mapping[str, Any], number: int) -> dict[str, Any]:
+    """One row of each tensor, or list of tensors, of a batch; an empty one where there are fewer
+    rows."""
+    return {
+        name: column[number] if number < len(column) else column[:0]
+        for name, column in batch.items()
+        if isinstance(column, list) or (isinstance(column, np.ndarray) and column.ndim)
+    }
+
+
 def numbers(value: Any) -> Array | None:
-    """A list of numbers, a tensor or an array as an array; None for anything else."""
-    if not isinstance(value, np.ndarray):
-        if not isinstance(value, list | tuple):
-            value = getattr(value, "values", None)  # an array inside of a pickle
-        elif set(map(type, value)) <= {int, float, bool}:
-            value = np.asarray(value) if len(value) else np.empty(0)
+    """A list of numbers (null is NaN), a tensor or an array as an array; None for anything else."""
+    if isinstance(value, list | tuple):
+        kinds = set(map(type, value))
+        if not kinds <= {int, float, bool, type(None)}:
+            return None
+        dtype = np.float64 if type(None) in kinds else None if kinds else np.int64
+        try:
+            value = np.array(value, dtype)
+        except OverflowError:
+            return None
+    elif not isinstance(value, np.ndarray):
+        value = getattr(value, "values", None)  # an array inside of a pickle
     return value if isinstance(value, np.ndarray) and value.dtype.kind in "biuf" else None
 
 
 def ids_of(values: Any, where: str) -> Int32Array:
     """Token ids as int32. Raises DataError for anything but whole numbers of 32 bits."""
-    if isinstance(values, list) and set(map(type, values)) <= {int}:
-        try:
-            values = np.asarray(values, np.int64)
-        except OverflowError:
-            raise DataError(f"{where}: a token id is beyond 64 bits.") from None
-    if not isinstance(values, np.ndarray) or values.dtype.kind not in "iu" or values.ndim != 1:
-        raise DataError(f"{where}: expected a list of token ids, whole numbers.")
-    if len(values) and (values.min() < -(1 << 31) or values.max() >= 1 << 31):
-        raise DataError(f"{where}: a token id is beyond 32 bits: {values.min()} to {values.max()}.")
-    return values.astype(np.int32)
+    found = numbers(values)
+    if found is None or found.dtype.kind not in "iu" or found.ndim != 1:
+        raise DataError(f"{where}: expected a list of token ids, whole numbers of 32 bits.")
+    if len(found) and (found.min() < -(1 << 31) or found.max() >= 1 << 31):
+        raise DataError(f"{where}: a token id is beyond 32 bits: {found.min()} to {found.max()}.")
+    return found.astype(np.int32)
 
 
 def floats_of(values: Any, size: int, where: str) -> Array:
-    """[size] float32 of a JSON list; null is NaN. Raises DataError for anything else."""
-    if not isinstance(values, list) or len(values) != size:
-        found = f"{len(values)} entries" if isinstance(values, list) else type(values).__name__
-        raise DataError(f"{where}: expected {size} numbers, one per token; found {found}.")
-    if not set(map(type, values)) <= {int, float, type(None)}:
-        raise DataError(f"{where}: expected numbers; found an entry that is not a number.")
-    try:
-        with np.errstate(over="ignore"):
-            return np.array(values, np.float32)
-    except OverflowError:
-        raise DataError(f"{where}: expected numbers; an entry is beyond any float.") from None
-
-
-def mask_of(values: Any, size: int, where: str) -> BoolArray:
-    """[size] of a JSON list of true and false, or of 1 and 0."""
-    if isinstance(values, list):
-        values = [int(value) if isinstance(value, bool) else value for value in values]
-    found = floats_of(values, size, where)
-    if not np.isin(found, (0.0, 1.0)).all():
-        raise DataError(f"{where}: expected true and false (or 1 and 0); found something else.")
-    return found > 0
-
-
-def at_the_end(
-    values: Sequence[Any] | Array, size: int, where: str, *, fill: Any = np.nan, dtype: str = "f4"
-) -> Array:
-    """[size, ...]: the values of a response at the end of its row, `fill` before them.
-
-    Of more values than the row has tokens the last are kept: the prompt length of the row is then
-    negative, which the check of the boundary reports.
-
-    >>> at_the_end([-0.5, -0.25], 4, "row 0").tolist()
-    [nan, nan, -0.5, -0.25]
-    """
-    try:
-        with np.errstate(over="ignore", invalid="ignore"):  # beyond float32: infinite
-            response = np.asarray(values, dtype)
-    except (ValueError, TypeError, OverflowError):
-        raise DataError(f"{where}: expected numbers ({dtype}), found something else.") from None
-    out = np.full((size, *response.shape[1:]), fill, dtype)
-    kept = min(size, len(response))
-    if kept:
-        out[size - kept :] = response[len(response) - kept :]
-    return out
+    """[size] float32 of a list of numbers, or a tensor; null is NaN. Raises DataError for anything
+    else."""
+    found = numbers(values)
+    if found is None or found.shape != (size,):
+        kind = (
+            f"{values!r:.40}" if found is None else f"{' x '.join(map(str, found.shape))} entries"
+        )
+        raise DataError(f"{where}: expected {size} numbers, one per token; found {kind}.")
+    with np.errstate(over="ignore"):  # beyond float32: infinite
+        return found.astype(np.float32)
 
 
 def whole(value: Any) -> int | None:
@@ -235,7 +244,6 @@ def whole(value: Any) -> int | None:
 def real(value: Any) -> float | None:
     """A number (a reward); None for anything else."""
     try:
-        is_real = isinstance(value, int | float | np.floating | np.integer)
-        return float(value) if is_real else None
+        return float(value) if isinstance(value, int | float | np.number) else None
     except OverflowError:
         return None

@@ -44,7 +44,8 @@ class FileDump(Dump):
         if not head:
             raise DataError(f"{path}{self.no_row}")
         self.has = frozenset(name for row in head for name in row.columns)
-        self.facts = Facts(trainer=self.trainer)
+        has_routes = "routed_experts" in self.has
+        self.facts = Facts(trainer=self.trainer, is_moe=True if has_routes else None)
         self.lacks = {name: reason for name, reason in self.why.items() if name not in self.has}
 
     @classmethod

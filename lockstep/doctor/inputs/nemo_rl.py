@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from lockstep.doctor.inputs.assemble import Row, floats_of, ids_of, real, row_name, whole
+from lockstep.doctor.inputs.assemble import Row, Values, floats_of, ids_of, real, row_name, whole
 from lockstep.doctor.inputs.lines import LineDump, step_in
 from lockstep.errors import DataError
 
@@ -47,37 +47,33 @@ class NemoRlDump(LineDump):
     def rows_of(
         self, line: Mapping[str, Any], path: Path, number: int, where: str
     ) -> Iterator[Row]:
-        def one(name: str) -> Any:
-            """The value of a batch of one."""
-            value = line.get(name)
-            return value[0] if isinstance(value, list) and len(value) == 1 else value
-
-        padded = ids_of(one("token_ids"), f"{where}: token_ids")
-        size = whole(one("input_lengths"))
+        # Each value is a batch of one.
+        source = {n: v[0] if isinstance(v, list) and len(v) == 1 else v for n, v in line.items()}
+        padded = ids_of(source["token_ids"], f"{where}: token_ids")
+        size = whole(source["input_lengths"])
         if size is None or not 0 <= size <= len(padded):
             raise DataError(
                 f"{where}: input_lengths must be the length of the row without its padding, 0 to "
                 f"{len(padded)}."
             )
-
-        def floats(name: str) -> Any:
-            return floats_of(one(name), len(padded), f"{where}: {name}")[:size]
-
-        loss_mask = floats("token_loss_mask") > 0
-        if (weight := real(one("sample_loss_mask"))) is not None and weight <= 0:
-            loss_mask = np.zeros(size, np.bool_)  # a sample that was filtered out
-        trainer = floats("prev_logprobs")
+        values = Values(source=source, where=where, size=size, kept=np.arange(len(padded)) < size)
+        is_trained = (
+            floats_of(source["token_loss_mask"], len(padded), f"{where}: token_loss_mask") > 0
+        )
+        if (weight := real(source.get("sample_loss_mask"))) is not None and weight <= 0:
+            is_trained[:] = False  # a sample that was filtered out
+        trainer = floats_of(source["prev_logprobs"], len(padded), f"{where}: prev_logprobs")[:size]
         trainer[:1] = np.nan  # a filler: nothing predicts the first token
         step = step_in(path)
         yield Row(
             row_id=row_name(step, number - 1),
             token_ids=padded[:size],
-            loss_mask=loss_mask,
+            loss_mask=is_trained[:size],
             columns={
-                "rollout_logprobs": floats("generation_logprobs"),
+                "rollout_logprobs": values.floats("generation_logprobs"),
                 "trainer_logprobs": trainer if np.any(trainer[1:] != 0.0) else None,
-                "advantages": floats("advantages") if line.get("advantages") is not None else None,
-                "rewards": one("rewards"),
+                "advantages": values.floats("advantages"),
+                "rewards": source.get("rewards"),
                 "steps": step,
             },
         )

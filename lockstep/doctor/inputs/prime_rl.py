@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from lockstep.doctor.checks.rows import BoolArray
-from lockstep.doctor.inputs.assemble import Row, floats_of, ids_of, mask_of, real
+from lockstep.doctor.inputs.assemble import Row, Values, floats_of, ids_of, real
 from lockstep.doctor.inputs.lines import LineDump
 from lockstep.errors import DataError
 
@@ -53,11 +53,7 @@ class PrimeRlDump(LineDump):
         self, line: Mapping[str, Any], path: Path, number: int, where: str
     ) -> Iterator[Row]:
         ids = ids_of(line["token_ids"], f"{where}: token_ids")
-
-        def floats(name: str) -> Any:
-            values = line.get(name)
-            return None if values is None else floats_of(values, len(ids), f"{where}: {name}")
-
+        values = Values(source=line, where=where, size=len(ids))
         rewards = line.get("rewards")  # the reward of the row at each of its tokens
         known = [real(r) for r in rewards] if isinstance(rewards, list) else []
         step, run = line.get("export_step", line.get("step")), line.get("run_id")
@@ -65,28 +61,29 @@ class PrimeRlDump(LineDump):
         yield Row(
             row_id=f"{run}/{name}" if isinstance(run, str) else name,
             token_ids=ids,
-            loss_mask=_trained(line, len(ids), where),
+            loss_mask=_trained(values),
             columns={
-                "rollout_logprobs": floats("inference_logprobs"),
-                "trainer_logprobs": floats("trainer_logprobs"),
-                "advantages": floats("advantages"),
+                "rollout_logprobs": values.floats("inference_logprobs"),
+                "trainer_logprobs": values.floats("trainer_logprobs"),
+                "advantages": values.floats("advantages"),
                 "rewards": next((r for r in reversed(known) if r is not None), None),
                 "steps": step,
             },
         )
 
 
-def _trained(line: Mapping[str, Any], size: int, where: str) -> BoolArray:
+def _trained(values: Values) -> BoolArray:
     """Tokens of the policy's loss. `loss_mask` is the union of all losses, which includes the
     imitation of given tokens."""
-    mask = mask_of(line["loss_mask"], size, f"{where}: loss_mask")
-    losses = line.get("losses")
-    if isinstance(losses, list) and len(losses) == size:
+    mask = floats_of(values.source["loss_mask"], values.size, f"{values.where}: loss_mask")
+    if not np.isin(mask, (0, 1)).all():
+        raise DataError(f"{values.where}: loss_mask: expected true and false, or 1 and 0.")
+    losses, weights = values.source.get("losses"), values.source.get("rl_weights")
+    if isinstance(losses, list) and len(losses) == values.size:
         if not all(isinstance(at, dict) and isinstance(at.get("rl", {}), dict) for at in losses):
-            raise DataError(f"{where}: losses must be an object per token, of objects by loss.")
+            raise DataError(f"{values.where}: losses must be an object per token, of objects.")
         if any("rl" in at for at in losses):
-            return mask & np.array([bool(at.get("rl", {}).get("mask")) for at in losses], np.bool_)
-    weights = line.get("rl_weights")
+            return (mask > 0) & [bool(at.get("rl", {}).get("mask")) for at in losses]
     if isinstance(weights, list) and any(weights):
-        return mask & (floats_of(weights, size, f"{where}: rl_weights") != 0)
-    return mask
+        return (mask > 0) & (floats_of(weights, values.size, f"{values.where}: rl_weights") != 0)
+    return mask > 0

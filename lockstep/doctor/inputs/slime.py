@@ -10,15 +10,16 @@ observability/rollout_data_utils.py and train_data_utils.py) and miles' (utils/t
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 
-from lockstep.doctor.inputs.assemble import Array, Row, at_the_end, ids_of, numbers, row_name, whole
+from lockstep.doctor.checks.rows import BoolArray
+from lockstep.doctor.inputs.assemble import Array, Row, Values, ids_of, numbers, row_name, whole
 from lockstep.doctor.inputs.lines import FileDump
 from lockstep.doctor.inputs.pickles import is_torch_file, read_torch
 from lockstep.errors import DataError
@@ -54,10 +55,6 @@ class SlimeDump(FileDump):
         "texts": "the response as text is in the files of --save-debug-rollout-data.",
         "messages": "slime keeps no parsed messages.",
     }
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        self.facts = replace(self.facts, is_moe=True if "routed_experts" in self.has else None)
 
     @classmethod
     def files_of(cls, path: Path) -> list[Path]:
@@ -98,85 +95,63 @@ def _batch_of(content: Any) -> tuple[Any, bool]:
 
 
 def _rows(content: Any, path: Path) -> Iterator[Row]:
-    samples = _samples(content)
+    samples = _samples(content) if isinstance(content, dict) else None
     if samples is None:
         raise DataError(
             f"{path} is a file of torch.save without `samples` or `rollout_data`: it was not "
             "written by slime's or miles' --save-debug-rollout-data or --save-debug-train-data."
         )
-    step = whole(content.get("rollout_id"))
+    step, raw = whole(content.get("rollout_id")), content.get("raw_reward")
     for number, sample in enumerate(samples):
         where = f"{path}: sample {number}"
         if not isinstance(sample, dict) or "tokens" not in sample:
             raise DataError(f"{where}: expected a dict with `tokens`, as Sample.to_dict() makes.")
-        yield _row(sample, step, sample.get("rollout_position", number), where)
+        at = sample.get("rollout_position", number)
+        if isinstance(raw, list) and isinstance(at, int) and 0 <= at < len(raw):
+            sample.setdefault("reward", raw[at])  # before it was normalised
+        yield _row(sample, step, at, where)
 
 
-def _samples(content: Any) -> list[Any] | None:
+def _samples(content: dict[str, Any]) -> list[Any] | None:
     """The samples of a file, each a dict by slime's names; None for any other content."""
-    if not isinstance(content, dict):
-        return None
-    samples, raw = content.get("samples"), content.get("raw_reward")
     shard = content.get("rollout_data")
-    if not isinstance(samples, list):
-        if not isinstance(shard, dict) or not isinstance(shard.get("tokens"), list):
-            return None
-        # The share of one rank: field -> list over samples; partition: places in the whole batch.
-        raw, size = shard.get("raw_reward"), len(shard["tokens"])
-        lists = {n: v for n, v in shard.items() if isinstance(v, list | range) and len(v) == size}
-        samples = [{name: values[i] for name, values in lists.items()} for i in range(size)]
-        for number, sample in enumerate(samples):
-            rank = content.get("rank")
-            sample["rollout_position"] = sample.get("partition", f"rank{rank}/{number}")
-    if isinstance(raw, list):  # of the whole batch, before it was normalised
-        for number, sample in enumerate(samples):
-            at = sample.get("rollout_position", number) if isinstance(sample, dict) else None
-            if isinstance(at, int) and 0 <= at < len(raw):
-                sample.setdefault("reward", raw[at])
-    return samples
+    if isinstance(content.get("samples"), list):
+        return content["samples"]
+    if not isinstance(shard, dict) or not isinstance(shard.get("tokens"), list):
+        return None
+    # The share of one rank: field -> list over samples; partition: places in the whole batch.
+    size = len(shard["tokens"])
+    content["raw_reward"] = shard.get("raw_reward")
+    lists = {n: v for n, v in shard.items() if isinstance(v, list | range) and len(v) == size}
+    places = lists.get("partition", [f"rank{content.get('rank')}/{i}" for i in range(size)])
+    return [
+        {name: values[i] for name, values in lists.items()} | {"rollout_position": places[i]}
+        for i in range(size)
+    ]
 
 
 def _row(sample: Mapping[str, Any], step: int | None, name: Any, where: str) -> Row:
     ids = ids_of(sample["tokens"], f"{where}: tokens")
     size = len(ids)
-    said = sample.get("response_length", sample.get("response_lengths"))
-    length = whole(said)
-    if length is None:
-        raise DataError(
-            f"{where}: response_length must be a whole number, found {type(said).__name__}."
-        )
-
-    def response(*names: str, fill: Any = np.nan, dtype: str = "f4") -> Array | None:
-        """[T, ...] the first of these fields that the sample has."""
-        field = next((n for n in names if sample.get(n) is not None), None)
-        if field is None:
-            return None
-        values = numbers(sample[field])
-        if values is None or (not values.ndim):
-            raise DataError(f"{where}: {field} must be a list of numbers.")
-        if len(values) != length:
-            raise DataError(
-                f"{where}: {field} has {len(values)} entries, and response_length is {length}. "
-                "slime needs one per token of the response; if the run had context parallelism, "
-                "each rank saved a part of it: dump with --context-parallel-size 1."
-            )
-        return at_the_end(values, size, f"{where}: {field}", fill=fill, dtype=dtype)
-
-    mask = response("loss_mask", "loss_masks", fill=False, dtype="?")
+    length = whole(sample.get("response_length", sample.get("response_lengths")))
+    if length is None or length < 0:
+        raise DataError(f"{where}: response_length must be a whole number from 0.")
+    values = Values(source=sample, where=where, size=size, kept=np.ones(length, np.bool_))
+    mask = values.mask("loss_mask", "loss_masks")
     if mask is None:  # slime trains the whole response then
-        mask = at_the_end(np.ones(max(length, 0), np.bool_), size, where, fill=False, dtype="?")
+        mask = np.arange(size) >= size - length
     text, reward = sample.get("response"), sample.get("reward")
     if isinstance(reward, dict) and len(reward) == 1:
         reward = next(iter(reward.values()))
     return Row(
         row_id=row_name(step, name),
         token_ids=ids,
-        loss_mask=np.zeros(size, np.bool_) if sample.get("remove_sample") else mask,
+        loss_mask=mask & (not sample.get("remove_sample")),
         columns={
             "prompt_lengths": size - length,
-            "rollout_logprobs": response("rollout_log_probs"),
-            "trainer_logprobs": response("log_probs"),
-            "advantages": response("advantages"),
+            "rollout_logprobs": values.floats("rollout_log_probs"),
+            "trainer_logprobs": values.floats("log_probs"),
+            "advantages": values.floats("advantages"),
             "policy_version": _versions(sample.get("weight_versions"), mask),
             "routed_experts": _routes(numbers(sample.get("rollout_routed_experts")), size, where),
             "texts": text if isinstance(text, str) and text else None,
@@ -201,23 +176,17 @@ def _routes(routes: Array | None, size: int, where: str) -> Array | None:
     return out
 
 
-def _versions(versions: Any, mask: Array) -> Array | None:
+def _versions(versions: Any, mask: BoolArray) -> Array | None:
     """[T] int32 version of the weights of each turn, -1 elsewhere; None if the file does not say
     which turn has which. versions: one text per request, as the engine numbers them."""
     if not isinstance(versions, list) or not versions:
         return None
-    if not all(isinstance(v, str | int) and str(v).isdecimal() for v in versions):
+    if not all(re.fullmatch("[0-9]{1,9}", str(version)) for version in versions):
         return None
-    if any(len(str(v)) > 9 for v in versions):
+    known = list(map(int, versions))
+    begins = mask & ~np.concatenate([[False], mask[:-1]])
+    if len(set(known)) == 1:
+        known = known[:1] * int(begins.sum())
+    if len(known) != begins.sum():
         return None
-    known = np.array([int(v) for v in versions], np.int64)
-    begins = np.flatnonzero(mask & ~np.concatenate([[False], mask[:-1]]))
-    out = np.full(len(mask), -1, np.int32)
-    if len(set(known.tolist())) == 1:
-        out[mask] = known[0]
-    elif len(begins) == len(known):
-        turn = np.searchsorted(begins, np.flatnonzero(mask), side="right") - 1
-        out[mask] = known[turn]
-    else:
-        return None
-    return out
+    return np.where(mask, np.array([*known, -1])[np.cumsum(begins) - 1], -1).astype(np.int32)

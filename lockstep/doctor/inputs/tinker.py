@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from lockstep.doctor.inputs.assemble import Row, floats_of, ids_of
+from lockstep.doctor.inputs.assemble import Row, Values, floats_of, ids_of
 from lockstep.doctor.inputs.lines import LineDump
 from lockstep.errors import DataError
 
@@ -52,19 +52,17 @@ class TinkerDump(LineDump):
                 "datum with images has no ids in their place and cannot be read."
             )
 
-        def floats(name: str, fill: float = np.nan) -> Any:
-            if line.get(name) is None and name not in self.keys:
-                return None
-            values = floats_of(line[name], len(targets), f"{where}: {name}")
-            return np.concatenate([np.array([fill], np.float32), values])
-
+        size = len(targets)  # the first token of a row is no target
+        mask = floats_of(line["mask"], size, f"{where}: mask") > 0  # 1 or 0, or a weight
+        kept = np.ones(size, np.bool_)
+        values = Values(source=line, where=where, size=size + 1, kept=kept)
         yield Row(
             row_id=f"{path.stem}/{number - 1}",
             token_ids=np.concatenate([given[:1], targets]),
-            loss_mask=floats("mask", 0.0) > 0,  # 1 or 0, or a weight
+            loss_mask=np.concatenate([[False], mask]),
             columns={
-                "rollout_logprobs": floats("logprobs"),
-                "trainer_logprobs": floats("training_logprobs"),
-                "advantages": floats("advantages", 0.0),
+                "rollout_logprobs": values.floats("logprobs"),
+                "trainer_logprobs": values.floats("training_logprobs"),
+                "advantages": values.floats("advantages"),
             },
         )

@@ -14,7 +14,15 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from lockstep.doctor.inputs.assemble import Array, Row, at_the_end, ids_of, numbers, row_name
+from lockstep.doctor.inputs.assemble import (
+    Array,
+    Row,
+    Values,
+    floats_of,
+    ids_of,
+    row_name,
+    row_of,
+)
 from lockstep.doctor.inputs.lines import FileDump, step_in
 from lockstep.doctor.inputs.pickles import is_torch_file, mentions, read_torch
 from lockstep.errors import DataError
@@ -53,65 +61,40 @@ class TrlDump(FileDump):
 
     def rows_in(self, path: Path) -> Iterator[Row]:
         batch = read_torch(path)
-        if not isinstance(batch, dict) or any(
-            not isinstance(batch.get(name), np.ndarray) or batch[name].ndim != 2 for name in _BATCH
-        ):
+        if not isinstance(batch, dict) or any(np.ndim(batch.get(name, 0)) != 2 for name in _BATCH):
             raise DataError(
                 f"{path} is no batch of a GRPOTrainer: expected a dict with the tensors "
                 f"{', '.join(_BATCH)}, each of two dimensions."
             )
+        step = step_in(path)
         for number in range(len(batch["completion_ids"])):
-            yield _row(batch, number, step_in(path), f"{path}: row {number}")
+            yield _row(row_of(batch, number), row_name(step, number), step, f"{path}: row {number}")
 
 
-def _row(batch: Mapping[str, Any], number: int, step: int | None, where: str) -> Row:
-    def of(name: str) -> Array | None:
-        values = batch.get(name)
-        if not isinstance(values, np.ndarray) or not values.ndim:
-            return None
-        if number >= len(values) or numbers(values) is None:
-            raise DataError(
-                f"{where}: {name} has shape {values.shape}: no numbers of row {number}."
-            )
-        return values[number]
+def _row(source: Mapping[str, Any], name: str, step: int | None, where: str) -> Row:
+    def unpadded(part: str) -> tuple[Array, Array]:
+        """(ids, true where an id is no padding) of the prompt or the completion."""
+        ids = ids_of(source[f"{part}_ids"], f"{where}: {part}_ids")
+        kept = floats_of(source[f"{part}_mask"], len(ids), f"{where}: {part}_mask") > 0
+        return ids[kept], kept
 
-    def kept(part: str) -> tuple[Array, Array]:
-        """(ids without padding, mask) of the prompt or the completion."""
-        ids, mask = ids_of(of(f"{part}_ids"), f"{where}: {part}_ids"), of(f"{part}_mask")
-        if mask is None or mask.shape != ids.shape:
-            raise DataError(f"{where}: {part}_mask is not of the shape of {part}_ids.")
-        return ids[mask.astype(np.bool_)], mask.astype(np.bool_)
-
-    (prompt, _), (completion, is_kept) = kept("prompt"), kept("completion")
-    ids = np.concatenate([prompt, completion])
-
-    def response(name: str, fill: Any = np.nan, dtype: str = "f4") -> Array | None:
-        values = of(name)
-        if values is None:
-            return None
-        if values.shape != is_kept.shape:
-            raise DataError(
-                f"{where}: {name} has shape {values.shape}, and completion_ids {is_kept.shape}."
-            )
-        return at_the_end(values[is_kept], len(ids), f"{where}: {name}", fill=fill, dtype=dtype)
-
-    loss_mask = response("tool_mask", fill=False, dtype="?")  # 1 where the model wrote
-    if loss_mask is None:
-        loss_mask = np.arange(len(ids)) >= len(prompt)
-    advantage = of("advantages")
-    if advantage is not None:  # one number of the row, or one per token
-        advantage = (
-            response("advantages") if advantage.ndim else np.full(len(ids), advantage, np.float32)
-        )
+    (prompt, _), (completion, kept) = unpadded("prompt"), unpadded("completion")
+    size = len(prompt) + len(completion)
+    values = Values(source=source, where=where, size=size, kept=kept)
+    loss_mask = values.mask("tool_mask")  # 1 where the model wrote
+    advantages = source.get("advantages")
+    if advantages is not None:  # one number of the row, or one per token
+        is_one = not advantages.ndim
+        advantages = np.full(size, advantages) if is_one else values.floats("advantages")
     return Row(
-        row_id=row_name(step, number),
-        token_ids=ids,
-        loss_mask=loss_mask,
+        row_id=name,
+        token_ids=np.concatenate([prompt, completion]),
+        loss_mask=np.arange(size) >= len(prompt) if loss_mask is None else loss_mask,
         columns={
             "prompt_lengths": len(prompt),
-            "rollout_logprobs": response("sampling_per_token_logps"),
-            "trainer_logprobs": response("old_per_token_logps"),
-            "advantages": advantage,
+            "rollout_logprobs": values.floats("sampling_per_token_logps"),
+            "trainer_logprobs": values.floats("old_per_token_logps"),
+            "advantages": advantages,
             "steps": step,
         },
     )

@@ -13,22 +13,25 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 
+from lockstep.doctor.checks.rows import BoolArray
 from lockstep.doctor.inputs.assemble import (
     Array,
     Row,
-    at_the_end,
+    Values,
+    floats_of,
     ids_of,
     numbers,
     real,
     row_name,
+    row_of,
     whole,
 )
-from lockstep.doctor.inputs.base import Facts
 from lockstep.doctor.inputs.lines import FileDump
 from lockstep.doctor.inputs.pickles import (
     Record,
@@ -74,199 +77,164 @@ class VerlDump(FileDump):
     }
 
     def __init__(self, path: Path) -> None:
+        self._groups: dict[str, int] = {}
+        """uid -> number of the group."""
         super().__init__(path)
-        self.facts = _Batch(self.files[0]).facts()
+        meta = _read(self.files[0]).meta
+        stop = meta.get("eos_token_id")
+        stops = map(whole, stop if isinstance(stop, list) else [stop])
+        self.facts = replace(
+            self.facts,
+            temperature=real(meta.get("temperature")),
+            pad_id=whole(meta.get("pad_token_id")),
+            stop_ids=frozenset(id_ for id_ in stops if id_ is not None),
+        )
 
     @classmethod
     def is_own(cls, path: Path) -> bool:
         return path.name in _BATCHES or (is_pickle(path) and b"verl.protocol" in head_of(path))
 
-    def rows(self) -> Iterator[Row]:
-        self._groups: dict[str, int] = {}
-        yield from super().rows()
-
     def rows_in(self, path: Path) -> Iterator[Row]:
-        batch = _Batch(path)
+        batch = _read(path)
+        step = _step(batch, path)
         for i in range(len(batch.tensors["responses"])):
-            if not batch.of_row("is_padding", i):  # fills the batch, never trained
-                yield batch.row(i, self._groups)
+            tags = {name: values[i] for name, values in batch.tags.items() if i < len(values)}
+            if not tags.get("is_padding"):  # fills the batch, never trained
+                yield self._row(row_of(batch.tensors, i), tags, i, step, f"{path}: row {i}")
 
-
-class _Batch:
-    """The tensors of one file by verl's names: padded ([B, ...]), or a list of B arrays."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.meta: Mapping[str, Any] = {}
-        self.per_row: dict[str, Sequence[Any]] = {}
-        """`non_tensor_batch`, or the tags of the v1 trainer."""
-        tensors = self._of_torch() if is_torch_file(path) else self._of_proto(read_pickle(path))
-        if not isinstance(tensors, dict) or any(
-            not isinstance(tensors.get(name), list)
-            and not (isinstance(tensors.get(name), np.ndarray) and tensors[name].ndim == 2)
-            for name in ("prompts", "responses")
-        ):
-            raise DataError(
-                f"{path} is not a batch of verl with `prompts` and `responses`: it was not written "
-                "by DataProto.save_to_disk or skip.rollout after the rollout."
-            )
-        self.tensors: dict[str, Any] = tensors
-        self.step = self._step()
-
-    def _of_torch(self) -> Any:
-        """The batch of the v1 trainer: tensors, tags by row, and the keys of the rows."""
-        saved = read_torch(self.path)
-        if not isinstance(saved, dict):
-            return None
-        tags, keys = saved.get("tags"), saved.get("keys")
-        if isinstance(tags, list) and all(isinstance(tag, dict) for tag in tags):
-            for name in ("min_global_steps", "max_global_steps", "is_padding"):
-                self.per_row[name] = [tag.get(name) for tag in tags]
-            if isinstance(keys, list) and all(isinstance(key, str) for key in keys):
-                # KEY is {uid}_{session}_{index}: rows of one uid belong to one task.
-                self.per_row["uid"] = [key.rsplit("_", 2)[0] for key in keys]
-            self.meta = {"global_steps": saved.get("global_steps")}
-        return saved.get("tensordict", saved)
-
-    def _of_proto(self, saved: Any) -> Any:
-        if not isinstance(saved, Record) or saved.name != "verl.protocol.DataProto":
-            return None
-        if not isinstance(saved.state, tuple) or len(saved.state) != 3:
-            return None
-        batch, non_tensor, meta = saved.state
-        if isinstance(meta, dict):
-            self.meta = meta
-        if isinstance(non_tensor, dict):
-            for name, values in non_tensor.items():
-                if isinstance(values := plain(values), np.ndarray) and values.ndim == 1:
-                    self.per_row[name] = values.tolist()
-        return read_torch(batch, f"{self.path} (its tensors)") if isinstance(batch, bytes) else None
-
-    def _step(self) -> int | None:
-        step = whole(self.meta.get("global_steps"))
-        beside = self.path.with_name("meta.json")  # written by skip.rollout
-        if step is not None or self.path.name not in _BATCHES or not beside.is_file():
-            return step
-        try:
-            return whole(json.loads(beside.read_bytes()).get("global_steps"))
-        except (ValueError, AttributeError, RecursionError):
-            raise DataError(f"{beside} is not the JSON that skip.rollout writes.") from None
-
-    def facts(self) -> Facts:
-        stop = self.meta.get("eos_token_id")
-        stops = map(whole, stop if isinstance(stop, list) else [stop])
-        return Facts(
-            trainer="verl",
-            temperature=real(self.meta.get("temperature")),
-            pad_id=whole(self.meta.get("pad_token_id")),
-            stop_ids=frozenset(s for s in stops if s is not None),
-            is_moe=True if "routed_experts" in self.tensors else None,
-        )
-
-    # -- rows -----------------------------------------------------------------------------------
-
-    def row(self, i: int, groups: dict[str, int]) -> Row:
-        where = f"{self.path}: row {i}"
-        prompt, is_prompt = self._part("prompts", i, where)
-        reply, is_reply = self._part("responses", i, where)
-        ids = np.concatenate([prompt[is_prompt], reply[is_reply]])
-
-        def response(name: str) -> Array | None:
-            """[tokens of the response], without padding."""
-            values = self._row(name, i, where)
-            if values is not None and len(values) != len(is_reply):
+    def _row(
+        self,
+        source: Mapping[str, Any],
+        tags: Mapping[str, Any],
+        number: int,
+        step: int | None,
+        where: str,
+    ) -> Row:
+        prompt = ids_of(source["prompts"], f"{where}: prompts")
+        reply = ids_of(source["responses"], f"{where}: responses")
+        ids = np.concatenate([prompt, reply])
+        kept = np.ones(len(ids), np.bool_)  # jagged rows have no padding
+        if source["is_padded"]:
+            if source.get("attention_mask") is None:
                 raise DataError(
-                    f"{where}: {name} has {len(values)} places, and responses have {len(is_reply)}."
+                    f"{where}: the batch has no attention_mask, so that padding and text cannot be "
+                    "told apart. Save it with attention_mask."
                 )
-            return None if values is None else values[is_reply]
-
-        def column(name: str) -> Array | None:
-            values = response(name)
-            return None if values is None else at_the_end(values, len(ids), where)
-
-        trained = response("response_mask")
-        if trained is None:
-            trained = np.ones(int(is_reply.sum()), np.bool_)
-        mask = at_the_end(trained.astype(np.bool_), len(ids), where, fill=False, dtype="?")
-        scores = response("token_level_scores")
-        if scores is None:
-            scores = response("rm_scores")
-        first, last = (self.of_row(name, i) for name in ("min_global_steps", "max_global_steps"))
-        version = first if first == last else None
-        uid = self.of_row("uid", i)
+            attended = source["attention_mask"]
+            kept = floats_of(attended, len(ids), f"{where}: attention_mask") > 0
+        size, prompt_length = int(kept.sum()), int(kept[: len(prompt)].sum())
+        values = Values(source=source, where=where, size=size, kept=kept[len(prompt) :])
+        mask = values.mask("response_mask")
+        if mask is None:
+            mask = np.arange(size) >= prompt_length
+        scores = values.floats("token_level_scores", "rm_scores")
+        version = tags.get("min_global_steps")
+        is_known = version is not None and version == tags.get("max_global_steps")
+        uid = tags.get("uid")
         return Row(
-            row_id=row_name(self.step, i),
-            token_ids=ids,
+            row_id=row_name(step, number),
+            token_ids=ids[kept],
             loss_mask=mask,
             columns={
-                "prompt_lengths": int(is_prompt.sum()),
-                "rollout_logprobs": column("rollout_log_probs"),
-                "trainer_logprobs": column("old_log_probs"),
-                "advantages": column("advantages"),
-                "routed_experts": self._routes(i, is_prompt, is_reply, where),
-                "rewards": None if scores is None else float(scores.sum()),
-                "policy_version": None
-                if version is None
-                else np.where(mask, version, -1).astype(np.int32),
+                "prompt_lengths": prompt_length,
+                "rollout_logprobs": values.floats("rollout_log_probs"),
+                "trainer_logprobs": values.floats("old_log_probs"),
+                "advantages": values.floats("advantages"),
+                "routed_experts": _routes(numbers(source.get("routed_experts")), kept, where),
+                "rewards": None if scores is None else float(np.nansum(scores)),
+                "policy_version": np.where(mask, version, -1).astype("i4") if is_known else None,
                 # step S trains the weights that step S - 1 made
-                "trainer_version": None if version is None or self.step is None else self.step - 1,
-                "groups": None if uid is None else groups.setdefault(str(uid), len(groups)),
-                "steps": self.step,
+                "trainer_version": step - 1 if is_known and step is not None else None,
+                "groups": None
+                if uid is None
+                else self._groups.setdefault(str(uid), len(self._groups)),
+                "steps": step,
             },
         )
 
-    def of_row(self, name: str, i: int) -> Any:
-        values = self.per_row.get(name, ())
-        return values[i] if i < len(values) else None
 
-    def _row(self, name: str, i: int, where: str, *, ndim: int = 1) -> Array | None:
-        column = self.tensors.get(name)
-        if column is None or isinstance(column, Record):
-            return None
-        if not isinstance(column, list) and not (isinstance(column, np.ndarray) and column.ndim):
-            raise DataError(f"{where}: {name} must be a tensor with a row per sample.")
-        if i >= len(column):
-            raise DataError(f"{where}: {name} has {len(column)} rows only.")
-        values = numbers(column[i])
-        if values is None or values.ndim != ndim:
-            raise DataError(
-                f"{where}: {name} must be a tensor with a row of numbers per sample, of "
-                f"{ndim} dimension{'s' * (ndim > 1)}."
-            )
-        return values
+@dataclass(frozen=True, kw_only=True)
+class _Batch:
+    """One file, by verl's names."""
 
-    def _part(self, name: str, i: int, where: str) -> tuple[Array, Array]:
-        """(ids, true where an id is no padding) of the prompt or the response."""
-        ids = ids_of(self._row(name, i, where), f"{where}: {name}")
-        if isinstance(self.tensors[name], list):
-            return ids, np.ones(len(ids), np.bool_)  # jagged: never padded
-        attended = self._row("attention_mask", i, where)
-        if attended is None:
-            raise DataError(
-                f"{where}: the batch has no attention_mask, so that padding and text cannot be "
-                "told apart. Save it with attention_mask."
-            )
-        widths = [self.tensors[part].shape[1] for part in ("prompts", "responses")]
-        if len(attended) != sum(widths):
-            raise DataError(
-                f"{where}: attention_mask has {len(attended)} places; prompts and responses have "
-                f"{sum(widths)} together."
-            )
-        part = attended[: widths[0]] if name == "prompts" else attended[widths[0] :]
-        return ids, part.astype(np.bool_)
+    tensors: Mapping[str, Any]
+    """Padded ([B, ...]), or a list of B arrays."""
+    tags: Mapping[str, Sequence[Any]]
+    """[B] each: `non_tensor_batch`, or the tags of the v1 trainer."""
+    meta: Mapping[str, Any]
 
-    def _routes(self, i: int, prompt: Array, reply: Array, where: str) -> Array | None:
-        """[T, L, K], -1 where verl has zeros for none and at the last token."""
-        values = self._row("routed_experts", i, where, ndim=3)
-        if values is None:
-            return None
-        if len(values) != len(prompt) + len(reply):
-            raise DataError(
-                f"{where}: routed_experts has shape {values.shape}; expected "
-                f"({len(prompt) + len(reply)}, layers, experts per token)."
-            )
-        routes = values[np.concatenate([prompt, reply])].astype(np.int16)
-        if routes.shape[2] > 1:  # no token goes to expert 0 twice
-            routes[(routes == 0).all((1, 2))] = -1
-        routes[-1:] = -1
-        return routes
+
+def _read(path: Path) -> _Batch:
+    tensors, tags, meta = _of_torch(path) if is_torch_file(path) else _of_proto(path)
+    parts = [tensors.get(name) for name in ("prompts", "responses")]
+    if any(not isinstance(part, list) and np.ndim(part) != 2 for part in parts):
+        raise DataError(
+            f"{path} is not a batch of verl with `prompts` and `responses`: it was not written "
+            "by DataProto.save_to_disk or skip.rollout after the rollout."
+        )
+    is_padded = [not isinstance(parts[0], list)] * len(parts[0])
+    return _Batch(tensors={**tensors, "is_padded": is_padded}, tags=tags, meta=meta)
+
+
+_Content = tuple[dict[str, Any], dict[str, Sequence[Any]], dict[str, Any]]
+
+
+def _of_torch(path: Path) -> _Content:
+    """The batch of the v1 trainer: tensors, tags by row, and the keys of the rows."""
+    saved = read_torch(path)
+    if not isinstance(saved, dict):
+        return {}, {}, {}
+    tags: dict[str, Sequence[Any]] = {}
+    listed, keys = saved.get("tags"), saved.get("keys")
+    if isinstance(listed, list) and all(isinstance(tag, dict) for tag in listed):
+        for name in ("min_global_steps", "max_global_steps", "is_padding"):
+            tags[name] = [tag.get(name) for tag in listed]
+        if isinstance(keys, list) and all(isinstance(key, str) for key in keys):
+            # KEY is {uid}_{session}_{index}: rows of one uid belong to one task.
+            tags["uid"] = [key.rsplit("_", 2)[0] for key in keys]
+    tensors = saved.get("tensordict", saved)
+    return tensors if isinstance(tensors, dict) else {}, tags, saved
+
+
+def _of_proto(path: Path) -> _Content:
+    """A pickled DataProto: tensors as bytes of torch.save, arrays by row, settings."""
+    saved = read_pickle(path)
+    if not isinstance(saved, Record) or saved.name != "verl.protocol.DataProto":
+        return {}, {}, {}
+    if not isinstance(saved.state, tuple) or len(saved.state) != 3:
+        return {}, {}, {}
+    content, arrays, meta = saved.state
+    found = read_torch(content, f"{path} (its tensors)") if isinstance(content, bytes) else {}
+    tags: dict[str, Sequence[Any]] = {}
+    for name, values in arrays.items() if isinstance(arrays, dict) else ():
+        if isinstance(values := plain(values), np.ndarray) and values.ndim == 1:
+            tags[name] = values.tolist()
+    tensors = found if isinstance(found, dict) else {}
+    return tensors, tags, meta if isinstance(meta, dict) else {}
+
+
+def _step(batch: _Batch, path: Path) -> int | None:
+    step = whole(batch.meta.get("global_steps"))
+    beside = path.with_name("meta.json")  # written by skip.rollout
+    if step is not None or path.name not in _BATCHES or not beside.is_file():
+        return step
+    try:
+        return whole(json.loads(beside.read_bytes()).get("global_steps"))
+    except (ValueError, AttributeError, RecursionError):
+        raise DataError(f"{beside} is not the JSON that skip.rollout writes.") from None
+
+
+def _routes(values: Array | None, kept: BoolArray, where: str) -> Array | None:
+    """[T, L, K], -1 where verl has zeros for none and at the last token."""
+    if values is None:
+        return None
+    if values.ndim != 3 or len(values) != len(kept):
+        raise DataError(
+            f"{where}: routed_experts has shape {values.shape}; expected ({len(kept)}, layers, "
+            "experts per token)."
+        )
+    routes = values[kept].astype(np.int16)
+    if routes.shape[2] > 1:  # no token goes to expert 0 twice
+        routes[(routes == 0).all((1, 2))] = -1
+    routes[-1:] = -1
+    return routes

@@ -87,7 +87,10 @@ def test_a_run_is_read_over_its_steps_ranks_and_runs_in_order(tmp_path):
     ("changed", "message"),
     [
         ({"trainer_logprobs": [0.0] * 4}, "trainer_logprobs: expected 5 numbers.*found 4 entries"),
-        ({"inference_logprobs": ["a"] * 5}, "inference_logprobs: expected numbers"),
+        (
+            {"inference_logprobs": ["a"] * 5},
+            "inference_logprobs: expected 5 numbers, one per token; found \\['a'",
+        ),
         ({"loss_mask": [2] * 5}, "loss_mask: expected true and false"),
         ({"losses": [{"rl": [1]}] * 5}, "losses must be an object per token"),
         ({"token_ids": "abc"}, "token_ids: expected a list of token ids"),

@@ -123,7 +123,9 @@ def test_a_response_longer_than_its_row_is_kept_as_a_negative_boundary(tmp_path)
 
 def test_lengths_that_contradict_each_other_are_named_with_the_sample(tmp_path):
     path = save(tmp_path / "7.pt", sample(0), sample(1, rollout_log_probs=[-0.5] * 4))
-    with pytest.raises(DataError, match=r"sample 1: rollout_log_probs has 4 entries.* is 5"):
+    with pytest.raises(
+        DataError, match=r"sample 1: rollout_log_probs: expected 5 numbers.* 4 entries"
+    ):
         SlimeDump(path)
 
 
@@ -208,7 +210,10 @@ def test_files_of_a_directory_come_in_order_and_evaluations_are_left_out(tmp_pat
         ({"samples": [sample(0, tokens=["a"])]}, "sample 0: tokens: expected a list of token ids"),
         ({"samples": [sample(0, tokens=[1 << 40] * 7)]}, "beyond 32 bits"),
         ({"samples": [sample(0, response_length=None)]}, "response_length must be"),
-        ({"samples": [sample(0, loss_mask="11001")]}, "loss_mask must be a list of numbers"),
+        (
+            {"samples": [sample(0, loss_mask="11001")]},
+            "loss_mask: expected 5 numbers, one per token; found '11001'",
+        ),
     ],
 )
 def test_what_is_wrong_with_a_file_is_said(tmp_path, content, message):

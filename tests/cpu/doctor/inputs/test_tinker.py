@@ -70,7 +70,7 @@ def test_numbers_that_only_later_lines_have_are_not_lost_without_a_word(tmp_path
         ({"target_tokens": [5, 6, 10, 11, 20]}, "target_tokens .* one place on"),
         ({"model_input": [5, 6]}, "target_tokens .5. must be model_input .2."),
         ({"logprobs": [0.0]}, "logprobs: expected 5 numbers"),
-        ({"mask": None}, "mask: expected 5 numbers, one per token; found NoneType"),
+        ({"mask": None}, "mask: expected 5 numbers, one per token; found None"),
     ],
 )
 def test_what_contradicts_itself_is_named_with_its_line(tmp_path, changed, message):

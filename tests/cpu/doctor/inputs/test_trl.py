@@ -69,11 +69,17 @@ def test_batches_of_a_directory_come_in_the_order_of_their_steps(tmp_path):
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"completion_mask": torch.ones(2, 3)}, "row 0: completion_mask is not of the shape"),
-        ({"old_per_token_logps": torch.zeros(2, 3)}, "old_per_token_logps has shape"),
+        (
+            {"completion_mask": torch.ones(2, 3)},
+            "row 0: completion_mask: expected 4 numbers.* 3 entries",
+        ),
+        (
+            {"old_per_token_logps": torch.zeros(2, 3)},
+            "row 0: old_per_token_logps: expected 4 numbers.* 3 entries",
+        ),
         ({"prompt_ids": torch.zeros(2, 3)}, "prompt_ids: expected a list of token ids"),
         ({"prompt_mask": torch.ones(3)}, "each of two dimensions"),
-        ({"tool_mask": torch.ones(1, 4)}, "row 1: tool_mask has shape"),
+        ({"tool_mask": torch.ones(1, 4)}, "row 1: tool_mask: expected 4 numbers.* 0 x 4 entries"),
     ],
 )
 def test_what_contradicts_itself_is_named_with_its_row(tmp_path, changed, message):

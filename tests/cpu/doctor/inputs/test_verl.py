@@ -184,11 +184,23 @@ def test_zeros_that_stand_for_no_experts_are_not_taken_for_expert_zero(save):
     [
         ({"responses": None}, "`prompts` and `responses`"),
         ({"attention_mask": None}, "row 0: the batch has no attention_mask"),
-        ({"attention_mask": torch.ones(2, 6)}, "attention_mask has 6 places.* 7 together"),
-        ({"rollout_log_probs": torch.zeros(2, 3)}, "rollout_log_probs has 3 places.* have 4"),
-        ({"advantages": torch.zeros(1, 4)}, "row 1: advantages has 1 rows only"),
+        (
+            {"attention_mask": torch.ones(2, 6)},
+            "row 0: attention_mask: expected 7 numbers.* 6 entries",
+        ),
+        (
+            {"rollout_log_probs": torch.zeros(2, 3)},
+            "row 0: rollout_log_probs: expected 4 numbers.* 3 entries",
+        ),
+        (
+            {"advantages": torch.zeros(1, 4)},
+            "row 1: advantages: expected 4 numbers.* 0 x 4 entries",
+        ),
         ({"responses": torch.zeros(2)}, "`prompts` and `responses`"),
-        ({"old_log_probs": torch.zeros(2, 4, 1)}, "row 0: old_log_probs must be .* of 1 dimension"),
+        (
+            {"old_log_probs": torch.zeros(2, 4, 1)},
+            "row 0: old_log_probs: expected 4 numbers.* 4 x 1 entries",
+        ),
         ({"prompts": torch.zeros(2, 3)}, "prompts: expected a list of token ids"),
         ({"responses": torch.zeros(0, 4, dtype=torch.int64)}, "0 rows"),
     ],
