@@ -12,7 +12,7 @@ begins a new row, because nothing says that they were trained as one.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -59,65 +59,66 @@ class ChatDump(LineDump):
     def rows_of(
         self, line: Mapping[str, Any], path: Path, number: int, where: str
     ) -> Iterator[Row]:
-        prefix = f"{path.stem}:" if len(self.files) > 1 else ""
         are_apart, replies = _replies(line)
-        is_dialogue = "messages" in line and replies is line["messages"]
-        chains: list[_Chain] = []
-        for prompt, ids, logprobs, last_message in _turns(replies, where, is_dialogue):
-            if are_apart or not chains or not chains[-1].is_prefix_of(prompt):
-                chains.append(_Chain(prompt_length=len(prompt)))
-            chains[-1].extend(prompt, ids, logprobs, last_message)
-        dialogue = _messages(line["messages"], where) if is_dialogue else None
+        dialogue = None
+        if "messages" in line and replies is line["messages"]:
+            dialogue = _messages(replies, where)
+        chains: list[list[_Reply]] = []
+        for reply in _with_ids(replies, where):
+            if are_apart or not chains or not chains[-1][-1].is_continued_by(reply):
+                chains.append([])
+            chains[-1].append(reply)
+        prefix = f"{path.stem}:" if len(self.files) > 1 else ""
         for part, chain in enumerate(chains):
             name = f"{prefix}{number - 1}" + (f".{part}" if part else "")
-            yield chain.row(name, line, dialogue)
+            yield _row(chain, name, line, dialogue)
 
 
-@dataclass(kw_only=True)
-class _Chain:
+@dataclass(frozen=True, kw_only=True)
+class _Reply:
+    """A reply with the ids of the whole prompt before it."""
+
+    number: int
+    """Place among the messages or outputs."""
+    prompt: Int32Array
+    ids: Int32Array
+    logprobs: Array | None
+
+    def is_continued_by(self, reply: _Reply) -> bool:
+        row = np.concatenate([self.prompt, self.ids])
+        return np.array_equal(reply.prompt[: len(row)], row)
+
+
+def _row(
+    chain: Sequence[_Reply],
+    name: str,
+    line: Mapping[str, Any],
+    dialogue: tuple[Message, ...] | None,
+) -> Row:
     """Replies, each of which continues the one before."""
-
-    prompt_length: int
-    ids: Int32Array = field(default_factory=lambda: np.empty(0, np.int32))
-    turn: Int32Array = field(default_factory=lambda: np.empty(0, np.int32))
-    """Number of the reply of each token; -1 for tokens that were not sampled."""
-    logprobs: Array = field(default_factory=lambda: np.empty(0, np.float32))
-    last_message: int = 0
-    has_logprobs: bool = False
-
-    def is_prefix_of(self, prompt: Int32Array) -> bool:
-        return np.array_equal(prompt[: len(self.ids)], self.ids)
-
-    def extend(
-        self, prompt: Int32Array, ids: Int32Array, logprobs: Array | None, last_message: int
-    ) -> None:
-        observed = prompt[len(self.ids) :]
-        number = int(self.turn.max(initial=-1)) + 1
-        nan = np.full(len(observed) + len(ids), np.nan, np.float32)
-        if logprobs is not None:
-            nan[len(observed) :] = logprobs
-            self.has_logprobs = True
-        self.ids = np.concatenate([self.ids, observed, ids])
-        turns = np.repeat(np.array([-1, number], np.int32), [len(observed), len(ids)])
-        self.turn = np.concatenate([self.turn, turns])
-        self.logprobs = np.concatenate([self.logprobs, nan])
-        self.last_message = last_message
-
-    def row(self, name: str, line: Mapping[str, Any], dialogue: tuple[Message, ...] | None) -> Row:
-        return Row(
-            row_id=name,
-            token_ids=self.ids,
-            loss_mask=self.turn >= 0,
-            columns={
-                "turn": self.turn,
-                "is_sampled": self.turn >= 0,
-                "prompt_lengths": self.prompt_length,
-                "rollout_logprobs": self.logprobs if self.has_logprobs else None,
-                "rewards": line.get("reward"),
-                "groups": line.get("_ng_task_index"),  # NeMo-Gym's
-                "messages": None if dialogue is None else dialogue[: self.last_message],
-            },
-        )
+    last = chain[-1]
+    ids = np.concatenate([last.prompt, last.ids])
+    turn = np.full(len(ids), -1, np.int32)
+    logprobs = np.full(len(ids), np.nan, np.float32)
+    for number, reply in enumerate(chain):
+        place = slice(len(reply.prompt), len(reply.prompt) + len(reply.ids))
+        turn[place] = number
+        logprobs[place] = np.nan if reply.logprobs is None else reply.logprobs
+    has_logprobs = any(reply.logprobs is not None for reply in chain)
+    return Row(
+        row_id=name,
+        token_ids=ids,
+        loss_mask=turn >= 0,
+        columns={
+            "turn": turn,
+            "is_sampled": turn >= 0,
+            "prompt_lengths": len(chain[0].prompt),
+            "rollout_logprobs": logprobs if has_logprobs else None,
+            "rewards": line.get("reward"),
+            "groups": line.get("_ng_task_index"),  # NeMo-Gym's
+            "messages": None if dialogue is None else dialogue[: last.number + 1],
+        },
+    )
 
 
 def _replies(line: Mapping[str, Any]) -> tuple[bool, list[Any]]:
@@ -132,10 +133,10 @@ def _replies(line: Mapping[str, Any]) -> tuple[bool, list[Any]]:
         names = (*_IDS, *_LOGPROBS, "prompt_token_ids")
         out: list[Any] = []
         for choice in (c for c in choices if isinstance(c, dict)):
-            reply = shared | {k: v for k, v in choice.items() if v is not None}
-            if isinstance(message := choice.get("message"), dict):  # NeMo-Gym's servers
-                reply |= {name: message[name] for name in names if message.get(name) is not None}
-            out.append(reply)
+            message = choice.get("message")  # has the ids in NeMo-Gym's servers
+            nested = message if isinstance(message, dict) else {}
+            found = choice | {name: nested.get(name, choice.get(name)) for name in names}
+            out.append(shared | {key: value for key, value in found.items() if value is not None})
         return True, out
     for name in ("output", "messages"):
         if isinstance(found := answer.get(name, line.get(name)), list):
@@ -147,14 +148,11 @@ def _has_ids(reply: Any) -> bool:
     return isinstance(reply, dict) and any(isinstance(reply.get(name), list) for name in _IDS)
 
 
-def _turns(
-    replies: Sequence[Any], where: str, is_dialogue: bool
-) -> Iterator[tuple[Int32Array, Int32Array, Array | None, int]]:
-    """(whole prompt, ids, log-probs, number of messages so far) of each reply."""
+def _with_ids(replies: Sequence[Any], where: str) -> Iterator[_Reply]:
     for number, reply in enumerate(replies):
         if not _has_ids(reply) or reply.get("role", "assistant") != "assistant":
             continue
-        place = f"{where}: {'message' if is_dialogue else 'reply'} {number}"
+        place = f"{where}: reply {number}"
         if reply.get("prompt_token_ids") is None:
             raise DataError(
                 f"{place} has ids and its prompt has not: give prompt_token_ids with it. The "
@@ -163,22 +161,19 @@ def _turns(
         name = next(name for name in _IDS if isinstance(reply.get(name), list))
         ids = ids_of(reply[name], f"{place}: {name}")
         prompt = ids_of(reply["prompt_token_ids"], f"{place}: prompt_token_ids")
-        yield prompt, ids, _logprobs(reply, len(ids), place), number + 1
+        logprobs = _logprobs(reply, len(ids), place)
+        yield _Reply(number=number, prompt=prompt, ids=ids, logprobs=logprobs)
 
 
 def _logprobs(reply: Mapping[str, Any], size: int, where: str) -> Array | None:
     """A list of numbers, or OpenAI's content, or the completions endpoint's token_logprobs."""
     name = next((name for name in _LOGPROBS if reply.get(name) is not None), None)
-    if name is None:
-        return None
-    values = reply[name]
+    values = None if name is None else reply[name]
     if isinstance(values, dict):
-        content = values.get("content", values.get("token_logprobs"))
-        if content is None:
-            return None
-        if isinstance(content, list):
-            values = [e.get("logprob") if isinstance(e, dict) else e for e in content]
-    return floats_of(values, size, f"{where}: {name}")
+        values = values.get("content", values.get("token_logprobs"))
+    if isinstance(values, list):
+        values = [e.get("logprob") if isinstance(e, dict) else e for e in values]
+    return None if values is None else floats_of(values, size, f"{where}: {name}")
 
 
 def _messages(source: Any, where: str) -> tuple[Message, ...] | None:

@@ -8,8 +8,10 @@ under the key `lockstep.doctor`, as JSON; in a JSONL file they are a first line
 from __future__ import annotations
 
 import json
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar
@@ -38,18 +40,29 @@ from lockstep.doctor.inputs.schema import (
 from lockstep.errors import AlignmentError, DataError
 from lockstep.store.files import write_atomically
 
-MAX_ROW_BYTES = 1 << 29
-"""Largest average size of the rows of a Parquet file: a larger one is no training row, and would be
-unpacked in one piece."""
 HEAD_BYTES = 1 << 20
 """Part of a JSONL file that is read to find out which columns it has."""
 _MAX_BATCH_ROWS = 4096
 _BYTES_PER_TOKEN = 8
 """Approximate size of a token in a Parquet file before compression: how many rows to ask for."""
-_UNREADABLE = (pa.ArrowException, OSError, ValueError)
-
 
 # -- reading ---------------------------------------------------------------------------------------
+
+_Columns = Mapping[str, "pa.Array | list[Any]"]
+"""Some rows of a file as columns."""
+_Blocks = Iterator[tuple[_Columns, Where]]
+"""Rows of a file in blocks of at most so many tokens, or of one row."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Part:
+    """One file."""
+
+    path: Path
+    columns: frozenset[str]
+    """All its columns, known ones and others."""
+    facts: Facts
+    blocks: Callable[[int], _Blocks]
 
 
 class RowsDump(Dump):
@@ -74,14 +87,14 @@ class RowsDump(Dump):
                     "directory must have the same columns. Give one of the files, or write the "
                     "column (null where it is not known) into all."
                 )
-            part.check_columns()
+        _check_columns(first)
         self.facts = first.facts
         names = first.columns
-        known = {BY_NAME[name].field for name in names if name in BY_NAME}
+        known = {column.field for column in COLUMNS if column.name in names}
         self.has = frozenset(known | ({"is_sampled"} if "turn" in names else set()))
         self.lacks = {
             column.field: f"there is no column {column.name}: "
-            f"{HOW_TO_GET[column.field]}.{_hint(column, names)}"
+            f"{HOW_TO_GET[column.field]}.{_hint(column.name, names)}"
             for column in COLUMNS
             if column.field not in self.has and column.name != "id"
         }
@@ -103,145 +116,111 @@ class RowsDump(Dump):
                 yield rows_of(columns, row_ids=row_ids, where=where)
 
 
-def _hint(column: Any, names: Iterable[str]) -> str:
-    meant = sorted(n for n in names if OFTEN_CALLED.get(n) == column.name)
+def _hint(name: str, names: Iterable[str]) -> str:
+    meant = sorted(n for n in names if OFTEN_CALLED.get(n) == name)
     return f" The file has {meant[0]}: if that is it, rename it." if meant else ""
 
 
+def _check_columns(part: _Part) -> None:
+    for name in (name for name in REQUIRED if name not in part.columns):
+        if {"segments", "task_payload_json"} <= part.columns:
+            raise DataError(
+                f"{part.path} is a part of a run of Lockstep; give the run's directory, with "
+                "config.json in it."
+            )
+        raise DataError(
+            f"{part.path} has no column {name}; every row must have {' and '.join(REQUIRED)} "
+            f"(docs/doctor-dumps.md). It has: {', '.join(sorted(part.columns)[:12]) or 'none'}."
+            f"{_hint(name, part.columns)}"
+        )
+
+
 def _part_paths(path: Path) -> list[Path]:
-    check_place(path)
-    if why := why_no_rows(path):
-        raise DataError(f"{path} {why}.")
-    if not path.is_dir():
-        return [path]
-    for suffix in (".parquet", ".jsonl"):
+    for suffix in (".parquet", ".jsonl") if path.is_dir() else ():
         files = [f for f in path.iterdir() if f.suffix == suffix and f.name[0] not in "._"]
         if files:
             return sorted(files, key=lambda f: (numbers_in(f.name), f.name))
-    raise DataError(f"{path} has no .parquet and no .jsonl file.")
+    return [path]
 
 
 def _open_part(path: Path) -> _Part:
     check_place(path)
     if why := why_no_rows(path):
         raise DataError(f"{path} {why}.")
-    return _ParquetPart(path) if head_of(path, 4) == PARQUET_MAGIC else _JsonPart(path)
+    return _open_parquet(path) if head_of(path, 4) == PARQUET_MAGIC else _open_json(path)
 
 
-_Columns = Mapping[str, "pa.Array | list[Any]"]
-"""Some rows of a file as columns."""
+# -- Parquet
 
 
-class _Part(ABC):
-    """One file."""
-
-    columns: frozenset[str]
-    """All its columns, known ones and others."""
-    facts: Facts = Facts()
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    @abstractmethod
-    def blocks(self, max_tokens: int) -> Iterator[tuple[_Columns, Where]]:
-        """Its rows in blocks of at most `max_tokens` tokens, or of one row."""
-
-    def check_columns(self) -> None:
-        for name in (name for name in REQUIRED if name not in self.columns):
-            if {"segments", "task_payload_json"} <= self.columns:
-                raise DataError(
-                    f"{self.path} is a part of a run of Lockstep; give the run's directory, with "
-                    "config.json in it."
-                )
-            raise DataError(
-                f"{self.path} has no column {name}; every row must have "
-                f"{' and '.join(REQUIRED)} (docs/doctor-dumps.md). It has: "
-                f"{', '.join(sorted(self.columns)[:12]) or 'none'}."
-                f"{_hint(BY_NAME[name], self.columns)}"
-            )
-
-
-class _ParquetPart(_Part):
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        try:
-            with self._open() as file:
-                schema, metadata = file.schema_arrow, file.metadata
-                self.columns = frozenset(schema.names)
-                num_rows = metadata.num_rows
-                # Sizes of row groups and not of columns: pyarrow ends the process over statistics
-                # that a flipped bit has damaged (26.0), where reading the column raises an error.
-                groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
-                sizes = (group.total_byte_size / max(group.num_rows, 1) for group in groups)
-                self._row_bytes = max(sizes, default=1.0)
-                source = (schema.metadata or {}).get(HEAD.encode())
-        except DataError:
-            raise
-        except _UNREADABLE as error:
-            raise self._broken(error) from None
-        if not num_rows:
-            raise DataError(
-                f"{path} has no rows: a Parquet file of 0 rows with the columns "
-                f"{', '.join(sorted(self.columns)) or '(none)'}. Was it written before the first "
-                "step?"
-            )
-        if self._row_bytes > MAX_ROW_BYTES:
-            raise DataError(
-                f"{path}: its rows have {self._row_bytes / 2**20:.0f} MiB each on average; "
-                f"expected training rows, of at most {MAX_ROW_BYTES >> 20}. Is all of it one row?"
-            )
-        if source is not None:
-            where = f"{path}: metadata {HEAD}"
-            self.facts = facts_from_dict(parse_json(source, where), where)
-
-    def _open(self) -> pq.ParquetFile:
-        try:
-            # Buffered: otherwise a whole column of a row group is read into memory at once.
-            return pq.ParquetFile(self.path, buffer_size=1 << 20, pre_buffer=False)
-        except _UNREADABLE as error:
-            raise self._broken(error) from None
-
-    def _broken(self, error: Exception) -> DataError:
+@contextmanager
+def _parquet(path: Path) -> Iterator[pq.ParquetFile]:
+    try:
+        # Buffered: otherwise a whole column of a row group is read into memory at once.
+        with pq.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False) as file:
+            yield file
+    except DataError:
+        raise
+    except (pa.ArrowException, OSError, ValueError) as error:
         reason = " ".join(str(error).split())[:200]
-        return DataError(
-            f"{self.path} begins as Parquet and cannot be read ({reason}): its end is missing, or "
-            "it is damaged. Write or copy it again."
+        raise DataError(
+            f"{path} begins as Parquet and cannot be read ({reason}): its end is missing, or it is "
+            "damaged. Write or copy it again."
+        ) from None
+
+
+def _open_parquet(path: Path) -> _Part:
+    with _parquet(path) as file:
+        schema, metadata = file.schema_arrow, file.metadata
+        columns = frozenset(schema.names)
+        num_rows = metadata.num_rows
+        # Sizes of row groups and not of columns: pyarrow ends the process over statistics that a
+        # flipped bit has damaged (26.0), where reading the column raises an error.
+        groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
+        sizes = [group.total_byte_size / max(group.num_rows, 1) for group in groups]
+        source = (schema.metadata or {}).get(HEAD.encode())
+    if not num_rows:
+        raise DataError(
+            f"{path} has no rows: a Parquet file of 0 rows with the columns "
+            f"{', '.join(sorted(columns)) or '(none)'}. Was it written before the first step?"
         )
+    where = f"{path}: metadata {HEAD}"
+    return _Part(
+        path=path,
+        columns=columns,
+        facts=Facts() if source is None else facts_from_dict(parse_json(source, where), where),
+        blocks=partial(_parquet_blocks, path, columns, max(sizes, default=1.0)),
+    )
 
-    def blocks(self, max_tokens: int) -> Iterator[tuple[_Columns, Where]]:
-        first = 0
-        for batches in grouped(self._slices(max_tokens), max_tokens):
-            table = pa.Table.from_batches(batches)
-            columns = {name: self._column(table, name, first) for name in table.column_names}
-            yield columns, lambda i, first=first: f"{self.path}: row {first + i}"
-            first += len(table)
 
-    def _slices(self, max_tokens: int) -> Iterator[tuple[int, pa.RecordBatch]]:
+def _parquet_blocks(
+    path: Path, columns: frozenset[str], row_bytes: float, max_tokens: int
+) -> _Blocks:
+    def slices() -> Iterator[tuple[int, pa.RecordBatch]]:
         """(tokens, rows) of runs of rows of at most `max_tokens`, or of one row."""
-        names = [name for name in BY_NAME if name in self.columns]
-        batch_rows = int(_BYTES_PER_TOKEN * max_tokens / max(self._row_bytes, 1.0))
+        names = [name for name in BY_NAME if name in columns]
+        batch_rows = int(_BYTES_PER_TOKEN * max_tokens / max(row_bytes, 1.0))
         batch_rows = min(max(batch_rows, 1), _MAX_BATCH_ROWS)
-        with self._open() as file:
-            try:
-                for batch in file.iter_batches(batch_rows, columns=names, use_threads=False):
-                    sizes = _sizes(batch.column("token_ids"))
-                    for run in grouped(((n, i) for i, n in enumerate(sizes)), max_tokens):
-                        rows = batch.slice(run[0], len(run))
-                        yield sum(sizes[run[0] : run[-1] + 1]), rows
-            except (pa.ArrowException, OSError) as error:
-                raise self._broken(error) from None
+        with _parquet(path) as file:
+            for batch in file.iter_batches(batch_rows, columns=names, use_threads=False):
+                sizes = _sizes(batch.column("token_ids"))
+                for run in grouped(((n, i) for i, n in enumerate(sizes)), max_tokens):
+                    yield sum(sizes[run[0] : run[-1] + 1]), batch.slice(run[0], len(run))
 
-    def _column(self, table: pa.Table, name: str, first: int) -> pa.Array | list[Any]:
-        column = table.column(name)
-        if BY_NAME[name].shape not in ("text", "messages"):
-            return pa.concat_arrays(column.chunks)
-        try:
-            return column.to_pylist()
-        except UnicodeDecodeError as error:
-            raise DataError(
-                f"{self.path}: {name}, rows {first} to {first + len(table) - 1}, has text that is "
-                f"not UTF-8 ({error.reason}). Write it as UTF-8."
-            ) from None
+    first = 0
+    for batches in grouped(slices(), max_tokens):
+        table = pa.Table.from_batches(batches)
+        rows = f"rows {first} to {first + len(table) - 1}"
+        found: dict[str, pa.Array | list[Any]] = {}
+        for name in table.column_names:
+            column = table.column(name)
+            try:
+                is_text = BY_NAME[name].shape in ("text", "messages")
+                found[name] = column.to_pylist() if is_text else pa.concat_arrays(column.chunks)
+            except UnicodeDecodeError as error:
+                raise DataError(f"{path}: {name}, {rows}: not UTF-8 ({error.reason}).") from None
+        yield found, lambda i, first=first: f"{path}: row {first + i}"
+        first += len(table)
 
 
 def _sizes(column: pa.Array) -> list[int]:
@@ -252,79 +231,83 @@ def _sizes(column: pa.Array) -> list[int]:
         return [1] * len(column)
 
 
-class _JsonPart(_Part):
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        columns: set[str] = set()
-        num_bytes = 0
-        for _, row, size in self._rows():
-            columns |= {name for name, value in row.items() if value is not None}
-            num_bytes += size
-            if num_bytes >= HEAD_BYTES:
-                break
-        if not num_bytes:
-            raise DataError(f"{path} has no rows; expected one JSON object per line and row.")
-        self.columns = frozenset(columns)
+# -- JSON lines
 
-    def _rows(self) -> Iterator[tuple[int, dict[str, Any], int]]:
-        """(line, row, bytes) of each row."""
-        for place, (line, text) in enumerate(lines_of(self.path)):
-            row = json_line(text, f"{self.path}:{line}")
-            if HEAD not in row:
-                yield line, row, len(text)
-            elif place:
-                raise DataError(
-                    f"{self.path}:{line}: a second line of facts ({HEAD}); expected it first in "
-                    "the file. Were two files put together? Give them as a directory."
-                )
-            else:
-                self.facts = facts_from_dict(row[HEAD], f"{self.path}:{line}: {HEAD}")
 
-    def blocks(self, max_tokens: int) -> Iterator[tuple[_Columns, Where]]:
-        for rows in grouped(self._checked_rows(), max_tokens):
-            lines = [line for line, _ in rows]
+def _open_json(path: Path) -> _Part:
+    columns: set[str] = set()
+    facts, num_bytes = Facts(), 0
+    for line, row, size in _json_rows(path):
+        if HEAD in row:
+            facts = facts_from_dict(row[HEAD], f"{path}:{line}: {HEAD}")
+            continue
+        columns |= {name for name, value in row.items() if value is not None}
+        num_bytes += size
+        if num_bytes >= HEAD_BYTES:
+            break
+    if not num_bytes:
+        raise DataError(f"{path} has no rows; expected one JSON object per line and row.")
+    names = frozenset(columns)
+    return _Part(path=path, columns=names, facts=facts, blocks=partial(_json_blocks, path, names))
 
-            def where(i: int, lines: list[int] = lines) -> str:
-                return f"{self.path}:{lines[i]}"
 
-            columns: dict[str, pa.Array | list[Any]] = {}
-            for name in (name for name in BY_NAME if name in self.columns):
-                values = [row.get(name) for _, row in rows]
-                is_plain = BY_NAME[name].shape in ("text", "messages")
-                columns[name] = values if is_plain else _array(values, name, where)
-            yield columns, where
+def _json_rows(path: Path) -> Iterator[tuple[int, dict[str, Any], int]]:
+    """(line, object, bytes) of each line: the facts of the file, if it has any, and its rows."""
+    for place, (line, text) in enumerate(lines_of(path)):
+        row = json_line(text, f"{path}:{line}")
+        if place and HEAD in row:
+            raise DataError(
+                f"{path}:{line}: a second line of facts ({HEAD}); expected it first in the file. "
+                "Were two files put together? Give them as a directory."
+            )
+        yield line, row, len(text)
 
-    def _checked_rows(self) -> Iterator[tuple[int, tuple[int, dict[str, Any]]]]:
+
+def _json_blocks(path: Path, columns: frozenset[str], max_tokens: int) -> _Blocks:
+    def checked() -> Iterator[tuple[int, tuple[int, dict[str, Any]]]]:
         """(tokens, (line, row)) of each row."""
-        for line, row, _ in self._rows():
-            for name in row.keys() - self.columns:
+        for line, row, _ in _json_rows(path):
+            if HEAD in row:
+                continue
+            for name in row.keys() - columns:
                 if name in BY_NAME and row[name] is not None:
                     raise DataError(
-                        f"{self.path}:{line}: the first row with {name}; the first "
-                        f"{HEAD_BYTES >> 20} MiB of the file say which columns it has. Write it "
-                        "into the first row too, or leave it out of all."
+                        f"{path}:{line}: the first row with {name}; the first {HEAD_BYTES >> 20} "
+                        "MiB of the file say which columns it has. Write it into the first row "
+                        "too, or leave it out of all."
                     )
             ids = row.get("token_ids")
             yield len(ids) if isinstance(ids, list) else 1, (line, row)
+
+    for rows in grouped(checked(), max_tokens):
+        lines = [line for line, _ in rows]
+
+        def where(i: int, lines: list[int] = lines) -> str:
+            return f"{path}:{lines[i]}"
+
+        found: dict[str, pa.Array | list[Any]] = {}
+        for name in (name for name in BY_NAME if name in columns):
+            values = [row.get(name) for _, row in rows]
+            is_text = BY_NAME[name].shape in ("text", "messages")
+            found[name] = values if is_text else _array(values, name, where)
+        yield found, where
 
 
 def _array(values: list[Any], name: str, where: Where) -> pa.Array:
     """Python values as an Arrow array of the type that Arrow infers."""
     problems = (pa.ArrowException, OverflowError, TypeError, ValueError)
-    kinds: set[str] = set()
-    for i in range(-1, len(values)):  # all at once, and one by one if that fails
+    try:
+        return pa.array(values)
+    except problems:
+        first = next((value for value in values if value), None)
+    for i, value in enumerate(values):
         try:
-            array = pa.array(values if i < 0 else [values[i]])
+            pa.array([first, value])
         except problems as error:
-            if i < 0:
-                continue
             reason = " ".join(str(error).split())[:100]
-            raise DataError(f"{where(i)}: {name} is no column of numbers ({reason}).") from None
-        if i < 0:
-            return array
-        kinds |= {str(array.type)}
-        if len({kind for kind in kinds if "null" not in kind}) > 1:
-            raise DataError(f"{where(i)}: {name} is {array.type}, other than in rows before it.")
+            raise DataError(
+                f"{where(i)}: {name} is no column of numbers, or unlike the rows before ({reason})."
+            ) from None
     raise DataError(f"{where(0)}: {name}, in this or a later row, holds no column of numbers.")
 
 
@@ -332,7 +315,7 @@ def _array(values: list[Any], name: str, where: Where) -> pa.Array:
 
 
 def write_rows(path: str | Path, chunks: Iterable[Rows], facts: Facts | None = None) -> int:
-    """Writes rows in the doctor's own columns; JSON lines if `path` ends in .jsonl, else Parquet.
+    """Writes rows to a Parquet file in the doctor's own columns.
 
     chunks: taken one at a time, so that memory holds one. All must have the same fields; the
     columns are those that are not None, without `rescored_logprobs`. Returns the number of rows.
@@ -342,46 +325,39 @@ def write_rows(path: str | Path, chunks: Iterable[Rows], facts: Facts | None = N
     other fields.
     """
     path = Path(path)
-    if path.suffix not in (".parquet", ".jsonl"):
-        raise DataError(f"{path}: rows are written to a file that ends in .parquet or .jsonl.")
+    if path.suffix != ".parquet":
+        raise DataError(f"{path}: rows are written to a file that ends in .parquet.")
     left = (rows for rows in chunks if len(rows))
     first = next(left, None)
     if first is None:
         raise DataError(f"{path}: there are no rows to write.")
     names = _names(first)
+    kinds = [(name, BY_NAME[name].arrow_type) for name in names]
+    head = json.dumps(facts_to_dict(facts or Facts()))
+    schema = pa.schema(kinds, metadata={HEAD: head})
     num_rows = 0
 
-    def checked() -> Iterator[Rows]:
+    def write(file: BinaryIO) -> None:
         nonlocal num_rows
-        for rows in chain([first], left):
-            if differs := set(names) ^ set(_names(rows)):
-                raise AlignmentError(
-                    f"{path}: the rows from {rows.row_ids[0]!r} on "
-                    f"{'lack' if min(differs) in names else 'have'} {min(differs)}, other than "
-                    f"those before; the columns of a file are those of its first rows "
-                    f"({', '.join(names)})."
-                )
-            num_rows += len(rows)
-            yield rows
+        with pq.ParquetWriter(file, schema, compression="zstd") as writer:
+            for rows in chain([first], left):
+                if differs := set(names) ^ set(_names(rows)):
+                    verb = "lack" if min(differs) in names else "have"
+                    raise AlignmentError(
+                        f"{path}: the rows from {rows.row_ids[0]!r} on {verb} {min(differs)}, "
+                        f"other than those before ({', '.join(names)})."
+                    )
+                arrays = [_arrow(rows, name, kind) for name, kind in kinds]
+                writer.write_table(pa.Table.from_arrays(arrays, schema=schema))
+                num_rows += len(rows)
 
-    head = json.dumps(facts_to_dict(facts or Facts()))
-    write = _write_parquet if path.suffix == ".parquet" else _write_jsonl
-    write_atomically(path, lambda file: write(file, checked(), names, head))
+    write_atomically(path, write)
     return num_rows
 
 
 def _names(rows: Rows) -> list[str]:
     """The columns of the file that `rows` fill."""
     return [c.name for c in COLUMNS if getattr(rows, c.field) is not None]
-
-
-def _write_parquet(file: BinaryIO, chunks: Iterable[Rows], names: list[str], head: str) -> None:
-    kinds = [(name, BY_NAME[name].arrow_type) for name in names]
-    schema = pa.schema(kinds, metadata={HEAD: head})
-    with pq.ParquetWriter(file, schema, compression="zstd") as writer:
-        for rows in chunks:
-            arrays = [_arrow(rows, name, kind) for name, kind in kinds]
-            writer.write_table(pa.Table.from_arrays(arrays, schema=schema))
 
 
 def _arrow(rows: Rows, name: str, kind: pa.DataType) -> pa.Array:
@@ -402,28 +378,5 @@ def _arrow(rows: Rows, name: str, kind: pa.DataType) -> pa.Array:
     except UnicodeEncodeError:
         raise DataError(
             f"{name} of the rows from {rows.row_ids[0]!r} on holds half of a surrogate pair, which "
-            "no Parquet file can; write the rows as .jsonl."
+            "no Parquet file can; write the rows as JSON lines."
         ) from None
-
-
-def _write_jsonl(file: BinaryIO, chunks: Iterable[Rows], names: list[str], head: str) -> None:
-    file.write(f'{{"{HEAD}": {head}}}\n'.encode())
-    for rows in chunks:
-        for number, (_, tokens) in enumerate(rows.rows()):
-            row = {name: _plain(rows, name, number, tokens) for name in names}
-            file.write(json.dumps(row).encode() + b"\n")
-
-
-def _plain(rows: Rows, name: str, number: int, tokens: slice) -> Any:
-    """The value of a row as JSON; NaN is null."""
-    value, shape = getattr(rows, BY_NAME[name].field), BY_NAME[name].shape
-    if shape in ("token", "token or row", "route"):
-        return [None if v != v else v for v in value[tokens].tolist()]
-    entry = value[number]
-    if shape == "row":
-        return None if entry != entry else entry.item()
-    if shape == "messages" and entry is not None:
-        return [m.to_dict() for m in entry]
-    if shape == "turn" and entry is not None:
-        return [ids.tolist() for ids in entry]
-    return entry

@@ -139,7 +139,7 @@ def test_answers_of_vllm_are_rows_by_their_choices(tmp_path):
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"prompt_token_ids": None}, "message 1 has ids and its prompt has not"),
+        ({"prompt_token_ids": None}, "reply 1 has ids and its prompt has not"),
         ({"logprobs": [-0.5]}, "logprobs: expected 2 numbers, one per token; found 1 entries"),
         ({"token_ids": [10, "x"]}, "token_ids: expected a list of token ids"),
         (
@@ -148,7 +148,7 @@ def test_answers_of_vllm_are_rows_by_their_choices(tmp_path):
         ),
         (
             {"logprobs": {"content": 3}},
-            "logprobs: expected 2 numbers, one per token; found {'content",
+            "logprobs: expected 2 numbers, one per token; found 3",
         ),
         (
             {"logprobs": [-0.5, 1 << 2000]},

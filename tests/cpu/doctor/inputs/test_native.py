@@ -13,7 +13,7 @@ from lockstep.doctor.checks.rows import Rows
 from lockstep.doctor.inputs.base import Facts
 from lockstep.doctor.inputs.native import RowsDump, write_rows
 from lockstep.doctor.inputs.registry import open_dump
-from lockstep.doctor.inputs.schema import BY_NAME, COLUMNS, OFTEN_CALLED
+from lockstep.doctor.inputs.schema import BY_NAME, COLUMNS, OFTEN_CALLED, facts_to_dict
 from lockstep.errors import AlignmentError, DataError
 from lockstep.types import Message, ToolCall
 
@@ -74,6 +74,27 @@ def assert_same(a: Rows, b: Rows) -> None:
             assert x == y, f.name
 
 
+def save(path: Path, rows: Rows, facts: Facts | None = None) -> None:
+    """As Parquet, or as a trainer of one's own writes JSON lines."""
+    if path.suffix == ".parquet":
+        write_rows(path, [rows], facts)
+        return
+    lines = [{"lockstep.doctor": facts_to_dict(facts or Facts())}]
+    for i, (_, tokens) in enumerate(rows.rows()):
+        line = {}
+        for column in COLUMNS:
+            if (value := getattr(rows, column.field)) is not None:
+                is_token = column.shape in ("token", "token or row", "route")
+                line[column.name] = value[tokens].tolist() if is_token else value[i]
+        lines.append(line)
+    text = "".join(json.dumps(line, default=plain) + "\n" for line in lines)
+    path.write_text(text.replace("NaN", "null"))
+
+
+def plain(value):
+    return value.to_dict() if isinstance(value, Message) else value.tolist()
+
+
 def jsonl(path: Path, *rows: object) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
@@ -89,10 +110,10 @@ def test_what_is_written_is_read_back_in_every_column(tmp_path: Path, suffix: st
     path = tmp_path / f"rows{suffix}"
     facts = Facts(trainer="verl", stop_ids=frozenset({3, 1}), top_k=0, temperature=1.0)
 
-    num = write_rows(path, [rows.take([0, 1, 2]), rows.take([3, 4, 5, 6])], facts)
+    save(path, rows, facts)
 
     dump = open_dump(path)
-    assert num == NUM_ROWS and isinstance(dump, RowsDump) and dump.facts == facts
+    assert isinstance(dump, RowsDump) and dump.facts == facts
     assert dump.has == {c.field for c in COLUMNS} and dump.lacks == {}
     (read,) = dump.chunks()
     assert_same(rows, read)
@@ -101,7 +122,7 @@ def test_what_is_written_is_read_back_in_every_column(tmp_path: Path, suffix: st
 @pytest.mark.parametrize("suffix", SUFFIXES)
 def test_chunks_are_of_at_most_max_tokens_and_lose_no_row(tmp_path: Path, suffix: str):
     rows = some_rows()
-    write_rows(tmp_path / f"rows{suffix}", [rows])
+    save(tmp_path / f"rows{suffix}", rows)
 
     chunks = list(open_dump(tmp_path / f"rows{suffix}").chunks(max_tokens=6))
 
@@ -121,7 +142,7 @@ def test_the_fewest_columns_are_ids_and_mask_and_each_other_is_said_to_be_missin
         token_ids=few.token_ids,
         loss_mask=few.loss_mask,
     )
-    write_rows(tmp_path / f"rows{suffix}", [few])
+    save(tmp_path / f"rows{suffix}", few)
 
     dump = open_dump(tmp_path / f"rows{suffix}")
 
@@ -219,10 +240,18 @@ def test_the_first_line_says_what_the_file_knows_of_itself(tmp_path: Path):
     assert dump.facts == Facts(stop_ids=frozenset({2}), is_moe=True)
 
 
-@pytest.mark.parametrize("suffix", SUFFIXES)
-def test_a_chunk_with_other_columns_is_refused_and_no_file_is_left(tmp_path: Path, suffix: str):
+def test_chunks_are_written_one_after_another(tmp_path: Path):
     rows = some_rows()
-    path = tmp_path / f"rows{suffix}"
+    path = tmp_path / "rows.parquet"
+
+    assert write_rows(path, [rows.take([0, 1, 2]), rows.take([3, 4, 5, 6])]) == NUM_ROWS
+    (read,) = open_dump(path).chunks()
+    assert_same(rows, read)
+
+
+def test_a_chunk_with_other_columns_is_refused_and_no_file_is_left(tmp_path: Path):
+    rows = some_rows()
+    path = tmp_path / "rows.parquet"
 
     with pytest.raises(AlignmentError, match="lack turn, other than those before"):
         write_rows(path, [rows, rows.with_(turn=None)])
@@ -232,17 +261,17 @@ def test_a_chunk_with_other_columns_is_refused_and_no_file_is_left(tmp_path: Pat
     assert not path.exists()
 
 
-def test_rows_are_written_under_two_endings_only(tmp_path: Path):
-    with pytest.raises(DataError, match=r"ends in .parquet or .jsonl"):
+def test_rows_are_written_under_one_ending_only(tmp_path: Path):
+    with pytest.raises(DataError, match=r"ends in .parquet"):
         write_rows(tmp_path / "rows.csv", [some_rows()])
 
 
-def test_text_that_parquet_cannot_hold_is_refused_there_and_written_as_json(tmp_path: Path):
+def test_text_that_parquet_cannot_hold_is_refused_there_and_read_as_json(tmp_path: Path):
     rows = some_rows().with_(texts=("\ud800",) * NUM_ROWS)
 
-    with pytest.raises(DataError, match=r"half of a surrogate pair.*\.jsonl"):
+    with pytest.raises(DataError, match=r"half of a surrogate pair.*JSON lines"):
         write_rows(tmp_path / "rows.parquet", [rows])
-    write_rows(tmp_path / "rows.jsonl", [rows])
+    save(tmp_path / "rows.jsonl", rows)
 
     (read,) = open_dump(tmp_path / "rows.jsonl").chunks()
     assert read.texts == rows.texts
