@@ -48,8 +48,6 @@ class ChatDump(LineDump):
         "trainer_logprobs": "an engine's answers have the sampler's log-probs only; write the "
         "trainer's beside them in the doctor's own columns (docs/doctor-dumps.md).",
         "messages": "the lines have no `messages`, or parts in them that are not text.",
-        "advantages": "an engine's answers have none.",
-        "policy_version": "an engine's answers have none.",
     }
 
     @classmethod

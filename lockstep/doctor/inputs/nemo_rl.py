@@ -38,10 +38,6 @@ class NemoRlDump(LineDump):
     why: ClassVar[Mapping[str, str]] = {
         "trainer_logprobs": "all of prev_logprobs are 0.0: with loss_fn.force_on_policy_ratio "
         "NeMo-RL computes none before the update.",
-        "routed_experts": "the logged rows leave out the experts.",
-        "policy_version": "the logged rows do not say which weights sampled a token.",
-        "messages": "the logged rows have the dialogue as text.",
-        "groups": "the logged rows do not say which of them belong to one task.",
     }
 
     def rows_of(

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import re
 import zipfile
 from collections.abc import Callable, Iterable, Mapping
 from itertools import pairwise
@@ -25,38 +26,23 @@ from typing import Any, ClassVar
 import numpy as np
 
 from lockstep.doctor.inputs.assemble import Array
+from lockstep.doctor.inputs.places import head_of
 from lockstep.errors import DataError
 
 _ZIP = b"PK\x03\x04"
 _OLD_TORCH = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 """First bytes of torch.save before it wrote zip archives (torch 1.6)."""
-_UNREADABLE = (
-    pickle.UnpicklingError,
-    ArithmeticError,
-    AttributeError,
-    EOFError,
-    ImportError,
-    LookupError,
-    MemoryError,
-    OSError,
-    RecursionError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-    zipfile.BadZipFile,
-)
 
 
 class Record:
     """An inert stand-in for an object of a foreign class: its name, arguments and state."""
 
-    __slots__ = ("args", "state")
     name: ClassVar[str] = ""
+    state: Any = None
 
     def __new__(cls, *args: Any) -> Record:
         record = object.__new__(cls)
         record.args = args
-        record.state = None
         return record
 
     def __setstate__(self, state: Any) -> None:
@@ -65,16 +51,12 @@ class Record:
 
 def is_torch_file(path: Path) -> bool:
     """Whether the first bytes are those of a zip archive, or of torch's older format."""
-    with open(path, "rb") as file:
-        head = file.read(len(_OLD_TORCH))
-    return head.startswith(_ZIP) or head == _OLD_TORCH
+    return head_of(path).startswith((_ZIP, _OLD_TORCH))
 
 
 def is_pickle(path: Path) -> bool:
     """Whether the first bytes are those of a binary pickle."""
-    with open(path, "rb") as file:
-        head = file.read(2)
-    return len(head) == 2 and head[0] == 0x80 and 2 <= head[1] <= pickle.HIGHEST_PROTOCOL
+    return bool(re.match(rb"\x80[\x02-\x05]", head_of(path)))
 
 
 def mentions(path: Path, words: Iterable[str]) -> bool:
@@ -83,7 +65,7 @@ def mentions(path: Path, words: Iterable[str]) -> bool:
         with zipfile.ZipFile(path) as archive:
             (name,) = (name for name in archive.namelist() if name.endswith("/data.pkl"))
             head = archive.read(name)
-    except _UNREADABLE:
+    except (ValueError, OSError, zipfile.BadZipFile):
         return False
     return all(word.encode() in head for word in words)
 
@@ -94,7 +76,7 @@ def read_pickle(path: Path) -> Any:
     Raises DataError if the file is damaged or names anything outside of the table.
     """
     with open(path, "rb") as file:
-        return _guarded(lambda: _reader(str(path))(file).load(), str(path))
+        return _guarded(_reader(str(path))(file).load, str(path))
 
 
 def read_torch(source: Path | bytes, where: str = "") -> Any:
@@ -105,7 +87,7 @@ def read_torch(source: Path | bytes, where: str = "") -> Any:
 
     where = where or str(source)
     file = io.BytesIO(source) if isinstance(source, bytes) else source
-    head = source[:16] if isinstance(source, bytes) else _head(source)
+    head = source[:16] if isinstance(source, bytes) else head_of(source)
     if head.startswith(_OLD_TORCH):
         raise DataError(
             f"{where} is in the format that torch.save wrote before version 1.6 (or with "
@@ -118,21 +100,9 @@ def read_torch(source: Path | bytes, where: str = "") -> Any:
             "written when it was copied, copy it again."
         )
     # The reader below is the guard, in place of weights_only: it builds arrays, not tensors.
-    module = SimpleNamespace(Unpickler=_reader(where), __name__="lockstep")
-    return _guarded(
-        lambda: torch.load(
-            file,
-            map_location="cpu",
-            pickle_module=module,
-            weights_only=False,
-        ),
-        where,
-    )
-
-
-def _head(path: Path) -> bytes:
-    with open(path, "rb") as file:
-        return file.read(16)
+    module: Any = SimpleNamespace(Unpickler=_reader(where), __name__="lockstep")
+    options = {"map_location": "cpu", "pickle_module": module, "weights_only": False}
+    return _guarded(lambda: torch.load(file, **options), where)
 
 
 def _guarded(load: Callable[[], Any], where: str) -> Any:
@@ -140,7 +110,7 @@ def _guarded(load: Callable[[], Any], where: str) -> Any:
         return plain(load())
     except DataError:
         raise
-    except _UNREADABLE as error:
+    except Exception as error:  # a damaged pickle raises any of twenty kinds
         reason = " ".join(str(error).split())[:200]
         raise DataError(
             f"{where} cannot be read as data: {reason}. It is cut off, damaged, or holds something "
@@ -214,13 +184,7 @@ def _array(raw: Any, dtype: Any, shape: Any, order: Any) -> Array:
     else:
         raw = raw.encode("latin1") if isinstance(raw, str) else raw
         values = np.frombuffer(raw, dtype.numpy())
-    return values.reshape(_shape(shape), order="F" if order == "F" else "C")
-
-
-def _shape(sizes: Any) -> tuple[int, ...]:
-    if not all(type(n) is int and n >= 0 for n in sizes):
-        raise ValueError("a shape of something else than whole numbers")
-    return tuple(sizes)
+    return values.reshape(tuple(shape), order="F" if order == "F" else "C")
 
 
 def _tensor(storage: Any, offset: int, size: Any, stride: Any, *_: Any) -> Array:
@@ -228,7 +192,7 @@ def _tensor(storage: Any, offset: int, size: Any, stride: Any, *_: Any) -> Array
     import torch
 
     tensor = torch.empty(0, dtype=storage.dtype).set_(
-        storage._untyped_storage, offset, _shape(size), _shape(stride)
+        storage._untyped_storage, offset, tuple(size), tuple(stride)
     )
     return _as_numpy(tensor)
 
@@ -245,7 +209,7 @@ def _consolidated(metadata: Any, flat: Any) -> dict[str, Any]:
     for name, (dtype, shape, begin, end, padding) in metadata["leaves"].items():
         kind, raw = getattr(torch, str(dtype).removeprefix("torch.")), flat[begin : end - padding]
         values = torch.from_numpy(np.array(raw)).view(kind)
-        out[name] = _as_numpy(values.reshape(_shape(shape)))
+        out[name] = _as_numpy(values.reshape(tuple(shape)))
     return out
 
 
@@ -323,7 +287,7 @@ def _reader(where: str) -> type[pickle.Unpickler]:
                 return _Maker(_FUNCTIONS[name])
             if name in _CLASSES:
                 # A class of its own for each reading, so that no reading can change another.
-                return type("Record", (Record,), {"__slots__": (), "name": name})
+                return type("Record", (Record,), {"name": name})
             raise DataError(
                 f"{where} wants to call {name[:200]!r}. A dump holds numbers and texts only, and "
                 "nothing in it is run here. If the file is yours, take that object out of the "

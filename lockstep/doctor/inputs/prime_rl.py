@@ -41,13 +41,6 @@ class PrimeRlDump(LineDump):
         " has no line of prime-rl's token export. Set trainer.enable_token_export = true, which "
         "writes to OUTPUT/token_exports."
     )
-    why: ClassVar[Mapping[str, str]] = {
-        "routed_experts": "the token export leaves out the experts.",
-        "policy_version": "the token export does not say which weights sampled a token.",
-        "messages": "the token export has ids only.",
-        "texts": "the token export has ids only.",
-        "groups": "the token export does not say which rows belong to one task.",
-    }
 
     def rows_of(
         self, line: Mapping[str, Any], path: Path, number: int, where: str

@@ -53,7 +53,6 @@ class SlimeDump(FileDump):
         "policy_version": "weight_versions are in the files of --save-debug-rollout-data; tokens "
         "get them only if each turn has one, or all are the same number.",
         "texts": "the response as text is in the files of --save-debug-rollout-data.",
-        "messages": "slime keeps no parsed messages.",
     }
 
     @classmethod

@@ -33,11 +33,7 @@ class TinkerDump(LineDump):
     why: ClassVar[Mapping[str, str]] = {
         "trainer_logprobs": "write train_step's return value beside each datum, as "
         "training_logprobs (docs/doctor-dumps.md).",
-        "routed_experts": "Tinker does not return the experts.",
-        "policy_version": "a datum does not say which weights sampled it.",
         "rewards": "a datum has advantages; rewards are in train_rollout_summaries.jsonl.",
-        "messages": "a datum has ids only.",
-        "texts": "a datum has ids only.",
     }
 
     def rows_of(

@@ -51,8 +51,6 @@ class TrlDump(FileDump):
         "(num_iterations > 1).",
         "policy_version": "TRL samples with the weights of the step that trains.",
         "rewards": "the batch has advantages; rewards are in the log of completions.",
-        "texts": "GRPOConfig(log_completions=True) logs them, without ids.",
-        "messages": "GRPOConfig(log_completions=True) logs them, without ids.",
     }
 
     @classmethod

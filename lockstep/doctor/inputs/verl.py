@@ -72,8 +72,6 @@ class VerlDump(FileDump):
         "the sampler's experts.",
         "policy_version": "min_global_steps and max_global_steps are in batches of the agent loop; "
         "where they differ, no token is known to be of either.",
-        "texts": "trainer.rollout_data_dir logs them, without ids.",
-        "messages": "verl keeps the prompt as messages and the reply as ids.",
     }
 
     def __init__(self, path: Path) -> None:
