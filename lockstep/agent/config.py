@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
+from lockstep.config import check_numbers
 from lockstep.errors import ConfigError
 
 
@@ -47,20 +47,9 @@ class AgentConfig:
         return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0)
 
     def __post_init__(self) -> None:
-        for ok, name, expected in (
-            (self.max_turns >= 1, "max_turns", "at least 1"),
-            (self.max_turn_tokens >= 1, "max_turn_tokens", "at least 1"),
-            (0 < self.max_seconds < math.inf, "max_seconds", "a finite number above 0"),
-            (0 <= self.temperature < math.inf, "temperature", "a finite number, at least 0"),
-            (0 < self.top_p <= 1, "top_p", "in (0, 1]; 1 is off"),
-            (self.top_k >= 0, "top_k", "at least 0; 0 is off"),
-            (self.max_in_flight >= 0, "max_in_flight", "at least 0; 0 has no limit"),
-            (
-                0 < self.tool_timeout_seconds < math.inf,
-                "tool_timeout_seconds",
-                "a finite number above 0",
-            ),
-            (self.tool_output_chars >= 64, "tool_output_chars", "at least 64, to hold the notice"),
-        ):
-            if not ok:
-                raise ConfigError(f"agent.{name}={getattr(self, name)} must be {expected}.")
+        check_numbers(self, "agent.", "max_seconds", "tool_timeout_seconds")
+        check_numbers(self, "agent.", "max_turns", "max_turn_tokens", least=1)
+        check_numbers(self, "agent.", "temperature", "top_k", "max_in_flight", least=0)
+        check_numbers(self, "agent.", "tool_output_chars", least=64)  # room for the notice
+        if not 0 < self.top_p <= 1:
+            raise ConfigError(f"agent.top_p={self.top_p} must be in (0, 1]; 1 is off.")

@@ -24,6 +24,7 @@ from typing import Any, ClassVar
 from lockstep.agent.environment import Score
 from lockstep.agent.guard import number_problem
 from lockstep.agent.scoring import ScorerConfig, accepted_answers
+from lockstep.config import check_numbers
 from lockstep.engines.http import HttpClient
 from lockstep.errors import ConfigError, EngineError, JudgeError, ServerRefusedError
 from lockstep.types import Message, Task
@@ -94,18 +95,14 @@ class JudgeScorer(ScorerConfig):
     """Characters of the answer that the judge reads; the rest is cut, with a note to the judge."""
 
     def __post_init__(self) -> None:
+        check_numbers(self, "judge: ", "timeout_seconds")
+        check_numbers(self, "judge: ", "temperature", "retries", "retry_seconds", least=0)
+        counts = ("samples", "max_tokens", "max_in_flight", "max_answer_chars")
+        check_numbers(self, "judge: ", *counts, least=1)
         low, high = self.grades
         for ok, name, expected in (
             (low < high and all(map(math.isfinite, self.grades)), "grades", "(lowest, highest)"),
-            (self.samples >= 1, "samples", "at least 1"),
             (self.samples == 1 or self.temperature > 0, "temperature", "above 0 with samples > 1"),
-            (0 <= self.temperature < math.inf, "temperature", "at least 0"),
-            (self.max_tokens >= 1, "max_tokens", "at least 1"),
-            (0 < self.timeout_seconds < math.inf, "timeout_seconds", "above 0"),
-            (self.retries >= 0, "retries", "at least 0"),
-            (self.max_in_flight >= 1, "max_in_flight", "at least 1"),
-            (0 <= self.retry_seconds < math.inf, "retry_seconds", "at least 0"),
-            (self.max_answer_chars >= 1, "max_answer_chars", "at least 1"),
             (not self.url or re.match(r"https?://", self.url), "url", "http://... or https://..."),
         ):
             if not ok:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
+from lockstep.config import check_numbers
 from lockstep.errors import ConfigError
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -51,24 +51,11 @@ class GatewayConfig:
             raise ConfigError("the gateway's key must be printable ASCII without spaces.")
 
     def __post_init__(self) -> None:
-        for ok, name, expected in (
-            (bool(self.host), "host", "an address; 127.0.0.1 is this machine alone"),
-            (0 <= self.port < 65536, "port", "in 0..65535; 0 takes a free one"),
-            (all(self.names), "names", "names that are not empty"),
-            (self.max_body_bytes >= 1024, "max_body_bytes", "at least 1024"),
-            (0 < self.read_seconds < math.inf, "read_seconds", "a finite number above 0"),
-            (
-                0 < self.keep_alive_seconds < math.inf,
-                "keep_alive_seconds",
-                "a finite number above 0",
-            ),
-            (self.max_choices >= 1, "max_choices", "at least 1"),
-            (
-                0 <= self.retry_after_seconds < math.inf,
-                "retry_after_seconds",
-                "a finite number, at least 0",
-            ),
-            (self.rotate_tokens >= 1, "rotate_tokens", "at least 1"),
-        ):
-            if not ok:
-                raise ConfigError(f"gateway.{name}={getattr(self, name)!r} must be {expected}.")
+        check_numbers(self, "gateway.", "read_seconds", "keep_alive_seconds")
+        check_numbers(self, "gateway.", "max_body_bytes", least=1024)
+        check_numbers(self, "gateway.", "max_choices", "rotate_tokens", least=1)
+        check_numbers(self, "gateway.", "port", "retry_after_seconds", least=0)
+        if self.port >= 65536:
+            raise ConfigError(f"gateway.port={self.port} must be at most 65535.")
+        if not self.host or not all(self.names):
+            raise ConfigError("gateway.host and gateway.names must not be empty.")

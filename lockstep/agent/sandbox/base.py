@@ -7,11 +7,10 @@ can reach, and a run that lasts days tries it thousands of times an hour.
 from __future__ import annotations
 
 import asyncio
-import math
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, get_args
 
-from lockstep.config import require
+from lockstep.config import check_numbers
 
 Ending = Literal["ok", "error", "timeout", "memory", "output", "refused", "crashed"]
 """How a program ended. error: it raised, or is not Python. output: its output was cut at the limit
@@ -40,14 +39,10 @@ class SandboxLimits:
     """Threads and processes at a time, the program itself included, in sandboxes that have any."""
 
     def __post_init__(self) -> None:
-        require(
-            self,
-            "limits.",
-            seconds=(0 < self.seconds < math.inf, "a finite number above 0"),
-            memory_mib=(self.memory_mib >= 16, "at least 16: Python itself takes about ten"),
-            output_chars=(self.output_chars >= 256, "at least 256, to hold an error's text"),
-            processes=(self.processes >= 1, "at least 1, the program itself"),
-        )
+        check_numbers(self, "limits.", "seconds")
+        check_numbers(self, "limits.", "memory_mib", least=16)  # Python itself takes about ten
+        check_numbers(self, "limits.", "output_chars", least=256)  # room for an error's text
+        check_numbers(self, "limits.", "processes", least=1)  # the program itself
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +97,7 @@ class SandboxConfig:
     """Programs that run at a time; others wait. Waiting does not count against a program's time."""
 
     def __post_init__(self) -> None:
-        require(self, "sandbox.", workers=(self.workers >= 1, "at least 1"))
+        check_numbers(self, "sandbox.", "workers", least=1)
 
     def check(self) -> None:
         """Raises MissingExtraError or ConfigError if something is missing on this machine."""

@@ -8,6 +8,7 @@ the rest.
 from __future__ import annotations
 
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -27,7 +28,7 @@ from lockstep.agent.sandbox.process import (
     inside_source,
     order_of,
 )
-from lockstep.agent.sandbox.seccomp import TABLES, filter_program, has_filter
+from lockstep.agent.sandbox.seccomp import TABLES, filter_program
 from lockstep.errors import ConfigError
 
 PROBE_SECONDS = 20.0
@@ -75,7 +76,7 @@ def require_bwrap(command: str) -> str:
             f"sandbox.command={command!r} is not found. Install bubblewrap (`apt install "
             "bubblewrap`, `dnf install bubblewrap`), give its path, or use sandbox=monty."
         )
-    if not sys.platform.startswith("linux") or not has_filter():
+    if not sys.platform.startswith("linux") or platform.machine() not in TABLES:
         raise ConfigError(
             f"sandbox=bwrap needs Linux on one of {sorted(TABLES)}. Use monty or container."
         )

@@ -21,7 +21,7 @@ from lockstep.agent.sandbox.process import (
     inside_source,
     order_of,
 )
-from lockstep.config import require
+from lockstep.config import check_numbers
 from lockstep.errors import ConfigError
 
 ASK_SECONDS = 30.0
@@ -55,7 +55,7 @@ class ContainerConfig(_ProcessConfig):
             value = getattr(self, name)
             if value.startswith("-") or (not value and name != "runtime"):
                 raise ConfigError(f"sandbox.{name}={value!r} must be a name, and no option.")
-        require(self, "sandbox.", cpus=(0 < self.cpus <= 1024, "above 0"))
+        check_numbers(self, "sandbox.", "cpus")
 
     def check(self) -> None:
         require_image(self.command, self.image)

@@ -31,8 +31,8 @@ from lockstep.agent.sandbox.base import (
     out_of_memory,
     timed_out,
 )
-from lockstep.config import require
-from lockstep.errors import MissingExtraError, SandboxError
+from lockstep.config import check_numbers
+from lockstep.errors import ConfigError, MissingExtraError, SandboxError
 
 DIALECT = (
     "It is a small Python: functions, plain classes, comprehensions, try, with, match and async "
@@ -101,12 +101,9 @@ class MontyConfig(SandboxConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(
-            self,
-            "sandbox.",
-            max_depth=(1 <= self.max_depth <= 1000, "between 1 and 1000"),
-            max_session_mib=(self.max_session_mib >= 1, "at least 1"),
-        )
+        check_numbers(self, "sandbox.", "max_depth", "max_session_mib", least=1)
+        if self.max_depth > 1000:
+            raise ConfigError(f"sandbox.max_depth={self.max_depth} must be at most 1000.")
 
     def check(self) -> None:
         require_monty()

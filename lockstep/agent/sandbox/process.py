@@ -32,7 +32,7 @@ from lockstep.agent.sandbox.base import (
     out_of_memory,
     timed_out,
 )
-from lockstep.config import require
+from lockstep.config import check_numbers
 from lockstep.errors import SandboxError
 
 START_SECONDS = 30.0
@@ -64,12 +64,7 @@ class _ProcessConfig(SandboxConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(
-            self,
-            "sandbox.",
-            disk_mib=(self.disk_mib >= 1, "at least 1"),
-            max_sessions=(self.max_sessions >= 1, "at least 1"),
-        )
+        check_numbers(self, "sandbox.", "disk_mib", "max_sessions", least=1)
 
 
 def inside_source() -> str:

@@ -9,156 +9,57 @@ from __future__ import annotations
 
 import platform
 import struct
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-Machine = Literal["x86_64", "aarch64"]
+_DENIED: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
+    "socket": ((41,), (198,)),
+    "memfd_create: memory in no one's address space": ((319,), (279,)),
+    "shm": ((29, 30, 31), (194, 195, 196, 197)),
+    "sem": ((64, 65, 66, 220), (190, 191, 192, 193)),
+    "msg, mq_open": ((68, 69, 70, 71, 240), (186, 187, 188, 189, 180)),
+    "ptrace, process_vm_readv, process_vm_writev, kcmp": (
+        (101, 310, 311, 312),
+        (117, 270, 271, 272),
+    ),
+    "add_key, request_key, keyctl": ((248, 249, 250), (217, 218, 219)),
+    "perf_event_open, bpf, userfaultfd": ((298, 321, 323), (241, 280, 282)),
+    "mount, umount2, pivot_root, chroot, unshare, setns": (
+        (165, 166, 155, 161, 272, 308),
+        (40, 39, 41, 51, 97, 268),
+    ),
+    "name_to_handle_at, open_by_handle_at, fanotify_init": ((303, 304, 300), (264, 265, 262)),
+    "modules, kexec, reboot, swap, ...": (
+        (175, 313, 176, 246, 320, 169, 167, 168, 103, 163, 179),
+        (105, 273, 106, 104, 294, 142, 224, 225, 116, 89, 60),
+    ),
+    "inotify_init, personality, remap_file_pages": ((253, 294, 135, 216), (26, 92, 234)),
+    "io_uring": ((425, 426, 427),) * 2,
+    "open_tree, move_mount, fsopen, mount_setattr": ((428, 429, 430, 431, 432, 433, 442),) * 2,
+    "pidfd_getfd, process_madvise, quotactl_fd, memfd_secret": ((438, 440, 443, 447),) * 2,
+}
+"""Calls -> their numbers on x86_64 and on aarch64, from the kernel's
+arch/x86/entry/syscalls/syscall_64.tbl and include/uapi/asm-generic/unistd.h. From 424 on they are
+the same everywhere."""
 
 
 class _Table(NamedTuple):
     audit_arch: int
+    denied: frozenset[int]
     clone: int
-    clone3: int
-    max_number: int
-    """First number of x86_64's calls with 32-bit pointers, which the numbers below do not cover."""
-    denied: tuple[int, ...]
     forks: tuple[int, ...]
+    max_number: int = 0xFFFFFFFF
+    """First number of x86_64's calls with 32-bit pointers, which `_DENIED` does not cover."""
 
 
-# Numbers from the kernel's arch/x86/entry/syscalls/syscall_64.tbl and
-# include/uapi/asm-generic/unistd.h. From 424 on they are the same everywhere.
-_COMMON = (
-    425,
-    426,
-    427,  # io_uring_setup, _enter, _register
-    428,
-    429,
-    430,
-    431,
-    432,
-    433,
-    442,  # open_tree, move_mount, fsopen/config/mount/pick, setattr
-    438,
-    440,  # pidfd_getfd, process_madvise
-    443,  # quotactl_fd
-    447,  # memfd_secret
+_X86_64, _AARCH64 = (
+    frozenset(number for by_machine in _DENIED.values() for number in by_machine[at])
+    for at in range(2)
 )
-_X86_64 = _Table(
-    audit_arch=0xC000003E,
-    clone=56,
-    clone3=435,
-    max_number=0x40000000,
-    forks=(57, 58),  # fork, vfork
-    denied=(
-        41,  # socket
-        319,  # memfd_create: memory in no one's address space
-        29,
-        30,
-        31,
-        64,
-        65,
-        66,
-        68,
-        69,
-        70,
-        71,
-        220,
-        240,  # shm, sem, msg, mq_open
-        101,
-        310,
-        311,
-        312,  # ptrace, process_vm_readv, process_vm_writev, kcmp
-        248,
-        249,
-        250,  # add_key, request_key, keyctl
-        298,
-        321,
-        323,  # perf_event_open, bpf, userfaultfd
-        165,
-        166,
-        155,
-        161,
-        272,
-        308,  # mount, umount2, pivot_root, chroot, unshare, setns
-        303,
-        304,
-        300,  # name_to_handle_at, open_by_handle_at, fanotify_init
-        175,
-        313,
-        176,
-        246,
-        320,
-        169,
-        167,
-        168,
-        103,
-        163,
-        179,  # modules, kexec, reboot, swap, ...
-        253,
-        294,
-        135,
-        216,  # inotify_init, inotify_init1, personality, remap_file_pages
-        *_COMMON,
-    ),
-)
-_AARCH64 = _Table(
-    audit_arch=0xC00000B7,
-    clone=220,
-    clone3=435,
-    max_number=0xFFFFFFFF,
-    forks=(),
-    denied=(
-        198,
-        279,  # socket, memfd_create
-        194,
-        195,
-        196,
-        197,
-        190,
-        191,
-        192,
-        193,
-        186,
-        187,
-        188,
-        189,
-        180,  # shm, sem, msg, mq_open
-        117,
-        270,
-        271,
-        272,  # ptrace, process_vm_readv, process_vm_writev, kcmp
-        217,
-        218,
-        219,  # add_key, request_key, keyctl
-        241,
-        280,
-        282,  # perf_event_open, bpf, userfaultfd
-        40,
-        39,
-        41,
-        51,
-        97,
-        268,  # mount, umount2, pivot_root, chroot, unshare, setns
-        264,
-        265,
-        262,  # name_to_handle_at, open_by_handle_at, fanotify_init
-        105,
-        273,
-        106,
-        104,
-        294,
-        142,
-        224,
-        225,
-        116,
-        89,
-        60,  # modules, kexec, reboot, swap, ...
-        26,
-        92,
-        234,  # inotify_init1, personality, remap_file_pages
-        *_COMMON,
-    ),
-)
-TABLES: dict[str, _Table] = {"x86_64": _X86_64, "aarch64": _AARCH64}
+TABLES = {
+    "x86_64": _Table(0xC000003E, _X86_64, 56, (57, 58), 0x40000000),  # fork, vfork
+    "aarch64": _Table(0xC00000B7, _AARCH64, 220, ()),
+}
+CLONE3 = 435
 
 EPERM, ENOSYS = 1, 38
 _ALLOW, _ERRNO, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
@@ -168,18 +69,11 @@ CLONE_NAMESPACES = 0x7E020080
 """CLONE_NEWTIME, NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID and NEWNET."""
 
 
-def has_filter() -> bool:
-    """Whether the system calls of this machine are known."""
-    return platform.machine() in TABLES
-
-
 def filter_program(*, allow_processes: bool, machine: str | None = None) -> bytes:
     """The filter as `bwrap --seccomp` reads it: an array of struct sock_filter. allow_processes:
     whether a program may start threads and processes."""
     table = TABLES[machine or platform.machine()]
-    denied = set(table.denied)
-    if not allow_processes:
-        denied |= {table.clone, *table.forks}
+    denied = table.denied if allow_processes else {*table.denied, table.clone, *table.forks}
     in_new_namespaces = [
         _step(_LOAD, _CLONE_FLAGS_AT),
         _step(_ANY_BIT, CLONE_NAMESPACES, 0, 1),
@@ -194,7 +88,7 @@ def filter_program(*, allow_processes: bool, machine: str | None = None) -> byte
         _step(_AT_LEAST, table.max_number, 0, 1),
         _step(_RETURN, _KILL),
         # Its flags are in memory, which no filter can read. libc then tries clone.
-        _step(_EQUAL, table.clone3, 0, 1),
+        _step(_EQUAL, CLONE3, 0, 1),
         _step(_RETURN, _ERRNO | ENOSYS),
     ]
     for number in sorted(denied):
