@@ -7,34 +7,26 @@ from typing import Any
 
 from lockstep.agent.gateway.exchange import Refusal, TurnReply, client_message
 from lockstep.agent.gateway.reading import (
+    ABSENT,
     NO_CONSTRAINT,
     OPENAI,
     TEXT_ONLY,
     Answered,
     Asked,
+    Fields,
     Memory,
     Transcript,
+    Value,
     accepted,
     call_of,
-    check_fields,
-    content_of,
     event,
     honoured,
     ignored,
-    integer_of,
-    list_of,
-    object_of,
-    objects_of,
     refused,
-    shown,
-    text_of,
     tool_of,
-    truth_of,
     turn_of,
-    unsupported,
-    wrong_value,
 )
-from lockstep.types import Message, ToolSchema
+from lockstep.types import Message, ToolCall
 
 FIELDS = {
     **OPENAI,
@@ -54,27 +46,16 @@ FIELDS = {
         ("logit_bias", "frequency_penalty", "presence_penalty"), refused(NO_CONSTRAINT, {}, 0)
     ),
     "modalities": refused(TEXT_ONLY, ["text"]),
-    "audio": refused(TEXT_ONLY),
-    "prediction": refused("Leave it out: prefixes are reused anyway."),
-    "functions": refused("It is the old form: use tools."),
     "function_call": refused("It is the old form: use tool_choice.", "auto", "none"),
-    "web_search_options": refused("There is no search here; give the model a tool."),
+    **dict.fromkeys(
+        ("audio", "prediction", "functions", "web_search_options", "moderation"), ABSENT
+    ),
     "store": accepted("every session is kept"),
 }
 
-_MESSAGE_FIELDS = {
-    **dict.fromkeys(("role", "content", "tool_calls", "tool_call_id"), honoured()),
-    **dict.fromkeys(("reasoning_content", "reasoning"), honoured("the model's thinking")),
-    "refusal": refused("A refusal is content here.", ""),
-    "audio": refused(TEXT_ONLY),
-    "function_call": refused("It is the old form: use tool_calls."),
-    "name": accepted("of a tool's message: the function, if no call has its id"),
-    "annotations": accepted("the server's notes on a reply"),
-    "cache_control": accepted("prefixes are reused by what they are"),
-    "lockstep": accepted("what this server added itself"),
-}
-
-_PLAIN_FIELDS = {name for name, field in _MESSAGE_FIELDS.items() if field.treatment != "refused"}
+_READ = ("role", "content", "tool_calls", "tool_call_id", "reasoning_content", "reasoning", "name")
+_NOTES = ("annotations", "cache_control", "lockstep")  # of servers and agents; ours among them
+_MESSAGE_FIELDS: Fields = dict.fromkeys((*_READ, *_NOTES), honoured())
 
 KEEP_ALIVE = b": the turn is being sampled\n\n"
 
@@ -84,83 +65,55 @@ KEEP_ALIVE = b": the turn is being sampled\n\n"
 
 def read(body: Mapping[str, Any], memory: Memory) -> Asked:
     """Raises Refusal (400) that names the field."""
-    found = check_fields(body, FIELDS)
-    options = object_of(body.get("stream_options") or {}, "stream_options")
-    has_tools = body.get("tool_choice") != "none"
+    asked = Value(body)
+    found = asked.check_fields(FIELDS)
+    transcript = Transcript()
+    for message in asked["messages"].entries():
+        message.check_fields(_MESSAGE_FIELDS)
+        _add(transcript, message)
+    tools = asked["tools"].entries() if body.get("tool_choice") != "none" else []
     return Asked(
         turn=turn_of(
-            body,
-            _messages(body.get("messages")),
-            _tools(body.get("tools")) if has_tools else (),
+            asked,
+            transcript.messages,
+            tuple(tool_of(_function(tool)) for tool in tools),
             limits=("max_tokens", "max_completion_tokens"),
             ignored=found,
         ),
-        model=text_of(body.get("model"), "model"),
-        num_choices=integer_of(body.get("n"), "n", low=1, high=2**31 - 1) or 1,
-        is_streamed=truth_of(body.get("stream"), "stream"),
-        has_logprobs=truth_of(body.get("logprobs"), "logprobs"),
-        has_usage=truth_of(options.get("include_usage"), "stream_options.include_usage"),
+        model=asked["model"].text(),
+        num_choices=asked["n"].integer(1) or 1,
+        is_streamed=asked["stream"].truth(),
+        has_logprobs=asked["logprobs"].truth(),
+        has_usage=asked["stream_options"]["include_usage"].truth(),
         body=body,
     )
 
 
-def _tools(value: Any) -> tuple[ToolSchema, ...]:
-    tools: list[ToolSchema] = []
-    for where, entry in objects_of(value, "tools"):
-        function = _function(entry, where, "only functions are tools here.")
-        tools.append(tool_of(function, f"{where}.function"))
-    return tuple(tools)
+def _function(entry: Value) -> Value:
+    if entry["type"].raw not in ("function", None):
+        raise entry["type"].unsupported("only functions are tools here.")
+    return entry["function"]
 
 
-def _function(entry: dict[str, Any], where: str, otherwise: str) -> dict[str, Any]:
-    if entry.get("type", "function") != "function":
-        raise unsupported(f"{where}.type", otherwise)
-    return object_of(entry.get("function"), f"{where}.function")
+def _add(transcript: Transcript, entry: Value) -> None:
+    role, content = entry["role"].raw, entry["content"].content("text", "refusal")
+    match role:
+        case "system" | "developer" | "user":
+            transcript.add(Message(role=role, content=content))
+        case "assistant":
+            thinking = entry["reasoning_content"].text("") or entry["reasoning"].text("")
+            calls = tuple(_call(call) for call in entry["tool_calls"].entries())
+            message = Message(role=role, content=content, thinking=thinking, tool_calls=calls)
+            transcript.add(message)
+        case "tool":
+            transcript.add_result(entry["tool_call_id"], content, name=entry["name"].text(""))
+        case _:
+            raise entry["role"].wrong("system, developer, user, assistant or tool")
 
 
-def _messages(value: Any) -> list[Message]:
-    transcript = Transcript()
-    for where, entry in objects_of(list_of(value, "messages"), "messages"):
-        _add(transcript, entry, where)
-    return transcript.messages
-
-
-def _add(transcript: Transcript, entry: dict[str, Any], where: str) -> None:
-    if not entry.keys() <= _PLAIN_FIELDS:
-        check_fields(entry, _MESSAGE_FIELDS, where=f"{where}.")
-    role = entry.get("role")
-    content = content_of(entry.get("content"), f"{where}.content", ("text", "refusal"))
-    if role in ("system", "developer", "user"):
-        transcript.add(Message(role=role, content=content))
-    elif role == "assistant":
-        thinking = entry.get("reasoning_content") or entry.get("reasoning")
-        calls: list[Any] = []
-        for here, call in objects_of(entry.get("tool_calls"), f"{where}.tool_calls"):
-            function = _function(call, here, "only functions are called here.")
-            calls.append(
-                call_of(
-                    function.get("name"),
-                    function.get("arguments"),
-                    call.get("id"),
-                    f"{here}.function",
-                    f"{here}.id",
-                )
-            )
-        transcript.add(
-            Message(
-                role="assistant",
-                content=content,
-                thinking=text_of(thinking, f"{where}.reasoning_content", optional=True),
-                tool_calls=tuple(calls),
-            )
-        )
-    elif role == "tool":
-        name = text_of(entry.get("name"), f"{where}.name", optional=True)
-        at = f"{where}.tool_call_id"
-        transcript.add_result(entry.get("tool_call_id"), content, at, name=name)
-    else:
-        text = f"must be system, developer, user, assistant or tool, found {shown(role)}."
-        raise wrong_value(f"{where}.role", text)
+def _call(entry: Value) -> ToolCall:
+    function = _function(entry)
+    return call_of(function, function["arguments"].text(), entry["id"])
 
 
 # -- turns to bodies ------------------------------------------------------------------------------
@@ -170,12 +123,9 @@ def write(answered: Answered) -> dict[str, Any]:
     choices: list[dict[str, Any]] = []
     for at, reply in enumerate(answered.replies):
         message = client_message(reply.message, reply.stop)
-        content: dict[str, Any] = {
-            "role": "assistant",
-            # null for a call without text, as OpenAI has it
-            "content": message.content or (None if message.tool_calls else ""),
-            "refusal": None,
-        }
+        # null for a call without text, as OpenAI has it
+        text = message.content or (None if message.tool_calls else "")
+        content: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
         if message.thinking:
             content["reasoning_content"] = message.thinking
         if message.tool_calls:
@@ -228,12 +178,8 @@ def _head(answered: Answered, kind: str) -> dict[str, Any]:
 
 def _calls(message: Message) -> list[dict[str, Any]]:
     return [
-        {
-            "id": call.id,
-            "type": "function",
-            "function": {"name": call.name, "arguments": call.arguments},
-        }
-        for call in message.tool_calls
+        {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}}
+        for c in message.tool_calls
     ]
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from lockstep.agent.gateway.exchange import Refusal, TurnReply, client_message
 from lockstep.agent.gateway.reading import (
+    ABSENT,
     NO_CONSTRAINT,
     SHARED,
     TEXT_ONLY,
@@ -17,23 +18,15 @@ from lockstep.agent.gateway.reading import (
     Asked,
     Memory,
     Transcript,
+    Value,
     accepted,
     call_of,
-    check_fields,
-    content_of,
     event,
     honoured,
     ignored,
-    list_of,
-    object_of,
-    objects_of,
     refused,
-    text_of,
     tool_of,
-    truth_of,
     turn_of,
-    unsupported,
-    wrong_value,
 )
 from lockstep.types import Message, ToolCall, ToolSchema
 
@@ -62,7 +55,7 @@ FIELDS = {
     ),
     "output_config": honoured("effort is ignored; a format is refused"),
     "context_management": ignored("Histories are the agent's; shorten the messages yourself.", {}),
-    "container": refused("There are no containers here; give the model a tool."),
+    "container": ABSENT,
     "mcp_servers": refused("Connect to them yourself, and give the model their tools.", []),
     "cache_control": accepted("prefixes are reused by what they are"),
     **dict.fromkeys(
@@ -87,57 +80,51 @@ KEEP_ALIVE = b'event: ping\ndata: {"type": "ping"}\n\n'
 
 def read(body: Mapping[str, Any], memory: Memory, *, is_counted: bool = False) -> Asked:
     """is_counted: the request is to count tokens and has no max_tokens. Raises Refusal (400)."""
-    found = check_fields(body, FIELDS)
-    output = object_of(body.get("output_config") or {}, "output_config")
-    found += check_fields(output, _OUTPUT_FIELDS, where="output_config.")
+    asked = Value(body)
+    found = asked.check_fields(FIELDS) + asked["output_config"].check_fields(_OUTPUT_FIELDS)
     if body.get("max_tokens") is None and not is_counted:
-        raise wrong_value("max_tokens", "is missing: it is required.")
-    choice = body.get("tool_choice") or {}
+        raise asked["max_tokens"].refusal("is missing: it is required.")
+    transcript = Transcript()
+    if system := asked["system"].content("text"):
+        transcript.add(Message(role="system", content=system))
+    for message in asked["messages"].entries():
+        message.check_fields(_MESSAGE_FIELDS)
+        _add(transcript, message["role"], message["content"])
+    has_tools = asked["tool_choice"]["type"].raw != "none"
+    tools = asked["tools"].entries() if has_tools else []
     return Asked(
         turn=turn_of(
-            body,
-            _messages(body),
-            () if choice.get("type") == "none" else _tools(body.get("tools")),
+            asked,
+            transcript.messages,
+            tuple(_tool(tool) for tool in tools),
             stops="stop_sequences",
             ignored=found,
         ),
-        model=text_of(body.get("model"), "model"),
-        is_streamed=truth_of(body.get("stream"), "stream"),
+        model=asked["model"].text(),
+        is_streamed=asked["stream"].truth(),
         body=body,
     )
 
 
-def _tools(value: Any) -> tuple[ToolSchema, ...]:
-    tools: list[ToolSchema] = []
-    for where, entry in objects_of(value, "tools"):
-        if entry.get("type") not in ("custom", None):
-            text = "only tools that the agent runs itself are known here."
-            raise unsupported(f"{where}.type", text)
-        tools.append(tool_of(entry, where, parameters="input_schema"))
-    return tuple(tools)
+def _tool(entry: Value) -> ToolSchema:
+    if entry["type"].raw not in ("custom", None):
+        raise entry["type"].unsupported("only tools that the agent runs itself are known here.")
+    return tool_of(entry, parameters="input_schema")
 
 
-def _messages(body: Mapping[str, Any]) -> list[Message]:
-    transcript = Transcript()
-    if system := content_of(body.get("system"), "system"):
-        transcript.add(Message(role="system", content=system))
-    for at, entry in enumerate(list_of(body.get("messages"), "messages")):
-        where = f"messages[{at}]"
-        entry = object_of(entry, where)
-        check_fields(entry, _MESSAGE_FIELDS, where=f"{where}.")
-        role, content, where = entry.get("role"), entry.get("content"), f"{where}.content"
-        if role == "assistant":
-            transcript.add(assistant(content, where))
-        elif role == "user" and isinstance(content, list):
-            _add_blocks(transcript, content, where)
-        elif role in ("user", "system"):
-            transcript.add(Message(role=role, content=content_of(content, where)))
-        else:
-            raise wrong_value(f"messages[{at}].role", "must be user, assistant or system.")
-    return transcript.messages
+def _add(transcript: Transcript, role: Value, content: Value) -> None:
+    match role.raw:
+        case "assistant":
+            transcript.add(assistant(content))
+        case "user" if isinstance(content.raw, list):
+            _add_blocks(transcript, content)
+        case "user" | "system":
+            transcript.add(Message(role=role.raw, content=content.content("text")))
+        case _:
+            raise role.wrong("user, assistant or system")
 
 
-def _add_blocks(transcript: Transcript, content: list[Any], where: str) -> None:
+def _add_blocks(transcript: Transcript, content: Value) -> None:
     """A user's blocks. Results of tools become messages of their own, in their order."""
     texts: list[str] = []
 
@@ -146,45 +133,41 @@ def _add_blocks(transcript: Transcript, content: list[Any], where: str) -> None:
             transcript.add(Message(role="user", content="\n".join(texts)))
             texts.clear()
 
-    for here, block in objects_of(content, where):
-        if block.get("type") == "tool_result":
-            flush()
-            result = content_of(block.get("content"), f"{here}.content")
-            transcript.add_result(block.get("tool_use_id"), result, f"{here}.tool_use_id")
-        elif block.get("type") == "text":
-            texts.append(text_of(block.get("text"), f"{here}.text"))
-        else:
-            found = str(block.get("type"))[:40]
-            raise unsupported(f"{here}.type", f"a block of {found!r}. {TEXT_ONLY}")
+    for block in content.entries():
+        match block["type"].raw:
+            case "tool_result":
+                flush()
+                transcript.add_result(block["tool_use_id"], block["content"].content("text"))
+            case "text":
+                texts.append(block["text"].text())
+            case _:
+                raise block["type"].unsupported(TEXT_ONLY)
     flush()
-    if not content:
-        raise wrong_value(where, "is empty.")
+    if not content.raw:
+        raise content.refusal("is empty.")
 
 
-def assistant(value: Any, where: str) -> Message:
+def assistant(content: Value) -> Message:
     """The assistant's message of text or blocks."""
-    if isinstance(value, str):
-        return Message(role="assistant", content=value)
+    if isinstance(content.raw, str):
+        return Message(role="assistant", content=content.raw)
     texts: list[str] = []
     thoughts: list[str] = []
     calls: list[ToolCall] = []
-    list_of(value, where)
-    for here, block in objects_of(value, where):
-        match block.get("type"):
+    for block in content.entries():
+        match block["type"].raw:
             case "text":
-                texts.append(text_of(block.get("text"), f"{here}.text"))
+                texts.append(block["text"].text())
             case "thinking":
-                thoughts.append(text_of(block.get("thinking"), f"{here}.thinking"))
+                thoughts.append(block["thinking"].text())
             case "tool_use":
-                given = object_of(block.get("input"), f"{here}.input")
+                given = block["input"].object()
                 arguments = given.get(MALFORMED) if set(given) == {MALFORMED} else None
                 if not isinstance(arguments, str):
                     arguments = json.dumps(given, ensure_ascii=False)
-                call = call_of(block.get("name"), arguments, block.get("id"), here, f"{here}.id")
-                calls.append(call)
-            case found:
-                name = str(found)[:40]
-                raise unsupported(f"{here}.type", f"a block of {name!r}. {TEXT_ONLY}")
+                calls.append(call_of(block, arguments, block["id"]))
+            case _:
+                raise block["type"].unsupported(TEXT_ONLY)
     return Message(
         role="assistant",
         content="\n".join(texts),
@@ -211,14 +194,8 @@ def events(answered: Answered) -> Iterator[bytes]:
     """The events of a stream."""
     reply = answered.replies[0]
     usage = _usage(answered)
-    begun = {
-        **_head(answered),
-        "content": [],
-        "stop_reason": None,
-        "stop_sequence": None,
-        "usage": {**usage, "output_tokens": 0},
-    }
-    yield _event("message_start", message=begun)
+    begun = {**_head(answered), "content": [], "stop_reason": None, "stop_sequence": None}
+    yield _event("message_start", message={**begun, "usage": {**usage, "output_tokens": 0}})
     for at, block in enumerate(_blocks(reply)):
         match block["type"]:
             case "text":

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import difflib
 import json
-import math
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 from lockstep.agent.gateway.exchange import Refusal, TurnReply, TurnRequest
 from lockstep.types import Message, ToolCall, ToolSchema
@@ -22,6 +22,7 @@ MAX_SCHEMA_DEPTH = 64
 """Levels of a tool's parameters; renderers recurse into them."""
 MIN_TEMPERATURE = 1e-5
 """Smallest temperature above 0: logits divided by less overflow float32."""
+MAX_INTEGER = 2**31 - 1
 
 TEXT_ONLY = "Only text is read here; leave the other parts out."
 NO_CONSTRAINT = "Sampling is not constrained, so that log-probs stay the model's own."
@@ -62,6 +63,8 @@ def refused(about: str, *neutral: Any) -> Field:
     return Field("refused", about, neutral)
 
 
+ABSENT = refused("There is nothing like it here; leave it out.")
+
 SHARED: Fields = {
     "model": honoured("one of GET /v1/models"),
     "tools": honoured("functions; `strict` is not enforced"),
@@ -80,7 +83,6 @@ OPENAI: Fields = {
     ),
     "top_logprobs": refused("Only the log-probs of sampled ids are recorded.", 0),
     "parallel_tool_calls": ignored(f"{NO_CONSTRAINT} A turn may have several calls.", True),
-    "moderation": refused("Nothing is moderated here."),
     **dict.fromkeys(("user", "safety_identifier"), accepted("names the sender, not the session")),
     **dict.fromkeys(
         ("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
@@ -131,16 +133,13 @@ class Answered:
         """Returns `{"lockstep": ...}` if the header asked for ids."""
         if not self.has_ids:
             return {}
+        names = ("leaf", "reason", "policy_version", "is_repeated", "num_reused_tokens")
         turns = [
             {
-                "leaf": reply.leaf,
-                "reason": reply.reason,
-                "policy_version": reply.policy_version,
-                "is_repeated": reply.is_repeated,
-                "num_reused_tokens": reply.num_reused_tokens,
+                **{name: getattr(reply, name) for name in names},
                 "prompt_ids": reply.prompt_ids.tolist(),
                 "token_ids": reply.token_ids.tolist(),
-                "logprobs": [float(value) for value in reply.logprobs],
+                "logprobs": reply.logprobs.tolist(),
                 "parse_error": reply.message.parse_error,
             }
             for reply in self.replies
@@ -172,13 +171,11 @@ class Memory:
     """A client's own idempotency key -> digest of the body that came with it."""
 
 
-# -- a body ---------------------------------------------------------------------------------------
+# -- values ---------------------------------------------------------------------------------------
 
 
 def parse_body(raw: bytes) -> dict[str, Any]:
     """The JSON object in `raw`. Raises Refusal (400) for anything else."""
-    if not raw.strip():
-        raise Refusal(400, "invalid_json", "the body is empty; expected a JSON object.")
     try:
         # Decoded here: json.loads would read UTF-16 and let raw surrogates through.
         text = raw.decode("utf-8-sig")
@@ -191,36 +188,136 @@ def parse_body(raw: bytes) -> dict[str, Any]:
         raise Refusal(400, "too_deep", "the body is nested too deeply.") from None
     except ValueError as error:
         raise Refusal(400, "invalid_json", f"the body is not JSON: {error}.") from None
-    return object_of(body, "the body", code="invalid_json")
+    if not isinstance(body, dict):
+        raise Refusal(400, "invalid_json", "the body must be a JSON object.")
+    return body
 
 
 def _no_constant(name: str) -> float:
     raise ValueError(f"{name} is not JSON")
 
 
-def check_fields(body: Mapping[str, Any], fields: Fields, *, where: str = "") -> list[str]:
-    """Returns the names of ignored fields that are set. Raises Refusal for a field that is refused,
-    or in no table."""
-    found: list[str] = []
-    for name, value in body.items():
-        known = fields.get(name)
-        if value is None or (known is not None and value in known.neutral):
-            continue
-        if known is None:
-            near = difflib.get_close_matches(name, fields, 1)
-            hint = f" Did you mean {near[0]!r}?" if near else " Leave it out."
-            text = f"unknown field {where + name!r}: what it asks for would not happen.{hint}"
-            raise Refusal(400, "unknown_parameter", text, parameter=where + name)
-        if known.treatment == "refused":
-            text = f"{where}{name}={shown(value)} cannot be honoured here. {known.about}"
-            raise Refusal(400, "unsupported_parameter", text, parameter=where + name)
-        if known.treatment == "ignored":
-            found.append(where + name)
-    return found
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A value of a body with its place, which every refusal names. Null counts as left out.
+
+    >>> Value({"stop": ["a", 5]})["stop"].stops()
+    Traceback (most recent call last):
+    lockstep.agent.gateway.exchange.Refusal: stop[1] must be text, found 5.
+    """
+
+    raw: Any
+    where: str = ""
+
+    def refusal(self, text: str, code: str = "invalid_value") -> Refusal:
+        return Refusal(400, code, f"{self.where} {text}", parameter=self.where)
+
+    def wrong(self, expected: str) -> Refusal:
+        return self.refusal(f"must be {expected}, found {shown(self.raw)}.")
+
+    def unsupported(self, text: str) -> Refusal:
+        return self.refusal(f"is {shown(self.raw)}: {text}", "unsupported_value")
+
+    def __getitem__(self, name: str) -> Value:
+        return Value(self.object().get(name), f"{self.where}.{name}" if self.where else name)
+
+    def object(self) -> dict[str, Any]:
+        if self.raw is not None and not isinstance(self.raw, dict):
+            raise self.wrong("an object")
+        return self.raw or {}
+
+    def entries(self) -> list[Value]:
+        if self.raw is not None and not isinstance(self.raw, list):
+            raise self.wrong("a list")
+        return [Value(each, f"{self.where}[{at}]") for at, each in enumerate(self.raw or ())]
+
+    def text(self, default: str | None = None) -> str:
+        found = default if self.raw is None else self.raw
+        if not isinstance(found, str):
+            raise self.wrong("text")
+        return found
+
+    def truth(self, default: bool = False) -> bool:
+        found = default if self.raw is None else self.raw
+        if not isinstance(found, bool):
+            raise self.wrong("true or false")
+        return found
+
+    def integer(self, low: int, high: int = MAX_INTEGER) -> int | None:
+        is_whole = isinstance(self.raw, int) and not isinstance(self.raw, bool)
+        if self.raw is not None and not (is_whole and low <= self.raw <= high):
+            raise self.wrong(f"a whole number in {low}..{high}")
+        return self.raw
+
+    def number(
+        self, low: float = -sys.float_info.max, high: float = sys.float_info.max
+    ) -> float | None:
+        if self.raw is None:
+            return None
+        is_number = isinstance(self.raw, int | float) and not isinstance(self.raw, bool)
+        if not is_number or not low <= self.raw <= high:  # NaN included
+            raise self.wrong(f"a finite number in {low:g}..{high:g}")
+        return float(self.raw)
+
+    def finite(self) -> float:
+        """A number that must be given."""
+        found = self.number()
+        if found is None:
+            raise self.wrong("a number")
+        return found
+
+    def stops(self) -> tuple[str, ...]:
+        """Text, or several texts, at which a reply stops."""
+        values = [self] if isinstance(self.raw, str) else self.entries()
+        if empty := [value for value in values if not value.text()]:
+            raise empty[0].wrong("text that is not empty")
+        return tuple(value.raw for value in values)
+
+    def content(self, *kinds: str) -> str:
+        """Text, or a list of parts that are text, joined by newlines. kinds: types of the parts."""
+        if self.raw is None or isinstance(self.raw, str):
+            return self.raw or ""
+        texts: list[str] = []
+        for part in self.entries():
+            kind = part["type"].raw
+            if kind not in kinds:
+                raise part["type"].unsupported(TEXT_ONLY)
+            texts.append(part["refusal" if kind == "refusal" else "text"].text())
+        return "\n".join(texts)
+
+    def check_fields(self, fields: Fields) -> list[str]:
+        """Returns the names of ignored fields that are set. Raises Refusal for a field that is
+        refused, or in no table."""
+        found: list[str] = []
+        for name, raw in self.object().items():
+            known = fields.get(name)
+            if raw is None or (known is not None and raw in known.neutral):
+                continue
+            value = self[name]
+            if known is None:
+                near = difflib.get_close_matches(name, fields, 1)
+                hint = f"Did you mean {near[0]!r}?" if near else "Leave it out."
+                text = f"is not known, so what it asks for would not happen. {hint}"
+                raise value.refusal(text, "unknown_parameter")
+            if known.treatment == "refused":
+                text = f"is {shown(raw)}, which cannot be honoured here. {known.about}"
+                raise value.refusal(text, "unsupported_parameter")
+            if known.treatment == "ignored":
+                found.append(value.where)
+        return found
+
+
+def shown(value: Any) -> str:
+    """The beginning of a value, as JSON."""
+    text = json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:60]}..."
+
+
+# -- turns, tools and dialogues -------------------------------------------------------------------
 
 
 def turn_of(
-    body: Mapping[str, Any],
+    body: Value,
     messages: Sequence[Message],
     tools: tuple[ToolSchema, ...],
     *,
@@ -231,230 +328,72 @@ def turn_of(
 ) -> TurnRequest:
     """Builds the requested turn. where: the field of the messages. limits: fields of the token
     limit; the smallest counts. stops: the field of the stop strings."""
-    found = [integer_of(body.get(name), name, low=1, high=2**31 - 1) for name in limits]
-    top_k = integer_of(body.get("top_k"), "top_k", low=-1, high=2**31 - 1)
-    temperature = number_of(body.get("temperature"), "temperature", low=0, high=100)
+    found = [limit for name in limits if (limit := body[name].integer(1)) is not None]
+    top_k, temperature = body["top_k"].integer(-1), body["temperature"].number(0, 100)
     if temperature is not None and 0 < temperature < MIN_TEMPERATURE:
-        raise wrong_value(
-            "temperature",
-            f"must be 0 or at least {MIN_TEMPERATURE:g}, found {shown(body['temperature'])}.",
+        raise body["temperature"].wrong(f"0 or at least {MIN_TEMPERATURE:g}")
+    if not messages:
+        raise body[where].refusal("is empty: there is nothing to answer.")
+    if messages[-1].role == "assistant":
+        raise body[where].refusal(
+            "ends with an assistant's message, and a reply cannot be made to begin with given text;"
+            " end with a user's or a tool's message.",
+            "unsupported_value",
         )
     return TurnRequest(
-        messages=check_dialogue(messages, where),
+        messages=tuple(messages),
         tools=tools,
-        max_tokens=min((limit for limit in found if limit is not None), default=None),
+        max_tokens=min(found, default=None),
         temperature=temperature,
-        top_p=number_of(body.get("top_p"), "top_p", low=1e-6, high=1),
+        top_p=body["top_p"].number(1e-6, 1),
         top_k=None if top_k is None else max(0, top_k),
-        stop_strings=stops_of(body.get(stops), stops),
-        seed=integer_of(body.get("seed"), "seed", low=-(2**63), high=2**63 - 1),
+        stop_strings=body[stops].stops(),
+        seed=body["seed"].integer(-(2**63), 2**63 - 1),
         ignored=tuple(ignored),
     )
 
 
-# -- values ---------------------------------------------------------------------------------------
-
-_KINDS: tuple[tuple[type, str], ...] = (
-    (bool, "true or false"),
-    (int, "a number"),
-    (float, "a number"),
-    (str, "text"),
-    (list, "a list"),
-    (dict, "an object"),
-    (type(None), "null"),
-)
-
-
-def shown(value: Any) -> str:
-    """The beginning of a value, as JSON."""
-    text = json.dumps(value)
-    return text if len(text) <= 60 else f"{text[:60]}..."
-
-
-def wrong_type(where: str, expected: str, value: Any, code: str = "invalid_type") -> Refusal:
-    kind = next(name for type_, name in _KINDS if isinstance(value, type_))
-    return Refusal(400, code, f"{where} must be {expected}, found {kind}.", parameter=where)
-
-
-def wrong_value(where: str, text: str) -> Refusal:
-    return Refusal(400, "invalid_value", f"{where} {text}", parameter=where)
-
-
-def unsupported(where: str, text: str) -> Refusal:
-    return Refusal(400, "unsupported_value", f"{where}: {text}", parameter=where)
-
-
-def text_of(value: Any, where: str, *, optional: bool = False) -> str:
-    if value is None and optional:
-        return ""
-    if not isinstance(value, str):
-        raise wrong_type(where, "text", value)
-    return value
-
-
-def truth_of(value: Any, where: str, *, default: bool = False) -> bool:
-    if value is None:
-        return default
-    if not isinstance(value, bool):
-        raise wrong_type(where, "true or false", value)
-    return value
-
-
-def object_of(value: Any, where: str, *, code: str = "invalid_type") -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise wrong_type(where, "an object", value, code)
-    return cast("dict[str, Any]", value)
-
-
-def list_of(value: Any, where: str) -> list[Any]:
-    if not isinstance(value, list):
-        raise wrong_type(where, "a list", value)
-    return cast("list[Any]", value)
-
-
-def objects_of(value: Any, where: str) -> list[tuple[str, dict[str, Any]]]:
-    """(place, object) of each entry of a list; null is an empty list."""
-    listed = [] if value is None else list_of(value, where)
-    return [(f"{where}[{at}]", object_of(one, f"{where}[{at}]")) for at, one in enumerate(listed)]
-
-
-def integer_of(value: Any, where: str, *, low: int, high: int) -> int | None:
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise wrong_type(where, "a whole number", value)
-    if not low <= value <= high:
-        raise wrong_value(where, f"must lie in {low}..{high}, found {shown(value)}.")
-    return value
-
-
-def number_of(value: Any, where: str, *, low: float, high: float) -> float | None:
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise wrong_type(where, "a number", value)
-    if not low <= value <= high:  # NaN included
-        text = f"must be a finite number in {low:g}..{high:g}, found {shown(value)}."
-        raise wrong_value(where, text)
-    return float(value)
-
-
-def reward_of(value: Any, where: str) -> float:
-    """A finite number. Raises Refusal."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise wrong_type(where, "a number", value)
-    try:
-        found = float(value)
-    except OverflowError:
-        found = math.inf
-    if not math.isfinite(found):
-        raise wrong_value(where, "must be a finite number.")
-    return found
-
-
-def stops_of(value: Any, where: str) -> tuple[str, ...]:
-    if value is None:
-        return ()
-    texts = [value] if isinstance(value, str) else list_of(value, where)
-    for at, text in enumerate(texts):
-        if not text_of(text, f"{where}[{at}]"):
-            raise wrong_value(f"{where}[{at}]", "is empty: it would stop at once.")
-    return tuple(texts)
-
-
-def content_of(value: Any, where: str, kinds: Sequence[str] = ("text",)) -> str:
-    """Text, or a list of parts that are text, joined by newlines. kinds: names of such parts."""
-    if value is None or isinstance(value, str):
-        return value or ""
-    if not isinstance(value, list):
-        raise wrong_type(where, "text or a list of parts", value)
-    texts: list[str] = []
-    for here, part in objects_of(value, where):
-        found = part.get("type")
-        if found not in kinds:
-            raise unsupported(f"{here}.type", f"a part of {str(found)[:40]!r}. {TEXT_ONLY}")
-        key = "refusal" if found == "refusal" else "text"
-        texts.append(text_of(part.get(key), f"{here}.{key}"))
-    return "\n".join(texts)
-
-
-# -- tools and dialogues --------------------------------------------------------------------------
-
-
-def tool_of(entry: Mapping[str, Any], where: str, *, parameters: str = "parameters") -> ToolSchema:
+def tool_of(entry: Value, *, parameters: str = "parameters") -> ToolSchema:
     """parameters: the dialect's name of the field."""
-    name = text_of(entry.get("name"), f"{where}.name")
-    if not _TOOL_NAME.fullmatch(name):
-        raise wrong_value(f"{where}.name", "must be 1 to 128 letters, digits or any of _ . : / -")
-    given = entry.get(parameters)
-    found = object_of({} if given is None else given, f"{where}.{parameters}")
-    if _is_deep(found):
-        raise wrong_value(f"{where}.{parameters}", f"is nested over {MAX_SCHEMA_DEPTH} levels.")
+    name, schema = entry["name"], entry[parameters]
+    if not _TOOL_NAME.fullmatch(name.text()):
+        raise name.wrong("1 to 128 letters, digits or any of _ . : / -")
+    if _is_deep(schema.object()):
+        raise schema.refusal(f"is nested over {MAX_SCHEMA_DEPTH} levels.")
     return ToolSchema(
-        name=name,
-        description=text_of(entry.get("description"), f"{where}.description", optional=True),
-        parameters=found or {"type": "object", "properties": {}},
+        name=name.raw,
+        description=entry["description"].text(""),
+        parameters=schema.object() or {"type": "object", "properties": {}},
     )
 
 
-def _is_deep(value: Any) -> bool:
-    layer: Sequence[Any] = [value]
-    for _ in range(MAX_SCHEMA_DEPTH):
-        layer = [
-            inner
-            for outer in layer
-            for inner in (outer.values() if isinstance(outer, dict) else outer)
-            if isinstance(inner, dict | list)
-        ]
-        if not layer:
-            return False
-    return True
+def _is_deep(value: Any, levels: int = MAX_SCHEMA_DEPTH) -> bool:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return any(not levels or _is_deep(each, levels - 1) for each in inner)
 
 
-def call_of(name: Any, arguments: Any, id_: Any, where: str, id_where: str) -> ToolCall:
-    return ToolCall(
-        name=text_of(name, f"{where}.name"),
-        arguments=text_of(arguments, f"{where}.arguments"),
-        id=text_of(id_, id_where),
-    )
+def call_of(named: Value, arguments: str, id_: Value) -> ToolCall:
+    return ToolCall(name=named["name"].text(), arguments=arguments, id=id_.text())
 
 
 class Transcript:
     """The messages of a body in order. A tool's reply gets the name of the function that the call
     with its id named."""
 
-    def __init__(self, messages: Sequence[Message] = ()) -> None:
-        self.messages = list(messages)
-        self._names = {call.id: call.name for m in messages for call in m.tool_calls}
+    def __init__(self) -> None:
+        self.messages: list[Message] = []
+        self._names: dict[str, str] = {}
 
     def add(self, message: Message) -> None:
         self.messages.append(message)
         self._names.update({call.id: call.name for call in message.tool_calls})
 
-    def add_result(self, call_id: Any, content: str, where: str, *, name: str = "") -> None:
-        """where: the field of the id. name: taken if no call has the id."""
-        call_id = text_of(call_id, where)
-        name = self._names.get(call_id) or name
+    def add_result(self, call_id: Value, content: str, *, name: str = "") -> None:
+        """name: taken if no call has the id."""
+        name = self._names.get(call_id.text()) or name
         if not name:
-            text = f"is {call_id[:80]!r}, and no call of an assistant before it has this id."
-            raise wrong_value(where, text)
-        self.add(Message(role="tool", content=content, name=name, tool_call_id=call_id))
-
-
-def check_dialogue(messages: Sequence[Message], where: str) -> tuple[Message, ...]:
-    """The dialogue, if a turn of the model can follow it. Raises Refusal."""
-    if not messages:
-        raise wrong_value(where, "is empty: there is nothing to answer.")
-    if messages[-1].role == "assistant":
-        raise unsupported(
-            where,
-            "the last message is the assistant's. A reply is sampled whole and cannot be made to "
-            "begin with given text; end with a user's or a tool's message.",
-        )
-    return tuple(messages)
-
-
-# -- answers --------------------------------------------------------------------------------------
+            raise call_id.wrong("the id of a call of an assistant before it")
+        self.add(Message(role="tool", content=content, name=name, tool_call_id=call_id.raw))
 
 
 def event(body: Mapping[str, Any], name: str = "") -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 from lockstep.agent.gateway import chat
 from lockstep.agent.gateway.exchange import Refusal, client_message
 from lockstep.agent.gateway.reading import (
+    ABSENT,
     NO_CONSTRAINT,
     OPENAI,
     TEXT_ONLY,
@@ -17,23 +19,15 @@ from lockstep.agent.gateway.reading import (
     Asked,
     Memory,
     Transcript,
+    Value,
     accepted,
     call_of,
-    check_fields,
-    content_of,
     event,
     honoured,
     ignored,
-    list_of,
-    object_of,
-    objects_of,
     refused,
-    text_of,
     tool_of,
-    truth_of,
     turn_of,
-    unsupported,
-    wrong_value,
 )
 from lockstep.types import Message, ToolSchema
 
@@ -66,15 +60,10 @@ FIELDS = {
         {"summary": "auto"},
     ),
     "truncation": refused("A dialogue that is too long is refused, not cut.", "disabled"),
-    "max_tool_calls": refused(NO_CONSTRAINT),
-    **dict.fromkeys(
-        ("background", "background_options"), refused("Every turn is waited for.", False, {})
-    ),
-    "conversation": refused("Send the dialogue, or previous_response_id."),
-    "prompt": refused("There are no stored prompts; send the text."),
+    "background": refused("Every turn is waited for.", False),
     "context_management": refused("Histories are the agent's; shorten the input yourself.", []),
-    "image": refused(TEXT_ONLY),
-    "access_programs": refused("There are none here."),
+    **dict.fromkeys(("background_options", "max_tool_calls", "conversation", "prompt"), ABSENT),
+    **dict.fromkeys(("image", "access_programs", "moderation"), ABSENT),
     "stream_options": accepted("include_obfuscation: nothing is padded"),
     "client_metadata": accepted("the sender's own notes"),
 }
@@ -91,70 +80,63 @@ KEEP_ALIVE = chat.KEEP_ALIVE
 
 def read(body: Mapping[str, Any], memory: Memory) -> Asked:
     """Raises Refusal (400) that names the field."""
-    found = check_fields(body, FIELDS)
-    text = object_of(body.get("text") or {}, "text")
-    found += check_fields(text, _TEXT_FIELDS, where="text.")
+    asked = Value(body)
+    found = asked.check_fields(FIELDS) + asked["text"].check_fields(_TEXT_FIELDS)
     transcript = Transcript()
-    if instructions := text_of(body.get("instructions"), "instructions", optional=True):
+    if instructions := asked["instructions"].text(""):
         transcript.add(Message(role="system", content=instructions))
     num_instructions = len(transcript.messages)
-    if previous := text_of(body.get("previous_response_id"), "previous_response_id", optional=True):
-        if previous not in memory.dialogues:
-            raise Refusal(
-                400,
-                "previous_response_not_found",
-                f"previous_response_id={previous[:80]!r} is no response of this session that was "
-                "stored. Send the whole input, or the id of one sent without store=false.",
-                parameter="previous_response_id",
-            )
-        for message in memory.dialogues[previous]:
+    if (previous := asked["previous_response_id"]).text(""):
+        if previous.raw not in memory.dialogues:
+            text = "is no response of this session that was stored. Send the whole input."
+            raise previous.refusal(text, "previous_response_not_found")
+        for message in memory.dialogues[previous.raw]:
             transcript.add(message)
-    _add_input(transcript, body.get("input"))
-    for at, name in enumerate(list_of(body.get("include") or [], "include")):
-        if name not in (LOGPROBS, ENCRYPTED):
-            known = f"known are {LOGPROBS} and {ENCRYPTED}."
-            raise unsupported(f"include[{at}]", f"{str(name)[:60]!r}; {known}")
+    _add_input(transcript, asked["input"])
+    for name in asked["include"].entries():
+        if name.raw not in (LOGPROBS, ENCRYPTED):
+            raise name.unsupported(f"known are {LOGPROBS} and {ENCRYPTED}.")
     has_tools = body.get("tool_choice") != "none"
     return Asked(
         turn=turn_of(
-            body,
+            asked,
             transcript.messages,
-            _tools(body.get("tools"), found) if has_tools else (),
+            _tools(asked["tools"], found) if has_tools else (),
             where="input",
             limits=("max_output_tokens",),
             ignored=found,
         ),
-        model=text_of(body.get("model"), "model"),
-        is_streamed=truth_of(body.get("stream"), "stream"),
+        model=asked["model"].text(),
+        is_streamed=asked["stream"].truth(),
         has_logprobs=LOGPROBS in (body.get("include") or ()),
-        is_stored=truth_of(body.get("store"), "store", default=True),
+        is_stored=asked["store"].truth(default=True),
         num_instructions=num_instructions,
         body=body,
     )
 
 
-def _tools(value: Any, left_out: list[str]) -> tuple[ToolSchema, ...]:
+def _tools(listed: Value, left_out: list[str]) -> tuple[ToolSchema, ...]:
     tools: list[ToolSchema] = []
-    for where, entry in objects_of(value, "tools"):
-        match entry.get("type"):
+    for entry in listed.entries():
+        match entry["type"].raw:
             case "function":
-                tools.append(tool_of(entry, where))
+                tools.append(tool_of(entry))
             case "custom":
-                tools.append(tool_of({**entry, "parameters": FREE_TEXT}, where))
-                if entry.get("format") not in (None, {"type": "text"}):
+                tools.append(tool_of(Value({**entry.raw, "parameters": FREE_TEXT}, entry.where)))
+                if entry["format"].raw not in (None, {"type": "text"}):
                     left_out.append("tools.format")  # a grammar; sampling is not constrained
             case kind if kind in HOSTED_TOOLS:
                 left_out.append(f"tools.{kind}")
             case _:
-                raise unsupported(f"{where}.type", "only functions are tools here.")
+                raise entry["type"].unsupported("only functions are tools here.")
     return tuple(tools)
 
 
-def _add_input(transcript: Transcript, value: Any) -> None:
+def _add_input(transcript: Transcript, given: Value) -> None:
     """Adds the messages of the items. One turn of the model is several items: reasoning, then a
     message, then calls."""
-    if isinstance(value, str):
-        transcript.add(Message(role="user", content=value))
+    if isinstance(given.raw, str):
+        transcript.add(Message(role="user", content=given.raw))
         return
     turn: dict[str, Any] = {}
 
@@ -164,16 +146,12 @@ def _add_input(transcript: Transcript, value: Any) -> None:
             transcript.add(Message(role="assistant", tool_calls=calls, **turn))
             turn.clear()
 
-    list_of(value, "input")
-    for where, entry in objects_of(value, "input"):
-        match entry.get("type") or "message":
+    for entry in given.entries():
+        match entry["type"].raw or "message":
             case "message":
-                role = entry.get("role")
+                role, content = entry["role"].raw, _content(entry["content"])
                 if role not in ("system", "developer", "user", "assistant"):
-                    raise wrong_value(
-                        f"{where}.role", "must be system, developer, user or assistant."
-                    )
-                content = _content(entry.get("content"), f"{where}.content")
+                    raise entry["role"].wrong("system, developer, user or assistant")
                 if role != "assistant" or turn.keys() & {"content", "tool_calls"}:
                     flush()
                 if role == "assistant":
@@ -182,46 +160,35 @@ def _add_input(transcript: Transcript, value: Any) -> None:
                     transcript.add(Message(role=role, content=content))
             case "reasoning":
                 flush()
-                turn["thinking"] = _reasoning(entry, where)
-            case "function_call" | "custom_tool_call" as kind:
-                arguments = entry.get("arguments")
-                if kind == "custom_tool_call":
-                    given = text_of(entry.get("input"), f"{where}.input")
-                    arguments = json.dumps({"input": given}, ensure_ascii=False)
-                call = call_of(
-                    entry.get("name"), arguments, entry.get("call_id"), where, f"{where}.call_id"
-                )
+                turn["thinking"] = _reasoning(entry)
+            case "function_call":
+                call = call_of(entry, entry["arguments"].text(), entry["call_id"])
+                turn.setdefault("tool_calls", []).append(call)
+            case "custom_tool_call":
+                arguments = json.dumps({"input": entry["input"].text()}, ensure_ascii=False)
+                call = call_of(entry, arguments, entry["call_id"])
                 turn.setdefault("tool_calls", []).append(call)
             case "function_call_output" | "custom_tool_call_output":
                 flush()
-                name = text_of(entry.get("name"), f"{where}.name", optional=True)
-                output = _content(entry.get("output"), f"{where}.output")
-                at = f"{where}.call_id"
-                transcript.add_result(entry.get("call_id"), output, at, name=name)
-            case "item_reference":
-                text = "item_reference: send the item itself, or previous_response_id."
-                raise unsupported(f"{where}.type", text)
-            case found:
-                raise unsupported(f"{where}.type", f"an item of {str(found)[:40]!r}. {TEXT_ONLY}")
+                output = _content(entry["output"])
+                transcript.add_result(entry["call_id"], output, name=entry["name"].text(""))
+            case _:
+                raise entry["type"].unsupported(f"send the items themselves. {TEXT_ONLY}")
     flush()
 
 
-def _content(value: Any, where: str) -> str:
-    return content_of(value, where, ("input_text", "output_text", "text", "refusal"))
+def _content(value: Value) -> str:
+    return value.content("input_text", "output_text", "text", "refusal")
 
 
-def _reasoning(entry: dict[str, Any], where: str) -> str:
+def _reasoning(entry: Value) -> str:
     """The thinking. Agents that do not store send back `encrypted_content` and no text; a summary
     is taken where it is all that came back."""
-    content = entry.get("content")
-    if not content and isinstance(sealed := entry.get("encrypted_content"), str):
-        try:
+    content, sealed = entry["content"], entry["encrypted_content"].raw
+    if not content.raw and isinstance(sealed, str):
+        with contextlib.suppress(ValueError):  # of another server
             return base64.b64decode(sealed, validate=True).decode()
-        except ValueError:  # of another server
-            pass
-    return content_of(
-        content or entry.get("summary") or [], where, ("reasoning_text", "summary_text")
-    )
+    return (content if content.raw else entry["summary"]).content("reasoning_text", "summary_text")
 
 
 # -- turns to bodies ------------------------------------------------------------------------------
@@ -329,15 +296,8 @@ def _items(answered: Answered) -> list[dict[str, Any]]:
             "annotations": [],
             "logprobs": answered.logprobs(reply) if asked.has_logprobs else [],
         }
-        items.append(
-            {
-                "id": f"msg_{answered.id}",
-                "type": "message",
-                "role": "assistant",
-                "status": status,
-                "content": [content],
-            }
-        )
+        item = {"id": f"msg_{answered.id}", "type": "message", "role": "assistant"}
+        items.append({**item, "status": status, "content": [content]})
     custom = {one["name"] for one in asked.body.get("tools") or () if one.get("type") == "custom"}
     for at, call in enumerate(message.tool_calls):
         item = {"id": f"fc_{answered.id}_{at}", "type": "function_call", "call_id": call.id}
@@ -363,10 +323,7 @@ def _usage(answered: Answered) -> dict[str, Any]:
     reply = answered.replies[0]
     return {
         "input_tokens": len(reply.prompt_ids),
-        "input_tokens_details": {
-            "cached_tokens": reply.num_reused_tokens,
-            "cache_write_tokens": 0,
-        },
+        "input_tokens_details": {"cached_tokens": reply.num_reused_tokens},
         "output_tokens": len(reply.token_ids),
         "output_tokens_details": {"reasoning_tokens": answered.num_thinking_tokens[0]},
         "total_tokens": len(reply.prompt_ids) + len(reply.token_ids),

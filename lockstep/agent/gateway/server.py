@@ -35,25 +35,13 @@ from lockstep.agent.gateway.exchange import Refusal, TurnReply, TurnRequest, cli
 from lockstep.agent.gateway.reading import (
     Answered,
     Asked,
-    integer_of,
-    object_of,
+    Value,
+    honoured,
     parse_body,
-    reward_of,
-    text_of,
-    unsupported,
-    wrong_value,
 )
 from lockstep.agent.gateway.registry import SessionRegistry
 from lockstep.agent.gateway.session import GatewaySession
-from lockstep.errors import (
-    CapabilityError,
-    ConfigError,
-    DataError,
-    EngineDownError,
-    EngineError,
-    MissingExtraError,
-    RendererError,
-)
+from lockstep.errors import ConfigError, MissingExtraError
 from lockstep.renderers.base import Renderer
 from lockstep.types import Task, Trajectory
 
@@ -64,7 +52,7 @@ except ImportError:  # pragma: no cover
 
 LOGGER = logging.getLogger(__name__)
 
-MAX_CLAIM_SECONDS = 300.0
+CLAIM_SECONDS, MAX_CLAIM_SECONDS = 30.0, 300.0
 MAX_REMEMBERED_BODIES = 1024
 """Bodies per session that a retry can refer to."""
 
@@ -185,36 +173,46 @@ class GatewayServer:
         is_anthropic = "anthropic-version" in request.headers or "/v1/messages" in request.path
         dialect = messages if is_anthropic else chat
         response = _json(dialect.error(refusal), status=refusal.status)
-        if refusal.status == 503:
-            response.headers["Retry-After"] = f"{max(1, round(self.config.retry_after_seconds))}"
-        if refusal.status in (409, 410, 500):  # the official clients would try these again
-            response.headers["x-should-retry"] = "false"
-        if refusal.status == 401:
-            response.headers["WWW-Authenticate"] = "Bearer"
-        if refusal.status in (408, 413):  # the rest of the body is not read
-            response.force_close()
+        match refusal.status:
+            case 401:
+                response.headers["WWW-Authenticate"] = "Bearer"
+            case 503:
+                seconds = max(1, round(self.config.retry_after_seconds))
+                response.headers["Retry-After"] = f"{seconds}"
+            case 409 | 410 | 500:  # the official clients would try these again
+                response.headers["x-should-retry"] = "false"
+            case 408 | 413:  # the rest of the body is not read
+                response.force_close()
         return response
 
     def _check_origin(self, request: web.Request) -> None:
         """Keeps out pages of a browser on this machine, if the server has no key."""
         if self._key:
             return
-        origin, host = request.headers.get("Origin", ""), request.headers.get("Host", "")
-        for name in filter(None, (host and f"//{host}", origin)):
+        host, origin = request.headers.get("Host", ""), request.headers.get("Origin", "")
+        for name in (host and f"//{host}", origin):
             try:
                 found = urlsplit(name).hostname or name
             except ValueError:
                 found = name
-            if found not in LOOPBACK:
-                raise Refusal(
-                    403,
-                    "foreign_origin",
-                    f"this server has no key and answers this machine alone, not {found[:80]!r}. "
-                    "Start it with a key (LOCKSTEP_KEY) to be reached by another name.",
-                )
+            if name and found not in LOOPBACK:
+                text = f"this server has no key and answers this machine alone, not {found[:80]!r}."
+                raise Refusal(403, "foreign_origin", f"{text} Start it with a key (LOCKSTEP_KEY).")
 
     def _refusal_of(self, error: Exception, request: web.Request) -> Refusal:
-        refusal = _refusal_of(error, request, self.config)
+        match error:
+            case Refusal():
+                refusal = error
+            case web.HTTPRequestEntityTooLarge():
+                limit = f"gateway.max_body_bytes={self.config.max_body_bytes}"
+                refusal = Refusal(413, "body_too_large", f"the body is larger than {limit}.")
+            case web.HTTPException():
+                text = f"{request.method} {request.path[:120]}: {error.reason}. Ask for turns at "
+                text += "/v1/chat/completions, /v1/responses or /v1/messages."
+                refusal = Refusal(error.status, "bad_request", text)
+            case _:
+                text = f"{type(error).__name__} in the gateway; its log has the place."
+                refusal = Refusal(500, "internal_error", text)
         self.counts["failed" if refusal.status >= 500 else "refused"] += 1
         if refusal.status == 500:  # a bug here, not a server that is away
             LOGGER.error("%s %s", request.method, request.path, exc_info=error)
@@ -224,12 +222,8 @@ class GatewayServer:
         if optional and not request.can_read_body:
             return b"{}"
         if request.content_type != "application/json":
-            raise Refusal(
-                415,
-                "not_json",
-                f"the body must be application/json, found {request.content_type}. Send the header "
-                "Content-Type: application/json.",
-            )
+            text = f"the body must be application/json, found {request.content_type}."
+            raise Refusal(415, "not_json", text)
         try:
             async with asyncio.timeout(self.config.read_seconds):
                 return await request.read() or (b"{}" if optional else b"")
@@ -265,12 +259,8 @@ class GatewayServer:
         owner = self.sessions.of_key(key) if key and key.isascii() else None
         if owner is None and self._key:
             found = "this one is not known" if key else "none came"
-            raise Refusal(
-                401,
-                "invalid_api_key",
-                f"a key is needed, of a session or of the whole server, and {found}. Send it as "
-                "Authorization: Bearer KEY, or x-api-key: KEY.",
-            )
+            text = f"a key is needed, of a session or of the whole server, and {found}."
+            raise Refusal(401, "invalid_api_key", f"{text} Send Authorization: Bearer KEY.")
         return owner
 
     def _check_master(self, request: web.Request) -> None:
@@ -280,13 +270,11 @@ class GatewayServer:
 
     def _shared_session(self) -> GatewaySession:
         """Returns the session for requests that name none."""
-        shared = self._shared
-        if shared is not None and not shared.is_busy:
-            num_tokens = sum(map(len, shared.trajectory.segments))
-            if num_tokens >= self.config.rotate_tokens:
-                self._spawn(shared.finish())
-                shared = None
+        shared, limit = self._shared, self.config.rotate_tokens
         if shared is None or shared.is_finished:
+            shared = self._shared = self.sessions.create()
+        elif not shared.is_busy and sum(map(len, shared.trajectory.segments)) >= limit:
+            self._spawn(shared.finish())
             shared = self._shared = self.sessions.create()
         return shared
 
@@ -374,17 +362,13 @@ class GatewayServer:
         return replies
 
     def _check_asked(self, asked: Asked) -> None:
-        name = asked.model
-        if name != self.model and name not in self.config.names and "*" not in self.config.names:
-            raise Refusal(
-                404,
-                "unknown_model",
-                f"the model {name[:80]!r} is not served here; expected {self.model!r}. Let other "
-                "names in with gateway.names.",
-                parameter="model",
-            )
+        names = (self.model, *self.config.names)
+        if asked.model not in names and "*" not in names:
+            text = f"the model {asked.model[:80]!r} is not served here; expected {self.model!r}. "
+            text += "Let other names in with gateway.names."
+            raise Refusal(404, "unknown_model", text, parameter="model")
         if asked.num_choices > self.config.max_choices:
-            raise wrong_value("n", f"may be {self.config.max_choices} at most.")
+            raise Value(asked.num_choices, "n").wrong(f"{self.config.max_choices} at most")
 
     def _turn_key(self, request: web.Request, session: GatewaySession, raw: bytes) -> str:
         """Returns the key that two attempts of one request share, or "".
@@ -400,12 +384,8 @@ class GatewayServer:
         memory = session.memory
         if own:
             if memory.bodies.setdefault(own, digest) != digest:
-                raise Refusal(
-                    409,
-                    "idempotency_key_reused",
-                    f"Idempotency-Key {own[:80]!r} came with another body before. A new request "
-                    "needs a new key.",
-                )
+                text = f"Idempotency-Key {own[:80]!r} came with another body before."
+                raise Refusal(409, "idempotency_key_reused", text)
             _forget_oldest(memory.bodies)
             return f"client/{own}"
         known = memory.keys.get(digest)
@@ -443,25 +423,17 @@ class GatewayServer:
     async def _models(self, request: web.Request) -> web.Response:
         self._key_owner(request)
         names = dict.fromkeys([self.model, *(name for name in self.config.names if name != "*")])
-        listed = {
-            name: {
-                "id": name,
-                "object": "model",
-                "type": "model",
-                "created": 0,
-                "owned_by": "lockstep",
-                "display_name": name,
-                "created_at": "1970-01-01T00:00:00Z",
-            }
-            for name in names
-        }
-        if (wanted := request.match_info.get("model")) is None:
+        about = {"object": "model", "type": "model", "owned_by": "lockstep", "created": 0}
+        about["created_at"] = "1970-01-01T00:00:00Z"
+        listed = [{"id": name, "display_name": name, **about} for name in names]
+        wanted = request.match_info.get("model")
+        if wanted is None:
             ends = {"first_id": self.model, "last_id": [*names][-1], "has_more": False}
-            return _json({"object": "list", "data": [*listed.values()], **ends})
-        if wanted not in listed:
+            return _json({"object": "list", "data": listed, **ends})
+        if wanted not in names:
             text = f"the model {wanted[:80]!r} is not served here."
             raise Refusal(404, "unknown_model", text, parameter="model")
-        return _json(listed[wanted])
+        return _json(next(model for model in listed if model["id"] == wanted))
 
     # -- sessions ---------------------------------------------------------------------------------
 
@@ -470,12 +442,10 @@ class GatewayServer:
 
     async def _create(self, request: web.Request) -> web.Response:
         self._check_master(request)
-        body = parse_body(await self._body(request, optional=True))
+        given = Value(parse_body(await self._body(request, optional=True)))["task"]
         task = None
-        if (given := body.get("task")) is not None:
-            given = object_of(given, "task")
-            payload = object_of(given.get("payload") or {}, "task.payload")
-            task = Task(id=text_of(given.get("id"), "task.id"), payload=payload)
+        if given.raw is not None:
+            task = Task(id=given["id"].text(), payload=given["payload"].object())
         return _json(self._access(self.sessions.create(task=task)), status=201)
 
     def _access(self, session: GatewaySession) -> dict[str, Any]:
@@ -505,23 +475,21 @@ class GatewayServer:
 
     async def _reward(self, request: web.Request) -> web.Response:
         session = self._session(request)
-        body = parse_body(await self._body(request))
-        if unknown := sorted(set(body) - {"reward", "parts", "leaf"}):
-            raise unsupported(unknown[0], "a reward has reward, parts and leaf.")
-        parts = object_of(body.get("parts") or {}, "parts")
+        body = Value(parse_body(await self._body(request)))
+        body.check_fields(dict.fromkeys(("reward", "parts", "leaf"), honoured()))
+        parts = body["parts"]
         await session.set_reward(
-            reward_of(body.get("reward"), "reward"),
-            parts={name: reward_of(value, f"parts.{name}") for name, value in parts.items()},
-            leaf=integer_of(body.get("leaf"), "leaf", low=0, high=2**31 - 1),
+            body["reward"].finite(),
+            parts={name: parts[name].finite() for name in parts.object()},
+            leaf=body["leaf"].integer(0),
         )
         return _json(_summary(session))
 
     async def _finish(self, request: web.Request) -> web.Response:
         session = self._session(request)
-        body = parse_body(await self._body(request, optional=True))
-        if unknown := sorted(set(body) - {"error"}):
-            raise unsupported(unknown[0], "finish takes error alone; post a reward before it.")
-        await session.finish(error=text_of(body.get("error"), "error", optional=True))
+        body = Value(parse_body(await self._body(request, optional=True)))
+        body.check_fields({"error": honoured()})
+        await session.finish(error=body["error"].text(""))
         return _json(_summary(session))
 
     async def _trajectory(self, request: web.Request) -> web.Response:
@@ -529,12 +497,10 @@ class GatewayServer:
 
     async def _claim(self, request: web.Request) -> web.Response:
         self._check_master(request)
-        body = parse_body(await self._body(request, optional=True))
-        seconds = reward_of(body.get("wait_seconds", 30.0), "wait_seconds")
-        if not 0 <= seconds <= MAX_CLAIM_SECONDS:
-            raise wrong_value("wait_seconds", f"must lie in 0..{MAX_CLAIM_SECONDS:g}.")
+        body = Value(parse_body(await self._body(request, optional=True)))
+        seconds = body["wait_seconds"].number(0, MAX_CLAIM_SECONDS)
         try:
-            async with asyncio.timeout(seconds):
+            async with asyncio.timeout(CLAIM_SECONDS if seconds is None else seconds):
                 session, task = await self.sessions.claim()
         except TimeoutError:
             return web.Response(status=204)  # nothing yet: ask again
@@ -597,26 +563,16 @@ def _summary(session: GatewaySession) -> dict[str, Any]:
     }
 
 
-_SEGMENT_FIELDS = (
-    "parent",
-    "turn",
-    "is_sampled",
-    "reason",
-    "policy_version",
-    "finish_reason",
-    "stop",
-)
-
-
 def _trajectory_to_dict(trajectory: Trajectory) -> dict[str, Any]:
     """JSON-able: every segment with its ids, log-probs and messages. Numbers are finite."""
     names = ("id", "task_id", "status", "error", "reward_parts", "metrics")
+    of_segment = ("parent", "turn", "is_sampled", "reason", "policy_version", "finish_reason")
     return {
         **{name: getattr(trajectory, name) for name in names},
         "rewards": {str(leaf): reward for leaf, reward in trajectory.rewards.items()},
         "segments": [
             {
-                **{name: getattr(segment, name) for name in _SEGMENT_FIELDS},
+                **{name: getattr(segment, name) for name in (*of_segment, "stop")},
                 "token_ids": segment.token_ids.tolist(),
                 "logprobs": None if segment.logprobs is None else segment.logprobs.tolist(),
                 "messages": [message.to_dict() for message in segment.messages],
@@ -624,32 +580,3 @@ def _trajectory_to_dict(trajectory: Trajectory) -> dict[str, Any]:
             for segment in trajectory.segments
         ],
     }
-
-
-def _refusal_of(error: Exception, request: web.Request, config: GatewayConfig) -> Refusal:
-    """Converts any error into the refusal that the client gets."""
-    match error:
-        case Refusal():
-            return error
-        case web.HTTPRequestEntityTooLarge():
-            text = f"the body has more than gateway.max_body_bytes={config.max_body_bytes} bytes."
-            return Refusal(413, "body_too_large", text)
-        case web.HTTPNotFound():
-            text = (
-                f"there is nothing at {request.method} {request.path[:120]}. Ask for turns at "
-                "/v1/chat/completions, /v1/responses or /v1/messages, behind /s/SESSION or by key."
-            )
-            return Refusal(404, "unknown_url", text)
-        case web.HTTPException():
-            return Refusal(error.status, "bad_request", f"{request.path[:120]}: {error.reason}")
-        case CapabilityError():
-            return Refusal(400, "unsupported_value", str(error))
-        case EngineDownError():
-            return Refusal(503, "engine_down", f"the engine is not there: {error}")
-        case EngineError():
-            return Refusal(502, "engine_error", str(error))
-        case RendererError() | DataError() | ConfigError():
-            return Refusal(400, "unwritable_dialogue", str(error))
-        case _:
-            text = f"{type(error).__name__} in the gateway; its log has the place."
-            return Refusal(500, "internal_error", text)

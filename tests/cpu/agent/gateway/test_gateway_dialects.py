@@ -8,7 +8,7 @@ from gateways import MODEL, Gateway, says
 
 from lockstep.agent.gateway import chat, messages, responses
 from lockstep.agent.gateway.exchange import Refusal
-from lockstep.agent.gateway.reading import Memory, parse_body
+from lockstep.agent.gateway.reading import Memory, Value, parse_body
 from lockstep.types import Message
 
 USER = {"role": "user", "content": "hi"}
@@ -277,7 +277,7 @@ def test_arguments_that_are_no_object_survive_the_way_to_the_agent_and_back():
         told = messages.input_of(text)
         json.dumps(told, allow_nan=False).encode()
         block = {"type": "tool_use", "id": "c", "name": "f", "input": told}
-        found = messages.assistant([block], "content").tool_calls[0]
+        found = messages.assistant(Value([block])).tool_calls[0]
         assert found.arguments == text
     assert messages.input_of('{"a": "Infinity"}') == {"a": "Infinity"}
 
