@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lockstep.config import check_numbers
-from lockstep.errors import ConfigError
+from lockstep.config import check_numbers, require
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,5 +50,4 @@ class AgentConfig:
         check_numbers(self, "agent.", "max_turns", "max_turn_tokens", least=1)
         check_numbers(self, "agent.", "temperature", "top_k", "max_in_flight", least=0)
         check_numbers(self, "agent.", "tool_output_chars", least=64)  # room for the notice
-        if not 0 < self.top_p <= 1:
-            raise ConfigError(f"agent.top_p={self.top_p} must be in (0, 1]; 1 is off.")
+        require(self, "agent.", top_p=(0 < self.top_p <= 1, "in (0, 1]; 1 is off"))

@@ -24,7 +24,7 @@ from typing import Any, ClassVar
 from lockstep.agent.environment import Score
 from lockstep.agent.guard import number_problem
 from lockstep.agent.scoring import ScorerConfig, accepted_answers
-from lockstep.config import check_numbers
+from lockstep.config import check_numbers, require
 from lockstep.engines.http import HttpClient
 from lockstep.errors import ConfigError, EngineError, JudgeError, ServerRefusedError
 from lockstep.types import Message, Task
@@ -100,13 +100,13 @@ class JudgeScorer(ScorerConfig):
         counts = ("samples", "max_tokens", "max_in_flight", "max_answer_chars")
         check_numbers(self, "judge: ", *counts, least=1)
         low, high = self.grades
-        for ok, name, expected in (
-            (low < high and all(map(math.isfinite, self.grades)), "grades", "(lowest, highest)"),
-            (self.samples == 1 or self.temperature > 0, "temperature", "above 0 with samples > 1"),
-            (not self.url or re.match(r"https?://", self.url), "url", "http://... or https://..."),
-        ):
-            if not ok:
-                raise ConfigError(f"judge: {name}={getattr(self, name)!r} must be {expected}.")
+        require(
+            self,
+            "judge: ",
+            grades=(-math.inf < low < high < math.inf, "(lowest, highest)"),
+            temperature=(self.samples == 1 or self.temperature > 0, "above 0 with samples > 1"),
+            url=(bool(re.match(r"(https?://|$)", self.url)), "http://... or https://..."),
+        )
 
     def check(self) -> None:
         """Asks the server which models it has."""

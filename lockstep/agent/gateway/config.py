@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lockstep.config import check_numbers
+from lockstep.config import check_numbers, require
 from lockstep.errors import ConfigError
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -55,7 +55,10 @@ class GatewayConfig:
         check_numbers(self, "gateway.", "max_body_bytes", least=1024)
         check_numbers(self, "gateway.", "max_choices", "rotate_tokens", least=1)
         check_numbers(self, "gateway.", "port", "retry_after_seconds", least=0)
-        if self.port >= 65536:
-            raise ConfigError(f"gateway.port={self.port} must be at most 65535.")
-        if not self.host or not all(self.names):
-            raise ConfigError("gateway.host and gateway.names must not be empty.")
+        require(
+            self,
+            "gateway.",
+            host=(bool(self.host), "an address; 127.0.0.1 is this machine alone"),
+            port=(self.port < 65536, "in 0..65535; 0 takes a free one"),
+            names=(all(self.names), "names that are not empty"),
+        )

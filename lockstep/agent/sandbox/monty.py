@@ -31,8 +31,8 @@ from lockstep.agent.sandbox.base import (
     out_of_memory,
     timed_out,
 )
-from lockstep.config import check_numbers
-from lockstep.errors import ConfigError, MissingExtraError, SandboxError
+from lockstep.config import check_numbers, require
+from lockstep.errors import MissingExtraError, SandboxError
 
 DIALECT = (
     "It is a small Python: functions, plain classes, comprehensions, try, with, match and async "
@@ -102,8 +102,7 @@ class MontyConfig(SandboxConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_numbers(self, "sandbox.", "max_depth", "max_session_mib", least=1)
-        if self.max_depth > 1000:
-            raise ConfigError(f"sandbox.max_depth={self.max_depth} must be at most 1000.")
+        require(self, "sandbox.", max_depth=(self.max_depth <= 1000, "at most 1000"))
 
     def check(self) -> None:
         require_monty()
