@@ -8,6 +8,7 @@ is gone.
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 from dataclasses import dataclass, field
 
@@ -37,6 +38,28 @@ class Lease:
     process: str = field(default_factory=lambda: secrets.token_hex(4))
     """Distinguishes this process from an earlier one of the same run."""
 
+    held: int | None = None
+    """Version of the weights that this process has loaded into the server."""
+    violation: LeaseError | None = None
+    """The proof that somebody else used the server; it does not go away."""
+
+    @property
+    def is_ours(self) -> bool:
+        return self.held is not None and self.violation is None
+
+    def claim(self, found: str) -> None:
+        """Raises LeaseError if a load would replace the weights of somebody else."""
+        if self.held is None:
+            self.check_free(found)
+        else:
+            with contextlib.suppress(EngineDownError):  # a restarted server gets its weights now
+                self.check_held(found)
+
+    def take(self, version: int) -> str:
+        """The label to write after a load."""
+        self.held = version
+        return self.label(version)
+
     def label(self, version: int) -> str:
         """The label for the weights of this version."""
         return f"{_PREFIX}/{self.run}/{self.process}/{version}"
@@ -56,25 +79,29 @@ class Lease:
             "should stop, set engine.take_over=true."
         )
 
-    def check_held(self, found: str, version: int) -> None:
-        """Raises LeaseError unless the label is that of this process's last load, and
-        EngineDownError if there is no label: the server was restarted with its first weights."""
-        if found == self.label(version):
+    def check_held(self, found: str) -> None:
+        """Raises LeaseError unless the label is, and always was, that of this process's last load,
+        and EngineDownError if there is no label: the server was restarted with its first weights.
+        """
+        if self.violation is not None:
+            raise self.violation
+        if self.held is None or found == self.label(self.held):
             return
         holder = _holder(found)
         if holder is None:
             raise EngineDownError(
-                f"engine at {self.server} has the label {found!r}, and had {self.label(version)!r}:"
-                " it was started again, or its weights were loaded by something else"
+                f"engine at {self.server} has the label {found!r} in place of version {self.held}: "
+                "it was started again, or its weights were loaded by something else"
             )
         by = f"the run {holder[0]!r}" if holder[0] != self.run else "another process of this run"
         if holder[:2] == (self.run, self.process):
             by = "this process, at another time"
-        raise LeaseError(
-            f"engine at {self.server} has weights of version {holder[2]}, loaded by {by}; version "
-            f"{version} of {self.run!r} was there. What it has sampled since is of unknown weights "
-            "and is not trained on. Stop the other one, and resume this run."
+        self.violation = LeaseError(
+            f"engine at {self.server} has weights of version {holder[2]}, loaded by {by}, in place "
+            f"of version {self.held} of {self.run!r}. What it has sampled since is not trained on. "
+            "Stop the other one, and resume this run."
         )
+        raise self.violation
 
 
 def _holder(label: str) -> tuple[str, str, str] | None:

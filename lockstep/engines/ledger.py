@@ -8,16 +8,25 @@ requests wait for it to change.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
 from lockstep.engines.base import Capabilities
 from lockstep.errors import CapabilityError, EngineDownError, EngineError
-from lockstep.types import Delta, Distribution, FinishReason, Int32Array, Ragged, Request
+from lockstep.types import (
+    Delta,
+    Distribution,
+    FinishReason,
+    Int32Array,
+    Ragged,
+    Request,
+    SamplingParams,
+)
 
 NUM_REMEMBERED = 4096
 """Ended replies that are kept, so that a repeated id is answered and not sampled again."""
@@ -41,14 +50,6 @@ class Stats:
     steps: int = 0
     preemptions: int = 0
     """Requests computed again because the cache was out of pages."""
-
-    calls: int = 0
-    """Calls to a server; more than requests after weight updates, pauses and lost connections."""
-    cut_calls: int = 0
-    """Calls whose connection was closed because the server did not end them when told to."""
-    own_stops: int = 0
-    """Calls that a server ended at a stop id of its own, and that were continued."""
-    paused_seconds: float = 0.0
 
     lost_replicas: int = 0
     frozen_replicas: int = 0
@@ -83,6 +84,12 @@ class Entry:
     def where(self) -> str:
         """Begins the messages about this request."""
         return f"request {self.request.id}"
+
+    @property
+    def sent_ids(self) -> Int32Array:
+        """[T] int32: the tokens delivered."""
+        empty = np.empty(0, np.int32)
+        return np.concatenate([empty, *(delta.token_ids for delta in self.deltas)])
 
     @property
     def version(self) -> int | None:
@@ -244,6 +251,9 @@ class Ledger(Generic[E]):
             and (last.policy_version != delta.policy_version)
         ):
             entry.deltas.append(end_delta(entry, "weight_update", version=last.policy_version))
+        for array in (delta.token_ids, delta.logprobs, delta.routed_experts):
+            if array is not None:
+                array.setflags(write=False)
         entry.deltas.append(replace(delta, first=entry.num_sent))
         entry.num_sent += count
         if delta.finish_reason not in (None, "weight_update"):
@@ -252,10 +262,17 @@ class Ledger(Generic[E]):
         _wake(entry.waiters)
         return True
 
-    def fail(self, entry: E, error: Exception) -> None:
-        """Ends a request with an error, which its readers get. A repeated id is sampled anew."""
+    def fail(self, entry: E, error: Exception, *, doing: str = "") -> None:
+        """Ends a request with an error, which its readers get. A repeated id is sampled anew.
+
+        doing: begins the message of an error that nobody foresaw.
+        """
         if entry.is_done:
             return
+        if not isinstance(error, EngineError):
+            unforeseen = error
+            error = EngineError(f"{entry.where}: {doing}: {type(error).__name__}: {error}")
+            error.__cause__ = unforeseen
         self.stats.failed_requests += 1
         entry.error = error
         self._close(entry, is_forgotten=True)
@@ -294,6 +311,104 @@ def end_delta(
         support=None if last.support is None else Ragged.of([]),
         routed_experts=None if last.routed_experts is None else last.routed_experts[:0],
     )
+
+
+def limit_of(request: Request, limits: Capabilities) -> int:
+    """Tokens to sample: as many as are asked for, or as the engine has room for."""
+    return min(request.sampling.max_tokens, limits.max_tokens - len(request.prompt_ids))
+
+
+def ending_of(
+    request: Request, token_ids: Sequence[int] | Int32Array, limits: Capabilities
+) -> tuple[FinishReason, int | None] | None:
+    """(reason, stop id) of a reply of these tokens; None if it goes on."""
+    if len(token_ids) and token_ids[-1] in request.sampling.stop_ids:
+        return "stop", int(token_ids[-1])
+    return ("length", None) if len(token_ids) >= limit_of(request, limits) else None
+
+
+def seed_after(seed: int, count: int) -> int:
+    """A seed in [0, 2^31), which every server takes, for the draws after the first `count`."""
+    digest = hashlib.blake2b(f"{seed}/{count}".encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+def rest_of(
+    request: Request, token_ids: Sequence[int] | Int32Array, limits: Capabilities, *, call_id: str
+) -> Request:
+    """The request for what is left of a reply after `token_ids`.
+
+    Where draws are counted from the start of a call, it gets a seed of its own: it would repeat the
+    draws of the beginning.
+    """
+    count = len(token_ids)
+    keeps_seed = limits.has_positional_draws or not count
+    return replace(
+        request,
+        id=call_id,
+        prompt_ids=np.concatenate([request.prompt_ids, token_ids]).astype(np.int32),
+        sampling=replace(request.sampling, max_tokens=limit_of(request, limits) - count),
+        seed=request.seed if keeps_seed else seed_after(request.seed, count),
+    )
+
+
+def equal_distributions(sampling: SamplingParams) -> frozenset[Distribution]:
+    """The distributions whose log-probs equal those of `sampling.distribution`: all of them where
+    nothing is tempered and nothing is cut.
+
+    >>> sorted(equal_distributions(SamplingParams(max_tokens=1, temperature=0.7)))
+    ['sampled', 'tempered']
+    >>> sorted(equal_distributions(SamplingParams(max_tokens=1, top_p=0.9)))
+    ['model', 'tempered']
+
+    A greedy request records the model's log-probs; no server knows another distribution for it.
+    """
+    heat = sampling.temperature or 1.0
+    made: dict[Distribution, tuple[float, bool]] = {
+        "model": (1.0, False),
+        "tempered": (heat, False),
+        "sampled": (heat, sampling.is_truncated),
+    }
+    return frozenset(name for name in made if made[name] == made[sampling.distribution])
+
+
+def check_abilities(request: Request, limits: Capabilities) -> None:
+    """Raises CapabilityError for a request of something that the engine cannot do."""
+    sampling = request.sampling
+    for holds, text in (
+        (
+            equal_distributions(sampling) & set(limits.distributions),
+            f"records log-probs of {', '.join(limits.distributions)}, and not of the distribution "
+            f"{sampling.distribution!r} at temperature={sampling.temperature:g}, "
+            f"top_p={sampling.top_p:g}, top_k={sampling.top_k}",
+        ),
+        (not sampling.stop_strings or limits.has_stop_strings, "has no stop strings"),
+        (not request.adapter or limits.has_adapters, f"has no adapter {request.adapter!r}"),
+        (
+            not (sampling.record_support and sampling.is_truncated) or limits.has_support,
+            "does not hand back what top_p and top_k kept (record_support)",
+        ),
+        (
+            not sampling.record_routes or limits.has_routed_experts,
+            "does not hand back routed experts (record_routes)",
+        ),
+    ):
+        if not holds:
+            raise CapabilityError(f"request {request.id}: engine {limits.name} {text}.")
+
+
+def check_source(source: Mapping[str, Any] | str | None, limits: Capabilities) -> None:
+    """Raises CapabilityError for weights in a form that the engine does not take. A path may be a
+    checkpoint or an adapter."""
+    forms = ("shared",) if source is None else ("tensors",)
+    if isinstance(source, str):
+        forms = ("directory", "adapter")
+    if not set(forms) & set(limits.weight_sources):
+        raise CapabilityError(
+            f"load_weights: engine {limits.name} takes "
+            f"{' or '.join(limits.weight_sources) or 'no new weights at all'}; found "
+            f"{' or '.join(forms)}."
+        )
 
 
 def checked_prompt(request: Request, limits: Capabilities) -> Int32Array:

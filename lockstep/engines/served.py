@@ -15,13 +15,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import itertools
 import secrets
-import time
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol
+from functools import partial
+from typing import Any, Literal, Protocol, TypeVar
 
 import numpy as np
 
@@ -31,17 +30,17 @@ from lockstep.engines.ledger import (
     Entry,
     Ledger,
     Stats,
+    check_abilities,
+    check_source,
     checked_ids,
     checked_prompt,
     checked_text,
+    ending_of,
+    limit_of,
+    rest_of,
+    seed_after,
 )
-from lockstep.errors import (
-    CapabilityError,
-    EngineDownError,
-    EngineError,
-    LeaseError,
-    ServerUnreachableError,
-)
+from lockstep.errors import CapabilityError, EngineError, ServerUnreachableError
 from lockstep.types import (
     MAX_LOGPROB,
     Delta,
@@ -52,8 +51,9 @@ from lockstep.types import (
     Ragged,
     Request,
     Routes,
-    SamplingParams,
 )
+
+T = TypeVar("T")
 
 SETTLE_SECONDS = 1.0
 """Longest wait for the next of the calls that the server was told to end; then their connections
@@ -117,9 +117,8 @@ class Wire(Protocol):
 
     capabilities: Capabilities
     ends_calls: bool = True
-    """`abort` and `pause` make running calls answer with finish_reason "abort" and the tokens that
-    they have. If not, closing the connection ends a call, and calls should stream, so that the
-    tokens so far have arrived."""
+    """`abort` and `pause` end running calls. If not, they are ended by closing their connections,
+    and should stream, so that the tokens so far have arrived."""
     keeps_labels: bool = False
     """The server stores a text beside its weights: `read_label` and `write_label` work."""
     must_restart: str = ""
@@ -137,10 +136,10 @@ class Wire(Protocol):
         raise CapabilityError(f"score: engine {self.capabilities.name} scores nothing.")
 
     async def abort(self, call_id: str) -> None:
-        """Ends one call; ignores an unknown one."""
+        """Makes one call answer with the tokens that it has; ignores an unknown one."""
 
     async def pause(self) -> None:
-        """Ends all calls of this client; returns when the server takes no step for them."""
+        """Does so to all calls of this client; returns when the server takes no step for them."""
 
     async def resume(self, *, drop_cache: bool) -> None:
         """Lets the server continue; with drop_cache it has forgotten every prefix."""
@@ -170,36 +169,10 @@ class Wire(Protocol):
         """Ends what the wire has opened."""
 
 
-def equal_distributions(sampling: SamplingParams) -> frozenset[Distribution]:
-    """The distributions whose log-probs equal those of `sampling.distribution`: all of them where
-    nothing is tempered and nothing is cut.
-
-    >>> sorted(equal_distributions(SamplingParams(max_tokens=1, temperature=0.7)))
-    ['sampled', 'tempered']
-    >>> sorted(equal_distributions(SamplingParams(max_tokens=1, top_p=0.9)))
-    ['model', 'tempered']
-
-    A greedy request records the model's log-probs; no server knows another distribution for it.
-    """
-    if sampling.temperature == 0:
-        return frozenset({"model", "tempered", "sampled"})
-    is_plain, is_whole = sampling.temperature == 1, not sampling.is_truncated
-    equal: set[Distribution] = {sampling.distribution}
-    pairs: tuple[tuple[bool, set[Distribution]], ...] = (
-        (is_whole, {"tempered", "sampled"}),
-        (is_plain, {"tempered", "model"}),
-        (is_whole, {"tempered", "sampled"}),
-    )
-    for holds, pair in pairs:
-        if holds and equal & pair:
-            equal |= pair
-    return frozenset(equal)
-
-
 @dataclass(slots=True, eq=False, kw_only=True)
 class _Entry(Entry):
     limit: int
-    """Tokens to sample: as many as were asked for, or as the engine has room for."""
+    """Tokens to sample."""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     support: list[Sequence[int]] | None = None
@@ -210,10 +183,9 @@ class _Entry(Entry):
     num_cached: int = 0
     call_version: int = 0
     """Version of the weights that sample the running call."""
-    driver: asyncio.Task[None] | None = None
-    call: asyncio.Task[None] | None = None
-    """The running call; None between two."""
     call_id: str = ""
+    """Id of the running call; empty between two."""
+    driver: asyncio.Task[None] | None = None
 
 
 class ServedEngine(Engine):
@@ -223,19 +195,13 @@ class ServedEngine(Engine):
         """lease: the run's claim to the server; kept if the wire keeps labels."""
         self.wire = wire
         self._version = version
-        self._lease = lease if getattr(wire, "keeps_labels", False) else None
-        self._is_held = False
-        """Whether the server has weights that this engine loaded and labelled."""
-        self._is_labelled = False
-        """Whether answers since the last load carried their label, so that each was checked."""
-        self._violation: LeaseError | None = None
+        self._lease = lease if wire.keeps_labels else None
         self._ledger: Ledger[_Entry] = Ledger()
-        self._scores: set[asyncio.Task[WireScores]] = set()
+        self._calls: dict[asyncio.Task[Any], _Entry | None] = {}
+        """Running calls, and the request that each is for; None for scores."""
         self._aborts: set[asyncio.Task[None]] = set()
         self._locks: dict[asyncio.AbstractEventLoop, asyncio.Lock] = {}
-        self._is_cache_old = False
-        self._shut_at: float | None = None
-        """Time at which the gate was closed; None while it is open."""
+        self._is_shut = self._is_cache_old = False
         self._name = secrets.token_hex(4)  # calls of two runs on one server must not share ids
         self._num_calls = itertools.count()
 
@@ -276,9 +242,14 @@ class ServedEngine(Engine):
         values = np.full(len(ids), np.nan, np.float32)
         if len(ids) <= first:
             return Scores(logprobs=values, policy_version=self._version)
-        scores, version = await self._score(ids, first=first, priority=priority)
-        if scores.prompt_ids is not None:
-            self._check_echo("score", ids, scores.prompt_ids)
+
+        async def call(call_id: str) -> tuple[WireScores, int]:
+            version = self._version
+            return await self.wire.score(call_id, ids, first=first, priority=priority), version
+
+        scores, version = await self._ask(call)
+        self._check_labels(scores.labels)
+        self._check_echo("score", ids, scores.prompt_ids)
         if len(scores.logprobs) != len(ids) - first:
             raise EngineError(
                 f"score: engine {found.name} answered {len(scores.logprobs)} log-probs for the "
@@ -301,14 +272,12 @@ class ServedEngine(Engine):
         if reply is None:
             return
         reply.is_aborted = True
-        has_call = reply.call is not None  # else it waits at the gate, or between two calls
         try:
-            if has_call and self.wire.ends_calls:
+            if reply.call_id and self.wire.ends_calls:  # else it waits between two calls
                 await self.wire.abort(reply.call_id)
-                await self._settle([reply])
+                await self._settle(call for call, of in self._calls.items() if of is reply)
         finally:
             if not reply.is_done:
-                self.stats.cut_calls += has_call and self.wire.ends_calls
                 self._cut(reply)
 
     async def pause(self) -> None:
@@ -330,8 +299,9 @@ class ServedEngine(Engine):
     async def load_weights(self, source: Mapping[str, Any] | str | None, *, version: int) -> None:
         async with self._lock:
             self._ledger.check_open()
-            self._check_source(source)
-            await self._claim()
+            check_source(source, self.capabilities)
+            if self._lease is not None:  # nobody else's weights are replaced
+                self._lease.claim(await self.wire.read_label())
             await self._close_gate()
             for reply in self._ledger.running.values():
                 if len(reply.token_ids) > reply.num_sent:
@@ -339,8 +309,7 @@ class ServedEngine(Engine):
             try:
                 await self.wire.load_weights(source, version=version)
                 if self._lease is not None:
-                    await self.wire.write_label(self._lease.label(version))
-                    self._is_held, self._is_labelled = True, False
+                    await self.wire.write_label(self._lease.take(version))
             except BaseException as error:
                 self._break(f"loading the weights of version {version} failed", error)
                 raise
@@ -352,45 +321,17 @@ class ServedEngine(Engine):
         self.wire.must_restart = "it does not run the weights that it is sent"
         await self.load_weights(directory, version=version)
 
-    async def _claim(self) -> None:
-        """Makes sure that nobody else's weights are replaced."""
-        if self._lease is None:
-            return
-        found = await self.wire.read_label()
-        if not self._is_held:
-            self._lease.check_free(found)
-            return
-        with contextlib.suppress(EngineDownError):  # a restarted server gets its weights now
-            self._lease.check_held(found, self._version)
-
     async def check_lease(self) -> None:
-        """Raises LeaseError if somebody else has loaded weights since, or if the server was
-        restarted and its answers did not say so."""
-        if self._violation is not None:
-            raise self._violation
-        if self._lease is None or not self._is_held:
-            return
-        try:
-            self._check_labels([await self.wire.read_label()], self._version)
-        except ServerUnreachableError:
-            raise
-        except EngineDownError as error:
-            if self._is_labelled:
-                raise
-            raise LeaseError(
-                f"{error}. What it has sampled since is of unknown weights."
-            ) from error
+        """Raises LeaseError if somebody else has loaded weights since, and EngineDownError if the
+        server was restarted."""
+        if self._lease is not None and self._lease.held is not None:
+            self._lease.check_held(await self.wire.read_label())
 
-    def _check_labels(self, labels: Iterable[str], version: int) -> None:
-        """Compares the labels of an answer with that of the weights of `version`."""
-        if self._lease is None or not self._is_held:
-            return
-        for label in labels:
-            try:
-                self._lease.check_held(label, version)
-            except LeaseError as error:
-                self._violation = error
-                raise
+    def _check_labels(self, labels: Iterable[str]) -> None:
+        """Compares the labels of an answer with that of the weights that were loaded."""
+        if self._lease is not None:
+            for label in labels:
+                self._lease.check_held(label)
 
     def take_metrics(self) -> dict[str, float]:
         """Requests that failed, and calls that were repeated."""
@@ -428,14 +369,12 @@ class ServedEngine(Engine):
             return
         self._ledger.is_closed = True
         self._fail_all(EngineError("the engine was closed while the request was in flight."))
-        for call in list(self._scores):
-            call.cancel()
-        if self._is_held and self._violation is None:
+        if self._lease is not None and self._lease.is_ours:
             with contextlib.suppress(EngineError):  # it may be gone, and holds no claim then
                 await self.wire.write_label(FREE)
         await self.wire.close()
 
-    # -- arrival ------------------------------------------------------------------------------
+    # -- calls --------------------------------------------------------------------------------
 
     @property
     def _lock(self) -> asyncio.Lock:
@@ -443,156 +382,109 @@ class ServedEngine(Engine):
         other. One per event loop: a lock that was waited for serves no other."""
         return self._locks.setdefault(asyncio.get_running_loop(), asyncio.Lock())
 
-    def _check_source(self, source: Mapping[str, Any] | str | None) -> None:
-        """A path may be a checkpoint or an adapter: the wire tells them apart."""
-        allowed = self.capabilities.weight_sources
-        forms = ("shared",) if source is None else ("tensors",)
-        if isinstance(source, str):
-            forms = ("directory", "adapter")
-        if not set(forms) & set(allowed):
-            raise CapabilityError(
-                f"load_weights: engine {self.capabilities.name} takes "
-                f"{' or '.join(allowed) or 'no new weights at all'}; found {' or '.join(forms)}."
-            )
-
     def _start(self, request: Request) -> _Entry:
-        found, sampling = self.capabilities, request.sampling
-        ids = checked_prompt(request, found)
-        self._check_abilities(request)
+        checked_prompt(request, self.capabilities)
+        check_abilities(request, self.capabilities)
+        sampling = request.sampling
         reply = _Entry(
             request=request,
-            limit=min(sampling.max_tokens, found.max_tokens - len(ids)),
+            limit=limit_of(request, self.capabilities),
             num_routed=request.routes_from,
             support=[] if sampling.record_support and sampling.is_truncated else None,
         )
         reply.driver = asyncio.get_running_loop().create_task(self._drive(reply))
         return reply
 
-    def _check_abilities(self, request: Request) -> None:
-        found, sampling = self.capabilities, request.sampling
-        for holds, text in (
-            (
-                bool(equal_distributions(sampling) & set(found.distributions)),
-                f"records log-probs of {', '.join(found.distributions)}, and not of the "
-                f"distribution {sampling.distribution!r} at temperature={sampling.temperature:g}, "
-                f"top_p={sampling.top_p:g}, top_k={sampling.top_k}",
-            ),
-            (not sampling.stop_strings or found.has_stop_strings, "has no stop strings"),
-            (not request.adapter or found.has_adapters, f"has no adapter {request.adapter!r}"),
-            (
-                not (sampling.record_support and sampling.is_truncated) or found.has_support,
-                "does not hand back what top_p and top_k kept (record_support)",
-            ),
-            (
-                not sampling.record_routes or found.has_routed_experts,
-                "does not hand back routed experts (record_routes)",
-            ),
-        ):
-            if not holds:
-                raise CapabilityError(f"request {request.id}: engine {found.name} {text}.")
-
-    # -- calls --------------------------------------------------------------------------------
-
-    async def _pass_gate(self) -> None:
-        while self._shut_at is not None and not self._ledger.is_closed:
-            if self._ledger.broken:
-                raise EngineError(self._ledger.broken)
-            await self._ledger.changed()
-        self._ledger.check_open()
-
     async def _drive(self, reply: _Entry) -> None:
         """Works on one request, call after call, until it has ended."""
-        num_retries = 0
         try:
             while not reply.is_done:
-                await self._pass_gate()
-                reply.call_version = self._version
-                reply.call_id = f"{reply.request.id}~{self._name}-{next(self._num_calls)}"
-                num_before = len(reply.token_ids)
-                self.stats.calls += 1
-                reply.call = asyncio.get_running_loop().create_task(self._call(reply))
-                await asyncio.wait({reply.call})
-                call, reply.call = reply.call, None
-                if reply.is_done:
-                    continue
-                error = None if call.cancelled() else call.exception()
-                is_lost = isinstance(error, ServerUnreachableError)
-                if (is_lost or call.cancelled()) and self._end_if_complete(reply):
-                    continue
-                if is_lost and num_retries < NUM_RETRIES:
-                    # The tokens that came are kept, and the rest is asked for.
-                    num_retries = 1 if len(reply.token_ids) > num_before else num_retries + 1
-                    self.stats.retries += 1
-                    await asyncio.sleep(RETRY_SECONDS)
-                elif error is not None:
-                    raise error
-        except EngineError as error:
-            self._ledger.fail(reply, error)
+                await self._ask(partial(self._call, reply), reply)
         except Exception as error:
-            # An unforeseen error fails this request alone, with its cause: readers must not wait
-            # for ever.
-            failure = EngineError(
-                f"{reply.where}: the answer of engine {self.capabilities.name} could not be read: "
-                f"{type(error).__name__}: {error}"
-            )
-            failure.__cause__ = error
-            self._ledger.fail(reply, failure)
+            answer = f"the answer of engine {self.capabilities.name} could not be read"
+            self._ledger.fail(reply, error, doing=answer)
 
-    def _seed_after(self, seed: int, num_sampled: int) -> int:
-        """The seed of a call, in [0, 2^31), which every server takes. The rest of a reply gets
-        another one than its beginning: a server that counts draws from the start of a call would
-        repeat them."""
-        if self.capabilities.has_positional_draws:
-            num_sampled = 0
-        text = f"{seed}/{num_sampled}".encode()
-        return int.from_bytes(hashlib.blake2b(text, digest_size=4).digest(), "big") >> 1
+    async def _ask(
+        self, call: Callable[[str], Coroutine[Any, Any, T]], reply: _Entry | None = None
+    ) -> T:
+        """The result of a call, once the gate is open. A call that the gate cuts off is made again,
+        and so is one whose connection is lost, NUM_RETRIES times without a token.
+
+        call: makes it, under the id that it is given.
+        """
+        name, tokens = ("score", []) if reply is None else (reply.request.id, reply.token_ids)
+        num_retries = 0
+        while True:
+            while self._is_shut and not self._ledger.is_closed:
+                if self._ledger.broken:
+                    raise EngineError(self._ledger.broken)
+                await self._ledger.changed()
+            self._ledger.check_open()
+            num_before = len(tokens)
+            call_id = f"{name}~{self._name}-{next(self._num_calls)}"
+            task = asyncio.get_running_loop().create_task(call(call_id))
+            self._calls[task] = reply
+            try:
+                await asyncio.wait({task})
+            except asyncio.CancelledError:
+                task.cancel()
+                raise
+            finally:
+                del self._calls[task]
+            if task.cancelled():
+                continue
+            error = task.exception()
+            if len(tokens) > num_before:
+                num_retries = 0
+            if not isinstance(error, ServerUnreachableError) or num_retries == NUM_RETRIES:
+                return task.result()
+            num_retries += 1
+            self.stats.retries += 1
+            await asyncio.sleep(RETRY_SECONDS)
+
+    async def _call(self, reply: _Entry, call_id: str) -> None:
+        """Makes one call to the server, for what is left of the request."""
+        if self._end_if_complete(reply):  # only the end of the last call was lost
+            return
+        request, num_before = reply.request, len(reply.token_ids)
+        call = replace(
+            request,
+            seed=seed_after(request.seed, 0),
+            # Routes come with the end of a call: tokens handed over before it would be without.
+            stream=request.stream and not request.sampling.record_routes,
+            routes_from=reply.num_routed,
+        )
+        call = rest_of(call, reply.token_ids, self.capabilities, call_id=call_id)
+        num_cached, has_ended = 0, False
+        reply.call_id, reply.call_version = call_id, self._version
+        try:
+            async for chunk in self.wire.generate(call):
+                if has_ended:
+                    raise self._fault(reply.where, "sent more after the end of the reply")
+                num_cached = max(num_cached, chunk.num_cached_tokens)
+                self._check_echo(reply.where, call.prompt_ids, chunk.prompt_ids)
+                self._check_labels(chunk.labels)
+                self._take(reply, chunk)
+                if not reply.deltas:
+                    reply.num_cached = min(num_cached, len(request.prompt_ids))
+                has_ended = chunk.finish_reason is not None
+                if has_ended:
+                    self._end_call(reply, chunk, len(reply.token_ids) - num_before)
+                elif call.stream:
+                    self._send(reply, None)
+        finally:
+            reply.call_id = ""
+        if not has_ended:
+            raise self._fault(reply.where, "ended its answer without a reason")
 
     def _end_if_complete(self, reply: _Entry, found: object = None) -> bool:
         """Ends a reply that needs no further call. found: where the server says it stopped."""
-        ids, sampling = reply.token_ids, reply.request.sampling
-        if ids and ids[-1] in sampling.stop_ids:
-            self._send(reply, "stop", ids[-1])
-        elif isinstance(found, str) and found in sampling.stop_strings:
+        end = ending_of(reply.request, reply.token_ids, self.capabilities)
+        if isinstance(found, str) and found in reply.request.sampling.stop_strings:
             self._send(reply, "stop", found)
-        elif len(ids) == reply.limit:
-            self._send(reply, "length")
+        elif end is not None:
+            self._send(reply, *end)
         return reply.is_done
-
-    async def _call(self, reply: _Entry) -> None:
-        """Makes one call to the server, for what is left of the request."""
-        request, num_before = reply.request, len(reply.token_ids)
-        prompt_ids = np.concatenate([request.prompt_ids, reply.token_ids]).astype(np.int32)
-        # Routes come with the end of a call: tokens handed over before it would be without.
-        streams = request.stream and not request.sampling.record_routes
-        call = replace(
-            request,
-            id=reply.call_id,
-            prompt_ids=prompt_ids,
-            sampling=replace(request.sampling, max_tokens=reply.limit - num_before),
-            seed=self._seed_after(request.seed, num_before),
-            stream=streams,
-            routes_from=reply.num_routed,
-        )
-        num_cached, has_ended = 0, False
-        async for chunk in self.wire.generate(call):
-            if has_ended:
-                raise self._fault(reply.where, "sent more after the end of the reply")
-            num_cached = max(num_cached, chunk.num_cached_tokens)
-            if chunk.prompt_ids is not None:
-                self._check_echo(reply.where, prompt_ids, chunk.prompt_ids)
-            if chunk.labels:
-                self._is_labelled = self._is_held
-                self._check_labels(chunk.labels, reply.call_version)
-            self._take(reply, chunk)
-            if not reply.deltas:
-                reply.num_cached = min(num_cached, len(request.prompt_ids))
-            has_ended = chunk.finish_reason is not None
-            if has_ended:
-                self._end_call(reply, chunk, len(reply.token_ids) - num_before)
-            elif streams:
-                self._send_single(reply)
-        if not has_ended:
-            raise self._fault(reply.where, "ended its answer without a reason")
 
     def _take(self, reply: _Entry, chunk: Chunk) -> None:
         """Adds the tokens of a chunk. Raises EngineError for tokens that cannot be."""
@@ -609,14 +501,13 @@ class ServedEngine(Engine):
         self._check_logprobs(where, ids, values, "sampled token", at)
         if at + len(ids) > reply.limit:
             raise self._fault(where, f"sampled {at + len(ids)} tokens of {reply.limit}")
-        stop_ids = reply.request.sampling.stop_ids
-        path = [*reply.token_ids[-1:], *ids.tolist()]
-        for index, token_id in enumerate(path[:-1], start=at + len(ids) - len(path)):
-            if token_id in stop_ids:
+        path = [*reply.token_ids, *ids.tolist()]
+        for index in range(max(0, at - 1), len(path) - 1):
+            if path[index] in reply.request.sampling.stop_ids:
                 raise self._fault(
                     where,
-                    f"went on after the stop id {token_id} (token {index}): it does not "
-                    "honour stop ids",
+                    f"went on after the stop id {path[index]} (token {index}): it does not honour "
+                    "stop ids",
                 )
         if reply.support is not None:
             if chunk.support is None or len(chunk.support) != len(ids):
@@ -630,40 +521,32 @@ class ServedEngine(Engine):
     def _end_call(self, reply: _Entry, chunk: Chunk, num_sampled: int) -> None:
         """Ends the reply where this call completes it. Raises EngineError for an end that the
         request did not ask for."""
-        ids, sampling = reply.token_ids, reply.request.sampling
+        ids, sampling, reason = reply.token_ids, reply.request.sampling, chunk.finish_reason
         if sampling.record_routes:
-            if chunk.finish_reason == "abort" and chunk.routed_experts is None:
+            if reason == "abort" and chunk.routed_experts is None:
                 self._drop_last(reply, num_sampled)  # without their routes they are of no use
             self._take_routes(reply, chunk.routed_experts)
-        if self._end_if_complete(reply, chunk.stop if chunk.finish_reason == "stop" else None):
+        if self._end_if_complete(reply, chunk.stop if reason == "stop" else None):
             return
-        if chunk.finish_reason == "abort":
-            if reply.is_aborted:
-                self._send(reply, "abort")
-            elif self._shut_at is None:
-                raise self._fault(
-                    reply.where,
-                    "aborted it, and was not asked to: its server was paused or ended "
-                    "by somebody else?",
-                )
-        elif chunk.finish_reason == "stop" and num_sampled and chunk.stop == ids[-1]:
-            # The server ended at an id of its own. The model chose the token, so it is kept, and
-            # the reply continues after it in another call.
-            self.stats.own_stops += 1
-        elif chunk.finish_reason == "length":
+        if reason == "stop" and num_sampled and chunk.stop == ids[-1]:
+            return  # at an id of the server's own: the model chose it, and the reply goes on
+        if reason == "abort" and reply.is_aborted:
+            self._send(reply, "abort")
+        elif reason == "abort" and not self._is_shut:
             raise self._fault(
-                reply.where,
-                f"ended after {len(ids)} of {reply.limit} tokens for want of room, "
-                f"although it said that it takes {self.capabilities.max_tokens}",
+                reply.where, "aborted it, and was not asked to: was its server paused or ended?"
             )
-        else:
+        elif reason == "length":
+            raise self._fault(
+                reply.where, f"ended after {len(ids)} of {reply.limit} tokens for want of room"
+            )
+        elif reason == "stop":
             found = "without saying where" if chunk.stop is None else f"at {chunk.stop!r}"
             last = f"ends in {ids[-1]}" if ids else "is empty"
             raise self._fault(
                 reply.where,
-                f"stopped {found}, and the reply {last}: the stop id is left out of "
-                "the ids. It was chosen by the model and is trained, so it is not put back by "
-                f"guess. Expected one of {list(sampling.stop_ids)} as the last id",
+                f"stopped {found}, and the reply {last}: the stop id is left out of the ids. "
+                f"Expected one of {list(sampling.stop_ids)} as the last id",
             )
 
     def _drop_last(self, reply: _Entry, num_sampled: int) -> None:
@@ -689,9 +572,9 @@ class ServedEngine(Engine):
         reply.routes.append(routes)
         reply.num_routed = stop
 
-    def _check_echo(self, where: str, sent: Int32Array, echo: Sequence[int]) -> None:
+    def _check_echo(self, where: str, sent: Int32Array, echo: Sequence[int] | None) -> None:
         """Raises EngineError unless the server read what was sent: some add a first token."""
-        if np.array_equal(sent, echo):
+        if echo is None or np.array_equal(sent, echo):
             return
         shared = min(len(sent), len(echo))
         at = next((i for i in range(shared) if sent[i] != echo[i]), shared)
@@ -718,72 +601,41 @@ class ServedEngine(Engine):
         """The error for an answer that breaks the protocol."""
         return EngineError(f"{where}: engine {self.capabilities.name} {text}.")
 
-    async def _score(self, ids: Int32Array, *, first: int, priority: int) -> tuple[WireScores, int]:
-        num_retries = 0
-        while True:
-            await self._pass_gate()
-            version = self._version
-            call_id = f"score~{self._name}-{next(self._num_calls)}"
-            call = asyncio.ensure_future(
-                self.wire.score(call_id, ids, first=first, priority=priority)
-            )
-            self._scores.add(call)
-            try:
-                await asyncio.wait({call})
-            except asyncio.CancelledError:
-                call.cancel()
-                raise
-            finally:
-                self._scores.discard(call)
-            if call.cancelled():
-                continue  # by a pause; `_pass_gate` raises if it was the end
-            error = call.exception()
-            if isinstance(error, ServerUnreachableError) and num_retries < NUM_RETRIES:
-                num_retries += 1
-                self.stats.retries += 1
-                await asyncio.sleep(RETRY_SECONDS)
-            elif error is not None:
-                raise error
-            else:
-                self._check_labels(call.result().labels, version)
-                return call.result(), version
-
     # -- the gate -----------------------------------------------------------------------------
 
     async def _close_gate(self) -> None:
         """Stops sampling. What was sampled so far stays with its request."""
-        if self._shut_at is not None:
+        if self._is_shut:
             return
-        self._shut_at = time.perf_counter()
-        for call in self._scores:
-            call.cancel()  # only its time is lost
+        self._is_shut = True
+        for call, reply in self._calls.items():
+            if reply is None:
+                call.cancel()  # a score: only its time is lost
         try:
             await self.wire.pause()
         except BaseException:
             self._reopen()  # nothing has changed
             raise
-        if self.wire.ends_calls:
-            await self._settle(self._ledger.running.values())
-        calls = [reply.call for reply in self._ledger.running.values() if reply.call is not None]
+        await self._settle(self._calls)
+        calls = list(self._calls)
         for call in calls:
-            self.stats.cut_calls += self.wire.ends_calls
             call.cancel()
         if calls:
             await asyncio.wait(calls)
 
-    async def _settle(self, replies: Iterable[_Entry]) -> None:
+    async def _settle(self, calls: Iterable[asyncio.Task[Any]]) -> None:
         """Waits while calls end, one after another."""
-        calls = {reply.call for reply in replies if reply.call is not None}
-        while calls:
-            done, calls = await asyncio.wait(
-                calls, timeout=SETTLE_SECONDS, return_when=asyncio.FIRST_COMPLETED
+        left = set(calls)
+        while left:
+            done, left = await asyncio.wait(
+                left, timeout=SETTLE_SECONDS, return_when=asyncio.FIRST_COMPLETED
             )
             if not done:
                 return
 
     async def _open_gate(self) -> None:
         """Resumes the server, unless it is still to be paused or asleep."""
-        if self._ledger.is_paused or self._ledger.is_asleep or self._shut_at is None:
+        if not self._ledger.may_sample or not self._is_shut:
             return
         try:
             await self.wire.resume(drop_cache=self._is_cache_old)
@@ -794,9 +646,7 @@ class ServedEngine(Engine):
         self._reopen()
 
     def _reopen(self) -> None:
-        if self._shut_at is not None:
-            self.stats.paused_seconds += time.perf_counter() - self._shut_at
-        self._shut_at = None
+        self._is_shut = False
         self._ledger.wake()
 
     def _break(self, what: str, error: BaseException) -> None:
@@ -809,16 +659,16 @@ class ServedEngine(Engine):
 
     # -- replies ------------------------------------------------------------------------------
 
-    def _send(self, reply: _Entry, reason: FinishReason, stop: int | str | None = None) -> None:
-        """Hands over everything that is new, as the end of a segment or of the reply."""
+    def _send(
+        self, reply: _Entry, reason: FinishReason | None, stop: int | str | None = None
+    ) -> None:
+        """Hands over everything that is new, as the end of a segment or of the reply. Of a reply
+        that streams, each token but the last one, which may be the end, is a delta of its own."""
         if reply.request.stream:
-            self._send_single(reply)
-        self._deliver(reply, len(reply.token_ids), reason, stop)
-
-    def _send_single(self, reply: _Entry) -> None:
-        """Hands over one delta per token, except for the last token, which may be the end."""
-        for stop_at in range(reply.num_sent + 1, len(reply.token_ids)):
-            self._deliver(reply, stop_at)
+            for stop_at in range(reply.num_sent + 1, len(reply.token_ids)):
+                self._deliver(reply, stop_at)
+        if reason is not None:
+            self._deliver(reply, len(reply.token_ids), reason, stop)
 
     def _deliver(
         self,
@@ -829,26 +679,19 @@ class ServedEngine(Engine):
     ) -> None:
         """Hands over the tokens from the last one sent up to `stop_at`."""
         fresh = slice(reply.num_sent, stop_at)
-        ids = np.array(reply.token_ids[fresh], np.int32)
-        logprobs = np.array(reply.logprobs[fresh], np.float32)
-        routes = self._routes_up_to(reply, stop_at) if reply.routes else None
-        for array in (ids, logprobs, routes):
-            if array is not None:
-                array.setflags(write=False)
         num_prompt, is_first = len(reply.request.prompt_ids), not reply.deltas
+        num_prefilled = num_prompt - reply.num_cached if is_first and reply.token_ids else 0
         self._ledger.deliver(
             reply,
             Delta(
-                token_ids=ids,
-                logprobs=logprobs,
+                token_ids=np.array(reply.token_ids[fresh], np.int32),
+                logprobs=np.array(reply.logprobs[fresh], np.float32),
                 policy_version=reply.call_version,
                 finish_reason=reason,
                 stop=stop,
                 num_cached_tokens=reply.num_cached if is_first else 0,
-                num_prefilled_tokens=(
-                    num_prompt - reply.num_cached if is_first and reply.token_ids else 0
-                ),
-                routed_experts=routes,
+                num_prefilled_tokens=num_prefilled,
+                routed_experts=self._routes_up_to(reply, stop_at) if reply.routes else None,
                 support=None if reply.support is None else Ragged.of(reply.support[fresh]),
                 fingerprint=self.capabilities.fingerprint,
             ),
@@ -864,17 +707,13 @@ class ServedEngine(Engine):
 
     def _cut(self, reply: _Entry) -> None:
         """Ends a request here and now, with the tokens that it has."""
-        call, call_id = reply.call, reply.call_id
         self._send(reply, "abort")
-        if reply.driver is not None:
-            reply.driver.cancel()
-        if call is not None:
-            call.cancel()
-            if self.wire.ends_calls:
-                # The server notices a closed connection in its own time.
-                told = asyncio.get_running_loop().create_task(self._tell_abort(call_id))
-                self._aborts.add(told)
-                told.add_done_callback(self._aborts.discard)
+        assert reply.driver is not None, "started"
+        reply.driver.cancel()
+        if reply.call_id:  # the server notices a closed connection in its own time
+            told = asyncio.get_running_loop().create_task(self._tell_abort(reply.call_id))
+            self._aborts.add(told)
+            told.add_done_callback(self._aborts.discard)
 
     async def _tell_abort(self, call_id: str) -> None:
         with contextlib.suppress(EngineError):  # a server that is gone has ended the call as well
@@ -883,7 +722,6 @@ class ServedEngine(Engine):
     def _fail_all(self, error: EngineError) -> None:
         for reply in list(self._ledger.running.values()):
             self._ledger.fail(reply, error)
-            for task in (reply.call, reply.driver):
-                if task is not None:
-                    task.cancel()
+        for call in self._calls:
+            call.cancel()
         self._ledger.wake()

@@ -8,7 +8,8 @@ import pytest
 from engine_models import deltas_of, make_engine, make_model, prompt, reply_of, request
 from engine_wire import EngineWire, until
 
-from lockstep.engines.served import ServedEngine, equal_distributions
+from lockstep.engines.ledger import equal_distributions
+from lockstep.engines.served import ServedEngine
 from lockstep.errors import CapabilityError, EngineError, ServerUnreachableError
 from lockstep.models.hf_io import hf_tensors
 from lockstep.testing.check_engine import check_engine
@@ -75,8 +76,7 @@ def test_what_is_left_of_a_reply_is_drawn_with_another_seed():
     (delta,) = asyncio.run(run())
     assert len(delta.token_ids) == 60 and delta.finish_reason == "length"
     assert len({call.seed for call in wire.calls}) == len(wire.calls) == 2
-    assert engine.stats.calls == 2 and engine.stats.requests == 1
-    assert engine.stats.sampled_tokens == 60 and engine.stats.paused_seconds > 0
+    assert engine.stats.requests == 1 and engine.stats.sampled_tokens == 60
 
 
 def test_a_call_that_a_paused_server_holds_is_cut_and_asked_for_again():
@@ -99,7 +99,6 @@ def test_a_call_that_a_paused_server_holds_is_cut_and_asked_for_again():
 
     (delta,) = asyncio.run(run())
     assert len(delta.token_ids) == 60
-    assert engine.stats.cut_calls == 1
 
 
 def broken(change, **sampling):
