@@ -14,27 +14,24 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import numpy as np
 
 from lockstep.engines.base import Capabilities, Engine, Scores
 from lockstep.engines.config import PoolConfig
-from lockstep.engines.ledger import Entry, Ledger, checked_prompt, end_delta
-from lockstep.errors import CapabilityError, ConfigError, EngineDownError, EngineError, LeaseError
-from lockstep.types import (
-    Delta,
-    Distribution,
-    FinishReason,
-    Int32Array,
-    Request,
-    SamplingParams,
+from lockstep.engines.ledger import (
+    Entry,
+    Ledger,
+    checked_prompt,
+    end_delta,
+    ending_of,
+    rest_of,
 )
-
-T = TypeVar("T")
+from lockstep.errors import CapabilityError, ConfigError, EngineDownError, EngineError, LeaseError
+from lockstep.types import Delta, FinishReason, Int32Array, Request, SamplingParams
 
 NUM_HOMES = 65536
 """Trajectories whose replica is remembered."""
@@ -119,10 +116,19 @@ class _Replica:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class _Entry(Entry):
-    ids: list[Int32Array] = field(default_factory=list)
     task: asyncio.Task[None] | None = None
     at: tuple[_Replica, str] | None = None
     """Replica that samples it, and the id of the request there."""
+
+
+@dataclass(slots=True, eq=False)
+class _Tries:
+    """The failed attempts of one question."""
+
+    where: str
+    affinity: str
+    replicas: set[_Replica] = field(default_factory=set)
+    failures: list[str] = field(default_factory=list)
 
 
 class Pool(Engine):
@@ -174,12 +180,6 @@ class Pool(Engine):
         """Names of the replicas that take requests."""
         return [r.name for r in self._replicas if r.state == "ready"]
 
-    @property
-    def behind(self) -> list[str]:
-        """Names of the replicas without the newest weights: those that are out, and those that have
-        not loaded yet."""
-        return [r.name for r in self._replicas if r.state == "out" or r.version != self._version]
-
     def generate(self, request: Request) -> AsyncIterator[Delta]:
         return self._ledger.answer(request, self._start, self._abandon)
 
@@ -187,63 +187,34 @@ class Pool(Engine):
         self._ledger.forget(reply)
         await _cancel(reply.task)
 
-    async def score(
-        self,
-        token_ids: Int32Array,
-        *,
-        distribution: Distribution = "model",
-        temperature: float = 1.0,
-        priority: int = 0,
-        first: int = 1,
-        affinity: str = "",
-    ) -> Scores:
+    async def score(self, token_ids: Int32Array, **how: Any) -> Scores:
         self._ledger.check_ready("score")
+        tries = _Tries("score", how.get("affinity", ""))
+        while True:
+            replica = await self._choose(tries)
+            try:
+                return await self._score(replica, token_ids, **how)
+            except _FAILURES as error:
+                await self._suspect(replica, error)
+                self._note_failure(tries, replica, error)
 
-        async def ask(replica: _Replica, _: int) -> Scores:
-            return await self._score(
-                replica,
-                token_ids,
-                distribution=distribution,
-                temperature=temperature,
-                priority=priority,
-                first=first,
-                affinity=affinity,
-            )
-
-        scores = await self._try_replicas("score", ask, affinity)
-        assert scores is not None, "nothing gives up"
-        return scores
-
-    async def _score(self, replica: _Replica, token_ids: Int32Array, **asked: Any) -> Scores:
+    async def _score(self, replica: _Replica, token_ids: Int32Array, **how: Any) -> Scores:
         async with self._serving(replica) as stream:
-            found = await replica.engine.score(token_ids, **asked)
+            found = await replica.engine.score(token_ids, **how)
             replica.hear()
             self._check_version(stream, found.policy_version)
         return found
 
-    async def score_by_each(
-        self, token_ids: Int32Array, *, distribution: Distribution, temperature: float
-    ) -> dict[str, Scores]:
-        """The scores of every ready replica, which show whether all run the same weights. One that
-        fails is suspected as by any request, and left out."""
+    async def score_by_each(self, token_ids: Int32Array, **how: Any) -> dict[str, Scores]:
+        """The scores of every replica that is not out, which show whether all run the same weights.
+        One that fails is out."""
         self._ledger.check_ready("score")
         found: dict[str, Scores] = {}
-        failures: list[str] = []
 
         async def ask(replica: _Replica) -> None:
-            try:
-                found[replica.name] = await self._score(
-                    replica, token_ids, distribution=distribution, temperature=temperature
-                )
-            except _OF_THE_REQUEST:
-                raise
-            except _FAILURES as error:
-                await self._suspect(replica, error)
-                failures.append(f"{replica.name}: {_text(error)}")
+            found[replica.name] = await self._score(replica, token_ids, **how)
 
-        await _all(ask(replica) for replica in self._replicas if replica.state == "ready")
-        if not found:
-            raise EngineError(f"score: no replica has answered. {'; '.join(failures)}")
+        await self._each(ask)
         return found
 
     async def abort(self, request_id: str) -> None:
@@ -260,13 +231,11 @@ class Pool(Engine):
 
     async def pause(self) -> None:
         self._ledger.is_paused = True
-        await self._each(lambda engine: engine.pause())
+        await self._each(lambda replica: replica.engine.pause())
 
     async def resume(self, *, kv: Literal["drop", "keep"] = "drop") -> None:
-        await self._each(lambda engine: engine.resume(kv=kv))
+        await self._each(lambda replica: replica.engine.resume(kv=kv))
         self._ledger.is_paused = False
-        for replica in self._replicas:
-            replica.hear()
 
     async def load_weights(self, source: Mapping[str, Any] | str | None, *, version: int) -> None:
         """Every ready replica takes the weights, and every one that is out and due for another try.
@@ -302,38 +271,30 @@ class Pool(Engine):
 
     async def sleep(self) -> None:
         self._ledger.is_asleep = True
-        await self._each(lambda engine: engine.sleep())
+        await self._each(lambda replica: replica.engine.sleep())
 
     async def wake(self) -> None:
-        await self._each(lambda engine: engine.wake())
+        await self._each(lambda replica: replica.engine.wake())
         self._ledger.is_asleep = False
-        for replica in self._replicas:
-            replica.hear()
 
     async def close(self) -> None:
         """Closes every replica, also one that is out; requests in flight fail."""
         if self._ledger.is_closed:
             return
         self._ledger.is_closed = True
-        running = list(self._ledger.running.values())
-        for reply in running:
-            self._ledger.fail(
-                reply, EngineError("the engine was closed while the request was in flight.")
-            )
-        of_replicas = [task for r in self._replicas for task in (r.probe, r.revival)]
-        for task in [self._watcher, *of_replicas, *(reply.task for reply in running)]:
+        closed = EngineError("the engine was closed while the request was in flight.")
+        tasks = [self._watcher, *(task for r in self._replicas for task in (r.probe, r.revival))]
+        for reply in list(self._ledger.running.values()):
+            self._ledger.fail(reply, closed)
+            tasks.append(reply.task)
+        for task in tasks:
             await _cancel(task)
         self._ledger.wake()
-        closed = await asyncio.gather(
+        # A replica that is gone, or frozen, cannot be closed.
+        await asyncio.gather(
             *(asyncio.wait_for(r.engine.close(), CLOSE_SECONDS) for r in self._replicas),
             return_exceptions=True,
         )
-        for replica, result in zip(self._replicas, closed, strict=True):
-            # A replica that is gone cannot be closed; a defect must show.
-            if isinstance(result, BaseException) and not isinstance(result, _FAILURES):
-                raise result
-            if isinstance(result, BaseException) and replica.state != "out":
-                self._on_event(f"{replica.name} did not close: {_text(result)}")
 
     def take_metrics(self) -> dict[str, float]:
         """The pool's own events, and the sums of those of its replicas."""
@@ -346,7 +307,7 @@ class Pool(Engine):
 
     async def check_lease(self) -> None:
         """Checks every ready replica; one that does not answer is out."""
-        await self._each(lambda engine: engine.check_lease())
+        await self._each(lambda replica: replica.engine.check_lease())
 
     # -- one request --------------------------------------------------------------------------
 
@@ -359,70 +320,47 @@ class Pool(Engine):
 
     async def _serve(self, reply: _Entry) -> None:
         """Asks one replica after another until the reply is complete."""
-
-        async def ask(replica: _Replica, num_failed: int) -> None:
-            await self._stream(replica, reply, num_failed)
-
-        def give_up(failure: str) -> bool:
-            reply.at = None
-            if reply.is_aborted:
-                self._end(reply, "abort")
-            elif (end := self._ending(reply)) is not None:
-                self._end(reply, *end)
-            elif reply.num_sent and reply.request.sampling.stop_strings:
-                raise EngineError(
-                    f"{reply.where}: {failure}. {reply.num_sent} tokens had come, and a stop "
-                    "string that they begin would not be seen by another replica."
-                )
-            if not reply.is_done:
-                self._ledger.stats.continued_tokens += reply.num_sent
-            return reply.is_done
-
+        tries = _Tries(reply.where, reply.request.affinity)
         try:
-            await self._try_replicas(
-                reply.where, ask, reply.request.affinity, reply=reply, give_up=give_up
-            )
-        except EngineError as error:
-            self._ledger.fail(reply, error)
-        except Exception as error:  # a defect, here or in an engine: the reader must see it
-            failure = EngineError(
-                f"{reply.where}: the pool failed: {type(error).__name__}: {error}"
-            )
-            failure.__cause__ = error
-            self._ledger.fail(reply, failure)
+            while not reply.is_done:
+                replica = await self._choose(tries, at_least=reply.version)
+                try:
+                    await self._stream(replica, reply, len(tries.failures))
+                except _FAILURES as error:
+                    await self._suspect(replica, error)
+                    reply.at = None
+                    self._continue(reply, tries, replica, error)
+        except Exception as error:  # a defect, here or in an engine, must be seen by the reader
+            self._ledger.fail(reply, error, doing="the pool failed")
 
-    async def _try_replicas(
-        self,
-        where: str,
-        ask: Callable[[_Replica, int], Awaitable[T]],
-        affinity: str,
-        *,
-        reply: _Entry | None = None,
-        give_up: Callable[[str], bool] = lambda failure: False,
-    ) -> T | None:
-        """The answer of the first replica that gives one. ask: called with a replica and the number
-        of those that failed before. give_up: told of a failure, returns whether that was the end.
-        """
-        failures: list[str] = []
-        failed: set[_Replica] = set()
-        while True:
-            oldest = None if reply is None else reply.version
-            replica = await self._choose(affinity, avoid=failed, at_least=oldest)
-            try:
-                return await ask(replica, len(failures))
-            except _OF_THE_REQUEST:
-                raise
-            except _FAILURES as error:
-                await self._suspect(replica, error)
-                failed.add(replica)
-                failures.append(f"{replica.name}: {_text(error)}")
-                if len(failures) >= self._config.tries and not (reply and reply.is_aborted):
-                    raise EngineError(
-                        f"{where}: {len(failures)} tries failed. {'; '.join(failures)}"
-                    ) from error
-                if give_up(failures[-1]):
-                    return None
-                self._ledger.stats.retries += 1
+    def _continue(
+        self, reply: _Entry, tries: _Tries, replica: _Replica, error: BaseException
+    ) -> None:
+        """After a failure: ends the reply if only its end was lost. Raises EngineError if no other
+        replica can continue it."""
+        end = ending_of(reply.request, reply.sent_ids, self._capabilities)
+        if reply.is_aborted:
+            end = "abort", None
+        if end is not None:
+            self._end(reply, *end)
+            return
+        self._note_failure(tries, replica, error)
+        if reply.num_sent and reply.request.sampling.stop_strings:
+            raise EngineError(
+                f"{reply.where}: {tries.failures[-1]}. {reply.num_sent} tokens had come, and "
+                "another replica would not see a stop string that begins in them."
+            )
+        self._ledger.stats.continued_tokens += reply.num_sent
+
+    def _note_failure(self, tries: _Tries, replica: _Replica, error: BaseException) -> None:
+        """Raises EngineError after the last attempt."""
+        tries.replicas.add(replica)
+        tries.failures.append(f"{replica.name}: {_text(error)}")
+        if len(tries.failures) >= self._config.tries:
+            raise EngineError(
+                f"{tries.where}: {len(tries.failures)} tries failed. {'; '.join(tries.failures)}"
+            ) from error
+        self._ledger.stats.retries += 1
 
     async def _stream(self, replica: _Replica, reply: _Entry, num_failed: int) -> None:
         """Hands over what one replica samples of a request. Raises if the replica fails."""
@@ -444,36 +382,15 @@ class Pool(Engine):
 
     def _asked(self, reply: _Entry, num_failed: int) -> Request:
         """The request that a replica is sent: the whole one, or what is left of it."""
-        request, count = reply.request, reply.num_sent
+        request = reply.request
         if not num_failed:
             return request
         # An id of its own: the replica that failed may still hold the first one.
-        request = replace(request, id=f"{request.id}~{num_failed}")
-        if not count:
-            return request
-        seed = request.seed
-        if not self._capabilities.has_positional_draws:
-            # Draws that are counted from the first one would come a second time.
-            seed = (seed * 6364136223846793005 + count) % 2**63
-        has_routes = request.sampling.record_routes
-        return replace(
-            request,
-            prompt_ids=np.concatenate([request.prompt_ids, *reply.ids]).astype(np.int32),
-            sampling=replace(request.sampling, max_tokens=request.sampling.max_tokens - count),
-            seed=seed,
-            routes_from=len(request.prompt_ids) + count - 1 if has_routes else request.routes_from,
-        )
-
-    def _ending(self, reply: _Entry) -> tuple[FinishReason, int | None] | None:
-        """How a reply ended whose last delta was lost, if all of its tokens came."""
-        request, count = reply.request, reply.num_sent
-        if not count:
-            return None
-        last = int(reply.ids[-1][-1])
-        if last in request.sampling.stop_ids:
-            return "stop", last
-        room = self._capabilities.max_tokens - len(request.prompt_ids)
-        return ("length", None) if count >= min(request.sampling.max_tokens, room) else None
+        name = f"{request.id}~{num_failed}"
+        asked = rest_of(request, reply.sent_ids, self._capabilities, call_id=name)
+        if reply.num_sent and request.sampling.record_routes:
+            asked = replace(asked, routes_from=len(asked.prompt_ids) - 1)
+        return asked
 
     def _take(self, stream: _Stream, reply: _Entry, delta: Delta, base: int) -> None:
         """Hands a delta to the readers. base: tokens that came before this replica was asked."""
@@ -482,8 +399,7 @@ class Pool(Engine):
             raise EngineDownError(f"request {reply.request.id} was aborted, by nobody here")
         if delta.first is not None and base:
             delta = replace(delta, first=base + delta.first)
-        if self._ledger.deliver(reply, delta) and len(delta.token_ids):
-            reply.ids.append(delta.token_ids)
+        self._ledger.deliver(reply, delta)
         stream.is_done = reply.is_done
 
     def _check_version(self, stream: _Stream, version: int) -> None:
@@ -522,13 +438,11 @@ class Pool(Engine):
         finally:
             replica.streams.discard(stream)
 
-    async def _choose(
-        self, affinity: str, *, avoid: AbstractSet[_Replica], at_least: int | None = None
-    ) -> _Replica:
-        """A ready replica; waits for one if none is ready and one may come back.
+    async def _choose(self, tries: _Tries, *, at_least: int | None = None) -> _Replica:
+        """A ready replica, other than those that have failed if there is one; waits if none is
+        ready and one may come back.
 
-        avoid: replicas that have failed the request, taken only if there are no others. at_least:
-        the version that the request was sampled with so far.
+        at_least: the version that the request was sampled with so far.
         """
         deadline = _now() + self._config.wait_seconds
         while True:
@@ -536,7 +450,8 @@ class Pool(Engine):
             oldest = -1 if at_least is None else at_least
             ready = [r for r in self._replicas if r.state == "ready" and r.version >= oldest]
             if ready:
-                return self._pick([r for r in ready if r not in avoid] or ready, affinity)
+                others = [r for r in ready if r not in tries.replicas]
+                return self._pick(others or ready, tries.affinity)
             if not self._is_updating and (
                 _now() >= deadline or not any(map(self._can_revive, self._replicas))
             ):
@@ -567,7 +482,9 @@ class Pool(Engine):
 
     async def _suspect(self, replica: _Replica, error: BaseException) -> None:
         """After a request failed in it: takes the replica out if it is gone, or if it does not
-        answer another request."""
+        answer another request. Raises an error that every replica would raise."""
+        if isinstance(error, _OF_THE_REQUEST):
+            raise error
         if replica.state != "ready":  # it is known to be out, or its load will tell
             return
         if isinstance(error, TimeoutError):  # an OSError too
@@ -684,13 +601,14 @@ class Pool(Engine):
             return False
         return True
 
-    async def _each(self, call: Callable[[Engine], Awaitable[None]]) -> None:
+    async def _each(self, call: Callable[[_Replica], Awaitable[None]]) -> None:
         """Calls every replica that is not out; one that fails is out."""
 
         async def one(replica: _Replica) -> None:
             try:
                 async with asyncio.timeout(self._config.load_seconds):
-                    await call(replica.engine)
+                    await call(replica)
+                replica.hear()
             except _OF_THE_REQUEST:
                 raise
             except _FAILURES as error:
@@ -741,7 +659,7 @@ class Pool(Engine):
         if not was_out and replica.state == "loading":
             replica.state = "ready"
             self._ledger.wake()
-        return replica.state != "out" or was_out
+        return True
 
     def _start_revival(self, replica: _Replica) -> asyncio.Task[None]:
         if replica.revival is None or replica.revival.done():

@@ -6,6 +6,7 @@ requests. Code runs per request only when it arrives, ends, or needs another pag
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from lockstep.engines.base import Scores
 from lockstep.engines.embedded.kv_cache import ZERO_PAGE, Lease, PagedCache, ResidentCache
 from lockstep.engines.embedded.sampler import Rule, sample, stream_of, uniforms
 from lockstep.ops.base import Ops
@@ -34,6 +36,17 @@ Group = tuple[Rule, Tensor | slice, npt.NDArray[np.int64]]
 """(rule, rows that draw by it as an index of tensors, the same rows on the host)."""
 
 
+@dataclass(slots=True, eq=False, kw_only=True)
+class Scoring:
+    """A text whose log-probs are wanted."""
+
+    first: int
+    """First id whose log-prob is wanted; keys before its predictor may be reused."""
+    temperature: float
+    logprobs: Float32Array
+    future: asyncio.Future[Scores]
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """One request on its way through the engine."""
@@ -45,10 +58,8 @@ class Sequence:
     """Most tokens to sample, limited by the end of the context too."""
     ids: Int32Array
     """Ids to prefill: the prompt, and after a preemption the sampled ids too."""
-    is_score: bool = False
-    first_scored: int = 1
-    """First id whose score is wanted; keys before its predictor may be reused."""
-    scores: Float32Array | None = None
+    scoring: Scoring | None = None
+    """Set for a text that is scored and samples nothing."""
     lease: Lease | None = None
     row: int = -1
     """Row in `Rows`; -1 while it waits or is prefilled."""
@@ -81,7 +92,7 @@ class Sequence:
     @property
     def num_to_compute(self) -> int:
         """Positions to prefill. The last id of a scored text predicts nothing and is left out."""
-        return len(self.ids) - self.is_score
+        return len(self.ids) - (self.scoring is not None)
 
 
 class Rows:

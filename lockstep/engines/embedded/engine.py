@@ -24,11 +24,20 @@ import torch
 
 from lockstep.engines.base import Capabilities, Engine, Scores
 from lockstep.engines.config import EmbeddedConfig
-from lockstep.engines.embedded.batch import Chunk, Rows, Sequence, build_inputs
+from lockstep.engines.embedded.batch import Chunk, Rows, Scoring, Sequence, build_inputs
 from lockstep.engines.embedded.kv_cache import PagedCache, ResidentCache
 from lockstep.engines.embedded.scheduler import Scheduler
-from lockstep.engines.ledger import Entry, Ledger, Stats, checked_prompt, checked_text
-from lockstep.errors import CapabilityError, ConfigError, EngineError
+from lockstep.engines.ledger import (
+    Entry,
+    Ledger,
+    Stats,
+    check_abilities,
+    check_source,
+    checked_prompt,
+    checked_text,
+    limit_of,
+)
+from lockstep.errors import ConfigError, EngineError
 from lockstep.models.decoder import Decoder
 from lockstep.models.hf_io import decoder_like, read_tensors
 from lockstep.models.moe import Routing
@@ -110,14 +119,14 @@ class EmbeddedEngine(Engine):
             max_context=self.max_tokens,
             page_size=config.page_size,
         )
+        self._ledger: Ledger[_Entry] = Ledger()
         self._scheduler = Scheduler(
             rows=self._rows,
             cache=self._cache,
             max_sequences=config.max_num_sequences,
             max_tokens=config.max_step_tokens,
+            stats=self._ledger.stats,
         )
-        self._ledger: Ledger[_Entry] = Ledger()
-        self._scoring: dict[Sequence, tuple[asyncio.Future[Scores], float]] = {}
         self._watched: dict[Sequence, None] = {}
         """Requests that need code after every token: stop strings, streams."""
         self._num_arrived = 0
@@ -181,23 +190,27 @@ class EmbeddedEngine(Engine):
             temperature=temperature,
             first=first,
         )
-        scores = np.full(len(ids), np.nan, np.float32)
+        self._ledger.check_open()
+        future: asyncio.Future[Scores] = asyncio.get_running_loop().create_future()
+        scoring = Scoring(
+            first=first,
+            temperature=temperature if distribution == "tempered" else 1.0,
+            logprobs=np.full(len(ids), np.nan, np.float32),
+            future=future,
+        )
         if len(ids) <= first:
-            return self._scores(scores, num_cached=0, num_prefilled=0)
+            return self._scores(scoring.logprobs, num_cached=0, num_prefilled=0)
         request = Request(
             id="score", prompt_ids=ids, sampling=SamplingParams(max_tokens=1), priority=priority
         )
-        sequence = self._arrived(request, ids, limit=0)
-        sequence.is_score, sequence.first_scored, sequence.scores = True, first, scores
-        future = asyncio.get_running_loop().create_future()
-        self._scoring[sequence] = (future, temperature if distribution == "tempered" else 1.0)
+        self._num_arrived += 1
+        sequence = Sequence(request, self._num_arrived, limit=0, ids=ids, scoring=scoring)
         self._scheduler.add(sequence)
         self._drive()
         try:
             return await future
         finally:
-            if sequence in self._scoring:  # cancelled
-                del self._scoring[sequence]
+            if future.cancelled():
                 self._scheduler.remove(sequence)
 
     def _scores(self, values: Float32Array, *, num_cached: int, num_prefilled: int) -> Scores:
@@ -235,20 +248,16 @@ class EmbeddedEngine(Engine):
         While paused, requests keep their keys and values until `resume` says what becomes of them.
         """
         self._ledger.check_open()
-        if source is None:
-            if self._shared is None:
-                raise EngineError(
-                    "load_weights: this engine has a copy of the weights; expected named tensors "
-                    "or a checkpoint directory, found None."
-                )
+        if source is None and self._shared is not None:
             self._model = self._shared
             # A fused optimizer writes without telling: what was made of the old values must go.
             torch.autograd.graph.increment_version(list(self._shared.parameters()))
         else:
+            check_source(source, self.capabilities)
             self._model = self._copy_with(source)
         for sequence in self._scheduler.sequences():
-            if not sequence.is_score:
-                self._end_segment(self._entry_of(sequence))
+            if not sequence.scoring and len(self._sampled(sequence)[0]) > sequence.num_sent:
+                self._send(self._entry_of(sequence), "weight_update")
         self._version = version
         if self._ledger.is_paused:
             self._cache.forget()
@@ -290,51 +299,32 @@ class EmbeddedEngine(Engine):
         return self._ledger.running[sequence.request.id]
 
     def _start(self, request: Request) -> _Entry:
-        where = f"request {request.id}"
-        if request.adapter:
-            raise CapabilityError(
-                f"{where}: adapter {request.adapter!r} is asked for; the embedded engine has none."
-            )
-        if request.sampling.stop_strings and self._token_bytes is None:
-            raise CapabilityError(
-                f"{where}: stop strings need the bytes of the tokens; give the engine token_bytes, "
-                "or use stop_ids."
-            )
         ids = checked_prompt(request, self.capabilities)
-        limit = min(request.sampling.max_tokens, self.max_tokens - len(ids))
-        sequence = self._arrived(request, ids, limit=limit)
-        if request.sampling.record_support and request.sampling.is_truncated:
+        check_abilities(request, self.capabilities)
+        sampling, limit = request.sampling, limit_of(request, self.capabilities)
+        self._num_arrived += 1
+        sequence = Sequence(request, self._num_arrived, limit=limit, ids=ids)
+        if sampling.record_support and sampling.is_truncated:
             sequence.support = []
-        if request.sampling.record_routes:
-            self._keep_routes(request)
+        if sampling.record_routes:
+            self._keep_routes()
             sequence.routes, sequence.num_routed = [], request.routes_from
-        reply = _Entry(request=request, sequence=sequence)
-        if request.stream or request.sampling.stop_strings:
+        if request.stream or sampling.stop_strings:
             self._watched[sequence] = None
         self._scheduler.add(sequence)
         self._drive()
-        return reply
+        return _Entry(request=request, sequence=sequence)
 
-    def _keep_routes(self, request: Request) -> None:
+    def _keep_routes(self) -> None:
         """Starts to record routes, for all requests, with the first request that asks: one request
         computes another's prefix."""
         model = self._model.config
-        if not model.is_moe:
-            raise CapabilityError(
-                f"request {request.id}: routes are asked for, and the model is dense "
-                f"({model.architecture}): no token is routed. Set sampling.record_routes=False."
-            )
         if self._cache.routes is None:
             self._cache.keep_routes(
                 num_layers=len(model.routed_layers),
                 num_active=model.num_active_experts,
                 num_experts=model.num_experts,
             )
-
-    def _arrived(self, request: Request, ids: Int32Array, *, limit: int) -> Sequence:
-        self._ledger.check_open()
-        self._num_arrived += 1
-        return Sequence(request, self._num_arrived, limit, ids)
 
     # -- the driver ---------------------------------------------------------------------------
 
@@ -363,7 +353,7 @@ class EmbeddedEngine(Engine):
 
     def step(self) -> None:
         """Samples a token for every running request, and prefills prompts in the same forward."""
-        rows, cache, stats = self._rows, self._cache, self.stats
+        rows, cache = self._rows, self._cache
         planned = self._scheduler.plan()
         num_fed = rows.num
         if not num_fed and not planned:
@@ -394,12 +384,7 @@ class EmbeddedEngine(Engine):
                 self._after_chunk(chunk)
         if rows.num:
             self._after_sampling(ids, logprobs, support)
-        stats.steps += 1
-        scheduler = self._scheduler
-        stats.preemptions += scheduler.num_preemptions
-        stats.cached_tokens += scheduler.num_cached_tokens
-        stats.prefilled_tokens += scheduler.num_single_tokens
-        scheduler.num_preemptions = scheduler.num_cached_tokens = scheduler.num_single_tokens = 0
+        self.stats.steps += 1
 
     def _finish_prefill(self, chunks: Seq[Chunk], num_fed: int) -> list[int]:
         """Adds rows for requests whose prefill ends in this step; returns the places of their last
@@ -408,7 +393,7 @@ class EmbeddedEngine(Engine):
         at = num_fed
         for chunk in chunks:
             at += chunk.stop - chunk.start
-            if chunk.is_last and not chunk.sequence.is_score:
+            if chunk.is_last and not chunk.sequence.scoring:
                 self._scheduler.prefilling.remove(chunk.sequence)
                 self._rows.append(chunk.sequence)
                 places.append(at - 1)
@@ -427,14 +412,14 @@ class EmbeddedEngine(Engine):
         for chunk in chunks:
             sequence, here = chunk.sequence, slice(at, at + chunk.stop - chunk.start)
             at = here.stop
-            if sequence.is_score or not chunk.is_last:
+            if sequence.scoring or not chunk.is_last:
                 if finite is None:
                     finite = hidden.float().sum(-1).isfinite().cpu().numpy()
                 if not finite[here].all():
                     broken.append(sequence)
                     continue
-            if sequence.is_score and sequence.scores is not None:
-                scored.setdefault(self._scoring[sequence][1], []).append((chunk, here))
+            if sequence.scoring:
+                scored.setdefault(sequence.scoring.temperature, []).append((chunk, here))
         for temperature, parts in scored.items():
             self._write_scores(parts, hidden, temperature)
         return broken
@@ -457,28 +442,30 @@ class EmbeddedEngine(Engine):
         ends = np.cumsum([at.stop - at.start for at in wanted])[:-1]
         found = np.split(values.cpu().numpy(), ends)
         for (chunk, _), at, of_chunk in zip(parts, wanted, found, strict=True):
-            assert chunk.sequence.scores is not None, "what is scored has a place for it"
-            chunk.sequence.scores[at] = of_chunk
+            assert chunk.sequence.scoring is not None, "only scored texts are scored"
+            chunk.sequence.scoring.logprobs[at] = of_chunk
 
     def _after_chunk(self, chunk: Chunk) -> None:
-        sequence, stats = chunk.sequence, self.stats
+        sequence, scoring = chunk.sequence, chunk.sequence.scoring
         assert sequence.lease is not None, "a request that is prefilled holds pages"
         sequence.num_computed = chunk.stop
-        if not sequence.is_score:
-            stats.prefilled_tokens += chunk.stop - chunk.start
+        if scoring is None:
+            self.stats.prefilled_tokens += chunk.stop - chunk.start
             self._cache.commit(sequence.lease, sequence.ids[: chunk.stop])
             return
-        stats.scored_tokens += chunk.stop - chunk.start
-        if chunk.is_last and sequence in self._scoring:
-            future, _ = self._scoring.pop(sequence)
+        self.stats.scored_tokens += chunk.stop - chunk.start
+        if chunk.is_last:
             self._scheduler.remove(sequence)
             self._has_finished = True
-            if not future.done() and sequence.scores is not None:
-                scores, num_cached = sequence.scores, max(sequence.num_cached, 0)
-                scores[: sequence.first_scored] = np.nan
+            if not scoring.future.done():
+                scoring.logprobs[: scoring.first] = np.nan
+                num_cached = max(sequence.num_cached, 0)
                 num_prefilled = sequence.num_to_compute - num_cached
-                found = self._scores(scores, num_cached=num_cached, num_prefilled=num_prefilled)
-                future.set_result(found)
+                scoring.future.set_result(
+                    self._scores(
+                        scoring.logprobs, num_cached=num_cached, num_prefilled=num_prefilled
+                    )
+                )
 
     # -- after a step -------------------------------------------------------------------------
 
@@ -496,7 +483,7 @@ class EmbeddedEngine(Engine):
             if (text := self._matched_string(sequence)) is not None:
                 self._finish_row(sequence, "stop", text)
             elif sequence.request.stream and sequence not in finished:
-                self._send(self._entry_of(sequence), None, None)
+                self._send(self._entry_of(sequence))
         for sequence in finished:
             if sequence.row >= 0:
                 self._finish_row(sequence)
@@ -545,28 +532,30 @@ class EmbeddedEngine(Engine):
             return np.empty(0, np.int32), np.empty(0, np.float32)
         return sequence.sampled_ids, sequence.sampled_logprobs
 
-    def _send(self, reply: _Entry, reason: FinishReason | None, stop: int | str | None) -> None:
+    def _send(
+        self,
+        reply: _Entry,
+        reason: FinishReason | None = None,
+        stop: int | str | None = None,
+    ) -> None:
         """Sends the tokens sampled since the last delta."""
         sequence = reply.sequence
         ids, logprobs = self._sampled(sequence)
         fresh = slice(sequence.num_sent, None)
-        delta_ids, delta_logprobs = ids[fresh].copy(), logprobs[fresh].copy()
-        delta_ids.setflags(write=False)
-        delta_logprobs.setflags(write=False)
-        sequence.num_sent = len(ids)
+        num_fresh, sequence.num_sent = len(ids) - sequence.num_sent, len(ids)
         cached = max(sequence.num_cached, 0)
         prefilled = len(reply.request.prompt_ids) - cached if sequence.num_cached >= 0 else 0
         self._ledger.deliver(
             reply,
             Delta(
-                token_ids=delta_ids,
-                logprobs=delta_logprobs,
+                token_ids=ids[fresh].copy(),
+                logprobs=logprobs[fresh].copy(),
                 policy_version=self._version,
                 finish_reason=reason,
                 stop=stop,
                 num_cached_tokens=0 if sequence.has_sent else cached,
                 num_prefilled_tokens=0 if sequence.has_sent else prefilled,
-                routed_experts=self._fresh_routes(sequence, len(delta_ids), len(ids)),
+                routed_experts=self._fresh_routes(sequence, num_fresh, len(ids)),
                 support=None if sequence.support is None else Ragged.of(sequence.support[fresh]),
                 fingerprint=self._fingerprint_of(sequence),
             ),
@@ -583,7 +572,6 @@ class EmbeddedEngine(Engine):
         pages = [] if sequence.lease is None else sequence.lease.pages
         fresh = self._cache.read_routes(pages, sequence.num_routed, stop)
         routes = np.concatenate([*sequence.routes, fresh])
-        routes.setflags(write=False)
         sequence.routes, sequence.num_routed = [], stop
         return routes
 
@@ -591,11 +579,6 @@ class EmbeddedEngine(Engine):
         if sequence.has_old_keys:
             return replace(self._fingerprint, kv="kept").text
         return self._fingerprint_text
-
-    def _end_segment(self, reply: _Entry) -> None:
-        """Sends the tokens sampled under the old weights as a segment of their own."""
-        if len(self._sampled(reply.sequence)[0]) > reply.sequence.num_sent:
-            self._send(reply, "weight_update", None)
 
     def _end(self, reply: _Entry, reason: FinishReason, stop: int | str | None = None) -> None:
         """Sends the last delta and removes the request."""
@@ -618,11 +601,8 @@ class EmbeddedEngine(Engine):
             f"{found}. The weights of version {self._version} give values that are not finite: a "
             "diverged or half-loaded policy?"
         )
-        if sequence.is_score:
-            future, _ = self._scoring.pop(sequence)
-            self._scheduler.remove(sequence, keep=False)
-            if not future.done():
-                future.set_exception(EngineError(f"score: {cause}"))
+        if sequence.scoring:
+            self._fail_score(sequence, EngineError(f"score: {cause}"))
         else:
             reply = self._entry_of(sequence)
             self._fail(reply, EngineError(f"request {reply.request.id}: {cause}"))
@@ -633,11 +613,14 @@ class EmbeddedEngine(Engine):
     def _fail_all(self, error: EngineError) -> None:
         for reply in list(self._ledger.running.values()):
             self._fail(reply, error)
-        for sequence, (future, _) in list(self._scoring.items()):
-            self._scheduler.remove(sequence, keep=False)
-            if not future.done():
-                future.set_exception(error)
-        self._scoring.clear()
+        for sequence in self._scheduler.sequences():
+            self._fail_score(sequence, error)
+
+    def _fail_score(self, sequence: Sequence, error: EngineError) -> None:
+        assert sequence.scoring is not None, "only scored texts have nobody to answer"
+        self._scheduler.remove(sequence, keep=False)
+        if not sequence.scoring.future.done():
+            sequence.scoring.future.set_exception(error)
 
     # -- weights ------------------------------------------------------------------------------
 
@@ -648,7 +631,6 @@ class EmbeddedEngine(Engine):
             sequence.has_old_keys = False
         for sequence in [*self._rows.sequences, *scheduler.prefilling]:
             scheduler.preempt(sequence, keep=False)
-        scheduler.num_preemptions = 0  # these were asked for; the counter tells a lack of pages
         self._cache.forget()
 
     def _drop_resident(self) -> None:

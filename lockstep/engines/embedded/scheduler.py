@@ -13,22 +13,19 @@ import numpy as np
 
 from lockstep.engines.embedded.batch import Chunk, Rows, Sequence
 from lockstep.engines.embedded.kv_cache import PagedCache
+from lockstep.engines.ledger import Stats
 
 
 class Scheduler:
     """Waiting, prefilling and running requests over one cache."""
 
     def __init__(
-        self, *, rows: Rows, cache: PagedCache, max_sequences: int, max_tokens: int
+        self, *, rows: Rows, cache: PagedCache, max_sequences: int, max_tokens: int, stats: Stats
     ) -> None:
-        self.rows, self.cache = rows, cache
+        self.rows, self.cache, self.stats = rows, cache, stats
         self.max_sequences, self.max_tokens = max_sequences, max_tokens
         self._waiting: list[tuple[tuple[int, int], Sequence]] = []
         self.prefilling: list[Sequence] = []
-        self.num_preemptions = 0
-        self.num_cached_tokens = 0
-        self.num_single_tokens = 0
-        """Prompt tokens fed as rows, since the rest of their prompt was cached."""
 
     @property
     def num_running(self) -> int:
@@ -71,7 +68,6 @@ class Scheduler:
                 sequence.routes.append(routes)
                 sequence.num_routed = stop
         self._vacate(sequence, keep=keep)
-        self.num_preemptions += 1
         self.add(sequence)
 
     def _vacate(self, sequence: Sequence, *, keep: bool) -> None:
@@ -90,7 +86,7 @@ class Scheduler:
         else:
             self.prefilling.remove(sequence)
             computed = sequence.num_computed
-        self.cache.close(lease, sequence.ids[:computed], keep=keep and not sequence.is_score)
+        self.cache.close(lease, sequence.ids[:computed], keep=keep and not sequence.scoring)
         sequence.lease = None
         sequence.num_computed = 0
 
@@ -120,6 +116,7 @@ class Scheduler:
                     self.rows.add_page(sequence.row, page)
                     break
                 self.preempt(self._last_in_order())
+                self.stats.preemptions += 1
 
     def _last_in_order(self) -> Sequence:
         return max([*self.rows.sequences, *self.prefilling], key=lambda s: s.rank)
@@ -135,7 +132,7 @@ class Scheduler:
                 continue
             lease = None
             if self.num_running < self.max_sequences:
-                reuse = sequence.first_scored if sequence.is_score else len(sequence.ids)
+                reuse = sequence.scoring.first if sequence.scoring else len(sequence.ids)
                 lease = self.cache.open(sequence.ids[: sequence.num_to_compute], reuse=reuse - 1)
             if lease is None:
                 if not self.num_running:
@@ -144,16 +141,17 @@ class Scheduler:
                 if victim.request.priority <= sequence.request.priority:
                     break
                 self.preempt(victim)
+                self.stats.preemptions += 1
                 continue
             heapq.heappop(self._waiting)
             sequence.lease = lease
             sequence.num_computed = lease.num_cached
-            self.num_cached_tokens += lease.num_cached
+            self.stats.cached_tokens += lease.num_cached
             if sequence.num_cached < 0:
                 sequence.num_cached = lease.num_cached
             remaining = sequence.num_to_compute - lease.num_cached
-            if remaining == 1 and not sequence.is_score:
-                self.num_single_tokens += 1
+            if remaining == 1 and not sequence.scoring:
+                self.stats.prefilled_tokens += 1
                 self.rows.append(sequence)  # its one token is fed as a sampled one would be
             else:
                 self.prefilling.append(sequence)
@@ -164,7 +162,7 @@ class Scheduler:
     def _awaits_prefix(self, sequence: Sequence) -> bool:
         """Whether a request in prefill computes at least half of what this one would compute, so
         that waiting for it saves more than it costs."""
-        if not self.cache.is_caching or sequence.is_score:
+        if not self.cache.is_caching or sequence.scoring:
             return False
         ids = sequence.ids
         least = -(-len(ids) // 2)
@@ -172,7 +170,7 @@ class Scheduler:
         others = [
             other.ids
             for other in self.prefilling
-            if not other.is_score and other.ids[:least].tobytes() == head
+            if not other.scoring and other.ids[:least].tobytes() == head
         ]
         if not others:
             return False
