@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lockstep.agent.task_config import DialogueConfig, DialogueStage
-from lockstep.errors import ConfigError
+from lockstep.config import check_numbers, require
 from lockstep.types import Message
 
 
@@ -26,11 +26,8 @@ class _Demonstrations(DialogueConfig):
     """Share of the steps and dialogues that the stage without mistakes has."""
 
     def __post_init__(self) -> None:
-        if self.num_dialogues < 2 or not 0 < self.clean_share < 1:
-            raise ConfigError(
-                f"num_dialogues={self.num_dialogues} must be at least 2 and clean_share="
-                f"{self.clean_share} in (0, 1)."
-            )
+        check_numbers(self, "", "num_dialogues", least=2)
+        require(self, "", clean_share=(0 < self.clean_share < 1, "in (0, 1)"))
 
     def demonstrate(self, rng: random.Random, *, is_noisy: bool) -> list[Message]:
         """One dialogue about a task drawn from `rng`. is_noisy: with mistakes."""

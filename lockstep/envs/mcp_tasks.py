@@ -11,6 +11,7 @@ from lockstep.agent.config import AgentConfig
 from lockstep.agent.environment import Environment
 from lockstep.agent.mcp import ServerAddress, ToolServer
 from lockstep.agent.tools import Tool, ToolLimits
+from lockstep.config import check_numbers
 from lockstep.envs.questions import QuestionEnvironment, _ScoredTasks
 from lockstep.errors import ConfigError
 from lockstep.types import Message, Task
@@ -47,8 +48,7 @@ class MCPConfig(_ScoredTasks):
                 "server=episode starts a process for each episode, and a url names a running "
                 "server. Give command, or server=shared."
             )
-        if not 0 < self.start_seconds < float("inf"):
-            raise ConfigError(f"start_seconds={self.start_seconds} must be above 0.")
+        check_numbers(self, "", "start_seconds")
 
     def check(self) -> None:
         """Also starts the server, and lists its tools."""
@@ -57,10 +57,9 @@ class MCPConfig(_ScoredTasks):
         _ = self._offered
 
     def environment(self, task: Task, agent: AgentConfig) -> Environment:
-        limits = ToolLimits.of(agent)
         is_own = self.server == "episode"
         server = self._new_server(expected=self._offered) if is_own else self._shared
-        return MCPEnvironment(self, task, server, limits, is_own=is_own)
+        return MCPEnvironment(self, task, server, ToolLimits.of(agent))
 
     async def close(self) -> None:
         """Ends the shared server, if it was started."""
@@ -102,16 +101,10 @@ class MCPEnvironment(QuestionEnvironment):
     """One task, with the tools of a server."""
 
     def __init__(
-        self,
-        config: MCPConfig,
-        task: Task,
-        server: ToolServer,
-        limits: ToolLimits,
-        *,
-        is_own: bool,
+        self, config: MCPConfig, task: Task, server: ToolServer, limits: ToolLimits
     ) -> None:
-        super().__init__(task, config.scorer, instructions=config.instructions, limits=limits)
-        self._server, self._is_own = server, is_own
+        super().__init__(config, task, limits)
+        self._server, self._is_own = server, config.server == "episode"
         self.tools = config._offered  # until `reset` binds them to a running server
 
     async def reset(self) -> Sequence[Message]:

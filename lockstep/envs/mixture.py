@@ -49,15 +49,10 @@ class MixtureConfig(TaskConfig):
             )
         for name, part in self.parts.items():
             if not PART_NAME.fullmatch(name):
-                raise ConfigError(
-                    f"mixture: the part name {name!r} must consist of letters, digits, - and _: "
-                    "settings and metrics contain it."
-                )
+                rule = "must consist of letters, digits, - and _"
+                raise ConfigError(f"mixture: the part name {name!r} {rule}.")
             if isinstance(part, MixtureConfig):
-                raise ConfigError(
-                    f"mixture: the part {name!r} is a mixture itself. Put its parts beside the "
-                    "others, and multiply the weights."
-                )
+                raise ConfigError(f"mixture: the part {name!r} is a mixture itself.")
         for name, weight in self.weights.items():
             if name not in self.parts:
                 raise ConfigError(

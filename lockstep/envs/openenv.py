@@ -23,7 +23,7 @@ from lockstep.agent.json_schema import schema_problem
 from lockstep.agent.task_config import Split, TaskConfig
 from lockstep.agent.tasks import GeneratedSource, TaskSource
 from lockstep.agent.tools import ToolLimits, parse_arguments, unreadable
-from lockstep.config import did_you_mean
+from lockstep.config import check_numbers, did_you_mean
 from lockstep.engines.http import HttpClient
 from lockstep.errors import ConfigError, MissingExtraError, ToolServerError
 from lockstep.types import Message, Task, ToolCall, ToolSchema
@@ -65,9 +65,7 @@ class OpenEnvConfig(TaskConfig):
     """Seconds that an episode waits for a free session."""
 
     def __post_init__(self) -> None:
-        for name in ("step_seconds", "queue_seconds"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ConfigError(f"{name}={getattr(self, name)} must be above 0 and finite.")
+        check_numbers(self, "", "step_seconds", "queue_seconds")
         if self.action_field and self.action == "tool":
             raise ConfigError("action_field is for action=text; a tool call has all the fields.")
         if "seed" in self.reset:

@@ -42,22 +42,15 @@ class QuestionsConfig(_ScoredTasks):
     TAG: ClassVar[str] = "questions"
 
     def environment(self, task: Task, agent: AgentConfig) -> Environment:
-        return QuestionEnvironment(task, self.scorer, instructions=self.instructions)
+        return QuestionEnvironment(self, task, ToolLimits.of(agent))
 
 
 class QuestionEnvironment(ToolEnvironment):
     """One task of a file. Subclasses may set `tools`."""
 
-    def __init__(
-        self,
-        task: Task,
-        scorer: ScorerConfig,
-        *,
-        instructions: str = "",
-        limits: ToolLimits | None = None,
-    ) -> None:
-        self.task, self.scorer, self.instructions = task, scorer, instructions
-        self.limits = limits or ToolLimits()
+    def __init__(self, config: _ScoredTasks, task: Task, limits: ToolLimits) -> None:
+        self.task, self.scorer, self.instructions = task, config.scorer, config.instructions
+        self.limits = limits
         self.dialogue: list[Message] = []
         self._score: Score | None = None
 

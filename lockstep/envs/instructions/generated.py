@@ -183,13 +183,10 @@ class World:
         if kind == "language:response_language":
             return {"language": rng.choice([code for code in SCRIPTS if code in LANGUAGES])}
         if kind == f"{_LENGTH}number_words":
-            if small:
-                relation = rng.choice((LESS_THAN, AT_LEAST))
-                low, high = (10, 14) if relation == LESS_THAN else (6, 12)
-                return {"num_words": rng.randint(low, high), "relation": relation}
-            relation = rng.choice((LESS_THAN, AT_LEAST))
-            low, high = (30, 40) if relation == LESS_THAN else (5, 20)
-            return {"num_words": 10 * rng.randint(low, high), "relation": relation}
+            relation, unit = rng.choice((LESS_THAN, AT_LEAST)), 1 if small else 10
+            least, most = ((10, 14), (6, 12)) if small else ((30, 40), (5, 20))
+            low, high = least if relation == LESS_THAN else most
+            return {"num_words": unit * rng.randint(low, high), "relation": relation}
         if kind == f"{_LENGTH}number_sentences":
             relation = rng.choice((LESS_THAN, AT_LEAST))
             low, high = ((3, 4) if small else (12, 20)) if relation == LESS_THAN else (2, 4)

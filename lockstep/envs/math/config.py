@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import ClassVar, Literal
 
 from lockstep.agent.config import AgentConfig
@@ -16,11 +15,12 @@ from lockstep.agent.task_config import Split, TaskConfig
 from lockstep.agent.tasks import GeneratedSource, ListSource, TaskSource
 from lockstep.agent.tools import ToolEnvironment, ToolLimits
 from lockstep.children import Child
+from lockstep.config import check_numbers, require
 from lockstep.envs.data_files import split_tasks
 from lockstep.envs.math.grading import Form, grade_reply, math_verify_child
 from lockstep.envs.math.problem_sets import PUBLIC, Problem, files_of, locate, read_problems
 from lockstep.envs.math.problems import Kind, make_problem
-from lockstep.errors import ConfigError, DataError
+from lockstep.errors import DataError
 from lockstep.types import Message, Task
 
 Source = Literal["arithmetic", "chain", "gsm8k", "dapo", "aime", "file"]
@@ -84,19 +84,16 @@ class MathConfig(TaskConfig):
     """Weight of an answer in the right form (0 or 1)."""
 
     def __post_init__(self) -> None:
-        weights = (self.correctness_weight, self.format_weight)
-        eval_source = self.eval_source or self.source
-        sets = "a data set, and {}={} is generated. Use gsm8k, dapo, aime or file"
-        if not 0 < self.eval_share < 1:
-            raise ConfigError(f"{self.TAG}: eval_share={self.eval_share} must lie in (0, 1).")
-        if not all(0 <= w < math.inf for w in weights):
-            raise ConfigError(f"{self.TAG}: the weights {weights} must be finite and at least 0.")
-        if self.path and self.source in _GENERATED:
-            where = sets.format("source", self.source)
-            raise ConfigError(f"{self.TAG}: path={self.path!r} belongs to {where}.")
-        if self.eval_path and eval_source in _GENERATED:
-            where = sets.format("eval_source", eval_source)
-            raise ConfigError(f"{self.TAG}: eval_path={self.eval_path!r} belongs to {where}.")
+        is_generated = self.source in _GENERATED, self._source_of("eval") in _GENERATED
+        expected = "empty: the problems are generated. Use a source of gsm8k, dapo, aime or file"
+        check_numbers(self, f"{self.TAG}: ", "correctness_weight", "format_weight", least=0)
+        require(
+            self,
+            f"{self.TAG}: ",
+            eval_share=(0 < self.eval_share < 1, "in (0, 1)"),
+            path=(not self.path or not is_generated[0], expected),
+            eval_path=(not self.eval_path or not is_generated[1], expected),
+        )
 
     def check(self) -> None:
         _ = self._problems
@@ -106,11 +103,8 @@ class MathConfig(TaskConfig):
         epoch of training; once and in order for evaluation."""
         source = self._source_of(split)
         if source in _GENERATED:
-            return GeneratedSource(
-                lambda task_seed, _: _generated_task(_GENERATED[source], task_seed),
-                seed=seed,
-                split=split,
-            )
+            make = partial(_generated_task, _GENERATED[source])
+            return GeneratedSource(make, seed=seed, split=split)
         tasks = [
             Task(id=p.id, payload={"question": p.question, "answer": p.answer})
             for p in self._problems[split]
@@ -129,18 +123,13 @@ class MathConfig(TaskConfig):
 
     def _grade_of(self, task: Task) -> Grade:
         async def grade(reply: str) -> Score:
+            expected, form, lenient = task.payload["answer"], self._form_of(task), self.lenient
             verdict = await grade_reply(
-                reply,
-                task.payload["answer"],
-                form=self._form_of(task),
-                lenient=self.lenient,
-                comparer=self._comparer,
+                reply, expected, form=form, lenient=lenient, comparer=self._comparer
             )
             correctness, has_form = float(verdict.is_correct), float(verdict.has_form)
-            return Score(
-                reward=self.correctness_weight * correctness + self.format_weight * has_form,
-                parts={"correctness": correctness, "format": has_form},
-            )
+            reward = self.correctness_weight * correctness + self.format_weight * has_form
+            return Score(reward=reward, parts={"correctness": correctness, "format": has_form})
 
         return grade
 
@@ -250,25 +239,22 @@ class RetoolConfig(MathConfig):
             await self._sandbox.close()
 
     def _instructions_for(self, task: Task, form: Form) -> str:
-        if not self.tool:
-            if self.head_instructions is not None:
-                return self.head_instructions
-            return super()._instructions_for(task, form)
-        if self.instructions is not None:
-            return self.instructions
-        return (super()._instructions_for(task, form) + TOOL_INSTRUCTIONS).strip()
+        if not self.tool and self.head_instructions is not None:
+            return self.head_instructions
+        own = super()._instructions_for(task, form)
+        if not self.tool or self.instructions is not None:
+            return own
+        return (own + TOOL_INSTRUCTIONS).strip()
 
     @cached_property
     def _sandbox(self) -> Sandbox:
         return self.sandbox.open()
 
 
-def _generated_task(kind: Kind, task_seed: int) -> Task:
+def _generated_task(kind: Kind, task_seed: int, index: int) -> Task:
     made = make_problem(task_seed, kind)
-    return Task(
-        id=f"made-{task_seed:016x}",
-        payload={"question": made.question, "answer": made.answer, "label": made.label},
-    )
+    payload = {"question": made.question, "answer": made.answer, "label": made.label}
+    return Task(id=f"made-{task_seed:016x}", payload=payload)
 
 
 class MathEnvironment(Environment):

@@ -11,9 +11,9 @@ import json
 import random
 from dataclasses import dataclass, fields, replace
 
+from lockstep.config import require
 from lockstep.envs.demonstrations import _Demonstrations
 from lockstep.envs.math.problems import Made, Operation, chain, word_problem
-from lockstep.errors import ConfigError
 from lockstep.types import Message, ToolCall
 
 STEPS_INSTRUCTIONS = "Work it out."
@@ -150,8 +150,7 @@ class MathDemonstrationsConfig(_Demonstrations):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 <= self.head_share <= 1:
-            raise ConfigError(f"head_share={self.head_share} must lie in [0, 1].")
+        require(self, "", head_share=(0 <= self.head_share <= 1, "in [0, 1]"))
 
     def demonstrate(self, rng: random.Random, *, is_noisy: bool) -> list[Message]:
         noise = NOISY if is_noisy else CLEAN

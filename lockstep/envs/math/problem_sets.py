@@ -203,11 +203,6 @@ def read_problems(source: str, files: list[Path], *, bad_rows: BadRows) -> list[
 def _check_columns(row: Mapping[str, Any], source: str, where: str) -> None:
     # AIME's two repositories name the answer's column differently; one of the two is enough.
     needed = {"aime": ("problem",)}.get(source, PUBLIC[source].columns)
-    missing = [c for c in needed if c not in row]
-    if not missing:
-        return
-    fits = [s for s, p in PUBLIC.items() if s != source and all(c in row for c in p.columns)]
-    hint = f" They look like those of task.source={fits[0]}." if fits else ""
-    raise DataError(
-        f"{where}: no column {missing[0]!r}, which {source} has; found {sorted(row)}.{hint}"
-    )
+    if missing := [c for c in needed if c not in row]:
+        found = f"found {sorted(row)}"
+        raise DataError(f"{where}: no column {missing[0]!r}, which {source} has; {found}.")

@@ -11,7 +11,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 from lockstep.agent.environment import Score
 from lockstep.agent.harness import Endpoint, Harness
@@ -25,29 +25,11 @@ SHOWN_CHARS = 2000
 """Characters of the output that an error shows."""
 DRAIN_SECONDS = 1.0
 """Seconds that output may take to arrive when the program has ended."""
-PASSED = frozenset(
-    [
-        "PATH",
-        "HOME",
-        "USER",
-        "LOGNAME",
-        "SHELL",
-        "TERM",
-        "LANG",
-        "LANGUAGE",
-        "TZ",
-        "TMPDIR",
-        "PWD",
-        "VIRTUAL_ENV",
-        "CONDA_PREFIX",
-        "LD_LIBRARY_PATH",
-        "SSL_CERT_FILE",
-        "SSL_CERT_DIR",
-        "CUDA_VISIBLE_DEVICES",
-        "NO_PROXY",
-        "no_proxy",
-    ]
-)
+_PASSED = """
+PATH HOME USER LOGNAME SHELL TERM LANG LANGUAGE TZ TMPDIR PWD VIRTUAL_ENV CONDA_PREFIX
+LD_LIBRARY_PATH SSL_CERT_FILE SSL_CERT_DIR CUDA_VISIBLE_DEVICES NO_PROXY no_proxy
+"""
+PASSED = frozenset(_PASSED.split())
 PASSED_PREFIXES = ("LC_", "PYTHON", "XDG_", "OMP_", "NODE_PATH")
 MAX_VARIABLE_BYTES = 100_000
 """Size of LOCKSTEP_TASK: Linux refuses a variable of 128 KiB. A larger task comes on stdin alone.
@@ -175,13 +157,11 @@ def score_of(output: str) -> Score | None:
         found: Any = json.loads(output.rpartition("\n")[2])
     except ValueError:
         return None
-    parts: Any = {}
-    if isinstance(found, dict) and "reward" in found:
-        said = cast("dict[str, Any]", found)
-        found, parts = said["reward"], said.get("parts") or {}
-    if isinstance(found, bool) or not isinstance(found, int | float):
+    said = found if isinstance(found, dict) else {"reward": found}
+    reward = said.get("reward")
+    if isinstance(reward, bool) or not isinstance(reward, int | float):
         return None
-    return Score(reward=found, parts=parts)
+    return Score(reward=reward, parts=said.get("parts") or {})
 
 
 def _variables(endpoint: Endpoint, task_text: str) -> Mapping[str, str]:

@@ -22,7 +22,7 @@ import importlib
 import json
 import resource
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import reasoning_gym
@@ -145,11 +145,10 @@ def config_of(dataset: str, settings: Mapping[str, Any], level: int | None) -> A
             raise ConfigError(f"settings.{name}: Lockstep sets it. Leave it out (seed=N is above).")
     config = cls() if level is None else _at_level(dataset, level)
     hints = typing.get_type_hints(cls)
-    plain = {k: v for k, v in settings.items() if k not in hints or not _is_special(hints[k])}
+    special = {k: _special(hints[k], v, k) for k, v in settings.items() if _is_special(hints, k)}
+    plain = {k: v for k, v in settings.items() if k not in special}
     given = from_dict(cls, plain, path="settings")
-    values = {name: getattr(given, name) for name in plain}
-    for name in settings.keys() - plain.keys():
-        values[name] = _special(hints[name], settings[name], f"settings.{name}")
+    values = {name: getattr(given, name) for name in plain} | special
     try:
         config = dataclasses.replace(config, **values)
         getattr(config, "validate", bool)()  # two datasets have none
@@ -169,31 +168,23 @@ def _at_level(dataset: str, level: int) -> Any:
     return curriculum.generate_configuration()
 
 
-def _is_special(hint: Any) -> bool:
-    """Whether `_special` converts a JSON value to this type, and not `lockstep.config`."""
-    if typing.get_origin(hint) in (typing.Literal, None):
-        return isinstance(hint, type) and issubclass(
-            hint, enum.Enum | datetime.date | datetime.time
-        )
-    return any(_is_special(arg) for arg in typing.get_args(hint)) or (
-        typing.get_origin(hint) is typing.get_origin(typing.Sequence[str])
-    )
+def _is_special(hints: Mapping[str, Any], name: str) -> bool:
+    """Whether `_special` converts a JSON value to the type of this setting, and not
+    `lockstep.config`: dates, enumerations, and sequences."""
+    hint = hints.get(name)
+    entry = next(iter(typing.get_args(hint)), hint)
+    kinds = (enum.Enum, datetime.date, datetime.time)
+    is_kind = isinstance(entry, type) and issubclass(entry, kinds)
+    return is_kind or typing.get_origin(hint) is Sequence
 
 
-def _special(hint: Any, value: Any, where: str) -> Any:
-    if typing.get_origin(hint) is not None:
-        if not isinstance(value, list):
-            raise ConfigError(f"{where}: expected a list, found {value!r}.")
-        return [_special(typing.get_args(hint)[0], each, where) for each in value]
+def _special(hint: Any, value: Any, name: str) -> Any:
+    entry = next(iter(typing.get_args(hint)), hint)
+    make = getattr(entry, "fromisoformat", entry)
     try:
-        if issubclass(hint, datetime.date | datetime.time):
-            return hint.fromisoformat(value)
-        return hint(value)
-    except (ValueError, TypeError):
-        if issubclass(hint, enum.Enum):
-            hint_text = did_you_mean(str(value), [str(member.value) for member in hint])
-            raise ConfigError(f"{where}={value}: not one of them.{hint_text}") from None
-        raise ConfigError(f"{where}: expected {hint.__name__}, found {value!r}.") from None
+        return make(value) if entry is hint else [make(each) for each in value]
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"settings.{name}={value!r}: {error}.") from None
 
 
 # -- requests -------------------------------------------------------------------------------------

@@ -16,11 +16,11 @@ from lockstep.agent.environment import Environment, Observation, Score
 from lockstep.agent.task_config import Split, TaskConfig
 from lockstep.agent.tasks import GeneratedSource, TaskSource
 from lockstep.children import Child
+from lockstep.config import check_numbers, require
 from lockstep.errors import (
     ChildError,
     ChildRefusal,
     ChildTimeoutError,
-    ConfigError,
     DataError,
     MissingExtraError,
 )
@@ -67,10 +67,8 @@ class ReasoningGymConfig(TaskConfig):
     """Seconds to score one answer. A slower one scores 0 and is counted."""
 
     def __post_init__(self) -> None:
-        if not 0 < self.eval_share < 1:
-            raise ConfigError(f"eval_share={self.eval_share} must lie in (0, 1).")
-        if not 0 < self.verifier_seconds < float("inf"):
-            raise ConfigError(f"verifier_seconds={self.verifier_seconds} must be above 0.")
+        require(self, "", eval_share=(0 < self.eval_share < 1, "in (0, 1)"))
+        check_numbers(self, "", "verifier_seconds")
 
     def check(self) -> None:
         self.ask("check", seconds=DRAW_SECONDS)
@@ -80,19 +78,8 @@ class ReasoningGymConfig(TaskConfig):
 
         def make(task_seed: int, index: int) -> Task:
             try:
-                drawn = self.ask(
-                    "draw",
-                    seconds=DRAW_SECONDS,
-                    seed=task_seed,
-                    split=split,
-                    eval_share=self.eval_share,
-                )
-            except ChildTimeoutError as error:
-                raise DataError(
-                    f"dataset={self.dataset} took longer than {DRAW_SECONDS:g} s to make a task of "
-                    f"the split {split!r}. Make it easier (settings, level), or raise "
-                    f"eval_share={self.eval_share}: questions of the other split are thrown away."
-                ) from error
+                wanted = {"seed": task_seed, "split": split, "eval_share": self.eval_share}
+                drawn = self.ask("draw", seconds=DRAW_SECONDS, **wanted)
             except ChildError as error:
                 raise DataError(f"dataset={self.dataset} cannot make a task: {error}.") from error
             return Task(id=f"{self.dataset}-{drawn['seed']:08x}", payload=drawn)
@@ -146,11 +133,8 @@ class ReasoningGymEnvironment(Environment):
         instructions = self.config.instructions
         if instructions is None:
             instructions = INSTRUCTIONS[self.config.answer]
-        question = Message(role="user", content=self.task.payload["question"])
-        return [
-            *([Message(role="developer", content=instructions)] if instructions else []),
-            question,
-        ]
+        said = [Message(role="developer", content=instructions)] if instructions else []
+        return [*said, Message(role="user", content=self.task.payload["question"])]
 
     async def step(self, message: Message) -> Observation:
         if not message.parse_error:

@@ -17,6 +17,7 @@ from lockstep.agent.harness import Endpoint, Harness
 from lockstep.agent.task_config import Split, TaskConfig
 from lockstep.agent.tasks import ListSource, TaskSource
 from lockstep.children import Child
+from lockstep.config import check_numbers, require
 from lockstep.envs.data_files import split_tasks
 from lockstep.errors import ChildError, ChildRefusal, ConfigError, ToolServerError
 from lockstep.types import Task
@@ -60,19 +61,15 @@ class VerifiersConfig(TaskConfig):
     """Seconds to load the taskset, which may download a dataset."""
 
     def __post_init__(self) -> None:
-        if not 0 < self.eval_share < 1:
-            raise ConfigError(f"eval_share={self.eval_share} must lie in (0, 1).")
-        if self.limit < 0:
-            raise ConfigError(f"limit={self.limit} must be at least 0 (0: all).")
-        if not 0 < self.start_seconds < float("inf"):
-            raise ConfigError(f"start_seconds={self.start_seconds} must be above 0.")
-        for name, mapping, key in (
-            ("settings.id", self.settings, "id"),
-            ("agent.harness", self.agent, "harness") if self.harness else ("", {}, ""),
-            ("agent.runtime.type", self.agent.get("runtime", {}), "type"),
+        require(self, "", eval_share=(0 < self.eval_share < 1, "in (0, 1)"))
+        check_numbers(self, "", "limit", least=0)
+        check_numbers(self, "", "start_seconds")
+        for name, own, is_twice in (
+            ("settings.id", "taskset", "id" in self.settings),
+            ("agent.harness", "harness", self.harness and "harness" in self.agent),
+            ("agent.runtime.type", "runtime", "type" in self.agent.get("runtime", {})),
         ):
-            if key in mapping:
-                own = {"id": "taskset", "harness": "harness", "type": "runtime"}[key]
+            if is_twice:
                 raise ConfigError(f"{name}: give it once, as task.{own}=...")
 
     def check(self) -> None:

@@ -110,7 +110,7 @@ def malformed():
     return {
         "no mark": ("gsm8k", [*good, {"question": "Q", "answer": "72"}], ":4: answer must end in"),
         "no question": ("gsm8k", [{"question": " ", "answer": "#### 1"}], ":1: question must"),
-        "columns": ("gsm8k", [dapo_row(1)], "look like those of task.source=dapo"),
+        "columns": ("gsm8k", [dapo_row(1)], "no column 'question', which gsm8k has; found"),
         "own columns": ("file", [{"problem": "Q", "answer": "1"}], ":1: no column 'question'"),
         "two messages": (
             "dapo",
@@ -169,10 +169,10 @@ def test_contradicting_questions_are_left_out_in_all_their_rows(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"path": "x"}, "belongs to a data set"),
-        ({"eval_path": "x"}, "eval_source=arithmetic is generated"),
+        ({"path": "x"}, "math: path='x' must be empty: the problems are generated"),
+        ({"eval_path": "x"}, "eval_path='x' must be empty: the problems are generated"),
         ({"eval_share": 1.0}, "eval_share"),
-        ({"format_weight": -1.0}, "weights"),
+        ({"format_weight": -1.0}, "format_weight=-1.0"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(settings, message):

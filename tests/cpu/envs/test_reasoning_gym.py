@@ -110,11 +110,11 @@ def test_a_dataset_with_too_few_questions_for_a_split_says_so():
         ({"dataset": "game_of_life_halting"}, "gives 1 to every answer"),
         (
             {"dataset": "word_sorting", "settings": {"transformation": "uper"}},
-            "settings.transformation=uper: not one of them. Did you mean",
+            "settings.transformation='uper': 'uper' is not a valid TextTransformation",
         ),
         (
             {"dataset": "time_intervals", "settings": {"min_date": "soon"}},
-            "settings.min_date: expected date, found 'soon'",
+            "settings.min_date='soon': Invalid isoformat string",
         ),
     ],
     ids=lambda value: str(value)[:24] if isinstance(value, dict) else "",
