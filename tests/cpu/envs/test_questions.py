@@ -192,7 +192,10 @@ def test_a_server_is_tried_before_a_model_is_loaded(path):
     [
         ({}, "one of them"),
         ({"url": "http://x", "server": "episode"}, "a url names a running"),
-        ({"command": "x", "start_seconds": 0.0}, "start_seconds=0.0 must be a finite number above 0"),
+        (
+            {"command": "x", "start_seconds": 0.0},
+            "start_seconds=0.0 must be a finite number above 0",
+        ),
         ({"command": "x", "eval_share": 1.0}, r"eval_share=1.0 must be in \(0, 1\)"),
     ],
 )
