@@ -57,37 +57,39 @@ from lockstep.renderers.base import Renderer
 from lockstep.renderers.registry import make_renderer
 from lockstep.renderers.tokenizer import Tokenizer
 from lockstep.run.preflight import renderer_of
-from lockstep.testing.dumps import Source, faulty_rows, without_columns
+from lockstep.testing.dumps import Source, faulty_rows
 from lockstep.testing.engines import BrokenEngine
-from lockstep.testing.faults import (
-    ActiveDropout,
+from lockstep.testing.faults import FaultConfig
+from lockstep.testing.faults.rows import (
     ClampedLogprobs,
     DroppedFinalTokens,
     DroppedSeparators,
     DroppedThinking,
     DuplicatedPrompt,
-    FaultConfig,
     FillerLogprobs,
-    IgnoredSinks,
-    IgnoredWindow,
     InjectedControlTokens,
-    KernelNoise,
     NonfiniteLogprobs,
     PaddedRows,
     PostProcessedReplies,
     ProbabilitiesAsLogprobs,
-    ProcessedLogprobs,
     QuantisedLogprobs,
     RerenderedHistory,
     RetokenizedRows,
-    SamplingNoise,
-    ScoredAfterUpdate,
     ShiftedLogprobs,
-    StaleWeights,
     TokensAfterStop,
     TrainedObservations,
-    UnmergedAdapter,
     WrongBoundary,
+)
+from lockstep.testing.faults.sides import (
+    ActiveDropout,
+    IgnoredSinks,
+    IgnoredWindow,
+    KernelNoise,
+    ProcessedLogprobs,
+    SamplingNoise,
+    ScoredAfterUpdate,
+    StaleWeights,
+    UnmergedAdapter,
 )
 from lockstep.training.rows import rows_for_training
 from lockstep.types import Delta, Int32Array, Request
@@ -456,7 +458,7 @@ def at_hand(player: Player) -> Rescoring:
 def examined(player: Player, rows: Rows, level: str) -> Diagnosis:
     """What the doctor says of `rows` at one of LEVELS."""
     if level == "lean":
-        rows = without_columns(rows, *LEAN)
+        rows = rows.with_(**dict.fromkeys(LEAN))
     facts = Facts(temperature=1.0, top_p=1.0, top_k=0, is_moe=player.model.config.is_moe)
     model = at_hand(player) if level == "model" else ""
     return diagnose(RowsDump(rows, facts), renderer=player.renderer, model=model)

@@ -25,7 +25,9 @@ from lockstep.doctor.inputs.native import write_rows
 from lockstep.recipes import find_recipe
 from lockstep.run.build import build
 from lockstep.run.preflight import preflight
-from lockstep.testing.faults import KernelNoise, injected, retokenized, shifted
+from lockstep.testing.faults import injected
+from lockstep.testing.faults.rows import RetokenizedRows, ShiftedLogprobs
+from lockstep.testing.faults.sides import KernelNoise
 from lockstep.training.rows import rows_for_training
 from lockstep.types import Sample
 
@@ -61,9 +63,9 @@ def make_rows() -> Rows:
     for row in rows_for_training(groups, config.advantage, control_ids=tokenizer.control_ids):
         match kind_of(row):
             case "reencoded":
-                row = retokenized(row, tokenizer)
+                row = RetokenizedRows().changed(row, parts.renderer)
             case "shifted":
-                row = shifted(row, 1)
+                row = ShiftedLogprobs().changed(row, parts.renderer)
         rows.append(row)
     played = {f"{t.id}/{leaf}": (t, leaf) for g in groups for t in g.trajectories
               for leaf in t.leaves()}  # fmt: skip

@@ -25,15 +25,16 @@ Tensor = torch.Tensor
 AnyDecoder = TypeVar("AnyDecoder", bound=Decoder)
 
 
-def sharing(twin: AnyDecoder, model: Decoder) -> AnyDecoder:
+def sharing(twin: AnyDecoder, model: Decoder, *, has_adapter: bool = True) -> AnyDecoder:
     """`twin` with the ops and the very parameters of `model`: an update of one is an update of
-    both."""
+    both. has_adapter: False leaves the adapter of `model` out."""
     twin.ops = model.ops
-    if model.lora is not None:
+    if has_adapter and model.lora is not None:
         add_adapter(twin, model.lora, seed=0)
     # Assigned parameters take over requires_grad from those that they replace.
     trained = {name: p.requires_grad for name, p in model.named_parameters()}
-    twin.load_state_dict(model.state_dict(keep_vars=True), assign=True)
+    state = model.state_dict(keep_vars=True)
+    twin.load_state_dict({name: state[name] for name in twin.state_dict()}, assign=True)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(trained[name])
     return twin

@@ -3,20 +3,18 @@
 A fault is applied to the rows of a sound run; the log-probs that it changes are recomputed by the
 decoder that has the fault.
 
-# T tokens  N trained tokens  L routed layers  A active experts
+# T tokens  L routed layers  A active experts
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from lockstep.agent.tasks import derive_seed
 from lockstep.doctor.checks.rows import Rows
 from lockstep.models.decoder import Decoder
 from lockstep.models.hf_io import copy_decoder
@@ -24,17 +22,25 @@ from lockstep.models.lora import add_adapter
 from lockstep.models.lora_config import LoraConfig, lora_shape
 from lockstep.models.moe import Routing
 from lockstep.renderers.base import Renderer
-from lockstep.testing.faults import FaultConfig, ProcessedLogprobs, RowShare
+from lockstep.testing.faults.base import FaultConfig, RowFault, is_chosen
+from lockstep.testing.faults.rows import turns
+from lockstep.testing.faults.sides import ProcessedLogprobs
 from lockstep.training.packing import pack, plan_microbatches
 from lockstep.types import UNKNOWN_EXPERT, Float32Array, Int32Array, Message, Sample
 
 MICROBATCH_TOKENS = 16384
 """Tokens of one forward."""
+LEARNING_RATE = 1e-3
+"""Learning rate of the updates that a fault needs."""
+
+Scored = tuple[Float32Array, npt.NDArray[np.int16] | None]
+"""A row's log-probs [T], NaN where nothing is trained, and its experts [T, L, A], -1 where nothing
+was read; None for a dense model."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """Sound rows, and the model that both sides should run."""
+    """Sound rows at temperature 1, and the model that both sides should run."""
 
     model: Decoder
     renderer: Renderer
@@ -44,10 +50,6 @@ class Source:
     """Decoder that sampled the rows, if not the model: for more log-probs of the sampler."""
     earlier: Sequence[Sample] = ()
     """Rows of the updates of a stale dump; empty for `samples`."""
-    temperature: float = 1.0
-    """Temperature of the rows."""
-    lr: float = 1e-3
-    """Learning rate of the updates that a fault needs."""
     model_ids: Callable[[Int32Array], Int32Array] = field(default=lambda ids: ids)
     """Maps the tokenizer's ids to those of a model with fewer ids."""
     rewards: Mapping[str, float] = field(default_factory=dict[str, float])
@@ -55,15 +57,8 @@ class Source:
     messages: Mapping[str, Sequence[Message]] = field(default_factory=dict[str, Sequence[Message]])
     """Sample's id -> its dialogue."""
 
-    def log_probs(self, decoder: Decoder, rows: Sequence[Sample]) -> list[Float32Array]:
-        """[T] float32 per row: log-probs of its trained tokens by `decoder`, NaN elsewhere."""
-        return [values for values, _ in self.scored(decoder, rows)]
-
-    def scored(
-        self, decoder: Decoder, rows: Sequence[Sample]
-    ) -> list[tuple[Float32Array, npt.NDArray[np.int16] | None]]:
-        """For each row, its `log_probs` and its experts [T, L, A], -1 where nothing was read; None
-        for a dense model."""
+    def scored(self, decoder: Decoder, rows: Sequence[Sample]) -> list[Scored]:
+        """The log-probs and experts of each row by `decoder`."""
         logprobs = [np.full(len(row), np.nan, np.float32) for row in rows]
         routes: list[npt.NDArray[np.int16] | None] = [None for _ in rows]
         read = [self._read(row) for row in rows]
@@ -71,9 +66,7 @@ class Source:
             routing = Routing() if decoder.config.is_moe else None
             with torch.no_grad():
                 hidden = decoder(batch.ids, batch.positions, batch.context, routing)
-                values, _ = decoder.log_probs(
-                    hidden[batch.predictors], batch.targets, temperature=self.temperature
-                )
+                values, _ = decoder.log_probs(hidden[batch.predictors], batch.targets)
             for row, places, found in batch.unpack(values):
                 logprobs[row][places] = found
             if routing is None:
@@ -97,13 +90,16 @@ class Source:
     def learn(
         self, num_updates: int, *, is_by_these_rows: bool = False, has_adapter: bool = False
     ) -> Decoder:
-        """A copy of the model after so many AdamW updates on advantage times log-prob."""
+        """A copy of the model after so many AdamW updates on advantage times log-prob.
+        is_by_these_rows: not by the earlier ones. has_adapter: only an adapter is trained."""
         rows = self.samples if is_by_these_rows or not self.earlier else self.earlier
         model = copy_decoder(self.model).requires_grad_(True)
         if has_adapter:
             add_adapter(model, lora_shape(LoraConfig(rank=8), model.config), seed=0)
         trained = [p for p in model.parameters() if p.requires_grad]
-        optimizer = torch.optim.AdamW(trained, lr=self.lr, betas=(0.9, 0.95), weight_decay=0.0)
+        optimizer = torch.optim.AdamW(
+            trained, lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0
+        )
         read = [self._read(row) for row in rows]
         batches = pack(read, plan_microbatches(read, MICROBATCH_TOKENS))
         num_trained = sum(row.num_trained for row in rows)
@@ -116,7 +112,6 @@ class Source:
                     batch.context,
                     predictors_N=batch.predictors,
                     targets_N=batch.targets,
-                    temperature=self.temperature,
                 )
                 (-(logprobs * batch.columns["advantages"]).sum() / num_trained).backward()
             torch.nn.utils.clip_grad_norm_(trained, 1.0)
@@ -131,7 +126,7 @@ def faulty_rows(source: Source, *faults: FaultConfig, share: float = 1.0, seed: 
     have their own. seed: seed of that choice.
 
     Every field of a full dump is filled: `turn` and `is_sampled` as the program believes them,
-    `engine_ids` as the engine answered. `without_columns` removes fields.
+    `engine_ids` as the engine answered.
 
     Faults of the sampler's numbers (`KernelNoise`, `RouterNoise`) recompute log-probs and routes of
     the same tokens: right to first order in the noise. For more, sample with `fault.make_engine`
@@ -143,62 +138,40 @@ def faulty_rows(source: Source, *faults: FaultConfig, share: float = 1.0, seed: 
             "processed_logprobs changes how rows are sampled: sample them with "
             "fault.processing(engine), and call faulty_rows without the fault."
         )
-    before = list(source.samples)
-    sampler = source.sampler or source.model
+    model, before = source.model, list(source.samples)
+    sampler = source.sampler or model
     for fault in faults:
-        noisy = fault.make_sampler(source.model)
-        if noisy is not source.model:
+        if (noisy := fault.make_sampler(model)) is not model:
             sampler = noisy
-            before = _drawn_by(source, sampler, before)
+            drawn = zip(before, source.scored(sampler, before), strict=True)
+            before = [_redrawn(row, scored) for row, scored in drawn]
+
+    def log_probs(rows: Sequence[Sample]) -> list[Float32Array]:
+        return [values for values, _ in source.scored(sampler, rows)]
+
     rows = before
     for fault in faults:
-        rows = fault.change_rows(rows, source.renderer, partial(source.log_probs, sampler))
-    scored = source.scored(source.model, rows)
+        rows = fault.change_rows(rows, source.renderer, log_probs)
+    scored = source.scored(model, rows)
+    hit = [at for at, row in enumerate(rows) if is_chosen(share, seed, "decoder", row.id)]
     for fault in faults:
-        other = fault.make_other(source.model, source.learn)
-        if other is source.model:
-            continue
-        hit = [
-            at
-            for at, row in enumerate(rows)
-            if derive_seed(seed, "decoder", row.id) < share * 2.0**63
-        ]
-        for at, found in zip(hit, source.scored(other, [rows[i] for i in hit]), strict=True):
-            scored[at] = found
-    return _rows_of(source, faults, before, rows, scored)
-
-
-def _drawn_by(source: Source, sampler: Decoder, rows: Sequence[Sample]) -> list[Sample]:
-    """`rows` with this sampler's log-probs and routes."""
-    out: list[Sample] = []
-    for row, (logprobs, routes) in zip(rows, source.scored(sampler, rows), strict=True):
-        new = replace(row, columns={**row.columns, "rollout_logprobs": logprobs})
-        if routes is not None and "routed_experts" in row.columns:
-            new.set("routed_experts", routes)
-        out.append(new)
-    return out
-
-
-def _rows_of(
-    source: Source,
-    faults: Sequence[FaultConfig],
-    before: Sequence[Sample],
-    rows: Sequence[Sample],
-    scored: Sequence[tuple[Float32Array, npt.NDArray[np.int16] | None]],
-) -> Rows:
-    lengths: list[int] = []
-    for row, old in zip(rows, before, strict=True):
-        said = [n for fault in faults if (n := fault.prompt_length(row, old)) is not None]
-        lengths.append(said[-1] if said else _first_sampled(row))
-    routes = [r for _, r in scored if r is not None]
+        if (other := fault.make_other(model, source.learn)) is not model:
+            for at, found in zip(hit, source.scored(other, [rows[i] for i in hit]), strict=True):
+                scored[at] = found
+    of_rows = [fault for fault in faults if isinstance(fault, RowFault)]
+    pairs = list(zip(rows, before, strict=True))
+    routes = [routes for _, routes in scored if routes is not None]
     is_known = all(row.id in source.rewards for row in before)
+    has_dialogues = bool(source.messages)
     return Rows.of(
         rows,
         trainer_logprobs=np.concatenate([values for values, _ in scored]),
         trainer_routed_experts=np.concatenate(routes) if len(routes) == len(rows) else None,
-        prompt_lengths=np.array(lengths, np.int64),
-        engine_ids=tuple(_answers(row) for row in before),
-        messages=_dialogues(source, faults, before, rows) if source.messages else None,
+        prompt_lengths=np.array([_prompt_length(of_rows, *pair) for pair in pairs], np.int64),
+        engine_ids=tuple(
+            tuple(row.token_ids[begin:end] for begin, end in turns(row)) for row in before
+        ),
+        messages=tuple(_dialogue(source, of_rows, *p) for p in pairs) if has_dialogues else None,
         rewards=np.array([source.rewards[row.id] for row in before]) if is_known else None,
         steps=np.zeros(len(rows), np.int64),
         trainer_version=np.array([int(row.columns["policy_version"].max()) for row in before])
@@ -206,30 +179,25 @@ def _rows_of(
     )
 
 
-def _dialogues(
-    source: Source, faults: Sequence[FaultConfig], before: Sequence[Sample], rows: Sequence[Sample]
-) -> tuple[tuple[Message, ...] | None, ...]:
-    out: list[tuple[Message, ...] | None] = []
-    for row, old in zip(rows, before, strict=True):
-        messages = source.messages.get(old.id)
-        if messages is not None and row is not old:
-            for fault in faults:
-                if not isinstance(fault, RowShare) or fault.is_hit(old):
-                    messages = fault.said(old, messages, source.renderer)
-        out.append(None if messages is None else tuple(messages))
-    return tuple(out)
+def _redrawn(row: Sample, scored: Scored) -> Sample:
+    """`row` with these log-probs and routes of the sampler."""
+    new = replace(row, columns={**row.columns, "rollout_logprobs": scored[0]})
+    if scored[1] is not None and "routed_experts" in row.columns:
+        new.set("routed_experts", scored[1])
+    return new
 
 
-def without_columns(rows: Rows, *names: str) -> Rows:
-    """`rows` without these fields."""
-    return rows.with_(**dict.fromkeys(names))
+def _prompt_length(faults: Sequence[RowFault], row: Sample, before: Sample) -> int:
+    said = [n for fault in faults if (n := fault.prompt_length(row, before)) is not None]
+    first = turns(row)[0][0] if turns(row) else len(row)
+    return said[-1] if said else first
 
 
-def _first_sampled(row: Sample) -> int:
-    sampled = np.flatnonzero(row.columns["turn"] >= 0)
-    return int(sampled[0]) if sampled.size else len(row)
-
-
-def _answers(row: Sample) -> tuple[Int32Array, ...]:
-    turn = row.columns["turn"]
-    return tuple(row.token_ids[turn == t] for t in range(int(turn.max(initial=-1)) + 1))
+def _dialogue(
+    source: Source, faults: Sequence[RowFault], row: Sample, before: Sample
+) -> tuple[Message, ...] | None:
+    messages = source.messages.get(before.id)
+    for fault in faults if messages and row is not before else ():
+        if fault.is_hit(before):
+            messages = fault.said(before, messages, source.renderer)
+    return messages and tuple(messages)

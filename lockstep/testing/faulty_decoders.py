@@ -1,67 +1,33 @@
-"""Decoders of `faults`: the parameters of a given decoder with wrong arithmetic.
+"""Decoders and engines of `faults`: the parameters of a given decoder with wrong arithmetic, and
+the embedded engine over them.
 
-# T tokens  D model width  H heads  V vocabulary  E experts
+# T tokens  D model width  V vocabulary  E experts
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
 from lockstep.agent.tasks import derive_seed
+from lockstep.engines.base import EngineContext
+from lockstep.engines.config import EmbeddedConfig
+from lockstep.engines.embedded.engine import EmbeddedEngine
+from lockstep.errors import EngineError
 from lockstep.models.attention import Attention
 from lockstep.models.config import ModelConfig
 from lockstep.models.decoder import Decoder
+from lockstep.models.hf_io import copy_decoder, read_tensors
 from lockstep.models.moe import MoE, Routing
-from lockstep.models.variants import sharing, with_attention
+from lockstep.models.variants import sharing
 from lockstep.ops.base import Ops
 from lockstep.ops.head import CHUNK_BYTES
-from lockstep.testing.faults.noise import GrowingNoise
 
 Tensor = torch.Tensor
-
-
-def with_noisy_head(
-    model: Decoder, noise: Noise, *, bias: float, seed: int, of_routers: Noise | None = None
-) -> Decoder:
-    """`model` with noise on its logits. bias, seed: size and seed of the offset per token id.
-    of_routers: noise on the logits of its routers."""
-    with torch.device("meta"):
-        twin = NoisyHead(model.config, noise, bias=bias, seed=seed)
-        if of_routers is not None:
-            _put_mixtures(twin, NoisyRouter, of_routers)
-    return sharing(twin, model)
-
-
-def with_noisy_routers(model: Decoder, noise: Noise) -> Decoder:
-    """`model` with noise on the logits of its routers."""
-    return _with_mixtures(model, NoisyRouter, noise)
-
-
-def with_noisy_experts(model: Decoder, noise: Noise) -> Decoder:
-    """`model` with noise on the output of its experts."""
-    return _with_mixtures(model, NoisyExperts, noise)
-
-
-def _with_mixtures(model: Decoder, kind: type[NoisyMoE], noise: Noise) -> Decoder:
-    with torch.device("meta"):
-        twin = Decoder(model.config)
-        _put_mixtures(twin, kind, noise)
-    return sharing(twin, model)
-
-
-def _put_mixtures(twin: Decoder, kind: type[NoisyMoE], noise: Noise) -> None:
-    for block in twin.layers:
-        if isinstance(block.mlp, MoE):
-            block.mlp = kind(twin.config, block.mlp.routed_layer, noise)
-
-
-def with_detached_sinks(model: Decoder) -> Decoder:
-    """`model` with sinks that get no gradient."""
-    return with_attention(model, DetachedSinkAttention)
 
 
 class DetachedSinkAttention(Attention):
@@ -69,6 +35,13 @@ class DetachedSinkAttention(Attention):
 
     def sink_logits(self) -> Tensor | None:
         return None if self.sinks is None else self.sinks.detach()
+
+
+def without_adapter(model: Decoder) -> Decoder:
+    """The base model of `model`, over the same parameters."""
+    with torch.device("meta"):
+        base = Decoder(model.config)
+    return sharing(base, model, has_adapter=False)
 
 
 class Noise:
@@ -79,52 +52,78 @@ class Noise:
     batch has other noise.
     """
 
-    def __init__(self, settings: GrowingNoise) -> None:
-        self._settings = settings
+    def __init__(self, std_at: Callable[[int], float] = lambda version: 0.0, seed: int = 0) -> None:
+        """std_at: policy version -> standard deviation."""
+        self._std_at, self._seed = std_at, seed
         self._num_draws: Counter[bytes] = Counter()
         self.begin(0)
 
     def begin(self, version: int) -> None:
         """Starts the noise of this policy version."""
-        self._version = version
-        self.std = self._settings.std_at(version)
+        self._version, self.std = version, self._std_at(version)
         self._num_draws.clear()
 
-    def add_to(self, logits: Tensor, x_TD: Tensor) -> Tensor:
-        """logits [T, N] computed from x [T, D] -> [T, N] float32 with noise, which has no gradient;
-        `logits` itself if `std` is 0."""
+    def add_to(self, out: Tensor, x_TD: Tensor) -> Tensor:
+        """out [T, N] computed from x [T, D] -> [T, N] of its dtype with noise, which has no
+        gradient."""
         if self.std == 0:
-            return logits
+            return out
         digest = hashlib.blake2b(
             x_TD.detach().contiguous().cpu().view(torch.uint8).numpy().data, digest_size=16
         ).digest()
-        seed = derive_seed(
-            self._settings.seed, self._version, digest.hex(), self._num_draws[digest]
-        )
+        seed = derive_seed(self._seed, self._version, digest.hex(), self._num_draws[digest])
         self._num_draws[digest] += 1
-        return logits.float() + self.std * _normal(logits.shape, seed).to(logits.device)
+        return (out.float() + self.std * _normal(out.shape, seed).to(out.device)).to(out.dtype)
 
 
-class NoisyHead(Decoder):
-    """A decoder with noise on its logits and its log-probs."""
+def with_noise(
+    model: Decoder,
+    *,
+    head: Noise | None = None,
+    routers: Noise | None = None,
+    experts: Noise | None = None,
+    bias: float = 0.0,
+    bias_seed: int = 0,
+) -> NoisyDecoder:
+    """`model` with noise on its logits, on those of its routers, and on the output of its experts,
+    over the same parameters. bias, bias_seed: size and seed of the offset per token id."""
+    noises = [noise or Noise() for noise in (head, routers, experts)]
+    offset_V = bias * _normal((model.config.vocab_size,), derive_seed(bias_seed, "bias"))
+    with torch.device("meta"):
+        return sharing(NoisyDecoder(model.config, noises, offset_V), model)
 
-    def __init__(self, config: ModelConfig, noise: Noise, *, bias: float, seed: int) -> None:
+
+class NoisyDecoder(Decoder):
+    """A decoder with noise. noises: of the head, the routers and the experts."""
+
+    def __init__(self, config: ModelConfig, noises: Sequence[Noise], offset_V: Tensor) -> None:
         super().__init__(config)
-        self._noise = noise
-        with torch.device("cpu"):  # the decoder is made on the meta device, its offsets are not
-            offset_V = bias * _normal((config.vocab_size,), derive_seed(seed, "bias"))
-        self._offset_V = offset_V if bias else None
+        self._noises, self._offset_V = noises, offset_V
+        self._has_bias = bool(offset_V.any())
+        for block in self.layers:
+            if isinstance(block.mlp, MoE):
+                block.mlp = NoisyMoE(config, block.mlp.routed_layer, *noises[1:])
+
+    def begin(self, version: int) -> None:
+        """Starts the noise of this policy version."""
+        for noise in self._noises:
+            noise.begin(version)
+
+    @property
+    def _is_sound(self) -> bool:
+        return self._noises[0].std == 0 and not self._has_bias
 
     def logits(self, hidden_TD: Tensor) -> Tensor:
         logits_TV = super().logits(hidden_TD)
-        if self._offset_V is not None:
-            logits_TV = logits_TV.float() + self._offset_V.to(logits_TV.device)
-        return self._noise.add_to(logits_TV, hidden_TD)
+        if self._is_sound:
+            return logits_TV
+        offset_V = self._offset_V.to(logits_TV.device)
+        return self._noises[0].add_to(logits_TV.float() + offset_V, hidden_TD)
 
     def log_probs(
         self, hidden_TD: Tensor, ids_T: Tensor, *, temperature: float = 1.0
     ) -> tuple[Tensor, Tensor]:
-        if self._noise.std == 0 and self._offset_V is None:
+        if self._is_sound:
             return super().log_probs(hidden_TD, ids_T, temperature=temperature)
         rows = max(1, CHUNK_BYTES // (4 * self.config.vocab_size))
         parts: list[tuple[Tensor, Tensor]] = []
@@ -136,29 +135,62 @@ class NoisyHead(Decoder):
 
 
 class NoisyMoE(MoE):
-    """Base of a mixture of experts with noise."""
+    """A mixture of experts with noise on the logits that choose and weigh experts, and on the sum
+    of the experts, as of atomic adds in any order."""
 
-    def __init__(self, config: ModelConfig, routed_layer: int, noise: Noise) -> None:
+    def __init__(
+        self, config: ModelConfig, routed_layer: int, routers: Noise, experts: Noise
+    ) -> None:
         super().__init__(config, routed_layer)
-        self._noise = noise
-
-
-class NoisyRouter(NoisyMoE):
-    """Noise on the logits that choose and weigh experts."""
+        self._routers, self._experts = routers, experts
 
     def router_logits(self, x_TD: Tensor, ops: Ops) -> Tensor:
-        logits_TE = super().router_logits(x_TD, ops)
-        return self._noise.add_to(logits_TE, x_TD).to(logits_TE.dtype)
-
-
-class NoisyExperts(NoisyMoE):
-    """Noise on the sum of the experts, as of atomic adds in any order."""
+        return self._routers.add_to(super().router_logits(x_TD, ops), x_TD)
 
     def forward(self, x_TD: Tensor, ops: Ops, routing: Routing | None = None) -> Tensor:
-        out_TD = super().forward(x_TD, ops, routing)
-        return self._noise.add_to(out_TD, x_TD).to(out_TD.dtype)
+        return self._experts.add_to(super().forward(x_TD, ops, routing), x_TD)
 
 
 def _normal(shape: Sequence[int], seed: int) -> Tensor:
     """N(0, 1) float32, drawn on the CPU so that all devices get the same numbers."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+class NoisyEngine(EmbeddedEngine):
+    """An engine over a NoisyDecoder, whose noise follows the version of the weights."""
+
+    async def load_weights(self, source: Mapping[str, Any] | str | None, *, version: int) -> None:
+        if source is not None:
+            raise EngineError(
+                "load_weights: this engine's noise is on the trainer's own decoder; expected None, "
+                f"found {type(source).__name__}. A copy of the weights would be without noise."
+            )
+        await super().load_weights(None, version=version)
+        self._model.begin(version)
+
+
+class StaleEngine(EmbeddedEngine):
+    """An engine that takes every version of the weights, and runs copies of an older one."""
+
+    def __init__(
+        self, config: EmbeddedConfig, context: EngineContext, *, lag: int, is_honest: bool
+    ) -> None:
+        """lag: versions behind. is_honest: tokens carry the version that sampled them."""
+        dtype = None if config.dtype == "same" else getattr(torch, config.dtype)
+        own = copy_decoder(context.model, dtype=dtype)
+        super().__init__(own, config, token_bytes=context.token_bytes, is_shared=False)
+        self._lag, self._is_honest = lag, is_honest
+        self._weights: dict[int, dict[str, Tensor]] = {}
+        """version -> tensors: the one that runs first, then those that will."""
+
+    async def load_weights(self, source: Mapping[str, Any] | str | None, *, version: int) -> None:
+        if isinstance(source, str):
+            source = {name: stored.read() for name, stored in read_tensors(source).items()}
+        assert source is not None, "the engine shares no weights"
+        # The trainer's own memory, which the next update changes.
+        self._weights[version] = {name: tensor.clone() for name, tensor in source.items()}
+        due = [v for v in self._weights if v <= version - self._lag]
+        running = max(due, default=min(self._weights))
+        self._weights = {v: w for v, w in self._weights.items() if v >= running}
+        claimed = running if self._is_honest else version
+        await super().load_weights(self._weights[running], version=claimed)

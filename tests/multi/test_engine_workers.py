@@ -15,7 +15,8 @@ from lockstep.recipes import find_recipe
 from lockstep.run.preflight import preflight
 from lockstep.run.train import train
 from lockstep.store.run import load_run
-from lockstep.testing.faults import KernelNoise, injected
+from lockstep.testing.faults import injected
+from lockstep.testing.faults.sides import KernelNoise
 
 SMALL = (
     "steps=2", "groups_per_step=2", "group_size=4", "evaluation.num_tasks=2",

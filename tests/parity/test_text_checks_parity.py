@@ -16,7 +16,7 @@ from lockstep.doctor.checks.tokens.spelling import Speller
 from lockstep.renderers.anew import rendered_anew, turns_of
 from lockstep.renderers.chatml import ChatMLRenderer
 from lockstep.renderers.harmony import HarmonyRenderer
-from lockstep.testing.faults.edits import retokenized
+from lockstep.testing.faults.rows import RetokenizedRows
 from lockstep.types import Message, Trajectory
 
 MODELS = {
@@ -48,7 +48,7 @@ def test_no_cause_is_named_in_healthy_rows(renderer, split, engine):
 @pytest.mark.parametrize("engine", [False, True])
 def test_rows_that_were_encoded_again_are_named(renderer, engine):
     episodes = episodes_of(renderer)
-    samples = [retokenized(e.row, renderer.tokenizer) for e in episodes]
+    samples = [RetokenizedRows().changed(e.row, renderer) for e in episodes]
     examined, findings = looked(
         (*TEXT, Shifted), rows_of(episodes, samples, engine=engine), renderer
     )

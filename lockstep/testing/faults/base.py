@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar
 
 from lockstep.agent.tasks import derive_seed
-from lockstep.config import resolve, tag, to_dict
-from lockstep.engines.config import EmbeddedConfig, EngineConfig
+from lockstep.config import check_numbers, resolve, tag, to_dict
+from lockstep.engines.config import EngineConfig
 from lockstep.errors import ConfigError
 from lockstep.models.config import FallbackConfig, ModelConfig
 from lockstep.renderers.base import Renderer
@@ -22,19 +22,8 @@ if TYPE_CHECKING:
     from lockstep.engines.base import Engine, EngineContext
     from lockstep.models.decoder import Decoder
 
-FILLER = 0.0
-"""Log-prob of a token whose own is lost: the value of an array of zeros."""
-
-
-class Learn(Protocol):
-    """Trains the model of a dump (`testing.dumps`)."""
-
-    def __call__(
-        self, num_updates: int, *, is_by_these_rows: bool = False, has_adapter: bool = False
-    ) -> Decoder:
-        """The model after so many updates, by the rows of the dump or by earlier ones.
-        has_adapter: only an adapter is trained."""
-        ...
+Learn = Callable[..., "Decoder"]
+"""`testing.dumps.Source.learn`: trains the model of a dump."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,11 +41,17 @@ class FaultConfig(RunHooks):
 
     least: ClassVar[Mapping[str, int]] = {}
     """Setting -> its smallest value."""
+    shares: ClassVar[Sequence[str]] = ()
+    """Settings that are shares: above 0, at most 1."""
     verifies_sync: ClassVar[bool] = True
     """False for a fault that the verification of weights would refuse before it could act."""
 
     def __post_init__(self) -> None:
-        check_least(self)
+        for name, least in self.least.items():
+            check_numbers(self, "", name, least=least)
+        for name in self.shares:
+            if not 0 < getattr(self, name) <= 1:
+                raise ConfigError(f"{name}={getattr(self, name)} must lie in (0, 1].")
 
     def make_other(self, model: Decoder, learn: Learn) -> Decoder:
         """For a dump: the trainer's decoder. model: what sampled the tokens."""
@@ -71,6 +66,36 @@ class FaultConfig(RunHooks):
         """For a dump: versions by which tokens are older than the trainer."""
         return 0
 
+    def describe(self) -> str:
+        """The fault in one line, with its settings."""
+        settings = "".join(f" {f.name}={getattr(self, f.name)}" for f in fields(self))
+        return f"{tag(type(self))}{settings}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowFault(FaultConfig):
+    """Base of faults that hit a share of the rows, chosen by `seed` and the row's id (which names
+    step, task and sample): a resumed run hits the same rows."""
+
+    shares: ClassVar = ("share",)
+
+    share: float = 1.0
+    """Share of the rows that are hit."""
+    seed: int = 0
+    """Seed of the choice."""
+
+    def is_hit(self, row: Sample) -> bool:
+        return is_chosen(self.share, self.seed, row.id)
+
+    def change_rows(
+        self, rows: Sequence[Sample], renderer: Renderer, log_probs: LogProbs
+    ) -> list[Sample]:
+        return [self.changed(row, renderer) if self.is_hit(row) else row for row in rows]
+
+    def changed(self, row: Sample, renderer: Renderer) -> Sample:
+        """A new row with the fault; `row` itself if it does not apply."""
+        raise NotImplementedError(f"{type(self).__name__} changes no row")
+
     def said(
         self, before: Sample, messages: Sequence[Message], renderer: Renderer
     ) -> Sequence[Message]:
@@ -81,10 +106,10 @@ class FaultConfig(RunHooks):
         """For a dump: its prompt length of `row`, which was `before`; None if it is right."""
         return None
 
-    def describe(self) -> str:
-        """The fault in one line, with its settings."""
-        settings = "".join(f" {f.name}={getattr(self, f.name)}" for f in fields(self))
-        return f"{tag(type(self))}{settings}"
+
+def is_chosen(share: float, seed: int, *names: str | int) -> bool:
+    """Whether what has these names is in the share that `seed` chooses."""
+    return derive_seed(seed, *names) < share * 2.0**63
 
 
 class Faults(RunHooks):
@@ -98,6 +123,7 @@ class Faults(RunHooks):
             f"the fault {names} is injected, which breaks it on purpose" if faults else ""
         )
         self.recorded = tuple({"type": tag(type(f)), **to_dict(f)} for f in faults)
+        self._engines = [f for f in faults if type(f).make_engine is not RunHooks.make_engine]
 
     def check(
         self, config: Config, model: ModelConfig | FallbackConfig, renderer: Renderer
@@ -114,9 +140,9 @@ class Faults(RunHooks):
                 f"--fault works in one process, and this run has {world}. Leave "
                 "parallel.processes at 0 and start it without torchrun."
             )
-        engines = [tag(type(f)) for f in self.faults if _makes_engine(f)]
-        if len(engines) > 1:
-            raise ConfigError(f"{' and '.join(engines)} each replace the engine: choose one.")
+        if len(self._engines) > 1:
+            names = " and ".join(tag(type(fault)) for fault in self._engines)
+            raise ConfigError(f"{names} each replace the engine: choose one.")
         for fault in self.faults:
             fault.check(config, model, renderer)
 
@@ -127,8 +153,7 @@ class Faults(RunHooks):
         ]
 
     def make_engine(self, config: EngineConfig, context: EngineContext) -> Engine:
-        engine = next((fault for fault in self.faults if _makes_engine(fault)), RunHooks())
-        return engine.make_engine(config, context)
+        return (*self._engines, RunHooks())[0].make_engine(config, context)
 
     def make_trained(self, model: Decoder) -> Decoder:
         for fault in self.faults:
@@ -145,10 +170,6 @@ class Faults(RunHooks):
     def after_update(self, rows: Sequence[Sample], log_probs: LogProbs) -> None:
         for fault in self.faults:
             fault.after_update(rows, log_probs)
-
-
-def _makes_engine(fault: FaultConfig) -> bool:
-    return type(fault).make_engine is not RunHooks.make_engine
 
 
 def injected(*faults: FaultConfig) -> AbstractContextManager[None]:
@@ -178,32 +199,6 @@ def parse_fault(text: str) -> FaultConfig:
     return fault
 
 
-def check_least(fault: Any) -> None:
-    """Raises ConfigError for a setting below its `least`."""
-    for name, least in fault.least.items():
-        if not getattr(fault, name) >= least:
-            raise ConfigError(f"{name}={getattr(fault, name)} must be at least {least}.")
-
-
-@dataclass(frozen=True, kw_only=True)
-class RowShare:
-    """Base of faults that hit a share of the rows, chosen by `seed` and the row's id (which names
-    step, task and sample): a resumed run hits the same rows."""
-
-    share: float = 1.0
-    """Share of the rows that are hit."""
-    seed: int = 0
-    """Seed of the choice."""
-
-    def __post_init__(self) -> None:
-        check_least(self)
-        if not 0 < self.share <= 1:
-            raise ConfigError(f"share={self.share} must lie in (0, 1].")
-
-    def is_hit(self, row: Sample) -> bool:
-        return derive_seed(self.seed, row.id) < self.share * 2.0**63
-
-
 def split_faults(words: Sequence[str]) -> tuple[list[str], list[FaultConfig]]:
     """(settings, faults) of the words of a command line.
 
@@ -213,36 +208,3 @@ def split_faults(words: Sequence[str]) -> tuple[list[str], list[FaultConfig]]:
     option = "--fault="
     faults = [parse_fault(word.removeprefix(option)) for word in words if word.startswith(option)]
     return [word for word in words if not word.startswith(option)], faults
-
-
-def check_embedded(fault: FaultConfig, engine: EngineConfig) -> EmbeddedConfig:
-    if not isinstance(engine, EmbeddedConfig):
-        raise ConfigError(
-            f"fault {tag(type(fault))} changes the decoder that the embedded engine runs; "
-            f"engine={tag(type(engine))} runs one of its own. Choose engine=embedded, or a fault "
-            "of the rows."
-        )
-    if engine.replicas:
-        raise ConfigError(
-            f"fault {tag(type(fault))} changes the engine inside the trainer's process; "
-            f"engine.replicas={engine.replicas} samples in others. Leave engine.replicas at 0."
-        )
-    return engine
-
-
-def check_shared(fault: FaultConfig, engine: EngineConfig) -> EmbeddedConfig:
-    embedded = check_embedded(fault, engine)
-    if embedded.dtype != "same":
-        raise ConfigError(
-            f"fault {tag(type(fault))} is on the trainer's own decoder; engine.dtype="
-            f"{embedded.dtype} samples from a copy. Leave engine.dtype out."
-        )
-    return embedded
-
-
-def check_routed(fault: FaultConfig, config: Config, model: ModelConfig) -> None:
-    if not model.is_moe:
-        raise ConfigError(
-            f"fault {tag(type(fault))} needs a model with a router; model={config.model} is dense "
-            f"({model.architecture}). Choose a mixture of experts, or the fault kernel_noise."
-        )

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import ClassVar, Literal
@@ -18,43 +17,52 @@ from lockstep.models.config import ModelConfig
 from lockstep.renderers.base import Renderer
 from lockstep.run.hooks import LogProbs
 from lockstep.run_config import Config
-from lockstep.testing.faults import edits
-from lockstep.testing.faults.base import FILLER, FaultConfig, RowShare
-from lockstep.types import Float32Array, Message, Sample
+from lockstep.testing.faults.base import RowFault, is_chosen
+from lockstep.types import (
+    COLUMNS,
+    UNKNOWN_EXPERT,
+    Float32Array,
+    Int64Array,
+    Message,
+    Ragged,
+    Sample,
+    frozen_ids,
+)
 
+FILLER = 0.0
+"""Log-prob of a token whose own is lost: the value of an array of zeros."""
 MIN_INJECTED_TEXT = 5
 """Tokens between two control tokens that are a message's text and not its header."""
+THINKING = {"chatml": ("<think>", "</think>"), "harmony": ("<|channel|>", "<|end|>")}
+"""Renderer -> control tokens before and after thinking."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class _RowFault(RowShare, FaultConfig):
-    """Base of faults that change one row at a time."""
+class _EditFault(RowFault):
+    """Base of faults of ids and masks. Trained tokens whose log-prob is NaN after the change get
+    the trainer's."""
 
     def change_rows(
         self, rows: Sequence[Sample], renderer: Renderer, log_probs: LogProbs
     ) -> list[Sample]:
-        changed = [self.changed(r, renderer) if self.is_hit(r) else r for r in rows]
-        unknown = [
-            row
-            for row, old in zip(changed, rows, strict=True)
-            if row is not old and np.isnan(row.columns["rollout_logprobs"][row.loss_mask]).any()
-        ]
+        changed = super().change_rows(rows, renderer, log_probs)
+        pairs = zip(changed, rows, strict=True)
+        unknown = [row for row, old in pairs if row is not old and _is_unknown(row).any()]
         for row, values in zip(unknown, log_probs(unknown) if unknown else (), strict=True):
             own = row.columns["rollout_logprobs"]
-            is_missing = row.loss_mask & np.isnan(own)
-            row.set("rollout_logprobs", np.where(is_missing, values, own))
+            row.set("rollout_logprobs", np.where(_is_unknown(row), values, own))
         return changed
 
-    def changed(self, row: Sample, renderer: Renderer) -> Sample:
-        """`row` with the fault. Trained tokens whose log-prob is NaN get the trainer's."""
-        raise NotImplementedError(f"{type(self).__name__} changes no row")
+
+def _is_unknown(row: Sample) -> npt.NDArray[np.bool_]:
+    return row.loss_mask & np.isnan(row.columns["rollout_logprobs"])
 
 
 # -- ids and masks --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
-class RetokenizedRows(_RowFault):
+class RetokenizedRows(_EditFault):
     """Each run of sampled text is decoded and encoded again, as by a program that keeps messages
     instead of ids. The text stays, but ids change where the model had spelt it in another way.
     Control tokens stay; columns other than log-probs follow by position in the run."""
@@ -65,28 +73,92 @@ class RetokenizedRows(_RowFault):
     is trained on tokens that it did not choose."""
 
     def changed(self, row: Sample, renderer: Renderer) -> Sample:
-        out = edits.retokenized(row, renderer.tokenizer)
+        tokenizer = renderer.tokenizer
+        ids, turn, mask = row.token_ids, row.columns["turn"], row.loss_mask
+        is_text = (turn >= 0) & ~np.isin(ids, list(tokenizer.control_ids))
+        ends_run = np.ones(len(ids), np.bool_)
+        is_other = (turn[:-1] != turn[1:]) | (mask[:-1] != mask[1:])
+        ends_run[:-1] = ~is_text[:-1] | ~is_text[1:] | is_other
+        new_ids: list[int] = []
+        source: list[int] = []
+        begin = 0
+        for end in np.flatnonzero(ends_run).tolist():
+            piece = ids[begin : end + 1].tolist()
+            if is_text[begin]:
+                piece = tokenizer.encode(tokenizer.decode(piece))
+            new_ids += piece
+            source += [min(begin + i, end) for i in range(len(piece))]
+            begin = end + 1
+        out = taken(row, source, new_ids)
+        is_sampled = out.columns["turn"] >= 0
+        for name in (name for name in row.columns if name.endswith("logprobs")):
+            values = row.columns[name][turn >= 0]
+            laid = np.full(is_sampled.sum(), FILLER, np.float32)
+            laid[: len(values)] = values[: len(laid)]
+            out.columns[name][is_sampled] = laid
         if self.logprobs == "recomputed":
-            out.set("rollout_logprobs", np.full(len(out), np.nan, np.float32))
+            return with_logprobs(out, np.full(len(out), np.nan))
         return out
 
 
 @dataclass(frozen=True, kw_only=True)
-class RerenderedHistory(_RowFault):
+class RerenderedHistory(_EditFault):
     """Every turn but the last is rendered again from what the program kept of it, with its
     log-probs laid on the result: a loop that makes prompts with a chat template, and the row from
-    the last prompt."""
+    the last prompt. Where the new turn is longer, the rest counts as observed."""
 
     kept: Literal["text", "message"] = "text"
     """text: the decoded reply without control tokens, as an assistant's content, calls included.
     message: the reply as the renderer parses it; only spellings and line breaks change then."""
 
     def changed(self, row: Sample, renderer: Renderer) -> Sample:
-        return edits.rerendered(row, renderer, is_text=self.kept == "text")
+        tokenizer = renderer.tokenizer
+        ids: list[int] = []
+        source: list[int] = []
+        is_observed: list[bool] = []
+        begin = 0
+        for first, end in turns(row)[:-1]:
+            sampled = row.token_ids[first:end].tolist()
+            message = renderer.parse(sampled)
+            if self.kept == "text":
+                text = tokenizer.decode([i for i in sampled if i not in tokenizer.control_ids])
+                message = Message(role="assistant", content=text)
+            opening, new = self._written(message, renderer)
+            ids += [*row.token_ids[begin : first - len(opening)].tolist(), *opening, *new]
+            source += [*range(begin, first), *(min(first + i, end - 1) for i in range(len(new)))]
+            is_observed += [False] * (first - begin) + [i >= len(sampled) for i in range(len(new))]
+            begin = end
+        ids += row.token_ids[begin:].tolist()
+        source += range(begin, len(row))
+        is_observed += [False] * (len(row) - begin)
+        return observed_at(taken(row, source, ids), np.flatnonzero(is_observed))
+
+    def _written(self, message: Message, renderer: Renderer) -> tuple[list[int], list[int]]:
+        """(the changed end of the opening before it; the ids from where a sampled turn would begin)
+        of an assistant's message inside of a history, up to what ends it.
+
+        The opening's last word may run into the message's first: a line break and a line break.
+        """
+        user = Message(role="user", content="x")
+        before, two = renderer.render([user]), renderer.render([user, user])
+        whole = renderer.render([user, message, user])
+        begin = _num_equal(before, whole)
+        tail = len(two) - _num_equal(before, two)
+        # What is left ends with the token that opens the next message, and maybe a line break.
+        body = whole[len(before) : len(whole) - tail - 1]
+        while body and body[-1] not in renderer.tokenizer.control_ids:
+            body.pop()
+        return whole[begin : len(before)], body
+
+
+def _num_equal(one: Sequence[int], other: Sequence[int]) -> int:
+    size = min(len(one), len(other))
+    differs = np.flatnonzero(np.asarray(one[:size]) != np.asarray(other[:size]))
+    return int(differs[0]) if differs.size else size
 
 
 @dataclass(frozen=True, kw_only=True)
-class DroppedFinalTokens(_RowFault):
+class DroppedFinalTokens(_EditFault):
     """The last sampled tokens of a row's last turn are missing: a loop that takes the ids from the
     next prompt, which the last turn does not have. At least one token of the turn stays. The other
     log-probs are right: only tokens/trained below tokens/sampled shows it, and the policy never
@@ -98,11 +170,12 @@ class DroppedFinalTokens(_RowFault):
     """Tokens that are dropped at most."""
 
     def changed(self, row: Sample, renderer: Renderer) -> Sample:
-        return edits.without_final(row, self.count)
+        turn = row.columns["turn"]
+        return without(row, np.flatnonzero((turn >= 0) & (turn == turn.max()))[1:][-self.count :])
 
 
 @dataclass(frozen=True, kw_only=True)
-class DroppedSeparators(_RowFault):
+class DroppedSeparators(_EditFault):
     """The template's separator between a turn's stop token and the next message is missing (for
     Qwen, the line break after <|im_end|>): a program that concatenates sampled ids and encoded
     replies. Log-probs of later turns were sampled with it, and are computed without."""
@@ -116,11 +189,16 @@ class DroppedSeparators(_RowFault):
             )
 
     def changed(self, row: Sample, renderer: Renderer) -> Sample:
-        return edits.without_separators(row, renderer)
+        is_control = _is_control(row, renderer)
+        lost: list[int] = []
+        for _, end in turns(row):
+            if row.token_ids[end - 1] in renderer.stop_ids and is_control[end:].any():
+                lost += range(end, end + int(is_control[end:].argmax()))
+        return without(row, lost)
 
 
 @dataclass(frozen=True, kw_only=True)
-class TokensAfterStop(_RowFault):
+class TokensAfterStop(_EditFault):
     """Tokens after the stop token that ended a row are trained: an engine that samples a batch to
     its longest reply, and a program that does not cut. The log-probs are the model's own."""
 
@@ -130,11 +208,15 @@ class TokensAfterStop(_RowFault):
     """Tokens after the stop token: a repetition of the turn's beginning."""
 
     def changed(self, row: Sample, renderer: Renderer) -> Sample:
-        return edits.after_stop(row, renderer, self.count)
+        begin, end = (turns(row) or [(0, 0)])[-1]
+        if end != len(row) or row.token_ids[end - 1] not in renderer.stop_ids:
+            return row
+        out = taken(row, [*range(end), *range(begin, min(begin + self.count, end))])
+        return unknown_at(out, np.arange(end, len(out)))
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainedObservations(_RowFault):
+class TrainedObservations(_EditFault):
     """Tokens that the model was given between its turns (a tool's reply) are trained: a mask that
     is 1 everywhere after the prompt."""
 
@@ -147,20 +229,16 @@ class TrainedObservations(_RowFault):
 
     def changed(self, row: Sample, renderer: Renderer) -> Sample:
         turn = row.columns["turn"]
-        sampled = np.flatnonzero(turn >= 0)
-        if not sampled.size:
-            return row
-        observed = np.flatnonzero(turn[sampled[0] :] < 0) + sampled[0]
-        out = edits.with_trained(row, observed[: self.count or len(observed)])
+        first = next((begin for begin, _ in turns(row)), len(row))
+        observed = np.flatnonzero(turn[first:] < 0) + first
+        out = with_trained(row, observed[: self.count or None])
         if self.logprobs == "filler" and out is not row:
-            values = out.columns["rollout_logprobs"].copy()
-            values[out.loss_mask & np.isnan(values)] = FILLER
-            out.set("rollout_logprobs", values)
+            out.columns["rollout_logprobs"][_is_unknown(out)] = FILLER
         return out
 
 
 @dataclass(frozen=True, kw_only=True)
-class WrongBoundary(_RowFault):
+class WrongBoundary(_EditFault):
     """The boundary between prompt and reply is at the wrong place."""
 
     kind: Literal["moved", "subtracted"] = "moved"
@@ -172,33 +250,55 @@ class WrongBoundary(_RowFault):
     """Tokens of kind=moved; negative is early."""
 
     def __post_init__(self) -> None:
-        RowShare.__post_init__(self)
+        super().__post_init__()
         if not self.by:
             raise ConfigError("by=0 moves nothing; expected another whole number.")
 
     def changed(self, row: Sample, renderer: Renderer) -> Sample:
-        if self.kind == "subtracted":
-            return edits.by_subtraction(row)[0]
-        found = list(edits.turns(row))
-        if not found:
+        if not turns(row):
             return row
-        _, begin, end = found[0]
+        if self.kind == "subtracted":
+            return self._subtracted(row)
+        begin, end = turns(row)[0]
         if self.by < 0:
-            return edits.with_trained(row, range(max(begin + self.by, 1), begin))
-        out = edits.taken(row, np.arange(len(row)), row.token_ids)
-        place = np.arange(len(row))
-        return edits.observed_at(out, (place >= begin) & (place < min(begin + self.by, end)))
+            return with_trained(row, np.arange(max(begin + self.by, 1), begin))
+        return observed_at(
+            taken(row, np.arange(len(row))), np.arange(begin, min(begin + self.by, end))
+        )
+
+    def _subtracted(self, row: Sample) -> Sample:
+        """All log-probs are laid from the computed end of the prompt on in order, and every token
+        with one is trained."""
+        cut, length = turns(row)[-1][0], _by_subtraction(row)
+        values = row.columns["rollout_logprobs"][row.columns["turn"] >= 0]
+        begin = max(length, 1)
+        out = taken(row, np.arange(cut))
+        is_reply = np.arange(cut) >= begin
+        laid = np.full(cut, np.nan, np.float32)
+        laid[begin:] = values[begin - length :][: cut - begin]
+        for name, column in row.columns.items():
+            if not COLUMNS[name].is_of_inputs and name not in ("turn", "token_kind"):
+                of_reply = column[row.loss_mask.argmax()]
+                out.set(name, np.where(is_reply, of_reply, COLUMNS[name].fill).astype(column.dtype))
+        out.set("turn", np.where(is_reply, 0, -1).astype(np.int32))
+        out.loss_mask[:] = is_reply
+        return with_logprobs(out, laid)
 
     def prompt_length(self, row: Sample, before: Sample) -> int | None:
         if row is before:
             return None
         if self.kind == "subtracted":
-            return edits.by_subtraction(before)[1]
+            return _by_subtraction(before)
         return int(np.flatnonzero(row.loss_mask)[0]) if row.num_trained else None
 
 
+def _by_subtraction(row: Sample) -> int:
+    """The prompt's length as the row without its last reply, minus all replies."""
+    return turns(row)[-1][0] - int((row.columns["turn"] >= 0).sum())
+
+
 @dataclass(frozen=True, kw_only=True)
-class DuplicatedPrompt(_RowFault):
+class DuplicatedPrompt(_EditFault):
     """The prompt is in the row again, before the last turn: a program that appends what is new by
     prompt[-n:], which is the whole prompt for n = 0."""
 
@@ -208,11 +308,15 @@ class DuplicatedPrompt(_RowFault):
     """Additional copies."""
 
     def changed(self, row: Sample, renderer: Renderer) -> Sample:
-        return edits.with_prompt_again(row, self.copies)
+        if not (found := turns(row)):
+            return row
+        at = found[-1][0]
+        prompt = [*range(found[0][0])]
+        return taken(row, [*range(at), *prompt * self.copies, *range(at, len(row))])
 
 
 @dataclass(frozen=True, kw_only=True)
-class PaddedRows(_RowFault):
+class PaddedRows(_EditFault):
     """Padding stays in the row: prompts padded on the left and replies on the right, whose
     attention mask is lost on the way to the trainer."""
 
@@ -229,14 +333,13 @@ class PaddedRows(_RowFault):
         renderer.tokenizer.require((self.token,))
 
     def changed(self, row: Sample, renderer: Renderer) -> Sample:
-        found = list(edits.turns(row))
-        at = found[0][1] if found and self.place == "inside" else 0
+        at = turns(row)[0][0] if turns(row) and self.place == "inside" else 0
         pad_id = renderer.tokenizer.control_id(self.token)
-        return edits.with_inserted(row, at, [pad_id] * self.count)
+        return with_inserted(row, at, [pad_id] * self.count)
 
 
 @dataclass(frozen=True, kw_only=True)
-class PostProcessedReplies(_RowFault):
+class PostProcessedReplies(_EditFault):
     """Replies are changed after they were sampled."""
 
     least: ClassVar = {"count": 1}
@@ -249,13 +352,26 @@ class PostProcessedReplies(_RowFault):
     """Tokens of kind=stripped."""
 
     def changed(self, row: Sample, renderer: Renderer) -> Sample:
+        is_stopped = {end: row.token_ids[end - 1] in renderer.stop_ids for _, end in turns(row)}
         if self.kind == "completed":
-            return edits.completed(row, renderer)
-        return edits.stripped(row, renderer, self.count)
+            out = row
+            for end in reversed([end for end in is_stopped if not is_stopped[end]]):
+                source = [*range(end), end - 1, *range(end, len(out))]
+                ids = [*out.token_ids[:end], renderer.stop_ids[0], *out.token_ids[end:]]
+                out = taken(out, source, ids)
+                out.columns["rollout_logprobs"][end] = FILLER
+            return out
+        is_text = ~_is_control(row, renderer)
+        lost: list[int] = []
+        for begin, end in turns(row):
+            if is_stopped[end]:
+                text = np.flatnonzero(is_text[begin + 1 : end]) + begin + 1
+                lost += text[-self.count :].tolist()
+        return without(row, lost)
 
 
 @dataclass(frozen=True, kw_only=True)
-class InjectedControlTokens(_RowFault):
+class InjectedControlTokens(_EditFault):
     """Control tokens are inside of what a tool or user wrote: a tokenizer that reads `<|im_end|>`
     in a web page as the end of a turn. The model reads them too, so both sides agree."""
 
@@ -265,20 +381,17 @@ class InjectedControlTokens(_RowFault):
     """Control tokens in each row."""
 
     def changed(self, row: Sample, renderer: Renderer) -> Sample:
-        place = self._place(row, renderer)
-        if place is None:
+        if (place := self._place(row, renderer)) is None:
             return row
-        out = edits.with_inserted(row, place[1], [renderer.stop_ids[0]] * self.count)
-        unknown = np.where(out.loss_mask, np.nan, out.columns["rollout_logprobs"])
-        out.set("rollout_logprobs", unknown.astype(np.float32))
-        return out
+        out = with_inserted(row, place[1], [renderer.stop_ids[0]] * self.count)
+        own = out.columns["rollout_logprobs"]
+        return with_logprobs(out, np.where(out.loss_mask, np.nan, own))
 
     def said(
         self, before: Sample, messages: Sequence[Message], renderer: Renderer
     ) -> Sequence[Message]:
         """The messages with the control tokens' names in the text that they were in."""
-        place = self._place(before, renderer)
-        if place is None:
+        if (place := self._place(before, renderer)) is None:
             return messages
         decode = renderer.tokenizer.decode
         begin, at, end = place
@@ -300,47 +413,85 @@ class InjectedControlTokens(_RowFault):
         """(control token before, place, control token after) of the last text before the last turn
         that others wrote, and that is more than the opening of a turn."""
         observed = row.columns["turn"] < 0
-        controls = np.isin(row.token_ids, list(renderer.tokenizer.control_ids))
-        last = [begin for _, begin, _ in edits.turns(row)][-1:]
-        ends = np.flatnonzero(observed[: last[0]] & controls[: last[0]]).tolist() if last else []
-        for begin, end in reversed(list(pairwise(ends))):
+        last = next((begin for begin, _ in reversed(turns(row))), 0)
+        controls = np.flatnonzero((observed & _is_control(row, renderer))[:last]).tolist()
+        for begin, end in reversed(list(pairwise(controls))):
             if end - begin >= MIN_INJECTED_TEXT and observed[begin:end].all():
                 return begin, (begin + end) // 2 + 1, end
         return None
 
 
 @dataclass(frozen=True, kw_only=True)
-class DroppedThinking(_RowFault):
+class DroppedThinking(_EditFault):
     """The thinking of every turn but the last is missing, as a chat template drops it from a
     history. Tokens after it were sampled with it. Rows without thinking are not hit."""
 
     def check(self, config: Config, model: ModelConfig, renderer: Renderer) -> None:
-        if renderer.name not in edits.THINKING:
+        if renderer.name not in THINKING:
             raise ConfigError(
-                f"fault {tag(type(self))}: where thinking is in renderer={renderer.name} is not "
-                f"known; it is for {', '.join(edits.THINKING)}."
+                f"fault dropped_thinking: where thinking is in renderer={renderer.name} is not "
+                f"known; it is for {', '.join(THINKING)}."
             )
 
     def changed(self, row: Sample, renderer: Renderer) -> Sample:
-        return edits.without_thinking(row, renderer)
+        lost: list[int] = []
+        for begin, end in turns(row)[:-1]:
+            first, stop = self._thinking(row.token_ids[begin:end].tolist(), renderer)
+            lost += range(begin + first, begin + stop)
+        return without(row, lost)
+
+    def _thinking(self, ids: list[int], renderer: Renderer) -> tuple[int, int]:
+        """(begin, end) of the thinking in one turn, with its marks; (0, 0) if there is none."""
+        tokenizer = renderer.tokenizer
+        begin_id, end_id = map(tokenizer.control_id, THINKING[renderer.name])
+        if begin_id not in ids or end_id not in ids[ids.index(begin_id) :]:
+            return 0, 0
+        begin = ids.index(begin_id)
+        end = ids.index(end_id, begin) + 1
+        if renderer.name == "harmony":
+            is_thinking = tokenizer.decode(ids[begin + 1 : end]).startswith("analysis")
+            if not is_thinking or begin_id not in ids[end:]:
+                return 0, 0
+            return begin, ids.index(begin_id, end)  # behind <|start|>assistant
+        while end < len(ids) and not tokenizer.decode([ids[end]]).strip():
+            end += 1
+        return begin, end
+
+
+@dataclass(frozen=True, kw_only=True)
+class LostRoutes(RowFault):
+    """Later turns find their prefix gone from the engine's cache: the routes of all positions
+    before are lost to `trainer.routing_replay=rollout`."""
+
+    share: float = 0.5
+    """Share of the later turns that are hit."""
+
+    def is_hit(self, row: Sample) -> bool:
+        return True  # `share` is of its turns
+
+    def changed(self, row: Sample, renderer: Renderer) -> Sample:
+        turn, routes = row.columns["turn"], row.columns.get("routed_experts")
+        later = range(1, int(turn.max(initial=-1)) + 1)
+        hit = [t for t in later if is_chosen(self.share, self.seed, "lost routes", row.id, t)]
+        if routes is None or not hit:
+            return row
+        out = taken(row, np.arange(len(row)))
+        begin = int(np.flatnonzero(turn == hit[-1] - 1).max(initial=-1)) + 1
+        out.columns["routed_experts"][:begin] = UNKNOWN_EXPERT
+        return out
 
 
 # -- log-probs ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
-class _ValueFault(_RowFault):
+class _ValueFault(RowFault):
     """Base of faults of the sampler's log-probs."""
 
     def changed(self, row: Sample, renderer: Renderer) -> Sample:
         values = row.columns["rollout_logprobs"].copy()
         values[row.loss_mask] = self.written(values[row.loss_mask], row)
-        return edits.with_rollout(row, values)
-
-    def change_rows(
-        self, rows: Sequence[Sample], renderer: Renderer, log_probs: LogProbs
-    ) -> list[Sample]:
-        return [self.changed(row, renderer) if self.is_hit(row) else row for row in rows]
+        return with_logprobs(taken(row, np.arange(len(row))), values)
 
     def written(self, logprobs: Float32Array, row: Sample) -> npt.NDArray[np.floating]:
         """Returns the values to write in place of `logprobs` [trained tokens]."""
@@ -362,12 +513,14 @@ class ShiftedLogprobs(_ValueFault):
     """Places; negative takes log-probs from before the token."""
 
     def __post_init__(self) -> None:
-        RowShare.__post_init__(self)
+        super().__post_init__()
         if self.offset == 0:
             raise ConfigError("offset=0 shifts nothing; expected another whole number.")
 
-    def changed(self, row: Sample, renderer: Renderer) -> Sample:
-        return edits.shifted(row, self.offset)
+    def written(self, logprobs: Float32Array, row: Sample) -> npt.NDArray[np.floating]:
+        at = np.arange(len(logprobs)) + self.offset
+        is_inside = (at >= 0) & (at < len(logprobs))
+        return np.where(is_inside, logprobs[at * is_inside], np.float32(FILLER))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -379,12 +532,11 @@ class FillerLogprobs(_ValueFault):
     token that the program appends."""
 
     def written(self, logprobs: Float32Array, row: Sample) -> npt.NDArray[np.floating]:
-        if self.tokens == "all":
-            return np.full_like(logprobs, FILLER)
         turn = row.columns["turn"][row.loss_mask]
-        is_last = np.ones(len(turn), np.bool_)
-        is_last[:-1] = turn[1:] != turn[:-1]
-        return np.where(is_last, np.float32(FILLER), logprobs)
+        is_hit = np.ones(len(turn), np.bool_)
+        if self.tokens == "last":
+            is_hit[:-1] = turn[1:] != turn[:-1]
+        return np.where(is_hit, np.float32(FILLER), logprobs)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -395,8 +547,8 @@ class ClampedLogprobs(_ValueFault):
     """The bound."""
 
     def __post_init__(self) -> None:
-        RowShare.__post_init__(self)
-        if not -math.inf < self.lowest < 0:
+        super().__post_init__()
+        if not -np.inf < self.lowest < 0:
             raise ConfigError(f"lowest={self.lowest} must be a finite number below 0.")
 
     def written(self, logprobs: Float32Array, row: Sample) -> npt.NDArray[np.floating]:
@@ -413,7 +565,7 @@ class QuantisedLogprobs(_ValueFault):
     """Decimals of to=decimals."""
 
     def __post_init__(self) -> None:
-        RowShare.__post_init__(self)
+        super().__post_init__()
         if not 0 <= self.decimals <= 7:
             raise ConfigError(f"decimals={self.decimals} must lie in 0 to 7: float32 has no more.")
 
@@ -433,15 +585,12 @@ class NonfiniteLogprobs(_ValueFault):
     """Some trained tokens have no finite log-prob: an op that overflowed, or a token outside of
     top-p. For dumps: in a run, the episode of such a token fails."""
 
+    shares: ClassVar = ("share", "token_share")
+
     value: Literal["nan", "-inf"] = "nan"
     """Value that replaces the log-prob."""
     token_share: float = 0.02
     """Share of the trained tokens that are hit."""
-
-    def __post_init__(self) -> None:
-        RowShare.__post_init__(self)
-        if not 0 < self.token_share <= 1:
-            raise ConfigError(f"token_share={self.token_share} must lie in (0, 1].")
 
     def check(self, config: Config, model: ModelConfig, renderer: Renderer) -> None:
         self.refuse_in_runs("an episode whose log-probs are not finite fails and is never trained")
@@ -461,3 +610,93 @@ class ProbabilitiesAsLogprobs(_ValueFault):
 
     def written(self, logprobs: Float32Array, row: Sample) -> npt.NDArray[np.floating]:
         return np.exp(logprobs)
+
+
+# -- editing a row --------------------------------------------------------------------------------
+
+
+def turns(row: Sample) -> list[tuple[int, int]]:
+    """(begin, end) of each sampled turn of `row`, in order."""
+    turn = row.columns["turn"]
+    places = [np.flatnonzero(turn == number) for number in range(int(turn.max(initial=-1)) + 1)]
+    return [(int(at[0]), int(at[-1]) + 1) for at in places if at.size]
+
+
+def taken(
+    row: Sample,
+    source: Sequence[int] | Int64Array,
+    token_ids: Sequence[int] | npt.NDArray[np.int32] | None = None,
+) -> Sample:
+    """A new row of `token_ids` whose other columns are those of the tokens `source` of `row`, as
+    are the ids if they are not given.
+
+    What an id was drawn from is known of that id alone: of another one it is left empty, which
+    means the whole vocabulary.
+    """
+    at = np.asarray(source, np.int64)
+    ids = frozen_ids(row.token_ids[at] if token_ids is None else token_ids, where=row.id)
+    is_same = ids == row.token_ids[at]
+    ragged = {
+        name: Ragged.of([of[i] if same else of[i][:0] for i, same in enumerate(is_same)])
+        for name, of in ((name, column.take(at)) for name, column in row.ragged.items())
+    }
+    return Sample(
+        id=row.id,
+        token_ids=ids,
+        loss_mask=row.loss_mask[at],
+        columns={name: column[at] for name, column in row.columns.items()},
+        ragged=ragged,
+        group=row.group,
+    )
+
+
+def without(row: Sample, lost: Collection[int] | Int64Array) -> Sample:
+    """`row` without these tokens; `row` itself if there are none."""
+    return taken(row, np.delete(np.arange(len(row)), list(lost))) if len(lost) else row
+
+
+def with_inserted(row: Sample, at: int, ids: Sequence[int]) -> Sample:
+    """`row` with these observed ids before its token `at`."""
+    source = [*range(at), *[max(at - 1, 0)] * len(ids), *range(at, len(row))]
+    out = taken(row, source, [*row.token_ids[:at], *ids, *row.token_ids[at:]])
+    return observed_at(out, np.arange(at, at + len(ids)))
+
+
+def with_trained(row: Sample, at: Int64Array) -> Sample:
+    """`row` with these observed tokens trained too, with log-probs of NaN. They still count as not
+    sampled."""
+    if not at.size:
+        return row
+    out = taken(row, np.arange(len(row)))
+    out.loss_mask[at] = True
+    for name in {"advantages", "returns"} & row.columns.keys():
+        if row.num_trained:
+            out.columns[name][at] = row.columns[name][row.loss_mask].mean()
+    return out
+
+
+def with_logprobs(row: Sample, values: npt.NDArray[np.floating]) -> Sample:
+    """`row`, which was just made, with these log-probs of the sampler. values: [T]."""
+    row.set("rollout_logprobs", values.astype(np.float32))
+    return row
+
+
+def observed_at(row: Sample, at: Int64Array) -> Sample:
+    """`row`, which was just made, with these tokens neither sampled nor trained."""
+    row.loss_mask[at] = False
+    for name, column in row.columns.items():
+        if name != "token_kind":
+            column[at] = COLUMNS[name].fill
+    return unknown_at(row, at)
+
+
+def unknown_at(row: Sample, at: Int64Array) -> Sample:
+    """`row`, which was just made, without log-probs and routes of these tokens."""
+    for name, column in row.columns.items():
+        if name.endswith("logprobs") or COLUMNS[name].is_of_inputs:
+            column[at] = COLUMNS[name].fill
+    return row
+
+
+def _is_control(row: Sample, renderer: Renderer) -> npt.NDArray[np.bool_]:
+    return np.isin(row.token_ids, list(renderer.tokenizer.control_ids))

@@ -11,7 +11,9 @@ from lockstep.doctor.ladder import Ladder, Rung, climb
 from lockstep.errors import DataError
 from lockstep.observe.alarms import mismatch_alarm
 from lockstep.recipes import find_recipe
-from lockstep.testing.faults import IgnoredSinks, ShiftedLogprobs, injected
+from lockstep.testing.faults import injected
+from lockstep.testing.faults.rows import ShiftedLogprobs
+from lockstep.testing.faults.sides import IgnoredSinks
 
 
 def quickstart(*settings):

@@ -16,15 +16,7 @@ from lockstep.models.hf_io import hf_tensors
 from lockstep.observe.metrics import unknown_names
 from lockstep.testing.check_engine import check_engine
 from lockstep.testing.engines import BrokenEngine, FakeEngine
-from lockstep.testing.faults import (
-    DuplicatedReplies,
-    EngineFrozen,
-    EngineKilled,
-    FalseVersions,
-    LostReplies,
-    MisorderedReplies,
-    SlowReplies,
-)
+from lockstep.testing.faults.servers import EngineFrozen, EngineKilled
 from lockstep.types import Delta
 
 QUICK = PoolConfig(
@@ -86,17 +78,47 @@ def test_a_pool_keeps_every_promise_of_an_engine(update, kind):
 
 # -- what breaks ----------------------------------------------------------------------------------
 
+
+class Lying(BrokenEngine):
+    """Its replies are wrong in the way that `how` names."""
+
+    how = ""
+
+    async def generate(self, request):
+        self.num_hits += 1
+        if self.how == "misordered":
+            *pairs, last = [d async for d in self.inner.generate(replace(request, stream=True))]
+            for at in range(0, len(pairs), 2):
+                for delta in reversed(pairs[at : at + 2]):
+                    yield delta
+            yield last
+            return
+        is_lost = self.how == "lost" and self.num_hits % 2
+        async for delta in self.inner.generate(request):
+            if self.how == "slow":
+                await asyncio.sleep(0.02)
+            if self.how == "false versions":
+                delta = replace(delta, policy_version=delta.policy_version + 1)
+            if not is_lost:
+                yield delta
+            if self.how == "duplicated":
+                yield delta
+        if is_lost:
+            await asyncio.get_running_loop().create_future()
+
+
+def lying(how):
+    return type(how, (Lying,), {"how": how})
+
+
 FAULTS = {
-    "killed": (EngineKilled(at=0), {"lost_replicas": 1, "frozen_replicas": 0}),
-    "frozen": (
-        EngineFrozen(at=0),
-        {"lost_replicas": 1, "frozen_replicas": 1},
-    ),
-    "duplicated": (DuplicatedReplies(at=0, share=1.0), {"lost_replicas": 0, "retries": 0}),
-    "lost": (LostReplies(at=0), {}),
-    "misordered": (MisorderedReplies(at=0, share=1.0), {"lost_replicas": 1}),
-    "false versions": (FalseVersions(at=0, share=1.0), {"lost_replicas": 1}),
-    "slow": (SlowReplies(at=0, seconds=0.01), {"lost_replicas": 0, "retries": 0}),
+    "killed": (EngineKilled(at=0).broken, {"lost_replicas": 1, "frozen_replicas": 0}),
+    "frozen": (EngineFrozen(at=0).broken, {"lost_replicas": 1, "frozen_replicas": 1}),
+    "duplicated": (lying("duplicated"), {"lost_replicas": 0, "retries": 0}),
+    "lost": (lying("lost"), {}),
+    "misordered": (lying("misordered"), {"lost_replicas": 1}),
+    "false versions": (lying("false versions"), {"lost_replicas": 1}),
+    "slow": (lying("slow"), {"lost_replicas": 0, "retries": 0}),
 }
 COUNTED = {
     "killed": "continued_tokens",
@@ -112,8 +134,8 @@ COUNTED = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_whatever_a_replica_does_each_reply_is_the_one_of_a_sound_engine(fault, stream):
     asked = requests(stream=stream)
-    kind, wanted = FAULTS[fault]
-    broken = kind.broken(make_engine())
+    break_, wanted = FAULTS[fault]
+    broken = break_(make_engine())
     # The replica of a lost reply serves others, or it would be a frozen one.
     config = replace(QUICK, frozen_seconds=1.0, reply_seconds=0.3) if fault == "lost" else QUICK
     pool = make_pool(broken, make_engine(), config=config)
@@ -278,7 +300,7 @@ def test_an_idle_replica_that_does_not_answer_a_ping_is_out():
 
 
 def test_an_event_loop_that_stood_still_makes_no_replica_frozen():
-    pool = make_pool(SlowReplies(at=0, seconds=0.03).broken(make_engine()), make_engine())
+    pool = make_pool(lying("slow")(make_engine()), make_engine())
 
     async def main():
         import time

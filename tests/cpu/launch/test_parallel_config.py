@@ -11,7 +11,8 @@ from lockstep.run.plan import plan
 from lockstep.run.preflight import preflight, read_model_files
 from lockstep.run_config import SupervisedConfig
 from lockstep.supervised import check_supervised
-from lockstep.testing.faults import RetokenizedRows, injected
+from lockstep.testing.faults import injected
+from lockstep.testing.faults.rows import RetokenizedRows
 from lockstep.training.config import SFTConfig
 
 

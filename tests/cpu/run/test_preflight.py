@@ -11,7 +11,8 @@ from lockstep.models.locate import SHIPPED_ROOT
 from lockstep.recipes import find_recipe
 from lockstep.run.plan import plan
 from lockstep.run.preflight import preflight, read_model_files
-from lockstep.testing.faults import ShiftedLogprobs, injected
+from lockstep.testing.faults import injected
+from lockstep.testing.faults.rows import ShiftedLogprobs
 from lockstep.testing.tokenizers import LLAMA3_TOKENS, byte_tokenizer_json, sentencepiece_json
 
 

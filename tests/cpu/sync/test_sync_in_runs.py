@@ -14,7 +14,8 @@ from lockstep.recipes import find_recipe
 from lockstep.report.document import build_document
 from lockstep.run.train import train
 from lockstep.store.run import load_run
-from lockstep.testing.faults import WrongWeights, injected, parse_fault
+from lockstep.testing.faults import injected, parse_fault
+from lockstep.testing.faults.servers import WrongWeights
 
 SMALL = (
     "steps=3", "groups_per_step=2", "group_size=4", "evaluation.num_tasks=2", "contract=none",

@@ -19,20 +19,14 @@ from lockstep.renderers.config import ChatMLConfig
 from lockstep.renderers.tokenizer import Tokenizer
 from lockstep.run.plan import plan
 from lockstep.run.preflight import preflight
-from lockstep.testing.faults import (
+from lockstep.testing.faults import FaultConfig, injected, parse_fault, split_faults
+from lockstep.testing.faults.rows import (
     DroppedFinalTokens,
-    FaultConfig,
-    KernelNoise,
+    LostRoutes,
     RetokenizedRows,
     ShiftedLogprobs,
-    injected,
-    parse_fault,
-    retokenized,
-    shifted,
-    split_faults,
-    without_early_routes,
-    without_final,
 )
+from lockstep.testing.faults.sides import KernelNoise
 from lockstep.types import UNKNOWN_EXPERT, Ragged, Sample, frozen_ids
 
 TOKENIZER = Tokenizer.from_file(locate_model("tiny-qwen3"))
@@ -180,7 +174,7 @@ def test_a_share_of_the_rows_is_hit_and_the_others_are_the_same_objects():
 )
 def test_shifted_logprobs_are_those_of_another_trained_token(offset, expected):
     row = row_of(([1, 2], -1), ([3, 4], 0), ([5], -1), ([6, 7, 8], 1))
-    out = shifted(row, offset)
+    out = ShiftedLogprobs(offset=offset).changed(row, RENDERER)
     assert out.columns["rollout_logprobs"][out.loss_mask].tolist() == expected
     assert np.isnan(out.columns["rollout_logprobs"][~out.loss_mask]).all()
     out.set("rollout_logprobs", row.columns["rollout_logprobs"])
@@ -193,7 +187,7 @@ def test_shifted_logprobs_are_those_of_another_trained_token(offset, expected):
 @pytest.mark.parametrize(("count", "left"), [(1, [6, 7]), (2, [6]), (50, [6])])
 def test_dropped_final_tokens_are_gone_from_the_row_and_from_every_column(count, left):
     row = row_of(([1, 2], -1), ([3, 4], 0), ([5], -1), ([6, 7, 8], 1), support=True)
-    out = without_final(row, count)
+    out = DroppedFinalTokens(count=count).changed(row, RENDERER)
     assert turns_of(out, 0) == [3, 4]
     assert turns_of(out, 1) == left
     assert out.token_ids.tolist() == [1, 2, 3, 4, 5, *left]
@@ -215,7 +209,7 @@ def test_what_the_environment_said_last_is_not_a_final_token():
 
 def test_retokenised_rows_have_the_same_text_in_other_ids_and_logprobs_in_order():
     row = row_of((LETTERS, -1), ([CONTROL, *LETTERS, CONTROL], 0), ([CONTROL], -1), (SPELT, 1))
-    out = retokenized(row, TOKENIZER)
+    out = RetokenizedRows().changed(row, RENDERER)
     assert TOKENIZER.decode(out.token_ids) == TOKENIZER.decode(row.token_ids)
     assert turns_of(out, -1) == [*LETTERS, CONTROL]  # what was read is not written again
     assert turns_of(out, 0) == [CONTROL, *SPELT, CONTROL] != turns_of(row, 0)
@@ -229,21 +223,21 @@ def test_retokenised_rows_have_the_same_text_in_other_ids_and_logprobs_in_order(
 def test_logprobs_that_run_out_are_filled_with_zeros():
     half = TOKENIZER.encode("\N{LEFTWARDS ARROW}")[:1]  # decodes to U+FFFD, which is three bytes
     row = row_of(([1], -1), (half, 0))
-    out = retokenized(row, TOKENIZER)
+    out = RetokenizedRows().changed(row, RENDERER)
     assert out.columns["rollout_logprobs"][out.loss_mask].tolist() == [0.0] * out.num_trained
     assert out.num_trained > row.num_trained
 
 
 def test_a_run_of_text_ends_with_the_turn():
     row = row_of(([1], -1), (LETTERS[:5], 0), (LETTERS[5:], 1))
-    out = retokenized(row, TOKENIZER)
+    out = RetokenizedRows().changed(row, RENDERER)
     assert turns_of(out, 0) == TOKENIZER.encode("the a")
     assert turns_of(out, 1) == TOKENIZER.encode("nswer")
 
 
 def test_the_support_of_another_id_is_not_carried_over():
     row = row_of(([1], -1), ([CONTROL, *LETTERS], 0), support=True)
-    support = retokenized(row, TOKENIZER).ragged["support"]
+    support = RetokenizedRows().changed(row, RENDERER).ragged["support"]
     assert support[1].tolist() == [CONTROL, 0]
     new, old = SPELT[0], LETTERS[0]
     assert new != old
@@ -284,21 +278,21 @@ def test_retokenising_keeps_control_tokens_and_what_was_observed(runs):
     row = row_of(
         ([1], -1), *((ids, int(turn_of[i]) if s else -1) for i, (ids, s) in enumerate(runs))
     )
-    out = retokenized(row, TOKENIZER)
+    out = RetokenizedRows().changed(row, RENDERER)
     assert turns_of(out, -1) == turns_of(row, -1)
     controls = list(TOKENIZER.control_ids)
     assert [i for i in out.token_ids if i in controls] == [
         i for i in row.token_ids if i in controls
     ]
     assert (out.loss_mask == np.isfinite(out.columns["rollout_logprobs"])).all()
-    once = retokenized(out, TOKENIZER)
+    once = RetokenizedRows().changed(out, RENDERER)
     assert once.token_ids.tolist() == out.token_ids.tolist()
 
 
 def test_token_match_compares_places():
     row = row_of(([1], -1), ([3, 4], 0), ([5], -1), ([6, 7], 1))
     assert token_match([row], [row]) == 1
-    assert token_match([row], [without_final(row, 1)]) == 0.75
+    assert token_match([row], [DroppedFinalTokens().changed(row, RENDERER)]) == 0.75
     moved = row_of(([1], -1), ([3], 0), ([5], -1), ([6, 7], 1))
     assert token_match([row], [moved]) == 0.25
     assert token_match([], []) == 1
@@ -308,7 +302,7 @@ def test_a_fault_of_ones_own_is_a_choice_by_its_tag():
     @dataclass(frozen=True, kw_only=True)
     class UnmaskedRows(FaultConfig):
         def change_rows(self, rows, renderer, log_probs):
-            return [shifted(row, 1) for row in rows]
+            return [ShiftedLogprobs().changed(row, renderer) for row in rows]
 
     fault = parse_fault("unmasked_rows")
     assert fault == UnmaskedRows()
@@ -330,16 +324,12 @@ def routed_row():
 
 def test_a_turn_that_finds_its_prefix_gone_loses_the_routes_before_it():
     row = routed_row()
-    assert without_early_routes(row, 0.0, seed=0) is row
-    lost = without_early_routes(row, 1.0, seed=0)
+    lost = LostRoutes(share=1.0).changed(row, RENDERER)
     known = lost.columns["routed_experts"][:, 0, 0] != UNKNOWN_EXPERT
     assert known.tolist() == [False] * 7 + [True] * 3  # what the last turn's request has computed
     assert (row.columns["routed_experts"] == 1).all()
     assert (lost.columns["turn"] == row.columns["turn"]).all()
-    begins = {
-        int(
-            (without_early_routes(row, 0.5, seed=seed).columns["routed_experts"] < 0)[:, 0, 0].sum()
-        )
-        for seed in range(20)
-    }
+    some = [LostRoutes(share=0.5, seed=seed).changed(row, RENDERER) for seed in range(20)]
+    begins = {int((each.columns["routed_experts"] < 0)[:, 0, 0].sum()) for each in some}
     assert begins == {0, 4, 7}
+    assert any(each is row for each in some)

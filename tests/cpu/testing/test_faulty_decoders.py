@@ -6,7 +6,7 @@ import torch
 from lockstep.models.hf_io import load_checkpoint
 from lockstep.models.locate import locate_model
 from lockstep.ops.context import PackedContext
-from lockstep.testing.faults import DetachedSinks, IgnoredSinks
+from lockstep.testing.faults.sides import DetachedSinks, IgnoredSinks
 
 LENGTHS = [90, 40]  # longer than the window of 64
 

@@ -9,7 +9,7 @@ from lockstep.renderers.chatml import ChatMLRenderer
 from lockstep.renderers.config import ChatMLConfig, HarmonyConfig
 from lockstep.renderers.harmony import HarmonyRenderer
 from lockstep.renderers.tokenizer import Tokenizer
-from lockstep.testing.faults import (
+from lockstep.testing.faults.rows import (
     ClampedLogprobs,
     DroppedSeparators,
     DroppedThinking,

@@ -15,7 +15,7 @@ from lockstep.doctor.checks.tokens.replies import as_history
 from lockstep.doctor.checks.tokens.rerendered import Rerendered
 from lockstep.doctor.checks.tokens.spelling import Speller
 from lockstep.renderers.anew import rendered_anew, turns_of
-from lockstep.testing.faults.edits import retokenized, shifted
+from lockstep.testing.faults.rows import RetokenizedRows, ShiftedLogprobs
 from lockstep.types import Message, Sample
 
 FORMATS = pytest.mark.parametrize("name", ["harmony", "chatml"])
@@ -58,7 +58,7 @@ def test_no_cause_is_named_in_healthy_rows(name, engine, how):
 def test_rows_that_were_encoded_again_are_named(name, engine, share):
     renderer, episodes = played(name, rows=48)
     samples = [
-        retokenized(e.row, renderer.tokenizer) if i < share * len(episodes) else e.row
+        RetokenizedRows().changed(e.row, renderer) if i < share * len(episodes) else e.row
         for i, e in enumerate(episodes)
     ]
     rows = rows_of(episodes, samples, engine=engine)
@@ -87,7 +87,7 @@ def test_a_spelling_of_the_policys_own_is_information_with_both_spellings(name):
 
 def test_recomputed_log_probs_leave_only_the_engines_ids_to_tell():
     renderer, episodes = played("chatml")
-    samples = [retokenized(e.row, renderer.tokenizer) for e in episodes]
+    samples = [RetokenizedRows().changed(e.row, renderer) for e in episodes]
     for sample in samples:
         sample.set("rollout_logprobs", policy(sample.token_ids))
     examined, findings = looked([Reencoded], rows_of(episodes, samples, engine=True), renderer)
@@ -103,7 +103,7 @@ def test_recomputed_log_probs_leave_only_the_engines_ids_to_tell():
 @FORMATS
 def test_shifted_log_probs_are_not_taken_for_another_spelling(name):
     renderer, episodes = played(name, dropout=0.0, rows=48)
-    rows = rows_of(episodes, [shifted(e.row, 1) for e in episodes])
+    rows = rows_of(episodes, [ShiftedLogprobs().changed(e.row, renderer) for e in episodes])
     examined, _ = looked((*TEXT, Shifted), rows, renderer)
     assert [s.cause for s in examined.shares] == ["shifted"]
 

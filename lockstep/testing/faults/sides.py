@@ -1,0 +1,405 @@
+"""Faults of what the two sides compute: the sampler's numbers, weights and distribution, and the
+trainer's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar
+
+from lockstep.agent.tasks import derive_seed
+from lockstep.config import tag
+from lockstep.engines.config import EmbeddedConfig, EngineConfig
+from lockstep.errors import ConfigError
+from lockstep.models.config import ModelConfig
+from lockstep.renderers.base import Renderer
+from lockstep.run.hooks import LogProbs
+from lockstep.run_config import Config
+from lockstep.testing.engines import BrokenEngine
+from lockstep.testing.faults.base import FaultConfig, Learn
+from lockstep.types import Delta, Request, Sample
+
+if TYPE_CHECKING:
+    from lockstep.engines.base import Engine, EngineContext
+    from lockstep.models.decoder import Decoder
+    from lockstep.testing.faulty_decoders import NoisyDecoder
+
+
+@dataclass(frozen=True, kw_only=True)
+class _SamplerFault(FaultConfig):
+    """Base of faults of the decoder that the embedded engine runs."""
+
+    shares_weights: ClassVar[bool] = True
+    """Whether that decoder must be the trainer's own."""
+
+    def check(self, config: Config, model: ModelConfig, renderer: Renderer) -> None:
+        name, engine = tag(type(self)), config.engine
+        if not isinstance(engine, EmbeddedConfig) or engine.replicas:
+            raise ConfigError(
+                f"fault {name} changes the decoder of an engine in the trainer's process; "
+                f"engine={tag(type(engine))} runs one of its own. Choose engine=embedded with "
+                "engine.replicas=0, or a fault of the rows."
+            )
+        if self.shares_weights and engine.dtype != "same":
+            raise ConfigError(
+                f"fault {name} is on the trainer's own decoder; engine.dtype={engine.dtype} "
+                "samples from a copy. Leave engine.dtype out."
+            )
+
+
+# -- the sampler's numbers -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class _NoiseFault(_SamplerFault):
+    """Base of the faults with noise in the sampler."""
+
+    def noisy(self, model: Decoder) -> NoisyDecoder:
+        """`model` with this noise, over the same parameters."""
+        raise NotImplementedError(f"{type(self).__name__} has no noise")
+
+    def make_engine(self, config: EngineConfig, context: EngineContext) -> Engine:
+        from lockstep.testing.faulty_decoders import NoisyEngine
+
+        noisy = self.noisy(context.model)
+        return NoisyEngine(noisy, config, token_bytes=context.token_bytes)
+
+    def make_sampler(self, model: Decoder) -> Decoder:
+        return self.noisy(model)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _GrowingNoise(_NoiseFault):
+    """Noise with the standard deviation
+
+        std + growth * max(version - growth_from, 0)
+
+    which depends on the policy version only, so that a resumed run has the same noise. Draws are a
+    hash of `seed`, the version and the inputs: a run repeats bitwise, while another batch, or the
+    same tokens scored again, have other noise.
+    """
+
+    least: ClassVar = dict.fromkeys(("std", "growth", "growth_from"), 0)
+
+    std: float
+    """Standard deviation, in logits."""
+    growth: float = 0.0
+    """Added to `std` with each policy version."""
+    growth_from: int = 0
+    """The policy version from which on it grows: that of the checkpoint, for a run forked late."""
+    seed: int = 0
+    """Seed of the noise."""
+
+    def std_at(self, version: int) -> float:
+        """The standard deviation under this policy version."""
+        return self.std + self.growth * max(version - self.growth_from, 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelNoise(_GrowingNoise):
+    """Gaussian noise on the sampler's logits: the kernels of another engine, which round
+    differently.
+
+    It is added before temperature, top-k and top-p. The recorded log-prob is that of the noisy
+    distribution; `score` has noise of its own draws.
+    """
+
+    least: ClassVar = {**_GrowingNoise.least, "bias": 0}
+
+    bias: float = 0.0
+    """Standard deviation of a constant offset per token id: a systematic error, which averaging
+    does not remove."""
+
+    def noisy(self, model: Decoder) -> NoisyDecoder:
+        from lockstep.testing.faulty_decoders import Noise, with_noise
+
+        return with_noise(
+            model, head=Noise(self.std_at, self.seed), bias=self.bias, bias_seed=self.seed
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterNoise(_GrowingNoise):
+    """Gaussian noise on the logits of every router of the sampler: near a tie, tokens go to other
+    experts than in the trainer. Cached keys and values have it too."""
+
+    def check(self, config: Config, model: ModelConfig, renderer: Renderer) -> None:
+        super().check(config, model, renderer)
+        _check_routed(self, config, model)
+
+    def noisy(self, model: Decoder) -> NoisyDecoder:
+        from lockstep.testing.faulty_decoders import Noise, with_noise
+
+        return with_noise(model, routers=Noise(self.std_at, self.seed))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingNoise(_NoiseFault):
+    """The noise of a large mixture of experts, on both sides: the mean difference of the two
+    log-probs, their variance in the sampler, and in the trainer."""
+
+    least: ClassVar = dict.fromkeys(("router_std", "head_std", "bias", "trainer_std"), 0)
+
+    router_std: float = 0.0
+    """Standard deviation on the sampler's router logits, like `router_noise`: rare, large, new in
+    each pass."""
+    head_std: float = 0.0
+    """The same on its logits, like `kernel_noise`: small, everywhere, new in each pass."""
+    bias: float = 0.0
+    """`bias` of `kernel_noise`: the same in each pass."""
+    trainer_std: float = 0.0
+    """Standard deviation on the output of the trainer's experts, as of atomic adds in any order.
+    Backward has the same noise, except in blocks that activation checkpointing recomputes."""
+    seed: int = 0
+    """Seed of all draws."""
+
+    def check(self, config: Config, model: ModelConfig, renderer: Renderer) -> None:
+        super().check(config, model, renderer)
+        _check_routed(self, config, model)
+
+    def noisy(self, model: Decoder) -> NoisyDecoder:
+        from lockstep.testing.faulty_decoders import Noise, with_noise
+
+        return with_noise(
+            model,
+            head=Noise(lambda version: self.head_std, derive_seed(self.seed, "head")),
+            routers=Noise(lambda version: self.router_std, derive_seed(self.seed, "routers")),
+            bias=self.bias,
+            bias_seed=self.seed,
+        )
+
+    def make_trained(self, model: Decoder) -> Decoder:
+        from lockstep.testing.faulty_decoders import Noise, with_noise
+
+        if self.trainer_std == 0:
+            return model
+        return with_noise(model, experts=Noise(lambda version: self.trainer_std, self.seed))
+
+
+def _check_routed(fault: FaultConfig, config: Config, model: ModelConfig) -> None:
+    if not model.is_moe:
+        raise ConfigError(
+            f"fault {tag(type(fault))} needs a model with a router; model={config.model} is dense "
+            f"({model.architecture}). Choose a mixture of experts, or the fault kernel_noise."
+        )
+
+
+# -- the sampler's weights and distribution --------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class StaleWeights(_SamplerFault):
+    """The sampler runs the weights of `lag` policy versions ago, or the oldest that it has seen. A
+    resumed run has seen none: the lag builds up again."""
+
+    verifies_sync: ClassVar = False
+    shares_weights: ClassVar = False
+    least: ClassVar = {"lag": 0}
+
+    lag: int = 1
+    """Policy versions by which the sampler is behind."""
+    is_honest: bool = True
+    """True: tokens carry the version that sampled them, so that their age shows. False: they carry
+    the newest one, as if the sync had worked."""
+
+    def make_engine(self, config: EngineConfig, context: EngineContext) -> Engine:
+        from lockstep.testing.faulty_decoders import StaleEngine
+
+        return StaleEngine(config, context, lag=self.lag, is_honest=self.is_honest)
+
+    @property
+    def age(self) -> int:
+        return self.lag if self.is_honest else 0
+
+    def make_other(self, model: Decoder, learn: Learn) -> Decoder:
+        return learn(self.lag)
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnmergedAdapter(_SamplerFault):
+    """The sampler runs the base model without its adapter: a server that was started without LoRA,
+    or is asked for the base model. In the first step both are the same."""
+
+    verifies_sync: ClassVar = False
+    least: ClassVar = {"updates": 1}
+
+    updates: int = 8
+    """Updates of the adapter of a dump. In a run the adapter is trained."""
+
+    def check(self, config: Config, model: ModelConfig, renderer: Renderer) -> None:
+        super().check(config, model, renderer)
+        if config.lora is None:
+            raise ConfigError(
+                "fault unmerged_adapter needs an adapter to leave out: set lora.rank=8. Without "
+                "one, the fault stale_weights has the sampler behind."
+            )
+
+    def make_engine(self, config: EngineConfig, context: EngineContext) -> Engine:
+        from lockstep.engines.registry import make_engine
+        from lockstep.testing.faulty_decoders import without_adapter
+
+        return make_engine(config, replace(context, model=without_adapter(context.model)))
+
+    def make_other(self, model: Decoder, learn: Learn) -> Decoder:
+        return learn(self.updates, has_adapter=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessedLogprobs(_SamplerFault):
+    """The sampler draws with a temperature, top-p or top-k and records log-probs of that
+    distribution, while the trainer's are of the raw one: vLLM's logprobs_mode=processed_logprobs,
+    or SGLang's log-probs after temperature, with a trainer that ignores both."""
+
+    shares_weights: ClassVar = False
+
+    temperature: float = 1.0
+    """Divisor of the sampler's logits, besides the requested one."""
+    top_p: float = 1.0
+    """1 is off."""
+    top_k: int = 0
+    """0 is off."""
+
+    def __post_init__(self) -> None:
+        is_known = 0 < self.temperature < math.inf and 0 < self.top_p <= 1 and self.top_k >= 0
+        if not is_known:
+            raise ConfigError(
+                f"temperature={self.temperature} must be above 0, top_p={self.top_p} in (0, 1], "
+                f"top_k={self.top_k} at least 0."
+            )
+        if (self.temperature, self.top_p, self.top_k) == (1.0, 1.0, 0):
+            raise ConfigError(
+                "processed_logprobs processes nothing: set its temperature, top_p or top_k."
+            )
+
+    def make_engine(self, config: EngineConfig, context: EngineContext) -> Engine:
+        from lockstep.engines.registry import open_engine
+
+        return self.processing(open_engine(config, context))
+
+    def processing(self, engine: Engine) -> Engine:
+        """`engine` with this fault: the rows of a dump must be sampled by it."""
+        return _ProcessingEngine(engine, self)
+
+
+class _ProcessingEngine(BrokenEngine):
+    """An engine that draws otherwise than it is asked to, and does not say so."""
+
+    def __init__(self, inner: Engine, fault: ProcessedLogprobs) -> None:
+        super().__init__(inner)
+        self._fault = fault
+
+    def generate(self, request: Request) -> AsyncIterator[Delta]:
+        asked, fault = request.sampling, self._fault
+        if asked.temperature > 0:  # greedy leaves nothing to process
+            sampling = replace(
+                asked,
+                temperature=asked.temperature * fault.temperature,
+                top_p=fault.top_p,
+                top_k=fault.top_k,
+                distribution="sampled" if fault.top_p < 1 or fault.top_k else "tempered",
+            )
+            request = replace(request, sampling=sampling)
+        return self.inner.generate(request)
+
+
+# -- the trainer's numbers -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class _SinkFault(FaultConfig):
+    """Base of training kernels that are wrong about attention sinks."""
+
+    verifies_sync: ClassVar = False
+
+    def check(self, config: Config, model: ModelConfig, renderer: Renderer) -> None:
+        if not model.has_sinks:
+            raise ConfigError(
+                f"fault {tag(type(self))} needs a model with attention sinks; model={config.model} "
+                f"({model.architecture}) has none. Choose a gpt-oss."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class IgnoredSinks(_SinkFault):
+    """The trainer's attention has no sinks: a training kernel that drops the argument, as flash
+    attention 2 does for gpt-oss. All log-probs of the trainer are of another model."""
+
+    def make_trained(self, model: Decoder) -> Decoder:
+        from lockstep.models.variants import without_sinks
+
+        return without_sinks(model)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DetachedSinks(_SinkFault):
+    """The trainer's sinks have no gradient: a kernel with sinks in its forward only. Log-probs are
+    right, and the sinks stay as they were loaded."""
+
+    def make_trained(self, model: Decoder) -> Decoder:
+        from lockstep.models.variants import with_attention
+        from lockstep.testing.faulty_decoders import DetachedSinkAttention
+
+        return with_attention(model, DetachedSinkAttention)
+
+
+@dataclass(frozen=True, kw_only=True)
+class IgnoredWindow(FaultConfig):
+    """The trainer's attention ignores sliding windows: a kernel that is called without the window.
+    Rows up to the window's length are right."""
+
+    verifies_sync: ClassVar = False
+
+    def check(self, config: Config, model: ModelConfig, renderer: Renderer) -> None:
+        if not any(model.windows):
+            raise ConfigError(
+                f"fault ignored_window needs a model with a sliding window; model={config.model} "
+                f"({model.architecture}) has none. Choose a gpt-oss."
+            )
+
+    def make_trained(self, model: Decoder) -> Decoder:
+        from lockstep.models.variants import without_windows
+
+        return without_windows(model)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActiveDropout(FaultConfig):
+    """The trainer's attention has dropout, drawn again in each forward: a model that is in train
+    mode while its log-probs are computed."""
+
+    verifies_sync: ClassVar = False
+
+    prob: float = 0.1
+    """Share that is dropped."""
+    seed: int = 0
+    """Seed of the draws."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.prob < 1:
+            raise ConfigError(f"prob={self.prob} must lie in (0, 1).")
+
+    def make_trained(self, model: Decoder) -> Decoder:
+        from lockstep.models.variants import with_dropout
+
+        return with_dropout(model, self.prob, seed=self.seed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoredAfterUpdate(FaultConfig):
+    """The recorded log-probs of the trainer are those after the update on the row: a program that
+    logs the training forward of a later epoch, or computes them when it writes. A run's metrics are
+    those before the update; its recorded trajectories are not."""
+
+    least: ClassVar = {"updates": 1}
+
+    updates: int = 1
+    """Updates on the rows of a dump. In a run they are trainer.updates_per_batch."""
+
+    def after_update(self, rows: Sequence[Sample], log_probs: LogProbs) -> None:
+        for row, values in zip(rows, log_probs(rows), strict=True):
+            for name in {"logprobs", "old_logprobs"} & row.columns.keys():
+                row.set(name, values)
+
+    def make_other(self, model: Decoder, learn: Learn) -> Decoder:
+        return learn(self.updates, is_by_these_rows=True)
