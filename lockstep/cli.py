@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import io
 import json
 import os
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +91,9 @@ def _faults(options: argparse.Namespace) -> contextlib.AbstractContextManager[No
 
 
 def _complain(error: Exception, options: argparse.Namespace) -> None:
-    if _is_follower():
+    from lockstep.launch.place import is_follower
+
+    if is_follower():
         return
     if getattr(options, "json", False):
         print(json.dumps({"error": type(error).__name__, "message": str(error)}))
@@ -102,33 +102,27 @@ def _complain(error: Exception, options: argparse.Namespace) -> None:
     print("\n".join(map(printable, lines)), file=sys.stderr)
 
 
-def _is_follower() -> bool:
-    from lockstep.launch.place import is_follower
-
-    return is_follower()
-
-
 def _print(options: argparse.Namespace, value: Any, text: str) -> None:
     """Prints `value` as JSON with --json, else `text`."""
     print(json.dumps(value) if options.json else text)
 
 
-def _present(draw: Callable[[Any], None], *, width: int) -> None:
-    """Calls `draw` with a console: in colour on a terminal, else as plain text of this width."""
+def _console(*, width: int) -> Any:
+    """A console: in colour on a terminal, else plain text of this width."""
     from rich.console import Console
 
-    if (console := Console(highlight=False)).is_terminal:
-        draw(console)
-        return
-    out = io.StringIO()
-    draw(Console(file=out, highlight=False, width=width, no_color=True))
-    print("\n".join(line.rstrip() for line in out.getvalue().splitlines()))
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=width)
 
 
 # -- the verbs ----------------------------------------------------------------------------------
 
 
 def _train(options: argparse.Namespace) -> int:
+    """Train an agent by reinforcement learning.
+
+    example: lockstep train quickstart steps=30 seed=1 model=tiny-qwen3
+    """
     from lockstep.recipes import find_recipe
     from lockstep.run.plan import plan
     from lockstep.run.preflight import preflight
@@ -152,12 +146,18 @@ def _train(options: argparse.Namespace) -> int:
 
 def _finish(outcome: Any, options: argparse.Namespace) -> int:
     """The last line of a run is its directory; with --json an object whose `run` key holds it."""
-    if not _is_follower():
+    from lockstep.launch.place import is_follower
+
+    if not is_follower():
         _print(options, {"run": str(outcome.path), **outcome.summary}, outcome.path)
     return {"done": OK, "interrupted": INTERRUPTED, "stopped": STOPPED}[outcome.status]
 
 
 def _sft(options: argparse.Namespace) -> int:
+    """Train on written dialogues (supervised).
+
+    example: lockstep sft model=tiny-qwen3 sft.path=dialogues.jsonl sft.steps=200
+    """
     from lockstep.recipes import find_supervised_recipe
     from lockstep.supervised import check_supervised, train_supervised
 
@@ -175,6 +175,10 @@ def _sft(options: argparse.Namespace) -> int:
 
 
 def _eval(options: argparse.Namespace) -> int:
+    """Play held-out tasks with a run's best checkpoint (or RUN@STEP).
+
+    example: lockstep eval runs/quickstart-20260101-120000 evaluation.num_tasks=512
+    """
     from lockstep.run.train import evaluate_run
     from lockstep.run_config import Config
     from lockstep.store.run import load_run
@@ -191,6 +195,10 @@ def _eval(options: argparse.Namespace) -> int:
 
 
 def _report(options: argparse.Namespace) -> int:
+    """Write one HTML file about one run, or several side by side.
+
+    example: lockstep report runs/a runs/b --out both.html
+    """
     from lockstep.report.page import write_report
     from lockstep.run.build import vocabulary_of
     from lockstep.store.run import load_run
@@ -204,7 +212,10 @@ def _report(options: argparse.Namespace) -> int:
 
 
 def _serve(options: argparse.Namespace) -> int:
-    """Serves a model; Ctrl-C is its ordinary end."""
+    """Serve a model or a run's checkpoint to agents, and keep what they do as trajectories.
+
+    example: lockstep serve tiny-qwen3 --port 8000 --out runs/served
+    """
     from lockstep.model_server import find_served, serve
 
     _load_plugins(options.plugin)
@@ -227,6 +238,10 @@ def _serve(options: argparse.Namespace) -> int:
 
 
 def _doctor(options: argparse.Namespace) -> int:
+    """Say why sampler and trainer differ: of a run, or of another trainer's dump.
+
+    example: lockstep doctor runs/quickstart-20260101-120000
+    """
     from lockstep.doctor.diagnose import diagnose
     from lockstep.doctor.diagnosis import EXIT_CODES
     from lockstep.doctor.terminal import show
@@ -257,7 +272,7 @@ def _doctor(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(diagnosis.to_json() | {"page": page}, allow_nan=False))
         return EXIT_CODES[diagnosis.outcome]
-    _present(lambda console: show(diagnosis, console, page=page), width=80)
+    show(diagnosis, _console(width=80), page=page)
     return EXIT_CODES[diagnosis.outcome]
 
 
@@ -283,6 +298,10 @@ def _ladder(options: argparse.Namespace) -> int:
 
 
 def _replay(options: argparse.Namespace) -> int:
+    """Show one stored trajectory token by token; try whether its log-probs come back.
+
+    example: lockstep replay 'runs/quickstart-20260101-120000#0' --score
+    """
     from lockstep.doctor.inputs.base import Facts
     from lockstep.doctor.replay import find, parse_target, score, show
     from lockstep.doctor.tokenization import find_tokenization
@@ -297,12 +316,16 @@ def _replay(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(replay.to_json(), allow_nan=False))
     else:
-        _present(lambda c: show(replay, c, has_all_tokens=options.tokens), width=100)
+        show(replay, _console(width=100), has_all_tokens=options.tokens)
     is_broken = scores is not None and scores.contract and replay.comes_back is False
     return FAILED if is_broken else OK
 
 
 def _render(options: argparse.Namespace) -> int:
+    """Show a dialogue as tokens, by origin, and whether rendering it anew changes them.
+
+    example: lockstep render tiny-gpt-oss messages.json
+    """
     from lockstep.doctor.rendering import find_renderer, read_dialogue, show, to_json
     from lockstep.renderers.origins import trace
 
@@ -313,11 +336,15 @@ def _render(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(to_json(rendering, renderer, options.model)))
     else:
-        _present(lambda console: show(rendering, renderer, options.model, console), width=100)
+        show(rendering, renderer, options.model, _console(width=100))
     return OK
 
 
 def _export(options: argparse.Namespace) -> int:
+    """Write a run's checkpoint as a Hugging Face model, or its adapter in PEFT's form.
+
+    example: lockstep export runs/quickstart-20260101-120000 --hf my-model
+    """
     from lockstep.run.build import export_checkpoint
 
     path, step = _run_at(options.target)
@@ -328,6 +355,10 @@ def _export(options: argparse.Namespace) -> int:
 
 
 def _recipes(options: argparse.Namespace) -> int:
+    """List the recipes.
+
+    example: lockstep recipes
+    """
     from lockstep.recipes import RECIPES, SUPERVISED_RECIPES
 
     _load_plugins(options.plugin)
@@ -352,7 +383,9 @@ def _training_config(
     from lockstep.run_config import Config
     from lockstep.store.run import load_run
 
-    is_resume = _truth(own.get("resume", "false"))
+    if (resume := own.get("resume", "false").lower()) not in ("true", "false"):
+        raise ConfigError(f"resume={resume}: expected true or false.")
+    is_resume = resume == "true"
     fork = _run_at(own["from"]) if "from" in own else None
     if is_resume and fork:
         raise ConfigError("resume=true continues a run and from=RUN@STEP starts one: choose one.")
@@ -415,12 +448,6 @@ def _split(settings: Sequence[str], verb: str, *allowed: str) -> tuple[list[str]
     if extra := [k for k in own if k not in allowed]:
         raise ConfigError(f"lockstep {verb} takes no {extra[0]}=.")
     return [s for s in settings if s.partition("=")[0] not in own], own
-
-
-def _truth(text: str) -> bool:
-    if text.lower() not in ("true", "false", "1", "0"):
-        raise ConfigError(f"resume={text}: expected true or false.")
-    return text.lower() in ("true", "1")
 
 
 def _load_plugins(names: Sequence[str]) -> None:
@@ -491,164 +518,121 @@ Argument = tuple[str, dict[str, Any]]
 """A name, and the keywords of `add_argument`."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Command:
-    """One verb of the command line."""
-
-    run: Callable[[argparse.Namespace], int]
-    about: str
-    example: str
-    arguments: Iterable[Argument] = ()
-    has_settings_help: bool = False
-    """--help lists the settings of a target, and --dry-run checks them."""
-    takes_faults: bool = False
-
-
 def _arg(name: str, metavar: str, help: str = "", **keywords: Any) -> Argument:
     if name.startswith("--"):
         keywords = {"default": ""} | keywords
     return name, {"metavar": metavar, "help": help, **keywords}
 
 
+def _list(name: str, metavar: str, help: str) -> Argument:
+    return _arg(name, metavar, help, action="append", default=[])
+
+
 def _flag(name: str, help: str) -> Argument:
     return name, {"help": help, "action": "store_true"}
 
 
-def _settings(help: str = "") -> Argument:
-    return _arg("settings", "key=value", help, nargs="*")
-
-
-_RUN = "runs/quickstart-20260101-120000"
-_FORMAT = _arg("--format", "NAME", "format of a dump; default: found out")
-_TOKENIZER = _arg(
-    "--tokenizer", "DIR", "tokenizer.json, its directory, or ORG/NAME; default: model's"
+_RECIPE = _arg("target", "RECIPE", nargs="?")
+_RUN = _arg("target", "RUN[@STEP]")
+_SETTINGS = _arg("settings", "key=value", nargs="*")
+_DRY_RUN = _flag("--dry-run", "print the resolved config and plan, start nothing")
+_JSON = _flag("--json", "print JSON, no progress")
+_PLUGIN = _list("--plugin", "PLUGIN", "Python file or module with kinds of your own")
+_FAULT = _list(
+    "--fault", "KIND[,SETTING=VALUE...]", "break the run on purpose: docs/reference/faults.md"
 )
 _RENDERER = _arg("--renderer", "NAME", "harmony, chatml, jinja, ..., or JSON; default: the model's")
 
-COMMANDS = {
-    "train": Command(
-        run=_train,
-        about="Train an agent by reinforcement learning.",
-        example="lockstep train quickstart steps=30 seed=1 model=tiny-qwen3",
-        arguments=(
+COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], Sequence[Argument]]] = {
+    "train": (
+        _train,
+        (
             _arg("target", "RECIPE|config.json|RUN", nargs="?"),
-            _settings("settings of the recipe, and: out=DIR, resume=true, from=RUN@STEP"),
+            _arg(
+                "settings",
+                "key=value",
+                "settings of the recipe, and: out=DIR, resume=true, from=RUN@STEP",
+                nargs="*",
+            ),
+            _DRY_RUN,
+            _FAULT,
         ),
-        has_settings_help=True,
-        takes_faults=True,
     ),
-    "sft": Command(
-        run=_sft,
-        about="Train on written dialogues (supervised).",
-        example="lockstep sft model=tiny-qwen3 sft.path=dialogues.jsonl sft.steps=200",
-        arguments=(_arg("target", "RECIPE", nargs="?"), _settings()),
-        has_settings_help=True,
-    ),
-    "eval": Command(
-        run=_eval,
-        about="Play held-out tasks with a run's best checkpoint (or RUN@STEP).",
-        example=f"lockstep eval {_RUN} evaluation.num_tasks=512",
-        arguments=(_arg("target", "RUN[@STEP]"), _settings()),
-        takes_faults=True,
-    ),
-    "report": Command(
-        run=_report,
-        about="Write one HTML file about one run, or several side by side.",
-        example="lockstep report runs/a runs/b --out both.html",
-        arguments=(
+    "sft": (_sft, (_RECIPE, _SETTINGS, _DRY_RUN)),
+    "eval": (_eval, (_RUN, _SETTINGS, _FAULT)),
+    "report": (
+        _report,
+        (
             _arg("runs", "RUN", nargs="+"),
             _arg("--out", "FILE", "default: RUN/report.html, or report.html"),
         ),
     ),
-    "doctor": Command(
-        run=_doctor,
-        about="Say why sampler and trainer differ: of a run, or of another trainer's dump.",
-        example=f"lockstep doctor {_RUN}",
-        arguments=(
+    "doctor": (
+        _doctor,
+        (
             _arg(
-                "target",
-                "RUN|DUMP|example",
-                "input to examine; with --ladder: RECIPE or RUN[@STEP]",
+                "target", "RUN|DUMP|example", "what to examine; with --ladder: RECIPE or RUN[@STEP]"
             ),
-            _settings("with --ladder: settings of the recipe"),
+            _arg("settings", "key=value", "with --ladder: settings of the recipe", nargs="*"),
             _flag("--ladder", "play plain text, one turn, several turns and the training path"),
-            _FORMAT,
+            _arg("--format", "NAME", "format of a dump; default: found out"),
             _arg("--out", "FILE.html", "also write the diagnosis as one HTML file"),
-            _arg(
-                "--only",
-                "CHECK",
-                "make this check alone; may be repeated",
-                action="append",
-                default=[],
-            ),
+            _list("--only", "CHECK", "make this check alone; may be repeated"),
             _arg("--model", "DIR", "score some rows again by this model; own: by the run's own"),
             _arg("--adapter", "DIR", "with --model: its adapter, in PEFT's form"),
+            _list("--against", "DIR", "with --model: other weights to try"),
             _arg(
-                "--against",
+                "--tokenizer",
                 "DIR",
-                "with --model: other weights to try",
-                action="append",
-                default=[],
+                "tokenizer.json, its directory, or ORG/NAME; default: model's",
             ),
-            _TOKENIZER,
             _RENDERER,
+            _FAULT,
         ),
-        takes_faults=True,
     ),
-    "replay": Command(
-        run=_replay,
-        about="Show one stored trajectory token by token; try whether its log-probs come back.",
-        example=f"lockstep replay '{_RUN}#0' --score",
-        arguments=(
+    "replay": (
+        _replay,
+        (
             _arg(
-                "target", "RUN[@STEP]#ID", "id, its end, or number of a trajectory; @STEP scores it"
+                "target", "RUN[@STEP]#ID", "a trajectory's id, its end, or number; @STEP scores it"
             ),
-            _flag(
-                "--score", "run trainer and engine on it again; exit code 1 if a contract is broken"
-            ),
+            _flag("--score", "run trainer and engine on it; exit code 1 if a contract is broken"),
             _flag("--tokens", "list every sampled token"),
         ),
     ),
-    "render": Command(
-        run=_render,
-        about="Show a dialogue as tokens, by origin, and whether rendering it anew changes them.",
-        example="lockstep render tiny-gpt-oss messages.json",
-        arguments=(
+    "render": (
+        _render,
+        (
             _arg("model", "MODEL", "shipped model, directory with a tokenizer.json, or ORG/NAME"),
-            _arg(
-                "messages", "messages.json", "chat messages, or an object with messages and tools"
-            ),
+            _arg("messages", "messages.json", "messages, or an object with messages and tools"),
             _arg("--tools", "FILE", "JSON list of the declared tools"),
             _RENDERER,
         ),
     ),
-    "export": Command(
-        run=_export,
-        about="Write a run's checkpoint as a Hugging Face model, or its adapter in PEFT's form.",
-        example=f"lockstep export {_RUN} --hf my-model",
-        arguments=(
-            _arg("target", "RUN[@STEP]"),
+    "export": (
+        _export,
+        (
+            _RUN,
             _arg("--hf", "DIR", "directory to write", required=True),
             _flag("--merged", "of a run with lora: the model with the adapter in its weights"),
         ),
     ),
-    "serve": Command(
-        run=_serve,
-        about="Serve a model or a run's checkpoint to agents over HTTP, and keep what they do as "
-        "trajectories.",
-        example="lockstep serve tiny-qwen3 --port 8000 --out runs/served",
-        arguments=(
+    "serve": (
+        _serve,
+        (
             _arg("target", "MODEL|RUN[@STEP]", nargs="?"),
-            _settings(),
+            _SETTINGS,
             _arg("--port", "N", "gateway.port; default: a free one", type=int, default=None),
             _arg("--host", "ADDRESS", "gateway.host; default: this machine only", default=None),
             _arg("--key", "KEY", "opens every session; better in the environment, as LOCKSTEP_KEY"),
             _arg("--out", "DIR", "keep finished sessions there, for report and doctor"),
+            _DRY_RUN,
         ),
-        has_settings_help=True,
     ),
-    "recipes": Command(run=_recipes, about="List the recipes.", example="lockstep recipes"),
+    "recipes": (_recipes, ()),
 }
+"""Verb -> what it runs, whose docstring is its help, and its arguments. A verb with --dry-run has
+settings: its --help lists those of a target."""
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -658,34 +642,24 @@ def _parser() -> argparse.ArgumentParser:
         epilog=f"start here: lockstep train quickstart\n\n{EXIT_CODES}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action="version", version=_version())
+    parser.add_argument("--version", action="version", version=f"lockstep {_version()}")
     verbs = parser.add_subparsers(dest="verb", metavar="VERB")
-    for name, command in COMMANDS.items():
+    for name, (run, arguments) in COMMANDS.items():
+        about, _, example = (run.__doc__ or "").partition("\n\n")
+        has_settings = _DRY_RUN in arguments
         made = verbs.add_parser(
             name,
-            help=command.about,
-            description=command.about,
-            epilog=f"example: {command.example}",
+            help=about,
+            description=about,
+            epilog=example.strip(),
             formatter_class=argparse.RawDescriptionHelpFormatter,
-            add_help=not command.has_settings_help,
+            add_help=not has_settings,
         )
-        made.set_defaults(run=command.run, parser=made)
-        shared = [_flag("--json", "print JSON, no progress")]
-        if command.has_settings_help:
-            made.add_argument(
-                "-h",
-                "--help",
-                action="store_true",
-                help="this text; with a target, every setting of it",
-            )
-            shared.append(_flag("--dry-run", "print the resolved config and plan, start nothing"))
-        plugin = "Python file or module with kinds of your own"
-        shared.append(_arg("--plugin", "PLUGIN", plugin, action="append", default=[]))
-        if command.takes_faults:
-            fault = "break the run on purpose: docs/reference/faults.md"
-            word = "KIND[,SETTING=VALUE...]"
-            shared.append(_arg("--fault", word, fault, action="append", default=[]))
-        for argument, keywords in (*shared, *command.arguments):
+        made.set_defaults(run=run, parser=made)
+        if has_settings:
+            text = "this text; with a target, every setting of it"
+            made.add_argument("-h", "--help", action="store_true", help=text)
+        for argument, keywords in (_JSON, _PLUGIN, *arguments):
             made.add_argument(argument, **keywords)
     return parser
 
@@ -711,9 +685,9 @@ def _version() -> str:
     from importlib.metadata import PackageNotFoundError, version
 
     try:
-        return f"lockstep {version('lockstep-rl')}"
+        return version("lockstep-rl")
     except PackageNotFoundError:
-        return "lockstep (not installed)"
+        return "(not installed)"
 
 
 if __name__ == "__main__":

@@ -52,7 +52,7 @@ def resolve(config: T, overrides: Sequence[str]) -> T:
         key, equals, text = override.partition("=")
         if not equals:
             raise ConfigError(f"{override!r} is not of the form key=value.")
-        _assign(type(config), tree, key.strip().split("."), text, path=key.strip())
+        tree = _with_field(type(config), tree, key.strip().split("."), text, key.strip())
     return from_dict(type(config), tree)
 
 
@@ -65,7 +65,7 @@ def from_dict(cls: type[T], tree: Mapping[str, Any], *, path: str = "") -> T:
             continue
         where = f"{path}.{key}" if path else key
         if key not in fields:
-            raise _unknown(where, key, fields)
+            raise ConfigError(f"unknown setting {where!r}.{did_you_mean(key, fields)}")
         values[key] = _value(hints[key], value, where)
     missing = [
         f.name
@@ -139,15 +139,8 @@ def check_choices(config: Any, where: str) -> None:
     """Raises ConfigError for a field whose value is none of its Literal's: a dataclass that is made
     in Python has no other check of it. `where` names the settings in the message."""
     for name, annotation in _hints(_class(config)).items():
-        value = getattr(config, name)
-        known = [a for m in _union(annotation) for a in typing.get_args(m) if m is not type(None)]
-        is_choice = any(typing.get_origin(m) is typing.Literal for m in _union(annotation))
-        is_none = value is None and type(None) in _union(annotation)
-        if is_choice and value not in known and not is_none:
-            raise ConfigError(
-                f"{where}.{name}={value!r} is not one of them."
-                f"{did_you_mean(str(value), [str(k) for k in known])}"
-            )
+        if any(typing.get_origin(member) is typing.Literal for member in _union(annotation)):
+            _value(annotation, getattr(config, name), f"{where}.{name}")
 
 
 def tag(cls: type) -> str:
@@ -228,109 +221,93 @@ def _describe_value(
         yield path, kind, _show(value), doc
 
 
-def _assign(cls: type, tree: dict[str, Any], keys: list[str], text: str, *, path: str) -> None:
+def _with_field(
+    cls: type, tree: Mapping[str, Any], keys: Sequence[str], text: str, path: str
+) -> dict[str, Any]:
+    """The JSON form of a `cls` with `text` at the setting `keys` below it."""
     key, rest = keys[0], keys[1:]
-    fields = _field_names(cls)
-    if key not in fields:
-        raise _unknown(path, key, fields)
-    _assign_value(_hints(cls)[key], tree, key, rest, text, path=path, is_entry=False)
+    if key not in (fields := _field_names(cls)):
+        raise ConfigError(f"unknown setting {path!r}.{did_you_mean(key, fields)}")
+    return {**tree, key: _with(_hints(cls)[key], tree.get(key, {}), rest, text, path)}
 
 
-def _assign_value(
-    annotation: Any,
-    tree: dict[str, Any],
-    key: str,
-    rest: list[str],
-    text: str,
-    *,
-    path: str,
-    is_entry: bool,
-) -> None:
-    """Puts `text` at `rest` below tree[key], which is of `annotation`. is_entry: of a mapping,
-    where a new name has no kind by default, and `none` takes the entry out."""
-    kinds, current = choices(annotation), tree.get(key)
-    nested, presets = _dataclass_of(annotation, current), {}
-    if nested is not None and not kinds:
-        presets = _presets(nested)
-    if rest and (inner := _entry_of(annotation)) is not None:
-        if not isinstance(current, dict):
-            tree[key] = {}
-        _assign_value(inner, tree[key], rest[0], rest[1:], text, path=path, is_entry=True)
-    elif rest:
-        if nested is None:
-            raise ConfigError(f"{path}: {key} is a {_name(annotation)} and has no settings below.")
-        if len(kinds) > 1 and tree.get(key, None if is_entry else {}) is None:
-            chosen = path.removesuffix("." + ".".join(rest))
-            raise ConfigError(
-                f"{path}: {chosen} is none. Choose a kind before its settings: "
-                f"{' | '.join(f'{chosen}={kind}' for kind in kinds)}."
-            )
-        if not isinstance(current, dict):
-            tree[key] = {"type": tag(nested)} if kinds else {}
-        _assign(nested, tree[key], rest, text, path=path)
-    elif text == "none" and is_entry and annotation is not str:
-        tree.pop(key, None)
-    elif text == "none" and type(None) in _union(annotation):
-        tree[key] = None
-    elif kinds or presets:
-        if text not in (kinds or presets):
-            kind = "kind" if kinds else "preset"
-            raise ConfigError(
-                f"{path}={text}: no such {kind}.{did_you_mean(text, kinds or presets)}"
-            )
-        if presets:
-            tree[key] = to_dict(presets[text]())
-        elif not (isinstance(current, dict) and cast(Any, current).get("type") == text):
-            tree[key] = {"type": text}
-    elif nested is not None:
+def _with(annotation: Any, current: Any, keys: Sequence[str], text: str, path: str) -> Any:
+    """The JSON value of `annotation` with `text` at `keys` below it, or in its place without keys.
+    current: the value so far; None is none."""
+    kinds, nested = choices(annotation), _dataclass_of(annotation, current)
+    below = cast(Mapping[str, Any], current if isinstance(current, Mapping) else {})
+    here = path.removesuffix("." + ".".join(keys))
+    if keys and (inner := _entry_of(annotation)) is not None:
+        others = {name: entry for name, entry in below.items() if name != keys[0]}
+        if keys[1:] == [] and text == "none" and inner is not str:
+            return others
+        return others | {keys[0]: _with(inner, below.get(keys[0]), keys[1:], text, path)}
+    if keys and nested is None:
+        raise ConfigError(f"{path}: {here} is a {_name(annotation)} and has no settings below.")
+    if keys and current is None and len(kinds) > 1:
+        raise ConfigError(
+            f"{path}: {here} is none. Choose a kind before its settings: "
+            f"{' | '.join(f'{here}={kind}' for kind in kinds)}."
+        )
+    if keys and nested is not None:
+        return _with_field(
+            nested, below or ({"type": tag(nested)} if kinds else {}), keys, text, path
+        )
+    if text == "none" and type(None) in _union(annotation):
+        return None
+    presets = cast(Mapping[str, Any], {}) if kinds else _presets(nested)
+    if (kinds or presets) and text not in (kinds or presets):
+        kind = "kind" if kinds else "preset"
+        raise ConfigError(f"{path}={text}: no such {kind}.{did_you_mean(text, kinds or presets)}")
+    if kinds:
+        return below if below.get("type") == text else {"type": text}
+    if presets:
+        return to_dict(presets[text]())
+    if nested is not None:
         raise ConfigError(
             f"{path} has settings below it; give one of them: "
             f"{', '.join(f'{path}.{f}' for f in _field_names(nested))}."
         )
-    else:
-        tree[key] = _parse(annotation, text, path)
+    return _parse(annotation, text, path)
 
 
 _WORDS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
 
 def _parse(annotation: Any, text: str, path: str) -> Any:
-    """The JSON value that `text` spells, by the field's type."""
-    members, lowered = _union(annotation), text.lower()
-    if type(None) in members and lowered in ("none", "null"):
+    """The JSON value that `text` spells, by the field's type; the text itself if it spells none,
+    which `_value` refuses."""
+    lowered = text.lower()
+    if type(None) in _union(annotation) and lowered in ("none", "null"):
         return None
-    for member in members:
+    for member in _union(annotation):
         origin, inner = typing.get_origin(member) or member, typing.get_args(member)
+        is_list = origin in (tuple, list)
         if origin is bool and lowered in _WORDS:
             return _WORDS[lowered]
-        if origin is int and re.fullmatch(r"[+-]?\d[\d_]*", text):
-            return int(text)
-        if origin is float:
+        if origin in (int, float):
             with contextlib.suppress(ValueError):
-                return float(text)
-        if origin is typing.Literal:  # a choice may be a number, which its digits name
+                return origin(text)
+        elif origin is typing.Literal:  # a choice may be a number, which its digits name
             return next((a for a in inner if str(a) == text), text)
-        if origin is str:
-            return text
-        is_list = origin in (tuple, list)
-        if is_list and not (inner and dataclasses.is_dataclass(inner[0])):
+        elif is_list and not (inner and dataclasses.is_dataclass(inner[0])):
             parts = [p.strip() for p in text.strip("[]() ").split(",") if p.strip()]
-            is_pair = len(inner) > 1 and inner[1] is not ...
-            kinds = list(inner) if is_pair else list(inner[:1] or (str,)) * len(parts)
-            if len(kinds) != len(parts):
-                raise ConfigError(f"{path}: expected {len(kinds)} values, found {text!r}.")
+            # `_value` refuses another number of them.
+            is_pair = len(inner) == len(parts) and ... not in inner
+            kinds = inner if is_pair else (inner or (str,))[:1] * len(parts)
             return [_parse(k, p, path) for k, p in zip(kinds, parts, strict=True)]
-        if is_list or origin in (dict, Mapping, Any):
-            try:
+        elif origin is Any:
+            with contextlib.suppress(ValueError):
                 return json.loads(
-                    "null" if lowered == "none" else lowered if lowered in _WORDS else text
+                    {"none": "null"}.get(lowered, lowered if lowered in _WORDS else text)
                 )
+        elif is_list or origin in (dict, Mapping):
+            expected = "a JSON list of objects" if is_list else "a JSON object"
+            try:
+                return json.loads(text)
             except ValueError as error:
-                if origin is Any:
-                    return text
-                expected = "a JSON list of objects" if is_list else "a JSON object"
                 raise ConfigError(f"{path}: expected {expected} ({error}).") from None
-    raise ConfigError(f"{path}: expected {_name(annotation)}, found {text!r}.")
+    return text
 
 
 def _presets(cls: type | None) -> Mapping[str, Callable[[], Any]]:
@@ -411,10 +388,6 @@ def _show(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     return "none" if value is None else str(value)
-
-
-def _unknown(path: str, key: str, known: Sequence[str]) -> ConfigError:
-    return ConfigError(f"unknown setting {path!r}.{did_you_mean(key, known)}")
 
 
 def _field_names(cls: type) -> list[str]:
