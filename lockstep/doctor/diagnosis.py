@@ -250,12 +250,11 @@ def evidence_to_json(piece: Evidence) -> dict[str, Any]:
 
 
 def split_to_json(split: Split) -> dict[str, Any]:
-    """Every part with its labels, the worst experts, the steps, and the sizes of d."""
+    """Every part with its labels, agreement of routes, the steps, and the sizes of d."""
     return {
         "parts": {
             part.name: [_place(place) for place in split.places(part.name)] for part in SPLIT_BY
         },
-        "experts": [_place(place) for place in split.experts()[:20]],
         "routes": {
             name: _means(gap)
             for name, gap in zip(("same", "differ"), split.routes, strict=True)

@@ -167,7 +167,6 @@ function buildPlaces(section) {
       label, bars: [{ value: before.routes[label].k2, kind: "before" }], text: `${label}: ${before.routes[label].compared_tokens} tokens` })) }));
   }
   grid.append(...view.charts.map((chart) => chart.card), ...bars.map((chart) => chart.card));
-  if (before.experts.length) section.append(expertTable(before.experts));
   const narrow = bars.filter((chart) => !chart.spec.isWide);
   const numHalves = { 0: 0, 1: 4, 2: 2 }[narrow.length % 3];
   for (const chart of numHalves && narrow.length >= numHalves ? narrow.slice(-numHalves) : []) chart.card.classList.add("half");
@@ -195,14 +194,6 @@ function histogramBars(histogram) {
     ...[...places].reverse().map((at) => bin("below", at, "\u2212")),
     { label: "0", bars: [{ value: histogram.equal, kind: "equal" }], text: `equal to the bit: ${histogram.equal.toLocaleString("en-US")} tokens` },
     ...places.map((at) => bin("above", at, "+"))] };
-}
-
-function expertTable(experts) {
-  return element("details", { class: "card" }, element("summary", {}, "Experts with the largest gap"),
-    element("div", { class: "table-frame" }, element("table", {},
-      element("thead", {}, element("tr", {}, ["expert", "mean k2", "share of k2", "tokens"].map((name) => element("th", {}, name)))),
-      element("tbody", {}, experts.map((place) => element("tr", {}, element("th", {}, place.label), element("td", {}, nats(place.k2)),
-        element("td", {}, percent(place.share_k2)), element("td", {}, place.compared_tokens.toLocaleString("en-US"))))))));
 }
 
 // Bars by label; the value of one is read by pointing at it, or with the arrow keys.

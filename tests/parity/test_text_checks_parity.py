@@ -8,7 +8,7 @@ from real_tokenizers import o200k_harmony, tokenizer_of
 from lockstep.doctor.checks.rows import Rows
 from lockstep.doctor.checks.suite import stages
 from lockstep.doctor.checks.tokens.alignment import Shifted
-from lockstep.doctor.checks.tokens.injected_control import InjectedControl, written_pairs
+from lockstep.doctor.checks.tokens.injected_control import InjectedControl
 from lockstep.doctor.checks.tokens.post_processed import PostProcessed
 from lockstep.doctor.checks.tokens.reencoded import Reencoded
 from lockstep.doctor.checks.tokens.rerendered import Rerendered
@@ -118,16 +118,3 @@ def test_a_tag_that_was_sampled_in_pieces_comes_back_as_other_ids():
     assert again is not None and len(again) < len(pieces)
     assert tokenizer.decode(again) == "<think>"
     assert not set(again.tolist()) & tokenizer.control_ids
-
-
-def test_the_order_of_control_tokens_is_learnt_from_the_renderer(renderer):
-    pairs = written_pairs(renderer)
-    for episode in episodes_of(renderer, thinks=True):
-        ids, turn = episode.row.token_ids, episode.row.columns["turn"]
-        before = None
-        for id_, t in zip(ids.tolist(), turn.tolist(), strict=True):
-            if t >= 0:
-                before = None
-            elif id_ in renderer.tokenizer.control_ids:
-                assert before is None or (before, id_) in pairs
-                before = id_

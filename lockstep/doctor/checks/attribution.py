@@ -1,6 +1,6 @@
-"""Where the gap is: its sums by position, turn, kind of token, age, expert and step.
+"""Where the gap is: its sums by position, turn, kind of token, age, routes and step.
 
-# N tokens  n compared tokens  C cells of all parts crossed  L layers  K active experts
+# N tokens  n compared tokens  C cells of all parts crossed
 """
 
 from __future__ import annotations
@@ -30,9 +30,6 @@ RATIO_LIMIT = 20.0
 """Bound of log ratios before exp, as in correction/kl.py."""
 HISTOGRAM_EDGES = np.array([10.0**e for e in np.arange(-8.0, 2.01, 0.5)])
 """Edges of |d|: two bins per decade, from 1e-8 (far below float noise) to 100 nats."""
-MIN_EXPERT_TOKENS = 30
-"""Tokens that an expert must have served to be listed: the mean of fewer is chance."""
-
 _CELLS = tuple(len(part.labels) for part in SPLIT_BY)
 _TABLES = [
     np.searchsorted(part.starts, np.arange(part.starts[-1] + 1), side="right").clip(1) - 1
@@ -115,7 +112,7 @@ class Place:
 
 @dataclass(kw_only=True)
 class Split:
-    """The gap of all added rows, split by SPLIT_BY, experts and steps.
+    """The gap of all added rows, split by SPLIT_BY, routes and steps.
 
     Memory does not grow with the rows: one table holds the sums of all parts crossed.
 
@@ -147,7 +144,6 @@ class Split:
         self._known: set[str] = set()
         self._histogram = np.zeros((2, len(HISTOGRAM_EDGES) + 1), np.int64)
         self._num_equal = 0
-        self._experts: Float64Array | None = None  # tokens and k2, layer, expert
 
     # -- taking in ----------------------------------------------------------------------------
 
@@ -216,36 +212,18 @@ class Split:
             self.steps.setdefault(int(step), Gap()).add(gap_of(here))
 
     def _add_routes(self, rows: Rows, at: Int64Array, d: Float64Array) -> None:
-        """Sums by expert. A token is predicted by the routes of the position before it."""
-        if rows.routed_experts is None:
+        """Sums by agreement. A token is predicted by the routes of the position before it."""
+        if rows.routed_experts is None or rows.trainer_routed_experts is None:
             return
         inside = rows.position[at] > 0
         before, d = at[inside] - 1, d[inside]
-        routes = rows.routed_experts[before]
-        if not routes.size:
-            return
-        num_layers, num_active = routes.shape[1:]
-        self._widen(num_layers, int(routes.max()) + 1)
-        assert self._experts is not None, "just made"
-        k2 = 0.5 * d * d
-        for layer in range(num_layers):
-            for slot in range(num_active):
-                experts = routes[:, layer, slot].astype(np.int64)
-                served = experts >= 0
-                for out, weights in zip(self._experts, (None, k2[served]), strict=True):
-                    out[layer] += np.bincount(experts[served], weights, minlength=out.shape[1])
-        if rows.trainer_routed_experts is not None:
-            mine, theirs = np.sort(routes, 2), np.sort(rows.trainer_routed_experts[before], 2)
-            differs = (mine != theirs).any((1, 2))
-            for total, where in zip(self.routes, (~differs, differs), strict=True):
-                total.add(gap_of(d[where]))
-
-    def _widen(self, num_layers: int, num_experts: int) -> None:
-        if self._experts is None:
-            self._experts = np.zeros((2, num_layers, num_experts))
-        more = num_experts - self._experts.shape[2]
-        if more > 0:
-            self._experts = np.pad(self._experts, ((0, 0), (0, 0), (0, more)))
+        one, other = (
+            np.sort(rows.routed_experts[before]),
+            np.sort(rows.trainer_routed_experts[before]),
+        )
+        differs = (one != other).any((1, 2))
+        for total, where in zip(self.routes, (~differs, differs), strict=True):
+            total.add(gap_of(d[where]))
 
     # -- reading ------------------------------------------------------------------------------
 
@@ -275,25 +253,6 @@ class Split:
             if s[0]
         ]
 
-    def experts(self) -> list[Place]:
-        """Every expert that served enough tokens, largest mean k2 first. A token counts for each of
-        its active experts, so the shares of a layer sum to the number of active experts."""
-        if self._experts is None:
-            return []
-        whole = self.total
-        tokens, k2 = self._experts
-        found = [
-            Place(
-                part="expert",
-                label=f"layer {layer} expert {expert}",
-                gap=Gap(int(tokens[layer, expert]), 0.0, float(k2[layer, expert])),
-                share_k2=float(k2[layer, expert] / whole.k2) if whole.k2 else 0.0,
-                share_tokens=float(tokens[layer, expert] / max(whole.tokens, 1)),
-            )
-            for layer, expert in np.argwhere(tokens >= MIN_EXPERT_TOKENS).tolist()
-        ]
-        return sorted(found, key=lambda place: -place.gap.k2 / place.gap.tokens)
-
     def histogram(self) -> dict[str, Any]:
         """Tokens by |d|: the `edges`, counts of each of len(edges) + 1 bins `below` 0 (trainer less
         likely) and `above`, and the tokens that are bitwise `equal`."""
@@ -303,21 +262,6 @@ class Split:
             "above": self._histogram[1].tolist(),
             "equal": self._num_equal,
         }
-
-    def figures(self) -> dict[str, float]:
-        """`by_PART/LABEL/k2` ..., named like a run's metrics after `mismatch/`; only of parts with
-        more than one label."""
-        out: dict[str, float] = {}
-        for part in SPLIT_BY:
-            places = self.places(part.name)
-            for place in places if len(places) > 1 else []:
-                name = f"by_{part.name}/{place.label}"
-                out |= {f"{name}/{k}": v for k, v in place.gap.means().items()}
-        same, differ = self.routes
-        if same.tokens and differ.tokens:
-            for label, gap in (("same", same), ("differ", differ)):
-                out |= {f"by_routes/{label}/{k}": v for k, v in gap.means().items()}
-        return out
 
     def concentrations(self, *, limit: int = 3) -> list[Place]:
         """Labels with more than half of k2, on at most half as large a share of the tokens; the

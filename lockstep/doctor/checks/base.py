@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+import numpy as np
+
 from lockstep.doctor.checks.causes import CAUSES
 from lockstep.doctor.checks.findings import MAX_EVIDENCE, Evidence, Finding, Verdict
 from lockstep.doctor.checks.rows import Once, Rows
@@ -83,8 +85,6 @@ class Check(ABC):
     """Fields of `Rows` and `Setting` that the check cannot do without."""
     stage: ClassVar[StageName | Literal[""]] = ""
     """Stage that the check is made in; empty for bases and for checks that need a model."""
-    counted: ClassVar[tuple[str, ...]] = ()
-    """Entries of `counts` that every finding reports as figures."""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -115,6 +115,24 @@ class Check(ABC):
 
     # -- for subclasses -----------------------------------------------------------------------
 
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The setting's, for checks that need it."""
+        assert self.setting.tokenizer is not None, "the check does not declare its need"
+        return self.setting.tokenizer
+
+    @property
+    def renderer(self) -> Renderer:
+        """The setting's, for checks that need it."""
+        assert self.setting.renderer is not None, "the check does not declare its need"
+        return self.setting.renderer
+
+    def count(self, **amounts: Any) -> None:
+        """Adds numbers, or the True entries of arrays, to `counts`."""
+        for name, amount in amounts.items():
+            is_mask = isinstance(amount, np.ndarray)
+            self.counts[name] += int(np.count_nonzero(amount) if is_mask else amount)
+
     def show(
         self,
         weight: float,
@@ -142,7 +160,7 @@ class Check(ABC):
             self.show(e - b, rows, b, e, note(b, e))
 
     def found(self, verdict: Verdict, measured: str, **figures: float) -> Finding:
-        """The finding, with `counted`, these figures, and the evidence unless it is consistent."""
+        """The finding, with `counts`, these figures, and the evidence unless it is consistent."""
         kept = sorted(self._evidence, key=lambda pair: -pair[0])[:MAX_EVIDENCE]
         return Finding(
             check=self.name,
@@ -150,7 +168,7 @@ class Check(ABC):
             verdict=verdict,
             measured=measured,
             cause="" if verdict == "consistent" else self.cause,
-            figures={name: self.counts[name] for name in self.counted} | figures,
+            figures={**self.counts, **figures},
             evidence=() if verdict == "consistent" else tuple(e for _, e in kept),
         )
 

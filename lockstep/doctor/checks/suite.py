@@ -15,7 +15,6 @@ from lockstep.doctor.checks.tokens.rerendered import Rerendered
 from lockstep.doctor.checks.tokens.template import TemplateDrift, ThinkingDropped
 from lockstep.doctor.checks.training.staleness import AfterUpdate, GrowingGap, Stale
 from lockstep.doctor.checks.training.unphysical import Unphysical
-from lockstep.doctor.checks.values.estimators import Estimators, Forced
 from lockstep.doctor.checks.values.finite import NonFinite, Positive
 from lockstep.doctor.checks.values.noise import NoisySampler, NoisyTrainer
 from lockstep.doctor.checks.values.precision import Precision
@@ -47,8 +46,6 @@ _OWN: dict[str, tuple[type[Check], ...]] = {
         DroppedSeparator,
         NonFinite,
         Positive,
-        Estimators,
-        Forced,
     ),
     # How log-probs were stored.
     "values": (Clamped, Quantised),

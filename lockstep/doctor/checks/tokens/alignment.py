@@ -70,7 +70,6 @@ class Shifted(Check):
     claim = "each log-prob is at its own token"
     cause = "shifted"
     needs = ("rollout_logprobs", "trainer_logprobs")
-    counted = ("rows", "rows_in_question", "from_middle")
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)

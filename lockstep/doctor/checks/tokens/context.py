@@ -99,7 +99,6 @@ class Padding(_Context):
     name = "tokens/padding"
     claim = "no padding is inside a row"
     cause = "padding"
-    counted = ("rows", "rows_hit", "pads_inside", "pads_before", "pads_behind", "pads_trained")
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
@@ -194,7 +193,6 @@ class DuplicatedPrompt(_Context):
     name = "tokens/duplicated_prompt"
     claim = "the prompt is in its row once"
     cause = "duplicated_prompt"
-    counted = ("rows", "rows_hit", "duplicated_tokens", "restated_prompts")
 
     def look(self, rows: Rows) -> None:
         found = self._copies(rows)
@@ -284,7 +282,6 @@ class DroppedSeparator(_Context):
     name = "tokens/dropped_separator"
     claim = "the template's separator is between two turns"
     cause = "dropped_separator"
-    counted = ("turns_followed", "dropped_separators", "rows", "rows_hit")
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)

@@ -39,15 +39,6 @@ class MissingFinal(Check):
     name = "tokens/missing_final"
     claim = "each turn ends with its stop id, or at a limit of length"
     cause = "missing_final"
-    counted = (
-        "turns",
-        "turns_without_stop",
-        "last_turns_without_stop",
-        "turns_with_stop_behind",
-        "turns_of_engine",
-        "turns_cut_short",
-        "tokens_cut_off",
-    )
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
@@ -170,7 +161,6 @@ class AfterStop(Check):
     name = "tokens/after_stop"
     claim = "nothing is trained after the stop id of a turn"
     cause = "after_stop"
-    counted = ("turns", "turns_with_tokens_after_stop", "tokens_after_stop")
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)

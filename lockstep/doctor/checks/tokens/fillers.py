@@ -61,14 +61,6 @@ class Fillers(Check):
     claim = "each trained token has a log-prob of its own"
     cause = "fillers"
     needs = ("rollout_logprobs",)
-    counted = (
-        "trained_tokens",
-        "zero_logprobs",
-        "zero_logprobs_objected",
-        "turns_of_zeros",
-        "impossible_logprobs",
-        "fillers_at_turn_ends",
-    )
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)

@@ -42,7 +42,6 @@ class ObservationTrained(Check):
     name = "tokens/observation_trained"
     claim = "only sampled tokens are trained"
     cause = "observation_trained"
-    counted = ("trained_tokens", "observed_tokens_trained", "rows", "rows_hit")
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
@@ -88,14 +87,6 @@ class Boundary(Check):
     name = "tokens/boundary"
     claim = "the first reply of a row begins where its prompt ends"
     cause = "boundary"
-    counted = (
-        "rows",
-        "rows_hit",
-        "impossible_lengths",
-        "other_lengths",
-        "moved_from_engine",
-        "early_borders",
-    )
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)

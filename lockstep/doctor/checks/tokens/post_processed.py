@@ -37,16 +37,6 @@ class PostProcessed(Check):
     claim = "replies are in the rows as they were sampled"
     cause = "post_processed"
     needs = ("tokenizer",)
-    counted = (
-        "engine_turns",
-        "changed_turns",
-        "dialogues",
-        "other_rows",
-        "broken_rows",
-        "texts",
-        "other_texts",
-        "improbable_ends",
-    )
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)

@@ -65,16 +65,6 @@ class Reencoded(Check):
     claim = "the ids of a row are those that were sampled, however its text could be spelt"
     cause = "reencoded"
     needs = ("tokenizer",)
-    counted = (
-        "rows",
-        "respelt_rows",
-        "respelt_runs",
-        "runs",
-        "engine_turns",
-        "changed_turns",
-        "broken_canonical_rows",
-        "broken_other_rows",
-    )
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)

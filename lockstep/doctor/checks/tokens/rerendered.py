@@ -52,14 +52,6 @@ class Rerendered(Check):
     claim = "earlier turns of a row are the ids that were sampled, not a rendering of their message"
     cause = "rerendered"
     needs = ("tokenizer", "renderer")
-    counted = (
-        "engine_turns",
-        "rerendered_turns",
-        "dialogues",
-        "rerendered_rows",
-        "harmed_rows",
-        "improbable_rows",
-    )
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)

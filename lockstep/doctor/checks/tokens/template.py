@@ -28,7 +28,6 @@ class TemplateDrift(Check):
     claim = "the template, applied to the whole dialogue, gives the ids of the row"
     cause = "template_drift"
     needs = ("renderer", "messages")
-    counted = ("dialogues", "other_rows")
 
     def look(self, rows: Rows) -> None:
         renderer = self.setting.renderer
@@ -75,7 +74,6 @@ class ThinkingDropped(Check):
     claim = "the thinking that was sampled in a turn is in the rows that contain the turn"
     cause = "thinking_dropped"
     needs = ("tokenizer", "renderer")
-    counted = ("thoughts", "dropped_thoughts", "forked_thoughts")
 
     def look(self, rows: Rows) -> None:
         tokenizer = self.setting.tokenizer

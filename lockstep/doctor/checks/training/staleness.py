@@ -49,7 +49,6 @@ class Stale(Check):
     claim = "tokens were sampled by the weights that they are trained on"
     cause = "stale"
     needs = ("rollout_logprobs", "trainer_logprobs", "policy_version", "trainer_version")
-    counted = ("rows_going_back",)
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)

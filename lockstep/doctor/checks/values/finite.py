@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
 
 import numpy as np
 
@@ -37,53 +36,44 @@ class NonFinite(Check):
     claim = "every trained token has a finite log-prob"
     cause = "nonfinite"
     needs = ("rollout_logprobs",)
-    counted = ("trained_tokens", "rollout_nonfinite", "trainer_nonfinite")
 
     def look(self, rows: Rows) -> None:
-        self.counts["trained_tokens"] += int(rows.loss_mask.sum())
-        names = ("rollout_logprobs", "trainer_logprobs")
-        wrong = dict[str, Any](zip(names, nonfinite(rows), strict=True))
+        self.count(trained_tokens=rows.loss_mask)
         for who, field, side, _ in rows.sides():
-            at = np.flatnonzero(wrong[field])
-            self.counts[field.replace("logprobs", "nonfinite")] += len(at)
+            at = np.flatnonzero(nonfinite(rows, side))
+            self.count(**{field.replace("logprobs", "nonfinite"): len(at)})
             for i in at[:NUM_SHOWN].tolist():
                 self.show(1.0, rows, i, i + 1, f"the {who}'s log-prob is {side[i]}")
 
     def conclude(self) -> Finding:
-        trained, rollout, trainer = (self.counts[name] for name in self.counted)
+        rollout, trainer = self.counts["rollout_nonfinite"], self.counts["trainer_nonfinite"]
         told = (
-            f"of {trained} trained tokens {rollout} have no finite log-prob of the sampler, "
-            f"{trainer} none of the trainer"
+            f"of {self.counts['trained_tokens']} trained tokens {rollout} have no finite log-prob "
+            f"of the sampler, {trainer} none of the trainer"
         )
         return self.differs(told) if rollout or trainer else self.consistent(told)
 
     def repair(self, rows: Rows) -> Rows:
         """Such tokens are not trained, and not compared."""
-        of_rollout, of_trainer = nonfinite(rows)
-        return rows.untrained(of_rollout | of_trainer)
+        for _, _, side, _ in rows.sides():
+            rows = rows.untrained(nonfinite(rows, side))
+        return rows
 
 
-def nonfinite(rows: Rows) -> tuple[BoolArray, BoolArray]:
-    """([N] trained tokens without a finite log-prob of the sampler, [N] of the trainer).
+def nonfinite(rows: Rows, side: Float32Array) -> BoolArray:
+    """[N] trained tokens without a finite log-prob. side: [N] log-probs.
 
     A turn with only NaN was not scored, or not stored: that is no defect. Infinities always are.
     """
-    spans = rows.spans
-    out: list[BoolArray] = []
-    for side in (rows.rollout_logprobs, rows.trainer_logprobs):
-        if side is None:
-            out.append(np.zeros(rows.num_tokens, np.bool_))
-            continue
-        wrong = rows.loss_mask & ~np.isfinite(side)
-        if wrong.any():
-            is_nan = np.isnan(side)
-            total = np.concatenate([[0], np.cumsum(rows.loss_mask & ~is_nan)])
-            is_empty = total[spans.end] == total[spans.begin]
-            in_empty = np.zeros(rows.num_tokens, np.bool_)
-            in_empty[rows.sampled] = np.repeat(is_empty, spans.size)
-            wrong &= ~(in_empty & is_nan)
-        out.append(wrong)
-    return out[0], out[1]
+    wrong = rows.loss_mask & ~np.isfinite(side)
+    if not wrong.any():
+        return wrong
+    spans, is_nan = rows.spans, np.isnan(side)
+    total = np.concatenate([[0], np.cumsum(rows.loss_mask & ~is_nan)])
+    is_empty = total[spans.end] == total[spans.begin]
+    in_empty = np.zeros(rows.num_tokens, np.bool_)
+    in_empty[rows.sampled] = np.repeat(is_empty, spans.size)
+    return wrong & ~(in_empty & is_nan)
 
 
 class Positive(Check):
@@ -93,7 +83,6 @@ class Positive(Check):
     claim = "log-probs are natural logs of probabilities, 0 or below"
     cause = "positive"
     needs = ("rollout_logprobs",)
-    counted = ("rows", "tokens")
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)

@@ -57,7 +57,6 @@ class Clamped(Check):
     claim = "log-probs are stored at any size"
     cause = "clamped"
     needs = ("rollout_logprobs", "trainer_logprobs")
-    counted = ("trained_tokens",)
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)

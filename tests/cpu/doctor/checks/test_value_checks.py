@@ -224,21 +224,6 @@ def test_rounding_is_found_by_the_grid_that_it_leaves(change, name, rows_hit):
     assert [f.cause for f in out.findings if f.verdict == "differs"] == ["quantised"]
 
 
-def test_of_a_shift_the_estimators_say_that_k1_cancels():
-    column = HEALTHY.rollout_logprobs.copy()
-    column[HEALTHY.loss_mask] = np.roll(column[HEALTHY.loss_mask], 1)
-    gap = HEALTHY.with_(rollout_logprobs=column)
-    told = next(f for f in examined(gap).findings if f.check == "values/estimators")
-    assert told.verdict == "information" and "trust k2" in told.measured
-
-
-def test_forced_tokens_are_counted_and_the_gap_is_said_without_them():
-    rows = policy_rows(sampler=noisy(0.05))
-    told = next(f for f in examined(rows).findings if f.check == "values/forced")
-    assert told.verdict == "information" and 0.05 < told.figures["forced_share"] < 0.6
-    assert told.figures["k2_unforced"] > 0
-
-
 def test_contexts_are_those_that_a_search_over_all_pairs_of_tokens_finds():
     rows = policy_rows(groups=3, size=6, length=8)
     prefixes: dict[tuple[int, ...], list[int]] = {}
