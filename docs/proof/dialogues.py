@@ -39,7 +39,6 @@ from test_tokenizer_parity import random_text  # noqa: E402
 
 from lockstep.renderers.config import (  # noqa: E402
     ChatMLConfig,
-    DeepSeekConfig,
     GemmaConfig,
     HarmonyConfig,
     JinjaConfig,
@@ -66,7 +65,6 @@ ROWS: dict[str, tuple[str, RendererConfig]] = {
         "llama3_2",
         Llama3Config(tool_replies="text", has_dates=False, tools_in_user_message=False),
     ),
-    "deepseek": ("deepseek_v3", DeepSeekConfig()),
     "gemma": ("gemma3", GemmaConfig()),
     **{f"jinja, {name}": (name, JinjaConfig()) for name in NAMES},
     "jinja, qwen3, thinking=drop": ("qwen3", JinjaConfig(thinking="drop")),

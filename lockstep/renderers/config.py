@@ -58,14 +58,13 @@ class HarmonyConfig(RendererConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class ChatMLConfig(RendererConfig):
-    """The format of Qwen3, Qwen2.5 and Qwen3.5."""
+    """The format of Qwen3 and Qwen2.5."""
 
     TAG: ClassVar[str] = "chatml"
 
     variant: str = "qwen3"
     """qwen3. qwen2.5: no thinking, tool replies between tags that are text, and the template's own
-    system message if the dialogue has none. qwen3.5: turns open with <think>, and calls are tags
-    with one parameter each."""
+    system message if the dialogue has none."""
     tools_in_prompt: bool = True
     """Declare the tools to the model. Turn off for a tiny model that was trained on one fixed tool.
     """
@@ -80,7 +79,7 @@ class ChatMLConfig(RendererConfig):
     branch, so that sampled ids are never rewritten."""
 
     def __post_init__(self) -> None:
-        _check_choice("renderer.variant", self.variant, ("qwen3", "qwen2.5", "qwen3.5"))
+        _check_choice("renderer.variant", self.variant, ("qwen3", "qwen2.5"))
         _check_choice("renderer.thinking", self.thinking, _THINKING)
 
 
@@ -114,17 +113,6 @@ class Llama3Config(RendererConfig):
                     f"renderer.{key} is empty: the template has no form without it. Give a date, "
                     "or set renderer.has_dates=false to leave out both."
                 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class DeepSeekConfig(RendererConfig):
-    """The format of DeepSeek V3."""
-
-    TAG: ClassVar[str] = "deepseek"
-
-    tools_in_prompt: bool = True
-    """Declare the tools to the model, after the system message. Turn off for a tiny model that was
-    trained on one fixed tool."""
 
 
 @dataclass(frozen=True, kw_only=True)

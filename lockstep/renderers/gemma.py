@@ -73,6 +73,7 @@ class GemmaRenderer(TurnRenderer):
     """
 
     name = "gemma"
+    has_text_calls = True
 
     def __init__(self, tokenizer: Tokenizer, config: GemmaConfig | None = None) -> None:
         """Raises RendererError, which lists the missing control tokens."""

@@ -23,8 +23,9 @@ from dataclasses import dataclass, field, replace
 from lockstep.errors import RendererError
 from lockstep.renderers.base import TokenIds
 from lockstep.renderers.config import HarmonyConfig
-from lockstep.renderers.pieces import Piece, encode_pieces, refuse_replies, require_reply
+from lockstep.renderers.pieces import Piece, encode_pieces
 from lockstep.renderers.tokenizer import Tokenizer
+from lockstep.renderers.turn_renderer import TurnRenderer
 from lockstep.renderers.typescript import tools_text
 from lockstep.types import Message, ToolCall, ToolSchema
 
@@ -32,7 +33,7 @@ _NAMESPACE = "functions."
 _CHANNELS = ("analysis", "commentary", "final")
 
 
-class HarmonyRenderer:
+class HarmonyRenderer(TurnRenderer):
     """Messages to gpt-oss tokens and back.
 
     >>> from lockstep.testing.tokenizers import byte_tokenizer
@@ -58,7 +59,6 @@ class HarmonyRenderer:
 
     def __init__(self, tokenizer: Tokenizer, config: HarmonyConfig | None = None) -> None:
         """Raises RendererError, which lists the missing control tokens."""
-        self.tokenizer = tokenizer
         self.config = config or HarmonyConfig()
         ids = tokenizer.require(
             (
@@ -68,19 +68,15 @@ class HarmonyRenderer:
         )
         self._start, self._message, self._channel, self._constrain = list(ids.values())[:4]
         self._end, self._call, self._return = list(ids.values())[4:]
+        stop_ids = (self._call, self._return, *([self._end] if self.config.stop_at_end else []))
+        super().__init__(tokenizer, stop_ids=stop_ids)
         self._closers = frozenset((self._end, self._call, self._return))
         self._opening: list[Piece] = [self._start, "assistant"]
 
-    @property
-    def stop_ids(self) -> tuple[int, ...]:
-        """<|call|> and <|return|>, and <|end|> with `stop_at_end`."""
-        end = (self._end,) if self.config.stop_at_end else ()
-        return (self._call, self._return, *end)
-
     # -- messages to ids ----------------------------------------------------------------------
 
-    def render(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> list[int]:
-        """Returns the first prompt, as openai-harmony renders a conversation for completion.
+    def _prompt(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> list[Piece]:
+        """As openai-harmony renders a conversation for completion.
 
         Leading system or developer text becomes the developer message, which also declares the
         tools. Harmony's own system message comes from the settings.
@@ -96,30 +92,15 @@ class HarmonyRenderer:
             instructions = rest.pop(0).content
         if instructions is not None or declared:
             pieces += self._block("developer", self._developer_text(instructions, declared))
-        for message in _without_dropped_thinking(rest, self.config.thinking):
-            pieces += self._pieces(message)
-        return encode_pieces(self.tokenizer, [*pieces, *self._opening])
+        return [*pieces, *self._follow_up(_without_dropped_thinking(rest, self.config.thinking))]
 
-    def extend(self, sampled_ids: TokenIds, messages: Sequence[Message]) -> list[int]:
-        """Returns the end of a turn that was cut off, `messages`, and the next <|start|>assistant.
+    def _follow_up(self, messages: Iterable[Message]) -> list[Piece]:
+        pieces = [piece for message in messages for piece in self._pieces(message)]
+        return [*pieces, *self._opening]
 
-        A turn that was cut off inside a message ends with <|end|>, also inside a call, since
-        <|call|> would say that a call was made; inside a header with <|message|><|end|>, an empty
-        message; after a message's <|end|> with nothing. Sampled ids stay as they are, incomplete
-        characters included.
-        """
-        refuse_replies(messages)
-        pieces = self._close(sampled_ids)
-        for message in messages:
-            pieces += self._pieces(message)
-        return encode_pieces(self.tokenizer, [*pieces, *self._opening])
-
-    def render_reply(self, message: Message) -> list[int]:
-        """Returns the ids that gpt-oss samples for `message`, with the recipient after the channel.
-
-        Raises RendererError for several calls: one sampled turn makes one.
-        """
-        require_reply(message)
+    def _body(self, message: Message) -> list[Piece]:
+        """The recipient comes after the channel. Raises RendererError for several calls: one
+        sampled turn makes one."""
         if len(message.tool_calls) > 1:
             raise RendererError(
                 f"{len(message.tool_calls)} calls in one message: a harmony turn ends with its "
@@ -149,11 +130,7 @@ class HarmonyRenderer:
         pieces: list[Piece] = list(blocks[0])
         for block in blocks[1:]:
             pieces += [*self._opening, *block]
-        return encode_pieces(self.tokenizer, pieces)
-
-    @property
-    def thinking_opening(self) -> tuple[int, ...]:
-        return ()
+        return pieces
 
     def forgets(self, messages: Sequence[Message]) -> bool:
         """With thinking=drop, when anybody but a tool speaks: the previous turn was a final answer.
@@ -234,7 +211,8 @@ class HarmonyRenderer:
         return "\n\n".join(sections)
 
     def _close(self, sampled_ids: TokenIds) -> list[Piece]:
-        """The end of a turn that was cut off."""
+        """Inside a message <|end|>, also inside a call, since <|call|> would say that a call was
+        made; inside a header <|message|><|end|>, an empty message; after <|end|> nothing."""
         if len(sampled_ids) and int(sampled_ids[-1]) in self._closers:
             return []
         for id_ in reversed(sampled_ids):

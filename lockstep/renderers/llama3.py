@@ -80,6 +80,7 @@ class Llama3Renderer(TurnRenderer):
     """
 
     name = "llama3"
+    has_text_calls = True
 
     def __init__(self, tokenizer: Tokenizer, config: Llama3Config | None = None) -> None:
         """Raises RendererError, which lists the missing control tokens."""

@@ -11,13 +11,11 @@ from lockstep.renderers.base import Renderer
 from lockstep.renderers.chatml import ChatMLRenderer
 from lockstep.renderers.config import (
     ChatMLConfig,
-    DeepSeekConfig,
     GemmaConfig,
     HarmonyConfig,
     JinjaConfig,
     Llama3Config,
 )
-from lockstep.renderers.deepseek import DeepSeekRenderer
 from lockstep.renderers.gemma import GemmaRenderer
 from lockstep.renderers.harmony import HarmonyRenderer
 from lockstep.renderers.jinja.renderer import JinjaRenderer
@@ -53,6 +51,5 @@ def _register(config_type: type[Any], renderer: Callable[[Tokenizer, Any], Rende
 _register(HarmonyConfig, HarmonyRenderer)
 _register(ChatMLConfig, ChatMLRenderer)
 _register(Llama3Config, Llama3Renderer)
-_register(DeepSeekConfig, DeepSeekRenderer)
 _register(GemmaConfig, GemmaRenderer)
 _register(JinjaConfig, JinjaRenderer)

@@ -20,7 +20,7 @@ from typing import Any
 
 from tokenizers import Tokenizer as FastTokenizer
 
-from lockstep.errors import MissingExtraError, RendererError
+from lockstep.errors import RendererError
 from lockstep.renderers.vocabulary import characters_of, merge_parts, read_vocabulary
 
 _PROBE = 'Hello, world!\n\t  {"key": [1, 2]} <|x|> \u00e9\u4e2d\u0416\U0001f600\n\n end '
@@ -30,7 +30,7 @@ _PROBE = 'Hello, world!\n\t  {"key": [1, 2]} <|x|> \u00e9\u4e2d\u0416\U0001f600\
 class Tokenizer:
     """A BPE vocabulary that keeps every byte: a token is a run of bytes, or a control token.
 
-    Make one with `from_file`, `from_json` or `from_tiktoken`. `vocabulary` decides which added
+    Make one with `from_file` or `from_json`. `vocabulary` decides which added
     tokens of a file are control tokens.
 
     >>> from lockstep.testing.tokenizers import byte_tokenizer
@@ -106,40 +106,6 @@ class Tokenizer:
     def from_json(cls, text: str, *, where: str = "tokenizer") -> Tokenizer:
         """Reads the text of a `tokenizer.json`, as `tokenizers.Tokenizer.to_str()` returns it."""
         return cls._from_spec(json.loads(text), where=where, extra={})
-
-    @classmethod
-    def from_tiktoken(
-        cls, ranks_path: str | Path, *, pattern: str, special_tokens: Mapping[str, int]
-    ) -> Tokenizer:
-        """Reads a `.tiktoken` file: on each line a base64 token and its rank, which is its id.
-        Llama 3's `tokenizer.model` is such a file.
-
-        pattern: regular expression that splits text first. special_tokens: name -> id. Raises
-        MissingExtraError without the package tiktoken.
-        """
-        try:
-            import tiktoken
-            from tiktoken.load import load_tiktoken_bpe
-        except ImportError as error:
-            raise MissingExtraError.of(
-                "tiktoken", extra="parity", needed_for="reading a .tiktoken file"
-            ) from error
-
-        if not Path(ranks_path).is_file():
-            raise RendererError(f"no tokenizer at {ranks_path}: expected a .tiktoken file.")
-        ranks = load_tiktoken_bpe(str(ranks_path))
-        encoding = tiktoken.Encoding(
-            Path(ranks_path).stem,
-            pat_str=pattern,
-            mergeable_ranks=ranks,
-            special_tokens=dict(special_tokens),
-        )
-        return cls(
-            encoding.encode_ordinary,
-            text_tokens={id_: piece for piece, id_ in ranks.items()},
-            control_tokens=special_tokens,
-            where=str(ranks_path),
-        )
 
     @classmethod
     def _from_spec(

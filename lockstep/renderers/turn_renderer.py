@@ -1,5 +1,4 @@
-"""The base of renderers whose messages are blocks with one end and whose models do not think: Llama
-3, DeepSeek V3, Gemma 3."""
+"""The base of renderers that write a dialogue from parts: ChatML, harmony, Llama 3, Gemma 3."""
 
 from __future__ import annotations
 
@@ -14,20 +13,25 @@ from lockstep.types import Message, ToolSchema
 
 
 class TurnRenderer(ABC):
-    """Writes a dialogue from three parts that a format defines: the beginning, the text after a
-    turn, and the body of a turn. `base.Renderer` documents the methods."""
+    """Writes a dialogue from the parts that a format defines: the beginning, the text after a turn,
+    the body of a turn, and the end of one that was cut off. `base.Renderer` documents the
+    methods."""
 
     name: str
-    thinking_opening: tuple[int, ...] = ()
+    has_text_calls = False
+    """Whether calls are text, so that other text may be read as a call."""
 
     def __init__(self, tokenizer: Tokenizer, *, stop_ids: tuple[int, ...]) -> None:
-        """stop_ids: the first one closes a turn that was cut off."""
         self.tokenizer = tokenizer
         self._stop_ids = stop_ids
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
         return self._stop_ids
+
+    @property
+    def thinking_opening(self) -> tuple[int, ...]:
+        return ()
 
     def render(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> list[int]:
         """Returns the first prompt, as the model's template writes it; the module lists
@@ -38,18 +42,20 @@ class TurnRenderer(ABC):
         """Returns the end of a turn that was cut off, `messages`, and the next opening. A turn that
         was cut off inside a call gets no end of the call: it would say that the call was made."""
         refuse_replies(messages)
-        is_whole = len(sampled_ids) > 0 and int(sampled_ids[-1]) in self._stop_ids
-        close: list[Piece] = [] if is_whole else [self._stop_ids[0]]
+        is_whole = len(sampled_ids) > 0 and int(sampled_ids[-1]) in self.stop_ids
+        close = [] if is_whole else self._close(sampled_ids)
         return encode_pieces(self.tokenizer, [*close, *self._follow_up(messages)])
 
     def render_reply(self, message: Message) -> list[int]:
         """Returns the ids that the model samples for `message`, stop id included.
 
-        Raises RendererError for messages that would be read back as another one: with thinking, or
-        with text or arguments that change the calls.
+        Raises RendererError for what the format cannot write, and, where calls are text, for
+        messages that would be read back as another one.
         """
         require_reply(message)
         ids = encode_pieces(self.tokenizer, self._body(message))
+        if not self.has_text_calls:
+            return ids
         read = self.parse(ids)
         if read.parse_error or len(read.tool_calls) != len(message.tool_calls):
             reason = read.parse_error or (
@@ -84,6 +90,10 @@ class TurnRenderer(ABC):
     @abstractmethod
     def _body(self, message: Message) -> list[Piece]:
         """An assistant message without its opening, stop id included."""
+
+    def _close(self, sampled_ids: TokenIds) -> list[Piece]:
+        """The end of a turn that was cut off."""
+        return [self.stop_ids[0]]
 
     def _refuse_thinking(self, message: Message) -> None:
         if message.thinking:

@@ -19,7 +19,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
-from lockstep.errors import RendererError
 from lockstep.types import ToolCall, ToolSchema
 
 
@@ -115,23 +114,6 @@ def read_xml_call(
     if not name or not name.isprintable():
         return "a call's name is not printable text"
     return ToolCall(name=name, arguments=json.dumps(arguments, ensure_ascii=False))
-
-
-def xml_call_text(call: ToolCall) -> str:
-    """Writes a call as Qwen3.5's template does: objects and lists as JSON, other values as Python
-    prints them. Raises RendererError if the arguments are not a JSON object."""
-    arguments = arguments_of(call)
-    if arguments is None:
-        raise RendererError(
-            f"the arguments of the call {call.name} are written one by one and must be a JSON "
-            f"object; found {call.arguments[:80]!r}."
-        )
-    lines = [f"<function={call.name}>\n"]
-    for key, value in arguments.items():
-        is_nested = isinstance(value, dict | list)
-        text = json.dumps(value, ensure_ascii=False) if is_nested else str(value)
-        lines.append(f"<parameter={key}>\n{text}\n</parameter>\n")
-    return "".join([*lines, "</function>"])
 
 
 def arguments_of(call: ToolCall) -> dict[str, Any] | None:

@@ -37,14 +37,6 @@ LLAMA3_TOKENS = (
     "<|eom_id|>",
     "<|python_tag|>",
 )
-DEEPSEEK_TOKENS = tuple(
-    f"<\uff5c{name}\uff5c>".replace(" ", "\u2581")
-    for name in (
-        *("begin of sentence", "end of sentence", "User", "Assistant", "tool sep"),
-        *("tool calls begin", "tool calls end", "tool call begin", "tool call end"),
-        *("tool outputs begin", "tool outputs end", "tool output begin", "tool output end"),
-    )
-)
 GEMMA_TOKENS = ("<pad>", "<eos>", "<bos>", "<start_of_turn>", "<end_of_turn>")
 
 

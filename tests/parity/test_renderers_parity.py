@@ -1,6 +1,6 @@
 """Our renderers against the package `renderers` 0.1.12, on real tokenizers: first prompts, what is
 appended to a turn, and turns that were cut off. `make test-renderers` runs this where it is not
-installed. Where the two part, DeepSeek's template is asked: see the last tests.
+installed.
 """
 
 from dataclasses import replace
@@ -17,16 +17,13 @@ from chat_templates import (
     SYSTEM,
     TEXTS,
     function_of,
-    shipped_ids,
-    template_text,
 )
 from conftest import PROOF
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from real_tokenizers import shipped_tokenizer_of, tokenizer_of
-from test_deepseek_template_parity import their_dict as deepseek_dict
 
-from lockstep.renderers.config import ChatMLConfig, DeepSeekConfig, Llama3Config
+from lockstep.renderers.config import ChatMLConfig, Llama3Config
 from lockstep.renderers.registry import make_renderer
 from lockstep.types import Message
 
@@ -40,7 +37,6 @@ import renderers  # noqa: E402
 FORMATS = {
     "qwen3": (ChatMLConfig(), configs.Qwen3RendererConfig(thinking_retention="all")),
     "llama3_2": (Llama3Config(), configs.Llama3RendererConfig()),
-    "deepseek_v3": (DeepSeekConfig(), configs.DeepSeekV3RendererConfig()),
 }
 
 
@@ -113,16 +109,13 @@ FOLLOW_UPS = {
 def test_first_prompts_are_equal(name, begun):
     ours = pair(name)[0]
     assert ours.render(begun) == their_prompt(name, begun)
-    if name != "deepseek_v3":
-        assert ours.render(begun, [SEARCH]) == their_prompt(name, begun, [SEARCH])
+    assert ours.render(begun, [SEARCH]) == their_prompt(name, begun, [SEARCH])
 
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("what", FOLLOW_UPS)
 def test_what_follows_a_turn_is_equal_whole_or_cut_off(name, what):
     ours = pair(name)[0]
-    if (name, what) == ("deepseek_v3", "two replies"):
-        pytest.skip("theirs is another one than the template's: see below")
     turn = CALL if "reply" in what or "replies" in what else ANSWER
     prompt, sampled = ours.render([SYSTEM, QUESTION]), ours.render_reply(turn)
     for ids in (sampled, sampled[:-1], sampled[: len(sampled) // 2]):
@@ -157,20 +150,6 @@ def test_any_dialogue_is_equal_piece_by_piece(name, path, last):
         extension = ours.extend(sampled, [user])
         assert extension == their_extension(name, ids, sampled, [user])
         ids = ids + sampled + extension
-
-
-def test_between_two_replies_to_deepseek_theirs_loses_the_line_break_that_the_template_has():
-    ours = pair("deepseek_v3")[0]
-    two = replace(CALL, tool_calls=CALL.tool_calls * 2)
-    prompt, sampled = ours.render([QUESTION]), ours.render_reply(two)
-    extension = ours.extend(sampled, [REPLY, REPLY])
-    dicts = [deepseek_dict(m) for m in (QUESTION, two, REPLY, REPLY)]
-    template = shipped_ids("deepseek_v3", template_text("deepseek_v3", dicts))
-    assert prompt + sampled + extension == template
-    (line_break,) = ours.tokenizer.encode("\n")
-    theirs = their_extension("deepseek_v3", prompt, sampled, [REPLY, REPLY])
-    assert extension.count(line_break) == 1
-    assert theirs == [id_ for id_ in extension if id_ != line_break]
 
 
 def test_theirs_takes_text_for_control_tokens_and_ours_does_not():

@@ -11,7 +11,6 @@ from lockstep.objectives.config import GRPO
 from lockstep.renderers.anew import rendered_anew, turns_of
 from lockstep.renderers.config import (
     ChatMLConfig,
-    DeepSeekConfig,
     GemmaConfig,
     HarmonyConfig,
     Llama3Config,
@@ -20,7 +19,6 @@ from lockstep.renderers.registry import make_renderer
 from lockstep.renderers.tokenizer import Tokenizer
 from lockstep.testing.engines import FakeEngine
 from lockstep.testing.tokenizers import (
-    DEEPSEEK_TOKENS,
     LLAMA3_TOKENS,
     byte_tokenizer_json,
     sentencepiece_json,
@@ -87,7 +85,6 @@ FORMATS = {
     "chatml": (ChatMLConfig(), BYTES),
     "chatml, thinking=drop": (ChatMLConfig(thinking="drop"), BYTES),
     "llama3": (Llama3Config(), byte_tokenizer_json(control_tokens=LLAMA3_TOKENS)),
-    "deepseek": (DeepSeekConfig(), byte_tokenizer_json(control_tokens=DEEPSEEK_TOKENS)),
     "gemma": (GemmaConfig(), sentencepiece_json()),
 }
 

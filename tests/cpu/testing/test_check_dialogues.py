@@ -12,7 +12,6 @@ from lockstep.errors import RendererError
 from lockstep.renderers.chatml import ChatMLRenderer
 from lockstep.renderers.config import (
     ChatMLConfig,
-    DeepSeekConfig,
     GemmaConfig,
     HarmonyConfig,
     Llama3Config,
@@ -21,7 +20,6 @@ from lockstep.renderers.registry import make_renderer
 from lockstep.testing.dialogues import check_dialogues, hostile_text
 from lockstep.testing.tokenizers import (
     CHATML_TOKENS,
-    DEEPSEEK_TOKENS,
     LLAMA3_TOKENS,
     byte_tokenizer,
     sentencepiece_tokenizer,
@@ -36,7 +34,6 @@ MADE = {
     "chatml, thinking=drop": (ChatMLConfig(thinking="drop"), BYTES),
     "chatml, variant=qwen2.5": (ChatMLConfig(variant="qwen2.5"), QWEN25),
     "llama3": (Llama3Config(), byte_tokenizer(control_tokens=LLAMA3_TOKENS)),
-    "deepseek": (DeepSeekConfig(), byte_tokenizer(control_tokens=DEEPSEEK_TOKENS)),
     "gemma": (GemmaConfig(), sentencepiece_tokenizer()),
 }
 NUM_DIALOGUES = 1000 if PROOF else 60

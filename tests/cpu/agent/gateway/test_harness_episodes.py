@@ -5,6 +5,7 @@ import math
 from collections.abc import Sequence
 
 import pytest
+from cpu.renderers.made_up_templates import THINKS_AT_ONCE, template
 from gateway_sessions import RENDERER, Agent, check, said, turns, user
 
 from lockstep.agent.config import AgentConfig
@@ -13,8 +14,8 @@ from lockstep.agent.gateway.exchange import Refusal
 from lockstep.agent.gateway.registry import Gateway, SessionRegistry
 from lockstep.agent.harness import Endpoint, Harness
 from lockstep.agent.loop import Budget, collect, sampling_of
-from lockstep.renderers.chatml import ChatMLRenderer
-from lockstep.renderers.config import ChatMLConfig
+from lockstep.renderers.config import ChatMLConfig, JinjaConfig
+from lockstep.renderers.registry import make_renderer
 from lockstep.testing.engines import FakeEngine
 from lockstep.testing.tokenizers import byte_tokenizer
 from lockstep.types import Message, Task
@@ -265,10 +266,16 @@ class AsksTwice(Environment):
         return Score(reward=1.0, turn_rewards={0: 0.1, 2: 0.3})
 
 
-@pytest.mark.parametrize("variant", ["qwen3", "qwen3.5"])  # the latter opens a turn with <think>
-def test_an_environments_user_forks_the_path_when_thinking_is_dropped(variant):
-    config = ChatMLConfig(thinking="drop", variant=variant)
-    renderer = ChatMLRenderer(byte_tokenizer(), config)
+@pytest.mark.parametrize("is_opened", [False, True], ids=["chatml", "opens with <think>"])
+def test_an_environments_user_forks_the_path_when_thinking_is_dropped(is_opened, tmp_path):
+    path = tmp_path / "chat_template.jinja"
+    path.write_text(template(source=THINKS_AT_ONCE))
+    config = (
+        JinjaConfig(template=str(path), thinking="drop")
+        if is_opened
+        else ChatMLConfig(thinking="drop")
+    )
+    renderer = make_renderer(config, byte_tokenizer())
     answers = (said("one", thinking="t1"), said("two", thinking="t2"), said("three"))
     engine = FakeEngine(turns(*answers, renderer=renderer))
     (trajectory,), _, _ = play(AsksTwice, engine=engine, renderer=renderer)
