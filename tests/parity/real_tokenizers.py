@@ -169,11 +169,17 @@ def _require(package: str) -> None:
 def o200k_harmony() -> Tokenizer:
     """gpt-oss: real ranks, read by tiktoken."""
     _require("o200k")
-    pytest.importorskip("tiktoken")
-    return Tokenizer.from_tiktoken(
-        cache_dir() / "o200k_base.tiktoken",
-        pattern=O200K_PATTERN,
-        special_tokens=O200K_HARMONY_SPECIALS,
+    tiktoken = pytest.importorskip("tiktoken")
+    path = cache_dir() / "o200k_base.tiktoken"
+    ranks = pytest.importorskip("tiktoken.load").load_tiktoken_bpe(str(path))
+    encoding = tiktoken.Encoding(
+        path.stem, pat_str=O200K_PATTERN, mergeable_ranks=ranks, special_tokens={}
+    )
+    return Tokenizer(
+        encoding.encode_ordinary,
+        text_tokens={id_: piece for piece, id_ in ranks.items()},
+        control_tokens=O200K_HARMONY_SPECIALS,
+        where=str(path),
     )
 
 

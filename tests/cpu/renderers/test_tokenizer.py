@@ -1,4 +1,3 @@
-import base64
 import json
 
 import pytest
@@ -306,26 +305,3 @@ def test_files_that_cannot_be_rendered_exactly_are_refused(what, tmp_path):
         (tmp_path / "tokenizer.json").write_text(text)
     with pytest.raises(RendererError, match=message):
         Tokenizer.from_file(tmp_path)
-
-
-def test_a_tiktoken_file_gives_the_same_guarantees(tmp_path):
-    pytest.importorskip("tiktoken")
-    pieces = [bytes([byte]) for byte in range(256)] + [
-        b"<|",
-        b"|>",
-        b"en",
-        b"end",
-        b"<|end",
-        b"<|end|>",
-    ]
-    lines = [f"{base64.b64encode(piece).decode()} {at}" for at, piece in enumerate(pieces)]
-    path = tmp_path / "small.tiktoken"
-    path.write_text("\n".join(lines))
-    tokenizer = Tokenizer.from_tiktoken(path, pattern=r"\s+|\S+", special_tokens={"<|end|>": 300})
-    ids = tokenizer.encode("x <|end|>")
-    assert tokenizer.decode(ids) == "x <|end|>" and ids[-1] == 261 and 300 not in ids
-    assert tokenizer.control_id("<|end|>") == 300
-    with pytest.raises(RendererError, match=r"needs a tokenizer\.json"):
-        tokenizer.with_dropout(0.1)
-    with pytest.raises(RendererError, match="no tokenizer at"):
-        Tokenizer.from_tiktoken(tmp_path / "none", pattern="x", special_tokens={})
