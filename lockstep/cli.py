@@ -206,7 +206,7 @@ def _report(options: argparse.Namespace) -> int:
     runs = [load_run(path) for path in options.runs]
     place = Path(options.runs[0]) if len(runs) == 1 else Path()
     out = Path(options.out or place / "report.html")
-    write_report(runs, out, vocabulary=[vocabulary_of(run.config) for run in runs])
+    write_report(runs, out, vocabularies=[vocabulary_of(run.config) for run in runs])
     _print(options, {"report": str(out)}, str(out))
     return OK
 

@@ -31,7 +31,7 @@ from lockstep.report.selection import to_document
 from lockstep.run.build import Parts
 from lockstep.run_config import Config
 from lockstep.store.run import Run, load_run
-from lockstep.store.trajectories import TrajectoryRecord
+from lockstep.store.trajectories import TrajectoryRecord, read_row
 from lockstep.types import Float32Array, Int32Array, Request, Sample, Segment
 
 NUM_NAMES = 2000
@@ -181,7 +181,7 @@ def find(path: Path, name: str, *, tokenizer: Tokenizer | None = None) -> Replay
             f"{len(known)} in all (record.keep). Did you mean {near[0]!r}?"
         )
     _, address, split = found[0]
-    record = run.read(address)
+    record = read_row(*address)
     leaf = int(rest) if rest else first_leaf(record)
     if rest and leaf not in (leaves := record.trajectory.leaves()):
         known = ", ".join(map(str, leaves))

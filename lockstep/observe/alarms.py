@@ -75,18 +75,10 @@ def mismatch_alarm(
         normal = f"tokens are up to {age:g} update(s) old; mismatch/by_age/0 is the numerics alone"
     shown = f"mismatch {value:.2g}"
     if value > CRITICAL_LIMIT:
-        return Alarm(
-            "critical",
-            value,
-            f"{shown} is above {CRITICAL_LIMIT:g} ({normal}). Training on it is likely to "
-            "collapse: stop, and look at the trajectories with the largest mismatch in the report.",
-        )
+        advice = "Training on it is likely to collapse: stop, and look at the report."
+        return Alarm("critical", value, f"{shown} is above {CRITICAL_LIMIT:g} ({normal}). {advice}")
     if value > WARNING_LIMIT:
-        return Alarm(
-            "warning",
-            value,
-            f"{shown} is above {WARNING_LIMIT:g} ({normal}). The report's trajectories, sorted by "
-            "mismatch, show where.",
-        )
+        advice = "The report's trajectories, sorted by mismatch, show where."
+        return Alarm("warning", value, f"{shown} is above {WARNING_LIMIT:g} ({normal}). {advice}")
     is_normal = metrics["mismatch/k3"] <= high
     return Alarm("ok" if is_normal else "notice", value, f"{shown} ({normal}).")

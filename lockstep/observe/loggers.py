@@ -37,7 +37,7 @@ class Loggers:
             module = _import("tensorboard.summary" if name == "tensorboard" else name, extra=name)
 
             def open_logger(name: str = name, module: Any = module) -> None:
-                self._loggers[name] = _OPEN[name](module, run_path, project, dict(config))
+                self._loggers[name] = _open(name, module, run_path, project, dict(config))
 
             self._guard(name, open_logger)
 
@@ -79,24 +79,14 @@ class _Tensorboard:
         self._writer.close()
 
 
-def _open_wandb(module: Any, run_path: Path, project: str, config: dict[str, Any]) -> Any:
-    """WANDB_MODE=offline keeps it local. The id makes a resumed run continue its curves."""
-    name = run_path.name
-    return module.init(
-        project=project, name=name, id=name, resume="allow", dir=str(run_path), config=config
-    )
-
-
-def _open_trackio(module: Any, run_path: Path, project: str, config: dict[str, Any]) -> Any:
-    """trackio keeps its data on this machine unless told otherwise."""
-    return module.init(project=project, name=run_path.name, resume="allow", config=config)
-
-
-_OPEN: dict[str, Callable[[Any, Path, str, dict[str, Any]], Any]] = {
-    "tensorboard": lambda module, run_path, project, config: _Tensorboard(module, run_path),
-    "wandb": _open_wandb,
-    "trackio": _open_trackio,
-}
+def _open(name: str, module: Any, run_path: Path, project: str, config: dict[str, Any]) -> Any:
+    """The tracker's run. WANDB_MODE=offline keeps wandb local, and trackio is local unless told
+    otherwise."""
+    if name == "tensorboard":
+        return _Tensorboard(module, run_path)
+    # wandb's id makes a resumed run continue its curves.
+    own = {"id": run_path.name, "dir": str(run_path)} if name == "wandb" else {}
+    return module.init(project=project, name=run_path.name, resume="allow", config=config, **own)
 
 
 def _import(module: str, *, extra: str) -> Any:

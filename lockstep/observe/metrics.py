@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal
@@ -121,12 +121,7 @@ _TABLE: dict[str, tuple[tuple[str, str, Direction, str], ...]] = {
     ),
     "mismatch/": (
         *_MISMATCH,
-        (
-            "support_bias",
-            "nats",
-            "down",
-            "Mean -log of the mass that top-p/top-k kept, if unknown.",
-        ),
+        ("support_bias", "nats", "down", "Mean -log of the mass that top-p/top-k kept."),
     ),
     "mismatch_after/": tuple((n, u, b, f"After the update: {m}") for n, u, b, m in _MISMATCH),
     "mismatch_averaged/": tuple((n, u, b, f"Averaged behaviour: {m}") for n, u, b, m in _MISMATCH),
@@ -346,16 +341,11 @@ def is_step_row(row: Mapping[str, Any]) -> bool:
     return any(name != "step" and not name.startswith(("eval/", "engine/")) for name in row)
 
 
-def unknown_names(names: Iterable[str]) -> list[str]:
-    """The names that are not in the table, in order."""
-    return [name for name in names if find_metric(name) is None]
-
-
 def check_row(row: Mapping[str, Any]) -> None:
     """Raises DataError if a metrics row has a name that is not in the table, or no `step`."""
     if "step" not in row:
         raise DataError(f"a metrics row needs `step`; found {', '.join(row) or 'nothing'}.")
-    if unknown := unknown_names(row):
+    if unknown := [name for name in row if find_metric(name) is None]:
         raise DataError(
             f"unknown metric names: {', '.join(unknown)}. Names are stable: use one of "
             "lockstep.observe.metrics.METRICS, or register yours with `step_metric`."

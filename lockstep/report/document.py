@@ -11,6 +11,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 from lockstep.config import flatten
@@ -61,7 +62,9 @@ def build_document(
     configs = [flatten(run.config) for run in runs]
     groups = _groups(runs, configs)
     series = [_series(run) for run in runs]
-    trajectories = select(runs, num_trajectories=num_trajectories, num_tokens=num_tokens)
+    documents, num_stored, num_left_out = select(
+        runs, num_trajectories=num_trajectories, num_tokens=num_tokens
+    )
     return {
         "document_version": DOCUMENT_VERSION,
         "title": title,
@@ -76,16 +79,11 @@ def build_document(
         "held_out": {name: held_out_label(name) for run in runs for name in evaluation_names(run)},
         "headlines": _headlines(runs, groups),
         "config_differences": _differences(configs),
-        "trajectories": trajectories.documents,
-        "num_stored_trajectories": trajectories.num_stored,
-        "num_left_out_for_size": trajectories.num_left_out,
-        "vocabularies": _vocabularies(trajectories.documents, vocabularies),
+        "trajectories": documents,
+        "num_stored_trajectories": num_stored,
+        "num_left_out_for_size": num_left_out,
+        "vocabularies": _vocabularies(documents, vocabularies),
     }
-
-
-def write_number(value: Any) -> Any:
-    """A number as strict JSON; None stays None."""
-    return None if value is None else encode_number(value)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -96,7 +94,11 @@ def write_number(value: Any) -> Any:
 def _identity(run: Run) -> dict[str, Any]:
     environment, config = run.environment, run.config
     alarm = worst_alarm(run)
-    band = _band(environment)
+    family, is_one_process = _family(run)
+    # The k3 that is normal for the run; None if the run does not say what it is.
+    band = None
+    if family or is_one_process:
+        band = list(normal_band(family or "dense", is_one_process=is_one_process))
     return {
         "name": run.name,
         "recipe": _words(config.get("recipe") or config.get("name")),
@@ -108,10 +110,10 @@ def _identity(run: Run) -> dict[str, Any]:
         "started_at": environment.get("started_at", ""),
         "num_resumes": len(environment.get("resumes", ())),
         "num_steps": len({row["step"] for row in run.metrics if is_step_row(row)}),
-        "seconds": write_number(_seconds(run)),
+        "seconds": encode_number(_seconds(run)),
         "sync": environment.get("sync", {}).get("line", ""),
         "mismatch_band": band,
-        "alarm": {"level": alarm.level, "value": write_number(alarm.value), "text": alarm.text},
+        "alarm": {"level": alarm.level, "value": encode_number(alarm.value), "text": alarm.text},
         "config": config,
         "environment": environment,
     }
@@ -124,29 +126,23 @@ def _words(value: Any) -> str:
     return "" if value is None else str(value)
 
 
-def _family(environment: Mapping[str, Any]) -> Architecture | None:
-    family = environment.get("family")
-    return family if family in ("dense", "moe") else None
-
-
-def _band(environment: Mapping[str, Any]) -> list[float] | None:
-    """The k3 that is normal for the run; None if the run does not say what it is."""
-    family, is_one_process = _family(environment), bool(environment.get("is_one_process"))
-    if family is None and not is_one_process:
-        return None
-    return list(normal_band(family or "dense", is_one_process=is_one_process))
+def _family(run: Run) -> tuple[Architecture | None, bool]:
+    """(family, whether sampler and trainer were one process)."""
+    family = run.environment.get("family")
+    is_one_process = bool(run.environment.get("is_one_process"))
+    return family if family in ("dense", "moe") else None, is_one_process
 
 
 def worst_alarm(run: Run) -> Alarm:
     """The verdict on the step with the largest mismatch."""
-    family = _family(run.environment) or "dense"
-    is_one_process = bool(run.environment.get("is_one_process"))
-    alarms = [mismatch_alarm(row, family, is_one_process=is_one_process) for row in run.metrics]
+    family, is_one_process = _family(run)
+    judge = partial(mismatch_alarm, architecture=family or "dense", is_one_process=is_one_process)
+    alarms = [judge(row) for row in run.metrics]
     return max(
         alarms,
         # NaN compares with nothing: within one level, a value that is not a number is the worst.
         key=lambda a: (_LEVELS.index(a.level), float("inf") if a.value != a.value else a.value),
-        default=mismatch_alarm({}, family),
+        default=judge({}),
     )
 
 
@@ -170,7 +166,7 @@ def _series(run: Run) -> dict[str, Any]:
         "steps": [bucket[0] for bucket in buckets],
         "columns": {
             name: [
-                write_number(_mean([rows[step][name] for step in bucket if name in rows[step]]))
+                encode_number(_mean([rows[step][name] for step in bucket if name in rows[step]]))
                 for bucket in buckets
             ]
             for name in names
@@ -205,11 +201,8 @@ def _groups(runs: Sequence[Run], configs: Sequence[Mapping[str, Any]]) -> list[d
     for index, config in enumerate(configs):
         key = repr(sorted((k, v) for k, v in config.items() if k not in _REPEAT_KEYS))
         members.setdefault(key, []).append(index)
-    varied = [
-        difference["key"]
-        for difference in _differences(configs)
-        if difference["key"] not in _REPEAT_KEYS
-    ]
+    differing = [difference["key"] for difference in _differences(configs)]
+    varied = [key for key in differing if key not in _REPEAT_KEYS]
     out = []
     for indices in members.values():
         first = indices[0]
@@ -220,13 +213,8 @@ def _groups(runs: Sequence[Run], configs: Sequence[Mapping[str, Any]]) -> list[d
         )
         if len(varied) > 3:
             label += f" (+{len(varied) - 3})"
-        out.append(
-            {
-                "label": label,
-                "runs": indices,
-                "seeds": [runs[index].config.get("seed") for index in indices],
-            }
-        )
+        seeds = [runs[index].config.get("seed") for index in indices]
+        out.append({"label": label, "runs": indices, "seeds": seeds})
     return out
 
 
@@ -261,16 +249,18 @@ def evaluation_names(run: Run) -> list[str]:
     return [name for name in names if held_out_label(name)]
 
 
-def _rate(run: Run, tokens: str, seconds: str) -> float | None:
+def _speed(run: Run) -> float | None:
     """Over the whole run, so that a slow step counts as much as it took."""
-    elapsed = sum(run.column(seconds)[1])
-    return sum(run.column(tokens)[1]) / elapsed if elapsed else None
+    seconds = sum(run.column("time/sample_seconds")[1])
+    return sum(run.column("tokens/sampled")[1]) / seconds if seconds else None
 
 
 def _headlines(runs: Sequence[Run], groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The few figures that a reader wants first, each with its meaning in plain words."""
     names = [name for run in runs for name in evaluation_names(run)]
     alarms = [worst_alarm(run) for run in runs]
+    seconds = [(None, _seconds(run) or None) for run in runs]
+    speeds = [(None, _speed(run)) for run in runs]
     tiles: list[tuple[str, str, str, str, Sequence[Ends]]] = [
         (
             f"Reward, last {NUM_LAST_STEPS} steps",
@@ -295,20 +285,8 @@ def _headlines(runs: Sequence[Run], groups: Sequence[Mapping[str, Any]]) -> list
             "down",
             [(None, None if math.isnan(alarm.value) else alarm.value) for alarm in alarms],
         ),
-        (
-            "Time",
-            "From the first step to the last.",
-            "seconds",
-            "down",
-            [(None, _seconds(run) or None) for run in runs],
-        ),
-        (
-            "Sampling speed",
-            "Tokens that the policy sampled per second of sampling.",
-            "tokens/s",
-            "up",
-            [(None, _rate(run, "tokens/sampled", "time/sample_seconds")) for run in runs],
-        ),
+        ("Time", "From the first step to the last.", "seconds", "down", seconds),
+        ("Sampling speed", "Tokens sampled per second of sampling.", "tokens/s", "up", speeds),
     ]
     out: list[dict[str, Any]] = []
     for title, meaning, unit, better, ends in tiles:
@@ -354,10 +332,10 @@ def _tile(title: str, members: Sequence[tuple[Ends, Alarm]]) -> dict[str, Any]:
     level = max((alarm.level for _, alarm in members), key=_LEVELS.index) if is_worst else None
     choose = max if is_worst else statistics.fmean
     return {
-        "value": write_number(choose(finals)) if finals else None,
-        "low": write_number(min(finals)) if len(finals) > 1 else None,
-        "high": write_number(max(finals)) if len(finals) > 1 else None,
-        "start": write_number(statistics.fmean(starts)) if starts else None,
+        "value": encode_number(choose(finals)) if finals else None,
+        "low": encode_number(min(finals)) if len(finals) > 1 else None,
+        "high": encode_number(max(finals)) if len(finals) > 1 else None,
+        "start": encode_number(statistics.fmean(starts)) if starts else None,
         "level": level,
     }
 

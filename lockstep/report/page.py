@@ -48,21 +48,18 @@ def write_report(
     runs: Sequence[Run],
     out: str | os.PathLike[str],
     *,
-    vocabulary: Vocabulary | Sequence[Vocabulary | None] | None = None,
+    vocabularies: Sequence[Vocabulary | None] | None = None,
     title: str = "",
     num_trajectories: int = NUM_TRAJECTORIES,
     num_tokens: int = NUM_TOKENS,
 ) -> Path:
     """Writes `out` (an .html file) and the same content beside it as .json; returns `out`.
 
-    vocabulary: how token ids read: one for all runs, or one for each; None shows ids.
+    vocabularies: how the token ids of each run read; None shows ids.
     """
     if not runs:
         raise RunError("a report needs at least one run.")
-    if vocabulary is None or isinstance(vocabulary, Vocabulary):
-        vocabularies: Sequence[Vocabulary | None] = [vocabulary] * len(runs)
-    else:
-        vocabularies = vocabulary
+    vocabularies = vocabularies or [None] * len(runs)
     if len(vocabularies) != len(runs):
         raise RunError(f"{len(runs)} runs, but {len(vocabularies)} vocabularies: expected as many.")
     document = build_document(

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from lockstep.store.files import encode_number
-from lockstep.store.run import Run, TrajectoryAddress
-from lockstep.store.trajectories import TrajectoryRecord, TrajectorySummary
+from lockstep.store.run import Address, Run
+from lockstep.store.trajectories import TrajectoryRecord, TrajectorySummary, read_row
 from lockstep.types import Float32Array
 
 # Steps whose summaries are looked at. Beyond it every n-th step is, the last included.
@@ -23,48 +23,42 @@ NUM_TRAJECTORIES, NUM_TOKENS = 200, 120_000
 few megabytes opens at once, also on a phone."""
 
 
-@dataclass
-class Selection:
-    """The trajectories of a report."""
-
-    documents: list[dict[str, Any]] = field(default_factory=list)
-    num_stored: int = 0
-    num_left_out: int = 0
-    """Chosen trajectories that were too long for the budget of tokens."""
-
-
 @dataclass(frozen=True)
 class _Candidate:
     summary: TrajectorySummary
-    address: TrajectoryAddress
+    address: Address
     split: str
 
 
-def select(runs: Sequence[Run], *, num_trajectories: int, num_tokens: int) -> Selection:
+def select(
+    runs: Sequence[Run], *, num_trajectories: int, num_tokens: int
+) -> tuple[list[dict[str, Any]], int, int]:
     """Chooses within these limits, evenly over the runs, and reads only the chosen ones.
 
-    From each run: the worst mismatches, the best and worst rewards of its second half, unfinished
-    episodes, evaluations, and an even sample of the rest over the steps.
+    Returns (their documents, number of stored trajectories, number of chosen ones that were too
+    long for the budget of tokens). From each run: the worst mismatches, the best and worst rewards
+    of its second half, unfinished episodes, evaluations, and an even sample of the rest.
     """
-    out = Selection()
+    documents: list[dict[str, Any]] = []
+    num_stored = num_left_out = 0
     num_left, tokens_left = num_trajectories, num_tokens
     for index, run in enumerate(runs):
         runs_left = len(runs) - index
         candidates = _candidates(run)
-        out.num_stored += len(candidates)
+        num_stored += len(candidates)
         spent = 0
         share = tokens_left // runs_left
         for candidate, reasons in _choose(candidates, num_left // runs_left):
             size = candidate.summary.num_tokens
             if spent and spent + size > share:  # one is always shown, however long
-                out.num_left_out += 1
+                num_left_out += 1
                 continue
             spent += size
             num_left -= 1
-            record = run.read(candidate.address)
-            out.documents.append(to_document(record, run=index, split=candidate.split, why=reasons))
+            record = read_row(*candidate.address)
+            documents.append(to_document(record, run=index, split=candidate.split, why=reasons))
         tokens_left -= spent
-    return out
+    return documents, num_stored, num_left_out
 
 
 def _candidates(run: Run) -> list[_Candidate]:
@@ -85,7 +79,7 @@ def _choose(candidates: Sequence[_Candidate], number: int) -> list[tuple[_Candid
     late = [c for c in trained if c.summary.step >= middle and math.isfinite(c.summary.reward)]
     measured = [c for c in trained if c.summary.max_abs_logprob_diff is not None]
     part = max(1, number * 15 // 100)
-    chosen: dict[TrajectoryAddress, tuple[_Candidate, list[str]]] = {}
+    chosen: dict[Address, tuple[_Candidate, list[str]]] = {}
 
     def take(label: str, ordered: Sequence[_Candidate], limit: int) -> None:
         for candidate in ordered[:limit]:
@@ -94,11 +88,8 @@ def _choose(candidates: Sequence[_Candidate], number: int) -> list[tuple[_Candid
             elif len(chosen) < number:
                 chosen[candidate.address] = (candidate, [label])
 
-    take(
-        "worst mismatch",
-        sorted(measured, key=lambda c: -(c.summary.max_abs_logprob_diff or 0.0)),
-        part,
-    )
+    worst = sorted(measured, key=lambda c: -(c.summary.max_abs_logprob_diff or 0.0))
+    take("worst mismatch", worst, part)
     take("worst reward", sorted(late, key=lambda c: c.summary.reward), part)
     take("best reward", sorted(late, key=lambda c: -c.summary.reward), part)
     unfinished = [c for c in candidates if c.summary.status != "finished"]

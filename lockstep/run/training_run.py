@@ -342,7 +342,7 @@ class TrainingRun:
         """Writes RUN/report.html. Returns the outcome with the last figures of metrics.jsonl."""
         run = load_run(self.path)
         vocabulary = vocabulary_of(to_dict(self.config))
-        write_report([run], self.path / "report.html", vocabulary=vocabulary)
+        write_report([run], self.path / "report.html", vocabularies=[vocabulary])
         out: dict[str, Any] = {"steps": self.step, "elapsed_seconds": self.elapsed_seconds}
         if rewards := run.column("reward/mean")[1]:
             last = rewards[-10:]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from lockstep.config import check_numbers, require
 from lockstep.errors import ConfigError
 
 LOGGERS = ("tensorboard", "wandb", "trackio")
@@ -23,8 +24,7 @@ class LastConfig:
     """Number of steps whose trajectories are kept; older parts are deleted during the run."""
 
     def __post_init__(self) -> None:
-        if self.steps < 1:
-            raise ConfigError(f"record.keep.steps={self.steps} must be at least 1.")
+        check_numbers(self, "record.keep.", "steps", least=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,10 +38,8 @@ class SampleConfig:
     """Share of the groups to keep, above 0 and at most 1."""
 
     def __post_init__(self) -> None:
-        if not 0 < self.fraction <= 1:
-            raise ConfigError(
-                f"record.keep.fraction={self.fraction} must be above 0 and at most 1."
-            )
+        is_share = 0 < self.fraction <= 1
+        require(self, "record.keep.", fraction=(is_share, "above 0 and at most 1"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,9 +56,7 @@ class RecordConfig:
     def __post_init__(self) -> None:
         unknown = [name for name in self.loggers if name not in LOGGERS]
         if unknown:
-            raise ConfigError(
-                f"record.loggers has {', '.join(map(repr, unknown))}; known are "
-                f"{', '.join(LOGGERS)}. metrics.jsonl is always written and is not listed."
-            )
+            known = ", ".join(LOGGERS)
+            raise ConfigError(f"record.loggers has {unknown[0]!r}; known are {known}.")
         if len(set(self.loggers)) != len(self.loggers):
             raise ConfigError(f"record.loggers={self.loggers} names a logger twice.")

@@ -37,10 +37,8 @@ class JsonlLogger:
         values = {name: encode_number(value) for name, value in row.items()}
         for name, value in values.items():
             if not isinstance(value, int | float) and not isinstance(decode_number(value), float):
-                raise DataError(
-                    f"{self.path}: metric {name!r} must be a number, found {type(value).__name__} "
-                    f"{value!r}."
-                )
+                found = f"{type(value).__name__} {value!r}"
+                raise DataError(f"{self.path}: metric {name!r} must be a number, found {found}.")
         step = values.get("step")
         if not isinstance(step, int) or isinstance(step, bool):
             raise DataError(f"{self.path}: a row needs an integer `step`, found {step!r}.")

@@ -20,11 +20,11 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal
 
 from lockstep.errors import RunError
@@ -53,19 +53,13 @@ _OWN_NAMES = ("config.json", "metrics.jsonl", "trajectories", "checkpoints")
 _PART = re.compile(r"step-(\d{6,})(?:-([A-Za-z0-9_.-]+))?\.parquet")
 _CHECKPOINT = re.compile(r"step-(\d{6,})")
 _SPLIT = re.compile(r"[A-Za-z0-9_.-]+")
-_PACKAGES = (
-    "lockstep-rl",
-    "torch",
-    "numpy",
-    "tokenizers",
-    "safetensors",
-    "pyarrow",
-    "transformers",
-)
+_NOTED = ("lockstep-rl", "torch", "numpy", "tokenizers", "safetensors", "pyarrow", "transformers")
 _THREADS = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "MKL_NUM_THREADS")
 
 
 Status = Literal["done", "interrupted", "stopped"]
+Address = tuple[Path, int]
+"""Place of one stored trajectory: a part, and the index of its row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +89,10 @@ def describe_environment(facts: Mapping[str, Any] | None = None) -> dict[str, An
 
     facts: JSON values that only the caller knows (fingerprint, architecture).
     """
+    versions: dict[str, str] = {}
+    for name in _NOTED:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {
         "started_at": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -109,7 +107,7 @@ def describe_environment(facts: Mapping[str, Any] | None = None) -> dict[str, An
         "working_directory": os.getcwd(),
         "argv": list(sys.argv),
         "git_commit": _git_commit(),
-        "versions": {name: found for name in _PACKAGES if (found := _version(name))},
+        "versions": versions,
         **(facts or {}),
     }
 
@@ -127,13 +125,9 @@ class RunDirectory:
     ...     run.log({"step": 0, "reward/mean": 0.27})
     """
 
-    def __init__(
-        self, path: Path, lock: RunLock, metrics: JsonlLogger, record: RecordConfig
-    ) -> None:
-        self.path = path
-        self.metrics = metrics
-        self._lock = lock
-        self._record = record
+    def __init__(self, path: Path, lock: RunLock, record: RecordConfig) -> None:
+        self.path, self._lock, self._record = path, lock, record
+        self.metrics = JsonlLogger(path / "metrics.jsonl")
 
     @classmethod
     def create(
@@ -151,9 +145,7 @@ class RunDirectory:
         """
         path = Path(path)
         path.mkdir(parents=True, exist_ok=True)
-        lock = RunLock(path / "lock")
-        lock.acquire()
-        try:
+        with _locked(path) as lock:
             found = [name for name in _OWN_NAMES if _holds_something(path / name)]
             if found:
                 raise RunError(
@@ -162,21 +154,11 @@ class RunDirectory:
                 )
             (path / "trajectories").mkdir(exist_ok=True)
             (path / "checkpoints").mkdir(exist_ok=True)
-            write_json(
-                path / "environment.json",
-                {
-                    "format_version": FORMAT_VERSION,
-                    **describe_environment(facts),
-                    "resumes": [],
-                },
-            )
+            environment = {"format_version": FORMAT_VERSION, **describe_environment(facts)}
+            write_json(path / "environment.json", {**environment, "resumes": []})
             # Last, because a directory with a config.json is a run.
             write_json(path / "config.json", dict(config))
-            metrics = JsonlLogger(path / "metrics.jsonl")
-        except BaseException:
-            lock.release()
-            raise
-        return cls(path, lock, metrics, record or RecordConfig())
+            return cls(path, lock, record or RecordConfig())
 
     @classmethod
     def open(
@@ -192,19 +174,14 @@ class RunDirectory:
         """
         path = Path(path)
         _check_is_run(path)
-        lock = RunLock(path / "lock")
-        lock.acquire()
-        try:
-            metrics = JsonlLogger(path / "metrics.jsonl")
+        with _locked(path) as lock:
+            directory = cls(path, lock, record or RecordConfig())
             environment = _read_json(path / "environment.json")
             environment["resumes"].append(describe_environment(facts))
             write_json(path / "environment.json", environment)
             for partial in (path / "trajectories").glob("*.partial"):
                 partial.unlink()
-        except BaseException:
-            lock.release()
-            raise
-        return cls(path, lock, metrics, record or RecordConfig())
+            return directory
 
     def log(self, row: Mapping[str, Any]) -> None:
         """Appends a metrics row; on disk when this returns. See `JsonlLogger.log`."""
@@ -281,13 +258,20 @@ class RunDirectory:
     def __enter__(self) -> RunDirectory:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[RunLock]:
+    """Takes the lock of a run; an error within frees it."""
+    lock = RunLock(path / "lock")
+    lock.acquire()
+    try:
+        yield lock
+    except BaseException:
+        lock.release()
+        raise
 
 
 # ---------------------------------------------------------------------------------------------
@@ -315,18 +299,12 @@ class Run:
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        config = _read_json(self.path / "config.json")
-        config.pop("fault", None)  # a setting of older versions: see `environment`
-        return config
+        return _read_json(self.path / "config.json")
 
     @cached_property
     def environment(self) -> dict[str, Any]:
         """Facts of the first start; `resumes` lists the later ones."""
-        found = _read_json(self.path / "environment.json")
-        if "faults" not in found:
-            fault = _read_json(self.path / "config.json").get("fault")
-            found["faults"] = [fault] if fault else []
-        return found
+        return _read_json(self.path / "environment.json")
 
     @property
     def first_step(self) -> int:
@@ -370,15 +348,12 @@ class Run:
 
     def summaries(
         self, step: int | None = None, *, split: str = TRAIN
-    ) -> Iterator[tuple[TrajectorySummary, TrajectoryAddress]]:
-        """The trajectories' summaries, read without their tokens, each with its address."""
+    ) -> Iterator[tuple[TrajectorySummary, Address]]:
+        """The trajectories' summaries, read without their tokens, each with its address, by which
+        `read_row` finds it."""
         for path in self._selected(step, split):
             for index, summary in enumerate(read_summaries(path)):
-                yield summary, TrajectoryAddress(path, index)
-
-    def read(self, address: TrajectoryAddress) -> TrajectoryRecord:
-        """One trajectory, found by `summaries`."""
-        return read_row(address.path, address.index)
+                yield summary, (path, index)
 
     def find(self, trajectory_id: str) -> TrajectoryRecord:
         """The trajectory of that id, latest step first. Raises RunError if none is stored."""
@@ -393,11 +368,10 @@ class Run:
 
     def checkpoints(self) -> list[Checkpoint]:
         """In order of step. Whether one is whole is the trainer's to check when it loads it."""
-        place = self.path / "checkpoints"
         found = [
             Checkpoint(int(match[1]), entry)
-            for entry in (place.iterdir() if place.is_dir() else ())
-            if entry.is_dir() and (match := _CHECKPOINT.fullmatch(entry.name))
+            for entry in (self.path / "checkpoints").glob("*/")
+            if (match := _CHECKPOINT.fullmatch(entry.name))
         ]
         return sorted(found, key=lambda checkpoint: checkpoint.step)
 
@@ -412,14 +386,6 @@ class Run:
             f"{self.path} holds no {split} trajectories of step {step} (stored: {stored}). "
             "record.keep decides which steps are kept."
         )
-
-
-@dataclass(frozen=True)
-class TrajectoryAddress:
-    """The place of one stored trajectory: a part, and the index of its row."""
-
-    path: Path
-    index: int
 
 
 def load_run(path: str | os.PathLike[str]) -> Run:
@@ -472,25 +438,16 @@ def _part_path(path: Path, step: int, split: str) -> Path:
 
 def _parts(path: Path) -> list[tuple[int, str, Path]]:
     """(step, split, file), by step."""
-    place = path / "trajectories"
-    found = [
+    return sorted(
         (int(match[1]), match[2] or TRAIN, entry)
-        for entry in (place.iterdir() if place.is_dir() else ())
+        for entry in (path / "trajectories").glob("*")
         if (match := _PART.fullmatch(entry.name))
-    ]
-    return sorted(found)
+    )
 
 
 def _is_in_sample(step: int, task_id: str, fraction: float) -> bool:
     digest = hashlib.blake2b(f"{step}/{task_id}".encode(errors="replace"), digest_size=8).digest()
     return int.from_bytes(digest, "big") < fraction * 2**64
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
 
 
 def _cpu_name() -> str:

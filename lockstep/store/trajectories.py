@@ -352,10 +352,9 @@ def _open(path: Path) -> pq.ParquetFile:
         part = pq.ParquetFile(path)
     except (pa.ArrowInvalid, OSError) as error:
         raise DataError(f"{path}: not a readable trajectory part ({error}).") from error
-    version = (part.schema_arrow.metadata or {}).get(b"lockstep.trajectories")
-    if version is None or int(version) > SCHEMA_VERSION:
+    found = (part.schema_arrow.metadata or {}).get(b"lockstep.trajectories", b"none").decode()
+    if found == "none" or int(found) > SCHEMA_VERSION:
         part.close()
-        found = "none" if version is None else version.decode()
         raise DataError(
             f"{path}: its schema version is {found}; this version of Lockstep reads up to "
             f"{SCHEMA_VERSION}. Read it with the version that wrote it."

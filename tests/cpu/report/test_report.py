@@ -40,7 +40,7 @@ def runs(tmp_path_factory):
 def written(runs, tmp_path_factory):
     """(html, document) of a report over all three."""
     out = tmp_path_factory.mktemp("report") / "report.html"
-    assert write_report(runs, out, vocabulary=VOCABULARY) == out
+    assert write_report(runs, out, vocabularies=[VOCABULARY] * len(runs)) == out
     return out.read_text(), json.loads(out.with_suffix(".json").read_text())
 
 
@@ -274,7 +274,7 @@ def test_wrong_arguments_are_named(runs, tmp_path):
     with pytest.raises(RunError, match="at least one run"):
         write_report([], tmp_path / "r.html")
     with pytest.raises(RunError, match="3 runs, but 1 vocabularies"):
-        write_report(runs, tmp_path / "r.html", vocabulary=[VOCABULARY])
+        write_report(runs, tmp_path / "r.html", vocabularies=[VOCABULARY])
 
 
 # -- in a browser -----------------------------------------------------------------------------
@@ -284,7 +284,7 @@ def test_a_browser_draws_the_page_without_an_error_and_runs_no_foreign_script(ru
     browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
     if browser is None:
         pytest.skip("no chromium on this machine to draw the page with")
-    out = write_report(runs, tmp_path / "report.html", vocabulary=VOCABULARY)
+    out = write_report(runs, tmp_path / "report.html", vocabularies=[VOCABULARY] * len(runs))
     shown = subprocess.run(
         [
             browser, "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic",

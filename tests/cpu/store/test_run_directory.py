@@ -16,6 +16,7 @@ from lockstep.errors import ConfigError, DataError, RunError
 from lockstep.store.config import LastConfig, RecordConfig, SampleConfig
 from lockstep.store.metrics import JsonlLogger, read_rows
 from lockstep.store.run import RunDirectory, default_run_path, load_run
+from lockstep.store.trajectories import read_row
 
 CONFIG = {"recipe": "quickstart", "seed": 1, "optimizer": {"lr": 1e-3}}
 
@@ -49,7 +50,7 @@ def test_a_run_is_read_back_as_it_was_written(tmp_path):
     assert environment["fingerprint"] == "f" and environment["architecture"] == "moe"
     assert environment["pid"] == os.getpid() and environment["versions"]["numpy"] == np.__version__
     summary, address = next(run.summaries(1))
-    assert_same(groups(2, 1)[0].trajectories[0], run.read(address).trajectory)
+    assert_same(groups(2, 1)[0].trajectories[0], read_row(*address).trajectory)
     assert run.find(summary.id).step == 2, "the latest of that id"
 
 
