@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import os
 import random
 import re
 import statistics
 import string
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -111,25 +111,21 @@ class JudgeScorer(ScorerConfig):
     def check(self) -> None:
         """Asks the server which models it has."""
         if not self.url or not self.model:
-            raise ConfigError(
-                f"judge: url={self.url!r} model={self.model!r}: give both, "
-                "scorer.url=http://HOST/v1 scorer.model=NAME."
-            )
+            text = f"judge: url={self.url!r} model={self.model!r}: give both"
+            raise ConfigError(f"{text}, scorer.url=http://HOST/v1 scorer.model=NAME.")
         _ = self._texts
         try:
             found = self._client.call_now("/models", seconds=min(30.0, self.timeout_seconds))
+            names = [str(each["id"]) for each in found["data"]]
         except ServerRefusedError as error:
             if error.status in (401, 403):
                 raise
             return  # no such route: many have none
-        listed = found.get("data") if isinstance(found, Mapping) else None
-        if isinstance(listed, list):
-            names = [str(each.get("id")) for each in listed if isinstance(each, Mapping)]
-            if names and self.model not in names:
-                raise ConfigError(
-                    f"judge: {self.url} has no model {self.model!r}; "
-                    f"it has: {', '.join(names[:20])}."
-                )
+        except (LookupError, TypeError):  # or one of another form
+            return
+        if names and self.model not in names:
+            known = ", ".join(names[:20])
+            raise ConfigError(f"judge: {self.url} has no model {self.model!r}; it has: {known}.")
 
     async def score(
         self, task: Task, answer: str | None, dialogue: Sequence[Message]
@@ -139,16 +135,16 @@ class JudgeScorer(ScorerConfig):
         if answer is None:
             return Score(reward=0.0, parts={"judged": 0.0, "answered": 0.0}), {}
         question = self._question(task, answer, dialogue)
-        counters: dict[str, float] = {}
+        counters: Counter[str] = Counter()
         started = time.monotonic()
         grades = await asyncio.gather(
             *(self._grade(question, sample, counters) for sample in range(self.samples))
         )
-        counters["judge/seconds"] = time.monotonic() - started
+        counted: dict[str, float] = {**counters, "judge/seconds": time.monotonic() - started}
         if len(grades) > 1:
-            counters["judge/spread"] = max(grades) - min(grades)
+            counted["judge/spread"] = max(grades) - min(grades)
         reward = statistics.median(grades)
-        return Score(reward=reward, parts={"judged": reward, "answered": 1.0}), counters
+        return Score(reward=reward, parts={"judged": reward, "answered": 1.0}), counted
 
     async def close(self) -> None:
         if "_client" in self.__dict__:
@@ -156,54 +152,46 @@ class JudgeScorer(ScorerConfig):
 
     # -- asking ---------------------------------------------------------------------------------
 
-    async def _grade(self, question: str, sample: int, counters: dict[str, float]) -> float:
+    async def _grade(self, question: str, sample: int, counters: Counter[str]) -> float:
         """Returns one grading, scaled to 0..1. Raises JudgeError if no attempt gave one."""
+        key = (question, sample)
+        if key in self._known:
+            counters["judge/cached"] += 1
+            return self._known[key]
+        asked = {"system": PROTOCOL, "user": question}
         body = {
             "model": self.model,
-            "messages": [
-                {"role": "system", "content": PROTOCOL},
-                {"role": "user", "content": question},
-            ],
+            "messages": [{"role": role, "content": text} for role, text in asked.items()],
             "temperature": self.temperature,
             "max_tokens": self.max_tokens,
         }
-        key = (question, sample)
-        if key in self._known:
-            counters["judge/cached"] = counters.get("judge/cached", 0.0) + 1.0
-            return self._known[key]
         failure: Exception | None = None
         for attempt in range(self.retries + 1):
             if attempt:
-                counters["judge/retries"] = counters.get("judge/retries", 0.0) + 1.0
+                counters["judge/retries"] += 1
                 # Jitter: episodes that failed together must not come back together.
                 pause = min(MAX_PAUSE_SECONDS, self.retry_seconds * 2 ** (attempt - 1))
                 await asyncio.sleep(pause * random.uniform(0.5, 1.0))
-            counters["judge/calls"] = counters.get("judge/calls", 0.0) + 1.0
+            counters["judge/calls"] += 1
             try:
-                async with self._slots():
-                    reply = await self._client.post("/chat/completions", body)
-                grade = self._read(reply)
-            except ServerRefusedError as error:
-                if 400 <= error.status < 500 and error.status not in (408, 409, 429):
-                    raise JudgeError(f"judge: {error}") from error  # it will say so again
-                failure = error
+                reply = await self._client.post("/chat/completions", body)
+                grade = self._known[key] = self._read(reply)
             except (EngineError, JudgeError) as error:
                 failure = error
+                status = error.status if isinstance(error, ServerRefusedError) else 0
+                if 400 <= status < 500 and status not in (408, 409, 429):  # it will say so again
+                    break
             else:
-                self._known[key] = grade
                 return grade
-        raise JudgeError(f"judge: no grading in {self.retries + 1} tries. The last: {failure}")
+        raise JudgeError(f"judge: no grading in {attempt + 1} tries. The last: {failure}")
 
     def _read(self, reply: Any) -> float:
         """Returns the grade of a reply, scaled to 0..1. Raises JudgeError if the reply has none."""
         try:
-            text = reply["choices"][0]["message"]["content"]
+            text = str(reply["choices"][0]["message"]["content"])
         except (LookupError, TypeError):
-            text = None
-        if not isinstance(text, str):
-            raise JudgeError(f"the reply has no text: {json.dumps(reply)[:200]}")
-        grade = grade_in(text)
-        low, high = self.grades
+            raise JudgeError(f"the reply has no text: {json.dumps(reply)[:200]}") from None
+        grade, (low, high) = grade_in(text), self.grades
         if grade is None:
             raise JudgeError(f'the reply has no {{"score": NUMBER}}: ...{text[-200:]!r}')
         if not low <= grade <= high:
@@ -212,11 +200,11 @@ class JudgeScorer(ScorerConfig):
 
     def _question(self, task: Task, answer: str, dialogue: Sequence[Message]) -> str:
         rubric, prompt = self._texts
-        asked = [m for m in dialogue if m.role == "user"]
+        question = next((m.content for m in dialogue if m.role == "user"), "")
         low, high = self.grades
         values = {
             "rubric": rubric,
-            "question": quoted("\n\n".join(m.content for m in asked[:1])),
+            "question": quoted(question),
             "answer": quoted(answer, limit=self.max_answer_chars),
             "reference": quoted("\n".join(accepted_answers(task)) or "(none)"),
             "dialogue": quoted("\n".join(_lines_of(dialogue)), limit=self.max_answer_chars),
@@ -234,39 +222,24 @@ class JudgeScorer(ScorerConfig):
         try:
             names = {name for _, name, _, _ in string.Formatter().parse(prompt) if name is not None}
         except ValueError as error:
-            raise ConfigError(
-                f"judge: the prompt is malformed: {error}. Write {{{{ for {{."
-            ) from None
-        unknown = sorted(names - set(FIELDS))
-        if unknown:
-            raise ConfigError(
-                f"judge: the prompt has the field {unknown[0]!r}; known: {', '.join(FIELDS)}."
-            )
+            text = f"judge: the prompt is malformed: {error}. Write {{{{ for {{."
+            raise ConfigError(text) from None
+        if unknown := sorted(names - set(FIELDS)):
+            known = ", ".join(FIELDS)
+            raise ConfigError(f"judge: the prompt has the field {unknown[0]!r}; known: {known}.")
         if not names & {"answer", "dialogue"}:
             raise ConfigError("judge: the prompt has neither {answer} nor {dialogue} to grade.")
         return rubric, prompt
 
     @cached_property
     def _client(self) -> HttpClient:
-        name = self.api_key_variable
-        if name and not os.environ.get(name):
-            raise ConfigError(f"judge: the environment variable {name} is not set, or empty.")
         return HttpClient(
             self.url.rstrip("/"),
             name="judge",
             request_seconds=self.timeout_seconds,
-            api_key_env=name,
+            api_key_env=self.api_key_variable,
+            max_connections=self.max_in_flight,
         )
-
-    @cached_property
-    def _slots_by_loop(self) -> dict[asyncio.AbstractEventLoop, asyncio.Semaphore]:
-        return {}
-
-    def _slots(self) -> asyncio.Semaphore:
-        loop = asyncio.get_running_loop()
-        for other in [each for each in self._slots_by_loop if each.is_closed()]:
-            del self._slots_by_loop[other]
-        return self._slots_by_loop.setdefault(loop, asyncio.Semaphore(self.max_in_flight))
 
     @cached_property
     def _known(self) -> dict[tuple[str, int], float]:

@@ -48,8 +48,8 @@ class HttpClient:
     """Requests to one server, from any event loop: each that asks has a session of its own.
 
     name: of the engine, for messages. how_started: command that starts such a server, for messages.
-    request_seconds: time without a byte after which the server counts as frozen. The number of
-    connections is not limited: a server queues better than a client.
+    request_seconds: time without a byte after which the server counts as frozen. max_connections:
+    0 has no limit, because a server queues better than a client.
     """
 
     def __init__(
@@ -60,16 +60,17 @@ class HttpClient:
         request_seconds: float = 600.0,
         api_key_env: str = "",
         how_started: str = "",
+        max_connections: int = 0,
     ) -> None:
         self.url, self.name, self.request_seconds = url, name, request_seconds
-        self._how_started = how_started
+        self._how_started, self._limit = how_started, max_connections
         self._headers: dict[str, str] = {}
         if api_key_env:
             key = os.environ.get(api_key_env)
             if not key:
                 raise ConfigError(
-                    f"engine.api_key_env={api_key_env}: the environment has no such variable, or "
-                    "an empty one. Set it to the key of the server."
+                    f"the environment variable {api_key_env} is not set, or empty. Set it to the "
+                    f"key of the server {url}."
                 )
             self._headers["Authorization"] = f"Bearer {key}"
         self._sessions: dict[asyncio.AbstractEventLoop, Any] = {}
@@ -176,7 +177,7 @@ class HttpClient:
                 ) from None
             await self._forget_ended_loops()
             session = self._sessions[loop] = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_SECONDS),
+                connector=aiohttp.TCPConnector(limit=self._limit, keepalive_timeout=KEEP_SECONDS),
                 timeout=aiohttp.ClientTimeout(
                     total=None, sock_connect=CONNECT_SECONDS, sock_read=self.request_seconds
                 ),
