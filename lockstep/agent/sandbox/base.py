@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, get_args
 
 from lockstep.config import check_numbers
 
@@ -61,32 +61,6 @@ class ProgramResult:
     and `sandbox/truncated`."""
 
 
-class Sandbox(Protocol):
-    """Runs untrusted programs. Never raises for what a program does.
-
-    One sandbox serves all episodes of a run. It starts with the first program, runs as many at a
-    time as it has places, and queues the others. It may be used from one event loop after another.
-    """
-
-    @property
-    def dialect(self) -> str:
-        """One or two sentences about this Python, for the description of a tool."""
-        ...
-
-    async def run(self, code: str, *, session: str = "") -> ProgramResult:
-        """Runs `code`. Programs of one `session` run in order and share their variables; without a
-        session, each program starts from nothing."""
-        ...
-
-    async def end_session(self, session: str) -> None:
-        """Forgets the variables of a session. Unknown sessions are ignored."""
-        ...
-
-    async def close(self) -> None:
-        """Ends everything. Running programs end as crashed."""
-        ...
-
-
 @dataclass(frozen=True, kw_only=True)
 class SandboxConfig:
     """Base of the settings of a sandbox. A subclass is a choice of the setting `sandbox`, by its
@@ -107,13 +81,16 @@ class SandboxConfig:
         raise NotImplementedError
 
 
-class QueuedSandbox:
-    """Base of the sandboxes: queues programs, and keeps the order within a session.
+class Sandbox:
+    """Runs untrusted programs. Never raises for what a program does.
 
+    One sandbox serves all episodes of a run. It starts with the first program, runs as many at a
+    time as it has places, and queues the others. It may be used from one event loop after another.
     Subclasses give `_run`, `_forget` and `_end`.
     """
 
     dialect = "Python."
+    """One or two sentences about this Python, for the description of a tool."""
 
     def __init__(self, config: SandboxConfig) -> None:
         self._limits, self._num_workers = config.limits, config.workers
@@ -124,6 +101,8 @@ class QueuedSandbox:
         self._is_closing = False
 
     async def run(self, code: str, *, session: str = "") -> ProgramResult:
+        """Runs `code`. Programs of one `session` run in order and share their variables; without a
+        session, each program starts from nothing."""
         if problem := unreadable(code):
             return self._result("", "error", problem)
         self._join_loop()
@@ -138,10 +117,12 @@ class QueuedSandbox:
             return self._result("", "crashed", "error: the sandbox was closed")
 
     async def end_session(self, session: str) -> None:
+        """Forgets the variables of a session. Unknown sessions are ignored."""
         await self._forget(session)
         self._turns.pop(session, None)
 
     async def close(self) -> None:
+        """Ends everything. Running programs end as crashed."""
         self._join_loop()
         self._is_closing = True
         try:
@@ -185,10 +166,18 @@ class QueuedSandbox:
             self._running = set()
             self._leave_loop()
 
+    def _error_of(self, ending: Ending) -> str:
+        """The model's text for a program that met a limit."""
+        limits = self._limits
+        return {
+            "timeout": f"TimeoutError: the program was ended after {limits.seconds:g} s",
+            "memory": f"MemoryError: the program may fill {limits.memory_mib} MiB",
+        }.get(ending, "")
+
     def _result(
         self, printed: str, ending: Ending, error: str = "", **fields: Any
     ) -> ProgramResult:
-        limit = self._limits.output_chars
+        error, limit = error or self._error_of(ending), self._limits.output_chars
         return result_of(printed, ending=ending, error=error, limit=limit, **fields)
 
 
@@ -243,21 +232,10 @@ def unreadable(code: str) -> str:
     """Why no sandbox takes `code`, in Python's words; "" if they do."""
     if len(code) > MAX_CODE_CHARS:
         return f"SyntaxError: the program has {len(code)} characters; at most {MAX_CODE_CHARS}"
-    if not code.isascii():
-        try:
-            code.encode()
-        except UnicodeEncodeError as error:
-            return f"SyntaxError: character {error.start} of the program is half a character"
+    try:
+        code.encode()
+    except UnicodeEncodeError as error:
+        return f"SyntaxError: character {error.start} of the program is half a character"
     if "\0" in code:
         return "SyntaxError: source code cannot contain null bytes"
     return ""
-
-
-def timed_out(limits: SandboxLimits) -> str:
-    """The model's text for a program that took too long."""
-    return f"TimeoutError: the program was ended after {limits.seconds:g} s"
-
-
-def out_of_memory(limits: SandboxLimits) -> str:
-    """The model's text for a program that took too much memory."""
-    return f"MemoryError: the program may fill {limits.memory_mib} MiB"

@@ -14,19 +14,16 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
-from lockstep.agent.sandbox.base import Sandbox
 from lockstep.agent.sandbox.process import (
     Launch,
-    ProcessSandbox,
     _ProcessConfig,
-    inside_source,
-    order_of,
+    inside_arguments,
 )
 from lockstep.agent.sandbox.seccomp import TABLES, filter_program
 from lockstep.errors import ConfigError
@@ -54,18 +51,34 @@ class BubblewrapConfig(_ProcessConfig):
         if self.limits.processes > 1 and os.geteuid() == 0:
             raise ConfigError(
                 f"sandbox.limits.processes={self.limits.processes}: the kernel does not count the "
-                "processes of root, so a program could start any number. Run as another user, or "
-                "leave it at 1."
+                "processes of root. Run as another user, or leave it at 1."
             )
 
-    def check(self) -> None:
-        require_bwrap(self.command)
+    @property
+    def dialect(self) -> str:
+        no_more = "" if self.limits.processes > 1 else "Threads and subprocesses are not allowed. "
+        return f"CPython with its standard library. {no_more}No network; files only in /tmp."
+
+    def prepare(self) -> Callable[[], Launch]:
+        bwrap = require_bwrap(self.command)
         for folder in self.packages:
             if not os.path.isdir(folder):
                 raise ConfigError(f"sandbox.packages: {folder!r} is not a folder.")
+        return partial(self._launch, bwrap, python_binds(self.packages))
 
-    def open(self) -> Sandbox:
-        return BubblewrapSandbox(self)
+    def _launch(self, bwrap: str, binds: Sequence[str]) -> Launch:
+        reading, writing = os.pipe()  # holds a whole filter
+        os.write(writing, filter_program(allow_processes=self.limits.processes > 1))
+        os.close(writing)
+        argv = bwrap_argv(
+            bwrap,
+            binds,
+            num_packages=len(self.packages),
+            disk_mib=self.disk_mib,
+            seccomp_fd=reading,
+        )
+        argv += ["-S", "-s", *inside_arguments(self, has_group=False)]
+        return Launch(argv=argv, pass_fds=(reading,))
 
 
 def require_bwrap(command: str) -> str:
@@ -83,10 +96,8 @@ def require_bwrap(command: str) -> str:
     said = subprocess.run([found, "--version"], capture_output=True, text=True, check=False).stdout
     version = tuple(int(part) for part in re.findall(r"\d+", said)[:2])
     if version < MIN_VERSION:
-        raise ConfigError(
-            f"sandbox.command: {found} says {said.strip()!r}; bubblewrap "
-            f"{'.'.join(map(str, MIN_VERSION))} or newer is needed, to bound what is written."
-        )
+        needed = "bubblewrap 0.7 or newer is needed, to bound what is written"
+        raise ConfigError(f"sandbox.command: {found} says {said.strip()!r}; {needed}.")
     probe = [found, "--unshare-all", "--ro-bind", "/", "/", "--", "/bin/true"]
     done = subprocess.run(
         probe, capture_output=True, text=True, timeout=PROBE_SECONDS, check=False, env={}
@@ -95,8 +106,7 @@ def require_bwrap(command: str) -> str:
         raise ConfigError(
             f"sandbox=bwrap: {found} cannot isolate a process here: {done.stderr.strip()[:500]} "
             "Most likely the host forbids namespaces to users (sysctl "
-            "kernel.unprivileged_userns_clone, kernel.apparmor_restrict_unprivileged_userns, or a "
-            "container's own filter). Allow them, or use sandbox=monty."
+            "kernel.unprivileged_userns_clone). Allow them, or use sandbox=monty."
         )
     return found
 
@@ -176,41 +186,3 @@ def bwrap_argv(
     for name, value in variables.items():
         argv += ["--setenv", name, value]
     return [*argv, "--seccomp", str(seccomp_fd), "--chdir", "/tmp", "--", "/python/bin/python"]
-
-
-class BubblewrapSandbox(ProcessSandbox):
-    """See `BubblewrapConfig`."""
-
-    def __init__(self, config: BubblewrapConfig) -> None:
-        no_more = (
-            "Threads and subprocesses are not allowed. " if config.limits.processes == 1 else ""
-        )
-        super().__init__(
-            config,
-            dialect=f"CPython with its standard library. {no_more}No network; files only in /tmp.",
-        )
-        self._config = config
-
-    @cached_property
-    def _found(self) -> tuple[str, list[str]]:
-        return require_bwrap(self._config.command), python_binds(self._config.packages)
-
-    def _prepare(self) -> None:
-        _ = self._found
-
-    def _launch(self) -> Launch:
-        config = self._config
-        reading, writing = os.pipe()  # holds a whole filter
-        os.write(writing, filter_program(allow_processes=config.limits.processes > 1))
-        os.close(writing)
-        bwrap, binds = self._found
-        argv = bwrap_argv(
-            bwrap,
-            binds,
-            num_packages=len(config.packages),
-            disk_mib=config.disk_mib,
-            seccomp_fd=reading,
-        )
-        order = order_of(config.limits, disk_mib=config.disk_mib, has_group=False)
-        argv += ["-S", "-s", "-c", inside_source(), order]
-        return Launch(argv=argv, pass_fds=(reading,))

@@ -10,16 +10,14 @@ import os
 import secrets
 import shutil
 import subprocess
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
-from lockstep.agent.sandbox.base import Sandbox
 from lockstep.agent.sandbox.process import (
     Launch,
-    ProcessSandbox,
     _ProcessConfig,
-    inside_source,
-    order_of,
+    inside_arguments,
 )
 from lockstep.config import check_numbers
 from lockstep.errors import ConfigError
@@ -57,20 +55,29 @@ class ContainerConfig(_ProcessConfig):
                 raise ConfigError(f"sandbox.{name}={value!r} must be a name, and no option.")
         check_numbers(self, "sandbox.", "cpus")
 
-    def check(self) -> None:
+    def prepare(self) -> Callable[[], Launch]:
         require_image(self.command, self.image)
+        arguments = ["-s", "-B", *inside_arguments(self, has_group=True)]
 
-    def open(self) -> Sandbox:
-        return ContainerSandbox(self)
+        def launch() -> Launch:
+            name = f"lockstep-{secrets.token_hex(8)}"
+            return Launch(
+                argv=[*container_argv(self, name), *arguments],
+                # Killing the command leaves the container running.
+                kill_argv=[self.command, "rm", "--force", name],
+                env=dict(os.environ),  # of the command; the container's is in argv
+            )
+
+        return launch
 
 
 def require_image(command: str, image: str) -> None:
     """Raises ConfigError if `command` is missing, its server is down, or it lacks `image`."""
     found = shutil.which(command)
     if found is None:
-        raise ConfigError(
-            f"sandbox.command={command!r} is not found. Install docker or podman, or give its path."
-        )
+        text = f"sandbox.command={command!r} is not found. Install docker or podman"
+        raise ConfigError(f"{text}, or give its path.")
+    asked = f"`{command} image inspect {image}`"
     try:
         done = subprocess.run(
             [found, "image", "inspect", image],
@@ -80,15 +87,11 @@ def require_image(command: str, image: str) -> None:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        raise ConfigError(
-            f"sandbox=container: `{command} image inspect {image}` does not answer in "
-            f"{ASK_SECONDS:g} s. Is its server well?"
-        ) from None
+        text = f"sandbox=container: {asked} does not answer in {ASK_SECONDS:g} s."
+        raise ConfigError(f"{text} Is its server well?") from None
     if done.returncode != 0:
-        raise ConfigError(
-            f"sandbox=container: `{command} image inspect {image}` fails: "
-            f"{done.stderr.strip()[:500]} If the image is missing: {command} pull {image}"
-        )
+        text = f"sandbox=container: {asked} fails: {done.stderr.strip()[:500]}"
+        raise ConfigError(f"{text} If the image is missing: {command} pull {image}")
 
 
 def container_argv(config: ContainerConfig, name: str) -> list[str]:
@@ -107,26 +110,3 @@ def container_argv(config: ContainerConfig, name: str) -> list[str]:
     if config.runtime:
         argv += ["--runtime", config.runtime]
     return [*argv, config.image]
-
-
-class ContainerSandbox(ProcessSandbox):
-    """See `ContainerConfig`."""
-
-    def __init__(self, config: ContainerConfig) -> None:
-        dialect = "CPython with its standard library. No network; files only in /tmp."
-        super().__init__(config, dialect=dialect)
-        self._config = config
-
-    def _prepare(self) -> None:
-        require_image(self._config.command, self._config.image)
-
-    def _launch(self) -> Launch:
-        config = self._config
-        name = f"lockstep-{secrets.token_hex(8)}"
-        order = order_of(config.limits, disk_mib=config.disk_mib, has_group=True)
-        return Launch(
-            argv=[*container_argv(config, name), "-s", "-B", "-c", inside_source(), order],
-            # Killing the command leaves the container running.
-            kill_argv=[config.command, "rm", "--force", name],
-            env=dict(os.environ),  # of the command; the container's is in argv
-        )

@@ -25,11 +25,8 @@ from lockstep.agent.sandbox.base import (
     CUT,
     Ending,
     ProgramResult,
-    QueuedSandbox,
     Sandbox,
     SandboxConfig,
-    out_of_memory,
-    timed_out,
 )
 from lockstep.config import check_numbers, require
 from lockstep.errors import MissingExtraError, SandboxError
@@ -111,7 +108,7 @@ class MontyConfig(SandboxConfig):
         return MontySandbox(self)
 
 
-class MontySandbox(QueuedSandbox):
+class MontySandbox(Sandbox):
     """Programs in a pool of `workers` interpreters. See `MontyConfig`."""
 
     dialect = DIALECT
@@ -163,10 +160,9 @@ class MontySandbox(QueuedSandbox):
                 await feed.feed_run("None")
             return opened
         except (OSError, RuntimeError, self._monty.MontyError) as error:
-            raise SandboxError(
-                f"sandbox=monty does not start: {error}. Its processes are started by a script in "
-                f"{tempfile.gettempdir()}: may programs run from there? TMPDIR names another place."
-            ) from error
+            text = f"sandbox=monty does not start: {error}. May programs run from "
+            text += f"{tempfile.gettempdir()}? TMPDIR names another place."
+            raise SandboxError(text) from error
 
     def _worker_script(self) -> str:
         """Path of a script that starts an interpreter without our environment, with kernel limits
@@ -212,12 +208,13 @@ class MontySandbox(QueuedSandbox):
                         result = await self._keep(feed, session, result)
                     return result
         except TimeoutError:
-            return self._timed("", "timeout", timed_out(self._limits), began)
+            return self._timed("", "timeout", "", began)
         except monty.MontyCrashedError as error:
             # A timeout that the interpreter did not notice is a timeout to the model, not a crash.
             late = error.timed_out or time.monotonic() - began >= self._limits.seconds
-            text = timed_out(self._limits) if late else "error: the sandbox crashed"
-            return self._timed("", "timeout" if late else "crashed", text, began)
+            if late:
+                return self._timed("", "timeout", "", began)
+            return self._timed("", "crashed", "error: the sandbox crashed", began)
         except monty.MontyError as error:
             text = error.display("type-msg") if hasattr(error, "display") else str(error)
             return self._timed("", "crashed", f"error: the sandbox failed: {text}", began)
@@ -273,13 +270,13 @@ class MontySandbox(QueuedSandbox):
     def _failure(self, printed: str, error: Any, asked: list[str], began: float) -> ProgramResult:
         kind, _, text = error.display("type-msg").partition(":")
         if kind == "TimeoutError" and "time limit exceeded" in text:
-            return self._timed(printed, "timeout", timed_out(self._limits), began)
+            return self._timed(printed, "timeout", "", began)
         if kind == "MemoryError" and text.endswith(f"> {self._max_printed_bytes} bytes"):
             if time.monotonic() - began >= self._limits.seconds:  # it hides the other error
-                return self._timed(printed, "timeout", timed_out(self._limits), began)
+                return self._timed(printed, "timeout", "", began)
             return self._timed(printed, "ok", "", began)
         if kind == "MemoryError":
-            return self._timed(printed, "memory", out_of_memory(self._limits), began)
+            return self._timed(printed, "memory", "", began)
         missing = text.strip().removeprefix("No module named ").strip("'")
         is_refused = (
             (kind == "PermissionError" and bool(asked))

@@ -17,7 +17,7 @@ import secrets
 import signal
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,11 +26,9 @@ from lockstep.agent.sandbox.base import (
     MAX_ERROR_CHARS,
     Ending,
     ProgramResult,
-    QueuedSandbox,
+    Sandbox,
     SandboxConfig,
     SandboxLimits,
-    out_of_memory,
-    timed_out,
 )
 from lockstep.config import check_numbers
 from lockstep.errors import SandboxError
@@ -66,10 +64,21 @@ class _ProcessConfig(SandboxConfig):
         super().__post_init__()
         check_numbers(self, "sandbox.", "disk_mib", "max_sessions", least=1)
 
+    @property
+    def dialect(self) -> str:
+        """See `Sandbox.dialect`."""
+        return "CPython with its standard library. No network; files only in /tmp."
 
-def inside_source() -> str:
-    """Source of `inside.py`."""
-    return importlib.resources.files("lockstep.agent.sandbox").joinpath("inside.py").read_text()
+    def prepare(self) -> Callable[[], Launch]:
+        """Looks for all that is needed. Returns a function that gives the command of the next
+        process. Raises ConfigError for what is missing."""
+        raise NotImplementedError
+
+    def check(self) -> None:
+        self.prepare()
+
+    def open(self) -> Sandbox:
+        return ProcessSandbox(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,13 +93,15 @@ class Launch:
     env: dict[str, str] = field(default_factory=dict[str, str])
 
 
-def order_of(limits: SandboxLimits, *, disk_mib: int, has_group: bool) -> str:
-    """First argument of `inside.py`, as JSON. has_group: a control group bounds memory and
-    processes; otherwise limits on the address space and on the user's processes do."""
+def inside_arguments(config: _ProcessConfig, *, has_group: bool) -> list[str]:
+    """Arguments of the Python inside: the program `inside.py` and its orders. has_group: a control
+    group bounds memory and processes; otherwise limits on the address space and on the user's
+    processes do."""
+    limits = config.limits
     rlimits = {
         "CORE": 0,
         "CPU": 100 * math.ceil(limits.seconds) + 1,  # of a session; wall time ends programs
-        "FSIZE": disk_mib << 20,
+        "FSIZE": config.disk_mib << 20,
         "MEMLOCK": 0,
         "MSGQUEUE": 0,
         "NOFILE": 64,
@@ -99,7 +110,13 @@ def order_of(limits: SandboxLimits, *, disk_mib: int, has_group: bool) -> str:
         rlimits["AS"] = (limits.memory_mib + INTERPRETER_MIB) << 20
         # One more, for the process that waits for it in the same namespace.
         rlimits["NPROC"] = limits.processes + 1
-    return json.dumps({"limits": rlimits, "output_bytes": 4 * limits.output_chars + 1})
+    source = importlib.resources.files("lockstep.agent.sandbox").joinpath("inside.py").read_text()
+    order = {"limits": rlimits, "output_bytes": max_printed_bytes(limits)}
+    return ["-c", source, json.dumps(order)]
+
+
+def max_printed_bytes(limits: SandboxLimits) -> int:
+    return 4 * limits.output_chars + 1
 
 
 class Worker:
@@ -156,9 +173,7 @@ class Worker:
     def is_alive(self) -> bool:
         return self._process.returncode is None and not self._reading.done()
 
-    async def run(
-        self, code: str, limits: SandboxLimits, *, is_last: bool
-    ) -> tuple[Ending, str, str]:
+    async def run(self, code: str, *, seconds: float, is_last: bool) -> tuple[Ending, str, str]:
         """Runs one program. Returns (ending, printed text, error). After any ending but ok, error
         and refused the process must not be used again."""
         self._mark = secrets.token_hex(8).encode()
@@ -168,7 +183,7 @@ class Worker:
         report: dict[str, Any] | None = {}
         is_late = False
         try:
-            async with asyncio.timeout(limits.seconds):
+            async with asyncio.timeout(seconds):
                 with contextlib.suppress(OSError):  # it died: there will be no report
                     assert self._process.stdin is not None
                     self._process.stdin.write(json.dumps(request).encode() + b"\n")
@@ -186,29 +201,15 @@ class Worker:
             await self._gone()
         printed = bytes(self._printed).partition(b"\0END " + self._mark)[0]
         text = printed.decode("utf-8", "replace")
-        if is_late:
-            return "timeout", text, timed_out(limits)
-        if self._is_flooded:
-            return "output", text, ""
+        if is_late or self._is_flooded:
+            return "timeout" if is_late else "output", text, ""
         if report is None:
-            return self._end_without_report(limits, text)
+            ending, error = _end_of(self._process.returncode or 0)
+            return ending, text, error
         ending, error = report.get("ending"), report.get("error")
         if ending not in ENDINGS or not isinstance(error, str):
             return "crashed", text, "error: the sandbox gave a malformed answer"
-        return ending, text, out_of_memory(limits) if ending == "memory" else error
-
-    def _end_without_report(self, limits: SandboxLimits, text: str) -> tuple[Ending, str, str]:
-        status = self._process.returncode
-        number = -status if status is not None and status < 0 else (status or 0) - 128
-        try:
-            name = signal.Signals(number).name
-        except ValueError:
-            return "error", text, f"SystemExit: the program ended itself with status {status}"
-        if name == "SIGXCPU":
-            return "timeout", text, timed_out(limits)
-        if name == "SIGKILL":  # within its time, only the kernel kills it
-            return "memory", text, out_of_memory(limits)
-        return "crashed", text, f"error: the interpreter was ended by {name}"
+        return ending, text, "" if ending == "memory" else error
 
     async def end(self) -> None:
         """Kills it with everything that it started. Returns when it is gone."""
@@ -263,14 +264,28 @@ class Worker:
                 self.kill()
 
 
-class ProcessSandbox(QueuedSandbox):
-    """Isolated processes, `workers` at a time. Subclasses give `_prepare` and `_launch`."""
+def _end_of(status: int) -> tuple[Ending, str]:
+    """(ending, error) of an interpreter that ended without a report."""
+    number = -status if status < 0 else status - 128
+    try:
+        name = signal.Signals(number).name
+    except ValueError:
+        return "error", f"SystemExit: the program ended itself with status {status}"
+    # Within its time, only the kernel kills it.
+    known: dict[str, Ending] = {"SIGXCPU": "timeout", "SIGKILL": "memory"}
+    if ending := known.get(name):
+        return ending, ""
+    return "crashed", f"error: the interpreter was ended by {name}"
 
-    def __init__(self, config: _ProcessConfig, *, dialect: str) -> None:
+
+class ProcessSandbox(Sandbox):
+    """Isolated processes, `workers` at a time."""
+
+    def __init__(self, config: _ProcessConfig) -> None:
         super().__init__(config)
-        self.dialect = dialect
-        self._max_sessions = config.max_sessions
-        self._is_prepared = False
+        self.dialect, self._config = config.dialect, config
+        self._launch: Callable[[], Launch] | None = None
+        """None until everything that is needed was found."""
         self._ready: list[asyncio.Task[Worker]] = []
         """Processes that are starting, or wait for their only program."""
         self._sessions: OrderedDict[str, Worker] = OrderedDict()
@@ -278,15 +293,6 @@ class ProcessSandbox(QueuedSandbox):
         self._lost: set[str] = set()
         """Sessions whose process was ended, until their next program is told."""
         self._ending: set[asyncio.Task[None]] = set()
-
-    def _prepare(self) -> None:
-        """Looks once, in a thread, for all that is needed. Raises ConfigError for what is
-        missing."""
-        raise NotImplementedError
-
-    def _launch(self) -> Launch:
-        """Command for the next process."""
-        raise NotImplementedError
 
     async def _forget(self, session: str) -> None:
         self._lost.discard(session)
@@ -315,7 +321,9 @@ class ProcessSandbox(QueuedSandbox):
         is_kept = False
         began = time.monotonic()
         try:
-            ending, printed, error = await worker.run(code, self._limits, is_last=not session)
+            ending, printed, error = await worker.run(
+                code, seconds=self._limits.seconds, is_last=not session
+            )
             seconds = time.monotonic() - began
             is_kept = bool(session) and ending in ("ok", "error", "refused") and worker.is_alive
         finally:
@@ -324,18 +332,13 @@ class ProcessSandbox(QueuedSandbox):
             else:
                 self._end_later(worker)
         if session and not is_kept:
-            error = f"{error}\n{GONE}".strip()
-        return self._result(
-            GONE * is_told + printed,
-            ending,
-            error,
-            is_truncated=ending == "output",
-            seconds=seconds,
-        )
+            error = f"{error or self._error_of(ending)}\n{GONE}".strip()
+        printed, is_truncated = GONE * is_told + printed, ending == "output"
+        return self._result(printed, ending, error, is_truncated=is_truncated, seconds=seconds)
 
     def _keep(self, session: str, worker: Worker) -> None:
         self._sessions[session] = worker
-        while len(self._sessions) > self._max_sessions:
+        while len(self._sessions) > self._config.max_sessions:
             oldest, ended = self._sessions.popitem(last=False)
             self._lost.add(oldest)
             self._end_later(ended)
@@ -349,12 +352,12 @@ class ProcessSandbox(QueuedSandbox):
 
     async def _take(self) -> Worker:
         """A process that has run nothing. Starts others for the programs to come."""
-        if not self._is_prepared:
-            await asyncio.to_thread(self._prepare)
-            self._is_prepared = True
+        if self._launch is None:
+            self._launch = await asyncio.to_thread(self._config.prepare)
         while True:
             while len(self._ready) <= self._num_workers:
-                starting = Worker.start(self._launch(), max_bytes=4 * self._limits.output_chars + 1)
+                max_bytes = max_printed_bytes(self._limits)
+                starting = Worker.start(self._launch(), max_bytes=max_bytes)
                 self._ready.append(asyncio.ensure_future(starting))
             start = self._ready.pop(0)
             try:

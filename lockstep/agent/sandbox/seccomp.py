@@ -11,7 +11,7 @@ import platform
 import struct
 from typing import NamedTuple
 
-_DENIED: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
+_DENIED: dict[str, tuple[tuple[int, ...], ...]] = {
     "socket": ((41,), (198,)),
     "memfd_create: memory in no one's address space": ((319,), (279,)),
     "shm": ((29, 30, 31), (194, 195, 196, 197)),
