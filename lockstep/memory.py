@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Literal
@@ -41,19 +42,27 @@ LEAST_EXPERT_CHUNK = 1024  # models.experts.LEAST_CHUNK
 
 PROCESS = "process"
 
-FEWER_TOKENS = "a smaller trainer.max_tokens_per_microbatch"
-
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
+Parts = Mapping[str, int]
+"""Use of memory -> bytes, largest first."""
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """One use of memory."""
-
-    name: str
-    num_bytes: int
-    lowered_by: str = ""
-    """Settings that make it smaller, in words."""
+_FEWER_TOKENS = "a smaller trainer.max_tokens_per_microbatch"
+LOWERED_BY = {
+    "weights": "dtype=bfloat16",
+    "float32 masters": "lora, trainer.freeze or trainer.offload=optimizer",
+    "AdamW moments": "lora, trainer.freeze or trainer.offload=optimizer",
+    "gradients": "lora or trainer.freeze",
+    "reference policy": "objective.kl_coef=0 or lora",
+    "KV cache": "a smaller engine.kv_cache_tokens",
+    "engines in processes of their own": "fewer engine.replicas",
+    "packed weights of the contract": "contract=none",
+    "the engine's copy of the weights": "parallel.shard=false",
+    "activations": f"trainer.recompute=blocks or {_FEWER_TOKENS}",
+    "one block at work": _FEWER_TOKENS,
+    "log-prob head": _FEWER_TOKENS,
+}
+"""Use of memory -> the settings that make it smaller."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,26 +70,26 @@ class MemoryPlan:
     """The predicted peak of one process and its device."""
 
     device: Device
-    parts: tuple[Part, ...]
-    """Everything in the device's memory at the peak, largest first."""
+    parts: Parts
+    """Everything in the device's memory at the peak."""
     num_ranks: int = 1
-    host_parts: tuple[Part, ...] = ()
+    host_parts: Parts = field(default_factory=dict[str, int])
     """Parts in the host's memory, with trainer.offload."""
 
     @property
     def num_bytes(self) -> int:
-        return _total(self.parts)
+        return sum(self.parts.values())
 
     @property
     def host_bytes(self) -> int:
-        return _total(self.host_parts)
+        return sum(self.host_parts.values())
 
     def describe(self, available: int | None = None) -> str:
         """One line: the peak, and the parts that are at least a twentieth of it. available: bytes
         of the device, if known."""
-        shown = [p for p in self.parts if p.num_bytes * 20 >= self.num_bytes]
-        rest = self.num_bytes - _total(shown)
-        texts = [f"{p.name} {_gib(p.num_bytes)}" for p in shown]
+        shown = {name: n for name, n in self.parts.items() if n * 20 >= self.num_bytes}
+        rest = self.num_bytes - sum(shown.values())
+        texts = [f"{name} {_gib(n)}" for name, n in shown.items()]
         texts += [f"others {_gib(rest)}"] if rest else []
         where = " of the GPU" if self.device == "cuda" else ""
         there = "" if available is None else f" ({_gib(available)} are there)"
@@ -91,32 +100,25 @@ class MemoryPlan:
             f"{', '.join(texts)}{host}"
         )
 
-    def check(self, num_bytes: int, source: str) -> None:
-        """Raises ConfigError if the plan does not fit into `num_bytes` of the device. source: the
-        origin of that number."""
-        if self.num_bytes <= num_bytes:
+    def check(self, num_bytes: int, source: str, *, is_host: bool = False) -> None:
+        """Raises ConfigError if the plan does not fit into `num_bytes` of the device, or its parts
+        in the host's memory into so much of that. source: the origin of the number."""
+        parts = self.host_parts if is_host else self.parts
+        if sum(parts.values()) <= num_bytes:
             return
         who = "this run" if self.num_ranks == 1 else f"each of {self.num_ranks} processes"
-        chosen = [part for part in self.parts if part.name != PROCESS]
         largest = [
-            f"{part.name} {_gib(part.num_bytes)} GiB"
-            + (f" (less with {part.lowered_by})" if part.lowered_by else "")
-            for part in chosen[:3]
+            f"{name} {_gib(n)} GiB" + (f" (less with {less})" if less else "")
+            for name, n in parts.items()
+            if name != PROCESS
+            for less in [LOWERED_BY.get(name, "")]
         ]
         raise ConfigError(
-            f"{who} is predicted to need {_gib(self.num_bytes)} GiB at its peak, and "
-            f"there are {_gib(num_bytes)} GiB ({source}). The largest parts: "
-            f"{'; '.join(largest)}. If the prediction is wrong for you, memory_limit_gib=N "
-            "replaces what it is compared with."
+            f"{who} is predicted to need {_gib(sum(parts.values()))} GiB"
+            f"{' of the host' if is_host else ''} at its peak, and there are {_gib(num_bytes)} GiB "
+            f"({source}). The largest parts: {'; '.join(largest[:3])}. If the prediction is wrong "
+            "for you, memory_limit_gib=N replaces what it is compared with."
         )
-
-    def check_host(self, num_bytes: int, source: str) -> None:
-        """The same for the parts that trainer.offload moves to the host."""
-        if self.host_bytes > num_bytes:
-            raise ConfigError(
-                f"trainer.offload is predicted to need {_gib(self.host_bytes)} GiB of the host, "
-                f"which has {_gib(num_bytes)} ({source}). lora or trainer.freeze need less."
-            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,58 +223,51 @@ def plan_run(
 def plan_memory(facts: PlanFacts) -> MemoryPlan:
     """The prediction itself."""
     shapes, engine = decoder_shapes(facts.model), facts.engine
-    device = [Part(PROCESS, PROCESS_BYTES[facts.device]), *_policy(facts, shapes)]
-    host: list[Part] = []
+    device, host = {PROCESS: PROCESS_BYTES[facts.device]}, dict[str, int]()
+    # The table of rotations: two numbers of head width per position, float32.
+    rotations = 8 * facts.model.max_positions * facts.model.head_dim
+    adapter = adapter_shapes(facts.lora) if facts.lora else {}
+    device["weights"] = facts.weight_bytes(shapes | adapter) + rotations
     _add_optimizer(facts, facts.trained(), "", device, host)
     if facts.critic is not None:
         critic = decoder_shapes(replace(facts.critic, tie_embeddings=True))
-        device.append(Part("critic's weights", facts.weight_bytes(critic)))
+        device["critic's weights"] = facts.weight_bytes(critic)
         trained = _unfrozen(critic, facts.critic_freeze, prefix="body.")
         _add_optimizer(facts, trained, "critic's ", device, host)
     whole = num_elements(shapes) * facts.a
     if facts.has_reference and facts.lora is None:
-        less = "objective.kl_coef=0 or lora"
-        device.append(Part("reference policy", facts.sharded(whole), less))
+        device["reference policy"] = facts.sharded(whole)
     if engine is not None and (engine.replicas == 0 or facts.device == "cpu"):
-        device += _engine(facts, engine, whole)
-    device += _training(facts)
-    parts = [part for part in device if part.num_bytes]
+        device |= _engine(facts, engine, whole)
+    device |= _training(facts)
     return MemoryPlan(
         device=facts.device,
         num_ranks=facts.num_ranks,
-        parts=tuple(sorted(parts, key=lambda part: -part.num_bytes)),
-        host_parts=tuple(part for part in host if part.num_bytes),
+        parts=_by_size(device),
+        host_parts=_by_size(host),
     )
+
+
+def _by_size(parts: Parts) -> Parts:
+    found = sorted(parts.items(), key=lambda part: -part[1])
+    return {name: num_bytes for name, num_bytes in found if num_bytes}
 
 
 # -- the parts that stay for the whole run ---------------------------------------------------------
 
 
-def _policy(facts: PlanFacts, shapes: Shapes) -> list[Part]:
-    if facts.lora is not None:
-        shapes = shapes | adapter_shapes(facts.lora)
-    # The table of rotations: two numbers of head width per position, float32.
-    rotations = 8 * facts.model.max_positions * facts.model.head_dim
-    less = "dtype=bfloat16" if facts.dtype == "float32" else ""
-    return [Part("weights", facts.weight_bytes(shapes) + rotations, less)]
-
-
 def _add_optimizer(
-    facts: PlanFacts, trained: Shapes, whose: str, device: list[Part], host: list[Part]
+    facts: PlanFacts, trained: Shapes, whose: str, device: dict[str, int], host: dict[str, int]
 ) -> None:
     """Adds masters and moments of these parameters, and with trainer.offload their gradients."""
     is_offloaded = facts.trainer.offload == "optimizer"
-    less = ["critic.freeze"] if whose else [] if facts.lora else ["lora or trainer.freeze"]
-    if facts.device == "cuda" and not is_offloaded:
-        less.insert(0, "trainer.offload=optimizer")
     size = facts.sharded(4 * num_elements(trained))
-    has_masters = facts.dtype != "float32" or is_offloaded
-    parts = [Part(f"{whose}float32 masters", size if has_masters else 0, " or ".join(less))]
-    parts.append(Part(f"{whose}AdamW moments", 2 * size, " or ".join(less)))
+    parts = host if is_offloaded else device
+    if facts.dtype != "float32" or is_offloaded:
+        parts[f"{whose}float32 masters"] = size
+    parts[f"{whose}AdamW moments"] = 2 * size
     if is_offloaded:
-        host += [*parts, Part(f"{whose}gradients", size)]
-    else:
-        device += parts
+        parts[f"{whose}gradients"] = size
 
 
 def _unfrozen(shapes: Shapes, patterns: tuple[str, ...], *, prefix: str = "") -> Shapes:
@@ -283,9 +278,9 @@ def _unfrozen(shapes: Shapes, patterns: tuple[str, ...], *, prefix: str = "") ->
     }
 
 
-def _engine(facts: PlanFacts, engine: EmbeddedConfig, weights: int) -> list[Part]:
+def _engine(facts: PlanFacts, engine: EmbeddedConfig, weights: int) -> Parts:
     """The embedded engine in this process, or on a CPU its processes."""
-    c, less = facts.model, "a smaller engine.kv_cache_tokens"
+    c = facts.model
     per_token = 2 * c.num_layers * c.num_kv_heads * c.head_dim
     num_pages = engine.kv_cache_tokens // engine.page_size + 1
     cache = per_token * num_pages * engine.page_size * facts.a
@@ -298,49 +293,40 @@ def _engine(facts: PlanFacts, engine: EmbeddedConfig, weights: int) -> list[Part
     if engine.replicas:
         each = PROCESS_BYTES[facts.device] + weights + cache + packed
         count = math.ceil(engine.replicas / facts.num_ranks)
-        name = "engines in processes of their own"
-        return [Part(name, count * each + weights, f"fewer engine.replicas or {less}")]
-    return [
+        return {"engines in processes of their own": count * each + weights}
+    return {
         # With share_device the cache is given back before an update.
-        Part("KV cache", 0 if engine.share_device else cache, less),
-        Part("packed weights of the contract", packed, "contract=none"),
-        Part(
-            "the engine's copy of the weights",
-            weights if facts.is_sharded else 0,
-            "parallel.shard=false",
-        ),
-    ]
+        "KV cache": 0 if engine.share_device else cache,
+        "packed weights of the contract": packed,
+        "the engine's copy of the weights": weights if facts.is_sharded else 0,
+    }
 
 
 # -- a step ----------------------------------------------------------------------------------------
 
 
-def _training(facts: PlanFacts) -> list[Part]:
+def _training(facts: PlanFacts) -> Parts:
     """A forward and backward of the largest micro-batch: the activations, and the larger of the
     head and one block at work."""
     c, T, trained = facts.model, facts.T, facts.trained()
     layers = range(c.num_layers)
     blocks = [T * kept_per_token(c, i, facts.a, is_invariant=facts.is_invariant) for i in layers]
-    at_work = max(_work_bytes(facts, layer) for layer in layers)
-    kept, less = sum(blocks), f"trainer.recompute=blocks or {FEWER_TOKENS}"
+    at_work, kept = max(_work_bytes(facts, layer) for layer in layers), sum(blocks)
     if facts.trainer.recompute == "blocks":
         at_work += max(blocks)
-        kept, less = c.num_layers * T * c.hidden_size * facts.a, FEWER_TOKENS
+        kept = c.num_layers * T * c.hidden_size * facts.a
     per_weight = 4 if facts.dtype == "float32" else 4 + facts.a  # in the master, and its own
     if facts.trainer.offload == "optimizer":
         per_weight = facts.a
-    gradients = facts.sharded(num_elements(trained) * per_weight)
     chunk = min(HEAD_CHUNK_BYTES, T * c.vocab_size * 4)
     head = HEAD_CHUNKS[facts.device] * chunk + 2 * T * c.hidden_size * 4
     if trained.keys() & {"embedding", "untied_head"}:
         head += c.vocab_size * c.hidden_size * 4
-    return [
-        Part("gradients", gradients, "" if facts.lora else "lora or trainer.freeze"),
-        Part("activations", kept, less),
-        Part("log-prob head", head)
-        if head > at_work
-        else Part("one block at work", at_work, FEWER_TOKENS),
-    ]
+    return {
+        "gradients": facts.sharded(num_elements(trained) * per_weight),
+        "activations": kept,
+        "log-prob head" if head > at_work else "one block at work": max(head, at_work),
+    }
 
 
 def kept_per_token(c: ModelConfig, layer: int, a: int, *, is_invariant: bool) -> int:
@@ -383,10 +369,6 @@ def _expert_chunk_bytes(facts: PlanFacts, num_tokens: int) -> int:
     rows = EXPERT_CHUNK_ROWS[facts.device] * c.num_experts // c.num_active_experts
     pairs = min(num_tokens, max(LEAST_EXPERT_CHUNK, rows)) * c.num_active_experts
     return pairs * (3 * c.hidden_size + 8 * c.intermediate_size) * max(facts.a, 4)
-
-
-def _total(parts: list[Part] | tuple[Part, ...]) -> int:
-    return sum(part.num_bytes for part in parts)
 
 
 # -- available memory ------------------------------------------------------------------------------

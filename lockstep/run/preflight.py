@@ -160,7 +160,7 @@ def check_memory(config: ModelChoice, model_files: ModelFiles, device: Device) -
         plan.check(*limit)
     host = _host_memory(config)
     if plan.host_parts and host is not None:
-        plan.check_host(*host)
+        plan.check(*host, is_host=True)
 
 
 def memory_limit(config: ModelChoice, device: Device) -> tuple[int, str] | None:

@@ -67,7 +67,7 @@ def facts(model, **settings):
 
 
 def part(found, name):
-    return sum(p.num_bytes for p in found.parts if p.name == name)
+    return found.parts.get(name, 0)
 
 
 # -- against what happens -------------------------------------------------------------------------
@@ -146,7 +146,7 @@ def test_state_is_counted_to_the_byte():
 def test_an_engine_a_reference_and_the_contract_are_in_the_plan():
     config = resolve(find_recipe("quickstart"), ["objective.kl_coef=0.1", "dtype=bfloat16"])
     found = plan_run(config, GPT_OSS, device="cpu", is_invariant=True)
-    names = {p.name for p in found.parts}
+    names = set(found.parts)
     assert {"reference policy", "KV cache", "packed weights of the contract"} <= names
     assert isinstance(config.engine, EmbeddedConfig)
     cache = 2 * 2 * 2 * 32 * 2  # keys and values, layers, key heads, head width, bytes
@@ -157,13 +157,13 @@ def test_an_engine_a_reference_and_the_contract_are_in_the_plan():
     assert part(beside, "engines in processes of their own") > part(found, "KV cache")
     critic = resolve(find_recipe("quickstart"), ["advantage=gae"])
     found = plan_run(critic, GPT_OSS, device="cpu", critic=GPT_OSS)
-    assert {"critic's weights", "critic's AdamW moments"} <= {p.name for p in found.parts}
+    assert {"critic's weights", "critic's AdamW moments"} <= set(found.parts)
     frozen = resolve(critic, ["critic.freeze=body.*"])
     found = plan_run(frozen, GPT_OSS, device="cpu", critic=GPT_OSS)
     assert part(found, "critic's weights") and not part(found, "critic's AdamW moments")
     frozen = resolve(critic, ["critic.freeze=body.*"])
     less = plan_run(frozen, GPT_OSS, device="cpu", critic=GPT_OSS)
-    names = {part.name for part in less.parts if part.num_bytes}
+    names = set(less.parts)
     assert "critic's weights" in names and "critic's AdamW moments" not in names
 
 
@@ -173,7 +173,7 @@ def test_an_engine_that_shares_the_device_has_no_memory_while_the_trainer_trains
         engine=EmbeddedConfig(kv_cache_tokens=4096), max_update_tokens=1 << 20,
     )  # fmt: skip
     shared = replace(facts, engine=EmbeddedConfig(kv_cache_tokens=4096, share_device=True))
-    kv = sum(p.num_bytes for p in plan_memory(facts).parts if p.name.startswith("KV cache"))
+    kv = part(plan_memory(facts), "KV cache")
     assert kv > 0 and plan_memory(shared).num_bytes == plan_memory(facts).num_bytes - kv
 
 
