@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lockstep.doctor.diagnose import diagnose as diagnose
     from lockstep.doctor.monitor import train as train
-    from lockstep.run.evaluation import evaluate as evaluate
+    from lockstep.run.train import evaluate as evaluate
     from lockstep.store.run import load_run as load
     from lockstep.supervised import train_supervised as train_supervised
 
@@ -27,7 +27,7 @@ _PUBLIC = {
     "diagnose": ("lockstep.doctor.diagnose", "diagnose"),
     "train": ("lockstep.doctor.monitor", "train"),
     "train_supervised": ("lockstep.supervised", "train_supervised"),
-    "evaluate": ("lockstep.run.evaluation", "evaluate"),
+    "evaluate": ("lockstep.run.train", "evaluate"),
     "load": ("lockstep.store.run", "load_run"),
 }
 __all__ = ["diagnose", "evaluate", "load", "train", "train_supervised"]

@@ -179,7 +179,7 @@ def _eval(options: argparse.Namespace) -> int:
 
     example: lockstep eval runs/quickstart-20260101-120000 evaluation.num_tasks=512
     """
-    from lockstep.run.train import evaluate_run
+    from lockstep.run.train import evaluate
     from lockstep.run_config import Config
     from lockstep.store.run import load_run
 
@@ -187,7 +187,7 @@ def _eval(options: argparse.Namespace) -> int:
     settings, _ = _split(options.settings, "eval")
     path, step = _run_at(options.target)
     config = resolve(from_dict(Config, load_run(path).config), settings)
-    metrics, name = evaluate_run(config, path, step=step)
+    metrics, name = evaluate(config, path, step=step)
     lines = [f"  {key:<40} {value:8.4f}" for key, value in metrics.items()]
     value = {"run": str(path), "checkpoint": name, "metrics": metrics}
     _print(options, value, "\n".join((f"{path} at {name}", *lines)))

@@ -19,7 +19,7 @@ from lockstep.config import to_dict
 from lockstep.observe.live import RunHeader, open_view
 from lockstep.renderers.base import Renderer
 from lockstep.renderers.registry import make_renderer
-from lockstep.run.build import check_freezes, load_model, resolve_device
+from lockstep.run.build import load_model, resolve_device
 from lockstep.run.plan import describe_memory
 from lockstep.run.preflight import (
     ModelFiles,
@@ -60,7 +60,6 @@ def train_supervised(
             model_files = read_model_files(config)
         check_parallel(config, model_files.model)
         check_memory(config, model_files, resolve_device(config))
-        check_freezes(config, model_files)
         return _train(config, model_files, _rows(config, model_files), out=out, view=view)
 
 

@@ -16,7 +16,6 @@ from lockstep.errors import (
 )
 from lockstep.memory import Device
 from lockstep.models import peft_format
-from lockstep.models.config import ModelConfig
 from lockstep.models.locate import locate_model
 from lockstep.ops.contract import TRUE_ON_POLICY, why_not_same
 from lockstep.renderers.base import Renderer
@@ -98,8 +97,6 @@ def build(
 
     if config.contract != "none":
         ask_for_reproducible_gemm()
-    if is_training:
-        check_freezes(config, model_files)
     if is_training and (device := resolve_device(config)) == "cuda":
         check_memory(config, model_files, device)
     model = load_model(config, model_files, weights=weights)
@@ -345,28 +342,6 @@ def resolve_device(config: ModelChoice) -> Device:
     if config.device == "cuda" and not has_gpu:
         raise ConfigError("device=cuda, and torch sees no GPU. Choose device=cpu or auto.")
     return "cuda" if has_gpu and config.device != "cpu" else "cpu"
-
-
-def check_freezes(config: ModelChoice, model_files: ModelFiles) -> None:
-    """Tries trainer.freeze and critic.freeze on models without memory: before weights are read."""
-    import torch
-
-    from lockstep.models.critic import ValueModel
-    from lockstep.models.decoder import Decoder
-    from lockstep.models.lora import add_adapter
-    from lockstep.training.optimizer import freeze
-
-    if not isinstance(model_files.model, ModelConfig):
-        return
-    with torch.device("meta"):
-        if config.trainer.freeze:
-            model = Decoder(model_files.model)
-            if model_files.lora is not None:
-                add_adapter(model, model_files.lora, seed=0)
-            freeze(model.named_parameters(), config.trainer.freeze)
-        if isinstance(config, Config) and config.advantage.needs_critic:
-            critic = ValueModel(ModelConfig.from_directory(_critic_directory(config, model_files)))
-            freeze(critic.named_parameters(), config.critic.freeze, setting="critic.freeze")
 
 
 # -- checkpoints and texts of a run ---------------------------------------------------------------

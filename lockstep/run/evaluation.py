@@ -7,19 +7,16 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import count
 
 import numpy as np
 
-from lockstep.agent.config import AgentConfig
 from lockstep.agent.dealing import collect_over
 from lockstep.agent.gateway.opening import RunGateway
-from lockstep.agent.loop import Budget, EpisodeSlots, OpenGateway, collect, sampling_of
-from lockstep.agent.task_config import TaskConfig
-from lockstep.engines.base import Engine
+from lockstep.agent.loop import Budget, EpisodeSlots, collect, sampling_of
 from lockstep.errors import DataError
 from lockstep.launch.ranks import Ranks
 from lockstep.observe.live import View
-from lockstep.renderers.base import Renderer
 from lockstep.run.build import Parts
 from lockstep.run.step_metrics import check_failures
 from lockstep.run_config import Config
@@ -29,136 +26,6 @@ Z95 = 1.959964  # two-sided 95 % of a normal distribution
 
 FIRST = -1
 """Place in the queue: evaluations come before episodes for training, as the run waits for them."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Estimate:
-    """A mean over tasks with its 95 % interval, clustered by task."""
-
-    mean: float
-    low: float
-    high: float
-    num_tasks: int
-
-    @classmethod
-    def of(cls, per_task: Sequence[float]) -> Estimate:
-        """per_task: one value per task. The interval is mean +- 1.96 standard errors over tasks, so
-        that k samples of one task count as one observation of it; one task has no interval."""
-        values = np.asarray(per_task, np.float64)
-        mean = float(values.mean())
-        if len(values) < 2:
-            return cls(mean=mean, low=math.nan, high=math.nan, num_tasks=len(values))
-        margin = Z95 * float(values.std(ddof=1)) / math.sqrt(len(values))
-        return cls(mean=mean, low=mean - margin, high=mean + margin, num_tasks=len(values))
-
-    def to_metrics(self, name: str) -> dict[str, float]:
-        out = {name: self.mean}
-        if math.isfinite(self.low):
-            out |= {f"{name}/low": self.low, f"{name}/high": self.high}
-        return out
-
-
-def mean_at_k(groups: Sequence[Sequence[float]]) -> Estimate:
-    """Mean reward over tasks, each task's k samples averaged first."""
-    return Estimate.of([float(np.mean(rewards)) for rewards in groups])
-
-
-def pass_at_k(groups: Sequence[Sequence[float]], k: int, *, success_reward: float) -> Estimate:
-    """Chance that at least one of k samples reaches `success_reward`.
-
-    The unbiased estimator 1 - C(n - c, k) / C(n, k) over n >= k samples with c successes.
-    Source: Chen et al. 2021 (arXiv 2107.03374), eq. 1.
-    """
-    chances: list[float] = []
-    for rewards in groups:
-        n, c = len(rewards), sum(r >= success_reward for r in rewards)
-        if n < k:
-            raise ValueError(f"pass@{k} needs at least {k} samples per task, found {n}.")
-        chances.append(1.0 - math.comb(n - c, k) / math.comb(n, k))
-    found = Estimate.of(chances)
-    return replace(found, low=max(found.low, 0.0), high=min(found.high, 1.0))
-
-
-async def evaluate(
-    engine: Engine,
-    renderer: Renderer,
-    task: TaskConfig,
-    agent: AgentConfig,
-    tasks: Sequence[Task],
-    *,
-    name: str,
-    num_samples: int,
-    temperature: float,
-    max_tokens: int,
-    run_seed: int,
-    success_reward: float,
-    on_progress: Callable[[int, int], None] | None = None,
-    ranks: Ranks | None = None,
-    slots: EpisodeSlots | None = None,
-    gateway: OpenGateway | None = None,
-) -> tuple[dict[str, float], list[Group]]:
-    """Plays `tasks` num_samples times each and returns (metrics `eval/NAME...`, the episodes).
-
-    A failed episode counts with reward 0 and is counted under eval/NAME/failed: leaving it out
-    would reward a policy for crashing its tools. ranks: the processes that share the tasks. slots:
-    shared with what is sampled meanwhile; None makes its own of agent.max_in_flight. gateway: see
-    `collect`. The draws depend on (run_seed, name, task, sample), so two evaluations of one policy
-    are equal, and those of two policies are paired.
-    """
-    total, done = len(tasks) * num_samples, 0
-
-    def progress(_: object) -> None:
-        nonlocal done
-        done += 1
-        if on_progress is not None:
-            on_progress(done, total)
-
-    play = partial(
-        collect,
-        engine,
-        renderer,
-        lambda each: task.environment(each, agent),
-        group_size=num_samples,
-        sampling=replace(sampling_of(agent), temperature=temperature),
-        budget=Budget.of(agent, max_tokens=max_tokens),
-        run_seed=run_seed,
-        split=name,
-        slots=slots or EpisodeSlots(agent.max_in_flight),
-        order=lambda: FIRST,
-        score_group=task.group_scorer(),
-        gateway=gateway,
-        on_progress=progress,
-    )
-    groups = await collect_over(ranks, tasks, play)
-    trajectories = [t for g in groups for t in g.trajectories]
-
-    def reward(trajectory) -> float:
-        return 0.0 if trajectory.status == "failed" else trajectory.reward
-
-    rewards = [[reward(t) for t in g.trajectories] for g in groups]
-    prefix = f"eval/{name}"
-    metrics = mean_at_k(rewards).to_metrics(f"{prefix}/mean@{num_samples}")
-    metrics |= pass_at_k(rewards, num_samples, success_reward=success_reward).to_metrics(
-        f"{prefix}/pass@{num_samples}"
-    )
-    metrics[f"{prefix}/failed"] = sum(t.status == "failed" for t in trajectories) / len(
-        trajectories
-    )
-    parts: dict[str, list[float]] = defaultdict(list)
-    labels: dict[str, list[float]] = defaultdict(list)
-    for group, values in zip(groups, rewards, strict=True):
-        label = task.label(group.task)
-        for name in dict.fromkeys((group.task.source, label)):
-            if name:
-                labels[name] += values
-        for trajectory in group.trajectories:
-            for part, value in trajectory.reward_parts.items():
-                parts[part].append(value)
-                if label:
-                    parts[f"{part}/{label}"].append(value)
-    metrics |= {f"{prefix}/reward/{k}": float(np.mean(v)) for k, v in sorted(labels.items())}
-    metrics |= {f"{prefix}/{k}": float(np.mean(v)) for k, v in sorted(parts.items())}
-    return metrics, groups
 
 
 @dataclass(slots=True)
@@ -196,23 +63,84 @@ class Tester:
         metrics: dict[str, float] = {}
         played: dict[str, list[Group]] = {}
         for name, num_samples, temperature in arms:
-            found, played[name] = await evaluate(
-                self.parts.engine,
-                self.parts.renderer,
-                config.task,
-                config.agent,
-                self.tasks,
+            groups = await self._play(name, num_samples, temperature)
+            check_failures(groups, config.max_failed_share, where=f"evaluation ({name})")
+            metrics |= evaluation_metrics(
+                groups,
                 name=name,
-                num_samples=num_samples,
-                temperature=temperature,
-                max_tokens=config.max_tokens,
-                run_seed=config.seed,
+                label=config.task.label,
                 success_reward=config.evaluation.success_reward,
-                on_progress=partial(self.view.phase, f"evaluating ({name})"),
-                ranks=self.ranks,
-                slots=self.slots,
-                gateway=self.gateway.open,
             )
-            check_failures(played[name], config.max_failed_share, where=f"evaluation ({name})")
-            metrics |= found
+            played[name] = groups
         return metrics, played
+
+    async def _play(self, name: str, num_samples: int, temperature: float) -> list[Group]:
+        """The groups of one arm. The draws depend on (seed, name, task, sample), so that two
+        evaluations of one policy are equal, and those of two policies are paired."""
+        config, total, done = self.config, len(self.tasks) * num_samples, count(1)
+        play = partial(
+            collect,
+            self.parts.engine,
+            self.parts.renderer,
+            lambda task: config.task.environment(task, config.agent),
+            group_size=num_samples,
+            sampling=replace(sampling_of(config.agent), temperature=temperature),
+            budget=Budget.of(config.agent, max_tokens=config.max_tokens),
+            run_seed=config.seed,
+            split=name,
+            slots=self.slots or EpisodeSlots(config.agent.max_in_flight),
+            order=lambda: FIRST,
+            score_group=config.task.group_scorer(),
+            gateway=self.gateway.open,
+            on_progress=lambda _: self.view.phase(f"evaluating ({name})", next(done), total),
+        )
+        return await collect_over(self.ranks, self.tasks, play)
+
+
+def evaluation_metrics(
+    groups: Sequence[Group], *, name: str, label: Callable[[Task], str], success_reward: float
+) -> dict[str, float]:
+    """`eval/NAME...` of groups of one size k: mean@k and pass@k over the tasks.
+
+    A failed episode counts with reward 0 and is counted under eval/NAME/failed: leaving it out
+    would reward a policy for crashing its tools.
+    """
+    trajectories = [t for g in groups for t in g.trajectories]
+    rewards = [[0.0 if t.status == "failed" else t.reward for t in g.trajectories] for g in groups]
+    prefix, k = f"eval/{name}", len(rewards[0])
+    passed = [float(max(of_task) >= success_reward) for of_task in rewards]
+    metrics = with_interval(f"{prefix}/mean@{k}", [float(np.mean(r)) for r in rewards])
+    metrics |= with_interval(f"{prefix}/pass@{k}", passed, bounds=(0.0, 1.0))
+    num_failed = sum(t.status == "failed" for t in trajectories)
+    metrics[f"{prefix}/failed"] = num_failed / len(trajectories)
+    parts: dict[str, list[float]] = defaultdict(list)
+    labels: dict[str, list[float]] = defaultdict(list)
+    for group, values in zip(groups, rewards, strict=True):
+        of_task = label(group.task)
+        for each in dict.fromkeys((group.task.source, of_task)):
+            if each:
+                labels[each] += values
+        for trajectory in group.trajectories:
+            for part, value in trajectory.reward_parts.items():
+                parts[part].append(value)
+                if of_task:
+                    parts[f"{part}/{of_task}"].append(value)
+    metrics |= {f"{prefix}/reward/{k}": float(np.mean(v)) for k, v in sorted(labels.items())}
+    return metrics | {f"{prefix}/{k}": float(np.mean(v)) for k, v in sorted(parts.items())}
+
+
+def with_interval(
+    name: str, per_task: Sequence[float], *, bounds: tuple[float, float] = (-math.inf, math.inf)
+) -> dict[str, float]:
+    """The mean over tasks, with its 95 % interval under NAME/low and NAME/high.
+
+    The interval is mean +- 1.96 standard errors over tasks, so that k samples of one task count as
+    one observation of it; one task has no interval. bounds: those of the quantity.
+    """
+    values = np.asarray(per_task, np.float64)
+    mean = float(values.mean())
+    if len(values) < 2:
+        return {name: mean}
+    margin = Z95 * float(values.std(ddof=1)) / math.sqrt(len(values))
+    low, high = max(mean - margin, bounds[0]), min(mean + margin, bounds[1])
+    return {name: mean, f"{name}/low": low, f"{name}/high": high}

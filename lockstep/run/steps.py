@@ -17,13 +17,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from lockstep.agent.gateway.opening import RunGateway
 from lockstep.agent.loop import Budget, collect, training_sampling
 from lockstep.agent.rescoring import Rescorer
 from lockstep.agent.tasks import derive_seed
 from lockstep.errors import ContractError, RolloutError
 from lockstep.launch.ranks import Ranks
 from lockstep.observe.live import open_view
-from lockstep.run.build import build, checkpoint_of
+from lockstep.run.build import Parts, build, checkpoint_of
 from lockstep.run.evaluation import Tester
 from lockstep.run.preflight import ModelFiles, read_model_files
 from lockstep.run.step_metrics import check_failures, step_metrics
@@ -70,10 +71,7 @@ async def run_steps(run: TrainingRun) -> Status:
         return await _steps(run)
     finally:
         await run.buffer.close()
-        await run.gateway.close()
-        await run.config.task.close()
-        await run.parts.engine.close()
-        run.publisher.close()
+        await _close(run.config, run.parts, run.gateway)
 
 
 async def _steps(run: TrainingRun) -> Status:
@@ -254,7 +252,7 @@ def make_rescorer(run: TrainingRun, step: int) -> Rescorer | None:
 def play_checkpoint(
     config: Config, model_files: ModelFiles, path: Path, *, step: int | None
 ) -> tuple[dict[str, float], str]:
-    """See `lockstep.run.train.evaluate_run`."""
+    """See `lockstep.run.train.evaluate`."""
     checkpoint = checkpoint_of(load_run(path), step)
     parts = build(config, model_files, weights=checkpoint / "policy", is_training=False)
     shown = open_view()
@@ -266,12 +264,16 @@ def play_checkpoint(
                 await parts.publisher.publish(parts.trainer.version)
             return (await Tester(config, parts, shown, gateway).test())[0]
         finally:
-            await gateway.close()
-            await config.task.close()
-            await parts.engine.close()
-            if parts.publisher is not None:
-                parts.publisher.close()
+            await _close(config, parts, gateway)
 
     metrics = asyncio.run(play())
     shown.close()
     return metrics, checkpoint.name
+
+
+async def _close(config: Config, parts: Parts, gateway: RunGateway) -> None:
+    await gateway.close()
+    await config.task.close()
+    await parts.engine.close()
+    if parts.publisher is not None:
+        parts.publisher.close()

@@ -57,8 +57,11 @@ def train(
     )
 
 
-def evaluate_run(config: Config, path: Path, *, step: int | None) -> tuple[dict[str, float], str]:
-    """Plays the held-out tasks with a run's checkpoint. Returns (metrics, checkpoint name)."""
+def evaluate(
+    config: Config, path: Path, *, step: int | None = None
+) -> tuple[dict[str, float], str]:
+    """Plays the held-out tasks with a run's checkpoint: at `step`, else the best, else the last.
+    Returns (metrics, checkpoint name)."""
     config = replace(config, parallel=ParallelConfig())  # one process is enough to play
     model_files = preflight(config, is_training=False)
     from lockstep.run.steps import play_checkpoint  # imports torch
