@@ -19,7 +19,8 @@ import shlex
 import sys
 import tempfile
 import threading
-from collections.abc import Awaitable, Sequence
+from collections.abc import Coroutine, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib.util import find_spec
@@ -61,21 +62,13 @@ class ServerAddress:
             words = shlex.split(self.command)
         except ValueError as error:
             raise ConfigError(f"command={self.command!r}: {error}.") from None
+        both = f"command={self.command!r} url={self.url!r}"
         for is_wrong, text in (
-            (
-                bool(self.command) == bool(self.url),
-                f"give a command or a url, one of them: command={self.command!r} url={self.url!r}",
-            ),
-            (
-                self.url and not re.match(r"https?://", self.url),
-                f"url={self.url!r} must begin with http:// or https://",
-            ),
+            (bool(self.command) == bool(self.url), f"give a command or a url, one of them: {both}"),
+            (self.url and not re.match(r"https?://", self.url), f"{both} must begin with http://"),
             (self.url and self.pass_variables, "pass_variables is for a command, not for a url"),
-            (
-                self.command and self.token_variable,
-                "token_variable is for a url",
-            ),
-            (self.command and not words, f"command={self.command!r} names no program"),
+            (self.command and self.token_variable, "token_variable is for a url"),
+            (self.command and not words, f"{both} names no program"),
         ):
             if is_wrong:
                 raise ConfigError(f"MCP server: {text}.")
@@ -85,7 +78,7 @@ class ServerAddress:
 
     def variables(self) -> dict[str, str]:
         """Returns the named environment variables. Raises ConfigError for one that is not set."""
-        names = self.pass_variables + ((self.token_variable,) if self.token_variable else ())
+        names = [*self.pass_variables, *filter(None, (self.token_variable,))]
         for name in names:
             if name not in os.environ:
                 raise ConfigError(f"{self}: the environment variable {name} is not set.")
@@ -119,8 +112,8 @@ class ToolServer:
         if expected is not None:
             self._expected = {t.name: (t.description, dict(t.parameters)) for t in expected}
         self._connection: _Connection | None = None
-        self._lock: asyncio.Lock | None = None
-        """Held while the server is started or ended. Made in the background loop."""
+        self._lock = asyncio.Lock()
+        """Held while the server is started or ended; used in the background loop alone."""
         self._settling: set[asyncio.Task[None]] = set()
         self.num_starts = 0
 
@@ -131,12 +124,12 @@ class ToolServer:
 
         Raises ToolServerError if it cannot be started or offers something unusable.
         """
-        return self._with_calls(await _in_background(self._connected({})), call_seconds)
+        connection = await asyncio.wrap_future(_in_background(self._connected({})))
+        return self._with_calls(connection, call_seconds)
 
     def tools_now(self) -> tuple[Tool, ...]:
         """`tools`, for a caller that cannot await."""
-        work = asyncio.run_coroutine_threadsafe(self._connected({}), _background_loop())
-        return self._with_calls(work.result(), 30.0)
+        return self._with_calls(_in_background(self._connected({})).result(), 30.0)
 
     def _with_calls(self, connection: _Connection, seconds: float) -> tuple[Tool, ...]:
         return tuple(
@@ -152,16 +145,17 @@ class ToolServer:
 
     async def close(self) -> None:
         """Ends the connection, and the process if it was started here."""
-        await _in_background(self._disconnect())
+        await asyncio.wrap_future(_in_background(self._disconnect()))
 
     def close_now(self) -> None:
         """`close`, for a caller that cannot await."""
-        asyncio.run_coroutine_threadsafe(self._disconnect(), _background_loop()).result()
+        _in_background(self._disconnect()).result()
 
     # -- in the background loop -------------------------------------------------------------------
 
     async def _call(self, _name: str, _seconds: float, /, **arguments: Any) -> ToolOutput:
-        return await _in_background(self._call_there(_name, _seconds, arguments))
+        call = self._call_there(_name, _seconds, arguments)
+        return await asyncio.wrap_future(_in_background(call))
 
     async def _call_there(self, name: str, seconds: float, arguments: dict[str, Any]) -> ToolOutput:
         counters: dict[str, float] = {}
@@ -205,7 +199,7 @@ class ToolServer:
 
     async def _settle(self, connection: _Connection) -> None:
         """Ends a server that answers nothing any more, before another call waits for it."""
-        async with self._guard():
+        async with self._lock:
             if self._connection is connection and not await self._is_alive(connection):
                 await self._disconnect()
 
@@ -217,12 +211,8 @@ class ToolServer:
                 return not connection.task.done()
         return False
 
-    def _guard(self) -> asyncio.Lock:
-        self._lock = self._lock or asyncio.Lock()
-        return self._lock
-
     async def _connected(self, counters: dict[str, float]) -> _Connection:
-        async with self._guard():
+        async with self._lock:
             if self._connection is None or self._connection.task.done():
                 if self.num_starts:
                     counters["mcp/restarts"] = 1.0
@@ -240,11 +230,10 @@ class ToolServer:
     def _check_same(self, offered: Offered) -> None:
         before = self._expected = offered if self._expected is None else self._expected
         if before != offered:
-            names = f"{sorted(before)} then, {sorted(offered)} now."
-            raise ToolServerError(
-                f"{self.address} offers other tools than at the start: "
-                + (names if before.keys() != offered.keys() else "their schemas differ.")
-            )
+            is_renamed = before.keys() != offered.keys()
+            names = f"{sorted(before)} then, {sorted(offered)} now"
+            text = f"{self.address} offers other tools than at the start: "
+            raise ToolServerError(f"{text}{names if is_renamed else 'their schemas differ'}.")
 
     async def _disconnect(self) -> None:
         connection, self._connection = self._connection, None
@@ -260,24 +249,21 @@ class _Connection:
         self.client: Any = None
         self.listed: list[Any] = []
         self.offered: Offered = {}
-        self._ready = asyncio.Event()
+        self._ready = asyncio.get_running_loop().create_future()
         self._is_over = asyncio.Event()
         self._printed = ""
         """End of the process's error output, once it is over."""
         self.task = asyncio.create_task(self._run())
 
     async def open(self, seconds: float) -> None:
-        ready = asyncio.create_task(self._ready.wait())
         try:
             await asyncio.wait(
-                {ready, self.task}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED
+                {self._ready, self.task}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED
             )
         except asyncio.CancelledError:
             self.task.cancel()
             raise
-        finally:
-            ready.cancel()
-        if self._ready.is_set():
+        if self._ready.done():
             return
         what = f"did not answer within start_seconds={seconds:g}"
         if self.task.done():
@@ -297,7 +283,7 @@ class _Connection:
                 page = await self.client.list_tools(cursor=cursor or None)
                 self.listed += page.tools
                 cursor = page.next_cursor or None
-            self._ready.set()
+            self._ready.set_result(None)
             await self._is_over.wait()
 
     async def _transport(self, stack: contextlib.AsyncExitStack) -> Any:
@@ -306,9 +292,7 @@ class _Connection:
             import httpx2
             from mcp.client.streamable_http import streamable_http_client
 
-            headers = {}
-            if address.token_variable:
-                headers["Authorization"] = f"Bearer {variables[address.token_variable]}"
+            headers = {"Authorization": f"Bearer {token}" for token in variables.values()}
             # trust_env: a proxy of the environment must not see what is meant for this server.
             http = await stack.enter_async_context(
                 httpx2.AsyncClient(headers=headers, timeout=None, trust_env=False)
@@ -336,7 +320,7 @@ class _Connection:
 
     async def close(self) -> None:
         self._is_over.set()
-        seconds = STOP_SECONDS if self._ready.is_set() else 0.0
+        seconds = STOP_SECONDS if self._ready.done() else 0.0
         done, _ = await asyncio.wait({self.task}, timeout=seconds)
         if not done:
             self.task.cancel()
@@ -367,12 +351,10 @@ def check_offer(listed: Sequence[Any], address: ServerAddress, only: Sequence[st
         schema, problem = each.input_schema, schema_problem(each.input_schema)
         description = (each.description or "").strip()
         size = len(description) + len(json.dumps(schema))
+        num_offers = names.count(each.name)
         for is_wrong, text in (
-            (
-                not TOOL_NAME.fullmatch(each.name),
-                "has a name that calls cannot carry: expected 1 to 64 letters, digits, _ - .",
-            ),
-            (names.count(each.name) > 1, f"is offered {names.count(each.name)} times"),
+            (not TOOL_NAME.fullmatch(each.name), "has a name that calls cannot carry"),
+            (num_offers > 1, f"is offered {num_offers} times"),
             (problem, f"has a schema that is none: {problem}"),
             (
                 size > MAX_DESCRIPTION_CHARS,
@@ -401,9 +383,8 @@ def _text_of(result: Any) -> tuple[str, int]:
             num_omitted += 1
             held = part.resource if kind == "resource" else part
             size = math.ceil(len(getattr(held, "data", None) or getattr(held, "blob", "")) * 3 / 4)
-            parts.append(
-                f"[{kind}, {held.mime_type or 'of no known type'}, {size} bytes: not shown]"
-            )
+            media = held.mime_type or "of no known type"
+            parts.append(f"[{kind}, {media}, {size} bytes: not shown]")
     if not parts and result.structured_content is not None:
         parts.append(json.dumps(result.structured_content, ensure_ascii=False))
     return "\n".join(parts), num_omitted
@@ -412,10 +393,7 @@ def _text_of(result: Any) -> tuple[str, int]:
 def _hint(address: ServerAddress) -> str:
     if address.url:
         return "Is it running, and does the path end as it must (often /mcp)?"
-    program = shlex.split(address.command)[0]
-    return (
-        f"Does {program!r} start in a terminal? It must speak MCP over standard input and output."
-    )
+    return f"Does {shlex.split(address.command)[0]!r} start in a terminal, and speak MCP?"
 
 
 def _words(error: BaseException | None) -> str:
@@ -437,25 +415,23 @@ def _background_loop() -> asyncio.AbstractEventLoop:
         raise MissingExtraError.of("mcp", extra="mcp", needed_for="an MCP server")
     # Many servers log to their output; the SDK must not print a traceback for each line.
     logging.getLogger("mcp").addHandler(logging.NullHandler())
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever, name="lockstep-mcp", daemon=True)
+    runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
+    loop, is_over = runner.get_loop(), asyncio.Event()
+
+    def work() -> None:
+        with runner:  # its end cancels all connections
+            runner.run(is_over.wait())
+
+    thread = threading.Thread(target=work, name="lockstep-mcp", daemon=True)
     thread.start()
 
     def stop() -> None:
-        async def end_all() -> None:
-            others = asyncio.all_tasks() - {asyncio.current_task()}
-            for task in others:
-                task.cancel()
-            await asyncio.wait(others, timeout=STOP_SECONDS) if others else None
-
-        with contextlib.suppress(Exception):  # the interpreter is ending
-            asyncio.run_coroutine_threadsafe(end_all(), loop).result(STOP_SECONDS)
-        loop.call_soon_threadsafe(loop.stop)
+        loop.call_soon_threadsafe(is_over.set)
+        thread.join(STOP_SECONDS)
 
     atexit.register(stop)
     return loop
 
 
-async def _in_background(work: Awaitable[T]) -> T:
-    future = asyncio.run_coroutine_threadsafe(work, _background_loop())  # type: ignore[arg-type]
-    return await asyncio.wrap_future(future)
+def _in_background(work: Coroutine[Any, Any, T]) -> Future[T]:
+    return asyncio.run_coroutine_threadsafe(work, _background_loop())
