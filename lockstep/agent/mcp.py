@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 """Names that formats of tool calls can carry."""
-MAX_DESCRIPTION_CHARS = 16_384
+MAX_CHARS = 16_384
 """Characters of a tool's description and schema together; every prompt contains them."""
 MAX_TOOLS = 256
 STOP_SECONDS = 10.0
@@ -292,7 +292,8 @@ class _Connection:
             import httpx2
             from mcp.client.streamable_http import streamable_http_client
 
-            headers = {"Authorization": f"Bearer {token}" for token in variables.values()}
+            token = variables.get(address.token_variable)
+            headers = {"Authorization": f"Bearer {token}"} if token else {}
             # trust_env: a proxy of the environment must not see what is meant for this server.
             http = await stack.enter_async_context(
                 httpx2.AsyncClient(headers=headers, timeout=None, trust_env=False)
@@ -356,10 +357,7 @@ def check_offer(listed: Sequence[Any], address: ServerAddress, only: Sequence[st
             (not TOOL_NAME.fullmatch(each.name), "has a name that calls cannot carry"),
             (num_offers > 1, f"is offered {num_offers} times"),
             (problem, f"has a schema that is none: {problem}"),
-            (
-                size > MAX_DESCRIPTION_CHARS,
-                f"is described in {size} characters, more than {MAX_DESCRIPTION_CHARS}",
-            ),
+            (size > MAX_CHARS, f"is described in {size} characters, more than {MAX_CHARS}"),
         ):
             if is_wrong:
                 raise ToolServerError(f"{address}: the tool {each.name[:80]!r} {text}.")
