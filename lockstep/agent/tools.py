@@ -113,9 +113,7 @@ def _parameters_schema(function: Callable[..., Any]) -> dict[str, Any]:
     try:
         hints = typing.get_type_hints(target, include_extras=True)
     except NameError as error:
-        raise ConfigError(
-            f"{where}: a type in its signature cannot be resolved: {error}."
-        ) from error
+        raise ConfigError(f"{where}: a type cannot be resolved: {error}.") from error
     described = _split_docstring(function)[1]
     properties: dict[str, Any] = {}
     required: list[str] = []
@@ -260,35 +258,16 @@ class ToolLimits:
         return cls(timeout_seconds=agent.tool_timeout_seconds, output_chars=agent.tool_output_chars)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ToolResult:
-    """Result of one call."""
-
-    text: str
-    """For the model."""
-    outcome: Outcome
-    is_truncated: bool = False
-    metrics: Mapping[str, float] = field(default_factory=dict[str, float])
-    """Counters of the function itself."""
-
-
-NOTHING_COUNTED: Mapping[str, float] = types.MappingProxyType({})
-
-
 class ToolFailure(Exception):
     """Raised by a tool to tell the model this text alone; of any other exception it reads the type
     as well."""
 
     def __init__(
-        self,
-        text: str,
-        *,
-        outcome: Outcome = "errors",
-        metrics: Mapping[str, float] = NOTHING_COUNTED,
+        self, text: str, *, outcome: Outcome = "errors", metrics: Mapping[str, float] | None = None
     ) -> None:
         super().__init__(text)
         self.outcome: Outcome = outcome
-        self.metrics = metrics
+        self.metrics = metrics or {}
         """Counters of the tool itself."""
 
 
@@ -310,51 +289,39 @@ class ToolRunner:
         """Runs the calls one after the other. Returns one tool message per call, and counters."""
         replies: list[Message] = []
         counters: dict[str, float] = {}
+        limit = self.limits.output_chars
         for call in calls:
-            result = await self.call(call)
-            for name, value in result.metrics.items():
+            output, outcome = await self.call(call)
+            is_cut, text = len(output.text) > limit, output.text
+            if is_cut:
+                notice = f"\n[cut: {len(text)} characters in all]"
+                text = text[: max(0, limit - len(notice))] + notice
+            # A lone surrogate cannot be encoded as UTF-8, and so not as tokens either.
+            text = text.encode("utf-8", "replace").decode("utf-8")
+            happened = {"calls": True, outcome: outcome != "ok", "truncated": is_cut}
+            own = {f"tool/{name}": 1.0 for name, is_so in happened.items() if is_so}
+            for name, value in {**output.metrics, **own}.items():
                 counters[name] = counters.get(name, 0.0) + value
-            names = ["calls", *([result.outcome] if result.outcome != "ok" else [])]
-            for name in [*names, *(["truncated"] if result.is_truncated else [])]:
-                counters[f"tool/{name}"] = counters.get(f"tool/{name}", 0.0) + 1.0
             name = call.name[:MAX_NAME_CHARS] or "unknown"
-            replies.append(
-                Message(role="tool", name=name, content=result.text, tool_call_id=call.id)
-            )
-        return replies, counters
+            replies.append(Message(role="tool", name=name, content=text, tool_call_id=call.id))
+        return replies, dict(counters)
 
-    async def call(self, call: ToolCall) -> ToolResult:
-        """Runs one call."""
+    async def call(self, call: ToolCall) -> tuple[ToolOutput, Outcome]:
+        """Runs one call. Returns what the model reads before it is cut, and the result."""
         entry = self.tools.get(call.name)
         if entry is None:
             known = ", ".join(self.tools) or "there are none"
-            return self._result(f"error: unknown tool {call.name!r}; tools: {known}", "unknown")
+            text = f"error: unknown tool {call.name!r}; tools: {known}"
+            return ToolOutput(text=text), "unknown"
         try:
-            arguments = parse_arguments(call.arguments, entry)
+            return await self._invoke(entry, parse_arguments(call.arguments, entry)), "ok"
         except ValueError as error:
-            return self._result(f"error: {error}", "invalid_arguments")
-        try:
-            output = await self._invoke(entry, arguments)
+            return ToolOutput(text=f"error: {error}"), "invalid_arguments"
         except TookTooLong:
-            return self._result(
-                f"error: {entry.name} took longer than {self.limits.timeout_seconds:g} s",
-                "timeouts",
-            )
+            text = f"error: {entry.name} took longer than {self.limits.timeout_seconds:g} s"
+            return ToolOutput(text=text), "timeouts"
         except ToolFailure as error:
-            return self._result(f"error: {error}", error.outcome, error.metrics)
-        return self._result(output.text, "ok", output.metrics)
-
-    def _result(
-        self, text: str, outcome: Outcome, metrics: Mapping[str, float] = NOTHING_COUNTED
-    ) -> ToolResult:
-        limit, length = self.limits.output_chars, len(text)
-        if length > limit:
-            notice = f"\n[cut: {length} characters in all]"
-            text = text[: max(0, limit - len(notice))] + notice
-        # A lone surrogate cannot be encoded as UTF-8, and so not as tokens either.
-        text = text.encode("utf-8", "replace").decode("utf-8")
-        is_truncated = length > limit
-        return ToolResult(text=text, outcome=outcome, is_truncated=is_truncated, metrics=metrics)
+            return ToolOutput(text=f"error: {error}", metrics=error.metrics), error.outcome
 
     async def _invoke(self, entry: Tool, arguments: dict[str, Any]) -> ToolOutput:
         """Returns the result of a call. Raises TookTooLong, SandboxError (not the model's fault),
@@ -363,11 +330,8 @@ class ToolRunner:
         try:
             if entry.is_instant:
                 return _as_output(result_of(settle(call)))
-            is_coroutine = inspect.iscoroutinefunction(
-                entry.function
-            ) or inspect.iscoroutinefunction(
-                getattr(entry.function, "__call__", None)  # noqa: B004 - an object with async __call__
-            )
+            of_object = getattr(entry.function, "__call__", None)  # noqa: B004 - may be async
+            is_coroutine = any(map(inspect.iscoroutinefunction, (entry.function, of_object)))
             found = await guarded(
                 call if is_coroutine else lambda: _in_daemon_thread(call),
                 seconds=None if entry.bounds_itself else self.limits.timeout_seconds,
@@ -387,10 +351,8 @@ class ToolRunner:
 def _as_output(value: Any) -> ToolOutput:
     if isinstance(value, ToolOutput):
         return value
-    if value is None:
-        return ToolOutput(text="")
-    if isinstance(value, str):
-        return ToolOutput(text=value)
+    if value is None or isinstance(value, str):
+        return ToolOutput(text=value or "")
     if isinstance(value, bytes):
         return ToolOutput(text=value.decode("utf-8", "replace"))
     try:
