@@ -26,7 +26,7 @@ import numpy as np
 
 from lockstep.agent.gateway.exchange import Refusal, TurnReply, TurnRequest, client_message
 from lockstep.agent.gateway.reading import Memory
-from lockstep.agent.gateway.splicing import splice_reply
+from lockstep.agent.gateway.splicing import num_common, splice_reply
 from lockstep.agent.gateway.tree import (
     Answer,
     Dialogue,
@@ -138,10 +138,9 @@ class GatewaySession:
         return self.trajectory.rewards if self.ended.is_set() else self._due_rewards()
 
     def _due_rewards(self) -> dict[int, float]:
-        ends = self.rewarded_ends()
-        out = dict.fromkeys(ends, self._rewards[None]) if None in self._rewards else {}
-        own = {at: r for at, r in self._rewards.items() if at is not None}
-        return out | {at: r for at, r in own.items() if at in self.trajectory.leaves()}
+        leaves, common = self.trajectory.leaves(), self._rewards.get(None)
+        out = {} if common is None else dict.fromkeys(self.rewarded_ends(), common)
+        return out | {at: r for at, r in self._rewards.items() if at is not None and at in leaves}
 
     @property
     def turn_ends(self) -> list[int]:
@@ -212,13 +211,9 @@ class GatewaySession:
         if problem:
             raise Refusal(400, "invalid_reward", problem)
         if leaf is not None and leaf not in self.turn_ends:
-            raise Refusal(
-                400,
-                "unknown_leaf",
-                f"no turn of session {self.id} ends with segment {leaf}; its turns end with "
-                f"{self.turn_ends}. Take `leaf` from the reply.",
-                parameter="leaf",
-            )
+            text = f"no turn ends with segment {leaf}; the session's turns end with "
+            text += f"{self.turn_ends}. Take `leaf` from the reply."
+            raise Refusal(400, "unknown_leaf", text, parameter="leaf")
         self.last_used = time.monotonic()
         self._rewards[leaf] = float(reward)
         self.trajectory.reward_parts.update({name: float(v) for name, v in parts.items()})
@@ -294,17 +289,9 @@ class GatewaySession:
         drafted = self._draft(dialogue, found, reason)
         prompt_ids = self._prompt_ids(drafted.place)
         if len(prompt_ids) >= self._sampler.max_tokens:
-            self._exhausted = (
-                f"max_tokens: the next turn would begin at token {len(prompt_ids)} of "
-                f"{self._sampler.max_tokens}"
-            )
-            raise Refusal(
-                400,
-                "context_overflow",
-                f"the prompt has {len(prompt_ids)} tokens, and a path may have "
-                f"{self._sampler.max_tokens} with its reply. Send less, or raise max_tokens.",
-                parameter="messages",
-            )
+            text = f"the next turn would begin at token {len(prompt_ids)} of "
+            text += f"{self._sampler.max_tokens}"
+            raise self._exhaust("max_tokens", text, status=400, code="context_overflow")
         self._insert(drafted, dialogue)
         count(self.trajectory, "tokens/encoded", drafted.num_encoded)
         place = drafted.place
@@ -362,17 +349,16 @@ class GatewaySession:
                 at=enter,
             )
         except OutOfTime:
-            self._exhausted = "max_seconds: the time was over before the first token"
-            raise Refusal(
-                403, "max_seconds", "the time was over before the first token was sampled."
-            ) from None
+            text = "the time was over before the first token"
+            raise self._exhaust("max_seconds", text) from None
         except Exception as error:
             # Nothing was recorded, so the agent gets no turn.
             count(self.trajectory, "gateway/engine_errors")
             status, code = 500, "not_recorded"
             if isinstance(error, EngineError):
-                is_down = isinstance(error, EngineDownError)
-                status, code = (503, "engine_down") if is_down else (502, "engine_error")
+                status, code = 502, "engine_error"
+            if isinstance(error, EngineDownError):
+                status, code = 503, "engine_down"
             raise Refusal(status, code, f"{stage}: {described(error)}") from error
         answer = Answer(
             place,
@@ -395,36 +381,27 @@ class GatewaySession:
         return answer
 
     def _sampling_of(self, request: TurnRequest) -> SamplingParams:
-        template = self._sampler.sampling
-        limit = template.max_tokens if request.max_tokens is None else request.max_tokens
+        template, ignored = self._sampler.sampling, list(request.ignored)
         asked = {
             name: value
             for name in ("temperature", "top_p", "top_k")
-            if (value := getattr(request, name)) is not None and value != getattr(template, name)
+            if (value := getattr(request, name)) not in (None, getattr(template, name))
         }
-        for name in request.ignored:
-            count(self.trajectory, f"gateway/ignored/{name}")
         if self._rule == "run":
-            for name in [*asked, *(["seed"] if request.seed is not None else [])]:
-                count(self.trajectory, f"gateway/ignored/{name}")
+            ignored += [*asked, *(["seed"] if request.seed is not None else [])]
             asked = {}
-        strings = tuple(dict.fromkeys((*template.stop_strings, *request.stop_strings)))
-        if not asked and limit >= template.max_tokens and strings == template.stop_strings:
-            return template
+        for name in ignored:
+            count(self.trajectory, f"gateway/ignored/{name}")
         capabilities = self._engine.capabilities
         if request.stop_strings and not capabilities.has_stop_strings:
-            raise Refusal(
-                400,
-                "unsupported_value",
-                f"engine {capabilities.name} cannot stop at a text. Leave it out, and cut the "
-                "reply yourself.",
-                parameter="stop",
-            )
+            text = f"engine {capabilities.name} cannot stop at a text. Cut the reply yourself."
+            raise Refusal(400, "unsupported_value", text, parameter="stop")
+        limit = template.max_tokens if request.max_tokens is None else request.max_tokens
         try:
             sampling = replace(
                 template,
                 max_tokens=min(limit, template.max_tokens),
-                stop_strings=strings,
+                stop_strings=tuple(dict.fromkeys((*template.stop_strings, *request.stop_strings))),
                 record_support=template.record_support and not asked,
                 **asked,
             )
@@ -468,26 +445,21 @@ class GatewaySession:
     def _closed(self) -> Refusal:
         trajectory = self.trajectory
         why = f" ({trajectory.error})" if trajectory.error else ""
-        return Refusal(
-            410,
-            "session_finished",
-            f"session {self.id} is {trajectory.status}{why}: no more turns, no more rewards. "
-            "Begin another one.",
-        )
+        text = f"session {self.id} is {trajectory.status}{why}: no more turns, no more rewards."
+        return Refusal(410, "session_finished", text)
 
     def _check_budget(self) -> None:
-        if time.monotonic() >= self._deadline:
-            self._exhausted = "max_seconds: the session's time is over"
-            raise Refusal(403, "max_seconds", "the session's time is over.")
         limit = self._budget.max_turns
+        if time.monotonic() >= self._deadline:
+            raise self._exhaust("max_seconds", "the session's time is over")
         if len(self._tree.answers) + len(self._running) > limit:
-            self._exhausted = f"max_turns: {limit} turns are over"
-            raise Refusal(
-                403,
-                "max_turns",
-                f"the session has had its {limit} turns. Raise agent.max_turns, or let the agent "
-                "end before.",
-            )
+            raise self._exhaust("max_turns", f"{limit} turns are over")
+
+    def _exhaust(self, budget: str, text: str, *, status: int = 403, code: str = "") -> Refusal:
+        """Notes the budget that ends the session, unless another turn comes."""
+        self._exhausted = f"{budget}: {text}"
+        text += f". Raise {budget}, or let the agent end before."
+        return Refusal(status, code or budget, text)
 
     # -- the place of a request ----------------------------------------------------------------
 
@@ -497,25 +469,21 @@ class GatewaySession:
         New places are linked to the known ones, but nothing of the session changes. Raises Refusal
         for messages that the renderer cannot write.
         """
-        if found.place is not None and found.num_batches > dialogue.num_replies:
-            return _Draft(found.place, reason, [])
+        place = found.place
+        if place is not None and found.num_batches > dialogue.num_replies:
+            return _Draft(place, reason, [])
         try:
-            if found.place is not None:
-                try:
-                    return self._draft_behind(dialogue, found, found.place, reason)
-                except RendererError:
-                    if found.num_replies == dialogue.num_replies:
-                        raise
-                    # A reply that no model samples in one turn: as a history it may be written.
+            try:
+                if place is not None:
+                    draft = _Draft(place, reason, [], first=found.num_batches)
+                    return self._grow(draft, dialogue, found.num_batches, found.answer)
+            except RendererError:
+                if found.num_replies == dialogue.num_replies:
+                    raise
+                # A reply that no model samples in one turn: as a history it may be written.
             return self._draft_root(dialogue, reason)
         except RendererError as error:
             raise Refusal(400, "cannot_render", str(error), parameter="messages") from error
-
-    def _draft_behind(
-        self, dialogue: Dialogue, found: Found, place: Place, reason: Reason
-    ) -> _Draft:
-        draft = _Draft(place, reason, [], first=found.num_batches)
-        return self._grow(draft, dialogue, found.num_batches, found.answer)
 
     def _draft_root(self, dialogue: Dialogue, reason: Reason) -> _Draft:
         """Makes a new root. Its prompt is everything before the first reply that was sampled here,
@@ -677,10 +645,7 @@ class _Draft:
 
 def _num_changed(before: Int32Array, after: Int32Array) -> int:
     """Counts removed and added ids, between a common beginning and a common end."""
-    size = min(len(before), len(after))
-    differs = np.flatnonzero(before[:size] != after[:size])
-    head = int(differs[0]) if differs.size else size
-    left = size - head
-    differs = np.flatnonzero(before[::-1][:left] != after[::-1][:left])
-    same = head + (int(differs[0]) if differs.size else left)
-    return len(before) + len(after) - 2 * same
+    left, right = before.tolist(), after.tolist()
+    head = num_common(left, right)
+    tail = num_common(left[head:][::-1], right[head:][::-1])
+    return len(left) + len(right) - 2 * (head + tail)

@@ -296,7 +296,7 @@ def test_an_environments_user_forks_the_path_when_thinking_is_dropped(is_opened,
 def test_refusals_reach_the_agent_and_not_the_run():
     async def script(agent):
         await agent.ask(user("a"))
-        with pytest.raises(Refusal, match="has had its 1 turns"):
+        with pytest.raises(Refusal, match="1 turns are over"):
             await agent.ask(user("b"))
         return Score(reward=1.0)
 
