@@ -20,19 +20,14 @@ if TYPE_CHECKING:
     from lockstep.correction.tokens import TokenFacts
     from lockstep.correction.weighing import Corrected, correct, measure, weigh
 
-_MODULES = {
-    "config": ("Correction", "Rule"),
-    "layout": ("Layout",),
-    "metrics": ("MismatchReport",),
-    "tokens": ("TokenFacts",),
-    "weighing": ("Corrected", "correct", "measure", "weigh"),
-}
+_MODULES = ("config", "layout", "metrics", "tokens", "weighing")
 __all__ = ["Corrected", "Correction", "Layout", "MismatchReport", "Rule", "TokenFacts"]
 __all__ += ["correct", "measure", "weigh"]
 
 
 def __getattr__(name: str) -> Any:
-    for module, names in _MODULES.items():
-        if name in names:
-            return getattr(importlib.import_module(f"lockstep.correction.{module}"), name)
+    for module in _MODULES if name in __all__ else ():
+        found = importlib.import_module(f"lockstep.correction.{module}")
+        if hasattr(found, name):
+            return getattr(found, name)
     raise AttributeError(f"module 'lockstep.correction' has no attribute {name!r}")

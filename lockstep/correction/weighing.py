@@ -508,16 +508,9 @@ def _check(
     )
     for name, values in (("logprobs", logprobs), ("rollout_logprobs", rollout_logprobs)):
         if values.requires_grad:
-            normalized = (
-                " Divided by a mean over the batch, it would carry the gradient of every other "
-                "token too."
-                if correction.is_normalized
-                else ""
-            )
             raise AlignmentError(
                 f"{name} carry gradient, so the weight would be a live anchor: a weight is a "
-                f"constant of the loss.{normalized} Pass {name}.detach(); a ratio that carries "
-                "gradient belongs into the objective."
+                f"constant of the loss. Pass {name}.detach()."
             )
         _check_not_positive(name, values, layout)
     if facts.advantages is None and any(r.only_negative_advantage for r in correction.reject):

@@ -33,17 +33,7 @@ if TYPE_CHECKING:
     from lockstep.objectives.token_advantages import gae, whiten
     from lockstep.objectives.values import explained_variance, value_loss
 
-_MODULES = {
-    "advantages": ("centered", "leaf_advantages", "leave_one_out"),
-    "aggregation": ("aggregate", "token_weights"),
-    "losses": (
-        *("TokenBatch", "TokenLoss", "binary_divergence", "cispo", "cross_entropy", "dppo"),
-        *("gspo", "make_loss", "make_policy_loss", "ppo_clip", "reinforce"),
-    ),
-    "regularizers": ("reference_kl",),
-    "token_advantages": ("gae", "whiten"),
-    "values": ("explained_variance", "value_loss"),
-}
+_MODULES = ("advantages", "aggregation", "losses", "regularizers", "token_advantages", "values")
 __all__ = ["TokenBatch", "TokenLoss", "aggregate", "binary_divergence", "centered", "cispo"]
 __all__ += ["cross_entropy", "dppo", "explained_variance", "gae", "gspo", "leaf_advantages"]
 __all__ += ["leave_one_out", "make_loss", "make_policy_loss", "ppo_clip", "reference_kl"]
@@ -51,7 +41,8 @@ __all__ += ["reinforce", "token_weights", "value_loss", "whiten"]
 
 
 def __getattr__(name: str) -> Any:
-    for module, names in _MODULES.items():
-        if name in names:
-            return getattr(importlib.import_module(f"lockstep.objectives.{module}"), name)
+    for module in _MODULES if name in __all__ else ():
+        found = importlib.import_module(f"lockstep.objectives.{module}")
+        if hasattr(found, name):
+            return getattr(found, name)
     raise AttributeError(f"module 'lockstep.objectives' has no attribute {name!r}")

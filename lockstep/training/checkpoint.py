@@ -23,6 +23,7 @@ import random
 import re
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,7 @@ _log = logging.getLogger(__name__)
 class Manifest:
     """The files of a checkpoint."""
 
+    format_version: int
     step: int
     metric: float | None
     """Figure by which `best` is chosen; None if the step was not evaluated."""
@@ -80,17 +82,15 @@ class CheckpointStore:
         """
         target = self.root / f"step-{step:06d}"
         beside = self.root / f".{target.name}.partial"
-        if not trainer.is_writer:
-            trainer.save(beside)
-            if critic is not None:
-                critic.save(beside / CRITIC)
-            return target
-        self.root.mkdir(parents=True, exist_ok=True)
-        for leftover in self.root.glob(".step-*"):  # of a write that was killed
-            shutil.rmtree(leftover, ignore_errors=True)
+        if trainer.is_writer:
+            self.root.mkdir(parents=True, exist_ok=True)
+            for leftover in self.root.glob(".step-*"):  # of a write that was killed
+                shutil.rmtree(leftover, ignore_errors=True)
         trainer.save(beside)
         if critic is not None:
             critic.save(beside / CRITIC)
+        if not trainer.is_writer:
+            return target
         try:
             write_json(beside / STATE, {"state": dict(state), "random": random_states()})
         except (TypeError, ValueError) as error:
@@ -98,16 +98,10 @@ class CheckpointStore:
                 f"the state of step {step} cannot be written as JSON ({error}); expected numbers, "
                 "text, lists and objects, and no NaN."
             ) from error
-        is_number = metric is not None and math.isfinite(metric)
-        write_json(
-            beside / MANIFEST,
-            {
-                "format_version": FORMAT_VERSION,
-                "step": step,
-                "metric": metric if is_number else None,
-                "files": {name: list(entry) for name, entry in _digest_files(beside).items()},
-            },
-        )
+        metric = metric if metric is not None and math.isfinite(metric) else None
+        manifest = {"format_version": FORMAT_VERSION, "step": step, "metric": metric}
+        files = {name: list(entry) for name, entry in _digest_files(beside).items()}
+        write_json(beside / MANIFEST, {**manifest, "files": files})
         for directory in sorted((p for p in beside.rglob("*") if p.is_dir()), reverse=True):
             sync_directory(directory)
         sync_directory(beside)
@@ -147,8 +141,7 @@ class CheckpointStore:
 
         Torn ones are skipped with a warning that names the problem.
         """
-        for step in sorted(self._named(), reverse=True):
-            path = self._named()[step]
+        for _, path in sorted(self._named().items(), reverse=True):
             try:
                 verify(path)
             except CheckpointError as error:
@@ -181,19 +174,16 @@ class CheckpointStore:
         for path in named.values():
             if path.is_symlink():
                 raise CheckpointError(
-                    f"{path} is a link to {os.readlink(path)}. A checkpoint is a directory "
-                    "that the run renames and deletes: put the directory itself here, or remove "
-                    "the link."
+                    f"{path} is a link to {os.readlink(path)}. A run renames and deletes its "
+                    "checkpoints: put the directory itself here, or remove the link."
                 )
         return {step: path for step, path in named.items() if path.is_dir()}
 
     def _whole(self) -> list[tuple[Path, Manifest]]:
         out: list[tuple[Path, Manifest]] = []
         for path in self._named().values():
-            try:
+            with suppress(CheckpointError):
                 out.append((path, verify(path, digests=False)))
-            except CheckpointError:
-                continue
         return out
 
     def _let_go(self) -> None:
@@ -214,26 +204,21 @@ def verify(checkpoint: Path, *, digests: bool = True) -> Manifest:
     """
     path = checkpoint / MANIFEST
     try:
-        source = json.loads(path.read_text("utf-8"))
-        version = source["format_version"]
-        manifest = Manifest(
-            step=source["step"],
-            metric=source["metric"],
-            files={name: (size, digest) for name, (size, digest) in source["files"].items()},
-        )
+        manifest = Manifest(**json.loads(path.read_text("utf-8")))
+        files = [(name, size, digest) for name, (size, digest) in manifest.files.items()]
     except FileNotFoundError:
         raise CheckpointError(
             f"{checkpoint} has no {MANIFEST}: not a checkpoint, or one that was never finished."
         ) from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} cannot be read ({error!r}). A torn copy?") from error
-    if version > FORMAT_VERSION:
+    if manifest.format_version > FORMAT_VERSION:
         raise CheckpointError(
-            f"{checkpoint} was written in format {version}; this version of Lockstep reads up to "
+            f"{checkpoint} was written in format {manifest.format_version}; this version of Lockstep reads up to "
             f"{FORMAT_VERSION}. Use the version that wrote it."
         )
     problems: list[str] = []
-    for name, (size, digest) in manifest.files.items():
+    for name, size, digest in files:
         file = checkpoint / name
         if not file.is_file():
             problems.append(f"{name} is missing")

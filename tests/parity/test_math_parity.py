@@ -6,6 +6,7 @@ Where they differ, the difference is listed with its reason: DIFFERENCES is the 
 import asyncio
 import importlib.util
 import random
+from importlib.util import find_spec
 
 import pytest
 
@@ -13,13 +14,13 @@ from lockstep.envs.math.grading import (
     Form,
     are_equal,
     grade_reply,
-    has_math_verify,
     math_verify_child,
     parse_number,
 )
 
 needs_math_verify = pytest.mark.skipif(
-    not has_math_verify(), reason="math-verify is not installed: pip install 'lockstep-rl[math]'"
+    not find_spec("math_verify"),
+    reason="math-verify is not installed: pip install 'lockstep-rl[math]'",
 )
 
 

@@ -82,14 +82,8 @@ def cut(
     for number, (first, last) in enumerate(spans):
         if number and overlap_chars:
             first = _word_start(text, max(spans[number - 1][0], first - overlap_chars), first)
-        chunks.append(
-            Chunk(
-                id=f"{document}#{number}",
-                text=text[first:last],
-                document=document,
-                span=(first, last),
-            )
-        )
+        chunk_id, span = f"{document}#{number}", (first, last)
+        chunks.append(Chunk(id=chunk_id, text=text[first:last], document=document, span=span))
     return chunks
 
 
@@ -208,18 +202,13 @@ class Library:
         overlap_chars: int = 80,
     ) -> None:
         self.documents = dict(documents)
-        self.chunks = [
-            chunk
+        self._of_document = {
+            name: cut(text, document=name, chunk_chars=chunk_chars, overlap_chars=overlap_chars)
             for name, text in self.documents.items()
-            for chunk in cut(
-                text, document=name, chunk_chars=chunk_chars, overlap_chars=overlap_chars
-            )
-        ]
+        }
+        self.chunks = [chunk for chunks in self._of_document.values() for chunk in chunks]
         self.index = KeywordIndex(self.chunks)
         self._by_id = {chunk.id: chunk for chunk in self.chunks}
-        self._of_document: dict[str, list[Chunk]] = {}
-        for chunk in self.chunks:
-            self._of_document.setdefault(chunk.document, []).append(chunk)
 
     def read_questions(self, path: str | Path) -> list[Question]:
         """Questions of a JSONL file. Raises DataError, `path:line` first, for a malformed line and
@@ -227,80 +216,70 @@ class Library:
         questions: dict[str, Question] = {}
         lines: dict[str, int] = {}
         for number, record in read_jsonl(path):
-            where = f"{path}:{number}"
-            question = self._question({"id": f"question-{number}", **record}, where)
-            if question.id in lines:
-                first = lines[question.id]
-                raise DataError(f"{where}: the id {question.id!r} is on line {first} too.")
+            try:
+                question = self._question({"id": f"question-{number}", **record})
+                if first := lines.get(question.id):
+                    raise DataError(f"the id {question.id!r} is on line {first} too.")
+            except DataError as error:
+                raise DataError(f"{path}:{number}: {error}") from error
             questions[question.id], lines[question.id] = question, number
         if not questions:
             raise DataError(f"{path}: has no question: expected one JSON object per line.")
         return list(questions.values())
 
-    def _question(self, record: Mapping[str, Any], where: str) -> Question:
+    def _question(self, record: Mapping[str, Any]) -> Question:
         known = ("id", "question", "answer", "answers", "gold", "label")
         if unknown := sorted(set(record) - set(known)):
-            raise DataError(f"{where}: unknown keys {unknown}; known are {', '.join(known)}.")
+            raise DataError(f"unknown keys {unknown}; known are {', '.join(known)}.")
         if ("answer" in record) == ("answers" in record):
-            raise DataError(f"{where}: give either `answer` (text) or `answers` (a list of texts).")
-        answers = [_text(record, "answer", where)] if "answer" in record else record["answers"]
-        if not isinstance(answers, list) or not all(
-            isinstance(each, str) and normalise(each) for each in answers or [None]
-        ):
-            raise DataError(f"{where}: answers must be texts with at least one word: {answers!r}.")
+            raise DataError("give either `answer` (text) or `answers` (a list of texts).")
+        answers = [_text(record, "answer")] if "answer" in record else record["answers"]
+        are_texts = isinstance(answers, list) and all(isinstance(each, str) for each in answers)
+        if not are_texts or not answers or not all(map(normalise, answers)):
+            raise DataError(f"answers must be texts with at least one word: {answers!r}.")
         entries = record.get("gold")
-        if isinstance(entries, str | dict):
-            entries = [entries]
+        entries = [entries] if isinstance(entries, str | dict) else entries
         if not isinstance(entries, list) or not entries:
             raise DataError(
-                f"{where}: `gold` is missing: name the passages that hold the answer, as "
+                "`gold` is missing: name the passages that hold the answer, as "
                 '"FILE#CHUNK" or {"document": FILE, "quote": TEXT}.'
             )
         question_id = record["id"]
         if not isinstance(question_id, str | int) or isinstance(question_id, bool):
-            raise DataError(f"{where}: id must be text or a whole number, found {question_id!r}.")
+            raise DataError(f"id must be text or a whole number, found {question_id!r}.")
         return Question(
             id=str(question_id),
-            question=_text(record, "question", where),
+            question=_text(record, "question"),
             answers=tuple(answers),
-            gold=tuple(self._gold(entry, where) for entry in entries),
-            label=_text(record, "label", where) if "label" in record else "",
+            gold=tuple(map(self._gold, entries)),
+            label=_text(record, "label") if "label" in record else "",
         )
 
-    def _gold(self, entry: Any, where: str) -> frozenset[str]:
+    def _gold(self, entry: Any) -> frozenset[str]:
         """Ids of the chunks that hold a gold passage."""
+        if isinstance(entry, str) and entry in self._by_id:
+            return frozenset((entry,))
+        if not isinstance(entry, str) and (
+            not isinstance(entry, dict) or set(entry) != {"document", "quote"}
+        ):
+            raise DataError(
+                f'a gold passage is "FILE#CHUNK" or {{"document": FILE, "quote": TEXT}}, found '
+                f"{entry!r}."
+            )
+        named = entry.rpartition("#")[0] if isinstance(entry, str) else _text(entry, "document")
+        if named not in self.documents:
+            raise DataError(f"gold {entry!r} is in no document of this folder.")
         if isinstance(entry, str):
-            if entry in self._by_id:
-                return frozenset((entry,))
-            document = self._document(entry.rpartition("#")[0], where, entry)
-            raise DataError(
-                f"{where}: there is no chunk {entry!r}; {document} has the chunks #0 to "
-                f"#{len(self._of_document[document]) - 1}. They change with chunk_chars; a quote "
-                "does not."
-            )
-        if not isinstance(entry, dict) or set(entry) != {"document", "quote"}:
-            raise DataError(
-                f'{where}: a gold passage is "FILE#CHUNK" or {{"document": FILE, "quote": TEXT}}, '
-                f"found {entry!r}."
-            )
-        document = self._document(_text(entry, "document", where), where, entry["document"])
-        quote = _text(entry, "quote", where)
+            last = len(self._of_document[named]) - 1
+            raise DataError(f"there is no chunk {entry!r}; {named} has the chunks #0 to #{last}.")
+        quote = _text(entry, "quote")
         # Any white space: a quote may be wrapped differently than its document.
         pattern = r"\s+".join(re.escape(word) for word in quote.split())
-        places = re.finditer(pattern, self.documents[document])
-        found = {id_ for match in places for id_ in self._holding(document, match.span())}
+        places = re.finditer(pattern, self.documents[named])
+        found = {id_ for match in places for id_ in self._holding(named, match.span())}
         if not found:
-            raise DataError(f"{where}: {document} does not contain the quote {quote[:80]!r}.")
+            raise DataError(f"{named} does not contain the quote {quote[:80]!r}.")
         return frozenset(found)
-
-    def _document(self, name: str, where: str, entry: Any) -> str:
-        if name not in self.documents:
-            some = ", ".join(list(self.documents)[:3])
-            raise DataError(
-                f"{where}: gold {entry!r} is in no document of this folder ({some}, ...; "
-                f"{len(self.documents)} in all)."
-            )
-        return name
 
     def _holding(self, document: str, span: tuple[int, int]) -> set[str]:
         """Chunks that contain a passage; if it crosses a border, those with most of it."""
@@ -312,10 +291,10 @@ class Library:
         return {id_ for id_, chars in covered.items() if chars == most}
 
 
-def _text(record: Mapping[str, Any], key: str, where: str) -> str:
+def _text(record: Mapping[str, Any], key: str) -> str:
     value = record.get(key)
     if not isinstance(value, str) or not value.strip():
-        raise DataError(f"{where}: expected `{key}` to be text, found {value!r}.")
+        raise DataError(f"expected `{key}` to be text, found {value!r}.")
     return value
 
 

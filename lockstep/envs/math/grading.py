@@ -12,6 +12,7 @@ import asyncio
 import re
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 from importlib.util import find_spec
 from typing import Literal, get_args
 
@@ -94,14 +95,9 @@ async def grade_reply(
 # ---------------------------------------------------------------------------------------------
 
 
-def has_math_verify() -> bool:
-    """Whether the extra `math` is installed. Does not import it."""
-    return find_spec("math_verify") is not None
-
-
 def why_ungradable(answer: str) -> str:
     """Why replies cannot be compared with `answer`; "" if they can."""
-    if parse_number(answer) is not None or has_math_verify():
+    if parse_number(answer) is not None or find_spec("math_verify"):
         return ""
     return (
         "it is not one number; expressions, sets and tuples are compared by math-verify, which "
@@ -144,27 +140,16 @@ def _boxed(reply: str) -> str | None:
     return None
 
 
-def _hashes(reply: str) -> str | None:
-    at = reply.rfind("####")
-    return None if at < 0 else _rest_of_line(reply, at + 4)
-
-
 def _tag(reply: str) -> str | None:
     begin = reply.rfind("<answer>")
     end = reply.rfind("</answer>")
     return reply[begin + len("<answer>") : end] if 0 <= begin < end else None
 
 
-def _answer_line(reply: str) -> str | None:
-    end = -1
-    for match in _ANSWER_LINE.finditer(reply):
-        end = match.end()
-    return None if end < 0 else _rest_of_line(reply, end)
-
-
-def _rest_of_line(reply: str, begin: int) -> str:
-    end = reply.find("\n", begin)
-    return reply[begin : end if end >= 0 else len(reply)]
+def _line_after(mark: re.Pattern[str], reply: str) -> str | None:
+    """The rest of the line after the last match."""
+    ends = [match.end() for match in mark.finditer(reply)]
+    return reply[ends[-1] :].partition("\n")[0] if ends else None
 
 
 def _last_number(reply: str) -> str | None:
@@ -179,9 +164,9 @@ _SOME_NUMBER = re.compile(
 )
 _FINDERS = {
     "boxed": _boxed,
-    "hashes": _hashes,
+    "hashes": partial(_line_after, re.compile("####")),
     "tag": _tag,
-    "answer_line": _answer_line,
+    "answer_line": partial(_line_after, _ANSWER_LINE),
     "last_number": _last_number,
 }
 

@@ -12,7 +12,7 @@ import itertools
 import json
 import os
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -111,16 +111,8 @@ async def main() -> None:
         replies.flush()
 
     server, running = Server(), {}
-    lines: asyncio.Queue[str] = asyncio.Queue()
-    loop = asyncio.get_running_loop()
-
-    def read() -> None:
-        for line in sys.stdin:
-            loop.call_soon_threadsafe(lines.put_nowait, line)
-        loop.call_soon_threadsafe(lines.put_nowait, "")
-
-    threading.Thread(target=read, daemon=True).start()
-    while line := await lines.get():
+    loop, reader = asyncio.get_running_loop(), ThreadPoolExecutor(1)
+    while line := await loop.run_in_executor(reader, sys.stdin.readline):
         request = json.loads(line)
         if "cancel" in request:
             if task := running.get(request["cancel"]):

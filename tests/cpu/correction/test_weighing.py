@@ -509,7 +509,9 @@ def test_log_probs_that_carry_gradient_are_refused_with_what_to_do():
         AlignmentError, match=r"^logprobs carry gradient.*live anchor.*\.detach\(\)"
     ):
         correct(live, constant, Correction.tis())
-    with pytest.raises(AlignmentError, match=r"^rollout_logprobs carry.*every other token too"):
+    with pytest.raises(
+        AlignmentError, match=r"^rollout_logprobs carry gradient.*Pass rollout_logprobs\.detach\(\)"
+    ):
         correct(constant, live, Correction.mis())
 
 
