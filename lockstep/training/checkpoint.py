@@ -212,9 +212,9 @@ def verify(checkpoint: Path, *, digests: bool = True) -> Manifest:
         ) from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} cannot be read ({error!r}). A torn copy?") from error
-    if manifest.format_version > FORMAT_VERSION:
+    if (version := manifest.format_version) > FORMAT_VERSION:
         raise CheckpointError(
-            f"{checkpoint} was written in format {manifest.format_version}; this version of Lockstep reads up to "
+            f"{checkpoint} was written in format {version}; this version of Lockstep reads up to "
             f"{FORMAT_VERSION}. Use the version that wrote it."
         )
     problems: list[str] = []

@@ -27,7 +27,7 @@ from lockstep.models.critic import ValueModel, load_value_weights, save_value_mo
 from lockstep.models.sharding import let_go
 from lockstep.objectives.values import explained_variance, value_loss
 from lockstep.training.config import CriticConfig, TrainerConfig
-from lockstep.training.learner import Learner, Metrics, Pass, check_same_shapes
+from lockstep.training.learner import Learner, Metrics, check_same_shapes
 from lockstep.training.packing import PackedBatch, unpack_rows
 from lockstep.types import Float32Array, Sample
 
@@ -104,7 +104,7 @@ class Critic(Learner):
         num_trained = sum(sample.num_trained for sample in samples)
         num_tokens = max(num_trained, 1)
         backward = partial(self._backward, num_tokens=num_tokens)
-        self._passes.append(Pass(samples, backward))
+        self._passes.append((samples, backward))
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         for batch in self.pack(samples):
             sums += backward(batch)

@@ -7,8 +7,6 @@ A token that several rows share is run once in a micro-batch and counts once for
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 
@@ -17,35 +15,18 @@ from lockstep.training.packing import PackedBatch
 Tensor = torch.Tensor
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ExpertLoad:
-    """Tokens given to each expert. Loads of micro-batches and ranks add up.
+def expert_load(batch: PackedBatch, chosen_TLA: Tensor, num_experts: int) -> Tensor:
+    """[L, E] float64: tokens given to each expert; each layer's sum is tokens times active experts.
+    Loads of micro-batches and ranks add up.
 
-    >>> (ExpertLoad(torch.tensor([[3.0, 1.0]])) + ExpertLoad(torch.tensor([[1.0, 3.0]]))).counts_LE
-    tensor([[4., 4.]])
+    chosen_TLA: [T, L, A] integers, the experts that processed the tokens of `batch`.
     """
-
-    counts_LE: Tensor
-    """[L, E] float64: each layer's sum is tokens times active experts."""
-
-    @classmethod
-    def of(cls, batch: PackedBatch, chosen_TLA: Tensor, num_experts: int) -> ExpertLoad:
-        """chosen_TLA: [T, L, A] integers, the experts that processed the tokens of `batch`."""
-        T, L, A = chosen_TLA.shape
-        layer_L = torch.arange(L, device=chosen_TLA.device)
-        place_TLA = layer_L[:, None] * num_experts + chosen_TLA.long()
-        weight_TLA = row_counts(batch)[:, None, None].expand(T, L, A)
-        counts = torch.bincount(
-            place_TLA.flatten(), weight_TLA.flatten(), minlength=L * num_experts
-        )
-        return cls(counts.view(L, num_experts))
-
-    def __add__(self, other: ExpertLoad) -> ExpertLoad:
-        return ExpertLoad(self.counts_LE + other.counts_LE)
-
-    def to_metrics(self) -> dict[str, float]:
-        """`moe/...` metrics."""
-        return load_metrics(self.counts_LE.cpu().numpy())
+    T, L, A = chosen_TLA.shape
+    layer_L = torch.arange(L, device=chosen_TLA.device)
+    place_TLA = layer_L[:, None] * num_experts + chosen_TLA.long()
+    weight_TLA = row_counts(batch)[:, None, None].expand(T, L, A)
+    counts = torch.bincount(place_TLA.flatten(), weight_TLA.flatten(), minlength=L * num_experts)
+    return counts.view(L, num_experts)
 
 
 def row_counts(batch: PackedBatch) -> Tensor:

@@ -8,7 +8,7 @@ import signal
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -49,13 +49,9 @@ MAX_NAMED_ROWS = 3  # rows named as the cause of a skipped update; more would hi
 _log = logging.getLogger(__name__)
 
 
-@dataclass(slots=True, eq=False)
-class Pass:
-    """One `forward_backward`, so that it can be repeated on all or some of its rows."""
-
-    samples: Sequence[Sample]
-    backward: Callable[[PackedBatch], object]
-    """Runs one micro-batch forward and backward, and collects its gradients."""
+Pass = tuple[Sequence[Sample], Callable[[PackedBatch], object]]
+"""One `forward_backward`, so that it can be repeated: its rows, and a function that runs one
+micro-batch forward and backward and collects its gradients."""
 
 
 class Learner:
@@ -181,9 +177,9 @@ class Learner:
     def _gradient_norm_again(self) -> float:
         """After an overflow: repeats the collected calls under the lowered loss scale."""
         self.optimizer.zero_gradients()
-        for call in self._passes:
-            for batch in self.pack(call.samples):
-                call.backward(batch)
+        for samples, backward in self._passes:
+            for batch in self.pack(samples):
+                backward(batch)
         return self._gradient_norm()
 
     # -- micro-batches --------------------------------------------------------------------------
@@ -289,18 +285,18 @@ class Learner:
         if has_bad_weights:
             return f"{found}, because the weights are not: an earlier state must be loaded"
         bad: list[str] = []
-        for call in self._passes:
-            for row, sample in enumerate(call.samples):
-                if len(bad) < MAX_NAMED_ROWS and self._has_bad_gradient(call, sample):
+        for samples, backward in self._passes:
+            for row, sample in enumerate(samples):
+                if len(bad) < MAX_NAMED_ROWS and self._has_bad_gradient(sample, backward):
                     bad.append(f"{sample.id} (row {row})")
         if not bad:
             return f"{found}, but each row's own is: their sum is too large for float32"
         return f"{found}; it comes from {', '.join(bad)}"
 
-    def _has_bad_gradient(self, call: Pass, sample: Sample) -> bool:
+    def _has_bad_gradient(self, sample: Sample, backward: Callable[[PackedBatch], object]) -> bool:
         self.optimizer.zero_gradients()
         for batch in self.pack([sample]):
-            call.backward(batch)
+            backward(batch)
         return not np.isfinite(self._gradient_norm())
 
 

@@ -13,7 +13,7 @@ import torch
 from lockstep.correction.metrics import MismatchReport, merge_reports
 from lockstep.models.moe import Routing
 from lockstep.objectives.losses import TokenBatch, TokenLoss
-from lockstep.training.expert_load import ExpertLoad
+from lockstep.training.expert_load import load_metrics
 from lockstep.training.packing import PackedBatch
 from lockstep.training.replay import num_differing
 
@@ -35,7 +35,8 @@ class Totals:
         )
         """Trained tokens, those that the correction kept; in forwards that replay: tokens fed,
         those of them with routes, and these times the layers."""
-        self.load: ExpertLoad | None = None
+        self.load_LE: Tensor | None = None
+        """[L, E] float64: see `expert_load`."""
         self.reports: dict[str, MismatchReport] = {}
 
     @property
@@ -52,14 +53,14 @@ class Totals:
         logprobs_N: Tensor,
         reports: Mapping[str, MismatchReport],
         routing: Routing | None,
-        load: ExpertLoad | None,
+        load_LE: Tensor | None,
     ) -> None:
         """out: None where the correction kept no token. loss: [] float64, as it was summed."""
         self.reports = merge_reports(self.reports, reports)
         self.loss = self.loss + loss
         self._sum("logprob", logprobs_N)
         self._count(tokens=len(logprobs_N), kept=len(tokens.logprobs))
-        self._add_load(load)
+        self._add_load(load_LE)
         if routing is not None and batch.routes is not None:
             self._count(
                 fed=len(batch.ids),
@@ -78,7 +79,7 @@ class Totals:
     def on_host(self) -> Totals:
         """The same on the CPU, to be sent to other ranks."""
         self.loss, self.num_differing = self.loss.cpu(), self.num_differing.cpu()
-        self.load = None if self.load is None else ExpertLoad(self.load.counts_LE.cpu())
+        self.load_LE = None if self.load_LE is None else self.load_LE.cpu()
         self.sums = {name: total.cpu() for name, total in self.sums.items()}
         self.maxima = {name: top.cpu() for name, top in self.maxima.items()}
         return self
@@ -89,7 +90,7 @@ class Totals:
         self.num_differing = self.num_differing + other.num_differing
         self.reports = merge_reports(self.reports, other.reports)
         self._count(**other.counts)
-        self._add_load(other.load)
+        self._add_load(other.load_LE)
         for name, total in other.sums.items():
             self.sums[name] = self.sums[name] + total if name in self.sums else total
         for name, top in other.maxima.items():
@@ -100,9 +101,9 @@ class Totals:
         for name, number in numbers.items():
             self.counts[name] += number
 
-    def _add_load(self, load: ExpertLoad | None) -> None:
-        if load is not None:
-            self.load = load if self.load is None else self.load + load
+    def _add_load(self, load_LE: Tensor | None) -> None:
+        if load_LE is not None:
+            self.load_LE = load_LE if self.load_LE is None else self.load_LE + load_LE
 
     def _sum(self, name: str, values: Tensor) -> None:
         total = values.sum(dtype=torch.float64)
@@ -127,7 +128,7 @@ class Totals:
             out["perplexity"] = float(np.exp(-sums["logprob"] / counts["tokens"]))
         for prefix, report in self.reports.items():
             out |= report.to_metrics(prefix, by_part=prefix == "mismatch")
-        return out | ({} if self.load is None else self.load.to_metrics())
+        return out | ({} if self.load_LE is None else load_metrics(self.load_LE.cpu().numpy()))
 
 
 def merge_metrics(parts: Sequence[Metrics]) -> Metrics:

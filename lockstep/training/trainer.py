@@ -11,7 +11,6 @@ these in order.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial, reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -43,12 +42,11 @@ from lockstep.training.correcting import (
     measure_batch,
     weigh_samples,
 )
-from lockstep.training.expert_load import ExpertLoad
+from lockstep.training.expert_load import expert_load
 from lockstep.training.learner import (
     MAX_NAMED_ROWS,
     Learner,
     Metrics,
-    Pass,
     check_same_shapes,
 )
 from lockstep.training.packing import PackedBatch, split_updates, unpack_rows
@@ -69,17 +67,6 @@ recorded (equal under the contract), or a forward before the first update."""
 
 OLD_ROUTES = COLUMN["recompute"]
 POLICY = "policy"
-
-
-@dataclass(slots=True, eq=False, kw_only=True)
-class _Call:
-    """The arguments of one `forward_backward` that its micro-batches share."""
-
-    loss_fn: LossFn
-    loss_weights: Callable[[PackedBatch], Tensor]
-    correction: Correction | None
-    is_measured: bool
-    """Whether rows that were weighed before are measured in this forward too."""
 
 
 class Trainer(Learner):
@@ -219,25 +206,21 @@ class Trainer(Learner):
                 "Trainer.update, or fill the column importance_weights first."
             )
         batches = self.pack(samples)
-        call = _Call(
-            loss_fn=loss_fn,
-            loss_weights=loss_weights(
-                samples,
-                aggregate,
-                fixed_length=fixed_length,
-                denominator=denominator,
-                is_kept_only=is_weighed
-                and correction is not None
-                and correction.denominator == "kept",
-            ),
-            correction=correction,
-            is_measured=column is not None,
+        is_kept_only = is_weighed and correction is not None and correction.denominator == "kept"
+        weights_of = loss_weights(
+            samples,
+            aggregate,
+            fixed_length=fixed_length,
+            denominator=denominator,
+            is_kept_only=is_kept_only,
         )
-        self._passes.append(Pass(samples, lambda batch: self._backward(batch, call)))
+        is_measured = column is not None
+        backward = partial(self._backward, loss_fn, weights_of, correction, is_measured)
+        self._passes.append((samples, backward))
         totals = Totals(self.device)
         logprobs, losses, weights = [], [], []
         for batch in batches:
-            logprobs_N, loss_N, weight_N = self._backward(batch, call, totals)
+            logprobs_N, loss_N, weight_N = backward(batch, totals)
             logprobs.append((batch, logprobs_N))
             losses.append((batch, loss_N))
             weights.append((batch, weight_N))
@@ -369,10 +352,17 @@ class Trainer(Learner):
     # -- one micro-batch ------------------------------------------------------------------------
 
     def _backward(
-        self, batch: PackedBatch, call: _Call, totals: Totals | None = None
+        self,
+        loss_fn: LossFn,
+        weights_of: Callable[[PackedBatch], Tensor],
+        correction: Correction | None,
+        is_measured: bool,
+        batch: PackedBatch,
+        totals: Totals | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Forward and backward of a micro-batch, whose figures are added to `totals`.
 
+        is_measured: whether rows that were weighed before are measured in this forward too.
         Returns at its N tokens, without gradient: log-probs, losses, and the correction's weights;
         the last two are 0.0 where a token is not trained on.
         """
@@ -382,26 +372,26 @@ class Trainer(Learner):
             batch,
             logprobs,
             entropy,
-            call.correction,
+            correction,
             version=self.version,
-            is_measured=call.is_measured,
+            is_measured=is_measured,
         )
-        weight_N = call.loss_weights(batch)
+        weight_N = weights_of(batch)
         loss_N, out = torch.zeros_like(logprobs.detach()), None
         if batch.is_filler or not len(tokens.logprobs):
             if self.ranks is not None:  # the others wait for its part in their gradients
                 logprobs.backward(torch.zeros_like(logprobs))
                 self.optimizer.collect_gradients()
         else:
-            out = call.loss_fn(tokens)
+            out = loss_fn(tokens)
             loss = _weighed(out, tokens)
             ((loss * tokens.select(weight_N)).sum() * self.loss_scale.value).backward()
             self.optimizer.collect_gradients()
             loss_N = tokens.spread(loss.detach())
         if totals is not None and not batch.is_filler:
-            load = None
+            load_LE = None
             if routing is not None and routing.chosen:
-                load = ExpertLoad.of(batch, routing.stacked(), self.model.config.num_experts)
+                load_LE = expert_load(batch, routing.stacked(), self.model.config.num_experts)
             totals.add(
                 batch,
                 tokens,
@@ -410,7 +400,7 @@ class Trainer(Learner):
                 logprobs_N=logprobs.detach(),
                 reports=reports,
                 routing=routing,
-                load=load,
+                load_LE=load_LE,
             )
         return logprobs.detach(), loss_N, tokens.spread(tokens.weights_or_ones())
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import ClassVar, Literal
@@ -38,9 +38,6 @@ FORM_INSTRUCTIONS: dict[Form, str] = {
 TOOL_INSTRUCTIONS = " You can run Python code with the tool python before you answer."
 FAILED = "error"
 """Result of a call whose code failed, if errors are not explained."""
-
-Grade = Callable[[str], Awaitable[Score]]
-"""reply -> its reward, with the parts `correctness` and `format`, each 0 or 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +109,7 @@ class MathConfig(TaskConfig):
         return ListSource.of_split(tasks, split=split, seed=seed, name=source)
 
     def environment(self, task: Task, agent: AgentConfig) -> Environment:
-        return MathEnvironment(self._opening(task), self._grade_of(task))
+        return MathEnvironment(self, task)
 
     def label(self, task: Task) -> str:
         """Kind of a generated problem: "2-step", "3-step", "chain" or "choice"."""
@@ -121,19 +118,18 @@ class MathConfig(TaskConfig):
     async def close(self) -> None:
         self._comparer.close()
 
-    def _grade_of(self, task: Task) -> Grade:
-        async def grade(reply: str) -> Score:
-            expected, form, lenient = task.payload["answer"], self._form_of(task), self.lenient
-            verdict = await grade_reply(
-                reply, expected, form=form, lenient=lenient, comparer=self._comparer
-            )
-            correctness, has_form = float(verdict.is_correct), float(verdict.has_form)
-            reward = self.correctness_weight * correctness + self.format_weight * has_form
-            return Score(reward=reward, parts={"correctness": correctness, "format": has_form})
+    async def grade(self, task: Task, reply: str) -> Score:
+        """The reward of a reply, with the parts `correctness` and `format`, each 0 or 1."""
+        expected, form, lenient = task.payload["answer"], self._form_of(task), self.lenient
+        verdict = await grade_reply(
+            reply, expected, form=form, lenient=lenient, comparer=self._comparer
+        )
+        correctness, has_form = float(verdict.is_correct), float(verdict.has_form)
+        reward = self.correctness_weight * correctness + self.format_weight * has_form
+        return Score(reward=reward, parts={"correctness": correctness, "format": has_form})
 
-        return grade
-
-    def _opening(self, task: Task) -> list[Message]:
+    def opening(self, task: Task) -> list[Message]:
+        """The messages before the first reply."""
         instructions = self._instructions_for(task, self._form_of(task))
         said = [Message(role="developer", content=instructions)] if instructions else []
         return [*said, Message(role="user", content=task.payload["question"])]
@@ -224,14 +220,7 @@ class RetoolConfig(MathConfig):
             self.sandbox.check()
 
     def environment(self, task: Task, agent: AgentConfig) -> Environment:
-        return RetoolEnvironment(
-            self._opening(task),
-            self._grade_of(task),
-            sandbox=self._sandbox if self.tool else None,
-            session=uuid.uuid4().hex if self.keeps_variables else "",
-            explains_errors=self.explains_errors,
-            limits=ToolLimits.of(agent),
-        )
+        return RetoolEnvironment(self, task, ToolLimits.of(agent))
 
     async def close(self) -> None:
         await super().close()
@@ -260,19 +249,19 @@ def _generated_task(kind: Kind, task_seed: int, index: int) -> Task:
 class MathEnvironment(Environment):
     """One reply, which is graded."""
 
-    def __init__(self, opening: list[Message], grade: Grade) -> None:
-        self._opening, self._grade = opening, grade
+    def __init__(self, config: MathConfig, task: Task) -> None:
+        self._config, self._task = config, task
         self.reply = ""
 
     async def reset(self) -> Sequence[Message]:
-        return self._opening
+        return self._config.opening(self._task)
 
     async def step(self, message: Message) -> Observation:
         self.reply = "" if message.parse_error else message.content
         return Observation(done=True)
 
     async def score(self) -> Score:
-        return await self._grade(self.reply)
+        return await self._config.grade(self._task, self.reply)
 
 
 class RetoolEnvironment(ToolEnvironment):
@@ -282,37 +271,27 @@ class RetoolEnvironment(ToolEnvironment):
     observations, and its endings are the metrics `sandbox/...`.
     """
 
-    def __init__(
-        self,
-        opening: list[Message],
-        grade: Grade,
-        *,
-        sandbox: Sandbox | None,
-        session: str,
-        explains_errors: bool,
-        limits: ToolLimits,
-    ) -> None:
-        """sandbox: None for an episode without the tool. session: see `Sandbox.run`."""
-        self._opening, self._grade = opening, grade
-        self._sandbox, self._session = sandbox, session
-        self._explains_errors, self.limits = explains_errors, limits
-        self.tools = () if sandbox is None else (python_tool(sandbox, session=session),)
+    def __init__(self, config: RetoolConfig, task: Task, limits: ToolLimits) -> None:
+        self._config, self._task, self.limits = config, task, limits
+        self._session = uuid.uuid4().hex if config.keeps_variables else ""
+        if config.tool:
+            self.tools = (python_tool(config._sandbox, session=self._session),)
 
     async def reset(self) -> Sequence[Message]:
-        return self._opening
+        return self._config.opening(self._task)
 
     async def step(self, message: Message) -> Observation:
         seen = await super().step(message)
-        if self._explains_errors or not _has_failed(seen):
+        if self._config.explains_errors or not _has_failed(seen):
             return seen
         return replace(seen, messages=[replace(m, content=FAILED) for m in seen.messages])
 
     async def score(self) -> Score:
-        return await self._grade(self.answer or "")
+        return await self._config.grade(self._task, self.answer or "")
 
     async def close(self) -> None:
-        if self._sandbox is not None and self._session:
-            await self._sandbox.end_session(self._session)
+        if self.tools and self._session:
+            await self._config._sandbox.end_session(self._session)
 
 
 def _has_failed(seen: Observation) -> bool:

@@ -410,8 +410,8 @@ def test_the_schedule_reaches_the_metrics(tmp_path):
     ("settings", "message"),
     [
         ({"lr": 0.0}, "trainer.lr=0.0 must be a finite number above 0"),
-        ({"betas": (0.9, 1.0)}, r"trainer.betas=0.9,1.0 must be two numbers in \[0, 1\)"),
-        ({"grad_clip": -1.0}, "trainer.grad_clip=-1.0 must be at least 0"),
+        ({"betas": (0.9, 1.0)}, r"trainer.betas=\(0.9, 1.0\) must be two numbers in \[0, 1\)"),
+        ({"grad_clip": -1.0}, "trainer.grad_clip=-1.0 must be a finite number of at least 0"),
         ({"min_lr_share": 2.0}, "trainer.min_lr_share"),
         ({"max_tokens_per_microbatch": 1}, "trainer.max_tokens_per_microbatch=1"),
         ({"updates_per_batch": 0}, "trainer.updates_per_batch=0"),
