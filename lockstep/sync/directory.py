@@ -1,4 +1,4 @@
-"""Weights in transit through a file system: a directory per version, complete or absent.
+"""Weights in transit through a file system: a directory per version.
 
 SCRATCH/weights/v000123/config.json, model.safetensors, ...
 """
@@ -6,14 +6,12 @@ SCRATCH/weights/v000123/config.json, model.safetensors, ...
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 from lockstep.errors import EngineError
-from lockstep.store.files import sync_directory
 
 SPARE_BYTES = 64 << 20
 """Space that is left free: metrics and trajectories go to the same disk."""
@@ -45,24 +43,15 @@ class WeightsDirectory:
             )
 
     def write(self, version: int, write: Callable[[Path], object]) -> Path:
-        """The directory of this version, filled by `write` and synced before it gets its name.
-
-        Raises EngineError if the disk refuses; a partial directory is removed.
-        """
+        """The directory of this version, filled by `write`. Raises EngineError if the disk refuses;
+        nothing is left of it then."""
         target = self.path / f"v{version:06d}"
-        beside = self.path / f".v{version:06d}.{os.getpid()}.writing"
+        shutil.rmtree(target, ignore_errors=True)
         try:
-            write(beside)
-            for file in sorted(beside.iterdir()):
-                _to_disk(file)
-            shutil.rmtree(target, ignore_errors=True)
-            os.replace(beside, target)
-            sync_directory(self.path)
+            write(target)
         except OSError as error:
+            shutil.rmtree(target, ignore_errors=True)
             raise self._refusal(version, error) from error
-        finally:
-            for half in self.path.glob(".v*"):
-                shutil.rmtree(half, ignore_errors=True)
         return target
 
     def _refusal(self, version: int, error: OSError) -> EngineError:
@@ -86,20 +75,12 @@ class WeightsDirectory:
             self.path.rmdir()
 
     def _versions(self) -> list[Path]:
-        return [*self.path.glob("v[0-9-]*"), *self.path.glob(".v*")]
+        return list(self.path.glob("v[0-9-]*"))
 
 
 def size_of(directory: Path) -> int:
     """Bytes of the files in a directory."""
     return sum(file.stat().st_size for file in directory.iterdir())
-
-
-def _to_disk(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _mib(num_bytes: int) -> str:

@@ -87,7 +87,6 @@ class Publisher:
         """Duration of the last load."""
         self._is_copied = False
         self._place, self._directory = place, None
-        self._loading: int | None = None
         self._num_loads = 0
         self._followers: dict[str, Follower] = {}
         """Name of each replica of the engine -> its follower."""
@@ -116,19 +115,10 @@ class Publisher:
         EngineError if the engine does not take the weights, or takes others; its weights are then
         unknown.
         """
-        if self._loading is not None:
-            raise EngineError(
-                f"sync: version {version} was to be loaded while version {self._loading} was under "
-                "way. An engine has one trainer, and its syncs come one after another."
-            )
-        self._loading = version
-        try:
-            if self.form == "shared":
-                await self._keeping(self._send_shared(version))
-                return {}
-            return await self._publish(version)
-        finally:
-            self._loading = None
+        if self.form == "shared":
+            await self._keeping(self._send_shared(version))
+            return {}
+        return await self._publish(version)
 
     @property
     def level(self) -> Level:
