@@ -13,7 +13,7 @@ from typing import Literal
 from lockstep.agent.config import AgentConfig
 from lockstep.agent.gateway.config import GatewayConfig
 from lockstep.agent.task_config import DialogueConfig, TaskConfig
-from lockstep.config import tag
+from lockstep.config import check_numbers, require, tag
 from lockstep.correction.config import Correction
 from lockstep.engines.config import EmbeddedConfig, EngineConfig, PoolConfig
 from lockstep.errors import ConfigError
@@ -51,13 +51,10 @@ class EvaluationConfig:
     """Test before the first step."""
 
     def __post_init__(self) -> None:
-        for name in ("num_tasks", "num_samples"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1.")
-        if self.every < 0:
-            raise ConfigError(f"every={self.every} must be at least 0 (0 is the ends only).")
-        if not math.isfinite(self.success_reward):
-            raise ConfigError(f"success_reward={self.success_reward} must be a finite number.")
+        check_numbers(self, "evaluation.", "num_tasks", "num_samples", least=1)
+        check_numbers(self, "evaluation.", "every", least=0)
+        is_finite = math.isfinite(self.success_reward)
+        require(self, "evaluation.", success_reward=(is_finite, "a finite number"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,8 +69,7 @@ class DoctorConfig:
     max(|k1|, k2, k3) is above 0.1. note: report it and continue."""
 
     def __post_init__(self) -> None:
-        if self.rows < 0:
-            raise ConfigError(f"doctor.rows={self.rows} must be at least 0 (0 checks none).")
+        check_numbers(self, "doctor.", "rows", least=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,15 +110,10 @@ class ModelChoice:
     """Several processes, one model."""
 
     def __post_init__(self) -> None:
-        for name in ("max_tokens", "threads"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1.")
-        if not self.name or "/" in self.name:
-            raise ConfigError(f"name={self.name!r} must be usable as part of a directory name.")
-        if not 0 <= self.memory_limit_gib < math.inf:
-            raise ConfigError(
-                f"memory_limit_gib={self.memory_limit_gib} must be at least 0; 0 is what is free."
-            )
+        check_numbers(self, "", "max_tokens", "threads", least=1)
+        check_numbers(self, "", "memory_limit_gib", least=0)
+        is_name = bool(self.name) and "/" not in self.name
+        require(self, "", name=(is_name, "usable as part of a directory name"))
         self.trainer.check_budget(self.max_tokens)
         if self.fallback and self.lora is not None:
             raise ConfigError(
@@ -209,11 +200,9 @@ class Config(ModelChoice):
 
     def __post_init__(self) -> None:
         ModelChoice.__post_init__(self)
-        for name in ("steps", "groups_per_step", "group_size"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1.")
-        if not 0 <= self.max_failed_share < 1:
-            raise ConfigError(f"max_failed_share={self.max_failed_share} must lie in [0, 1).")
+        check_numbers(self, "", "steps", "groups_per_step", "group_size", least=1)
+        check_numbers(self, "", "max_staleness", least=0)
+        require(self, "", max_failed_share=(0 <= self.max_failed_share < 1, "in [0, 1)"))
         self.advantage.check_group_size(self.group_size)
         if not self.advantage.needs_critic and self.critic != CriticConfig():
             raise ConfigError(
@@ -235,8 +224,6 @@ class Config(ModelChoice):
             )
 
     def _check_staleness(self) -> None:
-        if self.max_staleness < 0:
-            raise ConfigError(f"max_staleness={self.max_staleness} must be at least 0.")
         if not self.max_staleness and self.sync.kv == "keep":
             raise ConfigError(
                 "sync.kv=keep with max_staleness=0: no episode lasts over an update, so there are "
@@ -299,8 +286,7 @@ class SupervisedConfig(ModelChoice):
                 f"trainer.routing_replay={self.trainer.routing_replay}: in supervised training "
                 "nothing was sampled, and there are no routes to replay. Leave it out."
             )
-        if not 0 <= self.spelling_dropout < 1:
-            raise ConfigError(f"spelling_dropout={self.spelling_dropout} must lie in [0, 1).")
+        require(self, "", spelling_dropout=(0 <= self.spelling_dropout < 1, "in [0, 1)"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -335,14 +321,7 @@ class ServeConfig(ModelChoice):
                 "fallback=true: engine=embedded runs the decoder alone; choose an engine outside "
                 "of this process."
             )
-        for ok, name, expected in (
-            (0 <= self.temperature < math.inf, "temperature", "a finite number, at least 0"),
-            (0 < self.top_p <= 1, "top_p", "in (0, 1]; 1 is off"),
-            (self.top_k >= 0, "top_k", "at least 0; 0 is off"),
-            (self.max_turn_tokens >= 1, "max_turn_tokens", "at least 1"),
-            (0 < self.turn_seconds < math.inf, "turn_seconds", "a finite number above 0"),
-            (0 <= self.idle_seconds < math.inf, "idle_seconds", "a finite number, at least 0"),
-            (self.max_sessions >= 1, "max_sessions", "at least 1"),
-        ):
-            if not ok:
-                raise ConfigError(f"{name}={getattr(self, name)} must be {expected}.")
+        check_numbers(self, "", "temperature", "top_k", "idle_seconds", least=0)
+        check_numbers(self, "", "turn_seconds")
+        check_numbers(self, "", "max_turn_tokens", "max_sessions", least=1)
+        require(self, "", top_p=(0 < self.top_p <= 1, "in (0, 1]; 1 is off"))
