@@ -10,7 +10,6 @@ as long as the settings allow. tests/cpu/test_memory.py compares the bytes that 
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -22,7 +21,6 @@ from lockstep.errors import ConfigError
 from lockstep.models.config import ModelConfig
 from lockstep.models.lora_config import LoraShape, adapter_shapes
 from lockstep.models.shapes import Shapes, decoder_shapes, num_elements
-from lockstep.run_config import Config, ModelChoice, SupervisedConfig
 from lockstep.training.config import TrainerConfig
 
 Device = Literal["cpu", "cuda"]
@@ -178,46 +176,6 @@ class PlanFacts:
         """The policy's parameters that have a gradient."""
         shapes = adapter_shapes(self.lora) if self.lora else decoder_shapes(self.model)
         return _unfrozen(shapes, self.trainer.freeze)
-
-
-def plan_run(
-    config: ModelChoice,
-    model: ModelConfig,
-    *,
-    device: Device,
-    lora: LoraShape | None = None,
-    critic: ModelConfig | None = None,
-    is_invariant: bool = False,
-) -> MemoryPlan:
-    """The plan of a training run or a supervised one. critic: shapes of the model of values, if
-    there is one. is_invariant: whether the ops of the contract are used."""
-    world = config.parallel.num_processes(os.environ)
-    facts = PlanFacts(
-        num_ranks=world,
-        sequence=config.parallel.sequence,
-        is_sharded=config.parallel.shard and world > 1,
-        model=model,
-        dtype=config.dtype,
-        device=device,
-        trainer=config.trainer,
-        lora=lora,
-        critic=critic,
-        is_invariant=is_invariant,
-    )
-    if isinstance(config, SupervisedConfig):
-        longest = config.sft.max_tokens or config.max_tokens
-        return plan_memory(replace(facts, max_update_tokens=config.sft.rows_per_step * longest))
-    assert isinstance(config, Config), "a run trains or is supervised"
-    total = config.groups_per_step * config.group_size * config.max_tokens
-    return plan_memory(
-        replace(
-            facts,
-            engine=config.engine if isinstance(config.engine, EmbeddedConfig) else None,
-            has_reference=config.objective.reads_reference_logprobs,
-            critic_freeze=config.critic.freeze,
-            max_update_tokens=max(total // config.trainer.updates_per_batch, config.max_tokens),
-        )
-    )
 
 
 def plan_memory(facts: PlanFacts) -> MemoryPlan:

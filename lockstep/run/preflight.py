@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,7 +22,7 @@ from lockstep.errors import (
     MissingExtraError,
     RendererError,
 )
-from lockstep.memory import GIB, Device, MemoryPlan, available_bytes, plan_run
+from lockstep.memory import GIB, Device, MemoryPlan, PlanFacts, available_bytes, plan_memory
 from lockstep.models import peft_format
 from lockstep.models.config import FallbackConfig, ModelConfig
 from lockstep.models.locate import locate_model
@@ -41,7 +41,7 @@ from lockstep.renderers.jinja.source import has_template
 from lockstep.renderers.registry import make_renderer
 from lockstep.renderers.tokenizer import Tokenizer
 from lockstep.run.hooks import current_hooks
-from lockstep.run_config import Config, ModelChoice
+from lockstep.run_config import Config, ModelChoice, SupervisedConfig
 
 RENDERER_FILE = "renderer.json"
 
@@ -196,25 +196,39 @@ def memory_plan(
 ) -> MemoryPlan | None:
     """The peak that is predicted; None for a model that transformers runs, of which too little is
     known. numerics: None before a model is loaded."""
-    if isinstance(model_files.model, FallbackConfig):
+    model, world = model_files.model, config.parallel.num_processes(os.environ)
+    if isinstance(model, FallbackConfig):
         return None
-    critic, is_invariant = None, False
-    if isinstance(config, Config):
-        if config.advantage.needs_critic:
-            critic = model_files.model
-            if config.critic.model:
-                critic = ModelConfig.from_directory(locate_model(config.critic.model))
-        may_be = config.contract != "none" and not why_no_contract(config)
-        is_invariant = may_be if numerics is None else numerics.is_kept
-    lora = model_files.lora
-    return plan_run(
-        config,
-        model_files.model,
+    facts = PlanFacts(
+        model=model,
+        dtype=config.dtype,
         device=device,
-        lora=lora,
-        critic=critic,
-        is_invariant=is_invariant,
+        trainer=config.trainer,
+        lora=model_files.lora,
+        num_ranks=world,
+        sequence=config.parallel.sequence,
+        is_sharded=config.parallel.shard and world > 1,
     )
+    if isinstance(config, SupervisedConfig):
+        longest = config.sft.max_tokens or config.max_tokens
+        facts = replace(facts, max_update_tokens=config.sft.rows_per_step * longest)
+    if isinstance(config, Config):
+        critic = None
+        if config.advantage.needs_critic:
+            name = config.critic.model
+            critic = ModelConfig.from_directory(locate_model(name)) if name else model
+        may_be = config.contract != "none" and not why_no_contract(config)
+        total = config.groups_per_step * config.group_size * config.max_tokens
+        facts = replace(
+            facts,
+            engine=config.engine if isinstance(config.engine, EmbeddedConfig) else None,
+            has_reference=config.objective.reads_reference_logprobs,
+            critic=critic,
+            critic_freeze=config.critic.freeze,
+            is_invariant=may_be if numerics is None else numerics.is_kept,
+            max_update_tokens=max(total // config.trainer.updates_per_batch, config.max_tokens),
+        )
+    return plan_memory(facts)
 
 
 def expected_device(config: ModelChoice) -> Device:

@@ -22,7 +22,6 @@ from lockstep.memory import (
     available_bytes,
     kept_per_token,
     plan_memory,
-    plan_run,
 )
 from lockstep.models import experts
 from lockstep.models.config import ModelConfig
@@ -34,7 +33,13 @@ from lockstep.ops.context import PackedContext
 from lockstep.ops.invariant import InvariantOps
 from lockstep.recipes import find_recipe, find_supervised_recipe
 from lockstep.run.plan import plan
-from lockstep.run.preflight import preflight, read_model_files
+from lockstep.run.preflight import (
+    ModelFiles,
+    Numerics,
+    memory_plan,
+    preflight,
+    read_model_files,
+)
 from lockstep.supervised import check_supervised
 from lockstep.training.config import TrainerConfig
 
@@ -64,6 +69,13 @@ def facts(model, **settings):
     defaults = {"dtype": "float32", "device": "cpu", "max_update_tokens": 8192}
     trainer = TrainerConfig(max_tokens_per_microbatch=4096, **settings.pop("trainer", {}))
     return PlanFacts(model=model, trainer=trainer, **{**defaults, **settings})
+
+
+def plan_run(config, model, *, is_kept=False):
+    """The plan of a run of a model that has no files."""
+    numerics = Numerics(fingerprint=None, is_kept=is_kept, line="")
+    model_files = ModelFiles(Path(), model, renderer_config=None, renderer=None)
+    return memory_plan(config, model_files, device="cpu", numerics=numerics)
 
 
 def part(found, name):
@@ -145,24 +157,24 @@ def test_state_is_counted_to_the_byte():
 
 def test_an_engine_a_reference_and_the_contract_are_in_the_plan():
     config = resolve(find_recipe("quickstart"), ["objective.kl_coef=0.1", "dtype=bfloat16"])
-    found = plan_run(config, GPT_OSS, device="cpu", is_invariant=True)
+    found = plan_run(config, GPT_OSS, is_kept=True)
     names = set(found.parts)
     assert {"reference policy", "KV cache", "packed weights of the contract"} <= names
     assert isinstance(config.engine, EmbeddedConfig)
     cache = 2 * 2 * 2 * 32 * 2  # keys and values, layers, key heads, head width, bytes
     in_rows = 2 * cache * config.engine.kv_cache_tokens  # float32 under the contract
     assert part(found, "KV cache") == cache * (config.engine.kv_cache_tokens + 128) + in_rows
-    beside = plan_run(resolve(config, ["engine.replicas=1"]), GPT_OSS, device="cpu")
+    beside = plan_run(resolve(config, ["engine.replicas=1"]), GPT_OSS)
     assert part(beside, "KV cache") == 0
     assert part(beside, "engines in processes of their own") > part(found, "KV cache")
     critic = resolve(find_recipe("quickstart"), ["advantage=gae"])
-    found = plan_run(critic, GPT_OSS, device="cpu", critic=GPT_OSS)
+    found = plan_run(critic, GPT_OSS)
     assert {"critic's weights", "critic's AdamW moments"} <= set(found.parts)
     frozen = resolve(critic, ["critic.freeze=body.*"])
-    found = plan_run(frozen, GPT_OSS, device="cpu", critic=GPT_OSS)
+    found = plan_run(frozen, GPT_OSS)
     assert part(found, "critic's weights") and not part(found, "critic's AdamW moments")
     frozen = resolve(critic, ["critic.freeze=body.*"])
-    less = plan_run(frozen, GPT_OSS, device="cpu", critic=GPT_OSS)
+    less = plan_run(frozen, GPT_OSS)
     names = set(less.parts)
     assert "critic's weights" in names and "critic's AdamW moments" not in names
 
@@ -190,7 +202,7 @@ def test_ranks_divide_state_and_tokens_and_the_engine_has_a_copy():
     assert part(halved, "activations") == part(one, "activations") // 2
     assert part(halved, "gradients") == part(one, "gradients")
     config = resolve(find_recipe("quickstart"), ["parallel.processes=2"])
-    found = plan_run(config, GPT_OSS, device="cpu")
+    found = plan_run(config, GPT_OSS)
     assert "of each of 2 processes" in found.describe()
     assert part(found, "the engine's copy of the weights") > 0
 
