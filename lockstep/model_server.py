@@ -13,12 +13,10 @@ import secrets
 import signal
 import sys
 import threading
-import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from lockstep.agent.tasks import derive_seed
 from lockstep.config import from_dict, resolve, to_dict
@@ -38,11 +36,12 @@ if TYPE_CHECKING:
     from lockstep.agent.gateway.session import GatewaySession
     from lockstep.engines.base import Engine
 
+T = TypeVar("T")
+
 DEFAULT_MAX_TOKENS = 8192
 """Tokens of a dialogue if the setting is not given and the model takes as many."""
-PART_SESSIONS = 32
-"""Finished sessions that are written as one part; fewer after PART_SECONDS."""
 PART_SECONDS = 10.0
+"""Interval in which finished sessions are written, as one part."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +140,6 @@ class SessionStore:
     def __init__(self, run: RunDirectory) -> None:
         self._run = run
         self._waiting: list[Group] = []
-        self._tried_at = time.monotonic()
         self._step = 0
         self.num_stored = 0
 
@@ -152,15 +150,8 @@ class SessionStore:
             task = Task(id=trajectory.task_id or trajectory.id)
             self._waiting.append(Group(task=task, trajectories=[trajectory]))
 
-    def write_if_due(self) -> None:
-        """Raises RunError as `write` does."""
-        is_late = time.monotonic() - self._tried_at >= PART_SECONDS
-        if is_late or len(self._waiting) >= PART_SESSIONS:
-            self.write()
-
     def write(self) -> None:
         """Raises RunError if the disk does not take them."""
-        self._tried_at = time.monotonic()
         if not self._waiting:
             return
         groups = list(self._waiting)
@@ -244,12 +235,12 @@ def serve(served: Served, *, key: str, out: str | Path | None, is_json: bool) ->
                 stop = _stop_on_sigint(note)
                 while not stop.is_set():
                     with contextlib.suppress(TimeoutError):
-                        await asyncio.wait_for(stop.wait(), 1.0)
-                    if store is not None:
-                        try:
-                            store.write_if_due()
-                        except RunError as error:
-                            note(f"{error} They are kept, and tried again.")
+                        await asyncio.wait_for(stop.wait(), PART_SECONDS)
+                    try:
+                        if store is not None:
+                            store.write()
+                    except RunError as error:
+                        note(f"{error} They are kept, and tried again.")
         finally:
             if server is not None:
                 names = ("requests", "refused", "failed", "sampled_tokens", "encoded_tokens")
@@ -316,35 +307,28 @@ class BackgroundServer:
     ) -> None:
         """target, settings: as on the command line. Returns when the server answers."""
         served = find_served(target, settings)
-        self._loop = asyncio.new_event_loop()
-        self._is_over = asyncio.Event()
-        started: Future[str] = Future()
-        self._thread = threading.Thread(
-            target=self._run, args=(served, key, out, started), daemon=True
-        )
+        self._loop, self._stack = asyncio.new_event_loop(), contextlib.AsyncExitStack()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
-        self.url = started.result()
-
-    def _run(self, served: Served, key: str, out: str | Path | None, started: Future[str]) -> None:
-        async def run() -> None:
-            async with opened(served, key=key, out=out) as (server, _):
-                started.set_result(server.url)
-                await self._is_over.wait()
-
         try:
-            self._loop.run_until_complete(run())
-        except BaseException as error:
-            if started.done():
-                raise
-            started.set_exception(error)  # raised where the address is awaited
-        finally:
-            self._loop.close()
+            opening = self._stack.enter_async_context(opened(served, key=key, out=out))
+            self.url = self._wait(opening)[0].url
+        except BaseException:
+            self.close()
+            raise
+
+    def _wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
     def close(self) -> None:
         """Ends all sessions, stores them, and stops. May be called twice."""
         if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._is_over.set)
-            self._thread.join()
+            try:
+                self._wait(self._stack.aclose())
+            finally:
+                self._loop.call_soon_threadsafe(self._loop.stop)
+                self._thread.join()
+                self._loop.close()
 
     def __enter__(self) -> BackgroundServer:
         return self
