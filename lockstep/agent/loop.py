@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
@@ -129,34 +130,24 @@ async def run_episode(
     renderer or the engine raises, `status` is "failed" and `error` says what happened. Cancelling
     closes the environment and aborts the request.
     """
-    episode = _Episode(
-        engine,
-        renderer,
-        Trajectory(id=trajectory_id, task_id=task.id),
-        seed=seed,
-        sampling=sampling,
-        budget=budget,
-    )
+    trajectory = Trajectory(id=trajectory_id, task_id=task.id)
+    sampler = TurnSampler(engine, renderer, trajectory, sampling=sampling, budget=budget)
+    episode = _Episode(sampler, seed=seed)
     try:
-        await episode.play(environment, task)
+        await episode.play(lambda task: environment, task)
         await episode.score()
     finally:
         await episode.close()
-    return episode.trajectory
+    return trajectory
 
 
 @dataclass(slots=True, eq=False)
 class _Episode:
     """One episode in the making: `play`, then `score` (or `set_score`), then `close`."""
 
-    engine: Engine
-    renderer: Renderer
-    trajectory: Trajectory
+    sampler: TurnSampler
     _: KW_ONLY
     seed: int
-    sampling: SamplingParams
-    budget: Budget
-    priority: Callable[[], int] = lambda: 0
     rescorer: Rescorer | None = None
     gateway: OpenGateway | None = None
     environment: Environment | Harness | None = None
@@ -170,24 +161,26 @@ class _Episode:
     """Reason of the branch that the next turn begins; see `Segment.reason`."""
     turn_ends: list[int] = field(default_factory=list[int])
     """The segment that ends each turn."""
-    sampler: TurnSampler = field(init=False)
+    has_ended: bool = False
 
-    def __post_init__(self) -> None:
-        self.sampler = TurnSampler(
-            self.engine,
-            self.renderer,
-            self.trajectory,
-            sampling=self.sampling,
-            budget=self.budget,
-            priority=self.priority,
-        )
+    @property
+    def trajectory(self) -> Trajectory:
+        return self.sampler.trajectory
 
-    async def play(self, environment: Environment | Harness, task: Task) -> None:
+    @property
+    def budget(self) -> Budget:
+        return self.sampler.budget
+
+    async def play(self, make_environment: EnvironmentFactory, task: Task) -> None:
         """Turns, until the environment or a budget ends them. Leaves the status at "finished",
         "truncated" or "failed"."""
-        self.environment = environment
+        self.stage = "the environment could not be made"
         started = time.monotonic()
         try:
+            environment = self.environment = await guarded(
+                partial(make_environment, task), seconds=self.budget.max_seconds
+            )
+            started = time.monotonic()
             if isinstance(environment, Harness):
                 await self._play_over_http(environment, task)
             else:
@@ -200,21 +193,21 @@ class _Episode:
             # Nobody cancelled the episode: something in it was, and it must not vanish.
             self.fail(self.stage, error)
         self.trajectory.metrics["seconds"] = time.monotonic() - started
+        self.has_ended = True
 
     async def _play(self, environment: Environment, started: float) -> None:
-        trajectory, budget = self.trajectory, self.budget
+        trajectory, budget, renderer = self.trajectory, self.budget, self.sampler.renderer
+        limit = self.sampler.max_tokens
         self.stage = "environment.reset"
         messages = await guarded(environment.reset, seconds=budget.max_seconds)
         _check_messages(messages)
         tools = await guarded(lambda: environment.tools)
         self.stage = "renderer.render"
-        path_ids = np.asarray(self.renderer.render(messages, tools), np.int32)
-        count(self.trajectory, "tokens/encoded", len(path_ids))
-        if len(path_ids) >= self.sampler.max_tokens:
-            self.fail(
-                f"the prompt has {len(path_ids)} tokens and the episode may have "
-                f"{self.sampler.max_tokens}: no room for a reply. Raise max_tokens"
-            )
+        path_ids = np.asarray(renderer.render(messages, tools), np.int32)
+        count(trajectory, "tokens/encoded", len(path_ids))
+        if len(path_ids) >= limit:
+            text = f"the prompt has {len(path_ids)} tokens and the episode may have {limit}"
+            self.fail(f"{text}: no room for a reply. Raise max_tokens")
             return
         leaf: int | None = trajectory.observe(path_ids, messages=messages)
         pending: list[Observed] = []
@@ -233,8 +226,8 @@ class _Episode:
             self.turn_ends.append(leaf)
             path_ids = np.concatenate([prompt_ids, reply.ids])
             self._rescore(leaf)
-            count(self.trajectory, "turns", 1)
-            count(self.trajectory, "parse_errors", bool(reply.message.parse_error))
+            count(trajectory, "turns", 1)
+            count(trajectory, "parse_errors", bool(reply.message.parse_error))
             self.stage = "environment.step"
             observation = await guarded(
                 partial(environment.step, reply.message), seconds=budget.max_seconds
@@ -251,22 +244,19 @@ class _Episode:
                 self.stage = "renderer.extend"
                 turn_ids = reply.ids
                 pending, self.reason = [], ""
-                if self.renderer.forgets(observation.messages):
-                    fork = fork_without_thinking(trajectory, leaf, self.renderer)
-                    if fork is not None:
-                        leaf, pending = fork
-                        path_ids, turn_ids = trajectory.path_ids(leaf), pending[-1].ids
-                        self.reason = "dropped_thinking"
-                        count(trajectory, "branches/dropped_thinking")
-                observed_ids = self.renderer.extend(turn_ids.tolist(), observation.messages)
+                forgets = renderer.forgets(observation.messages)
+                if forgets and (fork := fork_without_thinking(trajectory, leaf, renderer)):
+                    leaf, pending = fork
+                    path_ids, turn_ids = trajectory.path_ids(leaf), pending[-1].ids
+                    self.reason = "dropped_thinking"
+                    count(trajectory, "branches/dropped_thinking")
+                observed_ids = renderer.extend(turn_ids.tolist(), observation.messages)
                 count(trajectory, "tokens/encoded", len(observed_ids))
                 pending.append(Observed(np.asarray(observed_ids, np.int32), observation.messages))
                 needed = len(path_ids) + sum(len(part.ids) for part in pending)
-                if needed >= self.sampler.max_tokens:
-                    trajectory.error = (
-                        f"max_tokens: the next turn would begin at token {needed} of "
-                        f"{self.sampler.max_tokens}"
-                    )
+                if needed >= limit:
+                    text = f"the next turn would begin at token {needed} of {limit}"
+                    trajectory.error = f"max_tokens: {text}"
             if trajectory.error:
                 trajectory.status = "truncated"
                 return
@@ -275,15 +265,12 @@ class _Episode:
         trajectory, budget = self.trajectory, self.budget
         self.stage = "harness.run"
         if self.gateway is None:
-            raise ConfigError(
-                "the episode is played by a program that asks over HTTP, and nothing here starts a "
-                "gateway: give one to `collect`"
-            )
+            raise ConfigError("nothing here starts a gateway for the agent: give `collect` one")
         gateway = await self.gateway()
         limit = harness.wait_seconds + budget.max_seconds
         session = self.session = GatewaySession(
-            self.engine,
-            self.renderer,
+            self.sampler.engine,
+            self.sampler.renderer,
             trajectory,
             seed=self.seed,
             sampling=self.sampler.sampling,
@@ -359,22 +346,19 @@ class _Episode:
         turn: int,
         deadline: float,
     ) -> Turn:
-        def record_prompt() -> tuple[int, str]:
-            return self.sampler.observe(leaf, pending, reason=self.reason), ""
-
+        record_prompt = partial(self.sampler.observe, leaf, pending, reason=self.reason)
         try:
             return await self.sampler.sample(
                 prompt_ids,
                 parent=leaf,
-                record_prompt=record_prompt,
+                record_prompt=lambda: (record_prompt(), ""),
                 name=f"{turn}-{self.seed:x}",
                 seed=derive_seed(self.seed, turn),
                 deadline=deadline,
                 at=partial(setattr, self, "stage"),
             )
         except Exception as error:
-            is_late = isinstance(error, OutOfTime)
-            if self.stage == "engine.generate" and not is_late:
+            if self.stage == "engine.generate" and not isinstance(error, OutOfTime):
                 record_prompt()  # shows the prompt that the engine failed on
             raise
 
@@ -398,10 +382,8 @@ class _Episode:
         if self.given_score is not None:
             self.set_score(self.given_score)
         elif self.session is None or not self.session.has_reward:
-            self.fail(
-                f"no reward: {harness.lacks_reward}, and none was posted to the session "
-                f"(POST /sessions/SESSION/reward){_shown_output(harness)}"
-            )
+            text = f"no reward: {harness.lacks_reward}, and none was posted to the session"
+            self.fail(f"{text} (POST /sessions/SESSION/reward){_shown_output(harness)}")
 
     def set_score(self, score: Score) -> None:
         """Puts rewards on the leaves and on turns. All leaves get the reward: a path that was left
@@ -476,10 +458,8 @@ def _score_problem(score: Any, *, num_turns: int) -> str:
         return f"turn_rewards is {shortened(turn_rewards)}; expected a mapping from turns"
     for turn, reward in turn_rewards.items():
         if not isinstance(turn, int) or turn not in range(num_turns):
-            return (
-                f"turn_rewards has turn {shortened(turn)}; "
-                f"the episode has turns 0 to {num_turns - 1}"
-            )
+            text = f"turn_rewards has turn {shortened(turn)}"
+            return f"{text}; the episode has turns 0 to {num_turns - 1}"
         if problem := number_problem(reward, f"turn_rewards[{turn}]"):
             return problem
     return number_problem(score.reward, "reward") or numbers_problem(score.parts, "parts")
@@ -529,103 +509,79 @@ async def collect(
     end. gateway: opens the gateway for agents that are not environments. on_progress: called with
     each complete trajectory, in order of completion.
     """
-    seen: dict[str, int] = {}
-    groups: list[_GroupRun] = []
+    seen: Counter[str] = Counter()
+    groups: list[tuple[Task, list[_Episode]]] = []
     for task in tasks:
-        first_sample = seen.get(task.id, 0)
-        seen[task.id] = first_sample + group_size
+        first_sample = seen[task.id]
+        seen[task.id] += group_size
         episodes = [
             _Episode(
-                engine,
-                renderer,
-                Trajectory(id=f"{split}/{step}/{task.id}/{sample}", task_id=task.id),
+                TurnSampler(
+                    engine,
+                    renderer,
+                    Trajectory(id=f"{split}/{step}/{task.id}/{sample}", task_id=task.id),
+                    sampling=sampling,
+                    budget=budget,
+                    priority=order,
+                ),
                 seed=derive_seed(run_seed, split, step, task.id, sample),
-                sampling=sampling,
-                budget=budget,
-                priority=order,
                 rescorer=rescorer,
                 gateway=gateway,
             )
             for sample in range(first_sample, first_sample + group_size)
         ]
-        groups.append(_GroupRun(task, episodes))
+        groups.append((task, episodes))
+    all_episodes = [episode for _, episodes in groups for episode in episodes]
     slots = slots or EpisodeSlots()
 
-    async def work(group: _GroupRun, episode: _Episode) -> None:
+    async def work(task: Task, group: list[_Episode], episode: _Episode) -> None:
         async with slots:
-            await group.run(episode, make_environment, score_group, on_progress)
+            await episode.play(make_environment, task)
+            finished = [episode]
+            if score_group is None:
+                await episode.score()
+            elif all(each.has_ended for each in group):
+                await _score_together(score_group, group)
+                finished = group
+            else:
+                return
+            for done in finished:
+                await done.close()
+                if on_progress is not None:
+                    on_progress(done.trajectory)
 
     try:
         # In this order they get slots, so that the episodes of a group end together.
         async with asyncio.TaskGroup() as workers:
-            for group in groups:
-                for episode in group.episodes:
-                    workers.create_task(work(group, episode))
+            for task, episodes in groups:
+                for episode in episodes:
+                    workers.create_task(work(task, episodes, episode))
         if rescorer is not None:
-            await rescorer.wait(e.trajectory for group in groups for e in group.episodes)
+            await rescorer.wait(episode.trajectory for episode in all_episodes)
     except BaseExceptionGroup as errors:
         # Episodes do not raise, so this is a bug, or a callback: the first one says it all.
         raise errors.exceptions[0] from None
     finally:
-        await asyncio.gather(*(e.close() for group in groups for e in group.episodes))
+        await asyncio.gather(*(episode.close() for episode in all_episodes))
         if rescorer is not None:
             await rescorer.close()
-    return [
-        Group(task=group.task, trajectories=[e.trajectory for e in group.episodes])
-        for group in groups
-    ]
+    return [Group(task=task, trajectories=[e.trajectory for e in group]) for task, group in groups]
 
 
-@dataclass(slots=True)
-class _GroupRun:
-    """The episodes of one task."""
-
-    task: Task
-    episodes: list[_Episode]
-    num_played: int = 0
-
-    async def run(
-        self,
-        episode: _Episode,
-        make_environment: EnvironmentFactory,
-        score_group: GroupScorer | None,
-        on_progress: Callable[[Trajectory], None] | None,
-    ) -> None:
-        try:
-            environment = await guarded(
-                partial(make_environment, self.task), seconds=episode.budget.max_seconds
-            )
-        except Exception as error:
-            episode.fail("the environment could not be made", error)
-        else:
-            await episode.play(environment, self.task)
-        self.num_played += 1
-        if score_group is None:
-            await episode.score()
-            finished = [episode]
-        else:
-            finished = self.episodes if self.num_played == len(self.episodes) else []
-            if finished:
-                await self._score_together(score_group)
-        for done in finished:
-            await done.close()
-            if on_progress is not None:
-                on_progress(done.trajectory)
-
-    async def _score_together(self, score_group: GroupScorer) -> None:
-        alive = [e for e in self.episodes if e.trajectory.status != "failed" and e.environment]
-        if not alive:
-            return
-        try:
-            scores: Any = await guarded(
-                lambda: score_group([cast("Environment", e.environment) for e in alive]),
-                seconds=alive[0].budget.max_seconds,
-            )
-            if len(scores) != len(alive):
-                raise ValueError(f"{len(scores)} scores for {len(alive)} environments")
-        except Exception as error:
-            for episode in alive:
-                episode.fail("score_group", error)
-        else:
-            for episode, score in zip(alive, scores, strict=True):
-                episode.set_score(score)
+async def _score_together(score_group: GroupScorer, episodes: Sequence[_Episode]) -> None:
+    alive = [e for e in episodes if e.trajectory.status != "failed" and e.environment]
+    if not alive:
+        return
+    try:
+        scores: Any = await guarded(
+            lambda: score_group([cast("Environment", e.environment) for e in alive]),
+            seconds=alive[0].budget.max_seconds,
+        )
+        if len(scores) != len(alive):
+            raise ValueError(f"{len(scores)} scores for {len(alive)} environments")
+    except Exception as error:
+        for episode in alive:
+            episode.fail("score_group", error)
+    else:
+        for episode, score in zip(alive, scores, strict=True):
+            episode.set_score(score)
