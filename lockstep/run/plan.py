@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import fields
 
 from lockstep.agent.loop import truncation_notice
 from lockstep.config import tag
@@ -34,13 +33,11 @@ def plan(
     *,
     has_support: bool = True,
     numerics: Numerics | None = None,
-    num_trained: tuple[int, int] | None = None,
 ) -> list[str]:
     """The lines that --dry-run and the start of a run print.
 
     has_support: whether the engine can record the ids that top-p and top-k keep. numerics: the
-    result of the setting `contract`; None before a model is loaded. num_trained: (trained
-    parameters, all parameters); None before a model is loaded.
+    result of the setting `contract`; None before a model is loaded.
     """
     model, renderer = model_files.model, model_files.renderer
     experts = f", {model.num_experts} experts, {model.num_active_experts} active"
@@ -50,7 +47,7 @@ def plan(
     proof = renderer.proof if isinstance(renderer, JinjaRenderer) else None
     said = [
         ("model", f"{config.model}: {shape}{experts if model.is_moe else ''}, {config.dtype}"),
-        ("trained", _trained(config, model_files, num_trained)),
+        ("trained", _trained(config, model_files)),
         (
             "sampler",
             f"{tag(type(config.engine))} engine"
@@ -104,18 +101,15 @@ def describe_memory(
     return found.describe(None if limit is None else limit[0])
 
 
-def _trained(config: Config, model_files: ModelFiles, num_trained: tuple[int, int] | None) -> str:
-    """The part of the model that is trained; empty for the whole model before it is loaded."""
+def _trained(config: Config, model_files: ModelFiles) -> str:
+    """The part of the model that is trained; empty for the whole model."""
     lora, frozen = model_files.lora, config.trainer.freeze
-    said = "the whole model" if lora is None else f"LoRA, {lora.describe()}"
+    said = "the whole model"
+    if lora is not None:
+        said = f"LoRA, {lora.describe()}; {lora.num_parameters:,} parameters"
     if frozen:
-        said += f"; frozen: {', '.join(frozen)}"
-    if num_trained is not None:
-        trained, total = num_trained
-        return f"{said}; {trained:,} of {total:,} parameters ({trained / total:.2%})"
-    if lora is None:
-        return said if frozen else ""
-    return said if frozen else f"{said}; {lora.num_parameters:,} parameters"
+        return f"{said}; frozen: {', '.join(frozen)}"
+    return said if lora is not None else ""
 
 
 def _overlap(config: Config) -> str:
@@ -140,19 +134,15 @@ def _update(config: Config, *, is_kept: bool) -> str:
     by = f"ratio to {correction.anchor}" if config.objective.has_ratio else "no ratio"
     if correction.level != "none":
         by += f", {correction.level} weights by {correction.bound}"
-        by += ", normalised over the batch" if correction.is_normalized else ""
     if correction.reject:
         by += f", {len(correction.reject)} rejection rules"
-    if correction.behaviour == "averaged":
-        by += f", behaviour averaged over {correction.rescorings} re-scorings"
     if not config.trainer.scores_first(correction, is_measured=True):
-        return f"one-pass: measured inside the training forward, before the optimizer moves; {by}"
-    if is_kept and config.trainer.routing_replay != "recompute":
-        return (
-            "recorded log-probs stand for the trainer's: no forward before the "
-            f"{num_updates} update(s); {by}"
-        )
-    return f"two-pass: a forward over the whole batch, then {num_updates} update(s); {by}"
+        how = "one-pass: measured inside the training forward, before the optimizer moves"
+    elif is_kept and config.trainer.routing_replay != "recompute":
+        how = f"recorded log-probs stand for the trainer's in {num_updates} update(s)"
+    else:
+        how = f"two-pass: a forward over the whole batch, then {num_updates} update(s)"
+    return f"{how}; {by}"
 
 
 def _critic(config: Config) -> str:
@@ -160,11 +150,9 @@ def _critic(config: Config) -> str:
     if not config.advantage.needs_critic:
         return ""
     critic = config.critic
-    values = {f.name: getattr(config.advantage, f.name) for f in fields(config.advantage)}
-    settings = " ".join(f"{name}={value}" for name, value in values.items() if value is not None)
     alone = f"; alone for {critic.steps_before_policy} steps" if critic.steps_before_policy else ""
     return (
-        f"{tag(type(config.advantage))} {settings}; from {critic.model or config.model}, "
+        f"{tag(type(config.advantage))}; from {critic.model or config.model}, "
         f"{critic.updates_per_batch} update(s) of all rows, lr {critic.lr:g}{alone}"
     )
 

@@ -331,7 +331,6 @@ class TrainingRun:
                     self.model_files,
                     has_support=self.parts.engine.capabilities.has_support,
                     numerics=self.parts.numerics,
-                    num_trained=self.parts.trainer.num_trained,
                 ),
                 f"sync       {self.publisher.describe()}",
                 f"run        {self.path}",

@@ -482,12 +482,6 @@ class Trainer(Learner):
     ) -> list[npt.NDArray[np.float32]]:
         return unpack_rows(samples, parts, ranks=self.ranks, fill=fill)
 
-    @property
-    def num_trained(self) -> tuple[int, int]:
-        """(parameters that are trained, all of the model), counted in numbers."""
-        trained = sum(p.numel() for p in self.optimizer.parameters.values())
-        return trained, sum(p.numel() for p in self.model.parameters())
-
     def _save_model(self, directory: Path) -> None:
         save_policy(self.model, directory / POLICY, like=self.like, is_writer=self.is_writer)
 
