@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import itertools
 import threading
-import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -17,13 +16,14 @@ import torch
 
 from lockstep import errors
 from lockstep.engines.base import Capabilities, Engine, Scores
+from lockstep.engines.ledger import check_source
 from lockstep.engines.worker_host import READY, in_words
 from lockstep.engines.worker_weights import outlines_of, written
 from lockstep.errors import EngineDownError, EngineError, LockstepError
 from lockstep.launch.shared_file import Newest
 from lockstep.launch.threads import in_thread
 from lockstep.launch.workers import Batch, Worker
-from lockstep.types import Delta, Distribution, Int32Array, Request
+from lockstep.types import Delta, Int32Array, Request
 
 CLOSE_SECONDS = 10.0
 """Time that a worker has to end after it was asked to; then it is killed."""
@@ -86,12 +86,9 @@ class WorkerEngine(Engine):
     def _begin(self) -> None:
         worker = self._start()
         worker.send([self._order])
-        began = told_at = time.monotonic()
         try:
-            while (batch := worker.receive(seconds=0.2)) is None:
-                if time.monotonic() - told_at > TELL_SECONDS:
-                    told_at = time.monotonic()
-                    self._on_wait(f"{worker.name} starts: {told_at - began:.0f} s so far.")
+            while (batch := worker.receive(seconds=TELL_SECONDS)) is None:
+                self._on_wait(f"{worker.name} is still starting.")
         except (EOFError, OSError):
             raise EngineDownError(f"no engine: {worker.why_ended()}") from None
         except BaseException:
@@ -129,25 +126,8 @@ class WorkerEngine(Engine):
                 self._worker.send([(number, "cancel", None)])
             self._calls.pop(number, None)
 
-    async def score(
-        self,
-        token_ids: Int32Array,
-        *,
-        distribution: Distribution = "model",
-        temperature: float = 1.0,
-        priority: int = 0,
-        first: int = 1,
-        affinity: str = "",
-    ) -> Scores:
-        return await self._ask(
-            "score",
-            token_ids=token_ids,
-            distribution=distribution,
-            temperature=temperature,
-            priority=priority,
-            first=first,
-            affinity=affinity,
-        )
+    async def score(self, token_ids: Int32Array, **how: Any) -> Scores:
+        return await self._ask("score", token_ids=token_ids, **how)
 
     async def abort(self, request_id: str) -> None:
         await self._ask("abort", request_id=request_id)
@@ -161,11 +141,7 @@ class WorkerEngine(Engine):
     async def load_weights(self, source: Mapping[str, Any] | str | None, *, version: int) -> None:
         """Named tensors, or a directory that the worker reads. A worker that dies meanwhile is
         started again, and given them again."""
-        if source is None:
-            raise EngineError(
-                "load_weights: the engine runs in a process of its own and shares no parameters; "
-                "expected named tensors or a directory, found None."
-            )
+        check_source(source, self._capabilities)
         while True:
             try:
                 await self._load(source, version)
@@ -177,7 +153,7 @@ class WorkerEngine(Engine):
                 self._version = version
                 return
 
-    async def _load(self, source: Mapping[str, Any] | str, version: int) -> None:
+    async def _load(self, source: Mapping[str, Any] | str | None, version: int) -> None:
         if not isinstance(source, Mapping):
             await self._ask("load_weights", source=str(source), version=version)
             return
@@ -260,14 +236,11 @@ class WorkerEngine(Engine):
         return number, call
 
     def _take(self, batch: Batch) -> None:
-        """In the reader's thread: hands each loop its answers in one go."""
-        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Call, tuple[str, Any]]]] = {}
+        """In the reader's thread: hands each loop its answers."""
         for number, kind, value in batch:
             if (call := self._calls.get(number)) is not None:
-                by_loop.setdefault(call.loop, []).append((call, (kind, value)))
-        for loop, answers in by_loop.items():
-            with contextlib.suppress(RuntimeError):  # its loop has been closed: nobody waits
-                loop.call_soon_threadsafe(_deliver, answers)
+                with contextlib.suppress(RuntimeError):  # its loop has been closed: nobody waits
+                    call.loop.call_soon_threadsafe(call.answers.put_nowait, (kind, value))
 
     def _lose(self, why: str) -> None:
         closed = EngineError("the engine was closed while the request was in flight.")
@@ -276,11 +249,6 @@ class WorkerEngine(Engine):
             numbers = list(self._calls)
         error = in_words(closed if self._is_closed else EngineDownError(why))
         self._take([(number, "error", error) for number in numbers])
-
-
-def _deliver(answers: list[tuple[_Call, tuple[str, Any]]]) -> None:
-    for call, answer in answers:
-        call.answers.put_nowait(answer)
 
 
 def _error(kind: str, text: str) -> LockstepError:

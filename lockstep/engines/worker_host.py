@@ -1,8 +1,7 @@
 """The worker's side of an engine in a process of its own: answers what `WorkerEngine` asks.
 
 A question is (number, name, arguments). An answer is (number, kind, value), with kind "delta",
-"end", "result" or "error". The answers of one turn of the event loop go out in one message, so that
-a token costs little of its own.
+"end", "result" or "error".
 """
 
 from __future__ import annotations
@@ -50,15 +49,12 @@ class _Host:
     def __init__(self, engine: Engine, line: Line) -> None:
         self._engine, self._line = engine, line
         self._running: dict[int, asyncio.Task[None]] = {}
-        self._outbox: list[Any] = []
         self._closed = asyncio.Event()
 
     async def run(self) -> None:
         loop = asyncio.get_running_loop()
         self._line.listen(partial(loop.call_soon_threadsafe, self._take), end_now)
         await self._closed.wait()
-        await asyncio.sleep(0)
-        self._flush()
 
     def _take(self, batch: Batch) -> None:
         for number, name, arguments in batch:
@@ -101,11 +97,4 @@ class _Host:
         self._closed.set()
 
     def _say(self, number: int, kind: str, value: Any) -> None:
-        if not self._outbox:
-            asyncio.get_running_loop().call_soon(self._flush)
-        self._outbox.append((number, kind, value))
-
-    def _flush(self) -> None:
-        if self._outbox:
-            going, self._outbox = self._outbox, []
-            self._line.send(going)
+        self._line.send([(number, kind, value)])

@@ -16,7 +16,6 @@ from collections.abc import AsyncIterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -32,14 +31,14 @@ from lockstep.engines.ledger import (
     Ledger,
     Stats,
     check_abilities,
-    check_source,
     checked_prompt,
     checked_text,
     limit_of,
 )
+from lockstep.engines.worker_weights import TornWeightsError
 from lockstep.errors import ConfigError, EngineError
 from lockstep.models.decoder import Decoder
-from lockstep.models.hf_io import decoder_like, read_tensors
+from lockstep.models.hf_io import check_tensors, decoder_like, load_weights, read_tensors
 from lockstep.models.moe import Routing
 from lockstep.ops.selftest import fingerprint
 from lockstep.types import (
@@ -139,6 +138,7 @@ class EmbeddedEngine(Engine):
 
     @property
     def capabilities(self) -> Capabilities:
+        shared = ("shared",) if self._model is self._shared else ()
         return Capabilities(
             name="embedded",
             vocab_size=self._model.config.vocab_size,
@@ -152,11 +152,7 @@ class EmbeddedEngine(Engine):
             has_sleep=True,
             has_positional_draws=True,
             has_routed_experts=self._model.config.is_moe,
-            weight_sources=(
-                *(("shared",) if self._model is self._shared else ()),
-                "tensors",
-                "directory",
-            ),
+            weight_sources=(*shared, "tensors", "directory"),
             fingerprint=self._fingerprint_text,
         )
 
@@ -243,18 +239,21 @@ class EmbeddedEngine(Engine):
 
     async def load_weights(self, source: Mapping[str, Any] | str | None, *, version: int) -> None:
         """None takes a shared model's parameters as they are; named tensors (Hugging Face names)
-        or a checkpoint directory become a copy of the engine's own, whole or not at all.
+        or a checkpoint directory are written into a model of the engine's own.
 
         While paused, requests keep their keys and values until `resume` says what becomes of them.
+        Raises CheckpointError, before anything is changed, for tensors that do not fit;
+        TornWeightsError if reading fails midway.
         """
         self._ledger.check_open()
-        if source is None and self._shared is not None:
+        if source is None:
+            if self._shared is None:
+                raise EngineError("load_weights: the engine has weights of its own; found None.")
             self._model = self._shared
             # A fused optimizer writes without telling: what was made of the old values must go.
             torch.autograd.graph.increment_version(list(self._shared.parameters()))
         else:
-            check_source(source, self.capabilities)
-            self._model = self._copy_with(source)
+            self._write(source)
         for sequence in self._scheduler.sequences():
             if not sequence.scoring and len(self._sampled(sequence)[0]) > sequence.num_sent:
                 self._send(self._entry_of(sequence), "weight_update")
@@ -637,9 +636,15 @@ class EmbeddedEngine(Engine):
         if self._resident is not None:
             self._resident.drop()
 
-    def _copy_with(self, source: Mapping[str, Any] | str) -> Decoder:
-        if isinstance(source, str | Path):
-            tensors, where = read_tensors(source), str(source)
-        else:
-            tensors, where = source, "load_weights"
-        return decoder_like(self._model, tensors, where=where)
+    def _write(self, source: Any) -> None:
+        is_directory = not isinstance(source, Mapping)
+        where = str(source) if is_directory else "load_weights"
+        tensors = read_tensors(source) if is_directory else source
+        if self._model is self._shared:
+            self._model = decoder_like(self._model, tensors, where=where)
+            return
+        check_tensors(self._model, tensors, where=where)
+        try:
+            load_weights(self._model, tensors, where=where)
+        except Exception as error:
+            raise TornWeightsError(f"{where}: the weights were half loaded: {error}") from error

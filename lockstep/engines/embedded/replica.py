@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from lockstep.engines.base import Capabilities, EngineContext
+from lockstep.engines.base import EngineContext
 from lockstep.engines.config import EmbeddedConfig
 from lockstep.engines.embedded.engine import EmbeddedEngine
 from lockstep.engines.worker_engine import WorkerEngine
 from lockstep.engines.worker_host import serve
-from lockstep.engines.worker_weights import TornWeightsError
-from lockstep.errors import CapabilityError, EngineError
+from lockstep.errors import CapabilityError
 from lockstep.launch.workers import Line, start_worker
 from lockstep.models.decoder import Decoder
-from lockstep.models.hf_io import check_tensors, load_checkpoint, load_weights, read_tensors
+from lockstep.models.hf_io import load_checkpoint
 from lockstep.ops.base import Ops
 from lockstep.ops.invariant import ask_for_reproducible_gemm
 
@@ -39,32 +36,6 @@ class Order:
     ops: Ops
     """The trainer's ops, made anew in the worker with the same rules. Its self-test holds there
     too: the fingerprint, which includes a fixed computation, is compared."""
-
-
-class OwnWeightsEngine(EmbeddedEngine):
-    """An engine that owns its decoder: new weights are written into it."""
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return replace(super().capabilities, weight_sources=("tensors", "directory"))
-
-    async def load_weights(self, source: Mapping[str, Any] | str | None, *, version: int) -> None:
-        """Loads named tensors or a checkpoint directory. Raises CheckpointError, before anything is
-        changed, for tensors that do not fit; TornWeightsError if reading fails midway."""
-        if source is None:
-            raise EngineError("load_weights: expected named tensors or a directory, found None.")
-        if isinstance(source, Mapping):
-            tensors, where = source, "load_weights"
-        else:
-            tensors, where = read_tensors(source), str(source)
-        check_tensors(self._model, tensors, where=where)
-        try:
-            load_weights(self._model, tensors, where=where)
-        except Exception as error:
-            raise TornWeightsError(
-                f"{where}: version {version} was half loaded: {error}"
-            ) from error
-        await super().load_weights(None, version=version)
 
 
 def make_replica(config: EmbeddedConfig, context: EngineContext) -> WorkerEngine:
@@ -118,4 +89,4 @@ def _make(order: Order) -> EmbeddedEngine:
     model = load_checkpoint(
         order.directory, dtype=getattr(torch, order.dtype), device=order.device, ops=order.ops
     ).requires_grad_(False)
-    return OwnWeightsEngine(model, order.config, token_bytes=order.token_bytes)
+    return EmbeddedEngine(model, order.config, token_bytes=order.token_bytes, is_shared=False)
