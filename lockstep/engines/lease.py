@@ -41,7 +41,7 @@ class Lease:
     held: int | None = None
     """Version of the weights that this process has loaded into the server."""
     violation: LeaseError | None = None
-    """The proof that somebody else used the server; it does not go away."""
+    """The first proof that somebody else used the server."""
 
     @property
     def is_ours(self) -> bool:
@@ -80,11 +80,8 @@ class Lease:
         )
 
     def check_held(self, found: str) -> None:
-        """Raises LeaseError unless the label is, and always was, that of this process's last load,
-        and EngineDownError if there is no label: the server was restarted with its first weights.
-        """
-        if self.violation is not None:
-            raise self.violation
+        """Raises LeaseError unless the label is that of this process's last load, and
+        EngineDownError if there is no label: the server was restarted with its first weights."""
         if self.held is None or found == self.label(self.held):
             return
         holder = _holder(found)

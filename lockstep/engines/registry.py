@@ -115,9 +115,15 @@ def _(config: OpenAIConfig, context: EngineContext) -> Engine:
 
 @make_engine.register
 def _(config: VllmConfig, context: EngineContext) -> Engine:
-    from lockstep.engines.vllm.wire import make_vllm_engine
+    from lockstep.engines.served import ServedEngine
 
-    return make_vllm_engine(config, context)
+    if config.in_process:
+        from lockstep.engines.vllm.local import LocalWire
+
+        return ServedEngine(LocalWire(config, context))
+    from lockstep.engines.vllm.wire import vllm_on_server
+
+    return vllm_on_server(config, context)
 
 
 @make_engine.register

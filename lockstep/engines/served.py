@@ -322,9 +322,11 @@ class ServedEngine(Engine):
         await self.load_weights(directory, version=version)
 
     async def check_lease(self) -> None:
-        """Raises LeaseError if somebody else has loaded weights since, and EngineDownError if the
-        server was restarted."""
+        """Raises LeaseError if somebody else has loaded weights, even if they are gone by now, and
+        EngineDownError if the server was restarted."""
         if self._lease is not None and self._lease.held is not None:
+            if self._lease.violation is not None:
+                raise self._lease.violation
             self._lease.check_held(await self.wire.read_label())
 
     def _check_labels(self, labels: Iterable[str]) -> None:

@@ -11,7 +11,6 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 
 from lockstep.engines import guard
 
@@ -25,14 +24,12 @@ END_SECONDS = guard.GRACE_SECONDS + 5.0
 """Time that a server has to end; then it is killed."""
 
 
-def free_ports(count: int) -> list[int]:
-    """Different ports that nobody listens on now. A server that then finds its port taken, which is
-    rare, has to be started again with another."""
-    with contextlib.ExitStack() as held:
-        sockets = [held.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
+def free_port() -> int:
+    """A port that nobody listens on now. A server that then finds it taken, which is rare, has to
+    be started again with another."""
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        return held.getsockname()[1]
 
 
 class ServerProcess:
@@ -45,8 +42,7 @@ class ServerProcess:
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     server = ServerProcess(["false"], log=Path(folder) / "server.log")
-    ...     server.wait(5.0)
-    ...     print(server.why_ended().splitlines()[0])
+    ...     print(server.why_ended(5.0).splitlines()[0])
     its process ended
     """
 
@@ -66,7 +62,7 @@ class ServerProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=None if environment is None else dict(environment),
+                env=environment,
                 start_new_session=True,
             )
 
@@ -79,25 +75,18 @@ class ServerProcess:
         """Session and process group of the server and all that it has started."""
         return self._guard.pid
 
-    def wait(self, seconds: float) -> None:
-        """Waits for its end, at most for `seconds`."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._guard.wait(timeout=seconds)
-
-    def why_ended(self) -> str:
-        """Empty while it runs; then the reason, with the end of its log."""
+    def why_ended(self, seconds: float = 0.0) -> str:
+        """Empty if it still runs after `seconds`; else the first error in its log, which later ones
+        follow from, and the end of the log."""
+        self._wait(seconds)
         if self.is_running:
             return ""
+        cause = next(filter(_ERROR.search, self.log_tail(10_000).splitlines()), "").strip()
         return (
-            f"its process ended{self.first_error()}\n"
+            f"its process ended{cause and f'. The first error in its log: {cause}'}\n"
             f"The end of its log:\n{self.log_tail()}\n"
             f"The whole log: {self.log}. The command: {' '.join(self.command)}"
         )
-
-    def first_error(self) -> str:
-        """The first error in its log, as a sentence; later errors follow from it. May be empty."""
-        cause = next(filter(_ERROR.search, self.log_tail(10_000).splitlines()), "")
-        return f". The first error in its log: {cause.strip()}" if cause else ""
 
     def log_tail(self, num_lines: int = NUM_LOG_LINES) -> str:
         with contextlib.suppress(OSError):
@@ -108,19 +97,12 @@ class ServerProcess:
         """Ends the whole group and waits until it is gone. A second call does nothing."""
         if self.is_running:
             self._guard.terminate()
-            self.wait(END_SECONDS)
+            self._wait(END_SECONDS)
         if self.is_running:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.session_id, signal.SIGKILL)
-            self.wait(END_SECONDS)
+            self._wait(END_SECONDS)
 
-    def __enter__(self) -> ServerProcess:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.stop()
+    def _wait(self, seconds: float) -> None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._guard.wait(timeout=seconds)

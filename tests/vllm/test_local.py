@@ -9,7 +9,7 @@ from vllm_models import make_changed, make_checkpoint, trainer_logprobs
 
 from lockstep.engines.base import EngineContext
 from lockstep.engines.config import VllmConfig
-from lockstep.engines.vllm.local import make_local_engine
+from lockstep.engines.registry import make_engine
 from lockstep.errors import CapabilityError, ConfigError
 from lockstep.models import peft_format
 from lockstep.models.config import ModelConfig
@@ -38,7 +38,7 @@ def make_local(directory, *, dtype="float32", told=None, **settings):
         on_wait=lambda text: None if told is None else told.append(text),
     )
     config = VllmConfig(in_process=True, kv_cache_gib=0.0625, **settings)
-    return make_local_engine(config, context)
+    return make_engine(config, context)
 
 
 @pytest.fixture(scope="module")

@@ -21,10 +21,11 @@ import torch
 
 from lockstep.engines.base import Capabilities, EngineContext, WeightSource
 from lockstep.engines.config import VllmConfig
-from lockstep.engines.http_wire import check_temperature, finish_reason, is_adapter
-from lockstep.engines.served import Chunk, ServedEngine, Wire, WireScores
+from lockstep.engines.http_wire import finish_reason, is_adapter
+from lockstep.engines.served import Chunk, Wire, WireScores
 from lockstep.engines.vllm.checkpoint import check_readable
 from lockstep.engines.vllm.started import engine_arguments
+from lockstep.engines.vllm.wire import SCORE_SETTINGS, sampling_settings
 from lockstep.errors import CapabilityError, ConfigError, EngineError, MissingExtraError
 from lockstep.types import Int32Array, Request, SamplingParams
 
@@ -40,15 +41,6 @@ ENVIRONMENT = {
 TURNS_AFTER_REPLY = 8
 """Turns of the event loop after a call has ended: enough for an episode to parse the reply, call a
 tool that does not wait, and have its next turn in the next step."""
-
-
-def make_local_engine(config: VllmConfig, context: EngineContext) -> ServedEngine:
-    """The engine of engine=vllm engine.in_process=true.
-
-    Raises MissingExtraError if vLLM is not installed, CapabilityError for features that this build
-    lacks, EngineError if it does not start.
-    """
-    return ServedEngine(LocalWire(config, context))
 
 
 class LocalWire(Wire):
@@ -176,27 +168,16 @@ class LocalWire(Wire):
     # -- calls ----------------------------------------------------------------------------------
 
     async def generate(self, request: Request) -> AsyncIterator[Chunk]:
-        sampling = request.sampling
-        check_temperature(sampling)
         kind = self._vllm.sampling_params.RequestOutputKind
         asked = self._vllm.SamplingParams(
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            max_tokens=sampling.max_tokens,
-            seed=request.seed,
-            stop_token_ids=list(sampling.stop_ids),
-            ignore_eos=True,  # the renderer decides what ends a reply
-            logprobs=0,
-            detokenize=False,
+            **sampling_settings(request),
             output_kind=kind.DELTA if request.stream else kind.FINAL_ONLY,
-            routed_experts_prompt_start=request.routes_from if sampling.record_routes else 0,
         )
         call = self._add(request.id, request.prompt_ids, asked, request.priority)
         try:
             while True:
                 output = await call.next()
-                yield _chunk(output, sampling)
+                yield _chunk(output, request.sampling)
                 if output.finished:
                     return
         finally:
@@ -206,11 +187,7 @@ class LocalWire(Wire):
         self, call_id: str, token_ids: Int32Array, *, first: int, priority: int
     ) -> WireScores:
         asked = self._vllm.SamplingParams(
-            max_tokens=1,
-            temperature=0.0,
-            ignore_eos=True,
-            prompt_logprobs=0,
-            detokenize=False,
+            **SCORE_SETTINGS,
             output_kind=self._vllm.sampling_params.RequestOutputKind.FINAL_ONLY,
         )
         call = self._add(call_id, token_ids, asked, priority)

@@ -15,7 +15,7 @@ import torch
 from lockstep.engines.base import EngineContext
 from lockstep.engines.config import VllmConfig
 from lockstep.engines.http import HttpClient
-from lockstep.engines.server_process import ServerProcess, free_ports
+from lockstep.engines.server_process import ServerProcess, free_port
 from lockstep.engines.vllm.checkpoint import check_readable, config_overrides
 from lockstep.errors import CapabilityError, EngineError
 
@@ -46,15 +46,6 @@ ADVICE = (
         "torchvision in the environment of {python} is built for another torch. vLLM runs without "
         "it: {python} -m pip uninstall -y torchvision torchaudio torchcodec",
     ),
-    (
-        "max_model_len",
-        "max_tokens={max_tokens} may be more than the model's positions. Lower max_tokens.",
-    ),
-    (
-        "KV cache",
-        "the keys and values need more room, or less than engine.kv_cache_gib is free.",
-    ),
-    ("CUDA out of memory", "lower engine.kv_cache_gib, or give the engine a GPU of its own."),
 )
 """(text in the log of a server that ended, what to do about it); the first match counts."""
 
@@ -127,63 +118,43 @@ class VllmServer:
         self._place.mkdir(parents=True, exist_ok=True)
         self._packages = _folder_of_package(self._place)
         self._directory = context.directory
-        self._process = self._started()
-
-    @property
-    def is_running(self) -> bool:
-        return self._process.is_running
-
-    @property
-    def session_id(self) -> int:
-        """Session of all its processes."""
-        return self._process.session_id
-
-    @property
-    def log(self) -> Path:
-        return self._process.log
+        self._start()
 
     def wait(self, on_wait: Callable[[str], None]) -> None:
         """Waits until it answers. Raises EngineError, with the end of its log and advice, if it
         ends before or takes longer than engine.start_seconds."""
-        on_wait(f"starting vLLM, which takes from half a minute to minutes; its log: {self.log}")
+        on_wait(
+            f"starting vLLM, which takes from half a minute to minutes; its log: {self.process.log}"
+        )
         try:
             self.client.wait_until_up(
-                "/health", self._config.start_seconds, on_wait, self._process.why_ended
+                "/health", self._config.start_seconds, on_wait, self.process.why_ended
             )
         except EngineError as error:
-            said = self._process.log_tail(200)
-            self._process.stop()
-            raise EngineError(f"{error}{self._advice(said)}") from error
+            said = self.process.log_tail(200)
+            self.process.stop()
+            likely = [f"\nLikely: {advice}" for text, advice in ADVICE if text in said]
+            advice = "".join(likely[:1]).format(python=self._python)
+            raise EngineError(f"{error}{advice}") from error
 
     def restart(self, directory: Path, on_wait: Callable[[str], None]) -> None:
         """Ends the server if it runs, and starts one from the checkpoint in `directory`."""
-        self._process.stop()
+        self.process.stop()
         self._directory = directory
-        self._process = self._started()
+        self._start()
         self.wait(on_wait)
 
-    def why_ended(self, seconds: float) -> str:
-        """Empty if it still runs after `seconds`; else the reason."""
-        self._process.wait(seconds)
-        if self.is_running:
-            return ""
-        return f"its process ended{self._process.first_error()}. The whole log: {self.log}"
-
-    def close(self) -> None:
-        self._process.stop()
-
-    def _started(self) -> ServerProcess:
-        port = free_ports(1)[0]
-        process = ServerProcess(
+    def _start(self) -> None:
+        port = free_port()
+        self.process = ServerProcess(
             self._command(port), log=self._place / "vllm.log", environment=self._environment()
         )
         self.client = HttpClient(
             f"http://127.0.0.1:{port}",
             name="vllm",
             request_seconds=self._config.request_seconds,
-            how_started=shlex.join(process.command),
+            how_started=shlex.join(self.process.command),
         )
-        return process
 
     def _command(self, port: int) -> list[str]:
         config, context = self._config, self._context
@@ -239,13 +210,6 @@ class VllmServer:
             own["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
         wanted = dict(value.split("=", 1) for value in config.env)
         return inherited | own | wanted
-
-    def _advice(self, said: str) -> str:
-        for text, advice in ADVICE:
-            if text in said:
-                found = advice.format(python=self._python, max_tokens=self._context.max_tokens)
-                return f"\nLikely: {found}"
-        return ""
 
 
 def _folder_of_package(place: Path) -> Path:

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.engines.base import Capabilities, Engine, EngineContext, WeightSource
+from lockstep.engines.base import Capabilities, EngineContext, WeightSource
 from lockstep.engines.config import VllmConfig
 from lockstep.engines.http import HttpClient
 from lockstep.engines.http_wire import (
@@ -90,6 +90,38 @@ DISTRIBUTIONS: dict[str, tuple[Distribution, ...]] = {
     "processed_logprobs": ("sampled",),
 }
 """--logprobs-mode -> distributions that are recorded."""
+
+
+SCORE_SETTINGS: Mapping[str, Any] = {
+    "max_tokens": 1,
+    "temperature": 0.0,
+    "prompt_logprobs": 0,
+    "detokenize": False,
+    "ignore_eos": True,
+}
+"""Sampling parameters of a call that scores its prompt."""
+
+
+def sampling_settings(request: Request) -> dict[str, Any]:
+    """The sampling parameters of a request by vLLM's names. Raises CapabilityError for a
+    temperature at which vLLM would not draw."""
+    sampling = request.sampling
+    check_temperature(sampling)
+    settings: dict[str, Any] = {
+        "max_tokens": sampling.max_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "stop_token_ids": list(sampling.stop_ids),
+        "ignore_eos": True,  # it ends at the ids of the request, and at no other
+        "logprobs": 0,  # of the sampled token alone
+        "detokenize": False,
+    }
+    if sampling.temperature > 0:
+        settings["seed"] = request.seed
+    if sampling.record_routes:
+        settings["routed_experts_prompt_start"] = request.routes_from
+    return settings
 
 
 def _asked(
@@ -186,25 +218,11 @@ class VllmWire(HttpWire):
     # -- calls --------------------------------------------------------------------------------
 
     async def generate(self, request: Request) -> AsyncIterator[Chunk]:
-        sampling = request.sampling
-        check_temperature(sampling)
-        settings: dict[str, Any] = {
-            "max_tokens": sampling.max_tokens,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k,
-            "stop_token_ids": list(sampling.stop_ids),
-            "ignore_eos": True,  # it ends at the ids of the request, and at no other
-            "logprobs": 0,  # of the sampled token alone
-            "detokenize": False,
-        }
-        if sampling.temperature > 0:
-            settings["seed"] = request.seed
+        settings = sampling_settings(request)
         body = self._body(request.id, request.prompt_ids, settings, request.priority)
         if request.adapter:
             body["model"] = request.adapter
-        if sampling.record_routes:
-            settings["routed_experts_prompt_start"] = request.routes_from
+        if request.sampling.record_routes:
             answer = await self._client.post(GENERATE, body)
             yield self._chunk(answer, answer["choices"][0], has_ended=True)
             return
@@ -232,7 +250,7 @@ class VllmWire(HttpWire):
         except EngineError as error:
             if self.server is None:
                 raise
-            reason = await asyncio.to_thread(self.server.why_ended, END_SECONDS)
+            reason = await asyncio.to_thread(self.server.process.why_ended, END_SECONDS)
             if not reason:
                 raise
             raise EngineDownError(f"engine vllm at {self.url}: {reason}") from error
@@ -240,20 +258,13 @@ class VllmWire(HttpWire):
     async def score(
         self, call_id: str, token_ids: Int32Array, *, first: int, priority: int
     ) -> WireScores:
-        settings = {
-            "max_tokens": 1,
-            "temperature": 0.0,
-            "prompt_logprobs": 0,
-            "detokenize": False,
-            "ignore_eos": True,
-        }
         room = self.capabilities.max_tokens - 1  # it samples a token, wanted or not
         if len(token_ids) > room:
             raise EngineError(
                 f"score: the text has {len(token_ids)} tokens; vLLM scores at most {room}, one "
                 "less than --max-model-len."
             )
-        body = self._body(call_id, token_ids, settings, priority)
+        body = self._body(call_id, token_ids, SCORE_SETTINGS, priority)
         answer = await self._client.post(GENERATE, body)
         entries = answer["prompt_logprobs"]
         found = [
@@ -269,7 +280,7 @@ class VllmWire(HttpWire):
         )
 
     def _body(
-        self, call_id: str, ids: Int32Array, settings: dict[str, Any], priority: int
+        self, call_id: str, ids: Int32Array, settings: Mapping[str, Any], priority: int
     ) -> dict[str, Any]:
         body: dict[str, Any] = {
             "request_id": call_id,
@@ -366,7 +377,7 @@ class VllmWire(HttpWire):
 
     @property
     def _is_gone(self) -> bool:
-        return self.server is not None and not self.server.is_running
+        return self.server is not None and not self.server.process.is_running
 
     # -- health, memory and end ---------------------------------------------------------------
 
@@ -381,7 +392,7 @@ class VllmWire(HttpWire):
     async def close(self) -> None:
         await super().close()
         if self.server is not None:
-            await asyncio.to_thread(self.server.close)
+            await asyncio.to_thread(self.server.process.stop)
 
 
 def _finite(value: float) -> float:
@@ -393,13 +404,9 @@ def _routes(text: str) -> Routes:
     return np.load(io.BytesIO(base64.b64decode(text)), allow_pickle=False)
 
 
-def make_vllm_engine(config: VllmConfig, context: EngineContext) -> Engine:
-    """The engine of engine=vllm: the server at the first of engine.urls, one that is started here
-    and ends with `close`, or one in this process. Returns when it answers."""
-    if config.in_process:
-        from lockstep.engines.vllm.local import make_local_engine
-
-        return make_local_engine(config, context)
+def vllm_on_server(config: VllmConfig, context: EngineContext) -> ServedEngine:
+    """An engine on the server at the first of engine.urls, or on one that is started here and ends
+    with `close`. Returns when it answers."""
     if config.urls:
         client = connect(config, context, name="vllm", path="/health", how_started=HOW_STARTED)
         lease = Lease(context.run, server=client.url, take_over=config.take_over)
@@ -410,5 +417,5 @@ def make_vllm_engine(config: VllmConfig, context: EngineContext) -> Engine:
         lease = Lease(context.run, server=server.client.url)
         return ServedEngine(VllmWire(server.client, context, server=server), lease=lease)
     except BaseException:  # Ctrl-C while it loads leaves no server either
-        server.close()
+        server.process.stop()
         raise
