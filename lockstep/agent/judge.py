@@ -146,10 +146,6 @@ class JudgeScorer(ScorerConfig):
         reward = statistics.median(grades)
         return Score(reward=reward, parts={"judged": reward, "answered": 1.0}), counted
 
-    async def close(self) -> None:
-        if "_client" in self.__dict__:
-            await self._client.close()
-
     # -- asking ---------------------------------------------------------------------------------
 
     async def _grade(self, question: str, sample: int, counters: Counter[str]) -> float:

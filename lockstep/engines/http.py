@@ -11,11 +11,13 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import sys
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from lockstep.errors import (
     ConfigError,
@@ -30,10 +32,6 @@ CONNECT_SECONDS = 10.0
 """Limit for opening a connection. A machine that is up takes or refuses one at once; a firewall or
 an unused address does neither."""
 
-KEEP_SECONDS = 2.0
-"""Time that an idle connection is kept. Servers close theirs after five seconds, and a request that
-is sent at that moment is lost."""
-
 TELL_SECONDS = 15.0
 """Interval of the messages about a server that does not answer yet."""
 
@@ -45,7 +43,7 @@ MAX_MESSAGE = 400
 
 
 class HttpClient:
-    """Requests to one server, from any event loop: each that asks has a session of its own.
+    """Requests to one server, from any event loop: each has a connection of its own.
 
     name: of the engine, for messages. how_started: command that starts such a server, for messages.
     request_seconds: time without a byte after which the server counts as frozen. max_connections:
@@ -63,7 +61,9 @@ class HttpClient:
         max_connections: int = 0,
     ) -> None:
         self.url, self.name, self.request_seconds = url, name, request_seconds
-        self._how_started, self._limit = how_started, max_connections
+        self._how_started, self._limit = how_started, max_connections or sys.maxsize
+        self._slots: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]
+        self._slots = WeakKeyDictionary()
         self._headers: dict[str, str] = {}
         if api_key_env:
             key = os.environ.get(api_key_env)
@@ -73,7 +73,6 @@ class HttpClient:
                     f"key of the server {url}."
                 )
             self._headers["Authorization"] = f"Bearer {key}"
-        self._sessions: dict[asyncio.AbstractEventLoop, Any] = {}
 
     def __repr__(self) -> str:
         return f"HttpClient({self.url!r})"  # never the key
@@ -115,17 +114,6 @@ class HttpClient:
         if not is_whole:
             raise ServerUnreachableError(f"{where}: the stream broke off before its end.")
 
-    async def close(self) -> None:
-        """Closes the session of this event loop, and those of loops that have ended."""
-        session = self._sessions.pop(asyncio.get_running_loop(), None)
-        if session is not None:
-            await session.close()
-        await self._forget_ended_loops()
-
-    async def _forget_ended_loops(self) -> None:
-        for loop in [loop for loop in self._sessions if loop.is_closed()]:
-            await self._sessions.pop(loop).close()  # its sockets went with their loop
-
     async def _call(
         self, method: str, path: str, body: Mapping[str, Any] | None, *, is_json: bool = True
     ) -> Any:
@@ -140,13 +128,25 @@ class HttpClient:
         self, method: str, path: str, body: Mapping[str, Any] | None
     ) -> AsyncIterator[Any]:
         """An answer with a good status. Raises the errors of this module, also while it is read."""
-        import aiohttp
-
+        try:
+            import aiohttp
+        except ImportError:
+            needed_for = f"engine {self.name}"
+            raise MissingExtraError.of("aiohttp", extra="http", needed_for=needed_for) from None
         where = self._where(method, path)
         sent = {} if body is None else {"json": body}
-        session = await self._session()
+        limits = aiohttp.ClientTimeout(
+            total=None, sock_connect=CONNECT_SECONDS, sock_read=self.request_seconds
+        )
+        slots = self._slots.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self._limit))
         try:
-            async with session.request(method, self.url + path, **sent) as answer:
+            async with (
+                slots,
+                aiohttp.ClientSession(
+                    timeout=limits, headers=self._headers, json_serialize=_compact
+                ) as session,
+                session.request(method, self.url + path, **sent) as answer,
+            ):
                 if answer.status >= 300:
                     raise _refusal(where, answer.status, await answer.read())
                 yield answer
@@ -164,27 +164,6 @@ class HttpClient:
                 f"{where}: the connection was lost ({_reason(error)}): the server ended? See its "
                 "log."
             ) from error
-
-    async def _session(self) -> Any:
-        loop = asyncio.get_running_loop()
-        session = self._sessions.get(loop)
-        if session is None or session.closed:
-            try:
-                import aiohttp
-            except ImportError:
-                raise MissingExtraError.of(
-                    "aiohttp", extra="http", needed_for=f"engine {self.name}"
-                ) from None
-            await self._forget_ended_loops()
-            session = self._sessions[loop] = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=self._limit, keepalive_timeout=KEEP_SECONDS),
-                timeout=aiohttp.ClientTimeout(
-                    total=None, sock_connect=CONNECT_SECONDS, sock_read=self.request_seconds
-                ),
-                headers=self._headers,
-                json_serialize=_compact,
-            )
-        return session
 
     # -- before there is one ------------------------------------------------------------------
 
@@ -208,8 +187,6 @@ class HttpClient:
                 raise ServerSilentError(
                     f"{self._where(method, path)}: no answer within {seconds:g} s."
                 ) from error
-            finally:
-                await self.close()
 
         with ThreadPoolExecutor(1) as thread:
             return thread.submit(asyncio.run, call()).result()

@@ -79,9 +79,6 @@ class HttpWire(Wire):
     async def ping(self) -> None:
         await self._client.get(self.ping_path)
 
-    async def close(self) -> None:
-        await self._client.close()
-
 
 def recorded_distribution(ask: Ask, vocab_size: int) -> Distribution | None:
     """The distribution under which a server records log-probs; None if it ignores top_k.

@@ -30,13 +30,9 @@ COMPLETIONS = "/v1/completions"
 
 HOW_STARTED = "vllm serve MODEL --port 8000, or python -m sglang.launch_server --model-path MODEL"
 
-PREFIX = "token_id:"
-"""Prefix with which vLLM writes an id in place of a token's text."""
-
 ASKS_FOR_IDS: Mapping[str, Any] = {
     "logprobs": 1,  # some servers take 0 for none
     "return_token_ids": True,
-    "return_tokens_as_token_ids": True,
     "skip_special_tokens": False,
     "include_stop_str_in_output": True,
     "no_stop_trim": True,
@@ -144,17 +140,14 @@ class OpenAIWire(HttpWire):
         """(ids, log-probs) of a choice or of a part of a stream. Raises CapabilityError for text
         without ids, and for ids without log-probs."""
         found = choice.get("logprobs") or {}
-        ids, tokens = choice.get("token_ids"), found.get("tokens") or []
-        if ids is None and tokens and all(str(t).startswith(PREFIX) for t in tokens):
-            ids = [int(t.removeprefix(PREFIX)) for t in tokens]
+        ids = choice.get("token_ids")
+        if ids is None and not choice.get("text") and choice.get("finish_reason"):
+            return [], []
         if ids is None:
-            if not choice.get("text") and not tokens and choice.get("finish_reason"):
-                return [], []
             raise CapabilityError(
-                f"{self._where} returns text and no token ids: neither token_ids "
-                f"(return_token_ids) nor logprobs.tokens as {PREFIX}ID "
-                "(return_tokens_as_token_ids). Text is not encoded again: now and then that gives "
-                f"other tokens than were sampled. Start a server that returns them: {HOW_STARTED}"
+                f"{self._where} returns text and no token ids (return_token_ids). Text is not "
+                "encoded again: now and then that gives other tokens than were sampled. Start a "
+                f"server that returns them: {HOW_STARTED}"
             )
         logprobs = found.get("token_logprobs")
         if ids and not logprobs:

@@ -37,14 +37,11 @@ class PageNode:
 
     page: int
     parent: PageNode | None
-    uid: int
     epoch: int
     length: int = 0
     """Computed positions of the page."""
     num_users: int = 0
     """Leases that hold this page or a page below it."""
-    num_probes: int = 0
-    """Number of prefix lengths under which the index lists it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -142,14 +139,9 @@ class PagedCache:
         self._shape = (num_layers, num_kv_heads, num_pages + 1, page_size, head_dim)
         self._dtype, self._device = dtype, device
         self._tokens = np.zeros((num_pages + 1, page_size), np.int32)
-        # Prefix lengths under which a page can be found: dense where most prompts diverge.
-        probes = [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128]
-        while probes[-1] < page_size:
-            probes.append(2 * probes[-1])
-        self._probes = [p for p in probes if p < page_size] + [page_size]
         self.epoch = 0
-        self._next_uid = 1
-        self._index: dict[tuple[int, bytes], dict[PageNode, None]] = {}
+        self._below: dict[PageNode | None, dict[PageNode, None]] = {}
+        """Pages that follow each page; those of None begin a path."""
         self._idle: OrderedDict[PageNode, None] = OrderedDict()
         self._copies: list[tuple[int, int]] = []
         self._free: list[int] = []
@@ -200,7 +192,7 @@ class PagedCache:
         # A node is in use while one below it is, and becomes idle after it: the oldest entry is
         # always a leaf.
         node, _ = self._idle.popitem(last=False)
-        self._drop_from_index(node)
+        self._forget(node)
         return node.page
 
     # -- leases -------------------------------------------------------------------------------
@@ -256,22 +248,21 @@ class PagedCache:
             part = ids[i * size : (i + 1) * size]
             parent = lease.nodes[i - 1] if i else None
             own = lease.nodes[i] if i < len(lease.nodes) else None
-            twin = self._full_page(parent, part) if len(part) == size else None
-            if own is None:
-                if twin is None:
-                    own = PageNode(lease.pages[i], parent, self._next_uid, self.epoch)
-                    self._next_uid += 1
-                    own.num_users = 1
-                    self._extend(own, part)
-                else:
-                    self._use(own := twin)
-                lease.nodes.append(own)
-            elif twin is None:
-                self._extend(own, part)
-            elif twin is not own:
-                self._drop_from_index(own)
+            twin, length = self._furthest(parent, part)
+            if twin is own or length < size:
+                twin = None
+            if twin is not None:
+                if own is not None:
+                    self._forget(own)
                 self._use(twin)
-                lease.nodes[i] = twin
+                lease.nodes[i:] = [twin]
+                continue
+            if own is None:
+                own = PageNode(lease.pages[i], parent, self.epoch, num_users=1)
+                self._below.setdefault(parent, {})[own] = None
+                lease.nodes.append(own)
+            self._tokens[own.page, own.length : len(part)] = part[own.length :]
+            own.length = len(part)
         lease.num_committed = len(ids)
 
     def close(self, lease: Lease, ids: Ids, *, keep: bool = True) -> None:
@@ -288,7 +279,7 @@ class PagedCache:
         """Drops every cached prefix. Open leases keep their pages, which are no longer shared."""
         self._free += [node.page for node in self._idle]
         self._idle.clear()
-        self._index.clear()
+        self._below.clear()
         self.epoch += 1
 
     def clear_free_pages(self) -> None:
@@ -339,52 +330,28 @@ class PagedCache:
         while True:
             at = len(path) * size
             part = ids[at : min(at + size, limit)]
-            parent = path[-1] if path else None
-            if len(part) == size and (node := self._full_page(parent, part)) is not None:
-                path.append(node)
-                continue
-            return path, *self._furthest(parent, part)
-
-    def _key(self, parent: PageNode | None, part: Ids) -> tuple[int, bytes]:
-        return (0 if parent is None else parent.uid, part.tobytes())
-
-    def _full_page(self, parent: PageNode | None, part: Ids) -> PageNode | None:
-        nodes = self._index.get(self._key(parent, part))
-        return next(iter(nodes)) if nodes else None
+            node, length = self._furthest(path[-1] if path else None, part)
+            if node is None or length < size:
+                return path, node, length
+            path.append(node)
 
     def _furthest(self, parent: PageNode | None, part: Ids) -> tuple[PageNode | None, int]:
-        for probe in reversed(self._probes):
-            if probe > len(part):
-                continue
-            nodes = self._index.get(self._key(parent, part[:probe]))
-            if not nodes:
-                continue
-            found = list(nodes)
-            same = self._tokens[[node.page for node in found], : len(part)] == part
-            lengths = np.minimum(
-                np.where(same.all(1), len(part), same.argmin(1)), [n.length for n in found]
-            )
-            best = int(lengths.argmax())
-            return found[best], int(lengths[best])
-        return None, 0
+        """The page after `parent` that has most of `part`, and how much of it."""
+        nodes = list(self._below.get(parent, ()))
+        if not nodes or not len(part):
+            return None, 0
+        same = self._tokens[[node.page for node in nodes], : len(part)] == part
+        lengths = np.minimum(
+            np.where(same.all(1), len(part), same.argmin(1)), [n.length for n in nodes]
+        )
+        best = int(lengths.argmax())
+        return (nodes[best], int(lengths[best])) if lengths[best] else (None, 0)
 
-    def _extend(self, node: PageNode, part: Ids) -> None:
-        """Records that the node's page holds `part`, which extends its known content."""
-        self._tokens[node.page, node.length : len(part)] = part[node.length :]
-        node.length = len(part)
-        while node.num_probes < len(self._probes) and self._probes[node.num_probes] <= len(part):
-            key = self._key(node.parent, part[: self._probes[node.num_probes]])
-            self._index.setdefault(key, {})[node] = None
-            node.num_probes += 1
-
-    def _drop_from_index(self, node: PageNode) -> None:
-        for probe in self._probes[: node.num_probes]:
-            key = self._key(node.parent, self._tokens[node.page, :probe])
-            nodes = self._index[key]
-            del nodes[node]
-            if not nodes:
-                del self._index[key]
-        node.num_probes = 0
+    def _forget(self, node: PageNode) -> None:
+        siblings = self._below[node.parent]
+        del siblings[node]
+        if not siblings:
+            del self._below[node.parent]
 
     def _use(self, node: PageNode) -> None:
         if node.num_users == 0:

@@ -59,7 +59,7 @@ HOW_STARTED = (
 GENERATE = "/inference/v1/generate"
 
 CHUNK_TOKENS = 16
-"""Tokens per server-sent event of a request that does not stream. Each event is a sign of life, and
+"""Tokens per server-sent event. Each event is a sign of life, and
 its tokens are kept if the server is lost; with fewer tokens the server is busy writing events."""
 
 END_SECONDS = 2.0
@@ -226,7 +226,7 @@ class VllmWire(HttpWire):
             answer = await self._client.post(GENERATE, body)
             yield self._chunk(answer, answer["choices"][0], has_ended=True)
             return
-        settings["stream_interval"] = 1 if request.stream else CHUNK_TOKENS
+        settings["stream_interval"] = CHUNK_TOKENS
         body |= {"stream": True, "stream_options": {"include_usage": True}}
         last: tuple[Any, Any] | None = None
         async for event in self._events(body):
@@ -370,7 +370,6 @@ class VllmWire(HttpWire):
                 "server starts from. Resume the run."
             )
         self._context.on_wait(f"starting vLLM again from {directory}: {reason}")
-        await self._client.close()
         await asyncio.to_thread(server.restart, directory, self._context.on_wait)
         self._client, self._adapter, self._is_asleep = server.client, "", False
         self.must_restart = ""
@@ -390,7 +389,6 @@ class VllmWire(HttpWire):
         self._is_asleep = False
 
     async def close(self) -> None:
-        await super().close()
         if self.server is not None:
             await asyncio.to_thread(self.server.process.stop)
 

@@ -76,8 +76,8 @@ async def events(request, parts):
 
 
 class FakeOpenAI(FakeServer):
-    """/v1/completions as vLLM 0.32 answers it. returns: "ids", "spelled" (ids only as the texts of
-    log-probs), "text". distribution: whose log-probs. keeps_stop, honours: see what they break."""
+    """/v1/completions as vLLM 0.32 answers it. returns: "ids", "text".
+    distribution: whose log-probs. keeps_stop, honours: see what they break."""
 
     def __init__(
         self, model=None, *, returns="ids", distribution="model", keeps_stop=True,
@@ -126,12 +126,11 @@ class FakeOpenAI(FakeServer):
         ids, logprobs = [int(i) for i in ids], [float(v) for v in logprobs]
         if reason == "stop" and not self.keeps_stop:
             ids, logprobs = ids[:-1], logprobs[:-1]
-        spelled = self.returns == "spelled" and body.get("return_tokens_as_token_ids")
         choice = {
             "index": 0,
             "text": " ".join(f"t{i}" for i in ids),
             "logprobs": {
-                "tokens": [f"token_id:{i}" if spelled else f"t{i}" for i in ids],
+                "tokens": [f"t{i}" for i in ids],
                 "token_logprobs": logprobs,
                 "text_offset": [0] * len(ids),
                 "top_logprobs": [None] * len(ids),

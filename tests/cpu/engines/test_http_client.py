@@ -69,10 +69,7 @@ def test_json_comes_back_and_the_key_goes_along_unwritten(monkeypatch):
     async def use(url):
         http = client(url, api_key_env="TEST_KEY")
         assert "s3cret" not in repr(http)
-        try:
-            return await http.post("/echo", {"ids": [1, 2]})
-        finally:
-            await http.close()
+        return await http.post("/echo", {"ids": [1, 2]})
 
     assert run(use, echo=echo) == ["Bearer s3cret", {"ids": [1, 2]}]
     with pytest.raises(ConfigError, match="NO_SUCH_KEY"):
@@ -82,13 +79,10 @@ def test_json_comes_back_and_the_key_goes_along_unwritten(monkeypatch):
 def failure(kind, use, **handlers):
     async def tried(url):
         http = client(url, request_seconds=0.2)
-        try:
-            with pytest.raises(EngineError) as caught:
-                await use(http)
-            assert type(caught.value) is kind
-            return caught.value
-        finally:
-            await http.close()
+        with pytest.raises(EngineError) as caught:
+            await use(http)
+        assert type(caught.value) is kind
+        return caught.value
 
     return run(tried, **handlers)
 
@@ -98,7 +92,6 @@ def test_a_server_that_is_down_is_told_with_how_it_starts():
         http = client(free_url())
         with pytest.raises(ServerUnreachableError, match=f"not reachable.*started with: {HOW}"):
             await http.post("/x", {})
-        await http.close()
 
     run(use)
 
@@ -171,10 +164,7 @@ def test_a_stream_is_read_whole_wherever_the_network_cuts_it():
 
     async def use(url):
         http = client(url)
-        try:
-            return [await collected(http), await collected(http)]  # over one connection
-        finally:
-            await http.close()
+        return [await collected(http), await collected(http)]
 
     stream = events(
         b"da", b'ta: {"a"', b": 1}\n\n: still here\n\ndata: 2\r\n", b"\ndata: " + long + b"\n\n"
@@ -208,7 +198,6 @@ def test_closing_a_stream_early_closes_its_connection():
         assert await anext(stream) == 1
         await stream.aclose()
         await asyncio.wait_for(ended.wait(), 5)
-        await http.close()
 
     run(use, x=endless)
 
@@ -233,8 +222,6 @@ def test_one_client_serves_several_event_loops():
         assert http.wait_until_up("/x", 5) == "here"
         for _ in range(3):
             assert asyncio.run(http.post("/x", {})) == "here"
-        asyncio.run(http.close())
-        assert http._sessions == {}
     finally:
         loop.call_soon_threadsafe(ended.set)
         thread.join()
@@ -265,9 +252,6 @@ def test_three_hundred_requests_are_under_way_at_once():
 
     async def use(url):
         http = client(url, request_seconds=20)
-        try:
-            return await asyncio.gather(*(http.post("/meet", {"n": n}) for n in range(300)))
-        finally:
-            await http.close()
+        return await asyncio.gather(*(http.post("/meet", {"n": n}) for n in range(300)))
 
     assert run(use, meet=meet) == [300] * 300

@@ -164,9 +164,9 @@ def test_any_history_reuses_what_was_computed_and_keeps_every_page(seed, page_si
         cache.close(lease, ids)
     assert cache.num_available == cache.num_pages
     if not is_caching:
-        assert not cache._index
-    # Every entry of the index leads to a page that holds what it is found under.
-    for (_, key), nodes in cache._index.items():
-        part = np.frombuffer(key, np.int32)
+        assert not cache._below
+    # Every page in the trie holds what it is found under.
+    for nodes in cache._below.values():
         for node in nodes:
-            assert (store.flat()[node.page, : len(part)].numpy() == part).all()
+            known = cache._tokens[node.page, : node.length]
+            assert (store.flat()[node.page, : node.length].numpy() == known).all()
