@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import inspect
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
 
-from lockstep.engines.base import Engine
+from lockstep.engines.base import Capabilities, Engine
 from lockstep.errors import EngineError
-from lockstep.types import MAX_LOGPROB, Delta, Distribution, Request, SamplingParams
+from lockstep.types import MAX_LOGPROB, Delta, Request, SamplingParams
 
 MAX_SECONDS = 60.0
 """Limit of one check; an engine that takes longer hangs."""
@@ -20,6 +20,10 @@ MAX_SECONDS = 60.0
 MAX_DIFFERING_ROUTES = 0.2
 """Share of a reply's routes that rounding may change when the reply is repeated. A shifted row
 differs in nearly all of them."""
+
+
+GREEDY = SamplingParams(max_tokens=8, temperature=0.0)
+DRAWN = SamplingParams(max_tokens=8)
 
 
 @dataclass(slots=True)
@@ -36,10 +40,8 @@ async def check_engine(
     prompt_ids: Sequence[int],
     token_bytes: Sequence[bytes] | None = None,
     weights: Mapping[str, Any] | str | None = None,
-    num_tokens: int = 12,
     page_size: int = 1,
     tolerance: float = 1e-4,
-    seconds: float = MAX_SECONDS,
 ) -> EngineReport:
     """Raises EngineError, naming the check, if `engine` breaks a promise of the protocol.
 
@@ -52,337 +54,288 @@ async def check_engine(
     Optional features are checked if `capabilities` claims them. Guard: tests/cpu/engines/
     test_check_engine.py breaks each promise.
     """
-    checker = _Checker(engine, list(prompt_ids), num_tokens, tolerance)
-    has = engine.capabilities
+    checker = _Checker(engine, prompt_ids, token_bytes or (), weights, page_size, tolerance)
     report = EngineReport()
-    checks: tuple[tuple[str, Callable[[], Awaitable[None]], str], ...] = (
-        ("one reply", checker.one_reply, ""),
-        ("many replies at once", checker.many_replies, ""),
-        ("stop ids", checker.stop_ids, ""),
-        ("streams", checker.streams, ""),
-        ("seeds", checker.seeds, "has_seeds"),
-        ("repeated ids", checker.repeated_ids, ""),
-        ("distributions", checker.distributions, ""),
-        ("support", checker.support, "has_support"),
-        ("routed experts", checker.routed_experts, "has_routed_experts"),
-        ("score", checker.score, "has_score"),
-        ("prefix cache", partial(checker.prefix_cache, page_size), "has_prefix_cache"),
-        ("stop strings", partial(checker.stop_strings, token_bytes or ()), "has_stop_strings"),
-        ("bad requests", checker.bad_requests, ""),
-        ("abort", checker.abort, ""),
-        ("iterators closed early", checker.closed_early, ""),
-        ("pause and resume", checker.pause_and_resume, ""),
-        ("weights", partial(checker.weights, weights), ""),
-        ("sleep and wake", checker.sleep_and_wake, "has_sleep"),
-    )
-    for name, check, claim in checks:
-        if claim and not getattr(has, claim):
-            report.skipped[name] = f"the engine does not claim {claim}"
-        elif name == "stop strings" and not token_bytes:
-            report.skipped[name] = "no token_bytes were given"
-        elif name == "weights" and weights is None and not has.shares_weights:
-            report.skipped[name] = "no weights were given"
-        else:
-            checker.name = name
-            try:
-                async with asyncio.timeout(seconds):
-                    await check()
-            except TimeoutError:
-                raise EngineError(f"check_engine: {name}: no end after {seconds:g} s.") from None
-            report.passed.append(name)
+    for method, check in vars(_Checker).items():
+        if method.startswith("_") or not inspect.iscoroutinefunction(check):
+            continue
+        checker.name = name = method.replace("_", " ")
+        if reason := checker.why_skipped(name):
+            report.skipped[name] = reason
+            continue
+        try:
+            async with asyncio.timeout(MAX_SECONDS):
+                await check(checker)
+        except TimeoutError:
+            raise EngineError(f"check_engine: {name}: no end after {MAX_SECONDS:g} s.") from None
+        report.passed.append(name)
     return report
 
 
+_CLAIMS = {
+    "seeds": "has_seeds",
+    "support": "has_support",
+    "routed experts": "has_routed_experts",
+    "score": "has_score",
+    "prefix cache": "has_prefix_cache",
+    "stop strings": "has_stop_strings",
+    "sleep and wake": "has_sleep",
+}
+"""Check -> the capability that it is for."""
+
+
+@dataclass(slots=True)
 class _Checker:
-    def __init__(
-        self, engine: Engine, prompt_ids: list[int], num_tokens: int, tolerance: float
-    ) -> None:
-        self.engine, self.tolerance = engine, tolerance
-        self.prompt_ids, self.num_tokens = prompt_ids, num_tokens
-        self.limits = engine.capabilities
-        self.greedy = SamplingParams(max_tokens=num_tokens, temperature=0.0)
-        self.name = ""
-        self._num_requests = 0
+    """Each public coroutine is a check."""
+
+    engine: Engine
+    prompt_ids: Sequence[int]
+    token_bytes: Sequence[bytes]
+    source: Mapping[str, Any] | str | None
+    page_size: int
+    tolerance: float
+    name: str = ""
+    num_requests: int = 0
+
+    @property
+    def limits(self) -> Capabilities:
+        return self.engine.capabilities
+
+    def why_skipped(self, name: str) -> str:
+        if (claim := _CLAIMS.get(name)) and not getattr(self.limits, claim):
+            return f"the engine does not claim {claim}"
+        if name == "stop strings" and not self.token_bytes:
+            return "no token_bytes were given"
+        if name == "weights" and self.source is None and not self.limits.shares_weights:
+            return "no weights were given"
+        return ""
 
     def expect(self, holds: object, expected: str, found: object) -> None:
         if not holds:
             raise EngineError(f"check_engine: {self.name}: expected {expected}; found {found}.")
 
+    def equal(self, what: str, found: object, wanted: object) -> None:
+        self.expect(found == wanted, f"{what} to be {wanted}", found)
+
+    # -- asking -----------------------------------------------------------------------------------
+
     def request(self, sampling: SamplingParams | None = None, **changes: Any) -> Request:
-        self._num_requests += 1
-        return Request(
-            **{
-                "id": f"check-{self._num_requests}-v{self.engine.version}",
-                "prompt_ids": np.array(self.prompt_ids, np.int32),
-                "sampling": sampling or self.greedy,
-                **changes,
-            }
-        )
+        self.num_requests += 1
+        name = f"check-{self.num_requests}-v{self.engine.version}"
+        ids = np.array(changes.pop("prompt_ids", self.prompt_ids), np.int32)
+        return Request(id=name, prompt_ids=ids, sampling=sampling or GREEDY, **changes)
 
     def long_request(self, max_tokens: int = 4096) -> Request:
         """A stream that goes on long enough to be interrupted."""
         room = self.limits.max_tokens - len(self.prompt_ids)
         return self.request(SamplingParams(max_tokens=min(room, max_tokens)), stream=True)
 
-    async def collect(self, request: Request) -> list[Delta]:
+    async def _collect(self, request: Request) -> list[Delta]:
         """All deltas of a request, checked for what holds in every reply."""
         deltas = [delta async for delta in self.engine.generate(request)]
-        self.hold(request, deltas)
+        self._hold(request, deltas)
         return deltas
 
-    async def ids_of(self, request: Request) -> list[int]:
-        return [int(i) for d in await self.collect(request) for i in d.token_ids]
+    async def _ask(self, sampling: SamplingParams | None = None, **changes: Any) -> list[Delta]:
+        return await self._collect(self.request(sampling, **changes))
 
-    def hold(self, request: Request, deltas: Sequence[Delta]) -> None:
-        sampling, expect = request.sampling, self.expect
-        expect(deltas, "at least one delta", "none")
+    async def _ids(self, sampling: SamplingParams | None = None, **changes: Any) -> list[int]:
+        return _ids(await self._ask(sampling, **changes))
+
+    def _hold(self, request: Request, deltas: Sequence[Delta]) -> None:
+        sampling = request.sampling
+        self.expect(deltas, "at least one delta", "none")
         for at, delta in enumerate(deltas):
             ids, values = np.asarray(delta.token_ids), np.asarray(delta.logprobs)
-            expect(len(ids) == len(values), f"{len(ids)} log-probs for as many ids", len(values))
+            self.equal("the number of log-probs", len(values), len(ids))
             is_logprob = np.isfinite(values) & (values <= MAX_LOGPROB)
-            expect(is_logprob.all(), "log-probs that are finite and at most 0", values.tolist())
+            self.expect(is_logprob.all(), "finite log-probs of at most 0", values.tolist())
             is_known = (ids >= 0) & (ids < self.limits.vocab_size)
-            expect(is_known.all(), "sampled ids of the vocabulary", ids.tolist())
-            for name, found, asks in (
-                ("support", delta.support, sampling.record_support and sampling.is_truncated),
-                ("experts", delta.routed_experts, sampling.record_routes),
-            ):
-                if len(ids):
-                    expect(
-                        (found is not None) == asks,
-                        f"the {name} of each token" if asks else f"no {name} unless asked",
-                        "none" if asks else "some",
-                    )
+            self.expect(is_known.all(), "sampled ids of the vocabulary", ids.tolist())
+            if len(ids):
+                has_support = sampling.record_support and sampling.is_truncated
+                self.equal("whether it has a support", delta.support is not None, has_support)
+                has_routes = delta.routed_experts is not None
+                self.equal("whether it has experts", has_routes, sampling.record_routes)
             if delta.support is not None:
-                num = len(delta.support)
-                expect(num == len(ids), f"a support of {len(ids)} tokens", num)
-            if at + 1 < len(deltas):
+                self.equal("the tokens of the support", len(delta.support), len(ids))
+            if delta is not deltas[-1]:
                 is_open = delta.finish_reason in (None, "weight_update")
-                expect(is_open, "a finish reason on the last delta only", f"one on delta {at}")
-        reason, total = deltas[-1].finish_reason, sum(len(d.token_ids) for d in deltas)
+                self.expect(is_open, "a finish reason on the last delta only", f"one on delta {at}")
+        reason, total = deltas[-1].finish_reason, len(_ids(deltas))
         is_end = reason in ("stop", "length", "abort")
-        expect(is_end, "the last delta to say why the reply ended", reason)
-        expect(total <= sampling.max_tokens, f"at most max_tokens={sampling.max_tokens} ids", total)
-        room = self.limits.max_tokens - len(request.prompt_ids)
-        is_full = total >= min(room, sampling.max_tokens)
-        expect(is_full or reason != "length", f"{sampling.max_tokens} ids before 'length'", total)
+        self.expect(is_end, "the last delta to say why the reply ended", reason)
+        most = min(self.limits.max_tokens - len(request.prompt_ids), sampling.max_tokens)
+        is_right = total == most if reason == "length" else total <= most
+        self.expect(is_right, f"{most} ids before 'length', and at most these", total)
+
+    async def _refused(self, what: str, request: Request) -> None:
+        try:
+            deltas = [delta async for delta in self.engine.generate(request)]
+        except EngineError:
+            return
+        self.expect(False, f"EngineError for {what}", f"the answer {_ids(deltas)}")
+
+    # -- the checks -------------------------------------------------------------------------------
 
     async def one_reply(self) -> None:
-        deltas = await self.collect(self.request())
-        self.expect(len(deltas) == 1, "one delta at the end where stream=False", len(deltas))
-        first, version = deltas[0], self.engine.version
-        self.expect(
-            first.policy_version == version, f"policy_version {version}", first.policy_version
-        )
-        counted = first.num_cached_tokens + first.num_prefilled_tokens
-        self.expect(
-            counted == len(self.prompt_ids) or not self.limits.has_prefix_cache,
-            f"cached and prefilled tokens to sum to {len(self.prompt_ids)}, the prompt's",
-            counted,
-        )
+        deltas = await self._ask()
+        self.equal("the number of deltas where stream=False", len(deltas), 1)
+        self.equal("policy_version", deltas[0].policy_version, self.engine.version)
+        if self.limits.has_prefix_cache:
+            counted = deltas[0].num_cached_tokens + deltas[0].num_prefilled_tokens
+            self.equal("the sum of cached and prefilled tokens", counted, len(self.prompt_ids))
 
-    async def many_replies(self) -> None:
-        alone = await self.ids_of(self.request())
-        for ids in await asyncio.gather(*(self.ids_of(self.request()) for _ in range(8))):
-            self.expect(ids == alone, f"the greedy reply in company to be {alone}", ids)
+    async def many_replies_at_once(self) -> None:
+        alone = await self._ids()
+        for ids in await asyncio.gather(*(self._ids() for _ in range(8))):
+            self.equal("the greedy reply in company", ids, alone)
 
     async def stop_ids(self) -> None:
-        ids = await self.ids_of(self.request())
+        ids = await self._ids()
         stop = ids[len(ids) // 2]
+        *_, last = await self._ask(replace(GREEDY, stop_ids=(stop,)))
         wanted = (ids[: ids.index(stop) + 1], "stop", stop)
-        delta = (await self.collect(self.request(replace(self.greedy, stop_ids=(stop,)))))[-1]
-        found = ([int(i) for i in delta.token_ids], delta.finish_reason, delta.stop)
-        self.expect(found == wanted, f"(ids with the stop id, reason, stop) {wanted}", found)
+        self.equal("(ids with the stop id, reason, stop)", _end(last), wanted)
 
     async def streams(self) -> None:
-        whole = await self.ids_of(self.request())
-        deltas = await self.collect(self.request(stream=True))
-        parts = [[int(i) for i in d.token_ids] for d in deltas]
-        self.expect(max(map(len, parts)) <= 1, "one delta per token where stream=True", parts)
-        streamed = [i for part in parts for i in part]
-        self.expect(streamed == whole, f"the stream to be the reply {whole}", streamed)
+        whole = await self._ids()
+        deltas = await self._ask(stream=True)
+        sizes = [len(delta.token_ids) for delta in deltas]
+        self.expect(max(sizes) <= 1, "one delta per token where stream=True", sizes)
+        self.equal("the stream", _ids(deltas), whole)
+
+    async def seeds(self) -> None:
+        alone = await self._ids(DRAWN, seed=17)
+        asked = [self._ids(DRAWN, seed=seed) for seed in (17, *range(7))]
+        again, *_ = await asyncio.gather(*asked)
+        self.equal("the reply of seed 17 in company", again, alone)
+
+    async def repeated_ids(self) -> None:
+        request = self.request(DRAWN, seed=3)
+        first, second = await asyncio.gather(self._collect(request), self._collect(request))
+        self.equal("the answer to a running id", _ids(second), _ids(first))
+        self.equal("the answer to a known id", _ids(await self._collect(request)), _ids(first))
 
     async def distributions(self) -> None:
-        base = SamplingParams(max_tokens=self.num_tokens, temperature=0.8, top_p=0.8)
+        base = replace(DRAWN, temperature=0.8, top_p=0.8)
         found: dict[str, Delta] = {}
         for name in self.limits.distributions:
-            request = self.request(replace(base, distribution=name), seed=5)
-            found[name] = (await self.collect(request))[-1]
+            *_, found[name] = await self._ask(replace(base, distribution=name), seed=5)
         if not self.limits.has_seeds:
             return
-        replies = {name: tuple(map(int, delta.token_ids)) for name, delta in found.items()}
-        is_same = len(set(replies.values())) == 1
-        self.expect(is_same, "the recorded distribution not to change what is drawn", replies)
+        for name, delta in found.items():
+            drawn = _ids([found[self.limits.distributions[0]]])
+            self.equal(f"what is drawn where {name} is recorded", _ids([delta]), drawn)
         if {"tempered", "sampled"} <= set(found):
             gap = np.asarray(found["sampled"].logprobs) - np.asarray(found["tempered"].logprobs)
-            self.expect(
-                gap.min() >= -self.tolerance,
-                "no token less likely after top_p than before",
-                f"a log-prob that falls by {-gap.min():g}",
-            )
+            expected = "no token less likely after top_p than before"
+            self.expect(gap.min() >= -self.tolerance, expected, f"{-gap.min():g} less")
 
     async def support(self) -> None:
-        base = SamplingParams(
-            max_tokens=self.num_tokens, temperature=0.8, distribution="sampled", record_support=True
-        )
-        await self.collect(self.request(base, seed=5))
+        base = replace(DRAWN, temperature=0.8, distribution="sampled", record_support=True)
+        await self._ask(base, seed=5)
         for top_p, top_k in ((1.0, 4), (0.8, 0), (0.8, 4), (1.0, 1)):
             sampling = replace(base, top_p=top_p, top_k=top_k)
             for stream in (False, True):
-                for delta in await self.collect(self.request(sampling, seed=5, stream=stream)):
+                for delta in await self._ask(sampling, seed=5, stream=stream):
                     self._hold_support(delta, top_k, f"with top_p={top_p:g}, top_k={top_k}")
             if self.limits.has_seeds:
-                found = await self.ids_of(self.request(sampling, seed=5))
-                without = replace(sampling, record_support=False)
-                wanted = await self.ids_of(self.request(without, seed=5))
-                self.expect(found == wanted, f"recording not to change the reply {wanted}", found)
+                without = await self._ids(replace(sampling, record_support=False), seed=5)
+                self.equal("the recorded reply", await self._ids(sampling, seed=5), without)
 
     def _hold_support(self, delta: Delta, top_k: int, where: str) -> None:
-        support = () if delta.support is None else delta.support  # held to be there already
-        for token_id, logprob, ids in zip(delta.token_ids, delta.logprobs, support, strict=False):
+        for token_id, logprob, ids in zip(
+            delta.token_ids.tolist(), delta.logprobs, delta.support or (), strict=False
+        ):
             kept = ids.tolist()
             if not kept and not top_k:
                 continue  # the whole vocabulary
-            is_set = len(set(kept)) == len(kept)
             is_known = all(0 <= i < self.limits.vocab_size for i in kept)
-            self.expect(is_set and is_known, f"different known ids in a support {where}", kept)
-            expected = f"the sampled id {int(token_id)} in its support {where}"
-            self.expect(int(token_id) in kept, expected, kept)
-            self.expect(not top_k or len(kept) <= top_k, f"at most {top_k} ids {where}", len(kept))
-            is_sure = abs(float(logprob)) <= self.tolerance
-            expected = f"the log-prob 0 of the only token that was left {where}"
-            self.expect(len(kept) > 1 or is_sure, expected, logprob)
+            is_set = is_known and len(set(kept)) == len(kept)
+            self.expect(is_set, f"different known ids in a support {where}", kept)
+            self.expect(token_id in kept, f"the sampled id {token_id} in it {where}", kept)
+            self.expect(not top_k or len(kept) <= top_k, f"at most {top_k} ids {where}", kept)
+            is_sure = len(kept) > 1 or abs(float(logprob)) <= self.tolerance
+            self.expect(is_sure, f"the log-prob 0 of the only id that was left {where}", logprob)
 
     async def routed_experts(self) -> None:
-        sampling = replace(self.greedy, record_routes=True)
-        whole = await self._routes_of(self.request(sampling), routes_from=0)
-        for routes_from in (len(self.prompt_ids) - 1, len(self.prompt_ids)):
+        sampling, num_given = replace(GREEDY, record_routes=True), len(self.prompt_ids)
+        self.equal("the recorded reply", await self._ids(sampling), await self._ids())
+        whole = self._routes(await self._ask(sampling), 0)
+        for begin in (num_given - 1, num_given):
             for stream in (False, True):
-                request = self.request(sampling, routes_from=routes_from, stream=stream)
-                found = await self._routes_of(request, routes_from)
-                differing = (np.sort(found) != np.sort(whole[routes_from:])).any(-1).mean()
-                self.expect(
-                    differing <= MAX_DIFFERING_ROUTES,
-                    f"the experts of the same tokens again, from position {routes_from} on, also "
-                    "where the prompt is cached",
-                    f"others in {differing:.0%} of the layers",
-                )
-        without = await self.ids_of(self.request())
-        found = await self.ids_of(self.request(sampling))
-        self.expect(found == without, f"recording not to change the reply {without}", found)
+                deltas = await self._ask(sampling, routes_from=begin, stream=stream)
+                found = self._routes(deltas, begin)
+                differing = (np.sort(found) != np.sort(whole[begin:])).any(-1).mean()
+                expected = f"the experts of the same tokens again from position {begin} on"
+                is_same = differing <= MAX_DIFFERING_ROUTES
+                self.expect(is_same, expected, f"others in {differing:.0%} of the layers")
 
-    async def _routes_of(self, request: Request, routes_from: int) -> Any:
-        deltas = await self.collect(request)
+    def _routes(self, deltas: Sequence[Delta], begin: int) -> Any:
+        """The experts of all positions from `begin` on."""
         found = np.concatenate([d.routed_experts for d in deltas if d.routed_experts is not None])
-        num_sampled = sum(len(d.token_ids) for d in deltas)
-        wanted = len(self.prompt_ids) + num_sampled - 1 - routes_from
-        self.expect(
-            found.ndim == 3 and len(found) == wanted,
-            f"[{wanted}, layers, active] experts: of {len(self.prompt_ids)} prompt ids and "
-            f"{num_sampled} sampled ones from position {routes_from} on, but for the last",
-            list(found.shape),
-        )
+        wanted = len(self.prompt_ids) + len(_ids(deltas)) - 1 - begin
+        expected = f"[{wanted}, layers, active] experts: of all ids from {begin} on but the last"
+        self.expect(found.ndim == 3 and len(found) == wanted, expected, list(found.shape))
         differ = np.diff(np.sort(found.astype(np.int32))) != 0
         self.expect(differ.all(), "different experts in each slot of a layer", found.tolist())
         return found
 
-    async def seeds(self) -> None:
-        sampling = SamplingParams(max_tokens=self.num_tokens)
-        alone = await self.ids_of(self.request(sampling, seed=17))
-        others = [self.request(sampling, seed=seed) for seed in range(7)]
-        again, *_ = await asyncio.gather(
-            self.ids_of(self.request(sampling, seed=17)), *(self.ids_of(r) for r in others)
-        )
-        self.expect(again == alone, f"seed 17 to give {alone} again, in company", again)
-
-    async def repeated_ids(self) -> None:
-        request = self.request(SamplingParams(max_tokens=self.num_tokens), seed=3)
-        first, second = await asyncio.gather(self.ids_of(request), self.ids_of(request))
-        found = (first, second, await self.ids_of(request))
-        is_same = found[0] == found[1] == found[2]
-        self.expect(is_same, "one id to be answered with the same tokens", found)
-
     async def score(self) -> None:
-        cases: tuple[tuple[Distribution, float], ...] = (("model", 1.0), ("tempered", 0.7))
-        for distribution, temperature in cases:
-            claimed = {*self.limits.distributions} & {*self.limits.scored_distributions}
+        claimed = {*self.limits.distributions} & {*self.limits.scored_distributions}
+        num_given = len(self.prompt_ids)
+        for distribution, temperature in (("model", 1.0), ("tempered", 0.7)):
             if distribution not in claimed and not (temperature == 1 and claimed):
                 continue
-            sampling = SamplingParams(
-                max_tokens=self.num_tokens, temperature=temperature, distribution=distribution
-            )
-            delta = (await self.collect(self.request(sampling, seed=9)))[-1]
-            path = np.concatenate([np.array(self.prompt_ids), delta.token_ids]).astype(np.int32)
-            asked = partial(
-                self.engine.score, path, distribution=distribution, temperature=temperature
-            )
-            num_given, version = len(self.prompt_ids), self.engine.version
-            found, late = await asked(), await asked(first=num_given)
-            scores = found.logprobs
-            is_whole = len(scores) == len(path) and np.isnan(scores[0])
-            self.expect(is_whole, f"{len(path)} scores, NaN at 0", scores.tolist())
-            is_current = found.policy_version == version
-            self.expect(is_current, f"scores of version {version}", found.policy_version)
-            is_late = np.isnan(late.logprobs[:num_given]).all()
-            self.expect(is_late, f"NaN before first={num_given}", late.logprobs.tolist())
-            gap = max(np.abs(s[num_given:] - delta.logprobs).max() for s in (scores, late.logprobs))
-            expected = f"score to agree with the recorded log-probs ({distribution}) to"
-            self.expect(gap <= self.tolerance, f"{expected} {self.tolerance:g}", gap)
+            how: Any = {"distribution": distribution, "temperature": temperature}
+            *_, delta = await self._ask(replace(DRAWN, **how), seed=9)
+            path = np.concatenate([self.prompt_ids, delta.token_ids]).astype(np.int32)
+            for first in (1, num_given):
+                version = self.engine.version
+                scores = await self.engine.score(path, first=first, **how)
+                self.equal("the version of scores", scores.policy_version, version)
+                found = scores.logprobs
+                is_whole = len(found) == len(path) and np.isnan(found[:first]).all()
+                self.expect(is_whole, f"{len(path)} scores, NaN before {first}", found.tolist())
+                gap = np.abs(found[num_given:] - delta.logprobs).max()
+                expected = f"score to agree with the recorded log-probs ({distribution})"
+                self.expect(gap <= self.tolerance, expected, gap)
 
-    async def prefix_cache(self, page_size: int) -> None:
-        first = await self.ids_of(self.request(affinity="an episode"))
+    async def prefix_cache(self) -> None:
+        first = await self._ids(affinity="an episode")
         path = [*self.prompt_ids, *first, *self.prompt_ids]
-        request = self.request(prompt_ids=np.array(path, np.int32), affinity="an episode")
-        found = (await self.collect(request))[0].num_cached_tokens
+        found = (await self._ask(prompt_ids=path, affinity="an episode"))[0].num_cached_tokens
         # The last sampled id was never fed, so it is computed with the turn that follows.
-        least = (len(self.prompt_ids) + len(first) - 1) // page_size * page_size
-        expected = f"at least {least} of the second turn's {len(path)} prompt tokens to be cached"
-        self.expect(found >= least, expected, found)
+        least = (len(self.prompt_ids) + len(first) - 1) // self.page_size * self.page_size
+        self.expect(found >= least, f"{least} of {len(path)} prompt tokens to be cached", found)
 
-    async def stop_strings(self, token_bytes: Sequence[bytes]) -> None:
-        ids = await self.ids_of(self.request())
-        text = b"".join(token_bytes[i] for i in ids[:4])
-        spans = [
-            text[start:stop] for start in range(len(text)) for stop in range(len(text), start, -1)
-        ]
-        wanted = next(
-            (s for span in spans if (s := span.decode(errors="ignore")).encode() == span), ""
-        )
+    async def stop_strings(self) -> None:
+        ids, token_bytes = await self._ids(), self.token_bytes
+        begin = b"".join(token_bytes[i] for i in ids[:4])
+        wanted = begin.decode(errors="ignore")
+        if wanted.encode() not in begin:  # parts of characters were left out
+            wanted = wanted[:1]
         if not wanted:
             return  # the first tokens are no text: nothing to wait for
-        read, at = b"", 0
-        while wanted.encode() not in read:
-            read += token_bytes[ids[at]]
-            at += 1
-        sampling = replace(self.greedy, stop_strings=(wanted,))
-        delta = (await self.collect(self.request(sampling)))[-1]
-        found = ([int(i) for i in delta.token_ids], delta.finish_reason, delta.stop)
-        expected = (ids[:at], "stop", wanted)
-        self.expect(found == expected, f"(whole tokens, reason, stop) {expected}", found)
+        num = 1
+        while wanted.encode() not in b"".join(token_bytes[i] for i in ids[:num]):
+            num += 1
+        *_, last = await self._ask(replace(GREEDY, stop_strings=(wanted,)))
+        self.equal("(whole tokens, reason, stop)", _end(last), (ids[:num], "stop", wanted))
 
     async def bad_requests(self) -> None:
-        bad = {
-            "an id out of the vocabulary": [*self.prompt_ids, self.limits.vocab_size],
-            "an empty prompt": [],
-            "a prompt that leaves no room": [self.prompt_ids[0]] * self.limits.max_tokens,
-        }
-        for what, ids in bad.items():
-            request = self.request(prompt_ids=np.array(ids, np.int32))
-            await self._refused(request, f"EngineError for {what}")
-        await self.collect(self.request())
-
-    async def _refused(self, request: Request, expected: str) -> None:
-        try:
-            async for _ in self.engine.generate(request):
-                pass
-        except EngineError:
-            return
-        self.expect(False, expected, "an answer")
+        for what, ids in (
+            ("an id out of the vocabulary", [*self.prompt_ids, self.limits.vocab_size]),
+            ("an empty prompt", []),
+            ("a prompt that leaves no room", [self.prompt_ids[0]] * self.limits.max_tokens),
+        ):
+            await self._refused(what, self.request(prompt_ids=ids))
+        await self._ask()
 
     async def abort(self) -> None:
         await self.engine.abort("an id that nobody used")
-        request = self.long_request()
-        deltas: list[Delta] = []
+        request, deltas = self.long_request(), []
         async for delta in self.engine.generate(request):
             deltas.append(delta)
             if len(deltas) == 2:
@@ -391,53 +344,57 @@ class _Checker:
         is_ended = reason == "abort" or len(deltas) <= 4
         self.expect(is_ended, "an aborted reply to end with 'abort'", reason)
         await self.engine.abort(request.id)
-        await self.collect(self.request())
+        await self._ask()
 
-    async def closed_early(self) -> None:
-        deltas = self.engine.generate(self.long_request())
-        async for _ in deltas:
-            break
-        if (close := getattr(deltas, "aclose", None)) is not None:
-            await close()
-        await self.collect(self.request())
+    async def iterators_closed_early(self) -> None:
+        deltas: Any = self.engine.generate(self.long_request())
+        await anext(deltas)
+        if hasattr(deltas, "aclose"):
+            await deltas.aclose()
+        await self._ask()
 
     async def pause_and_resume(self) -> None:
         loop = asyncio.get_running_loop()
         started = loop.time()
-        await self.collect(self.request())
+        await self._ask()
         usual_seconds = loop.time() - started
         for kv in ("drop", "keep"):
             await self.engine.pause()
-            running = asyncio.ensure_future(self.ids_of(self.request()))
+            running = asyncio.ensure_future(self._ask())
             await asyncio.sleep(0.05 + 4 * usual_seconds)
             self.expect(not running.done(), "no token while paused", "a finished reply")
             await self.engine.resume(kv=kv)
             await running
 
-    async def weights(self, weights: Mapping[str, Any] | str | None) -> None:
+    async def weights(self) -> None:
         before, request = self.engine.version, self.long_request(64)
         deltas: list[Delta] = []
         async for delta in self.engine.generate(request):
             deltas.append(delta)
             if len(deltas) == 3:
-                await self.engine.load_weights(weights, version=before + 1)
-        self.hold(request, deltas)
-        version = self.engine.version
-        self.expect(version == before + 1, f"version {before + 1} after load_weights", version)
-        reasons = [d.finish_reason for d in deltas]
+                await self.engine.load_weights(self.source, version=before + 1)
+        self._hold(request, deltas)
+        self.equal("the version after load_weights", self.engine.version, before + 1)
+        reasons = [delta.finish_reason for delta in deltas]
         if "weight_update" not in reasons:
             is_over = len(deltas) <= 8
             self.expect(is_over, "a segment to end with 'weight_update'", reasons)
             return
-        at = reasons.index("weight_update")
-        found = [d.policy_version for d in deltas]
-        wanted = [before] * (at + 1) + [before + 1] * (len(deltas) - at - 1)
-        self.expect(found == wanted, f"the versions {wanted}", found)
+        num_old = reasons.index("weight_update") + 1
+        wanted = [before] * num_old + [before + 1] * (len(deltas) - num_old)
+        self.equal("the versions", [delta.policy_version for delta in deltas], wanted)
 
     async def sleep_and_wake(self) -> None:
-        wanted = await self.ids_of(self.request())
+        wanted = await self._ids()
         await self.engine.sleep()
-        await self._refused(self.request(), "EngineError for a request to a sleeping engine")
+        await self._refused("a request to a sleeping engine", self.request())
         await self.engine.wake()
-        found = await self.ids_of(self.request())
-        self.expect(found == wanted, f"the greedy reply after waking to be {wanted}", found)
+        self.equal("the greedy reply after waking", await self._ids(), wanted)
+
+
+def _ids(deltas: Sequence[Delta]) -> list[int]:
+    return [int(id_) for delta in deltas for id_ in delta.token_ids]
+
+
+def _end(delta: Delta) -> tuple[list[int], str | None, int | str | None]:
+    return _ids([delta]), delta.finish_reason, delta.stop

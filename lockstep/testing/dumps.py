@@ -196,8 +196,9 @@ def _prompt_length(faults: Sequence[RowFault], row: Sample, before: Sample) -> i
 def _dialogue(
     source: Source, faults: Sequence[RowFault], row: Sample, before: Sample
 ) -> tuple[Message, ...] | None:
-    messages = source.messages.get(before.id)
-    for fault in faults if messages and row is not before else ():
-        if fault.is_hit(before):
+    if (messages := source.messages.get(before.id)) is None:
+        return None
+    for fault in faults:
+        if row is not before and fault.is_hit(before):
             messages = fault.said(before, messages, source.renderer)
-    return messages and tuple(messages)
+    return tuple(messages)

@@ -166,6 +166,7 @@ class NoisyEngine(EmbeddedEngine):
                 f"found {type(source).__name__}. A copy of the weights would be without noise."
             )
         await super().load_weights(None, version=version)
+        assert isinstance(self._model, NoisyDecoder), "the engine was made over one"
         self._model.begin(version)
 
 

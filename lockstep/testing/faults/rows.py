@@ -278,8 +278,8 @@ class WrongBoundary(_EditFault):
         laid[begin:] = values[begin - length :][: cut - begin]
         for name, column in row.columns.items():
             if not COLUMNS[name].is_of_inputs and name not in ("turn", "token_kind"):
-                of_reply = column[row.loss_mask.argmax()]
-                out.set(name, np.where(is_reply, of_reply, COLUMNS[name].fill).astype(column.dtype))
+                out.columns[name][:] = COLUMNS[name].fill
+                out.columns[name][is_reply] = column[row.loss_mask.argmax()]
         out.set("turn", np.where(is_reply, 0, -1).astype(np.int32))
         out.loss_mask[:] = is_reply
         return with_logprobs(out, laid)

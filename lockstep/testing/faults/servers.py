@@ -49,7 +49,7 @@ class _EngineFault(FaultConfig):
 
         return open_engine(config, context, wrap=wrap)
 
-    def broken(self, engine: Engine) -> BrokenEngine:
+    def broken(self, engine: Engine) -> Any:
         """The engine with this fault."""
         raise NotImplementedError(f"{type(self).__name__} breaks no engine")
 
@@ -63,7 +63,7 @@ class EngineKilled(_EngineFault):
 
     is_frozen: ClassVar[bool] = False
 
-    def broken(self, engine: Engine) -> BrokenEngine:
+    def broken(self, engine: Engine) -> Any:
         return _DeadEngine(engine, self)
 
 
@@ -127,7 +127,7 @@ class WrongWeights(_EngineFault):
     seed: int = 0
     """Seed of the choice."""
 
-    def broken(self, engine: Engine) -> BrokenEngine:
+    def broken(self, engine: Engine) -> Any:
         return _UnloadedEngine(engine, self)
 
 

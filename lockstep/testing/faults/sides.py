@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from lockstep.agent.tasks import derive_seed
 from lockstep.config import tag
@@ -62,6 +62,7 @@ class _NoiseFault(_SamplerFault):
     def make_engine(self, config: EngineConfig, context: EngineContext) -> Engine:
         from lockstep.testing.faulty_decoders import NoisyEngine
 
+        assert isinstance(config, EmbeddedConfig), "checked before the run"
         noisy = self.noisy(context.model)
         return NoisyEngine(noisy, config, token_bytes=context.token_bytes)
 
@@ -206,6 +207,7 @@ class StaleWeights(_SamplerFault):
     def make_engine(self, config: EngineConfig, context: EngineContext) -> Engine:
         from lockstep.testing.faulty_decoders import StaleEngine
 
+        assert isinstance(config, EmbeddedConfig), "checked before the run"
         return StaleEngine(config, context, lag=self.lag, is_honest=self.is_honest)
 
     @property
@@ -277,7 +279,7 @@ class ProcessedLogprobs(_SamplerFault):
 
         return self.processing(open_engine(config, context))
 
-    def processing(self, engine: Engine) -> Engine:
+    def processing(self, engine: Engine) -> Any:
         """`engine` with this fault: the rows of a dump must be sampled by it."""
         return _ProcessingEngine(engine, self)
 

@@ -85,7 +85,6 @@ def test_it_keeps_every_promise_of_an_engine(engine, context, model):
             prompt_ids=PROMPT,
             token_bytes=context.token_bytes,
             weights=dict(hf_tensors(model)),
-            num_tokens=6,
         )
     )
     assert not report.skipped and len(report.passed) == 18
