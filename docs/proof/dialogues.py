@@ -21,7 +21,6 @@ import time
 import unicodedata
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -85,7 +84,7 @@ def play(row: tuple[str, RendererConfig], count: int) -> dict[str, Any]:
     started = time.process_time()
     counts = check_dialogues(renderer, num_dialogues=count, seed=0)
     seconds = time.process_time() - started
-    return {"tokenizer": tokenizer, **asdict(counts), "cpu_seconds": round(seconds, 1)}
+    return {"tokenizer": tokenizer, **counts, "cpu_seconds": round(seconds, 1)}
 
 
 def inject(name: str, count: int) -> dict[str, int]:

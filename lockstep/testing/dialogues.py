@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import partial
-from typing import Any, NoReturn
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -19,18 +19,8 @@ from lockstep.errors import RendererError
 from lockstep.renderers.base import Renderer
 from lockstep.renderers.tokenizer import Tokenizer
 from lockstep.testing.engines import FakeEngine, fake_logprob
-from lockstep.testing.renderers import TOOLS
-from lockstep.types import (
-    Message,
-    Request,
-    Role,
-    SamplingParams,
-    Segment,
-    Task,
-    ToolCall,
-    ToolSchema,
-    Trajectory,
-)
+from lockstep.testing.renderers import TOOLS, controls
+from lockstep.types import Message, Role, SamplingParams, Segment, Task, ToolCall, ToolSchema
 
 _HARMLESS = "-"
 _WORDS = (
@@ -41,30 +31,7 @@ _WORDS = (
 )
 
 
-@dataclass(slots=True, kw_only=True)
-class DialogueCounts:
-    """Counts of dialogues, turns and tokens."""
-
-    dialogues: int = 0
-    turns: int = 0
-    cut_turns: int = 0
-    """Turns without a stop id."""
-    malformed_turns: int = 0
-    """Turns with a `parse_error`, cut turns included."""
-    forks: int = 0
-    """Dialogues that continued without earlier thinking."""
-    sampled_tokens: int = 0
-    trained_tokens: int = 0
-    observed_tokens: int = 0
-    injected_control_tokens: int = 0
-
-    def __iadd__(self, other: DialogueCounts) -> DialogueCounts:
-        for name, value in asdict(other).items():
-            setattr(self, name, getattr(self, name) + value)
-        return self
-
-
-def check_dialogues(renderer: Renderer, *, num_dialogues: int, seed: int = 0) -> DialogueCounts:
+def check_dialogues(renderer: Renderer, *, num_dialogues: int, seed: int = 0) -> Counter[str]:
     """Plays random dialogues with a scripted engine. Raises RendererError, with the dialogue's
     number, if an invariant breaks. Kinds of messages that the format refuses even with harmless
     text are left out.
@@ -81,29 +48,35 @@ def check_dialogues(renderer: Renderer, *, num_dialogues: int, seed: int = 0) ->
     - observed ids contain the same control tokens as if no text spelled any;
     - each sampled token is trained in one row, once.
 
+    Returns counts: `dialogues`; `turns`, of them `cut_turns` without a stop id and
+    `malformed_turns` with a `parse_error`; `forks`, dialogues that continued without earlier
+    thinking; `sampled_tokens`, `trained_tokens`, `observed_tokens`.
+
     >>> from lockstep.renderers.harmony import HarmonyRenderer
     >>> from lockstep.testing.tokenizers import byte_tokenizer
     >>> counts = check_dialogues(HarmonyRenderer(byte_tokenizer()), num_dialogues=5)
-    >>> counts.dialogues, counts.sampled_tokens == counts.trained_tokens
+    >>> counts["dialogues"], counts["sampled_tokens"] == counts["trained_tokens"]
     (5, True)
     """
-    total = DialogueCounts()
+    counts: Counter[str] = Counter()
     script = _Script(renderer)
 
     async def play_all() -> None:
         for number in range(num_dialogues):
-            total.__iadd__(await _play(renderer, script, seed, number))
+            where = f"check_dialogues({renderer.name}), dialogue {number} of seed {seed}"
+            played = _Played(script, random.Random(f"{seed}/{number}"), where)
+            counts.update(await played.counted(number))
 
     asyncio.run(play_all())
-    return total
+    return counts
 
 
 def hostile_text(tokenizer: Tokenizer, generator: random.Random) -> str:
     """Returns a text that spells control tokens: whole, in pieces, nested, and between words."""
-    return _text(control_names(tokenizer), generator, hostility=0.7)
+    return _text(_control_names(tokenizer), generator, hostility=0.7)
 
 
-def control_names(tokenizer: Tokenizer) -> list[list[str]]:
+def _control_names(tokenizer: Tokenizer) -> list[list[str]]:
     """Returns all names of control tokens, and those without a digit if there are any: reserved and
     unused tokens are many, alike, and numbered."""
     names = sorted(tokenizer.control_name(id_) for id_ in tokenizer.control_ids)
@@ -123,43 +96,30 @@ def _text(names: Sequence[Sequence[str]], generator: random.Random, *, hostility
     return "".join(parts)
 
 
-# -- scripts --------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class _Dialogue:
-    tools: tuple[ToolSchema, ...]
-    begun: list[Message]
-    turns: list[list[int]]
-    follow_ups: list[list[Message]]
-    """Messages after each turn but the last."""
-
-
 class _Script:
-    """Makes random dialogues that a renderer can write."""
+    """Makes random messages and turns that a renderer can write."""
 
     def __init__(self, renderer: Renderer) -> None:
-        self.renderer = renderer
-        tokenizer = self.tokenizer = renderer.tokenizer
-        self.names = control_names(tokenizer)
-        self.control = sorted(tokenizer.control_ids - set(renderer.stop_ids))
+        self.renderer, self.tokenizer = renderer, renderer.tokenizer
+        self.names = _control_names(self.tokenizer)
+        self.control = sorted(self.tokenizer.control_ids - set(renderer.stop_ids))
         thought = Message(role="assistant", thinking="-", content="-")
         self.has_thinking = _accepts(lambda: renderer.render_reply(thought))
-        self._shapes: dict[tuple[str, ...], bool] = {}
+        self.has_tools = self.begins_with(["user"], TOOLS)
+        self._followed: dict[tuple[Role, ...], bool] = {}
 
-    def dialogue(self, generator: random.Random) -> _Dialogue:
-        begun = [self.message("user", generator)]
-        role: Role | None = generator.choice((None, "system", "developer"))
-        if role is not None and self.takes([role, "user"], is_begun=True):
-            begun.insert(0, self.message(role, generator))
-        has_tools = self.takes(["user"], is_begun=True, tools=TOOLS)
-        num_turns = generator.randrange(1, 5)
-        return _Dialogue(
-            (self.tool(generator),) if has_tools else (),
-            begun,
-            [self.turn(generator) for _ in range(num_turns)],
-            [self.follow_up(generator) for _ in range(num_turns - 1)],
-        )
+    def begins_with(self, roles: Sequence[Role], tools: Sequence[ToolSchema] = ()) -> bool:
+        """Whether the format accepts a prompt of these roles, tried with harmless text."""
+        return _accepts(lambda: self.renderer.render(_harmless(roles), tools))
+
+    def goes_on_with(self, *roles: Role) -> bool:
+        """Whether the format accepts messages of these roles after a turn."""
+        if roles not in self._followed:
+            stop_ids = self.renderer.stop_ids[:1]
+            self._followed[roles] = _accepts(
+                lambda: self.renderer.extend(stop_ids, _harmless(roles))
+            )
+        return self._followed[roles]
 
     def tool(self, generator: random.Random) -> ToolSchema:
         described = {"description": self.text(generator), "type": "string"}
@@ -174,19 +134,6 @@ class _Script:
             return ""
         return _text(self.names, generator, hostility=0.3)
 
-    def takes(
-        self, roles: Sequence[Role], *, is_begun: bool = False, tools: Sequence[ToolSchema] = ()
-    ) -> bool:
-        """Whether the format accepts messages of these roles, tried with harmless text."""
-        key = (*roles, str(is_begun), str(bool(tools)))
-        if key not in self._shapes:
-            words = [Message(role=role, content="-", name="f") for role in roles]
-            write = partial(self.renderer.extend, self.renderer.stop_ids[:1], words)
-            if is_begun:
-                write = partial(self.renderer.render, words, tools)
-            self._shapes[key] = _accepts(write)
-        return self._shapes[key]
-
     def message(self, role: Role, generator: random.Random) -> Message:
         name = self.text(generator) or "f" if role == "tool" else ""
         return Message(role=role, content=self.text(generator), name=name)
@@ -197,9 +144,9 @@ class _Script:
             roles.append("system")
         if not roles or generator.random() < 0.4:
             roles.append("user")
-        if not self.takes(roles):
+        if not self.goes_on_with(*roles):
             roles = [generator.choice(("user", "tool"))]
-            roles = roles if self.takes(roles) else ["user"]
+            roles = roles if self.goes_on_with(*roles) else ["user"]
         messages = [self.message(role, generator) for role in roles]
         if len(messages) > 1:  # a name over the border of two messages
             name = generator.choice(generator.choice(self.names))
@@ -261,6 +208,10 @@ class _Script:
         return [id_ for id_ in ids if id_ not in self.renderer.stop_ids]
 
 
+def _harmless(roles: Sequence[Role]) -> list[Message]:
+    return [Message(role=role, content=_HARMLESS, name="f") for role in roles]
+
+
 def _accepts(write: Callable[[], object]) -> bool:
     try:
         write()
@@ -269,134 +220,101 @@ def _accepts(write: Callable[[], object]) -> bool:
     return True
 
 
-# -- playing --------------------------------------------------------------------------------------
+class _Played(Environment):
+    """One dialogue: an environment that follows its script, whatever the model says."""
 
-
-class _Scripted(Environment):
-    """Follows the script, whatever the model says."""
-
-    def __init__(self, dialogue: _Dialogue) -> None:
-        self._dialogue = dialogue
-        self.tools = dialogue.tools
+    def __init__(self, script: _Script, generator: random.Random, where: str) -> None:
+        self.renderer, self.where = script.renderer, where
+        self.begun = [script.message("user", generator)]
+        role: Role | None = generator.choice((None, "system", "developer"))
+        if role is not None and script.begins_with([role, "user"]):
+            self.begun.insert(0, script.message(role, generator))
+        num_turns = generator.randrange(1, 5)
+        self.tools = (script.tool(generator),) if script.has_tools else ()
+        self.turns = [script.turn(generator) for _ in range(num_turns)]
+        self.follow_ups = [script.follow_up(generator) for _ in range(num_turns - 1)]
         self.read: list[Message] = []
 
     async def reset(self) -> Sequence[Message]:
-        return self._dialogue.begun
+        return self.begun
 
     async def step(self, message: Message) -> Observation:
         self.read.append(message)
-        at = len(self.read) - 1
-        if at == len(self._dialogue.follow_ups):
+        if len(self.read) > len(self.follow_ups):
             return Observation(done=True)
-        return Observation(messages=self._dialogue.follow_ups[at])
+        return Observation(messages=self.follow_ups[len(self.read) - 1])
 
     async def score(self) -> Score:
         return Score(reward=1.0)
 
-
-async def _play(renderer: Renderer, script: _Script, seed: int, number: int) -> DialogueCounts:
-    where = f"check_dialogues({renderer.name}), dialogue {number} of seed {seed}"
-    generator = random.Random(f"{seed}/{number}")
-    dialogue = script.dialogue(generator)
-    turns = iter(dialogue.turns)
-    engine = FakeEngine(lambda request: next(turns), vocab_size=renderer.tokenizer.vocab_size)
-    environment = _Scripted(dialogue)
-    trajectory = await run_episode(
-        engine,
-        renderer,
-        environment,
-        Task(id=where),
-        trajectory_id=str(number),
-        seed=number,
-        sampling=SamplingParams(max_tokens=1 << 16),
-        budget=Budget(max_tokens=1 << 18, max_turn_tokens=1 << 16, continue_cut_turns=True),
-    )
-    if trajectory.status != "finished":
-        raise RendererError(f"{where}: {trajectory.status}: {trajectory.error}")
-    checked = _Checked(renderer, trajectory, engine.requests, where, has_tools=bool(dialogue.tools))
-    checked.prompts()
-    checked.sampled(dialogue.turns)
-    checked.observed()
-    counts = checked.counts
-    counts.trained_tokens = checked.trained()
-    counts.dialogues = 1
-    counts.malformed_turns = sum(bool(message.parse_error) for message in environment.read)
-    counts.forks = int(trajectory.metrics.get("branches/dropped_thinking", 0))
-    return counts
-
-
-class _Checked:
-    def __init__(
-        self,
-        renderer: Renderer,
-        trajectory: Trajectory,
-        requests: Sequence[Request],
-        where: str,
-        *,
-        has_tools: bool,
-    ) -> None:
-        self.renderer, self.trajectory = renderer, trajectory
-        self.has_tools = has_tools
-        self.requests, self.where = requests, where
-        self.turns = [segment for segment in trajectory.segments if segment.is_sampled]
-        self.counts = DialogueCounts()
-
-    def fail(self, expected: str, found: object) -> NoReturn:
-        raise RendererError(f"{self.where}: expected {expected}, found {found!r}.")
-
     def equal(self, what: str, expected: Any, found: Any) -> None:
         if not np.array_equal(expected, found):
-            self.fail(f"{what} {np.asarray(expected).tolist()}", np.asarray(found).tolist())
+            expected, found = (np.asarray(each).tolist() for each in (expected, found))
+            raise RendererError(f"{self.where}: expected {what} {expected}, found {found}.")
 
-    def prompts(self) -> None:
-        self.equal("as many turns as requests", len(self.requests), len(self.turns))
-        for request, turn in zip(self.requests, self.turns, strict=True):
-            self.equal("the prompt", self.trajectory.path_ids(turn.parent), request.prompt_ids)
-
-    def sampled(self, scripted: Sequence[Sequence[int]]) -> None:
-        for turn, ids in zip(self.turns, scripted, strict=True):
+    async def counted(self, number: int) -> dict[str, int]:
+        """Plays the dialogue and checks its tokens."""
+        turns = iter(self.turns)
+        vocab_size = self.renderer.tokenizer.vocab_size
+        engine = FakeEngine(lambda request: next(turns), vocab_size=vocab_size)
+        trajectory = await run_episode(
+            engine,
+            self.renderer,
+            self,
+            Task(id=self.where),
+            trajectory_id=str(number),
+            seed=number,
+            sampling=SamplingParams(max_tokens=1 << 16),
+            budget=Budget(max_tokens=1 << 18, max_turn_tokens=1 << 16, continue_cut_turns=True),
+        )
+        if trajectory.status != "finished":
+            raise RendererError(f"{self.where}: {trajectory.status}: {trajectory.error}")
+        segments = trajectory.segments
+        sampled = [segment for segment in segments if segment.is_sampled]
+        self.equal("as many turns as requests", len(engine.requests), len(sampled))
+        num_stopped = 0
+        for request, turn, ids in zip(engine.requests, sampled, self.turns, strict=True):
+            path = trajectory.path_ids(turn.parent)
+            self.equal("the prompt", path, request.prompt_ids)
             self.equal("the ids of the engine", ids, turn.token_ids)
-            begin = len(self.trajectory.path_ids(turn.parent))
-            own = [fake_logprob(int(id_), begin + at) for at, id_ in enumerate(ids)]
+            own = [fake_logprob(id_, len(path) + at) for at, id_ in enumerate(ids)]
             self.equal("the log-probs", np.array(own, np.float32), turn.logprobs)
             stops = [at for at, id_ in enumerate(ids) if id_ in self.renderer.stop_ids]
-            if stops not in ([], [len(ids) - 1]):
-                self.fail("a stop id only at the end", stops)
-            self.equal("a stop where there is one", bool(stops), turn.finish_reason == "stop")
-            self.counts.turns += 1
-            self.counts.cut_turns += not stops
-            self.counts.sampled_tokens += len(ids)
+            is_stopped = turn.finish_reason == "stop"
+            self.equal("a stop id at the end", [len(ids) - 1] * is_stopped, stops)
+            num_stopped += is_stopped
+        observed = [segment for segment in segments if not segment.is_sampled]
+        for segment in observed:
+            if not is_copy(segment.messages):  # of a turn, without its thinking
+                after = None if segment.parent is None else segments[segment.parent]
+                expected = self.in_harmless_text(segment, after)
+                found = controls(self.renderer.tokenizer, segment.token_ids.tolist())
+                self.equal("the control tokens", expected, found)
+        rows = list(trajectory.rows())
+        trained = np.concatenate([row.token_ids[row.loss_mask] for row in rows])
+        drawn = np.concatenate([turn.token_ids for turn in sampled])
+        self.equal("each sampled token in one row", np.sort(drawn), np.sort(trained))
+        values = [row.columns["rollout_logprobs"][row.loss_mask] for row in rows]
+        self.equal("finite log-probs", True, np.isfinite(np.concatenate(values)).all())
+        return {
+            "dialogues": 1,
+            "turns": len(sampled),
+            "cut_turns": len(sampled) - num_stopped,
+            "malformed_turns": sum(bool(message.parse_error) for message in self.read),
+            "forks": int(trajectory.metrics.get("branches/dropped_thinking", 0)),
+            "sampled_tokens": len(drawn),
+            "trained_tokens": len(trained),
+            "observed_tokens": sum(map(len, observed)),
+        }
 
-    def observed(self) -> None:
-        """Compares every observed segment with the same one in harmless text."""
-        control = self.renderer.tokenizer.control_ids
-        for segment in self.trajectory.segments:
-            if segment.is_sampled:
-                continue
-            self.counts.observed_tokens += len(segment)
-            if is_copy(segment.messages):  # of a turn, without its thinking
-                continue
-            expected = [id_ for id_ in self._harmless(segment) if id_ in control]
-            found = [id_ for id_ in segment.token_ids.tolist() if id_ in control]
-            self.counts.injected_control_tokens += abs(len(found) - len(expected))
-            self.equal("the control tokens", expected, found)
-
-    def _harmless(self, segment: Segment) -> list[int]:
+    def in_harmless_text(self, segment: Segment, after: Segment | None) -> list[int]:
+        """The control tokens of an observed segment if no text spelled any."""
         words = [
             replace(m, content=m.content and _HARMLESS, name=m.name and _HARMLESS)
             for m in segment.messages
         ]
-        if segment.parent is None:
-            return self.renderer.render(words, TOOLS if self.has_tools else ())
-        return self.renderer.extend(self.trajectory.segments[segment.parent].token_ids, words)
-
-    def trained(self) -> int:
-        rows = list(self.trajectory.rows())
-        trained = np.concatenate([row.token_ids[row.loss_mask] for row in rows])
-        of_turns = np.concatenate([turn.token_ids for turn in self.turns])
-        self.equal("each sampled token in one row", np.sort(of_turns), np.sort(trained))
-        for row in rows:
-            values = row.columns["rollout_logprobs"]
-            if not np.isfinite(values[row.loss_mask]).all():
-                self.fail("finite log-probs of what is trained", values[row.loss_mask].tolist())
-        return len(trained)
+        if after is None:
+            ids = self.renderer.render(words, TOOLS if self.tools else ())
+        else:
+            ids = self.renderer.extend(after.token_ids, words)
+        return controls(self.renderer.tokenizer, ids)

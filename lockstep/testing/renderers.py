@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from lockstep.errors import RendererError
 from lockstep.renderers.base import Renderer
 from lockstep.renderers.jinja.proof import ANSWER, CALL, REPLY, SYSTEM, TOOL, USER
+from lockstep.renderers.tokenizer import Tokenizer
 from lockstep.types import Message, ToolCall, ToolSchema
 
 TOOLS: tuple[ToolSchema, ...] = (TOOL,)
 _DEVELOPER = Message(role="developer", content="Use the tools.")
 _MORE = Message(role="user", content="\n And of Ciro? ")
+_EMPTY = replace(REPLY, content="")
+_PARALLEL = replace(CALL, tool_calls=CALL.tool_calls * 2)
 _SPACED = Message(
     role="assistant", tool_calls=(ToolCall(name="find", arguments='{ "q" :\t"a\\n\\u00e9" }'),)
 )
@@ -27,7 +30,7 @@ DIALOGUES: dict[str, tuple[Message, ...]] = {
     "developer": (_DEVELOPER, USER, ANSWER),
     "tool call": (SYSTEM, USER, CALL, REPLY),
     "full cycle": (SYSTEM, USER, CALL, REPLY, ANSWER),
-    "two calls": (USER, CALL, REPLY, _SPACED, replace(REPLY, content=""), ANSWER),
+    "two calls": (USER, CALL, REPLY, _SPACED, _EMPTY, ANSWER),
     "several replies": (USER, CALL, REPLY, replace(REPLY, content="Nothing."), ANSWER),
     "words before a call": (USER, replace(CALL, content="I search."), REPLY, ANSWER),
     "with thinking": (
@@ -41,15 +44,7 @@ DIALOGUES: dict[str, tuple[Message, ...]] = {
         *(Message(role="user", content=_UNICODE), replace(CALL, thinking=_UNICODE)),
         *(replace(REPLY, content=_UNICODE), Message(role="assistant", content=_UNICODE)),
     ),
-    "parallel calls": (
-        *(
-            USER,
-            replace(CALL, tool_calls=CALL.tool_calls * 2),
-            REPLY,
-            replace(REPLY, content=""),
-        ),
-        *(ANSWER, _MORE),
-    ),
+    "parallel calls": (USER, _PARALLEL, REPLY, _EMPTY, ANSWER, _MORE),
     "system in the middle": (USER, ANSWER, SYSTEM, _MORE, ANSWER),
     "empty": (Message(role="user"), Message(role="assistant"), Message(role="user")),
 }
@@ -68,7 +63,6 @@ def check_renderer(
     has_thinking: bool = True,
     may_refuse: Collection[str] = MAY_REFUSE,
     num_garbage: int = 200,
-    seed: int = 0,
 ) -> None:
     """Raises RendererError, naming the dialogue, if `renderer` breaks an invariant.
 
@@ -94,22 +88,23 @@ def check_renderer(
     >>> check_renderer(HarmonyRenderer(byte_tokenizer()))
     """
     check = _Check(renderer)
-    check.stop_ids()
+    stops = renderer.stop_ids
+    is_control = bool(stops) and set(stops) <= renderer.tokenizer.control_ids
+    check.expect(is_control, "one or more control ids", stops)
     for name, dialogue in dialogues.items():
         if not has_thinking:
             dialogue = [replace(message, thinking="") for message in dialogue]
-        check.where = f"dialogue {name!r}"
         try:
+            check.where = f"dialogue {name!r}"
             check.dialogue(dialogue, tools)
-            check.where = f"dialogue {name!r} with control tokens spelled in its text"
+            check.where += " with control tokens spelled in its text"
             check.injection(dialogue, tools)
         except _Broken:
             raise
         except RendererError as error:
-            if name not in may_refuse:
-                check.fail("a renderer that writes it", error)
+            check.expect(name in may_refuse, "a renderer that writes it", error)
     check.where = "random ids"
-    check.garbage(num_garbage, random.Random(seed))
+    check.garbage(num_garbage)
 
 
 class _Broken(RendererError):
@@ -118,54 +113,73 @@ class _Broken(RendererError):
 
 class _Check:
     def __init__(self, renderer: Renderer) -> None:
-        self.renderer = renderer
-        self.tokenizer = renderer.tokenizer
+        self.renderer, self.tokenizer = renderer, renderer.tokenizer
+        self.show = renderer.tokenizer.decode
         self.where = "stop_ids"
 
     def fail(self, expected: str, found: object) -> NoReturn:
-        raise _Broken(
-            f"check_renderer({self.renderer.name}), {self.where}: expected {expected}, "
-            f"found {found!r}."
-        )
+        where = f"check_renderer({self.renderer.name}), {self.where}"
+        raise _Broken(f"{where}: expected {expected}, found {found!r}.")
 
-    def stop_ids(self) -> None:
-        stops = self.renderer.stop_ids
-        if not stops or not set(stops) <= self.tokenizer.control_ids:
-            self.fail("one or more control ids", stops)
+    def expect(self, holds: bool, expected: str, found: object) -> None:
+        if not holds:
+            self.fail(expected, found)
+
+    def equal(self, found: Sequence[int], ids: Sequence[int], what: str) -> None:
+        self.expect(list(found) == list(ids), f"{what} {self.show(ids)!r}", self.show(found))
 
     def dialogue(self, dialogue: Sequence[Message], tools: Sequence[ToolSchema]) -> None:
+        renderer = self.renderer
         prompt, turns = _split(dialogue)
-        prompt_ids = self.renderer.render(prompt, tools)
-        if prompt_ids != self.renderer.render(prompt, tools):
-            self.fail("the same prompt every time", "two prompts")
+        prompt_ids = renderer.render(prompt, tools)
+        is_same = prompt_ids == renderer.render(prompt, tools)
+        self.expect(is_same, "the same prompt every time", "two prompts")
         self.shows(prompt_ids, prompt)
-        if self.renderer.forgets([]):
-            self.fail("nothing to be forgotten when nothing follows", "forgets([])")
+        self.expect(not renderer.forgets([]), "nothing to be forgotten at first", "forgets([])")
         history = list(prompt)
-        is_forgotten = False
+        sampled_ids: list[int] = []
         for message, follow_up in turns:
             sampled_ids = self.reply(message)
             ids = self.extension(sampled_ids, follow_up)
             self.without_thinking(sampled_ids, message, follow_up, ids)
             history += [message, *follow_up]
-            is_forgotten = self.renderer.forgets(follow_up)
-            if follow_up:
-                self.thinking(history, tools, message.thinking, is_forgotten)
-            opening = self.opening(self.renderer.render(history, tools))
-            if self.opening([*sampled_ids, *ids]) != opening:
-                self.fail(
-                    f"the next turn to open with {self.show(opening)!r}",
-                    self.show(self.opening(ids)),
-                )
+            rendered = renderer.render(history, tools)
+            words = message.thinking.strip()
+            if follow_up and words and not any(words in each.content for each in history):
+                is_forgotten, text = renderer.forgets(follow_up), self.show(rendered)
+                expected = f"forgets() to say {words not in text} of {words!r}"
+                self.expect((words in text) != is_forgotten, expected, text)
+            found = self.opening([*sampled_ids, *ids])
+            self.equal(found, self.opening(rendered), "the next turn to open with")
             for cut in range(len(sampled_ids)):
                 self.cut_off(sampled_ids[:cut], follow_up, ids)
-        if not turns:
-            return
+        if turns:
+            self.refuses_assistant(sampled_ids, turns[-1][0])
+
+    def refuses_assistant(self, sampled_ids: Sequence[int], message: Message) -> None:
         try:
-            self.renderer.extend(sampled_ids, [turns[-1][0]])
+            found = self.renderer.extend(sampled_ids, [message])
         except RendererError:
             return
-        self.fail("RendererError from extend with an assistant message", "ids")
+        self.fail("RendererError from extend with an assistant message", found)
+
+    def reply(self, message: Message) -> list[int]:
+        ids = self.renderer.render_reply(message)
+        stops = [at for at, id_ in enumerate(ids) if id_ in self.renderer.stop_ids]
+        is_ended = stops == [len(ids) - 1]
+        self.expect(is_ended, "one stop id, the last of the reply", self.show(ids))
+        read = self.renderer.parse(ids)
+        self.expect(_is_read(read, message), f"parse(render_reply(m)) to be {message}", read)
+        return ids
+
+    def extension(self, sampled_ids: Sequence[int], follow_up: Sequence[Message]) -> list[int]:
+        before = self.tokenizer.num_encoded
+        ids = self.renderer.extend(sampled_ids, follow_up)
+        encoded = self.tokenizer.num_encoded - before
+        expected = f"at most the {len(ids)} new tokens to be encoded"
+        self.expect(encoded <= len(ids), expected, encoded)
+        self.shows(ids, follow_up)
+        return ids
 
     def without_thinking(
         self,
@@ -175,162 +189,102 @@ class _Check:
         whole: Sequence[int],
     ) -> None:
         ids = self.renderer.without_thinking(sampled_ids)
-        words = message.thinking.strip()
-        if words and words not in message.content and words in self.show(ids):
-            self.fail("a turn without its thinking", self.show(ids))
-        if self.renderer.extend(ids, follow_up) != list(whole):
-            self.fail("a turn without its thinking to go on as the whole turn", self.show(ids))
+        words, text = message.thinking.strip(), self.show(ids)
+        is_gone = not words or words in message.content or words not in text
+        self.expect(is_gone, "a turn without its thinking", text)
+        self.equal(self.renderer.extend(ids, follow_up), whole, "the bare turn to go on with")
         if self.renderer.thinking_opening:
             return  # what is read begins with thinking
-        if not _is_read(read := self.renderer.parse(ids), replace(message, thinking="")):
-            self.fail(f"{message} without its thinking", read)
-        if self.renderer.without_thinking(ids) != ids:
-            self.fail("nothing to cut from a turn without thinking", self.show(ids))
-
-    def thinking(
-        self,
-        history: Sequence[Message],
-        tools: Sequence[ToolSchema],
-        words: str,
-        is_forgotten: bool,
-    ) -> None:
-        """Checks that a rendered history shows the last turn's thinking unless `forgets` says
-        otherwise."""
-        words = words.strip()
-        if not words or any(words in message.content for message in history):
-            return
-        text = self.show(self.renderer.render(history, tools))
-        if (words in text) == is_forgotten:
-            what = "no thinking" if is_forgotten else "the thinking"
-            self.fail(f"{what} {words!r} in the history, as forgets() says", text)
-
-    def reply(self, message: Message) -> list[int]:
-        ids = self.renderer.render_reply(message)
-        stops = [at for at, id_ in enumerate(ids) if id_ in self.renderer.stop_ids]
-        if stops != [len(ids) - 1]:
-            self.fail("one stop id, the last of the reply", self.show(ids))
         read = self.renderer.parse(ids)
-        if not _is_read(read, message):
-            self.fail(f"parse(render_reply(m)) to be {message}", read)
-        return ids
-
-    def extension(self, sampled_ids: Sequence[int], follow_up: Sequence[Message]) -> list[int]:
-        before = self.tokenizer.num_encoded
-        ids = self.renderer.extend(sampled_ids, follow_up)
-        encoded = self.tokenizer.num_encoded - before
-        if encoded > len(ids):
-            self.fail(f"at most the {len(ids)} new tokens to be encoded", encoded)
-        self.shows(ids, follow_up)
-        return ids
+        is_read = _is_read(read, replace(message, thinking=""))
+        self.expect(is_read, f"{message} without its thinking", read)
+        self.equal(self.renderer.without_thinking(ids), ids, "nothing to be cut from")
 
     def cut_off(
         self, sampled_ids: Sequence[int], follow_up: Sequence[Message], whole: Sequence[int]
     ) -> None:
         """Checks that a cut-off turn is closed and then continues like the whole turn."""
-        ids = self.renderer.extend(sampled_ids, follow_up)
-        if ids[len(ids) - len(whole) :] != list(whole):
-            self.fail(
-                f"the cut-off turn {self.show(sampled_ids)!r} to be closed and then continued with "
-                f"{self.show(whole)!r}",
-                self.show(ids),
-            )
-        before = [*sampled_ids, *ids][: len(sampled_ids) + len(ids) - len(whole)]
-        if not before or before[-1] not in self.tokenizer.control_ids:
-            self.fail(
-                f"a control token to close the cut-off turn {self.show(sampled_ids)!r}",
-                self.show(ids),
-            )
+        ids, text = self.renderer.extend(sampled_ids, follow_up), self.show(sampled_ids)
+        end = len(ids) - len(whole)
+        expected = f"the cut-off turn {text!r} to be closed and then continued with"
+        self.equal(ids[end:], whole, expected)
+        closed = [*sampled_ids, *ids][: len(sampled_ids) + end]
+        is_closed = bool(closed) and closed[-1] in self.tokenizer.control_ids
+        expected = f"a control token to close the cut-off turn {text!r}"
+        self.expect(is_closed, expected, self.show(ids))
         self.renderer.without_thinking(sampled_ids)
-        if not self.renderer.parse(sampled_ids).parse_error:
-            self.fail("a parse_error for a turn without its stop id", self.show(sampled_ids))
+        has_error = bool(self.renderer.parse(sampled_ids).parse_error)
+        self.expect(has_error, "a parse_error for a turn without its stop id", text)
 
     def injection(self, dialogue: Sequence[Message], tools: Sequence[ToolSchema]) -> None:
         """Checks that hostile text leaves the control tokens and their order unchanged."""
+        renderer = self.renderer
         names = [self.tokenizer.control_name(id_) for id_ in sorted(self.tokenizer.control_ids)]
         hostile = " ".join(names)
+        described: dict[str, Any] = {"description": hostile}
+        bad_tools = [replace(t, name=hostile, parameters=described, **described) for t in tools]
         bad = [_with_text(message, hostile) for message in dialogue]
-        bad_tools = [
-            replace(tool, description=hostile, name=hostile, parameters={"description": hostile})
-            for tool in tools
-        ]
         (prompt, turns), (bad_prompt, bad_turns) = _split(dialogue), _split(bad)
-        self.same_control(
-            self.renderer.render(prompt, tools), self.renderer.render(bad_prompt, bad_tools)
-        )
-        self.same_control(self.renderer.render(dialogue), self.renderer.render(bad))
-        for (message, follow_up), (bad_message, bad_follow_up) in zip(
-            turns, bad_turns, strict=True
-        ):
+        self.same_control(renderer.render(prompt, tools), renderer.render(bad_prompt, bad_tools))
+        self.same_control(renderer.render(dialogue), renderer.render(bad))
+        for (message, after), (bad_message, bad_after) in zip(turns, bad_turns, strict=True):
             # An empty text may need no message at all: compare replies of the same shape.
-            ids = self.renderer.render_reply(_with_text(message, "-"))
-            bad_ids = self.reply(bad_message)
+            ids, bad_ids = renderer.render_reply(_with_text(message, "-")), self.reply(bad_message)
             self.same_control(ids, bad_ids)
-            self.same_control(
-                self.renderer.extend(ids, follow_up), self.renderer.extend(bad_ids, bad_follow_up)
-            )
+            self.same_control(renderer.extend(ids, after), renderer.extend(bad_ids, bad_after))
 
-    def garbage(self, num_garbage: int, generator: random.Random) -> None:
+    def same_control(self, ids: Sequence[int], bad_ids: Sequence[int]) -> None:
+        one, other = (controls(self.tokenizer, each) for each in (ids, bad_ids))
+        self.equal(other, one, "only the control tokens")
+
+    def garbage(self, num_garbage: int) -> None:
+        generator, size = random.Random(0), self.tokenizer.vocab_size
         control = sorted(self.tokenizer.control_ids)
         text = self.tokenizer.encode(
             "analysis final commentary assistant to=functions.f {}\n \u4e2d"
         )
-        beyond = [-1, self.tokenizer.vocab_size, self.tokenizer.vocab_size + 10**6]
         for _ in range(num_garbage):
             ids: list[int] = []
             for _ in range(generator.randrange(30)):
-                any_id = generator.randrange(self.tokenizer.vocab_size)
-                kinds = [control, text, text, [any_id], beyond]
+                kinds = [control, text, text, [generator.randrange(size)], [-1, size, size + 10**6]]
                 ids.append(generator.choice(generator.choice(kinds)))
             self.survives(ids)
         for words in ("plain words", "to=functions.find {}", "{", "  \n"):
-            ids = self.tokenizer.encode(words)
-            read = self.renderer.parse(ids)
-            if words not in read.content + read.thinking:
-                self.fail(f"the text {words!r} to be kept", read)
+            read = self.renderer.parse(self.tokenizer.encode(words))
+            is_kept = words in read.content + read.thinking
+            self.expect(is_kept, f"the text {words!r} to be kept", read)
 
     def survives(self, ids: Sequence[int]) -> None:
         try:
             read = self.renderer.parse(ids)
         except Exception as error:
             self.fail(f"parse never to raise, for {list(ids)}", error)
-        if read.role != "assistant":
-            self.fail("a message by the assistant", read)
+        self.expect(read.role == "assistant", "a message by the assistant", read)
         self.renderer.extend(self.renderer.without_thinking(ids), [_MORE])
         self.renderer.extend(ids, [_MORE])
 
     def shows(self, ids: Sequence[int], messages: Sequence[Message]) -> None:
         """Checks that the text of people and tools appears, in order."""
-        text = self.show(ids)
-        at = 0
+        text, at = self.show(ids), 0
         for message in messages:
             words = message.content
-            as_json = json.dumps(words, ensure_ascii=False)
-            found = next(
-                (i for form in (words, words.strip(), as_json) if (i := text.find(form, at)) >= 0),
-                -1,
-            )
-            if found < 0 and message.role != "assistant":
-                self.fail(f"the {message.role}'s words {message.content!r}", text)
+            forms = (words, words.strip(), json.dumps(words, ensure_ascii=False))
+            found = max(text.find(form, at) for form in forms)
+            is_shown = found >= 0 or message.role == "assistant"
+            self.expect(is_shown, f"the {message.role}'s words {words!r}", text)
             at = max(at, found)
         outside = [id_ for id_ in ids if not 0 <= id_ < self.tokenizer.vocab_size]
-        if outside:
-            self.fail(f"ids below {self.tokenizer.vocab_size}", outside)
-
-    def same_control(self, ids: Sequence[int], bad_ids: Sequence[int]) -> None:
-        control, bad_control = self.control(ids), self.control(bad_ids)
-        if control != bad_control:
-            self.fail(f"only the control tokens {self.show(control)!r}", self.show(bad_control))
-
-    def control(self, ids: Sequence[int]) -> list[int]:
-        return [id_ for id_ in ids if id_ in self.tokenizer.control_ids]
+        self.expect(not outside, f"ids below {self.tokenizer.vocab_size}", outside)
 
     def opening(self, ids: Sequence[int]) -> list[int]:
         """Returns the ids from the last control token to the end."""
         at = max((at for at, id_ in enumerate(ids) if id_ in self.tokenizer.control_ids), default=0)
         return list(ids[at:])
 
-    def show(self, ids: Sequence[int]) -> str:
-        return self.tokenizer.decode(ids)
+
+def controls(tokenizer: Tokenizer, ids: Iterable[int]) -> list[int]:
+    """Returns the control tokens among `ids`."""
+    return [id_ for id_ in ids if id_ in tokenizer.control_ids]
 
 
 def _split(
@@ -350,18 +304,14 @@ def _split(
 
 def _is_read(read: Message, message: Message) -> bool:
     """Whether `read` equals `message` up to white space at edges and the spelling of arguments."""
-    if read.content.strip() != message.content.strip():
+
+    def calls(of: Message) -> list[tuple[str, Any]]:
+        return [(call.name, json.loads(call.arguments)) for call in of.tool_calls]
+
+    if read.parse_error or read.content.strip() != message.content.strip():
         return False
-    if read.thinking.strip() != message.thinking.strip() or read.parse_error:
-        return False
-    return len(read.tool_calls) == len(message.tool_calls) and all(
-        left.name == right.name
-        and (
-            left.arguments == right.arguments
-            or json.loads(left.arguments) == json.loads(right.arguments)
-        )
-        for left, right in zip(read.tool_calls, message.tool_calls, strict=True)
-    )
+    is_same = read.tool_calls == message.tool_calls or calls(read) == calls(message)
+    return is_same and read.thinking.strip() == message.thinking.strip()
 
 
 def _with_text(message: Message, text: str) -> Message:
@@ -369,12 +319,11 @@ def _with_text(message: Message, text: str) -> Message:
 
     A call keeps its name, which the reader of a reply must be able to find.
     """
+    arguments = json.dumps({"q": text})
     return replace(
         message,
         content=text if message.content or not message.tool_calls else "",
-        thinking=text if message.thinking else "",
-        tool_calls=tuple(
-            replace(call, arguments=json.dumps({"q": text})) for call in message.tool_calls
-        ),
+        thinking=message.thinking and text,
+        tool_calls=tuple(replace(call, arguments=arguments) for call in message.tool_calls),
         name=text if message.role == "tool" else message.name,
     )

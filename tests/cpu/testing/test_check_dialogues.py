@@ -42,10 +42,10 @@ NUM_DIALOGUES = 1000 if PROOF else 60
 @pytest.mark.parametrize("kind", MADE)
 def test_random_dialogues_keep_every_invariant(kind):
     counts = check_dialogues(make_renderer(*MADE[kind]), num_dialogues=NUM_DIALOGUES)
-    assert counts.dialogues == NUM_DIALOGUES
-    assert counts.trained_tokens == counts.sampled_tokens > counts.turns > counts.cut_turns > 0
-    assert counts.injected_control_tokens == 0
-    assert (counts.forks > 0) == kind.endswith("drop")
+    assert counts["dialogues"] == NUM_DIALOGUES
+    assert counts["trained_tokens"] == counts["sampled_tokens"] > counts["turns"]
+    assert counts["turns"] > counts["cut_turns"] > 0
+    assert (counts["forks"] > 0) == kind.endswith("drop")
 
 
 def test_no_hostile_text_gives_a_control_token():
