@@ -38,10 +38,7 @@ class RunLock:
                 "file. Remove what is there, or choose another directory with out=DIR."
             ) from error
         try:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise RunError(self._in_use(_holder(descriptor))) from None
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             holder = _holder(descriptor)
             if holder.get("host", platform.node()) != platform.node():
                 raise RunError(
@@ -52,8 +49,11 @@ class RunLock:
             mine = {"pid": os.getpid(), "host": platform.node(), "since": since}
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, json.dumps(mine).encode(), 0)
-        except BaseException:
+        except BaseException as error:
+            holder = _holder(descriptor)
             os.close(descriptor)
+            if isinstance(error, BlockingIOError):
+                raise RunError(self._in_use(holder)) from None
             raise
         self._file = descriptor
 

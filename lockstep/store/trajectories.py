@@ -11,7 +11,7 @@ import dataclasses
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -184,21 +184,17 @@ def write_part(
         for index, segment in enumerate(row.trajectory.segments)
     ]
     struct = pa.StructArray.from_arrays(
-        [_column([get(*s) for s in segments], dtype) for _, dtype, get in _SEGMENT_COLUMNS],
+        [pa.array([get(*s) for s in segments], dtype) for _, dtype, get in _SEGMENT_COLUMNS],
         fields=list(_SEGMENT),
     )
     offsets = [0, *accumulate(len(row.trajectory.segments) for row in rows)]
-    arrays = [_column([get(row) for row in rows], dtype) for _, dtype, get in _COLUMNS]
+    arrays = [pa.array([get(row) for row in rows], dtype) for _, dtype, get in _COLUMNS]
     arrays.append(
         pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), struct, type=_list(_SEGMENT))
     )
     table = pa.Table.from_arrays(arrays, schema=SCHEMA)
-    write_atomically(
-        path,
-        lambda file: pq.write_table(
-            table, file, compression="zstd", row_group_size=_ROW_GROUP_SIZE
-        ),
-    )
+    write = partial(pq.write_table, table, compression="zstd", row_group_size=_ROW_GROUP_SIZE)
+    write_atomically(path, write)
 
 
 def _trained_values(
@@ -265,26 +261,6 @@ def _max_abs_diff(row: _Row) -> float | None:
             gap = np.abs(trainer.astype(np.float64) - rollout.astype(np.float64))
             gaps += gap[~np.isnan(gap)].tolist()
     return max(gaps, default=None)
-
-
-def _column(values: Sequence[Any], dtype: pa.DataType) -> pa.Array:
-    if pa.types.is_list(dtype) and pa.types.is_primitive(dtype.value_type):
-        return _numbers(values, dtype.value_type)
-    return pa.array(values, dtype)
-
-
-def _numbers(arrays: Sequence[npt.NDArray[Any] | None], dtype: pa.DataType) -> pa.ListArray:
-    """Ragged rows without a Python object per number; None stays null."""
-    offsets = np.zeros(len(arrays) + 1, np.int32)
-    np.cumsum([0 if a is None else len(a) for a in arrays], out=offsets[1:])
-    present = [a for a in arrays if a is not None]
-    flat = np.concatenate(present) if present else np.empty(0)
-    return pa.ListArray.from_arrays(
-        pa.array(offsets, pa.int32()),
-        pa.array(flat.astype(dtype.to_pandas_dtype(), copy=False)),
-        mask=pa.array([a is None for a in arrays], pa.bool_()),
-        type=_list(dtype),
-    )
 
 
 def _named_numbers(numbers: dict[str, float]) -> list[tuple[str, float]]:

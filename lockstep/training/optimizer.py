@@ -203,13 +203,9 @@ class Optimizer:
 
     # -- state ----------------------------------------------------------------------------------
 
-    def state_tensors(self) -> dict[str, Tensor]:
-        """`exp_avg/NAME`, `exp_avg_sq/NAME`, `step/NAME`, and `master/NAME` where the parameter is
-        not float32."""
-        return dict(self.stream_state())
-
     def stream_state(self) -> Iterator[tuple[str, Tensor]]:
-        """`state_tensors`, one at a time, whole. Collective where sharded."""
+        """`exp_avg/NAME`, `exp_avg_sq/NAME`, `step/NAME`, and `master/NAME` where the parameter is
+        not float32; one at a time, whole. Collective where sharded."""
         for name, master in self.masters.items():
             state = self._adam.state.get(master, {})
             parts = {"master": master} if self._has_stored_master(name) else {}

@@ -15,6 +15,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 from lockstep.config import did_you_mean
@@ -24,7 +25,6 @@ from lockstep.envs.instructions.text import (
     count_capital_words,
     count_words,
     detected_language,
-    has_only_ascii_letters,
     is_in_script,
     sentences,
 )
@@ -84,12 +84,8 @@ class Instruction:
 
 def loose_versions(text: str) -> list[str]:
     lines = text.split("\n")
-    whole = [
-        text,
-        "\n".join(lines[1:]).strip(),
-        "\n".join(lines[:-1]).strip(),
-        "\n".join(lines[1:-1]).strip(),
-    ]
+    parts = (lines[1:], lines[:-1], lines[1:-1])
+    whole = [text, *("\n".join(part).strip() for part in parts)]
     return list(dict.fromkeys([*whole, *(version.replace("*", "") for version in whole)]))
 
 
@@ -148,19 +144,13 @@ def instruction(
 # -- arguments -------------------------------------------------------------------------------------
 
 
-def _count(value: Any) -> int:
+def _count(value: Any, least: int = 0) -> int:
     # JSON writers with one column for all records turn 3 into 3.0.
     if isinstance(value, float) and value.is_integer():
         value = int(value)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ValueError("a whole number, at least 0")
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"a whole number, at least {least}")
     return value
-
-
-def _ordinal(value: Any) -> int:
-    if _count(value) < 1:
-        raise ValueError("a whole number, at least 1")
-    return int(value)
 
 
 def _text(value: Any) -> str:
@@ -199,16 +189,13 @@ def _holds(found: int, relation: str, bound: int) -> bool:
 # -- keywords --------------------------------------------------------------------------------------
 
 
-def _occurrences(word: str, text: str) -> int:
-    return sum(1 for _ in re.finditer(re.escape(word), text, re.IGNORECASE))
-
-
 def _existence(text: str, given: Mapping[str, Any], _: Detector) -> bool:
     return all(re.search(re.escape(w), text, re.IGNORECASE) for w in given["keywords"])
 
 
 def _frequency(text: str, given: Mapping[str, Any], _: Detector) -> bool:
-    return _holds(_occurrences(given["keyword"], text), given["relation"], given["frequency"])
+    found = re.findall(re.escape(given["keyword"]), text, re.IGNORECASE)
+    return _holds(len(found), given["relation"], given["frequency"])
 
 
 def _no_forbidden_words(text: str, given: Mapping[str, Any], _: Detector) -> bool:
@@ -238,7 +225,7 @@ def _response_language(text: str, given: Mapping[str, Any], detector: Detector) 
 def _is_english(text: str, detector: Detector) -> bool:
     if detector == "langdetect":
         return detected_language(text) == "en"
-    return has_only_ascii_letters(text)
+    return all(char.isascii() for char in text if char.isalpha())  # all that the script can say
 
 
 def _english_capital(text: str, _: Mapping[str, Any], detector: Detector) -> bool:
@@ -294,13 +281,8 @@ def _nth_paragraph_first_word(text: str, given: Mapping[str, Any], _: Detector) 
 
 
 def _number_placeholders(text: str, given: Mapping[str, Any], _: Detector) -> bool:
-    found = 0
-    for line in text.split("\n"):
-        at = line.find("[")
-        while at >= 0 and (end := line.find("]", at)) >= 0:
-            found += 1
-            at = line.find("[", end)
-    return found >= given["num_placeholders"]
+    found = re.findall(r"\[[^\n\[\]]*\]", text)
+    return len(found) >= given["num_placeholders"]
 
 
 def _postscript(text: str, given: Mapping[str, Any], _: Detector) -> bool:
@@ -338,8 +320,8 @@ def _number_highlighted_sections(text: str, given: Mapping[str, Any], _: Detecto
 
 
 def _multiple_sections(text: str, given: Mapping[str, Any], _: Detector) -> bool:
-    pattern = re.compile(rf"{re.escape(given['section_spliter'])}\s?\d+")
-    return sum(1 for _ in pattern.finditer(text)) >= given["num_sections"]
+    found = re.findall(rf"{re.escape(given['section_spliter'])}\s?\d+", text)
+    return len(found) >= given["num_sections"]
 
 
 _FENCES = ("```json", "```Json", "```JSON", "```")
@@ -404,7 +386,7 @@ ARGUMENTS: dict[str, Callable[[Any], Any]] = {
     "prompt_to_repeat": _text,
     "letter": _letter,
     "language": _language,
-    "nth_paragraph": _ordinal,
+    "nth_paragraph": partial(_count, least=1),
 }
 """name of an argument -> function that returns its checked value, or raises ValueError with what is
 expected. Arguments that are not here are counts."""

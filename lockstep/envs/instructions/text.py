@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import re
 import unicodedata
+from collections import Counter
 from collections.abc import Sequence
 from importlib.util import find_spec
+from itertools import islice
 
 from lockstep.errors import MissingExtraError
 
@@ -148,24 +150,12 @@ MAX_LETTERS = 4000  # a script shows in the first few; one that changes later is
 
 def is_in_script(text: str, scripts: Sequence[str], *, share: float = 0.8) -> bool:
     """Whether at least `share` of the first letters are of these scripts. False without letters."""
-    found: dict[str, int] = {}
-    seen = 0
-    for char in text:
-        if char.isalpha():
-            name = unicodedata.name(char, "").partition(" ")[0].partition("-")[0]
-            found[name] = found.get(name, 0) + 1
-            seen += 1
-            if seen == MAX_LETTERS:
-                break
+    letters = islice(filter(str.isalpha, text), MAX_LETTERS)
+    found = Counter(re.split("[ -]", unicodedata.name(char, ""))[0] for char in letters)
     # Japanese is told from Chinese by its syllables.
-    if "HIRAGANA" in scripts and not (found.get("HIRAGANA", 0) + found.get("KATAKANA", 0)):
+    if "HIRAGANA" in scripts and not (found["HIRAGANA"] + found["KATAKANA"]):
         return False
-    return seen > 0 and sum(found.get(script, 0) for script in scripts) >= share * seen
-
-
-def has_only_ascii_letters(text: str) -> bool:
-    """Whether every letter is an ASCII letter: all that the script can say about English."""
-    return text.isascii() or all(char.isascii() for char in text if char.isalpha())
+    return bool(found) and sum(found[script] for script in scripts) >= share * found.total()
 
 
 MAX_DETECTED_CHARS = 20_000

@@ -164,7 +164,7 @@ _SOME_NUMBER = re.compile(
 )
 _FINDERS = {
     "boxed": _boxed,
-    "hashes": partial(_line_after, re.compile("####")),
+    "hashes": partial(_line_after, re.compile("####(?!#)")),
     "tag": _tag,
     "answer_line": partial(_line_after, _ANSWER_LINE),
     "last_number": _last_number,
