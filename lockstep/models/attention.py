@@ -88,7 +88,7 @@ def _llama3(scaling: Llama3Scaling, inverse: Tensor) -> Tensor:
     context / high_freq_factor) kept, and those between interpolated."""
     wavelength = 2 * math.pi / inverse
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    original = scaling.original_max_positions
+    original = scaling.original_max_position_embeddings
     stretched = torch.where(wavelength > original / low, inverse / scaling.factor, inverse)
     share = (original / wavelength - low) / (high - low)
     mixed = (1 - share) * stretched / scaling.factor + share * stretched
@@ -100,8 +100,11 @@ def _yarn(y: YarnScaling, width: int, theta: float) -> tuple[Tensor, float]:
     """Low frequencies are interpolated, high ones kept, with a linear ramp between."""
 
     def dim_of(rotations: float) -> float:
-        length = y.original_max_positions / (rotations * 2 * math.pi)
+        length = y.original_max_position_embeddings / (rotations * 2 * math.pi)
         return width * math.log(length) / (2 * math.log(theta))
+
+    def magnitude(share: float) -> float:
+        return 0.1 * share * math.log(y.factor) + 1.0 if y.factor > 1 else 1.0
 
     low, high = dim_of(y.beta_fast), dim_of(y.beta_slow)
     if y.truncate:
@@ -113,7 +116,8 @@ def _yarn(y: YarnScaling, width: int, theta: float) -> tuple[Tensor, float]:
     period = theta ** (torch.arange(0, width, 2, dtype=torch.float32) / width)
     share_kept = 1 - ramp
     inverse = 1.0 / (y.factor * period) * (1 - share_kept) + 1.0 / period * share_kept
-    factor = y.attention_factor
-    if factor is None:
-        factor = 0.1 * math.log(y.factor) + 1.0 if y.factor > 1 else 1.0
-    return inverse, factor
+    if y.attention_factor is not None:
+        return inverse, y.attention_factor
+    if y.mscale and y.mscale_all_dim:
+        return inverse, magnitude(y.mscale) / magnitude(y.mscale_all_dim)
+    return inverse, magnitude(1.0)

@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 from lockstep.errors import CheckpointError
 
 Architecture = Literal["gpt_oss", "qwen2", "qwen3", "qwen3_moe", "llama", "mistral"]
-ARCHITECTURES: tuple[Architecture, ...] = (
-    "gpt_oss",
-    "qwen2",
-    "qwen3",
-    "qwen3_moe",
-    "llama",
-    "mistral",
-)
+ARCHITECTURES: tuple[Architecture, ...] = get_args(Architecture)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +29,7 @@ class Llama3Scaling:
     factor: float
     low_freq_factor: float
     high_freq_factor: float
-    original_max_positions: int
+    original_max_position_embeddings: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,18 +37,33 @@ class YarnScaling:
     """YaRN position scaling (arXiv 2309.00071), with Hugging Face's names."""
 
     factor: float
-    original_max_positions: int
+    original_max_position_embeddings: int
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
     truncate: bool = True
 
 
 RopeScaling = LinearScaling | Llama3Scaling | YarnScaling
 
 
+class _Kind:
+    num_experts: int
+
+    @property
+    def is_moe(self) -> bool:
+        return self.num_experts > 0
+
+    @property
+    def family(self) -> Literal["dense", "moe"]:
+        """Kind of model for which mismatch bands are quoted."""
+        return "moe" if self.is_moe else "dense"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelConfig:
+class ModelConfig(_Kind):
     """Shapes and switches of one decoder. `from_hf` reads a config.json and refuses settings that
     are not implemented. `save_checkpoint` copies the file itself."""
 
@@ -99,21 +106,12 @@ class ModelConfig:
     """MLP width of `dense_layers`."""
 
     @property
-    def is_moe(self) -> bool:
-        return self.num_experts > 0
-
-    @property
     def routed_layers(self) -> tuple[int, ...]:
         """Layers with experts, in order. Routes and loads are indexed by position in this tuple:
         routed layer 0 is its first entry."""
         if not self.is_moe:
             return ()
         return tuple(i for i in range(self.num_layers) if i not in self.dense_layers)
-
-    @property
-    def family(self) -> Literal["dense", "moe"]:
-        """Kind of model for which mismatch bands are quoted."""
-        return "moe" if self.is_moe else "dense"
 
     @classmethod
     def from_hf(cls, source: Mapping[str, Any], *, where: str = "config.json") -> ModelConfig:
@@ -145,7 +143,7 @@ class ModelConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FallbackConfig:
+class FallbackConfig(_Kind):
     """Facts about a model that transformers runs (`models.fallback`), read without transformers."""
 
     architecture: str
@@ -158,15 +156,6 @@ class FallbackConfig:
     num_active_experts: int = 0
     routed_layers: ClassVar[tuple[int, ...]] = ()
     """Empty: routes can be neither read nor replayed."""
-
-    @property
-    def is_moe(self) -> bool:
-        return self.num_experts > 0
-
-    @property
-    def family(self) -> Literal["dense", "moe"]:
-        """Kind of model for which mismatch bands are quoted."""
-        return "moe" if self.is_moe else "dense"
 
     @classmethod
     def from_directory(cls, directory: str | Path) -> FallbackConfig:
@@ -256,25 +245,10 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 """Keys that change the numbers of some architecture -> values with which they do not. Also checked
 where transformers would not read them, since a config that sets one means another model."""
 
-_ROPE_KEYS = {
-    "default": (),
-    "linear": ("factor",),
-    "llama3": (
-        "factor",
-        "low_freq_factor",
-        "high_freq_factor",
-        "original_max_position_embeddings",
-    ),
-    "yarn": (
-        "factor",
-        "original_max_position_embeddings",
-        "beta_fast",
-        "beta_slow",
-        "truncate",
-        "attention_factor",
-        "mscale",
-        "mscale_all_dim",
-    ),
+_SCALINGS: dict[str, type[RopeScaling]] = {
+    "linear": LinearScaling,
+    "llama3": Llama3Scaling,
+    "yarn": YarnScaling,
 }
 
 
@@ -397,51 +371,32 @@ def _read_rope(
         return theta, None
     theta = float(rope.get("rope_theta") or r.get("rope_theta", default=theta))
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in _ROPE_KEYS:
+    if kind not in ("default", *_SCALINGS):
         r.problems.append(
-            f"rope_type={kind!r} is not implemented (expected {', '.join(_ROPE_KEYS)})"
+            f"rope_type={kind!r} is not implemented (expected default, {', '.join(_SCALINGS)})"
         )
         return theta, None
-    known = {"rope_type", "type", "rope_theta", *_ROPE_KEYS[kind]}
-    unread = {k: v for k, v in rope.items() if k not in known and v is not None}
+    scaling = _SCALINGS.get(kind)
+    settings = fields(scaling) if scaling is not None else ()
+    read = {"rope_type", "type", "rope_theta", *(setting.name for setting in settings)}
+    unread = {k: v for k, v in rope.items() if k not in read and v is not None}
     if unread.get("partial_rotary_factor") == 1:
         unread.pop("partial_rotary_factor")
-    if unread and kind != "default":
-        r.problems += [
-            f"{k}={v!r} of rope_type={kind!r} is not implemented" for k, v in unread.items()
-        ]
-    elif unread.keys() & {"partial_rotary_factor", "mrope_section"}:
-        r.problems.append(f"rope_parameters={json.dumps(unread)} is not implemented")
-    of_rope = _Reading(rope, r.problems)
-    original = r.get("original_max_position_embeddings") or of_rope.get(
-        "original_max_position_embeddings", default=max_positions
-    )
-    if kind == "default":
+    if scaling is None:
+        if unread.keys() & {"partial_rotary_factor", "mrope_section"}:
+            r.problems.append(f"rope_parameters={json.dumps(unread)} is not implemented")
         return theta, None
-    if kind == "linear":
-        return theta, LinearScaling(factor=float(of_rope.need("factor")))
-    if kind == "llama3":
-        return theta, Llama3Scaling(
-            factor=float(of_rope.need("factor")),
-            low_freq_factor=float(of_rope.need("low_freq_factor")),
-            high_freq_factor=float(of_rope.need("high_freq_factor")),
-            original_max_positions=original,
-        )
-    factor = float(of_rope.get("factor", default=max_positions / original))
-    attention_factor = rope.get("attention_factor")
-    mscale, of_all = rope.get("mscale"), rope.get("mscale_all_dim")
-    if attention_factor is None and mscale and of_all and factor > 1:
-        attention_factor = (0.1 * mscale * math.log(factor) + 1) / (
-            0.1 * of_all * math.log(factor) + 1
-        )
-    return theta, YarnScaling(
-        factor=factor,
-        original_max_positions=original,
-        beta_fast=rope.get("beta_fast") or 32.0,
-        beta_slow=rope.get("beta_slow") or 1.0,
-        attention_factor=attention_factor,
-        truncate=rope.get("truncate", True),
-    )
+    r.problems += [f"{k}={v!r} of rope_type={kind!r} is not implemented" for k, v in unread.items()]
+    original = "original_max_position_embeddings"
+    values = {original: max_positions, **rope}
+    if r.get(original):
+        values[original] = r.get(original)
+    if kind == "yarn":
+        values.setdefault("factor", max_positions / values[original])
+    given = {s.name: values[s.name] for s in settings if values.get(s.name) is not None}
+    missing = [s.name for s in settings if s.default is MISSING and s.name not in given]
+    r.problems += [f"{name} is missing" for name in missing]
+    return theta, None if missing else scaling(**given)
 
 
 def _num_layers(reading: _Reading) -> int:

@@ -78,7 +78,10 @@ FAMILIES = {
         "windows": (None, None),
         "head_dim": 32,
         "rope_scaling": Llama3Scaling(
-            factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=64
+            factor=8.0,
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
+            original_max_position_embeddings=64,
         ),
     },
     "mistral": {
@@ -86,7 +89,7 @@ FAMILIES = {
         "architecture": "mistral",
         "windows": (40, 40),
         "num_kv_heads": 1,
-        "rope_scaling": YarnScaling(factor=4.0, original_max_positions=64),
+        "rope_scaling": YarnScaling(factor=4.0, original_max_position_embeddings=64),
         "tie_embeddings": False,
     },
 }

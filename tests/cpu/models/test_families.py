@@ -170,7 +170,9 @@ READ = {
         "has_attention_bias": True,
         "has_output_bias": True,
         "rope_theta": 150000.0,
-        "rope_scaling": YarnScaling(factor=32.0, original_max_positions=4096, truncate=False),
+        "rope_scaling": YarnScaling(
+            factor=32.0, original_max_position_embeddings=4096, truncate=False
+        ),
     },
     "Qwen2.5-0.5B": {
         "windows": (None,) * 24,
@@ -196,7 +198,10 @@ READ = {
         "head_dim": 128,
         "has_attention_bias": False,
         "rope_scaling": Llama3Scaling(
-            factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=8192
+            factor=8.0,
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
+            original_max_position_embeddings=8192,
         ),
     },
     "Mistral-7B-v0.1": {"windows": (4096,) * 32, "rope_theta": 10000.0},
