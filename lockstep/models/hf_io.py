@@ -16,7 +16,7 @@ import os
 import shutil
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
-from functools import lru_cache, singledispatch
+from functools import partial, singledispatch
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from lockstep.errors import CheckpointError
 from lockstep.models.config import ModelConfig, read_json
 from lockstep.models.decoder import Decoder
 from lockstep.models.lora import merged
-from lockstep.models.shapes import HEAD, Piece, decoder_layout
+from lockstep.models.shapes import EMBEDDING, HEAD, Piece, decoder_layout
 from lockstep.models.sharding import local_part, mesh_of, part_like, shard, whole
 from lockstep.models.tensor_file import (
     DTYPE_NAMES,
@@ -300,7 +300,7 @@ def _check_tied(head: Tensor | StoredTensor, embedding: Tensor, where: str) -> N
         if not torch.equal(rows_of(head, rows).to(embedding), embedding[rows]):
             raise CheckpointError(
                 f"{where}: tie_word_embeddings is true, and {HEAD} differs from "
-                "model.embed_tokens.weight. Set it to false in config.json, or remove the head."
+                f"{EMBEDDING}. Set it to false in config.json, or remove the head."
             )
 
 
@@ -328,8 +328,9 @@ class HFTensors(Mapping[str, Tensor]):
     order.
     """
 
-    def __init__(self, model: Decoder) -> None:
-        self._model = model
+    def __init__(self, model: Decoder, *, num_kept: int = 1) -> None:
+        """num_kept: parameters that are kept while their tensors come in turn."""
+        self._model, self._num_kept = model, num_kept
         self._parameters = dict(model.named_parameters())
         self._places = {
             piece.name: (ours, piece)
@@ -338,12 +339,17 @@ class HFTensors(Mapping[str, Tensor]):
         }
         self._values: dict[str, Tensor] = {}
 
-    def __getitem__(self, name: str) -> Tensor:
+    def view(self, name: str) -> Tensor:
+        """The numbers of a tensor, in order: `piece.view` of its parameter."""
         ours, piece = self._places[name]
-        if ours not in self._values:  # the pieces of a parameter come in turn
-            self._values.clear()
+        if ours not in self._values:
+            while len(self._values) >= self._num_kept:
+                self._values.pop(next(iter(self._values)))
             self._values[ours] = merged(self._model, ours, whole(self._parameters[ours].detach()))
-        return piece.view(self._values[ours]).reshape(piece.shape)
+        return piece.view(self._values[ours])
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.view(name).reshape(self._places[name][1].shape)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._places)
@@ -355,7 +361,7 @@ class HFTensors(Mapping[str, Tensor]):
         """Gathers all tensors after the one accessed last: for a rank whose engine has failed while
         the others continue."""
         names = list(self._places)
-        last = next(iter(self._values), None)
+        last = next(reversed(self._values), None)
         done = [at for at, name in enumerate(names) if self._places[name][0] == last]
         for name in names[max(done, default=-1) + 1 :]:
             self[name]
@@ -401,21 +407,10 @@ def save_checkpoint(
     whose ranks all call this. is_writer: False on ranks that only help to gather.
     """
     dtype = dtype or model.embedding.dtype
-    parameters = dict(model.named_parameters())
-
-    @lru_cache(maxsize=2)  # the experts of a layer come in turn from two parameters
-    def value_of(ours: str) -> Tensor:
-        return merged(model, ours, whole(parameters[ours].detach()))
-
+    source = HFTensors(model, num_kept=2)  # in a file, a layer's experts alternate between two
     tensors = {
-        piece.name: Outgoing(
-            piece.name,
-            piece.shape,
-            dtype,
-            lambda piece=piece, ours=ours: piece.view(value_of(ours)),
-        )
-        for ours, layout in decoder_layout(model.config).items()
-        for piece in layout.pieces
+        name: Outgoing(name, tuple(outline.shape), dtype, partial(source.view, name))
+        for name, outline in source.outlines().items()
     }
     for name, extra in (extra_tensors or {}).items():
         tensors[name] = Outgoing(name, tuple(extra.shape), extra.dtype, lambda extra=extra: extra)
@@ -424,7 +419,7 @@ def save_checkpoint(
         placed = _files_by_size(tensors, max_shard_bytes)
     if HEAD in placed and HEAD not in tensors:
         tensors[HEAD] = Outgoing(
-            HEAD, tuple(model.embedding.shape), dtype, lambda: value_of("embedding")
+            HEAD, tuple(model.embedding.shape), dtype, partial(source.view, EMBEDDING)
         )
     files = {
         file: [t for name, t in tensors.items() if placed[name] == file]

@@ -61,20 +61,7 @@ def check_policy(model: Decoder, directory: str | Path, *, like: str | Path) -> 
             f"{root} holds a whole model, and this run trains an adapter. To put the adapter on "
             f"that model set model={root}."
         )
-    found, mine = read_shape(root, model.config), model.lora
-    differing = [
-        f"{what} is {theirs} there and {ours} here"
-        for what, theirs, ours in (
-            ("rank", found.rank, mine.rank),
-            ("alpha", found.alpha, mine.alpha),
-            ("rslora", found.rslora, mine.rslora),
-            ("the number of projections", len(found.sites), len(mine.sites)),
-        )
-        if theirs != ours
-    ]
-    if differing or found.sites != mine.sites:
-        listed = "; ".join(differing) or "other projections are adapted"
-        raise CheckpointError(f"{root} holds another adapter: {listed}.")
+    _read_same_shape(model, root)
     check_base(root, like)
 
 
@@ -103,14 +90,7 @@ def load_adapter(model: Decoder, directory: str | Path) -> None:
 
     Raises CheckpointError listing everything that does not fit.
     """
-    found = read_shape(directory, model.config)
-    shape = _shape(model)
-    if found.sites != shape.sites or found.rank != shape.rank:
-        raise CheckpointError(
-            f"{directory} holds an adapter of {found.describe()}; this model's is of "
-            f"{shape.describe()}."
-        )
-    keys = tensor_keys(shape.sites)
+    keys = tensor_keys(_read_same_shape(model, directory).sites)
     path = Path(directory) / WEIGHTS
     with safe_open(str(path), framework="pt") as file, torch.no_grad():
         for site, A, B in _factors(model):
@@ -153,6 +133,18 @@ def _factors(model: Decoder) -> Iterator[tuple[Site, Tensor, Tensor]]:
         )
         number = seen[site.projection] = seen.get(site.projection, -1) + 1
         yield site, *adapter.factors(number)
+
+
+def _read_same_shape(model: Decoder, directory: str | Path) -> LoraShape:
+    """The shape of a stored adapter. Raises CheckpointError unless it is that of the model's."""
+    found, mine = read_shape(directory, model.config), _shape(model)
+    if (found.sites, found.rank, found.scale) != (mine.sites, mine.rank, mine.scale):
+        told = "; other projections are adapted" if found.describe() == mine.describe() else ""
+        raise CheckpointError(
+            f"{directory} holds an adapter of {found.describe()}; this model's is of "
+            f"{mine.describe()}{told}."
+        )
+    return found
 
 
 def _shape(model: Decoder) -> LoraShape:

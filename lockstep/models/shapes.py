@@ -15,7 +15,7 @@ from lockstep.models.config import ModelConfig
 
 Shape = tuple[int, ...]
 Shapes = dict[str, Shape]
-HEAD = "lm_head.weight"
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ def decoder_layout(config: ModelConfig) -> dict[str, ParameterLayout]:
     c = config
     D, H, K = c.hidden_size, c.num_heads, c.head_dim
     q, kv = H * K, c.num_kv_heads * K
-    out = {"embedding": _whole("model.embed_tokens.weight", c.vocab_size, D)}
+    out = {"embedding": _whole(EMBEDDING, c.vocab_size, D)}
     for i in range(c.num_layers):
         theirs = f"model.layers.{i}"
         attention, mlp = f"{theirs}.self_attn", f"{theirs}.mlp"
