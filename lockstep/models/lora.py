@@ -57,15 +57,12 @@ class LowRank(nn.Module):
         if not self.is_on:
             return out_TN
         h_TSR = (ops.linear(x_TK, self.A) * self.scale).view(len(x_TK), -1, self.rank)
-        deltas: list[Tensor | None] = [None] * len(self.sizes)
+        parts = list(out_TN.split(self.sizes, -1))
         for number, place in enumerate(self.places):
             # Rows without a gap: a kernel may take another path for strided ones.
-            deltas[place] = ops.linear(h_TSR[:, number].contiguous(), self.B[number])
-        if len(deltas) == 1 and deltas[0] is not None:
-            return out_TN + deltas[0]
-        if torch.is_grad_enabled():
-            return _AddParts.apply(out_TN, self.sizes, *deltas)  # pyright: ignore[reportReturnType]
-        return _add_parts(out_TN, self.sizes, deltas)
+            delta = ops.linear(h_TSR[:, number].contiguous(), self.B[number])
+            parts[place] = parts[place] + delta
+        return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
 
     def factors(self, number: int) -> tuple[Tensor, Tensor]:
         """(A [R, K], B [N, R]) of the `number`-th adapted part: views of the parameters."""
@@ -78,32 +75,6 @@ class LowRank(nn.Module):
             A, B = (x.detach().float() for x in self.factors(number))
             rows[place] = B @ A * self.scale
         return torch.cat(rows)
-
-
-class _AddParts(torch.autograd.Function):
-    """Each part's gradient is a view of the whole gradient; split and cat would copy it twice."""
-
-    @staticmethod
-    def forward(ctx, out_TN, sizes, *deltas):
-        ctx.sizes = sizes
-        return _add_parts(out_TN, sizes, deltas)
-
-    @staticmethod
-    def backward(ctx, *grad_outputs):
-        (grad_TN,) = grad_outputs
-        parts = zip(grad_TN.split(ctx.sizes, -1), ctx.needs_input_grad[2:], strict=True)
-        return grad_TN, None, *(part if is_needed else None for part, is_needed in parts)
-
-
-def _add_parts(out_TN: Tensor, sizes: list[int], deltas: Sequence[Tensor | None]) -> Tensor:
-    sum_TN = torch.empty_like(out_TN)
-    columns = (x.split(sizes, -1) for x in (out_TN, sum_TN))
-    for out, target, delta in zip(*columns, deltas, strict=True):
-        if delta is None:
-            target.copy_(out)
-        else:
-            torch.add(out, delta, out=target)
-    return sum_TN
 
 
 class ExpertLowRank(nn.Module):

@@ -53,8 +53,7 @@ class SequenceParallel:
         choices that it records are gathered.
         """
         split = SplitContext.of(context, len(ids_T), self.group)
-        is_mine_N = (predictors_N >= split.start) & (predictors_N < split.stop)
-        mine = is_mine_N.nonzero()[:, 0]
+        mine = _places_in(split, predictors_N)
         own = None if routing is None else _take_routing(routing, split)
         logprobs, entropy = model.score(
             split.take(ids_T),
@@ -84,8 +83,7 @@ class SequenceParallel:
         """A critic's forward, each rank on its part: [N] values of all states on all ranks.
         Backward leaves each rank its part of the gradients, as after `score`."""
         split = SplitContext.of(context, len(ids_T), self.group)
-        is_mine_N = (states_N >= split.start) & (states_N < split.stop)
-        mine = is_mine_N.nonzero()[:, 0]
+        mine = _places_in(split, states_N)
         values = model(
             split.take(ids_T),
             split.take(positions_T),
@@ -93,6 +91,11 @@ class SequenceParallel:
             states_N=states_N.index_select(0, mine) - split.start,
         )
         return _Spread.apply(values[None], mine, len(states_N), self.group)[0]
+
+
+def _places_in(split: SplitContext, index_N: Tensor) -> Tensor:
+    """[n]: places in `index_N` of the tokens that are this rank's."""
+    return ((index_N >= split.start) & (index_N < split.stop)).nonzero()[:, 0]
 
 
 def _take_routing(routing: Routing, split: SplitContext) -> Routing:

@@ -18,7 +18,7 @@ test_harmony_parity.py compares with the package openai-harmony and lists every 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from lockstep.errors import RendererError
 from lockstep.renderers.base import TokenIds
@@ -148,8 +148,7 @@ class HarmonyRenderer(TurnRenderer):
         kept: list[list[int]] = []
         for at, part in enumerate(parts):
             header = self._read_header(part.ids[: (part.body or 1) - 1], is_first=at == 0)
-            is_thinking = header == _Header(channel="analysis", recipient="")
-            if part.body is None or not is_thinking:
+            if part.body is None or header != ("analysis", ""):
                 kept.append(part.ids)
         if len(kept) == len(parts):
             return ids
@@ -232,18 +231,34 @@ class HarmonyRenderer(TurnRenderer):
         content type may lack <|constrain|>. A call counts only if <|call|> ended it. A malformed
         message is kept whole in `content`, control tokens by name, and `parse_error` says why.
         """
-        turn = _Turn()
-        sampled = self._split([int(id_) for id_ in sampled_ids])
-        for at, part in enumerate(sampled):
-            self._read(part, turn, is_first=at == 0, is_last=at == len(sampled) - 1)
-        if not sampled:
-            turn.fail("the turn is empty")
+        thinking: list[str] = []
+        content: list[str] = []
+        calls: list[ToolCall] = []
+        parts = self._split([int(id_) for id_ in sampled_ids])
+        errors = [] if parts else ["the turn is empty"]
+        for at, part in enumerate(parts):
+            is_last = at == len(parts) - 1
+            header, text = self._read(part, is_first=at == 0)
+            if isinstance(header, str):
+                errors.append(header)
+                content.append(self.tokenizer.decode(part.ids))
+                continue
+            channel, recipient = header
+            if recipient:
+                calls.append(ToolCall(name=recipient, arguments=text))
+            else:
+                (thinking if channel == "analysis" else content).append(text)
+                errors.append(self._problem(part, channel, is_last=is_last))
+            if not is_last and part.end in self.stop_ids:
+                errors.append(
+                    f"tokens follow {self.tokenizer.control_name(part.end)}, which ends a turn"
+                )
         return Message(
             role="assistant",
-            content="\n".join(turn.content),
-            thinking="\n".join(turn.thinking),
-            tool_calls=tuple(turn.calls),
-            parse_error=turn.error,
+            content="\n".join(content),
+            thinking="\n".join(thinking),
+            tool_calls=tuple(calls),
+            parse_error=next(filter(None, errors), ""),
         )
 
     def _split(self, ids: list[int]) -> list[_Part]:
@@ -256,47 +271,42 @@ class HarmonyRenderer(TurnRenderer):
                 parts.append(_Part(ids[begin : at + 1], body, id_))
                 begin, body = at + 1, None
         if begin < len(ids):
-            parts.append(_Part(ids[begin:], body, None))
+            parts.append(_Part(ids[begin:], body, -1))
         return parts
 
-    def _read(self, part: _Part, turn: _Turn, *, is_first: bool, is_last: bool) -> None:
-        """Adds one message to `turn`."""
-        show = self.tokenizer.decode
+    def _read(self, part: _Part, *, is_first: bool) -> tuple[tuple[str, str] | str, str]:
+        """(header, text) of a message; in place of the header the reason why it is malformed."""
         if part.body is None:
-            turn.fail("a message has no <|message|>", show(part.ids))
-            return
+            return "a message has no <|message|>", ""
         header = self._read_header(part.ids[: part.body - 1], is_first=is_first)
-        if isinstance(header, str):
-            turn.fail(header, show(part.ids))
-            return
-        body = part.ids[part.body : len(part.ids) - (part.end is not None)]
+        body = part.ids[part.body : len(part.ids) - (part.end >= 0)]
         stray = next((id_ for id_ in body if id_ in self.tokenizer.control_ids), None)
-        if stray is not None:
+        if not isinstance(header, str) and stray is not None:
             name = self.tokenizer.control_name(stray)
-            turn.fail(f"the control token {name} stands inside a message", show(part.ids))
-            return
-        text = show(body)
-        if header.recipient:
-            if part.end != self._call:
-                how = "was cut off" if part.end is None else f"ends with {show([part.end])}"
-                turn.fail(f"a call {how}, expected <|call|>", show(part.ids))
-                return
-            turn.calls.append(ToolCall(name=header.recipient, arguments=text))
-        else:
-            (turn.thinking if header.channel == "analysis" else turn.content).append(text)
-            if part.end is None:
-                turn.fail("the turn was cut off")
-            elif part.end == self._call:
-                turn.fail("<|call|> ends a message that calls nothing")
-            elif header.channel == "analysis" and (is_last or part.end == self._return):
-                turn.fail("the turn ends after its analysis, without an answer or a call")
-            elif is_last and part.end not in self.stop_ids:
-                turn.fail("the turn ends with <|end|>, expected <|return|> or <|call|>")
-        if not is_last and part.end in self.stop_ids:
-            turn.fail(f"tokens follow {show([part.end])}, which ends a turn")
+            return f"the control token {name} stands inside a message", ""
+        if not isinstance(header, str) and header[1] and part.end != self._call:
+            how = (
+                "was cut off"
+                if part.end < 0
+                else f"ends with {self.tokenizer.control_name(part.end)}"
+            )
+            return f"a call {how}, expected <|call|>", ""
+        return header, self.tokenizer.decode(body)
 
-    def _read_header(self, ids: list[int], *, is_first: bool) -> _Header | str:
-        """Parses a header; returns the reason, as text, if it is malformed.
+    def _problem(self, part: _Part, channel: str, *, is_last: bool) -> str:
+        """The reason why a message that is no call may not end as it does; empty if it may."""
+        if part.end < 0:
+            return "the turn was cut off"
+        if part.end == self._call:
+            return "<|call|> ends a message that calls nothing"
+        if channel == "analysis" and (is_last or part.end == self._return):
+            return "the turn ends after its analysis, without an answer or a call"
+        if is_last and part.end not in self.stop_ids:
+            return "the turn ends with <|end|>, expected <|return|> or <|call|>"
+        return ""
+
+    def _read_header(self, ids: list[int], *, is_first: bool) -> tuple[str, str] | str:
+        """Returns (channel, function that is called or ""), or the reason why it is malformed.
 
         [<|start|>] author [to=R] <|channel|> channel [to=R] [type] [<|constrain|> type]; the first
         message's <|start|>assistant belongs to the prompt.
@@ -334,7 +344,7 @@ class HarmonyRenderer(TurnRenderer):
             return f"the recipient {recipient!r} is not a function: expected {_NAMESPACE}NAME"
         if recipient and name == "final":
             return "a call stands in the final channel"
-        return _Header(channel=name, recipient=recipient.removeprefix(_NAMESPACE))
+        return name, recipient.removeprefix(_NAMESPACE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -344,29 +354,8 @@ class _Part:
     ids: list[int]
     body: int | None
     """Index of the text, after <|message|>; None if there is no <|message|>."""
-    end: int | None
-    """The id that closed the message; None if the turn was cut off."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Header:
-    channel: str
-    recipient: str
-    """Name of the function that is called; empty if the message is no call."""
-
-
-@dataclass(slots=True)
-class _Turn:
-    content: list[str] = field(default_factory=list[str])
-    thinking: list[str] = field(default_factory=list[str])
-    calls: list[ToolCall] = field(default_factory=list[ToolCall])
-    error: str = ""
-
-    def fail(self, reason: str, text: str = "") -> None:
-        """Records the first reason, and keeps all text."""
-        self.error = self.error or reason
-        if text:
-            self.content.append(text)
+    end: int
+    """The id that closed the message; -1 if the turn was cut off."""
 
 
 def _without_dropped_thinking(messages: Sequence[Message], policy: str) -> Iterable[Message]:

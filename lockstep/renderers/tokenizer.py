@@ -111,12 +111,12 @@ class Tokenizer:
     def _from_spec(
         cls, spec: dict[str, Any], *, where: str, extra: Mapping[int, Mapping[str, Any]]
     ) -> Tokenizer:
-        vocabulary = read_vocabulary(spec, extra=extra, where=where)
-        fast = FastTokenizer.from_str(json.dumps(vocabulary.plain))
+        text_tokens, control_tokens, plain = read_vocabulary(spec, extra=extra, where=where)
+        fast = FastTokenizer.from_str(json.dumps(plain))
         return cls(
             lambda text: fast.encode(text, add_special_tokens=False).ids,
-            text_tokens=vocabulary.text_tokens,
-            control_tokens=vocabulary.control_tokens,
+            text_tokens=text_tokens,
+            control_tokens=control_tokens,
             where=where,
             fast=fast,
             encode_batch=lambda texts: [

@@ -18,9 +18,8 @@ and models are trained to obey them.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, cast
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 from lockstep.errors import RendererError
 
@@ -39,23 +38,11 @@ SPACE = "\u2581"
 Kind = Literal["byte-level", "sentencepiece"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Vocabulary:
-    """A `tokenizer.json` without anything that could produce a control token."""
-
-    kind: Kind
-    text_tokens: Mapping[int, bytes]
-    control_tokens: Mapping[str, int]
-    symbols: Mapping[str, int]
-    """Added tokens that are text: spelling -> id."""
-    plain: Mapping[str, Any]
-    """The file as the tokenizers library gets it: text only."""
-
-
 def read_vocabulary(
     spec: Mapping[str, Any], *, extra: Mapping[int, Mapping[str, Any]], where: str
-) -> Vocabulary:
-    """Reads the content of a `tokenizer.json`.
+) -> tuple[dict[int, bytes], dict[str, int], dict[str, Any]]:
+    """Reads the content of a `tokenizer.json`: (text token -> its bytes, control token -> id, the
+    file as the tokenizers library gets it, without anything that could produce a control token).
 
     extra: added tokens that another file declares, by id; `spec` wins if both declare one. Raises
     RendererError for a tokenizer that cannot return every byte of a text.
@@ -96,13 +83,7 @@ def read_vocabulary(
         # Every byte has a token, so that nothing is unknown; the token's name may be control.
         "model": {**model, "vocab": vocab, "merges": merges, "dropout": None, "unk_token": None},
     }
-    return Vocabulary(
-        kind=kind,
-        text_tokens=text_tokens,
-        control_tokens=control,
-        symbols=symbols,
-        plain=plain,
-    )
+    return text_tokens, control, plain
 
 
 def merge_parts(merge: str | Sequence[str]) -> list[str]:
@@ -137,48 +118,19 @@ def _is_text(token: Mapping[str, Any], kind: Kind) -> bool:
 
 def _kind(spec: Mapping[str, Any], where: str) -> Kind:
     model: dict[str, Any] = spec.get("model") or {}
-    decoders = [step.get("type") for step in _steps(spec.get("decoder"), "decoders")]
+    decoder: dict[str, Any] = spec.get("decoder") or {}
+    steps: list[dict[str, Any]] = [decoder, *(decoder.get("decoders") or ())]
     if {"vocab", "merges"} <= set(model) and model.get("type", "BPE") == "BPE":
-        if "ByteLevel" in decoders:
+        if any(step.get("type") == "ByteLevel" for step in steps):
             return "byte-level"
         if model.get("byte_fallback"):
-            _refuse_prefix(spec, decoders, where)
             return "sentencepiece"
-    decoder: dict[str, Any] = spec.get("decoder") or {}
     raise RendererError(
         f"{where}: found the model {model.get('type')} with the decoder "
         f"{decoder.get('type')}; expected byte-level BPE (gpt-oss, Qwen, "
         "Llama 3, DeepSeek) or SentencePiece's BPE with byte fallback (Gemma), the kinds whose "
         "tokens are exact runs of bytes."
     )
-
-
-def _refuse_prefix(spec: Mapping[str, Any], decoders: Sequence[Any], where: str) -> None:
-    """Raises RendererError if the tokenizer uses SentencePiece's dummy prefix."""
-    normalizers = [step.get("type") for step in _steps(spec.get("normalizer"), "normalizers")]
-    splits = _steps(spec.get("pre_tokenizer"), "pretokenizers")
-    prefixes = [
-        step
-        for step in splits
-        if step.get("type") == "Metaspace" and step.get("prepend_scheme", "always") != "never"
-    ]
-    if "Prepend" in normalizers or "Strip" in decoders or prefixes:
-        raise RendererError(
-            f"{where}: the tokenizer puts a space before every text and takes it away again when "
-            "it decodes (SentencePiece's dummy prefix, as in Llama 2), so that the ids of a text "
-            "depend on where it stands and do not give its bytes back. Expected one that keeps "
-            "text as it is, as Gemma's or any byte-level one; choose another model."
-        )
-
-
-def _steps(part: Any, key: str) -> Iterator[Mapping[str, Any]]:
-    """Yields the steps of a normalizer, pre-tokenizer or decoder, also those inside a sequence."""
-    step = cast("dict[str, Any]", part or {})
-    if step.get("type") != "Sequence":
-        yield step
-    else:
-        for inner in step.get(key) or ():
-            yield from _steps(inner, key)
 
 
 # -- bytes of tokens ------------------------------------------------------------------------------

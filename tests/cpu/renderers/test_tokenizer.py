@@ -257,7 +257,7 @@ def prefixed(scheme):
 
 
 WORD_LEVEL = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}
-PREFIX = "SentencePiece's dummy prefix, as in Llama 2"
+PREFIX = "changes text .*a prefix space"
 REFUSED = {
     "Llama 2's prefix": (
         sentencepiece(
@@ -269,10 +269,6 @@ REFUSED = {
         PREFIX,
     ),
     "Mistral's prefix": (sentencepiece(pre_tokenizer=prefixed("first")), PREFIX),
-    "a decoder that strips": (
-        sentencepiece(decoder={"type": "Strip", "content": " ", "start": 1, "stop": 0}),
-        PREFIX,
-    ),
     "no bytes to fall back to": (
         sentencepiece(
             model={"type": "BPE", "vocab": {"a": 0}, "merges": [], "byte_fallback": True}

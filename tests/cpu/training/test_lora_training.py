@@ -110,7 +110,7 @@ def set_rollout_of(rows):
 MISFITS = {
     "a whole model": (None, LORA, "holds a whole model.*set model="),
     "an adapter": (LORA, None, "holds an adapter.*lora.path="),
-    "another rank": ({"rank": 4, "alpha": 6.0}, LORA, "adapter of rank 4,.*this model's is of rank 3,"),
+    "another rank": ({"rank": 4, "alpha": 6.0}, LORA, "of rank 4,.* model's is of rank 3,"),
     "other projections": (
         {**LORA, "targets": ("*.q_proj",)}, {**LORA, "targets": ("*.o_proj",)}, "other projections",
     ),
