@@ -99,13 +99,7 @@ class FlashAttention(Ops):
     """Stock ops with torch's flash kernel over the paged cache too."""
 
     def _paged_attention(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        spec: AttentionSpec,
-        layer: int,
-        context: PagedContext,
+        self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, context: PagedContext
     ) -> Tensor:
         def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks: Tensor | None) -> Tensor:
             q, k, v, mask = (x[:, None] for x in (q, k, v, mask.to(q.dtype)))
@@ -122,7 +116,6 @@ class FlashAttention(Ops):
             k,
             v,
             spec=spec,
-            layer=layer,
             context=context,
             attend=attend,
             key_block=KEY_QUANTUM,

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -34,25 +36,17 @@ class Block(nn.Module):
         else:
             self.mlp = MLP(config)
 
-    def forward(
-        self,
-        x_TD: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        context: Context,
-        ops: Ops,
-        routing: Routing | None = None,
-        *,
-        is_recomputed: bool = False,
-    ) -> Tensor:
-        """is_recomputed: keep x alone for backward, and run the block again there."""
-        inputs = (x_TD, cos, sin, context, ops, routing)
+    def forward(self, x_TD: Tensor, *inputs: Any, is_recomputed: bool = False) -> Tensor:
+        """inputs: those of `_run`. is_recomputed: keep x alone for backward, and run the block
+        again there."""
         if is_recomputed:
             # Within the module's hooks: those of FSDP gather its weights once for both runs.
             # Not the reentrant kind, whose first run is without gradient: ops may then take
             # another path, of other bits.
-            return checkpoint(self._run, *inputs, use_reentrant=False, preserve_rng_state=False)
-        return self._run(*inputs)
+            return checkpoint(
+                self._run, x_TD, *inputs, use_reentrant=False, preserve_rng_state=False
+            )
+        return self._run(x_TD, *inputs)
 
     def _run(
         self,

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -85,11 +86,7 @@ def with_dropout(model: Decoder, share: float, *, seed: int) -> Decoder:
     """`model` with dropout on the output of every attention. seed: of a generator on the CPU, so
     that every device drops the same."""
     generator = torch.Generator().manual_seed(seed)
-
-    def kind(*args) -> Attention:
-        return DropoutAttention(*args, share=share, generator=generator)
-
-    return with_attention(model, kind)
+    return with_attention(model, partial(DropoutAttention, share=share, generator=generator))
 
 
 class PerturbedRouter(MoE):

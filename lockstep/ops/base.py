@@ -211,11 +211,11 @@ class Ops:
         if isinstance(context, SplitContext):
             attend = partial(self.attention, window=window, scale=scale, layer=layer)
             return split_attention(attend, q, k, v, sinks=sinks, context=context)
-        spec = AttentionSpec(sinks, window, scale)
+        spec = AttentionSpec(sinks, window, scale, layer)
         if isinstance(context, PackedContext):
             return self._packed_attention(q, k, v, spec, context)
         context.write(layer, k, v)
-        return self._paged_attention(q, k, v, spec, layer, context)
+        return self._paged_attention(q, k, v, spec, context)
 
     def _packed_attention(
         self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, context: PackedContext
@@ -225,13 +225,7 @@ class Ops:
         return flex.attend(q, k, v, spec, context)
 
     def _paged_attention(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        spec: AttentionSpec,
-        layer: int,
-        context: PagedContext,
+        self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, context: PagedContext
     ) -> Tensor:
         """`attention` over pages, to which the new keys and values were written."""
         return paged_attention(
@@ -239,7 +233,6 @@ class Ops:
             k,
             v,
             spec=spec,
-            layer=layer,
             context=context,
             attend=partial(_attend, scale=spec.scale),
             key_block=KEY_QUANTUM,
@@ -270,16 +263,7 @@ class Ops:
                 f"log_probs: {len(ids)} ids, and a support of {len(support)} tokens: one entry "
                 "each."
             )
-        return head.log_probs(
-            hidden,
-            weight,
-            ids,
-            linear=self.linear,
-            log_softmax=self.log_softmax,
-            gradient_dtype=self.gradient_dtype(hidden.dtype),
-            temperature=temperature,
-            support=support,
-        )
+        return head.LogProbs.apply(hidden, weight, ids, self, temperature, support)  # pyright: ignore[reportReturnType]
 
     def log_softmax(
         self, logits: Tensor, *, temperature: float = 1.0, kept: Tensor | None = None

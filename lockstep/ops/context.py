@@ -101,6 +101,8 @@ class AttentionSpec:
     """A position sees itself and the window - 1 before it; None sees all before it."""
     scale: float
     """Factor of the scores."""
+    layer: int = 0
+    """Layer of the cache."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

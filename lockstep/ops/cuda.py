@@ -104,15 +104,9 @@ class CudaOps(Ops):
         return _PackedAttention.apply(q, k, v, spec.sinks, spec, context)  # pyright: ignore
 
     def _paged_attention(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        spec: AttentionSpec,
-        layer: int,
-        context: PagedContext,
+        self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, context: PagedContext
     ) -> Tensor:
-        keys, values = context.keys[layer], context.values[layer]
+        keys, values = context.keys[spec.layer], context.values[spec.layer]
         num_places = sum(block.positions.numel() for block in context.blocks)
         out = q.new_empty(num_places, *q.shape[1:])
         lse = torch.empty(num_places, q.shape[1], dtype=torch.float32, device=out.device)

@@ -10,16 +10,11 @@ that the weight's gradient is complete after one tile, in float32, and written o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 import torch
 
-from lockstep.ops.context import Support
-
 Tensor = torch.Tensor
-Linear = Callable[[Tensor, Tensor], Tensor]
-LogSoftmax = Callable[..., Tensor]
 
 CHUNK_BYTES = 128 << 20  # logits that live at once, forward and backward
 ROW_QUANTUM = 16  # rows of a chunk are a multiple of this, so that no ops have to pad them
@@ -34,42 +29,16 @@ def chunk_rows(vocab_size: int) -> int:
     return rows - rows % ROW_QUANTUM if rows > ROW_QUANTUM else rows
 
 
-def log_probs(
-    hidden: Tensor,
-    weight: Tensor,
-    ids: Tensor,
-    *,
-    linear: Linear,
-    log_softmax: LogSoftmax,
-    gradient_dtype: torch.dtype,
-    temperature: float,
-    support: Support | None,
-) -> tuple[Tensor, Tensor]:
-    """See `Ops.log_probs`. linear and log_softmax: those of the ops, which must give the same
-    numbers whether or not a gradient is wanted."""
-    settings = _Settings(temperature, support, linear, log_softmax, gradient_dtype)
-    return _LogProbs.apply(hidden, weight, ids, settings)  # pyright: ignore[reportReturnType]
+class LogProbs(torch.autograd.Function):
+    """See `Ops.log_probs`. Its `linear` and `log_softmax` must give the same numbers whether or not
+    a gradient is wanted.
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Settings:
-    temperature: float
-    support: Support | None
-    linear: Linear
-    log_softmax: LogSoftmax
-    gradient_dtype: torch.dtype
-
-    def choices(self, rows: slice, vocab_size: int, columns: slice | None = None) -> Tensor | None:
-        return None if self.support is None else self.support.mask(rows, vocab_size, columns)
-
-
-class _LogProbs(torch.autograd.Function):
-    """Over a support, an id outside has probability 0, and so no part in the entropy or any
+    Over a support, an id outside has probability 0, and so no part in the entropy or any
     gradient. Its log-prob is written as 0 where it is multiplied by that probability, since
     0 * -inf is NaN."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, ids, settings):
+    def forward(ctx, hidden, weight, ids, ops, temperature, support):
         T, V = len(ids), len(weight)
         logprobs = hidden.new_empty(T, dtype=torch.float32)
         entropy, log_sums = torch.empty_like(logprobs), torch.empty_like(logprobs)
@@ -79,19 +48,17 @@ class _LogProbs(torch.autograd.Function):
         is_kept = rows >= T and (needs_hidden or needs_weight)
         kept = hidden.new_empty(T, V, dtype=torch.float32) if is_kept else None
         for part in _steps(T, rows):
-            logits = settings.linear(hidden[part], weight)
-            choices = settings.choices(part, V)
+            logits = ops.linear(hidden[part], weight)
+            choices = None if support is None else support.mask(part, V)
             for block in _blocks(logits):
                 here = slice(part.start + block.start, part.start + block.stop)
                 mask = None if choices is None else choices[block]
-                logp = settings.log_softmax(
-                    logits[block], temperature=settings.temperature, kept=mask
-                )
+                logp = ops.log_softmax(logits[block], temperature=temperature, kept=mask)
                 at = ids[here, None]
                 logprobs[here] = logp.gather(1, at)[:, 0]
                 # Any id that could be drawn tells the log-sum: its logit less its log-prob.
                 seen = at if mask is None else mask.byte().argmax(1, keepdim=True)
-                seen_logits = logits[block].gather(1, seen).float() / settings.temperature
+                seen_logits = logits[block].gather(1, seen).float() / temperature
                 log_sums[here] = (seen_logits - logp.gather(1, seen))[:, 0]
                 _clear_outside(logp, mask)
                 entropy[here] = -(_probs(logp, mask) * logp).sum(-1)
@@ -99,16 +66,16 @@ class _LogProbs(torch.autograd.Function):
                     kept[here] = logp
                 del logp
             del logits, choices  # before the next chunk is formed
-        ctx.settings = settings
+        ctx.settings = ops.gradient_dtype(hidden.dtype), temperature, support
         ctx.save_for_backward(hidden, weight, ids, entropy, log_sums, kept)
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx, grad_logprobs, grad_entropy):
-        settings = ctx.settings
+        dtype, temperature, support = ctx.settings
         hidden, weight, ids, entropy, log_sums, kept = ctx.saved_tensors
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
-        T, V, dtype = len(ids), len(weight), settings.gradient_dtype
+        T, V = len(ids), len(weight)
         has_entropy_grad = bool((grad_entropy != 0).any())
         if not has_entropy_grad:
             grad_entropy = None
@@ -121,7 +88,7 @@ class _LogProbs(torch.autograd.Function):
             total: Tensor | None = None
             wide_weight = weight[columns].to(dtype)
             for part in _steps(T, tile_rows):
-                choices = settings.choices(part, V, columns)
+                choices = None if support is None else support.mask(part, V, columns)
                 if kept is None:
                     # Rounded as forward rounds, or the log-sum would be that of other logits.
                     tile = torch.mm(wide_hidden[part], wide_weight.t()).to(hidden.dtype).float()
@@ -133,8 +100,8 @@ class _LogProbs(torch.autograd.Function):
                     if kept is not None:
                         logp = kept[here, columns]
                     else:
-                        if settings.temperature != 1.0:
-                            logp.div_(settings.temperature)
+                        if temperature != 1.0:
+                            logp.div_(temperature)
                         logp.sub_(log_sums[here, None])
                     mask = None if choices is None else choices[block]
                     tile[block] = _gradient(
@@ -144,7 +111,7 @@ class _LogProbs(torch.autograd.Function):
                         entropy[here],
                         ids[here] - columns.start,
                         mask,
-                        settings.temperature,
+                        temperature,
                     )
                 tile = tile.to(dtype)
                 if grad_hidden is not None:
@@ -159,7 +126,7 @@ class _LogProbs(torch.autograd.Function):
                 grad_weight[columns] = 0.0 if total is None else total  # None: of no tokens
         if grad_hidden is not None:
             grad_hidden = grad_hidden.to(hidden.dtype)
-        return grad_hidden, grad_weight, None, None
+        return grad_hidden, grad_weight, *[None] * 4
 
 
 def _gradient(

@@ -224,20 +224,13 @@ class InvariantOps(Ops):
         return _Attention.apply(q, k, v, spec.sinks, spec, context, self)  # pyright: ignore
 
     def _paged_attention(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        spec: AttentionSpec,
-        layer: int,
-        context: PagedContext,
+        self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, context: PagedContext
     ) -> Tensor:
         out = paged_attention(
             q.float() * spec.scale,
             k,
             v,
             spec=spec,
-            layer=layer,
             context=context,
             attend=_attend,
             key_block=KEY_BLOCK,

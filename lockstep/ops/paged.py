@@ -33,7 +33,6 @@ def paged_attention(
     v_TGD: Tensor,
     *,
     spec: AttentionSpec,
-    layer: int,
     context: PagedContext,
     attend: Attend,
     key_block: int,
@@ -48,7 +47,7 @@ def paged_attention(
     or q's dtype if that is wider.
     """
     H, D = q_THD.shape[1:]
-    keys, values = context.keys[layer], context.values[layer]
+    keys, values = context.keys[spec.layer], context.values[spec.layer]
     G = keys.shape[0]
     wide = torch.float32 if q_THD.dtype.itemsize < 4 else q_THD.dtype
     sinks = None if spec.sinks is None else spec.sinks.to(wide)
@@ -81,7 +80,7 @@ def paged_attention(
         if block.resident is not None:
             tokens = slice(block.first_token, block.first_token + B)
             seen = _key_range(block, ALL, window, key_block, key_quantum)
-            k, v = _resident_rows(block, k_TGD[tokens], v_TGD[tokens], layer, *seen)
+            k, v = _resident_rows(block, k_TGD[tokens], v_TGD[tokens], spec.layer, *seen)
             outs.append(run(q.reshape(B * G, -1, D), k, v, ALL, seen).reshape(B, H, D))
             continue
         first_quantum = math.lcm(key_block, keys.shape[2])
