@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from lockstep.errors import CheckpointError, ConfigError, DataError
+from lockstep.store.files import read_jsonl
 from lockstep.types import Message, Task
 
 T = TypeVar("T")
@@ -233,39 +234,6 @@ class MixtureSource(TaskSource):
 # ---------------------------------------------------------------------------------------------
 # The user's own tasks
 # ---------------------------------------------------------------------------------------------
-
-
-def read_jsonl(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yields (line number from 1, object) for every line that is not blank.
-
-    Raises DataError that begins with `path:line` for a line that is no JSON object in UTF-8.
-    """
-    path = Path(path)
-    try:
-        lines = path.read_bytes().split(b"\n")
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror or error}.") from error
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(
-                line.decode("utf-8-sig" if number == 1 else "utf-8"),
-                parse_constant=_refuse_constant,
-            )
-        except UnicodeDecodeError as error:
-            raise DataError(f"{path}:{number}: not UTF-8: {error.reason}.") from error
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"{path}:{number}: not a JSON object: {error}.") from error
-        if not isinstance(record, dict):
-            raise DataError(
-                f"{path}:{number}: expected a JSON object, found {type(record).__name__}."
-            )
-        yield number, record
-
-
-def _refuse_constant(name: str) -> float:
-    raise ValueError(f"{name} is not JSON")
 
 
 def read_tasks(path: str | Path, *, has_prompts: bool = True) -> list[Task]:

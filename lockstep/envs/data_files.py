@@ -18,11 +18,11 @@ from lockstep.agent.tasks import (
     ListSource,
     TaskSource,
     hold_out,
-    read_jsonl,
     read_tasks,
 )
 from lockstep.config import require
 from lockstep.errors import ConfigError, DataError
+from lockstep.store.files import read_jsonl
 from lockstep.types import Task
 
 T = TypeVar("T")

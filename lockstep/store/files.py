@@ -1,13 +1,16 @@
-"""Writing files so that a reader finds the old one or the whole of the next, and strict JSON."""
+"""Writing files so that a reader finds the old one or the whole of the next; strict JSON and its
+lines."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
+
+from lockstep.errors import DataError
 
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
@@ -56,3 +59,36 @@ def encode_number(value: Any) -> Any:
 def decode_number(value: Any) -> Any:
     """The inverse of `encode_number`."""
     return _NON_FINITE.get(value, value) if isinstance(value, str) else value
+
+
+def read_jsonl(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yields (line number from 1, object) for every line that is not blank.
+
+    Raises DataError that begins with `path:line` for a line that is no JSON object in UTF-8.
+    """
+    path = Path(path)
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror or error}.") from error
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(
+                line.decode("utf-8-sig" if number == 1 else "utf-8"),
+                parse_constant=_refuse_constant,
+            )
+        except UnicodeDecodeError as error:
+            raise DataError(f"{path}:{number}: not UTF-8: {error.reason}.") from error
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{path}:{number}: not a JSON object: {error}.") from error
+        if not isinstance(record, dict):
+            raise DataError(
+                f"{path}:{number}: expected a JSON object, found {type(record).__name__}."
+            )
+        yield number, record
+
+
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"{name} is not JSON")

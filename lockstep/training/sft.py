@@ -9,10 +9,10 @@ as the ids that the model would sample, and between replies only what is new.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from lockstep.errors import ConfigError, DataError, LockstepError
 from lockstep.objectives.losses import supervised_loss
 from lockstep.renderers.base import Renderer
 from lockstep.renderers.tokenizer import Tokenizer
+from lockstep.store.files import read_jsonl
 from lockstep.training.config import SFTConfig
 from lockstep.training.trainer import Metrics, Trainer
 from lockstep.types import Message, Sample, ToolSchema, frozen_ids
@@ -45,17 +46,12 @@ class SFTExample:
 
 def load_examples(path: str | Path) -> list[SFTExample]:
     """Reads and checks the whole file. Raises DataError `path:line` for the first bad line."""
-    path = Path(path)
-    if not path.is_file():
-        raise DataError(f"{path} does not exist. sft.path names a JSONL file, an object per line.")
     out: list[SFTExample] = []
-    with open(path, encoding="utf-8") as file:
-        for number, line in enumerate(file, start=1):
-            if line.strip():
-                try:
-                    out.append(_read_line(line, f"{path}:{number}"))
-                except (LockstepError, ValueError, KeyError, TypeError, AttributeError) as error:
-                    raise DataError(f"{path}:{number}: {error}") from error
+    for number, record in read_jsonl(path):
+        try:
+            out.append(_read_record(record, f"{path}:{number}"))
+        except (LockstepError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise DataError(f"{path}:{number}: {error}") from error
     if not out:
         raise DataError(f"{path} is empty. It needs an object per line with messages or token_ids.")
     return out
@@ -134,6 +130,12 @@ def sft_rows(
     DataError for a longer one, or if all are and long_rows=drop.
     """
     max_tokens = config.max_tokens or max_tokens
+    row_of = partial(
+        sft_row,
+        renderer=renderer,
+        observed_weight=config.observed_weight,
+        word_weights=config.word_weights,
+    )
     for epoch in count():
         order = np.arange(len(examples))
         if config.shuffle:
@@ -141,12 +143,7 @@ def sft_rows(
         num_kept = 0
         for index in order.tolist():
             example = examples[index]
-            sample = sft_row(
-                example,
-                renderer,
-                observed_weight=config.observed_weight,
-                word_weights=config.word_weights,
-            )
+            sample = row_of(example)
             if len(sample) <= max_tokens:
                 num_kept += 1
                 yield sample
@@ -199,14 +196,8 @@ def _write_dialogue(
         yield reply, weight
 
 
-def _read_line(line: str, where: str) -> SFTExample:
+def _read_record(source: Mapping[str, Any], where: str) -> SFTExample:
     """Raises DataError without `where`, which is put before it."""
-    try:
-        source = json.loads(line)
-    except ValueError as error:
-        raise DataError(f"not JSON ({error}).") from None
-    if not isinstance(source, dict):
-        raise DataError(f"expected an object, found {type(source).__name__}.")
     is_dialogue = "messages" in source
     known = {"messages", "tools"} if is_dialogue else {"token_ids", "loss_mask", "weights"}
     if unknown := sorted(set(source) - known):
@@ -219,25 +210,20 @@ def _read_line(line: str, where: str) -> SFTExample:
 
 
 def _read_dialogue(source: Mapping[str, Any], where: str) -> SFTExample:
-    raw = source["messages"]
+    raw, tools = source["messages"], source.get("tools") or []
     if not isinstance(raw, list) or not all(isinstance(m, dict) for m in raw):
         raise DataError("messages must be a list of objects.")
     messages: list[Message] = []
     weights: list[float] = []
     for at, fields in enumerate(raw):
         try:
-            rest = {key: value for key, value in fields.items() if key != "weight"}
-            messages.append(Message.from_dict(rest))
-            weights.append(_weight(fields.get("weight", 1.0), "weight"))
+            weights.append(_weight(fields.pop("weight", 1.0), "weight"))
+            messages.append(Message.from_dict(fields))
         except (LockstepError, KeyError, TypeError, AttributeError) as error:
             raise DataError(f"message {at}: {error}") from error
     if not messages or messages[-1].role != "assistant":
         last = f"the last is a {messages[-1].role}'s" if messages else "there is none"
-        raise DataError(
-            f"the last message must be an assistant's, {last}: nothing would be trained after it. "
-            "Remove what follows the last reply."
-        )
-    tools = source.get("tools") or []
+        raise DataError(f"the last message must be an assistant's, {last}.")
     return SFTExample(
         where=where,
         messages=tuple(messages),
@@ -250,15 +236,11 @@ def _read_dialogue(source: Mapping[str, Any], where: str) -> SFTExample:
 
 
 def _read_ids(source: Mapping[str, Any], where: str) -> Sample:
-    ids, mask = source["token_ids"], source["loss_mask"]
-    weights = source.get("weights")
+    ids, mask, weights = source["token_ids"], source["loss_mask"], source.get("weights")
     weights = [1.0] * len(mask) if weights is None else weights
     for name, values in (("token_ids", ids), ("loss_mask", mask), ("weights", weights)):
         if not isinstance(values, list) or len(values) != len(ids) or not values:
-            raise DataError(
-                f"{name} must be a list with one entry per token; token_ids and loss_mask (and "
-                "weights) have the same length, at least 2."
-            )
+            raise DataError(f"{name} must be a list with one entry per token of token_ids.")
     if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
         raise DataError("token_ids must be integers.")
     wrong = next((v for v in mask if v not in (0, 1)), None)

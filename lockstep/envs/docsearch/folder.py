@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep.agent.tasks import read_jsonl
 from lockstep.errors import DataError
+from lockstep.store.files import read_jsonl
 
 SUFFIXES = (".md", ".markdown", ".txt")
 

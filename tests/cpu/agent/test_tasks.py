@@ -12,10 +12,10 @@ from lockstep.agent.tasks import (
     ListSource,
     MixtureSource,
     derive_seed,
-    read_jsonl,
     read_tasks,
 )
 from lockstep.errors import CheckpointError, ConfigError, DataError
+from lockstep.store.files import read_jsonl
 from lockstep.types import Task
 
 

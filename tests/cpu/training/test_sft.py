@@ -104,8 +104,8 @@ def test_rows_of_ids_are_taken_as_they_are(tmp_path):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{not json", "not JSON"),
-        ("[1]", "expected an object, found list"),
+        ("{not json", "not a JSON object"),
+        ("[1]", "expected a JSON object, found list"),
         ({"text": "x"}, r"unknown keys \['text'\]"),
         ({"messages": DIALOGUE, "extra": 1}, r"unknown keys \['extra'\]; known here"),
         ({"token_ids": [1, 2]}, "with `loss_mask`"),
@@ -139,7 +139,7 @@ def test_a_malformed_line_is_named_by_path_and_number(tmp_path, line, message):
 
 
 def test_no_file_and_an_empty_one_are_refused(tmp_path):
-    with pytest.raises(DataError, match="does not exist"):
+    with pytest.raises(DataError, match="cannot be read: No such file"):
         load_examples(tmp_path / "none.jsonl")
     with pytest.raises(DataError, match="is empty"):
         load_examples(write(tmp_path, ""))
