@@ -167,7 +167,8 @@ def _sft(options: argparse.Namespace) -> int:
         return _show_settings(options, lambda name: resolve(find_supervised_recipe(name), settings))
     config = resolve(find_supervised_recipe(options.target or "sft"), settings)
     if options.dry_run:
-        check_supervised(config)
+        if not config.create:  # what is created is checked then
+            check_supervised(config)
         print(dumps(config), end="")
         return OK
     view = "json" if options.json else "live"

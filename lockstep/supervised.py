@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from lockstep.config import to_dict
+from lockstep.memory import Device
 from lockstep.observe.live import RunHeader, open_view
 from lockstep.renderers.base import Renderer
 from lockstep.renderers.registry import make_renderer
@@ -46,6 +47,7 @@ def train_supervised(
     Raises DataError `file:line` for malformed dialogues, before the model is loaded.
     """
     with tempfile.TemporaryDirectory() as scratch:
+        begun = config
         if config.create:
             from lockstep.models.tiny import create_tiny_model
 
@@ -55,24 +57,23 @@ def train_supervised(
             create_tiny_model(
                 config.create, created, dialogues, renderer=config.renderer, seed=config.seed
             )
-            model_files = read_model_files(replace(config, model=str(created), create=""))
-        else:
-            model_files = read_model_files(config)
-        check_parallel(config, model_files.model)
-        check_memory(config, model_files, resolve_device(config))
-        return _train(config, model_files, _rows(config, model_files), out=out, view=view)
+            begun = replace(config, model=str(created), create="")
+        model_files, rows = check_supervised(begun, device=resolve_device(config))
+        return _train(config, model_files, rows, out=out, view=view)
 
 
-def check_supervised(config: SupervisedConfig) -> None:
+def check_supervised(
+    config: SupervisedConfig, *, device: Device | None = None
+) -> tuple[ModelFiles, Iterator[Sample]]:
     """Checks what is known before a model is loaded: dialogues, the model's files, the format.
+    Returns the files and the rows. device: None is the expected one.
 
     Raises DataError `file:line`, ConfigError, CheckpointError or RendererError.
     """
-    if not config.create:
-        model_files = read_model_files(config)
-        check_parallel(config, model_files.model)
-        check_memory(config, model_files, expected_device(config))
-        _rows(config, model_files)
+    model_files = read_model_files(config)
+    check_parallel(config, model_files.model)
+    check_memory(config, model_files, device or expected_device(config))
+    return model_files, _rows(config, model_files)
 
 
 def _train(

@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
-from lockstep.errors import ConfigError
 from lockstep.types import Float32Array, Sample
 
 if TYPE_CHECKING:
@@ -89,20 +88,3 @@ def hooked(hooks: RunHooks) -> Iterator[None]:
         yield
     finally:
         _HOOKS.reset(token)
-
-
-def check_same_hooks(environment: Mapping[str, Any]) -> None:
-    """Raises ConfigError if a run with this environment.json had other faults than those of now."""
-    had, now = list(environment.get("faults", [])), list(current_hooks().recorded)
-    if had != now:
-        told = [" ".join(_words(fault) for fault in faults) or "none" for faults in (had, now)]
-        raise ConfigError(
-            f"resume=true continues the run as it was, and its faults differ: {told[0]} -> "
-            f"{told[1]}. Give it the same ones."
-        )
-
-
-def _words(fault: Mapping[str, Any]) -> str:
-    """The entry of environment.json as the command line has it."""
-    settings = (f"{name}={value}" for name, value in fault.items() if name != "type")
-    return f"--fault {','.join([fault['type'], *settings])}"

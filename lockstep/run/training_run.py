@@ -13,7 +13,7 @@ from lockstep.agent.buffer import Buffer
 from lockstep.agent.gateway.opening import RunGateway
 from lockstep.agent.loop import EpisodeSlots
 from lockstep.config import differences, to_dict
-from lockstep.errors import EngineError
+from lockstep.errors import ConfigError, EngineError
 from lockstep.launch.ranks import Ranks
 from lockstep.observe.alarms import mismatch_alarm
 from lockstep.observe.live import RunHeader, View, open_view
@@ -23,7 +23,7 @@ from lockstep.ops.contract import TRUE_ON_POLICY
 from lockstep.report.page import write_report
 from lockstep.run.build import Parts, build, checkpoint_of, vocabulary_of
 from lockstep.run.evaluation import Tester
-from lockstep.run.hooks import check_same_hooks, current_hooks
+from lockstep.run.hooks import current_hooks
 from lockstep.run.plan import plan
 from lockstep.run.preflight import ModelFiles
 from lockstep.run_config import Config
@@ -385,7 +385,11 @@ def open_run(
         facts["from"] = {"checkpoint": str(origin), "changed": changed}
     directory = None
     if is_leader and resume:
-        check_same_hooks(load_run(path).environment)
+        if (had := load_run(path).environment.get("faults", [])) != facts["faults"]:
+            raise ConfigError(
+                "resume=true continues the run as it was, and its faults differ: "
+                f"{had} -> {facts['faults']}. Give it the same ones."
+            )
         directory = RunDirectory.open(path, record=config.record, facts=facts)
     elif is_leader:
         directory = RunDirectory.create(path, to_dict(config), record=config.record, facts=facts)

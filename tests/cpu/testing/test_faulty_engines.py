@@ -366,7 +366,7 @@ def test_a_run_with_growing_noise_resumes_to_the_same_bits(tmp_path):
     shutil.copytree(tmp_path / "whole", tmp_path / "cut")
     for step in (2, 3):
         shutil.rmtree(tmp_path / "cut" / "checkpoints" / f"step-{step:06d}")
-    with pytest.raises(ConfigError, match=r"its faults differ: --fault kernel_noise,.* -> none"):
+    with pytest.raises(ConfigError, match=r"its faults differ: .*kernel_noise.* -> \[\]"):
         run(tmp_path / "cut", words[1], "evaluation.every=1", resume=True)
     resumed = run(tmp_path / "cut", *words, "evaluation.every=1", resume=True)
     assert without_time(resumed) == without_time(whole)
