@@ -14,7 +14,6 @@ import logging
 import math
 import os
 import pickle
-import queue
 import shutil
 import signal
 import sys
@@ -31,7 +30,7 @@ from lockstep.errors import ConfigError, LockstepError, MissingExtraError, RankE
 from lockstep.launch.config import ParallelConfig
 from lockstep.launch.place import END_SECONDS, end_by_sigterm, free_port
 from lockstep.launch.placement import RayPlacement
-from lockstep.launch.workers import Batch, Line, Worker, end_now, start_worker
+from lockstep.launch.workers import Line, Worker, end_now, start_worker
 
 T = TypeVar("T")
 
@@ -78,10 +77,12 @@ def on_ray(
     except ModuleNotFoundError as error:
         raise MissingExtraError.of("ray", extra="ray", needed_for="placement=ray") from error
     places = placement.places(parallel, num_engines=num_engines)
-    with _cluster(placement, places), _hosts(placement, places) as hosts:
-        ips = _start(hosts, dumps(call), has_gpus=bool(placement.trainer_gpus))
-        with _passing_interrupts(hosts):
-            return _watch(hosts, ips)
+    with (
+        _cluster(placement, places),
+        _hosts(placement, places) as hosts,
+        _passing_interrupts(hosts),
+    ):
+        return _run(hosts, dumps(call), has_gpus=bool(placement.trainer_gpus))
 
 
 @contextlib.contextmanager
@@ -168,14 +169,15 @@ def _hosts(
         remove_placement_group(group)
 
 
-def _start(hosts: Sequence[Any], payload: bytes, *, has_gpus: bool) -> Sequence[str]:
-    """Starts the process of each rank. payload: the call that it makes (`run_rank`). Returns the
-    address of each rank's machine."""
+def _run(hosts: Sequence[Any], payload: bytes, *, has_gpus: bool) -> Any:
+    """Runs the process of each rank, and shows the output of rank 0 until it ends. payload: the
+    call that each makes (`run_rank`). Returns the result of rank 0."""
     import ray
+    from ray import exceptions
 
     nodes, ips, ports = zip(*ray.get([host.node.remote() for host in hosts]), strict=True)
     size = shutil.get_terminal_size()
-    starting = []
+    running: dict[Any, int] = {}
     for rank, host in enumerate(hosts):
         environment = {
             "MASTER_ADDR": ips[0],
@@ -191,29 +193,21 @@ def _start(hosts: Sequence[Any], payload: bytes, *, has_gpus: bool) -> Sequence[
             _IS_TERMINAL: int(sys.stdout.isatty()),
         }
         texts = {name: str(value) for name, value in environment.items()}
-        starting.append(host.start.remote(payload, texts))
-    ray.get(starting)
-    return ips
-
-
-def _watch(hosts: Sequence[Any], ips: Sequence[str]) -> Any:
-    """Shows the output of rank 0 until it ends. Returns its result."""
-    import ray
-    from ray import exceptions
-
-    asked = {host.events.remote(): rank for rank, host in enumerate(hosts)}
+        running[host.run.options(num_returns="streaming").remote(payload, texts)] = rank
     ended: dict[int, Event] = {}
     deadline = math.inf
     while len(ended) < len(hosts) and time.monotonic() < deadline:
-        done, _ = ray.wait(list(asked), timeout=LOOK_SECONDS)
-        for answer in done:
-            rank = asked.pop(answer)
+        for stream in ray.wait(list(running), timeout=LOOK_SECONDS)[0]:
+            rank = running[stream]
             try:
-                events: list[Event] = ray.get(answer)
-                asked[hosts[rank].events.remote()] = rank
+                events: Sequence[Event] = ray.get(next(stream))
+            except StopIteration:
+                del running[stream]
+                continue
             except exceptions.RayError as error:
                 text = str(error).strip().split("\n")[0]
                 events = [("lost", f"its Ray actor or its machine is gone: {text}")]
+                del running[stream]
             for kind, value in events:
                 if kind in ("stdout", "stderr"):
                     print(value, end="", file=getattr(sys, kind), flush=True)
@@ -261,12 +255,11 @@ def _passing_interrupts(hosts: Sequence[Any]) -> Iterator[None]:
 
 
 class Host:
-    """A place on the cluster: starts the process of a rank there, and reports its end."""
+    """A place on the cluster: runs the process of a rank there, and reports its end."""
 
     def __init__(self, rank: int, directory: str) -> None:
         os.chdir(directory)
         self._name = f"rank {rank}"
-        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._logs = Path(tempfile.mkdtemp(prefix="lockstep-"))
         self._worker: Worker | None = None
 
@@ -277,23 +270,15 @@ class Host:
         found = ray.get_runtime_context().get_node_id()
         return found, ray.util.get_node_ip_address(), free_port()
 
-    def start(self, payload: bytes, environment: Mapping[str, str]) -> None:
+    def run(self, payload: bytes, environment: Mapping[str, str]) -> Iterator[Sequence[Event]]:
+        """Starts the process, and yields its events until it has ended."""
         work, log = "lockstep.launch.ray:run_rank", self._logs / "rank.log"
-        worker = start_worker(work, name=self._name, log=log, environment=environment)
-        worker.listen(self._take, lambda: self._events.put(("lost", worker.why_ended())))
-        worker.send([payload])
-        self._worker = worker
-
-    def _take(self, batch: Batch) -> None:
-        for event in batch:
-            self._events.put(event)
-
-    def events(self) -> list[Event]:
-        """Waits for the next events."""
-        found = [self._events.get()]
-        while not self._events.empty():
-            found.append(self._events.get())
-        return found
+        self._worker = start_worker(work, name=self._name, log=log, environment=environment)
+        self._worker.send([payload])
+        with contextlib.suppress(EOFError, OSError):
+            while (events := self._worker.receive()) is not None:
+                yield events
+        yield [("lost", self._worker.why_ended())]
 
     def signal(self, number: int) -> None:
         if self._worker is not None:

@@ -10,6 +10,7 @@ tensors that are 0 (the B of a fresh adapter) get noise added; they are small, a
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -34,20 +35,21 @@ logits of sinks and routers, and biases of normed streams, are of the order of 1
 SMALL = 1 << 16
 """Largest tensor that is copied and gets noise: an eighth of four sinks may be none."""
 
-GROUPS = (
-    "embedding",
-    "head",
-    "norms",
-    "attention",
-    "attention biases",
-    "sinks",
-    "router",
-    "experts",
-    "expert biases",
-    "mlp",
-    "adapter",
-)
-"""Groups, in the order of messages."""
+GROUPS = {
+    "embedding": r"embed",
+    "head": r"untied_head|lm_head",
+    "norms": r"norm",
+    "attention": r"(attention|attn).*(?<!\.bias)(?<!sinks)$",
+    "attention biases": r"(attention|attn).*\.bias$",
+    "sinks": r"sinks$",
+    "router": r"router|\.gate\.weight$",
+    "experts": r"\.experts.*(?<!bias)$",
+    "expert biases": r"\.experts.*bias$",
+    "mlp": r"",
+    "adapter": r"lora",
+}
+"""Group -> what the names of its parameters contain, unless an earlier one's do; in the order of
+messages."""
 
 
 def group_of(name: str, *, ndim: int) -> str:
@@ -58,25 +60,12 @@ def group_of(name: str, *, ndim: int) -> str:
     >>> group_of("layers.0.mlp.down_proj", ndim=3)
     'experts'
     """
-    last = name.rpartition(".")[2]
     if "lora" in name:
         return "adapter"
-    if "embed" in name:
-        return "embedding"
-    if name == "untied_head" or "lm_head" in name:
-        return "head"
-    if "norm" in name:
-        return "norms"
-    if "sinks" in last:
-        return "sinks"
-    if "router" in name or name.endswith(".gate.weight"):
-        return "router"
-    if "attention" in name or "attn" in name:
-        return "attention biases" if last == "bias" else "attention"
-    is_bias = last.endswith("bias")
-    if ".experts" in name or ndim == 3 or (is_bias and ndim == 2):
-        return "expert biases" if is_bias else "experts"
-    return "mlp"
+    group = next(group for group, pattern in GROUPS.items() if re.search(pattern, name))
+    if group == "mlp" and name.endswith("bias"):
+        return "expert biases" if ndim == 2 else group
+    return "experts" if group == "mlp" and ndim == 3 else group
 
 
 @dataclass(slots=True)
