@@ -21,7 +21,6 @@ from lockstep.renderers.base import Renderer
 from lockstep.types import (
     Delta,
     FinishReason,
-    Float32Array,
     Int32Array,
     Message,
     Ragged,
@@ -69,12 +68,7 @@ class Observed:
 
     @property
     def is_turn(self) -> bool:
-        return is_copy(self.messages)
-
-
-def is_copy(messages: Sequence[Message]) -> bool:
-    """Whether an observation with these messages is the copy of a turn."""
-    return len(messages) == 1 and messages[0].role == "assistant"
+        return len(self.messages) == 1 and self.messages[0].role == "assistant"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -85,12 +79,9 @@ class Turn:
     """The segment that ends it."""
     ids: Int32Array
     """All ids of the turn, over all its segments."""
-    logprobs: Float32Array
     message: Message
     finish_reason: FinishReason
     stop: int | str | None
-    policy_version: int
-    """Version that drew the last id."""
 
 
 class OutOfTime(EngineError):
@@ -196,15 +187,7 @@ class TurnSampler:
             )
             context_ids = np.concatenate([context_ids, piece.ids])
             routes_from = len(context_ids) - 1
-        return Turn(
-            leaf=leaf,
-            ids=ids,
-            logprobs=np.concatenate([piece.logprobs for piece in pieces]),
-            message=message,
-            finish_reason=finish_reason,
-            stop=pieces[-1].stop,
-            policy_version=pieces[-1].policy_version,
-        )
+        return Turn(leaf, ids, message, finish_reason, pieces[-1].stop)
 
     def observe(self, parent: int | None, observed: Sequence[Observed], *, reason: str = "") -> int:
         """Records a segment for each part that has ids. Returns the last one."""
@@ -314,9 +297,9 @@ def fork_without_thinking(
     close of the thinking.
     """
     runs = [] if leaf is None else _runs(trajectory, leaf)
-    runs += [_Run(None, part.ids, part.messages, part.is_turn) for part in behind]
-    opening, parts = list(renderer.thinking_opening), [run.ids.tolist() for run in runs]
-    for at, run in enumerate(runs):
+    path = [*(run for _, run in runs), *behind]
+    opening, parts = list(renderer.thinking_opening), [run.ids.tolist() for run in path]
+    for at, run in enumerate(path):
         if not run.is_turn:
             continue
         if opening and (not at or parts[at - 1][-len(opening) :] != opening):
@@ -324,47 +307,33 @@ def fork_without_thinking(
         whole, kept = parts[at], renderer.without_thinking(parts[at])
         if opening:
             parts[at - 1] = parts[at - 1][: -len(opening)]
-        if kept != whole and at + 1 < len(runs) and whole[-1] not in renderer.stop_ids:
-            parts[at + 1] = renderer.extend(kept, runs[at + 1].messages)
+        if kept != whole and at + 1 < len(path) and whole[-1] not in renderer.stop_ids:
+            parts[at + 1] = renderer.extend(kept, path[at + 1].messages)
         parts[at] = kept
-    changed = (at for at, run in enumerate(runs) if parts[at] != run.ids.tolist())
-    first = next(changed, len(runs))
-    if first == len(runs):
+    changed = [at for at, run in enumerate(path) if parts[at] != run.ids.tolist()]
+    if not changed:
         return None
-    first = min(first, len(runs) - len(behind))  # everything that is not recorded yet
-    begin = None if first == len(runs) - len(behind) else runs[first].first
-    return leaf if begin is None else trajectory.segments[begin].parent, [
+    first = min(changed[0], len(runs))  # everything that is not recorded yet
+    begin = leaf if first == len(runs) else trajectory.segments[runs[first][0]].parent
+    return begin, [
         Observed(
             np.asarray(ids, np.int32),
             [replace(m, thinking="") for m in run.messages] if run.is_turn else run.messages,
         )
-        for run, ids in zip(runs[first:], parts[first:], strict=True)
+        for run, ids in zip(path[first:], parts[first:], strict=True)
     ]
 
 
-@dataclass(slots=True)
-class _Run:
-    """Segments of a path that are one turn, or were observed together."""
-
-    first: int | None
-    """First segment; None if it is not recorded yet."""
-    ids: Int32Array
-    messages: Sequence[Message]
-    is_turn: bool
-    """Sampled, or the copy of a turn."""
-
-
-def _runs(trajectory: Trajectory, leaf: int) -> list[_Run]:
-    runs: list[_Run] = []
+def _runs(trajectory: Trajectory, leaf: int) -> list[tuple[int, Observed]]:
+    """(first segment, ids) of each turn of a path, and of what was observed between two turns."""
+    runs: list[tuple[int, Observed]] = []
     first: int | None = None
     for index in trajectory.path(leaf):
         segment = trajectory.segments[index]
         first = index if first is None else first
-        if segment.finish_reason == "weight_update":
-            continue
-        ids, is_turn = turn_ids(trajectory, index), segment.is_sampled or is_copy(segment.messages)
-        runs.append(_Run(first, ids, segment.messages, is_turn))
-        first = None
+        if segment.finish_reason != "weight_update":
+            runs.append((first, Observed(turn_ids(trajectory, index), segment.messages)))
+            first = None
     return runs
 
 
@@ -392,26 +361,22 @@ class _Piece:
 def _check_delta(before: Delta | None, delta: Delta, request: Request, num_tokens: int) -> None:
     """Raises EngineError for an impossible delta. num_tokens: tokens of the deltas before it."""
     sampling, num_new = request.sampling, len(delta.token_ids)
-    for found, asks, name in (
+    problem = ""
+    for found, is_asked, name in (
         (delta.support, sampling.record_support and sampling.is_truncated, "support"),
         (delta.routed_experts, sampling.record_routes, "experts"),
     ):
-        if num_new and (found is not None) != asks:
-            raise EngineError(
-                f"request {request.id}: {'expected' if asks else 'did not ask for'} the {name} of "
-                f"its {num_new} tokens, and found {'none' if found is None else 'some'}."
-            )
+        if num_new and (found is not None) != is_asked:
+            expected, came = ("expected", "none") if is_asked else ("did not ask for", "some")
+            problem = f"{expected} the {name} of its {num_new} tokens, and found {came}"
     if num_new and delta.first not in (None, num_tokens):
-        raise EngineError(
-            f"request {request.id}: a delta begins at sampled token {delta.first}, and "
-            f"{num_tokens} came before it: one was lost, came twice or out of order."
-        )
-    if before is None or before.finish_reason == "weight_update":
-        return
-    if before.finish_reason is not None:
-        raise EngineError(f"request {request.id}: a delta came after the last one.")
-    if before.policy_version != delta.policy_version:
-        raise EngineError(
-            f"request {request.id}: the policy went from version {before.policy_version} to "
-            f"{delta.policy_version} without the finish reason weight_update."
-        )
+        problem = f"a delta begins at sampled token {delta.first}, and {num_tokens} came before "
+        problem += "it: one was lost, came twice or out of order"
+    if before is not None and before.finish_reason != "weight_update":
+        versions = f"{before.policy_version} to {delta.policy_version}"
+        if before.finish_reason is not None:
+            problem = "a delta came after the last one"
+        elif before.policy_version != delta.policy_version:
+            problem = f"the policy went from version {versions} without a weight_update"
+    if problem:
+        raise EngineError(f"request {request.id}: {problem}.")

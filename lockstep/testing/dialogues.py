@@ -14,7 +14,7 @@ import numpy as np
 
 from lockstep.agent.environment import Environment, Observation, Score
 from lockstep.agent.loop import run_episode
-from lockstep.agent.turns import Budget, is_copy
+from lockstep.agent.turns import Budget, Observed
 from lockstep.errors import RendererError
 from lockstep.renderers.base import Renderer
 from lockstep.renderers.tokenizer import Tokenizer
@@ -285,7 +285,8 @@ class _Played(Environment):
             num_stopped += is_stopped
         observed = [segment for segment in segments if not segment.is_sampled]
         for segment in observed:
-            if not is_copy(segment.messages):  # of a turn, without its thinking
+            is_copy = Observed(segment.token_ids, segment.messages).is_turn  # of a turn
+            if not is_copy:
                 after = None if segment.parent is None else segments[segment.parent]
                 expected = self.in_harmless_text(segment, after)
                 found = controls(self.renderer.tokenizer, segment.token_ids.tolist())
