@@ -99,7 +99,7 @@ def _(config: EmbeddedConfig, context: EngineContext) -> Engine:
     if config.replicas:
         from lockstep.engines.embedded.replica import make_replica
 
-        return make_replica(config, context)
+        return make_replica(model, config, context)
     if config.dtype in ("same", context.dtype):
         return EmbeddedEngine(model, config, token_bytes=context.token_bytes)
     own = copy_decoder(model, dtype=getattr(torch, config.dtype))

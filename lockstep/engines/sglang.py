@@ -6,7 +6,6 @@ tests/cpu/engines/recorded; no server has run it yet.
 
 from __future__ import annotations
 
-import asyncio
 import base64
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
@@ -34,10 +33,6 @@ from lockstep.types import Int32Array, Request, Routes
 
 CHECKED_VERSION = "0.5.23"
 """Version of SGLang that this follows."""
-
-PAUSE_SECONDS = 1.0
-"""Longest wait for aborted calls before the pause is requested: a pause that finds running calls
-checks again only a second later."""
 
 FLUSH_SECONDS = 60.0
 """Limit of the server's wait until no request holds a cached prefix."""
@@ -84,7 +79,6 @@ class SGLangWire(HttpWire):
             )
         self._model = getattr(context.model, "config", None)
         is_moe = bool(getattr(self._model, "is_moe", False))  # transformers' models have their own
-        self._running: set[str] = set()
         self._sends_increments = bool(info.get("incremental_streaming_output"))
         """An event of a stream has the tokens since the last one, and not all tokens."""
         self._priority_sign = 0
@@ -119,24 +113,18 @@ class SGLangWire(HttpWire):
     # -- calls --------------------------------------------------------------------------------
 
     async def generate(self, request: Request) -> AsyncIterator[Chunk]:
-        # The scheduler aborts every request whose id begins with the given one.
-        call_id = f"{request.id}."
-        body = self._body(request, call_id)
-        self._running.add(call_id)
-        try:
-            if not request.stream:
-                yield self._chunk(await self._client.post("/generate", body), request, 0)
-                return
-            num_before = 0
-            async for event in self._client.stream("/generate", body | {"stream": True}):
-                chunk = self._chunk(event, request, num_before)
-                if not self._sends_increments:
-                    num_before += len(chunk.token_ids)
-                yield chunk
-        finally:
-            self._running.discard(call_id)
+        body = self._generate_body(request)
+        if not request.stream:
+            yield self._chunk(await self._client.post("/generate", body), request, 0)
+            return
+        num_before = 0
+        async for event in self._client.stream("/generate", body | {"stream": True}):
+            chunk = self._chunk(event, request, num_before)
+            if not self._sends_increments:
+                num_before += len(chunk.token_ids)
+            yield chunk
 
-    def _body(self, request: Request, call_id: str) -> dict[str, Any]:
+    def _generate_body(self, request: Request) -> dict[str, Any]:
         sampling = request.sampling
         settings: dict[str, Any] = {
             "max_new_tokens": sampling.max_tokens,
@@ -151,20 +139,28 @@ class SGLangWire(HttpWire):
         }
         if self.capabilities.has_seeds:
             settings["sampling_seed"] = request.seed
+        body = self._body(request.id, request.prompt_ids, settings, request.priority)
+        if request.adapter:
+            body["lora_path"] = request.adapter
+        if sampling.record_routes:
+            body["return_routed_experts"] = True
+            body["routed_experts_start_len"] = request.routes_from
+        return body
+
+    def _body(
+        self, call_id: str, ids: Int32Array, settings: dict[str, Any], priority: int
+    ) -> dict[str, Any]:
         body: dict[str, Any] = {
-            "rid": call_id,
-            "input_ids": request.prompt_ids.tolist(),
+            "rid": f"{call_id}.",  # an abort ends every request whose id begins with the given one
+            "input_ids": ids.tolist(),
             "sampling_params": settings,
             "return_logprob": True,
             "return_prompt_token_ids": True,
         }
         if self._priority_sign:
-            body["priority"] = self._priority_sign * request.priority
-        if adapter := request.adapter or self._adapter:
-            body["lora_path"] = adapter
-        if sampling.record_routes:
-            body["return_routed_experts"] = True
-            body["routed_experts_start_len"] = request.routes_from
+            body["priority"] = self._priority_sign * priority
+        if self._adapter:
+            body["lora_path"] = self._adapter
         return body
 
     def _chunk(self, answer: Any, request: Request, num_before: int) -> Chunk:
@@ -213,19 +209,10 @@ class SGLangWire(HttpWire):
                 f"score: the text has {len(token_ids)} tokens; SGLang scores at most "
                 f"{self.capabilities.max_tokens - 1}."
             )
-        body: dict[str, Any] = {
-            "rid": f"{call_id}.",
-            "input_ids": token_ids.tolist(),
-            "sampling_params": {"max_new_tokens": 1, "temperature": 0.0, "ignore_eos": True},
-            "return_logprob": True,
-            # The first entry is that of the id at this index, without a log-prob.
-            "logprob_start_len": first - 1,
-            "return_prompt_token_ids": True,
-        }
-        if self._priority_sign:
-            body["priority"] = self._priority_sign * priority
-        if self._adapter:
-            body["lora_path"] = self._adapter
+        settings = {"max_new_tokens": 1, "temperature": 0.0, "ignore_eos": True}
+        body = self._body(call_id, token_ids, settings, priority)
+        # The first entry is that of the id at this index, without a log-prob.
+        body["logprob_start_len"] = first - 1
         answer = await self._client.post("/generate", body)
         about = answer["meta_info"]
         return WireScores(
@@ -242,9 +229,6 @@ class SGLangWire(HttpWire):
 
     async def pause(self) -> None:
         await self._client.post("/abort_request", {"abort_all": True})
-        deadline = asyncio.get_running_loop().time() + PAUSE_SECONDS
-        while self._running and asyncio.get_running_loop().time() < deadline:
-            await asyncio.sleep(0.005)
         await self._client.post("/pause_generation", {"mode": "abort"})
 
     async def resume(self, *, drop_cache: bool) -> None:
@@ -254,14 +238,12 @@ class SGLangWire(HttpWire):
         await self._client.post("/continue_generation", {})
 
     async def load_weights(self, source: Mapping[str, Any] | str | None, *, version: int) -> None:
-        """source: a directory of a checkpoint or adapter that the server can read, or tensors on
-        GPUs that it shares."""
-        if isinstance(source, Mapping):
-            raise CapabilityError("load_weights: SGLang reads a directory, and got tensors.")
-        if source is not None and is_adapter(Path(source)):
-            await self._load_adapter(Path(source).absolute(), version)
-        elif source is not None:
-            body = {"model_path": str(Path(source).absolute()), "flush_cache": True}
+        """source: a directory of a checkpoint or adapter that the server can read."""
+        directory = Path(str(source)).absolute()
+        if is_adapter(directory):
+            await self._load_adapter(directory, version)
+        else:
+            body = {"model_path": str(directory), "flush_cache": True}
             await self._client.post("/update_weights_from_disk", body)
 
     async def read_label(self) -> str:

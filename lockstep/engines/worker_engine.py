@@ -59,21 +59,21 @@ class WorkerEngine(Engine):
     def __init__(
         self,
         start: Callable[[], Worker],
-        order: Any,
+        make: Callable[[], Engine],
         *,
         newest: Newest,
         device: torch.device,
         restarts: int = 0,
         on_wait: Callable[[str], None] = lambda text: None,
     ) -> None:
-        """start: starts a worker. order: the description of its engine. newest: holds weights
+        """start: starts a worker. make: makes its engine there. newest: holds weights
         for workers, which map it. device: of the trainer's tensors. restarts: number of
         times that a dead worker is started again.
 
         Returns when the engine answers; on_wait is told now and then. Raises the worker's own
         error, or EngineDownError with its log, if the engine cannot be made.
         """
-        self._start, self._order = start, order
+        self._start, self._make = start, make
         self._newest, self._device = newest, device
         self._restarts, self._on_wait = restarts, on_wait
         self._numbers = itertools.count(READY + 1)
@@ -85,7 +85,7 @@ class WorkerEngine(Engine):
 
     def _begin(self) -> None:
         worker = self._start()
-        worker.send([self._order])
+        worker.send([self._make])
         try:
             while (batch := worker.receive(seconds=TELL_SECONDS)) is None:
                 self._on_wait(f"{worker.name} is still starting.")

@@ -10,7 +10,6 @@ import asyncio
 import os
 import sys
 import traceback
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -24,15 +23,15 @@ READY = 0
 """Number of the first answer: the engine's capabilities, or why there is no engine."""
 
 
-def serve(line: Line, make: Callable[[Any], Engine]) -> None:
-    """Makes the engine that the first message describes, and serves it until it is closed.
+def serve(line: Line) -> None:
+    """Calls the first message, which makes an engine, and serves that until it is closed.
 
     The process also ends when the other end of the line is gone.
     """
     batch = line.receive()
     assert batch is not None, "it waits"
     try:
-        engine = make(batch[0])
+        engine: Engine = batch[0]()
     except Exception as error:
         line.send([(READY, "error", in_words(error))])
         raise

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -13,41 +13,31 @@ from lockstep.engines.base import EngineContext
 from lockstep.engines.config import EmbeddedConfig
 from lockstep.engines.embedded.engine import EmbeddedEngine
 from lockstep.engines.worker_engine import WorkerEngine
-from lockstep.engines.worker_host import serve
-from lockstep.errors import CapabilityError
-from lockstep.launch.workers import Line, start_worker
+from lockstep.launch.workers import start_worker
 from lockstep.models.decoder import Decoder
 from lockstep.models.hf_io import load_checkpoint
 from lockstep.ops.base import Ops
 from lockstep.ops.invariant import ask_for_reproducible_gemm
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Order:
-    """Description of the engine that a worker makes."""
+def make_replica(model: Decoder, config: EmbeddedConfig, context: EngineContext) -> WorkerEngine:
+    """An engine in a process of its own, with the weights that the run started from.
 
-    config: EmbeddedConfig
-    directory: str
-    token_bytes: list[bytes]
-    dtype: str
-    device: str
-    """cpu or cuda; a worker sees one GPU only."""
-    threads: int
-    ops: Ops
-    """The trainer's ops, made anew in the worker with the same rules. Its self-test holds there
-    too: the fingerprint, which includes a fixed computation, is compared."""
-
-
-def make_replica(config: EmbeddedConfig, context: EngineContext) -> WorkerEngine:
-    """An engine in a process of its own, with the weights that the run started from."""
-    model = context.model
-    if not isinstance(model, Decoder):
-        raise CapabilityError(
-            f"engine embedded runs the decoder, and cannot run a {type(model).__name__}: choose an "
-            "engine of another kind."
-        )
-    order = Order(
-        config=config,
+    model: the trainer's. The worker makes its ops anew with the same rules; its self-test holds
+    there too: the fingerprint, which includes a fixed computation, is compared.
+    """
+    scratch = context.scratch or Path(tempfile.mkdtemp(prefix="lockstep-"))
+    gpu = context.gpus[context.replica : context.replica + 1]
+    start = partial(
+        start_worker,
+        "lockstep.engines.worker_host:serve",
+        name=f"engine {context.replica}",
+        log=scratch / "engine.log",
+        environment={"CUDA_VISIBLE_DEVICES": gpu[0]} if gpu else {},
+    )
+    make = partial(
+        make_here,
+        config,
         directory=str(context.directory),
         token_bytes=list(context.token_bytes),
         dtype=context.dtype if config.dtype == "same" else config.dtype,
@@ -55,18 +45,9 @@ def make_replica(config: EmbeddedConfig, context: EngineContext) -> WorkerEngine
         threads=torch.get_num_threads(),
         ops=model.ops,
     )
-    scratch = context.scratch or Path(tempfile.mkdtemp(prefix="lockstep-"))
-    name, gpu = f"engine {context.replica}", context.gpus[context.replica : context.replica + 1]
-    start = partial(
-        start_worker,
-        "lockstep.engines.embedded.replica:work",
-        name=name,
-        log=scratch / "engine.log",
-        environment={"CUDA_VISIBLE_DEVICES": gpu[0]} if gpu else {},
-    )
     return WorkerEngine(
         start,
-        order,
+        make,
         newest=context.newest,
         device=model.embedding.device,
         restarts=config.restarts,
@@ -74,19 +55,20 @@ def make_replica(config: EmbeddedConfig, context: EngineContext) -> WorkerEngine
     )
 
 
-# -- in the worker --------------------------------------------------------------------------------
-
-
-def work(line: Line) -> None:
-    """The worker's function: see `worker_host.serve`."""
-    serve(line, _make)
-
-
-def _make(order: Order) -> EmbeddedEngine:
-    if order.ops.name == "invariant":
+def make_here(
+    config: EmbeddedConfig,
+    *,
+    directory: str,
+    token_bytes: Sequence[bytes],
+    dtype: str,
+    device: str,
+    threads: int,
+    ops: Ops,
+) -> EmbeddedEngine:
+    """The engine of a worker, which sees one GPU only."""
+    if ops.name == "invariant":
         ask_for_reproducible_gemm()  # where the trainer's environment is not this one's
-    torch.set_num_threads(order.threads)
-    model = load_checkpoint(
-        order.directory, dtype=getattr(torch, order.dtype), device=order.device, ops=order.ops
-    ).requires_grad_(False)
-    return EmbeddedEngine(model, order.config, token_bytes=order.token_bytes, is_shared=False)
+    torch.set_num_threads(threads)
+    model = load_checkpoint(directory, dtype=getattr(torch, dtype), device=device, ops=ops)
+    model.requires_grad_(False)
+    return EmbeddedEngine(model, config, token_bytes=token_bytes, is_shared=False)

@@ -335,9 +335,7 @@ class VllmWire(HttpWire):
 
     async def load_weights(self, source: Mapping[str, Any] | str | None, *, version: int) -> None:
         """source: a directory of a checkpoint or adapter that the server can read."""
-        if not isinstance(source, str):
-            raise CapabilityError("engine vllm takes weights as a directory.")
-        directory = Path(source).absolute()
+        directory = Path(str(source)).absolute()
         if reason := self.must_restart or ("it had ended" if self._is_gone else ""):
             await self._restart(directory, reason)
         elif is_adapter(directory):

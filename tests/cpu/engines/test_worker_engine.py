@@ -13,7 +13,6 @@ from engine_models import deltas_of, reply_of, request
 from lockstep.engines.base import EngineContext
 from lockstep.engines.config import EmbeddedConfig
 from lockstep.engines.embedded.engine import EmbeddedEngine
-from lockstep.engines.embedded.replica import make_replica
 from lockstep.engines.registry import make_engine
 from lockstep.engines.worker_weights import outlines_of, tensors_in, written
 from lockstep.errors import (
@@ -136,7 +135,7 @@ def test_errors_come_back_with_their_type_and_text_and_the_worker_goes_on(engine
 
 
 def test_a_worker_that_dies_fails_what_is_in_flight_and_is_started_again(context):
-    engine = make_replica(replace(CONFIG, restarts=1), context)
+    engine = make_engine(replace(CONFIG, restarts=1), context)
 
     async def kill():
         asked = request("long", PROMPT, max_tokens=200, stream=True)
