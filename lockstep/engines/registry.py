@@ -154,37 +154,34 @@ def check_capabilities(
     """
     found = engine.capabilities
     records, scores = set(found.distributions), set(found.scored_distributions)
-    has_tempered = bool(records & {"tempered", "sampled"}) or temperature == 1
+    is_plain, recorded = temperature == 1, f"records log-probs of {', '.join(found.distributions)}"
     for holds, text in (
         (
             found.weight_sources or not is_trained,
-            "takes no new weights, and serves `lockstep eval` alone. To train, choose engine=vllm, "
-            "engine=sglang or engine=embedded",
+            "takes no new weights, and serves `lockstep eval` alone",
         ),
         (
-            has_tempered,
-            f"records log-probs of {', '.join(records)}; training needs those of the distribution "
-            "that was drawn from (tempered). Set agent.temperature=1",
+            records & {"tempered", "sampled"} or is_plain,
+            f"{recorded}; training needs those of the draws (tempered). Set agent.temperature=1",
         ),
         (
             "sampled" in records or not is_truncated,
-            f"records log-probs of {', '.join(records)}; with top_p or top_k, training needs those "
-            "of what they leave (sampled). Set agent.top_p=1 agent.top_k=0",
+            f"{recorded}; with top_p or top_k, training needs those of what they leave (sampled). "
+            "Set agent.top_p=1 agent.top_k=0",
         ),
         (
             found.has_score or not is_rescored,
-            "cannot score given ids, which correction.behaviour=averaged needs. Set "
+            "cannot score given ids. Set correction.behaviour=rollout",
+        ),
+        (
+            "tempered" in scores or is_plain or not is_rescored,
+            f"scores given ids under {', '.join(scores)}. Set agent.temperature=1 or "
             "correction.behaviour=rollout",
         ),
         (
-            "tempered" in scores or temperature == 1 or not is_rescored,
-            f"scores given ids under {', '.join(scores)}, and correction.behaviour=averaged needs "
-            f"agent.temperature={temperature:g}. Set it to 1, or correction.behaviour=rollout",
-        ),
-        (
             found.has_routed_experts or not is_replayed,
-            "does not hand out the experts that tokens went to, which "
-            "trainer.routing_replay=rollout replays. Use recompute or none",
+            "does not hand out the experts that tokens went to. Set "
+            "trainer.routing_replay=recompute or none",
         ),
         (
             found.has_sleep or not is_sharing_device,

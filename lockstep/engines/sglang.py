@@ -204,11 +204,6 @@ class SGLangWire(HttpWire):
     async def score(
         self, call_id: str, token_ids: Int32Array, *, first: int, priority: int
     ) -> WireScores:
-        if len(token_ids) >= self.capabilities.max_tokens:
-            raise EngineError(
-                f"score: the text has {len(token_ids)} tokens; SGLang scores at most "
-                f"{self.capabilities.max_tokens - 1}."
-            )
         settings = {"max_new_tokens": 1, "temperature": 0.0, "ignore_eos": True}
         body = self._body(call_id, token_ids, settings, priority)
         # The first entry is that of the id at this index, without a log-prob.

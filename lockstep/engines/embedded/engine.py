@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -36,7 +36,7 @@ from lockstep.engines.ledger import (
     limit_of,
 )
 from lockstep.engines.worker_weights import TornWeightsError
-from lockstep.errors import ConfigError, EngineError
+from lockstep.errors import EngineError
 from lockstep.models.decoder import Decoder
 from lockstep.models.hf_io import check_tensors, decoder_like, load_weights, read_tensors
 from lockstep.models.moe import Routing
@@ -61,8 +61,6 @@ parse the reply, call a tool that does not wait, and send its next turn into the
 @dataclass(slots=True, eq=False, kw_only=True)
 class _Entry(Entry):
     sequence: Sequence
-    text: bytearray = field(default_factory=bytearray)
-    """Sampled bytes of a request with stop strings."""
 
 
 class EmbeddedEngine(Engine):
@@ -87,11 +85,6 @@ class EmbeddedEngine(Engine):
         is_shared: bool = True,
     ) -> None:
         shape = model.config
-        if token_bytes is not None and len(token_bytes) > shape.vocab_size:
-            raise ConfigError(
-                f"token_bytes has {len(token_bytes)} entries; the model's vocabulary has "
-                f"{shape.vocab_size}. The tokenizer of another model?"
-            )
         self._model = model
         self._shared = model if is_shared else None
         self._config, self._token_bytes, self._version = config, token_bytes, version
@@ -506,19 +499,14 @@ class EmbeddedEngine(Engine):
 
     def _matched_string(self, sequence: Sequence) -> str | None:
         """The stop string that the last token completed, even if it ends inside the token."""
-        if not sequence.request.sampling.stop_strings:
+        known, strings = self._token_bytes, sequence.request.sampling.stop_strings
+        if not strings:
             return None
-        assert self._token_bytes is not None, "stop strings are refused without token_bytes"
-        rows, row = self._rows, sequence.row
-        reply = self._entry_of(sequence)
-        token = int(rows.last_ids[row])
-        added = self._token_bytes[token] if token < len(self._token_bytes) else b""
-        reply.text += added
-        for text in sequence.request.sampling.stop_strings:
-            wanted = text.encode()
-            if wanted in reply.text[-(len(added) + len(wanted) - 1) :]:
-                return text
-        return None
+        assert known is not None, "stop strings are refused without token_bytes"
+        longest = max(len(text.encode()) for text in strings)
+        last_ids = self._sampled(sequence)[0][-longest:].tolist()
+        tail = b"".join(known[i] for i in last_ids if i < len(known))
+        return next((text for text in strings if text.encode() in tail), None)
 
     # -- replies ------------------------------------------------------------------------------
 

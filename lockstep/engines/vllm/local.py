@@ -71,11 +71,6 @@ class LocalWire(Wire):
             ) from error
         self._vllm: Any = vllm
         self._is_cpu = current_platform.is_cpu()
-        if config.deterministic and self._is_cpu:
-            raise CapabilityError(
-                "engine.deterministic=true: vLLM has no kernels for a CPU whose result does not "
-                "depend on the batch. Leave it out, or take engine=embedded."
-            )
         if config.deterministic:
             os.environ["VLLM_BATCH_INVARIANT"] = "1"
         from lockstep.engines.vllm.narrow_heads import widen_narrow_heads
@@ -290,19 +285,10 @@ class LocalWire(Wire):
     def _take_adapter(self, directory: str, version: int) -> None:
         from vllm.lora.request import LoRARequest
 
-        if not self._config.max_adapter_rank:
-            raise CapabilityError(
-                f"{directory} is an adapter, and vLLM was started without room for one. Set "
-                "engine.max_adapter_rank to its rank."
-            )
-        before, self._adapter = (
-            self._adapter,
-            LoRARequest(
-                lora_name=f"version-{version}", lora_int_id=version + 1, lora_path=directory
-            ),
-        )
-        if before is not None:
-            self._engine.remove_lora(before.lora_int_id)
+        if self._adapter is not None:
+            self._engine.remove_lora(self._adapter.lora_int_id)
+        name, number = f"version-{version}", version + 1
+        self._adapter = LoRARequest(lora_name=name, lora_int_id=number, lora_path=directory)
         self._engine.add_lora(self._adapter)
 
     async def sleep(self) -> None:

@@ -58,7 +58,13 @@ def engine_arguments(
     config: VllmConfig, context: EngineContext, directory: Path, *, has_gpu: bool, max_tokens: int
 ) -> list[str]:
     """Arguments for every vLLM engine of a run, in a server or in this process, for the checkpoint
-    in `directory` and texts of up to `max_tokens`."""
+    in `directory` and texts of up to `max_tokens`. Raises CapabilityError for what vLLM has on GPUs
+    only."""
+    if config.deterministic and not has_gpu:
+        raise CapabilityError(
+            "engine.deterministic=true: vLLM's batch-invariant kernels are for GPUs, and there is "
+            "none here. Leave it out: what the batch changes is measured at every step."
+        )
     cache_gib = config.kv_cache_gib or (0.0 if has_gpu else CPU_CACHE_GIB)
     settings = {
         "model": directory,
@@ -103,11 +109,6 @@ class VllmServer:
         self._python = config.python or sys.executable
         self._has_gpu = torch.cuda.is_available()
         check_readable(context.directory, fills_head=False)
-        if config.deterministic and not self._has_gpu:
-            raise CapabilityError(
-                "engine.deterministic=true: vLLM's batch-invariant kernels are for GPUs, and there "
-                "is none here. Leave it out: what the batch changes is measured at every step."
-            )
         if not Path(self._python).is_file():
             raise EngineError(
                 f"engine.python={self._python} is no file; expected the interpreter of an "

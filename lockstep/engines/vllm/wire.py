@@ -158,13 +158,7 @@ class VllmWire(HttpWire):
             client, "/server_info?config_format=json", "VLLM_SERVER_DEV_MODE=1 in its environment"
         )
         settings = info["vllm_config"]
-        model, scheduler = settings["model_config"], settings["scheduler_config"]
-        if settings["device_config"].get("device") == "cpu" and scheduler["enable_chunked_prefill"]:
-            raise CapabilityError(
-                f"{client.url} runs on a CPU and computes long prompts in parts: the first of them "
-                "that has a seed ends it. Start it with --no-enable-chunked-prefill and "
-                f"--max-num-batched-tokens={max(2048, context.max_tokens)}."
-            )
+        model = settings["model_config"]
         if model["logprobs_mode"] not in DISTRIBUTIONS:
             raise CapabilityError(
                 f"{client.url} was started with --logprobs-mode={model['logprobs_mode']}: it sends "
@@ -192,7 +186,7 @@ class VllmWire(HttpWire):
             )
         served = model["served_model_name"]
         self._model = str((served[0] if isinstance(served, list) else served) or model["model"])
-        self._has_priorities = scheduler["policy"] == "priority"
+        self._has_priorities = settings["scheduler_config"]["policy"] == "priority"
         sources: tuple[WeightSource, ...] = ("adapter",) if has_adapters else ()
         if not self._why_not_in_place or server is not None:
             sources = ("directory", *sources)
@@ -258,12 +252,6 @@ class VllmWire(HttpWire):
     async def score(
         self, call_id: str, token_ids: Int32Array, *, first: int, priority: int
     ) -> WireScores:
-        room = self.capabilities.max_tokens - 1  # it samples a token, wanted or not
-        if len(token_ids) > room:
-            raise EngineError(
-                f"score: the text has {len(token_ids)} tokens; vLLM scores at most {room}, one "
-                "less than --max-model-len."
-            )
         body = self._body(call_id, token_ids, SCORE_SETTINGS, priority)
         answer = await self._client.post(GENERATE, body)
         entries = answer["prompt_logprobs"]
@@ -339,12 +327,6 @@ class VllmWire(HttpWire):
         if reason := self.must_restart or ("it had ended" if self._is_gone else ""):
             await self._restart(directory, reason)
         elif is_adapter(directory):
-            if not self.capabilities.has_adapters:
-                raise CapabilityError(
-                    f"{directory} is an adapter, and the server takes none: set "
-                    "engine.max_adapter_rank, or start it with --enable-lora and "
-                    "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1."
-                )
             await self._load_adapter(directory, version)
         elif self._why_not_in_place:
             await self._restart(directory, self._why_not_in_place)

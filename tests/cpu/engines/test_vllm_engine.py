@@ -80,7 +80,6 @@ def test_logprobs_of_other_ids_are_an_error():
     ("old", "new", "text"),
     [
         ('"processed_logprobs"', '"raw_logits"', "sends no log-probs"),
-        ('"enable_chunked_prefill": false', '"enable_chunked_prefill": true', "in parts"),
     ],
 )
 def test_a_server_that_is_started_wrongly_is_refused(old, new, text):
