@@ -7,8 +7,8 @@ the position and both values.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
-from typing import Any, Protocol, cast, runtime_checkable
+from itertools import pairwise, zip_longest
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -52,14 +52,12 @@ def assert_token_exact(
 id 8; the row has id 3 at position 3. Train the ids that the engine returned. For all rows at \
 once, and what each cause explains: `lockstep doctor DUMP`.
     """
-    ids = _ids(row_ids)
-    turns = [_ids(turn) for turn in sampled_turns]
-    mask = None if loss_mask is None else _array(loss_mask).astype(np.bool_)
+    ids, mask = _ids(row_ids), None if loss_mask is None else _array(loss_mask)
     if mask is not None and len(mask) != len(ids):
         raise AssertionError(f"{name}: {len(ids)} ids and a loss mask of {len(mask)} entries.")
+    is_sampled = np.zeros(len(ids), np.bool_)
     begin = 0
-    places: list[int] = []
-    for number, turn in enumerate(turns):
+    for number, turn in enumerate(map(_ids, sampled_turns)):
         at, num_equal = _find(ids, turn, begin)
         if num_equal < len(turn):
             raise AssertionError(
@@ -67,23 +65,17 @@ once, and what each cause explains: `lockstep doctor DUMP`.
                 + _first_other(ids, turn, at, num_equal, tokenizer)
                 + f" Train the ids that the engine returned. {NEXT}"
             )
-        places.append(at)
         begin = at + len(turn)
-    if mask is None:
-        return
-    expected = np.zeros(len(ids), np.bool_)
-    for at, turn in zip(places, turns, strict=True):
-        expected[at : at + len(turn)] = True
-    other = np.flatnonzero(mask != expected)
-    if len(other):
-        at = int(other[0])
-        what = (
-            "was sampled but is not trained" if expected[at] else "is trained but was not sampled"
-        )
-        cause = CAUSES["missing_final" if expected[at] else "observation_trained"]
+        is_sampled[at:begin] = True
+    other = [] if mask is None else np.flatnonzero(mask.astype(np.bool_) != is_sampled).tolist()
+    if other:
+        at = other[0]
+        what, cause = "is trained but was not sampled", "observation_trained"
+        if is_sampled[at]:
+            what, cause = "was sampled but is not trained", "missing_final"
         raise AssertionError(
-            f"{name}: {_token(ids, at, tokenizer)} {what}, like {len(other) - 1} others. "
-            f"{cause.remedy} {NEXT}"
+            f"{name}: {_token(ids, at, tokenizer)} at position {at} {what}, like "
+            f"{len(other) - 1} others. {CAUSES[cause].remedy} {NEXT}"
         )
 
 
@@ -133,34 +125,26 @@ def assert_prefix(shorter_ids: Any, longer_ids: Any, *, tokenizer: Tokenizer | N
     >>> assert_prefix([1, 2], [1, 2, 3])
     """
     one, other = _ids(shorter_ids), _ids(longer_ids)
-    num_equal = _num_equal(one, other)
-    if num_equal == len(one):
-        return
-    there = _token(other, num_equal, tokenizer) if num_equal < len(other) else "nothing"
-    raise AssertionError(
-        f"{num_equal} of {len(one)} ids are a prefix; then {_token(one, num_equal, tokenizer)} "
-        f"against {there}. Extend the ids turn by turn in place of rendering the history again. "
-        f"{NEXT}"
-    )
+    at = _num_equal(one, other)
+    if at < len(one):
+        there = f"{_token(other, at, tokenizer)} at position {at}" if at < len(other) else "nothing"
+        raise AssertionError(
+            f"{at} of {len(one)} ids are a prefix; then {_token(one, at, tokenizer)} at position "
+            f"{at} against {there}. Extend the ids turn by turn in place of rendering the history "
+            f"again. {NEXT}"
+        )
 
 
-@runtime_checkable
-class ChatTemplate(Protocol):
-    """A tokenizer of transformers."""
-
-    def apply_chat_template(self, conversation: Any, **settings: Any) -> Any: ...
-
-
-def assert_incremental(
-    template: Renderer | ChatTemplate, messages: Sequence[Message | Mapping[str, Any]]
-) -> None:
+def assert_incremental(template: Any, messages: Sequence[Message | Mapping[str, Any]]) -> None:
     """Asserts that the template over a whole dialogue begins with the dialogue after each turn.
 
     template: a renderer of Lockstep, or a tokenizer of transformers with a chat template. messages:
     a dialogue with at least two replies. If this fails, make rows by extending ids, never from the
     last prompt, which does not contain the turns as they were sampled.
     """
-    replies = [at for at, m in enumerate(messages) if _role(m) == "assistant"]
+    written = _by_renderer if isinstance(template, Renderer) else _by_template
+    roles = [m.role if isinstance(m, Message) else m["role"] for m in messages]
+    replies = [at for at, role in enumerate(roles) if role == "assistant"]
     if len(replies) < 2:
         raise AssertionError(
             f"{len(replies)} messages of the assistant: the template of one turn cannot change an "
@@ -168,17 +152,33 @@ def assert_incremental(
         )
     tokenizer = template.tokenizer if isinstance(template, Renderer) else None
     for number, (at, then) in enumerate(pairwise(replies)):
+        path = written(template, messages[: at + 1], has_reply=True)
+        prompt = written(template, messages[:then], has_reply=False)
         try:
-            assert_prefix(
-                _with_reply(template, messages[: at + 1]),
-                _prompt(template, messages[:then]),
-                tokenizer=tokenizer,
-            )
+            assert_prefix(path, prompt, tokenizer=tokenizer)
         except AssertionError as error:
             raise AssertionError(
                 f"the prompt of reply {number + 1} does not begin with the dialogue up to reply "
                 f"{number}: {error}"
             ) from None
+
+
+def _by_renderer(
+    template: Renderer, messages: Sequence[Message | Mapping[str, Any]], *, has_reply: bool
+) -> list[int]:
+    """Ids up to where the next reply begins. has_reply: to the end of the last message, a reply."""
+    given = [m if isinstance(m, Message) else Message.from_dict(m) for m in messages]
+    if has_reply:
+        return [*template.render(given[:-1]), *template.render_reply(given[-1])]
+    return template.render(given)
+
+
+def _by_template(
+    template: Any, messages: Sequence[Message | Mapping[str, Any]], *, has_reply: bool
+) -> Any:
+    given = [m.to_dict() if isinstance(m, Message) else m for m in messages]
+    found = template.apply_chat_template(given, add_generation_prompt=not has_reply, tokenize=True)
+    return found["input_ids"] if isinstance(found, Mapping) else found
 
 
 def assert_physical(metrics: Sequence[Mapping[str, Any]]) -> None:
@@ -208,75 +208,38 @@ def _ids(values: Any) -> npt.NDArray[np.int32]:
 
 
 def _rows(rollout: Any, trainer: Any, mask: Any, ids: Any, name: str) -> Rows:
-    sides = [_ragged(values) for values in (rollout, trainer)]
-    sizes = [[len(row) for row in side] for side in sides]
-    if sizes[0] != sizes[1]:
-        at = next(
-            (i for i, (a, b) in enumerate(zip(*sizes, strict=False)) if a != b),
-            min(map(len, sizes)),
-        )
-        found = [side[at] if at < len(side) else "none" for side in sizes]
-        raise AssertionError(
-            f"{name} {at}: {found[0]} log-probs of the sampler, {found[1]} of the trainer. Each "
-            "token needs one of both, at its own index."
-        )
-    num = sum(sizes[0])
-    flat = [np.concatenate([*side, np.empty(0)]).astype(np.float32) for side in sides]
-    masks = None if mask is None else np.concatenate([*_ragged(mask), np.empty(0)])
-    known = None if ids is None else np.concatenate([*_ragged(ids), np.empty(0)])
-    for what, values in (("loss_mask", masks), ("row_ids", known)):
-        if values is not None and len(values) != num:
+    one, other = ([len(row) for row in _ragged(side)] for side in (rollout, trainer))
+    for at, (num_one, num_other) in enumerate(zip_longest(one, other, fillvalue="none")):
+        if num_one != num_other:
+            raise AssertionError(
+                f"{name} {at}: {num_one} log-probs of the sampler, {num_other} of the trainer. "
+                "Each token needs one of both, at its own index."
+            )
+    num = sum(one)
+    given = {"loss_mask": np.ones(num) if mask is None else mask}
+    given["row_ids"] = np.arange(num) if ids is None else ids
+    flat = {what: _flat(values) for what, values in given.items()}
+    for what, values in flat.items():
+        if len(values) != num:
             raise AssertionError(f"{what} has {len(values)} entries, the log-probs {num}.")
     return Rows(
-        row_ids=tuple(f"{name} {i}" if len(sizes[0]) > 1 else name for i in range(len(sizes[0]))),
-        offsets=np.cumsum([0, *sizes[0]], dtype=np.int64),
-        token_ids=(np.arange(num) if known is None else known).astype(np.int32),
-        loss_mask=np.ones(num, np.bool_) if masks is None else masks.astype(np.bool_),
-        rollout_logprobs=flat[0],
-        trainer_logprobs=flat[1],
+        row_ids=tuple(f"{name} {at}" for at in range(len(one))) if len(one) > 1 else (name,),
+        offsets=np.cumsum([0, *one], dtype=np.int64),
+        token_ids=flat["row_ids"].astype(np.int32),
+        loss_mask=flat["loss_mask"].astype(np.bool_),
+        rollout_logprobs=_flat(rollout).astype(np.float32),
+        trainer_logprobs=_flat(trainer).astype(np.float32),
     )
+
+
+def _flat(values: Any) -> npt.NDArray[Any]:
+    return np.concatenate([*_ragged(values), np.empty(0)])
 
 
 def _ragged(values: Any) -> list[npt.NDArray[Any]]:
     """One array per row."""
-    if len(values) and np.ndim(_array(values[0])):
-        return [_array(row).reshape(-1) for row in values]
-    return [_array(values).reshape(-1)]
-
-
-def _role(message: Message | Mapping[str, Any]) -> str:
-    return message.role if isinstance(message, Message) else str(message["role"])
-
-
-def _prompt(
-    template: Renderer | ChatTemplate, messages: Sequence[Message | Mapping[str, Any]]
-) -> npt.NDArray[np.int32]:
-    """Ids up to where the next reply begins."""
-    if isinstance(template, Renderer):
-        return _ids(template.render([_message(m) for m in messages]))
-    return _applied(template, messages, is_prompt=True)
-
-
-def _with_reply(
-    template: Renderer | ChatTemplate, messages: Sequence[Message | Mapping[str, Any]]
-) -> npt.NDArray[np.int32]:
-    """Ids up to the end of the last message, a reply."""
-    if isinstance(template, Renderer):
-        reply = template.render_reply(_message(messages[-1]))
-        return np.concatenate([_prompt(template, messages[:-1]), _ids(reply)])
-    return _applied(template, messages, is_prompt=False)
-
-
-def _applied(
-    template: ChatTemplate, messages: Sequence[Message | Mapping[str, Any]], *, is_prompt: bool
-) -> npt.NDArray[np.int32]:
-    given = [m.to_dict() if isinstance(m, Message) else m for m in messages]
-    found = template.apply_chat_template(given, add_generation_prompt=is_prompt, tokenize=True)
-    return _ids(cast("Any", found)["input_ids"] if isinstance(found, Mapping) else found)
-
-
-def _message(message: Message | Mapping[str, Any]) -> Message:
-    return message if isinstance(message, Message) else Message.from_dict(dict(message))
+    is_nested = len(values) and np.ndim(_array(values[0]))
+    return [_array(row).reshape(-1) for row in (values if is_nested else [values])]
 
 
 # -- where they differ -----------------------------------------------------------------------------
@@ -290,17 +253,9 @@ def _num_equal(one: npt.NDArray[Any], other: npt.NDArray[Any]) -> int:
 
 def _find(ids: npt.NDArray[np.int32], turn: npt.NDArray[np.int32], begin: int) -> tuple[int, int]:
     """(position in `ids` from `begin` on with the longest prefix of `turn`, its length)."""
-    if not len(turn):
-        return begin, 0
-    at = np.flatnonzero(ids[begin:] == turn[0]) + begin
-    best = (begin, 0)
-    for place in at.tolist():
-        num = _num_equal(turn, ids[place:])
-        if num > best[1]:
-            best = (place, num)
-        if num == len(turn):
-            break
-    return best
+    places = np.flatnonzero(ids[begin:] == turn[0]) + begin if len(turn) else []
+    found = [(int(at), _num_equal(turn, ids[at:])) for at in places]
+    return max(found, key=lambda place: place[1], default=(begin, 0))
 
 
 def _first_other(
@@ -313,19 +268,16 @@ def _first_other(
     if not num_equal:
         return f"None of its {len(turn)} ids is in the row from position {at} on."
     place = at + num_equal
-    there = _token(ids, place, tokenizer, where=False) if place < len(ids) else "nothing more"
+    there = _token(ids, place, tokenizer) if place < len(ids) else "nothing more"
     return (
-        f"Token {num_equal} of {len(turn)} was sampled as "
-        f"{_token(turn, num_equal, tokenizer, where=False)}; the row has {there} at position "
-        f"{place}."
+        f"Token {num_equal} of {len(turn)} was sampled as {_token(turn, num_equal, tokenizer)}; "
+        f"the row has {there} at position {place}."
     )
 
 
-def _token(
-    ids: npt.NDArray[np.int32], at: int, tokenizer: Tokenizer | None, *, where: bool = True
-) -> str:
+def _token(ids: npt.NDArray[np.int32], at: int, tokenizer: Tokenizer | None) -> str:
     text = "" if tokenizer is None else f" ({tokenizer.decode([int(ids[at])])!r})"
-    return f"id {int(ids[at])}{text}" + (f" at position {at}" if where else "")
+    return f"id {int(ids[at])}{text}"
 
 
 def _worst(rows: Rows) -> str:

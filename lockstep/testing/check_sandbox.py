@@ -10,7 +10,7 @@ import secrets
 import socket
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -65,17 +65,15 @@ async def check_sandbox(
     Guard: tests/cpu/agent/sandbox/test_check_sandbox.py breaks each promise.
     """
     report = SandboxReport()
-    with contextlib.ExitStack() as stack:
-        host = _Host(stack)
-        before, size = _descendants(), _max_resident_mib()
+    before, size = _descendants(os.getpid()), _max_resident_mib()
+    with _planted() as (places, planted):
         watch = asyncio.ensure_future(_watch(report))
         try:
             await _check_plain(sandbox)
             await _check_sessions(sandbox)
-            running = [_run(sandbox, name, host.fill(code)) for name, code in programs.items()]
-            results = await asyncio.gather(*running)
-            for name, result in zip(programs, results, strict=True):
-                _check_result(name, result, limits, host.secrets)
+            running = [_run(sandbox, name, code, places) for name, code in programs.items()]
+            for name, result in zip(programs, await asyncio.gather(*running), strict=True):
+                _check_result(name, result, limits, planted)
                 report.endings[name] = result.ending
                 report.max_seconds = max(report.max_seconds, result.seconds)
             await _check_plain(sandbox)
@@ -83,10 +81,9 @@ async def check_sandbox(
             watch.cancel()
             await _check_close(sandbox)
         report.host_growth_mib = _max_resident_mib() - size
-        host.check()
-        end = time.monotonic() + GRACE_SECONDS  # a killed process may take a moment to go
-        while (left := _descendants() - before) and time.monotonic() < end:
-            await asyncio.sleep(0.02)
+    end = time.monotonic() + GRACE_SECONDS  # a killed process may take a moment to go
+    while (left := _descendants(os.getpid()) - before) and time.monotonic() < end:
+        await asyncio.sleep(0.02)
     growth, stall = report.host_growth_mib, report.max_stall_seconds
     _expect("close", not left, f"left the processes {sorted(left)} of this one running")
     _expect("memory", growth <= MAX_HOST_GROWTH_MIB, f"let this process grow by {growth:.0f} MiB")
@@ -99,7 +96,11 @@ def _expect(name: str, holds: bool, problem: str) -> None:
         raise SandboxError(f"check_sandbox: {name}: {problem}.")
 
 
-async def _run(sandbox: Sandbox, name: str, code: str) -> ProgramResult:
+async def _run(
+    sandbox: Sandbox, name: str, code: str, places: Mapping[str, object]
+) -> ProgramResult:
+    for word, value in places.items():
+        code = code.replace(word, str(value))
     try:
         return await sandbox.run(code)
     except Exception as error:
@@ -176,57 +177,44 @@ async def _watch(report: SandboxReport) -> None:
         report.max_stall_seconds = max(report.max_stall_seconds, stall)
 
 
-class _Host:
-    """Secrets and traps of this machine that programs look for."""
-
-    def __init__(self, stack: contextlib.ExitStack) -> None:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        self.secrets = [f"secret-{secrets.token_hex(8)}" for _ in range(2)]
-        self._file, self._canary = folder / "secret", folder / "canary"
-        self._file.write_text(self.secrets[0])
-        os.environ[VARIABLE] = self.secrets[1]
-        stack.callback(os.environ.pop, VARIABLE)
-        self._stream = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-        self._port = self._stream.getsockname()[1]
-        self._datagrams = stack.enter_context(socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
-        self._datagrams.bind(("127.0.0.1", self._port))
-        for each in (self._stream, self._datagrams):
+@contextlib.contextmanager
+def _planted() -> Iterator[tuple[dict[str, object], list[str]]]:
+    """({word of a program: place}, secrets): plants secrets and traps of this machine. At the end,
+    raises SandboxError if a program got at them."""
+    planted = [f"secret-{secrets.token_hex(8)}" for _ in range(2)]
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        socket.create_server(("127.0.0.1", 0)) as stream,
+        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as datagrams,
+    ):
+        file, canary, port = Path(folder, "file"), Path(folder, "canary"), stream.getsockname()[1]
+        datagrams.bind(("127.0.0.1", port))
+        for each in (stream, datagrams):
             each.setblocking(False)
-
-    def fill(self, code: str) -> str:
-        for name, value in (
-            ("SECRET_PATH", self._file),
-            ("CANARY_PATH", self._canary),
-            ("HOST_PID", os.getpid()),
-            ("PORT", self._port),
-        ):
-            code = code.replace(name, str(value))
-        return code
-
-    def check(self) -> None:
-        _expect("files", self._file.exists(), "a program deleted a file of this machine")
-        _expect("files", not self._canary.exists(), "a program wrote a file of this machine")
+        file.write_text(planted[0])
+        os.environ[VARIABLE] = planted[1]
+        places = {"SECRET_PATH": file, "CANARY_PATH": canary, "PORT": port}
+        try:
+            yield {**places, "HOST_PID": os.getpid()}, planted
+        finally:
+            del os.environ[VARIABLE]
+        _expect("files", file.exists(), "a program deleted a file of this machine")
+        _expect("files", not canary.exists(), "a program wrote a file of this machine")
         with contextlib.suppress(BlockingIOError):
-            self._stream.accept()
+            stream.accept()
             _expect("network", False, "a program connected to this machine")
         with contextlib.suppress(BlockingIOError):
-            self._datagrams.recv(16)
+            datagrams.recv(16)
             _expect("network", False, "a program sent a datagram to this machine")
 
 
-def _descendants() -> set[tuple[int, str]]:
-    """(process id, name) of all descendants of this process; empty without /proc."""
-    parents: dict[int, tuple[int, str]] = {}
-    for entry in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError, ValueError, IndexError):  # it has ended meanwhile
-            name, rest = (entry / "stat").read_text().split("(", 1)[1].rsplit(")", 1)
-            parents[int(entry.name)] = (int(rest.split()[1]), name)
-    found: set[tuple[int, str]] = set()
-    for process, (parent, name) in parents.items():
-        while parent in parents and parent != os.getpid():
-            parent = parents[parent][0]
-        if parent == os.getpid():
-            found.add((process, name))
+def _descendants(process: int) -> set[int]:
+    """Ids of all descendants of a process; empty without /proc."""
+    found: set[int] = set()
+    for file in Path(f"/proc/{process}/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            for child in map(int, file.read_text().split()):
+                found |= {child, *_descendants(child)}
     return found
 
 
