@@ -129,7 +129,7 @@ def write(answered: Answered) -> dict[str, Any]:
         if message.thinking:
             content["reasoning_content"] = message.thinking
         if message.tool_calls:
-            content["tool_calls"] = _calls(message)
+            content["tool_calls"] = [_told(call) for call in message.tool_calls]
         choices.append({"index": at, "message": content, **_ending(answered, reply)})
     return {
         **_head(answered, "chat.completion"),
@@ -141,28 +141,23 @@ def write(answered: Answered) -> dict[str, Any]:
 
 def events(answered: Answered) -> Iterator[bytes]:
     """The chunks of a stream."""
-    head = _head(answered, "chat.completion.chunk")
-
-    def chunk(at: int, delta: dict[str, Any], **ending: Any) -> bytes:
-        ending = {"finish_reason": None, "logprobs": None, **ending}
-        return event({**head, "choices": [{"index": at, "delta": delta, **ending}]})
-
-    for at, reply in enumerate(answered.replies):
-        message = client_message(reply.message, reply.stop)
-        yield chunk(at, {"role": "assistant", "content": ""})
-        if message.thinking:
-            yield chunk(at, {"reasoning_content": message.thinking})
-        if message.content:
-            yield chunk(at, {"content": message.content})
-        for index, call in enumerate(_calls(message)):
-            arguments = {"arguments": call["function"].pop("arguments")}
+    body, head = write(answered), _head(answered, "chat.completion.chunk")
+    for choice in body["choices"]:
+        message = choice.pop("message")
+        deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
+        for name in ("reasoning_content", "content"):
+            deltas += [{name: message[name]}] if message.get(name) else []
+        for index, call in enumerate(message.get("tool_calls", ())):
+            arguments = {"arguments": call["function"]["arguments"]}
             opened = {**call, "function": {**call["function"], "arguments": ""}}
-            yield chunk(at, {"tool_calls": [{"index": index, **opened}]})
-            yield chunk(at, {"tool_calls": [{"index": index, "function": arguments}]})
-        yield chunk(at, {}, **_ending(answered, reply))
+            deltas.append({"tool_calls": [{"index": index, **opened}]})
+            deltas.append({"tool_calls": [{"index": index, "function": arguments}]})
+        open_end = {**choice, "finish_reason": None, "logprobs": None}
+        for delta in deltas:
+            yield event({**head, "choices": [{**open_end, "delta": delta}]})
+        yield event({**head, "choices": [{**choice, "delta": {}}]})
     if answered.asked.has_usage or answered.has_ids:
-        usage = _usage(answered)
-        yield event({**head, "choices": [], "usage": usage, **answered.extension()})
+        yield event({**head, "choices": [], "usage": body["usage"], **answered.extension()})
     yield b"data: [DONE]\n\n"
 
 
@@ -176,11 +171,9 @@ def _head(answered: Answered, kind: str) -> dict[str, Any]:
     }
 
 
-def _calls(message: Message) -> list[dict[str, Any]]:
-    return [
-        {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}}
-        for c in message.tool_calls
-    ]
+def _told(call: ToolCall) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.id, "type": "function", "function": function}
 
 
 def _ending(answered: Answered, reply: TurnReply) -> dict[str, Any]:

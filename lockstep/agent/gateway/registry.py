@@ -47,12 +47,9 @@ class SessionRegistry:
 
     def create(self, *, task: Task | None = None) -> GatewaySession:
         if self._make is None:
-            raise Refusal(
-                409,
-                "no_free_sessions",
-                "this gateway's sessions are episodes of a training run: claim one (POST /claim), "
-                "or use the address and key that the run gave to your program.",
-            )
+            text = "the sessions are episodes of a training run: claim one (POST /claim), "
+            text += "or use the address and key that the run gave to your program."
+            raise Refusal(409, "no_free_sessions", text)
         return self.add(self._make(task))
 
     def add(self, session: GatewaySession) -> GatewaySession:
@@ -60,12 +57,8 @@ class SessionRegistry:
         if len(self._sessions) >= self._max_sessions:
             old = next((s for s in self._sessions.values() if s.ended.is_set()), None)
             if old is None:
-                raise Refusal(
-                    429,
-                    "too_many_sessions",
-                    f"{len(self._sessions)} sessions are open, as many as there may be. Finish "
-                    "some, or raise the limit.",
-                )
+                text = f"{len(self._sessions)} sessions are open, as many as there may be."
+                raise Refusal(429, "too_many_sessions", f"{text} Finish some.")
             self._drop(old)
         self._sessions[session.id] = session
         self._by_key[_digest(session.key)] = session
@@ -76,11 +69,8 @@ class SessionRegistry:
     def get(self, session_id: str) -> GatewaySession:
         found = self._sessions.get(session_id)
         if found is None:
-            raise Refusal(
-                404,
-                "unknown_session",
-                f"there is no session {session_id!r}: it was never made here, or it was removed.",
-            )
+            text = f"there is no session {session_id!r}: it was never made here, or it was removed."
+            raise Refusal(404, "unknown_session", text)
         return found
 
     def of_key(self, key: str) -> GatewaySession | None:
@@ -114,30 +104,20 @@ class SessionRegistry:
         self._is_offering = True
         offer = _Offer(session, task)
         self._offers.put_nowait(offer)
-        try:
-            async with asyncio.timeout(wait_seconds):
-                await offer.claimed.wait()
-        except TimeoutError:
-            offer.is_over = True
-            raise TimeoutError(
-                f"no agent claimed the episode within {wait_seconds:g} s (POST /claim)"
-            ) from None
-        try:
-            async with asyncio.timeout(max_seconds):
-                await session.ended.wait()
-        except TimeoutError:
-            raise TimeoutError(
-                f"the agent that claimed it did not finish within {max_seconds:g} s"
-            ) from None
+        for event, seconds, text in (
+            (offer.claimed, wait_seconds, "no agent claimed the episode"),
+            (session.ended, max_seconds, "the agent that claimed it did not finish"),
+        ):
+            try:
+                await asyncio.wait_for(event.wait(), seconds)
+            except TimeoutError:
+                offer.is_over = True
+                raise TimeoutError(f"{text} within {seconds:g} s") from None
 
     async def claim(self) -> tuple[GatewaySession, Task]:
         if self._make is not None and not self._is_offering:
-            raise Refusal(
-                409,
-                "nothing_to_claim",
-                "nothing hands out episodes here. Make a session of your own, or start a run with "
-                "task=connect.",
-            )
+            text = "nothing hands out episodes here. Make a session, or start a run (task=connect)"
+            raise Refusal(409, "nothing_to_claim", text)
         while True:
             offer = await self._offers.get()
             if offer is None:
@@ -164,9 +144,8 @@ class SessionRegistry:
         for session in self.all():
             idle = now - session.last_used
             if not session.is_finished and not session.is_busy and idle >= self._idle_seconds:
-                ending = asyncio.ensure_future(
-                    session.finish(error=f"idle: no request for {self._idle_seconds:g} s")
-                )
+                text = f"idle: no request for {self._idle_seconds:g} s"
+                ending = asyncio.ensure_future(session.finish(error=text))
                 self._sweeps.add(ending)
                 ending.add_done_callback(self._sweeps.discard)
         if any(not session.is_finished for session in self._sessions.values()):

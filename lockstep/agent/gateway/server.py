@@ -233,6 +233,14 @@ class GatewayServer:
         except web.RequestPayloadError as error:  # its compression is broken
             raise Refusal(400, "unreadable_body", f"the body cannot be read: {error}.") from None
 
+    async def _value(self, request: web.Request, *fields: str) -> Value:
+        """The body of a request about a session; an empty object without one. fields: all that it
+        may have, where others are refused."""
+        body = Value(parse_body(await self._body(request, optional=True)))
+        if fields:
+            body.check_fields(dict.fromkeys(fields, honoured()))
+        return body
+
     # -- the session of a request -----------------------------------------------------------------
 
     def _session(self, request: web.Request) -> GatewaySession:
@@ -442,7 +450,7 @@ class GatewayServer:
 
     async def _create(self, request: web.Request) -> web.Response:
         self._check_master(request)
-        given = Value(parse_body(await self._body(request, optional=True)))["task"]
+        given = (await self._value(request))["task"]
         task = None
         if given.raw is not None:
             task = Task(id=given["id"].text(), payload=given["payload"].object())
@@ -475,8 +483,7 @@ class GatewayServer:
 
     async def _reward(self, request: web.Request) -> web.Response:
         session = self._session(request)
-        body = Value(parse_body(await self._body(request)))
-        body.check_fields(dict.fromkeys(("reward", "parts", "leaf"), honoured()))
+        body = await self._value(request, "reward", "parts", "leaf")
         parts = body["parts"]
         await session.set_reward(
             body["reward"].finite(),
@@ -487,8 +494,7 @@ class GatewayServer:
 
     async def _finish(self, request: web.Request) -> web.Response:
         session = self._session(request)
-        body = Value(parse_body(await self._body(request, optional=True)))
-        body.check_fields({"error": honoured()})
+        body = await self._value(request, "error")
         await session.finish(error=body["error"].text(""))
         return _json(_summary(session))
 
@@ -497,7 +503,7 @@ class GatewayServer:
 
     async def _claim(self, request: web.Request) -> web.Response:
         self._check_master(request)
-        body = Value(parse_body(await self._body(request, optional=True)))
+        body = await self._value(request)
         seconds = body["wait_seconds"].number(0, MAX_CLAIM_SECONDS)
         try:
             async with asyncio.timeout(CLAIM_SECONDS if seconds is None else seconds):

@@ -125,13 +125,8 @@ class Dialogue:
     def of(cls, request: TurnRequest) -> Dialogue:
         """Raises Refusal if the dialogue does not end with something to answer."""
         if not request.messages or request.messages[-1].role == "assistant":
-            raise Refusal(
-                400,
-                "nothing_to_answer",
-                "the last message must be what the model answers (user, tool, system), found "
-                + ("an assistant's." if request.messages else "no message."),
-                parameter="messages",
-            )
+            text = "the last message must be what the model answers (user, tool, system)."
+            raise Refusal(400, "nothing_to_answer", text, parameter="messages")
         calls: list[str] = []
         out = cls(request.tools, [], [], [], [])
         batch: list[Message] = []
@@ -288,13 +283,9 @@ class Tree:
 
     def _quotes(self, batch: Sequence[Message]) -> bool:
         """Whether the batch contains the text of a turn, as a summary by the model does."""
-        texts = [a.message.content.strip() for a in self.answers]
-        return any(
-            text in message.content
-            for text in texts
-            if len(text) >= MIN_QUOTED_CHARS
-            for message in batch
-        )
+        turns = [answer.message.content.strip() for answer in self.answers]
+        told = [text for text in turns if len(text) >= MIN_QUOTED_CHARS]
+        return any(text in message.content for text in told for message in batch)
 
 
 def altered_from(place: Place, reply: Message) -> tuple[Answer, Reason] | None:
@@ -360,14 +351,10 @@ def _canonical(arguments: str) -> str:
     """Equal for two spellings of one JSON value; other text stays as it is."""
     # Every request repeats all calls of its dialogue.
     is_short = len(arguments) <= MAX_REMEMBERED_CHARS
-    return _short_canonical(arguments) if is_short else _read_canonical(arguments)
+    return (_read_canonical if is_short else _read_canonical.__wrapped__)(arguments)
 
 
 @lru_cache(maxsize=8192)
-def _short_canonical(arguments: str) -> str:
-    return _read_canonical(arguments)
-
-
 def _read_canonical(arguments: str) -> str:
     try:
         return json.dumps(_plain(json.loads(arguments)), sort_keys=True)
@@ -408,15 +395,11 @@ def _same_answers(place: Place, dialogue: Dialogue, at: int) -> list[Answer]:
         has_ids = bool(ids) and ids == [call.id for call in answer.message.tool_calls]
         return has_ids, answer.message.thinking == reply.thinking
 
-    same = [
-        a for a in place.answers.get(dialogue.reply_keys[at], ()) if _has_same_thinking(a, reply)
-    ]
-    if len(same) < 2:
-        return same
+    equal = place.answers.get(dialogue.reply_keys[at], ())
+    same = [answer for answer in equal if _has_same_thinking(answer, reply)]
     ids = [call.id for call in reply.tool_calls]
     newest_first = same[::-1]
-    newest_first.sort(key=likeness, reverse=True)
-    return newest_first
+    return sorted(newest_first, key=likeness, reverse=True)
 
 
 def _has_same_thinking(answer: Answer, reply: Message) -> bool:
