@@ -340,13 +340,5 @@ class Correction:
         return cls(anchor="rollout", behaviour="averaged", rescorings=n)
 
 
-Correction.PRESETS = {
-    "bypass": Correction.bypass,
-    "decoupled": Correction.decoupled,
-    "tis": Correction.tis,
-    "mis": Correction.mis,
-    "icepop": Correction.icepop,
-    "geometric_mask": Correction.geometric_mask,
-    "on_policy": Correction.on_policy,
-    "averaged": Correction.averaged,
-}
+_PRESETS = "bypass decoupled tis mis icepop geometric_mask on_policy averaged"
+Correction.PRESETS = {name: getattr(Correction, name) for name in _PRESETS.split()}

@@ -9,7 +9,6 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from lockstep.agent.task_config import DialogueConfig, DialogueStage
 from lockstep.config import check_numbers, require
@@ -40,14 +39,12 @@ class _Demonstrations(DialogueConfig):
     def stages(self, seed: int) -> Sequence[DialogueStage]:
         rng = random.Random(seed)
         num_clean = round(self.num_dialogues * self.clean_share)
-
-        def stage(share: float, count: int, *, is_noisy: bool, **fields: Any) -> DialogueStage:
+        stages: list[DialogueStage] = []
+        for share, count, is_noisy in (
+            (self.clean_share, num_clean, False),
+            (1 - self.clean_share, self.num_dialogues - num_clean, True),
+        ):
             dialogues = [self.demonstrate(rng, is_noisy=is_noisy) for _ in range(count)]
-            return DialogueStage(share=share, dialogues=dialogues, **fields)
-
-        clean = stage(
-            self.clean_share, num_clean, is_noisy=False, word_weights=self.clean_word_weights()
-        )
-        num_noisy = self.num_dialogues - num_clean
-        noisy = stage(1 - self.clean_share, num_noisy, is_noisy=True, word_weights={})
-        return clean, noisy
+            weights = {} if is_noisy else self.clean_word_weights()
+            stages.append(DialogueStage(share=share, dialogues=dialogues, word_weights=weights))
+        return stages

@@ -214,15 +214,13 @@ class OpenEnvEnvironment(Environment):
         """Text of an observation for the model."""
         observation = data["observation"]
         name = self.config.observation_field
-        if name:
-            if name not in observation:
-                raise ToolServerError(
-                    f"{self.config.url}: an observation has no field {name!r} "
-                    f"(observation_field).{did_you_mean(name, observation)}"
-                )
-            shown = observation[name]
-        else:
-            shown = {k: v for k, v in observation.items() if k not in HIDDEN}
+        if name and name not in observation:
+            raise ToolServerError(
+                f"{self.config.url}: an observation has no field {name!r} "
+                f"(observation_field).{did_you_mean(name, observation)}"
+            )
+        visible = {k: v for k, v in observation.items() if k not in HIDDEN}
+        shown = observation[name] if name else visible
         text = shown if isinstance(shown, str) else json.dumps(shown, ensure_ascii=False)
         limit = self.limits.output_chars
         if len(text) > limit:
@@ -271,25 +269,18 @@ class OpenEnvEnvironment(Environment):
             raise ToolServerError(f"{where}: no answer to {kind} within {seconds:g} s.") from None
         if not isinstance(answer.data, str):
             raise ToolServerError(f"{where}: the connection ended at {kind}. See the server's log.")
-        try:
-            reply = json.loads(answer.data)
-            found, data = reply["type"], reply["data"]
-            is_right = isinstance(data, dict) and (
-                found == "error"
-                or (found == "observation" and isinstance(data.get("observation"), dict))
-            )
-        except (ValueError, LookupError, TypeError):
-            is_right, found, data = False, "", {}
-        if not is_right:
-            raise ToolServerError(f"{where}: answered {kind} with {answer.data[:200]!r}.")
-        return found, data
+        with contextlib.suppress(ValueError):
+            match json.loads(answer.data):
+                case {"type": "error", "data": dict() as data}:
+                    return "error", data
+                case {"type": "observation", "data": {"observation": dict()} as data}:
+                    return "observation", data
+        raise ToolServerError(f"{where}: answered {kind} with {answer.data[:200]!r}.")
 
 
 def _words_of(data: Mapping[str, Any]) -> str:
     """The message of an error, with the places that it names."""
     text, errors = str(data.get("message", "refused")), data.get("errors")
-    if not isinstance(errors, list) or not errors or not isinstance(errors[0], Mapping):
-        return text
-    places = [e for e in errors if isinstance(e, Mapping)]
+    places = [e for e in errors if isinstance(e, Mapping)] if isinstance(errors, list) else []
     shown = [f"{'.'.join(map(str, e.get('loc', ())))}: {e.get('msg', '')}" for e in places]
-    return f"{text} ({'; '.join(shown)})"
+    return f"{text} ({'; '.join(shown)})" if shown else text

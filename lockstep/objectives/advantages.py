@@ -7,8 +7,8 @@ critic's values are in `objectives/token_advantages.py`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import singledispatch
+from collections.abc import Callable, Sequence
+from functools import partial, singledispatch
 from typing import Any
 
 import numpy as np
@@ -92,25 +92,15 @@ def leaf_advantages(
 def _(
     config: GRPO, rewards: Float64Array, *, trajectories: Int64Array, groups: Int64Array
 ) -> Float64Array:
-    out = np.zeros_like(rewards)
-    for inside in _members(groups):
-        out[inside] = centered(
-            rewards[inside],
-            trajectories=trajectories[inside],
-            normalize_std=config.normalize_std,
-            eps=config.eps,
-        )
-    return out
+    compare = partial(centered, normalize_std=config.normalize_std, eps=config.eps)
+    return _in_groups(compare, rewards, trajectories, groups)
 
 
 @leaf_advantages.register
 def _(
     config: RLOO, rewards: Float64Array, *, trajectories: Int64Array, groups: Int64Array
 ) -> Float64Array:
-    out = np.zeros_like(rewards)
-    for inside in _members(groups):
-        out[inside] = leave_one_out(rewards[inside], trajectories=trajectories[inside])
-    return out
+    return _in_groups(leave_one_out, rewards, trajectories, groups)
 
 
 @leaf_advantages.register
@@ -125,11 +115,8 @@ def _(
         return centered(
             rewards, trajectories=trajectories, normalize_std=config.normalize_std, eps=config.eps
         )
-    out = np.zeros_like(rewards)
-    for inside in _members(groups):
-        out[inside] = centered(
-            rewards[inside], trajectories=trajectories[inside], normalize_std=False
-        )
+    compare = partial(centered, normalize_std=False)
+    out = _in_groups(compare, rewards, trajectories, groups)
     # Group means are 0 already, so the batch's is: only the deviation is the batch's to give.
     _, owner, leaves = _leaves(out, trajectories)
     return out / (_deviation(out, 1.0 / leaves[owner]) + config.eps) if len(leaves) > 1 else out
@@ -155,5 +142,14 @@ def _deviation(centred: Float64Array, weight: Float64Array) -> float:
     return float(np.sqrt((weight * centred**2).sum() / (num_trajectories - 1)))
 
 
-def _members(groups: Int64Array) -> list[npt.NDArray[np.bool_]]:
-    return [groups == group for group in np.unique(groups)]
+def _in_groups(
+    compare: Callable[..., Float64Array],
+    rewards: Float64Array,
+    trajectories: Int64Array,
+    groups: Int64Array,
+) -> Float64Array:
+    out = np.zeros_like(rewards)
+    for group in np.unique(groups):
+        inside = groups == group
+        out[inside] = compare(rewards[inside], trajectories=trajectories[inside])
+    return out

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from lockstep.config import check_numbers, require
+from lockstep.config import check_numbers, require, tag
 from lockstep.errors import ConfigError
 
 Aggregate = Literal["token_mean", "sequence_mean", "fixed_length"]
@@ -171,13 +171,24 @@ class AdvantageConfig:
     needs_critic: ClassVar[bool] = False
     """Whether it compares with a critic's values instead of other episodes."""
 
+    compares_in_group: ClassVar[bool] = False
+    """Whether a trajectory is compared with its group."""
+
     def check_group_size(self, group_size: int) -> None:
         """Raises ConfigError if groups of this size give no signal."""
+        if group_size < 2 and self.compares_in_group:
+            raise ConfigError(
+                f"group_size={group_size} with advantage={tag(type(self))}: a trajectory is "
+                "compared with its group, so every advantage would be 0. Use group_size=2 or "
+                "more, advantage=reinforce_plus_plus with baseline=batch, or advantage=gae."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
 class GRPO(AdvantageConfig):
     """Reward minus the mean of its group (Shao et al. 2024)."""
+
+    compares_in_group: ClassVar[bool] = True
 
     normalize_std: bool = True
     """Divide by the group's standard deviation. Off is Dr. GRPO (Liu et al. 2025): tasks then weigh
@@ -188,9 +199,6 @@ class GRPO(AdvantageConfig):
     def __post_init__(self) -> None:
         check_numbers(self, "advantage.", "eps")
 
-    def check_group_size(self, group_size: int) -> None:
-        _check_has_peers(group_size, "grpo")
-
 
 @dataclass(frozen=True, kw_only=True)
 class RLOO(AdvantageConfig):
@@ -200,8 +208,7 @@ class RLOO(AdvantageConfig):
     n / (n - 1) times GRPO's without the deviation.
     """
 
-    def check_group_size(self, group_size: int) -> None:
-        _check_has_peers(group_size, "rloo")
+    compares_in_group: ClassVar[bool] = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,9 +234,9 @@ class ReinforcePlusPlus(AdvantageConfig):
                 "mean of the group: that is advantage=grpo advantage.normalize_std=false."
             )
 
-    def check_group_size(self, group_size: int) -> None:
-        if self.baseline == "group":
-            _check_has_peers(group_size, "reinforce_plus_plus advantage.baseline=group")
+    @property
+    def compares_in_group(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.baseline == "group"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -261,12 +268,3 @@ class GAE(AdvantageConfig):
         for name in ("gamma", "lam", "critic_lam"):
             value = getattr(self, name)
             require(self, "advantage.", **{name: (value is None or 0 <= value <= 1, "in [0, 1]")})
-
-
-def _check_has_peers(group_size: int, chosen: str) -> None:
-    if group_size < 2:
-        raise ConfigError(
-            f"group_size={group_size} with advantage={chosen}: a trajectory is compared with its "
-            "group, so every advantage would be 0. Use group_size=2 or more, "
-            "advantage=reinforce_plus_plus, or advantage=gae."
-        )

@@ -67,11 +67,9 @@ class AgentProgramConfig(_AgentTasks):
                 self.scorer.check_task(task)
 
     def environment(self, task: Task, agent: AgentConfig) -> Harness:
-        from lockstep.envs.programs.program import ProgramHarness, words_of
+        from lockstep.envs.programs.program import ProgramHarness
 
-        return ProgramHarness(
-            words_of(self.command), self.scorer, pass_variables=self.pass_variables
-        )
+        return ProgramHarness(self.command, self.scorer, pass_variables=self.pass_variables)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -62,13 +62,10 @@ class ProgramHarness(Harness):
     )
 
     def __init__(
-        self,
-        words: Sequence[str],
-        scorer: ScorerConfig | None = None,
-        *,
-        pass_variables: Sequence[str] = (),
+        self, command: str, scorer: ScorerConfig | None, *, pass_variables: Sequence[str]
     ) -> None:
-        self._words, self._scorer, self._pass_variables = words, scorer, pass_variables
+        self._words, self._scorer = words_of(command), scorer
+        self._pass_variables = pass_variables
         self._process: asyncio.subprocess.Process | None = None
 
     async def run(self, task: Task, endpoint: Endpoint) -> Score | None:

@@ -77,39 +77,33 @@ def check_expression(text: str) -> None:
     if len(text) > MAX_EXPRESSION_CHARS:
         raise ValueError("the expression is too long")
     for node in ast.walk(ast.parse(text.strip(), mode="eval")):
-        if isinstance(node, ast.Call):
-            name = node.func.id if isinstance(node.func, ast.Name) else ""
-            if name not in MATH_FUNCTIONS or node.keywords:
-                raise ValueError("a call of something other than a mathematical function")
-            if name == "factorial" and not _is_small(node.args):
-                raise ValueError("the factorial of a large number")
-        elif isinstance(node, ast.Name):
-            if node.id.startswith("_"):
-                raise ValueError("a name that begins with an underscore")
-        elif isinstance(node, ast.Constant):
-            if isinstance(node.value, bool) or not isinstance(node.value, int | float):
-                raise ValueError("a constant that is not a number")
-        elif isinstance(node, ast.BinOp):
-            if isinstance(node.op, ast.Pow) and not _is_small([node.right]):
-                raise ValueError("an exponent that is not small")
-            if not isinstance(node.op, ast.Add | ast.Sub | ast.Mult | ast.Div | ast.Pow):
-                raise ValueError("an operator that is not arithmetic")
-        elif not isinstance(
-            node, ast.Expression | ast.UnaryOp | ast.UAdd | ast.USub | ast.operator | ast.Load
-        ):
-            raise ValueError(f"{type(node).__name__} is not arithmetic")
+        match node:
+            case ast.Call(func=ast.Name(id=name), keywords=[]) if name in MATH_FUNCTIONS:
+                is_safe = name != "factorial" or _is_small(node.args)
+            case ast.Name(id=name):
+                is_safe = not name.startswith("_")
+            case ast.Constant(value=value):
+                is_safe = isinstance(value, int | float) and not isinstance(value, bool)
+            case ast.BinOp(op=ast.Pow()):
+                is_safe = _is_small([node.right])
+            case ast.BinOp(op=ast.Add() | ast.Sub() | ast.Mult() | ast.Div()):
+                is_safe = True
+            case ast.Expression() | ast.UnaryOp() | ast.UAdd() | ast.USub():
+                is_safe = True
+            case _:
+                is_safe = isinstance(node, ast.operator | ast.Load)
+        if not is_safe:
+            raise ValueError(f"{type(node).__name__}: not arithmetic over numbers of bounded size")
 
 
 def _is_small(nodes: list[ast.expr]) -> bool:
     """Whether these contain no power, product or call, and no number above MAX_EXPONENT."""
     for node in (inner for outer in nodes for inner in ast.walk(outer)):
-        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow | ast.Mult):
-            return False
-        if isinstance(node, ast.Call):
-            return False
-        value = node.value if isinstance(node, ast.Constant) else None
-        if isinstance(value, int | float) and abs(value) > MAX_EXPONENT:
-            return False
+        match node:
+            case ast.BinOp(op=ast.Pow() | ast.Mult()) | ast.Call():
+                return False
+            case ast.Constant(value=int() | float() as value) if abs(value) > MAX_EXPONENT:
+                return False
     return True
 
 
