@@ -66,19 +66,28 @@ def gae(
     rewards, values = rewards.detach(), values.detach()
     _check_finite(layout, rewards=rewards, values=values)
 
-    rows = _CompactRows(layout, values.device)
-    reward_RS, value_RS = rows.gather(rewards), rows.gather(values)
-    next_RS = torch.zeros_like(value_RS)
+    # Rows from the left, without the tokens that do not count, and 0.0 behind their ends.
+    is_counted = _counted(layout, values.device)
+    lengths_R = layout.row_counts(values.device).long()
+    width = int(lengths_R.max()) if layout.num_rows else 0
+    is_token_RS = torch.arange(width, device=values.device) < lengths_R[:, None]
+    reward_RS = torch.zeros(is_token_RS.shape, dtype=torch.float64, device=values.device)
+    value_RS, next_RS = torch.zeros_like(reward_RS), torch.zeros_like(reward_RS)
+    reward_RS[is_token_RS] = rewards[is_counted].double()
+    value_RS[is_token_RS] = values[is_counted].double()
     next_RS[:, :-1] = value_RS[:, 1:]
-    if bootstrap is not None and value_RS.shape[1]:
-        has_any = rows.lengths > 0
-        next_RS[has_any, rows.lengths[has_any] - 1] = bootstrap.detach().double()[has_any]
-    delta_RS = reward_RS + gamma * next_RS - value_RS
-    # The places behind a row's end hold no delta.
-    delta_RS = torch.where(rows.is_token, delta_RS, 0.0)
+    if bootstrap is not None and width:
+        has_any = lengths_R > 0
+        next_RS[has_any, lengths_R[has_any] - 1] = bootstrap.detach().double()[has_any]
+    delta_RS = torch.where(is_token_RS, reward_RS + gamma * next_RS - value_RS, 0.0)
     advantage_RS = _sum_from_the_right(delta_RS, gamma * lam)
-    advantages = rows.scatter(advantage_RS).to(values.dtype)
-    return advantages, rows.scatter(advantage_RS + value_RS).to(values.dtype)
+
+    def spread(found_RS: Tensor) -> Tensor:
+        out = torch.zeros_like(values)
+        out[is_counted] = found_RS[is_token_RS].to(values.dtype)
+        return out
+
+    return spread(advantage_RS), spread(advantage_RS + value_RS)
 
 
 def whiten(values: Tensor, layout: Layout, *, eps: float = 1e-8) -> Tensor:
@@ -90,7 +99,7 @@ def whiten(values: Tensor, layout: Layout, *, eps: float = 1e-8) -> Tensor:
     """
     layout.check(values=values)
     given = values.detach()
-    is_token = torch.ones_like(given, dtype=torch.bool) if layout.mask is None else layout.mask
+    is_token = _counted(layout, given.device)
     inside = torch.where(is_token, given.double(), 0.0)
     count = layout.row_counts(given.device).sum()
     if float(count) < 2:
@@ -104,39 +113,11 @@ def whiten(values: Tensor, layout: Layout, *, eps: float = 1e-8) -> Tensor:
 # -- mechanism ------------------------------------------------------------------------------------
 
 
-class _CompactRows:
-    """The tokens that count, row by row from the left, without gaps."""
-
-    def __init__(self, layout: Layout, device: torch.device) -> None:
-        self.layout = layout
-        mask = layout.mask
-        is_counted = (
-            torch.ones(layout.num_tokens, dtype=torch.bool, device=device)
-            if mask is None
-            else mask.reshape(-1)
-        )
-        self.index = is_counted.nonzero()[:, 0]
-        starts = torch.from_numpy(layout.offsets).to(device)
-        row = torch.searchsorted(starts, self.index, right=True) - 1
-        self.lengths = torch.bincount(row, minlength=layout.num_rows)
-        first = self.lengths.cumsum(0) - self.lengths
-        place = torch.arange(len(self.index), device=device) - first[row]
-        self.width = int(self.lengths.max()) if layout.num_rows else 0
-        self.at = row * self.width + place
-        self.is_token = torch.arange(self.width, device=device) < self.lengths[:, None]
-
-    def gather(self, values: Tensor) -> Tensor:
-        """The layout's shape -> [R, S] float64, 0.0 behind a row's end."""
-        size = self.layout.num_rows * self.width
-        out = torch.zeros(size, dtype=torch.float64, device=values.device)
-        out[self.at] = values.reshape(-1)[self.index].double()
-        return out.reshape(self.layout.num_rows, self.width)
-
-    def scatter(self, values_RS: Tensor) -> Tensor:
-        """[R, S] -> the layout's shape, 0.0 where tokens do not count."""
-        out = values_RS.new_zeros(self.layout.num_tokens)
-        out[self.index] = values_RS.reshape(-1)[self.at]
-        return out.reshape(self.layout.shape)
+def _counted(layout: Layout, device: torch.device) -> Tensor:
+    """The layout's shape, bool: the tokens that count."""
+    if layout.mask is not None:
+        return layout.mask
+    return torch.ones(layout.shape, dtype=torch.bool, device=device)
 
 
 def _sum_from_the_right(delta_RS: Tensor, decay: float) -> Tensor:
@@ -160,9 +141,7 @@ def _sum_from_the_right(delta_RS: Tensor, decay: float) -> Tensor:
 
 def _check_finite(layout: Layout, **tensors: Tensor) -> None:
     for name, tensor in tensors.items():
-        is_bad = ~torch.isfinite(tensor)
-        if layout.mask is not None:
-            is_bad &= layout.mask
+        is_bad = ~torch.isfinite(tensor) & _counted(layout, tensor.device)
         if bool(is_bad.any()):
             at = int(is_bad.reshape(-1).nonzero()[0, 0])
             raise AlignmentError(

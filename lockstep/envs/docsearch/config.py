@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import ClassVar
 
 from lockstep.agent.config import AgentConfig
@@ -173,14 +173,10 @@ class Problem:
 
 def world_problem(world: World, config: DocSearchConfig) -> Problem:
     """The question of a generated world. The id of a fact is its text; an answer must be exact."""
-
-    def search(keywords: Sequence[str]) -> list[tuple[str, str]]:
-        facts = world.search(keywords, num_results=config.num_results)
-        return [(fact.text, fact.text) for fact in facts]
-
+    find = partial(world.search, num_results=config.num_results)
     return Problem(
         question=world.question,
-        search=search,
+        search=lambda keywords: [(fact.text, fact.text) for fact in find(keywords)],
         gold=tuple(frozenset((fact.text,)) for fact in world.path),
         is_correct=lambda answer: answer == world.answer,
         separator=" ",
@@ -190,18 +186,13 @@ def world_problem(world: World, config: DocSearchConfig) -> Problem:
 
 def library_problem(library: Library, question: Question, config: DocSearchConfig) -> Problem:
     """A question about the user's documents."""
-
-    def search(keywords: Sequence[str]) -> list[tuple[str, str]]:
-        chunks = library.index.search(keywords, num_results=config.num_results)
-        return [(chunk.id, f"[{chunk.id}]\n{chunk.text}") for chunk in chunks]
-
+    find = partial(library.index.search, num_results=config.num_results)
+    is_right = partial(is_correct, accept_contained=config.accept_contained)
     return Problem(
         question=question.question,
-        search=search,
+        search=lambda words: [(each.id, f"[{each.id}]\n{each.text}") for each in find(words)],
         gold=question.gold,
-        is_correct=lambda answer: is_correct(
-            answer, question.answers, accept_contained=config.accept_contained
-        ),
+        is_correct=lambda answer: is_right(answer, question.answers),
         separator="\n\n",
         explains_errors=True,
     )
