@@ -163,10 +163,8 @@ def adapter_off(model: nn.Module) -> Iterator[None]:
 def merged(model: nn.Module, name: str, weight: Tensor) -> Tensor:
     """`weight`, the parameter `name` of `model`, plus its adapter's product: summed in float32 and
     rounded once. Unchanged if it has no adapter."""
-    parent, _, last = name.rpartition(".")
-    owner = model.get_submodule(parent)
-    attribute = "lora" if isinstance(owner, Projection) else f"{last.removesuffix('_proj')}_lora"
-    adapter = getattr(owner, attribute, None)
-    if adapter is None or last not in ("weight", "gate_up_proj", "down_proj"):
+    projection = name.removesuffix(".weight")
+    adapter = adapter_at(model, projection) if projection.endswith("_proj") else None
+    if adapter is None:
         return weight
     return (weight.detach().float() + adapter.delta()).to(weight.dtype)

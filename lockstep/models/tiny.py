@@ -67,7 +67,7 @@ def create_tiny_model(
     directory: Path,
     dialogues: Iterable[Sequence[Message]],
     *,
-    renderer: RendererConfig | None,
+    renderer: RendererConfig,
     seed: int,
 ) -> None:
     """Writes config.json, tokenizer.json and random weights: a checkpoint to train from.
@@ -75,8 +75,6 @@ def create_tiny_model(
     dialogues: rendered by `renderer`, they are the text that the tokenizer is trained on.
     Deterministic.
     """
-    if renderer is None:
-        raise ValueError("create_tiny_model needs the renderer that its tokenizer is made for.")
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer = train_tokenizer(architecture, dialogues, renderer)
     (directory / "tokenizer.json").write_text(tokenizer.to_str(pretty=False))

@@ -38,7 +38,7 @@ from lockstep.ops.base import (
     rows_by_expert,
 )
 from lockstep.ops.context import KEY_BLOCK, AttentionSpec, PackedContext, PagedContext
-from lockstep.ops.paged import paged_attention
+from lockstep.ops.paged import causal_mask, paged_attention
 
 Tensor = torch.Tensor
 
@@ -394,7 +394,10 @@ def _attend_rows(
         last = math.ceil(stop / rules.key_quantum) * rules.key_quantum
         rows = repeat * (stop - start)
         extra = -rows % rules.head_quantum
-        mask = _causal_mask(start, stop, first, last, window, repeat, extra, q.device)
+        at_query = torch.arange(start, stop, device=q.device).repeat(repeat)
+        at_query = F.pad(at_query, (0, extra), value=stop - 1)[:, None]
+        at_key = torch.arange(first, last, device=q.device)
+        mask = causal_mask(at_query, at_key, window, torch.float32)[None]
         column = None
         if sinks is not None:
             column = sinks.float().view(G, repeat, 1).expand(-1, -1, stop - start).reshape(G, -1)
@@ -417,23 +420,3 @@ def _attend_rows(
             total = scores.amax(-1) - probs.amax(-1).log()
             sums[part, :, :, start:stop] = total[:, :rows].reshape(shape)
     return out, lse
-
-
-def _causal_mask(
-    start: int,
-    stop: int,
-    first: int,
-    last: int,
-    window: int | None,
-    repeat: int,
-    extra: int,
-    device: torch.device,
-) -> Tensor:
-    """[1, repeat * (stop - start) + extra, last - first] float32: 0 where a query sees a key."""
-    at_query = torch.arange(start, stop, device=device).repeat(repeat)
-    at_query = F.pad(at_query, (0, extra), value=stop - 1)[:, None]
-    at_key = torch.arange(first, last, device=device)
-    hidden = at_key > at_query
-    if window is not None:
-        hidden |= at_key <= at_query - window
-    return torch.zeros(hidden.shape, device=device).masked_fill_(hidden, float("-inf"))[None]

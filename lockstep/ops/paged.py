@@ -170,47 +170,34 @@ def _mask(
 ) -> Tensor:
     """[N or 1, R, L]: 0 where a query sees a key, else -inf. Padding rows repeat the last row."""
     key = ("mask", part.start, window, dtype, seen, extra)
-    if key not in block.memo:
-        positions = block.positions[:, part]
-        rows = repeat * positions.shape[1]
-        index = torch.arange(rows + extra, device=positions.device).clamp_(max=rows - 1)
-        block.memo[key] = _make_mask(positions, block.resident, window, *seen, groups, index, dtype)
-    return block.memo[key]
-
-
-def _make_mask(
-    positions: Tensor,
-    resident: ResidentRows | None,
-    window: int | None,
-    first: int,
-    stop: int,
-    groups: int,
-    rows: Tensor,
-    dtype: torch.dtype,
-) -> Tensor:
+    if key in block.memo:
+        return block.memo[key]
+    positions, (first, stop), resident = block.positions[:, part], seen, block.resident
     B, Q = positions.shape
-    if resident is not None:
-        table = _mask_table(resident, window, dtype)
-        if table is not None:
-            at = positions.expand(-1, groups * len(rows)).reshape(-1)
-            return table.index_select(0, at)[:, first:stop].view(B * groups, len(rows), -1)
-    at_key = torch.arange(first, stop, device=positions.device)
-    hidden = _hidden(positions[:, :, None], at_key, window)
-    mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
-    mask = mask.masked_fill_(hidden, float("-inf"))  # [B, Q, L]
-    mask = mask[:, rows % Q]
-    if B == 1:
-        return mask
-    if resident is not None:
-        mask = mask[:, None].expand(-1, groups, -1, -1)
+    index = torch.arange(repeat * Q + extra, device=positions.device).clamp_(max=repeat * Q - 1)
+    table = None if resident is None else _mask_table(resident, window, dtype)
+    if table is not None:
+        at = positions.expand(-1, groups * len(index)).reshape(-1)
+        mask = table.index_select(0, at)[:, first:stop].view(B * groups, len(index), -1)
     else:
-        mask = mask[None].expand(groups, -1, -1, -1)
-    return mask.reshape(B * groups, len(rows), -1)
+        at_key = torch.arange(first, stop, device=positions.device)
+        mask = causal_mask(positions[:, :, None], at_key, window, dtype)[:, index % Q]
+        if B > 1:
+            by_head = mask[None].expand(groups, -1, -1, -1)
+            by_head = by_head if resident is None else by_head.transpose(0, 1)
+            mask = by_head.reshape(B * groups, len(index), -1)
+    block.memo[key] = mask
+    return mask
 
 
-def _hidden(at_query: Tensor, at_key: Tensor, window: int | None) -> Tensor:
+def causal_mask(at_query: Tensor, at_key: Tensor, window: int | None, dtype: torch.dtype) -> Tensor:
+    """0 where a query sees a key, else -inf. at_query [..., Q, 1], at_key [L]: positions."""
     hidden = at_key > at_query
-    return hidden if window is None else hidden | (at_key <= at_query - window)
+    if window is not None:
+        hidden |= at_key <= at_query - window
+    return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(
+        hidden, float("-inf")
+    )
 
 
 def _mask_table(rows: ResidentRows, window: int | None, dtype: torch.dtype) -> Tensor | None:
@@ -221,7 +208,5 @@ def _mask_table(rows: ResidentRows, window: int | None, dtype: torch.dtype) -> T
     key = ("mask", window, dtype)
     if key not in rows.memo:
         at = torch.arange(length, device=rows.keys.device)
-        hidden = _hidden(at[:, None], at, window)
-        table = torch.zeros(hidden.shape, dtype=dtype, device=at.device)
-        rows.memo[key] = table.masked_fill_(hidden, float("-inf"))
+        rows.memo[key] = causal_mask(at[:, None], at, window, dtype)
     return rows.memo[key]

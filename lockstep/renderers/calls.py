@@ -9,6 +9,8 @@ from typing import Any, cast
 
 from lockstep.types import ToolCall, ToolSchema
 
+_NOT_JSON = "a call is not JSON"
+
 
 def read_call(
     text: str, *, arguments_key: str = "arguments", ignored_keys: Collection[str] = ()
@@ -27,7 +29,7 @@ def read_call(
         call: Any = json.loads(text)
         arguments = _value_text(text, arguments_key) if isinstance(call, dict) else ""
     except (ValueError, RecursionError):
-        return "a call is not JSON"
+        return _NOT_JSON
     fields = cast("dict[str, Any]", call) if isinstance(call, dict) else {}
     if set(fields) - set(ignored_keys) != {"name", arguments_key}:
         return f'a call is not an object of "name" and "{arguments_key}"'
@@ -56,7 +58,7 @@ def read_whole_call(
     if isinstance(found, ToolCall):
         return found
     begins_as_call = re.match(r'\s*\{\s*"name"\s*:', text) is not None
-    return found if begins_as_call and not _is_json(text) else None
+    return found if begins_as_call and found == _NOT_JSON else None
 
 
 def json_extent(text: str, begin: int) -> int:
@@ -84,14 +86,6 @@ def function_json(tool: ToolSchema) -> dict[str, Any]:
             "parameters": dict(tool.parameters),
         },
     }
-
-
-def _is_json(text: str) -> bool:
-    try:
-        json.loads(text)
-    except (ValueError, RecursionError):
-        return False
-    return True
 
 
 def _value_text(text: str, key: str) -> str:

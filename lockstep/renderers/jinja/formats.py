@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
-from lockstep.renderers.calls import read_call
+from lockstep.renderers.calls import json_extent, read_call
 from lockstep.renderers.jinja.marks import Marks, unmarked
 from lockstep.renderers.xml_calls import DIALECTS, TextParameters, read_xml_call
 from lockstep.types import ToolCall
@@ -270,41 +270,33 @@ def _read_one(
 def _read_list(text: str, format: CallFormat, mark: str, turn: ReadTurn) -> None:
     """Reads consecutive JSON objects, after `head` or, if the format has none, as the whole
     turn."""
-    words = ""
     head = format.head.rstrip("[ ")
-    if head:
-        words, found, calls = text.partition(head)
-        if not found:
-            turn.texts.append(text)
-            return
-    else:
-        calls = text
-    rest = unmarked(calls, mark).strip()
-    whole = rest
-    is_list = rest.startswith("[") and bool(head)
-    rest = rest[1:-1] if is_list and rest.endswith("]") else rest
-    found_calls: list[ToolCall] = []
+    words, found, calls = text.partition(head) if head else ("", "", text)
+    if head and not found:
+        turn.texts.append(text)
+        return
+    rest = whole = unmarked(calls, mark).strip()
+    if head and rest.startswith("[") and rest.endswith("]"):
+        rest = rest[1:-1]
+    read: ToolCall | str = "a call is missing"
+    made: list[ToolCall] = []
     while rest := rest.strip(" \r\n\t,;"):
-        try:
-            _, end = json.JSONDecoder().raw_decode(rest)
-        except (ValueError, RecursionError):
-            read = "a call is not JSON"
-            break
-        read = read_call(
-            rest[:end], arguments_key=format.arguments_key, ignored_keys=format.other_keys
+        end = json_extent(rest, 0)
+        read = (
+            "a call is not JSON"
+            if end < 0
+            else read_call(
+                rest[:end], arguments_key=format.arguments_key, ignored_keys=format.other_keys
+            )
         )
         if isinstance(read, str):
             break
-        found_calls.append(read)
+        made.append(read)
         rest = rest[end:]
-    else:
-        read = ""
-    if not read and found_calls:
+    if isinstance(read, ToolCall):
         turn.texts += [words] if words.strip() else []
-        turn.calls += found_calls
-    elif head:
-        turn.fail(str(read) or "a call is missing", text)
-    elif re.match(r'\{\s*"name"', whole):
-        turn.fail(str(read), text)
+        turn.calls += made
+    elif head or re.match(r'\{\s*"name"', whole):
+        turn.fail(read, text)
     else:
         turn.texts.append(text)

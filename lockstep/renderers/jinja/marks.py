@@ -104,13 +104,10 @@ class Marks:
         return "".join([*out, text[begin:]])
 
     def pieces(self, text: str, mark: str) -> list[Piece]:
-        """Splits rendered text into control ids and text without marks. Where several names begin,
-        the longest counts, as in the tokenizers library."""
+        """Splits rendered text into control ids and text without marks."""
         out: list[Piece] = []
         begin = 0
-        for at, name in self._found(text):
-            if at < begin:
-                continue
+        for at, name in self.names(text):
             if at > begin:
                 out.append(unmarked(text[begin:at], mark))
             out.append(self._ids[name])
@@ -119,7 +116,8 @@ class Marks:
         return [*out, rest] if rest else out
 
     def names(self, text: str) -> list[tuple[int, str]]:
-        """Returns (position, name) of the control tokens in rendered text."""
+        """Returns (position, name) of the control tokens in rendered text. Where several names
+        begin, the longest counts, as in the tokenizers library."""
         out: list[tuple[int, str]] = []
         end = 0
         for at, name in self._found(text):

@@ -49,12 +49,13 @@ def main() -> None:
         separators: Any = None,
         sort_keys: bool = False,
     ) -> str:
-        options: dict[str, Any] = {
-            "indent": indent,
-            "separators": separators,
-            "sort_keys": sort_keys,
-        }
-        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+        return json.dumps(
+            value,
+            ensure_ascii=ensure_ascii,
+            indent=indent,
+            separators=separators,
+            sort_keys=sort_keys,
+        )
 
     # Settings as in transformers, utils/chat_template_utils.py.
     environment: Any = sandbox.ImmutableSandboxedEnvironment(
