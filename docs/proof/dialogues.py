@@ -1,7 +1,7 @@
 """The proof of the renderers: random dialogues and hostile texts, on the tokenizers of real models.
 
     python docs/proof/dialogues.py                 everything (about 5 minutes on two quiet cores)
-    python docs/proof/dialogues.py gemma llama3    the rows whose names hold one of these words
+    python docs/proof/dialogues.py jinja llama3    the rows whose names hold one of these words
     python docs/proof/dialogues.py --count 200     fewer than 10,000 of each
 
 Each row plays 10,000 random dialogues through the agent loop (`lockstep.testing.dialogues`), which
@@ -38,7 +38,6 @@ from test_tokenizer_parity import random_text  # noqa: E402
 
 from lockstep.renderers.config import (  # noqa: E402
     ChatMLConfig,
-    GemmaConfig,
     HarmonyConfig,
     JinjaConfig,
     Llama3Config,
@@ -64,7 +63,6 @@ ROWS: dict[str, tuple[str, RendererConfig]] = {
         "llama3_2",
         Llama3Config(tool_replies="text", has_dates=False, tools_in_user_message=False),
     ),
-    "gemma": ("gemma3", GemmaConfig()),
     **{f"jinja, {name}": (name, JinjaConfig()) for name in NAMES},
     "jinja, qwen3, thinking=drop": ("qwen3", JinjaConfig(thinking="drop")),
     "harmony on bytes": ("bytes", HarmonyConfig()),

@@ -116,15 +116,6 @@ class Llama3Config(RendererConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GemmaConfig(RendererConfig):
-    """The format of Gemma 3."""
-
-    tools_in_prompt: bool = True
-    """Declare the tools to the model, in the first user turn. Turn off for a tiny model that was
-    trained on one fixed tool."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class JinjaConfig(RendererConfig):
     """The model's own Hugging Face chat template, checked before the first prompt."""
 

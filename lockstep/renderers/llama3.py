@@ -80,7 +80,6 @@ class Llama3Renderer(TurnRenderer):
     """
 
     name = "llama3"
-    has_text_calls = True
 
     def __init__(self, tokenizer: Tokenizer, config: Llama3Config | None = None) -> None:
         """Raises RendererError, which lists the missing control tokens."""
@@ -157,7 +156,11 @@ class Llama3Renderer(TurnRenderer):
 
     def _body(self, message: Message, *, is_given: bool = False) -> list[Piece]:
         """is_given: the message is part of a history, where the template strips it."""
-        self._refuse_thinking(message)
+        if message.thinking:
+            raise RendererError(
+                "a message has thinking, and the format of llama3 has no place for it. Leave the "
+                "thinking out, or choose the renderer of a model that thinks."
+            )
         content = message.content.strip() if is_given else message.content
         calls = [call_text(call, arguments_key=_KEY) for call in message.tool_calls]
         if not calls:
@@ -165,6 +168,23 @@ class Llama3Renderer(TurnRenderer):
         if len(calls) == 1 and not content:
             return [calls[0], self._end]
         return [content, self._python, "; ".join(calls), self._handover]
+
+    def render_reply(self, message: Message) -> list[int]:
+        """Raises RendererError for messages that would be read back as another one: calls are
+        text."""
+        ids = super().render_reply(message)
+        read = self.parse(ids)
+        if read.parse_error or len(read.tool_calls) != len(message.tool_calls):
+            reason = read.parse_error or (
+                f"a turn with {len(read.tool_calls)} calls, written for one with "
+                f"{len(message.tool_calls)}"
+            )
+            raise RendererError(
+                f"a reply would be read back as another message ({reason}): "
+                f"{self.tokenizer.decode(ids)!r}. Calls are text: give arguments that are JSON, "
+                "and words that are no call."
+            )
+        return ids
 
     def parse(self, sampled_ids: TokenIds) -> Message:
         """Parses one turn: text, or a call as JSON, or text <|python_tag|> calls.

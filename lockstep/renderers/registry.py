@@ -11,12 +11,10 @@ from lockstep.renderers.base import Renderer
 from lockstep.renderers.chatml import ChatMLRenderer
 from lockstep.renderers.config import (
     ChatMLConfig,
-    GemmaConfig,
     HarmonyConfig,
     JinjaConfig,
     Llama3Config,
 )
-from lockstep.renderers.gemma import GemmaRenderer
 from lockstep.renderers.harmony import HarmonyRenderer
 from lockstep.renderers.jinja.renderer import JinjaRenderer
 from lockstep.renderers.llama3 import Llama3Renderer
@@ -51,5 +49,4 @@ def _register(config_type: type[Any], renderer: Callable[[Tokenizer, Any], Rende
 _register(HarmonyConfig, HarmonyRenderer)
 _register(ChatMLConfig, ChatMLRenderer)
 _register(Llama3Config, Llama3Renderer)
-_register(GemmaConfig, GemmaRenderer)
 _register(JinjaConfig, JinjaRenderer)

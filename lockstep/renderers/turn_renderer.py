@@ -1,11 +1,10 @@
-"""The base of renderers that write a dialogue from parts: ChatML, harmony, Llama 3, Gemma 3."""
+"""The base of renderers that write a dialogue from parts: ChatML, harmony, Llama 3."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
-from lockstep.errors import RendererError
 from lockstep.renderers.base import TokenIds
 from lockstep.renderers.pieces import Piece, encode_pieces, refuse_replies, require_reply
 from lockstep.renderers.tokenizer import Tokenizer
@@ -18,8 +17,6 @@ class TurnRenderer(ABC):
     methods."""
 
     name: str
-    has_text_calls = False
-    """Whether calls are text, so that other text may be read as a call."""
 
     def __init__(self, tokenizer: Tokenizer, *, stop_ids: tuple[int, ...]) -> None:
         self.tokenizer = tokenizer
@@ -49,25 +46,10 @@ class TurnRenderer(ABC):
     def render_reply(self, message: Message) -> list[int]:
         """Returns the ids that the model samples for `message`, stop id included.
 
-        Raises RendererError for what the format cannot write, and, where calls are text, for
-        messages that would be read back as another one.
+        Raises RendererError for what the format cannot write.
         """
         require_reply(message)
-        ids = encode_pieces(self.tokenizer, self._body(message))
-        if not self.has_text_calls:
-            return ids
-        read = self.parse(ids)
-        if read.parse_error or len(read.tool_calls) != len(message.tool_calls):
-            reason = read.parse_error or (
-                f"a turn with {len(read.tool_calls)} calls, written for one with "
-                f"{len(message.tool_calls)}"
-            )
-            raise RendererError(
-                f"a reply would be read back as another message ({reason}): "
-                f"{self.tokenizer.decode(ids)!r}. In the format of {self.name} calls are text; "
-                "give arguments that are JSON, and words that are no call."
-            )
-        return ids
+        return encode_pieces(self.tokenizer, self._body(message))
 
     @abstractmethod
     def parse(self, sampled_ids: TokenIds) -> Message:
@@ -94,10 +76,3 @@ class TurnRenderer(ABC):
     def _close(self, sampled_ids: TokenIds) -> list[Piece]:
         """The end of a turn that was cut off."""
         return [self.stop_ids[0]]
-
-    def _refuse_thinking(self, message: Message) -> None:
-        if message.thinking:
-            raise RendererError(
-                f"a message has thinking, and the format of {self.name} has no place for it. Leave "
-                "the thinking out, or choose the renderer of a model that thinks."
-            )

@@ -31,7 +31,6 @@ from lockstep.ops.contract import TRUE_ON_POLICY, Fingerprint
 from lockstep.renderers.base import Renderer
 from lockstep.renderers.config import (
     ChatMLConfig,
-    GemmaConfig,
     HarmonyConfig,
     JinjaConfig,
     Llama3Config,
@@ -51,8 +50,6 @@ DEFAULT_RENDERERS: dict[str, Callable[[], RendererConfig]] = {
     "qwen3": ChatMLConfig,
     "qwen3_moe": ChatMLConfig,
     "llama": Llama3Config,
-    "gemma3": GemmaConfig,
-    "gemma3_text": GemmaConfig,
 }
 """The formats of architectures that have one of ours, those of models that transformers runs too.
 Those of deepseek_v3 differ in whether they think: their templates say it."""

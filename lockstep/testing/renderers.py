@@ -51,8 +51,8 @@ DIALOGUES: dict[str, tuple[Message, ...]] = {
 """One dialogue for each kind of turn. Errors name them."""
 
 MAY_REFUSE = ("parallel calls", "system in the middle")
-"""Dialogues that a format may lack: gpt-oss makes one call per turn, Gemma has no late system
-message."""
+"""Dialogues that a format may lack: gpt-oss makes one call per turn, and some templates take no
+late system message."""
 
 
 def check_renderer(

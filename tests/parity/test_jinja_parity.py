@@ -15,7 +15,6 @@ from real_tokenizers import tokenizer_of
 from lockstep.errors import RendererError
 from lockstep.renderers.config import (
     ChatMLConfig,
-    GemmaConfig,
     JinjaConfig,
     Llama3Config,
 )
@@ -29,7 +28,6 @@ HAND_WRITTEN = {
     "qwen3": ChatMLConfig(thinking="drop"),
     "qwen2_5": ChatMLConfig(variant="qwen2.5"),
     "llama3_2": Llama3Config(),
-    "gemma3": GemmaConfig(),
 }
 _TAKE_TOOLS = {
     "take tools", "take a tool's reply", "take several replies to one turn", "take an empty reply",
@@ -89,7 +87,6 @@ SPELLED = ("two calls",)
 BY_HAND_ONLY = {
     # The templates have no form for these; the renderers that are written by hand have one.
     "llama3_2": ("several replies", "parallel calls", "words before a call", "unicode"),
-    "gemma3": ("developer", "unicode"),
     "qwen3": ("unicode",),  # thinking's own line breaks at its edges
     "qwen2_5": (),
 }

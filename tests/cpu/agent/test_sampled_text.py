@@ -11,7 +11,6 @@ from lockstep.objectives.config import GRPO
 from lockstep.renderers.anew import rendered_anew, turns_of
 from lockstep.renderers.config import (
     ChatMLConfig,
-    GemmaConfig,
     HarmonyConfig,
     Llama3Config,
 )
@@ -21,7 +20,6 @@ from lockstep.testing.engines import FakeEngine
 from lockstep.testing.tokenizers import (
     LLAMA3_TOKENS,
     byte_tokenizer_json,
-    sentencepiece_json,
 )
 from lockstep.training.rows import rows_for_training
 from lockstep.types import Message, Task, ToolCall
@@ -85,7 +83,6 @@ FORMATS = {
     "chatml": (ChatMLConfig(), BYTES),
     "chatml, thinking=drop": (ChatMLConfig(thinking="drop"), BYTES),
     "llama3": (Llama3Config(), byte_tokenizer_json(control_tokens=LLAMA3_TOKENS)),
-    "gemma": (GemmaConfig(), sentencepiece_json()),
 }
 
 

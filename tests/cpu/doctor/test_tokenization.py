@@ -77,7 +77,7 @@ def test_what_the_input_names_and_is_not_here_is_left_out_and_said(tmp_path: Pat
     ("asked", "error", "expected"),
     [
         ({"tokenizer": "/models/gone"}, ConfigError, "expected a directory with a tokenizer.json"),
-        ({"renderer": "chatlm"}, ConfigError, "expected one of chatml, gemma"),
+        ({"renderer": "chatlm"}, ConfigError, "expected one of chatml, harmony"),
         ({"renderer": "{"}, ConfigError, "--renderer: Expecting property name"),
         ({"renderer": '{"type": "chatml", "x": 1}'}, ConfigError, "--renderer: "),
         ({"renderer": "chatml"}, RendererError, "lacks the control tokens"),

@@ -47,7 +47,6 @@ def test_a_renderer_of_ones_own_joins_with_its_config():
     [
         "lockstep.renderers.calls",
         "lockstep.renderers.chatml",
-        "lockstep.renderers.gemma",
         "lockstep.renderers.harmony",
         "lockstep.renderers.llama3",
         "lockstep.renderers.tokenizer",

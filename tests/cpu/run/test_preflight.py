@@ -13,7 +13,7 @@ from lockstep.run.plan import plan
 from lockstep.run.preflight import preflight, read_model_files
 from lockstep.testing.faults import injected
 from lockstep.testing.faults.rows import ShiftedLogprobs
-from lockstep.testing.tokenizers import LLAMA3_TOKENS, byte_tokenizer_json, sentencepiece_json
+from lockstep.testing.tokenizers import LLAMA3_TOKENS, byte_tokenizer_json
 
 
 @pytest.fixture
@@ -129,6 +129,3 @@ def test_a_fallback_without_a_renderer_asks_for_one(directory):
 def test_a_fallback_is_written_in_the_format_of_its_architecture(directory):
     (directory / "renderer.json").unlink()
     assert model_files_of(directory, "fallback=true").renderer.name == "chatml"
-    (directory / "tokenizer.json").write_text(sentencepiece_json())
-    gemma = model_files_of(directory, "fallback=true", model_type="gemma3_text")
-    assert gemma.renderer.name == "gemma"

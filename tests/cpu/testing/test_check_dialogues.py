@@ -12,7 +12,6 @@ from lockstep.errors import RendererError
 from lockstep.renderers.chatml import ChatMLRenderer
 from lockstep.renderers.config import (
     ChatMLConfig,
-    GemmaConfig,
     HarmonyConfig,
     Llama3Config,
 )
@@ -27,14 +26,18 @@ from lockstep.testing.tokenizers import (
 
 BYTES = byte_tokenizer()
 QWEN25 = byte_tokenizer(control_tokens=CHATML_TOKENS[:2] + CHATML_TOKENS[4:6])
+SENTENCEPIECE = sentencepiece_tokenizer(control_tokens=CHATML_TOKENS)
 MADE = {
     "harmony": (HarmonyConfig(), BYTES),
     "harmony, thinking=drop": (HarmonyConfig(thinking="drop"), BYTES),
     "chatml": (ChatMLConfig(), BYTES),
     "chatml, thinking=drop": (ChatMLConfig(thinking="drop"), BYTES),
     "chatml, variant=qwen2.5": (ChatMLConfig(variant="qwen2.5"), QWEN25),
+    "chatml on sentencepiece": (
+        ChatMLConfig(),
+        SENTENCEPIECE,
+    ),
     "llama3": (Llama3Config(), byte_tokenizer(control_tokens=LLAMA3_TOKENS)),
-    "gemma": (GemmaConfig(), sentencepiece_tokenizer()),
 }
 NUM_DIALOGUES = 1000 if PROOF else 60
 
