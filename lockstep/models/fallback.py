@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lockstep.errors import CapabilityError, CheckpointError, ConfigError, MissingExtraError
+from lockstep.errors import CapabilityError, CheckpointError, MissingExtraError
 from lockstep.models.config import FallbackConfig
 from lockstep.models.hf_io import (
     copy_companions,
@@ -45,6 +45,7 @@ class FallbackModel(nn.Module):
         self.config = config
         self.ops = Ops()
         self.lora = None
+        self.recomputes_blocks = False
         parameters = inspect.signature(inner.forward).parameters
         self._takes_positions = "position_ids" in parameters
         self.has_plain_head = self._is_plain_head()
@@ -60,18 +61,6 @@ class FallbackModel(nn.Module):
     def head(self) -> Tensor:
         """[V, D]: the output projection."""
         return self.inner.get_output_embeddings().weight
-
-    @property
-    def recomputes_blocks(self) -> bool:
-        return False
-
-    @recomputes_blocks.setter
-    def recomputes_blocks(self, value: bool) -> None:
-        if value:
-            raise ConfigError(
-                "trainer.recompute=blocks: a model that transformers runs (fallback) recomputes "
-                "only in training mode, where dropout may be on. Set trainer.recompute=none."
-            )
 
     def forward(
         self, ids_T: Tensor, positions_T: Tensor, context: Any, routing: Any = None

@@ -475,9 +475,7 @@ def _files_like(
     root = Path(like)
     if not ((root / WEIGHTS).is_file() or (root / INDEX).is_file()):
         return None
-    _, placed = weight_files(root)
-    if placed is None:
-        placed = dict.fromkeys(read_header(root / WEIGHTS), WEIGHTS)
+    placed = {name: stored.path.name for name, stored in read_tensors(root).items()}
     extra = {HEAD} if is_tied else set[str]()
     return placed if placed.keys() - extra == tensors.keys() else None
 

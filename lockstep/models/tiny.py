@@ -20,6 +20,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from lockstep.models.config import Architecture, ModelConfig
 from lockstep.models.decoder import Decoder
 from lockstep.models.hf_io import save_checkpoint
+from lockstep.renderers.chatml import CHATML_TOKENS, THINKING_TOKENS
 from lockstep.renderers.config import RendererConfig
 from lockstep.renderers.registry import make_renderer
 from lockstep.renderers.tokenizer import Tokenizer
@@ -38,17 +39,7 @@ CONTROL_TOKENS: dict[Architecture, tuple[str, ...]] = {
         "<|call|>",
         "<|return|>",
     ),
-    "qwen3": (
-        "<|endoftext|>",
-        "<|im_start|>",
-        "<|im_end|>",
-        "<tool_call>",
-        "</tool_call>",
-        "<think>",
-        "</think>",
-        "<tool_response>",
-        "</tool_response>",
-    ),
+    "qwen3": ("<|endoftext|>", *CHATML_TOKENS, *THINKING_TOKENS),
 }
 END_TOKEN: dict[Architecture, str] = {"gpt_oss": "<|return|>", "qwen3": "<|im_end|>"}
 

@@ -36,8 +36,8 @@ from lockstep.types import Message, ToolCall, ToolSchema
 
 QWEN25_SYSTEM = "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."
 
-_TOKENS = ("<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>")
-_QWEN3_TOKENS = ("<think>", "</think>", "<tool_response>", "</tool_response>")
+CHATML_TOKENS = ("<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>")
+THINKING_TOKENS = ("<think>", "</think>", "<tool_response>", "</tool_response>")
 
 
 class ChatMLRenderer(TurnRenderer):
@@ -67,7 +67,9 @@ class ChatMLRenderer(TurnRenderer):
         """Raises RendererError, which lists the missing control tokens."""
         self.config = config or ChatMLConfig()
         self._thinks = self.config.variant != "qwen2.5"
-        ids = list(tokenizer.require((*_TOKENS, *(_QWEN3_TOKENS if self._thinks else ()))).values())
+        ids = list(
+            tokenizer.require((*CHATML_TOKENS, *(THINKING_TOKENS if self._thinks else ()))).values()
+        )
         self._start, self._end, self._call, self._call_end = ids[:4]
         self._think = self._think_end = -1  # no id: never written, never sampled
         self._reply: Piece = "<tool_response>"

@@ -12,6 +12,7 @@ from typing import Literal
 
 from lockstep.errors import RendererError
 from lockstep.renderers.base import Renderer
+from lockstep.renderers.pieces import first_difference
 from lockstep.types import Message, ToolSchema
 
 Origin = Literal["template", "system", "user", "tool", "assistant"]
@@ -50,9 +51,7 @@ class Prompt:
     def first_difference(self) -> int:
         """Index of the first id that differs; the shorter length if one list begins with the
         other."""
-        pairs = zip(self.extended_ids, self.whole_ids, strict=False)
-        size = min(len(self.extended_ids), len(self.whole_ids))
-        return next((at for at, (a, b) in enumerate(pairs) if a != b), size)
+        return first_difference(self.extended_ids, self.whole_ids)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

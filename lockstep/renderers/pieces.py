@@ -99,3 +99,10 @@ def cut_front(tokenizer: Tokenizer, ids: Sequence[int], num_bytes: int) -> list[
                 rest += tokenizer.token_bytes(ids[end]) if end < len(ids) else b""
             return list(ids[at:])
     return []
+
+
+def first_difference(ids: Sequence[int], others: Sequence[int]) -> int:
+    """Returns the index of the first id that differs; the shorter length if one list begins with
+    the other."""
+    size = min(len(ids), len(others))
+    return next((at for at in range(size) if ids[at] != others[at]), size)

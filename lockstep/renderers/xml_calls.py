@@ -67,25 +67,23 @@ DIALECTS = {
 }
 
 
-class TextParameters:
-    """Remembers which parameters of each declared tool take a string."""
+TextParameters = dict[str, frozenset[str]]
+"""Tool -> its parameters that take a string."""
 
-    def __init__(self) -> None:
-        self._known: dict[str, frozenset[str]] = {}
 
-    def declare(self, tools: Iterable[ToolSchema]) -> None:
-        for tool in tools:
-            properties: Any = tool.parameters.get("properties")
-            fields = cast("Mapping[str, Any]", properties if isinstance(properties, dict) else {})
-            self._known[tool.name] = frozenset(
-                key
-                for key, schema in fields.items()
-                if isinstance(schema, Mapping)
-                and cast("Mapping[str, Any]", schema).get("type") == "string"
-            )
-
-    def has(self, tool: str, parameter: str) -> bool:
-        return parameter in self._known.get(tool, ())
+def text_parameters(tools: Iterable[ToolSchema]) -> TextParameters:
+    """Returns which parameters of each declared tool take a string."""
+    out: TextParameters = {}
+    for tool in tools:
+        properties: Any = tool.parameters.get("properties")
+        fields = cast("Mapping[str, Any]", properties if isinstance(properties, dict) else {})
+        out[tool.name] = frozenset(
+            key
+            for key, schema in fields.items()
+            if isinstance(schema, Mapping)
+            and cast("Mapping[str, Any]", schema).get("type") == "string"
+        )
+    return out
 
 
 def read_xml_call(
@@ -93,7 +91,7 @@ def read_xml_call(
 ) -> ToolCall | str:
     """Reads one call; its arguments become JSON. Returns the reason, as text, if it is malformed.
 
-    >>> read_xml_call("<function=f><parameter=x>1</parameter></function>", TextParameters())
+    >>> read_xml_call("<function=f><parameter=x>1</parameter></function>", {})
     ToolCall(name='f', arguments='{"x": 1}', id='')
     """
     found = dialect.call.fullmatch(text)
@@ -109,7 +107,7 @@ def read_xml_call(
         key, value = parameter[1].strip(), parameter[2]
         if key in arguments:
             return f"a call gives the parameter {key} twice"
-        arguments[key] = value if texts.has(name, key) else _json_or_text(value)
+        arguments[key] = value if key in texts.get(name, ()) else _json_or_text(value)
         at = parameter.end()
     if not name or not name.isprintable():
         return "a call's name is not printable text"

@@ -12,7 +12,7 @@ from lockstep.engines.base import EngineContext
 from lockstep.engines.config import EmbeddedConfig, EngineConfig
 from lockstep.engines.embedded.engine import EmbeddedEngine
 from lockstep.engines.registry import make_engine
-from lockstep.errors import CapabilityError, CheckpointError, ConfigError
+from lockstep.errors import CapabilityError, CheckpointError
 from lockstep.models.config import FallbackConfig
 from lockstep.models.hf_io import hf_tensors, load_checkpoint, read_tensors
 from lockstep.models.locate import locate_model
@@ -151,8 +151,6 @@ def test_what_only_the_decoder_can_is_refused_by_name(tmp_path):
         ours(ids, ids, object())
     with pytest.raises(CapabilityError, match="cannot replay or report routes"):
         ours(ids, ids, PackedContext.of([3]), object())
-    with pytest.raises(ConfigError, match="recompute=blocks"):
-        Trainer(ours, TrainerConfig(recompute="blocks"), like=tmp_path)
     with pytest.raises(CapabilityError, match="cannot run a FallbackModel"):
         context = EngineContext(
             model=ours, token_bytes=(), directory=tmp_path, vocab_size=64, max_tokens=64,

@@ -115,7 +115,7 @@ def _xml_span(text: str, at: int, call: ToolCall) -> _Span | None:
         found = written.search(text, at)
         if found is None:
             continue
-        read = read_xml_call(found[0], TextParameters(), dialect)
+        read = read_xml_call(found[0], {}, dialect)
         if isinstance(read, ToolCall) and json.loads(read.arguments) == json.loads(call.arguments):
             return _Span(found.start(), found.end(), CallFormat(kind="xml", dialect=name))
     return None

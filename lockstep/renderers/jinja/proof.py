@@ -10,6 +10,7 @@ from lockstep.errors import RendererError
 from lockstep.renderers.base import Renderer
 from lockstep.renderers.config import JinjaConfig
 from lockstep.renderers.jinja.shape import Shape
+from lockstep.renderers.pieces import first_difference
 from lockstep.renderers.xml_calls import arguments_of
 from lockstep.types import Message, ToolCall, ToolSchema
 
@@ -33,60 +34,30 @@ REPLY = Message(role="tool", name="find", content="The friend of Bela is Ciro.")
 _EMPTY = Message(role="tool", name="find")
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Dialogue:
-    messages: tuple[Message, ...]
-    shows: str = ""
-    """The ability that the dialogue needs; empty: every template must have it."""
-    has_tools: bool = False
-    is_cut: bool = False
-
-
 TAKES_TOOLS = "take tools"
-_TOOLS, _SEVERAL = "take a tool's reply", "take several replies to one turn"
-DIALOGUES: Mapping[str, _Dialogue] = {
-    "plain": _Dialogue(messages=(USER, ANSWER, MORE), shows="take a user's words"),
-    "multi-turn": _Dialogue(
-        messages=(USER, ANSWER, MORE, ANSWER, USER, ANSWER, MORE),
-        shows="take a user's words",
-    ),
-    "system prompt": _Dialogue(messages=(SYSTEM, USER, ANSWER, MORE), shows="take a system prompt"),
-    "truncated": _Dialogue(messages=(USER, ANSWER, MORE), is_cut=True, shows="take a user's words"),
-    "one call": _Dialogue(messages=(USER, CALL, REPLY), has_tools=True, shows=_TOOLS),
-    "several calls": _Dialogue(
-        messages=(SYSTEM, USER, CALL, REPLY, CALL, REPLY, CALL, REPLY),
-        has_tools=True,
-        shows=_TOOLS,
-    ),
-    "a call and its answer": _Dialogue(
-        messages=(USER, CALL, REPLY, ANSWER, MORE, CALL, REPLY),
-        has_tools=True,
-        shows=_TOOLS,
-    ),
-    "parallel replies": _Dialogue(
-        messages=(USER, _TWO, REPLY, REPLY, ANSWER, MORE), has_tools=True, shows=_SEVERAL
-    ),
-    "empty observation": _Dialogue(
-        messages=(USER, CALL, _EMPTY, ANSWER, MORE), has_tools=True, shows="take an empty reply"
-    ),
-    "a reply and a user": _Dialogue(
-        messages=(USER, CALL, REPLY, MORE),
-        has_tools=True,
-        shows="take a reply and a user's words",
-    ),
-    "system in the middle": _Dialogue(
-        messages=(USER, ANSWER, SYSTEM, MORE), shows="take a system message later on"
-    ),
-    "thinking": _Dialogue(messages=(USER, _THOUGHT, MORE, _THOUGHT, USER), shows="drop thinking"),
-    "thinking and calls": _Dialogue(
-        messages=(
-            *(USER, Message(role="assistant", thinking="Hm.", tool_calls=CALL.tool_calls)),
-            *(REPLY, _THOUGHT, MORE),
-        ),
-        has_tools=True,
-        shows="drop thinking",
-    ),
+_USERS, _TOOLS, _SEVERAL = (
+    "take a user's words",
+    "take a tool's reply",
+    "take several replies to one turn",
+)
+_CALL_AND_THOUGHT = Message(role="assistant", thinking="Hm.", tool_calls=CALL.tool_calls)
+DIALOGUES: Mapping[str, tuple[str, tuple[Message, ...]]] = {
+    "plain": (_USERS, (USER, ANSWER, MORE)),
+    "multi-turn": (_USERS, (USER, ANSWER, MORE, ANSWER, USER, ANSWER, MORE)),
+    "system prompt": ("take a system prompt", (SYSTEM, USER, ANSWER, MORE)),
+    "truncated": (_USERS, (USER, ANSWER, MORE)),
+    "one call": (_TOOLS, (USER, CALL, REPLY)),
+    "several calls": (_TOOLS, (SYSTEM, USER, CALL, REPLY, CALL, REPLY, CALL, REPLY)),
+    "a call and its answer": (_TOOLS, (USER, CALL, REPLY, ANSWER, MORE, CALL, REPLY)),
+    "parallel replies": (_SEVERAL, (USER, _TWO, REPLY, REPLY, ANSWER, MORE)),
+    "empty observation": ("take an empty reply", (USER, CALL, _EMPTY, ANSWER, MORE)),
+    "a reply and a user": ("take a reply and a user's words", (USER, CALL, REPLY, MORE)),
+    "system in the middle": ("take a system message later on", (USER, ANSWER, SYSTEM, MORE)),
+    "thinking": ("drop thinking", (USER, _THOUGHT, MORE, _THOUGHT, USER)),
+    "thinking and calls": ("drop thinking", (USER, _CALL_AND_THOUGHT, REPLY, _THOUGHT, MORE)),
 }
+"""Name -> the ability that the dialogue needs, its messages. Every template must take a user's
+words. The model's turns in "truncated" lack their stop token."""
 
 
 class TemplateRenderer(Renderer, Protocol):
@@ -134,40 +105,37 @@ def prove(renderer: TemplateRenderer) -> Proof:
     unsupported: dict[str, str] = {}
     if "tools" in renderer.shape.problems:
         unsupported[TAKES_TOOLS] = renderer.shape.problems["tools"]
-    for name, dialogue in DIALOGUES.items():
-        if renderer.shape.thinking is None and any(m.thinking for m in dialogue.messages):
+    for name, (ability, messages) in DIALOGUES.items():
+        if renderer.shape.thinking is None and any(m.thinking for m in messages):
             continue
         num_asked += 1
-        has_calls = any(m.tool_calls for m in dialogue.messages)
+        has_calls = any(m.tool_calls for m in messages)
         if has_calls and renderer.shape.calls is None:
-            unsupported.setdefault(dialogue.shows, renderer.shape.problems["tools"])
+            unsupported.setdefault(ability, renderer.shape.problems["tools"])
             continue
         try:
-            _hold(renderer, dialogue)
+            _hold(renderer, messages, is_cut=name == "truncated")
         except RendererError as error:
             problem = f"dialogue {name!r}: {error}"
         else:
             held.append(name)
             continue
-        if dialogue.shows == "take a user's words" or (
-            dialogue.shows == "drop thinking" and renderer.config.thinking == "drop"
-        ):
+        if ability == _USERS or (ability == "drop thinking" and renderer.config.thinking == "drop"):
             raise RendererError(f"this model's chat template cannot be extended exactly. {problem}")
-        unsupported.setdefault(dialogue.shows, problem)
-        if dialogue.shows == _TOOLS:
+        unsupported.setdefault(ability, problem)
+        if ability == _TOOLS:
             unsupported.setdefault(TAKES_TOOLS, problem)
     return Proof(held=tuple(held), num_asked=num_asked, unsupported=unsupported)
 
 
-def _hold(renderer: TemplateRenderer, dialogue: _Dialogue) -> None:
+def _hold(renderer: TemplateRenderer, messages: Sequence[Message], *, is_cut: bool) -> None:
     """Raises RendererError if the extended dialogue differs from the template's ids."""
-    messages = dialogue.messages
+    tools = (TOOL,) if any(m.tool_calls for m in messages) else ()
     if renderer.shape.thinking is not None and renderer.thinking_opening:
         messages = [  # a model that is opened with thinking thinks
             replace(m, thinking=m.thinking or "Hm.") if m.role == "assistant" else m
             for m in messages
         ]
-    tools = (TOOL,) if dialogue.has_tools else ()
     first = next(at for at, m in enumerate(messages) if m.role == "assistant")
     path: list[tuple[list[int], bool]] = [(renderer.render_whole(messages[:first], tools), False)]
     at = first
@@ -184,7 +152,7 @@ def _hold(renderer: TemplateRenderer, dialogue: _Dialogue) -> None:
                 f"the reply {renderer.tokenizer.decode(sampled)!r} is read as "
                 f"{read}, and was written for {messages[at]}."
             )
-        if dialogue.is_cut:
+        if is_cut:
             sampled = sampled[:-1]
         path.append((sampled, True))
         if is_forgotten:
@@ -222,9 +190,7 @@ def _is_same(read: Message, message: Message) -> bool:
 def _compare(renderer: TemplateRenderer, ids: list[int], whole: list[int]) -> None:
     if ids == whole:
         return
-    pairs = zip(ids, whole, strict=False)
-    shorter = min(len(ids), len(whole))
-    at = next((i for i, (a, b) in enumerate(pairs) if a != b), shorter)
+    at = first_difference(ids, whole)
     show = renderer.tokenizer.decode
     raise RendererError(
         f"the ids differ from place {at} on, behind "

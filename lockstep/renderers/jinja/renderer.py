@@ -45,9 +45,10 @@ from lockstep.renderers.pieces import (
     refuse_replies,
     require_reply,
     split_ids,
+    text_of,
 )
 from lockstep.renderers.tokenizer import Tokenizer
-from lockstep.renderers.xml_calls import TextParameters, arguments_of
+from lockstep.renderers.xml_calls import TextParameters, arguments_of, text_parameters
 from lockstep.types import Message, ToolSchema
 
 
@@ -71,7 +72,7 @@ class JinjaRenderer:
         self._template = ChatTemplate(found.text, where=found.where, date=self.config.date)
         self._variables = {**found.special_tokens, **self.config.variables}
         self._marks = Marks(tokenizer)
-        self._texts = TextParameters()
+        self._texts: TextParameters = {}
         self.shape = ShapeFinder(
             self._run,
             self._marks,
@@ -99,7 +100,7 @@ class JinjaRenderer:
         piece instead. Raises RendererError, with the template's own message, for what it refuses.
         """
         declared = tools if self.config.tools_in_prompt else ()
-        self._texts.declare(tools)
+        self._texts |= text_parameters(tools)
         if declared:
             self._require(TAKES_TOOLS)
         if self.config.thinking == "keep" and self._loses_thinking(messages):
@@ -288,13 +289,7 @@ class JinjaRenderer:
         else:
             error = "the turn was cut off" if parts else "the turn is empty"
         mark = self._marks.choose(part for part in parts if isinstance(part, str))
-        text = "".join(
-            self._marks.protect(part, mark)
-            if isinstance(part, str)
-            else self.tokenizer.control_name(part)
-            for part in parts
-        )
-        thinking, text, is_open = self._split_thinking(text)
+        thinking, text, is_open = self._split_thinking(self._shown(parts, mark))
         if text.strip() and (self.shape.thinking is None or not self.shape.lead.strip()):
             text = text.removeprefix(self.shape.lead)  # Mistral's space before the words
         if not error:
@@ -311,6 +306,13 @@ class JinjaRenderer:
             thinking=unmarked(thinking, mark),
             tool_calls=tuple(turn.calls),
             parse_error=error,
+        )
+
+    def _shown(self, parts: Sequence[Piece], mark: str) -> str:
+        """Returns the text of a turn, with control tokens by name and `mark` in spelled names."""
+        return text_of(
+            self.tokenizer,
+            [self._marks.protect(part, mark) if isinstance(part, str) else part for part in parts],
         )
 
     def _split_thinking(self, text: str) -> tuple[str, str, bool]:
@@ -337,12 +339,7 @@ class JinjaRenderer:
     def _close(self, ids: list[int], stop: str) -> list[Piece]:
         """The end of a turn that was cut off: the end of open thinking, the text before a stop
         token, `stop`."""
-        text = "".join(
-            self._marks.protect(part, "\0")
-            if isinstance(part, str)
-            else self.tokenizer.control_name(part)
-            for part in split_ids(self.tokenizer, ids)
-        )
+        text = self._shown(split_ids(self.tokenizer, ids), "\0")
         _, _, is_open = self._split_thinking(text)
         how = self.shape.thinking
         thinking = how.close if how is not None and is_open else ""
