@@ -167,13 +167,8 @@ class _Process:
         return self._owner == os.getpid() and not self._why_ended and self._process.poll() is None
 
     def ask(self, request: Mapping[str, Any], seconds: float) -> Reply:
-        late = threading.Event()
-
-        def end_late() -> None:  # also frees a thread that writes to a child that does not read
-            late.set()
-            end_group(self._process)
-
-        timer = threading.Timer(seconds, end_late)
+        # Also frees a thread that writes to a child that does not read.
+        timer = threading.Timer(seconds, end_group, [self._process])
         timer.daemon = True
         until = time.monotonic() + seconds
         timer.start()
@@ -183,7 +178,7 @@ class _Process:
         finally:
             timer.cancel()
             timer.join()  # it may be ending the process at this moment
-        if late.is_set() or time.monotonic() > until:
+        if time.monotonic() > until:
             raise ChildTimeoutError(
                 f"{self._name} did not answer within {seconds:g} s.{self._tail()}"
             )

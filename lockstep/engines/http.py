@@ -35,6 +35,9 @@ an unused address does neither."""
 TELL_SECONDS = 15.0
 """Interval of the messages about a server that does not answer yet."""
 
+WAIT_SECONDS = 0.2
+"""Wait between two checks whether a server is up."""
+
 PROBE_SECONDS = 5.0
 """Limit of one check whether a server is up."""
 
@@ -204,35 +207,30 @@ class HttpClient:
         Raises ServerUnreachableError, which says how long the wait was, what the last attempt found
         and how such a server is started.
         """
-        started = time.monotonic()
-        pause, told_at = 0.1, -TELL_SECONDS
+        started = told_at = time.monotonic()
         while True:
             try:
                 return self.call_now(path, seconds=min(PROBE_SECONDS, start_seconds))
             except ServerRefusedError as error:
                 if error.status in (401, 403):
-                    raise ServerRefusedError(
-                        f"{error} Name the environment variable that holds its key with "
-                        "engine.api_key_env=VARIABLE.",
-                        status=error.status,
-                    ) from None
+                    advice = "Name the variable that holds its key: engine.api_key_env=VARIABLE."
+                    raise ServerRefusedError(f"{error} {advice}", status=error.status) from None
                 found = error  # 404 and 503 are how many say that they are not ready
             except (ServerUnreachableError, ServerSilentError) as error:
                 found = error
             waited = time.monotonic() - started
             if reason := is_alive():
                 raise ServerUnreachableError(f"engine {self.name} at {self.url}: {reason}")
-            if waited + pause > start_seconds:
+            if waited + WAIT_SECONDS > start_seconds:
+                advice = "" if self._advice() in str(found) else self._advice()
                 raise ServerUnreachableError(
                     f"engine {self.name} at {self.url}: no answer to {path} within {waited:.0f} s "
-                    f"(engine.start_seconds={start_seconds:g}). The last attempt: {found}"
-                    f"{'' if self._advice() in str(found) else self._advice()}"
+                    f"(engine.start_seconds={start_seconds:g}). The last attempt: {found}{advice}"
                 ) from found
-            if waited - told_at >= TELL_SECONDS:
-                told_at = waited
+            if told_at <= time.monotonic():
+                told_at += TELL_SECONDS
                 on_wait(f"waiting for engine {self.name} at {self.url} ({waited:.0f} s)")
-            time.sleep(pause)
-            pause = min(2.0, pause * 1.5)
+            time.sleep(WAIT_SECONDS)
 
     def _where(self, method: str, path: str) -> str:
         return f"engine {self.name}: {method} {self.url}{path}"
