@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -109,8 +109,6 @@ class Rows:
         self.positions = np.zeros(capacity, np.int64)
         self.pages = np.full((capacity, -(-max_context // page_size)), ZERO_PAGE, np.int64)
         self.num_pages = np.zeros(capacity, np.int64)
-        self.page_ends = np.zeros(capacity, np.int64)
-        self.write_index = np.zeros(capacity, np.int64)
         self.counts = np.zeros(capacity, np.int64)
         self.limits = np.zeros(capacity, np.int64)
         self.streams = np.zeros(capacity, np.uint64)
@@ -125,8 +123,6 @@ class Rows:
         self.logprobs = np.empty((capacity, max_context), np.float32)
         self._rules: list[Rule] = []
         self._groups: list[Group] | None = None
-        self._flat_ids, self._flat_logprobs = self.sampled_ids.ravel(), self.logprobs.ravel()
-        self._row_starts = np.arange(capacity) * max_context
 
     def append(self, sequence: Sequence) -> None:
         """Adds a request whose tokens, except for the last, are computed or are in this step."""
@@ -137,9 +133,6 @@ class Rows:
         self.positions[row] = len(sequence.ids) - 1
         self.pages[row, : len(pages)] = pages
         self.num_pages[row] = len(pages)
-        self.page_ends[row] = len(pages) * self.page_size
-        page, offset = divmod(len(sequence.ids) - 1, self.page_size)
-        self.write_index[row] = pages[page] * self.page_size + offset
         self.limits[row] = sequence.limit
         self.streams[row] = stream_of(request.seed)
         self.top_p[row], self.top_k[row] = sampling.top_p, sampling.top_k
@@ -184,8 +177,6 @@ class Rows:
                 self.last_ids,
                 self.positions,
                 self.num_pages,
-                self.page_ends,
-                self.write_index,
                 self.counts,
                 self.limits,
                 self.streams,
@@ -204,16 +195,14 @@ class Rows:
         self._groups = None
 
     def add_page(self, row: int, page: int) -> None:
-        """Appends a page to a row; the next token is written to it."""
+        """Appends a page to a row."""
         self.pages[row, self.num_pages[row]] = page
         self.num_pages[row] += 1
-        self.page_ends[row] += self.page_size
-        self.write_index[row] = page * self.page_size
 
     def full_rows(self) -> list[Sequence]:
         """Requests whose next token has no page yet."""
         n = self.num
-        full = self.positions[:n] >= self.page_ends[:n]
+        full = self.positions[:n] >= self.num_pages[:n] * self.page_size
         return [self.sequences[i] for i in np.flatnonzero(full)] if full.any() else []
 
     def sample(
@@ -259,17 +248,15 @@ class Rows:
         """Appends the tokens from `sample` to the rows. Returns which rows end with theirs: at a
         stop id, at their limit, or by a log-prob that is not a number."""
         n = self.num
-        counts = self.counts[:n]
-        places = self._row_starts[:n] + counts
-        self._flat_ids[places] = ids
-        self._flat_logprobs[places] = logprobs
+        rows, counts = np.arange(n), self.counts[:n]
+        self.sampled_ids[rows, counts] = ids
+        self.logprobs[rows, counts] = logprobs
         for row, kept_ids in support.items():
             of_request = self.sequences[row].support
             assert of_request is not None, "only a request that asks gets its support"
             of_request.append(kept_ids)
         counts += 1
         self.positions[:n] += 1
-        self.write_index[:n] += 1
         self.last_ids[:n] = ids
         ended = (self.stop_ids[:n] == ids[:, None]).any(1)
         ended |= counts >= self.limits[:n]
@@ -277,13 +264,15 @@ class Rows:
         return ended
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Chunk:
     """Positions [start, stop) of a request's ids, to be prefilled in this step."""
 
     sequence: Sequence
     start: int
     stop: int
+    place: slice = field(default_factory=lambda: slice(0))
+    """Its tokens among those of the step."""
 
     @property
     def is_last(self) -> bool:
@@ -308,7 +297,8 @@ def build_inputs(
     pending copies between pages must run before."""
     n, size, device = rows.num, rows.page_size, cache.keys.device
     ids, positions = rows.last_ids[:n], rows.positions[:n]
-    write_index = rows.write_index[:n]
+    page, offset = np.divmod(positions, size)
+    write_index = rows.pages[np.arange(n), page] * size + offset
     layout = _Layout(size, device)
     if n:
         found = None if resident is None else _load_resident(rows, resident, device)
@@ -324,6 +314,8 @@ def build_inputs(
             pages = _lease(chunk).pages[: table.shape[1]]
             table[row, : len(pages)] = pages
         before = np.cumsum(lengths) - lengths
+        for chunk, first in zip(ordered, (n + before).tolist(), strict=True):
+            chunk.place = slice(first, first + chunk.stop - chunk.start)
         chunk_of = np.repeat(np.arange(len(ordered)), lengths)
         at = np.arange(len(chunk_of)) + (starts - before)[chunk_of]
         ids = np.concatenate([ids, *(c.sequence.ids[c.start : c.stop] for c in ordered)])

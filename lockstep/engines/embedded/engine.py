@@ -355,13 +355,13 @@ class EmbeddedEngine(Engine):
         cache.run_copies()
         inputs = build_inputs(rows, planned, cache, self._resident)
         chunks = inputs.chunks
-        last_places = self._finish_prefill(chunks, num_fed)
+        last_places = self._finish_prefill(chunks)
         with torch.inference_mode():
             routing = None if cache.routes is None else Routing()
             hidden = self._model(inputs.ids, inputs.positions, inputs.context, routing)
             if routing is not None:
                 cache.write_routes(inputs.context.write_index, routing.stacked())
-            broken = self._score_chunks(chunks, hidden, num_fed) if chunks else []
+            broken = self._score_chunks(chunks, hidden) if chunks else []
             if rows.num:
                 if chunks:
                     places = np.concatenate([np.arange(num_fed), np.array(last_places, np.int64)])
@@ -378,64 +378,51 @@ class EmbeddedEngine(Engine):
             self._after_sampling(ids, logprobs, support)
         self.stats.steps += 1
 
-    def _finish_prefill(self, chunks: Seq[Chunk], num_fed: int) -> list[int]:
+    def _finish_prefill(self, chunks: Seq[Chunk]) -> list[int]:
         """Adds rows for requests whose prefill ends in this step; returns the places of their last
         tokens."""
-        places: list[int] = []
-        at = num_fed
-        for chunk in chunks:
-            at += chunk.stop - chunk.start
-            if chunk.is_last and not chunk.sequence.scoring:
-                self._scheduler.prefilling.remove(chunk.sequence)
-                self._rows.append(chunk.sequence)
-                places.append(at - 1)
-        return places
+        ended = [chunk for chunk in chunks if chunk.is_last and not chunk.sequence.scoring]
+        for chunk in ended:
+            self._scheduler.prefilling.remove(chunk.sequence)
+            self._rows.append(chunk.sequence)
+        return [chunk.place.stop - 1 for chunk in ended]
 
-    def _score_chunks(
-        self, chunks: Seq[Chunk], hidden: torch.Tensor, num_fed: int
-    ) -> list[Sequence]:
+    def _score_chunks(self, chunks: Seq[Chunk], hidden: torch.Tensor) -> list[Sequence]:
         """Computes log-probs of scored texts. Returns the requests, other than those that sample in
         this step, whose hidden states are not finite: their keys and values would be NaN."""
         finite = None
         broken: list[Sequence] = []
-        scored: dict[float, list[tuple[Chunk, slice]]] = {}
-        """Temperature -> chunks scored under it, and their places in the step."""
-        at = num_fed
+        scored: dict[float, list[tuple[Scoring, Chunk]]] = {}
         for chunk in chunks:
-            sequence, here = chunk.sequence, slice(at, at + chunk.stop - chunk.start)
-            at = here.stop
-            if sequence.scoring or not chunk.is_last:
-                if finite is None:
-                    finite = hidden.float().sum(-1).isfinite().cpu().numpy()
-                if not finite[here].all():
-                    broken.append(sequence)
-                    continue
-            if sequence.scoring:
-                scored.setdefault(sequence.scoring.temperature, []).append((chunk, here))
+            scoring = chunk.sequence.scoring
+            if chunk.is_last and scoring is None:
+                continue
+            if finite is None:
+                finite = hidden.float().sum(-1).isfinite().cpu().numpy()
+            if not finite[chunk.place].all():
+                broken.append(chunk.sequence)
+            elif scoring is not None:
+                scored.setdefault(scoring.temperature, []).append((scoring, chunk))
         for temperature, parts in scored.items():
             self._write_scores(parts, hidden, temperature)
         return broken
 
     def _write_scores(
-        self, parts: Seq[tuple[Chunk, slice]], hidden: torch.Tensor, temperature: float
+        self, parts: Seq[tuple[Scoring, Chunk]], hidden: torch.Tensor, temperature: float
     ) -> None:
         """Scores all chunks of one temperature at once, since many are a few tokens long."""
-        wanted = [slice(chunk.start + 1, chunk.stop + 1) for chunk, _ in parts]
-        ids = np.concatenate(
-            [chunk.sequence.ids[at] for (chunk, _), at in zip(parts, wanted, strict=True)]
-        )
-        places = np.concatenate([np.arange(here.start, here.stop) for _, here in parts])
+        wanted = [slice(chunk.start + 1, chunk.stop + 1) for _, chunk in parts]
+        ids = [chunk.sequence.ids[at] for (_, chunk), at in zip(parts, wanted, strict=True)]
+        places = [np.arange(chunk.place.start, chunk.place.stop) for _, chunk in parts]
         device = hidden.device
         values, _ = self._model.log_probs(
-            hidden.index_select(0, torch.from_numpy(places).to(device)),
-            torch.from_numpy(ids.astype(np.int64)).to(device),
+            hidden.index_select(0, torch.from_numpy(np.concatenate(places)).to(device)),
+            torch.from_numpy(np.concatenate(ids).astype(np.int64)).to(device),
             temperature=temperature,
         )
-        ends = np.cumsum([at.stop - at.start for at in wanted])[:-1]
-        found = np.split(values.cpu().numpy(), ends)
-        for (chunk, _), at, of_chunk in zip(parts, wanted, found, strict=True):
-            assert chunk.sequence.scoring is not None, "only scored texts are scored"
-            chunk.sequence.scoring.logprobs[at] = of_chunk
+        found = np.split(values.cpu().numpy(), np.cumsum([len(part) for part in ids])[:-1])
+        for (scoring, _), at, of_chunk in zip(parts, wanted, found, strict=True):
+            scoring.logprobs[at] = of_chunk
 
     def _after_chunk(self, chunk: Chunk) -> None:
         sequence, scoring = chunk.sequence, chunk.sequence.scoring
