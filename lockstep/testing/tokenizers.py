@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+
+from tokenizers import Tokenizer as FastTokenizer
+from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from lockstep.renderers.tokenizer import Tokenizer
 
@@ -40,11 +42,6 @@ LLAMA3_TOKENS = (
 GEMMA_TOKENS = ("<pad>", "<eos>", "<bos>", "<start_of_turn>", "<end_of_turn>")
 
 
-def _added_token(id_: int, name: str, *, special: bool) -> dict[str, Any]:
-    off = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    return {"id": id_, "content": name, **off, "special": special}
-
-
 def byte_tokenizer(
     *, merges: Sequence[tuple[str, str]] = (), control_tokens: Sequence[str] | None = None
 ) -> Tokenizer:
@@ -69,25 +66,11 @@ def byte_tokenizer_json(
     vocab = {chr(b if b in printable else next(others)): b for b in range(256)}
     for left, right in merges:
         vocab[left + right] = len(vocab)
-    added = [
-        _added_token(len(vocab) + at, name, special="|" in name) for at, name in enumerate(names)
-    ]
-    byte_level = {
-        "type": "ByteLevel",
-        "add_prefix_space": False,
-        "trim_offsets": False,
-        "use_regex": False,
-    }
-    spec = {
-        "version": "1.0",
-        "added_tokens": added,
-        "normalizer": None,
-        "pre_tokenizer": byte_level,
-        "post_processor": None,
-        "decoder": byte_level,
-        "model": {"type": "BPE", "vocab": vocab, "merges": [list(m) for m in merges]},
-    }
-    return json.dumps(spec)
+    fast = FastTokenizer(models.BPE(vocab, list(merges)))
+    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    fast.decoder = decoders.ByteLevel()
+    added = {name: len(vocab) + at for at, name in enumerate(names)}
+    return _json(fast, added, special=[name for name in names if "|" in name])
 
 
 def sentencepiece_tokenizer(
@@ -119,33 +102,24 @@ def sentencepiece_json(
         *(left + right for left, right in merges),
     ]
     vocab = {piece: id_ for id_, piece in enumerate(dict.fromkeys(pieces))}
-    has_digit = {name for name in control_tokens if any(map(str.isdigit, name))}
-    added = [
-        _added_token(vocab[name], name, special=name not in symbols and name not in has_digit)
-        for name in (*control_tokens, *symbols)
+    fast = FastTokenizer(models.BPE(vocab, list(merges), byte_fallback=True, fuse_unk=True))
+    fast.normalizer = normalizers.Replace(" ", "\u2581")
+    fast.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
+    fast.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    added = {name: vocab[name] for name in (*control_tokens, *symbols)}
+    special = [name for name in control_tokens if not any(map(str.isdigit, name))]
+    return _json(fast, added, special=special)
+
+
+def _json(fast: FastTokenizer, added: Mapping[str, int], *, special: Collection[str]) -> str:
+    """The `tokenizer.json` of `fast` with these added tokens, name -> id, also where text of the
+    vocabulary has the name of one."""
+    spec = json.loads(fast.to_str())
+    off = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    spec["added_tokens"] = [
+        {"id": id_, "content": name, **off, "special": name in special}
+        for name, id_ in added.items()
     ]
-    space = {"pattern": {"String": "\u2581"}, "content": " "}
-    spec = {
-        "version": "1.0",
-        "added_tokens": added,
-        "normalizer": {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"},
-        "pre_tokenizer": {
-            "type": "Split",
-            "pattern": {"String": " "},
-            "behavior": "MergedWithPrevious",
-            "invert": False,
-        },
-        "post_processor": None,
-        "decoder": {
-            "type": "Sequence",
-            "decoders": [{"type": "Replace"} | space, {"type": "ByteFallback"}, {"type": "Fuse"}],
-        },
-        "model": {
-            "type": "BPE",
-            "vocab": vocab,
-            "merges": [list(m) for m in merges],
-            "byte_fallback": True,
-            "fuse_unk": True,
-        },
-    }
     return json.dumps(spec)
