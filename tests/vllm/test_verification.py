@@ -14,7 +14,7 @@ import pytest
 import torch
 from vllm_models import make_checkpoint
 
-from lockstep.engines.base import Capabilities, Scores
+from lockstep.engines.base import Capabilities, Engine, Scores
 from lockstep.errors import EngineError
 from lockstep.models.hf_io import load_checkpoint, read_tensors
 from lockstep.sync.config import SyncConfig
@@ -31,7 +31,7 @@ YARN = {
 """Plain rotary positions, in the only words that vLLM's gpt-oss understands."""
 
 
-class Reloading:
+class Reloading(Engine):
     """As much of an engine as a publisher asks of one: vLLM in this process, and its own reload."""
 
     def __init__(self, directory, *, dtype):
@@ -44,7 +44,7 @@ class Reloading:
             enforce_eager=True, max_num_seqs=16, enable_prefix_caching=False,
             kv_cache_memory_bytes=64 << 20, hf_overrides=YARN if "gpt" in directory.name else {},
         )  # fmt: skip
-        self.version, self.num_loads = 0, 0
+        self.loaded, self.num_loads = 0, 0
 
     @property
     def capabilities(self):
@@ -53,7 +53,11 @@ class Reloading:
             weight_sources=("directory",),
         )  # fmt: skip
 
-    def close(self):
+    @property
+    def version(self):
+        return self.loaded
+
+    async def close(self):
         from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
         self.llm.llm_engine.engine_core.shutdown()
@@ -67,11 +71,11 @@ class Reloading:
         prompt = {"prompt_token_ids": [int(i) for i in ids]}
         found = self.llm.generate([prompt], sampling, use_tqdm=False)[0].prompt_logprobs
         values = [np.nan] + [found[at][int(ids[at])].logprob for at in range(1, len(ids))]
-        return Scores(logprobs=np.array(values, np.float32), policy_version=self.version)
+        return Scores(logprobs=np.array(values, np.float32), policy_version=self.loaded)
 
     async def load_weights(self, source, *, version):
         self.llm.collective_rpc("reload_weights", kwargs={"weights_path": source})
-        self.version, self.num_loads = version, self.num_loads + 1
+        self.loaded, self.num_loads = version, self.num_loads + 1
 
 
 class Writing(Reloading):
@@ -108,7 +112,7 @@ def qualify(kind, place, *, engine=Reloading, dtype="float32"):
         asyncio.run(found.publish(0))
     finally:
         found.close()
-        found.engine.close()
+        asyncio.run(found.engine.close())
     return found
 
 

@@ -114,7 +114,7 @@ def update_weights(
     tied = _tied_parameters(model)
     wanted = {name for name, _ in model.named_parameters()}
     if current_platform.is_cpu():
-        _unpack(model)
+        _unpack(model, vllm_config.model_config.dtype)
         _tie(model, tied)
     try:
         loaded = model.load_weights(weights)  # type: ignore[operator]
@@ -151,13 +151,19 @@ def _tie(model: nn.Module, tied: list[list[tuple[nn.Module, str]]]) -> None:
             module._parameters[other] = first._parameters[name]
 
 
-def _unpack(model: nn.Module) -> None:
-    """Gives every parameter that CPU kernels packed the shape of the checkpoint again, and drops
-    expert kernels, which pack on their first load only."""
+def _unpack(model: nn.Module, dtype: torch.dtype) -> None:
+    """Gives every parameter that CPU kernels packed the shape and dtype of a fresh model again, and
+    drops expert kernels, which pack on their first load only.
+
+    Biases are not in vLLM's record of shapes. On CPUs with AMX they have become float32, and would
+    take values that a fresh bfloat16 engine rounds.
+    """
     for module in model.modules():
         method = getattr(module, "quant_method", None)
         if method is None:
             continue
+        if (bias := module._parameters.get("bias")) is not None:
+            bias.data = bias.data.to(dtype)
         shapes, _ = get_layerwise_info(module).restore_metadata
         for name, meta in shapes.items():
             parameter = materialize_meta_tensor(restore_layer_refs(meta, module))

@@ -159,7 +159,7 @@ def test_a_process_that_ended_is_started_again(guess):
     [
         ({"taskset": "no-such-taskset"}, ConfigError, "verifiers: .*'no-such-taskset' not found"),
         ({"settings": {"nmu": 3}}, ConfigError, "nmu"),
-        ({"harness": "bash"}, ConfigError, "the program of agent runs what the model writes"),
+        ({"harness": "bash"}, ConfigError, "the program of agent runs the model's code"),
         ({"settings": {"num": 1}}, DataError, "1 tasks with eval_share=0.1 leave"),
     ],
     ids=["taskset", "setting", "code", "few"],
