@@ -29,30 +29,21 @@ GAP_GROWTH, LEAST_GAP = 5.0, 1e-3
 """Largest ratio of the median gap to the first one; gaps below LEAST_GAP nats do not count."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Look:
     """A comparison of engine and trainer after a load."""
 
-    gap: float
-    """Median of |engine - trainer|, in nats."""
-    slope: float = math.nan
-    """Slope of the engine's change on the trainer's since the start of the window: 1 follows, 0
-    does not."""
-    slope_error: float = math.inf
-    """Standard error of `slope`."""
-    last_slope: float = math.nan
-    """`slope` of the last load alone."""
-    last_slope_error: float = math.inf
-    correlation: float = math.nan
-    """Correlation of the two changes since the start of the window, over the tokens of the
-    probe."""
+    metrics: dict[str, float]
+    """`sync/...`; what cannot be computed yet is not finite."""
     alarm: str = ""
     """Description of a problem; empty if there is none, or none can be seen yet."""
+    is_following: bool = False
+    """Whether the engine was seen to follow, which is more than the absence of an alarm."""
 
     @property
-    def is_following(self) -> bool:
-        """Whether the engine was seen to follow, which is more than the absence of an alarm."""
-        return not self.alarm and self.slope_error <= RESOLVED
+    def gap(self) -> float:
+        """Median of |engine - trainer|, in nats."""
+        return self.metrics["sync/probe_gap"]
 
 
 @dataclass(slots=True)
@@ -73,28 +64,27 @@ class Follower:
         gap = float(np.median(np.abs(engine - trainer)))
         if self._base is None or self._last is None:
             self._usual_gap, self._base, self._last = gap, (trainer, engine), trainer
-            return Look(gap=gap)
-        first_trainer, first_engine = self._base
-        ours, theirs = trainer - first_trainer, engine - first_engine
+            return Look({"sync/probe_gap": gap})
+        ours, theirs = trainer - self._base[0], engine - self._base[1]
         seen = _typical(ours, theirs)
         slope, error = self._slope(theirs[seen], ours[seen])
         # Slope of what the engine lacks on the last update: -1 if that load was not taken.
         last = trainer - self._last
         calm = seen & _typical(last)
         lacking, last_error = self._slope((theirs - ours)[calm], last[calm])
-        found = Look(
-            gap=gap,
-            slope=slope,
-            slope_error=error,
-            last_slope=1 + lacking,
-            last_slope_error=last_error,
-            correlation=_correlation(ours[seen], theirs[seen]),
-            alarm=self._alarm(gap, (slope, error), (1 + lacking, last_error)),
-        )
+        metrics = {
+            "sync/probe_gap": gap,
+            "sync/slope": slope,
+            "sync/slope_error": error,
+            "sync/last_slope": 1 + lacking,
+            "sync/correlation": _correlation(ours[seen], theirs[seen]),
+        }
+        alarm = self._alarm(gap, (slope, error), (1 + lacking, last_error))
+        is_following = not alarm and error <= RESOLVED
         self._last, self._num_loads = trainer, self._num_loads + 1
-        if self._num_loads >= self.window and found.is_following:
+        if self._num_loads >= self.window and is_following:
             self._base, self._num_loads = (trainer, engine), 0
-        return found
+        return Look(metrics, alarm, is_following)
 
     def _slope(self, y: LogProbs, x: LogProbs) -> tuple[float, float]:
         """(least-squares slope through the origin, its heteroscedastic standard error); (nan, inf)

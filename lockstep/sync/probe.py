@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -13,40 +12,33 @@ from lockstep.engines.base import Engine, Scores
 from lockstep.errors import EngineError
 from lockstep.sync.config import SyncConfig
 from lockstep.training.trainer import Trainer
-from lockstep.types import Distribution, Int32Array, Sample, frozen_ids
+from lockstep.types import Distribution, Sample, frozen_ids
 
 LogProbs = npt.NDArray[np.float64]
 """[N] Log-probs of all tokens of the probe except the first of each text, in order."""
 
 
-@dataclass(frozen=True, slots=True)
 class Probe:
-    """Texts, with the engine and the trainer that score them."""
+    """Texts of random ids, with the engine and the trainer that score them."""
 
-    texts: Sequence[Int32Array]
-    engine: Engine
-    trainer: Trainer
-
-    @classmethod
-    def random(
-        cls,
+    def __init__(
+        self,
         config: SyncConfig,
         engine: Engine,
         trainer: Trainer,
         *,
-        left_out: frozenset[int] = frozenset(),
-        max_tokens: int = 1 << 30,
-        seed: int = 0,
-    ) -> Probe:
-        """Random ids of the vocabulary without `left_out`: control tokens, which an engine may
-        treat specially."""
+        left_out: frozenset[int],
+        max_tokens: int,
+    ) -> None:
+        """left_out: ids that no text has: control tokens, which an engine may treat specially."""
+        self.engine, self.trainer = engine, trainer
         vocab_size = min(engine.capabilities.vocab_size, trainer.model.config.vocab_size)
         allowed = np.setdiff1d(np.arange(vocab_size), list(left_out))
         limits = (max_tokens, engine.capabilities.max_tokens, trainer.model.config.max_positions)
-        draws = np.random.default_rng([seed, 6]).integers(
+        draws = np.random.default_rng([0, 6]).integers(
             0, len(allowed), (config.num_probes, min(config.probe_tokens, *limits))
         )
-        return cls([frozen_ids(allowed[row], where="probe") for row in draws], engine, trainer)
+        self.texts = [frozen_ids(allowed[row], where="probe") for row in draws]
 
     def by_trainer(self) -> LogProbs:
         """Scores by the trainer's current weights. Collective over the ranks of a run."""

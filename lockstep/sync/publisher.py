@@ -93,7 +93,7 @@ class Publisher:
         self._is_verifying = is_verifying or self.config.qualify == "on"
         self._probe = None
         if self.form != "shared" and capabilities.has_score and self._is_verifying:
-            self._probe = Probe.random(
+            self._probe = Probe(
                 self.config, engine, trainer, left_out=left_out, max_tokens=max_tokens
             )
         self._is_qualifying = self._probe is not None and self.config.qualify != "off"
@@ -344,12 +344,8 @@ class Publisher:
         metrics = {
             "time/sync_verify_seconds": time.perf_counter() - began,
             "sync/level": _NUMBER[self.level],
-            "sync/probe_gap": found.gap,
-            "sync/slope": found.slope,
-            "sync/slope_error": found.slope_error,
-            "sync/last_slope": found.last_slope,
-            "sync/correlation": found.correlation,
             "sync/alarm": float(bool(found.alarm)),
+            **found.metrics,
         }
         return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
