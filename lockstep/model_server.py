@@ -61,38 +61,29 @@ def find_served(target: str, settings: Sequence[str]) -> Served:
     Raises ConfigError, and what reading a run raises.
     """
     path, _, step = target.rpartition("@")
-    for name, number in ((path, step), (target, "")):
-        is_run = name and (Path(name) / "environment.json").is_file()
-        if is_run and (number.isdigit() or not number):
-            return _of_run(Path(name), int(number) if number else None, settings)
+    if not (path and step.isdigit()):
+        path, step = target, ""
+    if (Path(path) / "environment.json").is_file():
+        return _of_run(Path(path), int(step) if step else None, settings)
     config = resolve(ServeConfig(model=target), settings)
     if not any(setting.partition("=")[0].strip() == "max_tokens" for setting in settings):
-        config = replace(config, max_tokens=_default_max_tokens(config))
+        kind = FallbackConfig if config.fallback else ModelConfig
+        limit = kind.from_directory(locate_model(config.model)).max_positions
+        config = replace(config, max_tokens=min(limit, DEFAULT_MAX_TOKENS))
     return Served(config=config)
 
 
 def _of_run(path: Path, step: int | None, settings: Sequence[str]) -> Served:
     run = load_run(path)
-    stored = run.config
-    known = {one.name for one in fields(ServeConfig)}
-    kept = {name: value for name, value in stored.items() if name in known}
-    agent = stored.get("agent") or {}
-    kept |= {
-        name: agent[name]
-        for name in ("temperature", "top_p", "top_k", "max_turn_tokens")
-        if name in agent
-    }
-    kept.pop("parallel", None)  # one process is enough to play
     checkpoint = checkpoint_of(run, step)
-    config = resolve(from_dict(ServeConfig, kept), settings)
-    number = int(checkpoint.name.rpartition("-")[2])
-    return Served(config=config, weights=checkpoint / "policy", version=number)
-
-
-def _default_max_tokens(config: ServeConfig) -> int:
-    kind = FallbackConfig if config.fallback else ModelConfig
-    shape = kind.from_directory(locate_model(config.model))
-    return min(shape.max_positions, DEFAULT_MAX_TOKENS)
+    own = {one.name for one in fields(ServeConfig)} - {"parallel"}  # one process is enough to play
+    stored = run.config | (run.config.get("agent") or {})
+    kept = {name: value for name, value in stored.items() if name in own}
+    return Served(
+        config=resolve(from_dict(ServeConfig, kept), settings),
+        weights=checkpoint / "policy",
+        version=int(checkpoint.name.rpartition("-")[2]),
+    )
 
 
 def open_served(
