@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
-from lockstep.errors import CapabilityError
 from lockstep.launch.shared_file import Newest
 from lockstep.types import Delta, Distribution, Float32Array, Int32Array, Request
 
@@ -66,7 +65,7 @@ class Capabilities:
     """A draw depends only on the request's seed and the token's position on its path, so a reply
     that was interrupted continues under the same seed as if it had not been."""
     has_restart: bool = False
-    """`restart` starts the engine's process again from a checkpoint."""
+    """`load_weights` starts the engine's process again if it has ended."""
     weight_sources: tuple[WeightSource, ...] = ("tensors",)
     """Forms that `load_weights` accepts; empty for an engine whose weights never change."""
     fingerprint: str = ""
@@ -210,9 +209,3 @@ class Engine(Protocol):
         """`score` by each engine that has weights of its own: by the name of each replica of a
         pool, by "" for a single engine. Replicas that fail are left out; EngineError if all do."""
         return {"": await self.score(token_ids, distribution=distribution, temperature=temperature)}
-
-    async def restart(self, directory: str, *, version: int) -> None:
-        """Starts the process again from this checkpoint, as `version`; returns when it answers.
-        Running requests continue as after `load_weights`. For engines that claim `has_restart`;
-        sync uses it if the engine is found not to run the weights that it is sent."""
-        raise CapabilityError(f"engine {self.capabilities.name} cannot be restarted.")

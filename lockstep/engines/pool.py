@@ -156,8 +156,6 @@ class Pool(Engine):
         ]
         self._version = min(engine.version for engine in engines)
         self._source: Mapping[str, Any] | str | None = None
-        self._is_restarting = False
-        """Whether the newest weights came by a restart; a replica that was out gets them so too."""
         self._ledger: Ledger[_Entry] = Ledger()
         self._homes: OrderedDict[str, _Replica] = OrderedDict()
         self._is_updating = False
@@ -240,17 +238,8 @@ class Pool(Engine):
     async def load_weights(self, source: Mapping[str, Any] | str | None, *, version: int) -> None:
         """Every ready replica takes the weights, and every one that is out and due for another try.
         One that fails is out. Raises EngineError if none is left."""
-        await self._update(source, version, is_restart=False)
-
-    async def restart(self, directory: str, *, version: int) -> None:
-        """Restarts every replica from `directory`, together or one after the other."""
-        await self._update(directory, version, is_restart=True)
-
-    async def _update(
-        self, source: Mapping[str, Any] | str | None, version: int, *, is_restart: bool
-    ) -> None:
         self._ledger.check_open()
-        self._source, self._version, self._is_restarting = source, version, is_restart
+        self._source, self._version = source, version
         ready = [r for r in self._replicas if r.state == "ready"]
         due = [r for r in self._replicas if r.state == "out" and _now() >= r.retry_at]
         self._is_updating = True
@@ -640,10 +629,7 @@ class Pool(Engine):
             stream.versions.add(version)
         try:
             async with asyncio.timeout(self._config.load_seconds):
-                if self._is_restarting:
-                    await engine.restart(str(source), version=version)
-                else:
-                    await engine.load_weights(source, version=version)
+                await engine.load_weights(source, version=version)
             if engine.version != version:
                 raise EngineDownError(f"it was given version {version} and runs {engine.version}")
         except _OF_THE_REQUEST:

@@ -121,8 +121,6 @@ class Wire(Protocol):
     and should stream, so that the tokens so far have arrived."""
     keeps_labels: bool = False
     """The server stores a text beside its weights: `read_label` and `write_label` work."""
-    must_restart: str = ""
-    """Reason why the next load has to restart the server; empty if it does not."""
 
     def generate(self, request: Request) -> AsyncIterator[Chunk]:
         """Makes one call. `request.id` is unique among all calls, its max_tokens are what is left
@@ -316,10 +314,6 @@ class ServedEngine(Engine):
             self._ledger.broken = ""
             self._version, self._is_cache_old = version, True
             await self._open_gate()
-
-    async def restart(self, directory: str, *, version: int) -> None:
-        self.wire.must_restart = "it does not run the weights that it is sent"
-        await self.load_weights(directory, version=version)
 
     async def check_lease(self) -> None:
         """Raises LeaseError if somebody else has loaded weights, even if they are gone by now, and

@@ -79,8 +79,6 @@ class Publisher:
         """Version that was loaded last."""
         self.qualification: Qualification | None = None
         self.last_look: Look | None = None
-        self.restarts = False
-        """The engine is restarted with each version: it does not take them while it runs."""
         self.num_bytes = 0
         """Size of the last load."""
         self.seconds = 0.0
@@ -147,8 +145,6 @@ class Publisher:
             "directory": f"a checkpoint per version in {place}",
             "adapter": "the adapter alone, in PEFT's form",
         }[self.form]
-        if self.restarts:
-            how += "; the engine is restarted with each"
         if self.form == "shared":
             return how
         if self.qualification is not None:
@@ -235,10 +231,7 @@ class Publisher:
         engine, error = self.engine, None
         name = engine.capabilities.name
         try:
-            if self.restarts and isinstance(source, str):
-                await engine.restart(source, version=version)
-            else:
-                await engine.load_weights(source, version=version)
+            await engine.load_weights(source, version=version)
             if self._is_verifying and engine.version != version:
                 raise EngineError(
                     f"it says that it runs version {engine.version} after the load of {version}"
@@ -303,24 +296,14 @@ class Publisher:
             return
         name = self.engine.capabilities.name
         what = f"engine {name} does not run the weights that it is sent ({self.form})"
-        if self.engine.capabilities.has_restart and "directory" in self._sources:
-            self.form, self.restarts = "directory", True
-            self.warn(
-                f"sync: {what}: {found.describe()}. It is restarted with each version instead."
-            )
-            await self._send(version)
-            return
-        others = [form for form in self._sources if form not in (self.form, "shared")]
+        sources = self.engine.capabilities.weight_sources
+        others = [form for form in sources if form not in (self.form, "shared")]
         raise EngineError(
             f"sync: {what}: {found.describe()}. Nothing was sampled. "
             + (f"Try sync.form={others[0]}, or another" if others else "Use another")
             + " version of the engine, or engine=embedded. sync.qualify=off goes on regardless, "
             "with a sampler that is not the policy in training."
         )
-
-    @property
-    def _sources(self) -> tuple[Form, ...]:
-        return self.engine.capabilities.weight_sources
 
     async def _look(self, probe: Probe, version: int) -> dict[str, float]:
         """`sync/...` metrics of engine and trainer on the probe, for the worst replica of all

@@ -324,8 +324,8 @@ class VllmWire(HttpWire):
     async def load_weights(self, source: Mapping[str, Any] | str | None, *, version: int) -> None:
         """source: a directory of a checkpoint or adapter that the server can read."""
         directory = Path(str(source)).absolute()
-        if reason := self.must_restart or ("it had ended" if self._is_gone else ""):
-            await self._restart(directory, reason)
+        if self._is_gone:
+            await self._restart(directory, "it had ended")
         elif is_adapter(directory):
             await self._load_adapter(directory, version)
         elif self._why_not_in_place:
@@ -352,7 +352,6 @@ class VllmWire(HttpWire):
         self._context.on_wait(f"starting vLLM again from {directory}: {reason}")
         await asyncio.to_thread(server.restart, directory, self._context.on_wait)
         self._client, self._adapter, self._is_asleep = server.client, "", False
-        self.must_restart = ""
 
     @property
     def _is_gone(self) -> bool:

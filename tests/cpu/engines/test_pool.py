@@ -385,30 +385,6 @@ def test_a_load_that_fails_in_one_replica_leaves_the_others_at_work():
         run(pool.load_weights(None, version=1), pool)
 
 
-def test_engines_that_can_be_started_anew_are_by_the_pool_too():
-    class Started(BrokenEngine):
-        @property
-        def capabilities(self):
-            return replace(self.inner.capabilities, has_restart=True)
-
-        async def restart(self, directory, *, version):
-            told.append(directory)
-            await self.inner.load_weights(None, version=version)
-
-    told = []
-    engines = [Started(make_engine()) for _ in range(2)]
-    pool = make_pool(*engines)
-    assert pool.capabilities.has_restart
-
-    async def main():
-        await pool.restart("weights/3", version=3)
-        assert pool.version == 3 and told == ["weights/3"] * 2
-        await pool.load_weights(None, version=4)
-        assert pool.version == 4 and len(told) == 2
-
-    run(main(), pool)
-
-
 def test_in_a_rolling_update_one_replica_samples_while_the_other_loads():
     class Loading(BrokenEngine):
         async def load_weights(self, source, *, version):

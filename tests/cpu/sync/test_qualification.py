@@ -6,7 +6,6 @@ Healthy engines in other dtypes pass; those that keep, permute or lose weights a
 from copy import deepcopy
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from broken_engines import (
@@ -169,29 +168,6 @@ def test_a_single_norm_that_is_ignored_is_found_in_float32():
         publish(publisher_of(trainer, engine), 0)
 
 
-def test_a_restartable_engine_is_started_anew_where_its_reload_is_wrong(tmp_path):
-    class Restarting(Taking):
-        @property
-        def capabilities(self):
-            return replace(super().capabilities, has_restart=True)
-
-        async def restart(self, directory, *, version):
-            self.take = lambda old, new, version: new
-            await self.load_weights(directory, version=version)
-
-    trainer = make_trainer("tiny-gpt-oss")
-    engine = Restarting(trainer.model, ignoring("sinks"), sources=("tensors", "directory"))
-    publisher = publisher_of(trainer, engine)
-    publish(publisher, 0, 1)
-    assert engine.loads[-2:] == [0, 1]
-    assert publisher.level == "version"
-    assert "is restarted with each" in publisher.describe()
-    assert "restarted with each version" in publisher.warnings[0]
-    assert np.isfinite(publisher.last_look.gap)
-    assert publisher.last_look.gap < 1e-4
-    publisher.close()
-
-
 # -- settings --------------------------------------------------------------------------------------
 
 
@@ -206,7 +182,6 @@ def test_qualification_can_be_left_out_and_the_level_says_so():
 
 
 def test_an_engine_without_scores_cannot_be_qualified():
-    from dataclasses import replace
 
     class Mute(Taking):
         @property
