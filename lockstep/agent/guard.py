@@ -12,6 +12,7 @@ import contextlib
 import inspect
 import math
 import traceback
+import types
 from collections.abc import Callable, Coroutine, Generator, Mapping
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,7 @@ async def guarded(
     >>> await guarded(environment.reset, seconds=600)                           # doctest: +SKIP
     """
     late = TookTooLong(f"took longer than {seconds or 0:g} s{f' ({setting})' if setting else ''}")
-    return await _Driven(_called(hook), seconds, late)
+    return await _driven(_called(hook), seconds, late)
 
 
 async def _called(hook: Callable[[], Any]) -> Any:
@@ -61,74 +62,65 @@ async def _called(hook: Callable[[], Any]) -> Any:
     return await result if inspect.isawaitable(result) else result
 
 
-class _Driven:
+@types.coroutine
+def _driven(
+    coroutine: Coroutine[Any, Any, Any], seconds: float | None, late: TookTooLong
+) -> Generator[Any, None, Any]:
     """Steps a foreign coroutine, so that it can be closed where it ignores a cancellation."""
+    task = asyncio.current_task()
+    assert task is not None, "hooks are called in a task"
+    num_before = task.cancelling()  # cancellations that are not due to the hook
+    num_cuts = 0  # times that the limit cancelled the task
 
-    def __init__(
-        self, coroutine: Coroutine[Any, Any, Any], seconds: float | None, late: TookTooLong
-    ) -> None:
-        self._coroutine, self._seconds, self._late = coroutine, seconds, late
-        task = asyncio.current_task()
-        assert task is not None, "hooks are called in a task"
-        self._task = task
-        self._num_cancelled = task.cancelling()
-        """Cancellations of the task that are not due to the hook."""
-        self._num_cuts = 0
-        """Times that the limit cancelled the task."""
+    def cut() -> None:
+        nonlocal num_cuts
+        num_cuts += 1
+        task.cancel()
 
-    def _cut(self) -> None:
-        self._num_cuts += 1
-        self._task.cancel()
-
-    def __await__(self) -> Generator[Any, None, Any]:
-        loop, seconds = asyncio.get_running_loop(), self._seconds
-        limits = () if seconds is None else (seconds, seconds + CANCEL_SECONDS)
-        timers = [loop.call_later(limit, self._cut) for limit in limits]
-        num_own = 0  # cancellations by the hook of its own task
-        thrown: BaseException | None = None
-        try:
-            while True:
-                before = self._task.cancelling()
-                try:
-                    if thrown is None:
-                        awaited = self._coroutine.send(None)
-                    else:
-                        awaited = self._coroutine.throw(thrown)
-                except StopIteration as stop:
-                    settled: Settled = stop.value, None
-                    break
-                except KeyboardInterrupt:
-                    raise
-                except BaseException as error:
-                    settled = None, error
-                    break
-                finally:
-                    num_own += max(0, self._task.cancelling() - before)
-                thrown = None
-                try:
-                    yield awaited
-                except GeneratorExit:
-                    raise
-                except BaseException as error:
-                    thrown = error
-                if self._num_cuts > 1:
-                    settled = None, self._late
-                    break
-        finally:
-            for timer in timers:
-                timer.cancel()
-            settle(self._coroutine.close)
-        num_outside = self._task.cancelling() - self._num_cancelled - self._num_cuts - num_own
-        while self._task.cancelling() > self._num_cancelled + max(0, num_outside):
-            self._task.uncancel()
-        if num_own:  # the last one may be pending still
-            with contextlib.suppress(asyncio.CancelledError):
-                yield
-        if num_outside > 0 and isinstance(settled[1], asyncio.CancelledError):
-            raise settled[1]
-        if self._num_cuts:
-            raise self._late from settled[1]
-        return result_of(settled)
+    limits = () if seconds is None else (seconds, seconds + CANCEL_SECONDS)
+    timers = [asyncio.get_running_loop().call_later(limit, cut) for limit in limits]
+    num_own = 0  # cancellations by the hook of its own task
+    thrown: BaseException | None = None
+    try:
+        while True:
+            before = task.cancelling()
+            try:
+                awaited = coroutine.send(None) if thrown is None else coroutine.throw(thrown)
+            except StopIteration as stop:
+                settled: Settled = stop.value, None
+                break
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:
+                settled = None, error
+                break
+            finally:
+                num_own += max(0, task.cancelling() - before)
+            thrown = None
+            try:
+                yield awaited
+            except GeneratorExit:
+                raise
+            except BaseException as error:
+                thrown = error
+            if num_cuts > 1:
+                settled = None, late
+                break
+    finally:
+        for timer in timers:
+            timer.cancel()
+        settle(coroutine.close)
+    num_outside = task.cancelling() - num_before - num_cuts - num_own
+    while task.cancelling() > num_before + max(0, num_outside):
+        task.uncancel()
+    if num_own:  # the last one may be pending still
+        with contextlib.suppress(asyncio.CancelledError):
+            yield
+    if num_outside > 0 and isinstance(settled[1], asyncio.CancelledError):
+        raise settled[1]
+    if num_cuts:
+        raise late from settled[1]
+    return result_of(settled)
 
 
 def settle(call: Callable[[], Any]) -> Settled:

@@ -216,8 +216,3 @@ def error(refusal: Refusal) -> dict[str, Any]:
             "code": _CODES.get(refusal.code, refusal.code),
         }
     }
-
-
-def late_error(refusal: Refusal) -> bytes:
-    """Within a stream that has begun."""
-    return event(error(refusal))

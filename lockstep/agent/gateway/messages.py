@@ -304,8 +304,3 @@ def error(refusal: Refusal) -> dict[str, Any]:
         "error": {"type": _TYPES.get(refusal.status, kind), "message": text},
         "code": refusal.code,
     }
-
-
-def late_error(refusal: Refusal) -> bytes:
-    """Within a stream that has begun."""
-    return event(error(refusal), "error")

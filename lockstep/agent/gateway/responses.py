@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from lockstep.agent.gateway import chat
-from lockstep.agent.gateway.exchange import Refusal, client_message
+from lockstep.agent.gateway.exchange import client_message
 from lockstep.agent.gateway.reading import (
     ABSENT,
     NO_CONSTRAINT,
@@ -333,11 +333,3 @@ def _usage(answered: Answered) -> dict[str, Any]:
 # -- refusals -------------------------------------------------------------------------------------
 
 error = chat.error
-
-
-def late_error(refusal: Refusal) -> bytes:
-    """Within a stream that has begun."""
-    found = error(refusal)["error"]
-    # Clients look in either place.
-    body = {**found, "type": "error", "sequence_number": 0, "error": found}
-    return event(body, "error")

@@ -36,6 +36,7 @@ from lockstep.agent.gateway.reading import (
     Answered,
     Asked,
     Value,
+    event,
     honoured,
     parse_body,
 )
@@ -351,7 +352,8 @@ class GatewayServer:
         try:
             replies = work.result()
         except Exception as error:
-            await response.write(dialect.late_error(self._refusal_of(error, request)))
+            refusal = dialect.error(self._refusal_of(error, request))
+            await response.write(event({"type": "error", **refusal}, "error"))
             return response
         await response.write(b"".join(dialect.events(answered(replies))))
         await response.write_eof()
