@@ -190,12 +190,13 @@ def _ending(answered: Answered, reply: TurnReply) -> dict[str, Any]:
 def _usage(answered: Answered) -> dict[str, Any]:
     num_prompt = len(answered.replies[0].prompt_ids)  # one prompt, however many replies
     num_sampled = sum(len(reply.token_ids) for reply in answered.replies)
+    num_thinking = sum(map(answered.num_thinking_tokens, answered.replies))
     return {
         "prompt_tokens": num_prompt,
         "completion_tokens": num_sampled,
         "total_tokens": num_prompt + num_sampled,
         "prompt_tokens_details": {"cached_tokens": answered.replies[0].num_reused_tokens},
-        "completion_tokens_details": {"reasoning_tokens": sum(answered.num_thinking_tokens)},
+        "completion_tokens_details": {"reasoning_tokens": num_thinking},
     }
 
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from lockstep.agent.gateway.exchange import Refusal, TurnReply, TurnRequest
+from lockstep.renderers.base import Renderer
 from lockstep.types import Message, ToolCall, ToolSchema
 
 MAX_SCHEMA_DEPTH = 64
@@ -122,10 +123,7 @@ class Answered:
     created: int
     """Seconds since 1970."""
     session_id: str
-    token_bytes: Sequence[bytes]
-    """Spelling of each id of the tokenizer; the model's vocabulary may be larger."""
-    num_thinking_tokens: Sequence[int]
-    """One number per reply."""
+    renderer: Renderer
     has_ids: bool = False
     """The header x-lockstep-ids asked for ids."""
 
@@ -146,12 +144,18 @@ class Answered:
         ]
         return {"lockstep": {"session": self.session_id, "turns": turns}}
 
+    def num_thinking_tokens(self, reply: TurnReply) -> int:
+        if not reply.message.thinking:
+            return 0
+        kept = self.renderer.without_thinking(reply.token_ids.tolist())
+        return max(0, len(reply.token_ids) - len(kept))
+
     def logprobs(self, reply: TurnReply) -> list[dict[str, Any]]:
         """Entries of all sampled ids, in order. Part of a character is shown as U+FFFD, with its
         bytes; an id without a spelling (padding of the vocabulary) has none."""
         entries: list[dict[str, Any]] = []
         for id_, logprob in zip(reply.token_ids.tolist(), reply.logprobs.tolist(), strict=True):
-            spelled = self.token_bytes[id_] if id_ < len(self.token_bytes) else b""
+            spelled = self.renderer.tokenizer.token_bytes(id_)
             token = spelled.decode("utf-8", "replace")
             entries.append(
                 {"token": token, "logprob": logprob, "bytes": list(spelled), "top_logprobs": []}

@@ -325,7 +325,7 @@ def _usage(answered: Answered) -> dict[str, Any]:
         "input_tokens": len(reply.prompt_ids),
         "input_tokens_details": {"cached_tokens": reply.num_reused_tokens},
         "output_tokens": len(reply.token_ids),
-        "output_tokens_details": {"reasoning_tokens": answered.num_thinking_tokens[0]},
+        "output_tokens_details": {"reasoning_tokens": answered.num_thinking_tokens(reply)},
         "total_tokens": len(reply.prompt_ids) + len(reply.token_ids),
     }
 

@@ -83,7 +83,6 @@ class GatewayServer:
         self.config.check_key(key)
         self._key = key.encode()
         self._renderer = renderer
-        self._token_bytes = renderer.tokenizer.all_token_bytes()
         self._shared: GatewaySession | None = None
         self._turns: set[asyncio.Task[Any]] = set()
         self._numbers = itertools.count()
@@ -309,8 +308,7 @@ class GatewayServer:
                 id=secrets.token_hex(12),
                 created=int(time.time()),
                 session_id=session.id,
-                token_bytes=self._token_bytes,
-                num_thinking_tokens=[self._num_thinking_tokens(reply) for reply in replies],
+                renderer=self._renderer,
                 has_ids=has_ids,
             )
             if dialect is responses and asked.is_stored:
@@ -404,12 +402,6 @@ class GatewayServer:
             known = memory.keys[digest] = f"body/{digest.hex()}/{next(self._numbers)}"
             _forget_oldest(memory.keys)
         return known
-
-    def _num_thinking_tokens(self, reply: TurnReply) -> int:
-        if not reply.message.thinking:
-            return 0
-        kept = self._renderer.without_thinking(reply.token_ids.tolist())
-        return max(0, len(reply.token_ids) - len(kept))
 
     def _spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         task = asyncio.get_running_loop().create_task(work)

@@ -292,7 +292,7 @@ class GatewaySession:
             text = f"the next turn would begin at token {len(prompt_ids)} of "
             text += f"{self._sampler.max_tokens}"
             raise self._exhaust("max_tokens", text, status=400, code="context_overflow")
-        self._insert(drafted, dialogue)
+        self._insert(drafted)
         count(self.trajectory, "tokens/encoded", drafted.num_encoded)
         place = drafted.place
         if not place.num_asked:
@@ -471,11 +471,11 @@ class GatewaySession:
         """
         place = found.place
         if place is not None and found.num_batches > dialogue.num_replies:
-            return _Draft(place, reason, [])
+            return _Draft(place, reason)
         try:
             try:
                 if place is not None:
-                    draft = _Draft(place, reason, [], first=found.num_batches)
+                    draft = _Draft(place, reason)
                     return self._grow(draft, dialogue, found.num_batches, found.answer)
             except RendererError:
                 if found.num_replies == dialogue.num_replies:
@@ -492,11 +492,9 @@ class GatewaySession:
         size = 1 + next(known, dialogue.num_replies)
         messages = dialogue.messages(size)
         ids = np.asarray(self._renderer.render(messages, dialogue.tools), np.int32)
-        place = Place(
-            None, [Observed(ids, messages)], dialogue.num_messages(size), reason, is_forked=True
-        )
-        draft = _Draft(place, reason, [place], num_encoded=len(ids), first=size, root_size=size)
-        draft.is_reason_taken = True
+        key, num_messages = dialogue.root_key(size), dialogue.num_messages(size)
+        place = Place(None, [Observed(ids, messages)], num_messages, key, reason, is_forked=True)
+        draft = _Draft(place, reason, num_encoded=len(ids), is_reason_taken=True)
         return self._grow(draft, dialogue, size, None)
 
     def _grow(self, draft: _Draft, dialogue: Dialogue, first: int, above: Answer | None) -> _Draft:
@@ -505,7 +503,6 @@ class GatewaySession:
             if above is None or at > first:
                 above = self._copy(draft, draft.place, dialogue.replies[at - 1])
             draft.place = self._extend(draft, above, dialogue, at)
-            draft.chain.append(draft.place)
         return draft
 
     def _copy(self, draft: _Draft, place: Place, reply: Message) -> Answer:
@@ -539,7 +536,7 @@ class GatewaySession:
     def _extend(self, draft: _Draft, above: Answer, dialogue: Dialogue, at: int) -> Place:
         """Makes the place of batch `at`, after the reply `above`."""
         batch = dialogue.batches[at]
-        place = Place(above, [], dialogue.num_messages(at + 1))
+        place = Place(above, [], dialogue.num_messages(at + 1), dialogue.batch_keys[at])
         tail = self._ids_of(above)
         if self._renderer.forgets(batch):
             leaf, behind = self._recorded_part(above)
@@ -554,18 +551,18 @@ class GatewaySession:
         place.parts.append(Observed(ids, batch))
         return place
 
-    def _insert(self, draft: _Draft, dialogue: Dialogue) -> None:
+    def _insert(self, draft: _Draft) -> None:
         """Links the new places of a draft into the tree."""
-        chain = draft.chain
-        if draft.root_size:
-            self._tree.insert_root(chain[0], dialogue, draft.root_size)
-            chain = chain[1:]
-        for at, place in enumerate(chain, start=draft.first):
-            above = place.above
-            assert above is not None, "only a root has nothing above it"
-            if above.segment is None and above not in above.place.all_answers():
-                above.place.add(above)
-            above.places[dialogue.batch_keys[at]] = place
+        at: Place | None = draft.place
+        while at is not None and not at.is_linked:
+            at.is_linked, above = True, at.above
+            if above is None:
+                self._tree.insert_root(at)
+                break
+            above.places[at.key] = at
+            at = above.place
+            if above.segment is None and above not in at.all_answers():
+                at.add(above)
         if draft.num_altered:
             count(self.trajectory, "gateway/altered_replies", draft.num_altered)
             count(self.trajectory, "gateway/altered_tokens", draft.num_altered_tokens)
@@ -623,13 +620,7 @@ class _Draft:
     """Place where the request asks for a turn."""
     reason: Reason
     """Reason of the turn."""
-    chain: list[Place]
-    """New places, each following the one before; the last one is `place`."""
     num_encoded: int = 0
-    first: int = 0
-    """Index of the first new batch."""
-    root_size: int = 0
-    """Batches of messages in a new root's prompt; 0 if there is no new root."""
     num_altered: int = 0
     """Turns that the agent altered."""
     num_altered_tokens: int = 0

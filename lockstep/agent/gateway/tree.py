@@ -57,6 +57,8 @@ class Place:
     """Ids that are new after `above`, until they are recorded in the trajectory."""
     num_messages: int
     """Messages of the dialogue up to here, its own included."""
+    key: Key
+    """Key among the places after `above`, or among the roots."""
     reason: Reason = ""
     """Reason of the first segment that the place adds."""
     why: Reason = ""
@@ -69,6 +71,8 @@ class Place:
     segment: int | None = None
     """Segment that ends the place, once it is recorded."""
     answers: dict[Key, list[Answer]] = field(default_factory=dict[Key, "list[Answer]"])
+    is_linked: bool = False
+    """The tree leads to it."""
     num_asked: int = 0
     num_running: int = 0
 
@@ -221,9 +225,9 @@ class Tree:
                     left.append((below, num_batches + 1))
         return Found(best, best_answer, best_size)
 
-    def insert_root(self, place: Place, dialogue: Dialogue, num_batches: int) -> None:
-        self._roots[dialogue.root_key(num_batches)] = place
-        self._root_sizes.add(num_batches)
+    def insert_root(self, place: Place) -> None:
+        self._roots[place.key] = place
+        self._root_sizes.add((len(place.key) + 1) // 2)  # replies are between the batches
 
     def add(self, answer: Answer) -> None:
         """Adds a turn that was just recorded."""
