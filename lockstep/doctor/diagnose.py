@@ -63,7 +63,7 @@ def diagnose(
         )
         setting = replace(setting, model=opened)
         if isinstance(opened, Rescoring):
-            stages = opened.stages(stages, dump.has)
+            stages = opened.stages(stages)
             numerics = replace(numerics, chunks=opened.sample)
         else:
             numerics = replace(numerics, chunks=tuple)

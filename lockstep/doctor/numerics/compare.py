@@ -21,7 +21,6 @@ from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 
 from lockstep.doctor.checks.rows import BoolArray, Float32Array, Float64Array, Rows
 from lockstep.types import Int64Array
@@ -222,19 +221,32 @@ class Comparison:
     typical_floor: float
     """The median of d^2 over the token's spread, of the same."""
 
+    def deviation(self, side: Side) -> Float64Array:
+        """[N] side - model of the rows that no variant explains, NaN elsewhere."""
+        chosen = side.is_unexplained[self.evidence.rows.row_of]
+        return np.where(chosen, side.values - side.reference, np.nan)
+
     def is_noisy(self, side: Side) -> bool:
         """Whether the unexplained deviation of a side exceeds that of a pair of precisions."""
         if side.noise <= FLOAT_K2:
             return False
-        rows, spread = self.evidence.rows, self.evidence.spread
-        chosen = side.is_unexplained[rows.row_of]
-        d = np.where(chosen, side.values - side.reference, np.nan)
-        if _typical(d, spread) > DENSE_FACTOR * self.typical_floor:
+        d = self.deviation(side)
+        if _typical(d, self.evidence.spread) > DENSE_FACTOR * self.typical_floor:
             return True
         squares = 0.5 * d[np.isfinite(d)] ** 2
         error = float(squares.std() / np.sqrt(len(squares)))
         is_many = side.noise - NUM_ERRORS * error > NOISE_FACTOR * self.floor
         return is_many or side.noise > WILD_FACTOR * self.floor
+
+    def replayed_share(self, side: Side) -> float:
+        """Share of the sampler's deviation that its recorded routes remove; 0 without any."""
+        if self.evidence.replayed is None or side.name != "sampler":
+            return 0.0
+        d = self.deviation(side)
+        again = side.values - self.evidence.replayed
+        both = np.isfinite(d) & np.isfinite(again)
+        whole = float((d[both] ** 2).sum())
+        return 1 - float((again[both] ** 2).sum()) / whole if whole else 0.0
 
     def describe(self) -> str:
         """Which side agrees with the model, in words."""
@@ -350,25 +362,9 @@ def _side(
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Repetition:
-    """Whether a deviation is the same each time that the same tokens are read."""
-
-    tokens: int
-    """Tokens in contexts that occur more than once."""
-    within: float
-    """Ratio of the variance within contexts to the whole: about 1 for noise, less for a deviation
-    that repeats; NaN if too few tokens repeat."""
-
-    @property
-    def is_repeated(self) -> bool:
-        return self.within <= MAX_WITHIN
-
-
-def variance_within(
-    rows: Rows, d: Float64Array, spread: Float64Array, *, is_shared: bool
-) -> Repetition:
-    """Whether d [N] depends on the tokens that are read, or on chance.
+def variance_within(rows: Rows, d: Float64Array, spread: Float64Array, *, is_shared: bool) -> float:
+    """Ratio of the variance of d [N] within equal contexts to the whole: about 1 for noise, at most
+    MAX_WITHIN for a deviation that repeats; NaN if too few tokens repeat.
 
     Tokens with the same last tokens, themselves included, are one context: other weights change
     them by much the same, noise does not. The length in CONTEXTS that repeats most counts. d is in
@@ -378,17 +374,16 @@ def variance_within(
     is_used = np.isfinite(d) & (spread > MIN_SPREAD)
     if is_shared:
         places = np.flatnonzero(is_used)
-        _, first = np.unique(_beginnings(rows)[places], return_index=True)
+        _, first = np.unique(rows.prefix_keys[places], return_index=True)
         is_used = np.zeros_like(is_used)
         is_used[places[first]] = True
     found = [_within(rows, d, spread, is_used, length) for length in CONTEXTS]
-    told = [f for f in found if not np.isnan(f.within)]
-    return min(told, key=lambda f: f.within) if told else found[0]
+    return min((ratio for ratio in found if not np.isnan(ratio)), default=np.nan)
 
 
 def _within(
     rows: Rows, d: Float64Array, spread: Float64Array, is_used: BoolArray, length: int
-) -> Repetition:
+) -> float:
     ids = rows.token_ids.astype(np.uint64)
     key = np.zeros(len(ids), np.uint64)
     for back in range(length):
@@ -396,7 +391,7 @@ def _within(
     is_used = is_used & (rows.position >= length)
     z, key = d[is_used] / np.sqrt(spread[is_used]), key[is_used]
     if len(z) < MIN_REPEATED:
-        return Repetition(tokens=len(z), within=np.nan)
+        return np.nan
     limit = np.quantile(np.abs(z), 0.98)
     z = np.clip(z, -limit, limit)
     _, index, count = np.unique(key, return_inverse=True, return_counts=True)
@@ -404,20 +399,10 @@ def _within(
     _, index, count = np.unique(index[is_repeated], return_inverse=True, return_counts=True)
     z = z[is_repeated]
     if len(z) - len(count) < MIN_REPEATED // 2 or not (z * z).sum():
-        return Repetition(tokens=len(z), within=np.nan)
+        return np.nan
     mean = np.bincount(index, z) / count
     within = ((z - mean[index]) ** 2).sum() / (len(z) - len(count))
-    return Repetition(tokens=len(z), within=float(within / (z * z).mean()))
-
-
-def _beginnings(rows: Rows) -> npt.NDArray[np.uint64]:
-    """[N] a number that two tokens share if their rows are the same up to them."""
-    mixed = rows.token_ids.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-    mixed ^= rows.position.astype(np.uint64) * np.uint64(0xC2B2AE3D27D4EB4F)
-    mixed = (mixed ^ (mixed >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9)
-    total = np.cumsum(mixed, dtype=np.uint64)
-    before = np.concatenate([np.zeros(1, np.uint64), total])[rows.offsets[:-1]]
-    return total - np.repeat(before, rows.sizes)
+    return float(within / (z * z).mean())
 
 
 def log_likelihood_gain(d: Float64Array, scale: Float64Array, plain: Float64Array) -> float:

@@ -6,27 +6,27 @@ of the model reproduces come first, what is left of a side that deviates is judg
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 import numpy as np
 
-from lockstep.doctor.checks.base import Check, Setting
+from lockstep.doctor.checks.base import Check
 from lockstep.doctor.checks.findings import MAX_EVIDENCE, Finding
 from lockstep.doctor.checks.rows import BoolArray, Float64Array, Rows
 from lockstep.doctor.numerics.compare import (
     FLOAT_K2,
+    MAX_WITHIN,
     MIN_SHARE,
     MIN_TOKENS,
     NOISE_FACTOR,
     Comparison,
-    Repetition,
     Side,
     log_likelihood_gain,
     variance_within,
 )
-from lockstep.doctor.numerics.rescore import Noises, Refusal, rescoring_of
+from lockstep.doctor.numerics.rescore import Refusal, rescoring_of
 
 MIN_GAIN = 10.0
 """Nats by which one kind of noise must tell a deviation better than another to be named: a factor
@@ -45,10 +45,7 @@ class _Compared(Check):
     """Base: looks at the sample once, as both sides against the model."""
 
     needs: ClassVar[tuple[str, ...]] = ("model",)
-
-    def __init__(self, setting: Setting) -> None:
-        super().__init__(setting)
-        self._comparison: Comparison | None = None
+    _comparison: Comparison | None = None
 
     def look(self, rows: Rows) -> None:
         self._comparison = rescoring_of(self.setting).compare(rows)
@@ -57,43 +54,47 @@ class _Compared(Check):
         if self._comparison is not None:
             return self.judge()
         model = self.setting.model
-        if self.name != NUMERICS[0].name:
-            return self.unable(f"the model at hand cannot be used: see {NUMERICS[0].name}")
         return self.unable(model.reason if isinstance(model, Refusal) else "no row was scored")
 
     def unable(self, reason: str) -> Finding:
         return self.not_checkable("model", measured=reason)
 
+    @abstractmethod
     def judge(self) -> Finding:
         """The finding, of rows that were scored."""
-        raise NotImplementedError
 
     @property
     def comparison(self) -> Comparison:
         assert self._comparison is not None, f"{self.name} concluded before it looked at rows"
         return self._comparison
 
-    def of(self, rows: Rows) -> Comparison | None:
-        """The comparison of rows with these ids, whatever was repaired since; None if they were not
-        scored."""
-        found = self._comparison
-        if found is None or not found.evidence.rows.has_same_ids(rows):
-            return None
-        return found
-
     @property
     def sides(self) -> list[Side]:
         return list(self.comparison.sides.values())
 
-    def unexplained(self, comparison: Comparison, side: Side) -> Repetition | None:
-        """See the function. What mostly goes with the sampler's routes does not repeat."""
+    def repetition(self, side: Side) -> float | None:
+        """`variance_within` of the deviation that no variant explains; None if two precisions
+        could make as much. What mostly goes with the sampler's routes does not repeat."""
+        comparison, is_left = self.comparison, side.is_unexplained
         recorded = rescoring_of(self.setting).recorded.get(side.name, 0.0)
-        found = unexplained(comparison, side, recorded=recorded)
-        if found is not None and found.is_repeated and replayed_share(comparison, side) > MOSTLY:
-            return replace(found, within=np.nan)
-        return found
+        if not comparison.is_noisy(side) or side.noise < MIN_LEFT * recorded:
+            return None
+        # Little of the deviation may be strays of a cause that was named for other rows.
+        is_little = side.k2[is_left].sum() < MIN_SHARE * side.k2[side.is_known].sum()
+        if is_little or side.tokens[is_left].sum() < MIN_TOKENS:
+            return None
+        within = variance_within(
+            comparison.evidence.rows,
+            comparison.deviation(side),
+            comparison.evidence.spread,
+            is_shared=side.name == "trainer",
+        )
+        is_of_routes = comparison.replayed_share(side) > MOSTLY
+        return np.nan if within <= MAX_WITHIN and is_of_routes else within
 
-    def show_worst(self, side: Side, rows_hit: BoolArray, note: str, other: Float64Array) -> None:
+    def show_worst(
+        self, side: Side, rows_hit: BoolArray, note: str = "", other: Float64Array | None = None
+    ) -> None:
         """The tokens of these rows that deviate most, with what each number is.
 
         other: [N] what `note` says that it is.
@@ -106,27 +107,30 @@ class _Compared(Check):
                 break
             held = "the model" if side.is_known[rows.row_of[at]] else "the other side"
             text = f"{side.name} {side.values[at]:.4f}, {held} {side.reference[at]:.4f}"
-            if np.isfinite(other[at]):
+            if other is not None and np.isfinite(other[at]):
                 text += f", {note} {other[at]:.4f}"
             self.show(float(d[at]), rows, at, at + 1, text)
 
-    def repaired(self, rows: Rows, is_hit: Callable[[Comparison, Side], BoolArray | None]) -> Rows:
-        """`rows` with the model's log-probs in the rows that `is_hit` [R] names, side by side."""
-        comparison = self.of(rows)
-        if comparison is None:
-            return rows
-        for side in comparison.sides.values():
-            chosen = is_hit(comparison, side)
+    def repaired(self, rows: Rows, is_hit: Callable[[Side], BoolArray | None]) -> Rows:
+        """`rows` with the model's log-probs in the rows that `is_hit` [R] names, side by side; as
+        they are if they were not scored."""
+        for side in self.sides if self.has_scored(rows) else ():
+            chosen = is_hit(side)
             if chosen is not None and chosen.any():
-                rows = self.set_side(rows, side, chosen[rows.row_of], side.reference)
+                rows = self.set_side(rows, side, chosen, side.reference)
         return rows
 
+    def has_scored(self, rows: Rows) -> bool:
+        """Whether rows with these ids were compared, whatever was repaired since."""
+        found = self._comparison
+        return found is not None and found.evidence.rows.has_same_ids(rows)
+
     def set_side(self, rows: Rows, side: Side, chosen: BoolArray, values: Float64Array) -> Rows:
-        """`rows` with the side's log-probs replaced at the tokens that are chosen [N]."""
+        """`rows` with the side's log-probs replaced in the rows that are chosen [R]."""
         column = "rollout_logprobs" if side.name == "sampler" else "trainer_logprobs"
-        current = getattr(rows, column)
-        chosen = chosen & np.isfinite(values) & np.isfinite(side.values)
-        return rows.with_(**{column: np.where(chosen, values, current).astype(np.float32)})
+        is_set = chosen[rows.row_of] & np.isfinite(values) & np.isfinite(side.values)
+        replaced = np.where(is_set, values, getattr(rows, column)).astype(np.float32)
+        return rows.with_(**{column: replaced})
 
 
 # -- what a variant of the model reproduces -------------------------------------------------------
@@ -182,7 +186,7 @@ class Reproduced(_Compared):
         return self.found("consistent", "the model has nothing of the kind")
 
     def repair(self, rows: Rows) -> Rows:
-        return self.repaired(rows, lambda _, side: side.explained_by(self.cause))
+        return self.repaired(rows, lambda side: side.explained_by(self.cause))
 
 
 class IgnoredSinks(Reproduced):
@@ -236,18 +240,17 @@ class OtherWeights(Reproduced):
         if found.verdict == "differs":
             return found
         for side in self.sides:
-            repetition = self.unexplained(comparison, side)
-            if repetition is None or not repetition.is_repeated:
+            within = self.repetition(side)
+            if within is None or not within <= MAX_WITHIN:
                 continue
-            self.show_worst(side, side.is_unexplained, "", np.full_like(side.reference, np.nan))
+            self.show_worst(side, side.is_unexplained)
             return self.found(
                 "differs",
                 f"the {side.name} deviates from the model by the same wherever the same tokens "
-                f"are read (variance within equal contexts {repetition.within:.2f} of the whole, "
-                "noise is near 1): other weights than any that were given, or another "
-                f"architecture. k2 {side.noise:.1e}; {comparison.describe()}. --against DIR tries "
-                "other checkpoints",
-                within=repetition.within,
+                f"are read (variance within equal contexts {within:.2f} of the whole, noise is "
+                "near 1): other weights than any that were given, or another architecture. k2 "
+                f"{side.noise:.1e}; {comparison.describe()}. --against DIR tries other checkpoints",
+                within=within,
                 k2=side.noise,
             )
         if comparison.is_foreign.any():
@@ -273,10 +276,9 @@ class OtherWeights(Reproduced):
         return self.found("consistent", "", bfloat16_k2=self.comparison.floor)
 
     def repair(self, rows: Rows) -> Rows:
-        def repeats(comparison: Comparison, side: Side) -> BoolArray | None:
-            repetition = self.unexplained(comparison, side)
-            is_repeated = repetition is not None and repetition.is_repeated
-            return side.is_unexplained if is_repeated else None
+        def repeats(side: Side) -> BoolArray | None:
+            within = self.repetition(side)
+            return side.is_unexplained if within is not None and within <= MAX_WITHIN else None
 
         return super().repair(self.repaired(rows, repeats))
 
@@ -308,70 +310,18 @@ class Precision(Reproduced):
 # -- what no variant reproduces -------------------------------------------------------------------
 
 
-def unexplained(comparison: Comparison, side: Side, *, recorded: float) -> Repetition | None:
-    """Tells whether the deviation that no variant explains repeats; None if two precisions
-    could make as much. recorded: k2 per token of the side as it was, before any repair."""
-    is_left = side.is_unexplained
-    if not comparison.is_noisy(side) or side.noise < MIN_LEFT * recorded:
-        return None
-    if side.tokens[is_left].sum() < MIN_TOKENS:
-        return None
-    known = float(side.k2[side.is_known].sum())
-    if side.k2[is_left].sum() < MIN_SHARE * known:
-        return None  # what is left of rows beside the named cause's: strays of it
-    return variance_within(
-        comparison.evidence.rows,
-        deviation(comparison, side),
-        comparison.evidence.spread,
-        is_shared=side.name == "trainer",
-    )
-
-
-def deviation(comparison: Comparison, side: Side) -> Float64Array:
-    """[N] side - model of the rows that no variant explains, NaN elsewhere."""
-    chosen = side.is_unexplained[comparison.evidence.rows.row_of]
-    return np.where(chosen, side.values - side.reference, np.nan)
-
-
-def replayed_share(comparison: Comparison, side: Side) -> float:
-    """Share of the sampler's deviation that its recorded routes remove; 0 without any."""
-    evidence = comparison.evidence
-    if evidence.replayed is None or side.name != "sampler":
-        return 0.0
-    d = deviation(comparison, side)
-    again = np.where(np.isfinite(d), side.values - evidence.replayed, np.nan)
-    both = np.isfinite(d) & np.isfinite(again)
-    whole = float((d[both] ** 2).sum())
-    return 1 - float((again[both] ** 2).sum()) / whole if whole else 0.0
-
-
 class _Noise(_Compared):
     """Base of what is left of a side that deviates, if it does not repeat."""
 
-    def __init__(self, setting: Setting) -> None:
-        super().__init__(setting)
-        self._hit: set[str] = set()
-        """Sides with this noise."""
-
-    def noisy(self) -> list[tuple[Side, Repetition]]:
-        found = [(side, self.unexplained(self.comparison, side)) for side in self.sides]
-        return [(side, r) for side, r in found if r is not None and not r.is_repeated]
+    _mine: Sequence[str] = ()
+    """Names of the sides with this noise."""
 
     def gains(self, side: Side) -> tuple[float, float]:
         """(of noisy routers, of dropout): nats better than noise on the logits."""
-        comparison = self.comparison
-        evidence = comparison.evidence
-        noises: Noises = rescoring_of(self.setting).noises(evidence.rows)
-        d = deviation(comparison, side)
-        routers = [log_likelihood_gain(d, v, evidence.spread) for v in noises.routers]
-        dropout = noises.dropout
-        return (
-            max(routers, default=0.0),
-            0.0 if dropout is None else log_likelihood_gain(d, dropout, evidence.spread),
-        )
-
-    def replayed(self, side: Side) -> float:
-        return replayed_share(self.comparison, side)
+        evidence, d = self.comparison.evidence, self.comparison.deviation(side)
+        dropout, routers = rescoring_of(self.setting).noises(evidence.rows)
+        found = [log_likelihood_gain(d, v, evidence.spread) for v in (*dropout, *routers)]
+        return max(found[len(dropout) :], default=0.0), max(found[: len(dropout)], default=0.0)
 
     def is_of_routes(self, side: Side) -> bool:
         """Whether flips of routes are behind the sampler's noise: by replay where routes are
@@ -380,7 +330,7 @@ class _Noise(_Compared):
         if side.name != "sampler" or evidence.is_replayed:
             return False
         if evidence.replayed is not None:
-            return self.replayed(side) >= MIN_REPLAYED
+            return self.comparison.replayed_share(side) >= MIN_REPLAYED
         return self.gains(side)[0] > MIN_GAIN
 
     def is_all_of_routers(self, side: Side) -> bool:
@@ -391,33 +341,32 @@ class _Noise(_Compared):
         comparison = self.comparison
         texts: list[str] = []
         figures: dict[str, float] = {"bfloat16_k2": comparison.floor}
-        for side, repetition in self.noisy():
-            if not self.is_mine(side):
+        self._mine = mine = list[str]()
+        for side in self.sides:
+            within = self.repetition(side)
+            if within is None or within <= MAX_WITHIN or not self.is_mine(side):
                 continue
-            self._hit.add(side.name)
-            texts.append(self.describe(side, repetition))
-            figures |= {f"{side.name}_k2": side.noise, f"{side.name}_within": repetition.within}
-            self.show_worst(side, side.is_unexplained, "", np.full_like(side.reference, np.nan))
-        if not texts:
-            return self.found("consistent", self.ruled_out(), **figures)
-        return self.found("differs", "; ".join([*texts, comparison.describe()]), **figures)
+            mine.append(side.name)
+            texts.append(self.describe(side, within))
+            figures |= {f"{side.name}_k2": side.noise, f"{side.name}_within": within}
+            self.show_worst(side, side.is_unexplained)
+        if texts:
+            return self.found("differs", "; ".join([*texts, comparison.describe()]), **figures)
+        sizes = ", ".join(f"the {side.name} at k2 {side.noise:.1e}" for side in self.sides)
+        text = f"no such noise: {sizes} of the model, where computing in bfloat16 makes "
+        return self.found("consistent", f"{text}{comparison.floor:.1e}", **figures)
 
+    @abstractmethod
     def is_mine(self, side: Side) -> bool:
-        raise NotImplementedError
+        """Whether the noise of this side is of this kind."""
 
-    def describe(self, side: Side, repetition: Repetition) -> str:
-        raise NotImplementedError
-
-    def ruled_out(self) -> str:
-        sizes = [f"the {side.name} at k2 {side.noise:.1e}" for side in self.sides]
-        return (
-            f"no such noise: {', '.join(sizes)} of the model, where computing in bfloat16 makes "
-            f"{self.comparison.floor:.1e}"
-        )
+    @abstractmethod
+    def describe(self, side: Side, within: float) -> str:
+        """What is measured. within: see `repetition`."""
 
     def repair(self, rows: Rows) -> Rows:
         return self.repaired(
-            rows, lambda _, side: side.is_unexplained if side.name in self._hit else None
+            rows, lambda side: side.is_unexplained if side.name in self._mine else None
         )
 
 
@@ -435,15 +384,16 @@ class RoutingFlips(_Noise):
     def is_mine(self, side: Side) -> bool:
         return self.is_of_routes(side)
 
-    def describe(self, side: Side, repetition: Repetition) -> str:
+    def describe(self, side: Side, within: float) -> str:
         evidence = self.comparison.evidence
         if side.name == "sampler" and evidence.routes_differ is not None:
-            is_known = np.isfinite(deviation(self.comparison, side))
+            is_known = np.isfinite(self.comparison.deviation(side))
             flipped = float(evidence.routes_differ[is_known].mean())
+            share = self.comparison.replayed_share(side)
             return (
                 f"the model's router would have sent {flipped:.1%} of the tokens elsewhere than "
-                f"the sampler's did; replaying its routes removes {self.replayed(side):.0%} of "
-                f"the sampler's deviation (k2 {side.noise:.1e})"
+                f"the sampler's did; replaying its routes removes {share:.0%} of the sampler's "
+                f"deviation (k2 {side.noise:.1e})"
             )
         return (
             f"the {side.name} deviates (k2 {side.noise:.1e}) where a little noise on the routers "
@@ -454,16 +404,15 @@ class RoutingFlips(_Noise):
     def repair(self, rows: Rows) -> Rows:
         """With recorded routes the trainer is moved to what it gives under them, and what is left
         is another noise; without, the side is the model's."""
-        comparison = self.of(rows)
-        if comparison is None or not self._hit:
+        if not self._mine or not self.has_scored(rows):
             return rows
-        evidence = comparison.evidence
-        sampler = comparison.sides.get("sampler")
-        if sampler is None or evidence.replayed is None or self.is_all_of_routers(sampler):
+        sampler = self.comparison.sides.get("sampler")
+        replayed = self.comparison.evidence.replayed
+        if sampler is None or replayed is None or self.is_all_of_routers(sampler):
             return super().repair(rows)
         # The same move of the sampler the other way round: it may be the only side that there is.
-        moved = sampler.values - (evidence.replayed - sampler.reference)
-        return self.set_side(rows, sampler, sampler.is_unexplained[rows.row_of], moved)
+        moved = sampler.values - (replayed - sampler.reference)
+        return self.set_side(rows, sampler, sampler.is_unexplained, moved)
 
 
 class Dropout(_Noise):
@@ -476,7 +425,7 @@ class Dropout(_Noise):
     def is_mine(self, side: Side) -> bool:
         return side.name == "trainer" and not self.is_of_routes(side)
 
-    def describe(self, side: Side, repetition: Repetition) -> str:
+    def describe(self, side: Side, within: float) -> str:
         gain = self.gains(side)[1]
         how = (
             f"tokens that dropout would move deviate more: {gain:.0f} nats better told than by "
@@ -501,15 +450,15 @@ class KernelNoise(_Noise):
             return True
         if self.comparison.evidence.replayed is None or self.is_all_of_routers(side):
             return False
-        rest = (1 - self.replayed(side)) * side.noise
+        rest = (1 - self.comparison.replayed_share(side)) * side.noise
         return rest > NOISE_FACTOR * self.comparison.floor
 
-    def describe(self, side: Side, repetition: Repetition) -> str:
+    def describe(self, side: Side, within: float) -> str:
         told = (
             "too few tokens repeat to tell it from other weights"
-            if np.isnan(repetition.within)
+            if np.isnan(within)
             else f"another one each time that the same tokens are read (variance within equal "
-            f"contexts {repetition.within:.2f} of the whole)"
+            f"contexts {within:.2f} of the whole)"
         )
         times = np.sqrt(side.noise / self.comparison.floor) if self.comparison.floor else np.inf
         return (

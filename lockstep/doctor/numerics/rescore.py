@@ -6,15 +6,16 @@ Without torch: `scorer` is imported when the first row is scored.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lockstep.doctor.checks.base import Check, Setting
+from lockstep.doctor.checks.base import Setting
 from lockstep.doctor.checks.examine import Chunks, Stage
 from lockstep.doctor.checks.rows import Float32Array, Float64Array, Rows
 from lockstep.doctor.checks.suite import stages as all_stages
@@ -55,14 +56,9 @@ _CAUSES = {
 }
 
 
-@dataclass(kw_only=True)
-class Noises:
-    """Expected spread of a side's deviation over tokens, by its possible origin."""
-
-    dropout: Float64Array | None = None
-    """[N] variance of a token's log-prob over forwards with dropout."""
-    routers: tuple[Float64Array, ...] = ()
-    """[N] each, the same with noise on the routers, by ROUTER_STDS."""
+Noises = tuple[tuple[Float64Array, ...], tuple[Float64Array, ...]]
+"""Expected spread of a side's deviation over tokens, by its origin: ([N] variance of a token's
+log-prob under dropout, if it is known; [N] each under noise on the routers, by ROUTER_STDS)."""
 
 
 @dataclass(kw_only=True)
@@ -103,33 +99,24 @@ class Rescoring:
                 f"float32, and there are {found[0] / GIB:.1f} GiB ({found[1]}). Run this check on "
                 "a larger machine; the checks that need no model were made."
             )
-        if not self.max_tokens:
-            affordable = int(MULTIPLIES / max(elements, 1))
-            self.max_tokens = min(max(affordable, MIN_TOKENS), MAX_TOKENS)
+        affordable = int(MULTIPLIES / max(elements, 1))
+        self.max_tokens = self.max_tokens or min(max(affordable, MIN_TOKENS), MAX_TOKENS)
 
     # -- the sample ---------------------------------------------------------------------------
 
-    def stages(self, stages: Sequence[Stage], has: frozenset[str]) -> list[Stage]:
+    def stages(self, stages: Sequence[Stage]) -> list[Stage]:
         """`stages`, in which checks that lack the log-probs of one side see the sample, filled with
         the model's. Checks of noise are left out: they infer from equal contexts what the model
         tells exactly."""
-        columns = {"rollout_logprobs": self.has_rollout, "trainer_logprobs": self.has_trainer}
-        filled = frozenset(name for name, is_there in columns.items() if not is_there)
-
-        def is_moved(check: type[Check]) -> bool:
-            lacking = set(check.needs) - has
-            return bool(lacking) and lacking & filled == lacking & set(columns)
-
+        sides = {"rollout_logprobs": self.has_rollout, "trainer_logprobs": self.has_trainer}
+        filled = frozenset(name for name, is_there in sides.items() if not is_there)
         out: list[Stage] = []
         for stage in stages:
             if tuple(stage.checks) == all_stages()["noise"]:
                 continue
-            late = [check for check in stage.checks if filled and is_moved(check)]
-            if late:
-                early = [check for check in stage.checks if check not in late]
-                out.append(replace(stage, checks=early))
-            else:
-                out.append(stage)
+            late = [check for check in stage.checks if filled & set(check.needs)]
+            early = [check for check in stage.checks if check not in late]
+            out.append(replace(stage, checks=early) if late else stage)
             if late:
                 out.append(Stage(checks=late, chunks=self.sample, has=filled))
         return out
@@ -159,37 +146,27 @@ class Rescoring:
         """Rows drawn at random, half of them from rows whose weights are at hand, as far as there
         are as many. Memory: the sample, and one chunk."""
         rng = np.random.default_rng(self.seed)
-        kept: list[tuple[Int64Array, Rows]] = []  # (ranks, rows)
-        size = 0
+        ranks, kept = np.empty(0), list[Rows]()
         for rows in chunks:
-            ranks = rng.random(len(rows))
-            known = self._own(rows) >= 0
-            ranks = np.where(known, ranks / 2, ranks)
+            drawn = rng.random(len(rows))
+            drawn[self._own(rows) >= 0] /= 2
             trained = np.bincount(rows.row_of, rows.loss_mask, minlength=len(rows))
-            readable = rows.sizes <= self.weights.config.max_positions
-            usable = np.flatnonzero((trained > 0) & readable)
-            if not len(usable):
+            is_usable = (trained > 0) & (rows.sizes <= self.weights.config.max_positions)
+            if not is_usable.any():
                 continue
-            kept.append((ranks[usable], rows.take(usable)))
-            size += kept[-1][1].num_tokens
-            if size > 4 * self.max_tokens:
-                kept = [self._pruned(kept)]
-                size = kept[0][1].num_tokens
+            ranks = np.concatenate([ranks, drawn[is_usable]])
+            known = Rows.joined([*kept, rows.take(np.flatnonzero(is_usable))])
+            order = np.argsort(ranks, kind="stable")
+            fits = np.cumsum(known.sizes[order]) <= self.max_tokens
+            fits[0] = True
+            chosen = np.sort(order[fits])
+            ranks, kept = ranks[chosen], [known.take(chosen)]
         if not kept:
             raise CheckpointError(
                 "no row has a trained token and fits the model's "
                 f"{self.weights.config.max_positions} positions: nothing to score."
             )
-        return self._pruned(kept)[1]
-
-    def _pruned(self, kept: Sequence[tuple[Any, Rows]]) -> tuple[Any, Rows]:
-        ranks = np.concatenate([ranks for ranks, _ in kept])
-        rows = Rows.joined([rows for _, rows in kept])
-        order = np.argsort(ranks, kind="stable")
-        fits = np.cumsum(rows.sizes[order]) <= self.max_tokens
-        fits[0] = True
-        chosen = np.sort(order[fits])
-        return ranks[chosen], rows.take(chosen)
+        return kept[0]
 
     def _own(self, rows: Rows) -> Int64Array:
         """[R] index of the weights that the trainer ran on each row; -1: not at hand."""
@@ -200,12 +177,11 @@ class Rescoring:
     def _filled(self, rows: Rows) -> Rows:
         """The rows with the model's log-probs in place of a side that has none."""
         reference = self.evidence(rows).reference.astype(np.float32)
-        found: dict[str, Any] = {"rescored_logprobs": reference}
-        if not self.has_trainer:
-            found["trainer_logprobs"] = reference
-        if not self.has_rollout:
-            found["rollout_logprobs"] = reference
-        return rows.with_(**found)
+        return rows.with_(
+            rescored_logprobs=reference,
+            trainer_logprobs=rows.trainer_logprobs if self.has_trainer else reference,
+            rollout_logprobs=rows.rollout_logprobs if self.has_rollout else reference,
+        )
 
     # -- what was computed --------------------------------------------------------------------
 
@@ -253,34 +229,29 @@ class Rescoring:
             self._by_weights(rows, weights, np.flatnonzero(own == number), distributions)
             for number, weights in enumerate(self.weights.all)
         ]
-        own_of = own[rows.row_of]
+        names = {name for found in scored for name in found}
 
-        def gathered(values: Sequence[Float64Array]) -> Float64Array:
+        def of_own(name: str, values: Callable[[Scored], Any]) -> Float64Array:
+            """[N] values under this variant of each row's own weights; NaN where there are none."""
             out = np.full(rows.num_tokens, np.nan)
-            for number, of_weights in enumerate(values):
-                out = np.where(own_of == number, of_weights, out)
+            for number, found in enumerate(scored):
+                if name in found:
+                    out = np.where(own[rows.row_of] == number, values(found[name]), out)
             return out
 
         def logprobs(name: str, distribution: Distribution) -> Float64Array:
-            return gathered(
-                [
-                    s[name].logprobs[distribution].astype(np.float64)
-                    if name in s
-                    else np.full(rows.num_tokens, np.nan)
-                    for s in scored
-                ]
-            )
+            return of_own(name, lambda found: found.logprobs[distribution])
 
         chosen, dtype = self._reference(rows, logprobs, distributions)
-        plain = logprobs("all", chosen)
+        plain, reference = logprobs("all", chosen), logprobs(dtype, chosen)
         found = [
             (name, cause, text, logprobs(name, chosen))
             for name, (cause, text) in _CAUSES.items()
-            if any(name in s for s in scored)
+            if name in names
         ]
         for number, weights in enumerate(self.weights.all):
             values = scored[number]["all"].logprobs[chosen].astype(np.float64)
-            values[own_of == number] = np.nan
+            values[own[rows.row_of] == number] = np.nan
             text = f"with the weights {weights.name}"
             found.append((f"weights {weights.name}", "other_weights", text, values))
         for other in (d for d in distributions if d != chosen):
@@ -290,29 +261,22 @@ class Rescoring:
             Variant(name=name, cause=cause, text=text, logprobs=values, plain=plain)
             for name, cause, text, values in found
         ]
-        other_dtype = "all" if dtype == "bfloat16" else "bfloat16"
-        text = "in " + ("float32" if dtype == "bfloat16" else "bfloat16")
-        values = logprobs(other_dtype, chosen)
-        variants.append(Variant(name=other_dtype, cause="precision", text=text, logprobs=values))
-        is_replayed = dtype == "replayed"
-        has_routes = any("replayed" in s for s in scored) and not is_replayed
-        replayed = logprobs("replayed", chosen) if has_routes else None
-        differ = None
-        if replayed is not None:
-            differ = np.zeros(rows.num_tokens, np.bool_)
-            for s in scored:
-                if "replayed" in s:
-                    differ |= s["replayed"].routes_differ
-        reference = logprobs(dtype, chosen)
+        name, other_dtype = ("all", "float32") if dtype == "bfloat16" else ("bfloat16", "bfloat16")
+        values, text = logprobs(name, chosen), f"in {other_dtype}"
+        variants.append(Variant(name=name, cause="precision", text=text, logprobs=values))
+        replayed = routes_differ = None
+        if "replayed" in names and dtype != "replayed":
+            replayed = logprobs("replayed", chosen)
+            routes_differ = of_own("replayed", lambda found: found.routes_differ) > 0
         return Evidence(
             rows=rows,
             reference=reference,
             variants=[v for v in variants if np.isfinite(v.logprobs).any()],
             bfloat16=logprobs("bfloat16", chosen) - plain + reference,
-            spread=gathered([s["all"].spread for s in scored]),
+            spread=of_own("all", lambda found: found.spread),
             replayed=replayed,
-            routes_differ=differ,
-            is_replayed=is_replayed,
+            routes_differ=routes_differ,
+            is_replayed=dtype == "replayed",
             distribution=chosen.describe(),
             is_scored={"sampler": self.has_rollout, "trainer": self.has_trainer},
         )
@@ -325,23 +289,17 @@ class Rescoring:
         distributions: Sequence[Distribution],
     ) -> dict[str, Scored]:
         """Variant -> scores; "all": the model itself on every row, other variants on `own` rows."""
-        scorer = self.scorer
+        scorer, every = self.scorer, np.arange(len(rows))
         model = scorer.load(weights)
-        everything = np.arange(len(rows))
-        out = {
-            "all": scorer.score(
-                model, rows, everything, distributions=distributions, has_spread=True
-            )
-        }
+        score = partial(scorer.score, rows=rows, distributions=distributions)
+        out = {"all": score(model, chosen=every, has_spread=True)}
         if not len(own):
             return out
         if rows.routed_experts is not None and getattr(self.weights.config, "is_moe", False):
-            out["replayed"] = scorer.score(
-                model, rows, own, distributions=distributions, is_replaying=True
-            )
+            out["replayed"] = score(model, chosen=own, is_replaying=True)
         for name in scorer.variants_of(model):
             with scorer.variant(name, model) as changed:
-                out[name] = scorer.score(changed, rows, own, distributions=distributions)
+                out[name] = score(changed, chosen=own)
         return out
 
     def _reference(
@@ -369,19 +327,17 @@ class Rescoring:
     def noises(self, rows: Rows) -> Noises:
         """Spread that dropout and noisy routers would cause, under the weights of most of these
         rows. Computed on demand, by some more forwards."""
-        key = _digest(rows)
-        if key in self._noises:
-            return self._noises[key]
-        out = self._noises[key] = Noises()
-        own = self._own(rows)
-        number = int(np.bincount(own[own >= 0]).argmax()) if (own >= 0).any() else -1
-        weights = self.weights.all[number]
-        if number < 0 or weights.is_fallback:
-            return out
-        out.dropout, out.routers = self.scorer.noise_variances(
-            weights, rows, np.flatnonzero(own == number), seed=self.seed
-        )
-        return out
+        key, own = _digest(rows), self._own(rows)
+        if key not in self._noises:
+            number = int(np.bincount(own[own >= 0]).argmax()) if (own >= 0).any() else -1
+            weights, chosen = self.weights.all[number], np.flatnonzero(own == number)
+            is_known = number >= 0 and not weights.is_fallback
+            self._noises[key] = (
+                self.scorer.noise_variances(weights, rows, chosen, seed=self.seed)
+                if is_known
+                else ((), ())
+            )
+        return self._noises[key]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -104,7 +104,7 @@ class Scorer:
 
     def noise_variances(
         self, weights: Weights, rows: Rows, chosen: Int64Array, *, seed: int
-    ) -> tuple[Float64Array, tuple[Float64Array, ...]]:
+    ) -> tuple[tuple[Float64Array, ...], tuple[Float64Array, ...]]:
         """[N] variances of each log-prob: under dropout, and under noise on the routers, one for
         each of ROUTER_STDS (none for a dense model)."""
         model = self.load(weights)
@@ -119,7 +119,7 @@ class Scorer:
 
         dropout = variance(lambda seed: with_dropout(model, DROPOUT_SHARE, seed=seed))
         stds = ROUTER_STDS if model.config.is_moe else ()
-        return dropout, tuple(
+        return (dropout,), tuple(
             variance(lambda seed, std=std: with_perturbed_routers(model, std, seed=seed))
             for std in stds
         )
