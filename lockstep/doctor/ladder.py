@@ -8,7 +8,8 @@ every rung below it rules something out, with its figures.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,9 +17,11 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.agent.environment import Environment, Observation, Score
+from lockstep.agent.environment import Environment
 from lockstep.agent.harness import Harness
 from lockstep.agent.loop import Budget, EpisodeSlots, collect, training_sampling
+from lockstep.agent.tasks import derive_seed
+from lockstep.agent.turns import TurnSampler
 from lockstep.config import tag
 from lockstep.doctor.checks.attribution import Gap, gap_of_all
 from lockstep.doctor.checks.base import Setting
@@ -34,7 +37,7 @@ from lockstep.renderers.anew import rendered_anew, turns_of
 from lockstep.run.build import Parts
 from lockstep.run_config import Config
 from lockstep.training.rows import rows_for_training
-from lockstep.types import Group, Message, Sample, Task, Trajectory
+from lockstep.types import Group, Sample, Task, Trajectory
 
 NUM_EPISODES = 32
 """Episodes per rung: some hundred sampled tokens, enough to show a gap that matters."""
@@ -55,7 +58,6 @@ class Rung:
     match: float
     """Share of the sampled tokens that are still at the place where they were sampled; NaN if
     unknown."""
-    num_rows: int
     causes: tuple[str, ...] = ()
     """Causes that the checks of arrays find in its rows."""
     is_what_if: bool = False
@@ -160,7 +162,7 @@ def climb(
     async def play() -> tuple[Rung, ...]:
         async with running(parts):
             try:
-                return tuple([rung async for rung in climber.rungs(on_rung)])
+                return await climber.rungs(on_rung)
             finally:
                 await config.task.close()
 
@@ -180,25 +182,32 @@ class _Climber:
             stop_ids=frozenset(parts.renderer.stop_ids),
             temperature=config.agent.temperature,
         )
+        self.budget = Budget.of(config.agent, max_tokens=config.max_tokens)
+        self.sampling = training_sampling(
+            config.agent,
+            parts.engine.capabilities,
+            record_routes=config.trainer.routing_replay == "rollout",
+        )
 
-    async def rungs(self, on_rung: Callable[[str], None]) -> AsyncIterator[Rung]:
-        """All rungs in order, each when it is measured."""
-        name = "plain text"
-        on_rung(name)
-        words = {task.id: await self._words_of(task) for task in self.tasks}
-        played = await self._play(name, _PlainText(self.renderer), lambda t: _OneReply(words[t.id]))
-        yield self._sampled(name, "kernels, precision or weights of the two sides", played)
+    async def rungs(self, on_rung: Callable[[str], None]) -> tuple[Rung, ...]:
+        on_rung("plain text")
+        text = await asyncio.gather(*map(self._continued, self.tasks), return_exceptions=True)
         on_rung("one turn")
-        played = await self._play("one-turn", self.renderer, self._environment, max_turns=1)
-        yield self._sampled("one turn", "the template's prompt and its control tokens", played)
+        turn = await self._play("one-turn", replace(self.budget, max_turns=1))
         on_rung("several turns")
-        played = await self._play("several-turns", self.renderer, self._environment)
-        adds = "the tokens between turns, and keys that are kept over them"
-        yield self._sampled("several turns, extended", adds, played)
-        on_rung("the same, rendered anew")
-        yield self._rendered_anew(played)
+        turns = await self._play("several-turns", self.budget)
         on_rung("the training path")
-        yield self._trained(played)
+        return (
+            self._sampled("plain text", "kernels, precision or weights of the two sides", text),
+            self._sampled("one turn", "the template's prompt and its control tokens", turn),
+            self._sampled(
+                "several turns, extended",
+                "the tokens between turns, and keys that are kept over them",
+                turns,
+            ),
+            self._rendered_anew(turns),
+            self._trained(turns),
+        )
 
     # -- played ---------------------------------------------------------------------------------
 
@@ -207,61 +216,65 @@ class _Climber:
         assert isinstance(environment, Environment), "agents over HTTP are refused before"
         return environment
 
-    async def _words_of(self, task: Task) -> str:
-        """The task's first messages as plain text, which the model continues."""
+    async def _continued(self, task: Task) -> Trajectory:
+        """The task's first messages as plain text, without a template, and what the model adds."""
         environment = self._environment(task)
         try:
-            return "\n".join(m.content for m in await environment.reset())
+            words = "\n".join(m.content for m in await environment.reset())
         finally:
             await environment.close()
+        prompt_ids = np.array(self.renderer.tokenizer.encode(words), np.int32)
+        trajectory = Trajectory(id=f"plain-text/0/{task.id}/0", task_id=task.id)
+        sampler = TurnSampler(
+            self.parts.engine,
+            self.renderer,
+            trajectory,
+            sampling=self.sampling,
+            budget=self.budget,
+        )
+        await sampler.sample(
+            prompt_ids,
+            parent=None,
+            record_prompt=lambda: (trajectory.observe(prompt_ids), ""),
+            name="0",
+            seed=derive_seed(self.config.seed, trajectory.id),
+            deadline=time.monotonic() + self.budget.max_seconds,
+        )
+        return trajectory
 
-    async def _play(
-        self,
-        split: str,
-        renderer: Any,
-        make_environment: Callable[[Task], Environment],
-        **limits: Any,
-    ) -> list[Trajectory]:
-        """One episode per task. Raises DataError if none has a sampled token."""
-        config = self.config
+    async def _play(self, split: str, budget: Budget) -> list[Trajectory]:
+        """One episode per task."""
         groups = await collect(
             self.parts.engine,
-            renderer,
-            make_environment,
+            self.renderer,
+            self._environment,
             self.tasks,
             group_size=1,
-            sampling=training_sampling(
-                config.agent,
-                self.parts.engine.capabilities,
-                record_routes=config.trainer.routing_replay == "rollout",
-            ),
-            budget=replace(Budget.of(config.agent, max_tokens=config.max_tokens), **limits),
-            run_seed=config.seed,
-            split=split.replace(" ", "-"),
-            slots=EpisodeSlots(config.agent.max_in_flight),
+            sampling=self.sampling,
+            budget=budget,
+            run_seed=self.config.seed,
+            split=split,
+            slots=EpisodeSlots(self.config.agent.max_in_flight),
         )
-        played = [t for group in groups for t in group.trajectories]
-        kept = [t for t in played if t.num_sampled_tokens and t.status != "failed"]
-        if not kept:
-            errors = sorted({t.error for t in played if t.error})
-            raise DataError(
-                f"{split}: none of {len(played)} episodes has a sampled token. "
-                f"{' '.join(errors[:1])}"
-            )
-        return kept
+        return [t for group in groups for t in group.trajectories]
 
     # -- measured -------------------------------------------------------------------------------
 
-    def _sampled(self, name: str, adds: str, played: Sequence[Trajectory]) -> Rung:
-        samples = [t.row(leaf) for t in played for leaf in t.leaves()[-1:]]
-        return self._measured(name, adds, samples, match=1.0)
+    def _sampled(self, name: str, adds: str, played: Sequence[Trajectory | BaseException]) -> Rung:
+        kept = _kept(played)
+        if not kept:
+            errors = [t.error if isinstance(t, Trajectory) else str(t) for t in played]
+            raise DataError(
+                f"{name}: none of {len(played)} episodes has a sampled token. {min(errors)}"
+            )
+        return self._measured(name, adds, [t.row(t.leaves()[-1]) for t in kept], match=1.0)
 
     def _rendered_anew(self, played: Sequence[Trajectory]) -> Rung:
         """These episodes in a program that keeps messages and renders the history anew."""
         samples: list[Sample] = []
         num_same = num_anew = 0
         tasks = {task.id: task for task in self.tasks}
-        for trajectory in played:
+        for trajectory in _kept(played):
             turns = turns_of(trajectory, trajectory.leaves()[-1])
             tools = self._environment(tasks[trajectory.task_id]).tools
             row, same = rendered_anew(turns, self.renderer, tools=tools, id=trajectory.id)
@@ -279,7 +292,7 @@ class _Climber:
     def _trained(self, played: Sequence[Trajectory]) -> Rung:
         """The rows that a step of this run would train, after its hooks."""
         groups = {task.id: Group(task=task, trajectories=[]) for task in self.tasks}
-        for trajectory in played:
+        for trajectory in _kept(played):
             groups[trajectory.task_id].trajectories.append(trajectory)
         control_ids = self.renderer.tokenizer.control_ids
         sampled = rows_for_training(list(groups.values()), GRPO(), control_ids=control_ids)
@@ -300,69 +313,26 @@ class _Climber:
         gap = gap_of_all(rows)
         shares = {share.cause: share.k2 for share in examined.shares}
         causes = [f.cause for f in examined.findings if f.verdict == "differs"]
+        alarm = mismatch_alarm(
+            {f"mismatch/{key}": value for key, value in gap.means().items()},
+            self.parts.model_files.model.family,
+            is_one_process=self.config.is_in_step or self.parts.engine.capabilities.shares_weights,
+        )
         return Rung(
             name=name,
             adds=adds,
             gap=gap,
-            alarm=self._alarm(gap),
+            alarm=alarm,
             match=match,
-            num_rows=len(samples),
             causes=tuple(sorted(causes, key=lambda cause: -shares.get(cause, 0.0))),
             **more,
         )
 
-    def _alarm(self, gap: Gap) -> Alarm:
-        parts = self.parts
-        return mismatch_alarm(
-            {f"mismatch/{name}": value for name, value in gap.means().items()},
-            parts.model_files.model.family,
-            is_one_process=self.config.is_in_step or parts.engine.capabilities.shares_weights,
-        )
 
-
-class _PlainText:
-    """Text as it is: no template, no control token."""
-
-    name = "plain"
-    thinking_opening: tuple[int, ...] = ()
-
-    def __init__(self, renderer: Any) -> None:
-        self.tokenizer = renderer.tokenizer
-        self.stop_ids: tuple[int, ...] = renderer.stop_ids
-
-    def render(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> list[int]:
-        return self.tokenizer.encode("\n".join(m.content for m in messages))
-
-    def extend(self, sampled_ids: Any, messages: Sequence[Message]) -> list[int]:
-        return self.tokenizer.encode("\n".join(m.content for m in messages))
-
-    def forgets(self, messages: Sequence[Message]) -> bool:
-        return False
-
-    def without_thinking(self, sampled_ids: Any) -> list[int]:
-        return list(sampled_ids)
-
-    def parse(self, sampled_ids: Any) -> Message:
-        return Message(role="assistant", content=self.tokenizer.decode(sampled_ids))
-
-    def render_reply(self, message: Message) -> list[int]:
-        return [*self.tokenizer.encode(message.content), self.stop_ids[0]]
-
-
-class _OneReply(Environment):
-    """Says some words, and is done with the first reply."""
-
-    def __init__(self, words: str) -> None:
-        self._words = words
-
-    async def reset(self) -> Sequence[Message]:
-        return [Message(role="user", content=self._words)]
-
-    async def step(self, message: Message) -> Observation:
-        return Observation(done=True)
-
-    async def score(self) -> Score:
-        return Score(reward=0.0)
+def _kept(played: Sequence[Trajectory | BaseException]) -> list[Trajectory]:
+    """The episodes that have something to compare."""
+    found = [t for t in played if isinstance(t, Trajectory) and t.status != "failed"]
+    return [t for t in found if t.num_sampled_tokens]
 
 
 def token_match(before: Sequence[Sample], after: Sequence[Sample]) -> float:

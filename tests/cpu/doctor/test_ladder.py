@@ -25,7 +25,7 @@ def rung(name, k2, *, is_what_if=False):
     row = {f"mismatch/{key}": value for key, value in gap.means().items()}
     alarm = mismatch_alarm(row, "dense")
     return Rung(
-        name=name, adds=f"what {name} adds", gap=gap, alarm=alarm, match=1.0, num_rows=1,
+        name=name, adds=f"what {name} adds", gap=gap, alarm=alarm, match=1.0,
         is_what_if=is_what_if,
     )  # fmt: skip
 
