@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -70,14 +71,16 @@ class Replay:
     leaf: int
     tokenizer: Tokenizer | None
     scores: Scores | None = None
-    row: Sample = field(init=False)
-    """The path as a row."""
-    stored_trainer: Float32Array = field(init=False)
-    """[T] the trainer's log-probs as stored; NaN where there are none."""
 
-    def __post_init__(self) -> None:
-        self.row = self.record.trajectory.row(self.leaf)
-        self.stored_trainer = trainer_logprobs(self.record, self.leaf)
+    @cached_property
+    def row(self) -> Sample:
+        """The path as a row."""
+        return self.record.trajectory.row(self.leaf)
+
+    @cached_property
+    def stored_trainer(self) -> Float32Array:
+        """[T] the trainer's log-probs as stored; NaN where there are none."""
+        return trainer_logprobs(self.record, self.leaf)
 
     @property
     def spans(self) -> list[tuple[int, int, int]]:
@@ -89,26 +92,25 @@ class Replay:
     def comparison(self, source: Source) -> dict[str, Any]:
         """Differences between the stored log-probs and those of `source`, over the tokens of the
         loaded version."""
-        assert self.scores is not None, "it was not scored"
-        stored = (
-            self.stored_trainer if source == "trainer" else self.row.columns["rollout_logprobs"]
-        )
-        again = self.scores.trainer if source == "trainer" else self.scores.engine
-        same = self.row.columns["policy_version"] == self.scores.version
-        both = same & ~np.isnan(stored) & ~np.isnan(again)
-        d = np.abs(again[both].astype(np.float64) - stored[both])
+        scores, row = self.scores, self.row
+        assert scores is not None, "it was not scored"
+        if source == "trainer":
+            stored, again = self.stored_trainer, scores.trainer
+        else:
+            stored, again = row.columns["rollout_logprobs"], scores.engine
+        same = row.columns["policy_version"] == scores.version
+        d = np.where(same, np.abs(again.astype(np.float64) - stored), np.nan)
         out: dict[str, Any] = {
-            "compared_tokens": int(both.sum()),
-            "unequal_tokens": int((d != 0).sum()),
-            "max_abs_diff": float(d.max()) if len(d) else 0.0,
-            "first_unequal_token": int(np.flatnonzero(both)[d != 0][0]) if d.any() else None,
-            "other_version_tokens": int((self.row.loss_mask & ~same).sum()),
+            "compared_tokens": int(np.isfinite(d).sum()),
+            "unequal_tokens": int((d > 0).sum()),
+            "max_abs_diff": float(np.nan_to_num(d).max(initial=0.0)),
+            "first_unequal_token": _first(d > 0),
+            "other_version_tokens": int((row.loss_mask & ~same).sum()),
         }
         if source == "engine":
-            other = same & self.row.loss_mask & (self.scores.engine_ids != self.row.token_ids)
-            places = np.flatnonzero(other)
-            out["drawn_otherwise_tokens"] = len(places)
-            out["first_drawn_otherwise"] = int(places[0]) if len(places) else None
+            other = same & row.loss_mask & (scores.engine_ids != row.token_ids)
+            out["drawn_otherwise_tokens"] = int(other.sum())
+            out["first_drawn_otherwise"] = _first(other)
         return out
 
     @property
@@ -125,8 +127,8 @@ class Replay:
     def to_json(self) -> dict[str, Any]:
         """The trajectory as it is stored, the path's row, and the comparison if it was scored."""
         document = to_document(self.record, run=0, split=self.split, why=[])
-        del document["run"], document["why"]
-        out: dict[str, Any] = {"run": str(self.run.path), "leaf": self.leaf, **document}
+        del document["why"]
+        out: dict[str, Any] = {**document, "run": str(self.run.path), "leaf": self.leaf}
         if self.scores is not None:
             out["scores"] = {
                 "weights": self.scores.weights,
@@ -140,6 +142,14 @@ class Replay:
                 "engine_ids": self.scores.engine_ids.tolist(),
             }
         return out
+
+
+def _first(mask: npt.NDArray[np.bool_]) -> int | None:
+    return int(mask.argmax()) if mask.any() else None
+
+
+def _listed(values: Float32Array) -> list[float | None]:
+    return [None if np.isnan(v) else float(v) for v in values]
 
 
 # -- finding it ---------------------------------------------------------------------------------
@@ -161,31 +171,31 @@ def find(path: Path, name: str, *, tokenizer: Tokenizer | None = None) -> Replay
         raise RunError(
             f"{run.path} holds no trajectory: record.keep let them all go, or no step ended."
         )
+    known = {entry[0]: entry for entry in stored}  # evaluations of all steps have the same ids
+    trained = [entry for entry in stored if entry[2] == "train"]
+    ends = [id_ for id_ in known if name and id_.endswith(name)]
     head, _, leaf_name = name.rpartition("/")
-    # The latest first: evaluations of all steps have the same ids.
-    found, rest = [entry for entry in reversed(stored) if entry[0] == name], ""
-    if not found and leaf_name.isdigit():
-        found, rest = [entry for entry in reversed(stored) if entry[0] == head], leaf_name
-    if not found:
-        rest = ""
-        trained = [entry for entry in stored if entry[2] == "train"]
-        if name.isdigit():
-            found = trained[int(name) : int(name) + 1]
-        elif name and len({entry[0] for entry in stored if entry[0].endswith(name)}) == 1:
-            found = [entry for entry in stored if entry[0].endswith(name)]
-    if not found:
-        steps, known = run.steps() or ["none"], [entry[0] for entry in stored]
-        near = get_close_matches(name, known[:NUM_NAMES], n=1) or known[:1]
+    rest = ""
+    if name in known:
+        _, address, split = known[name]
+    elif leaf_name.isdigit() and head in known:
+        (_, address, split), rest = known[head], leaf_name
+    elif name.isdigit() and int(name) < len(trained):
+        _, address, split = trained[int(name)]
+    elif not name.isdigit() and len(ends) == 1:
+        _, address, split = known[ends[0]]
+    else:
+        steps, names = run.steps() or ["none"], list(known)
+        near = get_close_matches(name, names[:NUM_NAMES], n=1) or names[:1]
         raise RunError(
             f"{run.path} holds no trajectory {name!r}; stored are steps {steps[0]} to {steps[-1]}, "
-            f"{len(known)} in all (record.keep). Did you mean {near[0]!r}?"
+            f"{len(stored)} in all (record.keep). Did you mean {near[0]!r}?"
         )
-    _, address, split = found[0]
     record = read_row(*address)
     leaf = int(rest) if rest else first_leaf(record)
     if rest and leaf not in (leaves := record.trajectory.leaves()):
-        known = ", ".join(map(str, leaves))
-        raise RunError(f"trajectory {record.trajectory.id} has no leaf {leaf}; it has {known}.")
+        shown = ", ".join(map(str, leaves))
+        raise RunError(f"trajectory {record.trajectory.id} has no leaf {leaf}; it has {shown}.")
     return Replay(run=run, record=record, split=split, leaf=leaf, tokenizer=tokenizer)
 
 
@@ -327,50 +337,18 @@ def _token_table(
     replay: Replay, begin: int, end: int, gap: Float32Array, has_all_tokens: bool
 ) -> Table:
     """Every token, or those with the largest differences, in their order."""
-    scores, rollout = replay.scores, replay.row.columns["rollout_logprobs"]
-    size = np.nan_to_num(np.abs(gap[begin:end]))
-    columns = ["place", "token", "rollout", "trainer", "difference"]
-    if scores is not None:
-        columns += ["rollout again", "trainer again"]
-        for again, stored in ((scores.trainer, replay.stored_trainer), (scores.engine, rollout)):
-            size = np.maximum(size, np.nan_to_num(np.abs(again[begin:end] - stored[begin:end])))
-        size[scores.engine_ids[begin:end] != replay.row.token_ids[begin:end]] = np.inf
-    places = np.argsort(-size, kind="stable")
-    chosen = np.sort(places if has_all_tokens else places[:NUM_TOKENS]) + begin
-    table = plain_table(*columns)
-    for at in chosen.tolist():
-        id_, trained = int(replay.row.token_ids[at]), float(replay.stored_trainer[at])
-        sampled = float(rollout[at])
-        cells: list[Text | str] = [
-            str(at),
-            token_text(id_, replay.tokenizer),
-            logprob_text(sampled),
-            logprob_text(trained),
-            gap_text(float(gap[at])),
-        ]
-        if scores is not None:
-            other = int(scores.engine_ids[at])
-            drawn = "none" if other < 0 else token_text(other, replay.tokenizer)
-            cells += [
-                _again(sampled, float(scores.engine[at]))
-                if other == id_
-                else Text(f"drew {drawn}", style="bold red"),
-                _again(trained, float(scores.trainer[at])),
-            ]
-        table.add_row(*cells)
+    rollout, trainer = replay.row.columns["rollout_logprobs"], replay.stored_trainer
+    places = begin + np.argsort(-np.nan_to_num(np.abs(gap[begin:end])), kind="stable")
+    chosen = np.sort(places if has_all_tokens else places[:NUM_TOKENS]).tolist()
+    table = plain_table("place", "token", "rollout", "trainer", "difference")
+    for at in chosen:
+        token = token_text(int(replay.row.token_ids[at]), replay.tokenizer)
+        logprobs = logprob_text(float(rollout[at])), logprob_text(float(trainer[at]))
+        table.add_row(str(at), token, *logprobs, gap_text(float(gap[at])))
     if len(chosen) < end - begin:
         table.caption = f"{len(chosen)} of {end - begin} tokens; --tokens lists all"
         table.caption_justify = "left"
     return table
-
-
-def _again(stored: float, again: float) -> Text:
-    if np.isnan(again):
-        return Text("-", style="dim")
-    if np.isnan(stored):
-        return Text(logprob_text(again))
-    d = float(again) - float(stored)
-    return Text("equal", style="green") if d == 0 else Text(f"{d:+.3g}", style=gap_style(d))
 
 
 def _show_verdict(replay: Replay, console: Console) -> None:
@@ -382,7 +360,7 @@ def _show_verdict(replay: Replay, console: Console) -> None:
         return
     console.print(Text(f"\nscored by {printable(scores.weights)}", style="bold"))
     sides: tuple[tuple[Source, str], ...] = (("trainer", "trainer"), ("engine", "sampler"))
-    for source, what in sides:
+    for source, who in sides:
         found = replay.comparison(source)
         compared, unequal = found["compared_tokens"], found["unequal_tokens"]
         text, style = f"all {compared} came back, bit for bit", "green"
@@ -398,16 +376,12 @@ def _show_verdict(replay: Replay, console: Console) -> None:
             text += f"; from token {found['first_drawn_otherwise']} on others were drawn"
         if found["other_version_tokens"]:
             text += f" ({found['other_version_tokens']} tokens of other weights left out)"
-        console.print(Text.assemble(f"the {what}'s log-probs: ", (text, style)))
+        console.print(Text.assemble(f"the {who}'s log-probs: ", (text, style)))
 
 
 def _lines(text: str) -> str:
     """The text with characters that move a cursor escaped; lines are kept."""
     return "\n".join(printable(line) for line in text.split("\n"))
-
-
-def _listed(values: Sequence[float] | Float32Array) -> list[float | None]:
-    return [None if np.isnan(v) else float(v) for v in values]
 
 
 def parse_target(text: str) -> tuple[Path, int | None, str]:
