@@ -9,7 +9,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -18,8 +18,7 @@ from lockstep.doctor.inputs.messages import read_messages
 from lockstep.doctor.tokenization import find_tokenization
 from lockstep.errors import ConfigError, DataError
 from lockstep.renderers.base import Renderer
-from lockstep.renderers.origins import ORIGINS, Origin, OriginatedToken, Prompt, Rendering
-from lockstep.renderers.tokenizer import Tokenizer
+from lockstep.renderers.origins import ORIGINS, Origin, Prompt, Rendering
 from lockstep.types import Message, ToolSchema
 
 NUM_AROUND = 12
@@ -98,52 +97,64 @@ def _read_json(path: str | Path) -> Any:
 
 def to_json(rendering: Rendering, renderer: Renderer, model: str) -> dict[str, Any]:
     """The rendering as `--json` prints it."""
-    show = renderer.tokenizer.decode
+    counts = Counter(token.origin for token in rendering.tokens)
+    control = sum(token.is_control for token in rendering.tokens)
     return {
         "model": model,
         "renderer": renderer.name,
-        "counts": _counts(rendering),
+        "counts": {**{origin: counts[origin] for origin in ORIGINS}, "control": control},
         "has_prefix_property": rendering.has_prefix_property,
         "tokens": [
             {
                 "id": token.id,
-                "text": show([token.id]),
+                "text": renderer.tokenizer.decode([token.id]),
                 "origin": token.origin,
                 "control": token.is_control,
                 "message": None if token.message < 0 else token.message,
             }
             for token in rendering.tokens
         ],
-        "prompts": [
-            {
-                "before_message": prompt.before,
-                "extended_tokens": len(prompt.extended_ids),
-                "whole_tokens": len(prompt.whole_ids),
-                "same": prompt.is_same,
-                "first_difference": None if prompt.is_same else prompt.first_difference,
-                "extended_ids": _around(prompt, prompt.extended_ids),
-                "whole_ids": _around(prompt, prompt.whole_ids),
-            }
-            for prompt in rendering.prompts
-        ],
+        "prompts": [_prompt_to_json(prompt) for prompt in rendering.prompts],
+    }
+
+
+def _prompt_to_json(prompt: Prompt) -> dict[str, Any]:
+    first = prompt.first_difference
+    around = slice(0, 0) if prompt.is_same else slice(first, first + NUM_AROUND)
+    return {
+        "before_message": prompt.before,
+        "extended_tokens": len(prompt.extended_ids),
+        "whole_tokens": len(prompt.whole_ids),
+        "same": prompt.is_same,
+        "first_difference": None if prompt.is_same else first,
+        "extended_ids": list(prompt.extended_ids[around]),
+        "whole_ids": list(prompt.whole_ids[around]),
     }
 
 
 def show(rendering: Rendering, renderer: Renderer, model: str, console: Console) -> None:
     """Prints the tokens by origin, their counts, and whether the prefix property holds."""
-    tokenizer = renderer.tokenizer
-    counts = _counts(rendering)
-    total = f"{model} ({renderer.name}): {len(rendering.tokens)} tokens"
-    head = Text(total, style="bold")
+    found = to_json(rendering, renderer, model)
+    counts = found["counts"]
+    head = Text(f"{model} ({renderer.name}): {len(found['tokens'])} tokens", style="bold")
     for origin in ORIGINS:
         if counts[origin]:
             head.append(", " if origin != "template" else ": ", style="not bold")
             head.append(f"{counts[origin]} {origin}", style=f"not bold {_COLOURS[origin]}")
     head.append(f"; {counts['control']} of them control tokens", style="not bold")
     console.print(head)
-    console.print(_table(rendering.tokens, tokenizer))
-    for prompt in rendering.prompts:
-        console.print(_verdict(prompt, tokenizer))
+    console.print(_table(found["tokens"]))
+    for prompt in found["prompts"]:
+        where = f"prompt before message {prompt['before_message']}: {prompt['extended_tokens']} ids"
+        if prompt["same"]:
+            console.print(f"{where}, the template's over the whole too")
+            continue
+        text = f"{where}; the template over the whole gives {prompt['whole_tokens']}, other ones "
+        console.print(Text(f"{text}from place {prompt['first_difference']} on", style="red"))
+        for name in ("extended", "whole"):
+            ids = prompt[f"{name}_ids"]
+            words = json.dumps(renderer.tokenizer.decode(ids), ensure_ascii=False)
+            console.print(Text(f"    {name:<8} {' '.join(map(str, ids))}  {words}"))
     if not rendering.has_prefix_property:
         console.print(
             "The prefix property does not hold: a program that renders the history anew sends, and "
@@ -151,7 +162,8 @@ def show(rendering: Rendering, renderer: Renderer, model: str, console: Console)
         )
 
 
-def _table(tokens: Sequence[OriginatedToken], tokenizer: Tokenizer) -> Table:
+def _table(tokens: Sequence[Mapping[str, Any]]) -> Table:
+    """Runs of tokens of one origin, separated by bars; control tokens are underlined."""
     table = Table(box=None, padding=(0, 1), header_style="dim", show_edge=False)
     table.add_column("at", justify="right", style="dim")
     table.add_column("message")
@@ -159,57 +171,14 @@ def _table(tokens: Sequence[OriginatedToken], tokenizer: Tokenizer) -> Table:
     table.add_column("tokens", overflow="fold")
     table.add_column("ids", overflow="fold", style="dim")
     at = 0
-    for (origin, message), run in groupby(tokens, key=lambda t: (t.origin, t.message)):
-        pieces = list(run)
-        who = origin if message < 0 else f"{message} {origin}"
-        table.add_row(
-            str(at),
-            Text(who, style=_COLOURS[origin]),
-            str(len(pieces)),
-            _words(pieces, tokenizer),
-            " ".join(str(token.id) for token in pieces),
-        )
+    for (origin, message), run in groupby(tokens, key=lambda t: (t["origin"], t["message"])):
+        pieces, words = list(run), Text()
+        for number, token in enumerate(pieces):
+            words.append("|" if number else "", style="dim")
+            text = json.dumps(token["text"], ensure_ascii=False)[1:-1].replace('\\"', '"')
+            words.append(text, style=_COLOURS[origin] + " underline" * token["control"])
+        who = Text(origin if message is None else f"{message} {origin}", style=_COLOURS[origin])
+        ids = " ".join(str(token["id"]) for token in pieces)
+        table.add_row(str(at), who, str(len(pieces)), words, ids)
         at += len(pieces)
     return table
-
-
-def _words(tokens: Sequence[OriginatedToken], tokenizer: Tokenizer) -> Text:
-    """The tokens separated by bars; control tokens are underlined."""
-    out = Text()
-    for number, token in enumerate(tokens):
-        if number:
-            out.append("|", style="dim")
-        words = json.dumps(tokenizer.decode([token.id]), ensure_ascii=False)[1:-1]
-        style = _COLOURS[token.origin] + (" underline" if token.is_control else "")
-        out.append(words.replace('\\"', '"'), style=style)
-    return out
-
-
-def _verdict(prompt: Prompt, tokenizer: Tokenizer) -> RenderableType:
-    where = f"prompt before message {prompt.before}"
-    if prompt.is_same:
-        return Text(f"{where}: {len(prompt.extended_ids)} ids, the template's over the whole too")
-    at = prompt.first_difference
-    head = Text(
-        f"{where}: {len(prompt.extended_ids)} ids; the template over the whole gives "
-        f"{len(prompt.whole_ids)}, other ones from place {at} on",
-        style="red",
-    )
-    lines: list[RenderableType] = [head]
-    for name, ids in (("extended", prompt.extended_ids), ("whole", prompt.whole_ids)):
-        shown = _around(prompt, ids)
-        words = json.dumps(tokenizer.decode(shown), ensure_ascii=False)
-        lines.append(Text(f"    {name:<8} {' '.join(map(str, shown))}  {words}"))
-    return Group(*lines)
-
-
-def _around(prompt: Prompt, ids: Sequence[int]) -> list[int]:
-    if prompt.is_same:
-        return []
-    return list(ids[prompt.first_difference : prompt.first_difference + NUM_AROUND])
-
-
-def _counts(rendering: Rendering) -> dict[str, int]:
-    counts = Counter(token.origin for token in rendering.tokens)
-    control = sum(token.is_control for token in rendering.tokens)
-    return {**{origin: counts[origin] for origin in ORIGINS}, "control": control}
