@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -50,52 +51,42 @@ def find_tokenization(facts: Facts, *, tokenizer: str = "", renderer: str = "") 
     Raises ConfigError or RendererError if the user's choice is missing; a
     missing choice of the input is left out, and nothing is fetched for it.
     """
-    lacks: dict[str, str] = {}
-    place = _locate(tokenizer, may_fetch=True) if tokenizer else _place_named(facts, lacks)
-    found: Tokenizer | None = None
-    if place is not None:
-        try:
-            found = Tokenizer.from_file(place)
-        except LockstepError as error:
-            if tokenizer:
-                raise
-            lacks["tokenizer"] = f"{error} Name another with --tokenizer DIR"
-    if found is None or place is None:
+    try:
+        place = _locate(tokenizer, may_fetch=True) if tokenizer else _place_named(facts)
+        found = Tokenizer.from_file(place)
+    except LockstepError as error:
+        if tokenizer:
+            raise
         if renderer:
             raise ConfigError(
                 f"--renderer {renderer} needs the tokenizer of the model, which was not found: "
-                f"{lacks['tokenizer']}."
-            )
-        lacks["renderer"] = "it needs the tokenizer: --tokenizer DIR"
+                f"{error}"
+            ) from None
+        how = "Name it: --tokenizer DIR, or ORGANISATION/NAME to fetch it"
+        lacks = {"tokenizer": f"{error} {how}", "renderer": "it needs the tokenizer: --tokenizer"}
         return Tokenization(lacks=lacks)
     directory = place if place.is_dir() else place.parent
-    made: Renderer | None = None
+    pad_id = _pad_id(found, directory)
     try:
         made = make_renderer(_renderer_config(renderer or facts.renderer, directory), found)
     except LockstepError as error:
         if renderer:
             raise
-        lacks["renderer"] = f"{error} Name it: --renderer {'|'.join(_names())}"
-    return Tokenization(
-        tokenizer=found, renderer=made, pad_id=_pad_id(found, directory), lacks=lacks
-    )
+        lacks = {"renderer": f"{error} Name it: --renderer {'|'.join(_names())}"}
+        return Tokenization(tokenizer=found, pad_id=pad_id, lacks=lacks)
+    return Tokenization(tokenizer=found, renderer=made, pad_id=pad_id)
 
 
-def _place_named(facts: Facts, lacks: dict[str, str]) -> Path | None:
+def _place_named(facts: Facts) -> Path:
     """The place that the input names, if it is on this machine."""
     for named in filter(None, (facts.tokenizer, facts.model)):
-        try:
+        with suppress(LockstepError):
             return _locate(named, may_fetch=False)
-        except LockstepError:
-            pass
-    how = "name it: --tokenizer DIR, or ORGANISATION/NAME to fetch it"
-    named = facts.tokenizer or facts.model
-    lacks["tokenizer"] = (
-        f"the input names the model {named}, whose tokenizer is not on this machine; {how}"
-        if named
-        else f"the input does not name its model; {how}"
-    )
-    return None
+    if named := facts.tokenizer or facts.model:
+        raise ConfigError(
+            f"the input names the model {named}, whose tokenizer is not on this machine."
+        )
+    raise ConfigError("the input does not name its model.")
 
 
 def _locate(named: str, *, may_fetch: bool) -> Path:
@@ -143,17 +134,11 @@ def _renderer_config(named: str, directory: Path) -> RendererConfig:
             f"--renderer {named}: expected one of {', '.join(_names())}, or settings as "
             "JSON. A renderer of your own comes with --plugin FILE.py."
         )
-    says = [name for name in (RENDERER_FILE, "config.json") if (directory / name).is_file()]
     own = JinjaConfig() if has_template(directory) else None
-    if not named and not says and own is None:
-        raise ConfigError(
-            f"nothing beside the tokenizer in {directory} says the format of its dialogues (a "
-            f"config.json, a {RENDERER_FILE}, or a chat template)."
-        )
     try:
         own = renderer_of(directory, ModelConfig.from_directory(directory))
     except LockstepError:
-        if not named and (own is None or RENDERER_FILE in says):
+        if not named and (own is None or (directory / RENDERER_FILE).is_file()):
             raise
     if own is not None and named in ("", tag(type(own))):
         return own
