@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
@@ -38,17 +37,13 @@ DIVERGENCE = 0.1
 likely, which no pair of precisions causes at an ordinary token."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class PageBudget:
-    """Size of a page that opens at once."""
-
-    num_rows: int = 200
-    num_tokens: int = 300_000
-    """About 40 bytes each, with two log-probs and an advantage: 12 MB."""
+NUM_ROWS, NUM_TOKENS = 200, 300_000
+"""Rows and tokens of a page that opens at once: about 40 bytes a token, with two log-probs and an
+advantage."""
 
 
 def write_page(
-    diagnosis: Diagnosis, out: str | os.PathLike[str], *, budget: PageBudget | None = None
+    diagnosis: Diagnosis, out: str | os.PathLike[str], *, num_rows: int = NUM_ROWS
 ) -> Path:
     """Writes `out`, an .html file of at most MAX_PAGE_BYTES, and returns it.
 
@@ -56,13 +51,13 @@ def write_page(
     make it larger are left out and counted.
     """
     out = Path(out)
-    budget = budget or PageBudget()
+    num_tokens = NUM_TOKENS
     while True:
-        document = build_document(diagnosis, budget)
+        document = build_document(diagnosis, num_rows=num_rows, num_tokens=num_tokens)
         page = render_page(document, TEMPLATE).encode()
         if len(page) <= MAX_PAGE_BYTES or not document["trajectories"]:
             break
-        budget = PageBudget(num_rows=budget.num_rows // 2, num_tokens=budget.num_tokens // 2)
+        num_rows, num_tokens = num_rows // 2, num_tokens // 2
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(out, lambda file: file.write(page))
@@ -71,9 +66,9 @@ def write_page(
     return out
 
 
-def build_document(diagnosis: Diagnosis, budget: PageBudget) -> dict[str, Any]:
+def build_document(diagnosis: Diagnosis, *, num_rows: int, num_tokens: int) -> dict[str, Any]:
     """The content of the page as JSON, in the form of a report of one run."""
-    rows, num_left_out = _rows_to_show(diagnosis, budget)
+    rows, num_left_out = _rows_to_show(diagnosis, num_rows, num_tokens)
     title = Path(diagnosis.name).resolve().name
     return {
         "document_version": 1,
@@ -111,33 +106,32 @@ def _vocabulary(diagnosis: Diagnosis, rows: Sequence[Mapping[str, Any]]) -> dict
 # -- rows ---------------------------------------------------------------------------------------
 
 
-def _rows_to_show(diagnosis: Diagnosis, budget: PageBudget) -> tuple[list[dict[str, Any]], int]:
+def _rows_to_show(
+    diagnosis: Diagnosis, num_rows: int, num_tokens: int
+) -> tuple[list[dict[str, Any]], int]:
     """(documents of rows, how many were left out as too long): proof, then the worst, a sample."""
     evidence = diagnosis.evidence_by_row()
     chosen = dict(diagnosis.choice.numbers)
     found = fetch(diagnosis.dump, numbers=chosen, names=evidence)
-    order = sorted(found, key=lambda n: found[n].row_ids[0] not in evidence)
-    order += [n for n in chosen if n not in order]
+    order = [number for number, rows in found.items() if rows.row_ids[0] in evidence]
+    order += [number for number in chosen if number in found and number not in order]
     out: list[dict[str, Any]] = []
     tokens = left_out = 0
-    for number in (n for n in order if n in found):
+    for number in order:
         rows = found[number]
-        if len(out) >= budget.num_rows:
-            break
         size = min(rows.num_tokens, MAX_ROW_TOKENS)
-        if out and tokens + size > budget.num_tokens:
+        if len(out) >= num_rows:
+            break
+        if out and tokens + size > num_tokens:
             left_out += 1
             continue
         tokens += size
         proof = evidence.get(rows.row_ids[0], [])
-        why = [*dict.fromkeys(piece["check"] for piece in proof)]
+        why = [piece["check"] for piece in proof]
         why += [chosen[number]] if number in chosen else []
-        touched = {
-            check.cause
-            for check in diagnosis.examination.repairs
-            if is_touched(rows, check.repair(rows)).any()
-        }
-        out.append(row_document(rows, why=[*why, *sorted(touched)], evidence=proof))
+        repairs = diagnosis.examination.repairs
+        why += sorted(c.cause for c in repairs if is_touched(rows, c.repair(rows)).any())
+        out.append(row_document(rows, why=list(dict.fromkeys(why)), evidence=proof))
     return out, left_out
 
 
