@@ -18,9 +18,10 @@ from lockstep.doctor.row_choice import fetch
 from lockstep.errors import ConfigError
 from lockstep.observe.alarms import CRITICAL_LIMIT, WARNING_LIMIT
 from lockstep.report.page import Template, render_page
-from lockstep.report.selection import shortest
+from lockstep.report.selection import to_document
 from lockstep.store.files import encode_number, write_atomically
-from lockstep.types import Message
+from lockstep.store.trajectories import TrajectoryRecord
+from lockstep.types import Float32Array, Message, Segment, Task, Trajectory
 
 TEMPLATE = Template(
     page="doctor.html",
@@ -149,35 +150,57 @@ def row_document(
     apart = np.flatnonzero(gap > DIVERGENCE)
     first, last = _window(rows, evidence)
     spans = _segments(rows, first, last)
-    messages = _messages_of(rows, spans)
-    reward = None if rows.rewards is None else encode_number(float(rows.rewards[0]))
-    return {
-        "run": 0,
-        "split": "train",
-        "why": list(why),
+
+    def columns(values: Float32Array | None) -> tuple[Float32Array | None, ...]:
+        """Values of each sampled segment; None for one without any."""
+        if values is None:
+            return (None,) * len(spans)
+        return tuple(
+            values[begin:end]
+            if rows.sampled[begin] and not np.isnan(values[begin:end]).all()
+            else None
+            for begin, end in spans
+        )
+
+    versions = rows.policy_version
+    logprobs, messages = columns(rows.rollout_logprobs), _messages_of(rows, spans)
+    segments = [
+        Segment(
+            parent=number - 1 if number else None,
+            token_ids=rows.token_ids[begin:end],
+            is_sampled=bool(rows.sampled[begin]),
+            turn=max(int(rows.turns[begin]), 0),
+            logprobs=logprobs[number],
+            policy_version=None
+            if versions is None or versions[begin] < 0
+            else int(versions[begin]),
+            messages=tuple(messages[number]),
+        )
+        for number, (begin, end) in enumerate(spans)
+    ]
+    record = TrajectoryRecord(
+        step=-1,
+        group=-1,
+        task=Task(id=""),
+        trajectory=Trajectory(id=rows.row_ids[0], status="finished", segments=segments),
+        trainer_logprobs=columns(rows.trainer_logprobs),
+        advantages=columns(rows.advantages),
+        importance_weights=columns(None),
+    )
+    document = to_document(record, run=0, split="train", why=why)
+    for segment, (begin, _) in zip(document["segments"], spans, strict=True):
+        segment |= {"begin": begin, "is_trained": bool(rows.loss_mask[begin])}
+    is_whole = last - first == rows.num_tokens
+    return document | {
         "step": None if rows.steps is None else int(rows.steps[0]),
         "group": None if rows.groups is None else int(rows.groups[0]),
-        "task_id": "",
-        "task": {},
-        "id": rows.row_ids[0],
-        "status": "finished",
-        "error": "",
-        "reward": reward,
-        "rewards": [],
-        "parts": {},
-        "metrics": {},
-        "cut": ""
-        if last - first == rows.num_tokens
-        else f"tokens {first} to {last - 1} of {rows.num_tokens}",
+        "reward": None if rows.rewards is None else encode_number(float(rows.rewards[0])),
+        "cut": "" if is_whole else f"tokens {first} to {last - 1} of {rows.num_tokens}",
         "first_token": first,
         "last_token": last - 1,
         "num_row_tokens": rows.num_tokens,
         "first_divergence": int(apart[0]) if len(apart) else None,
         "evidence": list(evidence),
-        "segments": [
-            _segment(rows, number, begin, end, messages[number])
-            for number, (begin, end) in enumerate(spans)
-        ],
     }
 
 
@@ -201,37 +224,6 @@ def _segments(rows: Rows, first: int, last: int) -> list[tuple[int, int]]:
     edges = first + 1 + np.flatnonzero((state[1:] != state[:-1]).any(1))
     edges = [first, *edges.tolist(), last]
     return list(pairwise(edges))
-
-
-def _segment(
-    rows: Rows, number: int, begin: int, end: int, messages: Sequence[Message]
-) -> dict[str, Any]:
-    is_sampled = bool(rows.sampled[begin])
-    version = -1 if rows.policy_version is None else int(rows.policy_version[begin])
-
-    def column(values: Any) -> list[Any] | None:
-        if values is None or not is_sampled or np.isnan(values[begin:end]).all():
-            return None
-        return shortest(values[begin:end])
-
-    return {
-        "parent": number - 1 if number else None,
-        "begin": begin,
-        "is_sampled": is_sampled,
-        "is_trained": bool(rows.loss_mask[begin]),
-        "turn": max(int(rows.turns[begin]), 0),
-        "policy_version": version if version >= 0 else None,
-        "finish_reason": None,
-        "stop": None,
-        "reason": "",
-        "reward": None,
-        "token_ids": rows.token_ids[begin:end].tolist(),
-        "rollout_logprobs": column(rows.rollout_logprobs),
-        "trainer_logprobs": column(rows.trainer_logprobs),
-        "advantages": column(rows.advantages),
-        "importance_weights": None,
-        "messages": [message.to_dict() for message in messages],
-    }
 
 
 def _messages_of(rows: Rows, spans: Sequence[tuple[int, int]]) -> list[list[Message]]:
