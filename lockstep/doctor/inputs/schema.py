@@ -174,15 +174,25 @@ def rows_of(
     >>> rows.token_ids.tolist(), rows.loss_mask.tolist()
     ([5, 6], [False, True])
     """
-    (sizes,), token_ids = _unnested(columns["token_ids"], BY_NAME["token_ids"], where)
+    sizes, token_ids = _named(BY_NAME["token_ids"], columns["token_ids"], None, where)
     parts: dict[str, Any] = {
         "row_ids": tuple(row_ids),
         "offsets": np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64),
         "token_ids": token_ids,
     }
     for column in COLUMNS:
-        if column.name in columns and column.name != "token_ids":
-            parts[column.field] = _read(column, columns[column.name], sizes, row_ids, where)
+        found: Any = columns.get(column.name)
+        if found is None or column.name == "token_ids":
+            continue
+        if column.shape == "text":
+            parts[column.field] = _texts(column, found, row_ids, where)
+        elif column.shape == "messages":
+            parts[column.field] = tuple(
+                None if m is None else read_messages(m, where=f"{where(i)}: messages")
+                for i, m in enumerate(found)
+            )
+        else:
+            parts[column.field] = _named(column, found, sizes, where)
     if "turn" in parts and "is_sampled" not in parts:
         parts["is_sampled"] = parts["turn"] >= 0
     # One value of a row applies to the tokens that it can be about.
@@ -190,46 +200,11 @@ def rows_of(
         ("policy_version", parts.get("is_sampled", parts["loss_mask"])),
         ("advantages", parts["loss_mask"]),
     ):
-        found: Any = columns.get(name)
+        found = columns.get(name)
         if found is not None and not _is_list(found.type):
             fill = np.array(BY_NAME[name].fill, parts[name].dtype)
             parts[name] = np.where(over, np.repeat(parts[name], sizes), fill)
     return Rows(**parts)
-
-
-def _read(
-    column: Column, found: Any, sizes: Int64Array, row_ids: Sequence[str], where: Where
-) -> Any:
-    """A column as the field of `Rows`. sizes: [R] tokens of each row."""
-    if column.shape == "text":
-        return _texts(column, found, row_ids, where)
-    if column.shape == "messages":
-        return tuple(
-            None if m is None else read_messages(m, where=f"{where(i)}: messages")
-            for i, m in enumerate(found)
-        )
-    if column.shape == "row" or (column.shape == "token or row" and not _is_list(found.type)):
-        return _values(_cast(found, column, column.arrow_type_of(0), where), column, where)
-    (entries, *inner), values = _unnested(found, column, where)
-    if column.shape == "turn":
-        replies = iter(np.split(values, np.cumsum(inner[0])[:-1]))
-        return tuple(None if n < 0 else tuple(next(replies) for _ in range(n)) for n in entries)
-    if column.shape == "route":
-        layers, experts = (int(level[0]) if len(level) else 0 for level in inner)
-        values = values.reshape(len(inner[0]), layers, experts)
-    wrong = np.flatnonzero((entries >= 0) & (entries != sizes))
-    if len(wrong):
-        i = int(wrong[0])
-        raise DataError(
-            f"{where(i)}: {column.name} has {entries[i]} entries and token_ids {sizes[i]}; "
-            "expected one per token, at the token's own index. Put as many nulls (in a mask: "
-            "false) before the values of a response as the prompt has tokens."
-        )
-    if (entries >= 0).all():
-        return values
-    out = np.full((sizes.sum(), *values.shape[1:]), column.fill, values.dtype)
-    out[np.repeat(entries >= 0, sizes)] = values
-    return out
 
 
 def _texts(
@@ -246,64 +221,89 @@ def _texts(
     return tuple(out)
 
 
+def _named(column: Column, found: pa.Array, sizes: Int64Array | None, where: Where) -> Any:
+    """`_read`; a DataError names the first row that cannot be read."""
+    try:
+        return _read(column, found, sizes)
+    except ValueError as error:
+        reason = error
+    for i in range(len(found)):
+        try:
+            _read(column, found.slice(i, 1), None if sizes is None else sizes[i : i + 1])
+        except ValueError as error:
+            raise DataError(f"{where(i)}: {column.name} {error}") from None
+    raise DataError(f"{where(0)}: in this or a later row, {column.name} {reason}")
+
+
+def _read(column: Column, found: pa.Array, sizes: Int64Array | None) -> Any:
+    """A column as the field of `Rows`. sizes: [R] tokens of each row; None for the ids, which are
+    returned with them. Raises ValueError for values that cannot be rows."""
+    is_row = column.shape == "row" or (column.shape == "token or row" and not _is_list(found.type))
+    levels, values = _unnested(column, found, 0 if is_row else _DEPTHS[column.shape])
+    if sizes is None:
+        return levels[0], values
+    if is_row:
+        return values
+    entries, *inner = levels
+    if column.shape == "turn":
+        replies = iter(np.split(values, np.cumsum(inner[0])[:-1]))
+        return tuple(None if n < 0 else tuple(next(replies) for _ in range(n)) for n in entries)
+    if column.shape == "route":
+        layers, experts = (int(level[0]) if len(level) else 0 for level in inner)
+        values = values.reshape(len(inner[0]), layers, experts)
+    wrong = np.flatnonzero((entries >= 0) & (entries != sizes))
+    if len(wrong):
+        raise ValueError(
+            f"has {entries[wrong[0]]} entries and token_ids {sizes[wrong[0]]}; expected one per "
+            "token, at the token's own index. Put as many nulls (in a mask: false) before the "
+            "values of a response as the prompt has tokens."
+        )
+    if (entries >= 0).all():
+        return values
+    out = np.full((sizes.sum(), *values.shape[1:]), column.fill, values.dtype)
+    out[np.repeat(entries >= 0, sizes)] = values
+    return out
+
+
 def _unnested(
-    found: pa.Array, column: Column, where: Where
+    column: Column, found: pa.Array, depth: int
 ) -> tuple[list[Int64Array], npt.NDArray[Any]]:
     """(entries of each list, level by level, -1 where a row is null; all values in order)."""
-    depth = _DEPTHS[column.shape]
-    found = _cast(found, column, column.arrow_type_of(depth), where)
-    row = np.arange(len(found))
-    """Index of the row that each entry of this level belongs to."""
+    found = _cast(column, found, depth)
     levels: list[Int64Array] = []
     for level in range(depth):
         sizes = pc.call_function("list_value_length", [found]).cast(pa.int64()).fill_null(-1)
         sizes = sizes.to_numpy(zero_copy_only=False)
-        is_wrong = sizes < 0
-        if not level and (column.fill is not None or column.shape == "turn"):
-            is_wrong = np.zeros_like(is_wrong)
-        elif level and column.shape == "route":
-            is_wrong |= sizes != sizes[:1].sum()
-        if is_wrong.any():
-            at = int(row[np.argmax(is_wrong)])
-            what = "null or missing" if sizes.min() < 0 else "not equally long at all tokens"
-            raise DataError(f"{where(at)}: {column.name} is {what}; expected {column.expected}.")
+        may_be_null = not level and (column.fill is not None or column.shape == "turn")
+        if (sizes < 0).any() and not may_be_null:
+            raise ValueError(f"is null or missing; expected {column.expected}.")
+        if level and column.shape == "route" and (sizes != sizes[:1].sum()).any():
+            raise ValueError(f"is not equally long at all tokens; expected {column.expected}.")
         levels.append(sizes)
-        row, found = np.repeat(row, np.maximum(sizes, 0)), found.flatten()
-    return levels, _values(found, column, lambda at: where(int(row[at])))
-
-
-def _cast(found: pa.Array, column: Column, kind: pa.DataType, where: Where) -> pa.Array:
-    """`found` as an array of this type; DataError names the first row that is something else."""
-    try:
-        leaf = found.type
-        while _is_list(leaf):
-            leaf = leaf.value_type
-        is_number = pa.types.is_primitive(leaf) or pa.types.is_null(leaf)
-        if not is_number or (pa.types.is_boolean(leaf) and column.dtype != "bool"):
-            raise pa.ArrowInvalid(f"found {leaf}")
-        return found.cast(kind)
-    except (pa.ArrowException, NotImplementedError) as error:
-        if len(found) > 1:
-            for i in range(len(found)):
-                _cast(found.slice(i, 1), column, kind, lambda _, i=i: where(i))
-        reason = " ".join(str(error).split())[:100]
-        raise DataError(
-            f"{where(0)}: {column.name} must be {column.expected} ({reason})."
-        ) from None
-
-
-def _values(values: pa.Array, column: Column, where: Where) -> npt.NDArray[Any]:
-    """Values without null as an array. where: the place of a value."""
-    if values.null_count:
+        found = found.flatten()
+    if found.null_count:
         if column.fill is None:
-            at = int(np.argmax(values.is_null().to_numpy(zero_copy_only=False)))
-            raise DataError(f"{where(at)}: {column.name} is null; expected {column.expected}.")
-        values = values.fill_null(column.fill)
-    array = values.to_numpy(zero_copy_only=False)
-    if column.name in ("token_ids", "engine_ids") and (array < 0).any():
-        at = int(np.argmax(array < 0))
-        raise DataError(f"{where(at)}: {column.name} has {array[at]}; expected ids from 0.")
-    return array
+            raise ValueError(f"is null; expected {column.expected}.")
+        found = found.fill_null(column.fill)
+    values = found.to_numpy(zero_copy_only=False)
+    if column.name in ("token_ids", "engine_ids") and (values < 0).any():
+        raise ValueError(f"has {values[values < 0][0]}; expected ids from 0.")
+    return levels, values
+
+
+def _cast(column: Column, found: pa.Array, depth: int) -> pa.Array:
+    """`found` in the type of the column."""
+    leaf = found.type
+    while _is_list(leaf):
+        leaf = leaf.value_type
+    is_number = pa.types.is_primitive(leaf) or pa.types.is_null(leaf)
+    reason = f"found {leaf}"
+    if is_number and not (pa.types.is_boolean(leaf) and column.dtype != "bool"):
+        try:
+            return found.cast(column.arrow_type_of(depth))
+        except (pa.ArrowException, NotImplementedError) as error:
+            reason = " ".join(str(error).split())[:100]
+    raise ValueError(f"must be {column.expected} ({reason}).")
 
 
 def _is_list(kind: pa.DataType) -> bool:

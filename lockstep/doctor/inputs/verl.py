@@ -11,7 +11,6 @@ protocol.py, utils/skip/rollout_skip.py). The parity tests read files that its o
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,7 +31,7 @@ from lockstep.doctor.inputs.assemble import (
     row_of,
     whole,
 )
-from lockstep.doctor.inputs.lines import FileDump
+from lockstep.doctor.inputs.lines import FileDump, step_in
 from lockstep.doctor.inputs.pickles import (
     Record,
     is_pickle,
@@ -94,7 +93,9 @@ class VerlDump(FileDump):
 
     def rows_in(self, path: Path) -> Iterator[Row]:
         batch = _read(path)
-        step = _step(batch, path)
+        step = whole(batch.meta.get("global_steps"))
+        if step is None and path.name in _BATCHES:
+            step = step_in(path.parent)  # a directory for each step
         for i in range(len(batch.tensors["responses"])):
             tags = {name: values[i] for name, values in batch.tags.items() if i < len(values)}
             if not tags.get("is_padding"):  # fills the batch, never trained
@@ -209,17 +210,6 @@ def _of_proto(path: Path) -> _Content:
             tags[name] = values.tolist()
     tensors = found if isinstance(found, dict) else {}
     return tensors, tags, meta if isinstance(meta, dict) else {}
-
-
-def _step(batch: _Batch, path: Path) -> int | None:
-    step = whole(batch.meta.get("global_steps"))
-    beside = path.with_name("meta.json")  # written by skip.rollout
-    if step is not None or path.name not in _BATCHES or not beside.is_file():
-        return step
-    try:
-        return whole(json.loads(beside.read_bytes()).get("global_steps"))
-    except (ValueError, AttributeError, RecursionError):
-        raise DataError(f"{beside} is not the JSON that skip.rollout writes.") from None
 
 
 def _routes(values: Array | None, kept: BoolArray, where: str) -> Array | None:

@@ -75,7 +75,6 @@ class Rescoring:
     seed: int = 0
     max_tokens: int = 0
     """Size of the sample; 0: as many as take seconds."""
-    device: str = ""
     recorded: dict[SideName, float] = field(default_factory=dict[SideName, float])
     """k2 per token of each side against the model, as the sample has it before any repair."""
     _sample: Rows | None = None
@@ -93,7 +92,7 @@ class Rescoring:
         found = available_bytes()
         # In float32, and while a copy is cast to bfloat16 or a file is read, some of it twice.
         needed = int(4 * elements * 1.5)
-        if found is not None and found[0] < needed and not self.device:
+        if found is not None and found[0] < needed:
             raise CheckpointError(
                 f"{self.weights.all[0].name} takes {needed / GIB:.1f} GiB to be scored by in "
                 f"float32, and there are {found[0] / GIB:.1f} GiB ({found[1]}). Run this check on "
@@ -204,7 +203,7 @@ class Rescoring:
         if self._scorer is None:
             from lockstep.doctor.numerics.scorer import Scorer
 
-            self._scorer = Scorer(device=self.device)
+            self._scorer = Scorer()
         return self._scorer
 
     def _distributions(self) -> tuple[Distribution, ...]:

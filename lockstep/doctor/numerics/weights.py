@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lockstep.doctor.inputs.base import Dump
@@ -51,8 +51,6 @@ class WeightsAtHand:
     all: tuple[Weights, ...]
     """The first is the trained model, unless steps say which."""
     config: ModelConfig | FallbackConfig
-    dtype: str = "float32"
-    """dtype of the run, if it is known."""
 
     def of_step(self, step: int | None) -> int | None:
         """Index of the weights that the trainer ran at this step; None if they are not at hand."""
@@ -70,48 +68,37 @@ def weights_at_hand(
 
     Raises ConfigError or CheckpointError for anything but a model with the shapes of the first.
     """
-    is_own = str(model) == OWN
-    if is_own and not isinstance(dump, RunDump):
-        raise ConfigError(
-            f"--model {OWN} takes the weights of a run of Lockstep; {dump.path} is in the format "
-            f"{dump.format}, which has none. Name the directory: --model DIR."
-        )
-    if is_own:
-        found, dtype = _of_run(dump.path)
+    if str(model) == OWN:
+        if not isinstance(dump, RunDump):
+            raise ConfigError(
+                f"--model {OWN} takes the weights of a run of Lockstep; {dump.path} is in the "
+                f"format {dump.format}, which has none. Name the directory: --model DIR."
+            )
+        found = _of_run(dump.path)
     elif adapter:
-        base = locate_model(str(model))
-        found = [Weights(name=str(adapter), directory=_adapter(adapter), base=base)]
-        dtype = "float32"
+        path = Path(adapter).expanduser()
+        if not (path / ADAPTER_CONFIG).is_file():
+            raise CheckpointError(f"--adapter {adapter}: there is no {ADAPTER_CONFIG} in it.")
+        found = [Weights(name=str(adapter), directory=path, base=locate_model(str(model)))]
     else:
-        found, dtype = [Weights(name=str(model), directory=locate_model(str(model)))], "float32"
-    config, is_fallback = _config_of(found[0].model_directory)
+        found = [Weights(name=str(model), directory=locate_model(str(model)))]
+    first = found[0].model_directory
+    config, is_fallback = _config_of(first)
     for other in against:
         path = Path(other).expanduser()
         if (path / POLICY).is_dir():
             path = path / POLICY  # a checkpoint of a run
-        if (path / ADAPTER_CONFIG).is_file():
-            found.append(Weights(name=str(other), directory=path, base=found[0].model_directory))
-            continue
-        path = locate_model(str(path))
-        if _config_of(path)[0] != config:
+        is_adapter = (path / ADAPTER_CONFIG).is_file()
+        path = path if is_adapter else locate_model(str(path))
+        if not is_adapter and _config_of(path)[0] != config:
             raise CheckpointError(
-                f"--against {other}: a model of other shapes than {found[0].model_directory}. "
-                "Give checkpoints of the same model."
+                f"--against {other}: a model of other shapes than {first}. Give checkpoints of the "
+                "same model."
             )
-        found.append(Weights(name=str(other), directory=path))
-    if is_fallback:
-        found = [
-            Weights(name=w.name, directory=w.directory, step=w.step, is_fallback=True)
-            for w in found
-        ]
-    return WeightsAtHand(all=tuple(found), config=config, dtype=dtype)
-
-
-def _adapter(adapter: str | Path) -> Path:
-    path = Path(adapter).expanduser()
-    if not (path / ADAPTER_CONFIG).is_file():
-        raise CheckpointError(f"--adapter {adapter}: there is no {ADAPTER_CONFIG} in it.")
-    return path
+        found.append(Weights(name=str(other), directory=path, base=first if is_adapter else None))
+    return WeightsAtHand(
+        all=tuple(replace(weights, is_fallback=is_fallback) for weights in found), config=config
+    )
 
 
 def _config_of(directory: Path) -> tuple[ModelConfig | FallbackConfig, bool]:
@@ -121,20 +108,18 @@ def _config_of(directory: Path) -> tuple[ModelConfig | FallbackConfig, bool]:
         return FallbackConfig.from_directory(directory), True
 
 
-def _of_run(path: Path) -> tuple[list[Weights], str]:
+def _of_run(path: Path) -> list[Weights]:
     """The model that the run started from, as the weights of step 0, and its last checkpoints."""
     run = load_run(path)
     base = locate_model(str(run.config["model"]))
     is_lora = run.config.get("lora") is not None
-    started = Weights(name=str(run.config["model"]), directory=base, step=0)
     kept: list[Weights] = []
-    for folder in sorted((path / "checkpoints").glob("step-*")):
+    for folder in (path / "checkpoints").glob("step-*"):
         policy, state = folder / POLICY, folder / "state.json"
-        if not policy.is_dir() or not state.is_file():
-            continue
-        step = int(json.loads(state.read_text("utf-8"))["state"]["step"])
-        kept.append(
-            Weights(name=folder.name, directory=policy, base=base if is_lora else None, step=step)
-        )
+        if policy.is_dir() and state.is_file():
+            step = int(json.loads(state.read_text("utf-8"))["state"]["step"])
+            of = base if is_lora else None
+            kept.append(Weights(name=folder.name, directory=policy, base=of, step=step))
     kept.sort(key=lambda weights: weights.step or 0)
-    return [started, *kept[-(MAX_WEIGHTS - 1) :]], str(run.config.get("dtype", "float32"))
+    started = Weights(name=str(run.config["model"]), directory=base, step=0)
+    return [started, *kept[-(MAX_WEIGHTS - 1) :]]
