@@ -316,12 +316,11 @@ class _Noise(_Compared):
     _mine: Sequence[str] = ()
     """Names of the sides with this noise."""
 
-    def gains(self, side: Side) -> tuple[float, float]:
-        """(of noisy routers, of dropout): nats better than noise on the logits."""
+    def router_gain(self, side: Side) -> float:
+        """Nats by which noise on the routers explains a side better than noise on the logits."""
         evidence, d = self.comparison.evidence, self.comparison.deviation(side)
-        dropout, routers = rescoring_of(self.setting).noises(evidence.rows)
-        found = [log_likelihood_gain(d, v, evidence.spread) for v in (*dropout, *routers)]
-        return max(found[len(dropout) :], default=0.0), max(found[: len(dropout)], default=0.0)
+        noises = rescoring_of(self.setting).router_noises(evidence.rows)
+        return max((log_likelihood_gain(d, v, evidence.spread) for v in noises), default=0.0)
 
     def is_of_routes(self, side: Side) -> bool:
         """Whether flips of routes are behind the sampler's noise: by replay where routes are
@@ -331,11 +330,11 @@ class _Noise(_Compared):
             return False
         if evidence.replayed is not None:
             return self.comparison.replayed_share(side) >= MIN_REPLAYED
-        return self.gains(side)[0] > MIN_GAIN
+        return self.router_gain(side) > MIN_GAIN
 
     def is_all_of_routers(self, side: Side) -> bool:
         """Whether the rest after replay comes from the same routers: noise also weighs experts."""
-        return self.is_of_routes(side) and self.gains(side)[0] > MIN_GAIN
+        return self.is_of_routes(side) and self.router_gain(side) > MIN_GAIN
 
     def judge(self) -> Finding:
         comparison = self.comparison
@@ -397,7 +396,7 @@ class RoutingFlips(_Noise):
             )
         return (
             f"the {side.name} deviates (k2 {side.noise:.1e}) where a little noise on the routers "
-            f"changes log-probs: that tells it {self.gains(side)[0]:.0f} nats better than noise "
+            f"changes log-probs: that tells it {self.router_gain(side):.0f} nats better than noise "
             "on the logits; record the sampler's routes to be certain"
         )
 
@@ -426,14 +425,7 @@ class Dropout(_Noise):
         return side.name == "trainer" and not self.is_of_routes(side)
 
     def describe(self, side: Side, within: float) -> str:
-        gain = self.gains(side)[1]
-        how = (
-            f"tokens that dropout would move deviate more: {gain:.0f} nats better told than by "
-            "noise on the logits"
-            if gain > MIN_GAIN
-            else "it is not told from other noise of the trainer's kernels"
-        )
-        return f"the trainer's log-probs are noisy (k2 {side.noise:.1e} from the model): {how}"
+        return f"the trainer's log-probs are noisy (k2 {side.noise:.1e} from the model)"
 
 
 class KernelNoise(_Noise):

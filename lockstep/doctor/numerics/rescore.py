@@ -56,11 +56,6 @@ _CAUSES = {
 }
 
 
-Noises = tuple[tuple[Float64Array, ...], tuple[Float64Array, ...]]
-"""Expected spread of a side's deviation over tokens, by its origin: ([N] variance of a token's
-log-prob under dropout, if it is known; [N] each under noise on the routers, by ROUTER_STDS)."""
-
-
 @dataclass(kw_only=True)
 class Rescoring:
     """The model at hand, as checks see it: `Setting.model`."""
@@ -81,7 +76,7 @@ class Rescoring:
     _scorer: Scorer | None = None
     _scored: dict[bytes, Evidence] = field(default_factory=dict[bytes, Evidence])
     _compared: dict[bytes, Comparison] = field(default_factory=dict[bytes, Comparison])
-    _noises: dict[bytes, Noises] = field(default_factory=dict[bytes, Noises])
+    _router_noises: dict[bytes, tuple[Float64Array, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         config = self.weights.config
@@ -323,20 +318,20 @@ class Rescoring:
 
     # -- noise --------------------------------------------------------------------------------
 
-    def noises(self, rows: Rows) -> Noises:
-        """Spread that dropout and noisy routers would cause, under the weights of most of these
-        rows. Computed on demand, by some more forwards."""
+    def router_noises(self, rows: Rows) -> tuple[Float64Array, ...]:
+        """Variances that noisy routers would cause, under the weights of most of these rows.
+        Computed on demand, by some more forwards."""
         key, own = _digest(rows), self._own(rows)
-        if key not in self._noises:
+        if key not in self._router_noises:
             number = int(np.bincount(own[own >= 0]).argmax()) if (own >= 0).any() else -1
             weights, chosen = self.weights.all[number], np.flatnonzero(own == number)
             is_known = number >= 0 and not weights.is_fallback
-            self._noises[key] = (
-                self.scorer.noise_variances(weights, rows, chosen, seed=self.seed)
+            self._router_noises[key] = (
+                self.scorer.router_variances(weights, rows, chosen, seed=self.seed)
                 if is_known
-                else ((), ())
+                else ()
             )
-        return self._noises[key]
+        return self._router_noises[key]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ because it imports torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,7 +26,6 @@ from lockstep.models.peft_format import read_shape
 from lockstep.models.peft_io import load_adapter
 from lockstep.models.variants import (
     adapter_scaled,
-    with_dropout,
     with_perturbed_routers,
     without_sinks,
     without_windows,
@@ -40,8 +39,7 @@ BATCH_TOKENS = 8192
 """Tokens of one forward: more gains nothing on a CPU, and logits are formed in chunks anyway."""
 LOGIT_BYTES = 64 << 20  # logits that are in memory at once
 NUM_PASSES = 4
-"""Forwards with dropout, or with noise on the routers, that estimate a variance."""
-DROPOUT_SHARE = 0.05  # the spread's shape hardly depends on it, and its size is fitted
+"""Forwards with noise on the routers that estimate a variance."""
 ROUTER_STDS = (0.03, 0.3)  # flips are rare at one and common at the other
 
 
@@ -102,27 +100,25 @@ class Scorer:
             out += ["without_adapter", "adapter_twice"] * (model.lora is not None)
         return (*out, "bfloat16")
 
-    def noise_variances(
+    def router_variances(
         self, weights: Weights, rows: Rows, chosen: Int64Array, *, seed: int
-    ) -> tuple[tuple[Float64Array, ...], tuple[Float64Array, ...]]:
-        """[N] variances of each log-prob: under dropout, and under noise on the routers, one for
-        each of ROUTER_STDS (none for a dense model)."""
+    ) -> tuple[Float64Array, ...]:
+        """[N] variance of each log-prob under noise on the routers, one for each of ROUTER_STDS;
+        none for a dense model."""
         model = self.load(weights)
+        if not model.config.is_moe:
+            return ()
         plain = self.score(model, rows, chosen).logprobs[Distribution()]
 
-        def variance(make: Callable[[int], Any]) -> Float64Array:
+        def variance(std: float) -> Float64Array:
             total = np.zeros(rows.num_tokens)
             for number in range(NUM_PASSES):
-                scored = self.score(make(seed + number), rows, chosen).logprobs[Distribution()]
+                noisy = with_perturbed_routers(model, std, seed=seed + number)
+                scored = self.score(noisy, rows, chosen).logprobs[Distribution()]
                 total += (scored - plain) ** 2.0
             return total / NUM_PASSES
 
-        dropout = variance(lambda seed: with_dropout(model, DROPOUT_SHARE, seed=seed))
-        stds = ROUTER_STDS if model.config.is_moe else ()
-        return (dropout,), tuple(
-            variance(lambda seed, std=std: with_perturbed_routers(model, std, seed=seed))
-            for std in stds
-        )
+        return tuple(map(variance, ROUTER_STDS))
 
     # -- scoring ------------------------------------------------------------------------------
 
