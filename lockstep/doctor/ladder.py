@@ -152,8 +152,7 @@ def climb(
     if isinstance(config.task.environment(tasks[0], config.agent), Harness):
         raise ConfigError(
             f"task={tag(type(config.task))} is played by an agent that asks over HTTP, and the "
-            "ladder plays environments. Look at a run of it (lockstep doctor RUN), or climb with "
-            "another task and the same model and engine."
+            "ladder plays environments. Climb with another task, or look at a run of it."
         )
     on_rung("loading the model")
     config, parts = rebuild(config, weights)

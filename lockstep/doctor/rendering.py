@@ -55,10 +55,7 @@ def read_dialogue(
     tools: Any = []
     if isinstance(source, dict):
         if "messages" not in source:
-            raise DataError(
-                f"{path}: found an object with the keys {sorted(map(str, source))}; expected a "
-                "list of messages, or an object with `messages`."
-            )
+            raise DataError(f"{path}: expected a list of messages, or an object with `messages`.")
         source, tools = source["messages"], source.get("tools") or []
     messages = read_messages(source, where=str(path))
     if not messages:

@@ -169,7 +169,7 @@ def find(path: Path, name: str, *, tokenizer: Tokenizer | None = None) -> Replay
     ]
     if not stored:
         raise RunError(
-            f"{run.path} holds no trajectory: record.keep let them all go, or no step ended."
+            f"{run.path} holds no trajectory: no step ended, or record.keep stores none."
         )
     known = {entry[0]: entry for entry in stored}  # evaluations of all steps have the same ids
     trained = [entry for entry in stored if entry[2] == "train"]
@@ -242,9 +242,8 @@ def _weights(run: Run, version: int, step: int | None) -> tuple[Path | None, int
         return None, 0, f"{run.config.get('model')}, which the run began from"
     have = ", ".join(f"@{step} (version {found})" for step, (_, found) in stored.items()) or "none"
     raise RunError(
-        f"the weights of version {version}, which sampled this trajectory, are in no checkpoint of "
-        f"{run.path} (there are: {have}). checkpoint.every and checkpoint.keep_last decide which "
-        "stay. RUN@STEP#ID scores it by another one: the differences are then the updates'."
+        f"the weights of version {version}, which sampled this, are in no checkpoint (there are: "
+        f"{have}; see checkpoint.every and checkpoint.keep_last). RUN@STEP#ID takes another one."
     )
 
 
@@ -388,10 +387,7 @@ def parse_target(text: str) -> tuple[Path, int | None, str]:
     """RUN#ID or RUN@STEP#ID. Raises ConfigError for anything else."""
     where, hash_, name = text.partition("#")
     if not hash_:
-        raise ConfigError(
-            f"{text!r}: expected RUN#ID, for example runs/first#0 for its first trajectory (quote "
-            "it where your shell takes # for a comment)."
-        )
+        raise ConfigError(f"{text!r}: expected RUN#ID, as 'runs/first#0' for its first trajectory.")
     path, at, step = where.rpartition("@")
     if at and step.isdigit():
         return Path(path), int(step), name

@@ -83,9 +83,7 @@ def _place_named(facts: Facts) -> Path:
         with suppress(LockstepError):
             return _locate(named, may_fetch=False)
     if named := facts.tokenizer or facts.model:
-        raise ConfigError(
-            f"the input names the model {named}, whose tokenizer is not on this machine."
-        )
+        raise ConfigError(f"the tokenizer of {named}, which the input names, is not here.")
     raise ConfigError("the input does not name its model.")
 
 

@@ -152,10 +152,7 @@ def _with_ids(replies: Sequence[Any], where: str) -> Iterator[_Reply]:
             continue
         place = f"{where}: reply {number}"
         if reply.get("prompt_token_ids") is None:
-            raise DataError(
-                f"{place} has ids and its prompt has not: give prompt_token_ids with it. The "
-                "prompt cannot be made again from its text."
-            )
+            raise DataError(f"{place} has ids and its prompt has not: give prompt_token_ids.")
         name = next(name for name in _IDS if isinstance(reply.get(name), list))
         ids = ids_of(reply[name], f"{place}: {name}")
         prompt = ids_of(reply["prompt_token_ids"], f"{place}: prompt_token_ids")

@@ -22,16 +22,12 @@ def read_messages(source: object, *, where: str) -> tuple[Message, ...]:
         except (ValueError, RecursionError) as error:
             raise DataError(f"{where} is text that is not JSON: {_reason(error)}.") from None
     if not isinstance(source, list):
-        raise DataError(
-            f"{where} must be a list of objects with role and content, found "
-            f"{type(source).__name__}."
-        )
+        raise DataError(f"{where} must be a list of messages, found {type(source).__name__}.")
     out: list[Message] = []
     for number, value in enumerate(source):
         if not isinstance(value, dict):
-            raise DataError(
-                f"{where}: message {number} must be an object, found {type(value).__name__}."
-            )
+            kind = type(value).__name__
+            raise DataError(f"{where}: message {number} must be an object, found {kind}.")
         known = {str(k): v for k, v in value.items() if v is not None}
         if known.get("role") == "tool" and not known.get("name"):
             known["name"] = _called(known.get("tool_call_id"), out)

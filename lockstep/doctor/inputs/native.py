@@ -83,9 +83,8 @@ class RowsDump(Dump):
                 name = min(differs)
                 has, lacks = (part, first) if name in part.columns else (first, part)
                 raise DataError(
-                    f"{has.path} has the column {name} and {lacks.path} does not; the parts of a "
-                    "directory must have the same columns. Give one of the files, or write the "
-                    "column (null where it is not known) into all."
+                    f"{has.path} has the column {name} and {lacks.path} does not; expected the "
+                    "same columns in all parts of a directory (null where a value is not known)."
                 )
         _check_columns(first)
         self.facts = first.facts
@@ -125,8 +124,7 @@ def _check_columns(part: _Part) -> None:
     for name in (name for name in REQUIRED if name not in part.columns):
         if {"segments", "task_payload_json"} <= part.columns:
             raise DataError(
-                f"{part.path} is a part of a run of Lockstep; give the run's directory, with "
-                "config.json in it."
+                f"{part.path} is a part of a run of Lockstep; give the run's directory."
             )
         raise DataError(
             f"{part.path} has no column {name}; every row must have {' and '.join(REQUIRED)} "
@@ -256,10 +254,7 @@ def _json_rows(path: Path) -> Iterator[tuple[int, dict[str, Any], int]]:
     for place, (line, text) in enumerate(lines_of(path)):
         row = json_line(text, f"{path}:{line}")
         if place and HEAD in row:
-            raise DataError(
-                f"{path}:{line}: a second line of facts ({HEAD}); expected it first in the file. "
-                "Were two files put together? Give them as a directory."
-            )
+            raise DataError(f"{path}:{line}: {HEAD} again; expected it in the first line alone.")
         yield line, row, len(text)
 
 
@@ -272,9 +267,8 @@ def _json_blocks(path: Path, columns: frozenset[str], max_tokens: int) -> _Block
             for name in row.keys() - columns:
                 if name in BY_NAME and row[name] is not None:
                     raise DataError(
-                        f"{path}:{line}: the first row with {name}; the first {HEAD_BYTES >> 20} "
-                        "MiB of the file say which columns it has. Write it into the first row "
-                        "too, or leave it out of all."
+                        f"{path}:{line}: the first row with {name}. Write it into the first row of "
+                        "the file too, or leave it out of all."
                     )
             ids = row.get("token_ids")
             yield len(ids) if isinstance(ids, list) else 1, (line, row)

@@ -48,10 +48,7 @@ class NemoRlDump(LineDump):
         padded = ids_of(source["token_ids"], f"{where}: token_ids")
         size = whole(source["input_lengths"])
         if size is None or not 0 <= size <= len(padded):
-            raise DataError(
-                f"{where}: input_lengths must be the length of the row without its padding, 0 to "
-                f"{len(padded)}."
-            )
+            raise DataError(f"{where}: input_lengths must be a whole number, 0 to {len(padded)}.")
         values = Values(source=source, where=where, size=size, kept=np.arange(len(padded)) < size)
         is_trained = (
             floats_of(source["token_loss_mask"], len(padded), f"{where}: token_loss_mask") > 0

@@ -90,9 +90,8 @@ def read_torch(source: Path | bytes, where: str = "") -> Any:
     head = source[:16] if isinstance(source, bytes) else head_of(source)
     if head.startswith(_OLD_TORCH):
         raise DataError(
-            f"{where} is in the format that torch.save wrote before version 1.6 (or with "
-            "_use_new_zipfile_serialization=False). Load it where it was made, and save it again "
-            "with torch.save."
+            f"{where} is in the format that torch.save wrote before version 1.6. Load it where it "
+            "was made, and save it again."
         )
     if not head.startswith(_ZIP):
         raise DataError(
@@ -289,10 +288,8 @@ def _reader(where: str) -> type[pickle.Unpickler]:
                 # A class of its own for each reading, so that no reading can change another.
                 return type("Record", (Record,), {"name": name})
             raise DataError(
-                f"{where} wants to call {name[:200]!r}. A dump holds numbers and texts only, and "
-                "nothing in it is run here. If the file is yours, take that object out of the "
-                "sample (out of its metadata, say) and save it again. If not, do not load it with "
-                "torch or pickle."
+                f"{where} wants to call {name[:200]!r}, and nothing in a dump is run here. If it "
+                "is yours, save it without that object (in its metadata?); if not, do not load it."
             )
 
     return Reader

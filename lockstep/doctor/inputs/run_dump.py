@@ -41,8 +41,7 @@ class RunDump(Dump):
         first = next(self._rows(), None)
         if first is None:
             raise DataError(
-                f"{path} has no row to look at: no stored episode has a reward. It may not have "
-                "ended its first step, or record.keep stores none."
+                f"{path}: no stored episode has a reward (record.keep), or no step ended."
             )
         routes = first[0].columns.get("routed_experts")
         self._route_shape = () if routes is None else routes.shape[1:]

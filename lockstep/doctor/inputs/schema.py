@@ -145,10 +145,8 @@ def facts_from_dict(source: object, where: str) -> Facts:
     facts = {name: value for name, value in source.items() if value is not None}
     version, stop_ids = facts.pop("version", VERSION), facts.pop("stop_ids", [])
     if type(version) is not int or version > VERSION:
-        raise DataError(
-            f"{where}: its schema is of version {version!r:.40}; this Lockstep reads up to "
-            f"{VERSION}. Read it with the version that wrote it."
-        )
+        found = f"{where}: its schema is of version {version!r:.40}"
+        raise DataError(f"{found}; this Lockstep reads up to {VERSION}.")
     if not isinstance(stop_ids, list) or not all(type(i) is int for i in stop_ids):
         raise DataError(f"{where}: stop_ids must be a list of ids, found {stop_ids!r:.40}.")
     try:
@@ -255,8 +253,7 @@ def _read(column: Column, found: pa.Array, sizes: Int64Array | None) -> Any:
     if len(wrong):
         raise ValueError(
             f"has {entries[wrong[0]]} entries and token_ids {sizes[wrong[0]]}; expected one per "
-            "token, at the token's own index. Put as many nulls (in a mask: false) before the "
-            "values of a response as the prompt has tokens."
+            "token, null (in a mask: false) where a token has none."
         )
     if (entries >= 0).all():
         return values

@@ -166,10 +166,8 @@ def _routes(routes: Array | None, size: int, where: str) -> Array | None:
     if routes is None or routes.ndim != 3:
         return None
     if len(routes) not in (size - 1, size):
-        raise DataError(
-            f"{where}: rollout_routed_experts has {len(routes)} positions; {size} tokens need "
-            f"{size - 1}."
-        )
+        found = f"rollout_routed_experts has {len(routes)} positions"
+        raise DataError(f"{where}: {found}; {size} tokens need {size - 1}.")
     out = np.full((size, *routes.shape[1:]), -1, np.int16)
     out[: len(routes)] = routes
     return out

@@ -44,8 +44,7 @@ class TinkerDump(LineDump):
         if len(given) != len(targets) or (given[1:] != targets[:-1]).any():
             raise DataError(
                 f"{where}: target_tokens ({len(targets)}) must be model_input ({len(given)}) one "
-                "place on, as tinker-cookbook's trajectory_to_data makes them; these are not. A "
-                "datum with images has no ids in their place and cannot be read."
+                "place on. A datum with images cannot be read."
             )
 
         size = len(targets)  # the first token of a row is no target

@@ -115,10 +115,7 @@ class VerlDump(FileDump):
         kept = np.ones(len(ids), np.bool_)  # jagged rows have no padding
         if source["is_padded"]:
             if source.get("attention_mask") is None:
-                raise DataError(
-                    f"{where}: the batch has no attention_mask, so that padding and text cannot be "
-                    "told apart. Save it with attention_mask."
-                )
+                raise DataError(f"{where}: the batch has no attention_mask. Save it with one.")
             attended = source["attention_mask"]
             kept = floats_of(attended, len(ids), f"{where}: attention_mask") > 0
         size, prompt_length = int(kept.sum()), int(kept[: len(prompt)].sum())

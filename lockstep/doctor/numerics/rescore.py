@@ -90,8 +90,7 @@ class Rescoring:
         if found is not None and found[0] < needed:
             raise CheckpointError(
                 f"{self.weights.all[0].name} takes {needed / GIB:.1f} GiB to be scored by in "
-                f"float32, and there are {found[0] / GIB:.1f} GiB ({found[1]}). Run this check on "
-                "a larger machine; the checks that need no model were made."
+                f"float32, and there are {found[0] / GIB:.1f} GiB ({found[1]})."
             )
         affordable = int(MULTIPLIES / max(elements, 1))
         self.max_tokens = self.max_tokens or min(max(affordable, MIN_TOKENS), MAX_TOKENS)
@@ -156,10 +155,8 @@ class Rescoring:
             chosen = np.sort(order[fits])
             ranks, kept = ranks[chosen], [known.take(chosen)]
         if not kept:
-            raise CheckpointError(
-                "no row has a trained token and fits the model's "
-                f"{self.weights.config.max_positions} positions: nothing to score."
-            )
+            limit = self.weights.config.max_positions
+            raise CheckpointError(f"no row has a trained token and at most {limit} tokens.")
         return kept[0]
 
     def _own(self, rows: Rows) -> Int64Array:
@@ -213,9 +210,8 @@ class Rescoring:
         largest = int(rows.token_ids.max(initial=0))
         if vocabulary and (largest >= vocabulary or rows.token_ids.min(initial=0) < 0):
             raise CheckpointError(
-                f"the rows have token ids from {rows.token_ids.min(initial=0)} to {largest}, the "
-                f"vocabulary of {self.weights.all[0].name} ends at {vocabulary - 1}: another "
-                "model's. The checks that need no model were made."
+                f"the rows have token ids from {rows.token_ids.min(initial=0)} to {largest}, and "
+                f"the vocabulary of {self.weights.all[0].name} ends at {vocabulary - 1}."
             )
         own = self._own(rows)
         distributions = self._distributions()

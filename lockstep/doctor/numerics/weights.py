@@ -91,10 +91,7 @@ def weights_at_hand(
         is_adapter = (path / ADAPTER_CONFIG).is_file()
         path = path if is_adapter else locate_model(str(path))
         if not is_adapter and _config_of(path)[0] != config:
-            raise CheckpointError(
-                f"--against {other}: a model of other shapes than {first}. Give checkpoints of the "
-                "same model."
-            )
+            raise CheckpointError(f"--against {other}: a model of other shapes than {first}.")
         found.append(Weights(name=str(other), directory=path, base=first if is_adapter else None))
     return WeightsAtHand(
         all=tuple(replace(weights, is_fallback=is_fallback) for weights in found), config=config
