@@ -70,17 +70,11 @@ def diagnose(
     # Training is judged last: after the causes of the gap.
     stages.insert(len(stages) - 1, numerics)
     choice = RowChoice()
-    examination = examine(
-        dump.read,
-        stages,
-        setting,
-        has=dump.has,
-        only=only,
-        on_rows=choice.add,
-    )
-    named: list[tuple[str, object]] = [("--format", format), ("--tokenizer", tokenizer)]
-    named += [("--renderer", renderer), ("--model", model), ("--adapter", adapter)]
-    named += [("--against", weights) for weights in against]
+    examination = examine(dump.read, stages, setting, has=dump.has, only=only, on_rows=choice.add)
+    named = {"format": format, "tokenizer": tokenizer, "renderer": renderer}
+    named |= {"model": model, "adapter": adapter}
+    given = [*named.items(), *(("against", weights) for weights in against)]
+    texts = [(name, value) for name, value in given if isinstance(value, str | Path) and value]
     return Diagnosis(
         dump=dump,
         setting=setting,
@@ -88,12 +82,7 @@ def diagnose(
         seconds=time.perf_counter() - began,
         only=tuple(only),
         choice=choice,
-        options=tuple(
-            word
-            for name, value in named
-            if isinstance(value, str | Path) and value
-            for word in (name, str(value))
-        ),
+        options=tuple(word for name, value in texts for word in (f"--{name}", str(value))),
         lacks={**words.lacks, **dump.lacks},
     )
 

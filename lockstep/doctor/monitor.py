@@ -134,13 +134,8 @@ def choose(rows: Sequence[Sample], num_rows: int, *, step: int) -> list[Sample]:
     """At most `num_rows` of `rows`, group by group: rows of one prompt tell the most about each
     other. Each step begins with another group."""
     groups = sorted({row.group for row in rows})
-    out: list[Sample] = []
-    for i in range(len(groups)):
-        group = groups[(step + i) % len(groups)]
-        out += [row for row in rows if row.group == group]
-        if len(out) >= num_rows:
-            break
-    return out[:num_rows]
+    place = {group: (i - step) % len(groups) for i, group in enumerate(groups)}
+    return sorted(rows, key=lambda row: place[row.group])[:num_rows]
 
 
 def rows_of(step: int, samples: Sequence[Sample], groups: Sequence[Group], *, version: int) -> Rows:

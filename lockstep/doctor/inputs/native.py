@@ -116,7 +116,7 @@ class RowsDump(Dump):
 
 
 def _hint(name: str, names: Iterable[str]) -> str:
-    meant = sorted(n for n in names if OFTEN_CALLED.get(n) == name)
+    meant = sorted(OFTEN_CALLED.get(name, frozenset()) & set(names))
     return f" The file has {meant[0]}: if that is it, rename it." if meant else ""
 
 

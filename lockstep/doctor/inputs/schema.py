@@ -99,27 +99,17 @@ COLUMNS: tuple[Column, ...] = (
 BY_NAME: Mapping[str, Column] = {column.name: column for column in COLUMNS}
 REQUIRED = ("token_ids", "loss_mask")
 
-OFTEN_CALLED: Mapping[str, str] = {
-    "input_ids": "token_ids",
-    "tokens": "token_ids",
-    "ids": "token_ids",
-    "mask": "loss_mask",
-    "response_mask": "loss_mask",
-    "action_mask": "loss_mask",
-    "assistant_masks": "loss_mask",
-    "logprobs": "rollout_logprobs",
-    "log_probs": "rollout_logprobs",
-    "rollout_log_probs": "rollout_logprobs",
-    "inference_logprobs": "rollout_logprobs",
-    "sampling_logprobs": "rollout_logprobs",
-    "old_log_probs": "trainer_logprobs",
-    "old_logprobs": "trainer_logprobs",
-    "training_logprobs": "trainer_logprobs",
-    "advantage": "advantages",
-    "rewards": "reward",
-    "prompt_lengths": "prompt_length",
-    "conversation": "messages",
-    "version": "policy_version",
+OFTEN_CALLED: Mapping[str, frozenset[str]] = {
+    "token_ids": frozenset({"input_ids", "tokens", "ids"}),
+    "loss_mask": frozenset({"mask", "response_mask", "action_mask", "assistant_masks"}),
+    "rollout_logprobs": frozenset({"logprobs", "log_probs", "rollout_log_probs"})
+    | {"inference_logprobs", "sampling_logprobs"},
+    "trainer_logprobs": frozenset({"old_log_probs", "old_logprobs", "training_logprobs"}),
+    "advantages": frozenset({"advantage"}),
+    "reward": frozenset({"rewards"}),
+    "prompt_length": frozenset({"prompt_lengths"}),
+    "messages": frozenset({"conversation"}),
+    "policy_version": frozenset({"version"}),
 }
 """Common other names of these columns. They are suggested, not read: only the writer knows which
 side computed a column of log-probs, and whether it covers the whole row."""

@@ -26,7 +26,7 @@ from lockstep.doctor.numerics.compare import (
     log_likelihood_gain,
     variance_within,
 )
-from lockstep.doctor.numerics.rescore import Refusal, rescoring_of
+from lockstep.doctor.numerics.rescore import rescoring_of
 
 MIN_GAIN = 10.0
 """Nats by which one kind of noise must tell a deviation better than another to be named: a factor
@@ -54,7 +54,7 @@ class _Compared(Check):
         if self._comparison is not None:
             return self.judge()
         model = self.setting.model
-        return self.unable(model.reason if isinstance(model, Refusal) else "no row was scored")
+        return self.unable(model if isinstance(model, str) else "no row was scored")
 
     def unable(self, reason: str) -> Finding:
         return self.not_checkable("model", measured=reason)

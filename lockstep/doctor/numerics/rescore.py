@@ -330,14 +330,6 @@ class Rescoring:
         return self._router_noises[key]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Refusal:
-    """Replaces a `Rescoring` if the given model cannot be used."""
-
-    reason: str
-    """One paragraph."""
-
-
 def open_model(
     dump: Dump,
     chunks: Chunks,
@@ -347,7 +339,7 @@ def open_model(
     adapter: str | Path = "",
     against: Sequence[str | Path] = (),
     seed: int = 0,
-) -> Rescoring | Refusal:
+) -> Rescoring | str:
     """The model at hand with its sample of the dump scored, or why it cannot be used: too large for
     this machine, torn, of another vocabulary. Reads the dump once.
 
@@ -356,7 +348,7 @@ def open_model(
     either side.
     """
     if not {"rollout_logprobs", "trainer_logprobs"} & dump.has:
-        return Refusal(reason="the rows have log-probs of neither side: nothing to compare")
+        return "the rows have log-probs of neither side: nothing to compare"
     try:
         if isinstance(model, Rescoring):
             model.prepare(chunks)
@@ -372,7 +364,7 @@ def open_model(
         )
         rescoring.prepare(chunks)
     except (CheckpointError, MissingExtraError) as error:
-        return Refusal(reason=str(error))
+        return str(error)
     return rescoring
 
 

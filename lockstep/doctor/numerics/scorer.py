@@ -122,6 +122,7 @@ class Scorer:
 
     # -- scoring ------------------------------------------------------------------------------
 
+    @torch.inference_mode()
     def score(
         self,
         model: Any,
@@ -137,7 +138,7 @@ class Scorer:
         has_spread: fills `spread` too. is_replaying: takes the sampler's recorded experts where
         they are known.
         """
-        N = rows.num_tokens
+        N, device = rows.num_tokens, self.device
         out = Scored(
             logprobs={d: np.full(N, np.nan, np.float32) for d in distributions},
             spread=np.full(N, np.nan),
@@ -146,67 +147,53 @@ class Scorer:
         chosen = np.asarray(chosen, np.int64)
         longest_first = chosen[np.argsort(-rows.sizes[chosen], kind="stable")].tolist()
         sized = ((int(rows.sizes[row]), row) for row in longest_first if rows.sizes[row])
-        with torch.inference_mode():
-            for batch in grouped(sized, BATCH_TOKENS):
-                self._score_batch(model, rows, np.array(batch), out, is_replaying, has_spread)
+        for batch in map(np.array, grouped(sized, BATCH_TOKENS)):
+            sizes = rows.sizes[batch]
+            first = np.cumsum(sizes) - sizes
+            at = np.arange(sizes.sum()) + np.repeat(rows.offsets[batch] - first, sizes)  # [T]
+            positions = rows.position[at]
+            targets = np.flatnonzero(rows.loss_mask[at] & (positions > 0))  # [P] among the T
+            if not len(targets):
+                continue
+            ids_T = torch.from_numpy(rows.token_ids[at].astype(np.int64)).to(device)
+            positions_T = torch.from_numpy(positions).to(device)
+            predictors_P = torch.from_numpy(targets - 1).to(device)
+            targets_P = ids_T[torch.from_numpy(targets).to(device)]
+            context, place = PackedContext.of(sizes.tolist(), device=device), at[targets]
+            if not isinstance(model, Decoder):
+                for distribution, values in out.logprobs.items():
+                    if distribution.top_p < 1 or distribution.top_k:
+                        continue  # transformers hands out no logits: left unknown
+                    logprobs, _ = model.score(
+                        ids_T,
+                        positions_T,
+                        context,
+                        predictors_N=predictors_P,
+                        targets_N=targets_P,
+                        temperature=distribution.temperature,
+                    )
+                    values[place] = logprobs.float().cpu().numpy()
+                continue
+            routing = self._routing(rows, at) if is_replaying else None
+            hidden_PD = model(ids_T, positions_T, context, routing).index_select(0, predictors_P)
+            step = max(1, LOGIT_BYTES // (4 * model.config.vocab_size))
+            for i in range(0, len(place), step):
+                part = slice(i, i + step)
+                logits = model.logits(hidden_PD[part]).float()
+                for distribution, values in out.logprobs.items():
+                    logp = _logprobs(logits, distribution)
+                    values[place[part]] = logp.gather(1, targets_P[part, None])[:, 0].cpu().numpy()
+                if has_spread:
+                    p = logits.softmax(-1)
+                    own = p.gather(1, targets_P[part, None])[:, 0].double()
+                    square = p.double().square().sum(-1)
+                    out.spread[place[part]] = (1 - 2 * own + square).clamp_min(0).cpu().numpy()
+            if routing is not None and routing.differing:
+                is_other = torch.stack(list(routing.differing.values())).any(0)
+                if routing.is_known_T is not None:
+                    is_other &= routing.is_known_T
+                out.routes_differ[place] = is_other.index_select(0, predictors_P).cpu().numpy()
         return out
-
-    def _score_batch(
-        self,
-        model: Any,
-        rows: Rows,
-        batch: Int64Array,
-        out: Scored,
-        is_replaying: bool,
-        has_spread: bool,
-    ) -> None:
-        sizes = rows.sizes[batch]
-        first = np.cumsum(sizes) - sizes
-        at = np.arange(sizes.sum()) + np.repeat(rows.offsets[batch] - first, sizes)  # [T] places
-        positions = rows.position[at]
-        targets = np.flatnonzero(rows.loss_mask[at] & (positions > 0))  # [P] among the T
-        if not len(targets):
-            return
-        device = self.device
-        ids_T = torch.from_numpy(rows.token_ids[at].astype(np.int64)).to(device)
-        positions_T = torch.from_numpy(positions).to(device)
-        predictors_P = torch.from_numpy(targets - 1).to(device)
-        targets_P = ids_T[torch.from_numpy(targets).to(device)]
-        context = PackedContext.of(sizes.tolist(), device=device)
-        place = at[targets]
-        if not isinstance(model, Decoder):
-            for distribution, values in out.logprobs.items():
-                if distribution.top_p < 1 or distribution.top_k:
-                    continue  # transformers hands out no logits: left unknown
-                logprobs, _ = model.score(
-                    ids_T,
-                    positions_T,
-                    context,
-                    predictors_N=predictors_P,
-                    targets_N=targets_P,
-                    temperature=distribution.temperature,
-                )
-                values[place] = logprobs.float().cpu().numpy()
-            return
-        routing = self._routing(rows, at) if is_replaying else None
-        hidden_PD = model(ids_T, positions_T, context, routing).index_select(0, predictors_P)
-        step = max(1, LOGIT_BYTES // (4 * model.config.vocab_size))
-        for i in range(0, len(place), step):
-            part = slice(i, i + step)
-            logits = model.logits(hidden_PD[part]).float()
-            for distribution, values in out.logprobs.items():
-                logp = _logprobs(logits, distribution)
-                values[place[part]] = logp.gather(1, targets_P[part, None])[:, 0].cpu().numpy()
-            if has_spread:
-                p = logits.softmax(-1)
-                own = p.gather(1, targets_P[part, None])[:, 0].double()
-                square = p.double().square().sum(-1)
-                out.spread[place[part]] = (1 - 2 * own + square).clamp_min(0).cpu().numpy()
-        if routing is not None and routing.differing:
-            is_other = torch.stack(list(routing.differing.values())).any(0)
-            if routing.is_known_T is not None:
-                is_other &= routing.is_known_T
-            out.routes_differ[place] = is_other.index_select(0, predictors_P).cpu().numpy()
 
     def _routing(self, rows: Rows, at: Int64Array) -> Routing | None:
         if rows.routed_experts is None:
