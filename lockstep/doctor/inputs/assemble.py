@@ -114,7 +114,7 @@ def grouped(pieces: Iterable[tuple[int, T]], max_tokens: int) -> Iterator[list[T
 
 def _join(rows: Sequence[Row], has: frozenset[str]) -> Rows:
     columns: dict[str, Any] = {}
-    for name in has:
+    for name in has - {"row_ids", "token_ids", "loss_mask"}:
         if name not in _FILLS:  # messages, texts: one object per row
             columns[name] = tuple(row.columns.get(name) for row in rows)
             continue

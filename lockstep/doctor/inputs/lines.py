@@ -1,4 +1,4 @@
-"""Formats that are read file by file or line by line: the bases of most formats."""
+"""Formats that are read row by row, file by file or line by line: the bases of most formats."""
 
 from __future__ import annotations
 
@@ -23,15 +23,11 @@ HEAD_ROWS = 64
 _LINE_PIECE = 1 << 20
 
 
-class FileDump(Dump):
-    """A format that yields `Row`s file by file. A subclass says which files and which rows."""
+class RowDump(Dump):
+    """A format that yields one `Row` after another."""
 
     trainer: ClassVar[str] = ""
     """`Facts.trainer`."""
-    patterns: ClassVar[tuple[str, ...]] = ("*.jsonl",)
-    """Files of a directory, as globs."""
-    suffixes: ClassVar[tuple[str, ...]] = (".jsonl",)
-    """Names of a file that is given by itself."""
     no_row: ClassVar[str] = " has no row of this format."
     """Error of a dump without rows; follows the path."""
     why: ClassVar[Mapping[str, str]] = {}
@@ -39,14 +35,34 @@ class FileDump(Dump):
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
-        self.files = self.files_of(path)
         head = list(islice(self.rows(), HEAD_ROWS))
         if not head:
             raise DataError(f"{path}{self.no_row}")
-        self.has = frozenset(name for row in head for name in row.columns)
+        always = frozenset({"row_ids", "token_ids", "loss_mask"})
+        self.has = always.union(*(row.columns for row in head))
         has_routes = "routed_experts" in self.has
         self.facts = Facts(trainer=self.trainer, is_moe=True if has_routes else None)
         self.lacks = {name: reason for name, reason in self.why.items() if name not in self.has}
+
+    @abstractmethod
+    def rows(self) -> Iterator[Row]:
+        """All rows from the beginning."""
+
+    def chunks(self, *, max_tokens: int = CHUNK_TOKENS) -> Iterator[Rows]:
+        return in_chunks(self.rows(), self.has, max_tokens=max_tokens)
+
+
+class FileDump(RowDump):
+    """A format that is read file by file. A subclass says which files and which rows."""
+
+    patterns: ClassVar[tuple[str, ...]] = ("*.jsonl",)
+    """Files of a directory, as globs."""
+    suffixes: ClassVar[tuple[str, ...]] = (".jsonl",)
+    """Names of a file that is given by itself."""
+
+    def __init__(self, path: Path) -> None:
+        self.files = self.files_of(path)
+        super().__init__(path)
 
     @classmethod
     def files_of(cls, path: Path) -> list[Path]:
@@ -73,9 +89,6 @@ class FileDump(Dump):
     def rows(self) -> Iterator[Row]:
         for path in self.files:
             yield from self.rows_in(path)
-
-    def chunks(self, *, max_tokens: int = CHUNK_TOKENS) -> Iterator[Rows]:
-        return in_chunks(self.rows(), self.has, max_tokens=max_tokens)
 
 
 class LineDump(FileDump):

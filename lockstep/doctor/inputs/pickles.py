@@ -38,6 +38,7 @@ class Record:
     """An inert stand-in for an object of a foreign class: its name, arguments and state."""
 
     name: ClassVar[str] = ""
+    args: tuple[Any, ...]
     state: Any = None
 
     def __new__(cls, *args: Any) -> Record:

@@ -3,29 +3,27 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
-import numpy.typing as npt
 
 from lockstep.doctor.checks.causes import CAUSES
-from lockstep.doctor.checks.rows import Rows
-from lockstep.doctor.inputs.assemble import grouped
-from lockstep.doctor.inputs.base import CHUNK_TOKENS, Dump, Facts
+from lockstep.doctor.inputs.assemble import Row
+from lockstep.doctor.inputs.base import Facts
+from lockstep.doctor.inputs.lines import RowDump
 from lockstep.doctor.stored_paths import prompt_length, replies
-from lockstep.errors import DataError
 from lockstep.store.lock import is_locked
 from lockstep.store.run import Run, load_run
 from lockstep.store.trajectories import TrajectoryRecord
-from lockstep.types import UNKNOWN_EXPERT, Sample
+from lockstep.types import Float32Array, Sample
 
 MONITOR = "doctor"
 """Directory of a run for the rows that showed a cause while it trained."""
 
 
-class RunDump(Dump):
+class RunDump(RowDump):
     """The trajectories of a run directory: the sampled rows with the trainer's log-probs.
 
     Rows are joined from the sampled segments, as the run joins them; `engine_ids` are these
@@ -33,28 +31,23 @@ class RunDump(Dump):
     """
 
     format: ClassVar[str] = "lockstep"
+    no_row: ClassVar[str] = ": no stored episode has a reward (record.keep), or no step ended."
+    why: ClassVar[Mapping[str, str]] = {
+        "trainer_routed_experts": "a run does not store the trainer's routes",
+        "texts": "a run keeps ids and messages, no other text",
+        "routed_experts": "trainer.routing_replay=rollout records them",
+        "trainer_version": "metrics.jsonl lacks staleness/version",
+    }
 
     def __init__(self, path: Path) -> None:
-        super().__init__(path)
         self._run: Run = load_run(path)
-        self._steps = self._run.steps()
-        first = next(self._rows(), None)
-        if first is None:
-            raise DataError(
-                f"{path}: no stored episode has a reward (record.keep), or no step ended."
-            )
-        routes = first[0].columns.get("routed_experts")
-        self._route_shape = () if routes is None else routes.shape[1:]
-        versions = {row.get("step"): row.get("staleness/version") for row in self._run.metrics}
-        self._versions = {step: versions.get(step) for step in self._steps}
-        self.has = self._together([first]).has
-        lacks = {
-            "trainer_routed_experts": "a run does not store the trainer's routes",
-            "texts": "a run keeps ids and messages, no other text",
-            "routed_experts": "trainer.routing_replay=rollout records them",
-            "trainer_version": "metrics.jsonl lacks staleness/version for some steps",
+        self._steps = self._run.steps()  # on opening: the run may go on
+        self._versions = {
+            row.get("step"): int(row["staleness/version"])
+            for row in self._run.metrics
+            if "staleness/version" in row
         }
-        self.lacks = {name: why for name, why in lacks.items() if name not in self.has}
+        super().__init__(path)
         found = {name: len(self._run.column(f"doctor/{name}")[1]) for name in CAUSES}
         self.found_before = {name: steps for name, steps in found.items() if steps}
         self.facts = self._facts()
@@ -64,13 +57,47 @@ class RunDump(Dump):
     def recognises(cls, path: Path) -> bool:
         return (path / "config.json").is_file() and (path / "environment.json").is_file()
 
-    def chunks(self, *, max_tokens: int = CHUNK_TOKENS) -> Iterator[Rows]:
-        sized = ((len(sample), (sample, record)) for sample, record in self._rows())
-        for pending in grouped(sized, max_tokens):
-            yield self._together(pending)
+    def rows(self) -> Iterator[Row]:
+        for step in self._steps:
+            for record in self._run.trajectories(step):
+                for sample in record.trajectory.rows():
+                    yield self._row(record, sample)
 
     def step_metrics(self) -> Iterable[Mapping[str, Any]]:
         return self._run.metrics
+
+    def _row(self, record: TrajectoryRecord, sample: Sample) -> Row:
+        trajectory, leaf = record.trajectory, sample.leaf
+
+        def of_segments(values: Sequence[Float32Array | None]) -> Float32Array:
+            column = np.full(len(sample), np.nan, np.float32)
+            for i, tokens in sample.segments.items():
+                if (of_segment := values[i]) is not None:
+                    column[tokens] = of_segment
+            return column
+
+        columns = sample.columns
+        return Row(
+            row_id=sample.id,
+            token_ids=sample.token_ids,
+            loss_mask=sample.loss_mask,
+            columns={
+                "rollout_logprobs": columns["rollout_logprobs"],
+                "trainer_logprobs": of_segments(record.trainer_logprobs),
+                "advantages": of_segments(record.advantages),
+                "turn": columns["turn"],
+                "is_sampled": columns["turn"] >= 0,
+                "policy_version": columns["policy_version"],
+                "routed_experts": columns.get("routed_experts"),
+                "trainer_version": self._versions.get(record.step),
+                "prompt_lengths": prompt_length(sample),
+                "rewards": trajectory.rewards[leaf],
+                "groups": record.group,
+                "steps": record.step,
+                "messages": tuple(trajectory.messages(leaf)),
+                "engine_ids": replies(trajectory, leaf),
+            },
+        )
 
     def _facts(self) -> Facts:
         config, environment = self._run.config, self._run.environment
@@ -118,52 +145,3 @@ class RunDump(Dump):
                 "changes of a fault on their way to the trainer"
             )
         return out
-
-    # -- rows ---------------------------------------------------------------------------------
-
-    def _rows(self) -> Iterator[tuple[Sample, TrajectoryRecord]]:
-        for step in self._steps:  # the steps on opening: the run may go on
-            for record in self._run.trajectories(step):
-                for sample in _samples(record):
-                    yield sample, record
-
-    def _together(self, pending: list[tuple[Sample, TrajectoryRecord]]) -> Rows:
-        samples = [sample for sample, _ in pending]
-        placed = [(r, int(sample.id.rpartition("/")[2])) for sample, r in pending]
-        steps = [record.step for record, _ in placed]
-        more: dict[str, Any] = {}
-        if self._route_shape:
-            more["routed_experts"] = np.concatenate([self._routes(sample) for sample in samples])
-        if None not in self._versions.values():
-            more["trainer_version"] = np.array([self._versions[s] for s in steps], np.int64)
-        return Rows.of(
-            samples,
-            rewards=np.array([r.trajectory.rewards[leaf] for r, leaf in placed]),
-            steps=np.array(steps, np.int64),
-            prompt_lengths=np.array([prompt_length(sample) for sample in samples], np.int64),
-            messages=tuple(tuple(r.trajectory.messages(leaf)) for r, leaf in placed),
-            engine_ids=tuple(replies(r.trajectory, leaf) for r, leaf in placed),
-            **more,
-        )
-
-    def _routes(self, sample: Sample) -> npt.NDArray[np.int16]:
-        found = sample.columns.get("routed_experts")
-        shape = (len(sample), *self._route_shape)
-        return np.full(shape, UNKNOWN_EXPERT, np.int16) if found is None else found
-
-
-def _samples(record: TrajectoryRecord) -> Iterator[Sample]:
-    """The trained rows of a trajectory, with the trainer's log-probs and advantages."""
-    trajectory = record.trajectory
-    for sample in trajectory.rows():
-        for name, values in (
-            ("logprobs", record.trainer_logprobs),
-            ("advantages", record.advantages),
-        ):
-            column = np.full(len(sample), np.nan, np.float32)
-            for i, tokens in sample.segments.items():
-                if (of_segment := values[i]) is not None:
-                    column[tokens] = of_segment
-            sample.set(name, column)
-        sample.group = record.group
-        yield sample

@@ -124,7 +124,7 @@ class VerlDump(FileDump):
         if mask is None:
             mask = np.arange(size) >= prompt_length
         scores = values.floats("token_level_scores", "rm_scores")
-        version = tags.get("min_global_steps")
+        version: Any = tags.get("min_global_steps")
         is_known = version is not None and version == tags.get("max_global_steps")
         uid = tags.get("uid")
         return Row(
@@ -162,7 +162,7 @@ class _Batch:
 
 def _read(path: Path) -> _Batch:
     tensors, tags, meta = _of_torch(path) if is_torch_file(path) else _of_proto(path)
-    parts = [tensors.get(name) for name in ("prompts", "responses")]
+    parts: list[Any] = [tensors.get(name) for name in ("prompts", "responses")]
     if any(not isinstance(part, list) and np.ndim(part) != 2 for part in parts):
         raise DataError(
             f"{path} is not a batch of verl with `prompts` and `responses`: it was not written "
