@@ -361,7 +361,7 @@ class _Noise(_Compared):
 
     @abstractmethod
     def describe(self, side: Side, within: float) -> str:
-        """What is measured. within: see `repetition`."""
+        """The measurement in words. within: see `repetition`."""
 
     def repair(self, rows: Rows) -> Rows:
         return self.repaired(
