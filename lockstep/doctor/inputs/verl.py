@@ -138,7 +138,7 @@ class VerlDump(FileDump):
                 "advantages": values.floats("advantages"),
                 "routed_experts": _routes(numbers(source.get("routed_experts")), kept, where),
                 "rewards": None if scores is None else float(np.nansum(scores)),
-                "policy_version": np.where(mask, int(version), -1) if is_known else None,
+                "policy_version": np.where(mask, version or 0, -1) if is_known else None,
                 # step S trains the weights that step S - 1 made
                 "trainer_version": step - 1 if is_known and step is not None else None,
                 "groups": None
