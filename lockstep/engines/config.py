@@ -239,18 +239,6 @@ class SGLangConfig(ServedConfig):
     reply depends on the request's seed and not on the batch."""
 
 
-OF_ATTACHED = (
-    "urls",
-    "start_seconds",
-    "request_seconds",
-    "api_key_env",
-    "share_device",
-    "pool",
-    "take_over",
-)
-"""Settings that apply to servers that others have started."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class VllmConfig(ServedConfig):
     """vLLM: on servers that are up (engine.urls), on servers that the run starts and ends, or in
@@ -323,9 +311,10 @@ class VllmConfig(ServedConfig):
         return (replace(self, replicas=1),) * self.replicas
 
     def _check_attached(self) -> None:
+        applies = {entry.name for entry in fields(ServedConfig)}
         for entry in fields(self):
             value = getattr(self, entry.name)
-            if entry.name not in OF_ATTACHED and value != entry.default:
+            if entry.name not in applies and value != entry.default:
                 raise ConfigError(
                     f"engine.{entry.name}={value} with engine.urls: those servers run already, "
                     f"and it would do nothing. Start them with it, or leave one of the two out."

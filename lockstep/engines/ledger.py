@@ -125,8 +125,7 @@ class Ledger(Generic[E]):
         self.is_paused = self.is_asleep = self.is_closed = False
         self.broken = ""
         """Why the engine cannot answer anything; empty if it can."""
-        self._known: OrderedDict[str, E] = OrderedDict()
-        self._max_known = 2 * NUM_REMEMBERED
+        self._ended: OrderedDict[str, E] = OrderedDict()
         self._waiters: list[asyncio.Future[None]] = []
         self._reported: dict[str, float] = {}
 
@@ -180,7 +179,7 @@ class Ledger(Generic[E]):
         when the last reader leaves before the end. Raises the error that the request failed with.
         """
         self.check_open()
-        entry = self._known.get(request.id)
+        entry = self.running.get(request.id) or self._ended.get(request.id)
         if entry is not None and _asked(entry.request) != _asked(request):
             raise EngineError(
                 f"{entry.where}: the id was used for another prompt, seed, routes_from, adapter or "
@@ -189,7 +188,9 @@ class Ledger(Generic[E]):
         if entry is None:
             self.check_ready(f"request {request.id}")
             entry = start(request)
-            self._add(entry)
+            self.stats.requests += 1
+            if not entry.is_done:
+                self.running[request.id] = entry
         entry.num_readers += 1
         try:
             at = 0
@@ -210,18 +211,6 @@ class Ledger(Generic[E]):
                 ending = abandon(entry)
                 if ending is not None:
                     await ending
-
-    def _add(self, entry: E) -> None:
-        """Remembers a request, and now and then forgets the oldest that have ended."""
-        self.stats.requests += 1
-        self._known[entry.request.id] = entry
-        if not entry.is_done:
-            self.running[entry.request.id] = entry
-        if len(self._known) > self._max_known:
-            ended = [name for name, known in self._known.items() if known.is_done]
-            for name in ended[:-NUM_REMEMBERED]:
-                del self._known[name]
-            self._max_known = max(2 * NUM_REMEMBERED, 2 * len(self._known))
 
     def deliver(self, entry: E, delta: Delta) -> bool:
         """Hands a delta to the readers of a request. Returns False for a duplicate, which is
@@ -285,8 +274,10 @@ class Ledger(Generic[E]):
     def _close(self, entry: E, *, is_forgotten: bool) -> None:
         entry.is_done = True
         self.running.pop(entry.request.id, None)
-        if is_forgotten:
-            self._known.pop(entry.request.id, None)
+        if not is_forgotten:
+            self._ended[entry.request.id] = entry
+            if len(self._ended) > NUM_REMEMBERED:
+                self._ended.popitem(last=False)
 
 
 def end_delta(
@@ -294,20 +285,18 @@ def end_delta(
 ) -> Delta:
     """A delta without tokens that ends a segment or a reply."""
     last = next((delta for delta in reversed(entry.deltas) if len(delta.token_ids)), None)
-    empty = Delta(
-        token_ids=np.empty(0, np.int32),
-        logprobs=np.empty(0, np.float32),
-        policy_version=version,
+    if last is None:
+        ids, logprobs = np.empty(0, np.int32), np.empty(0, np.float32)
+        last = Delta(token_ids=ids, logprobs=logprobs, policy_version=version)
+    return replace(
+        last,
+        token_ids=last.token_ids[:0],
+        logprobs=last.logprobs[:0],
         finish_reason=reason,
         stop=stop,
+        num_cached_tokens=0,
+        num_prefilled_tokens=0,
         first=entry.num_sent,
-    )
-    if last is None:
-        return empty
-    return replace(
-        empty,
-        policy_version=last.policy_version,
-        fingerprint=last.fingerprint,
         support=None if last.support is None else Ragged.of([]),
         routed_experts=None if last.routed_experts is None else last.routed_experts[:0],
     )

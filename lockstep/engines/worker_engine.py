@@ -7,7 +7,7 @@ import contextlib
 import itertools
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -197,21 +197,16 @@ class WorkerEngine(Engine):
             if not self._restarts:
                 raise EngineDownError(self._lost)
             self._restarts -= 1
-            self._starting = Future()
-            threading.Thread(target=self._begin_again, args=(self._starting,), daemon=True).start()
+            self._starting = ThreadPoolExecutor(1).submit(self._begin_again)
         try:
             await asyncio.shield(asyncio.wrap_future(self._starting))
         finally:
             if self._starting is not None and self._starting.done():
                 self._starting = None
 
-    def _begin_again(self, starting: Future[None]) -> None:
-        try:
-            self._worker.end(seconds=0)
-            self._begin()
-            starting.set_result(None)
-        except Exception as error:
-            starting.set_exception(error)
+    def _begin_again(self) -> None:
+        self._worker.end(seconds=0)
+        self._begin()
 
     # -- questions and answers ----------------------------------------------------------------
 

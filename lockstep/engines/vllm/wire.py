@@ -68,21 +68,7 @@ END_SECONDS = 2.0
 NO_LOGPROB = -9999.0
 """Value that vLLM writes for a log-prob that is not finite."""
 
-SHAPE_FIELDS = (
-    "model_type",
-    "vocab_size",
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "intermediate_size",
-    "moe_intermediate_size",
-    "num_local_experts",
-    "num_experts",
-    "num_experts_per_tok",
-    "tie_word_embeddings",
-)
+SHAPE_FIELDS = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers")
 """Keys of config.json in which two models with the same weights agree."""
 
 DISTRIBUTIONS: dict[str, tuple[Distribution, ...]] = {
@@ -90,7 +76,6 @@ DISTRIBUTIONS: dict[str, tuple[Distribution, ...]] = {
     "processed_logprobs": ("sampled",),
 }
 """--logprobs-mode -> distributions that are recorded."""
-
 
 SCORE_SETTINGS: Mapping[str, Any] = {
     "max_tokens": 1,
