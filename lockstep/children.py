@@ -281,12 +281,9 @@ def how_ended(process: subprocess.Popen[bytes]) -> str:
     elif code >= 0:
         how = f"ended with exit code {code}"
     else:
-        try:
-            name = signal.Signals(-code).name
-        except ValueError:
-            name = f"signal {-code}"
-        how = f"was ended by {name}"
-        if name == "SIGKILL":
+        names = {known.value: known.name for known in signal.Signals}
+        how = f"was ended by {names.get(-code, f'signal {-code}')}"
+        if -code == signal.SIGKILL:
             how += " (by hand, or by the system for want of memory)"
     return f"(pid {process.pid}) {how}"
 

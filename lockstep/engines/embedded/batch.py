@@ -18,9 +18,10 @@ import torch
 from lockstep.engines.base import Scores
 from lockstep.engines.embedded.kv_cache import ZERO_PAGE, Lease, PagedCache, ResidentCache
 from lockstep.engines.embedded.sampler import Rule, sample, stream_of, uniforms
+from lockstep.engines.ledger import Entry
 from lockstep.ops.base import Ops
 from lockstep.ops.context import PagedBlock, PagedContext, ResidentRows
-from lockstep.types import Float32Array, Int32Array, Request, Routes
+from lockstep.types import Float32Array, Int32Array, Routes
 
 Tensor = torch.Tensor
 
@@ -47,11 +48,10 @@ class Scoring:
     future: asyncio.Future[Scores]
 
 
-@dataclass(slots=True, eq=False)
-class Sequence:
+@dataclass(slots=True, eq=False, kw_only=True)
+class Sequence(Entry):
     """One request on its way through the engine."""
 
-    request: Request
     order: int
     """Number in the order of arrival."""
     limit: int
@@ -77,10 +77,6 @@ class Sequence:
     """Position up to which routes were sent or saved."""
     has_old_keys: bool = False
     """Whether some of its keys were computed by older weights and kept."""
-    num_sent: int = 0
-    """Sampled tokens sent already."""
-    has_sent: bool = False
-    """Whether the first delta, with the counts of the prompt, was sent."""
     num_cached: int = -1
     """Prompt tokens that were cached at the first admission; -1 before."""
 
@@ -101,7 +97,7 @@ class Rows:
     The next step feeds `last_ids` at `positions`, and samples the token of the next position.
     """
 
-    def __init__(self, *, capacity: int, max_context: int, page_size: int) -> None:
+    def __init__(self, capacity: int, max_context: int, page_size: int) -> None:
         self.num = 0
         self.page_size = page_size
         self.sequences: list[Sequence] = []

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -27,7 +27,6 @@ from lockstep.engines.embedded.batch import Chunk, Rows, Scoring, Sequence, buil
 from lockstep.engines.embedded.kv_cache import PagedCache, ResidentCache
 from lockstep.engines.embedded.scheduler import Scheduler
 from lockstep.engines.ledger import (
-    Entry,
     Ledger,
     Stats,
     check_abilities,
@@ -56,11 +55,6 @@ from lockstep.types import (
 YIELDS_AFTER_REPLY = 3
 """Turns of the event loop that coroutines get when a request has ended: enough for an episode to
 parse the reply, call a tool that does not wait, and send its next turn into the next step."""
-
-
-@dataclass(slots=True, eq=False, kw_only=True)
-class _Entry(Entry):
-    sequence: Sequence
 
 
 class EmbeddedEngine(Engine):
@@ -106,19 +100,9 @@ class EmbeddedEngine(Engine):
             self._resident = ResidentCache(
                 self._cache, max_tokens=config.kv_cache_tokens, dtype=dtype
             )
-        self._rows = Rows(
-            capacity=config.max_num_sequences,
-            max_context=self.max_tokens,
-            page_size=config.page_size,
-        )
-        self._ledger: Ledger[_Entry] = Ledger()
-        self._scheduler = Scheduler(
-            rows=self._rows,
-            cache=self._cache,
-            max_sequences=config.max_num_sequences,
-            max_tokens=config.max_step_tokens,
-            stats=self._ledger.stats,
-        )
+        self._rows = Rows(config.max_num_sequences, self.max_tokens, config.page_size)
+        self._ledger: Ledger[Sequence] = Ledger()
+        self._scheduler = Scheduler(config, self._rows, self._cache, self.stats)
         self._watched: dict[Sequence, None] = {}
         """Requests that need code after every token: stop strings, streams."""
         self._num_arrived = 0
@@ -193,7 +177,9 @@ class EmbeddedEngine(Engine):
             id="score", prompt_ids=ids, sampling=SamplingParams(max_tokens=1), priority=priority
         )
         self._num_arrived += 1
-        sequence = Sequence(request, self._num_arrived, limit=0, ids=ids, scoring=scoring)
+        sequence = Sequence(
+            request=request, order=self._num_arrived, limit=0, ids=ids, scoring=scoring
+        )
         self._scheduler.add(sequence)
         self._drive()
         try:
@@ -249,7 +235,7 @@ class EmbeddedEngine(Engine):
             self._write(source)
         for sequence in self._scheduler.sequences():
             if not sequence.scoring and len(self._sampled(sequence)[0]) > sequence.num_sent:
-                self._send(self._entry_of(sequence), "weight_update")
+                self._send(sequence, "weight_update")
         self._version = version
         if self._ledger.is_paused:
             self._cache.forget()
@@ -287,15 +273,12 @@ class EmbeddedEngine(Engine):
 
     # -- arrival ------------------------------------------------------------------------------
 
-    def _entry_of(self, sequence: Sequence) -> _Entry:
-        return self._ledger.running[sequence.request.id]
-
-    def _start(self, request: Request) -> _Entry:
+    def _start(self, request: Request) -> Sequence:
         ids = checked_prompt(request, self.capabilities)
         check_abilities(request, self.capabilities)
         sampling, limit = request.sampling, limit_of(request, self.capabilities)
         self._num_arrived += 1
-        sequence = Sequence(request, self._num_arrived, limit=limit, ids=ids)
+        sequence = Sequence(request=request, order=self._num_arrived, limit=limit, ids=ids)
         if sampling.record_support and sampling.is_truncated:
             sequence.support = []
         if sampling.record_routes:
@@ -305,7 +288,7 @@ class EmbeddedEngine(Engine):
             self._watched[sequence] = None
         self._scheduler.add(sequence)
         self._drive()
-        return _Entry(request=request, sequence=sequence)
+        return sequence
 
     def _keep_routes(self) -> None:
         """Starts to record routes, for all requests, with the first request that asks: one request
@@ -462,7 +445,7 @@ class EmbeddedEngine(Engine):
             if (text := self._matched_string(sequence)) is not None:
                 self._finish_row(sequence, "stop", text)
             elif sequence.request.stream and sequence not in finished:
-                self._send(self._entry_of(sequence))
+                self._send(sequence)
         for sequence in finished:
             if sequence.row >= 0:
                 self._finish_row(sequence)
@@ -482,7 +465,7 @@ class EmbeddedEngine(Engine):
         last = int(rows.sampled_ids[row, at])
         if stop is None and last in sequence.request.sampling.stop_ids:
             reason, stop = "stop", last
-        self._end(self._entry_of(sequence), reason, stop)
+        self._end(sequence, reason, stop)
 
     def _matched_string(self, sequence: Sequence) -> str | None:
         """The stop string that the last token completed, even if it ends inside the token."""
@@ -508,39 +491,37 @@ class EmbeddedEngine(Engine):
 
     def _send(
         self,
-        reply: _Entry,
+        sequence: Sequence,
         reason: FinishReason | None = None,
         stop: int | str | None = None,
     ) -> None:
         """Sends the tokens sampled since the last delta."""
-        sequence = reply.sequence
         ids, logprobs = self._sampled(sequence)
         fresh = slice(sequence.num_sent, None)
-        num_fresh, sequence.num_sent = len(ids) - sequence.num_sent, len(ids)
-        cached = max(sequence.num_cached, 0)
-        prefilled = len(reply.request.prompt_ids) - cached if sequence.num_cached >= 0 else 0
+        cached, prefilled = max(sequence.num_cached, 0), 0
+        if sequence.num_cached >= 0:
+            prefilled = len(sequence.request.prompt_ids) - cached
         self._ledger.deliver(
-            reply,
+            sequence,
             Delta(
                 token_ids=ids[fresh].copy(),
                 logprobs=logprobs[fresh].copy(),
                 policy_version=self._version,
                 finish_reason=reason,
                 stop=stop,
-                num_cached_tokens=0 if sequence.has_sent else cached,
-                num_prefilled_tokens=0 if sequence.has_sent else prefilled,
-                routed_experts=self._fresh_routes(sequence, num_fresh, len(ids)),
+                num_cached_tokens=0 if sequence.deltas else cached,
+                num_prefilled_tokens=0 if sequence.deltas else prefilled,
+                routed_experts=self._fresh_routes(sequence, len(ids)),
                 support=None if sequence.support is None else Ragged.of(sequence.support[fresh]),
                 fingerprint=self._fingerprint_of(sequence),
             ),
         )
-        sequence.has_sent = True
 
-    def _fresh_routes(self, sequence: Sequence, num_fresh: int, num_sampled: int) -> Routes | None:
-        """Routes of all positions read for the last `num_fresh` sampled tokens and not sent yet."""
+    def _fresh_routes(self, sequence: Sequence, num_sampled: int) -> Routes | None:
+        """Routes of all positions read for the first `num_sampled` tokens and not sent yet."""
         if sequence.routes is None:
             return None
-        if not num_fresh:
+        if num_sampled == sequence.num_sent:
             return self._cache.read_routes([], 0, 0)
         stop = len(sequence.request.prompt_ids) + num_sampled - 1
         pages = [] if sequence.lease is None else sequence.lease.pages
@@ -554,19 +535,22 @@ class EmbeddedEngine(Engine):
             return replace(self._fingerprint, kv="kept").text
         return self._fingerprint_text
 
-    def _end(self, reply: _Entry, reason: FinishReason, stop: int | str | None = None) -> None:
+    def _end(self, sequence: Sequence, reason: FinishReason, stop: int | str | None = None) -> None:
         """Sends the last delta and removes the request."""
-        self._send(reply, reason, stop)
-        self._leave(reply)
+        self._send(sequence, reason, stop)
+        self._leave(sequence)
 
-    def _leave(self, reply: _Entry, *, keep: bool = True) -> None:
-        self._scheduler.remove(reply.sequence, keep=keep)
-        self._watched.pop(reply.sequence, None)
+    def _leave(self, sequence: Sequence, *, keep: bool = True) -> None:
+        self._scheduler.remove(sequence, keep=keep)
+        self._watched.pop(sequence, None)
         self._has_finished = True
 
-    def _fail(self, reply: _Entry, error: EngineError) -> None:
-        self._leave(reply, keep=False)
-        self._ledger.fail(reply, error)
+    def _fail(self, sequence: Sequence, error: EngineError) -> None:
+        self._leave(sequence, keep=False)
+        if sequence.scoring is None:
+            self._ledger.fail(sequence, error)
+        elif not sequence.scoring.future.done():
+            sequence.scoring.future.set_exception(error)
 
     def _fail_unfinite(self, sequence: Sequence, found: str) -> None:
         """Fails one request whose numbers are not finite; zeroes its pages, and the others go
@@ -575,26 +559,15 @@ class EmbeddedEngine(Engine):
             f"{found}. The weights of version {self._version} give values that are not finite: a "
             "diverged or half-loaded policy?"
         )
-        if sequence.scoring:
-            self._fail_score(sequence, EngineError(f"score: {cause}"))
-        else:
-            reply = self._entry_of(sequence)
-            self._fail(reply, EngineError(f"request {reply.request.id}: {cause}"))
+        where = "score" if sequence.scoring else sequence.where
+        self._fail(sequence, EngineError(f"{where}: {cause}"))
         self._cache.forget()
         self._cache.clear_free_pages()
         self._drop_resident()
 
     def _fail_all(self, error: EngineError) -> None:
-        for reply in list(self._ledger.running.values()):
-            self._fail(reply, error)
         for sequence in self._scheduler.sequences():
-            self._fail_score(sequence, error)
-
-    def _fail_score(self, sequence: Sequence, error: EngineError) -> None:
-        assert sequence.scoring is not None, "only scored texts have nobody to answer"
-        self._scheduler.remove(sequence, keep=False)
-        if not sequence.scoring.future.done():
-            sequence.scoring.future.set_exception(error)
+            self._fail(sequence, error)
 
     # -- weights ------------------------------------------------------------------------------
 

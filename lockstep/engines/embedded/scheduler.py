@@ -11,6 +11,7 @@ import heapq
 
 import numpy as np
 
+from lockstep.engines.config import EmbeddedConfig
 from lockstep.engines.embedded.batch import Chunk, Rows, Sequence
 from lockstep.engines.embedded.kv_cache import PagedCache
 from lockstep.engines.ledger import Stats
@@ -19,11 +20,9 @@ from lockstep.engines.ledger import Stats
 class Scheduler:
     """Waiting, prefilling and running requests over one cache."""
 
-    def __init__(
-        self, *, rows: Rows, cache: PagedCache, max_sequences: int, max_tokens: int, stats: Stats
-    ) -> None:
+    def __init__(self, config: EmbeddedConfig, rows: Rows, cache: PagedCache, stats: Stats) -> None:
         self.rows, self.cache, self.stats = rows, cache, stats
-        self.max_sequences, self.max_tokens = max_sequences, max_tokens
+        self.max_sequences, self.max_tokens = config.max_num_sequences, config.max_step_tokens
         self._waiting: list[tuple[tuple[int, int], Sequence]] = []
         self.prefilling: list[Sequence] = []
 
