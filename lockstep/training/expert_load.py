@@ -36,7 +36,11 @@ def row_counts(batch: PackedBatch) -> Tensor:
 
 
 def load_metrics(counts_LE: np.ndarray) -> dict[str, float]:
-    """`moe/...` metrics of [L, E] tokens per layer and expert."""
+    """`moe/...` metrics of [L, E] tokens per layer and expert.
+
+    >>> load_metrics(np.array([[3.0, 1.0]]))["moe/load_max"]
+    1.5
+    """
     E = counts_LE.shape[1]
     ratio_LE = counts_LE * E / np.maximum(counts_LE.sum(1, keepdims=True), 1.0)  # 1 is even
     spread_L = ratio_LE.std(1)

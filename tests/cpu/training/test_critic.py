@@ -562,7 +562,7 @@ def test_a_critic_that_reads_fewer_positions_or_ids_is_refused(tmp_path, capsys)
 
 def test_without_gae_there_is_no_critic_and_one_episode_a_task_is_refused_by_group_baselines():
     with pytest.raises(
-        ConfigError, match="advantage=reinforce_plus_plus with baseline=batch, or advantage=gae"
+        ConfigError, match="reinforce_plus_plus with baseline=batch, or advantage=gae"
     ):
         GRPO().check_group_size(1)
     GAE().check_group_size(1)
