@@ -13,12 +13,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from lockstep.doctor.checks.base import Check, Setting, evidence_at
+from lockstep.doctor.checks.base import Setting, evidence_at
 from lockstep.doctor.checks.findings import MAX_EVIDENCE, Evidence, Finding
 from lockstep.doctor.checks.rows import BoolArray, Float64Array, Rows
 from lockstep.doctor.checks.tokens.alignment import MIN_GAIN, best_moves, in_question
-from lockstep.doctor.checks.tokens.replies import ChangedReply, changed_replies
-from lockstep.doctor.checks.tokens.spelling import speller_of
+from lockstep.doctor.checks.tokens.replies import ReplyCheck
 from lockstep.types import Int64Array
 
 BREAK = 0.5
@@ -58,17 +57,16 @@ _CAP, _CHANGE = 2.0, 1.0
 """Cost in nats of one token at most, and of one change of offset."""
 
 
-class Reencoded(Check):
+class Reencoded(ReplyCheck):
     """Decodes and encodes every run of sampled text, and looks for the result in the dump."""
 
     name = "tokens/reencoded"
     claim = "the ids of a row are those that were sampled, however its text could be spelt"
-    cause = "reencoded"
+    cause = change = "reencoded"
     needs = ("tokenizer",)
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
-        self._speller = speller_of(setting)
         self._moved = {True: 0, False: 0}
         """Rows that one offset explains from their beginning on, by whether they are canonical."""
         self._cost = self._realigned_cost = 0.0
@@ -76,37 +74,21 @@ class Reencoded(Check):
         self._by_logprobs = False
 
     def look(self, rows: Rows) -> None:
-        runs, c = self._speller.runs(rows), self.counts
+        runs = self.speller.runs(rows)
         respelt = [u for u, ids in enumerate(runs.respelt) if ids is not None]
         is_canonical = np.ones(len(rows), np.bool_)
         is_canonical[rows.row_of[runs.begin[respelt]]] = False
-        c["rows"] += len(rows)
-        c["runs"] += len(runs)
-        c["respelt_runs"] += len(respelt)
-        c["respelt_rows"] += int((~is_canonical).sum())
+        self.count(
+            rows=len(rows), runs=len(runs), respelt_runs=len(respelt), respelt_rows=~is_canonical
+        )
         for u in respelt[: MAX_EVIDENCE - len(self._healthy)]:
             note, ids = "a spelling that the tokenizer would not have chosen", runs.respelt[u]
             assert ids is not None
             place = (int(runs.begin[u]), int(runs.end[u]))
             self._healthy.append(evidence_at(rows, *place, note, ids.tolist()))
-        for changed in self._changed(rows):
-            c["changed_turns"] += 1
-            self.show(
-                1e6 + changed.end - changed.first,
-                rows,
-                changed.begin,
-                changed.end,
-                f"{changed.what}; token {changed.first - changed.begin} of the turn is the first "
-                "that differs from the engine's ids",
-                changed.engine_ids.tolist(),
-            )
-        c["engine_turns"] += sum(len(turns or ()) for turns in rows.engine_ids or ())
+        self.look_at_replies(rows)
         if rows.rollout_logprobs is not None and rows.trainer_logprobs is not None:
             self._look_at_logprobs(rows, is_canonical)
-
-    def _changed(self, rows: Rows) -> list[ChangedReply]:
-        replies = changed_replies(rows, self._speller, self.setting)
-        return [reply for reply in replies if reply.change == "reencoded"]
 
     def _look_at_logprobs(self, rows: Rows, is_canonical: BoolArray) -> None:
         first, c = first_breaks(rows), self.counts
@@ -123,7 +105,7 @@ class Reencoded(Check):
             self._cost += cost
             self._realigned_cost += realigned
             c["broken_canonical_rows" if is_canonical[r] else "broken_other_rows"] += 1
-            c["text_breaks"] += bool(self._speller.is_text(rows.token_ids[at : at + 1])[0])
+            c["text_breaks"] += bool(self.speller.is_text(rows.token_ids[at : at + 1])[0])
             if is_canonical[r]:
                 note = "both sides agree up to here; from here on, log-probs are of other tokens"
                 self.show(float(rows.offsets[r + 1] - at), rows, at, at + 1, note)
@@ -182,10 +164,10 @@ class Reencoded(Check):
     def repair(self, rows: Rows) -> Rows:
         """Nothing is trained from the first different token on: the tokens after it follow other
         ids, and their log-probs may be at other positions."""
-        at = [changed.first for changed in self._changed(rows)]
+        at = [reply.first for reply in self.changed(rows)]
         if self._by_logprobs and rows.trainer_logprobs is not None:
             first = first_breaks(rows, has_clean_start=False)
-            runs = self._speller.runs(rows)
+            runs = self.speller.runs(rows)
             respelt = [u for u, ids in enumerate(runs.respelt) if ids is not None]
             first[rows.row_of[runs.begin[respelt]]] = -1
             tokens = in_question(rows)

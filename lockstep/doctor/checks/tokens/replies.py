@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from lockstep.doctor.checks.base import Setting
+from lockstep.doctor.checks.base import Check, Setting
 from lockstep.doctor.checks.rows import Rows
-from lockstep.doctor.checks.tokens.spelling import Speller
+from lockstep.doctor.checks.tokens.spelling import Speller, speller_of
 from lockstep.errors import RendererError
 from lockstep.renderers.base import Renderer
 from lockstep.types import Int32Array, Message
@@ -34,7 +34,8 @@ class ChangedReply:
     """A turn of a row that is not the engine's reply, and how it was changed."""
 
     change: Change
-    row: int
+    what: str
+    """The change, in words."""
     begin: int
     """Index of the turn's first token."""
     end: int
@@ -43,13 +44,31 @@ class ChangedReply:
     engine_ids: Int32Array
     match_rate: float
     """Share of the engine's ids that are at their position in the turn."""
-    what: str
-    """The change, in words."""
-    is_last: bool
-    """True for the last turn of its row."""
-    is_last_own: bool
-    """True if the row's last turn is the engine's reply in a spelling that is not the tokenizer's:
-    then nothing encoded the row again."""
+
+
+class ReplyCheck(Check):
+    """Base of checks that compare turns with the engine's replies."""
+
+    change: ClassVar[Change]
+
+    def __init__(self, setting: Setting) -> None:
+        super().__init__(setting)
+        self.speller = speller_of(setting)
+
+    def changed(self, rows: Rows) -> list[ChangedReply]:
+        """The turns that were changed in this check's way."""
+        found = rows.once(
+            "changed replies", lambda: list(changed_replies(rows, self.speller, self.setting))
+        )
+        return [reply for reply in found if reply.change == self.change]
+
+    def look_at_replies(self, rows: Rows) -> None:
+        self.count(engine_turns=sum(len(turns or ()) for turns in rows.engine_ids or ()))
+        for reply in self.changed(rows):
+            self.count(changed_turns=1)
+            note = f"{reply.what}; {reply.match_rate:.1%} of the engine's ids are at their place"
+            weight = 1e6 + reply.end - reply.first
+            self.show(weight, rows, reply.begin, reply.end, note, reply.engine_ids.tolist())
 
 
 def changed_replies(rows: Rows, speller: Speller, setting: Setting) -> Iterator[ChangedReply]:
@@ -58,44 +77,49 @@ def changed_replies(rows: Rows, speller: Speller, setting: Setting) -> Iterator[
     Rows with another number of turns than the engine's replies are skipped: matching them would be
     a guess. So are turns that are a prefix of their reply, or that have tokens of their neighbours:
     their border is wrong, and nobody rewrote them. A stop id that a program added is a change.
+
+    If a rendering is also the tokenizer's spelling, the row decides: by another turn that is a
+    rendering for sure, or by a last turn that kept a spelling of its own.
     """
-    if rows.engine_ids is None:
-        return
     spans = rows.spans
     first_span = spans.of_rows(len(rows))
-    for r, answered in enumerate(rows.engine_ids):
+    for r, answered in enumerate(rows.engine_ids or ()):
         low, high = int(first_span[r]), int(first_span[r + 1])
         if answered is None or len(answered) != high - low:
             continue
-        last = rows.token_ids[int(spans.begin[high - 1]) : int(spans.end[high - 1])]
-        is_last_own: bool | None = None
+        of_row: list[ChangedReply] = []
         for s, engine in zip(range(low, high), answered, strict=True):
             begin, end = int(spans.begin[s]), int(spans.end[s])
             found = rows.token_ids[begin:end]
-            if len(found) == len(engine) and np.array_equal(found, engine):
+            if np.array_equal(found, engine):
                 continue
             told = _change(found, np.asarray(engine, np.int32), speller, setting)
             if told is None:
                 continue
-            if is_last_own is None:
-                is_last_own = np.array_equal(last, answered[-1]) and not np.array_equal(
-                    last, speller.turn(last)
-                )
             size = min(len(found), len(engine))
             same = found[:size] == engine[:size]
-            first = int(np.argmin(same)) if not same.all() else size
-            yield ChangedReply(
-                change=told[0],
-                row=r,
-                begin=begin,
-                end=end,
-                first=min(begin + first, end - 1),
-                engine_ids=engine,
-                match_rate=float(same.sum()) / max(len(engine), 1),
-                what=told[1],
-                is_last=s == high - 1,
-                is_last_own=is_last_own,
+            first = size if same.all() else int(np.argmin(same))
+            of_row.append(
+                ChangedReply(
+                    change=told[0],
+                    what=told[1],
+                    begin=begin,
+                    end=end,
+                    first=min(begin + first, end - 1),
+                    engine_ids=engine,
+                    match_rate=float(same.sum()) / max(len(engine), 1),
+                )
             )
+        if not of_row:
+            continue
+        last = rows.token_ids[int(spans.begin[high - 1]) : int(spans.end[high - 1])]
+        is_rendered = any(reply.change == "rerendered" for reply in of_row) or (
+            np.array_equal(last, answered[-1]) and not np.array_equal(last, speller.turn(last))
+        )
+        for reply in of_row:
+            is_early = reply.begin < int(spans.begin[high - 1])
+            is_other = reply.change == "reencoded" and is_early and is_rendered
+            yield replace(reply, change="rerendered") if is_other else reply
 
 
 def _change(
@@ -108,46 +132,34 @@ def _change(
             return "post_processed", f"completed by {speller.tokenizer.decode(found[-1:])}"
         return None  # one is a prefix of the other
     again = speller.turn(engine)
-    if np.array_equal(found, again) or (
-        len(found) == len(engine) and np.array_equal(found, again[: len(found)])
-    ):
+    if len(found) in (len(engine), len(again)) and np.array_equal(found, again[: len(found)]):
         return "reencoded", "the reply, decoded and encoded again"
     if setting.renderer is not None:
         for form, what in renderings(engine, setting.renderer):
             shared = min(len(form), len(found))
             if shared >= MIN_FORM_TOKENS and np.array_equal(found[:shared], form[:shared]):
                 return "rerendered", what
-    if np.array_equal(_words_of(found, speller, setting), _words_of(engine, speller, setting)):
+    one, other = (ids[speller.is_text(ids) & (ids != setting.pad_id)] for ids in (engine, found))
+    if np.array_equal(one, other):
         return None  # only control tokens or padding differ
-    before, after = (speller.tokenizer.decode(ids.tolist()) for ids in (engine, found))
-    return rewriting(before, after)
-
-
-def _words_of(ids: Int32Array, speller: Speller, setting: Setting) -> Int32Array:
-    is_word = speller.is_text(ids)
-    if setting.pad_id is not None:
-        is_word &= ids != setting.pad_id
-    return ids[is_word]
+    what = rewriting(*(speller.tokenizer.decode(ids.tolist()) for ids in (engine, found)))
+    return None if what is None else ("post_processed", what)
 
 
 def renderings(sampled_ids: Int32Array, renderer: Renderer) -> Iterator[tuple[list[int], str]]:
     """The ids that a program may write for a turn that it kept as a message: (ids, in words). They
     begin where the sampled ids would."""
     tokenizer = renderer.tokenizer
-    message = renderer.parse(sampled_ids)
-    plain = replace(message, parse_error="")
+    plain = replace(renderer.parse(sampled_ids), parse_error="")
     text = tokenizer.decode(sampled_ids)
     words = tokenizer.decode(i for i in sampled_ids.tolist() if i not in tokenizer.control_ids)
-    written = [
-        (plain, "parsed to a message and rendered again"),
-        (replace(plain, thinking=""), "rendered again without its thinking"),
-        (
-            Message(role="assistant", content=text),
-            "its whole text, rendered as a message's content",
-        ),
-        (Message(role="assistant", content=words), "its words, rendered as a message's content"),
-    ]
-    for kept, what in written:
+    written = {
+        "parsed to a message and rendered again": plain,
+        "rendered again without its thinking": replace(plain, thinking=""),
+        "its whole text, rendered as a message's content": Message(role="assistant", content=text),
+        "its words, rendered as a message's content": Message(role="assistant", content=words),
+    }
+    for what, kept in written.items():
         with suppress(RendererError):
             yield as_history(kept, renderer), what
         with suppress(RendererError):
@@ -159,12 +171,9 @@ def as_history(message: Message, renderer: Renderer) -> list[int]:
     close that every message has. Raises RendererError if the format cannot write it."""
     before = renderer.render([_WORDS])
     whole = renderer.render([_WORDS, message])
-    close = 0  # close of any message, and opening of the next
-    while close < len(before) and before[-1 - close] == whole[-1 - close]:
-        close += 1
-    body = whole[len(before) : len(whole) - close]
+    close = _num_shared(before[::-1], whole[::-1])  # and opening of the next
     if whole[: len(before)] == before:
-        return body
+        return whole[len(before) : len(whole) - close]
     # One token spans the end of the opening and the message's beginning: cut by bytes.
     size = len(renderer.tokenizer.decode_bytes(before))
     at, seen = 0, 0
@@ -174,44 +183,34 @@ def as_history(message: Message, renderer: Renderer) -> list[int]:
     return whole[at : len(whole) - close]
 
 
-def rewriting(before: str, after: str) -> tuple[Change, str] | None:
+def rewriting(before: str, after: str) -> str | None:
     """How one text became another; None if they are equal, or too different for a change."""
     if before == after:
         return None
     if before.strip() == after.strip():
-        return "post_processed", "white space around it was stripped or added"
+        return "white space around it was stripped or added"
     if "".join(before.split()) == "".join(after.split()):
-        return "post_processed", "its white space was changed"
+        return "its white space was changed"
     if after.startswith(before):
-        return "post_processed", f"completed by {_short(after[len(before) :])}"
+        return f"completed by {_short(after[len(before) :])}"
     if before.startswith(after):
-        return "post_processed", f"cut before {_short(before[len(after) :])}"
+        return f"cut before {_short(before[len(after) :])}"
     before, after = before.strip(), after.strip()
-    head, tail = _shared(before, after)
+    head = _num_shared(before, after)
+    tail = _num_shared(before[head:][::-1], after[head:][::-1])
     if head + tail < MIN_SHARED * len(before):
         return None
     was, now = before[head : len(before) - tail], after[head : len(after) - tail]
-    if _is_same_json(was, now):
-        return "post_processed", "its JSON was written again"
-    return "post_processed", f"{_short(was)} became {_short(now)}"
-
-
-def _shared(one: str, other: str) -> tuple[int, int]:
-    """Numbers of characters that two texts share at the beginning, and at the end after these."""
-    size = min(len(one), len(other))
-    head = 0
-    while head < size and one[head] == other[head]:
-        head += 1
-    tail = 0
-    while tail < size - head and one[-1 - tail] == other[-1 - tail]:
-        tail += 1
-    return head, tail
-
-
-def _is_same_json(one: str, other: str) -> bool:
     with suppress(ValueError):
-        return json.loads(one) == json.loads(other)
-    return False
+        if json.loads(was) == json.loads(now):
+            return "its JSON was written again"
+    return f"{_short(was)} became {_short(now)}"
+
+
+def _num_shared(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """Number of entries that two sequences begin with alike."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 def _short(text: str) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from lockstep.doctor.checks.base import Check, Setting
+from lockstep.doctor.checks.base import Setting
 from lockstep.doctor.checks.findings import Finding
 from lockstep.doctor.checks.rows import BoolArray, Float64Array, Rows
 from lockstep.doctor.checks.tokens.dialogue import (
@@ -19,13 +19,7 @@ from lockstep.doctor.checks.tokens.dialogue import (
     rendered_whole,
 )
 from lockstep.doctor.checks.tokens.reencoded import MIN_BROKEN_ROWS, first_breaks
-from lockstep.doctor.checks.tokens.replies import (
-    MIN_FORM_TOKENS,
-    ChangedReply,
-    changed_replies,
-    renderings,
-)
-from lockstep.doctor.checks.tokens.spelling import speller_of
+from lockstep.doctor.checks.tokens.replies import MIN_FORM_TOKENS, ReplyCheck, renderings
 from lockstep.errors import RendererError
 from lockstep.types import Int64Array
 
@@ -45,56 +39,38 @@ MAX_PROBABLE = 0.15
 positions are wrong in both directions."""
 
 
-class Rerendered(Check):
+class Rerendered(ReplyCheck):
     """Compares sampled turns with what the renderer writes for the messages that they became."""
 
     name = "tokens/rerendered"
     claim = "earlier turns of a row are the ids that were sampled, not a rendering of their message"
-    cause = "rerendered"
+    cause = change = "rerendered"
     needs = ("tokenizer", "renderer")
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
-        assert setting.renderer is not None, "the check's needs"
-        self._renderer = setting.renderer
-        self._speller = speller_of(setting)
         self._matched = 0.0
         self._early_rates = np.zeros(4)
         self._by_early = False
 
     def look(self, rows: Rows) -> None:
-        c = self.counts
-        c["dialogues"] += len(dialogues(rows))
-        c["engine_turns"] += sum(len(turns or ()) for turns in rows.engine_ids or ())
-        for changed in self._changed(rows):
-            c["rerendered_turns"] += 1
-            self._matched += changed.match_rate
-            self.show(
-                2.0 - changed.match_rate,
-                rows,
-                changed.begin,
-                changed.end,
-                f"{changed.what}: {changed.match_rate:.1%} of the sampled ids are at their place",
-                changed.engine_ids.tolist(),
-            )
+        self.count(dialogues=len(dialogues(rows)))
+        self.look_at_replies(rows)
+        self._matched += sum(reply.match_rate for reply in self.changed(rows))
         if rows.engine_ids is None and rows.messages is None:
             self._look_at_early(rows)
         for begin, end, is_harmed in self._whole(rows):
-            c["rerendered_rows"] += 1
-            c["harmed_rows"] += is_harmed
+            self.count(rerendered_rows=1, harmed_rows=is_harmed)
             note = "the ids that the template writes for the messages, not an extended sampled turn"
             self.show(1.0 + is_harmed, rows, begin, end, note)
 
     def _look_at_early(self, rows: Rows) -> None:
         early, rates = self._early(rows)
-        self.counts["improbable_rows"] += len(early)
+        self.count(improbable_rows=len(early))
         self._early_rates += rates
         spans = rows.spans
+        note = "the trainer finds these ids improbable, but not those of the row's last turn"
         for s in early:
-            note = (
-                "the trainer finds these ids improbable, but not those of the row's last turn: the "
-                "model did not sample this turn as it is"
-            )
             self.show(float(spans.size[s]), rows, int(spans.begin[s]), int(spans.end[s]), note)
 
     def _early(self, rows: Rows) -> tuple[list[int], Float64Array]:
@@ -120,28 +96,11 @@ class Rerendered(Check):
         rates = np.zeros(4)
         for r in np.flatnonzero(is_early).tolist():
             s = int(np.searchsorted(spans.row, r))
-            turn = self._renderer.parse(rows.token_ids[int(spans.begin[s]) : int(spans.end[s])])
+            turn = self.renderer.parse(rows.token_ids[int(spans.begin[s]) : int(spans.end[s])])
             if not turn.tool_calls:  # a call that can be parsed was not rendered as content
                 out.append(s)
                 rates += (low[r, 0], num[r, 0], low[r, 1], num[r, 1])
         return out, rates
-
-    def _changed(self, rows: Rows) -> list[ChangedReply]:
-        """The turns that are renderings. If a rendering is also the tokenizer's spelling, the row
-        decides: by another turn that is a rendering for sure, or by a last turn that kept its own
-        spelling."""
-        found = list(changed_replies(rows, self._speller, self.setting))
-        sure = {reply.row for reply in found if reply.change == "rerendered"}
-        return [
-            reply
-            for reply in found
-            if reply.change == "rerendered"
-            or (
-                reply.change == "reencoded"
-                and not reply.is_last
-                and (reply.row in sure or reply.is_last_own)
-            )
-        ]
 
     def _whole(self, rows: Rows) -> list[tuple[int, int, bool]]:
         """(begin, end, whether log-probs disagree from there on) of ids that were rendered again
@@ -152,7 +111,7 @@ class Rerendered(Check):
             if len(dialogue.begin) < 2 or len(dialogue.replies) < 2:
                 continue
             is_whole_turn = self._is_whole_turn(dialogue)
-            is_extended = dialogue.is_paired and first_unextended(dialogue, self._renderer) is None
+            is_extended = dialogue.is_paired and first_unextended(dialogue, self.renderer) is None
             if is_whole_turn and is_extended:
                 continue
             size = self._rendered(dialogue, is_whole_turn=is_whole_turn)
@@ -166,25 +125,25 @@ class Rerendered(Check):
         """True if the first span begins with a whole turn that parses to its message. Masks differ
         in what they count to a turn after its stop id, so this alone proves nothing."""
         first = dialogue.ids[int(dialogue.begin[0]) : int(dialogue.end[0])]
-        stops = np.flatnonzero(np.isin(first, list(self._renderer.stop_ids)))
+        stops = np.flatnonzero(np.isin(first, list(self.renderer.stop_ids)))
         if len(stops):
             first = first[: int(stops[0]) + 1]
-        return self._renderer.parse(first) == dialogue.messages[dialogue.replies[0]]
+        return self.renderer.parse(first) == dialogue.messages[dialogue.replies[0]]
 
     def _rendered(self, dialogue: Dialogue, *, is_whole_turn: bool) -> int:
         """Number of ids from the first reply on that the template writes; 0 if it does not."""
         begin = int(dialogue.begin[0])
-        expected = rendered_whole(dialogue, self._renderer)
+        expected = rendered_whole(dialogue, self.renderer)
         if expected is not None and np.array_equal(dialogue.ids[: len(expected)], expected):
             return len(expected) - begin
         first = dialogue.messages[dialogue.replies[0]]
         if first.parse_error or is_whole_turn:
             return 0
         try:
-            sampled = self._renderer.render_reply(first)
+            sampled = self.renderer.render_reply(first)
         except RendererError:
             return 0
-        for form, _ in renderings(np.asarray(sampled, np.int32), self._renderer):
+        for form, _ in renderings(np.asarray(sampled, np.int32), self.renderer):
             if len(form) >= MIN_FORM_TOKENS and np.array_equal(
                 dialogue.ids[begin : begin + len(form)], form
             ):
@@ -193,10 +152,10 @@ class Rerendered(Check):
 
     def conclude(self) -> Finding:
         c = self.counts
-        if c["rerendered_turns"]:
-            rate = self._matched / c["rerendered_turns"]
+        if c["changed_turns"]:
+            rate = self._matched / c["changed_turns"]
             return self.differs(
-                f"{c['rerendered_turns']} of {c['engine_turns']} turns are renderings of the "
+                f"{c['changed_turns']} of {c['engine_turns']} turns are renderings of the "
                 f"engine's replies: {rate:.1%} of their ids are at their place",
                 match_rate=rate,
             )
@@ -224,7 +183,7 @@ class Rerendered(Check):
 
     def repair(self, rows: Rows) -> Rows:
         """Nothing is trained from the first different id of the first rendered turn on."""
-        at = [changed.first for changed in self._changed(rows)]
+        at = [reply.first for reply in self.changed(rows)]
         at += [begin for begin, _, is_harmed in self._whole(rows) if is_harmed]
         if self._by_early:
             at += rows.spans.begin[self._early(rows)[0]].tolist()
